@@ -21,7 +21,7 @@ from tests.support.attention_cases import (
 )
 from tests.support.device import change_device
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.base import Call
+from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.sdpa import run
 from vllm_metal_lite.attention.sdpa.calls import DeviceGroup
 from vllm_metal_lite.attention.sdpa.fused import Unfused, unfused
@@ -192,7 +192,7 @@ def test_the_store_is_written_in_place(bits):
         mx.reset_peak_memory()
         before = mx.get_active_memory()
         step.write(0, row, row)
-        out = step.attend(row, Call(0, 1.0))
+        out = step.attend(row, AttentionCall(0, 1.0))
         mx.eval(out, store.arrays)
         assert mx.get_peak_memory() - before < store.nbytes // 16
         assert mx.array_equal(out, row)

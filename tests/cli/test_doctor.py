@@ -17,10 +17,10 @@ from vllm_metal_lite.checks.ordering import Outcome
 from vllm_metal_lite.checks.result import CheckResult, Speed
 from vllm_metal_lite.cli import doctor, machine
 from vllm_metal_lite.cli.main import main
-from vllm_metal_lite.specs import AttentionShape, KernelUse, Rotation, WeightShape
+from vllm_metal_lite.specs import AttentionShape, KernelUse, RopeShape, WeightShape
 
 SHAPE = AttentionShape(4, 2, 32, 32, mx.bfloat16)
-TINY = KernelUse((SHAPE,), 16, (Rotation(32),), (64,), (WeightShape(64, 32), WeightShape(32, 64)))
+TINY = KernelUse((SHAPE,), 16, (RopeShape(32),), (64,), (WeightShape(64, 32), WeightShape(32, 64)))
 
 LONG = ("--seconds", "3600")  # enough on a busy machine
 
@@ -94,7 +94,7 @@ def call_once(call, x, chain=1, compiled=True):
 def a_gpu(monkeypatch, tmp_path):
     """Small shapes; no processes; nothing is timed."""
     monkeypatch.setattr(doctor, "COMMON", {"tiny": TINY})
-    monkeypatch.setattr(doctor, "FLOOR_SIZES", floors.Sizes(1024, 1, 32, 64))
+    monkeypatch.setattr(doctor, "FLOOR_SIZES", floors.BandwidthSizes(1024, 1, 32, 64))
     monkeypatch.setattr(floors, "seconds_per_call", call_once)
     monkeypatch.setattr(ordering, "stress", lambda: [Outcome("all launches in one", 9, None)])
     monkeypatch.setattr(generation, "PROMPTS", (3, 20))

@@ -27,8 +27,8 @@ from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
 from vllm_metal_lite.fusion.hooks import fused_functions
 from vllm_metal_lite.fusion.joined import (
+    JoinedPart,
     JoinedProjection,
-    Part,
     join_projections,
     joined_projections,
 )
@@ -81,7 +81,7 @@ def test_what_is_joined():
     """q, k, v and gate, up of each layer; not o and down, whose inputs are their own."""
     model = tiny.build(config_of("qwen3"))
     join_projections(model)
-    parts = {path for path, m in model.named_modules() if isinstance(m, Part)}
+    parts = {path for path, m in model.named_modules() if isinstance(m, JoinedPart)}
     layer = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj"}
     layer |= {"mlp.up_proj"}
     assert parts == {f"model.layers.{i}.{name}" for i in range(3) for name in layer}

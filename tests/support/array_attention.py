@@ -6,7 +6,7 @@ the state: they go into a compiled step and come out of it.
 
 from copy import copy
 
-from vllm_metal_lite.attention.base import Call
+from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.paged.prompts import VarlenPrompts
 from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
@@ -51,7 +51,7 @@ class ArrayStepAttention(ReferenceStepAttention):
 
     def attend(self, q, call):
         layer, scale, window = call[:3]
-        assert call == Call(layer, scale, window)
+        assert call == AttentionCall(layer, scale, window)
         outputs, plan = [], self.step.plan
         group, prompts = self.store.group_of[layer], plan.prompts
         if decodes := plan.decodes:

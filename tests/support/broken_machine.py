@@ -26,7 +26,7 @@ from vllm_metal_lite.specs import (
     KernelUse,
     Quantisation,
     RecurrenceShape,
-    Rotation,
+    RopeShape,
     WeightShape,
 )
 
@@ -81,7 +81,7 @@ _NOT_TIMED = (
 KERNELS = tuple(sorted(REGISTRY.keys() - {"latent_prefill"}))
 
 # What the checks try: in float32, where every fault shows, if the kernel serves it.
-ROTATIONS = Rotation(32, eps=1e-5), Rotation(16, traditional=True, base=None)
+ROTATIONS = RopeShape(32, eps=1e-5), RopeShape(16, traditional=True, base=None)
 SHAPE = AttentionShape(4, 2, 32, 32, mx.float32)
 USE = KernelUse((SHAPE,), 16, ROTATIONS, (1000,))
 PRODUCTS = KernelUse(
@@ -98,7 +98,7 @@ EXPERTS = KernelUse(
     ),
 )
 LATENT = KernelUse(
-    (AttentionShape(4, 1, 64, 16, mx.float32, latent=True),), 16, (Rotation(16, traditional=True),)
+    (AttentionShape(4, 1, 64, 16, mx.float32, latent=True),), 16, (RopeShape(16, traditional=True),)
 )
 RECURRENT = KernelUse(
     (), 16,

@@ -48,7 +48,7 @@ def main() -> int:
         print(f"| {check} | {error} | {' | '.join(times)} |", flush=True)
     if not args.only:
         print("\n| bytes of K and V, or of weights | GB/s |\n| --- | --- |")
-        for floor in floors.measure(next(iter(COMMON.values())).shapes[0], floors.Sizes()):
+        for floor in floors.measure(next(iter(COMMON.values())).shapes[0], floors.BandwidthSizes()):
             print(f"| {floor.name} | {floor.bytes_per_second / 1e9:,.0f} |")
     return 1 if wrong else 0
 

@@ -51,13 +51,14 @@ class Loads:
         return x
 
     def decode(self, batch: int, context: int) -> float:
-        load, token = stores.Load(self.shape, batch, max(32, context // self.divisor)), new_token()
+        load = stores.TimedStore(self.shape, batch, max(32, context // self.divisor))
+        token = new_token()
         return self._seconds(lambda q: load.attend(q, load.plan, token), load.queries())
 
     def prefix(self, rows: int, tokens: int) -> float:
         """Decodes behind one prefix, which is read once if that saves enough."""
         s, tokens = self.shape, max(2 * _BLOCK, tokens // self.divisor)
-        load, token = stores.Load(s, 1, tokens + rows * _OWN), new_token()
+        load, token = stores.TimedStore(s, 1, tokens + rows * _OWN), new_token()
         first, blocks = tokens // _BLOCK, load.block_tables[0]
         shared = mx.broadcast_to(blocks[:first], (rows, first))
         tables = mx.concatenate([shared, blocks[first:].reshape(rows, -1)], axis=1)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.load import Load
+from vllm_metal_lite.checks.load import TimedStore
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.skinny_gemm import skinny_gemm
@@ -38,7 +38,7 @@ class Floor:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BandwidthSizes:
     """copy: bytes, also the most of the decodes' K and V.  batch, context: of the decodes.
     width: of square products."""
 
@@ -49,7 +49,7 @@ class Sizes:
 
 
 def measure(
-    shape: AttentionShape, sizes: Sizes, progress: Callable[[str], object] = lambda _: None
+    shape: AttentionShape, sizes: BandwidthSizes, progress: Callable[[str], object] = lambda _: None
 ) -> list[Floor]:
     """A copy, decodes from the store, MLX's attention, and products of 8 rows.
 
@@ -110,7 +110,7 @@ def copy_bandwidth(size: int = 1 << 30) -> float:
 
 def _attention(shape: AttentionShape, batch: int, context: int) -> tuple[float, float]:
     """Bytes of K and V per second: MLX's own attention, on contiguous K and V, and decodes."""
-    load, token = Load(shape, batch, context), new_token()
+    load, token = TimedStore(shape, batch, context), new_token()
     q = load.queries()
     of_sdpa = q[:, :, None]
     dims = batch, shape.num_kv_heads, context, shape.k_head_dim

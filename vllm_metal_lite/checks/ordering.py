@@ -19,7 +19,7 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.isolated import environment
-from vllm_metal_lite.checks.ordering_graph import Read, Sizes, build
+from vllm_metal_lite.checks.ordering_graph import GraphSizes, Read, build
 from vllm_metal_lite.errors import one_line
 
 # Launches a command buffer, by what the user reads.
@@ -91,7 +91,7 @@ def _in_process(
 
 def main() -> None:
     """Run the graph in this process and print its outcome as JSON."""
-    reads = build(Sizes())
+    reads = build(GraphSizes())
     mx.eval([read.values for read in reads])
     print(json.dumps({"reads": len(reads), "problem": problem(reads)}))
 

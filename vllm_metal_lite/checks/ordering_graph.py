@@ -49,7 +49,7 @@ Seen = tuple[mx.array, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class GraphSizes:
     """launches: their approximate number, half of them reads.  context: tokens of each sequence."""
 
     launches: int = 300
@@ -79,7 +79,7 @@ class Graph:
     The launch of a read may write too: the fused decode does.
     """
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: GraphSizes) -> None:
         self.sizes = sizes
         rng = np.random.default_rng(0)
         width = sizes.context // _BLOCK
@@ -260,7 +260,7 @@ def _one_hot(rows: int, column: int) -> Columns:
     return Columns(mx.array(one_hot).astype(_DTYPE), 0)
 
 
-def build(sizes: Sizes, reads: Sequence[str] = READS) -> list[Read]:
+def build(sizes: GraphSizes, reads: Sequence[str] = READS) -> list[Read]:
     """The reads of a graph of writes and reads in turns, not evaluated."""
     graph, found = Graph(sizes), []
     for number, (write, read, layer) in islice(_turns(reads), sizes.launches // 2):

@@ -37,7 +37,7 @@ from vllm_metal_lite.specs import AttentionShape, KernelUse
 _BLOCK = 16
 # The share of the time after which no further check begins; the rest is for speed, order, answers.
 CHECKS_SHARE = 0.6
-FLOOR_SIZES = floors.Sizes()  # tests make them smaller
+FLOOR_SIZES = floors.BandwidthSizes()  # tests make them smaller
 
 
 def run(args: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ _ANY = ToolChoice()
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ChatRequest:
     """What the three chat APIs come to.
 
     messages: as chat templates want them: role ("system", "user", "assistant", "tool"), content
@@ -83,7 +83,7 @@ def join_systems(messages: Sequence[Message]) -> list[Message]:
 
 
 async def render(
-    engine: EngineClient, conversation: Conversation, *, to_run: bool = True
+    engine: EngineClient, conversation: ChatRequest, *, to_run: bool = True
 ) -> RenderedPrompt:
     """A conversation under the model's chat template.  Raises RequestError in its words,
     ContextOverflow if it is far too long.
@@ -136,7 +136,7 @@ def render_prompt(
     tokenizer: TokenizerWrapper,
     template: Template,
     model: str,
-    conversation: Conversation,
+    conversation: ChatRequest,
     with_checkpoints: bool,
     encode_text: Callable[[str], list[int]],
 ) -> RenderedPrompt:
@@ -174,7 +174,7 @@ def render_prompt(
     return RenderedPrompt(token_ids, checkpoints)
 
 
-def _text(tokenizer: TokenizerWrapper, template: Template, conversation: Conversation) -> str:
+def _text(tokenizer: TokenizerWrapper, template: Template, conversation: ChatRequest) -> str:
     return render_text(
         tokenizer, template, conversation.messages, conversation.add_generation_prompt,
         conversation.variables(template),

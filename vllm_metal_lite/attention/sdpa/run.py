@@ -6,7 +6,7 @@ products and softmax.
 
 from collections.abc import Callable, Iterable
 
-from vllm_metal_lite.attention.base import Call
+from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.sdpa.calls import DeviceGroup, SdpaCalls, SdpaPlan
 from vllm_metal_lite.attention.sdpa.fused import unfused
 from vllm_metal_lite.backend import mx
@@ -26,8 +26,8 @@ def run_calls(
     plan: SdpaPlan,
     group: int,
     q: mx.array,
-    call: Call,
-    gather: Callable[[Call, SdpaCalls], Iterable[tuple[mx.array, mx.array]]],
+    call: AttentionCall,
+    gather: Callable[[AttentionCall, SdpaCalls], Iterable[tuple[mx.array, mx.array]]],
     take: Take = take_rows,
 ) -> mx.array:
     """Attention of q (num_rows, H, D) -> (num_rows, H, Dv).

@@ -14,7 +14,7 @@ from vllm_metal_lite.server.openai_api.response_events import ResponseReply
 from vllm_metal_lite.server.openai_api.response_items import input_messages
 from vllm_metal_lite.server.openai_api.response_tools import ResponseTools
 from vllm_metal_lite.server.params import SamplingFields, Unsupported
-from vllm_metal_lite.server.prompts import Conversation
+from vllm_metal_lite.server.prompts import ChatRequest
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.turns import answer
 
@@ -107,7 +107,7 @@ async def create_response(serving: Serving, body: ResponsesRequest) -> Response:
     parallel = body.parallel_tool_calls is not False
     tools = ResponseTools(body.tools, body.input, body.tool_choice, parallel)
     reasoning = body.reasoning or ReasoningOptions()
-    conversation = Conversation(
+    conversation = ChatRequest(
         input_messages(body.input, body.instructions), tools=list(tools.tools.values()),
         choice=tools.choice, effort=reasoning.effort,
     )  # fmt: skip

@@ -39,11 +39,11 @@ from vllm_metal_lite.server.worker.messages import (
     Added,
     Compile,
     Compiled,
+    EngineMetrics,
     Failed,
     Found,
     Log,
     Lost,
-    Metrics,
     ModelFacts,
     Refused,
     Seen,
@@ -303,7 +303,7 @@ class EngineClient:
                     generation.take(updates)
                     if generation.finished:
                         del self.generations[request_id]
-        elif isinstance(message, Metrics):
+        elif isinstance(message, EngineMetrics):
             self.metrics = message.values
         elif isinstance(message, (Added, Compiled)):
             if future := self._waiting(message.request_id):

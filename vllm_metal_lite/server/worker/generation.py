@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from vllm_metal_lite.engine.detokenizer import Detokenizer, texts_of
 from vllm_metal_lite.outputs import CompletionOutput, Logprob
 from vllm_metal_lite.server.recent import Parted
-from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, Scores, unpack
+from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, PositionLogprobs, from_wire
 
 
 class EngineLost(RuntimeError):
@@ -64,7 +64,7 @@ class Generation:
         self.request_id, self.params = request.request_id, request.params
         self.prompt_token_ids, self.turn = request.prompt_token_ids, request.turn
         self.num_cached_tokens = 0
-        self._scored: list[Scores | None] | None = None  # the prompt
+        self._scored: list[PositionLogprobs | None] | None = None  # the prompt
         self._texts = texts_of(tokenizer)
         self.parted: Parted | None = None
         self.finished = False
@@ -93,7 +93,7 @@ class Generation:
         scored, texts = self._scored, self._texts
         if scored is None:
             return None
-        return [None if scores is None else unpack(scores, texts) for scores in scored]
+        return [None if scores is None else from_wire(scores, texts) for scores in scored]
 
     @property
     def num_tokens(self) -> int:
@@ -140,7 +140,7 @@ class Generation:
         if update.text is not None:
             answer.text += update.text
         if answer.logprobs is not None:
-            answer.logprobs += [unpack(scores, self._texts) for scores in update.logprobs or ()]
+            answer.logprobs += [from_wire(scores, self._texts) for scores in update.logprobs or ()]
         if update.finish_reason is not None:
             if self._detokenizers is not None and update.num_shown_tokens is not None:
                 self._detokenizers[update.answer_index].end_at(update.num_shown_tokens)
