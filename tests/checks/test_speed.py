@@ -13,7 +13,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import alternatives, attention, speed
 from vllm_metal_lite.checks.plan import checks_for
 from vllm_metal_lite.checks.result import Speed
-from vllm_metal_lite.checks.run import run
+from vllm_metal_lite.checks.run_check import run
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, RopeShape
 

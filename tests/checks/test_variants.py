@@ -6,7 +6,7 @@ import pytest
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.plan import checks_for
-from vllm_metal_lite.checks.run import run
+from vllm_metal_lite.checks.run_check import run
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.specs import (
     AttentionShape,

@@ -11,9 +11,9 @@ import pytest
 from tests.support.cli_kit import CONTEXT, model_folder
 from vllm_metal_lite.cli import machine
 from vllm_metal_lite.cli.bench.cases import SETTLE_STEPS, BenchCase, Pace, make_cases
-from vllm_metal_lite.cli.bench.load import ThisEngine, Timing, drive, medians, timing
 from vllm_metal_lite.cli.bench.suite import Suite
 from vllm_metal_lite.cli.bench.table import ratio, table
+from vllm_metal_lite.cli.bench.timed_case import ThisEngine, Timing, drive, medians, timing
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError, RequestError, install

@@ -24,7 +24,6 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.fusion import decide
-from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
 from vllm_metal_lite.fusion.hooks import fused_functions
 from vllm_metal_lite.fusion.joined import (
     JoinedPart,
@@ -32,9 +31,10 @@ from vllm_metal_lite.fusion.joined import (
     join_projections,
     joined_projections,
 )
+from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.fusion.origins import Sum
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of, up_to_date
-from vllm_metal_lite.kernels.common import RMSNorm
+from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kernels.new_rows import Columns, Rope
 from vllm_metal_lite.kv.store import PagedStore

@@ -15,7 +15,7 @@ from tests.support.kernel_cases import TOLERANCE, draw, permuted_blocks, poisone
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import shared_prefix
-from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.arguments import new_token
 from vllm_metal_lite.kernels.decode import DecodePlan, merge_partitions, paged_decode
 from vllm_metal_lite.kv.store import LayerSpec
 

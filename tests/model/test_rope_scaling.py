@@ -24,8 +24,8 @@ from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ConfigError
-from vllm_metal_lite.fusion.fused import fuse
-from vllm_metal_lite.kernels.common import bits
+from vllm_metal_lite.fusion.launches import fuse
+from vllm_metal_lite.kernels.arguments import bits
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import loader, trial
 from vllm_metal_lite.model.adapters.modules import rotation_limit

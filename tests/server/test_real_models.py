@@ -23,8 +23,8 @@ from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.engine.detokenizer import Detokenizer
 from vllm_metal_lite.sampling.constraint import Constraint
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.server.prompts import ChatRequest
-from vllm_metal_lite.server.recent import RecentPrompts
+from vllm_metal_lite.server.conversations import ChatRequest
+from vllm_metal_lite.server.divergence import RecentPrompts
 from vllm_metal_lite.server.turns import Turn, prepare
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.structured_outputs.build import build

@@ -6,8 +6,8 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 
 from tests.support import real_parts
-from vllm_metal_lite.engine.pieces import PieceEncoder
-from vllm_metal_lite.server.prompts import ChatRequest, render_prompt
+from vllm_metal_lite.engine.piece_encoder import PieceEncoder
+from vllm_metal_lite.server.conversations import ChatRequest, render_prompt
 from vllm_metal_lite.server.templates import Template, probe, render_text
 
 SYSTEM = {"role": "system", "content": "Be brief."}

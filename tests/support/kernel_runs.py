@@ -10,8 +10,8 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile, using
 from vllm_metal_lite.kernels import cache_ops, decode, experts, latent_attention
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.arguments import RMSNorm, new_token
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.common import RMSNorm, new_token
 from vllm_metal_lite.kernels.decode import DecodePlan
 from vllm_metal_lite.kernels.expert_topk import Routing
 from vllm_metal_lite.kernels.expert_topk import expert_topk as expert_topk_of

@@ -10,10 +10,10 @@ from typing import NamedTuple
 from metal.host.texts import KernelText, recorded
 from tests.support import recurrent_shapes
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.common import YARN_FACTOR
+from vllm_metal_lite.checks.popular_shapes import YARN_FACTOR
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.arguments import RMSNorm, new_token
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
-from vllm_metal_lite.kernels.common import RMSNorm, new_token
 from vllm_metal_lite.kernels.decode import DecodePlan, merge_partitions, paged_decode
 from vllm_metal_lite.kernels.expert_topk import Routing, expert_topk
 from vllm_metal_lite.kernels.experts import (

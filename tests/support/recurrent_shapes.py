@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.arguments import new_token
 from vllm_metal_lite.kernels.causal_conv import causal_conv
-from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns

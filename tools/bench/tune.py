@@ -19,9 +19,9 @@ from tools.dev.run_main import run_main
 from vllm_metal_lite import MetalLiteError, backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import load as stores
-from vllm_metal_lite.checks.floors import seconds_per_call
+from vllm_metal_lite.checks.bandwidth import seconds_per_call
 from vllm_metal_lite.devices import profile, using
-from vllm_metal_lite.kernels.common import RMSNorm, new_token
+from vllm_metal_lite.kernels.arguments import RMSNorm, new_token
 from vllm_metal_lite.kernels.decode import decode_plan, paged_decode
 from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix

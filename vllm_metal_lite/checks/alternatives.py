@@ -17,8 +17,8 @@ from vllm_metal_lite.checks.check import Check, NormShape
 from vllm_metal_lite.checks.load import TimedStore
 from vllm_metal_lite.checks.new_rows import drawn, new_rows
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.arguments import new_token
 from vllm_metal_lite.kernels.cache_ops import kv_write
-from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_write import NewLatents

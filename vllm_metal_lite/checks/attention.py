@@ -13,8 +13,8 @@ from vllm_metal_lite.checks.case import CONTEXTS, Case, case_of, draw, padded, r
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.new_rows import new_rows, tolerance
 from vllm_metal_lite.checks.result import TOLERANCE, Found, largest, largest_error
+from vllm_metal_lite.kernels.arguments import new_token
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
-from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_attention import Where, decode_tiles, latent_attention

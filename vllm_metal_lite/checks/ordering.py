@@ -1,7 +1,7 @@
 """Checks that this device runs the writes and reads of a graph in order.
 
-MLX cannot see a write through an input, so a token orders the launches (kernels/common.py).  Here
-one graph of many writes and reads (ordering_graph.py) is built, and evaluated at once.
+MLX cannot see a write through an input, so a token orders the launches (kernels/arguments.py).
+Here one graph of many writes and reads (ordering_graph.py) is built, and evaluated at once.
 
 MLX commits launches to the device in command buffers, and orders launches in one buffer by other
 means than launches in two.  So the graph runs in processes of their own: with one launch a buffer,

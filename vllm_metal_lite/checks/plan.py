@@ -6,7 +6,7 @@ from dataclasses import replace
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.check import Check, MixtureShape, NormShape, ProductShape
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.common import MAX_PREFILL_DIM, head_size_problem, unsupported
+from vllm_metal_lite.kernels.arguments import MAX_PREFILL_DIM, head_size_problem, unsupported
 from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS, MAX_ROWS, multiplies_in_lanes
 from vllm_metal_lite.specs import (
     AttentionShape,

@@ -18,7 +18,7 @@ from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.checks.case import draw
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.result import TOLERANCE, Found, largest, largest_error
-from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.arguments import new_token
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kv.states import Key, StatePool, StateSpec

@@ -26,7 +26,7 @@ from vllm_metal_lite.fusion.traced import (
     up_to_date,
 )
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
-from vllm_metal_lite.kernels.common import RMSNorm
+from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns, Rope
 from vllm_metal_lite.model.seam.hooks import Hook

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import RMSNorm
+from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.experts import expert_sum
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.skinny_gemm import Gate, skinny_gemm

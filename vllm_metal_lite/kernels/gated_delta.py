@@ -1,7 +1,7 @@
 """The gated delta rule over packed rows, and Mamba 2's state space update, a form of it."""
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import TOKEN_SHAPE, head_size_problem, unused
+from vllm_metal_lite.kernels.arguments import TOKEN_SHAPE, head_size_problem, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import Columns, columns_template
 from vllm_metal_lite.kernels.recurrence import GatedNorm, Gates

@@ -7,7 +7,7 @@ kernel makes gates in float32.
 from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import MIN_ELEMENTS, bits, unused
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, bits, unused
 from vllm_metal_lite.kernels.launch import Template
 from vllm_metal_lite.kernels.new_rows import Columns, columns_template
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS
 from vllm_metal_lite.kernels.causal_conv import MAX_KERNEL_SIZE, causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.common import MIN_ELEMENTS
 from vllm_metal_lite.kernels.gated_delta import gated_delta, recurrence_problem
 from vllm_metal_lite.kernels.recurrence import (
     GatedNorm,

@@ -89,10 +89,10 @@ class MetalLitePlatform(Platform):
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: "VllmConfig") -> None:
         """Called in the scheduler's process, by vLLM 0.33 and later."""
-        from vllm_metal_lite.vllm_plugin import state_slots
+        from vllm_metal_lite.vllm_plugin import state_slot_manager
 
-        if state_slots.no_own_pool() is None:
-            state_slots.register_state_slots()
+        if state_slot_manager.no_own_pool() is None:
+            state_slot_manager.register_state_slots()
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_metal_lite.attention.paged.common_prefix import CommonPrefix, PrefixSearch
-from vllm_metal_lite.attention.paged.prompts import pad_tables, padded
+from vllm_metal_lite.attention.paged.shared_prefix import CommonPrefix, PrefixSearch
+from vllm_metal_lite.attention.paged.varlen_prompts import pad_tables, padded
 from vllm_metal_lite.attention.sdpa.plan import power_of_two
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.common import MIN_ELEMENTS
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS
 from vllm_metal_lite.kernels.decode import DecodePlan, decode_plan
 
 # Number of KV heads -> the plan of such layers.

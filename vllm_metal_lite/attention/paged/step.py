@@ -6,12 +6,12 @@ from vllm_metal_lite.attention.base import AttentionCall, Step
 from vllm_metal_lite.attention.heads import Heads, Latents, same_rope
 from vllm_metal_lite.attention.paged.decodes import Decodes
 from vllm_metal_lite.attention.paged.plan import PagedPlan
-from vllm_metal_lite.attention.paged.prompts import VarlenPrompts
+from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
 from vllm_metal_lite.attention.sdpa.calls import SdpaCalls, SdpaPlan
-from vllm_metal_lite.attention.sdpa.run import run_calls, take_rows
+from vllm_metal_lite.attention.sdpa.execute import execute_calls, take_rows
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
-from vllm_metal_lite.kernels.common import MIN_ELEMENTS
 from vllm_metal_lite.kernels.decode import paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_attention import Where, decode_tiles, latent_attention
@@ -199,7 +199,7 @@ class KernelStepAttention:
     def _sdpa(self, q: mx.array, prompts: SdpaPlan, call: AttentionCall) -> mx.array:
         take = take_rows if "gather_rows" in self.without else gather_rows
         group = self.store.group_of[call.layer]
-        return run_calls(prompts, group, q, call, self._gather, take)
+        return execute_calls(prompts, group, q, call, self._gather, take)
 
     def _gather(self, call: AttentionCall, calls: SdpaCalls) -> Iterator[tuple[mx.array, mx.array]]:
         spec = self.store.specs[call.layer]

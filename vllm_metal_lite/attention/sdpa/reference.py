@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from vllm_metal_lite.attention.base import AttentionCall, Step, make_step
 from vllm_metal_lite.attention.sdpa.calls import SdpaCalls, SdpaPlan
-from vllm_metal_lite.attention.sdpa.run import run_calls
+from vllm_metal_lite.attention.sdpa.execute import execute_calls
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.kv.store import PagedStore
@@ -56,7 +56,7 @@ class ReferenceStepAttention:
         self.store.write(layer, k, v, self.step.slot_mapping[self.store.group_of[layer]])
 
     def attend(self, q: mx.array, call: AttentionCall) -> mx.array:
-        return run_calls(self.plan, self.store.group_of[call.layer], q, call, self._gather)
+        return execute_calls(self.plan, self.store.group_of[call.layer], q, call, self._gather)
 
     def _gather(self, call: AttentionCall, calls: SdpaCalls) -> Iterator[tuple[mx.array, mx.array]]:
         """Keys and values of each call, (B, num_kv_heads, Lk, head_dim).

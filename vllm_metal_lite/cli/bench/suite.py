@@ -8,7 +8,7 @@ import numpy as np
 from tqdm import tqdm
 
 from vllm_metal_lite.cli.bench.cases import BenchCase, Pace, affordable_new_tokens
-from vllm_metal_lite.cli.bench.load import Engine, Timing, drive, medians, timing
+from vllm_metal_lite.cli.bench.timed_case import Engine, Timing, drive, medians, timing
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError, one_line
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm_metal_lite.server.content import function_call, part_text, text_of, tool_message
+from vllm_metal_lite.server.conversations import ChatRequest, Message, join_systems
 from vllm_metal_lite.server.errors import must_be
 from vllm_metal_lite.server.fields import type_of
-from vllm_metal_lite.server.prompts import ChatRequest, Message, join_systems
 
 Blocks = list[Mapping[str, Any]]
 # What Claude Code tells Anthropic's servers: another text at each request.

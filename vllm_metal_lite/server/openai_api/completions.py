@@ -8,9 +8,10 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from vllm_metal_lite.engine.prompts import tokenize
+from vllm_metal_lite.engine.prompt_ids import tokenize
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.outputs import CompletionOutput
+from vllm_metal_lite.server.conversations import RenderedPrompt, encode_prompt
 from vllm_metal_lite.server.deltas import AnswerReader, Delta, deltas
 from vllm_metal_lite.server.errors import ApiError, ContextOverflow, bad, must_be
 from vllm_metal_lite.server.large_json import large_json
@@ -25,7 +26,6 @@ from vllm_metal_lite.server.openai_api.logprobs import (
 )
 from vllm_metal_lite.server.openai_api.reply import Reply, ending
 from vllm_metal_lite.server.params import Unsupported, sampling_params
-from vllm_metal_lite.server.prompts import RenderedPrompt, encode_prompt
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.generation import Generation

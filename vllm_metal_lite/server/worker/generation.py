@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.detokenizer import Detokenizer, texts_of
 from vllm_metal_lite.outputs import CompletionOutput, Logprob
-from vllm_metal_lite.server.recent import Parted
+from vllm_metal_lite.server.divergence import Divergence
 from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, PositionLogprobs, from_wire
 
 
@@ -66,7 +66,7 @@ class Generation:
         self.num_cached_tokens = 0
         self._scored: list[PositionLogprobs | None] | None = None  # the prompt
         self._texts = texts_of(tokenizer)
-        self.parted: Parted | None = None
+        self.divergence: Divergence | None = None
         self.finished = False
         self.times = Times()
         self._on_update = on_update
@@ -103,7 +103,7 @@ class Generation:
     @property
     def more_usage(self) -> dict[str, Any]:
         """Fields of `usage` that only this server has."""
-        return {} if self.parted is None else self.parted.json()
+        return {} if self.divergence is None else self.divergence.json()
 
     async def complete(self) -> list[CompletionOutput]:
         """All answers, finished.  Raises EngineLost."""

@@ -13,7 +13,7 @@ from tests.support.array_attention import compile_on_cpu
 from tests.support.device import change_device, pad_to_powers_of_two
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged import decodes
-from vllm_metal_lite.attention.paged.common_prefix import PrefixSearch, common_prefix
+from vllm_metal_lite.attention.paged.shared_prefix import PrefixSearch, common_prefix
 
 BLOCK_SIZE = 8
 

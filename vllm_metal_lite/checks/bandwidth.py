@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.load import TimedStore
 from vllm_metal_lite.kernels import timing
-from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.arguments import new_token
 from vllm_metal_lite.kernels.skinny_gemm import skinny_gemm
 from vllm_metal_lite.kernels.weights import quantised
 from vllm_metal_lite.specs import AttentionShape, Quantisation
@@ -16,7 +16,7 @@ _SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Floor:
+class Bandwidth:
     """Bytes per second of one operation, and of the references that it is compared with.
 
     name: in words.  kernel: as in metal/; None for MLX's own operations.
@@ -50,7 +50,7 @@ class BandwidthSizes:
 
 def measure(
     shape: AttentionShape, sizes: BandwidthSizes, progress: Callable[[str], object] = lambda _: None
-) -> list[Floor]:
+) -> list[Bandwidth]:
     """A copy, decodes from the store, MLX's attention, and products of 8 rows.
 
     shape: with equal head sizes for K and V.
@@ -65,16 +65,16 @@ def measure(
     mlx, by_words, skinny = _products(shape.dtype, sizes.width)
     references = {"a copy": copy, "MLX's attention": sdpa}
     found = [
-        Floor("a copy", None, copy, {}),
-        Floor("MLX's attention, contiguous K and V", None, sdpa, {"a copy": copy}),
-        Floor("decodes, K and V of the store", "paged_decode", decode, references),
-        Floor("MLX's product, weights in 16 bits", None, mlx, {"a copy": copy}),
-        Floor("MLX's product, weights in 4 bits", None, by_words, {"a copy": copy}),
+        Bandwidth("a copy", None, copy, {}),
+        Bandwidth("MLX's attention, contiguous K and V", None, sdpa, {"a copy": copy}),
+        Bandwidth("decodes, K and V of the store", "paged_decode", decode, references),
+        Bandwidth("MLX's product, weights in 16 bits", None, mlx, {"a copy": copy}),
+        Bandwidth("MLX's product, weights in 4 bits", None, by_words, {"a copy": copy}),
     ]
     # In 4 bits bound by instructions, so not compared with a copy.
     others = {"a copy": copy, "MLX's product": mlx}, {"MLX's product of one row": by_words}
     return found + [
-        Floor(f"products of 8 rows, weights in {bits} bits", "skinny_gemm", speed, beside)
+        Bandwidth(f"products of 8 rows, weights in {bits} bits", "skinny_gemm", speed, beside)
         for bits, speed, beside in zip((16, 4), skinny, others, strict=False)
     ]
 

@@ -22,7 +22,7 @@ def take_rows(rows: mx.array, index: mx.array) -> mx.array:
     return rows[index]
 
 
-def run_calls(
+def execute_calls(
     plan: SdpaPlan,
     group: int,
     q: mx.array,
