@@ -24,7 +24,7 @@ from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kernels.recurrence import GatedNorm, delta_gates, given, time_gates
 from vllm_metal_lite.kernels.rope_write import rope_write
-from vllm_metal_lite.kernels.shared_prefix import SharedPrefix, shared_prefix
+from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, shared_prefix
 from vllm_metal_lite.kernels.skinny_gemm import GemmPlan, skinny_gemm
 from vllm_metal_lite.kernels.weights import quantised as quantised_weight
 from vllm_metal_lite.kernels.weights import shape_of, spread_of
@@ -133,13 +133,13 @@ def shared_prefix_of_quantised_rows(dtype):
 def decode_behind_a_prefix(dtype):
     """The sequences of `paged_decode`, of which the first has its 8 first keys in common."""
     parts = (draw(3, KV_HEADS * GROUP, *dims, seed=13) for dims in ((3, DIM), (3,)))
-    return paged_decode(dtype, prefix=SharedPrefix(*parts, mx.array([8, 0, 0], mx.int32)))
+    return paged_decode(dtype, prefix=SharedPrefixResult(*parts, mx.array([8, 0, 0], mx.int32)))
 
 
 def decode_in_splits_behind_a_prefix(dtype):
     """The same in two splits, the prefix in more than both look at side by side."""
     parts = (draw(3, KV_HEADS * GROUP, *dims, seed=13) for dims in ((40, DIM), (40,)))
-    prefix = SharedPrefix(*parts, mx.array([8, 0, 0], mx.int32))
+    prefix = SharedPrefixResult(*parts, mx.array([8, 0, 0], mx.int32))
     return paged_decode(dtype, prefix=prefix, plan=(2, 2))
 
 

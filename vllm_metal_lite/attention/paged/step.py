@@ -19,7 +19,7 @@ from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.prefill import varlen_prefill
 from vllm_metal_lite.kernels.rope_write import rope_unsupported, rope_write
-from vllm_metal_lite.kernels.shared_prefix import SharedPrefix, prefix_splits, shared_prefix
+from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, prefix_splits, shared_prefix
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.kernels import KernelRecurrence
 from vllm_metal_lite.specs import AttentionShape
@@ -158,7 +158,7 @@ class KernelStepAttention:
 
     def _prefix(
         self, q: mx.array | NewRows, tables: mx.array, decodes: Decodes, call: AttentionCall
-    ) -> SharedPrefix:
+    ) -> SharedPrefixResult:
         spec, shared = self.store.specs[call.layer], decodes.prefix
         assert shared is not None
         num_heads = q.num_heads if isinstance(q, NewRows) else q.shape[1]
