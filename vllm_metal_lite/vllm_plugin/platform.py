@@ -41,7 +41,7 @@ class MetalLitePlatform(Platform):
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        """The first one replaces "auto" if the checkpoint's dtype is not listed."""
+        """The first one replaces "auto" if the weights' dtype is not listed."""
         if envs.device() == "cpu":
             return [torch.float32]  # MLX's CPU backend is slow in other dtypes
         return [torch.bfloat16, torch.float16, torch.float32]
