@@ -110,9 +110,8 @@ def test_a_prefix_that_is_remembered_is_still_one(changes, fewest):
         lens = np.array([n for _, n in rows], np.int32)
         found = search([tables], lens, BLOCK_SIZE, least)
         if change != "decode":
-            assert (found is None) == (
-                find_shared_prefix([tables], lens, BLOCK_SIZE, least) is None
-            )
+            other = find_shared_prefix([tables], lens, BLOCK_SIZE, least)
+            assert (found is None) == (other is None)
         if found is None:
             continue
         blocks = int(found.lens.max()) // BLOCK_SIZE

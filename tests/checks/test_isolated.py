@@ -28,7 +28,7 @@ CHECKS = [
 # A process in which a check is right unless `acts` has something for its kernel.
 PROCESS = """
 import os, sys, time
-from vllm_metal_lite.checks import run as child
+from vllm_metal_lite.checks import run_check as child
 from vllm_metal_lite.checks.result import CheckResult, Speed
 
 def run(check, timed):

@@ -95,9 +95,8 @@ def decode(
     shared = None
     if prefix:
         partial_shape = ROWS, of.heads, 4, of.dim
-        shared = SharedPrefixResult(
-            mx.zeros(partial_shape), mx.zeros(partial_shape[:3]), _ints(ROWS)
-        )
+        out, lse = mx.zeros(partial_shape), mx.zeros(partial_shape[:3])
+        shared = SharedPrefixResult(out, lse, _ints(ROWS))
     paged_decode(
         q, _ints(ROWS, BLOCKS), _ints(ROWS), *store, new_token(), block_size=BLOCK_SIZE,
         scale=of.dim**-0.5, plan=DecodePlan(splits, simdgroups), window=of.window,

@@ -160,9 +160,8 @@ class PagedLayerCache(PackedCache):
             q_pe = self._rotary_queries(mask.q_pe, scale)
         elif mask is not None:
             raise NotImplementedError(f"an attention mask of its own ({type(mask).__name__})")
-        return self._attend(
-            q, AttentionCall(self.layer, scale, window, softcap, sinks, q_pe, chunk)
-        )
+        call = AttentionCall(self.layer, scale, window, softcap, sinks, q_pe, chunk)
+        return self._attend(q, call)
 
     def _rotary_queries(self, scaled: mx.array, scale: float) -> mx.array:
         """(N, H, rope_dim) of q_pe * scale, as LatentScores have them."""
