@@ -34,7 +34,7 @@ class AttentionShape:
 
 
 @dataclass(frozen=True)
-class Rotation:
+class RopeShape:
     """How a model prepares the heads of a layer before attention.
 
     dims, traditional, base, scale: the arguments of mx.fast.rope; base None: frequencies are given.
@@ -175,7 +175,7 @@ class KernelUse:
 
     shapes: tuple[AttentionShape, ...]
     block_size: int
-    rotations: tuple[Rotation, ...] = ()
+    ropes: tuple[RopeShape, ...] = ()
     hidden_sizes: tuple[int, ...] = ()
     weights: tuple[WeightShape, ...] = ()
     shares_prefix: bool = True

@@ -12,8 +12,8 @@ from tests.support.device import change_device
 from tests.support.launches import watch
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
-from vllm_metal_lite.attention.paged.prompts import VarlenPrompts
-from vllm_metal_lite.attention.sdpa import run as sdpa_run
+from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
+from vllm_metal_lite.attention.sdpa import execute as sdpa_run
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts

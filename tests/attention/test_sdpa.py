@@ -21,8 +21,8 @@ from tests.support.attention_cases import (
 )
 from tests.support.device import change_device
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.base import Call
-from vllm_metal_lite.attention.sdpa import run
+from vllm_metal_lite.attention.base import AttentionCall
+from vllm_metal_lite.attention.sdpa import execute
 from vllm_metal_lite.attention.sdpa.calls import DeviceGroup
 from vllm_metal_lite.attention.sdpa.fused import Unfused, unfused
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
@@ -153,7 +153,7 @@ def test_neural_accelerators_fuse_long_causal_calls_of_large_heads(monkeypatch, 
         fused.append((q.shape[2], kwargs["mask"]))
         return mx.fast.scaled_dot_product_attention(q, *args, **kwargs)
 
-    monkeypatch.setattr(run, "_sdpa", noting)
+    monkeypatch.setattr(execute, "_sdpa", noting)
     case = Case([(3, 1024), (40, 200), (0, 1024), (0, 20)], heads=2, kv_heads=1, dim=256)
     check(case)
     assert fused == ([(1024, "causal")] * 2 if accelerated else [])
@@ -192,7 +192,7 @@ def test_the_store_is_written_in_place(bits):
         mx.reset_peak_memory()
         before = mx.get_active_memory()
         step.write(0, row, row)
-        out = step.attend(row, Call(0, 1.0))
+        out = step.attend(row, AttentionCall(0, 1.0))
         mx.eval(out, store.arrays)
         assert mx.get_peak_memory() - before < store.nbytes // 16
         assert mx.array_equal(out, row)

@@ -13,16 +13,16 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import alternatives, attention, speed
 from vllm_metal_lite.checks.plan import checks_for
 from vllm_metal_lite.checks.result import Speed
-from vllm_metal_lite.checks.run import run
+from vllm_metal_lite.checks.run_check import run
 from vllm_metal_lite.kernels import timing
-from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, Rotation
+from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, RopeShape
 
 measure = speed.measure
 SHAPE = AttentionShape(4, 2, 32, 32, mx.float32)
 LATENT = AttentionShape(4, 1, 64, 16, mx.float32, latent=True)
 SHAPES = SHAPE, replace(SHAPE, window=9, softcap=2.0, sinks=True), replace(SHAPE, kv_bits=8), LATENT
 USE = KernelUse(
-    SHAPES, 16, (Rotation(32, eps=1e-5), Rotation(16, True, None, factor=1.5)), (64,),
+    SHAPES, 16, (RopeShape(32, eps=1e-5), RopeShape(16, True, None, factor=1.5)), (64,),
     recurrences=(GatedNormShape(32, 3, mx.float32),),
 )  # fmt: skip
 TIMED = ("paged_decode", "merge_partitions", "shared_prefix", "varlen_prefill", "latent_attention",
@@ -69,7 +69,7 @@ def test_both_ways_compute_the_same_and_one_lacks_the_kernel(monkeypatch, a_gpu,
     found = [measure(check) for check in checks]
     assert loads
     assert found == [
-        None if c.beside or (c.rotation and "decode" not in kernel and "_write" not in kernel)
+        None if c.beside or (c.rope and "decode" not in kernel and "_write" not in kernel)
         else Speed(2.0, 4.0) if kernel in ("varlen_prefill", "latent_prefill")
         else Speed(1.0, 2.0)
         for c in checks

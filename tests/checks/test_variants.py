@@ -6,7 +6,7 @@ import pytest
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.plan import checks_for
-from vllm_metal_lite.checks.run import run
+from vllm_metal_lite.checks.run_check import run
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.specs import (
     AttentionShape,
@@ -15,12 +15,12 @@ from vllm_metal_lite.specs import (
     KernelUse,
     Quantisation,
     RecurrenceShape,
-    Rotation,
+    RopeShape,
     WeightShape,
 )
 
 FULL = AttentionShape(16, 8, 128, 128, mx.bfloat16)
-QWEN3 = KernelUse((FULL,), 16, (Rotation(128, base=1e6, eps=1e-6),), (1024,))
+QWEN3 = KernelUse((FULL,), 16, (RopeShape(128, base=1e6, eps=1e-6),), (1024,))
 
 
 def weights(how: Quantisation | None) -> tuple[WeightShape, ...]:
@@ -30,7 +30,7 @@ def weights(how: Quantisation | None) -> tuple[WeightShape, ...]:
 GEMMA3_SHAPE = AttentionShape(8, 4, 256, 256, mx.bfloat16)
 GEMMA3 = KernelUse(
     (replace(GEMMA3_SHAPE, window=1024), GEMMA3_SHAPE), 16,
-    (Rotation(256, base=1e4, eps=1e-6), Rotation(256, base=1e6, eps=1e-6)), (2560,),
+    (RopeShape(256, base=1e4, eps=1e-6), RopeShape(256, base=1e6, eps=1e-6)), (2560,),
 )  # fmt: skip
 QWEN35 = KernelUse(
     (), 16,

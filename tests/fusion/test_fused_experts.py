@@ -18,7 +18,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion import experts
 from vllm_metal_lite.fusion.current import Current, fusing
 from vllm_metal_lite.fusion.experts import fuse_experts
-from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
+from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.fusion.origins import Weighted
 from vllm_metal_lite.fusion.traced import origin_of
 from vllm_metal_lite.kv.store import PagedStore

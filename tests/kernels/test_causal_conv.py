@@ -18,8 +18,8 @@ from tests.support.recurrent_cases import (
     rounded,
 )
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.arguments import new_token
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.new_rows import Columns
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")

@@ -17,16 +17,16 @@ from tests.support.recurrent_cases import (
     rounded,
 )
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.arguments import new_token
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kernels.recurrence import Norm, column_gates, delta_gates, time_gates
+from vllm_metal_lite.kernels.recurrence import GatedNorm, column_gates, delta_gates, time_gates
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")
 WRITTEN = ("states",)
 
 K_HEADS, V_HEADS, K_DIM, V_DIM = 2, 4, 48, 24
-NORM, LIMITS = Norm(1e-6, K_DIM**-0.5), (0.1, 1.5)
+NORM, LIMITS = GatedNorm(1e-6, K_DIM**-0.5), (0.1, 1.5)
 KINDS = {
     "softplus": {}, "columns": {}, "bounded": {"lower_bound": -5.0}, "negative": {"beta_scale": 2},
     "time": None,

@@ -15,8 +15,8 @@ from metal.host import compiler_available, installed, memory
 from tests.support.kernel_cases import floats
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import source
+from vllm_metal_lite.kernels.arguments import new_token
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.experts import ExpertWeight, expert_product, plan_experts
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm

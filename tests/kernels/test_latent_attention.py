@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.attention_oracle import paged_attention
 from tests.support.kernel_cases import TOLERANCE, draw, permuted_blocks, poisoned_store
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import latent_problem
+from vllm_metal_lite.kernels.arguments import latent_problem
 from vllm_metal_lite.kernels.latent_attention import decode_tiles, latent_attention
 from vllm_metal_lite.kernels.prefill import TILE_ROWS, plan_tiles
 from vllm_metal_lite.kv.store import LayerSpec

@@ -5,7 +5,7 @@ import pytest
 
 from tests.support.kernel_cases import STORE, TOLERANCE, draw, rounded
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import RMSNorm, new_token
+from vllm_metal_lite.kernels.arguments import RMSNorm, new_token
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import Columns, Rope
 from vllm_metal_lite.kv.store import LayerSpec

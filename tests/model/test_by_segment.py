@@ -9,7 +9,7 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from tests.support import tiny_models as tiny
 from tests.support.runner_bench import RunnerBench, check_that_decodes_copy_less_than
-from vllm_metal_lite.attention.sdpa import run
+from vllm_metal_lite.attention.sdpa import execute
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
@@ -72,7 +72,7 @@ def test_metrics_say_it_too():
 
 @pytest.mark.parametrize("option", ["auto", "reference"])
 @pytest.mark.parametrize(
-    ("where", "what"), [(run, "_by_products"), (mx, "eval")], ids=["call", "evaluation"]
+    ("where", "what"), [(execute, "_by_products"), (mx, "eval")], ids=["call", "evaluation"]
 )
 def test_why_a_model_that_could_be_packed_is_not_is_said(monkeypatch, caplog, option, where, what):
     """As if a backend lacked what only packed attention needs: MLX raises, and so does sqrt."""

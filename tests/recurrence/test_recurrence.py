@@ -28,7 +28,7 @@ from vllm_metal_lite.kv.states import Key
 from vllm_metal_lite.recurrence.base import (
     CausalConv,
     GatedDelta,
-    HeadNorm,
+    QKNorm,
     StateSpace,
     StepRecurrence,
 )
@@ -106,7 +106,7 @@ CALLS = {
     "gated delta": (LINEAR, delta),
     "gated delta, negative eigenvalues": (LINEAR, partial(delta, allow_neg_eigval=True)),
     "gated delta, a gate per column": (LINEAR, partial(delta, vector=True)),
-    "gated delta, keys before their norm": (LINEAR, partial(delta, norm=HeadNorm(0.25, 1e-6))),
+    "gated delta, keys before their norm": (LINEAR, partial(delta, norm=QKNorm(0.25, 1e-6))),
     "gated delta, lower bound": (LINEAR, partial(delta, vector=True, lower_bound=-5.0)),
     "state space": (LINEAR, state_space),
 }

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.support.recurrent_steps import KEY, Slots, Span, bits, pack, packed_spans, pool_of
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
-from vllm_metal_lite.recurrence.runs import Rows, RunStates, plan_runs
+from vllm_metal_lite.recurrence.runs import RowOrder, RunStates, plan_runs
 
 
 @given(step=packed_spans(), alone=st.booleans())
@@ -49,7 +49,7 @@ def test_decodes_are_one_run_and_prompts_of_one_length_too():
 @given(step=packed_spans(), inner=st.sampled_from([(), (5,), (3, 5)]), alone=st.booleans())
 def test_rows_become_sequences_and_sequences_rows(step, inner, alone):
     runs = plan_runs(step.batch, alone)
-    rows, x = Rows(runs, step.num_rows), step.rows("x", *inner)
+    rows, x = RowOrder(runs, step.num_rows), step.rows("x", *inner)
     parts = [rows.take(x, run) for run in runs]
     assert [p.shape for p in parts] == [(len(r.segments), r.length, *inner) for r in runs]
     back = np.array(rows.pack([p.reshape(-1, *inner) for p in parts]))
@@ -63,7 +63,7 @@ def test_each_slot_gets_the_sum_of_the_rows_up_to_its_token(step):
     """A state that adds up rows, over the runs of a step with checkpoints."""
     pool, runs = pool_of(step.states(2)), plan_runs(step.batch)
     before = np.array(pool[KEY])
-    rows, x = Rows(runs, step.num_rows), step.rows("x", 2)
+    rows, x = RowOrder(runs, step.num_rows), step.rows("x", 2)
     states = RunStates(pool)
     for run in runs:
         state = states.get(run, KEY)

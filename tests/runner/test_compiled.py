@@ -21,7 +21,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.experts import fuse_experts
-from vllm_metal_lite.fusion.fused import FusedLaunches
+from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.fusion.linear import fuse_linears
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.model.packed import PackedModel

@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.cli_kit import SAFETY
 from tests.support.server_kit import serving
 from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.server.conversations import RenderedPrompt
 from vllm_metal_lite.server.prometheus import Metrics
-from vllm_metal_lite.server.prompts import RenderedPrompt
 from vllm_metal_lite.server.worker.generation import EngineLost, Generation, changes
 from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate
 
@@ -189,7 +189,7 @@ class _Engine:
         self.metrics = {
             "prefix_cache_hit_tokens": hits, "prefix_cache_queried_tokens": 2 * hits,
             "preemptions": 0, "requests_running": 1, "requests_waiting": 0,
-            "blocks_owned": owned, "blocks_total": 4,
+            "blocks_owned": owned, "blocks_total": 4, "draft_tokens": 0, "accepted_tokens": 0,
         }  # fmt: skip
 
 

@@ -23,8 +23,8 @@ from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.engine.detokenizer import Detokenizer
 from vllm_metal_lite.sampling.constraint import Constraint
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.server.prompts import Conversation
-from vllm_metal_lite.server.recent import RecentPrompts
+from vllm_metal_lite.server.conversations import ChatRequest
+from vllm_metal_lite.server.divergence import RecentPrompts
 from vllm_metal_lite.server.turns import Turn, prepare
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.structured_outputs.build import build
@@ -80,7 +80,7 @@ def turn_of(
     budget: int | None = None,
     **thoughts: Any,
 ) -> Turn:
-    conversation = Conversation(
+    conversation = ChatRequest(
         [{"role": "user", "content": "Read it."}], tools=tools, choice=choice,
         thinking_budget=budget, **thoughts,
     )  # fmt: skip
@@ -207,7 +207,7 @@ def test_closed_thoughts_in_the_prompt_leave_the_answer_none(tmp_path):
     assert engine.can_think
     params = SamplingParams(structured_outputs={"json_object": True})
     for enabled in (False, True):
-        conversation = Conversation([{"role": "user", "content": "Go."}], enable_thinking=enabled)
+        conversation = ChatRequest([{"role": "user", "content": "Go."}], enable_thinking=enabled)
         turn = asyncio.run(prepare(engine, conversation, params))
         assert (turn.params.thinking is not None) == enabled
 

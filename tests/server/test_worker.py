@@ -24,8 +24,8 @@ from vllm_metal_lite.server.worker.messages import (
     Add,
     Added,
     AnswerUpdate,
+    EngineMetrics,
     Lost,
-    Metrics,
     Stop,
 )
 from vllm_metal_lite.server.worker.process import Sender, ToServer, Worker
@@ -264,7 +264,7 @@ def test_a_step_that_fails_loses_the_request_at_fault_only():
     thread.start()
     Worker(engine, theirs, Sender(theirs)).run()
     thread.join(60)
-    assert isinstance(got[0], Metrics)
+    assert isinstance(got[0], EngineMetrics)
     assert got[1:3] == [Added("a"), Added("b")]
     lost = [message for message in got if isinstance(message, Lost)]
     assert lost == [Lost("a step of the engine failed: the device is gone", ["a"])]

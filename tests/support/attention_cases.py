@@ -4,7 +4,7 @@ import numpy as np
 
 from tests.support.attention_oracle import paged_attention
 from tests.support.poison import poison
-from vllm_metal_lite.attention.base import Attention, Call, StepAttention
+from vllm_metal_lite.attention.base import Attention, AttentionCall, StepAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
@@ -92,7 +92,7 @@ class Case:
         poison(self.store, [seen])
         step = begin(self.attention, self.batch, n + padding)
         q = mx.concatenate([self.q, mx.full((padding, *self.q.shape[1:]), 7, self.dtype)])
-        out = step.attend(q, Call(0, self.scale, sinks=self.sinks, **how))
+        out = step.attend(q, AttentionCall(0, self.scale, sinks=self.sinks, **how))
         assert out.shape == (n + padding, self.q.shape[1], self.v.shape[2])
         assert out.dtype == self.dtype
         return np.array(out[:n].astype(mx.float32))

@@ -1,7 +1,7 @@
 """Machines on which one kernel does not work.
 
-`python -m tests.support.broken_machine KERNEL KIND DEVICE` is checks/run.py on such a machine.
-DEVICE "host": the CPU host stands in for a GPU; "gpu": the GPU of this machine.
+`python -m tests.support.broken_machine KERNEL KIND DEVICE` is checks/run_check.py on such a
+machine.  DEVICE "host": the CPU host stands in for a GPU; "gpu": the GPU of this machine.
 """
 
 import os
@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import isolated, run, speed
+from vllm_metal_lite.checks import isolated, run_check, speed
 from vllm_metal_lite.checks.result import Speed
 from vllm_metal_lite.kernels import source
 from vllm_metal_lite.kernels.launch import Kernel
@@ -26,7 +26,7 @@ from vllm_metal_lite.specs import (
     KernelUse,
     Quantisation,
     RecurrenceShape,
-    Rotation,
+    RopeShape,
     WeightShape,
 )
 
@@ -81,7 +81,7 @@ _NOT_TIMED = (
 KERNELS = tuple(sorted(REGISTRY.keys() - {"latent_prefill"}))
 
 # What the checks try: in float32, where every fault shows, if the kernel serves it.
-ROTATIONS = Rotation(32, eps=1e-5), Rotation(16, traditional=True, base=None)
+ROTATIONS = RopeShape(32, eps=1e-5), RopeShape(16, traditional=True, base=None)
 SHAPE = AttentionShape(4, 2, 32, 32, mx.float32)
 USE = KernelUse((SHAPE,), 16, ROTATIONS, (1000,))
 PRODUCTS = KernelUse(
@@ -98,7 +98,7 @@ EXPERTS = KernelUse(
     ),
 )
 LATENT = KernelUse(
-    (AttentionShape(4, 1, 64, 16, mx.float32, latent=True),), 16, (Rotation(16, traditional=True),)
+    (AttentionShape(4, 1, 64, 16, mx.float32, latent=True),), 16, (RopeShape(16, traditional=True),)
 )
 RECURRENT = KernelUse(
     (), 16,
@@ -236,13 +236,13 @@ def main() -> None:
         speed.measure = lambda check: None
     install(kernel, kind)
     if device == "gpu":
-        return run.main()
+        return run_check.main()
     from metal.host import installed
 
     backend.is_cpu = lambda: False
     backend.memory_limit = lambda: 1 << 30
     with installed():
-        run.main()
+        run_check.main()
 
 
 if __name__ == "__main__":

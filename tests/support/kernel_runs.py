@@ -10,8 +10,8 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile, using
 from vllm_metal_lite.kernels import cache_ops, decode, experts, latent_attention
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.arguments import RMSNorm, new_token
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.common import RMSNorm, new_token
 from vllm_metal_lite.kernels.decode import DecodePlan
 from vllm_metal_lite.kernels.expert_topk import Routing
 from vllm_metal_lite.kernels.expert_topk import expert_topk as expert_topk_of
@@ -22,9 +22,9 @@ from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
-from vllm_metal_lite.kernels.recurrence import Norm, delta_gates, given, time_gates
+from vllm_metal_lite.kernels.recurrence import GatedNorm, delta_gates, given, time_gates
 from vllm_metal_lite.kernels.rope_write import rope_write
-from vllm_metal_lite.kernels.shared_prefix import SharedPrefix, shared_prefix
+from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, shared_prefix
 from vllm_metal_lite.kernels.skinny_gemm import GemmPlan, skinny_gemm
 from vllm_metal_lite.kernels.weights import quantised as quantised_weight
 from vllm_metal_lite.kernels.weights import shape_of, spread_of
@@ -134,13 +134,13 @@ def shared_prefix_of_quantised_rows(dtype):
 def decode_behind_a_prefix(dtype):
     """The sequences of `paged_decode`, of which the first has its 8 first keys in common."""
     parts = (draw(3, KV_HEADS * GROUP, *dims, seed=13) for dims in ((3, DIM), (3,)))
-    return paged_decode(dtype, prefix=SharedPrefix(*parts, mx.array([8, 0, 0], mx.int32)))
+    return paged_decode(dtype, prefix=SharedPrefixResult(*parts, mx.array([8, 0, 0], mx.int32)))
 
 
 def decode_in_splits_behind_a_prefix(dtype):
     """The same in two splits, the prefix in more than both look at side by side."""
     parts = (draw(3, KV_HEADS * GROUP, *dims, seed=13) for dims in ((40, DIM), (40,)))
-    prefix = SharedPrefix(*parts, mx.array([8, 0, 0], mx.int32))
+    prefix = SharedPrefixResult(*parts, mx.array([8, 0, 0], mx.int32))
     return paged_decode(dtype, prefix=prefix, plan=(2, 2))
 
 
@@ -403,7 +403,7 @@ def recurrent_rows(dtype, form):
     elif form == "logits":
         a, b = (Columns(draw(rows, 12, seed=n, dtype=dtype), 4) for n in (23, 24))
         gates = delta_gates(a, b, draw(4, seed=25), draw(4, seed=26, dtype=dtype), beta_scale=2)
-        norm = Norm(1e-3, 0.3)
+        norm = GatedNorm(1e-3, 0.3)
     else:
         time = Columns(draw(rows, 12, seed=23), 4)
         gates = time_gates(time, draw(4, seed=25), mx.ones(4), (0.5, 2.0))

@@ -10,10 +10,10 @@ from typing import NamedTuple
 from metal.host.texts import KernelText, recorded
 from tests.support import recurrent_shapes
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.common import YARN_FACTOR
+from vllm_metal_lite.checks.popular_shapes import YARN_FACTOR
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.arguments import RMSNorm, new_token
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
-from vllm_metal_lite.kernels.common import RMSNorm, new_token
 from vllm_metal_lite.kernels.decode import DecodePlan, merge_partitions, paged_decode
 from vllm_metal_lite.kernels.expert_topk import Routing, expert_topk
 from vllm_metal_lite.kernels.experts import (
@@ -29,7 +29,7 @@ from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.prefill import varlen_prefill
 from vllm_metal_lite.kernels.rope_write import rope_write
-from vllm_metal_lite.kernels.shared_prefix import SharedPrefix, shared_prefix
+from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, shared_prefix
 from vllm_metal_lite.kernels.skinny_gemm import skinny_gemm
 from vllm_metal_lite.kernels.weights import QuantisedWeight, quantised
 from vllm_metal_lite.kv.store import LayerSpec
@@ -95,7 +95,8 @@ def decode(
     shared = None
     if prefix:
         partial_shape = ROWS, of.heads, 4, of.dim
-        shared = SharedPrefix(mx.zeros(partial_shape), mx.zeros(partial_shape[:3]), _ints(ROWS))
+        out, lse = mx.zeros(partial_shape), mx.zeros(partial_shape[:3])
+        shared = SharedPrefixResult(out, lse, _ints(ROWS))
     paged_decode(
         q, _ints(ROWS, BLOCKS), _ints(ROWS), *store, new_token(), block_size=BLOCK_SIZE,
         scale=of.dim**-0.5, plan=DecodePlan(splits, simdgroups), window=of.window,

@@ -22,8 +22,8 @@ from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.engine.engine import LLMEngine
-from vllm_metal_lite.fusion.fused import fuse
-from vllm_metal_lite.kernels.common import unused
+from vllm_metal_lite.fusion.launches import fuse
+from vllm_metal_lite.kernels.arguments import unused
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.runner.path import Path

@@ -16,7 +16,7 @@ from vllm_metal_lite.chat_formats.json_markers import HERMES
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.generation import Generation
-from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, Scores
+from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, PositionLogprobs
 
 
 @dataclass
@@ -78,7 +78,7 @@ def scripted(chat_format: ChatFormat = HERMES) -> Iterator[Script]:
             updates = []
             for index, piece in enumerate(pieces):
                 if piece is not None:
-                    scores = [Scores([5], [-0.5], [1])] if has_scores else None
+                    scores = [PositionLogprobs([5], [-0.5], [1])] if has_scores else None
                     updates.append(AnswerUpdate(index, [5], piece, logprobs=scores))
             generation.take(updates)
             await asyncio.sleep(0)

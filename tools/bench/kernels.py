@@ -12,10 +12,10 @@ import argparse
 
 from tools.dev.run_main import run_main
 from vllm_metal_lite import MetalLiteError, backend
-from vllm_metal_lite.checks import floors
-from vllm_metal_lite.checks.common import COMMON, full_list
+from vllm_metal_lite.checks import bandwidth
 from vllm_metal_lite.checks.plan import checks_for
-from vllm_metal_lite.checks.run import run
+from vllm_metal_lite.checks.popular_shapes import COMMON, full_list
+from vllm_metal_lite.checks.run_check import run
 from vllm_metal_lite.kernels.registry import REGISTRY
 
 
@@ -48,8 +48,9 @@ def main() -> int:
         print(f"| {check} | {error} | {' | '.join(times)} |", flush=True)
     if not args.only:
         print("\n| bytes of K and V, or of weights | GB/s |\n| --- | --- |")
-        for floor in floors.measure(next(iter(COMMON.values())).shapes[0], floors.Sizes()):
-            print(f"| {floor.name} | {floor.bytes_per_second / 1e9:,.0f} |")
+        shape = next(iter(COMMON.values())).shapes[0]
+        for measured in bandwidth.measure(shape, bandwidth.BandwidthSizes()):
+            print(f"| {measured.name} | {measured.bytes_per_second / 1e9:,.0f} |")
     return 1 if wrong else 0
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from vllm_metal_lite.kernels.common import RMSNorm
+from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.new_rows import Columns, Rope
 
 

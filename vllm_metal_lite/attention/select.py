@@ -11,7 +11,7 @@ from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.config import ATTENTION
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, Option
-from vllm_metal_lite.kernels.common import unsupported
+from vllm_metal_lite.kernels.arguments import unsupported
 from vllm_metal_lite.kernels.registry import REFERENCE, REGISTRY, left_out
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.kernels import recurrence_unsupported

@@ -14,11 +14,11 @@ from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.case import spec_of
 from vllm_metal_lite.checks.check import Check, NormShape
-from vllm_metal_lite.checks.load import Load
+from vllm_metal_lite.checks.load import TimedStore
 from vllm_metal_lite.checks.new_rows import drawn, new_rows
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.arguments import new_token
 from vllm_metal_lite.kernels.cache_ops import kv_write
-from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_write import NewLatents
@@ -43,7 +43,9 @@ Apart = tuple[mx.array, mx.array, mx.array]
 
 def _attention(check: Attend, sequences: int, context: int, rows: int = 1, prefix: int = 0) -> Pair:
     """Prompts by the store or gathered; decodes with the kernel or without."""
-    load = Load(check.shape, sequences, context, rows, prefix=prefix, block_size=check.block_size)
+    load = TimedStore(
+        check.shape, sequences, context, rows, prefix=prefix, block_size=check.block_size
+    )
     q = load.queries()
     if rows > 1:
         return partial(load.by("varlen"), q), partial(load.by("gather"), q)
@@ -156,10 +158,10 @@ def _latents_apart(new: NewLatents, shape: AttentionShape, where: mx.array) -> A
 
 def fused_decode(check: Attend) -> list[Pair]:
     """One launch for decodes, and `rope_write` before `paged_decode`."""
-    assert check.rotation is not None
+    assert check.rope is not None
     shape, dim = check.shape, check.shape.k_head_dim
-    load = Load(shape, _DECODES, _CONTEXT, block_size=check.block_size)
-    new, _ = new_rows(shape, load.batch.positions, check.rotation)
+    load = TimedStore(shape, _DECODES, _CONTEXT, block_size=check.block_size)
+    new, _ = new_rows(shape, load.batch.positions, check.rope)
     mx.eval(new.arrays)
     heads = (
         Heads(new.q, shape.num_heads, dim, new.q_norm, new.rope),

@@ -18,7 +18,7 @@ from typing import IO, Any
 from vllm_metal_lite import backend
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.result import CheckResult
-from vllm_metal_lite.checks.run import run as run_here
+from vllm_metal_lite.checks.run_check import run as run_here
 from vllm_metal_lite.errors import one_line
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def command() -> list[str] | None:
     """
     if backend.is_cpu() or not sys.executable:
         return None
-    return [sys.executable, "-P", "-m", "vllm_metal_lite.checks.run"]
+    return [sys.executable, "-P", "-m", "vllm_metal_lite.checks.run_check"]
 
 
 def environment() -> dict[str, str]:

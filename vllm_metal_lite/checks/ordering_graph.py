@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.arguments import RMSNorm, new_token
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.common import RMSNorm, new_token
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.latent_attention import decode_tiles, latent_attention
@@ -49,7 +49,7 @@ Seen = tuple[mx.array, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class GraphSizes:
     """launches: their approximate number, half of them reads.  context: tokens of each sequence."""
 
     launches: int = 300
@@ -79,7 +79,7 @@ class Graph:
     The launch of a read may write too: the fused decode does.
     """
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: GraphSizes) -> None:
         self.sizes = sizes
         rng = np.random.default_rng(0)
         width = sizes.context // _BLOCK
@@ -260,7 +260,7 @@ def _one_hot(rows: int, column: int) -> Columns:
     return Columns(mx.array(one_hot).astype(_DTYPE), 0)
 
 
-def build(sizes: Sizes, reads: Sequence[str] = READS) -> list[Read]:
+def build(sizes: GraphSizes, reads: Sequence[str] = READS) -> list[Read]:
     """The reads of a graph of writes and reads in turns, not evaluated."""
     graph, found = Graph(sizes), []
     for number, (write, read, layer) in islice(_turns(reads), sizes.launches // 2):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.check import Check, MixtureShape, NormShape, ProductShape
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.common import MAX_PREFILL_DIM, head_size_problem, unsupported
+from vllm_metal_lite.kernels.arguments import MAX_PREFILL_DIM, head_size_problem, unsupported
 from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS, MAX_ROWS, multiplies_in_lanes
 from vllm_metal_lite.specs import (
     AttentionShape,
@@ -14,7 +14,7 @@ from vllm_metal_lite.specs import (
     GatedNormShape,
     KernelUse,
     RecurrentShape,
-    Rotation,
+    RopeShape,
     WeightShape,
 )
 
@@ -30,10 +30,10 @@ def checks_for(use: KernelUse) -> list[Check]:
     checks: dict[Check, None] = {}
     for shape in use.shapes:
         checks |= dict.fromkeys(_attention(shape, use))
-    for shape, rotation in _pairs(use):
-        checks |= dict.fromkeys(_new_rows(shape, rotation, use))
-    for shape, rotation in _latent_pairs(use):
-        checks[Check("latent_write", shape, 0, rotation)] = None
+    for shape, rope in _pairs(use):
+        checks |= dict.fromkeys(_new_rows(shape, rope, use))
+    for shape, rope in _latent_pairs(use):
+        checks[Check("latent_write", shape, 0, rope)] = None
     for recurrence in use.recurrences:
         checks |= dict.fromkeys(_recurrence(recurrence))
     if not use.shapes:
@@ -106,37 +106,37 @@ def _attention(shape: AttentionShape, use: KernelUse) -> list[Check]:
     return checks
 
 
-def _pairs(use: KernelUse) -> list[tuple[AttentionShape, Rotation]]:
+def _pairs(use: KernelUse) -> list[tuple[AttentionShape, RopeShape]]:
     """Each shape and each rotation at least once, not each with each."""
     found = []
     for dim in sorted({shape.k_head_dim for shape in use.shapes}):
         shapes = [s for s in use.shapes if s.k_head_dim == dim and not s.latent]
-        rotations = [r for r in use.rotations if r.dims % 2 == 0 and 2 <= r.dims <= dim]
-        for i in range(max(len(shapes), len(rotations)) if shapes and rotations else 0):
-            found.append((shapes[i % len(shapes)], rotations[i % len(rotations)]))
+        ropes = [r for r in use.ropes if r.dims % 2 == 0 and 2 <= r.dims <= dim]
+        for i in range(max(len(shapes), len(ropes)) if shapes and ropes else 0):
+            found.append((shapes[i % len(shapes)], ropes[i % len(ropes)]))
     return found
 
 
-def _latent_pairs(use: KernelUse) -> list[tuple[AttentionShape, Rotation]]:
+def _latent_pairs(use: KernelUse) -> list[tuple[AttentionShape, RopeShape]]:
     """Latent shapes with the rotations of their rotary keys, which are not normalised."""
     return [
-        (_rows_only(shape), replace(rotation, eps=None))
+        (_rows_only(shape), replace(rope, eps=None))
         for shape in use.shapes
-        for rotation in use.rotations
-        if shape.latent and rotation.dims == shape.v_head_dim
+        for rope in use.ropes
+        if shape.latent and rope.dims == shape.v_head_dim
     ]
 
 
-def _new_rows(shape: AttentionShape, rotation: Rotation, use: KernelUse) -> list[Check]:
+def _new_rows(shape: AttentionShape, rope: RopeShape, use: KernelUse) -> list[Check]:
     """The kernels that take rows as the projections return them."""
     size = use.block_size
     checks = [
-        Check("rope_write", _rows_only(shape), 0, rotation),
-        Check("fused_decode", shape, size, rotation),
-        Check("merge_partitions", shape, size, rotation, ("fused_decode",)),
+        Check("rope_write", _rows_only(shape), 0, rope),
+        Check("fused_decode", shape, size, rope),
+        Check("merge_partitions", shape, size, rope, ("fused_decode",)),
     ]
     if shares(shape, use):
-        checks.append(Check("shared_prefix", shape, size, rotation, ("fused_decode",)))
+        checks.append(Check("shared_prefix", shape, size, rope, ("fused_decode",)))
     return checks
 
 

@@ -18,14 +18,14 @@ from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.checks.case import draw
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.result import TOLERANCE, Found, largest, largest_error
-from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.arguments import new_token
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kv.states import Key, StatePool, StateSpec
 from vllm_metal_lite.recurrence.base import (
     CausalConv,
     GatedDelta,
-    HeadNorm,
+    QKNorm,
     StateSpace,
     StepRecurrence,
 )
@@ -108,7 +108,7 @@ def recurrence(check: Check[RecurrenceShape]) -> Found:
         rate, offset, d = (mx.array(x.astype(np.float32)) for x in (a_log, bias, skip))
         if not shape.delta:
             return recurrence.state_space(_KEY, StateSpace(v, rate, k, q, d, a, offset))
-        norm = HeadNorm(shape.k_dim**-0.5, 1e-6) if normed else None
+        norm = QKNorm(shape.k_dim**-0.5, 1e-6) if normed else None
         return recurrence.gated_delta(_KEY, GatedDelta(q, k, v, a, b, rate, offset, norm=norm))
 
     states = rng.standard_normal((len(_GIVEN), *heads, shape.v_dim, shape.k_dim)) * v_scale

@@ -77,21 +77,21 @@ def describe_checks(report: Report) -> Iterator[str]:
         yield f"not tried for time: {left} of {total} checks; {_MORE}"
 
 
-def describe_floors(report: Report) -> Iterator[str]:
-    floors, late = report["floors"], _not_tried(report, "floors", "Speed")
-    if floors or late:
+def describe_bandwidth(report: Report) -> Iterator[str]:
+    bandwidths, late = report["bandwidth"], _not_tried(report, "bandwidth", "Speed")
+    if bandwidths or late:
         yield from ("", *late)
-    for floor in floors:
-        copy = floors[0]["bytes_per_second"]
-        speed = floor["bytes_per_second"]
-        share = f", {100 * speed / copy:.0f} % of a copy" if floor["references"] else ""
-        yield f"{floor['name'] + ':':40}{speed / 1e9:8,.0f} GB/s{share}"
-        if not floor["is_slow"]:
+    for measured in bandwidths:
+        copy = bandwidths[0]["bytes_per_second"]
+        speed = measured["bytes_per_second"]
+        share = f", {100 * speed / copy:.0f} % of a copy" if measured["references"] else ""
+        yield f"{measured['name'] + ':':40}{speed / 1e9:8,.0f} GB/s{share}"
+        if not measured["is_slow"]:
             continue
-        beside = " and ".join(floor["references"])
-        yield f"  SLOW: {floor['times_slower']:.1f} times slower than {beside}"
+        beside = " and ".join(measured["references"])
+        yield f"  SLOW: {measured['times_slower']:.1f} times slower than {beside}"
         alone = "This is MLX alone: does another program use the GPU, or is power saved?"
-        yield f"  {_FASTER if floor['kernel'] else alone}"
+        yield f"  {_FASTER if measured['kernel'] else alone}"
 
 
 def describe_order(report: Report) -> Iterator[str]:
@@ -130,7 +130,7 @@ def describe_answers(report: Report) -> Iterator[str]:
 
 def describe_verdict(report: Report) -> Iterator[str]:
     yield ""
-    slow = [c for c in (*report["checks"], *report["floors"]) if c["is_slow"]]
+    slow = [c for c in (*report["checks"], *report["bandwidth"]) if c["is_slow"]]
     if not report["problems"]:
         not_tried = report["not_tried"]["checks"] or report["not_tried"]["parts"]
         all_is = "all that was tried is" if not_tried else "all is"

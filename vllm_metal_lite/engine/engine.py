@@ -26,7 +26,7 @@ from vllm_metal_lite.engine.intake import (
     constraint_of,
     make_answers,
 )
-from vllm_metal_lite.engine.prompts import Prompt, cache_salt, render_chat, tokenize
+from vllm_metal_lite.engine.prompt_ids import Prompt, cache_salt, render_chat, tokenize
 from vllm_metal_lite.errors import ConfigError, RequestError, one_line, show
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel, load
@@ -381,7 +381,7 @@ class LLMEngine:
             counts = []
         else:
             drawn = {
-                request: [tokens[row] for row in rows if row not in result.undrawn]
+                request: [tokens[row] for row in rows if row not in result.no_token]
                 for request, rows in zip(output.terminal, live, strict=True)
             }
             self.scheduler.update(output, first, {r: tokens[1:] for r, tokens in drawn.items()})
@@ -399,8 +399,8 @@ class LLMEngine:
     def _extend(self, answer: Answer, result: StepResult, rows: range) -> bool:
         """Give an answer the tokens of its rows; True when one ends the answer."""
         for row in rows:
-            if row in result.undrawn:
-                return answer.fail(result.undrawn[row])
+            if row in result.no_token:
+                return answer.fail(result.no_token[row])
             if result.logprobs is not None:
                 answer.append_logprobs(result.logprobs, row)
             ended = answer.append(int(result.token_ids[row])) if len(rows) > 1 else answer.extend()

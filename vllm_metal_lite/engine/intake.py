@@ -5,7 +5,7 @@ from numbers import Integral
 from typing import Any
 
 from vllm_metal_lite.engine.answer import Answer
-from vllm_metal_lite.engine.prompts import is_list
+from vllm_metal_lite.engine.prompt_ids import is_list
 from vllm_metal_lite.errors import Option, RequestError, SamplingError, one_line, show
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.outputs import RequestOutput

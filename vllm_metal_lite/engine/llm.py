@@ -10,7 +10,7 @@ from tqdm import tqdm
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt
-from vllm_metal_lite.engine.prompts import Prompt, is_list
+from vllm_metal_lite.engine.prompt_ids import Prompt, is_list
 from vllm_metal_lite.errors import RequestError, show
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.sampling_params import SamplingParams

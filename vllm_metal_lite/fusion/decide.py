@@ -14,12 +14,12 @@ from vllm_metal_lite.attention.base import Attention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import ALONE, RankGroup
-from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
+from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.fusion.tune import faster_expert_rows, faster_rows
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
+from vllm_metal_lite.kernels.findings import Findings
 from vllm_metal_lite.kernels.launch import one_by_one
 from vllm_metal_lite.kernels.registry import left_out
-from vllm_metal_lite.kernels.remembered import Remembered
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.experts import served_experts
@@ -75,7 +75,7 @@ class _Trials:
         self, packed: PackedModel, attention: KernelAttention, ranks: RankGroup = ALONE
     ) -> None:
         self.packed, self.attention, self.ranks = packed, attention, ranks
-        self._found = Remembered()
+        self._found = Findings()
         self._trial: Trial | None = None
 
     def problem(self, fusion: FusedLaunches) -> Problem | None:

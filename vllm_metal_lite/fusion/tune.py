@@ -21,10 +21,10 @@ from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.fusion.current import Current, fusing
-from vllm_metal_lite.fusion.fused import FusedLaunches
+from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
-from vllm_metal_lite.kernels.remembered import timed_once
+from vllm_metal_lite.kernels.findings import timed_once
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kernels.weights import Weight, shape_of
 from vllm_metal_lite.model.experts import MIXTURES, served, served_experts

@@ -3,7 +3,7 @@
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import MIN_ELEMENTS, TOKEN_SHAPE, grid_for, unused
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, TOKEN_SHAPE, grid_for, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import Columns, columns_template
 from vllm_metal_lite.kernels.segments import check_pool

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.common import (
+from vllm_metal_lite.kernels.arguments import (
     MAX_SPLITS,
     MIN_ELEMENTS,
     STORE,
@@ -18,7 +18,7 @@ from vllm_metal_lite.kernels.common import (
 )
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import NONE_NEW, NewRows
-from vllm_metal_lite.kernels.shared_prefix import SharedPrefix
+from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult
 from vllm_metal_lite.kv.row_format import RowFormat
 from vllm_metal_lite.kv.store import LayerSpec
 
@@ -66,7 +66,7 @@ def paged_decode(
     softcap: float | None = None,
     sinks: mx.array | None = None,
     spec: LayerSpec | None = None,
-    prefix: SharedPrefix | None = None,
+    prefix: SharedPrefixResult | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Attention of q (B, H, k_head_dim) to seq_lens (B,) keys -> (B, H, v_head_dim), the token.
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import (
+from vllm_metal_lite.kernels.arguments import (
     MIN_ELEMENTS,
     STORE,
     TOKEN_SHAPE,

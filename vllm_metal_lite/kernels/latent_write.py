@@ -4,7 +4,7 @@ in one launch."""
 from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import (
+from vllm_metal_lite.kernels.arguments import (
     TOKEN_SHAPE,
     RMSNorm,
     bits,

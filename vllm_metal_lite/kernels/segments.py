@@ -12,7 +12,7 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
-from vllm_metal_lite.kernels.common import MIN_ELEMENTS
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS
 
 # As an initial slot: start from zeros.  As a slot to write: none.
 EMPTY = EMPTY_SLOT

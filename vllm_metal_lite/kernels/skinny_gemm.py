@@ -4,7 +4,7 @@ from typing import Literal, NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.common import RMSNorm, bits, unused
+from vllm_metal_lite.kernels.arguments import RMSNorm, bits, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.weights import (
     Weight,

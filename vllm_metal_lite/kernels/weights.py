@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import MIN_ELEMENTS, unused
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, unused
 from vllm_metal_lite.kernels.launch import Template
 from vllm_metal_lite.specs import Quantisation, WeightShape
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import mlx.nn as nn
 import numpy as np
 
-from vllm_metal_lite.attention.base import Call, Step
+from vllm_metal_lite.attention.base import AttentionCall, Step
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention, ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import ALONE, RankGroup
@@ -49,7 +49,7 @@ class _ObserverStep(ReferenceStepAttention):
         super().__init__(store, step)
         self._shapes = shapes
 
-    def attend(self, q: mx.array, call: Call) -> mx.array:
+    def attend(self, q: mx.array, call: AttentionCall) -> mx.array:
         spec = self.store.specs[call.layer]
         shape = AttentionShape(
             q.shape[1], spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim, q.dtype, call.window,

@@ -121,7 +121,7 @@ class LoadedModel:
         return KernelUse(
             tuple(self.attention_shapes),
             block_size,
-            self.fit.usage.rotations,
+            self.fit.usage.ropes,
             tuple(self.fit.usage.hidden_sizes),
             tuple(weights),
             self.packed.no_prefix_cache is None,

@@ -19,7 +19,7 @@ from vllm_metal_lite.model.seam.state_cache import StateCache
 from vllm_metal_lite.model.sequences.by_runs import CacheMembers, SequenceStep, call_by_runs
 
 
-class _Rows:
+class _HeadRows:
     """The rows that the body of a model hands to its head during a packed forward."""
 
     wanted: mx.array | None = None
@@ -108,7 +108,7 @@ class PackedModel:
         if any(is_part(kv, path) for path in users for kv in layout.kv_users):
             self.by_segment = by_segment or "modules that keep K and V keep a state too"
         self._hooks = RecurrentHooks(model) if layout.states and not in_sequences else tuple
-        self._rows = _Rows()
+        self._rows = _HeadRows()
         body = body_of(model)
         if body is not None:
             wrap_call(body, self._rows.select)

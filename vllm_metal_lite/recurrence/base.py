@@ -33,7 +33,7 @@ class CausalConv:
         return ConvShape(channels, size, self.bias is not None, self.silu, self.x.dtype)
 
 
-class HeadNorm(NamedTuple):
+class QKNorm(NamedTuple):
     """The arguments of mlx-lm's `normalize_qk`."""
 
     inv_scale: float
@@ -58,7 +58,7 @@ class GatedDelta:
     dt_bias: mx.array
     lower_bound: float | None = None
     allow_neg_eigval: bool = False
-    norm: HeadNorm | None = None
+    norm: QKNorm | None = None
 
     @property
     def is_vector(self) -> bool:

@@ -6,12 +6,12 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS
 from vllm_metal_lite.kernels.causal_conv import MAX_KERNEL_SIZE, causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.common import MIN_ELEMENTS
 from vllm_metal_lite.kernels.gated_delta import gated_delta, recurrence_problem
 from vllm_metal_lite.kernels.recurrence import (
+    GatedNorm,
     Gates,
-    Norm,
     column_gates,
     delta_gates,
     given,
@@ -99,7 +99,7 @@ class KernelRecurrence:
             columns_of(q), columns_of(k), columns_of(delta.v), self._gates(delta),
             self.pool[key], self.plan.segments, self.order.token,
             num_k_heads=q.shape[-2], max_seqlen=self.plan.max_seqlen,
-            norm=norm and Norm(norm.eps, norm.inv_scale),
+            norm=norm and GatedNorm(norm.eps, norm.inv_scale),
         )  # fmt: skip
         return y
 

@@ -14,7 +14,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.kv.states import Key, StatePool
 from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace
-from vllm_metal_lite.recurrence.runs import Rows, Run, RunStates, plan_runs
+from vllm_metal_lite.recurrence.runs import RowOrder, Run, RunStates, plan_runs
 from vllm_metal_lite.specs import RecurrentShape
 
 # (state (B, ...) or None, rows (B, L, ...), ...) -> (rows (B, L, ...), state (B, ...))
@@ -29,9 +29,9 @@ class ReferenceRecurrence:
         self.shapes: dict[RecurrentShape, None] = {}
 
     @cached_property
-    def _plan(self) -> tuple[list[Run], Rows]:
+    def _plan(self) -> tuple[list[Run], RowOrder]:
         runs = plan_runs(self.batch)
-        return runs, Rows(runs, self.num_rows)
+        return runs, RowOrder(runs, self.num_rows)
 
     def causal_conv(self, key: Key, conv: CausalConv) -> mx.array:
         self.shapes[conv.shape] = None

@@ -128,7 +128,7 @@ class RunStates:
         self._new = {}
 
 
-class Rows:
+class RowOrder:
     """Converts packed rows to the sequences of runs, and back."""
 
     def __init__(self, runs: Sequence[Run], num_rows: int) -> None:

@@ -6,7 +6,7 @@ temperature; min_p; top_k; top_p; the draw.  A draw is the argmax of logits plus
 noise depends only on the request's seed and its number of generated tokens.  Batch, row, preemption
 and chunking do not change the token drawn from the same logits.
 
-A row with only -inf or NaN yields no token (`undrawn`).  A row with some NaN yields no token, or a
+A row with only -inf or NaN yields no token (`no_token`).  A row with some NaN yields no token, or a
 token that is not -inf.  Among several +inf the lowest id wins.
 """
 
@@ -20,7 +20,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import Option, SamplingError, show
 from vllm_metal_lite.sampling import logits as ops
-from vllm_metal_lite.sampling import undrawn
+from vllm_metal_lite.sampling import no_token
 from vllm_metal_lite.sampling.drafts import NO_DRAFTS, Drafts
 from vllm_metal_lite.sampling.logits import Logprobs
 from vllm_metal_lite.sampling.masks import (
@@ -60,7 +60,7 @@ _FOREVER = np.iinfo(np.int32).max
 class SamplerOutput:
     """Lazy arrays. token_ids: (T,) int32.  logprobs: None unless a row asked for them.
 
-    for_host: token_ids as `undrawn.mark` leaves them, an array of its own.
+    for_host: token_ids as `no_token.mark` leaves them, an array of its own.
     """
 
     token_ids: mx.array
@@ -338,7 +338,7 @@ class Sampler:
             else:
                 x = ops.perturb(x, bits, plan.temperature)
         token_ids = self._ranks.first_array(ops.argmax(x).view(mx.int32))
-        for_host = undrawn.mark(x, token_ids)
+        for_host = no_token.mark(x, token_ids)
         if drafts is None:
             self._count(token_ids, req_indices, plan)
         logprobs = None

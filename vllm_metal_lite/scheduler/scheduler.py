@@ -323,12 +323,12 @@ class Scheduler:
 
     def _resume(self, out: SchedulerOutput) -> None:
         for request in self._partials:
-            chunk = self._chunk(request, request.num_computed_tokens, out)
-            chunk = min(chunk, self.kv.room(request))
+            num_new_tokens = self._num_new_tokens(request, request.num_computed_tokens, out)
+            num_new_tokens = min(num_new_tokens, self.kv.room(request))
             # 0: no budget or no blocks.  The request waits for decodes to end.  So does the queue:
             # a prompt needs a block of its own to be admitted.
-            if chunk > 0:
-                out.segments.append(self._schedule_chunk(request, chunk, out))
+            if num_new_tokens > 0:
+                out.segments.append(self._schedule_chunk(request, num_new_tokens, out))
 
     def _admit(self, out: SchedulerOutput, starting: bool) -> None:
         """Give seats to waiting requests, in order.
@@ -347,17 +347,17 @@ class Scheduler:
             if at < _MAX_PASSED and self._follows(request, start, out):
                 at += 1
                 continue
-            chunk = self._chunk(request, start, out)
+            num_new_tokens = self._num_new_tokens(request, start, out)
             # A hit on a cached block makes it unavailable; a hit on an owned block costs nothing.
-            wanted = self.kv.wanted(request, self._largest_chunk(request, start))
+            wanted = self.kv.wanted(request, self._max_num_new_tokens(request, start))
             cost = [
                 w - sum(map(pool.is_owned, table.owned))
                 for w, pool, table in zip(wanted, self.kv.pools, hit.tables, strict=True)
             ]
-            fits = chunk > 0 and all(map(le, cost, left))
+            fits = num_new_tokens > 0 and all(map(le, cost, left))
             if self.config.prefill_policy == "whole" and not starting:
                 # Decodes wait for the turn to end, so admit only prompts that finish in this step.
-                fits = fits and chunk == request.num_tokens - start
+                fits = fits and num_new_tokens == request.num_tokens - start
             if not fits:
                 if not request.atomic:
                     break
@@ -377,14 +377,14 @@ class Scheduler:
                     out.prefix_lost_tokens += min(hit.num_in_blocks, num_prompt) - num_cached
             self.kv.admit(request, hit, self.num_running)
             out.admitted.append(request)
-            segment = self._schedule_chunk(request, min(chunk, self.kv.room(request)), out)
+            segment = self._schedule_chunk(request, min(num_new_tokens, self.kv.room(request)), out)
             segment.new_block_ids = [list(t.block_ids) for t in request.block_tables]
             out.segments.append(segment)
             left = list(map(sub, left, cost))
 
     def _spare_blocks(self) -> list[int]:
         """Blocks per KV group left once every running request has what it wants."""
-        running = [(r, self._largest_chunk(r, r.num_computed_tokens)) for r in self._partials]
+        running = [(r, self._max_num_new_tokens(r, r.num_computed_tokens)) for r in self._partials]
         return self.kv.spare(running + [(r, 1) for r in self._decodes])
 
     def _has_room(self, out: SchedulerOutput) -> bool:
@@ -395,19 +395,22 @@ class Scheduler:
             and out.total_num_scheduled_tokens < self.config.max_num_batched_tokens
         )
 
-    def _schedule_chunk(self, request: Request, chunk: int, out: SchedulerOutput) -> Segment:
+    def _schedule_chunk(
+        self, request: Request, num_new_tokens: int, out: SchedulerOutput
+    ) -> Segment:
         start = request.num_computed_tokens
-        blocks = self.kv.allocate(request, start, start + chunk)
+        end = start + num_new_tokens
+        blocks = self.kv.allocate(request, start, end)
         assert blocks is not None, "a chunk was scheduled without its blocks"
-        out.total_num_scheduled_tokens += chunk
-        again = min(start + chunk, request.num_computed_before) - start
+        out.total_num_scheduled_tokens += num_new_tokens
+        again = min(end, request.num_computed_before) - start
         out.num_recomputed_tokens += max(again, 0)
         if self.shares_in_step:
-            out.published += self.kv.publish(request, start, start + chunk)
+            out.published += self.kv.publish(request, start, end)
         state = None
         if self._states is not None:
-            state = self._states.chunk(request, start + chunk, out, self.num_running)
-        return Segment(request, start, chunk, blocks, state)
+            state = self._states.slots_of_chunk(request, end, out, self.num_running)
+        return Segment(request, start, num_new_tokens, blocks, state)
 
     def _follows(self, request: Request, start: int, out: SchedulerOutput) -> bool:
         """Whether a request waits for another one's state, see following.py."""
@@ -422,15 +425,15 @@ class Scheduler:
                 start, end = segment.num_computed, segment.known_end
                 output.published += self.kv.publish(segment.request, start, end)
 
-    def _chunk(self, request: Request, start: int, out: SchedulerOutput) -> int:
+    def _num_new_tokens(self, request: Request, start: int, out: SchedulerOutput) -> int:
         """How many tokens from `start` on the request may compute in this step; 0: none."""
-        largest = self._largest_chunk(request, start)
+        largest = self._max_num_new_tokens(request, start)
         budget = self.config.max_num_batched_tokens - out.total_num_scheduled_tokens
         if request.atomic:
             return largest if largest <= budget else 0
         return min(largest, budget)
 
-    def _largest_chunk(self, request: Request, start: int) -> int:
+    def _max_num_new_tokens(self, request: Request, start: int) -> int:
         """How many tokens from `start` on the request may compute in an otherwise empty step."""
         gap = request.num_tokens - start
         if request.atomic:

@@ -34,7 +34,7 @@ class StateScheduler:
             out.checkpoints.append(Checkpoint(request, state.final, start + 1, rolling=True))
         return state
 
-    def chunk(
+    def slots_of_chunk(
         self, request: Request, end: int, out: SchedulerOutput, num_running: int
     ) -> SegmentState:
         """The state slots of a chunk that ends at `end`, with its planned checkpoints."""

@@ -34,7 +34,7 @@ class Delta:
     finish_reason: str | None
 
 
-class Reader:
+class AnswerReader:
     """Reads an answer as it grows."""
 
     def __init__(
@@ -92,7 +92,7 @@ async def deltas(
     stops when the caller leaves `Server.generate`.
     """
     answers = [answer for generation in generations for answer in generation.answers]
-    readers = [Reader(i, answer, make_parser(), parallel) for i, answer in enumerate(answers)]
+    readers = [AnswerReader(i, answer, make_parser(), parallel) for i, answer in enumerate(answers)]
     async for choice in changes(generations):
         reader = readers[choice]
         if not reader.is_over:

@@ -17,11 +17,11 @@ from vllm_metal_lite.errors import show
 from vllm_metal_lite.rules import whole
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server import limits
+from vllm_metal_lite.server.conversations import RenderedPrompt
 from vllm_metal_lite.server.errors import ApiError, ContextOverflow, error_response
 from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.offload import LARGE, ORIGIN, Origin, offload
 from vllm_metal_lite.server.prometheus import Metrics
-from vllm_metal_lite.server.prompts import RenderedPrompt
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import COMMENT, ClientGone, EventStream, unless, until_gone
 from vllm_metal_lite.server.worker.client import EngineClient
@@ -98,7 +98,7 @@ class Server:
                 ) as generation:  # fmt: skip
                     count.generation = generation
                     if cache_salt is None:
-                        generation.parted = prompt.parted
+                        generation.divergence = prompt.divergence
                         engine.recent.add(token_ids)
                     self.generations[request_id] = generation
                     yield generation
@@ -179,8 +179,8 @@ def summary(generation: Generation) -> str:
     ]
     if times.first_token is not None:
         parts.append(f"first after {times.first_token - times.arrived:.2f} s")
-    if (parted := generation.parted) is not None:
-        parts.append(f"diverged at token {parted.token:,}: {parted.where}")
+    if (divergence := generation.divergence) is not None:
+        parts.append(f"diverged at token {divergence.token:,}: {divergence.where}")
     return f"{generation.request_id}: {', '.join([*parts, *dict.fromkeys(reasons)])}"
 
 

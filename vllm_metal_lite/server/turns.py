@@ -6,10 +6,10 @@ from functools import partial
 
 from vllm_metal_lite.chat_formats.parser import ChatParser
 from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.server.conversations import ChatRequest, RenderedPrompt, render
 from vllm_metal_lite.server.deltas import Delta, deltas
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.params import SamplingFields, sampling_params
-from vllm_metal_lite.server.prompts import Conversation, RenderedPrompt, render
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.structured import answer_form, check_calls
 from vllm_metal_lite.server.worker.client import EngineClient
@@ -29,7 +29,7 @@ class Turn:
 
 
 async def answer(
-    serving: Serving, body: SamplingFields, conversation: Conversation, prefix: str
+    serving: Serving, body: SamplingFields, conversation: ChatRequest, prefix: str
 ) -> tuple[Generation, AsyncIterator[Delta]]:
     """The next answer of a conversation, and what comes of it.  prefix: of the request's id."""
     with serving.preparing():
@@ -39,7 +39,7 @@ async def answer(
     return generation, deltas([generation], turn.make_parser, conversation.choice.parallel)
 
 
-async def prepare(engine: EngineClient, conversation: Conversation, params: SamplingParams) -> Turn:
+async def prepare(engine: EngineClient, conversation: ChatRequest, params: SamplingParams) -> Turn:
     """Render a conversation, and give its answer the form that `params` and its choice ask for.
 
     Raises ApiError (400) for calls that the model cannot be made to write, RequestError for what
@@ -75,7 +75,7 @@ async def prepare(engine: EngineClient, conversation: Conversation, params: Samp
 
 
 def _reasoning(
-    engine: EngineClient, conversation: Conversation, prompt: RenderedPrompt
+    engine: EngineClient, conversation: ChatRequest, prompt: RenderedPrompt
 ) -> tuple[bool, bool]:
     """(The answer begins within thoughts, its thoughts are over before it begins)."""
     chat_format = engine.chat_format

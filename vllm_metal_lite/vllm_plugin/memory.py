@@ -11,7 +11,7 @@ from vllm_metal_lite.errors import OutOfMemoryError
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.runner.memory import step_peak_bytes
-from vllm_metal_lite.vllm_plugin.state_slots import MOST_SLOTS
+from vllm_metal_lite.vllm_plugin.state_slot_manager import MOST_SLOTS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

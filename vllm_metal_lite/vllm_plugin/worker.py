@@ -32,7 +32,7 @@ from vllm_metal_lite.vllm_plugin.kv_layers import KVLayers
 from vllm_metal_lite.vllm_plugin.lost_states import recompute_states
 from vllm_metal_lite.vllm_plugin.memory import MemoryPlan, plan_memory
 from vllm_metal_lite.vllm_plugin.outputs import StepOutput
-from vllm_metal_lite.vllm_plugin.state_slots import no_own_pool
+from vllm_metal_lite.vllm_plugin.state_slot_manager import no_own_pool
 from vllm_metal_lite.vllm_plugin.translate import Step, StepTranslator
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ import numpy as np
 from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.attention.paged.decodes import DecodePlanner, reads_new_rows
 from vllm_metal_lite.attention.paged.plan import PagedPlan, plan_recurrent
-from vllm_metal_lite.attention.paged.prompts import VarlenPrompts, padded, prompts_of
 from vllm_metal_lite.attention.paged.step import KernelStepAttention
+from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts, padded, prompts_of
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.common import MAX_PREFILL_DIM, head_size_problem, new_token
+from vllm_metal_lite.kernels.arguments import MAX_PREFILL_DIM, head_size_problem, new_token
 from vllm_metal_lite.kernels.registry import REGISTRY, left_out
 from vllm_metal_lite.kv.store import PagedStore
 

@@ -11,7 +11,7 @@ empty arrays of an absurd width, so that an unforeseen use fails instead of comp
 
 from typing import Any
 
-from vllm_metal_lite.attention.base import Call, StepAttention
+from vllm_metal_lite.attention.base import AttentionCall, StepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.sequences.by_runs import PackedCache, SequenceStep
@@ -160,13 +160,14 @@ class PagedLayerCache(PackedCache):
             q_pe = self._rotary_queries(mask.q_pe, scale)
         elif mask is not None:
             raise NotImplementedError(f"an attention mask of its own ({type(mask).__name__})")
-        return self._attend(q, Call(self.layer, scale, window, softcap, sinks, q_pe, chunk))
+        call = AttentionCall(self.layer, scale, window, softcap, sinks, q_pe, chunk)
+        return self._attend(q, call)
 
     def _rotary_queries(self, scaled: mx.array, scale: float) -> mx.array:
         """(N, H, rope_dim) of q_pe * scale, as LatentScores have them."""
         return scaled.squeeze(2) / scale
 
-    def _attend(self, q: mx.array, call: Call) -> mx.array:
+    def _attend(self, q: mx.array, call: AttentionCall) -> mx.array:
         return self.attention.attend(q.squeeze(2), call)[:, :, None]
 
     # For modules that see sequences

@@ -15,7 +15,7 @@ from typing import Any
 from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.states import StatePool
-from vllm_metal_lite.recurrence.runs import Rows, Run, RunStates, plan_runs
+from vllm_metal_lite.recurrence.runs import RowOrder, Run, RunStates, plan_runs
 
 
 class SequenceStep:
@@ -28,7 +28,7 @@ class SequenceStep:
         self.step, self.alone = step, alone
         self.runs = plan_runs(step.batch, alone)
         self.states = RunStates(pool)
-        self._rows = Rows(self.runs, step.num_rows)
+        self._rows = RowOrder(self.runs, step.num_rows)
 
     def to_sequences(self, x: mx.array, run: Run) -> mx.array | int:
         """Packed rows (N, 1, ...) or (N, H, 1, D) of a run as (B, L, ...) or (B, H, L, D).

@@ -8,10 +8,11 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from vllm_metal_lite.engine.prompts import tokenize
+from vllm_metal_lite.engine.prompt_ids import tokenize
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.outputs import CompletionOutput
-from vllm_metal_lite.server.deltas import Delta, Reader, deltas
+from vllm_metal_lite.server.conversations import RenderedPrompt, encode_prompt
+from vllm_metal_lite.server.deltas import AnswerReader, Delta, deltas
 from vllm_metal_lite.server.errors import ApiError, ContextOverflow, bad, must_be
 from vllm_metal_lite.server.large_json import large_json
 from vllm_metal_lite.server.offload import offload
@@ -25,7 +26,6 @@ from vllm_metal_lite.server.openai_api.logprobs import (
 )
 from vllm_metal_lite.server.openai_api.reply import Reply, ending
 from vllm_metal_lite.server.params import Unsupported, sampling_params
-from vllm_metal_lite.server.prompts import RenderedPrompt, encode_prompt
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.generation import Generation
@@ -100,7 +100,7 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
 
     def whole() -> dict[str, Any]:
         answers = [(w, answer) for w in writers for answer in w.generation.answers]
-        readers = [(w, Reader(i, answer)) for i, (w, answer) in enumerate(answers)]
+        readers = [(w, AnswerReader(i, answer)) for i, (w, answer) in enumerate(answers)]
         return reply.whole([writer.whole(reader.read()) for writer, reader in readers])
 
     if params.logprobs is None and params.prompt_logprobs is None:

@@ -15,7 +15,7 @@ from vllm_metal_lite.errors import show
 from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.fields import optional, required_text, required_type, type_of
 from vllm_metal_lite.server.openai_api.freeform import PARAMETER
-from vllm_metal_lite.server.tools import add_tool, check_named, function_tool
+from vllm_metal_lite.server.request_tools import add_tool, check_named, function_tool
 
 logger = logging.getLogger(__name__)
 

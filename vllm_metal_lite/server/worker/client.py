@@ -23,12 +23,12 @@ from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.detect import PLAIN, detect
 from vllm_metal_lite.chat_formats.grammars import marks_of
 from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.engine.pieces import PieceEncoder
+from vllm_metal_lite.engine.piece_encoder import PieceEncoder
 from vllm_metal_lite.errors import ModelLoadError, RequestError
 from vllm_metal_lite.model.loader import load_tokenizer_only
 from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.server.divergence import RecentPrompts
 from vllm_metal_lite.server.offload import ORIGIN, offload
-from vllm_metal_lite.server.recent import RecentPrompts
 from vllm_metal_lite.server.templates import THINKING, Template, probe
 from vllm_metal_lite.server.worker import process
 from vllm_metal_lite.server.worker.fair_turns import FairTurns
@@ -39,11 +39,11 @@ from vllm_metal_lite.server.worker.messages import (
     Added,
     Compile,
     Compiled,
+    EngineMetrics,
     Failed,
     Found,
     Log,
     Lost,
-    Metrics,
     ModelFacts,
     Refused,
     Seen,
@@ -303,7 +303,7 @@ class EngineClient:
                     generation.take(updates)
                     if generation.finished:
                         del self.generations[request_id]
-        elif isinstance(message, Metrics):
+        elif isinstance(message, EngineMetrics):
             self.metrics = message.values
         elif isinstance(message, (Added, Compiled)):
             if future := self._waiting(message.request_id):

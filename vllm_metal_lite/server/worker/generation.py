@@ -14,8 +14,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.detokenizer import Detokenizer, texts_of
 from vllm_metal_lite.outputs import CompletionOutput, Logprob
-from vllm_metal_lite.server.recent import Parted
-from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, Scores, unpack
+from vllm_metal_lite.server.divergence import Divergence
+from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, PositionLogprobs, from_wire
 
 
 class EngineLost(RuntimeError):
@@ -64,9 +64,9 @@ class Generation:
         self.request_id, self.params = request.request_id, request.params
         self.prompt_token_ids, self.turn = request.prompt_token_ids, request.turn
         self.num_cached_tokens = 0
-        self._scored: list[Scores | None] | None = None  # the prompt
+        self._scored: list[PositionLogprobs | None] | None = None  # the prompt
         self._texts = texts_of(tokenizer)
-        self.parted: Parted | None = None
+        self.divergence: Divergence | None = None
         self.finished = False
         self.times = Times()
         self._on_update = on_update
@@ -93,7 +93,7 @@ class Generation:
         scored, texts = self._scored, self._texts
         if scored is None:
             return None
-        return [None if scores is None else unpack(scores, texts) for scores in scored]
+        return [None if scores is None else from_wire(scores, texts) for scores in scored]
 
     @property
     def num_tokens(self) -> int:
@@ -103,7 +103,7 @@ class Generation:
     @property
     def more_usage(self) -> dict[str, Any]:
         """Fields of `usage` that only this server has."""
-        return {} if self.parted is None else self.parted.json()
+        return {} if self.divergence is None else self.divergence.json()
 
     async def complete(self) -> list[CompletionOutput]:
         """All answers, finished.  Raises EngineLost."""
@@ -140,7 +140,7 @@ class Generation:
         if update.text is not None:
             answer.text += update.text
         if answer.logprobs is not None:
-            answer.logprobs += [unpack(scores, self._texts) for scores in update.logprobs or ()]
+            answer.logprobs += [from_wire(scores, self._texts) for scores in update.logprobs or ()]
         if update.finish_reason is not None:
             if self._detokenizers is not None and update.num_shown_tokens is not None:
                 self._detokenizers[update.answer_index].end_at(update.num_shown_tokens)

@@ -130,7 +130,7 @@ class Refused:
     message: str
 
 
-class Scores(NamedTuple):
+class PositionLogprobs(NamedTuple):
     """The log-probabilities of a position, without texts: lists are pickled fast."""
 
     token_ids: list[int]
@@ -138,12 +138,12 @@ class Scores(NamedTuple):
     ranks: list[int | None]
 
 
-def pack(position: dict[int, Logprob]) -> Scores:
+def to_wire(position: dict[int, Logprob]) -> PositionLogprobs:
     entries = position.values()
-    return Scores(list(position), [e.logprob for e in entries], [e.rank for e in entries])
+    return PositionLogprobs(list(position), [e.logprob for e in entries], [e.rank for e in entries])
 
 
-def unpack(scores: Scores, texts: Mapping[int, str]) -> dict[int, Logprob]:
+def from_wire(scores: PositionLogprobs, texts: Mapping[int, str]) -> dict[int, Logprob]:
     """texts: of each token."""
     entries = zip(*scores, strict=True)
     return {token: Logprob(value, rank, texts[token]) for token, value, rank in entries}
@@ -168,14 +168,14 @@ class AnswerUpdate(NamedTuple):
     stop_reason: int | str | None = None
     num_shown_tokens: int | None = None
     error: str | None = None
-    logprobs: list[Scores] | None = None
+    logprobs: list[PositionLogprobs] | None = None
     scheduled_at: float | None = None
     num_cached_tokens: int | None = None
-    prompt_logprobs: list[Scores | None] | None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Metrics:
+class EngineMetrics:
     """LLMEngine.metrics(), from time to time."""
 
     values: dict[str, int]

@@ -28,17 +28,17 @@ from vllm_metal_lite.server.worker.messages import (
     AnswerUpdate,
     Compile,
     Compiled,
+    EngineMetrics,
     Failed,
     Found,
     Log,
     Lost,
-    Metrics,
     ModelFacts,
     Refused,
     Seen,
     Stop,
     Watch,
-    pack,
+    to_wire,
 )
 from vllm_metal_lite.server.worker.watch import Watcher
 
@@ -199,7 +199,7 @@ class Worker:
         now = time.monotonic()
         if now - self._metrics_at > _METRICS_SECONDS or not self._progress:
             self._metrics_at = now
-            self._send(Metrics(self._engine.metrics()))
+            self._send(EngineMetrics(self._engine.metrics()))
         if updates:
             self._send(updates)
 
@@ -233,7 +233,7 @@ class _Progress:
                     answer.stop_reason,
                     answer.num_shown_tokens,
                     answer.error,
-                    None if logprobs is None else list(map(pack, logprobs)),
+                    None if logprobs is None else list(map(to_wire, logprobs)),
                 )
             )
         if is_first:
@@ -243,7 +243,7 @@ class _Progress:
                 num_cached_tokens=output.num_cached_tokens,
                 prompt_logprobs=None
                 if scored is None
-                else [None if p is None else pack(p) for p in scored],
+                else [None if p is None else to_wire(p) for p in scored],
             )
         return updates
 

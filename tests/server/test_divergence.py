@@ -1,11 +1,11 @@
-"""Where a prompt parts from recent ones: in the log, and in `usage`."""
+"""Where a prompt diverges from recent ones: in the log, and in `usage`."""
 
 import httpx
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.server_kit import serving
-from vllm_metal_lite.server.recent import Parted, RecentPrompts, find_parting
+from vllm_metal_lite.server.divergence import Divergence, RecentPrompts, find_divergence
 from vllm_metal_lite.server.server import summary
 
 ids = st.lists(st.integers(0, 2), max_size=8)
@@ -24,7 +24,7 @@ def test_the_place_is_behind_the_longest_common_prefix(known, new):
     longest = max(map(common, known), default=0)
     goes_on = any(common(k) == longest == len(k) for k in known)
     ends = longest == len(new)
-    at = recent.parts_at(new)
+    at = recent.diverges_at(new)
     assert at == (None if goes_on or ends or not longest else longest)
 
 
@@ -39,13 +39,13 @@ def test_the_message_is_named():
     recent = RecentPrompts()
     recent.add([ord(c) for c in text[:20] + "changed"])
 
-    def parting(prompt: str) -> Parted | None:
+    def divergence(prompt: str) -> Divergence | None:
         new = [ord(c) for c in prompt]
-        return find_parting(recent, new, messages, lambda some: "".join(map(chr, some)))
+        return find_divergence(recent, new, messages, lambda some: "".join(map(chr, some)))
 
-    assert parting(text) == Parted(20, "message 2, assistant")
-    assert parting("Be loud") == Parted(3, "message 0, system")
-    assert parting("other") is None
+    assert divergence(text) == Divergence(20, "message 2, assistant")
+    assert divergence("Be loud") == Divergence(3, "message 0, system")
+    assert divergence("other") is None
 
 
 def test_requests_report_it():
@@ -64,8 +64,8 @@ def test_requests_report_it():
         assert "metal_lite" not in first["usage"]
         answer = first["choices"][0]["message"]["content"]
         other = ask(("system", "You are kind."), ("user", "Goodbye"), ("user", answer or "x"))
-        parted = other["usage"]["metal_lite"]
-        assert parted["diverged_in"] == "message 1, user"
-        assert 0 < parted["diverged_at"] < other["usage"]["prompt_tokens"]
+        diverged = other["usage"]["metal_lite"]
+        assert diverged["diverged_in"] == "message 1, user"
+        assert 0 < diverged["diverged_at"] < other["usage"]["prompt_tokens"]
         assert "diverged at token" not in lines[0]
-        assert f"diverged at token {parted['diverged_at']}: message 1, user" in lines[1]
+        assert f"diverged at token {diverged['diverged_at']}: message 1, user" in lines[1]

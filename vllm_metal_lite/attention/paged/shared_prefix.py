@@ -8,7 +8,7 @@ import numpy as np
 from vllm_metal_lite.devices import profile
 
 
-class CommonPrefix(NamedTuple):
+class SharedPrefixRows(NamedTuple):
     """leader: a row with the prefix.  lens: (B,) int32, the prefix length in tokens for rows with
     the prefix, 0 for the others."""
 
@@ -17,22 +17,22 @@ class CommonPrefix(NamedTuple):
 
 
 class PrefixSearch:
-    """`common_prefix` with a cache: a result holds while all rows begin with the same blocks.  A
-    longer prefix is found only when rows come or go."""
+    """`find_shared_prefix` with a cache: a result holds while all rows begin with the same
+    blocks.  A longer prefix is found only when rows come or go."""
 
     def __init__(self) -> None:
-        self._found: CommonPrefix | None = None
+        self._found: SharedPrefixRows | None = None
         self._blocks: list[np.ndarray] = []
         self._min_saved = 0
 
     def __call__(
         self, block_tables: Sequence[np.ndarray], seq_lens: np.ndarray, block_size: int,
         min_saved: int,
-    ) -> CommonPrefix | None:  # fmt: skip
-        """See `common_prefix`."""
+    ) -> SharedPrefixRows | None:  # fmt: skip
+        """See `find_shared_prefix`."""
         if self._min_saved == min_saved and self._holds(block_tables, seq_lens, block_size):
             return self._found
-        found = common_prefix(block_tables, seq_lens, block_size, min_saved)
+        found = find_shared_prefix(block_tables, seq_lens, block_size, min_saved)
         width = 0 if found is None else int(found.lens.max()) // block_size
         self._blocks = [tables[:, :width].copy() for tables in block_tables]
         self._found, self._min_saved = found, min_saved
@@ -51,9 +51,9 @@ class PrefixSearch:
         )
 
 
-def common_prefix(
+def find_shared_prefix(
     block_tables: Sequence[np.ndarray], seq_lens: np.ndarray, block_size: int, min_saved: int
-) -> CommonPrefix | None:
+) -> SharedPrefixRows | None:
     """The prefix that saves the most token reads; None if the saving is below min_saved tokens.
 
     block_tables: (B, max_blocks), for one or more KV groups.  seq_lens: (B,).  The block of a row's
@@ -92,4 +92,4 @@ def common_prefix(
         return None
     lens = np.zeros(rows, np.int32)
     lens[members] = length * block_size
-    return CommonPrefix(int(members.min()), lens)
+    return SharedPrefixRows(int(members.min()), lens)

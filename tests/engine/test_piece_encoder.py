@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from vllm_metal_lite.engine import pieces
-from vllm_metal_lite.engine.pieces import PieceEncoder
+from vllm_metal_lite.engine import piece_encoder
+from vllm_metal_lite.engine.piece_encoder import PieceEncoder
 from vllm_metal_lite.errors import PromptTooLong
 
 ADDED = [
@@ -98,7 +98,7 @@ def test_a_turn_encodes_only_what_is_new():
 
 
 def test_the_pieces_kept_are_bounded_and_the_oldest_go(monkeypatch):
-    monkeypatch.setattr(pieces, "_MAX_KEPT", 30)
+    monkeypatch.setattr(piece_encoder, "_MAX_KEPT", 30)
     tokenizer = Counting()
     encode = PieceEncoder(tokenizer)
     for text in ("<|start|>ab", "<|start|>ab ab", "<|start|>ab", "<|start|>ab ab ab"):
@@ -118,7 +118,7 @@ def test_a_slow_tokenizer_gets_the_whole_text():
 
 
 def test_a_text_of_too_many_tokens_is_refused_before_its_end(monkeypatch):
-    monkeypatch.setattr(pieces, "_SLICE", 100)
+    monkeypatch.setattr(piece_encoder, "_SLICE", 100)
     for text in "x " * 5000, "<|start|>x x x" * 700:
         encode = PieceEncoder(TOKENIZERS["byte level"])
         num_tokens = len(encode(text))

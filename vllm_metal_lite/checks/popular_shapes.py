@@ -19,7 +19,7 @@ from vllm_metal_lite.specs import (
     Quantisation,
     RecurrenceShape,
     RecurrentShape,
-    Rotation,
+    RopeShape,
     WeightShape,
 )
 
@@ -48,8 +48,8 @@ def _use(
         num_heads, num_kv_heads, dim, dim, dtype,
         window=window, softcap=softcap, sinks=sinks, kv_bits=kv_bits,
     )  # fmt: skip
-    rotation = Rotation(dim, base=base, eps=eps, factor=factor)
-    return KernelUse((shape,), _BLOCK, (rotation,), hidden, weights)
+    rope = RopeShape(dim, base=base, eps=eps, factor=factor)
+    return KernelUse((shape,), _BLOCK, (rope,), hidden, weights)
 
 
 def _weights(*quantisations: Quantisation | None) -> tuple[WeightShape, ...]:
@@ -77,7 +77,7 @@ COMMON: dict[str, KernelUse] = {
     ),
     "GLM 4.7 Flash": KernelUse(
         (AttentionShape(20, 1, 512, 64, mx.bfloat16, latent=True),), _BLOCK,
-        (Rotation(64, traditional=True, base=1e6),), (2048,),
+        (RopeShape(64, traditional=True, base=1e6),), (2048,),
     ),
     "recurrent layers of Qwen3.5 4B, LFM2 1.2B and Nemotron-H 8B": KernelUse(
         (), _BLOCK,
@@ -111,15 +111,15 @@ def full_list() -> list[KernelUse]:
         shapes += [AttentionShape(8, 2, *d, dtype, kv_bits=b) for b in (8, 4) for d in in_bits]
         for shape in shapes:
             dim = shape.k_head_dim
-            partly = Rotation(dim // 4 * 2, traditional=True, base=None, factor=YARN_FACTOR)
-            rotations = Rotation(dim, eps=1e-5), partly
-            uses.append(KernelUse((shape,), _BLOCK, rotations, (shape.num_heads * dim, 1001)))
+            partly = RopeShape(dim // 4 * 2, traditional=True, base=None, factor=YARN_FACTOR)
+            ropes = RopeShape(dim, eps=1e-5), partly
+            uses.append(KernelUse((shape,), _BLOCK, ropes, (shape.num_heads * dim, 1001)))
         shape = AttentionShape(4, 2, 128, 128, dtype)
         uses += [KernelUse((shape,), size) for size in BLOCK_SIZES]
         how = None, *READABLE
         weights = [WeightShape(100, depth, h) for h in how for depth in (128, 1152)]
         uses.append(KernelUse((shape,), _BLOCK, weights=(*weights, WeightShape(100, 96))))
-        turns = Rotation(64, traditional=True), Rotation(32, base=None)  # of rotary keys
+        turns = RopeShape(64, traditional=True), RopeShape(32, base=None)  # of rotary keys
         for count, rank, rope in latents:
             for bits in (None, 8, 4):
                 shape = AttentionShape(count, 1, rank, rope, dtype, latent=True, kv_bits=bits)

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.load import Load
+from vllm_metal_lite.checks.load import TimedStore
 from vllm_metal_lite.kernels import timing
-from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.arguments import new_token
 from vllm_metal_lite.kernels.skinny_gemm import skinny_gemm
 from vllm_metal_lite.kernels.weights import quantised
 from vllm_metal_lite.specs import AttentionShape, Quantisation
@@ -16,7 +16,7 @@ _SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Floor:
+class Bandwidth:
     """Bytes per second of one operation, and of the references that it is compared with.
 
     name: in words.  kernel: as in metal/; None for MLX's own operations.
@@ -38,7 +38,7 @@ class Floor:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BandwidthSizes:
     """copy: bytes, also the most of the decodes' K and V.  batch, context: of the decodes.
     width: of square products."""
 
@@ -49,8 +49,8 @@ class Sizes:
 
 
 def measure(
-    shape: AttentionShape, sizes: Sizes, progress: Callable[[str], object] = lambda _: None
-) -> list[Floor]:
+    shape: AttentionShape, sizes: BandwidthSizes, progress: Callable[[str], object] = lambda _: None
+) -> list[Bandwidth]:
     """A copy, decodes from the store, MLX's attention, and products of 8 rows.
 
     shape: with equal head sizes for K and V.
@@ -65,16 +65,16 @@ def measure(
     mlx, by_words, skinny = _products(shape.dtype, sizes.width)
     references = {"a copy": copy, "MLX's attention": sdpa}
     found = [
-        Floor("a copy", None, copy, {}),
-        Floor("MLX's attention, contiguous K and V", None, sdpa, {"a copy": copy}),
-        Floor("decodes, K and V of the store", "paged_decode", decode, references),
-        Floor("MLX's product, weights in 16 bits", None, mlx, {"a copy": copy}),
-        Floor("MLX's product, weights in 4 bits", None, by_words, {"a copy": copy}),
+        Bandwidth("a copy", None, copy, {}),
+        Bandwidth("MLX's attention, contiguous K and V", None, sdpa, {"a copy": copy}),
+        Bandwidth("decodes, K and V of the store", "paged_decode", decode, references),
+        Bandwidth("MLX's product, weights in 16 bits", None, mlx, {"a copy": copy}),
+        Bandwidth("MLX's product, weights in 4 bits", None, by_words, {"a copy": copy}),
     ]
     # In 4 bits bound by instructions, so not compared with a copy.
     others = {"a copy": copy, "MLX's product": mlx}, {"MLX's product of one row": by_words}
     return found + [
-        Floor(f"products of 8 rows, weights in {bits} bits", "skinny_gemm", speed, beside)
+        Bandwidth(f"products of 8 rows, weights in {bits} bits", "skinny_gemm", speed, beside)
         for bits, speed, beside in zip((16, 4), skinny, others, strict=False)
     ]
 
@@ -110,7 +110,7 @@ def copy_bandwidth(size: int = 1 << 30) -> float:
 
 def _attention(shape: AttentionShape, batch: int, context: int) -> tuple[float, float]:
     """Bytes of K and V per second: MLX's own attention, on contiguous K and V, and decodes."""
-    load, token = Load(shape, batch, context), new_token()
+    load, token = TimedStore(shape, batch, context), new_token()
     q = load.queries()
     of_sdpa = q[:, :, None]
     dims = batch, shape.num_kv_heads, context, shape.k_head_dim

@@ -13,7 +13,7 @@ from tests.support.array_attention import compile_on_cpu
 from tests.support.device import change_device, pad_to_powers_of_two
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged import decodes
-from vllm_metal_lite.attention.paged.common_prefix import PrefixSearch, common_prefix
+from vllm_metal_lite.attention.paged.shared_prefix import PrefixSearch, find_shared_prefix
 
 BLOCK_SIZE = 8
 
@@ -39,7 +39,7 @@ def test_the_prefix_that_saves_most_is_found(rows, fewest, groups):
             table[: len(word)] = [blocks[word[:i]] for i in range(1, len(word) + 1)]
         least = fewest * BLOCK_SIZE
         lens = [(len(word) - 1) * BLOCK_SIZE + n for word, n in rows]
-        found = common_prefix([tables] * groups, np.array(lens, np.int32), BLOCK_SIZE, least)
+        found = find_shared_prefix([tables] * groups, np.array(lens, np.int32), BLOCK_SIZE, least)
 
     own = [word[:-1] for word, _ in rows]  # the last block is written to
     saved = {
@@ -64,7 +64,7 @@ def tables_of(*rows):
 
 def test_a_prefix_is_as_long_as_the_groups_of_layers_agree():
     tables = tables_of([1, 2, 3, 4], [1, 2, 3, 5]) + tables_of([6, 7, 8, 9], [6, 7, 5, 4])
-    found = common_prefix(tables, np.array([30, 30]), BLOCK_SIZE, 8)
+    found = find_shared_prefix(tables, np.array([30, 30]), BLOCK_SIZE, 8)
     assert (found.leader, found.lens.tolist()) == (0, [16, 16])
 
 
@@ -72,9 +72,9 @@ def test_rows_that_do_not_have_the_prefix_cost_something():
     tables = np.arange(48, dtype=np.int32).reshape(16, 3)
     tables[3, :2] = tables[9, :2]
     lens = np.full(16, 20)
-    assert common_prefix([tables], lens, BLOCK_SIZE, 8) is None
+    assert find_shared_prefix([tables], lens, BLOCK_SIZE, 8) is None
     tables[[5, 7, 11], :2] = tables[9, :2]
-    found = common_prefix([tables], lens, BLOCK_SIZE, 8)
+    found = find_shared_prefix([tables], lens, BLOCK_SIZE, 8)
     assert np.flatnonzero(found.lens).tolist() == [3, 5, 7, 9, 11]
     assert found.leader == 3
 
@@ -110,7 +110,8 @@ def test_a_prefix_that_is_remembered_is_still_one(changes, fewest):
         lens = np.array([n for _, n in rows], np.int32)
         found = search([tables], lens, BLOCK_SIZE, least)
         if change != "decode":
-            assert (found is None) == (common_prefix([tables], lens, BLOCK_SIZE, least) is None)
+            other = find_shared_prefix([tables], lens, BLOCK_SIZE, least)
+            assert (found is None) == (other is None)
         if found is None:
             continue
         blocks = int(found.lens.max()) // BLOCK_SIZE

@@ -18,7 +18,7 @@ from vllm_metal_lite.kernels import source
 logger = logging.getLogger(__name__)
 
 
-class Remembered:
+class Findings:
     """Findings for one MLX version, device and source of this package; any change empties them."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Remembered:
         self.known[key] = found
         with suppress(OSError):
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.file, json.dumps(self.known, indent=1))
+            write_atomically(self.file, json.dumps(self.known, indent=1))
 
 
 def timed_once(
@@ -44,7 +44,7 @@ def timed_once(
 
     kernel: is not used after a failure.  ranks: all take what the leader knows.
     """
-    found = Remembered()
+    found = Findings()
     known = ranks.first(found.known.get(key))
     if known is None:
         logger.info(f"timing {what}, once on this machine", extra={"transient": True})
@@ -57,7 +57,7 @@ def timed_once(
     return known
 
 
-def write_whole(file: Path, text: str) -> None:
+def write_atomically(file: Path, text: str) -> None:
     """Whole or not at all: another process may read the file, and the disk may be full."""
     with NamedTemporaryFile("w", dir=file.parent, encoding="utf-8", delete=False) as new:
         try:

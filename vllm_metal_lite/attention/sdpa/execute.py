@@ -6,7 +6,7 @@ products and softmax.
 
 from collections.abc import Callable, Iterable
 
-from vllm_metal_lite.attention.base import Call
+from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.sdpa.calls import DeviceGroup, SdpaCalls, SdpaPlan
 from vllm_metal_lite.attention.sdpa.fused import unfused
 from vllm_metal_lite.backend import mx
@@ -22,12 +22,12 @@ def take_rows(rows: mx.array, index: mx.array) -> mx.array:
     return rows[index]
 
 
-def run_calls(
+def execute_calls(
     plan: SdpaPlan,
     group: int,
     q: mx.array,
-    call: Call,
-    gather: Callable[[Call, SdpaCalls], Iterable[tuple[mx.array, mx.array]]],
+    call: AttentionCall,
+    gather: Callable[[AttentionCall, SdpaCalls], Iterable[tuple[mx.array, mx.array]]],
     take: Take = take_rows,
 ) -> mx.array:
     """Attention of q (num_rows, H, D) -> (num_rows, H, Dv).

@@ -18,8 +18,8 @@ from vllm_metal_lite.engine.async_engine import AsyncEngine
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.model.loader import from_model
 from vllm_metal_lite.sampling.masks import TokenMasks, pack_mask
+from vllm_metal_lite.sampling.no_token import MASKED, NAN, why
 from vllm_metal_lite.sampling.sampler import Sampler
-from vllm_metal_lite.sampling.undrawn import MASKED, NAN, why
 from vllm_metal_lite.sampling_params import SamplingParams
 
 PROMPTS = tiny.prompts(4, 3, 30, seed=8)

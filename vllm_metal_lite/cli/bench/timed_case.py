@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.cli.bench.cases import SETTLE_STEPS, Case
+from vllm_metal_lite.cli.bench.cases import SETTLE_STEPS, BenchCase
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -51,7 +51,7 @@ def cache_limit() -> int:
     return limit
 
 
-class Ours:
+class ThisEngine:
     """LLMEngine."""
 
     name = "ours"
@@ -110,7 +110,7 @@ def drive(
     return times
 
 
-def timing(case: Case, times: Sequence[Sequence[float]]) -> Timing | None:
+def timing(case: BenchCase, times: Sequence[Sequence[float]]) -> Timing | None:
     """What a run shows; None if a request did not get its first token."""
     if not all(times):
         return None

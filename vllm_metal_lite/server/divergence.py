@@ -1,4 +1,4 @@
-"""Where a prompt parts from those that a model got last, and so is computed again."""
+"""Where a prompt diverges from those that a model got last, and so is computed again."""
 
 import threading
 from collections import deque
@@ -13,7 +13,7 @@ _SHOWN = 200  # characters of a message that are looked for
 
 
 @dataclass(frozen=True)
-class Parted:
+class Divergence:
     """token: the first that differs.  where: in words, such as "message 3, system"."""
 
     token: int
@@ -39,9 +39,9 @@ class RecentPrompts:
             self._sequences.clear()
             self._sequences.extend([*old, new])
 
-    def parts_at(self, token_ids: Sequence[int]) -> int | None:
-        """Where a prompt parts from the sequence that it has most in common with; None: nowhere, as
-        it goes on from that sequence, or has nothing in common with any."""
+    def diverges_at(self, token_ids: Sequence[int]) -> int | None:
+        """Where a prompt diverges from the sequence that it has most in common with; None: nowhere,
+        as it goes on from that sequence, or has nothing in common with any."""
         new = np.array(token_ids, np.int32)
         with self._lock:
             found = [(_num_common(s, new), -len(s)) for s in self._sequences]
@@ -49,14 +49,14 @@ class RecentPrompts:
         return common if 0 < common < min(-length, len(new)) else None
 
 
-def find_parting(
+def find_divergence(
     recent: RecentPrompts,
     token_ids: Sequence[int],
     messages: Sequence[Mapping[str, Any]],
     decode: Callable[[Sequence[int]], str],
-) -> Parted | None:
-    """Where a conversation's prompt parts from recent ones, in its tokens and in its messages."""
-    at = recent.parts_at(token_ids)
+) -> Divergence | None:
+    """Where a conversation's prompt diverges from recent ones, in its tokens and messages."""
+    at = recent.diverges_at(token_ids)
     if at is None:
         return None
     before, end, index = decode(token_ids[:at]), 0, 0
@@ -66,8 +66,8 @@ def find_parting(
         if found >= 0:
             end, index = found + len(content), i + 1
     if index == len(messages):
-        return Parted(at, "behind the last message")
-    return Parted(at, f"message {index}, {messages[index].get('role')}")
+        return Divergence(at, "behind the last message")
+    return Divergence(at, f"message {index}, {messages[index].get('role')}")
 
 
 def _num_common(a: np.ndarray, b: np.ndarray) -> int:

@@ -9,12 +9,17 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.engine.chat_checkpoints import chat_checkpoints, num_systems
-from vllm_metal_lite.engine.prompts import check_messages, encode, refused_by_template, render_chat
+from vllm_metal_lite.engine.prompt_ids import (
+    check_messages,
+    encode,
+    refused_by_template,
+    render_chat,
+)
 from vllm_metal_lite.errors import PromptTooLong, RequestError
+from vllm_metal_lite.server.divergence import Divergence, find_divergence
 from vllm_metal_lite.server.errors import ContextOverflow
 from vllm_metal_lite.server.limits import num_characters
 from vllm_metal_lite.server.offload import check_wanted, offload
-from vllm_metal_lite.server.recent import Parted, find_parting
 from vllm_metal_lite.server.templates import (
     Template,
     has_system_in_middle,
@@ -28,7 +33,7 @@ _ANY = ToolChoice()
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ChatRequest:
     """What the three chat APIs come to.
 
     messages: as chat templates want them: role ("system", "user", "assistant", "tool"), content
@@ -65,12 +70,12 @@ class Conversation:
 class RenderedPrompt:
     """checkpoints: numbers of tokens after which other prompts may go on differently.
 
-    parted: where the prompt parts from the recent one that it has most in common with.
+    divergence: where the prompt diverges from the recent one that it has most in common with.
     """
 
     token_ids: list[int]
     checkpoints: tuple[int, ...] = ()
-    parted: Parted | None = None
+    divergence: Divergence | None = None
 
 
 def join_systems(messages: Sequence[Message]) -> list[Message]:
@@ -83,7 +88,7 @@ def join_systems(messages: Sequence[Message]) -> list[Message]:
 
 
 async def render(
-    engine: EngineClient, conversation: Conversation, *, to_run: bool = True
+    engine: EngineClient, conversation: ChatRequest, *, to_run: bool = True
 ) -> RenderedPrompt:
     """A conversation under the model's chat template.  Raises RequestError in its words,
     ContextOverflow if it is far too long.
@@ -107,8 +112,8 @@ async def render(
         if not to_run:
             return prompt
         token_ids, decode = prompt.token_ids, engine.tokenizer.decode
-        parted = find_parting(engine.recent, token_ids, conversation.messages, decode)
-        return replace(prompt, parted=parted)
+        divergence = find_divergence(engine.recent, token_ids, conversation.messages, decode)
+        return replace(prompt, divergence=divergence)
 
     return await offload(make)
 
@@ -136,7 +141,7 @@ def render_prompt(
     tokenizer: TokenizerWrapper,
     template: Template,
     model: str,
-    conversation: Conversation,
+    conversation: ChatRequest,
     with_checkpoints: bool,
     encode_text: Callable[[str], list[int]],
 ) -> RenderedPrompt:
@@ -174,7 +179,7 @@ def render_prompt(
     return RenderedPrompt(token_ids, checkpoints)
 
 
-def _text(tokenizer: TokenizerWrapper, template: Template, conversation: Conversation) -> str:
+def _text(tokenizer: TokenizerWrapper, template: Template, conversation: ChatRequest) -> str:
     return render_text(
         tokenizer, template, conversation.messages, conversation.add_generation_prompt,
         conversation.variables(template),

@@ -7,12 +7,12 @@ import pytest
 
 from tests.support import tiny_models
 from tests.support.server_kit import serving
-from vllm_metal_lite.engine.pieces import PieceEncoder
+from vllm_metal_lite.engine.piece_encoder import PieceEncoder
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.model.files import DEMO_PATH
 from vllm_metal_lite.model.loader import load_tokenizer_only
+from vllm_metal_lite.server.conversations import ChatRequest, join_systems, render_prompt
 from vllm_metal_lite.server.models import ModelSpec
-from vllm_metal_lite.server.prompts import Conversation, join_systems, render_prompt
 from vllm_metal_lite.server.templates import probe
 
 SYSTEM = {"role": "system", "content": "You answer in short sentences. " * 12}
@@ -33,7 +33,7 @@ def tokenizer():
 
 
 def render(tokenizer, *messages, with_checkpoints=True, **fields):
-    conversation = Conversation(messages, **fields)
+    conversation = ChatRequest(messages, **fields)
     return render_prompt(
         tokenizer, probe(tokenizer), "demo", conversation, with_checkpoints, PieceEncoder(tokenizer)
     )
