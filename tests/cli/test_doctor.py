@@ -12,7 +12,7 @@ from tests.support import broken_machine
 from tests.support.miscompiled import miscompile, seeming_gpu
 from vllm_metal_lite import devices
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import floors, generation, isolated, ordering, verdicts
+from vllm_metal_lite.checks import compare_tokens, floors, isolated, ordering, verdicts
 from vllm_metal_lite.checks.ordering import Outcome
 from vllm_metal_lite.checks.result import CheckResult, Speed
 from vllm_metal_lite.cli import doctor, machine
@@ -97,9 +97,9 @@ def a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "FLOOR_SIZES", floors.Sizes(1024, 1, 32, 64))
     monkeypatch.setattr(floors, "seconds_per_call", call_once)
     monkeypatch.setattr(ordering, "stress", lambda: [Outcome("all launches in one", 9, None)])
-    monkeypatch.setattr(generation, "PROMPTS", (3, 20))
-    monkeypatch.setattr(generation, "STARTS", (1, 0))
-    monkeypatch.setattr(generation, "NEW_TOKENS", 3)
+    monkeypatch.setattr(compare_tokens, "PROMPTS", (3, 20))
+    monkeypatch.setattr(compare_tokens, "STARTS", (1, 0))
+    monkeypatch.setattr(compare_tokens, "NEW_TOKENS", 3)
     with seeming_gpu(monkeypatch, tmp_path / "cache"):
         yield
 
@@ -157,7 +157,7 @@ def no_work(a_gpu, monkeypatch):
     monkeypatch.setattr(verdicts, "remember", lambda _: None)
     results = [CheckResult(check, 0.0, 1.0) for check in doctor.checks_for(TINY)]
     found = {"results": results, "floors": [], "order": [Outcome("one", 9, None)]}
-    found["answers"] = generation.Comparison("kernels", "right", 1, 2, {})
+    found["answers"] = compare_tokens.Comparison("kernels", "right", 1, 2, {})
 
     def check(checks, progress, *, timed, known):
         for number, check in enumerate(checks):
@@ -167,7 +167,7 @@ def no_work(a_gpu, monkeypatch):
     monkeypatch.setattr(isolated, "results", check)
     monkeypatch.setattr(floors, "measure", lambda *_: found["floors"])
     monkeypatch.setattr(ordering, "stress", lambda: found["order"])
-    monkeypatch.setattr(generation, "compare", lambda *_: found["answers"])
+    monkeypatch.setattr(compare_tokens, "compare", lambda *_: found["answers"])
     return found
 
 
@@ -216,7 +216,7 @@ def test_what_is_found_is_said(no_work, capsys, change, code, words):
 @pytest.mark.parametrize("is_tie", [True, False])
 def test_other_tokens_are_a_problem_unless_they_tie(no_work, capsys, is_tie):
     margin = 0.01 if is_tie else 2.0
-    difference = generation.Difference(0, 4, 7, 8, margin, is_tie)
+    difference = compare_tokens.Difference(0, 4, 7, 8, margin, is_tie)
     no_work["answers"] = replace(no_work["answers"], differences=[difference])
     assert run() == (0 if is_tie else 1)
     out = capsys.readouterr().out
@@ -227,7 +227,7 @@ def test_other_tokens_are_a_problem_unless_they_tie(no_work, capsys, is_tie):
 
 def forbid(monkeypatch, *parts):
     """Fail if any of these parts begins."""
-    works = {"floors": floors, "ordering": ordering, "answers": generation}
+    works = {"floors": floors, "ordering": ordering, "answers": compare_tokens}
     names = {"floors": "measure", "ordering": "stress", "answers": "compare"}
     for part in parts:
         monkeypatch.setattr(works[part], names[part], lambda *_: pytest.fail("must not begin"))
@@ -247,7 +247,7 @@ def test_ctrl_c_keeps_what_is_known(no_work, monkeypatch, capsys, tmp_path):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generation, "compare", interrupt)
+    monkeypatch.setattr(compare_tokens, "compare", interrupt)
     file = tmp_path / "report.json"
     assert run("--report", str(file)) == 130
     out = capsys.readouterr().out
@@ -303,7 +303,9 @@ def slow_checks(a_gpu, monkeypatch):
 
     monkeypatch.setattr(isolated, "run_here", check)
     monkeypatch.setattr(floors, "measure", lambda *_: [])
-    monkeypatch.setattr(generation, "compare", lambda *_: generation.Comparison("k", "r", 1, 2, {}))
+    monkeypatch.setattr(
+        compare_tokens, "compare", lambda *_: compare_tokens.Comparison("k", "r", 1, 2, {})
+    )
     return tried
 
 

@@ -56,8 +56,8 @@ def test_the_engine_serves_clients_in_turns():
         async def ask(client: str, name: str) -> None:
             ORIGIN.set(Origin(client))
             params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
-            async with engine.generate(name, [5, 6, 7], params) as generation:
-                await generation.complete()
+            async with engine.generate(name, [5, 6, 7], params) as request:
+                await request.complete()
             ended.append(name)
 
         tasks = [asyncio.ensure_future(ask("pile", f"pile {i}")) for i in range(6)]

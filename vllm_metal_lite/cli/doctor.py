@@ -20,7 +20,7 @@ from typing import Any
 
 from vllm_metal_lite import backend, devices, envs
 from vllm_metal_lite.attention.select import no_kernels
-from vllm_metal_lite.checks import floors, generation, isolated, ordering, verdicts
+from vllm_metal_lite.checks import compare_tokens, floors, isolated, ordering, verdicts
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.common import COMMON, full_list
 from vllm_metal_lite.checks.plan import checks_for
@@ -201,7 +201,7 @@ class Examination:
         report = self.report
         with self._section("answers", "comparing answers"):
             try:
-                found = generation.compare(model, lambda what: _say(f"comparing: {what}"))
+                found = compare_tokens.compare(model, lambda what: _say(f"comparing: {what}"))
             except MetalLiteError as e:  # too little memory
                 report["answers"] = {"model": None, "problem": one_line(e)}
                 report["problems"].append(f"answers: {one_line(e)}")

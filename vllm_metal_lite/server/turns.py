@@ -13,7 +13,7 @@ from vllm_metal_lite.server.prompts import Conversation, RenderedPrompt, render
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.structured import answer_form, check_calls
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.generation import Generation
+from vllm_metal_lite.server.worker.request_state import RequestState
 from vllm_metal_lite.structured_params import ThinkingParams
 
 _TAIL = 16  # tokens at a prompt's end that may open thoughts
@@ -30,13 +30,13 @@ class Turn:
 
 async def answer(
     serving: Serving, body: SamplingFields, conversation: Conversation, prefix: str
-) -> tuple[Generation, AsyncIterator[Delta]]:
+) -> tuple[RequestState, AsyncIterator[Delta]]:
     """The next answer of a conversation, and what comes of it.  prefix: of the request's id."""
     with serving.preparing():
         params = await sampling_params(serving, body)
         turn = await prepare(serving.engine, conversation, params)
-    generation = await serving.generate(prefix, turn.prompt, turn.params, **body.scheduling())
-    return generation, deltas([generation], turn.make_parser, conversation.choice.parallel)
+    request = await serving.generate(prefix, turn.prompt, turn.params, **body.scheduling())
+    return request, deltas([request], turn.make_parser, conversation.choice.parallel)
 
 
 async def prepare(engine: EngineClient, conversation: Conversation, params: SamplingParams) -> Turn:
