@@ -97,7 +97,7 @@ def test_only_a_kernel_that_is_right_is_timed(monkeypatch, a_gpu):
     ("cost", "rounds", "calls"),
     [(0.002, 5, 20), (0.0105, 5, 4), (0.06, 3, 1), (0.1, 2, 1), (3.0, 1, 1)],
 )
-def test_ways_are_timed_in_turns_and_slow_ones_less_often(monkeypatch, cost, rounds, calls):
+def test_ways_are_timed_alternately_and_slow_ones_less_often(monkeypatch, cost, rounds, calls):
     """A device that slows down does so for both."""
     now, order = [0.0], []
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
@@ -111,7 +111,7 @@ def test_ways_are_timed_in_turns_and_slow_ones_less_often(monkeypatch, cost, rou
         return run
 
     ways = [way("ours", 1.0), way("other", 1.005)]
-    ours, other = timing.seconds_in_turns(ways, calls=20, enough=0.24)
+    ours, other = timing.seconds_alternating(ways, calls=20, enough=0.24)
     assert cost < ours < other < 2 * cost
     before = 2 * (2 + 1)  # two that warm up, one that tells how many to time
     assert order[before:] == (["ours"] * calls + ["other"] * calls) * rounds

@@ -73,9 +73,9 @@ def new_rows(
             for x, w in zip(parts[:2], weights, strict=True)
         )
     rope, rates = _rope(rotation)
-    turned = [_turn(x, positions, rotation, rates, shape.dtype) for x in parts[:2]]
+    rotated = [_rotate(x, positions, rotation, rates, shape.dtype) for x in parts[:2]]
     new = NewRows(q, k, v, shape.num_heads, rope, q_norm, k_norm)
-    return new, turned + parts[2:]
+    return new, rotated + parts[2:]
 
 
 def new_latents(
@@ -90,17 +90,17 @@ def new_latents(
     weight = draw(rng, (rank,), shape.dtype)
     joined, queries = (mx.array(a.reshape(rows, -1)).astype(shape.dtype) for a in (kv, q))
     norm = RMSNorm(mx.array(weight).astype(shape.dtype), EPS)
-    turn, rates = _rope(rotation)
+    new_rope, rates = _rope(rotation)
     latent, k_pe = Columns(joined, 0), Columns(joined, rank)
-    new = NewLatents(Columns(queries, rope), 2 * rope, heads, latent, k_pe, norm, turn)
-    turned = (
-        _turn(x, positions, rotation, rates, shape.dtype) for x in (q[..., rope:], kv[..., rank:])
+    new = NewLatents(Columns(queries, rope), 2 * rope, heads, latent, k_pe, norm, new_rope)
+    rotated = (
+        _rotate(x, positions, rotation, rates, shape.dtype) for x in (q[..., rope:], kv[..., rank:])
     )
-    rotary_q, rotary_k = turned
+    rotary_q, rotary_k = rotated
     return new, [rotary_q, rms_norm(kv[..., :rank], weight, EPS, shape.dtype), rotary_k]
 
 
-def _turn(
+def _rotate(
     x: np.ndarray, positions: np.ndarray, rotation: Rotation, rates: np.ndarray, dtype: mx.Dtype
 ) -> np.ndarray:
     """Rotates pairs as complex numbers."""
@@ -110,8 +110,8 @@ def _turn(
         x[..., : rotation.dims] = rounded(factor * head, dtype)
     first, second = (2 * i, 2 * i + 1) if rotation.traditional else (i, i + rotation.dims // 2)
     angles = rotation.scale * positions[:, None, None] * rates
-    turned = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles)
-    x[..., first], x[..., second] = turned.real, turned.imag
+    rotated = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles)
+    x[..., first], x[..., second] = rotated.real, rotated.imag
     return x
 
 

@@ -1,4 +1,4 @@
-"""A graph of launches that write a store or states, and read them in turns.
+"""A graph of launches that write a store or states, and read them alternately.
 
 All keys are zero, so attention weighs them alike; write n stores the number n as values.  A launch
 of a recurrent layer stores n, and gives the number that its state had before.  Every read therefore
@@ -261,7 +261,7 @@ def _one_hot(rows: int, column: int) -> Columns:
 
 
 def build(sizes: Sizes, reads: Sequence[str] = READS) -> list[Read]:
-    """The reads of a graph of writes and reads in turns, not evaluated."""
+    """The reads of a graph of writes and reads alternately, not evaluated."""
     graph, found = Graph(sizes), []
     for number, (write, read, layer) in islice(_turns(reads), sizes.launches // 2):
         if write is not None:

@@ -33,4 +33,4 @@ def _seconds(ours: Way, other: Way) -> list[float]:
     def calls(way: Way) -> timing.Way:
         return lambda count: mx.eval([way() for _ in range(count)])
 
-    return timing.seconds_in_turns([calls(ours), calls(other)], calls=_CALLS, warm=_CALLS)
+    return timing.seconds_alternating([calls(ours), calls(other)], calls=_CALLS, warm=_CALLS)

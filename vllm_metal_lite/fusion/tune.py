@@ -132,7 +132,7 @@ class _Steps:
         """Seconds per step with the kernel and with MLX's products."""
         step = _padding(self.attention, num_rows, self.packed.layout.vocab_size)
         ways = [self._back_to_back(fusion, step) for fusion in (self.by_kernel, self.by_mlx)]
-        return timing.seconds_in_turns(
+        return timing.seconds_alternating(
             ways, rounds=_CHAINS, calls=_STEPS, enough=_ENOUGH, ranks=self.ranks
         )
 
@@ -215,6 +215,6 @@ def _mixture_seconds(
         return run
 
     ways = [way(range(1, EXPERT_ROWS + 1)), way(NONE)]
-    return timing.seconds_in_turns(
+    return timing.seconds_alternating(
         ways, rounds=_CHAINS, enough=_ENOUGH_FOR_PROMPTS, warm=1, ranks=ranks
     )

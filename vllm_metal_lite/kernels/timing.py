@@ -12,7 +12,7 @@ from vllm_metal_lite.distributed import ALONE, RankGroup
 Way = Callable[[int], object]
 
 
-def seconds_in_turns(
+def seconds_alternating(
     ways: Sequence[Way],
     *,
     rounds: int = 5,
@@ -21,7 +21,7 @@ def seconds_in_turns(
     warm: int = 2,
     ranks: RankGroup = ALONE,
 ) -> list[float]:
-    """Seconds per call of each way: the median of several rounds, in turns because clocks drift.
+    """Seconds per call of each way: the median of several rounds, alternately because clocks drift.
 
     calls: of a way in a round.  There are fewer rounds, then fewer calls, where a way would take
     more than `enough` seconds.  warm: calls before, which trace, compile and capture.  ranks: the

@@ -1,4 +1,4 @@
-"""A queue of requests, sorted by rank = (priority, turn, arrival)."""
+"""A queue of requests, sorted by rank = (priority, fair_round, arrival)."""
 
 from bisect import bisect_left, insort
 from operator import attrgetter

@@ -31,7 +31,7 @@ class Trail:
 class Request:
     """A request has no phases, only a gap, `num_tokens - num_computed_tokens`, which steps close.
 
-    priority: lower goes first, as in vLLM; within it the lower turn, then the earlier arrival.
+    priority: lower goes first, as in vLLM; then the lower fair_round, then the earlier arrival.
     atomic: computed in one step, never chunked; ignores `max_chunk` and the threshold.
     max_chunk: most tokens in one step (0: no limit of its own).
     skip_prefix_cache_read: computes every token, but other requests may reuse its blocks.
@@ -44,7 +44,7 @@ class Request:
     max_tokens: int
     priority: int = 0
     arrival: int = 0
-    turn: int = 0
+    fair_round: int = 0
     atomic: bool = False
     skip_prefix_cache_read: bool = False
     max_chunk: int = 0

@@ -4,7 +4,7 @@ A request has no phases, only a gap: `num_tokens - num_computed_tokens`.  A step
 1. decodes (requests whose prompt is computed) get one token each;
 2. partial prefills resume;
 3. waiting requests are admitted.
-Each phase takes requests in the order of rank = (priority, turn, arrival), up to
+Each phase takes requests in the order of rank = (priority, fair_round, arrival), up to
 `max_num_batched_tokens` and `max_num_seqs`.
 
 A step can be scheduled before the previous step's tokens are known: `advance` appends
@@ -110,7 +110,7 @@ class Scheduler:
             raise RequestError(f"request {show(request.request_id)} is already in use")
         request.max_length = longest(request, self.config, self.max_model_len, self.kv)
         # The count orders requests of equal arrival (the n answers of one prompt).
-        request.rank = (request.priority, request.turn, request.arrival, self._num_added)
+        request.rank = (request.priority, request.fair_round, request.arrival, self._num_added)
         self._num_added += 1
         self._requests[request.request_id] = request
         self._waiting.add(request)
@@ -146,13 +146,13 @@ class Scheduler:
             self._schedule_decodes(out)
             self._schedule_prefills(out)
         else:
-            turns = [self._schedule_decodes, self._schedule_prefills]
+            in_order = [self._schedule_decodes, self._schedule_prefills]
             whole = self.config.prefill_policy == "whole"
             if not self._prefilled_last or (whole and self._partials):
-                turns.reverse()
-            turns[0](out)
+                in_order.reverse()
+            in_order[0](out)
             if out.is_empty:
-                turns[1](out)
+                in_order[1](out)
         if out.is_empty and self._partials:
             self._break_deadlock(out)
         if not out.is_empty:

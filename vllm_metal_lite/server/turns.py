@@ -20,7 +20,7 @@ _TAIL = 16  # tokens at a prompt's end that may open thoughts
 
 
 @dataclass(frozen=True)
-class Turn:
+class PreparedTurn:
     """A conversation made ready for its answer.  make_parser: of one answer."""
 
     prompt: RenderedPrompt
@@ -39,7 +39,9 @@ async def answer(
     return request, deltas([request], turn.make_parser, conversation.choice.parallel)
 
 
-async def prepare(engine: EngineClient, conversation: Conversation, params: SamplingParams) -> Turn:
+async def prepare(
+    engine: EngineClient, conversation: Conversation, params: SamplingParams
+) -> PreparedTurn:
     """Render a conversation, and give its answer the form that `params` and its choice ask for.
 
     Raises ApiError (400) for calls that the model cannot be made to write, RequestError for what
@@ -71,7 +73,7 @@ async def prepare(engine: EngineClient, conversation: Conversation, params: Samp
     if seen:
         params = replace(params, skip_special_tokens=False)
     make_parser = partial(ChatParser, chat_format, tools, in_reasoning=in_reasoning, hidden=hidden)
-    return Turn(prompt, params, make_parser)
+    return PreparedTurn(prompt, params, make_parser)
 
 
 def _reasoning(

@@ -31,7 +31,7 @@ from vllm_metal_lite.server.offload import ORIGIN, offload
 from vllm_metal_lite.server.recent import RecentPrompts
 from vllm_metal_lite.server.templates import THINKING, Template, probe
 from vllm_metal_lite.server.worker import process
-from vllm_metal_lite.server.worker.fair_turns import FairTurns
+from vllm_metal_lite.server.worker.fair_rounds import FairRounds
 from vllm_metal_lite.server.worker.messages import (
     Abort,
     Add,
@@ -76,7 +76,7 @@ class EngineClient:
         self.requests: dict[str, RequestState] = {}  # unfinished, by request id
         self.num_preparing = 0  # requests whose prompts and grammars the server makes
         self.recent = RecentPrompts()
-        self._fair = FairTurns()
+        self._fair = FairRounds()
         self.ended = asyncio.Event()  # the process has ended
         self.why_ended: str | None = None
         self._is_stopping = False
@@ -211,9 +211,11 @@ class EngineClient:
         on_update: see RequestState.
         Raises RequestError if the engine refuses, EngineLost if it has ended.
         """
-        turn = self._fair.turn(ORIGIN.get().client, (g.turn for g in self.requests.values()))
+        fair_round = self._fair.next_round(
+            ORIGIN.get().client, (r.fair_round for r in self.requests.values())
+        )
         positions = tuple(checkpoints)
-        add = Add(request_id, prompt_token_ids, params, priority, turn, positions, cache_salt)
+        add = Add(request_id, prompt_token_ids, params, priority, fair_round, positions, cache_salt)
         request = RequestState(add, self.tokenizer, on_update)
         self.requests[request_id] = request
         try:

@@ -62,7 +62,7 @@ class RequestState:
         on_update: Callable[["RequestState", float], None] | None = None,
     ) -> None:
         self.request_id, self.params = request.request_id, request.params
-        self.prompt_token_ids, self.turn = request.prompt_token_ids, request.turn
+        self.prompt_token_ids, self.fair_round = request.prompt_token_ids, request.fair_round
         self.num_cached_tokens = 0
         self._scored: list[Scores | None] | None = None  # the prompt
         self._texts = texts_of(tokenizer)
