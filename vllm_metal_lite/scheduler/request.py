@@ -18,7 +18,7 @@ class RequestStatus(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Trail:
+class ConversationCheckpoints:
     """Checkpoints that a turn of a conversation leaves for the next one (state_slots.py).
 
     end: a request that starts at this position, or behind it, is the next turn.
@@ -76,8 +76,10 @@ class Request:
     # The name of the last whole block's state while decoding.
     rolling: bytes | None = field(init=False, default=None)
     # Its checkpoints for the next turn, and those of the turn before (state_slots.py).
-    trail: Trail | None = field(init=False, default=None, repr=False)
-    continued: Trail | None = field(init=False, default=None, repr=False)
+    own_checkpoints: ConversationCheckpoints | None = field(init=False, default=None, repr=False)
+    earlier_checkpoints: ConversationCheckpoints | None = field(
+        init=False, default=None, repr=False
+    )
     # The prompt that this one waits for, and the position; how many prompts it has waited for
     # (following.py).
     leader: "tuple[Request, int] | None" = field(init=False, default=None, repr=False)

@@ -121,7 +121,7 @@ class StateScheduler:
         name = names[position // self.kv.block_size - 1]
         is_new = self.states.name(checkpoint.slot, name, checkpoint.disposable)
         if not (checkpoint.disposable or checkpoint.shared):
-            self.states.lay_trail(request, name, is_new)
+            self.states.add_own_checkpoint(request, name, is_new)
         if is_new:
             output.named_states.append(checkpoint.slot)
         if checkpoint.rolling:

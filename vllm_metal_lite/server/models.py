@@ -50,8 +50,8 @@ class ModelSpec:
 
 @dataclass(eq=False)
 class _Loaded:
-    """An engine.  size: bytes it may use.  seconds_to_load: what loading took.  users: requests that
-    hold it.  going: another model waits for its room.  ends_at: of its notice, if it is going."""
+    """An engine.  size: bytes it may use.  users: requests that hold it.  going: another model
+    waits for its room.  ends_at: of its notice, if it is going."""
 
     client: EngineClient
     size: int

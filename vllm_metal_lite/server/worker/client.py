@@ -144,7 +144,7 @@ class EngineClient:
 
     @cached_property
     def chat_format(self) -> ChatFormat:
-        """How the model writes thoughts and calls.  Found by trial, in milliseconds."""
+        """How the model writes thoughts and calls.  Found by a probe, in milliseconds."""
         tokenizer = self.tokenizer
         if not tokenizer.has_chat_template:
             return PLAIN
@@ -178,7 +178,7 @@ class EngineClient:
 
     @cached_property
     def template(self) -> Template:
-        """What the chat template takes.  Found by trial, in milliseconds."""
+        """What the chat template takes.  Found by a probe, in milliseconds."""
         return probe(self.tokenizer)
 
     @cached_property
