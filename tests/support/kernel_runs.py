@@ -182,13 +182,14 @@ def latent_rows(dtype, splits=1, dims=(64, 16), bits=None):
 
 def new_latents(dtype, bits=None, factor=1.0):
     """Rows of two products, the last slot of the store among the written, and one without."""
-    heads, rank, rope = GROUP, 128, 24
-    q, kv = draw(5, heads * 40, seed=9, dtype=dtype), draw(5, rank + rope, seed=13, dtype=dtype)
-    spec = LayerSpec(1, rank, rope, dtype, bits=bits)
+    heads, latent_dim, rope = GROUP, 128, 24
+    q = draw(5, heads * 40, seed=9, dtype=dtype)
+    kv = draw(5, latent_dim + rope, seed=13, dtype=dtype)
+    spec = LayerSpec(1, latent_dim, rope, dtype, bits=bits)
     rows = zip((spec.k_row, spec.v_row), (1, 2), strict=True)
     written = [row.pack(draw(SLOTS, 1, row.dim, seed=seed, dtype=dtype)) for row, seed in rows]
-    norm = RMSNorm(draw(rank, seed=10, dtype=dtype), 1e-5)
-    columns = Columns(q, 16), 40, heads, Columns(kv, 0), Columns(kv, rank)
+    norm = RMSNorm(draw(latent_dim, seed=10, dtype=dtype), 1e-5)
+    columns = Columns(q, 16), 40, heads, Columns(kv, 0), Columns(kv, latent_dim)
     q_pe, _ = latent_write(
         NewLatents(*columns, norm, Rope(20, True, 1e4, 1.0, None, factor)),
         positions=mx.array([0, 3, 4, 9, 50], mx.int32),

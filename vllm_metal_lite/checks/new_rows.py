@@ -84,20 +84,21 @@ def new_latents(
     """New rows of a latent layer in two arrays, as projections make them, and the expected rotary
     queries, latents and rotary keys."""
     rng, rows = np.random.default_rng(5), len(positions)
-    rank, rope, heads = shape.k_head_dim, shape.v_head_dim, shape.num_heads
+    latent_dim, rope, heads = shape.k_head_dim, shape.v_head_dim, shape.num_heads
     q = draw(rng, (rows, heads, 2 * rope), shape.dtype)
-    kv = draw(rng, (rows, 1, rank + rope), shape.dtype)
-    weight = draw(rng, (rank,), shape.dtype)
+    kv = draw(rng, (rows, 1, latent_dim + rope), shape.dtype)
+    weight = draw(rng, (latent_dim,), shape.dtype)
     joined, queries = (mx.array(a.reshape(rows, -1)).astype(shape.dtype) for a in (kv, q))
     norm = RMSNorm(mx.array(weight).astype(shape.dtype), EPS)
     new_rope, rates = _rope(rotation)
-    latent, k_pe = Columns(joined, 0), Columns(joined, rank)
+    latent, k_pe = Columns(joined, 0), Columns(joined, latent_dim)
     new = NewLatents(Columns(queries, rope), 2 * rope, heads, latent, k_pe, norm, new_rope)
     rotated = (
-        _rotate(x, positions, rotation, rates, shape.dtype) for x in (q[..., rope:], kv[..., rank:])
+        _rotate(x, positions, rotation, rates, shape.dtype)
+        for x in (q[..., rope:], kv[..., latent_dim:])
     )
     rotary_q, rotary_k = rotated
-    return new, [rotary_q, rms_norm(kv[..., :rank], weight, EPS, shape.dtype), rotary_k]
+    return new, [rotary_q, rms_norm(kv[..., :latent_dim], weight, EPS, shape.dtype), rotary_k]
 
 
 def _rotate(

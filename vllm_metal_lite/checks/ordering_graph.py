@@ -41,7 +41,7 @@ _BLOCK = 16
 # Layers with K and V; with latents (their size, and that of rotary keys); with states (channels,
 # and the width of a state of the delta rule).
 _LAYERS, _LATENT_LAYER, _STATE_LAYER = (0, 0, 1, 1), 2, 3
-_RANK, _ROPE = 64, 16
+_LATENT_DIM, _ROPE = 64, 16
 _CHANNELS, _WIDTH = 64, 16
 
 # What a read gives, not yet evaluated, and what each row of it must be.
@@ -90,7 +90,9 @@ class Graph:
         shape = self.num_slots, sizes.num_kv_heads, sizes.head_dim
         # (keys, values) of each layer.
         self.stores = [(mx.zeros(shape, _DTYPE), mx.zeros(shape, _DTYPE)) for _ in range(2)]
-        latents, rotary_keys = (mx.zeros((self.num_slots, 1, n), _DTYPE) for n in (_RANK, _ROPE))
+        latents, rotary_keys = (
+            mx.zeros((self.num_slots, 1, n), _DTYPE) for n in (_LATENT_DIM, _ROPE)
+        )
         self.stores.append((latents, rotary_keys))
         self.slots = [np.zeros(self.num_slots) for _ in self.stores]
         # Each sequence has a state.
@@ -183,7 +185,7 @@ class Graph:
         rows, heads = len(self.tables), self.sizes.num_heads
         tables, lens = self._where()
         cu_seqlens_q, tiles = decode_tiles(rows, heads)
-        q, q_pe = (mx.zeros((rows, heads, size), _DTYPE) for size in (_RANK, _ROPE))
+        q, q_pe = (mx.zeros((rows, heads, size), _DTYPE) for size in (_LATENT_DIM, _ROPE))
         where = tables, cu_seqlens_q, lens, tiles
         values = self._attend(latent_attention, layer, q, q_pe, *where)
         return values, self._means(layer, self.tables)
@@ -245,8 +247,8 @@ class Graph:
 
     def _new_latents(self, rows: int, number: int) -> NewLatents:
         """Ones, whose norm has the weight `number`."""
-        heads, norm = self.sizes.num_heads, RMSNorm(mx.full((_RANK,), number, _DTYPE), 0.0)
-        q, latent = _columns(rows, heads * _ROPE, 1), _columns(rows, _RANK, 1)
+        heads, norm = self.sizes.num_heads, RMSNorm(mx.full((_LATENT_DIM,), number, _DTYPE), 0.0)
+        q, latent = _columns(rows, heads * _ROPE, 1), _columns(rows, _LATENT_DIM, 1)
         k_pe = _columns(rows, _ROPE, 0)
         return NewLatents(q, _ROPE, heads, latent, k_pe, norm, Rope(_ROPE, False, 1e4, 1.0, None))
 

@@ -89,7 +89,7 @@ class Request:
     # Tokens known before the step in flight samples the first of them; `advance` appends them.
     forced_token_ids: list[int] = field(init=False, default_factory=list, repr=False)
     # Set by Scheduler.add: order among all requests, and the most tokens it can have.
-    rank: tuple[int, ...] = field(init=False, default=())
+    sort_key: tuple[int, ...] = field(init=False, default=())
     max_length: int = field(init=False, default=0)
     # Set by the engine: row of the InputBatch.
     req_index: int | None = field(init=False, default=None)

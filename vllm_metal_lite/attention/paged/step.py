@@ -100,7 +100,7 @@ class KernelStepAttention:
         if "latent_write" in self.without or positions is None or rope is None:
             return None
         kept = spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim, spec.v_head_dim
-        if (k_pe.num_heads, latents.rank, k_pe.head_dim, q.head_dim) != kept:
+        if (k_pe.num_heads, latents.kv_lora_rank, k_pe.head_dim, q.head_dim) != kept:
             return None
         if norm.weight is None or q.norm or k_pe.norm or not same_rope(q.rope, rope):
             return None
