@@ -55,13 +55,13 @@ if (part == HEADS) {
     const device T* from = latent + size_t(row) * L_WIDTH + L_START;
     device uint* to = (device uint*)keys + size_t(slot) * K_ROW;
     if (QUANTISED) {
-      rope_head<T, R, LATENT_DIM, 0, false, FACTOR, true, true>(from, weight, as_type<float>(EPS),
-                                                                still, lane, fresh);
+      rope_head<T, R, LATENT_DIM, 0, false, FACTOR, true, true>(
+          from, weight, as_type<float>(EPS), still, still, lane, fresh);
       simdgroup_barrier(mem_flags::mem_threadgroup);
       quantise_row<T, BITS, LATENT_DIM, K_GROUP>(quads, lane, to);
     } else {
-      rope_head<T, R, LATENT_DIM, 0, false, FACTOR, true, true>(from, weight, as_type<float>(EPS),
-                                                                still, lane, (device T*)to);
+      rope_head<T, R, LATENT_DIM, 0, false, FACTOR, true, true>(
+          from, weight, as_type<float>(EPS), still, still, lane, (device T*)to);
     }
   }
 } else if (part <= HEADS + 1) {

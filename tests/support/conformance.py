@@ -276,7 +276,7 @@ class Result:
 
     status: "passed", "failed", "refused" (by us, when loading), or "cannot run" (mlx-lm by itself).
     state: what its layers keep.  attention: "packed", or "by segment", which is slower.
-    recurrent: "packed", "by runs", which is slower, or "-" without recurrent layers.
+    recurrent: "packed", "in sequences", which is slower, or "-" without recurrent layers.
     no_prefix_cache: why prefixes are not cached, or "".
     errors: the largest of each mode, relative; inf: it raised; of "engine", 1 if a token differs.
     control: the error of `wrong_seat`.
@@ -328,7 +328,7 @@ def check(name: str) -> Result:
     if loaded.packed.reads_store:
         result.attention = "by segment"
     if loaded.packed.layout.states:
-        result.recurrent = "by runs" if loaded.packed.in_sequences else "packed"
+        result.recurrent = "in sequences" if loaded.packed.in_sequences else "packed"
     result.no_prefix_cache = loaded.packed.no_prefix_cache or ""
     scale = float(np.abs(np.concatenate(expected)).max())
     runs = {

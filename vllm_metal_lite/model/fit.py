@@ -2,7 +2,7 @@
 
 1. Attention and recurrent layers through the seam (seam/).
 2. If that fails, or the logits differ from the model's own: modules with recurrent states see
-   sequences (sequences/by_runs.py).
+   sequences (sequences/step.py).
 3. If that fails: attention one segment at a time too (sequences/kv_segments.py): slower, but
    general.
 4. If that also fails, ModelLoadError names the architecture and the reason.

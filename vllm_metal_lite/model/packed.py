@@ -16,7 +16,7 @@ from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
 from vllm_metal_lite.model.seam.recurrent import RecurrentHooks
 from vllm_metal_lite.model.seam.state_cache import StateCache
-from vllm_metal_lite.model.sequences.by_runs import CacheMembers, SequenceStep, call_by_runs
+from vllm_metal_lite.model.sequences.step import CacheMembers, SequenceStep, call_by_batches
 
 
 class _Rows:
@@ -79,7 +79,7 @@ def _map_leaves(cache: Callable[[Any], Any], node: Node) -> Any:
 class PackedModel:
     """An mlx-lm model that takes a packed step.
 
-    by_segment: why attention runs one segment at a time (sequences/by_runs.py), in one line; None
+    by_segment: why attention runs one segment at a time (sequences/step.py), in one line; None
     if attention runs packed.  in_sequences: why modules with recurrent states see sequences; None
     if there are none, or if they work on packed rows (seam/recurrent.py).
     """
@@ -102,7 +102,7 @@ class PackedModel:
             }
         )
         for module in users.values():
-            wrap_call(module, call_by_runs)
+            wrap_call(module, call_by_batches)
         # A module that uses K and V can see only one segment at a time.
         self.by_segment: str | None = None
         if any(is_part(kv, path) for path in users for kv in layout.kv_users):
@@ -115,7 +115,7 @@ class PackedModel:
 
     @property
     def sees_sequences(self) -> bool:
-        """Whether some modules run on sequences (sequences/by_runs.py), not on packed rows."""
+        """Whether some modules run on sequences (sequences/step.py), not on packed rows."""
         return self.in_sequences is not None or self.reads_store
 
     @property
