@@ -1,7 +1,7 @@
 """A packed step as batches of sequences, for MLX operations that take (B, L, ...).
 
 The rows of a recurrent layer depend on each other.  So segments of one length form a *batch of
-sequences*; all decodes are one.  A segment is cut at its checkpoints, and its parts follow each other.
+sequences*; all decodes are one.  A segment is cut at its checkpoints; its parts follow each other.
 """
 
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
 Some recurrent layers compute with their states in ways that `recurrence/` does not know: Mamba 1,
 RWKV 7, lightning attention, n-gram contexts.  Such a module is called once per batch of sequences
 (recurrence/sequence_batches.py): segments of one length, as (B, L, ...), with the caches that
-mlx-lm itself would pass.  All decodes form one batch.  The rest of the model still sees packed rows.
+mlx-lm itself would pass.  All decodes form one batch.  The rest of the model sees packed rows.
 
 Attention that the seam cannot handle (computed without SDPA, for example) uses the same path.
 Then each segment is its own batch, with its context gathered from the store (kv_segments.py).
