@@ -183,7 +183,7 @@ def test_a_kernel_that_its_next_best_way_needs_leaves_the_reference(monkeypatch,
     expected = undisturbed("paged_decode")
     fault = FailingKernels(monkeypatch, "paged_decode")
     monkeypatch.setattr(
-        "vllm_metal_lite.runner.path.select",
+        "vllm_metal_lite.runner.step_path.select",
         lambda option, store, shapes, *_: select(option, store, shapes, Verdict({})),
     )
     engine = engine_of(PLAIN)

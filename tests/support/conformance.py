@@ -34,7 +34,7 @@ from vllm_metal_lite.model.layout import Node, StateLayer
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.runner import runner
-from vllm_metal_lite.runner.path import Path
+from vllm_metal_lite.runner.step_path import StepPath
 from vllm_metal_lite.sampling.sampler import SamplerOutput
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.kv_groups import kv_groups
@@ -65,7 +65,9 @@ class Bench:
         self.store = PagedStore(
             model.kv_specs, self.groups, BLOCK_SIZE, states=model.packed.state_pool(STATE_SLOTS)
         )
-        self.runner = runner.ModelRunner(model.packed, Path(ReferenceAttention(self.store)), self)
+        self.runner = runner.ModelRunner(
+            model.packed, StepPath(ReferenceAttention(self.store)), self
+        )
         self.inputs = InputBatch(6, 64, BLOCK_SIZE, len(self.groups))
         rng = np.random.default_rng(seed)
         self.free = [rng.permutation(BLOCKS).tolist() for _ in self.groups]

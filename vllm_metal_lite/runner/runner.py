@@ -21,8 +21,8 @@ from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.kernels.launch import KernelError, one_by_one
 from vllm_metal_lite.model.packed import Fusion, PackedModel
 from vllm_metal_lite.runner.compiled import CompiledSteps
-from vllm_metal_lite.runner.path import Path
 from vllm_metal_lite.runner.result import StepResult
+from vllm_metal_lite.runner.step_path import StepPath
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler, prompt_logprobs
 
@@ -49,13 +49,13 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: PackedModel, path: Path, sampler: Sampler, ranks: RankGroup = ALONE
+        self, model: PackedModel, path: StepPath, sampler: Sampler, ranks: RankGroup = ALONE
     ) -> None:
         self.model, self.sampler, self.ranks = model, sampler, ranks
         self._take(path, CompiledSteps(model, path.attention, path.fusion))
         self._last: StepResult | None = None
 
-    def _take(self, path: Path, compiled: CompiledSteps) -> None:
+    def _take(self, path: StepPath, compiled: CompiledSteps) -> None:
         state = path.attention.new_state()
         self.path, self.compiled, self._state = path, compiled, state
 
@@ -80,7 +80,7 @@ class ModelRunner:
         while the device runs the forward; it may be called again.  after: the previous step, which
         holds the tokens that are unknown on the host; it has no drafts.  Raises if this step is
         invalid, or if the previous step failed before the host waited for it.  A kernel that fails
-        is replaced (`Path.without`).
+        is replaced (`StepPath.without`).
         """
         store = self.attention.store
         batch.validate(*store.num_blocks, num_state_slots=store.states.num_slots)

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Path:
+class StepPath:
     """attention_reason: why this attention was chosen.  fusion_note: fusion's part of `reason`.
 
     option, shapes, verdict: the arguments of `attention.select` that led to this attention.
@@ -48,7 +48,7 @@ class Path:
         """The kernels that fail on this device: their check, or a launch in a step."""
         return tuple(self.verdict.failures)
 
-    def without(self, error: KernelError) -> "Path":
+    def without(self, error: KernelError) -> "StepPath":
         """The fallback if a kernel of this path fails, with a warning.
 
         Raises ConfigError if only the reference is left and the option forbids it.
