@@ -109,7 +109,7 @@ MODELS = {
 }  # fmt: skip
 PAIRS = [(name, k) for name, uses in MODELS.items() for k in KERNELS if use_of(k) in uses]
 PAIRS.append(("deepseek_v3", "merge_partitions"))
-# gated_delta is launched in its other form.
+# gated_delta is launched in its other use.
 NOT_USED += [("qwen3_next", "gated_delta")]
 
 

@@ -29,13 +29,13 @@ def launched() -> list[Kernel]:
     return [k for module in modules for k in vars(module).values() if isinstance(k, Kernel)]
 
 
-def test_every_kernel_and_every_form_of_one_is_checked():
-    forms = {row.name for row in REGISTRY.values() if row.template}
+def test_every_kernel_and_every_use_of_one_is_checked():
+    uses = {row.name for row in REGISTRY.values() if row.template}
     assert {kernel.name for kernel in launched()} == FILES
-    for form in forms:
-        text = (ROOT / "metal" / f"{REGISTRY[form].text}.metal").read_text()
-        assert all(value in text for value in REGISTRY[form].template)
-    assert set(KERNELS) == FILES | forms
+    for use in uses:
+        text = (ROOT / "metal" / f"{REGISTRY[use].text}.metal").read_text()
+        assert all(value in text for value in REGISTRY[use].template)
+    assert set(KERNELS) == FILES | uses
 
 
 def test_tools_break_every_kernel():

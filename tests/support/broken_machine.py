@@ -67,7 +67,7 @@ MISCOMPILED = {
     "fused_recurrence": ("softplus(gate + bias)", "softplus(gate)"),
     "gated_rms_norm": ("Z_START + group * DIM", "Z_START + group / 2 * DIM"),
 }
-# Forms of kernels that are checked by themselves: when they are launched.
+# Uses of kernels that are checked by themselves: when they are launched.
 FORMS = {row.name: " || ".join(row.template) for row in REGISTRY.values() if row.template}
 KINDS = ("does not compile", "is wrong", "raises", "hangs", "ends the process", "is slow")
 # Kernels without an alternative to compare with.

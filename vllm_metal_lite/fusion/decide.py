@@ -69,7 +69,7 @@ def decide(
 
 
 class _Trials:
-    """Trials of one model with its attention.  A pass is remembered for models of this form."""
+    """Trials of one model with its attention.  A pass is remembered for its fingerprint."""
 
     def __init__(
         self, packed: PackedModel, attention: KernelAttention, ranks: RankGroup = ALONE
@@ -80,7 +80,7 @@ class _Trials:
 
     def problem(self, fusion: FusedLaunches) -> Problem | None:
         """Why a fusion does not suit the model, or None if it does."""
-        key = f"trial of {self._form(fusion)}"
+        key = f"trial of {self._fingerprint(fusion)}"
         if all(self.ranks.gather(key in self._found.known)):
             return None
         logger.info("trying fused launches with this model", extra={"transient": True})
@@ -100,14 +100,14 @@ class _Trials:
             self._found.add(key, "passed")
         return problem
 
-    def _form(self, fusion: FusedLaunches) -> str:
+    def _fingerprint(self, fusion: FusedLaunches) -> str:
         """Everything but the values of the weights: code, sizes, types, and the kernels in use."""
         model, attention = self.packed.model, self.attention
         weights = tree_map(lambda w: (w.shape, str(w.dtype)), model.parameters())
-        form = [
+        parts = [
             version("mlx-lm"), type(model).__module__, repr(getattr(model, "args", None)), weights,
             fusion.skinny_rows, fusion.expert_rows, fusion.adds_norms, attention.prefill,
             sorted(attention.without),
         ]  # fmt: skip
         name = type(model).__module__.rpartition(".")[2]
-        return f"{name} {hashlib.sha256(repr(form).encode()).hexdigest()[:16]}"
+        return f"{name} {hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"

@@ -57,8 +57,8 @@ def faster_rows(
     dtypes = {spec.dtype for spec in packed.attention_specs}  # the kernel was checked with these
     weights = [w for w in product_weights(packed.model) if w.dtype is None or w.dtype in dtypes]
     steps = _Steps(packed, attention, fusion, replace(fusion, skinny_rows=NONE), ranks)
-    forms = [_form(weight) for weight in weights]
-    return steps.faster_rows("skinny_gemm", "products of few rows", forms)
+    weight_types = [_weight_type(weight) for weight in weights]
+    return steps.faster_rows("skinny_gemm", "products of few rows", weight_types)
 
 
 def faster_expert_rows(
@@ -69,17 +69,17 @@ def faster_expert_rows(
     Steps of more rows are prompts, which are timed if the kernels win up to there.
     """
     steps = _Steps(packed, attention, fusion, replace(fusion, expert_rows=NONE), ranks)
-    forms = [
-        f"{experts.count} experts of {_form(experts.gate.weight)}"
+    weight_types = [
+        f"{experts.count} experts of {_weight_type(experts.gate.weight)}"
         for experts in served_experts(packed.model)
     ]
-    rows = steps.faster_rows("expert_gemm", "mixtures of experts of few rows", forms)
+    rows = steps.faster_rows("expert_gemm", "mixtures of experts of few rows", weight_types)
     if rows.stop > _SIZES[-1] and faster_prompts(packed, ranks):
         return range(rows.start, fusion.expert_rows.stop)
     return rows
 
 
-def _form(weight: Weight) -> str:
+def _weight_type(weight: Weight) -> str:
     outputs, depth, how = shape_of(weight)
     return f"{how or weight.dtype} {(outputs, depth)}"
 
@@ -94,16 +94,16 @@ class _Steps:
     by_mlx: FusedLaunches
     ranks: RankGroup
 
-    def faster_rows(self, kernel: str, what: str, forms: Sequence[str]) -> range:
+    def faster_rows(self, kernel: str, what: str, weight_types: Sequence[str]) -> range:
         """The row counts at which the kernel wins, measured once for models with these weights.
 
-        what: the name of its work in messages.  forms: of the weights that it reads.
+        what: the name of its work in messages.  weight_types: of the weights that it reads.
         """
         # Uncompiled steps are bound by the host.  On a CPU, kernels run only in tests, where timing
         # means nothing.
-        if not forms or CompiledSteps(self.packed, self.attention).reason is not None:
+        if not weight_types or CompiledSteps(self.packed, self.attention).reason is not None:
             return NONE
-        counts = sorted(Counter(forms).items())
+        counts = sorted(Counter(weight_types).items())
         key = "steps with " + ", ".join(f"{n} x {weight}" for weight, n in counts)
 
         def measure() -> str:
@@ -176,7 +176,7 @@ def _padding(attention: Attention, num_rows: int, vocab_size: int) -> Step:
 def faster_prompts(packed: PackedModel, ranks: RankGroup = ALONE) -> bool:
     """Whether each of the model's mixtures of experts takes a prompt faster by the kernels.
 
-    Measured once for each form of a mixture, then remembered.  If timing fails, mlx-lm's code
+    Measured once for each type of a mixture, then remembered.  If timing fails, mlx-lm's code
     serves prompts, with a warning.  ranks: rank 0's timing counts.
     """
     layers: dict[ExpertShape, nn.Module] = {}

@@ -240,10 +240,10 @@ def expert_product(
     """
     _, outputs, depth = weight.weight.shape
     how = how or product_plan(plan.tile, shape_of(weight.weight))
-    arrays, form = _inputs(weight)
+    arrays, weight_values = _inputs(weight)
     up_arrays = _inputs(up)[0] if up else [unused()] * 4
     template: Template = {
-        "T": x.dtype, **form, "SPREAD": how.spread, "DEPTH": depth,
+        "T": x.dtype, **weight_values, "SPREAD": how.spread, "DEPTH": depth,
         "ROW_TILES": -(-plan.tile // 8), "LANE_ROWS": MAX_LANE_ROWS if how.in_lanes else 0,
         "SIMDGROUPS": how.simdgroups, "AT_ONCE": how.at_once, "SHARE": share,
         "BIAS": weight.bias is not None,
@@ -260,8 +260,8 @@ def expert_product(
 
 
 def _inputs(of: ExpertWeight) -> tuple[list[mx.array], Template]:
-    arrays, form = inputs_of(of.weight)
-    return [*arrays, unused() if of.bias is None else of.bias], form
+    arrays, weight_values = inputs_of(of.weight)
+    return [*arrays, unused() if of.bias is None else of.bias], weight_values
 
 
 def expert_sum(x: mx.array, weights: mx.array, dtype: mx.Dtype | None = None) -> mx.array:

@@ -1,4 +1,4 @@
-"""The gated delta rule over packed rows, and Mamba 2's state space update, a form of it."""
+"""The gated delta rule over packed rows, and Mamba 2's state space update, a use of it."""
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.common import TOKEN_SHAPE, head_size_problem, unused

@@ -1,6 +1,6 @@
 """All kernels: what each one needs, what replaces it, how it is checked and timed.
 
-One row for each kernel of metal/, and one for each form of a kernel that can fail by itself.  The
+One row for each kernel of metal/, and one for each use of a kernel that can fail by itself.  The
 choice of an attention path, the checks, `doctor`, the fallback in a step, the table in
 docs/kernels.md and the tools read these rows.
 """
@@ -25,7 +25,7 @@ class KernelRow:
     alternative: the function of checks/alternatives.py that times the kernel beside what replaces
         it; "": the kernel is not timed.
     needs: kernels without which this one is neither used nor checked.
-    form_of: the kernel that this is a form of; template: the values that the form sets.
+    base: the kernel that this is a use of; template: the values that the use sets.
     essential: nothing but the reference replaces the kernel, because no MLX operation may touch
         what kernels write.
     prompts: the way of prompts that the kernel is a part of.
@@ -37,7 +37,7 @@ class KernelRow:
     check: str
     alternative: str = ""
     needs: tuple[str, ...] = ()
-    form_of: str = ""
+    base: str = ""
     template: tuple[str, ...] = ()
     essential: bool = False
     prompts: Literal["varlen", "gather"] | None = None
@@ -46,7 +46,7 @@ class KernelRow:
     @property
     def text(self) -> str:
         """The name of its file in metal/."""
-        return self.form_of or self.name
+        return self.base or self.name
 
 
 _ROWS = (
@@ -79,7 +79,7 @@ _ROWS = (
         "attention.prefill",
         "prompts",
         needs=("latent_attention",),
-        form_of="latent_attention",
+        base="latent_attention",
         prompts="varlen",
     ),
     KernelRow(
@@ -111,7 +111,7 @@ _ROWS = (
         "attention.decode",
         "fused_decode",
         needs=("paged_decode",),
-        form_of="paged_decode",
+        base="paged_decode",
         template=("FUSED",),
     ),
     KernelRow(
@@ -138,7 +138,7 @@ _ROWS = (
         "MLX's operations make gates and norms for gated_delta",
         "recurrent.recurrence",
         needs=("gated_delta",),
-        form_of="gated_delta",
+        base="gated_delta",
         template=("GATE", "NORM"),
     ),
     KernelRow(
@@ -149,9 +149,9 @@ REGISTRY: dict[str, KernelRow] = {row.name: row for row in _ROWS}
 
 
 def launched(text: str, template: Mapping[str, Any]) -> str:
-    """The row of a launch: a form of the kernel if the launch sets its template values."""
-    forms = (row for row in _ROWS if row.form_of == text and any(map(template.get, row.template)))
-    return next((form.name for form in forms), text)
+    """The row of a launch: a use of the kernel if the launch sets its template values."""
+    uses = (row for row in _ROWS if row.base == text and any(map(template.get, row.template)))
+    return next((use.name for use in uses), text)
 
 
 def left_out(failed: Collection[str]) -> frozenset[str]:

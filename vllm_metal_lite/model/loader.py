@@ -55,7 +55,7 @@ _REFUSED = {
 class LoadedModel:
     """A model, its tokenizer and the facts that the engine needs.
 
-    fit: the packed form, and what it asks of the kernels.
+    fit: the mode, and what it asks of the kernels.
     sampling_defaults: SamplingParams fields of requests that name none.
     context_guess: the source of max_position if the number is a guess, otherwise None.
     ranks: the ranks that share the model; this is one shard.  ALONE for a whole model.
@@ -164,7 +164,7 @@ def preview(
     """The model of a folder, without its weights; raises as `load` does.
 
     Of the files of weights, only the headers are read: names, shapes and dtypes.  Zeros that take
-    no memory stand for the weights.  The form is `foresee`'s.
+    no memory stand for the weights.  The mode is `foresee`'s.
     """
     with _explained(name, folder, trust_remote_code):
         model, tokenizer, config = _unevaluated(name, folder, dtype, trust_remote_code)
@@ -277,7 +277,7 @@ def from_model(
     """Wrap an mlx-lm model already in memory; ModelLoadError if packed steps cannot run it.
 
     folder: of the generation_config.json to follow.
-    fit: chooses the packed form.  ranks: the model is this rank's shard.
+    fit: chooses the mode.  ranks: the model is this rank's shard.
     """
     model_type = str(config.get("model_type"))
     _refuse_untrusted(name, model_type)
