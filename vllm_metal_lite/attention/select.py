@@ -108,15 +108,15 @@ def select(
 
 
 def _prefill(shapes: Sequence[AttentionShape], verdict: Verdict) -> tuple[str, str | None]:
-    """The way of prompts; and the failed kernel, if any, that only the reference can replace."""
+    """How prompts run; and the failed kernel, if any, that only the reference can replace."""
     failed = [row for row in REGISTRY.values() if row.name in left_out(verdict.failures)]
     fatal = next((row.name for row in failed if row.essential), None)
-    ways = {"varlen", "gather"} - {row.prompts for row in failed}
+    choices = {"varlen", "gather"} - {row.prefill for row in failed}
     if any(unsupported(shape, prefill=True) for shape in shapes):
-        ways.discard("varlen")
-    if not ways and fatal is None:
-        fatal = next(row.name for row in failed if row.prompts == "gather")
-    return verdict.prefill if verdict.prefill in ways or not ways else ways.pop(), fatal
+        choices.discard("varlen")
+    if not choices and fatal is None:
+        fatal = next(row.name for row in failed if row.prefill == "gather")
+    return verdict.prefill if verdict.prefill in choices or not choices else choices.pop(), fatal
 
 
 def _unsupported(

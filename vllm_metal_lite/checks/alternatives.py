@@ -1,6 +1,6 @@
 """The work of each kernel, and the same work by what replaces the kernel, ready to be timed.
 
-Both ways run as serving runs them: `KernelAttention` with the kernel and without it, or the MLX
+Both run as serving runs them: `KernelAttention` with the kernel and without it, or the MLX
 operations that a fused kernel replaces.  The loads are large enough that the device's work, not the
 host's, is timed.
 """
@@ -33,9 +33,9 @@ _PROMPTS = ((4, 512, 512), (1, 4096, 1024))
 # Rows of launches without attention.
 _ROWS = 512
 
-Way = Callable[[], object]
+Candidate = Callable[[], object]
 # By the kernel, and without it.
-Pair = tuple[Way, Way]
+Pair = tuple[Candidate, Candidate]
 Attend = Check[AttentionShape]
 # Rotated queries, keys and values.
 Apart = tuple[mx.array, mx.array, mx.array]

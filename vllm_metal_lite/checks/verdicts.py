@@ -81,7 +81,7 @@ def _verdict(
         speed, remark = result.speed, remarks.get(result.check, "")
         if not result.passed:
             failures.setdefault(result.kernel, f"{result}{remark}")
-        elif REGISTRY[result.kernel].prompts == "varlen":
+        elif REGISTRY[result.kernel].prefill == "varlen":
             varlen += speed is None or speed.ratio <= 1
         elif speed is not None and speed.is_slow:
             failures.setdefault(result.kernel, f"{result.check}: {speed}{remark}")

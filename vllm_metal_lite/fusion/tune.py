@@ -131,12 +131,12 @@ class _Steps:
     def seconds(self, num_rows: int) -> list[float]:
         """Seconds per step with the kernel and with MLX's products."""
         step = _padding(self.attention, num_rows, self.packed.layout.vocab_size)
-        ways = [self._back_to_back(fusion, step) for fusion in (self.by_kernel, self.by_mlx)]
+        candidates = [self._back_to_back(fusion, step) for fusion in (self.by_kernel, self.by_mlx)]
         return timing.seconds_alternating(
-            ways, rounds=_CHAINS, calls=_STEPS, enough=_ENOUGH, ranks=self.ranks
+            candidates, rounds=_CHAINS, calls=_STEPS, enough=_ENOUGH, ranks=self.ranks
         )
 
-    def _back_to_back(self, fusion: FusedLaunches, step: Step) -> timing.Way:
+    def _back_to_back(self, fusion: FusedLaunches, step: Step) -> timing.Candidate:
         """The same step again and again, compiled, each submitted while the previous one runs."""
         forward = CompiledSteps(self.packed, self.attention, fusion)
         state = self.attention.new_state()
@@ -206,7 +206,7 @@ def _mixture_seconds(
     x = mx.random.normal((1, _PROMPT_ROWS, shape.hidden), dtype)
     mx.eval(x, indices, weights)
 
-    def way(rows: range) -> timing.Way:
+    def candidate(rows: range) -> timing.Candidate:
         def run(count: int) -> None:
             for _ in range(count):
                 with fusing(Current(expert_rows=rows)):
@@ -214,7 +214,7 @@ def _mixture_seconds(
 
         return run
 
-    ways = [way(range(1, EXPERT_ROWS + 1)), way(NONE)]
+    candidates = [candidate(range(1, EXPERT_ROWS + 1)), candidate(NONE)]
     return timing.seconds_alternating(
-        ways, rounds=_CHAINS, enough=_ENOUGH_FOR_PROMPTS, warm=1, ranks=ranks
+        candidates, rounds=_CHAINS, enough=_ENOUGH_FOR_PROMPTS, warm=1, ranks=ranks
     )

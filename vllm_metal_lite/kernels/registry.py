@@ -28,7 +28,7 @@ class KernelRow:
     base: the kernel that this is a use of; template: the values that the use sets.
     essential: nothing but the reference replaces the kernel, because no MLX operation may touch
         what kernels write.
-    prompts: the way of prompts that the kernel is a part of.
+    prefill: as `Verdict.prefill`, if the kernel is a part of it.
     constants: the numbers in devices.py that its launches depend on.
     """
 
@@ -40,7 +40,7 @@ class KernelRow:
     base: str = ""
     template: tuple[str, ...] = ()
     essential: bool = False
-    prompts: Literal["varlen", "gather"] | None = None
+    prefill: Literal["varlen", "gather"] | None = None
     constants: tuple[str, ...] = ()
 
     @property
@@ -52,9 +52,9 @@ class KernelRow:
 _ROWS = (
     KernelRow("kv_write", REFERENCE, "attention.write", essential=True),
     KernelRow("kv_write_quantised", REFERENCE, "attention.write", essential=True),
-    KernelRow("kv_gather", "prompts use varlen_prefill", "attention.gather", prompts="gather"),
+    KernelRow("kv_gather", "prompts use varlen_prefill", "attention.gather", prefill="gather"),
     KernelRow(
-        "kv_gather_quantised", "prompts use varlen_prefill", "attention.gather", prompts="gather"
+        "kv_gather_quantised", "prompts use varlen_prefill", "attention.gather", prefill="gather"
     ),
     KernelRow(
         "paged_decode",
@@ -80,7 +80,7 @@ _ROWS = (
         "prompts",
         needs=("latent_attention",),
         base="latent_attention",
-        prompts="varlen",
+        prefill="varlen",
     ),
     KernelRow(
         "shared_prefix",
@@ -96,7 +96,7 @@ _ROWS = (
             "prefix_row_cost",
         ),
     ),
-    KernelRow("varlen_prefill", _GATHER, "attention.prefill", "prompts", prompts="varlen"),
+    KernelRow("varlen_prefill", _GATHER, "attention.prefill", "prompts", prefill="varlen"),
     KernelRow("gather_rows", "MLX's own operations are used", "attention.rows", "rows"),
     KernelRow(
         "rope_write",

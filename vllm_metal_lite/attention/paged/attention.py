@@ -64,7 +64,7 @@ class KernelAttention:
             "shared_prefix" not in self._left_out and fit and spec.window is None
             for fit, spec in zip(fits, store.specs, strict=True)
         ]
-        in_place = "varlen" not in {REGISTRY[kernel].prompts for kernel in self._left_out}
+        in_place = "varlen" not in {REGISTRY[kernel].prefill for kernel in self._left_out}
         in_place = in_place and (latents or all(fits))
         self._varlen = in_place and bool(self._head_groups)
         self._plan_decodes: DecodePlanner | None = None
