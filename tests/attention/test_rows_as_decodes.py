@@ -165,7 +165,7 @@ def test_a_prompt_alone_waits_to_be_compiled():
     ["qwen3", *(pytest.param(n, marks=pytest.mark.long) for n in ("gemma2", "llama/window"))],
 )
 def test_tokens_through_kernels(monkeypatch, tmp_path, name):
-    """A pool that makes requests give way, chunks of unlike size, and a newcomer."""
+    """A pool that preempts requests, chunks of unlike size, and a newcomer."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     change_device(monkeypatch, min_saved_for_prompts=8)
     prompts = tiny.prompts(4, 10, 40, seed=7)

@@ -87,7 +87,7 @@ def test_prompts_go_the_faster_way():
 
 
 @pytest.mark.parametrize("name", ["kv_write", "kv_write_quantised"])
-def test_a_kernel_that_no_other_can_replace_gives_way_to_the_reference(caplog, name):
+def test_a_kernel_that_no_other_can_replace_is_replaced_by_the_reference(caplog, name):
     shape = replace(SHAPE, kv_bits=8)
     verdict = failing("gather_rows", name)
     attention, reason = select("auto", store(), [shape], verdict)
@@ -114,7 +114,7 @@ def test_recurrent_layers_without_a_kernel_take_attention_along(caplog, name):
 
 @pytest.mark.parametrize("option", ["auto", "kernels"])
 @pytest.mark.parametrize("name", [row.name for row in REGISTRY.values() if not row.essential])
-def test_any_other_kernel_gives_way_alone(caplog, name, option):
+def test_any_other_kernel_is_replaced_alone(caplog, name, option):
     attention, reason = select(option, store(), [SHAPE], failing(name))
     assert re.fullmatch(
         f"a kernel .*: {name} is off .* allowed; .* Please report.*", *caplog.messages

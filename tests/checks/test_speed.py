@@ -10,7 +10,7 @@ from tests.support.device import change_device
 from tests.support.launches import watch
 from tests.support.miscompiled import seeming_gpu
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import alternatives, attention, speed
+from vllm_metal_lite.checks import attention, fallbacks, speed
 from vllm_metal_lite.checks.plan import checks_for
 from vllm_metal_lite.checks.result import Speed
 from vllm_metal_lite.checks.run import run
@@ -36,7 +36,7 @@ def a_gpu(monkeypatch, tmp_path):
     sizes = {"_DECODES": 3, "_CONTEXT": 20, "_LONG": 70, "_PREFIX": 32, "_ROWS": 9}
     sizes["_PROMPTS"] = (2, 20, 20), (1, 40, 20)
     for name, value in sizes.items():
-        monkeypatch.setattr(alternatives, name, value)
+        monkeypatch.setattr(fallbacks, name, value)
     change_device(monkeypatch, min_split_context=40, min_split_keys=8, min_saved_tokens=16)
     with seeming_gpu(monkeypatch, tmp_path):
         yield
@@ -51,11 +51,11 @@ def test_both_candidates_compute_the_same_and_one_lacks_the_kernel(monkeypatch, 
     name = base_of.get(kernel, kernel), kernel == "fused_decode"
     loads = 0
 
-    def seconds(ours, alternative):
+    def seconds(ours, fallback):
         nonlocal loads
         loads += 1
         results = []
-        for work, with_it in ((ours, True), (alternative, False)):
+        for work, with_it in ((ours, True), (fallback, False)):
             launched.clear()
             out = work()
             first = out if isinstance(out, mx.array) else out[0]
@@ -140,4 +140,4 @@ def test_slow_is_clearly_slower():
     assert Speed(1.6, 1.0).is_slow
     assert not Speed(40e-6, 24e-6).is_slow, "the host's time for a launch"
     assert Speed(400e-6, 240e-6).is_slow
-    assert str(Speed(1.6e-3, 1e-6)) == "takes 1,600 us where its alternative takes 1 us"
+    assert str(Speed(1.6e-3, 1e-6)) == "takes 1,600 us where its fallback takes 1 us"

@@ -219,11 +219,11 @@ def test_a_folder_that_is_not_writable_costs_another_check(found, monkeypatch, t
 # What is slow
 
 
-def test_a_kernel_that_is_clearly_slower_gives_way(found, tmp_path):
+def test_a_kernel_that_is_clearly_slower_is_replaced(found, tmp_path):
     results, _ = found
     results["gather_rows"] = CheckResult(None, 0.0, 1.0, speed=Speed(1.6e-3, 1e-3))
     results["paged_decode"] = CheckResult(None, 0.0, 1.0, speed=Speed(1.4e-3, 1e-3))
-    line = f"gather_rows ({SHAPE}): takes 1,600 us where its alternative takes 1,000 us"
+    line = f"gather_rows ({SHAPE}): takes 1,600 us where its fallback takes 1,000 us"
     assert verify(USE).failures == {"gather_rows": line}
     (file,) = tmp_path.rglob("*.json")
     said = f"(found at an earlier start; to try again, delete {file})"
@@ -263,7 +263,7 @@ LATENT = AttentionShape(4, 1, 64, 16, mx.float32, latent=True)
     ids=["ignored", "of all elements"],
 )
 def test_a_factor_that_a_kernel_gets_wrong_is_found(monkeypatch, name, shape, text, wrong):
-    """Only that kernel gives way, and only for models that have a factor."""
+    """Only that kernel is replaced, and only for models that have a factor."""
     monkeypatch.setitem(MISCOMPILED, name, (text, wrong))
     miscompile(monkeypatch, name)
     dims = 16 if shape.latent else 24

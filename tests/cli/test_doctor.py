@@ -130,7 +130,7 @@ def test_a_miscompiled_kernel_is_named_and_the_answers_stay_right(a_gpu, monkeyp
     out = capsys.readouterr().out
     assert "varlen_prefill:       WRONG in 2 of 2 checks" in out
     assert "allowed" in out
-    assert "\n  instead: prompts use kv_gather and MLX's SDPA\n" in out
+    assert "\n  fallback: prompts use kv_gather and MLX's SDPA\n" in out
     assert "by the reference: equal" in out
     assert "The engine leaves a wrong kernel out by itself" in out
     assert "Next: please open an issue" in out
@@ -192,9 +192,9 @@ def launches_out_of_order(found):
     ("change", "code", "words"),
     [
         (a_slow_kernel, 0, [
-            "1,000 us, its alternative 100 us",
-            "SLOW: right, and 10.0 times slower than its alternative",
-            "uses the alternative where that is faster; please open an issue",
+            "1,000 us, its fallback 100 us",
+            "SLOW: right, and 10.0 times slower than its fallback",
+            "uses the fallback where that is faster; please open an issue",
             "all is right, but something is slow",
         ]),
         (slow_reads, 0, [

@@ -218,9 +218,9 @@ def test_a_kernel_that_fails_costs_states_and_no_token(name, kernel, how, monkey
     with installed(writable_inputs=["states"]):
         engine = engine_with_kernels(name, max_num_batched_tokens=24)
         assert engine.runner.attention.name == "kernels"
-        lost, launch = [], engine.runner._give_way
+        lost, launch = [], engine.runner._fall_back
         monkeypatch.setattr(
-            engine.runner, "_give_way", lambda e, *args: lost.append(e) or launch(e, *args)
+            engine.runner, "_fall_back", lambda e, *args: lost.append(e) or launch(e, *args)
         )
         tiny.submit(engine, prompts, 10)
         for _ in range(4):

@@ -393,7 +393,9 @@ def test_the_reference_attention_is_not_compiled():
 
 @pytest.mark.skipif(not backend.is_cpu(), reason="launches are stubs")
 @pytest.mark.parametrize("how", ["call", "eval"])
-def test_a_kernel_that_fails_in_a_compiled_step_gives_way_and_steps_stay_compiled(monkeypatch, how):
+def test_a_kernel_that_fails_in_a_compiled_step_is_replaced_and_steps_stay_compiled(
+    monkeypatch, how
+):
     """It is no sign that the model cannot be traced."""
     monkeypatch.setattr(Kernel, "_launch", lambda self, arrays, *_: list(arrays))
     fault, kernel = FailingKernels(monkeypatch, how=how), Kernel("paged_decode", ["x"], ["y"])
@@ -414,7 +416,7 @@ def test_a_kernel_that_fails_in_a_compiled_step_gives_way_and_steps_stay_compile
     with_kernel.__class__ = WithKernel
     failures = []
     monkeypatch.setattr(
-        StepPath, "without", lambda _, error: failures.append(error.kernel) or plain
+        StepPath, "fallback", lambda _, error: failures.append(error.kernel) or plain
     )
     engine.runner.path = StepPath(with_kernel)
     engine.runner.compiled = CompiledSteps(engine.model.packed, with_kernel)

@@ -1,4 +1,4 @@
-"""A kernel that fails in mid-serving gives way; no token is lost or changed.
+"""A kernel that fails in mid-serving is replaced; no token is lost or changed.
 
 On the CPU host.  Launches raise where they are called, where their results are needed,
 or where the step is submitted.
@@ -118,7 +118,7 @@ def arm(fault, at=ARMED_AFTER):
 
 @pytest.mark.parametrize("how", ["call", "eval", "submit"])
 @pytest.mark.parametrize("kernel", USED_IN)
-def test_a_kernel_that_fails_gives_way_and_no_token_changes(monkeypatch, caplog, kernel, how):
+def test_a_kernel_that_fails_is_replaced_and_no_token_changes(monkeypatch, caplog, kernel, how):
     expected = undisturbed(kernel)
     fault = FailingKernels(monkeypatch, kernel, how=how)
     engine = engine_of(USED_IN[kernel])
@@ -138,7 +138,7 @@ def test_a_kernel_that_fails_gives_way_and_no_token_changes(monkeypatch, caplog,
 
 
 @pytest.mark.parametrize("kernel", ["rope_write", "fused_decode", "add_rms_norm"])
-def test_a_kernel_that_fails_in_the_trial_at_the_start_is_all_that_gives_way(
+def test_a_kernel_that_fails_in_the_trial_at_the_start_is_all_that_is_replaced(
     monkeypatch, caplog, tmp_path, kernel
 ):
     expected = undisturbed(kernel)

@@ -230,12 +230,12 @@ def test_the_engines_log_reaches_the_servers_log(engine, caplog):
     log = logging.Logger("in the process")
     log.addHandler(ToServer(Sender(theirs)))
     log.info("trying %d kernels", 3, extra={"transient": True})
-    log.warning("a kernel gave way")
+    log.warning("a kernel was replaced")
     with caplog.at_level(logging.INFO, "vllm_metal_lite"):
         for _ in range(2):
             engine.client._take(server.recv())
     got = [(r.levelname, r.getMessage(), r.transient) for r in caplog.records]
-    assert got == [("INFO", "trying 3 kernels", True), ("WARNING", "a kernel gave way", False)]
+    assert got == [("INFO", "trying 3 kernels", True), ("WARNING", "a kernel was replaced", False)]
 
 
 def test_a_step_that_fails_loses_the_request_at_fault_only():

@@ -17,7 +17,7 @@ def names(values: tuple[str, ...]) -> str:
 
 def line(row: KernelRow) -> str:
     use = f" (a use of `{row.base}`)" if row.base else ""
-    return f"| `{row.name}`{use} | {row.instead} | {names(row.needs)} | {names(row.constants)} |"
+    return f"| `{row.name}`{use} | {row.fallback} | {names(row.needs)} | {names(row.constants)} |"
 
 
 def table() -> str:

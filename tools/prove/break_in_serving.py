@@ -234,7 +234,8 @@ def main() -> int:
                 known[kind] = expected_tokens(args.model, case)
             failed += not try_kernel(name, args.model, known[kind])
     print(
-        f"\n{len(args.kernels) - failed} of {len(args.kernels)} kernels gave way, no token changed"
+        f"\n{len(args.kernels) - failed} of {len(args.kernels)} kernels were replaced, "
+        "no token changed"
     )
     return int(failed > 0)
 

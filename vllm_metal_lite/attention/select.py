@@ -85,9 +85,9 @@ def select(
     new = [kernel for kernel in failures if kernel not in known]
     for kernel in [fatal] if fatal in new else new:
         row = REGISTRY[kernel]
-        instead = row.instead if fatal is None or row.essential else REFERENCE
+        fallback = row.fallback if fatal is None or row.essential else REFERENCE
         logger.warning(
-            f"a kernel does not suit this device: {failures[kernel]}; {instead}. Answers stay "
+            f"a kernel does not suit this device: {failures[kernel]}; {fallback}. Answers stay "
             "right. Please report what `vllm-metal-lite doctor` prints."
         )
     if fatal is not None:

@@ -3,9 +3,9 @@
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import alternatives
-from vllm_metal_lite.checks.alternatives import Candidate, Pair
+from vllm_metal_lite.checks import fallbacks
 from vllm_metal_lite.checks.check import Check
+from vllm_metal_lite.checks.fallbacks import Candidate, Pair
 from vllm_metal_lite.checks.result import Speed
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.registry import REGISTRY
@@ -16,10 +16,10 @@ _CALLS = 4
 
 def measure(check: Check) -> Speed | None:
     """None if nothing replaces the kernel alone, or if another check has timed it."""
-    name = REGISTRY[check.kernel].alternative
+    name = REGISTRY[check.kernel].timed_against
     if not name or check.beside:
         return None
-    pairs: list[Pair] = getattr(alternatives, name)(check)
+    pairs: list[Pair] = getattr(fallbacks, name)(check)
     found = _speed(pairs)
     # Slow must be found twice: something else may have used the device.
     return min(found, _speed(pairs), key=lambda speed: speed.ratio) if found.is_slow else found

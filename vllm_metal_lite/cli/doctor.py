@@ -284,7 +284,7 @@ def _check_as_json(result: CheckResult) -> dict[str, Any]:
         "passed": result.passed,
         "failure": result.failure,
         "seconds": speed and speed.seconds,
-        "alternative_seconds": speed and speed.alternative,
+        "alternative_seconds": speed and speed.fallback_seconds,
         "is_slow": bool(speed and speed.is_slow),
     }
 

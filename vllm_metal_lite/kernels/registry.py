@@ -20,9 +20,9 @@ _EXPERTS = "mlx-lm's experts are used"
 class KernelRow:
     """name: in results of checks and in warnings; of a kernel, its file in metal/.
 
-    instead: what replaces it, as a warning words it.
+    fallback: what replaces it, as a warning words it.
     check: "module.function" in checks/.
-    alternative: the function of checks/alternatives.py that times the kernel beside what replaces
+    timed_against: the function of checks/fallbacks.py that times the kernel beside what replaces
         it; "": the kernel is not timed.
     needs: kernels without which this one is neither used nor checked.
     base: the kernel that this is a use of; template: the values that the use sets.
@@ -33,9 +33,9 @@ class KernelRow:
     """
 
     name: str
-    instead: str
+    fallback: str
     check: str
-    alternative: str = ""
+    timed_against: str = ""
     needs: tuple[str, ...] = ()
     base: str = ""
     template: tuple[str, ...] = ()

@@ -32,7 +32,7 @@ def build_runner(
             path = replace(path, fusion=fusion, fusion_note=note)
             break
         except KernelError as e:  # in the trial of the fused launches
-            path = path.without(e)
+            path = path.fallback(e)
     return ModelRunner(model.packed, path, sampler, model.ranks)
 
 

@@ -48,7 +48,7 @@ class StepPath:
         """The kernels that fail on this device: their check, or a launch in a step."""
         return tuple(self.verdict.failures)
 
-    def without(self, error: KernelError) -> "StepPath":
+    def fallback(self, error: KernelError) -> "StepPath":
         """The fallback if a kernel of this path fails, with a warning.
 
         Raises ConfigError if only the reference is left and the option forbids it.
