@@ -75,7 +75,7 @@ def test_kernels_that_are_right_are_used_without_a_warning(caplog, option):
     assert not caplog.records
     assert (attention.name, attention.prefill) == ("kernels", "varlen")
     assert attention.shares == [True]
-    assert not attention.without
+    assert not attention.failed_kernels
     assert attention.rows_as_decodes == profile().rows_as_decodes
     assert reason == "right on this device; prompts by varlen_prefill"
 
@@ -119,7 +119,7 @@ def test_any_other_kernel_is_replaced_alone(caplog, name, option):
     assert re.fullmatch(
         f"a kernel .*: {name} is off .* allowed; .* Please report.*", *caplog.messages
     )
-    assert (attention.name, attention.without) == ("kernels", {name})
+    assert (attention.name, attention.failed_kernels) == ("kernels", {name})
     assert attention.prefill == ("varlen" if name.startswith("kv_gather") else "gather")
     alone = name in ("shared_prefix", "paged_decode")
     assert attention.shares == [not alone]

@@ -68,7 +68,7 @@ def test_without_one_kernel_the_others_are_fused(
     built = assemble(dtype=mx.bfloat16, option="auto")
     assert re.search(f"a kernel does not suit this device: {name} .*", caplog.text)
     assert built.attention.name == "kernels"
-    assert built.attention.without == {name}
+    assert built.attention.failed_kernels == {name}
     assert built.fusion.adds_norms == (name != "add_rms_norm")
     assert "skinny_gemm" in built.path.reason
 

@@ -146,7 +146,7 @@ def test_a_kernel_that_fails_in_the_trial_at_the_start_is_all_that_is_replaced(
     fault = FailingKernels(monkeypatch, kernel, how="eval")  # a trial does not submit
     fault.armed = True
     engine = engine_of(FUSED)
-    assert engine.runner.path.failed == (kernel,)
+    assert engine.runner.path.failed_kernels == (kernel,)
     assert engine.runner.fusion is not NO_FUSION
     assert len(caplog.messages) == 1
     failed = fault.failed
@@ -355,4 +355,4 @@ def test_a_compiler_that_speaks_of_memory_does_not_mean_that_memory_ran_out(monk
     fault = FailingKernels(monkeypatch, "add_rms_norm", how="call", error=error)
     engine = engine_of(FUSED)
     assert serve(engine, before_step=arm(fault)) == undisturbed("add_rms_norm")
-    assert engine.runner.path.failed == ("add_rms_norm",)
+    assert engine.runner.path.failed_kernels == ("add_rms_norm",)

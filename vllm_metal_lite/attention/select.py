@@ -12,7 +12,7 @@ from vllm_metal_lite.config import ATTENTION
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, Option
 from vllm_metal_lite.kernels.common import unsupported
-from vllm_metal_lite.kernels.registry import REFERENCE, REGISTRY, left_out
+from vllm_metal_lite.kernels.registry import REFERENCE, REGISTRY, unused_kernels
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.kernels import recurrence_unsupported
 from vllm_metal_lite.specs import AttentionShape, RecurrentShape
@@ -97,7 +97,7 @@ def select(
         store,
         prefill,
         {s.num_heads // s.num_kv_heads for s in shapes},
-        without=failures,
+        failed_kernels=failures,
         rows_as_decodes=profile().rows_as_decodes if decodes else 0,
         latents=any(s.latent for s in shapes),
     )
@@ -109,13 +109,13 @@ def select(
 
 def _prefill(shapes: Sequence[AttentionShape], verdict: Verdict) -> tuple[str, str | None]:
     """How prompts run; and the failed kernel, if any, that only the reference can replace."""
-    failed = [row for row in REGISTRY.values() if row.name in left_out(verdict.failures)]
-    fatal = next((row.name for row in failed if row.essential), None)
-    choices = {"varlen", "gather"} - {row.prefill for row in failed}
+    unused = [row for row in REGISTRY.values() if row.name in unused_kernels(verdict.failures)]
+    fatal = next((row.name for row in unused if row.essential), None)
+    choices = {"varlen", "gather"} - {row.prefill for row in unused}
     if any(unsupported(shape, prefill=True) for shape in shapes):
         choices.discard("varlen")
     if not choices and fatal is None:
-        fatal = next(row.name for row in failed if row.prefill == "gather")
+        fatal = next(row.name for row in unused if row.prefill == "gather")
     return verdict.prefill if verdict.prefill in choices or not choices else choices.pop(), fatal
 
 

@@ -488,7 +488,7 @@ class LLMEngine:
             "accepted_tokens": 0 if speculator is None else speculator.num_accepted,
             "steps_ahead": self.pipeline.num_ahead,
             "compiled_steps": self.runner.compiled.num_steps,
-            "failed_kernels": len(self.runner.path.failed),
+            "failed_kernels": len(self.runner.path.failed_kernels),
             "attention_by_segment": int(self.model.packed.reads_store),
             "memory_active_bytes": mx.get_active_memory(),
             "memory_cached_bytes": mx.get_cache_memory(),

@@ -154,7 +154,7 @@ def launched(text: str, template: Mapping[str, Any]) -> str:
     return next((use.name for use in uses), text)
 
 
-def left_out(failed: Collection[str]) -> frozenset[str]:
+def unused_kernels(failed_kernels: Collection[str]) -> frozenset[str]:
     """The kernels that are not used if these fail: these, and those that need one of them."""
-    needing = (row.name for row in _ROWS if not set(failed).isdisjoint(row.needs))
-    return frozenset((*failed, *needing))
+    needing = (row.name for row in _ROWS if not set(failed_kernels).isdisjoint(row.needs))
+    return frozenset((*failed_kernels, *needing))

@@ -57,7 +57,7 @@ class Fusion:
         """Held while a forward is built."""
         return nullcontext()
 
-    def without(self, failed: Collection[str]) -> "Fusion":
+    def without(self, failed_kernels: Collection[str]) -> "Fusion":
         """The same without these kernels."""
         return self
 

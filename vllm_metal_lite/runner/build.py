@@ -28,7 +28,9 @@ def build_runner(
     room = _room("fusion.decide")
     while room is not None:
         try:
-            fusion, note = room.decide(model.packed, path.attention, path.failed, model.ranks)
+            fusion, note = room.decide(
+                model.packed, path.attention, path.failed_kernels, model.ranks
+            )
             path = replace(path, fusion=fusion, fusion_note=note)
             break
         except KernelError as e:  # in the trial of the fused launches

@@ -44,7 +44,7 @@ class StepPath:
         return self.attention.name == "kernels"
 
     @property
-    def failed(self) -> tuple[str, ...]:
+    def failed_kernels(self) -> tuple[str, ...]:
         """The kernels that fail on this device: their check, or a launch in a step."""
         return tuple(self.verdict.failures)
 
@@ -61,7 +61,7 @@ class StepPath:
         else:
             attention, reason = select(self.option, store, self.shapes, verdict, known)
         path = replace(self, attention=attention, attention_reason=reason, verdict=verdict)
-        fusion = self.fusion.without(path.failed) if path.uses_kernels else NO_FUSION
+        fusion = self.fusion.without(path.failed_kernels) if path.uses_kernels else NO_FUSION
         return replace(path, fusion=fusion, fusion_note=fusion.note)
 
 
