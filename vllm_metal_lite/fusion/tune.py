@@ -116,7 +116,7 @@ class _Steps:
     def _winning_rows(self) -> range:
         """From the fewest rows to the most at which the kernel wins.  It computes eight rows at
         once, so MLX's products may win with fewer.  Bisection, because each of the larger sizes
-        compiles variants of the kernel."""
+        compiles instantiations of the kernel."""
 
         def loses(num_rows: int) -> bool:
             by_kernel, by_mlx = self.seconds(num_rows)
