@@ -38,7 +38,7 @@ class KernelCase(Case):
 
     def run(self, padding=0, **how):
         self.store.specs = [replace(self.store.specs[0], window=how.get("window"))]
-        self.attention = KernelAttention(self.store, self.prefill, self.head_groups)
+        self.attention = KernelAttention(self.store, self.prefill, self.queries_per_kv)
         return super().run(padding, **how)
 
 
@@ -70,7 +70,7 @@ def test_chunks_whose_scores_are_bounded_are_cut_into_tiles_that_share_keys(monk
 
 def prompts_of_step(segments, dim=32, **options):
     case = Case(segments, dim=dim)
-    attention = KernelAttention(case.store, "gather", case.head_groups, **options)
+    attention = KernelAttention(case.store, "gather", case.queries_per_kv, **options)
     return attention.prepare(case.batch, case.batch.num_tokens).plan.prompts
 
 

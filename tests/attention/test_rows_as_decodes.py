@@ -50,7 +50,7 @@ class DecodesCase(Case):
     def run(self, padding=0, **how):
         self.store.specs = [replace(self.store.specs[0], window=how.get("window"))]
         self.attention = KernelAttention(
-            self.store, "gather", self.head_groups, rows_as_decodes=LIMIT
+            self.store, "gather", self.queries_per_kv, rows_as_decodes=LIMIT
         )
         plan = self.attention.prepare(self.batch, self.batch.num_tokens).plan
         assert plan.prompts is None
@@ -82,7 +82,7 @@ def test_a_quantised_store(bits):
 
 def prepared(segments, padding=0, limit=LIMIT):
     case = Case(segments)
-    attention = KernelAttention(case.store, "gather", case.head_groups, rows_as_decodes=limit)
+    attention = KernelAttention(case.store, "gather", case.queries_per_kv, rows_as_decodes=limit)
     return attention.prepare(case.batch, case.batch.num_tokens + padding).plan
 
 

@@ -149,8 +149,8 @@ class Graph:
         """The last four tokens of each sequence as a chunk."""
         rows = 4
         ends = np.arange(len(self.tables) + 1, dtype=np.int32) * rows
-        group = self.sizes.num_heads // self.sizes.num_kv_heads
-        tiles = plan_tiles(ends, int(ends[-1]), group)
+        num_queries_per_kv = self.sizes.num_heads // self.sizes.num_kv_heads
+        tiles = plan_tiles(ends, int(ends[-1]), num_queries_per_kv)
         tables, lens = self._where()
         where = tables, mx.array(ends), lens, mx.array(tiles)
         values = self._attend(varlen_prefill, layer, self._queries(int(ends[-1])), *where)

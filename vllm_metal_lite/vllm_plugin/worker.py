@@ -27,7 +27,7 @@ from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.vllm_plugin import log_through_vllm
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
 from vllm_metal_lite.vllm_plugin.data_parallel import engines_of_host
-from vllm_metal_lite.vllm_plugin.group import own_device
+from vllm_metal_lite.vllm_plugin.join_ranks import own_device
 from vllm_metal_lite.vllm_plugin.kv_layers import KVLayers
 from vllm_metal_lite.vllm_plugin.lost_states import recompute_states
 from vllm_metal_lite.vllm_plugin.memory import MemoryPlan, plan_memory

@@ -30,9 +30,9 @@ PREFILLS = ("varlen", "gather")
 class KernelAttention:
     """Only kernels write and read the store.  The state is the token that orders the kernels.
 
-    prefill: the path of large prompts, "varlen" or "gather".  head_groups: query heads per KV head,
-    over all layers; none: no prompt uses `varlen_prefill`.  failed_kernels: kernels that fail; the
-    registry says what replaces each.
+    prefill: the path of large prompts, "varlen" or "gather".  queries_per_kv: query heads per KV
+    head, over all layers; none: no prompt uses `varlen_prefill`.  failed_kernels: the registry says
+    what replaces each.
     rows_as_decodes: rows, the largest step whose prompt rows may be attended to as decodes.
     latents: some layers keep latents.
     """
@@ -44,7 +44,7 @@ class KernelAttention:
         self,
         store: PagedStore,
         prefill: str,
-        head_groups: Collection[int],
+        queries_per_kv: Collection[int],
         *,
         failed_kernels: Collection[str] = (),
         rows_as_decodes: int = 0,
@@ -53,7 +53,7 @@ class KernelAttention:
         self.latents = latents
         self.store, self.prefill, self.failed_kernels = store, prefill, frozenset(failed_kernels)
         self.rows_as_decodes = rows_as_decodes
-        self._head_groups = sorted(head_groups)
+        self._queries_per_kv = sorted(queries_per_kv)
         fits = [
             not head_size_problem((spec.k_head_dim, spec.v_head_dim), MAX_PREFILL_DIM)
             for spec in store.specs
@@ -66,7 +66,7 @@ class KernelAttention:
         ]
         in_place = "varlen" not in {REGISTRY[kernel].prefill for kernel in self._unused}
         in_place = in_place and (latents or all(fits))
-        self._varlen = in_place and bool(self._head_groups)
+        self._varlen = in_place and bool(self._queries_per_kv)
         self._plan_decodes: DecodePlanner | None = None
         if self.failed_kernels.isdisjoint(("paged_decode", "latent_attention")):
             of_layers = zip(store.group_of, self.shares, strict=True)
@@ -119,7 +119,7 @@ class KernelAttention:
         scores = int(np.diff(prompts.cu_seqlens_q) @ prompts.seq_lens)
         cheap = small and self._varlen and scores <= device.small_scores
         if self.prefill == "varlen" or cheap:
-            return VarlenPrompts.plan(prompts, num_rows, self._head_groups, small)
+            return VarlenPrompts.plan(prompts, num_rows, self._queries_per_kv, small)
         return SdpaPlan(prompts, num_rows)
 
     def _writes_late(self, batch: ForwardBatch) -> bool:
