@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.plan import checks_for
+from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.run import run
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.specs import (

@@ -11,7 +11,7 @@ from tests.support.launches import watch
 from tests.support.miscompiled import seeming_gpu
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import attention, fallbacks, speed
-from vllm_metal_lite.checks.plan import checks_for
+from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.result import Speed
 from vllm_metal_lite.checks.run import run
 from vllm_metal_lite.kernels import timing

@@ -13,7 +13,7 @@ from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated
 from vllm_metal_lite.checks.common import YARN_FACTOR
-from vllm_metal_lite.checks.plan import checks_for
+from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.result import CheckResult, Speed
 from vllm_metal_lite.checks.verdicts import verify
 from vllm_metal_lite.specs import (

@@ -121,6 +121,6 @@ def test_a_room_that_lacks_one_of_its_modules_is_a_fault(monkeypatch):
     monkeypatch.delitem(sys.modules, "vllm_metal_lite.checks.verdicts")
     for name in ("plan", "isolated", "run"):
         monkeypatch.delitem(sys.modules, f"vllm_metal_lite.checks.{name}", raising=False)
-    monkeypatch.setitem(sys.modules, "vllm_metal_lite.checks.plan", None)
+    monkeypatch.setitem(sys.modules, "vllm_metal_lite.checks.for_model", None)
     with pytest.raises(ModuleNotFoundError, match="plan"):
         choose_attention(model, store, "kernels")

@@ -339,7 +339,7 @@ def expert_gemm(dtype, how=None, activation=GPT_OSS):
     product = experts.expert_product(
         x, mx.array(CHOSEN.reshape(-1)), plan_of(CHOSEN, 3, 16, LIVE), made.gate, up=made.up,
         activation=made.activation, share=2,
-        how=GemmPlan(2, 2, 1 if how is None else spread_of(shape_of(made.gate.weight))),
+        plan=GemmPlan(2, 2, 1 if how is None else spread_of(shape_of(made.gate.weight))),
     )  # fmt: skip
     return [product.astype(mx.float32)]
 
@@ -352,7 +352,7 @@ def expert_gemm_in_lanes(dtype):
     x = (draw(4, 928, seed=19) * mx.array([[0.5], [1], [2], [3]])).astype(dtype)
     product = experts.expert_product(
         x, mx.array(chosen.reshape(-1)), plan_of(chosen, 3, 4), made.gate, up=made.up,
-        activation=made.activation, how=GemmPlan(2, 2, 4, 16, in_lanes=True),
+        activation=made.activation, plan=GemmPlan(2, 2, 4, 16, in_lanes=True),
     )  # fmt: skip
     return [product.astype(mx.float32)]
 

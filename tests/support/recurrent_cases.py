@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.support.kernel_cases import rounded
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.segments import EMPTY, plan_segments
+from vllm_metal_lite.kernels.segments import EMPTY, pack_segments
 
 # (rtol, atol): results are rounded once to their type, and sums of some hundred terms of size 1 are
 # in float32.
@@ -52,7 +52,7 @@ class Segments:
             (s, int(self.cu_seqlens[s]) + row, int(slot))
             for (s, row), slot in zip(self.checkpoints, drawn[2 * count :], strict=False)
         ]
-        self.array = plan_segments(
+        self.array = pack_segments(
             self.cu_seqlens, self.initial, self.final, self.num_rows, self.taken
         )
         self.max_seqlen = max(self.lengths, default=0)

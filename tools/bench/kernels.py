@@ -14,7 +14,7 @@ from tools.dev.run_main import run_main
 from vllm_metal_lite import MetalLiteError, backend
 from vllm_metal_lite.checks import floors
 from vllm_metal_lite.checks.common import COMMON, full_list
-from vllm_metal_lite.checks.plan import checks_for
+from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.run import run
 from vllm_metal_lite.kernels.registry import REGISTRY
 

@@ -24,7 +24,7 @@ from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kernels.recurrence import given
 from vllm_metal_lite.kernels.rope_write import rope_write
-from vllm_metal_lite.kernels.segments import plan_segments
+from vllm_metal_lite.kernels.segments import pack_segments
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix
 
 WRITES = ("kv_write", "rope_write")
@@ -221,7 +221,7 @@ class Graph:
         """A row for each state, from which it starts and which it replaces."""
         slots = np.arange(self.sizes.sequences)
         ends = np.arange(len(slots) + 1)
-        return plan_segments(ends, slots, slots, len(slots))
+        return pack_segments(ends, slots, slots, len(slots))
 
     def _replace(self, kernel: str, number: int) -> np.ndarray:
         """The number that all states of the kernel's layer have, before they get the next."""

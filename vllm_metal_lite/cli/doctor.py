@@ -23,7 +23,7 @@ from vllm_metal_lite.attention.select import no_kernels
 from vllm_metal_lite.checks import compare_tokens, floors, isolated, ordering, verdicts
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.common import COMMON, full_list
-from vllm_metal_lite.checks.plan import checks_for
+from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.result import CheckResult
 from vllm_metal_lite.cli import doctor_text, log, machine
 from vllm_metal_lite.cli.machine import Report

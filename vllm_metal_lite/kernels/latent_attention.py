@@ -64,7 +64,8 @@ def latent_attention(
 
     keys hold one latent a slot, values its rotary key.  A score is (q . latent + q_pe . rotary key)
     * scale, its value the latent.  block_tables, cu_seqlens_q, seq_lens: as of `varlen_prefill`.
-    tiles: (T, 2), of `plan_tiles` with H queries per KV head, or `decode_tiles`.  splits: of each context.
+    tiles: (T, 2), of `plan_tiles` with H queries per KV head, or `decode_tiles`.  splits: of each
+    context.
     The kernel reads q as (H, N, latent_dim), which products per head make: others are copied.
     simdgroups: of a threadgroup, `latent_simdgroups` if None; 16 serve 16-bit types only.
     Padding rows give zeros.  ValueError if `latent_problem` finds one.

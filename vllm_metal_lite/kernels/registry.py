@@ -128,7 +128,7 @@ _ROWS = (
         constants=("gemm_fill", "max_lane_rows", "max_normed_rows", "max_normed_weights"),
     ),
     KernelRow("expert_topk", "MLX's operations choose experts", "experts.topk"),
-    KernelRow("expert_plan", _EXPERTS, "experts.plan"),
+    KernelRow("expert_plan", _EXPERTS, "experts.expert_plan"),
     KernelRow("expert_gemm", _EXPERTS, "experts.product", needs=("expert_plan", "expert_sum")),
     KernelRow("expert_sum", _EXPERTS, "experts.weighted_sum"),
     KernelRow("causal_conv", _OPERATIONS, "recurrent.convolution", essential=True),

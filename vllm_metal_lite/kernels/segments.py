@@ -20,7 +20,7 @@ EMPTY = EMPTY_SLOT
 PADDING = -2
 
 
-def plan_segments(
+def pack_segments(
     cu_seqlens: np.ndarray,
     initial_slots: np.ndarray,
     final_slots: np.ndarray,

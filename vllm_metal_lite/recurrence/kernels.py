@@ -17,7 +17,7 @@ from vllm_metal_lite.kernels.recurrence import (
     given,
     time_gates,
 )
-from vllm_metal_lite.kernels.segments import plan_segments
+from vllm_metal_lite.kernels.segments import pack_segments
 from vllm_metal_lite.kv.states import Key, StatePool
 from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace
 from vllm_metal_lite.recurrence.columns import columns_of
@@ -53,7 +53,7 @@ class SegmentPlan(NamedTuple):
         missing = num_segments - batch.num_segments
         empty = np.full(missing, EMPTY_SLOT, np.int32)
         cu = batch.cu_seqlens_q
-        segments = plan_segments(
+        segments = pack_segments(
             np.concatenate([cu, np.full(missing, cu[-1], cu.dtype)]),
             np.concatenate([batch.initial_slots, empty]),
             np.concatenate([batch.final_slots, empty]),

@@ -25,7 +25,7 @@ from vllm_metal_lite.sampling.drafts import NO_DRAFTS, Drafts
 from vllm_metal_lite.sampling.logits import Logprobs
 from vllm_metal_lite.sampling.masks import (
     BadWords,
-    BadWordsPlan,
+    BadWordsRows,
     DeviceMasks,
     TokenMasks,
     hold_back_ends,
@@ -96,7 +96,7 @@ class _Penalties:
 
 
 @dataclass
-class _Plan:
+class _SamplingMetadata:
     """The graph inputs of a set of rows; None omits an operation."""
 
     key: tuple[int, bytes]
@@ -104,7 +104,7 @@ class _Plan:
     num_logprobs: int  # -1: none
     named: mx.array | None  # see gather_logprobs
     allowed: DeviceMasks | None
-    bad_words: BadWordsPlan | None
+    bad_words: BadWordsRows | None
     bias: tuple[mx.array, mx.array, mx.array] | None  # rows, tokens, addends
     ends: tuple[mx.array, mx.array] | None  # rows, tokens: stop tokens before min_tokens
     penalties: _Penalties | None
@@ -184,7 +184,7 @@ class Sampler:
         self._no_slots = mx.array(np.zeros((0, vocab_size), np.uint32))
         self._seen = self._no_slots
         self._version = 0  # of the tables
-        self._plan: _Plan | None = None
+        self._metadata: _SamplingMetadata | None = None
 
     def add(
         self,
@@ -285,7 +285,7 @@ class Sampler:
     def state(self, state: SamplerState) -> None:
         self._rows["num_generated"] = state.num_generated
         self._seen, self._bad_words.recent = state.seen, state.recent
-        self._plan = None
+        self._metadata = None
 
     def __call__(
         self,
@@ -310,51 +310,53 @@ class Sampler:
         if not len(req_indices):
             return SamplerOutput(mx.zeros(0, mx.int32), None)
         drafts = Drafts.of(draft_token_ids) if len(draft_token_ids) else None
-        plan = self._plan_for(req_indices, drafts)
+        metadata = self._metadata_for(req_indices, drafts)
         if grammar is not None:
             logits = DeviceMasks(grammar, len(req_indices)).apply(logits)
         x = logits
-        if plan.allowed is not None:
-            x = plan.allowed.apply(x)
-        if plan.bad_words is not None:
-            x = self._bad_words.ban(x.astype(mx.float32), plan.bad_words)
-        if plan.bias is not None:
-            rows, tokens, addends = plan.bias
+        if metadata.allowed is not None:
+            x = metadata.allowed.apply(x)
+        if metadata.bad_words is not None:
+            x = self._bad_words.ban(x.astype(mx.float32), metadata.bad_words)
+        if metadata.bias is not None:
+            rows, tokens, addends = metadata.bias
             x = x.astype(mx.float32).at[rows, tokens].add(addends)
-        if plan.ends is not None:
-            x = hold_back_ends(x, *plan.ends, grammar)
-        if (penalties := plan.penalties) is not None:
+        if metadata.ends is not None:
+            x = hold_back_ends(x, *metadata.ends, grammar)
+        if (penalties := metadata.penalties) is not None:
             x = self._penalize(x.astype(mx.float32), penalties)
-        if plan.temperature is not None:
+        if metadata.temperature is not None:
             x = x.astype(mx.float32)
             table = self._rows[req_indices]
             count = table["num_generated"].astype(np.uint64)
             counter = (count if drafts is None else count + drafts.depth) * _STEP
             keys = mx.array(_mix(table["seed"] + counter).view(np.uint32).reshape(-1, 2))
             bits = ops.random_bits(keys, self.vocab_size)
-            if plan.filters:
-                floor = ops.thresholds(x, plan.filters)
-                x = ops.perturb_above(x, floor, bits, plan.temperature)
+            if metadata.filters:
+                floor = ops.thresholds(x, metadata.filters)
+                x = ops.perturb_above(x, floor, bits, metadata.temperature)
             else:
-                x = ops.perturb(x, bits, plan.temperature)
+                x = ops.perturb(x, bits, metadata.temperature)
         token_ids = self._ranks.first_array(ops.argmax(x).view(mx.int32))
         for_host = undrawn.mark(x, token_ids)
         if drafts is None:
-            self._count(token_ids, req_indices, plan)
+            self._count(token_ids, req_indices, metadata)
         logprobs = None
-        if plan.num_logprobs >= 0:
-            logprobs = ops.gather_logprobs(logits, token_ids, plan.num_logprobs, plan.named)
+        if metadata.num_logprobs >= 0:
+            logprobs = ops.gather_logprobs(logits, token_ids, metadata.num_logprobs, metadata.named)
         return SamplerOutput(token_ids, logprobs, for_host)
 
-    def _count(self, token_ids: mx.array, req_indices: np.ndarray, plan: _Plan) -> None:
+    def _count(
+        self, token_ids: mx.array, req_indices: np.ndarray, metadata: _SamplingMetadata
+    ) -> None:
         """Count the step's tokens, one a request, which only the device knows yet."""
-        if (penalties := plan.penalties) is not None:
+        if (penalties := metadata.penalties) is not None:
             drawn = token_ids if penalties.rows is None else token_ids[penalties.rows]
             self._seen = self._seen.at[penalties.slots, drawn].add(2)
-        if plan.bad_words is not None:
-            self._bad_words.note(token_ids, plan.bad_words)
+        if metadata.bad_words is not None:
+            self._bad_words.note(token_ids, metadata.bad_words)
         self._rows["num_generated"][req_indices] += 1
-        plan.calls_left -= 1
+        metadata.calls_left -= 1
 
     def accept(self, req_index: int, token_ids: Sequence[int]) -> None:
         """Count a request's tokens of a step with drafts."""
@@ -377,29 +379,29 @@ class Sampler:
             y = ops.penalize_frequency(y, seen, penalties.frequency, penalties.presence)
         return y if rows is None else mx.put_along_axis(x, rows[:, None], y, axis=0)
 
-    def _plan_for(self, req_indices: np.ndarray, drafts: Drafts | None) -> _Plan:
-        """The plan of these rows; an unchanged decode batch reuses its plan."""
+    def _metadata_for(self, req_indices: np.ndarray, drafts: Drafts | None) -> _SamplingMetadata:
+        """The metadata of these rows; an unchanged decode batch reuses its metadata."""
         key = (self._version, req_indices.tobytes())
         if drafts is not None:
-            self._plan = None
-            return self._make_plan(key, req_indices, drafts)
-        if self._plan is None or self._plan.key != key or not self._plan.calls_left:
-            self._plan = self._make_plan(key, req_indices, None)
-        return self._plan
+            self._metadata = None
+            return self._make_metadata(key, req_indices, drafts)
+        if self._metadata is None or self._metadata.key != key or not self._metadata.calls_left:
+            self._metadata = self._make_metadata(key, req_indices, None)
+        return self._metadata
 
-    def _make_plan(
+    def _make_metadata(
         self, key: tuple[int, bytes], req_indices: np.ndarray, drafts: Drafts | None
-    ) -> _Plan:
+    ) -> _SamplingMetadata:
         table = self._rows[req_indices]
         temperature, num_logprobs = table["temperature"], int(table["num_logprobs"].max())
         ends, calls_left = self._select_ends(req_indices, drafts)
-        plan = _Plan(
+        metadata = _SamplingMetadata(
             key=key,
             calls_left=calls_left,
             num_logprobs=num_logprobs,
             named=self._select_named(req_indices, num_logprobs),
             allowed=self._select_allowed(req_indices),
-            bad_words=self._bad_words.plan(req_indices, drafts),
+            bad_words=self._bad_words.of_rows(req_indices, drafts),
             bias=self._select_bias(req_indices),
             ends=ends,
             penalties=self._select_penalties(table, drafts),
@@ -407,11 +409,11 @@ class Sampler:
             filters=[],
         )
         if temperature.any():
-            plan.temperature = ops.column(temperature)
-            plan.filters = ops.make_filters(
+            metadata.temperature = ops.column(temperature)
+            metadata.filters = ops.make_filters(
                 temperature, table["min_p"], table["top_k"], table["top_p"], self.vocab_size
             )
-        return plan
+        return metadata
 
     def _select_penalties(self, table: np.ndarray, drafts: Drafts | None) -> _Penalties | None:
         rows = np.flatnonzero(table["slot"] >= 0)

@@ -7,7 +7,7 @@ from enum import Enum, auto
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.scheduler.block_pool import BlockTable
-from vllm_metal_lite.scheduler.checkpoints import Planned
+from vllm_metal_lite.scheduler.checkpoints import PlannedCheckpoint
 
 
 class RequestStatus(Enum):
@@ -70,7 +70,7 @@ class Request:
     # With recurrent layers: the state slots of the last segment, while the request has a seat.
     state: SegmentState | None = field(init=False, default=None)
     # Checkpoints of the known tokens that are still to be computed, in order.
-    planned: list[Planned] = field(init=False, default_factory=list, repr=False)
+    planned: list[PlannedCheckpoint] = field(init=False, default_factory=list, repr=False)
     # Positions that later prompts may start from: blocks of windows before them are kept longest.
     kept_positions: list[int] = field(init=False, default_factory=list, repr=False)
     # The name of the last whole block's state while decoding.

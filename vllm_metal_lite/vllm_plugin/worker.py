@@ -30,7 +30,7 @@ from vllm_metal_lite.vllm_plugin.data_parallel import engines_of_host
 from vllm_metal_lite.vllm_plugin.join_ranks import own_device
 from vllm_metal_lite.vllm_plugin.kv_layers import KVLayers
 from vllm_metal_lite.vllm_plugin.lost_states import recompute_states
-from vllm_metal_lite.vllm_plugin.memory import MemoryPlan, plan_memory
+from vllm_metal_lite.vllm_plugin.memory import MemorySizes, plan_memory
 from vllm_metal_lite.vllm_plugin.outputs import StepOutput
 from vllm_metal_lite.vllm_plugin.state_slots import no_own_pool
 from vllm_metal_lite.vllm_plugin.translate import Step, StepTranslator
@@ -164,12 +164,12 @@ class MetalLiteWorker(WorkerBase):
         return self._memory.kv_bytes
 
     @cached_property
-    def _memory(self) -> MemoryPlan:
+    def _memory(self) -> MemorySizes:
         """Made once: slots keep their number when the worker sleeps.  The smallest rank decides;
         of stages, which may differ in layers, vLLM compares the blocks."""
-        plan = plan_memory(self.model, self._layers.specs, self.vllm_config, self._caches_states)
-        least = MemoryPlan(*map(min, zip(*self.ranks.gather(astuple(plan)), strict=True)))
-        return replace(least, kv_bytes=plan.kv_bytes) if self.ranks.stages else least
+        sizes = plan_memory(self.model, self._layers.specs, self.vllm_config, self._caches_states)
+        least = MemorySizes(*map(min, zip(*self.ranks.gather(astuple(sizes)), strict=True)))
+        return replace(least, kv_bytes=sizes.kv_bytes) if self.ranks.stages else least
 
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_config.max_model_len = max_model_len
