@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.recurrent_steps import KEY, Slots, Span, bits, pack, packed_spans, pool_of
+from tests.support.recurrent_steps import KEY, Slots, Span, bits, pack, packed_spans, state_store_of
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
 from vllm_metal_lite.recurrence.sequence_batches import BatchStates, Rows, sequence_batches
@@ -61,19 +61,19 @@ def test_rows_become_sequences_and_sequences_rows(step, inner, alone):
 @given(step=packed_spans())
 def test_each_slot_gets_the_sum_of_the_rows_up_to_its_token(step):
     """A state that adds up rows, over the batches of a step with checkpoints."""
-    pool, batches = pool_of(step.states(2)), sequence_batches(step.batch)
-    before = np.array(pool[KEY])
+    state_store, batches = state_store_of(step.states(2)), sequence_batches(step.batch)
+    before = np.array(state_store[KEY])
     rows, x = Rows(batches, step.num_rows), step.rows("x", 2)
-    states = BatchStates(pool)
+    states = BatchStates(state_store)
     for seqs in batches:
         state = states.get(seqs, KEY)
         added = rows.take(x, seqs).sum(axis=1)
         assert not states.has(seqs, KEY)
         states.set(seqs, KEY, added if state is None else state + added)
         assert states.has(seqs, KEY)
-    np.testing.assert_array_equal(bits(np.array(pool[KEY])), bits(before))
+    np.testing.assert_array_equal(bits(np.array(state_store[KEY])), bits(before))
     states.commit()
-    after = np.array(pool[KEY])
+    after = np.array(state_store[KEY])
     expected = before.copy()
     for index, (start, length, slots) in enumerate(step.spans):
         own = np.array(x)[step.rows_of(index)]
@@ -85,43 +85,43 @@ def test_each_slot_gets_the_sum_of_the_rows_up_to_its_token(step):
 
 def test_states_that_are_never_committed_change_nothing():
     spans = [Span(4, 1, Slots(0, 0)), Span(4, 1, Slots(1, 1))]
-    pool = pool_of(np.ones((3, 2), np.float32))
-    states = BatchStates(pool)
+    state_store = state_store_of(np.ones((3, 2), np.float32))
+    states = BatchStates(state_store)
     (seqs,) = sequence_batches(pack(spans))
     states.set(seqs, KEY, states.get(seqs, KEY) + 5)
-    assert (np.array(pool[KEY]) == 1).all()
+    assert (np.array(state_store[KEY]) == 1).all()
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_a_state_that_grows_has_zeros_in_front(length):
     """An n-gram's context has one token after the first token, two after the second, ..."""
-    pool = pool_of(np.full((2, 3, 1), np.nan, np.float32))
-    states = BatchStates(pool)
+    state_store = state_store_of(np.full((2, 3, 1), np.nan, np.float32))
+    states = BatchStates(state_store)
     (seqs,) = sequence_batches(pack([Span(0, length, Slots(EMPTY_SLOT, 1))]))
     assert states.get(seqs, KEY) is None
     states.set(seqs, KEY, mx.arange(1.0, length + 1)[None, :, None])
     states.commit()
     grown = [0.0] * (3 - length) + list(range(1, length + 1))
-    assert np.array(pool[KEY])[1, :, 0].tolist() == grown
+    assert np.array(state_store[KEY])[1, :, 0].tolist() == grown
 
 
 def test_of_two_modules_that_set_a_state_the_second_counts():
     """The first carries it on as it is."""
-    pool = pool_of(np.ones((3, 2), np.float32))
-    states = BatchStates(pool)
+    state_store = state_store_of(np.ones((3, 2), np.float32))
+    states = BatchStates(state_store)
     (seqs,) = sequence_batches(pack([Span(4, 1, Slots(0, 1))]))
     before = states.get(seqs, KEY)
     states.set(seqs, KEY, before)
     states.set(seqs, KEY, before + 5)
     assert [len(of_batches) for of_batches in states._new.values()] == [1], "a slot is written once"
     states.commit()
-    assert np.array(pool[KEY])[:, 0].tolist() == [1, 6, 1]
+    assert np.array(state_store[KEY])[:, 0].tolist() == [1, 6, 1]
 
 
 def test_states_that_not_all_parts_before_have_set_are_unknown():
     """Of a new request nothing is known until its module runs; of another, its state goes on."""
     spans = [Span(0, 6, Slots(EMPTY_SLOT, 1, ((4, 2),))), Span(8, 6, Slots(0, 0, ((12, 3),)))]
-    states = BatchStates(pool_of(np.ones((4, 2), np.float32)))
+    states = BatchStates(state_store_of(np.ones((4, 2), np.float32)))
     first, old, both = sorted(sequence_batches(pack(spans)), key=lambda seqs: len(seqs.segments))
     if first.initial_slots is not None:
         first, old = old, first

@@ -63,7 +63,7 @@ class Bench:
     def __init__(self, model: LoadedModel, seed: int = 0) -> None:
         self.groups = [replace(g, num_blocks=BLOCKS) for g in kv_groups(model.kv_specs)]
         self.store = PagedStore(
-            model.kv_specs, self.groups, BLOCK_SIZE, states=model.packed.state_pool(STATE_SLOTS)
+            model.kv_specs, self.groups, BLOCK_SIZE, states=model.packed.state_store(STATE_SLOTS)
         )
         self.runner = runner.ModelRunner(
             model.packed, StepPath(ReferenceAttention(self.store)), self

@@ -379,12 +379,12 @@ def causal_conv_rows(dtype):
     x, weight, bias = (
         draw(*shape, seed=18, dtype=dtype) for shape in ((step.num_rows, 300), (300, 4), (300,))
     )
-    states = mx.array(step.pool(3, 300)).astype(dtype)
+    states = mx.array(step.states(3, 300)).astype(dtype)
     y, _ = causal_conv(
         Columns(x, 0), weight, bias, states, mx.array(step.array),
         mx.array(plan_conv_tiles(step.array)), new_token(), silu=True,
     )  # fmt: skip
-    mx.eval(y)  # MLX does not know that the pool is written
+    mx.eval(y)  # MLX does not know that the state store is written
     return [mx.nan_to_num(states), y]
 
 
@@ -394,7 +394,7 @@ def recurrent_rows(dtype, form):
     rows = step.num_rows
     joined = draw(rows, 4 * k_dim + 4 * 72, seed=18, dtype=dtype) / k_dim**0.5
     wide = [Columns(joined, start) for start in (0, 2 * k_dim, 4 * k_dim)]
-    states, beta = mx.array(step.pool(4, 72, k_dim)), mx.sigmoid(draw(rows, 4, seed=19))
+    states, beta = mx.array(step.states(4, 72, k_dim)), mx.sigmoid(draw(rows, 4, seed=19))
     norm, skip = None, draw(4, seed=22) if "ssm" in form else None
     if form == "columns":
         gates = given(mx.sigmoid(draw(rows, 4, k_dim, seed=20)), beta)
@@ -411,7 +411,7 @@ def recurrent_rows(dtype, form):
         *wide, gates, states, mx.array(step.array), new_token(), num_k_heads=2,
         max_seqlen=step.max_seqlen, norm=norm, skip=skip,
     )  # fmt: skip
-    mx.eval(y)  # MLX does not know that the pool is written
+    mx.eval(y)  # MLX does not know that the state store is written
     return [mx.nan_to_num(states), y]
 
 

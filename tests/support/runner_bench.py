@@ -21,7 +21,10 @@ class RunnerBench:
     def __init__(self, prompts, num_blocks=32, name="llama"):
         self.model = tiny.packed(name)
         store = PagedStore(
-            self.model.packed.attention_specs, num_blocks, 8, states=self.model.packed.state_pool(4)
+            self.model.packed.attention_specs,
+            num_blocks,
+            8,
+            states=self.model.packed.state_store(4),
         )
         sampler = Sampler(4, self.model.vocab_size)
         self.runner = ModelRunner(self.model.packed, StepPath(ReferenceAttention(store)), sampler)

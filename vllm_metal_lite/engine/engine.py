@@ -65,7 +65,7 @@ class LLMEngine:
         seats = self.config.max_num_seqs
         store = PagedStore(
             model.kv_specs, self.kv_groups, self.config.block_size,
-            states=model.packed.state_pool(self.num_state_slots),
+            states=model.packed.state_store(self.num_state_slots),
         )  # fmt: skip
         self.sampler = Sampler(seats, model.vocab_size)
         runner = build_runner(model, store, self.sampler, self.config.attention)

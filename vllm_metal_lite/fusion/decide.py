@@ -91,7 +91,7 @@ class _Trials:
             self._trial = Trial(self.packed.model, self.packed.layout.vocab_size, self.ranks)
         store = PagedStore(
             self.packed.attention_specs, 4, self.attention.store.block_size,
-            states=self.packed.state_pool(2),
+            states=self.packed.state_store(2),
         )  # fmt: skip
         attention = self.attention.over(store)
         problem = self._trial.problem(self.packed, attention, fusion)

@@ -120,7 +120,7 @@ def _choose(
             by_segment=reason if mode == "by segment" else None,
             in_sequences=reason if mode == "in sequences" else None,
         )
-        attention = _Observer(PagedStore(layout.specs, 4, BLOCK, states=packed.state_pool(2)))
+        attention = _Observer(PagedStore(layout.specs, 4, BLOCK, states=packed.state_store(2)))
         usage = Usage()
         with usage.watching():
             problem = problem_of(packed, attention)

@@ -8,7 +8,7 @@ import mlx.nn as nn
 
 from vllm_metal_lite.attention.base import Step, StepAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kv.states import StatePool
+from vllm_metal_lite.kv.state_store import StateStore
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.calls import wrap_call
 from vllm_metal_lite.model.layout import Layout, Node, PagedLayer, StateLayer, is_part, outermost
@@ -135,9 +135,9 @@ class PackedModel:
         """The layers that keep K and V, in order: the store's layers."""
         return self.layout.specs
 
-    def state_pool(self, num_slots: int) -> StatePool:
-        """A pool of this model's recurrent states."""
-        return StatePool(self.layout.states, num_slots)
+    def state_store(self, num_slots: int) -> StateStore:
+        """A store for this model's recurrent states."""
+        return StateStore(self.layout.states, num_slots)
 
     def __call__(
         self, attention: StepAttention, logits_indices: mx.array | None, fusion: Fusion = NO_FUSION

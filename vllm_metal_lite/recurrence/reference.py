@@ -12,7 +12,7 @@ from mlx_lm.models.ssm import ssm_update
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
-from vllm_metal_lite.kv.states import Key, StatePool
+from vllm_metal_lite.kv.state_store import Key, StateStore
 from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace
 from vllm_metal_lite.recurrence.sequence_batches import (
     BatchStates,
@@ -29,8 +29,8 @@ Advance = Callable[..., tuple[mx.array, mx.array]]
 class ReferenceRecurrence:
     """See StepRecurrence.  shapes: of the calls so far."""
 
-    def __init__(self, pool: StatePool, batch: ForwardBatch, num_rows: int) -> None:
-        self.pool, self.batch, self.num_rows = pool, batch, num_rows
+    def __init__(self, state_store: StateStore, batch: ForwardBatch, num_rows: int) -> None:
+        self.state_store, self.batch, self.num_rows = state_store, batch, num_rows
         self.shapes: dict[RecurrentShape, None] = {}
 
     @cached_property
@@ -83,7 +83,7 @@ class ReferenceRecurrence:
         """Packed rows (N, 1, ...) through all batches, in order, with their states -> (N, ...)."""
         rows = tuple(x.squeeze(1) for x in rows)
         batches, packed = self._plan
-        states, parts = BatchStates(self.pool), []
+        states, parts = BatchStates(self.state_store), []
         for seqs in batches:
             taken = (packed.take(x, seqs) for x in rows)
             y, state = advance(states.get(seqs, key), *taken)

@@ -11,7 +11,7 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
-from vllm_metal_lite.kv.states import Key, StatePool
+from vllm_metal_lite.kv.state_store import Key, StateStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,10 @@ def _parts(batch: ForwardBatch) -> tuple[np.ndarray, ...]:
 
 
 class BatchStates:
-    """The states that the batches of one step read and write.  The pool changes at `commit`."""
+    """The states that the batches of one step read and write.  The store changes at `commit`."""
 
-    def __init__(self, pool: StatePool) -> None:
-        self._pool = pool
+    def __init__(self, state_store: StateStore) -> None:
+        self._state_store = state_store
         # By the batch's index.  A module may carry on a state that another module then changes.
         self._new: dict[Key, dict[int, tuple[SequenceBatch, mx.array]]] = {}
 
@@ -92,7 +92,7 @@ class BatchStates:
         if seqs.initial_slots is None:
             return None
         if seqs.part == 0:
-            return self._pool[key][mx.array(seqs.initial_slots)]
+            return self._state_store[key][mx.array(seqs.initial_slots)]
         at = {
             slot: state[i : i + 1]
             for earlier, state in self._new.get(key, {}).values()
@@ -109,22 +109,22 @@ class BatchStates:
 
     def set(self, seqs: SequenceBatch, key: Key, state: mx.array) -> None:
         """Keep the states (B, ...) after a batch, in place of those kept before."""
-        missing = self._pool[key].shape[1:] != state.shape[1:]
+        missing = self._state_store[key].shape[1:] != state.shape[1:]
         state = self._grown(key, state) if missing else state
         self._new.setdefault(key, {})[seqs.index] = seqs, state
 
     def _grown(self, key: Key, state: mx.array) -> mx.array:
         """A state with zeros in front: an n-gram's context grows with a request's first tokens."""
-        shape = self._pool[key].shape[1:]
+        shape = self._state_store[key].shape[1:]
         front = [(full - now, 0) for full, now in zip(shape, state.shape[1:], strict=True)]
         return mx.pad(state, [(0, 0), *front])
 
     def commit(self) -> None:
-        """Write the new states to the pool, once for each state, behind all that reads it."""
+        """Write the new states to the store, once for each state, behind all that reads it."""
         for key, of_batches in self._new.items():
             parts = of_batches.values()
             slots = np.concatenate([seqs.final_slots for seqs, _ in parts]).astype(np.int32)
-            self._pool.write(key, mx.array(slots), joined([state for _, state in parts]))
+            self._state_store.write(key, mx.array(slots), joined([state for _, state in parts]))
         self._new = {}
 
 

@@ -43,7 +43,7 @@ def _gib(size: float) -> str:
 
 
 class StoreSize(NamedTuple):
-    """groups: the model's KV groups, with their blocks.  num_state_slots: of the pool of recurrent
+    """groups: the model's KV groups, with their blocks.  num_state_slots: of recurrent
     states; 0 for a model without any."""
 
     groups: list[KVGroup]
@@ -233,7 +233,7 @@ def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int
     lengths[-1] = rows - seats + 1
     table_rows = np.array([inputs.add([0], 1) for _ in range(seats)])
     # All segments share one slot: only the sizes matter.
-    store = PagedStore(model.kv_specs, 1, bs, states=model.packed.state_pool(1))
+    store = PagedStore(model.kv_specs, 1, bs, states=model.packed.state_store(1))
     attention = ReferenceAttention(store)
     inputs.num_tokens[table_rows[-1]] = context
     batch = inputs.pack(

@@ -187,7 +187,7 @@ class MetalLiteWorker(WorkerBase):
         store = PagedStore(
             self.model.kv_specs, self._groups, self.cache_config.block_size,
             shared=len(self._groups) > 1,
-            states=self.model.packed.state_pool(self._memory.num_state_slots),
+            states=self.model.packed.state_store(self._memory.num_state_slots),
         )  # fmt: skip
         runner = build_runner(self.model, store, self._sampler, envs.attention())
         self._pipeline = Pipeline(runner, self.translator.inputs)

@@ -10,7 +10,7 @@ from typing import Any
 from mlx_lm.models.cache import ArraysCache
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kv.states import Key
+from vllm_metal_lite.kv.state_store import Key
 from vllm_metal_lite.model.sequences.step import PackedCache, SequenceStep
 from vllm_metal_lite.recurrence.base import StepRecurrence
 from vllm_metal_lite.recurrence.sequence_batches import SequenceBatch

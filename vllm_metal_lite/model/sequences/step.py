@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kv.states import StatePool
+from vllm_metal_lite.kv.state_store import StateStore
 from vllm_metal_lite.recurrence.sequence_batches import (
     BatchStates,
     Rows,
@@ -29,10 +29,10 @@ class SequenceStep:
     alone: each segment is a batch, because attention reads the store.
     """
 
-    def __init__(self, step: Step, pool: StatePool, alone: bool) -> None:
+    def __init__(self, step: Step, state_store: StateStore, alone: bool) -> None:
         self.step, self.alone = step, alone
         self.batches = sequence_batches(step.batch, alone)
-        self.states = BatchStates(pool)
+        self.states = BatchStates(state_store)
         self._rows = Rows(self.batches, step.num_rows)
 
     def to_sequences(self, x: mx.array, seqs: SequenceBatch) -> mx.array | int:
@@ -121,7 +121,7 @@ def _of_batch(value: Any, seqs: SequenceBatch, steps: SequenceStep, natives: dic
     """An argument as a batch sees it.  natives: the batch's caches by the id of the packed ones.
 
     Not a closure: a recursive closure is a reference cycle.  It would keep states that no module
-    read, and with them the pool, which MLX then copies to write it.
+    read, and with them the state store, which MLX then copies to write it.
     """
     if isinstance(value, mx.array):
         return steps.to_sequences(value, seqs)
