@@ -55,7 +55,7 @@ def causal_conv(
 
     weight: (C, K) of the type of x, K from 2 to 8; or (C, K, 1), as `mx.conv1d` takes it.
     bias: (C,) or None.
-    states: of the store (slots, K - 1, C), written in place: the rows before a segment are read from
+    states: the store (slots, K - 1, C), written in place: the rows before a segment are read from
     its initial slot, and its last rows, older ones included, go to the slots that `segments` names.
     segments: from `pack_segments`.  tiles: from `plan_conv_tiles`.  silu: apply x * sigmoid(x) to
     the result, which is rounded once.  Rows of padding give zeros.  Raises ValueError for other

@@ -149,8 +149,8 @@ def _most_owned(group: KVGroup, config: EngineConfig, max_model_len: int) -> int
     seats, size = config.max_num_seqs, config.block_size
     all_seats = seats * -(-max_model_len // size)
     # Each seat's new tokens may start in a partly filled block.
-    step = seats + -(-config.max_num_batched_tokens // size)
-    return min(all_seats, seats * group.most_blocks(max_model_len, 1, size) + step)
+    new_blocks = seats + -(-config.max_num_batched_tokens // size)
+    return min(all_seats, seats * group.most_blocks(max_model_len, 1, size) + new_blocks)
 
 
 def _beside(num_blocks: int, group: KVGroup, config: EngineConfig, max_model_len: int) -> int:

@@ -158,7 +158,7 @@ def _mix(z: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-_STEP = np.uint64(0x9E3779B97F4A7C15)  # the increment of splitmix64
+_INCREMENT = np.uint64(0x9E3779B97F4A7C15)  # the increment of splitmix64
 
 
 class Sampler:
@@ -206,7 +206,7 @@ class Sampler:
         """
         self.remove(req_index)
         row = self._rows[req_index]
-        row["seed"] = _mix(np.array([seed & (2**64 - 1)], np.uint64) + _STEP)[0]
+        row["seed"] = _mix(np.array([seed & (2**64 - 1)], np.uint64) + _INCREMENT)[0]
         row["num_generated"] = len(token_ids) - num_prompt_tokens
         row["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
         if logprob_token_ids:
@@ -329,7 +329,7 @@ class Sampler:
             x = x.astype(mx.float32)
             table = self._rows[req_indices]
             count = table["num_generated"].astype(np.uint64)
-            counter = (count if drafts is None else count + drafts.depth) * _STEP
+            counter = (count if drafts is None else count + drafts.depth) * _INCREMENT
             keys = mx.array(_mix(table["seed"] + counter).view(np.uint32).reshape(-1, 2))
             bits = ops.random_bits(keys, self.vocab_size)
             if metadata.filters:

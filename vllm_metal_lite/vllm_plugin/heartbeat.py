@@ -25,8 +25,8 @@ INTERVAL, LEAVE, MISSED = 1.0, 3.0, 6
 class Heartbeat:
     """The thread that gives signs of this rank, and looks for those of the others.
 
-    names: by rank, for messages.  tcp_store: kept, since rank 0's ends with the object; used through
-    a client of its own.  lost: called once, in the thread, with one line.
+    names: by rank, for messages.  tcp_store: kept, since rank 0's ends with the object; read by a
+    client of its own.  lost: called once, in the thread, with one line.
     Start it when MLX has connected the ranks: MLX connects with the interpreter's lock held.
     """
 

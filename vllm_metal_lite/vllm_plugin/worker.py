@@ -33,7 +33,7 @@ from vllm_metal_lite.vllm_plugin.lost_states import recompute_states
 from vllm_metal_lite.vllm_plugin.memory import MemorySizes, plan_memory
 from vllm_metal_lite.vllm_plugin.outputs import StepOutput
 from vllm_metal_lite.vllm_plugin.state_slots import no_own_pool
-from vllm_metal_lite.vllm_plugin.translate import Step, StepTranslator
+from vllm_metal_lite.vllm_plugin.translate import ScheduledStep, StepTranslator
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -71,7 +71,7 @@ class MetalLiteWorker(WorkerBase):
     ranks: RankGroup = ALONE
     _model: LoadedModel | None = None
     _pipeline: Pipeline | None = None
-    _step: Step | None = None
+    _step: ScheduledStep | None = None
 
     @property
     def model(self) -> LoadedModel:
@@ -237,7 +237,7 @@ class MetalLiteWorker(WorkerBase):
         launched.result.wait()
         return output.get_output()
 
-    def _launch(self, step: Step, masks: TokenMasks | None) -> LaunchedStep:
+    def _launch(self, step: ScheduledStep, masks: TokenMasks | None) -> LaunchedStep:
         """Submit a step.  Each repetition is without one more kernel, so there is an end."""
         lost = False
         while True:
