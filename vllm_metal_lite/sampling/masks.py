@@ -95,7 +95,7 @@ def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class BadWordsRows:
-    """The W bad words of a step's rows.  rows, last, slots: (W,); prefix: (W, L).
+    """The W bad words of a step's rows.  rows, last, recent_rows: (W,); prefix: (W, L).
 
     members, member_rows: (M,), the requests with bad words, and their rows in the batch.
     drafts: (W, K) int32, the drafts before each word's row, padded behind, and depth: (W, 1), their
@@ -104,7 +104,7 @@ class BadWordsRows:
 
     rows: mx.array
     last: mx.array
-    slots: mx.array
+    recent_rows: mx.array
     prefix: mx.array
     members: mx.array
     member_rows: mx.array
@@ -153,7 +153,7 @@ class BadWords:
             return None
         words = [self._words[r] for _, r in members]
         counts, length = [len(last) for last, _ in words], self.recent.shape[1]
-        rows, slots = np.array(members, np.int32).T
+        rows, recent_rows = np.array(members, np.int32).T
         padded = [
             np.pad(prefix, [(0, 0), (length - prefix.shape[1], 0)], constant_values=_ANY)
             for _, prefix in words
@@ -161,16 +161,16 @@ class BadWords:
         return BadWordsRows(
             rows=mx.array(np.repeat(rows, counts)),
             last=mx.array(np.concatenate([last for last, _ in words])),
-            slots=mx.array(np.repeat(slots, counts)),
+            recent_rows=mx.array(np.repeat(recent_rows, counts)),
             prefix=mx.array(np.concatenate(padded)),
-            members=mx.array(slots),
+            members=mx.array(recent_rows),
             member_rows=mx.array(rows),
             drafts=drafts and drafts.matrix(np.repeat(rows, counts)),
         )
 
     def ban(self, x: mx.array, bad_words: BadWordsRows) -> mx.array:
         """Logits (T, V) float32 with -inf for tokens that would complete a bad word."""
-        recent = self.recent[bad_words.slots]
+        recent = self.recent[bad_words.recent_rows]
         if bad_words.drafts is not None:
             drafts, depth = bad_words.drafts
             at = depth + mx.arange(recent.shape[1])

@@ -47,7 +47,7 @@ _ROW = np.dtype(
         ("repetition", np.float32),
         ("frequency", np.float32),
         ("presence", np.float32),
-        ("slot", np.int32),  # row of the device's `seen`, -1: no penalties
+        ("counts_row", np.int32),  # row of the device's `seen`, -1: no penalties
     ]
 )
 _NEUTRAL = np.array((0, 0, -1, 0, -inf, 0, -1, 1, 0, 0, -1), _ROW)
@@ -81,13 +81,13 @@ class SamplerState:
 class _Penalties:
     """Penalties of R rows; None omits an operation.
 
-    slots: (R,) their rows of `seen`; all_slots: these are all, in order.  rows: (R,) their rows in
-    the batch, None: all.  drafts: (row of R, token) of the drafts before each row; None: no drafts.
+    counts_rows: (R,) their rows of `seen`; all_counts_rows: these are all, in order.  rows: (R,)
+    their rows in the batch, None: all.  drafts: (row of R, token) of the drafts before each row; None: no drafts.
     The others are (R, 1).
     """
 
-    slots: mx.array
-    all_slots: bool
+    counts_rows: mx.array
+    all_counts_rows: bool
     rows: mx.array | None
     repetition: mx.array | None
     frequency: mx.array | None
@@ -165,7 +165,7 @@ class Sampler:
     """Samples for up to max_num_seqs requests, each identified by its req_index.
 
     Host tables hold each request's options.  A step's options go to the device only when its rows
-    change.  Token counts of requests with penalties stay on the device, (slots, V) uint32 holding
+    change.  Token counts of requests with penalties stay on the device, (rows, V) uint32 holding
     2 * (times generated) + (in the prompt).  The device updates these counts, so a step can be
     built before the previous step's tokens are known.
 
@@ -181,8 +181,8 @@ class Sampler:
         self._allowed: dict[int, np.ndarray] = {}  # req_index -> bits, see TokenMasks
         self._named: dict[int, Sequence[int]] = {}  # req_index -> tokens to score
         self._bad_words = BadWords(max_num_seqs, vocab_size)
-        self._no_slots = mx.array(np.zeros((0, vocab_size), np.uint32))
-        self._seen = self._no_slots
+        self._no_counts = mx.array(np.zeros((0, vocab_size), np.uint32))
+        self._seen = self._no_counts
         self._version = 0  # of the tables
         self._metadata: _SamplingMetadata | None = None
 
@@ -226,7 +226,7 @@ class Sampler:
         self._add_bias(req_index, params)
         self._add_ends(req_index, params, eos_token_ids)
         if (row["repetition"], row["frequency"], row["presence"]) != (1, 0, 0):
-            row["slot"] = self._take_slot(np.asarray(token_ids), num_prompt_tokens)
+            row["counts_row"] = self._take_counts_row(np.asarray(token_ids), num_prompt_tokens)
         self._bad_words.add(req_index, bad_words, np.asarray(token_ids)[num_prompt_tokens:])
         if params.allowed_token_ids is not None:
             self._allowed[req_index] = pack_mask(params.allowed_token_ids, self.vocab_size)
@@ -256,15 +256,15 @@ class Sampler:
         self._allowed.pop(req_index, None)
         self._named.pop(req_index, None)
         self._bad_words.remove(req_index)
-        if len(self._seen) and (self._rows["slot"] < 0).all():
-            self._seen = self._no_slots
+        if len(self._seen) and (self._rows["counts_row"] < 0).all():
+            self._seen = self._no_counts
 
-    def _take_slot(self, token_ids: np.ndarray, num_prompt_tokens: int) -> int:
+    def _take_counts_row(self, token_ids: np.ndarray, num_prompt_tokens: int) -> int:
         """Take a free row of `seen` and fill it; `seen` grows if it has no free row."""
-        num_slots = len(self._seen)
-        slot = int(np.setdiff1d(np.arange(num_slots + 1), self._rows["slot"])[0])
-        if slot == num_slots:
-            num_more = min(max(num_slots, 1), self.max_num_seqs - num_slots)
+        num_rows = len(self._seen)
+        counts_row = int(np.setdiff1d(np.arange(num_rows + 1), self._rows["counts_row"])[0])
+        if counts_row == num_rows:
+            num_more = min(max(num_rows, 1), self.max_num_seqs - num_rows)
             more = mx.zeros((num_more, self.vocab_size), mx.uint32)
             self._seen = mx.concatenate([self._seen, more])
         in_vocab = (token_ids >= 0) & (token_ids < self.vocab_size)
@@ -272,8 +272,8 @@ class Sampler:
         output = token_ids[in_vocab & ~is_prompt]
         seen = 2 * np.bincount(output, minlength=self.vocab_size).astype(np.uint32)
         seen[token_ids[in_vocab & is_prompt]] |= 1
-        self._seen[slot] = mx.array(seen)
-        return slot
+        self._seen[counts_row] = mx.array(seen)
+        return counts_row
 
     @property
     def state(self) -> SamplerState:
@@ -352,7 +352,7 @@ class Sampler:
         """Count the step's tokens, one a request, which only the device knows yet."""
         if (penalties := metadata.penalties) is not None:
             drawn = token_ids if penalties.rows is None else token_ids[penalties.rows]
-            self._seen = self._seen.at[penalties.slots, drawn].add(2)
+            self._seen = self._seen.at[penalties.counts_rows, drawn].add(2)
         if metadata.bad_words is not None:
             self._bad_words.note(token_ids, metadata.bad_words)
         self._rows["num_generated"][req_indices] += 1
@@ -362,13 +362,13 @@ class Sampler:
         """Count a request's tokens of a step with drafts."""
         row = self._rows[req_index]
         row["num_generated"] += len(token_ids)
-        if row["slot"] >= 0:
-            slots = mx.full(len(token_ids), int(row["slot"]), mx.int32)
-            self._seen = self._seen.at[slots, mx.array(token_ids)].add(2)
+        if row["counts_row"] >= 0:
+            counts_rows = mx.full(len(token_ids), int(row["counts_row"]), mx.int32)
+            self._seen = self._seen.at[counts_rows, mx.array(token_ids)].add(2)
         self._bad_words.accept(req_index, token_ids)
 
     def _penalize(self, x: mx.array, penalties: _Penalties) -> mx.array:
-        seen = self._seen if penalties.all_slots else self._seen[penalties.slots]
+        seen = self._seen if penalties.all_counts_rows else self._seen[penalties.counts_rows]
         if penalties.drafts is not None:
             seen = seen.at[penalties.drafts].add(2)
         rows = penalties.rows
@@ -416,15 +416,15 @@ class Sampler:
         return metadata
 
     def _select_penalties(self, table: np.ndarray, drafts: Drafts | None) -> _Penalties | None:
-        rows = np.flatnonzero(table["slot"] >= 0)
+        rows = np.flatnonzero(table["counts_row"] >= 0)
         if not len(rows):
             return None
         mine = table[rows]
         repeats, counts = (mine["repetition"] != 1).any(), (mine["frequency"], mine["presence"])
         frequency, presence = map(ops.column, counts) if np.any(counts) else (None, None)
         return _Penalties(
-            slots=mx.array(mine["slot"]),
-            all_slots=np.array_equal(mine["slot"], np.arange(len(self._seen))),
+            counts_rows=mx.array(mine["counts_row"]),
+            all_counts_rows=np.array_equal(mine["counts_row"], np.arange(len(self._seen))),
             rows=ops.row_numbers(rows, len(table)),
             repetition=ops.column(mine["repetition"]) if repeats else None,
             frequency=frequency,

@@ -58,19 +58,19 @@ def plan_memory(
         left = int(limit * fraction) - model.weight_bytes - peak
     else:
         left = limit - model.weight_bytes - asked
-    slots = _num_state_slots(model, seats, left, caches_states)
-    left -= slots * model.state_bytes
-    fixed = model.weight_bytes + slots * model.state_bytes
+    num_state_slots = _num_state_slots(model, seats, left, caches_states)
+    left -= num_state_slots * model.state_bytes
+    fixed = model.weight_bytes + num_state_slots * model.state_bytes
     if asked is not None:
         if left < 0:
             raise OutOfMemoryError(
                 f"--kv-cache-memory-bytes {asked} and {fixed} bytes of weights and states "
                 f"are more than the {limit} bytes of this device"
             )
-        return MemorySizes(slots, int(asked))
+        return MemorySizes(num_state_slots, int(asked))
     block_bytes = config.block_size * sum(s.bytes_per_token for s in specs)
     if left < block_bytes:
-        fewer = "--max-num-seqs or " if slots else ""
+        fewer = "--max-num-seqs or " if num_state_slots else ""
         raise OutOfMemoryError(
             f"{model.name} does not fit: {fixed} bytes of weights and states and {peak} "
             f"of a step leave nothing for K and V of the {int(limit * fraction)} that may be "
@@ -79,7 +79,7 @@ def plan_memory(
         )
     # No more can be owned: every seat at full length, and vLLM's null block.
     most = seats * -(-max_model_len // config.block_size) + 1
-    return MemorySizes(slots, min(left, most * block_bytes))
+    return MemorySizes(num_state_slots, min(left, most * block_bytes))
 
 
 def _num_state_slots(model: LoadedModel, seats: int, left: int, caches_states: bool) -> int:
