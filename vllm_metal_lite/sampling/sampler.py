@@ -82,8 +82,8 @@ class _Penalties:
     """Penalties of R rows; None omits an operation.
 
     counts_rows: (R,) their rows of `seen`; all_counts_rows: these are all, in order.  rows: (R,)
-    their rows in the batch, None: all.  drafts: (row of R, token) of the drafts before each row; None: no drafts.
-    The others are (R, 1).
+    their rows in the batch, None: all.  drafts: (row of R, token) of the drafts before each row;
+    None: no drafts.  The others are (R, 1).
     """
 
     counts_rows: mx.array
