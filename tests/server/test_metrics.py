@@ -189,7 +189,7 @@ class _Engine:
         self.metrics = {
             "prefix_cache_hit_tokens": hits, "prefix_cache_queried_tokens": 2 * hits,
             "preemptions": 0, "requests_running": 1, "requests_waiting": 0,
-            "blocks_owned": owned, "blocks_total": 4,
+            "blocks_owned": owned, "blocks_total": 4, "draft_tokens": 0, "accepted_tokens": 0,
         }  # fmt: skip
 
 
