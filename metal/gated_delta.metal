@@ -1,5 +1,5 @@
 // gated_delta: the linear recurrence of a layer over the packed rows of a step, with the states of all
-// requests in a pool, in place: the gated delta rule (DELTA), or Mamba 2's state space update.
+// requests in a state store, in place: the gated delta rule (DELTA), or Mamba 2's state space update.
 //
 //   q, k, v   (N, WIDTH) of T                packed rows: heads side by side from column START on; one
 //                                            array may be all three.  K_HEADS heads of K_DIM in q and
@@ -13,8 +13,8 @@
 //   skip      (V_HEADS,) of a float type     SKIP: skip * v is added to the result
 //   segments  (S, 2 + 2 M) int32             begin, initial slot, M pairs (end, slot); see
 //                                            kernels/segments.py
-//   states    (slots, V_HEADS, V_DIM, K_DIM) float32  the pool; written through, although it is an input
-//   token     float32 -> next_token (8,)     orders this launch among those that use the pool
+//   states    (slots, V_HEADS, V_DIM, K_DIM) float32  the store; written through, although it is an input
+//   token     float32 -> next_token (8,)     orders this launch among those that use the store
 //   y         (N, V_HEADS, V_DIM) of T       zeros in rows of padding
 //
 // recurrence.h says what is computed.  Mamba 2 calls q, k, v, beta: C, B, x, dt.  K_DIM is a multiple of

@@ -160,8 +160,8 @@ class ExpertShape(NamedTuple):
         text = f"{self.experts} experts of {self.hidden} x {self.intermediate}"
         text += "" if self.activation == "swiglu" else f", {self.activation}"
         text += ", with biases" if self.biased else ""
-        ways = dict.fromkeys(how for how in (self.quantisation, self.down) if how)
-        return text + "".join(f", {how}" for how in ways)
+        formats = dict.fromkeys(how for how in (self.quantisation, self.down) if how)
+        return text + "".join(f", {how}" for how in formats)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from tests.support.miscompiled import miscompile, seeming_gpu
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated
-from vllm_metal_lite.checks.plan import checks_for
+from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.popular_shapes import YARN_FACTOR
 from vllm_metal_lite.checks.result import CheckResult, Speed
 from vllm_metal_lite.checks.verdicts import verify
@@ -219,11 +219,11 @@ def test_a_folder_that_is_not_writable_costs_another_check(found, monkeypatch, t
 # What is slow
 
 
-def test_a_kernel_that_is_clearly_slower_gives_way(found, tmp_path):
+def test_a_kernel_that_is_clearly_slower_is_replaced(found, tmp_path):
     results, _ = found
     results["gather_rows"] = CheckResult(None, 0.0, 1.0, speed=Speed(1.6e-3, 1e-3))
     results["paged_decode"] = CheckResult(None, 0.0, 1.0, speed=Speed(1.4e-3, 1e-3))
-    line = f"gather_rows ({SHAPE}): takes 1,600 us where its alternative takes 1,000 us"
+    line = f"gather_rows ({SHAPE}): takes 1,600 us where its fallback takes 1,000 us"
     assert verify(USE).failures == {"gather_rows": line}
     (file,) = tmp_path.rglob("*.json")
     said = f"(found at an earlier start; to try again, delete {file})"
@@ -263,7 +263,7 @@ LATENT = AttentionShape(4, 1, 64, 16, mx.float32, latent=True)
     ids=["ignored", "of all elements"],
 )
 def test_a_factor_that_a_kernel_gets_wrong_is_found(monkeypatch, name, shape, text, wrong):
-    """Only that kernel gives way, and only for models that have a factor."""
+    """Only that kernel is replaced, and only for models that have a factor."""
     monkeypatch.setitem(MISCOMPILED, name, (text, wrong))
     miscompile(monkeypatch, name)
     dims = 16 if shape.latent else 24

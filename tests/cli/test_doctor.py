@@ -12,7 +12,7 @@ from tests.support import broken_machine
 from tests.support.miscompiled import miscompile, seeming_gpu
 from vllm_metal_lite import devices
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import bandwidth, generation, isolated, ordering, verdicts
+from vllm_metal_lite.checks import bandwidth, compare_tokens, isolated, ordering, verdicts
 from vllm_metal_lite.checks.ordering import Outcome
 from vllm_metal_lite.checks.result import CheckResult, Speed
 from vllm_metal_lite.cli import doctor, machine
@@ -97,9 +97,9 @@ def a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "BANDWIDTH_SIZES", bandwidth.BandwidthSizes(1024, 1, 32, 64))
     monkeypatch.setattr(bandwidth, "seconds_per_call", call_once)
     monkeypatch.setattr(ordering, "stress", lambda: [Outcome("all launches in one", 9, None)])
-    monkeypatch.setattr(generation, "PROMPTS", (3, 20))
-    monkeypatch.setattr(generation, "STARTS", (1, 0))
-    monkeypatch.setattr(generation, "NEW_TOKENS", 3)
+    monkeypatch.setattr(compare_tokens, "PROMPTS", (3, 20))
+    monkeypatch.setattr(compare_tokens, "STARTS", (1, 0))
+    monkeypatch.setattr(compare_tokens, "NEW_TOKENS", 3)
     with seeming_gpu(monkeypatch, tmp_path / "cache"):
         yield
 
@@ -130,7 +130,7 @@ def test_a_miscompiled_kernel_is_named_and_the_answers_stay_right(a_gpu, monkeyp
     out = capsys.readouterr().out
     assert "varlen_prefill:       WRONG in 2 of 2 checks" in out
     assert "allowed" in out
-    assert "\n  instead: prompts use kv_gather and MLX's SDPA\n" in out
+    assert "\n  fallback: prompts use kv_gather and MLX's SDPA\n" in out
     assert "by the reference: equal" in out
     assert "The engine leaves a wrong kernel out by itself" in out
     assert "Next: please open an issue" in out
@@ -157,7 +157,7 @@ def no_work(a_gpu, monkeypatch):
     monkeypatch.setattr(verdicts, "remember", lambda _: None)
     results = [CheckResult(check, 0.0, 1.0) for check in doctor.checks_for(TINY)]
     found = {"results": results, "bandwidth": [], "order": [Outcome("one", 9, None)]}
-    found["answers"] = generation.Comparison("kernels", "right", 1, 2, {})
+    found["answers"] = compare_tokens.Comparison("kernels", "right", 1, 2, {})
 
     def check(checks, progress, *, timed, known):
         for number, check in enumerate(checks):
@@ -167,7 +167,7 @@ def no_work(a_gpu, monkeypatch):
     monkeypatch.setattr(isolated, "results", check)
     monkeypatch.setattr(bandwidth, "measure", lambda *_: found["bandwidth"])
     monkeypatch.setattr(ordering, "stress", lambda: found["order"])
-    monkeypatch.setattr(generation, "compare", lambda *_: found["answers"])
+    monkeypatch.setattr(compare_tokens, "compare", lambda *_: found["answers"])
     return found
 
 
@@ -192,9 +192,9 @@ def launches_out_of_order(found):
     ("change", "code", "words"),
     [
         (a_slow_kernel, 0, [
-            "1,000 us, its alternative 100 us",
-            "SLOW: right, and 10.0 times slower than its alternative",
-            "uses the alternative where that is faster; please open an issue",
+            "1,000 us, its fallback 100 us",
+            "SLOW: right, and 10.0 times slower than its fallback",
+            "uses the fallback where that is faster; please open an issue",
             "all is right, but something is slow",
         ]),
         (slow_reads, 0, [
@@ -216,7 +216,7 @@ def test_what_is_found_is_said(no_work, capsys, change, code, words):
 @pytest.mark.parametrize("is_tie", [True, False])
 def test_other_tokens_are_a_problem_unless_they_tie(no_work, capsys, is_tie):
     margin = 0.01 if is_tie else 2.0
-    difference = generation.Difference(0, 4, 7, 8, margin, is_tie)
+    difference = compare_tokens.Difference(0, 4, 7, 8, margin, is_tie)
     no_work["answers"] = replace(no_work["answers"], differences=[difference])
     assert run() == (0 if is_tie else 1)
     out = capsys.readouterr().out
@@ -227,7 +227,7 @@ def test_other_tokens_are_a_problem_unless_they_tie(no_work, capsys, is_tie):
 
 def forbid(monkeypatch, *parts):
     """Fail if any of these parts begins."""
-    works = {"bandwidth": bandwidth, "ordering": ordering, "answers": generation}
+    works = {"bandwidth": bandwidth, "ordering": ordering, "answers": compare_tokens}
     names = {"bandwidth": "measure", "ordering": "stress", "answers": "compare"}
     for part in parts:
         monkeypatch.setattr(works[part], names[part], lambda *_: pytest.fail("must not begin"))
@@ -247,7 +247,7 @@ def test_ctrl_c_keeps_what_is_known(no_work, monkeypatch, capsys, tmp_path):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generation, "compare", interrupt)
+    monkeypatch.setattr(compare_tokens, "compare", interrupt)
     file = tmp_path / "report.json"
     assert run("--report", str(file)) == 130
     out = capsys.readouterr().out
@@ -303,7 +303,9 @@ def slow_checks(a_gpu, monkeypatch):
 
     monkeypatch.setattr(isolated, "run_here", check)
     monkeypatch.setattr(bandwidth, "measure", lambda *_: [])
-    monkeypatch.setattr(generation, "compare", lambda *_: generation.Comparison("k", "r", 1, 2, {}))
+    monkeypatch.setattr(
+        compare_tokens, "compare", lambda *_: compare_tokens.Comparison("k", "r", 1, 2, {})
+    )
     return tried
 
 

@@ -43,7 +43,7 @@ def model(name="qwen3", dtype=mx.bfloat16):
     for layer, spec in enumerate(specs):
         groups.setdefault(spec.window, []).append(layer)
     blocks = [KVGroup(tuple(layers), num_blocks=4) for layers in groups.values()]
-    store = PagedStore(specs, blocks, 8, states=packed.state_pool(1))
+    store = PagedStore(specs, blocks, 8, states=packed.state_store(1))
     return packed, KernelAttention(store, "gather", ())
 
 

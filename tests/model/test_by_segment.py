@@ -18,7 +18,7 @@ from vllm_metal_lite.errors import ConfigError, ModelLoadError
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model import loader, trial
 from vllm_metal_lite.model.sequences.kv_segments import rebuild
-from vllm_metal_lite.recurrence.runs import plan_runs
+from vllm_metal_lite.recurrence.sequence_batches import sequence_batches
 from vllm_metal_lite.runner.build import choose_attention
 
 # What makes each of them need it.
@@ -120,7 +120,7 @@ def test_a_rebuilt_cache_goes_on_like_the_one_it_stands_for(template, start):
     if not isinstance(template, KVCache) and start >= 9:  # behind the window
         store.write(0, nan, nan, mx.array(slots[: start - 8]))
     batch = inputs.pack(row, np.array([start]), np.array([6]))
-    rebuilt = rebuild(template, 0, store, batch, plan_runs(batch, alone=True)[0])
+    rebuilt = rebuild(template, 0, store, batch, sequence_batches(batch, alone=True)[0])
 
     assert rebuilt.offset == native.offset == start
     for first, last in ((0, 4), (4, 5), (5, 6)):  # a chunk, then single tokens

@@ -1,4 +1,4 @@
-"""The reference and the kernels of recurrent layers: the same rows, the same pool of states.
+"""The reference and the kernels of recurrent layers: the same rows, the same state store.
 
 Slots that no segment starts from hold NaN before a step, so a wrong slot shows in the rows.
 """
@@ -24,7 +24,7 @@ from tests.support.recurrent_steps import (
 )
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
-from vllm_metal_lite.kv.states import Key
+from vllm_metal_lite.kv.state_store import Key
 from vllm_metal_lite.recurrence.base import (
     CausalConv,
     GatedDelta,

@@ -59,7 +59,7 @@ def test_requests_report_it():
 
     with serving() as running:
         lines = []
-        running.server.on_end = lambda generation: lines.append(summary(generation))
+        running.server.on_end = lambda request: lines.append(summary(request))
         first = ask(("system", "You are kind."), ("user", "Hello there"))
         assert "metal_lite" not in first["usage"]
         answer = first["choices"][0]["message"]["content"]

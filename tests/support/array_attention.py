@@ -13,8 +13,8 @@ from vllm_metal_lite.attention.sdpa.execute import execute_calls
 from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine
-from vllm_metal_lite.runner.path import Path
 from vllm_metal_lite.runner.runner import ModelRunner
+from vllm_metal_lite.runner.step_path import StepPath
 
 _sdpa = mx.fast.scaled_dot_product_attention
 
@@ -123,6 +123,6 @@ def compile_on_cpu(
     attention = ArrayAttention(
         engine.runner.attention.store, prefill, groups, rows_as_decodes=rows_as_decodes
     )
-    engine.pipeline.runner = ArrayRunner(engine.model.packed, Path(attention), engine.sampler)
+    engine.pipeline.runner = ArrayRunner(engine.model.packed, StepPath(attention), engine.sampler)
     engine.runner.compiled.reason = None
     return engine

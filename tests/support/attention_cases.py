@@ -64,7 +64,7 @@ class Case:
     ) -> None:  # fmt: skip
         rng = np.random.default_rng(seed)
         self.batch, self.dtype = make_batch(segments, seed), dtype
-        self.scale, self.head_groups = dim**-0.5, {heads // kv_heads}
+        self.scale, self.queries_per_kv = dim**-0.5, {heads // kv_heads}
         num_blocks = int(self.batch.block_tables.max()) + 2
         slots = (num_blocks + 1) * BLOCK_SIZE
 

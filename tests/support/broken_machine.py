@@ -67,10 +67,10 @@ MISCOMPILED = {
     "fused_recurrence": ("softplus(gate + bias)", "softplus(gate)"),
     "gated_rms_norm": ("Z_START + group * DIM", "Z_START + group / 2 * DIM"),
 }
-# Forms of kernels that are checked by themselves: when they are launched.
+# Uses of kernels that are checked by themselves: when they are launched.
 FORMS = {row.name: " || ".join(row.template) for row in REGISTRY.values() if row.template}
 KINDS = ("does not compile", "is wrong", "raises", "hangs", "ends the process", "is slow")
-# Kernels without an alternative to compare with.
+# Kernels without a fallback to compare with.
 _NOT_TIMED = (
     "kv_write", "kv_gather", "skinny_gemm", "causal_conv", "gated_delta", "fused_recurrence",
     "expert_topk", "expert_plan", "expert_gemm", "expert_sum", "kv_write_quantised",
@@ -172,7 +172,7 @@ def consequence(kernel: str, kind: str) -> dict[str, str]:
         "raises": "the pipeline allows 512 threads",
         "hangs": "hangs: no result after",
         "ends the process": "ends the process: SIGABRT",
-        "is slow": "takes 300 us where its alternative takes 100 us",
+        "is slow": "takes 300 us where its fallback takes 100 us",
     }
     faster = kind == "is slow" and kernel == "varlen_prefill"  # a choice, not a failure
     return {} if faster else {kernel: rf"{kernel} \(.*\): .*{said[kind]}"}

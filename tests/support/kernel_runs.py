@@ -183,13 +183,14 @@ def latent_rows(dtype, splits=1, dims=(64, 16), bits=None):
 
 def new_latents(dtype, bits=None, factor=1.0):
     """Rows of two products, the last slot of the store among the written, and one without."""
-    heads, rank, rope = GROUP, 128, 24
-    q, kv = draw(5, heads * 40, seed=9, dtype=dtype), draw(5, rank + rope, seed=13, dtype=dtype)
-    spec = LayerSpec(1, rank, rope, dtype, bits=bits)
+    heads, latent_dim, rope = GROUP, 128, 24
+    q = draw(5, heads * 40, seed=9, dtype=dtype)
+    kv = draw(5, latent_dim + rope, seed=13, dtype=dtype)
+    spec = LayerSpec(1, latent_dim, rope, dtype, bits=bits)
     rows = zip((spec.k_row, spec.v_row), (1, 2), strict=True)
     written = [row.pack(draw(SLOTS, 1, row.dim, seed=seed, dtype=dtype)) for row, seed in rows]
-    norm = RMSNorm(draw(rank, seed=10, dtype=dtype), 1e-5)
-    columns = Columns(q, 16), 40, heads, Columns(kv, 0), Columns(kv, rank)
+    norm = RMSNorm(draw(latent_dim, seed=10, dtype=dtype), 1e-5)
+    columns = Columns(q, 16), 40, heads, Columns(kv, 0), Columns(kv, latent_dim)
     q_pe, _ = latent_write(
         NewLatents(*columns, norm, Rope(20, True, 1e4, 1.0, None, factor)),
         positions=mx.array([0, 3, 4, 9, 50], mx.int32),
@@ -339,7 +340,7 @@ def expert_gemm(dtype, how=None, activation=GPT_OSS):
     product = experts.expert_product(
         x, mx.array(CHOSEN.reshape(-1)), plan_of(CHOSEN, 3, 16, LIVE), made.gate, up=made.up,
         activation=made.activation, share=2,
-        how=GemmPlan(2, 2, 1 if how is None else spread_of(shape_of(made.gate.weight))),
+        plan=GemmPlan(2, 2, 1 if how is None else spread_of(shape_of(made.gate.weight))),
     )  # fmt: skip
     return [product.astype(mx.float32)]
 
@@ -352,7 +353,7 @@ def expert_gemm_in_lanes(dtype):
     x = (draw(4, 928, seed=19) * mx.array([[0.5], [1], [2], [3]])).astype(dtype)
     product = experts.expert_product(
         x, mx.array(chosen.reshape(-1)), plan_of(chosen, 3, 4), made.gate, up=made.up,
-        activation=made.activation, how=GemmPlan(2, 2, 4, 16, in_lanes=True),
+        activation=made.activation, plan=GemmPlan(2, 2, 4, 16, in_lanes=True),
     )  # fmt: skip
     return [product.astype(mx.float32)]
 
@@ -379,12 +380,12 @@ def causal_conv_rows(dtype):
     x, weight, bias = (
         draw(*shape, seed=18, dtype=dtype) for shape in ((step.num_rows, 300), (300, 4), (300,))
     )
-    states = mx.array(step.pool(3, 300)).astype(dtype)
+    states = mx.array(step.states(3, 300)).astype(dtype)
     y, _ = causal_conv(
         Columns(x, 0), weight, bias, states, mx.array(step.array),
         mx.array(plan_conv_tiles(step.array)), new_token(), silu=True,
     )  # fmt: skip
-    mx.eval(y)  # MLX does not know that the pool is written
+    mx.eval(y)  # MLX does not know that the state store is written
     return [mx.nan_to_num(states), y]
 
 
@@ -394,7 +395,7 @@ def recurrent_rows(dtype, form):
     rows = step.num_rows
     joined = draw(rows, 4 * k_dim + 4 * 72, seed=18, dtype=dtype) / k_dim**0.5
     wide = [Columns(joined, start) for start in (0, 2 * k_dim, 4 * k_dim)]
-    states, beta = mx.array(step.pool(4, 72, k_dim)), mx.sigmoid(draw(rows, 4, seed=19))
+    states, beta = mx.array(step.states(4, 72, k_dim)), mx.sigmoid(draw(rows, 4, seed=19))
     norm, skip = None, draw(4, seed=22) if "ssm" in form else None
     if form == "columns":
         gates = given(mx.sigmoid(draw(rows, 4, k_dim, seed=20)), beta)
@@ -411,7 +412,7 @@ def recurrent_rows(dtype, form):
         *wide, gates, states, mx.array(step.array), new_token(), num_k_heads=2,
         max_seqlen=step.max_seqlen, norm=norm, skip=skip,
     )  # fmt: skip
-    mx.eval(y)  # MLX does not know that the pool is written
+    mx.eval(y)  # MLX does not know that the state store is written
     return [mx.nan_to_num(states), y]
 
 

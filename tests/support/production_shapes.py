@@ -114,26 +114,34 @@ def prefill(of: Heads, dtype: mx.Dtype, *, bits: int | None = None) -> None:
 
 
 def latents(
-    heads: int, rank: int, rope: int, dtype: mx.Dtype, *, bits: int | None = None, splits: int = 1
+    heads: int,
+    latent_dim: int,
+    rope: int,
+    dtype: mx.Dtype,
+    *,
+    bits: int | None = None,
+    splits: int = 1,
 ) -> None:
-    spec = LayerSpec(1, rank, rope, dtype, bits=bits)
+    spec = LayerSpec(1, latent_dim, rope, dtype, bits=bits)
     store = [mx.zeros((SLOTS, 1, r.width), r.kept_dtype) for r in (spec.k_row, spec.v_row)]
     latent_attention(
-        mx.zeros((ROWS, heads, rank), dtype), mx.zeros((ROWS, heads, rope), dtype),
+        mx.zeros((ROWS, heads, latent_dim), dtype), mx.zeros((ROWS, heads, rope), dtype),
         _ints(ROWS, BLOCKS), _ints(ROWS + 1), _ints(ROWS), _ints(40, 2), *store, new_token(),
         block_size=BLOCK_SIZE, scale=0.1, splits=splits, spec=spec,
     )  # fmt: skip
 
 
 def latent_rows(
-    heads: int, rank: int, rope: int, dtype: mx.Dtype, *, bits: int | None = None
+    heads: int, latent_dim: int, rope: int, dtype: mx.Dtype, *, bits: int | None = None
 ) -> None:
-    spec = LayerSpec(1, rank, rope, dtype, bits=bits)
+    spec = LayerSpec(1, latent_dim, rope, dtype, bits=bits)
     store = [mx.zeros((SLOTS, 1, r.width), r.kept_dtype) for r in (spec.k_row, spec.v_row)]
-    q, kv = mx.zeros((ROWS, heads * 256), dtype), mx.zeros((ROWS, rank + rope), dtype)
-    norm, turn = RMSNorm(mx.zeros(rank, dtype), 1e-6), Rope(rope, True, 1e6, 1.0, None)
+    q, kv = mx.zeros((ROWS, heads * 256), dtype), mx.zeros((ROWS, latent_dim + rope), dtype)
+    norm, new_rope = RMSNorm(mx.zeros(latent_dim, dtype), 1e-6), Rope(rope, True, 1e6, 1.0, None)
     latent_write(
-        NewLatents(Columns(q, 192), 256, heads, Columns(kv, 0), Columns(kv, rank), norm, turn),
+        NewLatents(
+            Columns(q, 192), 256, heads, Columns(kv, 0), Columns(kv, latent_dim), norm, new_rope
+        ),
         positions=_ints(ROWS), slot_mapping=_ints(ROWS), keys=store[0], values=store[1],
         token=new_token(), spec=spec,
     )  # fmt: skip

@@ -40,10 +40,10 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Latents:
-    """`rank` columns of each row, and their pending norm."""
+    """`kv_lora_rank` columns of each row, and their pending norm."""
 
     columns: Columns
-    rank: int
+    kv_lora_rank: int
     norm: RMSNorm
 
 

@@ -96,7 +96,7 @@ class ForwardBatch:
 
     def validate(self, *num_blocks: int, num_state_slots: int = 0) -> None:
         """Raise ValueError for an inconsistent batch; num_blocks: the store's, per KV group.
-        num_state_slots: of the pool of recurrent states; 0: there is none.
+        num_state_slots: of recurrent states; 0: there is none.
 
         An index outside the store would corrupt memory without an error on the device.
         """
@@ -158,7 +158,7 @@ class ForwardBatch:
         if used.min() < EMPTY_SLOT or written.min() < 0 or used.max() >= num_slots:
             raise ValueError(
                 f"state slots {used.min()} to {used.max()}, written ones from {written.min()} on, "
-                f"point outside the pool of {num_slots}"
+                f"point outside the state store of {num_slots}"
             )
         if len(np.unique(written)) < len(written):
             raise ValueError(f"two states would be written to one slot of {written.tolist()[:16]}")

@@ -1,6 +1,6 @@
 """Checks the kernels of attention on this device against the reference.
 
-A check launches the variants that serving launches, so that its compilation is not wasted.
+A check launches the instantiations that serving launches, so that its compilation is not wasted.
 """
 
 from collections.abc import Sequence

@@ -98,7 +98,7 @@ def seconds_per_call(
         for _ in range(count):
             mx.eval(run(x))
 
-    return timing.seconds_in_turns([chains])[0] / chain
+    return timing.seconds_alternating([chains])[0] / chain
 
 
 def copy_bandwidth(size: int = 1 << 30) -> float:

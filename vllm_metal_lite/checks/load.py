@@ -80,7 +80,7 @@ class TimedStore:
         """
         s = self.shape
         groups = {s.num_heads // s.num_kv_heads}
-        attention = KernelAttention(self.store, prefill, groups, without=without)
+        attention = KernelAttention(self.store, prefill, groups, failed_kernels=without)
         step, state = attention.prepare(self.batch, self.batch.num_tokens), attention.new_state()
         sinks = mx.zeros(s.num_heads) if s.sinks else None
         call = AttentionCall(0, self.scale, s.window, s.softcap, sinks, self.q_pe)

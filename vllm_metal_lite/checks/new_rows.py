@@ -73,9 +73,9 @@ def new_rows(
             for x, w in zip(parts[:2], weights, strict=True)
         )
     rope, rates = _rope(rope_shape)
-    turned = [_turn(x, positions, rope_shape, rates, shape.dtype) for x in parts[:2]]
+    rotated = [_rotate(x, positions, rope_shape, rates, shape.dtype) for x in parts[:2]]
     new = NewRows(q, k, v, shape.num_heads, rope, q_norm, k_norm)
-    return new, turned + parts[2:]
+    return new, rotated + parts[2:]
 
 
 def new_latents(
@@ -84,23 +84,24 @@ def new_latents(
     """New rows of a latent layer in two arrays, as projections make them, and the expected rotary
     queries, latents and rotary keys."""
     rng, rows = np.random.default_rng(5), len(positions)
-    rank, rope, heads = shape.k_head_dim, shape.v_head_dim, shape.num_heads
+    latent_dim, rope, heads = shape.k_head_dim, shape.v_head_dim, shape.num_heads
     q = draw(rng, (rows, heads, 2 * rope), shape.dtype)
-    kv = draw(rng, (rows, 1, rank + rope), shape.dtype)
-    weight = draw(rng, (rank,), shape.dtype)
+    kv = draw(rng, (rows, 1, latent_dim + rope), shape.dtype)
+    weight = draw(rng, (latent_dim,), shape.dtype)
     joined, queries = (mx.array(a.reshape(rows, -1)).astype(shape.dtype) for a in (kv, q))
     norm = RMSNorm(mx.array(weight).astype(shape.dtype), EPS)
-    turn, rates = _rope(rope_shape)
-    latent, k_pe = Columns(joined, 0), Columns(joined, rank)
-    new = NewLatents(Columns(queries, rope), 2 * rope, heads, latent, k_pe, norm, turn)
-    turned = (
-        _turn(x, positions, rope_shape, rates, shape.dtype) for x in (q[..., rope:], kv[..., rank:])
+    new_rope, rates = _rope(rope_shape)
+    latent, k_pe = Columns(joined, 0), Columns(joined, latent_dim)
+    new = NewLatents(Columns(queries, rope), 2 * rope, heads, latent, k_pe, norm, new_rope)
+    rotated = (
+        _rotate(x, positions, rope_shape, rates, shape.dtype)
+        for x in (q[..., rope:], kv[..., latent_dim:])
     )
-    rotary_q, rotary_k = turned
-    return new, [rotary_q, rms_norm(kv[..., :rank], weight, EPS, shape.dtype), rotary_k]
+    rotary_q, rotary_k = rotated
+    return new, [rotary_q, rms_norm(kv[..., :latent_dim], weight, EPS, shape.dtype), rotary_k]
 
 
-def _turn(
+def _rotate(
     x: np.ndarray, positions: np.ndarray, rope_shape: RopeShape, rates: np.ndarray, dtype: mx.Dtype
 ) -> np.ndarray:
     """Rotates pairs as complex numbers."""
@@ -110,8 +111,8 @@ def _turn(
         x[..., : rope_shape.dims] = rounded(factor * head, dtype)
     first, second = (2 * i, 2 * i + 1) if rope_shape.traditional else (i, i + rope_shape.dims // 2)
     angles = rope_shape.scale * positions[:, None, None] * rates
-    turned = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles)
-    x[..., first], x[..., second] = turned.real, turned.imag
+    rotated = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles)
+    x[..., first], x[..., second] = rotated.real, rotated.imag
     return x
 
 

@@ -120,9 +120,9 @@ def full_list() -> list[KernelUse]:
         weights = [WeightShape(100, depth, h) for h in how for depth in (128, 1152)]
         uses.append(KernelUse((shape,), _BLOCK, weights=(*weights, WeightShape(100, 96))))
         turns = RopeShape(64, traditional=True), RopeShape(32, base=None)  # of rotary keys
-        for count, rank, rope in latents:
+        for count, latent_dim, rope in latents:
             for bits in (None, 8, 4):
-                shape = AttentionShape(count, 1, rank, rope, dtype, latent=True, kv_bits=bits)
+                shape = AttentionShape(count, 1, latent_dim, rope, dtype, latent=True, kv_bits=bits)
                 uses.append(KernelUse((shape,), _BLOCK, turns))
         recurrences: list[RecurrentShape] = [
             *(ConvShape(*shape, dtype)

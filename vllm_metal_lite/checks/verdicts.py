@@ -14,7 +14,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import isolated
 from vllm_metal_lite.checks.check import Check
-from vllm_metal_lite.checks.plan import checks_for
+from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.result import CheckResult, Speed
 from vllm_metal_lite.kernels.findings import Findings
 from vllm_metal_lite.kernels.registry import REGISTRY
@@ -81,7 +81,7 @@ def _verdict(
         speed, remark = result.speed, remarks.get(result.check, "")
         if not result.passed:
             failures.setdefault(result.kernel, f"{result}{remark}")
-        elif REGISTRY[result.kernel].prompts == "varlen":
+        elif REGISTRY[result.kernel].prefill == "varlen":
             varlen += speed is None or speed.ratio <= 1
         elif speed is not None and speed.is_slow:
             failures.setdefault(result.kernel, f"{result.check}: {speed}{remark}")

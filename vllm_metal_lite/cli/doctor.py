@@ -20,9 +20,9 @@ from typing import Any
 
 from vllm_metal_lite import backend, devices, envs
 from vllm_metal_lite.attention.select import no_kernels
-from vllm_metal_lite.checks import bandwidth, generation, isolated, ordering, verdicts
+from vllm_metal_lite.checks import bandwidth, compare_tokens, isolated, ordering, verdicts
 from vllm_metal_lite.checks.check import Check
-from vllm_metal_lite.checks.plan import checks_for
+from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.popular_shapes import COMMON, full_list
 from vllm_metal_lite.checks.result import CheckResult
 from vllm_metal_lite.cli import doctor_text, log, machine
@@ -203,7 +203,7 @@ class Examination:
         report = self.report
         with self._section("answers", "comparing answers"):
             try:
-                found = generation.compare(model, lambda what: _say(f"comparing: {what}"))
+                found = compare_tokens.compare(model, lambda what: _say(f"comparing: {what}"))
             except MetalLiteError as e:  # too little memory
                 report["answers"] = {"model": None, "problem": one_line(e)}
                 report["problems"].append(f"answers: {one_line(e)}")
@@ -286,7 +286,7 @@ def _check_as_json(result: CheckResult) -> dict[str, Any]:
         "passed": result.passed,
         "failure": result.failure,
         "seconds": speed and speed.seconds,
-        "alternative_seconds": speed and speed.alternative,
+        "alternative_seconds": speed and speed.fallback_seconds,
         "is_slow": bool(speed and speed.is_slow),
     }
 

@@ -9,7 +9,7 @@ from vllm_metal_lite.kernels.registry import REGISTRY
 
 _MORE = "--full tries all"
 _SEND = "please open an issue with the file of `vllm-metal-lite doctor --report report.json`"
-_FASTER = f"The engine uses the alternative where that is faster; {_SEND}"
+_FASTER = f"The engine uses the fallback where that is faster; {_SEND}"
 
 
 # A part of the text, from the report as far as it is known.
@@ -58,7 +58,7 @@ def describe_checks(report: Report) -> Iterator[str]:
         if wrong:
             yield f"{label}WRONG in {len(wrong)} of {len(own)} checks"
             yield from (f"  {_failure(check)}" for check in wrong)
-            yield f"  instead: {REGISTRY[kernel].instead}"
+            yield f"  fallback: {REGISTRY[kernel].fallback}"
             continue
         worst = max((c["error"] / c["tolerance"] for c in own if c["tolerance"]), default=0.0)
         text = f"right in {len(own)} checks, worst error {100 * worst:.0f} % of what is allowed"
@@ -66,11 +66,11 @@ def describe_checks(report: Report) -> Iterator[str]:
         if times:
             slowest = max(times, key=_times_slower)
             ours, other = (1e6 * slowest[key] for key in ("seconds", "alternative_seconds"))
-            text += f"; {ours:,.0f} us, its alternative {other:,.0f} us"
+            text += f"; {ours:,.0f} us, its fallback {other:,.0f} us"
         yield label + text
         if any(check["is_slow"] for check in own):
             times_slower = f"{_times_slower(slowest):.1f} times slower"
-            yield f"  SLOW: right, and {times_slower} than its alternative"
+            yield f"  SLOW: right, and {times_slower} than its fallback"
             yield f"  {_FASTER}"
     left, total = report["not_tried"]["checks"], report["not_tried"]["of_checks"]
     if left:

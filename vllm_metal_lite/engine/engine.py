@@ -65,7 +65,7 @@ class LLMEngine:
         seats = self.config.max_num_seqs
         store = PagedStore(
             model.kv_specs, self.kv_groups, self.config.block_size,
-            states=model.packed.state_pool(self.num_state_slots),
+            states=model.packed.state_store(self.num_state_slots),
         )  # fmt: skip
         self.sampler = Sampler(seats, model.vocab_size)
         runner = build_runner(model, store, self.sampler, self.config.attention)
@@ -144,7 +144,7 @@ class LLMEngine:
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
-        turn: int = 0,
+        fair_round: int = 0,
         atomic: bool = False,
         checkpoints: Sequence[int] = (),
     ) -> None:
@@ -153,13 +153,13 @@ class LLMEngine:
         prompt: text, token ids, or a dict with "prompt" or "prompt_token_ids", and perhaps with
         "cache_salt": only prompts of the same salt share blocks.
         params: by default `get_default_sampling_params`.
-        priority: lower goes first, then the lower turn, which keeps a server fair.
+        priority: lower goes first, then the lower fair_round, which keeps a server fair.
         atomic: compute the prompt in one step, never chunked.
         checkpoints: numbers of prompt tokens after which other prompts may continue differently,
         such as the end of a system prompt.  Models with recurrent layers keep their state there.
         """
         params = self.get_default_sampling_params() if params is None else params
-        check_arguments(request_id, params, priority, turn, atomic)
+        check_arguments(request_id, params, priority, fair_round, atomic)
         names = [request_id if params.n == 1 else f"{request_id}#{i}" for i in range(params.n)]
         if request_id in self._requests or any(name in self._answers for name in names):
             raise RequestError(f"request_id {show(request_id)} is already in use")
@@ -173,7 +173,7 @@ class LLMEngine:
         result = RequestOutput(request_id, text, token_ids, [])
         answers = make_answers(
             names, result, params, self.model, self.max_model_len, seed, bad_words,
-            priority=priority, turn=turn, arrival=arrival, atomic=atomic,
+            priority=priority, fair_round=fair_round, arrival=arrival, atomic=atomic,
             checkpoint_positions=positions, cache_salt=salt,
         )  # fmt: skip
         constraints = [constraint_of(params, self.model) for _ in answers]
@@ -488,7 +488,7 @@ class LLMEngine:
             "accepted_tokens": 0 if speculator is None else speculator.num_accepted,
             "steps_ahead": self.pipeline.num_ahead,
             "compiled_steps": self.runner.compiled.num_steps,
-            "failed_kernels": len(self.runner.path.failed),
+            "failed_kernels": len(self.runner.path.failed_kernels),
             "attention_by_segment": int(self.model.packed.reads_store),
             "memory_active_bytes": mx.get_active_memory(),
             "memory_cached_bytes": mx.get_cache_memory(),

@@ -63,12 +63,12 @@ class LLM:
         ids = []
         try:
             each = zip(batch, params, priorities, kept, strict=True)
-            for i, (prompt, p, rank, positions) in enumerate(each):
+            for i, (prompt, p, its_priority, positions) in enumerate(each):
                 request_id = str(next(self._ids))
                 try:
                     self.engine.add_request(
                         request_id, prompt, p,
-                        priority=rank, atomic=atomic, checkpoints=positions,
+                        priority=its_priority, atomic=atomic, checkpoints=positions,
                     )  # fmt: skip
                 except RequestError as e:
                     where = f"prompt {i}: " if len(batch) > 1 else ""

@@ -122,8 +122,8 @@ def _rope(original: Function, positions: mx.array) -> Function:
             factor, origin = origin.factor, origin.heads
         angles = how["traditional"], how["base"], how["scale"], how.get("freqs")
         heads = origin if isinstance(origin, Heads) else heads_of(x)
-        turned = heads.rotated(Rope(dims, *angles, factor))
-        return out if turned is None else Traced(out, turned)
+        rotated = heads.rotated(Rope(dims, *angles, factor))
+        return out if rotated is None else Traced(out, rotated)
 
     return rope
 

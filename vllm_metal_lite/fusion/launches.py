@@ -18,7 +18,7 @@ from vllm_metal_lite.fusion.linear import fuse_linears
 from vllm_metal_lite.fusion.norms import fold_norm_weights
 from vllm_metal_lite.fusion.routing import Selector, routing_functions, selectors_of
 from vllm_metal_lite.kernels.experts import MAX_ROWS
-from vllm_metal_lite.kernels.registry import left_out
+from vllm_metal_lite.kernels.registry import unused_kernels
 from vllm_metal_lite.model.experts import served_experts
 from vllm_metal_lite.model.packed import Fusion
 from vllm_metal_lite.model.seam.hooks import hooked, namespaces
@@ -68,20 +68,20 @@ class FusedLaunches(Fusion):
         )
         return "".join(f"; {what} of {_count(rows)} by {by}" for what, rows, by in parts if rows)
 
-    def without(self, failed: Collection[str]) -> "FusedLaunches":
-        """The fusion without the kernels in `failed`; KernelAttention replaces its own kernels."""
-        failed = left_out(failed)
+    def without(self, failed_kernels: Collection[str]) -> "FusedLaunches":
+        """The fusion without these kernels; KernelAttention replaces its own kernels."""
+        unused = unused_kernels(failed_kernels)
         return replace(
             self,
-            skinny_rows=range(0) if "skinny_gemm" in failed else self.skinny_rows,
-            expert_rows=range(0) if "expert_gemm" in failed else self.expert_rows,
-            adds_norms=self.adds_norms and "add_rms_norm" not in failed,
+            skinny_rows=range(0) if "skinny_gemm" in unused else self.skinny_rows,
+            expert_rows=range(0) if "expert_gemm" in unused else self.expert_rows,
+            adds_norms=self.adds_norms and "add_rms_norm" not in unused,
             named=tuple(
                 (module, name)
                 for module, name in self.named
-                if name != "precise_swiglu" or "gated_rms_norm" not in failed
+                if name != "precise_swiglu" or "gated_rms_norm" not in unused
             ),
-            routes=self.routes and "expert_topk" not in failed,
+            routes=self.routes and "expert_topk" not in unused,
         )
 
 

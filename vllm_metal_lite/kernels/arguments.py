@@ -32,7 +32,7 @@ TOKEN_SHAPE = (MIN_ELEMENTS,)
 # Largest head sizes.
 MAX_DECODE_DIM, MAX_PREFILL_DIM = 576, 256
 # Largest latent and rotary key.
-MAX_RANK, MAX_ROPE = 512, 64
+MAX_LATENT_DIM, MAX_ROPE_DIM = 512, 64
 
 
 class RMSNorm(NamedTuple):
@@ -73,12 +73,14 @@ def head_size_problem(dims: Iterable[int], largest: int) -> str | None:
     return None
 
 
-def latent_problem(rank: int, rope: int) -> str | None:
+def latent_problem(latent_dim: int, rope: int) -> str | None:
     """Why `latent_attention` cannot serve latents and rotary keys of these sizes, or None."""
-    if rank % 8 or not 8 <= rank <= MAX_RANK or (rank > MAX_ROPE and rank % 64):
-        return f"latent rank {rank} is not a multiple of 64 up to {MAX_RANK}, or of 8 up to 64"
-    if rope % 8 or not 8 <= rope <= MAX_ROPE:
-        return f"rotary size {rope} of latents is not a multiple of 8 up to {MAX_ROPE}"
+    fits = 8 <= latent_dim <= MAX_LATENT_DIM
+    if not fits or latent_dim % (64 if latent_dim > MAX_ROPE_DIM else 8):
+        most = f"64 up to {MAX_LATENT_DIM}, or of 8 up to {MAX_ROPE_DIM}"
+        return f"latent size {latent_dim} is not a multiple of {most}"
+    if rope % 8 or not 8 <= rope <= MAX_ROPE_DIM:
+        return f"rotary size {rope} of latents is not a multiple of 8 up to {MAX_ROPE_DIM}"
     return None
 
 

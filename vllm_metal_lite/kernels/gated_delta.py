@@ -1,4 +1,4 @@
-"""The gated delta rule over packed rows, and Mamba 2's state space update, a form of it."""
+"""The gated delta rule over packed rows, and Mamba 2's state space update, a use of it."""
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import TOKEN_SHAPE, head_size_problem, unused
@@ -53,8 +53,8 @@ def gated_delta(
         S = S * gate[t];  S = S + beta[t] * v[t] k[t]^T;  y[t] = S q[t] + skip * v[t]
 
     q, k: num_k_heads heads of Dk, normalised and scaled by the caller unless norm is given;
-    num_k_heads divides Hv.  v: Hv heads of Dv.  states: the pool (slots, Hv, Dv, Dk) float32,
-    written in place.  segments: from `plan_segments`.  max_seqlen: rows of the longest segment; a
+    num_k_heads divides Hv.  v: Hv heads of Dv.  states: the store (slots, Hv, Dv, Dk) float32,
+    written in place.  segments: from `pack_segments`.  max_seqlen: rows of the longest segment; a
     step of single rows loads no tiles.  Neither max_seqlen nor how a prompt is cut changes the
     sums.  Sums are in float32, y is rounded once, to the type of v.  Rows of padding give zeros.
 

@@ -1,7 +1,7 @@
 """The interface of recurrent layers over packed rows, and what mlx-lm's layers ask of it.
 
 Rows are those of a packed step, in mlx-lm's shapes: (N, 1, ...).  Each segment continues its own
-state, which `key` names in the store's pool.
+state, which `key` names in the state store.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g, normaliz
 from mlx_lm.models.ssm import compute_dt
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kv.states import Key
+from vllm_metal_lite.kv.state_store import Key
 from vllm_metal_lite.specs import ConvShape, RecurrenceShape
 
 

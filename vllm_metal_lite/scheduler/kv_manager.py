@@ -114,7 +114,7 @@ class KVCacheManager:
         request.block_tables = list(hit.tables)
         request.num_resets = self.num_resets
         if self.states is not None:
-            self._trail(request, hit)
+            self._continue_turn(request, hit)
             self.states.admit(request, hit.state, num_running)
         if self.enable_caching:
             planned = plan_checkpoints(
@@ -124,7 +124,7 @@ class KVCacheManager:
             request.kept_positions = [p.position for p in planned if not p.disposable]
             request.planned = [] if self.states is None else planned
 
-    def _trail(self, request: Request, hit: PrefixHit) -> None:
+    def _continue_turn(self, request: Request, hit: PrefixHit) -> None:
         """Record which conversation a request continues, and which checkpoints it still needs."""
         if not self.enable_caching or self.states is None:
             return

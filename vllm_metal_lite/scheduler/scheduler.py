@@ -4,7 +4,7 @@ A request has no phases, only a gap: `num_tokens - num_computed_tokens`.  A step
 1. decodes (requests whose prompt is computed) get one token each;
 2. partial prefills resume;
 3. waiting requests are admitted.
-Each phase takes requests in the order of rank = (priority, turn, arrival), up to
+Each phase takes requests in the order of (priority, fair_round, arrival), up to
 `max_num_batched_tokens` and `max_num_seqs`.
 
 A step can be scheduled before the previous step's tokens are known: `advance` appends
@@ -24,8 +24,8 @@ from vllm_metal_lite.scheduler.drafts import DraftScheduler, Propose
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager, NewBlocks
 from vllm_metal_lite.scheduler.limits import longest
-from vllm_metal_lite.scheduler.rank_queue import RANK, RankQueue
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
+from vllm_metal_lite.scheduler.request_queue import SORT_KEY, RequestQueue
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
 from vllm_metal_lite.scheduler.state_scheduler import StateScheduler
 from vllm_metal_lite.scheduler.state_slots import StateSlots
@@ -68,9 +68,9 @@ class Scheduler:
         self._block_size = config.block_size
         self._requests: dict[str, Request] = {}
         # Each unfinished request is in one of these queues, or ended by `advance`.
-        self._waiting = RankQueue()
-        self._partials = RankQueue()
-        self._decodes = RankQueue()
+        self._waiting = RequestQueue()
+        self._partials = RequestQueue()
+        self._decodes = RequestQueue()
         # Decodes that complete a block whose last token is still unknown: no hash, so no name yet.
         self._unnamed: list[tuple[SchedulerOutput, Request]] = []
         self._num_added = 0
@@ -110,7 +110,7 @@ class Scheduler:
             raise RequestError(f"request {show(request.request_id)} is already in use")
         request.max_length = longest(request, self.config, self.max_model_len, self.kv)
         # The count orders requests of equal arrival (the n answers of one prompt).
-        request.rank = (request.priority, request.turn, request.arrival, self._num_added)
+        request.sort_key = (request.priority, request.fair_round, request.arrival, self._num_added)
         self._num_added += 1
         self._requests[request.request_id] = request
         self._waiting.add(request)
@@ -146,13 +146,13 @@ class Scheduler:
             self._schedule_decodes(out)
             self._schedule_prefills(out)
         else:
-            turns = [self._schedule_decodes, self._schedule_prefills]
+            in_order = [self._schedule_decodes, self._schedule_prefills]
             whole = self.config.prefill_policy == "whole"
             if not self._prefilled_last or (whole and self._partials):
-                turns.reverse()
-            turns[0](out)
+                in_order.reverse()
+            in_order[0](out)
             if out.is_empty:
-                turns[1](out)
+                in_order[1](out)
         if out.is_empty and self._partials:
             self._break_deadlock(out)
         if not out.is_empty:
@@ -454,8 +454,8 @@ class Scheduler:
 
     def _preempt_lowest(self, out: SchedulerOutput) -> Request:
         last = [queue[-1] for queue in (self._partials, self._decodes) if queue]
-        victim = max(last, key=RANK)
-        # Steps are filled in order of rank, so the victim is not in this step yet.
+        victim = max(last, key=SORT_KEY)
+        # Steps are filled in this order, so the victim is not in this step yet.
         assert all(s.request is not victim for s in out.segments), "the victim is in this step"
         victim.num_preemptions += 1
         self.num_preemptions += 1

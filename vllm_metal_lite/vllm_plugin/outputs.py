@@ -14,7 +14,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOu
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.sampling import no_token
 from vllm_metal_lite.sampling.logits import Logprobs
-from vllm_metal_lite.vllm_plugin.translate import Step
+from vllm_metal_lite.vllm_plugin.translate import ScheduledStep
 
 logger = init_logger("vllm.metal_lite")
 
@@ -22,7 +22,7 @@ logger = init_logger("vllm.metal_lite")
 class StepOutput(AsyncModelRunnerOutput):
     """The output of a step in flight."""
 
-    def __init__(self, step: Step, result: StepResult) -> None:
+    def __init__(self, step: ScheduledStep, result: StepResult) -> None:
         self._step, self._result = step, result
 
     def get_output(self) -> ModelRunnerOutput:

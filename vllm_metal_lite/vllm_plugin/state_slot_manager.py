@@ -2,7 +2,7 @@
 
 vLLM's block manager gives state blocks the same ids as K and V blocks, so that each id stands for
 one page of bytes.  A state is as large as hundreds of tokens: vLLM makes a block as long as that.
-Here the states' ids come from a second pool, and block `id` is slot `id - 1` of the `StatePool`
+Here the states' ids come from a second pool, and block `id` is slot `id - 1` of the `StateStore`
 (block 0 is vLLM's null block).  Blocks of K and V stay small, and the number of slots is ours.
 
 Runs in the scheduler's process too, so it never imports MLX.
@@ -47,7 +47,7 @@ def no_own_pool() -> str | None:
 class StateSlotSpec(MambaSpec):
     """A layer of states in vLLM's accounts: no bytes of the pool that K and V are in.
 
-    num_slots: of the `StatePool`, for all recurrent layers together.
+    num_slots: of the `StateStore`, for all recurrent layers together.
     """
 
     num_slots: int = 0

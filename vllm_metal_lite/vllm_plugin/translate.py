@@ -49,7 +49,7 @@ class PluginRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ScheduledStep:
     """A step to run.  req_ids, requests: in the order of the batch's segments.
 
     prompt_logprobs: by segment, the collector for the prompt tokens of this step.
@@ -96,7 +96,7 @@ class StepTranslator:
         self._requests: dict[str, PluginRequest] = {}
         self._num_seen = 0
 
-    def begin(self, output: "SchedulerOutput") -> Step | None:
+    def begin(self, output: "SchedulerOutput") -> ScheduledStep | None:
         """Apply vLLM's decisions; None if there is nothing to compute."""
         for req_id in output.finished_req_ids:
             if (request := self._requests.pop(req_id, None)) is not None:
@@ -190,7 +190,7 @@ class StepTranslator:
             self.sampler.remove(row)
             request.req_index = None
 
-    def _pack(self, scheduled: dict[str, int], computed: dict[str, int]) -> Step:
+    def _pack(self, scheduled: dict[str, int], computed: dict[str, int]) -> ScheduledStep:
         # pack wants segments of one token first.
         req_ids = sorted(scheduled, key=lambda req_id: scheduled[req_id] > 1)
         requests = [self._requests[req_id] for req_id in req_ids]
@@ -208,9 +208,9 @@ class StepTranslator:
             for segment, (req_id, request) in enumerate(zip(req_ids, requests, strict=True))
             if request.prompt_logprobs is not None and computed[req_id] < request.num_prompt_tokens
         }
-        return Step(req_ids, requests, batch, prompt_logprobs)
+        return ScheduledStep(req_ids, requests, batch, prompt_logprobs)
 
-    def masks(self, step: Step, grammar: "GrammarOutput | None") -> TokenMasks | None:
+    def masks(self, step: ScheduledStep, grammar: "GrammarOutput | None") -> TokenMasks | None:
         """The grammar's bitmask rows, for requests that get a token in this step."""
         if grammar is None:
             return None

@@ -28,8 +28,8 @@ from vllm_metal_lite.specs import AttentionShape
 class KernelStepAttention:
     """See StepAttention.
 
-    token: orders writes and reads across launches.  without: kernels that are not used.  shares:
-    which layers read a shared prefix once.
+    token: orders writes and reads across launches.  unused_kernels: by this step.  shares: which
+    layers read a shared prefix once.
     """
 
     def __init__(
@@ -37,17 +37,17 @@ class KernelStepAttention:
         store: PagedStore,
         step: Step,
         token: mx.array,
-        without: Collection[str],
+        unused_kernels: Collection[str],
         shares: Sequence[bool],
     ) -> None:
         self.store, self.step, self.token = store, step, token
         self.plan: PagedPlan = step.plan
-        self.without, self.shares = without, shares
+        self.unused_kernels, self.shares = unused_kernels, shares
 
     @property
     def recurrence(self) -> KernelRecurrence:
         assert self.plan.recurrent is not None, "a step without recurrent states"
-        fused = "fused_recurrence" not in self.without
+        fused = "fused_recurrence" not in self.unused_kernels
         return KernelRecurrence(self.store.states, self.plan.recurrent, self, fused=fused)
 
     @property
@@ -79,7 +79,7 @@ class KernelStepAttention:
         new = NewRows(q.columns, k.columns, v.columns, q.num_heads, k.rope, q.norm, k.norm)
         if self.plan.writes_late:
             return new
-        if "rope_write" in self.without:
+        if "rope_write" in self.unused_kernels:
             return None
         assert self.plan.positions is not None
         keys, values = self._kv(layer)
@@ -97,10 +97,10 @@ class KernelStepAttention:
         """
         spec, positions = self.store.specs[layer], self.plan.positions
         rope, norm = k_pe.rope, latents.norm
-        if "latent_write" in self.without or positions is None or rope is None:
+        if "latent_write" in self.unused_kernels or positions is None or rope is None:
             return None
         kept = spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim, spec.v_head_dim
-        if (k_pe.num_heads, latents.rank, k_pe.head_dim, q.head_dim) != kept:
+        if (k_pe.num_heads, latents.kv_lora_rank, k_pe.head_dim, q.head_dim) != kept:
             return None
         if norm.weight is None or q.norm or k_pe.norm or not same_rope(q.rope, rope):
             return None
@@ -197,7 +197,7 @@ class KernelStepAttention:
         return out
 
     def _sdpa(self, q: mx.array, prompts: SdpaPlan, call: AttentionCall) -> mx.array:
-        take = take_rows if "gather_rows" in self.without else gather_rows
+        take = take_rows if "gather_rows" in self.unused_kernels else gather_rows
         group = self.store.group_of[call.layer]
         return execute_calls(prompts, group, q, call, self._gather, take)
 

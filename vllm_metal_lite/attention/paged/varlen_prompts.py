@@ -43,10 +43,10 @@ class VarlenPrompts(NamedTuple):
 
     @classmethod
     def plan(
-        cls, batch: ForwardBatch, num_rows: int, head_groups: Collection[int], repeats: bool
+        cls, batch: ForwardBatch, num_rows: int, queries_per_kv: Collection[int], repeats: bool
     ) -> "VarlenPrompts":
-        """num_rows: rows of prompts, including padding.  head_groups: query heads per KV head, over
-        all layers."""
+        """num_rows: rows of prompts, including padding.  queries_per_kv: query heads per KV head,
+        over all layers."""
         segments = max(power_of_two(batch.num_segments), MIN_ELEMENTS)
         longest = max(int(batch.seq_lens.max()), profile().min_keys)
         width = power_of_two(-(-longest // batch.block_size))
@@ -55,7 +55,7 @@ class VarlenPrompts(NamedTuple):
             tuple(mx.array(pad_tables(t, segments, width)) for t in batch.tables),
             mx.array(cu_seqlens_q),
             mx.array(pad_rows(batch.seq_lens, segments)),
-            {g: mx.array(plan_tiles(cu_seqlens_q, num_rows, g)) for g in sorted(head_groups)},
+            {g: mx.array(plan_tiles(cu_seqlens_q, num_rows, g)) for g in sorted(queries_per_kv)},
             repeats,
         )
 

@@ -7,7 +7,7 @@ products and softmax.
 from collections.abc import Callable, Iterable
 
 from vllm_metal_lite.attention.base import AttentionCall
-from vllm_metal_lite.attention.sdpa.calls import DeviceGroup, SdpaCalls, SdpaPlan
+from vllm_metal_lite.attention.sdpa.calls import DeviceCall, SdpaCalls, SdpaPlan
 from vllm_metal_lite.attention.sdpa.fused import unfused
 from vllm_metal_lite.backend import mx
 
@@ -24,7 +24,7 @@ def take_rows(rows: mx.array, index: mx.array) -> mx.array:
 
 def execute_calls(
     plan: SdpaPlan,
-    group: int,
+    kv_group: int,
     q: mx.array,
     call: AttentionCall,
     gather: Callable[[AttentionCall, SdpaCalls], Iterable[tuple[mx.array, mx.array]]],
@@ -32,16 +32,16 @@ def execute_calls(
 ) -> mx.array:
     """Attention of q (num_rows, H, D) -> (num_rows, H, Dv).
 
-    group: the layer's KV group.  call.q_pe: of the last num_rows rows.  gather: keys and values of
+    kv_group: of the layer.  call.q_pe: of the last num_rows rows.  gather: keys and values of
     each SDPA call, (B, num_kv_heads, Lk, head_dim).  take: selects rows of queries and of results.
     """
     if call.q_pe is not None:
         q = mx.concatenate([q, call.q_pe[-len(q) :]], axis=-1)
     limits = unfused(q.shape[1], q.shape[2], call.softcap)
-    calls, outputs = plan.calls(group, call.window, call.chunk, limits), []
+    calls, outputs = plan.calls(kv_group, call.window, call.chunk, limits), []
     parts = calls.queries.cut(q if calls.q_rows is None else take(q, calls.q_rows))
-    for one, queries, (k, v) in zip(calls.groups, parts, gather(call, calls), strict=True):
-        if limits is None or limits.fuses(queries.shape[2], one.group.mask):
+    for one, queries, (k, v) in zip(calls.calls, parts, gather(call, calls), strict=True):
+        if limits is None or limits.fuses(queries.shape[2], one.host.mask):
             mask = one.mask(q.dtype)
             out = _sdpa(queries, k, v, scale=call.scale, mask=mask, sinks=call.sinks)
         else:
@@ -55,7 +55,7 @@ def _by_products(
     q: mx.array,
     k: mx.array,
     v: mx.array,
-    call: DeviceGroup,
+    call: DeviceCall,
     scale: float,
     softcap: float | None,
     sinks: mx.array | None,
@@ -76,7 +76,7 @@ def _by_products(
     def masked(scores: mx.array) -> mx.array:
         return mx.where(call.visible, scores, mx.array(-float("inf"), scores.dtype))
 
-    scores, first = scores_of(k), call.group.num_visible
+    scores, first = scores_of(k), call.host.num_visible
     if first == 0:
         scores = masked(scores)
     elif first < k.shape[2]:

@@ -65,7 +65,7 @@ class ReferenceStepAttention:
         latents.
         """
         spec = self.store.specs[call.layer]
-        for group in calls.groups:
-            k = spec.k_row.unpack(group.gather(self.store.keys[call.layer]))
-            v = spec.v_row.unpack(group.gather(self.store.values[call.layer]))
+        for one in calls.calls:
+            k = spec.k_row.unpack(one.gather(self.store.keys[call.layer]))
+            v = spec.v_row.unpack(one.gather(self.store.values[call.layer]))
             yield (k, v) if call.q_pe is None else (mx.concatenate([k, v], axis=-1), k)

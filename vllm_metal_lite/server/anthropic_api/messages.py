@@ -57,8 +57,8 @@ class MessagesRequest(ConversationFields, SamplingFields):
 
 
 async def create_message(serving: Serving, body: MessagesRequest) -> Response:
-    generation, deltas = await answer(serving, body, body.conversation(), "msg_")
-    reply = MessageReply(generation, deltas, serving.model)
+    request, deltas = await answer(serving, body, body.conversation(), "msg_")
+    reply = MessageReply(request, deltas, serving.model)
     if body.stream:
         return serving.stream(reply.stream(), PING)
     return JSONResponse(await reply.whole())

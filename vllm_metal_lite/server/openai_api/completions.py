@@ -28,7 +28,7 @@ from vllm_metal_lite.server.openai_api.reply import Reply, ending
 from vllm_metal_lite.server.params import Unsupported, sampling_params
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.generation import Generation
+from vllm_metal_lite.server.worker.request_state import RequestState
 
 Prompt = str | list[int]
 
@@ -77,7 +77,7 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
     special = body.add_special_tokens is not False
     try:
         token_ids = await offload(_token_ids, prompts, engine, special)
-        generations = await _all(
+        requests = await _all(
             serving.generate("cmpl-", RenderedPrompt(ids), params, **body.scheduling())
             for ids in token_ids
         )
@@ -86,20 +86,20 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
         raise
     names = TokenNames(engine.tokenizer, bool(body.return_tokens_as_token_ids))
     writers = [
-        _Writer(body, generation, prompt, names)
-        for prompt, generation in zip(prompts, generations, strict=True)
+        _Writer(body, request, prompt, names)
+        for prompt, request in zip(prompts, requests, strict=True)
     ]
     reply = Reply(
-        "text_completion", serving.model, generations, body.stream_options,
+        "text_completion", serving.model, requests, body.stream_options,
         hides_answers=body.only_echoes,
     )  # fmt: skip
     if body.stream:
-        return serving.stream(reply.stream(_chunks(reply, deltas(generations), writers, params.n)))
-    for generation in generations:
-        await generation.complete()
+        return serving.stream(reply.stream(_chunks(reply, deltas(requests), writers, params.n)))
+    for request in requests:
+        await request.complete()
 
     def whole() -> dict[str, Any]:
-        answers = [(w, answer) for w in writers for answer in w.generation.answers]
+        answers = [(w, answer) for w in writers for answer in w.request.answers]
         readers = [(w, AnswerReader(i, answer)) for i, (w, answer) in enumerate(answers)]
         return reply.whole([writer.whole(reader.read()) for writer, reader in readers])
 
@@ -138,7 +138,7 @@ def _token_ids(prompts: Sequence[Prompt], engine: EngineClient, special: bool) -
         raise ApiError(400, str(e), param="prompt") from None
 
 
-async def _all(starts: Iterable[Coroutine[Any, Any, Generation]]) -> list[Generation]:
+async def _all(starts: Iterable[Coroutine[Any, Any, RequestState]]) -> list[RequestState]:
     """The results, in order.  If one fails, none is left running."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -154,11 +154,11 @@ class _Writer:
     def __init__(
         self,
         body: CompletionRequest,
-        generation: Generation,
+        request: RequestState,
         prompt: Prompt,
         names: TokenNames,
     ) -> None:
-        self._body, self.generation, self._prompt = body, generation, prompt
+        self._body, self.request, self._prompt = body, request, prompt
         self._names = names
         self._begun: set[int] = set()  # answers that have news
         self._offsets: dict[int, TextOffsets] = {}  # by answer
@@ -168,7 +168,7 @@ class _Writer:
         text, scores = self._news(delta)
         choice = {"index": delta.choice, "text": text, "logprobs": scores}
         if self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(self.generation.prompt_logprobs)
+            choice["prompt_logprobs"] = prompt_logprobs(self.request.prompt_logprobs)
         return {**choice, **ending(delta.answer, delta.finish_reason)}
 
     async def chunk(self, delta: Delta, reply: Reply) -> bytes | None:
@@ -195,11 +195,11 @@ class _Writer:
         offsets = self._offsets_of(answer, token_ids)
         if self._body.echo and answer.index not in self._begun:
             text = self._echo + text
-            prompt_ids = self.generation.prompt_token_ids
+            prompt_ids = self.request.prompt_token_ids
             if self._body.logprobs is not None:
                 offsets = echoed_offsets(self._names, prompt_ids, self._echo) + offsets
             token_ids = prompt_ids + token_ids
-            positions = [*(self.generation.prompt_logprobs or ()), *positions]
+            positions = [*(self.request.prompt_logprobs or ()), *positions]
         self._begun.add(answer.index)
         if self._body.logprobs is None:
             return text, None
@@ -211,7 +211,7 @@ class _Writer:
             return []
         if answer.index not in self._offsets:
             self._offsets[answer.index] = TextOffsets(
-                self._names.tokenizer, self.generation.params, self.generation.prompt_token_ids,
+                self._names.tokenizer, self.request.params, self.request.prompt_token_ids,
                 len(self._echo),
             )  # fmt: skip
         offsets = self._offsets[answer.index].add(token_ids)
@@ -227,7 +227,7 @@ class _Writer:
             return ""
         if isinstance(self._prompt, str):
             return self._prompt
-        return str(self._names.tokenizer.decode(self.generation.prompt_token_ids))
+        return str(self._names.tokenizer.decode(self.request.prompt_token_ids))
 
 
 async def _chunks(

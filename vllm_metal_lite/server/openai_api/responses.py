@@ -111,17 +111,17 @@ async def create_response(serving: Serving, body: ResponsesRequest) -> Response:
         input_messages(body.input, body.instructions), tools=list(tools.tools.values()),
         choice=tools.choice, effort=reasoning.effort,
     )  # fmt: skip
-    generation, deltas = await answer(serving, body, conversation, "resp_")
+    request, deltas = await answer(serving, body, conversation, "resp_")
     names, top = TokenNames(serving.engine.tokenizer), body.top_logprobs or 0
 
     def scores(token_ids: list[int], positions: Positions | None) -> list[dict[str, Any]]:
         found = chat_logprobs(token_ids, positions, top=top, names=names)
         return [] if found is None else found["content"]
 
-    echo = body.echo(serving.model, generation.params, tools)
-    reply = ResponseReply(generation, deltas, tools.callees, reasoning.shows_summary, echo, scores)
+    echo = body.echo(serving.model, request.params, tools)
+    reply = ResponseReply(request, deltas, tools.callees, reasoning.shows_summary, echo, scores)
     if body.stream:
         return serving.stream(reply.stream(), reply.keep_alive)
     whole = await reply.whole()
-    scored = generation.params.logprobs is not None
+    scored = request.params.logprobs is not None
     return await large_json(lambda: whole) if scored else JSONResponse(whole)

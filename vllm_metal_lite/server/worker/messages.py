@@ -17,14 +17,14 @@ from vllm_metal_lite.sampling_params import SamplingParams
 class Add:
     """Queue a request.  The engine's process answers Added or Refused.
 
-    turn: within a priority, see `fair_turns.py`.
+    fair_round: within a priority, see `fair_rounds.py`.
     """
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     priority: int = 0
-    turn: int = 0
+    fair_round: int = 0
     checkpoints: tuple[int, ...] = ()
     cache_salt: str | None = None
 

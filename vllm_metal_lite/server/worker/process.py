@@ -171,7 +171,7 @@ class Worker:
                 },
                 message.params,
                 priority=message.priority,
-                turn=message.turn,
+                fair_round=message.fair_round,
                 checkpoints=message.checkpoints,
             )
         except MetalLiteError as e:

@@ -1,6 +1,6 @@
 """The work of each kernel, and the same work by what replaces the kernel, ready to be timed.
 
-Both ways run as serving runs them: `KernelAttention` with the kernel and without it, or the MLX
+Both run as serving runs them: `KernelAttention` with the kernel and without it, or the MLX
 operations that a fused kernel replaces.  The loads are large enough that the device's work, not the
 host's, is timed.
 """
@@ -33,9 +33,9 @@ _PROMPTS = ((4, 512, 512), (1, 4096, 1024))
 # Rows of launches without attention.
 _ROWS = 512
 
-Way = Callable[[], object]
+Candidate = Callable[[], object]
 # By the kernel, and without it.
-Pair = tuple[Way, Way]
+Pair = tuple[Candidate, Candidate]
 Attend = Check[AttentionShape]
 # Rotated queries, keys and values.
 Apart = tuple[mx.array, mx.array, mx.array]
@@ -102,7 +102,7 @@ def gated_norm(check: Check[GatedNormShape]) -> list[Pair]:
     return [(together, mx.compile(apart))]
 
 
-def _turned(x: mx.array, rope: Rope, where: mx.array) -> mx.array:
+def _rotate(x: mx.array, rope: Rope, where: mx.array) -> mx.array:
     """The heads x rotated to the positions `where`, by MLX."""
     if rope.factor != 1:
         x = x.at[..., : rope.dims].multiply(rope.factor)
@@ -142,7 +142,7 @@ def _rows_apart(new: NewRows, shape: AttentionShape, where: mx.array) -> Apart:
     dims = shape.k_head_dim, shape.k_head_dim, shape.v_head_dim
     q, k, v = (x.reshape(_ROWS, -1, 1, dim) for x, dim in zip(parts, dims, strict=True))
     q, k = (
-        _turned(mx.fast.rms_norm(x, norm.weight, norm.eps) if norm else x, rope, where)
+        _rotate(mx.fast.rms_norm(x, norm.weight, norm.eps) if norm else x, rope, where)
         for x, norm in ((q, new.q_norm), (k, new.k_norm))
     )
     return q, k.squeeze(2), v.squeeze(2)
@@ -152,8 +152,8 @@ def _latents_apart(new: NewLatents, shape: AttentionShape, where: mx.array) -> A
     q = new.q.array.reshape(_ROWS, shape.num_heads, 1, -1)[..., -shape.v_head_dim :]
     latents, k_pe = mx.split(new.latent.array, [shape.k_head_dim], axis=1)
     latents = mx.fast.rms_norm(latents, new.norm.weight, new.norm.eps)[:, None]
-    rotary = _turned(k_pe[:, None, None], new.rope, where).squeeze(2)
-    return _turned(q, new.rope, where), latents, rotary
+    rotary = _rotate(k_pe[:, None, None], new.rope, where).squeeze(2)
+    return _rotate(q, new.rope, where), latents, rotary
 
 
 def fused_decode(check: Attend) -> list[Pair]:

@@ -43,7 +43,7 @@ class Times:
     finished: float | None = None
 
 
-class Generation:
+class RequestState:
     """A request that the engine has accepted.
 
     `changes` tells which answers grow; `complete` waits for all of them.  `EngineClient.generate`
@@ -59,10 +59,10 @@ class Generation:
         self,
         request: Add,
         tokenizer: TokenizerWrapper,
-        on_update: Callable[["Generation", float], None] | None = None,
+        on_update: Callable[["RequestState", float], None] | None = None,
     ) -> None:
         self.request_id, self.params = request.request_id, request.params
-        self.prompt_token_ids, self.turn = request.prompt_token_ids, request.turn
+        self.prompt_token_ids, self.fair_round = request.prompt_token_ids, request.fair_round
         self.num_cached_tokens = 0
         self._scored: list[PositionLogprobs | None] | None = None  # the prompt
         self._texts = texts_of(tokenizer)
@@ -153,25 +153,25 @@ class Generation:
         self.news.set()
 
 
-async def changes(generations: Sequence[Generation]) -> AsyncIterator[int]:
-    """The number of an answer, over all generations, whenever it has grown.
+async def changes(requests: Sequence[RequestState]) -> AsyncIterator[int]:
+    """The number of an answer, over all requests, whenever it has grown.
 
     A slow reader finds several new tokens at once.  Raises EngineLost.
     """
     news = asyncio.Event()
     news.set()
-    for generation in generations:
-        generation.news = news
+    for request in requests:
+        request.news = news
     while True:
         await news.wait()
         news.clear()
         first = 0
-        for generation in generations:
-            changed, generation.changed = generation.changed, {}
+        for request in requests:
+            changed, request.changed = request.changed, {}
             for index in changed:
                 yield first + index
-            if generation.error is not None:
-                raise generation.error
-            first += len(generation.answers)
-        if all(g.finished and not g.changed and g.error is None for g in generations):
+            if request.error is not None:
+                raise request.error
+            first += len(request.answers)
+        if all(g.finished and not g.changed and g.error is None for g in requests):
             return

@@ -20,9 +20,9 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.model.files import DEMO_PATH
-from vllm_metal_lite.vllm_plugin import group, heartbeat, hosts, watchdog
-from vllm_metal_lite.vllm_plugin.group import RankError
+from vllm_metal_lite.vllm_plugin import heartbeat, hosts, join_ranks, watchdog
 from vllm_metal_lite.vllm_plugin.heartbeat import Heartbeat
+from vllm_metal_lite.vllm_plugin.join_ranks import RankError
 from vllm_metal_lite.vllm_plugin.worker import MetalLiteWorker
 
 
@@ -157,9 +157,9 @@ def parallel(**options):
 
 
 def test_a_rank_that_does_not_start_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(group, "START", 0.2)
+    monkeypatch.setattr(join_ranks, "START", 0.2)
     with pytest.raises(RankError, match=r"rank 1 of 2 has not started \(limit: 0 s\)"):
-        group.join_workers(0, parallel(), f"file://{tmp_path / 'store'}", print)
+        join_ranks.join_workers(0, parallel(), f"file://{tmp_path / 'store'}", print)
 
 
 def free_port():
@@ -169,26 +169,26 @@ def free_port():
 
 
 def test_a_host_that_does_not_start_is_named(monkeypatch):
-    monkeypatch.setattr(group, "START_HOSTS", 0.2)
+    monkeypatch.setattr(join_ranks, "START_HOSTS", 0.2)
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
     options = parallel(nnodes=2, master_port=free_port())
     with pytest.raises(RankError, match=r"rank 1 of 2 has not started \(limit: 0 s\)"):
-        group.join_workers(0, options, "", print)
+        join_ranks.join_workers(0, options, "", print)
 
 
 def test_a_follower_says_where_it_looked_for_rank_0(monkeypatch):
-    monkeypatch.setattr(group, "START_HOSTS", 0.2)
+    monkeypatch.setattr(join_ranks, "START_HOSTS", 0.2)
     port = free_port()
     found = f"rank 1 found no rank 0 within 0 s at 127.0.0.1 port {port} "
     with pytest.raises(RankError, match=found):
-        group.join_workers(1, parallel(nnodes=2, node_rank=1, master_port=port), "", print)
+        join_ranks.join_workers(1, parallel(nnodes=2, node_rank=1, master_port=port), "", print)
 
 
 def test_hosts_must_agree_on_the_number_of_ranks():
     store = dist.HashStore()
-    group._links_of_rank_0(store, 0, 2)
+    join_ranks._links_of_rank_0(store, 0, 2)
     with pytest.raises(ConfigError, match="rank 1 is one of 4 ranks, rank 0 is one of 2"):
-        group._links_of_rank_0(store, 1, 4)
+        join_ranks._links_of_rank_0(store, 1, 4)
 
 
 def test_a_host_that_cannot_start_tells_the_first(monkeypatch):
@@ -197,9 +197,9 @@ def test_a_host_that_cannot_start_tells_the_first(monkeypatch):
     first = parallel(nnodes=2, master_port=free_port())
     second = parallel(nnodes=2, node_rank=1, world_size=4, master_port=first.master_port)
     with ThreadPoolExecutor() as pool:
-        joining = pool.submit(group.join_workers, 0, first, "", print)
+        joining = pool.submit(join_ranks.join_workers, 0, first, "", print)
         with pytest.raises(ConfigError, match="rank 2 is one of 4 ranks"):
-            group.join_workers(2, second, "", print)
+            join_ranks.join_workers(2, second, "", print)
         with pytest.raises(RankError, match="another rank cannot start: rank 2 is one of 4 ranks"):
             joining.result(60)
 
@@ -250,7 +250,7 @@ def test_a_rank_alone_on_its_host_sees_one_gpu(monkeypatch):
 
 def test_an_address_of_another_host_in_the_hostfile():
     with pytest.raises(ConfigError, match=r"rank 1 on .* has no address 203.0.113.1: the hosts"):
-        group._reserve(1, ["127.0.0.1", "203.0.113.1"])
+        join_ranks._reserve(1, ["127.0.0.1", "203.0.113.1"])
 
 
 class Unlike(RankGroup):
@@ -268,5 +268,5 @@ class Unlike(RankGroup):
 def test_unlike_ranks_are_refused_by_what_differs(other):
     (name,) = other
     with pytest.raises(ConfigError, match=f"rank 1 has {name} .*, rank 0 has .*: all ranks"):
-        group.check_alike(Unlike(**other), DEMO_PATH, {})
-    group.check_alike(Unlike(), DEMO_PATH, {"--dtype": "auto"})
+        join_ranks.check_alike(Unlike(**other), DEMO_PATH, {})
+    join_ranks.check_alike(Unlike(), DEMO_PATH, {"--dtype": "auto"})

@@ -64,7 +64,7 @@ def _products(weights: Sequence[WeightShape], dtype: mx.Dtype) -> list[Check]:
 
 
 def _recurrence(shape: RecurrentShape) -> list[Check]:
-    """The state space update is a form of gated_delta."""
+    """The state space update is a use of gated_delta."""
     if isinstance(shape, ConvShape):
         return [Check("causal_conv", shape)]
     if isinstance(shape, GatedNormShape):
@@ -89,8 +89,8 @@ def _rows_only(shape: AttentionShape) -> AttentionShape:
 def _attention(shape: AttentionShape, use: KernelUse) -> list[Check]:
     """The kernels that read and write the store."""
     rows, size = _rows_only(shape), use.block_size
-    form = "" if shape.kv_bits is None else "_quantised"
-    checks = [Check(f"kv_write{form}", rows, size), Check(f"kv_gather{form}", rows, size)]
+    suffix = "" if shape.kv_bits is None else "_quantised"
+    checks = [Check(f"kv_write{suffix}", rows, size), Check(f"kv_gather{suffix}", rows, size)]
     if shape.latent:
         names = "latent_attention", "merge_partitions", "latent_prefill"
         checks += [Check(name, shape, size) for name in names]

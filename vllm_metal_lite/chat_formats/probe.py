@@ -1,4 +1,4 @@
-"""A trial of a format: does it read the call that a chat template writes?"""
+"""Probes a format: does it read the call that a chat template writes?"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -49,22 +49,22 @@ def join_workers(
     """
     size, several_hosts = parallel.world_size, parallel.nnodes > 1
     if several_hosts:
-        store = _store_of_hosts(rank, parallel)
+        tcp_store = _store_of_hosts(rank, parallel)
     else:
-        store = _store_of_host(rank, size, init_method)
+        tcp_store = _store_of_host(rank, size, init_method)
     try:
-        how = _links_of_rank_0(store, rank, size)
+        how = _links_of_rank_0(tcp_store, rank, size)
         address = get_ip() if several_hosts else get_loopback_ip()
         reserved = _reserve(rank, how.ips[rank] or [address])
     except ConfigError as e:  # tell those who wait for this rank, under whatever number
         for other in range(1, size):
-            store.set(f"metal_lite/{other}", json.dumps(one_line(e)))
+            tcp_store.set(f"metal_lite/{other}", json.dumps(one_line(e)))
         raise
     name = f"rank {rank} of {size} (pid {os.getpid()} on {socket.gethostname()})"
     where = ["{}:{}".format(*s.getsockname()[:2]) for s in reserved]
-    names, addresses = zip(*_exchange(store, rank, size, [name, where]), strict=True)
+    names, addresses = zip(*_exchange(tcp_store, rank, size, [name, where]), strict=True)
     if several_hosts:
-        _join_queues(store, rank, parallel)
+        _join_queues(tcp_store, rank, parallel)
     with _time_limit():
         ranks = join(rank, addresses, how)
     for s in reserved:
@@ -72,7 +72,7 @@ def join_workers(
     logger.info(
         "rank %d of %d has joined (pid %d), links: %s", rank, size, os.getpid(), how.backend
     )
-    return ranks, Heartbeat(rank, names, store, lost)
+    return ranks, Heartbeat(rank, names, tcp_store, lost)
 
 
 def _store_of_hosts(rank: int, parallel: "ParallelConfig") -> dist.TCPStore:
@@ -99,10 +99,10 @@ def _store_of_host(rank: int, size: int, init_method: str) -> dist.TCPStore:
     found, *_ = next(iter(dist.rendezvous(init_method, rank, size)))
     found.set_timeout(timedelta(seconds=START))
     port = 0 if rank == 0 else int(_get(found, "metal_lite/port", 0, size))
-    store = _tcp_store(rank, size, get_loopback_ip(), port, START)
+    tcp_store = _tcp_store(rank, size, get_loopback_ip(), port, START)
     if rank == 0:
-        found.set("metal_lite/port", str(store.port))
-    return store
+        found.set("metal_lite/port", str(tcp_store.port))
+    return tcp_store
 
 
 def _tcp_store(rank: int, size: int, host: str, port: int, limit: float) -> dist.TCPStore:
@@ -138,13 +138,13 @@ def _wait_for(host: str, port: int, limit: float) -> None:
         time.sleep(0.5)
 
 
-def _links_of_rank_0(store: dist.Store, rank: int, size: int) -> Links:
+def _links_of_rank_0(tcp_store: dist.Store, rank: int, size: int) -> Links:
     """What rank 0 knows of the links; raises ConfigError if the hosts differ in size."""
     if rank == 0:
         how = links(size, envs.hostfile())
-        store.set("metal_lite/links", json.dumps([size, how]))
+        tcp_store.set("metal_lite/links", json.dumps([size, how]))
         return how
-    size_of_0, how = json.loads(_get(store, "metal_lite/links", 0, size))
+    size_of_0, how = json.loads(_get(tcp_store, "metal_lite/links", 0, size))
     if size != size_of_0:
         raise ConfigError(
             f"rank {rank} is one of {size} ranks, rank 0 is one of {size_of_0}: all hosts need the "
@@ -167,31 +167,31 @@ def _reserve(rank: int, ips: Sequence[str]) -> list[socket.socket]:
     return reserved
 
 
-def _exchange(store: dist.Store, rank: int, size: int, value: Any) -> list[Any]:
+def _exchange(tcp_store: dist.Store, rank: int, size: int, value: Any) -> list[Any]:
     """The values of all ranks, by rank, as JSON has them; RankError if one has failed."""
-    store.set(f"metal_lite/{rank}", json.dumps(value))
-    values = [json.loads(_get(store, f"metal_lite/{r}", r, size)) for r in range(size)]
+    tcp_store.set(f"metal_lite/{rank}", json.dumps(value))
+    values = [json.loads(_get(tcp_store, f"metal_lite/{r}", r, size)) for r in range(size)]
     if failed := [value for value in values if isinstance(value, str)]:
         raise RankError(f"another rank cannot start: {failed[0]}")
     return values
 
 
-def _get(store: dist.Store, key: str, other: int, size: int) -> bytes:
+def _get(tcp_store: dist.Store, key: str, other: int, size: int) -> bytes:
     try:
-        return bytes(store.get(key))
+        return bytes(tcp_store.get(key))
     except Exception as e:  # torch has a type for each store
-        limit = store.timeout.total_seconds()
+        limit = tcp_store.timeout.total_seconds()
         raise RankError(
             f"rank {other} of {size} has not started (limit: {limit:.0f} s): {one_line(e)}"
         ) from e
 
 
-def _join_queues(store: dist.Store, rank: int, parallel: "ParallelConfig") -> None:
+def _join_queues(tcp_store: dist.Store, rank: int, parallel: "ParallelConfig") -> None:
     """vLLM's queues between hosts want a group of torch's."""
     size, local_size = parallel.world_size, parallel.local_world_size
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore("vllm", store),
+        store=dist.PrefixStore("vllm", tcp_store),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=START),

@@ -1,4 +1,4 @@
-"""States of recurrent layers, in a pool of slots.
+"""States of recurrent layers, by slot.
 
 A request holds a slot: one row of each array.  The length of its context does not matter.  A step
 reads the slots that its segments start from, and writes the slots that take their states at the end
@@ -27,7 +27,7 @@ class StateSpec:
         return math.prod(self.shape) * self.dtype.size
 
 
-class StatePool:
+class StateStore:
     """arrays: (num_slots, *shape) of each state.
 
     Kernels write the arrays in place.  `write` replaces an array, in place if nothing else reads
@@ -53,7 +53,7 @@ class StatePool:
     def write(self, key: Key, slots: mx.array, states: mx.array) -> None:
         """Set the states (B, *shape) of slots (B,).
 
-        Everything read from the pool in this step must be an input of `states`: MLX copies the
+        Everything read from the store in this step must be an input of `states`: MLX copies the
         whole array if something may still read it.
         """
         self._arrays[key][slots] = states

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Path:
+class StepPath:
     """attention_reason: why this attention was chosen.  fusion_note: fusion's part of `reason`.
 
     option, shapes, verdict: the arguments of `attention.select` that led to this attention.
@@ -44,11 +44,11 @@ class Path:
         return self.attention.name == "kernels"
 
     @property
-    def failed(self) -> tuple[str, ...]:
+    def failed_kernels(self) -> tuple[str, ...]:
         """The kernels that fail on this device: their check, or a launch in a step."""
         return tuple(self.verdict.failures)
 
-    def without(self, error: KernelError) -> "Path":
+    def fallback(self, error: KernelError) -> "StepPath":
         """The fallback if a kernel of this path fails, with a warning.
 
         Raises ConfigError if only the reference is left and the option forbids it.
@@ -61,7 +61,7 @@ class Path:
         else:
             attention, reason = select(self.option, store, self.shapes, verdict, known)
         path = replace(self, attention=attention, attention_reason=reason, verdict=verdict)
-        fusion = self.fusion.without(path.failed) if path.uses_kernels else NO_FUSION
+        fusion = self.fusion.without(path.failed_kernels) if path.uses_kernels else NO_FUSION
         return replace(path, fusion=fusion, fusion_note=fusion.note)
 
 

@@ -81,7 +81,7 @@ def test_every_kernel_and_every_kind_is_here():
 
 
 @pytest.mark.parametrize(("kernel", "kind"), CASES)
-def test_only_the_kernel_at_fault_gives_way(monkeypatch, kernel, kind):
+def test_only_the_kernel_at_fault_is_replaced(monkeypatch, kernel, kind):
     machine(monkeypatch, kernel, kind)
     with impatient(kernel, kind, 3.0):
         verdict, said = verify(use_of(kernel)), consequence(kernel, kind)
@@ -109,7 +109,7 @@ MODELS = {
 }  # fmt: skip
 PAIRS = [(name, k) for name, uses in MODELS.items() for k in KERNELS if use_of(k) in uses]
 PAIRS.append(("deepseek_v3", "merge_partitions"))
-# gated_delta is launched in its other form.
+# gated_delta is launched in its other use.
 NOT_USED += [("qwen3_next", "gated_delta")]
 
 

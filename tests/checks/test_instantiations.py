@@ -1,11 +1,11 @@
-"""How many variants of kernels the checks compile: that is most of a first start."""
+"""How many instantiations of kernels the checks compile: that is most of a first start."""
 
 from dataclasses import replace
 
 import pytest
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.plan import checks_for
+from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.run_check import run
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.specs import (
@@ -42,8 +42,8 @@ QWEN35 = KernelUse(
 
 
 @pytest.fixture
-def variants(monkeypatch):
-    """Launches are stubs -> the variants that they would compile."""
+def instantiations(monkeypatch):
+    """Launches are stubs -> the instantiations that they would compile."""
     found = set()
 
     def launch(self, arrays, template, grid, threadgroup, shapes, dtypes):
@@ -69,18 +69,21 @@ MOST = {
 
 
 @pytest.mark.parametrize("name", MOST)
-def test_checks_compile_few_variants(variants, name):
+def test_checks_compile_few_instantiations(instantiations, name):
     use, most = MOST[name]
     for check in checks_for(use):
         assert run(check).failure is None
-    assert len(variants) <= most
+    assert len(instantiations) <= most
 
 
-def test_one_row_of_few_experts_is_checked_with_its_own_text(variants):
+def test_one_row_of_few_experts_is_checked_with_its_own_text(instantiations):
     """MLX passes fewer than 8 indices and weights in another address space."""
     how = Quantisation(4, 32, "mxfp4")
     experts = ExpertShape(32, 2880, 2880, "clamped_swiglu", True, how, how)
     for check in checks_for(replace(QWEN3, experts=(experts,))):
         run(check)  # experts that a stub chooses are wrong
     for kernel, number in ("expert_gemm", 1), ("expert_sum", 1):
-        assert {small[number][1] for name, small, *_ in variants if name == kernel} == {True, False}
+        assert {small[number][1] for name, small, *_ in instantiations if name == kernel} == {
+            True,
+            False,
+        }
