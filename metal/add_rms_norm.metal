@@ -44,9 +44,17 @@ METAL_FUNC float inverse_rms_of(float square, float eps, threadgroup float* squa
   return metal::precise::rsqrt(square / float(DIM) + eps);
 }
 
+// Whether a turn of STEP elements reaches element `at` of a row.  Of a whole turn the compiler knows, so that
+// no branch keeps registers.
+template <int DIM, int STEP>
+METAL_FUNC bool in_row(int turn, int at) {
+  return (turn + 1) * STEP <= DIM || at < DIM;
+}
+
 // --- kernel body ---
 constexpr int SIMDGROUPS = THREADS / 32;
-constexpr int TURNS = (DIM + THREADS * VEC - 1) / (THREADS * VEC);
+constexpr int STEP = THREADS * VEC;
+constexpr int TURNS = (DIM + STEP - 1) / STEP;
 
 threadgroup float squares[SIMDGROUPS];
 threadgroup float y_squares[Y_NORM ? SIMDGROUPS : 1];
@@ -60,8 +68,8 @@ thread float held[TURNS * VEC];
 thread float other[TURNS * VEC];
 #pragma unroll
 for (int t = 0; t < TURNS; t++) {
-  const int at = first + t * THREADS * VEC;
-  if (at < DIM) {
+  const int at = first + t * STEP;
+  if (in_row<DIM, STEP>(t, at)) {
     load_run<T, VEC>(x + row + at, held + t * VEC);
     load_run<T, VEC>(y + row + at, other + t * VEC);
   }
@@ -71,7 +79,7 @@ if (Y_NORM) {
   float square = 0.0f;
 #pragma unroll
   for (int t = 0; t < TURNS; t++) {
-    if (first + t * THREADS * VEC < DIM) {
+    if (in_row<DIM, STEP>(t, first + t * STEP)) {
 #pragma unroll
       for (int e = 0; e < VEC; e++) {
         square += other[t * VEC + e] * other[t * VEC + e];
@@ -82,8 +90,8 @@ if (Y_NORM) {
       inverse_rms_of<DIM, SIMDGROUPS>(square, as_type<float>(Y_EPS), y_squares, simdgroup, lane);
 #pragma unroll
   for (int t = 0; t < TURNS; t++) {
-    const int at = first + t * THREADS * VEC;
-    if (at < DIM) {
+    const int at = first + t * STEP;
+    if (in_row<DIM, STEP>(t, at)) {
 #pragma unroll
       for (int e = 0; e < VEC; e++) {
         const float w = Y_WEIGHT ? float(y_weight[at + e]) : 1.0f;
@@ -96,8 +104,8 @@ if (Y_NORM) {
 float square = 0.0f;
 #pragma unroll
 for (int t = 0; t < TURNS; t++) {
-  const int at = first + t * THREADS * VEC;
-  if (at < DIM) {
+  const int at = first + t * STEP;
+  if (in_row<DIM, STEP>(t, at)) {
 #pragma unroll
     for (int e = 0; e < VEC; e++) {
       const float rounded = float(T(held[t * VEC + e] + other[t * VEC + e]));
@@ -112,8 +120,8 @@ const float inverse_rms =
 
 #pragma unroll
 for (int t = 0; t < TURNS; t++) {
-  const int at = first + t * THREADS * VEC;
-  if (at < DIM) {
+  const int at = first + t * STEP;
+  if (in_row<DIM, STEP>(t, at)) {
 #pragma unroll
     for (int e = 0; e < VEC; e++) {
       const float w = WEIGHT ? float(weight[at + e]) : 1.0f;

@@ -6,9 +6,9 @@
 //   bias      (CHANNELS,) of T           not read unless BIAS
 //   segments  (S, 2 + 2 M) int32         begin, initial slot, M pairs (end, slot); see kernels/segments.py
 //   tiles     (T, 2) int32               segment, first row of a tile; see plan_tiles in causal_conv.py
-//   states    (slots, K - 1, CHANNELS) of T  the pool: the last K - 1 rows of a request, oldest first;
+//   states    (slots, K - 1, CHANNELS) of T  the store: the last K - 1 rows of a request, oldest first;
 //                                        written through, although it is an input
-//   token     float32 -> next_token (8,) orders this launch among those that use the pool
+//   token     float32 -> next_token (8,) orders this launch among those that use the store
 //   y         (N, CHANNELS) of T         zeros in rows of padding
 //
 //   y[t, c] = act(bias[c] + sum over j of weight[c, j] * x[t - K + 1 + j, c])     act: SiLU or nothing
@@ -23,7 +23,7 @@
 //   reads       slot, x    x          x         x
 //   writes      y, slots   y          y         y
 //
-// Why it is correct.  The rows in the pool are read and replaced by one thread: that of tile 0, which
+// Why it is correct.  The rows in the store are read and replaced by one thread: that of tile 0, which
 // reads them first.  Tile 0 needs no other thread for the end of the segment, for it copies the last
 // rows out of x.  ROWS is at least K - 1, so later tiles find all earlier rows in x.  No slot that one
 // segment writes is used by another in the same launch, and the token orders launches as it does that

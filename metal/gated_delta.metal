@@ -1,5 +1,5 @@
 // gated_delta: the linear recurrence of a layer over the packed rows of a step, with the states of all
-// requests in a pool, in place: the gated delta rule (DELTA), or Mamba 2's state space update.
+// requests in a state store, in place: the gated delta rule (DELTA), or Mamba 2's state space update.
 //
 //   q, k, v   (N, WIDTH) of T                packed rows: heads side by side from column START on; one
 //                                            array may be all three.  K_HEADS heads of K_DIM in q and
@@ -13,8 +13,8 @@
 //   skip      (V_HEADS,) of a float type     SKIP: skip * v is added to the result
 //   segments  (S, 2 + 2 M) int32             begin, initial slot, M pairs (end, slot); see
 //                                            kernels/segments.py
-//   states    (slots, V_HEADS, V_DIM, K_DIM) float32  the pool; written through, although it is an input
-//   token     float32 -> next_token (8,)     orders this launch among those that use the pool
+//   states    (slots, V_HEADS, V_DIM, K_DIM) float32  the store; written through, although it is an input
+//   token     float32 -> next_token (8,)     orders this launch among those that use the store
 //   y         (N, V_HEADS, V_DIM) of T       zeros in rows of padding
 //
 // recurrence.h says what is computed.  Mamba 2 calls q, k, v, beta: C, B, x, dt.  K_DIM is a multiple of
@@ -148,14 +148,13 @@ for (int pair = at + 2; pair <= last; pair += 2) {
       fetch_tile<G, K_DIM, VEC, THREADS>(gates + g_start, G_WIDTH, next, last_end, thread_index,
                                          next_gates);
     }
-    if (next + row < last_end) {
-      next_gate = VECTOR ? 1.0f : float(gates[size_t(next + row) * G_WIDTH + g_start]);
-      next_beta = GATE == GATE_TIME ? 0.0f : float(beta[size_t(next + row) * B_WIDTH + b_start]);
-    }
+    const size_t of_lane = size_t(metal::min(next + row, last_end - 1));
+    next_gate = VECTOR ? 1.0f : float(gates[of_lane * G_WIDTH + g_start]);
+    next_beta = GATE == GATE_TIME ? 0.0f : float(beta[of_lane * B_WIDTH + b_start]);
+    if (active) {
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-      if (active && next + col + e < last_end) {
-        next_v[e] = float(v[size_t(next + col + e) * V_WIDTH + v_start]);
+      for (int e = 0; e < 2; e++) {
+        next_v[e] = float(v[size_t(metal::min(next + col + e, last_end - 1)) * V_WIDTH + v_start]);
       }
     }
     if (active && count > 0) {

@@ -1,9 +1,9 @@
 // latent_attention: causal attention of packed query rows to latents in the paged store (multi-head
 // latent attention in absorbed form: DeepSeek-V2, arXiv 2405.04434, section 2.1).
 //
-//   q             (HEADS, N, RANK)        packed rows, of T: as a product per head makes them
+//   q             (HEADS, N, LATENT_DIM)  packed rows, of T: as a product per head makes them
 //   q_pe          (N, HEADS, ROPE)        their rotary parts
-//   keys          (slots, 1, RANK)        the store: latents, which are keys and values at once
+//   keys          (slots, 1, LATENT_DIM)  the store: latents, which are keys and values at once
 //   values        (slots, 1, ROPE)        the rotary keys; of BITS < 16: rows as in quantised.h
 //   block_tables  (S, max_blocks) int32   the blocks of each segment, in order
 //   cu_seqlens_q  (S + 1,) int32          segment s has rows cu_seqlens_q[s] .. [s + 1] - 1
@@ -11,8 +11,8 @@
 //   tiles         (T, 2) int32            segment, first (token, head) pair; see plan_tiles
 //   token         float32                 read after the writes before it
 //   SCALE         the bits of a float (a template value is an integer)
-//   out           (N, HEADS, RANK) of T; zeros in rows of no segment
-//                 if PARTIAL (N, HEADS, splits, RANK) float32, each split normalised in itself
+//   out           (N, HEADS, LATENT_DIM) of T; zeros in rows of no segment
+//                 if PARTIAL (N, HEADS, splits, LATENT_DIM) float32, each split normalised
 //   lse           if PARTIAL (N, HEADS, splits) float32, log2 of the sum of exponentials, LOWEST = no
 //                 key seen; else 8 elements.  Also the next token: it has 8 elements or more
 //
@@ -23,13 +23,13 @@
 // head), token by token, and a tile is 32 of them, in BLOCKS of 8.  A decode is a segment of one row.
 // Grid: x: tile, y: split of its keys.  For a tile of KEYS = 8 latents, with 8 simdgroups:
 //
-//   store --> threadgroup memory    | latent, RANK            | rotary, ROPE |   8 rows
+//   store --> threadgroup memory    | latent, LATENT_DIM      | rotary, ROPE |   8 rows
 //                                     |     |     |     ...          |
 //   scores   simdgroup s takes depth  0     1     2   (matrices s, s + 8, ...), all 32 pairs
 //            its parts of the 32 x 8 scores --> threadgroup memory
 //   softmax  thread t adds up the parts of score t: 8 lanes are a pair, one key each
 //            weights (32 x 8 of T) and what fades each pair's sums --> threadgroup memory
-//   values   simdgroup s takes columns s * RANK / 8 .. of the latents, all 32 pairs
+//   values   simdgroup s takes columns s * LATENT_DIM / 8 .. of the latents, all 32 pairs
 //
 // So each element of a latent is read once from the store for 32 pairs, and from threadgroup memory
 // twice, as a key and as a value, each time for all blocks (multiply_blocks in matrix.h).  Blocks that
@@ -48,9 +48,9 @@
 //   - Every thread takes the same path around barriers, every lane of a simdgroup around products
 //     and shuffles: a simdgroup's 32 scores lie in one block of pairs.
 //
-// Cost, at RANK 512 and ROPE 64.  Bytes: 1,152 a key in 16 bits, once for 32 pairs; what tiles share
-// comes from the cache.  Flops: 2 * (576 + 512) a pair and key: 30 for each byte with 16 heads, so a
-// decode of many heads is bound by arithmetic.  Threadgroup memory: 8 latents of 584 elements, 9.1 KB
+// Cost, at LATENT_DIM 512 and ROPE 64.  Bytes: 1,152 a key in 16 bits, once for 32 pairs; what tiles
+// share comes from the cache.  Flops: 2 * (576 + 512) a pair and key: 30 for each byte with 16 heads,
+// so a decode of many heads is bound by arithmetic.  Threadgroup memory: 8 latents of 584 elements, 9.1 KB
 // (18.3 KB in float32), 8 KB of scores, 0.6 KB of weights.  Registers of a lane: 64 floats of sums, 72
 // elements of queries (36 registers in 16 bits; in float32 more than Apple's GPUs have, not measured);
 // with 16 simdgroups half of both, and 16 KB of scores.
@@ -85,12 +85,12 @@ constexpr int PAIRS = BLOCKS * 8;
 constexpr int SCORES = PAIRS * KEYS;
 constexpr int THREADS = SIMDGROUPS * 32;
 constexpr int OWN = SCORES > THREADS ? SCORES / THREADS : 1;  // scores of a thread
-constexpr int DEPTH = (RANK + ROPE) / 8;  // matrices of a row of keys
+constexpr int DEPTH = (LATENT_DIM + ROPE) / 8;  // matrices of a row of keys
 constexpr int SHARE = (DEPTH + SIMDGROUPS - 1) / SIMDGROUPS;  // of a simdgroup, at most
-constexpr int COLUMNS = RANK / 8 / SIMDGROUPS;  // matrices of values of a simdgroup
+constexpr int COLUMNS = LATENT_DIM / 8 / SIMDGROUPS;  // matrices of values of a simdgroup
 constexpr int STRIDE = (DEPTH | 1) * 8;  // elements from row to row of the tile
 constexpr int PER_LOAD = 16 / int(sizeof(T));
-constexpr int K_PARTS = RANK / RowPart<T, BITS>::VALUES;
+constexpr int K_PARTS = LATENT_DIM / RowPart<T, BITS>::VALUES;
 constexpr int V_PARTS = ROPE / RowPart<T, BITS>::VALUES;
 constexpr int K_COUNT = (KEYS * K_PARTS + THREADS - 1) / THREADS;
 constexpr int V_COUNT = (KEYS * V_PARTS + THREADS - 1) / THREADS;
@@ -138,7 +138,7 @@ if (begin < end) {
     slots[thread_index] = block_tables[table + key / BLOCK_SIZE] * BLOCK_SIZE + key % BLOCK_SIZE;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  ask_rows<T, BITS, RANK, K_GROUP, KEYS, THREADS, K_COUNT>(
+  ask_rows<T, BITS, LATENT_DIM, K_GROUP, KEYS, THREADS, K_COUNT>(
       (const device uint*)keys, slots, 1, 0, thread_index, k_held);
   ask_rows<T, BITS, ROPE, V_GROUP, KEYS, THREADS, V_COUNT>(
       (const device uint*)values, slots, 1, 0, thread_index, v_held);
@@ -154,13 +154,13 @@ for (int j = 0; j < SHARE; j++) {
   for (int b = 0; b < BLOCKS; b++) {
     const int pair = metal::max(metal::min(b * 8 + row, pairs - 1 - first), 0);
     const size_t of = metal::min(first_pair + pair, size_t(q_pe_shape[0]) * HEADS - 1);
-    if (at < RANK) {
-      const size_t from = (of % HEADS * q_pe_shape[0] + of / HEADS) * RANK + at;
+    if (at < LATENT_DIM) {
+      const size_t from = (of % HEADS * q_pe_shape[0] + of / HEADS) * LATENT_DIM + at;
       query[j * BLOCKS + b].thread_elements()[0] = q[from];
       query[j * BLOCKS + b].thread_elements()[1] = q[from + 1];
     } else {
-      query[j * BLOCKS + b].thread_elements()[0] = q_pe[of * ROPE + at - RANK];
-      query[j * BLOCKS + b].thread_elements()[1] = q_pe[of * ROPE + at - RANK + 1];
+      query[j * BLOCKS + b].thread_elements()[0] = q_pe[of * ROPE + at - LATENT_DIM];
+      query[j * BLOCKS + b].thread_elements()[1] = q_pe[of * ROPE + at - LATENT_DIM + 1];
     }
   }
 }
@@ -187,15 +187,15 @@ for (int i = 0; i < OWN; i++) {
 for (int base = begin; base < end; base += KEYS) {
   // All have used the tile before, and the slots.
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  put_rows<T, BITS, RANK, STRIDE, KEYS, THREADS, K_COUNT>(k_held, thread_index, tile);
+  put_rows<T, BITS, LATENT_DIM, STRIDE, KEYS, THREADS, K_COUNT>(k_held, thread_index, tile);
   put_rows<T, BITS, ROPE, STRIDE, KEYS, THREADS, V_COUNT>(v_held, thread_index,
-                                                          tile + RANK / PER_LOAD);
+                                                          tile + LATENT_DIM / PER_LOAD);
   if (thread_index < KEYS) {
     slots[thread_index] = block * BLOCK_SIZE + key % BLOCK_SIZE;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (base + KEYS < end) {
-    ask_rows<T, BITS, RANK, K_GROUP, KEYS, THREADS, K_COUNT>(
+    ask_rows<T, BITS, LATENT_DIM, K_GROUP, KEYS, THREADS, K_COUNT>(
         (const device uint*)keys, slots, 1, 0, thread_index, k_held);
     ask_rows<T, BITS, ROPE, V_GROUP, KEYS, THREADS, V_COUNT>(
         (const device uint*)values, slots, 1, 0, thread_index, v_held);
@@ -284,7 +284,7 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 for (int b = 0; b < BLOCKS; b++) {
   const float inverse = fades[b * 8 + row];
   if (first + b * 8 + row < pairs) {
-    const size_t of = ((first_pair + b * 8 + row) * splits + split) * RANK;
+    const size_t of = ((first_pair + b * 8 + row) * splits + split) * LATENT_DIM;
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
       const size_t at = of + (simdgroup_index * COLUMNS + c) * 8 + col;

@@ -3,14 +3,14 @@
 //
 //   q             (N, Q_WIDTH) of T        this step's rows: the rotary part of head h are the ROPE
 //                                          columns from Q_START + h * Q_STRIDE on
-//   latent        (N, L_WIDTH) of T        RANK columns from L_START on, not normalised yet
+//   latent        (N, L_WIDTH) of T        LATENT_DIM columns from L_START on, not normalised yet
 //   k_pe          (N, P_WIDTH) of T        ROPE columns from P_START on, not turned yet
-//   weight        (RANK,) floats           of the RMS norm of a latent
+//   weight        (LATENT_DIM,) floats     of the RMS norm of a latent
 //   freqs         (DIMS / 2,) float32      not read unless FREQS
 //   positions     (N,) int32               of each row in its sequence
 //   slot_mapping  (N,) int32               slot = block * block_size + offset; negative: write nothing
-//   keys, values  (slots, 1, RANK or ROPE) the store; written through, although they are inputs; a value
-//                                          has BITS bits: those of T, or 8 or 4 as in quantised.h
+//   keys, values  (slots, 1, LATENT_DIM or ROPE) the store; written through, although they are inputs;
+//                                          a value has BITS bits: those of T, or 8 or 4 as in quantised.h
 //   token         float32 -> next_token (8,) what orders this write before the reads that follow
 //   out           (N, HEADS, ROPE) of T    rotary parts of queries, turned
 //   ROPE_SCALE, LOG2_BASE, FACTOR, EPS     the bits of floats (a template value is an integer)
@@ -31,12 +31,12 @@
 
 // --- kernel body ---
 constexpr int TURNS = (ROPE / 2 + 31) / 32;  // pairs that a lane holds
-constexpr int NORM_TURNS = (RANK / 2 + 31) / 32;
+constexpr int NORM_TURNS = (LATENT_DIM / 2 + 31) / 32;
 constexpr bool QUANTISED = BITS < 16;
 constexpr int PAIR = int(QUANTISED) * int(sizeof(T)) / 2;  // words of a scale and low
-constexpr int K_ROW = RANK * BITS / 32 + RANK / K_GROUP * PAIR;  // words
+constexpr int K_ROW = LATENT_DIM * BITS / 32 + LATENT_DIM / K_GROUP * PAIR;  // words
 constexpr int V_ROW = ROPE * BITS / 32 + ROPE / V_GROUP * PAIR;
-constexpr int QUADS = (RANK > ROPE ? RANK : ROPE) * int(sizeof(T)) / 16;
+constexpr int QUADS = (LATENT_DIM > ROPE ? LATENT_DIM : ROPE) * int(sizeof(T)) / 16;
 
 threadgroup uint4 held[QUANTISED ? SIMDGROUPS * QUADS : 1];
 
@@ -55,13 +55,13 @@ if (part == HEADS) {
     const device T* from = latent + size_t(row) * L_WIDTH + L_START;
     device uint* to = (device uint*)keys + size_t(slot) * K_ROW;
     if (QUANTISED) {
-      rope_head<T, R, RANK, 0, false, FACTOR, true, true>(from, weight, as_type<float>(EPS), still,
-                                                          still, lane, fresh);
+      rope_head<T, R, LATENT_DIM, 0, false, FACTOR, true, true>(
+          from, weight, as_type<float>(EPS), still, still, lane, fresh);
       simdgroup_barrier(mem_flags::mem_threadgroup);
-      quantise_row<T, BITS, RANK, K_GROUP>(quads, lane, to);
+      quantise_row<T, BITS, LATENT_DIM, K_GROUP>(quads, lane, to);
     } else {
-      rope_head<T, R, RANK, 0, false, FACTOR, true, true>(from, weight, as_type<float>(EPS), still,
-                                                          still, lane, (device T*)to);
+      rope_head<T, R, LATENT_DIM, 0, false, FACTOR, true, true>(
+          from, weight, as_type<float>(EPS), still, still, lane, (device T*)to);
     }
   }
 } else if (part <= HEADS + 1) {

@@ -37,6 +37,10 @@
 // With 16-byte loads, LANES lanes read a row of K in one coalesced run; UNROLL rows of K and of V are
 // asked for before any is used, because memory latency, not arithmetic, is what a decode waits for.
 //
+// Registers.  A lane keeps its part of o for all heads, the words under way and the scores of a chunk.  Its
+// part of the queries lies in threadgroup memory, scaled, and is read for PAIRED keys at a time: beside
+// 4 heads of 128 it would not fit.
+//
 // A quantised row is read in the same way and turned into floats in registers, so half or a quarter
 // of the bytes is all that is fetched.  A load of W words lies within one group of values: one scale
 // and low a load (`affine`).
@@ -69,6 +73,28 @@
 #include "quantised.h"
 #include "rope.h"
 
+// A lane's part of a query, in RUNS runs of RUN elements that LANES lanes take in turns.
+template <int RUNS, int RUN, int LANES>
+METAL_FUNC void read_query(const threadgroup float* query, int part, thread float* to) {
+  constexpr int VEC = RUN % 4 == 0 ? 4 : 1;
+#pragma unroll
+  for (int r = 0; r < RUNS; r++) {
+#pragma unroll
+    for (int e = 0; e < RUN; e += VEC) {
+      const threadgroup float* from = query + (r * LANES + part) * RUN + e;
+      if (VEC == 1) {
+        to[r * RUN + e] = from[0];
+      } else {
+        const float4 four = *(const threadgroup float4*)from;
+        to[r * RUN + e] = four.x;
+        to[r * RUN + e + 1] = four.y;
+        to[r * RUN + e + 2] = four.z;
+        to[r * RUN + e + 3] = four.w;
+      }
+    }
+  }
+}
+
 // --- kernel body ---
 constexpr float LOWEST = -1e30f;
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -86,6 +112,10 @@ constexpr int K_RUNS = K_WORDS / (LANES * KW);  // loads a lane needs for its pa
 constexpr int V_RUNS = V_WORDS / (LANES * VW);
 constexpr int K_PART = K_RUNS * KW * PER_WORD;  // elements of a row that a lane holds
 constexpr int V_PART = V_RUNS * VW * PER_WORD;
+constexpr int K_RUN = KW * PER_WORD;  // elements of a load
+constexpr int PAIRED = K_PART > 8 ? 1 : 2;  // keys for which a lane reads its part of a query once
+constexpr int QUERIES = HEADS * K_DIM;
+constexpr int PARTIALS = SIMDGROUPS * V_DIM;
 constexpr int TURNS = (K_DIM / 2 + 31) / 32;  // pairs of a head that a lane holds
 
 // FUSED: the queries, the new key and the new value; key and value as the store has them, if quantised.
@@ -95,7 +125,10 @@ threadgroup uint quantised_k[FUSED && QUANTISED ? K_ROW : 1];
 threadgroup uint quantised_v[FUSED && QUANTISED ? V_ROW : 1];
 threadgroup float shared_m[SIMDGROUPS];
 threadgroup float shared_l[SIMDGROUPS];
-threadgroup float shared_o[SIMDGROUPS * V_DIM];
+// The scaled queries; after the loop the weighted values of each simdgroup.
+threadgroup float4 shared_quads[(QUERIES > PARTIALS ? QUERIES : PARTIALS) / 4];
+threadgroup float* queries = (threadgroup float*)shared_quads;
+threadgroup float* shared_o = (threadgroup float*)shared_quads;
 
 const int kv_head = int(threadgroup_position_in_grid.x) / TILES;
 const int tile = int(threadgroup_position_in_grid.x) % TILES;
@@ -182,23 +215,19 @@ if (FUSED) {
 const float softcap = as_type<float>(SOFTCAP);
 const float q_scale = as_type<float>(SCALE) * (SOFTCAP != 0 ? 1.0f / softcap : LOG2_E);
 
-thread float query[HEADS * K_PART];
+for (int at = int(thread_position_in_threadgroup.x); at < QUERIES; at += SIMDGROUPS * 32) {
+  const int head = metal::min(first_head + at / K_DIM, last_head);
+  const size_t row = (size_t(seq) * (KV_HEADS * GROUP) + head) * K_DIM;
+  queries[at] = q_scale * (FUSED ? float(fresh[at]) : float(q[row + at % K_DIM]));
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+
 thread float m[HEADS];
 thread float l[HEADS];
 thread float o[HEADS * V_PART];
 #pragma unroll
 for (int h = 0; h < HEADS; h++) {
   const int head = metal::min(first_head + h, last_head);
-  const size_t row = (size_t(seq) * (KV_HEADS * GROUP) + head) * K_DIM;
-#pragma unroll
-  for (int r = 0; r < K_RUNS; r++) {
-#pragma unroll
-    for (int e = 0; e < KW * PER_WORD; e++) {
-      const int at = (r * LANES + part) * KW * PER_WORD + e;
-      const float x = FUSED ? float(fresh[h * K_DIM + at]) : float(q[row + at]);
-      query[h * K_PART + r * KW * PER_WORD + e] = q_scale * x;
-    }
-  }
   // The sink is a key that the first split sees before all others.
   const bool sink = SINKS && split == 0 && sg == 0 && sub == 0;
   m[h] = sink ? float(sinks[head]) * LOG2_E : LOWEST;
@@ -227,10 +256,12 @@ if (newest && sg == SIMDGROUPS - 1) {
   }
 #pragma unroll
   for (int h = 0; h < HEADS; h++) {
+    thread float query[K_PART];
+    read_query<K_RUNS, K_RUN, LANES>(queries + h * K_DIM, part, query);
     float score = 0.0f;
 #pragma unroll
     for (int e = 0; e < K_PART; e++) {
-      score += query[h * K_PART + e] * x[e];
+      score += query[e] * x[e];
     }
 #pragma unroll
     for (int step = LANES / 2; step > 0; step /= 2) {
@@ -334,21 +365,30 @@ for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
 
   thread float score[HEADS * UNROLL];
 #pragma unroll
-  for (int u = 0; u < UNROLL; u++) {
-    thread float k[K_PART];
+  for (int u = 0; u < UNROLL; u += PAIRED) {
+    // A compiler must not keep all queries in registers, if there are many.
+    if (HEADS * K_PART > 16) {
+      simdgroup_barrier(mem_flags::mem_none);
+    }
+    thread float k[PAIRED * K_PART];
 #pragma unroll
-    for (int w = 0; w < K_RUNS * KW; w++) {
-      unpack_values<T, BITS>(k_words[u * K_RUNS * KW + w], k_affine + (u * K_RUNS + w / KW) * 2,
-                             k + w * PER_WORD);
+    for (int w = 0; w < PAIRED * K_RUNS * KW; w++) {
+      const int at = u * K_RUNS * KW + w;
+      unpack_values<T, BITS>(k_words[at], k_affine + at / KW * 2, k + w * PER_WORD);
     }
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
-      float s = 0.0f;
+      thread float query[K_PART];
+      read_query<K_RUNS, K_RUN, LANES>(queries + h * K_DIM, part, query);
 #pragma unroll
-      for (int e = 0; e < K_PART; e++) {
-        s += query[h * K_PART + e] * k[e];
+      for (int i = 0; i < PAIRED; i++) {
+        float s = 0.0f;
+#pragma unroll
+        for (int e = 0; e < K_PART; e++) {
+          s += query[e] * k[i * K_PART + e];
+        }
+        score[h * UNROLL + u + i] = s;
       }
-      score[h * UNROLL + u] = s;
     }
   }
 #pragma unroll
@@ -415,6 +455,8 @@ if (KV_HEADS * GROUP < 8) {
 
 #pragma unroll
 for (int h = 0; h < HEADS; h++) {
+  // All have read the queries, or shared_* of the head before.
+  threadgroup_barrier(mem_flags::mem_threadgroup);
   // The lane groups of this simdgroup, then the simdgroups of this threadgroup.
 #pragma unroll
   for (int step = LANES; step < 32; step *= 2) {
@@ -469,6 +511,4 @@ for (int h = 0; h < HEADS; h++) {
   if (head <= last_head && thread_position_in_threadgroup.x == 0) {
     lse[out_row] = sum > 0.0f ? top + metal::log2(sum) : LOWEST;
   }
-  // shared_* is written again for the next head.
-  threadgroup_barrier(mem_flags::mem_threadgroup);
 }

@@ -95,8 +95,8 @@ METAL_FUNC void load_four(const device T* from, thread float* to) {
   }
 }
 
-// Rows begin ... begin + TILE of a head, as far as they are before end, into registers: thread i of THREADS
-// has every THREADS-th four elements.  from: the head in row 0, of rows `width` elements apart.
+// Rows begin ... begin + TILE of a head into registers, row end - 1 in place of those behind it: thread i of
+// THREADS has every THREADS-th four elements.  from: the head in row 0, of rows `width` elements apart.
 template <typename T, int K_DIM, int VEC, int THREADS>
 METAL_FUNC void fetch_tile(const device T* from, int width, int begin, int end, int thread_index,
                            thread float* to) {
@@ -104,8 +104,8 @@ METAL_FUNC void fetch_tile(const device T* from, int width, int begin, int end, 
 #pragma unroll
   for (int j = 0; j < (FOURS + THREADS - 1) / THREADS; j++) {
     const int i = thread_index + j * THREADS;
-    const int t = begin + i / (K_DIM / 4);
-    if (i < FOURS && t < end) {
+    const int t = metal::min(begin + i / (K_DIM / 4), end - 1);
+    if (FOURS % THREADS == 0 || i < FOURS) {
       load_four<T, VEC>(from + size_t(t) * width + i % (K_DIM / 4) * 4, to + j * 4);
     }
   }
@@ -181,6 +181,10 @@ METAL_FUNC float advance_row(thread float* state, const device T* q,
   thread float seen[2] = {0.0f, 0.0f};
 #pragma unroll
   for (int i = 0; i < HELD; i += 4) {
+    // A compiler must not fetch the whole row before the first product: registers are few.
+    if (TILED && i % 8 == 0) {
+      simdgroup_barrier(mem_flags::mem_none);
+    }
     const int at = column_of(i, col);
     thread float key[4];
     thread float query[4];

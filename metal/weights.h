@@ -29,7 +29,7 @@
 // products and each group's sums scaled, saves 2, but needs the sums of x by group: 1 for every 8 rows.
 #include "words.h"
 
-enum WeightForm { WHOLE_VALUES, AFFINE, E8M0, E4M3 };
+enum WeightFormat { WHOLE_VALUES, AFFINE, E8M0, E4M3 };
 
 // 8 SPREAD weights of a row, and their groups' numbers, as they lie in memory.
 template <int BITS, int GROUP_SIZE, int SPREAD>

@@ -30,6 +30,11 @@ class DeviceProfile:
     # The fewest keys in a split; the most keys in a split that gets a smaller threadgroup.
     min_split_keys: int = 256
     few_keys: int = 512
+    # Floats of sums that a lane of `paged_decode` keeps, at most: more query heads of a group take
+    # several threadgroups.  And the most beside which a lane asks for four keys at once, not two.
+    # Mesa's compiler for Apple GPUs has no registers for more (docs/verification.md).
+    decode_sums: int = 32
+    decode_sums_of_four: int = 16
     # Threadgroups of `shared_prefix` that keep the device busy.  Each uses more memory than one of
     # `paged_decode`, and waits for one tile of keys at a time.
     prefix_fill: int = 128
@@ -114,6 +119,8 @@ METAL = DeviceProfile()
 # host's time for a call in scores of 16 heads.  What is not named here is guessed.
 CUDA = DeviceProfile(
     decode_fill=256,  # measured, 132 cores
+    decode_sums=64,
+    decode_sums_of_four=64,
     prefix_fill=512,  # guessed
     max_lane_rows=0,  # guessed: products of tensor cores are cheap
     max_normed_weights=1 << 24,  # guessed

@@ -34,7 +34,7 @@ class AttentionShape:
 
 
 @dataclass(frozen=True)
-class Rotation:
+class RopeShape:
     """How a model prepares the heads of a layer before attention.
 
     dims, traditional, base, scale: the arguments of mx.fast.rope; base None: frequencies are given.
@@ -160,8 +160,8 @@ class ExpertShape(NamedTuple):
         text = f"{self.experts} experts of {self.hidden} x {self.intermediate}"
         text += "" if self.activation == "swiglu" else f", {self.activation}"
         text += ", with biases" if self.biased else ""
-        ways = dict.fromkeys(how for how in (self.quantisation, self.down) if how)
-        return text + "".join(f", {how}" for how in ways)
+        formats = dict.fromkeys(how for how in (self.quantisation, self.down) if how)
+        return text + "".join(f", {how}" for how in formats)
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class KernelUse:
 
     shapes: tuple[AttentionShape, ...]
     block_size: int
-    rotations: tuple[Rotation, ...] = ()
+    ropes: tuple[RopeShape, ...] = ()
     hidden_sizes: tuple[int, ...] = ()
     weights: tuple[WeightShape, ...] = ()
     shares_prefix: bool = True

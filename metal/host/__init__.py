@@ -3,9 +3,9 @@
 from .faults import HostError, KernelFault
 from .kernel import HostKernel
 from .options import HostOptions
-from .run import run_metal
 from .standin import installed
 from .toolchain import compiler_available
+from .whole_source import run_metal
 
 __all__ = [
     "HostError",

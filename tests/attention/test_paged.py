@@ -12,8 +12,8 @@ from tests.support.device import change_device
 from tests.support.launches import watch
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
-from vllm_metal_lite.attention.paged.prompts import VarlenPrompts
-from vllm_metal_lite.attention.sdpa import run as sdpa_run
+from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
+from vllm_metal_lite.attention.sdpa import execute as sdpa_run
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
@@ -38,7 +38,7 @@ class KernelCase(Case):
 
     def run(self, padding=0, **how):
         self.store.specs = [replace(self.store.specs[0], window=how.get("window"))]
-        self.attention = KernelAttention(self.store, self.prefill, self.head_groups)
+        self.attention = KernelAttention(self.store, self.prefill, self.queries_per_kv)
         return super().run(padding, **how)
 
 
@@ -70,7 +70,7 @@ def test_chunks_whose_scores_are_bounded_are_cut_into_tiles_that_share_keys(monk
 
 def prompts_of_step(segments, dim=32, **options):
     case = Case(segments, dim=dim)
-    attention = KernelAttention(case.store, "gather", case.head_groups, **options)
+    attention = KernelAttention(case.store, "gather", case.queries_per_kv, **options)
     return attention.prepare(case.batch, case.batch.num_tokens).plan.prompts
 
 
@@ -87,7 +87,7 @@ def test_small_steps_read_the_store_in_place_whatever_is_faster_for_large_ones(m
             change_device(patch, **change)
             assert not prompts_of_step(segments).repeats
     assert not prompts_of_step(segments[1:]).repeats, "nothing waits"
-    assert not prompts_of_step(segments, without=["varlen_prefill"]).repeats
+    assert not prompts_of_step(segments, failed_kernels=["varlen_prefill"]).repeats
     assert not prompts_of_step(segments, dim=512).repeats, "too wide for varlen_prefill"
 
 

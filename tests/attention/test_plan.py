@@ -10,34 +10,34 @@ from vllm_metal_lite.attention.sdpa.gathers import joint_gathers
 from vllm_metal_lite.attention.sdpa.plan import (
     _LEAST_TILE,
     NEVER,
-    Group,
+    SdpaCall,
     places,
-    plan_groups,
+    plan_calls,
     split_packs,
 )
 
 
-def visible(group: Group, window: int | None) -> np.ndarray:
-    """(B, Lq, Lk) bool: what SDPA under this group's mask lets a query see."""
-    shape = (*group.q_pos.shape, group.kv_slots.shape[1])
-    if group.mask is None:
+def visible(call: SdpaCall, window: int | None) -> np.ndarray:
+    """(B, Lq, Lk) bool: what SDPA under this call's mask lets a query see."""
+    shape = (*call.q_pos.shape, call.kv_slots.shape[1])
+    if call.mask is None:
         return np.ones(shape, bool)
-    if group.mask == "causal":
+    if call.mask == "causal":
         lower_right = np.tri(shape[1], shape[2], shape[2] - shape[1], dtype=bool)
         return np.broadcast_to(lower_right, shape)
-    q_pos, kv_pos = group.q_pos[:, :, None], group.kv_pos[:, None, :]
+    q_pos, kv_pos = call.q_pos[:, :, None], call.kv_pos[:, None, :]
     out = kv_pos <= q_pos
     if window is not None:
         out &= kv_pos > q_pos - window
-    if group.segments is not None:
-        out &= group.segments[:, :, None] == group.segments[:, None, :]
+    if call.segments is not None:
+        out &= call.segments[:, :, None] == call.segments[:, None, :]
     return out
 
 
-def seen_pairs(groups: list[Group], window: int | None) -> dict[int, list[int]]:
+def seen_pairs(calls: list[SdpaCall], window: int | None) -> dict[int, list[int]]:
     """The slots that each row sees at its first place, which is the one that counts."""
     seen: dict[int, list[int]] = {}
-    for g in groups:
+    for g in calls:
         mask = visible(g, window)
         for b in range(len(g.q_rows)):
             for i, row in enumerate(g.q_rows[b].tolist()):
@@ -67,17 +67,17 @@ def test_every_row_sees_exactly_what_the_definition_says(
     batch = make_batch(segments)
     if window is not None and window >= int(batch.seq_lens.max()):
         window = None  # as SdpaPlan.calls does
-    groups = plan_groups(
+    calls = plan_calls(
         batch, window, chunk=chunk, tile=tile, call_cost=call_cost, max_scores=max_scores,
         key_grain=key_grain, fused_rows=fused_rows,
     )  # fmt: skip
-    seen = seen_pairs(groups, window)
+    seen = seen_pairs(calls, window)
     expected = expected_pairs(batch, window, chunk)
     assert {r: sorted(s) for r, s in seen.items()} == {r: sorted(s) for r, s in expected.items()}
-    tiles = [np.unique(rows) for g in groups for rows in g.q_rows]  # padding repeats a row
+    tiles = [np.unique(rows) for g in calls for rows in g.q_rows]  # padding repeats a row
     computed = np.sort(np.concatenate(tiles))
     assert computed.tolist() == list(range(batch.num_tokens)), "a row is computed twice"
-    for g in groups:
+    for g in calls:
         assert (np.diff(g.q_rows, axis=1) >= 0).all()
         assert g.q_rows.shape[1] <= max(tile, 1) or g.segments is not None
         assert (g.kv_pos[:, 0] < NEVER).all()
@@ -96,8 +96,8 @@ def test_every_row_sees_exactly_what_the_definition_says(
 def test_every_row_has_its_place_in_the_results(segments, window, padding, call_cost):
     batch = make_batch(segments)
     n = batch.num_tokens
-    groups = plan_groups(batch, window, tile=8, call_cost=call_cost)
-    rows, place = places(groups, n + padding)
+    calls = plan_calls(batch, window, tile=8, call_cost=call_cost)
+    rows, place = places(calls, n + padding)
     rows = np.arange(n) if rows is None else rows
     assert rows[np.arange(n) if place is None else place[:n]].tolist() == list(range(n))
     assert place is None or len(place) == n + padding
@@ -118,8 +118,8 @@ def test_packs_hold_at_most_the_cap_in_order_and_oversized_prompts_are_alone(len
 @pytest.mark.parametrize("call_cost", [0, 1 << 20])
 def test_an_oversized_prompt_runs_alone_and_needs_no_mask(call_cost):
     batch = make_batch([(0, 5000), (0, 40), (0, 30)])
-    groups = plan_groups(batch, None, tile=1 << 30, call_cost=call_cost)
-    oversized = [g for g in groups if 4999 in g.q_rows]
+    calls = plan_calls(batch, None, tile=1 << 30, call_cost=call_cost)
+    oversized = [g for g in calls if 4999 in g.q_rows]
     assert len(oversized) == 1
     assert oversized[0].q_rows.shape == (1, 5000)
     assert oversized[0].mask == "causal"
@@ -128,41 +128,41 @@ def test_an_oversized_prompt_runs_alone_and_needs_no_mask(call_cost):
 def test_prompts_of_unlike_lengths_are_packed_where_calls_are_dear():
     """At a GPU's call cost: one block-diagonal call, not a padded batch four times its size."""
     batch = make_batch([(0, 60), (0, 3), (0, 5), (0, 2)])
-    groups = plan_groups(batch, None, tile=1 << 30, call_cost=1 << 20)
-    assert len(groups) == 1
-    assert groups[0].segments is not None
-    assert groups[0].q_rows.shape == (1, 70)
+    calls = plan_calls(batch, None, tile=1 << 30, call_cost=1 << 20)
+    assert len(calls) == 1
+    assert calls[0].segments is not None
+    assert calls[0].q_rows.shape == (1, 70)
 
 
 @pytest.mark.parametrize("context", [0, 13])
 def test_like_segments_share_one_causal_call_without_a_mask(context):
     batch = make_batch([(context, 20)] * 4)
-    (group,) = plan_groups(batch, None, tile=1 << 30, call_cost=1000)
-    assert group.mask == "causal"
-    assert group.q_rows.shape == (4, 20)
+    (call,) = plan_calls(batch, None, tile=1 << 30, call_cost=1000)
+    assert call.mask == "causal"
+    assert call.q_rows.shape == (4, 20)
 
 
 def test_decodes_of_equal_context_need_no_mask_at_all():
-    (group,) = plan_groups(make_batch([(9, 1)] * 3), None, tile=256, call_cost=0)
-    assert group.mask is None
-    (group,) = plan_groups(make_batch([(20, 1), (30, 1)]), 4, tile=256, call_cost=0)
-    assert group.mask is None, "beyond the window they are equal too"
-    assert group.kv_slots.shape == (2, 4)
+    (call,) = plan_calls(make_batch([(9, 1)] * 3), None, tile=256, call_cost=0)
+    assert call.mask is None
+    (call,) = plan_calls(make_batch([(20, 1), (30, 1)]), 4, tile=256, call_cost=0)
+    assert call.mask is None, "beyond the window they are equal too"
+    assert call.kv_slots.shape == (2, 4)
 
 
 def test_padding_never_costs_more_than_another_call():
     """A short decode is not padded to a long one's context, unless that is cheap."""
     batch = make_batch([(4000, 1), (3, 1), (3900, 1)])
-    groups = plan_groups(batch, None, tile=256, call_cost=10_000)
-    assert [g.q_rows.ravel().tolist() for g in groups] == [[0, 2], [1]]
-    assert len(plan_groups(batch, None, tile=256, call_cost=1 << 20)) == 1
+    calls = plan_calls(batch, None, tile=256, call_cost=10_000)
+    assert [g.q_rows.ravel().tolist() for g in calls] == [[0, 2], [1]]
+    assert len(plan_calls(batch, None, tile=256, call_cost=1 << 20)) == 1
 
 
 def test_one_call_gathers_a_bounded_number_of_keys():
     batch = make_batch([(999, 1)] * 300)
-    groups = plan_groups(batch, None, tile=256, call_cost=1 << 20)
-    assert sorted(len(g.kv_slots) for g in groups) == [38, 131, 131]
-    assert {g.kv_slots.shape[1] for g in groups} == {1000}
+    calls = plan_calls(batch, None, tile=256, call_cost=1 << 20)
+    assert sorted(len(g.kv_slots) for g in calls) == [38, 131, 131]
+    assert {g.kv_slots.shape[1] for g in calls} == {1000}
 
 
 @given(
@@ -174,8 +174,8 @@ def test_one_call_gathers_a_bounded_number_of_keys():
 def test_the_scores_of_a_call_are_bounded(segments, window, max_scores):
     """By the limit, but for tiles of the least size."""
     batch = make_batch(segments)
-    groups = plan_groups(batch, window, tile=1 << 30, call_cost=1 << 21, max_scores=max_scores)
-    for g in groups:
+    calls = plan_calls(batch, window, tile=1 << 30, call_cost=1 << 21, max_scores=max_scores)
+    for g in calls:
         rows, keys = g.q_rows.shape[1], g.kv_slots.shape[1]
         assert g.q_rows.size * keys <= max_scores or (len(g.q_rows) == 1 and rows <= _LEAST_TILE)
 
@@ -194,29 +194,29 @@ def test_every_call_finds_its_keys_in_a_gather_of_bounded_size(
     segments, window, tile, call_cost, max_scores, cap, key_grain
 ):
     batch = make_batch(segments)
-    groups = plan_groups(
+    calls = plan_calls(
         batch, window, tile=tile, call_cost=call_cost, max_scores=max_scores, key_grain=key_grain
     )
-    gathers, calls = joint_gathers(groups, cap), iter(groups)
-    read = np.concatenate([g.kv_slots.ravel() for g in groups])
+    gathers, left = joint_gathers(calls, cap), iter(calls)
+    read = np.concatenate([g.kv_slots.ravel() for g in calls])
     for gather in gathers:
-        of_gather = [next(calls) for _ in gather.begins]
+        of_gather = [next(left) for _ in gather.begins]
         for call, begin in zip(of_gather, gather.begins, strict=True):
             slots, real = call.kv_slots.ravel(), call.kv_pos.ravel() < NEVER
             gathered = gather.slots[begin : begin + len(slots)]
             assert gathered[real].tolist() == slots[real].tolist()
             assert len(gathered) == len(slots)
             assert np.isin(gathered, read).all(), "padding is a key that some call reads"
-        alone = len(of_gather) == 1 or len({call.run and call.run[0] for call in of_gather}) == 1
+        alone = len(of_gather) == 1 or len({call.span and call.span[0] for call in of_gather}) == 1
         assert len(gather.slots) <= cap or alone
-    assert next(calls, None) is None
+    assert next(left, None) is None
 
 
 @pytest.mark.parametrize(("window", "keys"), [(None, 9000 + 600), (400, 400 + 600 - 1)])
 def test_the_tiles_of_a_chunk_share_one_copy_of_its_keys(window, keys):
     batch = make_batch([(9000, 600)])
-    groups = plan_groups(batch, window, tile=1 << 30, call_cost=1 << 21, max_scores=1 << 18)
-    assert len(groups) > 1
-    (gather,) = joint_gathers(groups, 1 << 17)
+    calls = plan_calls(batch, window, tile=1 << 30, call_cost=1 << 21, max_scores=1 << 18)
+    assert len(calls) > 1
+    (gather,) = joint_gathers(calls, 1 << 17)
     assert len(gather.slots) == keys
-    assert places(groups, 600) == (None, None), "rows are in order, and none is copied"
+    assert places(calls, 600) == (None, None), "rows are in order, and none is copied"

@@ -50,7 +50,7 @@ class DecodesCase(Case):
     def run(self, padding=0, **how):
         self.store.specs = [replace(self.store.specs[0], window=how.get("window"))]
         self.attention = KernelAttention(
-            self.store, "gather", self.head_groups, rows_as_decodes=LIMIT
+            self.store, "gather", self.queries_per_kv, rows_as_decodes=LIMIT
         )
         plan = self.attention.prepare(self.batch, self.batch.num_tokens).plan
         assert plan.prompts is None
@@ -82,7 +82,7 @@ def test_a_quantised_store(bits):
 
 def prepared(segments, padding=0, limit=LIMIT):
     case = Case(segments)
-    attention = KernelAttention(case.store, "gather", case.head_groups, rows_as_decodes=limit)
+    attention = KernelAttention(case.store, "gather", case.queries_per_kv, rows_as_decodes=limit)
     return attention.prepare(case.batch, case.batch.num_tokens + padding).plan
 
 
@@ -165,7 +165,7 @@ def test_a_prompt_alone_waits_to_be_compiled():
     ["qwen3", *(pytest.param(n, marks=pytest.mark.long) for n in ("gemma2", "llama/window"))],
 )
 def test_tokens_through_kernels(monkeypatch, tmp_path, name):
-    """A pool that makes requests give way, chunks of unlike size, and a newcomer."""
+    """A pool that preempts requests, chunks of unlike size, and a newcomer."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     change_device(monkeypatch, min_saved_for_prompts=8)
     prompts = tiny.prompts(4, 10, 40, seed=7)

@@ -21,9 +21,9 @@ from tests.support.attention_cases import (
 )
 from tests.support.device import change_device
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.base import Call
-from vllm_metal_lite.attention.sdpa import run
-from vllm_metal_lite.attention.sdpa.calls import DeviceGroup
+from vllm_metal_lite.attention.base import AttentionCall
+from vllm_metal_lite.attention.sdpa import execute
+from vllm_metal_lite.attention.sdpa.calls import DeviceCall
 from vllm_metal_lite.attention.sdpa.fused import Unfused, unfused
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
@@ -84,8 +84,8 @@ def test_the_packed_form_equals_the_padded_one(monkeypatch):
     results, forms = [], []
     for cost in (1 << 20, 0):
         change_device(monkeypatch, sdpa_call_cost=cost)
-        groups = case.attention.prepare(case.batch, 70).plan.calls(0, None).groups
-        forms.append([g.group.segments is not None for g in groups])
+        calls = case.attention.prepare(case.batch, 70).plan.calls(0, None).calls
+        forms.append([g.host.segments is not None for g in calls])
         results.append(case.run())
     assert forms[0] == [True]
     assert not any(forms[1])
@@ -95,7 +95,7 @@ def test_the_packed_form_equals_the_padded_one(monkeypatch):
 
 def masks_of(case: Case, dtype: mx.Dtype, window: int | None) -> list[mx.array]:
     calls = case.attention.prepare(case.batch, case.batch.num_tokens).plan.calls(0, window)
-    return [m for g in calls.groups if isinstance(m := g.mask(dtype), mx.array)]
+    return [m for g in calls.calls if isinstance(m := g.mask(dtype), mx.array)]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -108,24 +108,24 @@ def test_a_mask_is_never_wider_than_the_queries(monkeypatch, where, dtype):
     assert {m.dtype for m in masks} == {dtype if where == "cuda" else mx.bool_}
 
 
-def unfused_call(segment: tuple[int, int], window: int | None = None) -> DeviceGroup:
+def unfused_call(segment: tuple[int, int], window: int | None = None) -> DeviceCall:
     case = Case([segment])
     step = case.attention.prepare(case.batch, case.batch.num_tokens)
-    (group,) = step.plan.calls(0, window, unfused=Unfused(heads=4)).groups
-    return group
+    (call,) = step.plan.calls(0, window, unfused=Unfused(heads=4)).calls
+    return call
 
 
 def test_keys_that_every_row_sees_are_not_masked():
     """Of 5 rows behind 40 keys, the first sees 41; the keys are padded to 48."""
-    group = unfused_call((40, 5))
-    assert group.group.num_visible == 41
-    np.testing.assert_array_equal(group.visible[0, 0], np.tri(5, 48 - 41, -1, bool))
+    call = unfused_call((40, 5))
+    assert call.host.num_visible == 41
+    np.testing.assert_array_equal(call.visible[0, 0], np.tri(5, 48 - 41, -1, bool))
 
 
 def test_all_keys_are_masked_where_the_rows_share_few():
-    assert unfused_call((40, 5), window=7).group.num_visible == 0
-    assert unfused_call((5, 5)).group.num_visible == 0
-    assert unfused_call((0, 30)).group.num_visible == 0
+    assert unfused_call((40, 5), window=7).host.num_visible == 0
+    assert unfused_call((5, 5)).host.num_visible == 0
+    assert unfused_call((0, 30)).host.num_visible == 0
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_neural_accelerators_fuse_long_causal_calls_of_large_heads(monkeypatch, 
         fused.append((q.shape[2], kwargs["mask"]))
         return mx.fast.scaled_dot_product_attention(q, *args, **kwargs)
 
-    monkeypatch.setattr(run, "_sdpa", noting)
+    monkeypatch.setattr(execute, "_sdpa", noting)
     case = Case([(3, 1024), (40, 200), (0, 1024), (0, 20)], heads=2, kv_heads=1, dim=256)
     check(case)
     assert fused == ([(1024, "causal")] * 2 if accelerated else [])
@@ -192,7 +192,7 @@ def test_the_store_is_written_in_place(bits):
         mx.reset_peak_memory()
         before = mx.get_active_memory()
         step.write(0, row, row)
-        out = step.attend(row, Call(0, 1.0))
+        out = step.attend(row, AttentionCall(0, 1.0))
         mx.eval(out, store.arrays)
         assert mx.get_peak_memory() - before < store.nbytes // 16
         assert mx.array_equal(out, row)

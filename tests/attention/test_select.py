@@ -75,7 +75,7 @@ def test_kernels_that_are_right_are_used_without_a_warning(caplog, option):
     assert not caplog.records
     assert (attention.name, attention.prefill) == ("kernels", "varlen")
     assert attention.shares == [True]
-    assert not attention.without
+    assert not attention.failed_kernels
     assert attention.rows_as_decodes == profile().rows_as_decodes
     assert reason == "right on this device; prompts by varlen_prefill"
 
@@ -87,7 +87,7 @@ def test_prompts_go_the_faster_way():
 
 
 @pytest.mark.parametrize("name", ["kv_write", "kv_write_quantised"])
-def test_a_kernel_that_no_other_can_replace_gives_way_to_the_reference(caplog, name):
+def test_a_kernel_that_no_other_can_replace_is_replaced_by_the_reference(caplog, name):
     shape = replace(SHAPE, kv_bits=8)
     verdict = failing("gather_rows", name)
     attention, reason = select("auto", store(), [shape], verdict)
@@ -114,12 +114,12 @@ def test_recurrent_layers_without_a_kernel_take_attention_along(caplog, name):
 
 @pytest.mark.parametrize("option", ["auto", "kernels"])
 @pytest.mark.parametrize("name", [row.name for row in REGISTRY.values() if not row.essential])
-def test_any_other_kernel_gives_way_alone(caplog, name, option):
+def test_any_other_kernel_is_replaced_alone(caplog, name, option):
     attention, reason = select(option, store(), [SHAPE], failing(name))
     assert re.fullmatch(
         f"a kernel .*: {name} is off .* allowed; .* Please report.*", *caplog.messages
     )
-    assert (attention.name, attention.without) == ("kernels", {name})
+    assert (attention.name, attention.failed_kernels) == ("kernels", {name})
     assert attention.prefill == ("varlen" if name.startswith("kv_gather") else "gather")
     alone = name in ("shared_prefix", "paged_decode")
     assert attention.shares == [not alone]

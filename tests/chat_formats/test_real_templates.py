@@ -11,7 +11,7 @@ from tests.support.real_parts import template, templates
 from tests.support.real_tokenizers import llama_cpp_templates
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.detect import detect
-from vllm_metal_lite.chat_formats.trial import ARGUMENTS, TOOL, reads, written_calls
+from vllm_metal_lite.chat_formats.probe import ARGUMENTS, TOOL, reads, written_calls
 
 USER = {"role": "user", "content": "Read it."}
 

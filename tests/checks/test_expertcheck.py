@@ -6,7 +6,7 @@ from metal.host import compiler_available
 from tests.support.miscompiled import seeming_gpu
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.check import Check, MixtureShape
-from vllm_metal_lite.checks.run import run
+from vllm_metal_lite.checks.run_check import run
 from vllm_metal_lite.kernels import expert_topk, source
 from vllm_metal_lite.specs import ExpertShape
 

@@ -14,21 +14,21 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated
 from vllm_metal_lite.checks.check import Check, NormShape
 from vllm_metal_lite.checks.result import CheckResult, Speed
-from vllm_metal_lite.specs import AttentionShape, Rotation
+from vllm_metal_lite.specs import AttentionShape, RopeShape
 
 SHAPE = AttentionShape(4, 2, 32, 32, mx.float16, window=7, softcap=2.0)
 CHECKS = [
     Check("paged_decode", SHAPE, 16),
     Check("merge_partitions", SHAPE, 16),
     Check("varlen_prefill", SHAPE, 16),
-    Check("rope_write", SHAPE, 0, Rotation(32, base=None, eps=1e-6)),
+    Check("rope_write", SHAPE, 0, RopeShape(32, base=None, eps=1e-6)),
     Check("add_rms_norm", NormShape(64, mx.float16)),
 ]
 
 # A process in which a check is right unless `acts` has something for its kernel.
 PROCESS = """
 import os, sys, time
-from vllm_metal_lite.checks import run as child
+from vllm_metal_lite.checks import run_check as child
 from vllm_metal_lite.checks.result import CheckResult, Speed
 
 def run(check, timed):

@@ -1,4 +1,4 @@
-"""Every kernel has a check, a fault that tools seed, and a way out: none can be forgotten."""
+"""Every kernel has a check, a fault that tools seed, and a fallback: none can be forgotten."""
 
 import pkgutil
 from dataclasses import fields
@@ -11,7 +11,7 @@ from tests.support.mlx_graph import READERS, WRITERS, WRITES_IF_FUSED
 from tools.dev import kernels_table
 from tools.prove import break_in_serving as break_kernels_in_serving
 from vllm_metal_lite import checks, kernels
-from vllm_metal_lite.checks import alternatives
+from vllm_metal_lite.checks import fallbacks
 from vllm_metal_lite.devices import DeviceProfile
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kernels.registry import REGISTRY
@@ -29,13 +29,13 @@ def launched() -> list[Kernel]:
     return [k for module in modules for k in vars(module).values() if isinstance(k, Kernel)]
 
 
-def test_every_kernel_and_every_form_of_one_is_checked():
-    forms = {row.name for row in REGISTRY.values() if row.template}
+def test_every_kernel_and_every_use_of_one_is_checked():
+    uses = {row.name for row in REGISTRY.values() if row.template}
     assert {kernel.name for kernel in launched()} == FILES
-    for form in forms:
-        text = (ROOT / "metal" / f"{REGISTRY[form].text}.metal").read_text()
-        assert all(value in text for value in REGISTRY[form].template)
-    assert set(KERNELS) == FILES | forms
+    for use in uses:
+        text = (ROOT / "metal" / f"{REGISTRY[use].text}.metal").read_text()
+        assert all(value in text for value in REGISTRY[use].template)
+    assert set(KERNELS) == FILES | uses
 
 
 def test_tools_break_every_kernel():
@@ -47,7 +47,7 @@ def test_every_kernel_runs_under_the_checker():
     assert {name.partition("/")[0] for name in RUN} == FILES
 
 
-def test_a_kernel_without_another_way_gives_way_to_the_reference():
+def test_a_kernel_without_a_fallback_is_replaced_by_the_reference():
     essential = {"kv_write", "kv_write_quantised", "causal_conv", "gated_delta"}
     assert {row.name for row in REGISTRY.values() if row.essential} == essential
 
@@ -62,7 +62,7 @@ def test_a_row_names_what_exists():
     for row in REGISTRY.values():
         module, function = row.check.split(".")
         assert callable(getattr(import_module(f"{checks.__name__}.{module}"), function))
-        assert not row.alternative or callable(getattr(alternatives, row.alternative))
+        assert not row.timed_against or callable(getattr(fallbacks, row.timed_against))
         assert {row.text, *row.needs} <= REGISTRY.keys()
         assert constants.issuperset(row.constants)
 

@@ -11,9 +11,9 @@ from tests.support.declared_order import recording
 from tests.support.mlx_graph import READERS, WRITERS, WRITES_IF_FUSED
 from vllm_metal_lite.checks import ordering, ordering_graph
 from vllm_metal_lite.checks.ordering import BUFFERS, problem, stress
-from vllm_metal_lite.checks.ordering_graph import LATENTS, READS, STATES, WRITES, Sizes, build
+from vllm_metal_lite.checks.ordering_graph import LATENTS, READS, STATES, WRITES, GraphSizes, build
 
-TINY = Sizes(launches=24, sequences=2, context=32, num_heads=2, num_kv_heads=1, head_dim=16)
+TINY = GraphSizes(launches=24, sequences=2, context=32, num_heads=2, num_kv_heads=1, head_dim=16)
 # Which argument the token is; rope_write takes it by name.
 TOKEN_AT = {
     "kv_write": 5, "kv_gather": 3, "paged_decode": 5, "varlen_prefill": 7, "latent_attention": 8,

@@ -1,4 +1,4 @@
-"""The two ways that are timed do the same work.  Times themselves mean nothing here."""
+"""The two candidates that are timed do the same work.  Times themselves mean nothing here."""
 
 from dataclasses import replace
 
@@ -10,19 +10,19 @@ from tests.support.device import change_device
 from tests.support.launches import watch
 from tests.support.miscompiled import seeming_gpu
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import alternatives, attention, speed
-from vllm_metal_lite.checks.plan import checks_for
+from vllm_metal_lite.checks import attention, fallbacks, speed
+from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.result import Speed
-from vllm_metal_lite.checks.run import run
+from vllm_metal_lite.checks.run_check import run
 from vllm_metal_lite.kernels import timing
-from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, Rotation
+from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, RopeShape
 
 measure = speed.measure
 SHAPE = AttentionShape(4, 2, 32, 32, mx.float32)
 LATENT = AttentionShape(4, 1, 64, 16, mx.float32, latent=True)
 SHAPES = SHAPE, replace(SHAPE, window=9, softcap=2.0, sinks=True), replace(SHAPE, kv_bits=8), LATENT
 USE = KernelUse(
-    SHAPES, 16, (Rotation(32, eps=1e-5), Rotation(16, True, None, factor=1.5)), (64,),
+    SHAPES, 16, (RopeShape(32, eps=1e-5), RopeShape(16, True, None, factor=1.5)), (64,),
     recurrences=(GatedNormShape(32, 3, mx.float32),),
 )  # fmt: skip
 TIMED = ("paged_decode", "merge_partitions", "shared_prefix", "varlen_prefill", "latent_attention",
@@ -32,11 +32,11 @@ TIMED = ("paged_decode", "merge_partitions", "shared_prefix", "varlen_prefill", 
 
 @pytest.fixture
 def a_gpu(monkeypatch, tmp_path):
-    """Small loads; both ways of each are run once, one after the other."""
+    """Small loads; both candidates of each are run once, one after the other."""
     sizes = {"_DECODES": 3, "_CONTEXT": 20, "_LONG": 70, "_PREFIX": 32, "_ROWS": 9}
     sizes["_PROMPTS"] = (2, 20, 20), (1, 40, 20)
     for name, value in sizes.items():
-        monkeypatch.setattr(alternatives, name, value)
+        monkeypatch.setattr(fallbacks, name, value)
     change_device(monkeypatch, min_split_context=40, min_split_keys=8, min_saved_tokens=16)
     with seeming_gpu(monkeypatch, tmp_path):
         yield
@@ -44,20 +44,20 @@ def a_gpu(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("kernel", TIMED)
-def test_both_ways_compute_the_same_and_one_lacks_the_kernel(monkeypatch, a_gpu, kernel):
+def test_both_candidates_compute_the_same_and_one_lacks_the_kernel(monkeypatch, a_gpu, kernel):
     launched = set()
     watch(monkeypatch, lambda k, _, template: launched.add((k, bool(template.get("FUSED")))))
-    of_form = {"fused_decode": "paged_decode", "latent_prefill": "latent_attention"}
-    name = of_form.get(kernel, kernel), kernel == "fused_decode"
+    base_of = {"fused_decode": "paged_decode", "latent_prefill": "latent_attention"}
+    name = base_of.get(kernel, kernel), kernel == "fused_decode"
     loads = 0
 
-    def seconds(ours, alternative):
+    def seconds(ours, fallback):
         nonlocal loads
         loads += 1
         results = []
-        for way, with_it in ((ours, True), (alternative, False)):
+        for work, with_it in ((ours, True), (fallback, False)):
             launched.clear()
-            out = way()
+            out = work()
             first = out if isinstance(out, mx.array) else out[0]
             results.append(np.array(first.astype(mx.float32)).ravel())
             assert (name in launched) == with_it
@@ -69,7 +69,7 @@ def test_both_ways_compute_the_same_and_one_lacks_the_kernel(monkeypatch, a_gpu,
     found = [measure(check) for check in checks]
     assert loads
     assert found == [
-        None if c.beside or (c.rotation and "decode" not in kernel and "_write" not in kernel)
+        None if c.beside or (c.rope and "decode" not in kernel and "_write" not in kernel)
         else Speed(2.0, 4.0) if kernel in ("varlen_prefill", "latent_prefill")
         else Speed(1.0, 2.0)
         for c in checks
@@ -97,12 +97,14 @@ def test_only_a_kernel_that_is_right_is_timed(monkeypatch, a_gpu):
     ("cost", "rounds", "calls"),
     [(0.002, 5, 20), (0.0105, 5, 4), (0.06, 3, 1), (0.1, 2, 1), (3.0, 1, 1)],
 )
-def test_ways_are_timed_in_turns_and_slow_ones_less_often(monkeypatch, cost, rounds, calls):
+def test_candidates_are_timed_alternately_and_slow_ones_less_often(
+    monkeypatch, cost, rounds, calls
+):
     """A device that slows down does so for both."""
     now, order = [0.0], []
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
 
-    def way(name, factor):
+    def candidate(name, factor):
         def run(count):
             for _ in range(count):
                 order.append(name)
@@ -110,8 +112,8 @@ def test_ways_are_timed_in_turns_and_slow_ones_less_often(monkeypatch, cost, rou
 
         return run
 
-    ways = [way("ours", 1.0), way("other", 1.005)]
-    ours, other = timing.seconds_in_turns(ways, calls=20, enough=0.24)
+    candidates = [candidate("ours", 1.0), candidate("other", 1.005)]
+    ours, other = timing.seconds_alternating(candidates, calls=20, enough=0.24)
     assert cost < ours < other < 2 * cost
     before = 2 * (2 + 1)  # two that warm up, one that tells how many to time
     assert order[before:] == (["ours"] * calls + ["other"] * calls) * rounds
@@ -138,4 +140,4 @@ def test_slow_is_clearly_slower():
     assert Speed(1.6, 1.0).is_slow
     assert not Speed(40e-6, 24e-6).is_slow, "the host's time for a launch"
     assert Speed(400e-6, 240e-6).is_slow
-    assert str(Speed(1.6e-3, 1e-6)) == "takes 1,600 us where its alternative takes 1 us"
+    assert str(Speed(1.6e-3, 1e-6)) == "takes 1,600 us where its fallback takes 1 us"

@@ -12,8 +12,8 @@ from tests.support.miscompiled import miscompile, seeming_gpu
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated
-from vllm_metal_lite.checks.common import YARN_FACTOR
-from vllm_metal_lite.checks.plan import checks_for
+from vllm_metal_lite.checks.for_model import checks_for
+from vllm_metal_lite.checks.popular_shapes import YARN_FACTOR
 from vllm_metal_lite.checks.result import CheckResult, Speed
 from vllm_metal_lite.checks.verdicts import verify
 from vllm_metal_lite.specs import (
@@ -22,7 +22,7 @@ from vllm_metal_lite.specs import (
     KernelUse,
     Quantisation,
     RecurrenceShape,
-    Rotation,
+    RopeShape,
     WeightShape,
 )
 
@@ -71,12 +71,12 @@ def test_only_what_a_model_uses_is_checked():
     assert "shared_prefix" in kernels(replace(USE, shapes=(window, SHAPE)))
     wide = replace(SHAPE, k_head_dim=512, v_head_dim=512)
     assert kernels(replace(USE, shapes=(wide,))) == attention
-    quantised = replace(USE, shapes=(replace(SHAPE, kv_bits=8),), rotations=(Rotation(32),))
+    quantised = replace(USE, shapes=(replace(SHAPE, kv_bits=8),), ropes=(RopeShape(32),))
     assert kernels(quantised) == [
         "fused_decode", "gather_rows", "kv_gather_quantised", "kv_write_quantised",
         "merge_partitions", "paged_decode", "rope_write", "shared_prefix", "varlen_prefill",
     ]  # fmt: skip
-    turned = set(kernels(replace(USE, rotations=(Rotation(32),)))) - set(kernels(USE))
+    turned = set(kernels(replace(USE, ropes=(RopeShape(32),)))) - set(kernels(USE))
     assert turned == {"rope_write", "fused_decode"}
     assert set(kernels(replace(USE, hidden_sizes=(64,)))) - set(kernels(USE)) == {"add_rms_norm"}
     weights = tuple(WeightShape(64, depth) for depth in (96, 32, 64))
@@ -100,15 +100,15 @@ def test_only_what_a_model_uses_is_checked():
 
 def test_every_shape_and_every_rotation_is_checked_but_not_each_with_each():
     shapes = tuple(replace(SHAPE, window=window) for window in (9, 17, None))
-    rotations = tuple(Rotation(32, base=base) for base in (1e4, 1e6))
-    checks = checks_for(replace(USE, shapes=shapes, rotations=rotations))
+    ropes = tuple(RopeShape(32, base=base) for base in (1e4, 1e6))
+    checks = checks_for(replace(USE, shapes=shapes, ropes=ropes))
     fused = [c for c in checks if c.kernel == "fused_decode"]
     assert {c.shape for c in fused} == set(shapes)
-    assert {c.rotation for c in fused} == set(rotations)
+    assert {c.rope for c in fused} == set(ropes)
     assert len(fused) == 3
     assert len([c for c in checks if c.kernel == "rope_write"]) == 2
     # A rotation of more dims than heads have belongs to no attention.
-    assert "rope_write" not in kernels(replace(USE, rotations=(Rotation(64),)))
+    assert "rope_write" not in kernels(replace(USE, ropes=(RopeShape(64),)))
 
 
 def test_layers_that_differ_in_their_masks_share_what_knows_no_mask():
@@ -119,24 +119,24 @@ def test_layers_that_differ_in_their_masks_share_what_knows_no_mask():
 
 UNLIKE = {
     "masks": KernelUse(
-        (replace(SHAPE, window=50, softcap=5.0, sinks=True),), 16, (Rotation(32),)
+        (replace(SHAPE, window=50, softcap=5.0, sinks=True),), 16, (RopeShape(32),)
     ),
     "dims": KernelUse(
-        (AttentionShape(6, 2, 48, 32, mx.float16),), 16, (Rotation(24, True, scale=0.5),)
+        (AttentionShape(6, 2, 48, 32, mx.float16),), 16, (RopeShape(24, True, scale=0.5),)
     ),
     "factor": KernelUse(
-        (BFLOAT16,), 16, (Rotation(24, base=None, eps=1e-6, factor=YARN_FACTOR),)
+        (BFLOAT16,), 16, (RopeShape(24, base=None, eps=1e-6, factor=YARN_FACTOR),)
     ),
     "latents with a factor": KernelUse(
         (AttentionShape(4, 1, 64, 16, mx.float16, latent=True),), 16,
-        (Rotation(16, True, factor=YARN_FACTOR),),
+        (RopeShape(16, True, factor=YARN_FACTOR),),
     ),
-    "quantised": KernelUse((replace(BFLOAT16, kv_bits=4),), 8, (Rotation(16),), (1001,)),
+    "quantised": KernelUse((replace(BFLOAT16, kv_bits=4),), 8, (RopeShape(16),), (1001,)),
     "quantised with a window": KernelUse(
-        (replace(SHAPE, window=50, kv_bits=8),), 16, (Rotation(32, eps=1e-6),)
+        (replace(SHAPE, window=50, kv_bits=8),), 16, (RopeShape(32, eps=1e-6),)
     ),
     "frequencies": KernelUse(
-        (BFLOAT16,), 32, (Rotation(16, base=None, eps=1e-6),), (96,),
+        (BFLOAT16,), 32, (RopeShape(16, base=None, eps=1e-6),), (96,),
         (WeightShape(100, 1056, Quantisation(4, 32)),),
     ),
 }  # fmt: skip
@@ -219,11 +219,11 @@ def test_a_folder_that_is_not_writable_costs_another_check(found, monkeypatch, t
 # What is slow
 
 
-def test_a_kernel_that_is_clearly_slower_gives_way(found, tmp_path):
+def test_a_kernel_that_is_clearly_slower_is_replaced(found, tmp_path):
     results, _ = found
     results["gather_rows"] = CheckResult(None, 0.0, 1.0, speed=Speed(1.6e-3, 1e-3))
     results["paged_decode"] = CheckResult(None, 0.0, 1.0, speed=Speed(1.4e-3, 1e-3))
-    line = f"gather_rows ({SHAPE}): takes 1,600 us where its alternative takes 1,000 us"
+    line = f"gather_rows ({SHAPE}): takes 1,600 us where its fallback takes 1,000 us"
     assert verify(USE).failures == {"gather_rows": line}
     (file,) = tmp_path.rglob("*.json")
     said = f"(found at an earlier start; to try again, delete {file})"
@@ -263,11 +263,11 @@ LATENT = AttentionShape(4, 1, 64, 16, mx.float32, latent=True)
     ids=["ignored", "of all elements"],
 )
 def test_a_factor_that_a_kernel_gets_wrong_is_found(monkeypatch, name, shape, text, wrong):
-    """Only that kernel gives way, and only for models that have a factor."""
+    """Only that kernel is replaced, and only for models that have a factor."""
     monkeypatch.setitem(MISCOMPILED, name, (text, wrong))
     miscompile(monkeypatch, name)
     dims = 16 if shape.latent else 24
     for factor in (1.0, YARN_FACTOR):
-        use = KernelUse((shape,), 16, (Rotation(dims, factor=factor),))
+        use = KernelUse((shape,), 16, (RopeShape(dims, factor=factor),))
         failed = list(verify(use).failures)
         assert failed == ([name] if factor != 1 else [])

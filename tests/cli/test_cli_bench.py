@@ -10,10 +10,10 @@ import pytest
 
 from tests.support.cli_kit import CONTEXT, model_folder
 from vllm_metal_lite.cli import machine
-from vllm_metal_lite.cli.bench.cases import SETTLE_STEPS, Case, Pace, make_cases
-from vllm_metal_lite.cli.bench.load import Ours, Timing, drive, medians, timing
+from vllm_metal_lite.cli.bench.cases import SETTLE_STEPS, BenchCase, Pace, make_cases
 from vllm_metal_lite.cli.bench.suite import Suite
 from vllm_metal_lite.cli.bench.table import ratio, table
+from vllm_metal_lite.cli.bench.timed_case import ThisEngine, Timing, drive, medians, timing
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError, RequestError, install
@@ -127,14 +127,14 @@ def test_control_c_shows_what_is_measured_so_far(monkeypatch, capsys, tmp_path):
 
 
 def test_an_engine_that_fails_spoils_its_case_only(monkeypatch, capsys):
-    step = Ours.step
+    step = ThisEngine.step
 
     def failing(engine):
         if len(engine._seen) > 1:
             raise RuntimeError("[metal::malloc] too much")
         return step(engine)
 
-    monkeypatch.setattr(Ours, "step", failing)
+    monkeypatch.setattr(ThisEngine, "step", failing)
     assert main(["bench", str(model_folder()), *SMALL]) == 1
     out = capsys.readouterr().out.splitlines()
     assert "skipped" not in out[1]
@@ -150,12 +150,12 @@ def test_decodes_count_while_all_requests_decode():
     for step in range(1, 21):
         for request in times:
             request.append(4.0 + 0.5 * step)
-    result = timing(Case(2, 100), times)
+    result = timing(BenchCase(2, 100), times)
     assert result.seconds_to_first == 2.5
     assert result.prompt_rate == 200 / 4.0
     assert result.decode_rate == pytest.approx(2 / 0.5)
-    assert timing(Case(2, 4), [[1.0], [2.0]]).decode_rate is None
-    assert timing(Case(2, 4), [[1.0], []]) is None
+    assert timing(BenchCase(2, 4), [[1.0], [2.0]]).decode_rate is None
+    assert timing(BenchCase(2, 4), [[1.0], []]) is None
 
 
 def test_a_run_ends_after_the_counted_steps_or_when_told():
@@ -176,20 +176,20 @@ def test_an_engine_that_fails_is_left_empty():
 
 def test_the_estimate_is_of_the_nearest_case():
     pace = Pace()
-    pace.learn(Case(1, 100), prompt_rate=50.0, decode_rate=10.0)
-    assert pace.run(Case(1, 100), 2) == pytest.approx(2 + (SETTLE_STEPS + 2) / 10)
+    pace.learn(BenchCase(1, 100), prompt_rate=50.0, decode_rate=10.0)
+    assert pace.run(BenchCase(1, 100), 2) == pytest.approx(2 + (SETTLE_STEPS + 2) / 10)
     assert pace.step(4) == pytest.approx(0.4)
-    pace.learn(Case(8, 100), prompt_rate=50.0, decode_rate=40.0)
+    pace.learn(BenchCase(8, 100), prompt_rate=50.0, decode_rate=40.0)
     assert pace.step(8) == pytest.approx(0.2)
-    before = pace.run(Case(8, 100), 2)
-    pace.learn(Case(1, 4000), prompt_rate=1.0, decode_rate=None)
-    assert pace.run(Case(8, 100), 2) == before
+    before = pace.run(BenchCase(8, 100), 2)
+    pace.learn(BenchCase(1, 4000), prompt_rate=1.0, decode_rate=None)
+    assert pace.run(BenchCase(8, 100), 2) == before
 
 
 def test_a_time_limit_skips_and_says_how_long():
     suite = Suite([Script()], range(9), EngineConfig(), 10**9, seconds=-1.0, stop=lambda: False)
     suite._engines[0].step = list  # nothing ever comes
-    suite.run([Case(1, 8)], 4, show_bar=False)
+    suite.run([BenchCase(1, 8)], 4, show_bar=False)
     assert suite.results[0].skipped
     assert not suite.results[0].timings
 

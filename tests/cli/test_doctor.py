@@ -12,15 +12,15 @@ from tests.support import broken_machine
 from tests.support.miscompiled import miscompile, seeming_gpu
 from vllm_metal_lite import devices
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import floors, generation, isolated, ordering, verdicts
+from vllm_metal_lite.checks import bandwidth, compare_tokens, isolated, ordering, verdicts
 from vllm_metal_lite.checks.ordering import Outcome
 from vllm_metal_lite.checks.result import CheckResult, Speed
 from vllm_metal_lite.cli import doctor, machine
 from vllm_metal_lite.cli.main import main
-from vllm_metal_lite.specs import AttentionShape, KernelUse, Rotation, WeightShape
+from vllm_metal_lite.specs import AttentionShape, KernelUse, RopeShape, WeightShape
 
 SHAPE = AttentionShape(4, 2, 32, 32, mx.bfloat16)
-TINY = KernelUse((SHAPE,), 16, (Rotation(32),), (64,), (WeightShape(64, 32), WeightShape(32, 64)))
+TINY = KernelUse((SHAPE,), 16, (RopeShape(32),), (64,), (WeightShape(64, 32), WeightShape(32, 64)))
 
 LONG = ("--seconds", "3600")  # enough on a busy machine
 
@@ -94,12 +94,12 @@ def call_once(call, x, chain=1, compiled=True):
 def a_gpu(monkeypatch, tmp_path):
     """Small shapes; no processes; nothing is timed."""
     monkeypatch.setattr(doctor, "COMMON", {"tiny": TINY})
-    monkeypatch.setattr(doctor, "FLOOR_SIZES", floors.Sizes(1024, 1, 32, 64))
-    monkeypatch.setattr(floors, "seconds_per_call", call_once)
+    monkeypatch.setattr(doctor, "BANDWIDTH_SIZES", bandwidth.BandwidthSizes(1024, 1, 32, 64))
+    monkeypatch.setattr(bandwidth, "seconds_per_call", call_once)
     monkeypatch.setattr(ordering, "stress", lambda: [Outcome("all launches in one", 9, None)])
-    monkeypatch.setattr(generation, "PROMPTS", (3, 20))
-    monkeypatch.setattr(generation, "STARTS", (1, 0))
-    monkeypatch.setattr(generation, "NEW_TOKENS", 3)
+    monkeypatch.setattr(compare_tokens, "PROMPTS", (3, 20))
+    monkeypatch.setattr(compare_tokens, "STARTS", (1, 0))
+    monkeypatch.setattr(compare_tokens, "NEW_TOKENS", 3)
     with seeming_gpu(monkeypatch, tmp_path / "cache"):
         yield
 
@@ -118,7 +118,7 @@ def test_a_machine_that_is_well(a_gpu, capsys, tmp_path):
     assert f"written to {file}" in out
     report = json.loads(file.read_text())
     assert report["problems"] == []
-    assert {"checks", "floors", "ordering", "answers"} <= set(report["seconds"])
+    assert {"checks", "bandwidth", "ordering", "answers"} <= set(report["seconds"])
     names = {field.name for field in fields(devices.DeviceProfile)}
     assert set(report["profile"]["constants"]) == names
 
@@ -130,7 +130,7 @@ def test_a_miscompiled_kernel_is_named_and_the_answers_stay_right(a_gpu, monkeyp
     out = capsys.readouterr().out
     assert "varlen_prefill:       WRONG in 2 of 2 checks" in out
     assert "allowed" in out
-    assert "\n  instead: prompts use kv_gather and MLX's SDPA\n" in out
+    assert "\n  fallback: prompts use kv_gather and MLX's SDPA\n" in out
     assert "by the reference: equal" in out
     assert "The engine leaves a wrong kernel out by itself" in out
     assert "Next: please open an issue" in out
@@ -156,8 +156,8 @@ def no_work(a_gpu, monkeypatch):
     """All is well, found without running anything.  Tests change what is found."""
     monkeypatch.setattr(verdicts, "remember", lambda _: None)
     results = [CheckResult(check, 0.0, 1.0) for check in doctor.checks_for(TINY)]
-    found = {"results": results, "floors": [], "order": [Outcome("one", 9, None)]}
-    found["answers"] = generation.Comparison("kernels", "right", 1, 2, {})
+    found = {"results": results, "bandwidth": [], "order": [Outcome("one", 9, None)]}
+    found["answers"] = compare_tokens.Comparison("kernels", "right", 1, 2, {})
 
     def check(checks, progress, *, timed, known):
         for number, check in enumerate(checks):
@@ -165,9 +165,9 @@ def no_work(a_gpu, monkeypatch):
         yield from found["results"] if timed else ()
 
     monkeypatch.setattr(isolated, "results", check)
-    monkeypatch.setattr(floors, "measure", lambda *_: found["floors"])
+    monkeypatch.setattr(bandwidth, "measure", lambda *_: found["bandwidth"])
     monkeypatch.setattr(ordering, "stress", lambda: found["order"])
-    monkeypatch.setattr(generation, "compare", lambda *_: found["answers"])
+    monkeypatch.setattr(compare_tokens, "compare", lambda *_: found["answers"])
     return found
 
 
@@ -177,10 +177,10 @@ def a_slow_kernel(found):
 
 
 def slow_reads(found):
-    found["floors"] = [
-        floors.Floor("a copy", None, 100e9, {}),
-        floors.Floor("decodes", "paged_decode", 10e9, {"a copy": 100e9, "MLX's": 80e9}),
-        floors.Floor("a product", None, 30e9, {"a copy": 100e9}),
+    found["bandwidth"] = [
+        bandwidth.Bandwidth("a copy", None, 100e9, {}),
+        bandwidth.Bandwidth("decodes", "paged_decode", 10e9, {"a copy": 100e9, "MLX's": 80e9}),
+        bandwidth.Bandwidth("a product", None, 30e9, {"a copy": 100e9}),
     ]
 
 
@@ -192,9 +192,9 @@ def launches_out_of_order(found):
     ("change", "code", "words"),
     [
         (a_slow_kernel, 0, [
-            "1,000 us, its alternative 100 us",
-            "SLOW: right, and 10.0 times slower than its alternative",
-            "uses the alternative where that is faster; please open an issue",
+            "1,000 us, its fallback 100 us",
+            "SLOW: right, and 10.0 times slower than its fallback",
+            "uses the fallback where that is faster; please open an issue",
             "all is right, but something is slow",
         ]),
         (slow_reads, 0, [
@@ -216,7 +216,7 @@ def test_what_is_found_is_said(no_work, capsys, change, code, words):
 @pytest.mark.parametrize("is_tie", [True, False])
 def test_other_tokens_are_a_problem_unless_they_tie(no_work, capsys, is_tie):
     margin = 0.01 if is_tie else 2.0
-    difference = generation.Difference(0, 4, 7, 8, margin, is_tie)
+    difference = compare_tokens.Difference(0, 4, 7, 8, margin, is_tie)
     no_work["answers"] = replace(no_work["answers"], differences=[difference])
     assert run() == (0 if is_tie else 1)
     out = capsys.readouterr().out
@@ -227,8 +227,8 @@ def test_other_tokens_are_a_problem_unless_they_tie(no_work, capsys, is_tie):
 
 def forbid(monkeypatch, *parts):
     """Fail if any of these parts begins."""
-    works = {"floors": floors, "ordering": ordering, "answers": generation}
-    names = {"floors": "measure", "ordering": "stress", "answers": "compare"}
+    works = {"bandwidth": bandwidth, "ordering": ordering, "answers": compare_tokens}
+    names = {"bandwidth": "measure", "ordering": "stress", "answers": "compare"}
     for part in parts:
         monkeypatch.setattr(works[part], names[part], lambda *_: pytest.fail("must not begin"))
 
@@ -236,7 +236,7 @@ def forbid(monkeypatch, *parts):
 def test_after_a_hang_no_graph_with_that_kernel_is_run(no_work, monkeypatch, capsys):
     hung = replace(no_work["results"][0], failure="hangs: no result after 60 s", ended=True)
     no_work["results"][0] = hung
-    forbid(monkeypatch, "ordering", "floors")
+    forbid(monkeypatch, "ordering", "bandwidth")
     assert run() == 1
     out = capsys.readouterr().out
     assert "hangs: no result after 60 s" in out
@@ -247,7 +247,7 @@ def test_ctrl_c_keeps_what_is_known(no_work, monkeypatch, capsys, tmp_path):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generation, "compare", interrupt)
+    monkeypatch.setattr(compare_tokens, "compare", interrupt)
     file = tmp_path / "report.json"
     assert run("--report", str(file)) == 130
     out = capsys.readouterr().out
@@ -302,8 +302,10 @@ def slow_checks(a_gpu, monkeypatch):
         return CheckResult(check, 0.0, 1.0)
 
     monkeypatch.setattr(isolated, "run_here", check)
-    monkeypatch.setattr(floors, "measure", lambda *_: [])
-    monkeypatch.setattr(generation, "compare", lambda *_: generation.Comparison("k", "r", 1, 2, {}))
+    monkeypatch.setattr(bandwidth, "measure", lambda *_: [])
+    monkeypatch.setattr(
+        compare_tokens, "compare", lambda *_: compare_tokens.Comparison("k", "r", 1, 2, {})
+    )
     return tried
 
 
@@ -338,9 +340,9 @@ def test_answers_need_the_checks_of_their_model(slow_checks, monkeypatch, capsys
 
 def test_no_part_begins_when_the_time_is_over(no_work, monkeypatch, capsys):
     monkeypatch.setattr(doctor.Examination, "is_over", lambda self, share=1.0: share == 1.0)
-    forbid(monkeypatch, "ordering", "floors", "answers")
+    forbid(monkeypatch, "ordering", "bandwidth", "answers")
     report = report_of(capsys)
-    assert report["not_tried"]["parts"] == ["floors", "ordering", "answers"]
+    assert report["not_tried"]["parts"] == ["bandwidth", "ordering", "answers"]
     assert report["problems"] == []
 
 

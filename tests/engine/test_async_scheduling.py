@@ -271,7 +271,7 @@ def test_a_waiting_request_joins_the_step_ahead():
     assert shape(engine.schedule()) == [("r0", 4, 1), ("r1", 4, 1), ("r3", 0, 1)]
 
 
-def test_tokens_are_waited_for_when_somebody_must_give_way():
+def test_tokens_are_waited_for_when_somebody_must_be_preempted():
     engine, _, step = running(num_blocks=5, max_tokens=9)
     while step.out.segments[0].num_computed < 7:
         assert not engine.scheduler.may_preempt()

@@ -15,7 +15,7 @@ from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.speculation.speculator import Speculator
 
 # Every kind of attention and of recurrent state: full, windows, chunks, sinks, latents, experts,
-# shared K and V; kernels' recurrences, those computed by runs, and layers that see sequences.
+# shared K and V; kernels' recurrences, those computed by MLX, and layers that see sequences.
 NAMES = [
     "llama", "llama/window", "llama/llama3_rope", "llama4", "mixtral", "qwen3", "qwen3_moe",
     "gemma2", "gemma3_text", "gemma3n", "gemma4_text/shared_kv", "gpt_oss", "deepseek_v3",

@@ -18,7 +18,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion import experts
 from vllm_metal_lite.fusion.current import Current, fusing
 from vllm_metal_lite.fusion.experts import fuse_experts
-from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
+from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.fusion.origins import Weighted
 from vllm_metal_lite.fusion.traced import origin_of
 from vllm_metal_lite.kv.store import PagedStore
@@ -54,7 +54,7 @@ def test_a_model_of_16_bits_computes_the_same(monkeypatch, name):
     with installed():
         for rows in (range(0), FEW):
             launched.clear()
-            store = PagedStore(layout.specs, 4, 8, states=packed.state_pool(2))
+            store = PagedStore(layout.specs, 4, 8, states=packed.state_store(2))
             attention = KernelAttention(store, "gather", (), latents=latents)
             found = draw.rows(packed, attention, replace(fusion, expert_rows=rows))
             assert max(medians(found)) < tolerance

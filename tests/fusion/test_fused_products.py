@@ -13,8 +13,8 @@ from tests.support.launches import watch
 from tests.support.rounding import medians, of_16_bits, quantised_of_16_bits
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
 from vllm_metal_lite.fusion.joined import JoinedProjection
+from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.fusion.linear import fuse_linears
 from vllm_metal_lite.fusion.origins import Multiplied, Normed
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of

@@ -24,17 +24,17 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.fusion import decide
-from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
 from vllm_metal_lite.fusion.hooks import fused_functions
 from vllm_metal_lite.fusion.joined import (
+    JoinedPart,
     JoinedProjection,
-    Part,
     join_projections,
     joined_projections,
 )
+from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.fusion.origins import Sum
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of, up_to_date
-from vllm_metal_lite.kernels.common import RMSNorm
+from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kernels.new_rows import Columns, Rope
 from vllm_metal_lite.kv.store import PagedStore
@@ -81,7 +81,7 @@ def test_what_is_joined():
     """q, k, v and gate, up of each layer; not o and down, whose inputs are their own."""
     model = tiny.build(config_of("qwen3"))
     join_projections(model)
-    parts = {path for path, m in model.named_modules() if isinstance(m, Part)}
+    parts = {path for path, m in model.named_modules() if isinstance(m, JoinedPart)}
     layer = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj"}
     layer |= {"mlp.up_proj"}
     assert parts == {f"model.layers.{i}.{name}" for i in range(3) for name in layer}

@@ -15,7 +15,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.fusion import linear
-from vllm_metal_lite.fusion.fused import fuse
+from vllm_metal_lite.fusion.launches import fuse
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.layout import inspect
 from vllm_metal_lite.model.packed import PackedModel

@@ -11,7 +11,7 @@ from tests.support import tiny_models as tiny
 from tests.support.arch_configs import config_of
 from tests.support.launches import Stubs
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
+from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.fusion.routing import latest, routing_functions
 from vllm_metal_lite.fusion.traced import as_view
 from vllm_metal_lite.kernels.launch import Kernel

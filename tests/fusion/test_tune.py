@@ -17,7 +17,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated
 from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.fusion import decide, tune
-from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
+from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.packed import NO_FUSION
@@ -43,7 +43,7 @@ def model(name="qwen3", dtype=mx.bfloat16):
     for layer, spec in enumerate(specs):
         groups.setdefault(spec.window, []).append(layer)
     blocks = [KVGroup(tuple(layers), num_blocks=4) for layers in groups.values()]
-    store = PagedStore(specs, blocks, 8, states=packed.state_pool(1))
+    store = PagedStore(specs, blocks, 8, states=packed.state_store(1))
     return packed, KernelAttention(store, "gather", ())
 
 

@@ -10,7 +10,7 @@ from tests.support.rounding import of_16_bits
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion import tune
-from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
+from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.kernels.experts import MAX_ROWS
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import PagedStore
@@ -27,7 +27,7 @@ def remembers_nothing(monkeypatch, tmp_path):
 def model(name="qwen3_moe"):
     packed = tiny.packed(name, mx.bfloat16).packed
     fuse(packed.model, joins=False)
-    store = PagedStore(packed.attention_specs, 4, 8, states=packed.state_pool(1))
+    store = PagedStore(packed.attention_specs, 4, 8, states=packed.state_store(1))
     return packed, KernelAttention(store, "gather", ())
 
 

@@ -18,8 +18,8 @@ from tests.support.recurrent_cases import (
     rounded,
 )
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.arguments import new_token
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.new_rows import Columns
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")
@@ -35,16 +35,16 @@ class Case:
         shapes = [(segments.num_rows, channels), (channels, size), (channels,)]
         drawn = [rounded(rng.standard_normal(shape), dtype) for shape in shapes]
         self.x, self.weight, self.bias = drawn if bias else [*drawn[:2], None]
-        self.pool = segments.pool(size - 1, channels, dtype=dtype)
+        self.states = segments.states(size - 1, channels, dtype=dtype)
 
     def arrays(self):
         return [
             None if a is None else mx.array(a).astype(self.dtype)
-            for a in (self.x, self.weight, self.bias, self.pool)
+            for a in (self.x, self.weight, self.bias, self.states)
         ]
 
     def run(self):
-        """y and the pool afterwards."""
+        """y and the states afterwards."""
         x, weight, bias, states = self.arrays()
         segments = self.segments.array
         y, token = causal_conv(
@@ -58,7 +58,7 @@ class Case:
     def check(self):
         y, states = self.run()
         expected, after = conv_by_definition(
-            self.segments, self.pool, self.x, self.weight, self.bias, self.silu
+            self.segments, self.states, self.x, self.weight, self.bias, self.silu
         )
         rows = len(expected)
         np.testing.assert_allclose(y[:rows], expected, *TOLERANCE[self.dtype])
@@ -112,7 +112,7 @@ def test_a_prompt_in_two_chunks_is_the_whole_prompt(cut):
     first, head_states = head.run()
     tail = Case(Segments([37 - cut]))
     tail.x, tail.weight, tail.bias = whole.x[cut:], whole.weight, whole.bias
-    tail.pool[tail.segments.initial[0]] = head_states[head.segments.final[0]]
+    tail.states[tail.segments.initial[0]] = head_states[head.segments.final[0]]
     second, tail_states = tail.run()
     np.testing.assert_array_equal(np.concatenate([first, second]), y)
     np.testing.assert_array_equal(

@@ -21,7 +21,7 @@ from tests.support.kernel_cases import (
 from vllm_metal_lite.attention.paged.decodes import reads_new_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.arguments import new_token
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix

@@ -17,16 +17,16 @@ from tests.support.recurrent_cases import (
     rounded,
 )
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.arguments import new_token
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kernels.recurrence import Norm, column_gates, delta_gates, time_gates
+from vllm_metal_lite.kernels.recurrence import GatedNorm, column_gates, delta_gates, time_gates
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")
 WRITTEN = ("states",)
 
 K_HEADS, V_HEADS, K_DIM, V_DIM = 2, 4, 48, 24
-NORM, LIMITS = Norm(1e-6, K_DIM**-0.5), (0.1, 1.5)
+NORM, LIMITS = GatedNorm(1e-6, K_DIM**-0.5), (0.1, 1.5)
 KINDS = {
     "softplus": {}, "columns": {}, "bounded": {"lower_bound": -5.0}, "negative": {"beta_scale": 2},
     "time": None,
@@ -54,7 +54,7 @@ class Case:
         self.a, self.b = rounded(draw((2, rows, V_HEADS)) * 2, dtype)
         self.a_log = np.log(rng.uniform(0.1, 3, V_HEADS)).astype(np.float32)
         self.bias, self.skip = rounded(draw((2, V_HEADS)), dtype)
-        self.pool = segments.pool(V_HEADS, V_DIM, K_DIM)
+        self.states = segments.states(V_HEADS, V_DIM, K_DIM)
 
     def columns(self):
         parts = [a.reshape(len(a), -1) for a in (self.q, self.k, self.v, self.a, self.b)]
@@ -66,7 +66,7 @@ class Case:
     def run(self, max_seqlen=None):
         q, k, v, a, b = self.columns()
         a_log, bias = mx.array(self.a_log), mx.array(self.bias).astype(self.dtype)
-        states, segments = mx.array(self.pool), mx.array(self.segments.array)
+        states, segments = mx.array(self.states), mx.array(self.segments.array)
         longest = self.segments.max_seqlen if max_seqlen is None else max_seqlen
         skip = None
         if self.kind == "time":
@@ -103,7 +103,7 @@ class Case:
             q = q * NORM.q_scale
         gate, beta = self.gates()
         y, states = recurrence_by_definition(
-            self.segments, self.pool, q, k, self.v, gate, beta, delta=self.kind != "time"
+            self.segments, self.states, q, k, self.v, gate, beta, delta=self.kind != "time"
         )
         return y + (self.skip[:, None] * self.v[: len(y)] if self.kind == "time" else 0), states
 
@@ -170,7 +170,7 @@ def test_the_same_as_mlx_lm_s_functions(kind):
     names = ("q", "k", "v", "a", "b", "a_log", "bias", "skip")
     q, k, v, a, b, a_log, bias, skip = (mx.array(getattr(case, name)) for name in names)
     q, k, v, a, b = (x[None] for x in (q, k, v, a, b))
-    state = mx.array(case.pool[slot])[None]
+    state = mx.array(case.states[slot])[None]
     if kind == "time":
         theirs, state = ssm_update(v, a_log, k, q, skip, a, bias, state, LIMITS)
     else:
@@ -197,7 +197,7 @@ def test_a_prompt_in_two_chunks_is_the_whole_prompt(kind):
             setattr(part, name, getattr(whole, name)[begin:end])
         part.a_log, part.bias, part.skip = whole.a_log, whole.bias, whole.skip
         if begin:
-            part.pool[part.segments.initial[0]] = state
+            part.states[part.segments.initial[0]] = state
         result, after = part.run()
         results.append(result)
         state = after[part.segments.final[0]]

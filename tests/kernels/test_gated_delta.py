@@ -22,7 +22,7 @@ from tests.support.recurrent_cases import (
 )
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.arguments import new_token
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.recurrence import given
@@ -58,7 +58,7 @@ class Case:
             self.time = rounded(rng.standard_normal((rows, v_heads)), dtype)
             self.beta = np.clip(np.logaddexp(self.time, 0), *LIMITS).astype(np.float32)
             self.gates = np.exp(-np.exp(self.a_log) * self.beta)
-        self.pool = segments.pool(v_heads, v_dim, k_dim)
+        self.states = segments.states(v_heads, v_dim, k_dim)
 
     def inputs(self):
         wide = [mx.array(a).astype(self.dtype) for a in (self.q, self.k, self.v)]
@@ -67,8 +67,8 @@ class Case:
         return [*wide, mx.array(self.gates), beta]
 
     def run(self):
-        """y and the pool afterwards."""
-        states = mx.array(self.pool)
+        """y and the states afterwards."""
+        states = mx.array(self.states)
         rows, gates = self.inputs()[:3], self.inputs()[3:]
         columns = [Columns(a.reshape(len(a), -1), 0) for a in rows]
         if self.edge:
@@ -87,7 +87,7 @@ class Case:
 
     def expected(self):
         y, states = recurrence_by_definition(
-            self.segments, self.pool, self.q, self.k, self.v, self.gates, self.beta,
+            self.segments, self.states, self.q, self.k, self.v, self.gates, self.beta,
             delta=self.form != "ssm",
         )  # fmt: skip
         return (y if self.skip is None else y + self.skip[:, None] * self.v[: len(y)]), states
@@ -161,7 +161,7 @@ def test_the_same_as_mlx_lm_s_operations(form, dtype):
     case = Case(Segments([19]), form=form, dtype=dtype)
     slot = int(case.segments.final[0])
     batch = [a[None] for a in case.inputs()]
-    theirs, state = gated_delta_ops(*batch, mx.array(case.pool[slot])[None])
+    theirs, state = gated_delta_ops(*batch, mx.array(case.states[slot])[None])
     y, states = case.run()
     rtol, atol = TOLERANCE[dtype]  # two roundings of a result may lie a step apart
     np.testing.assert_allclose(y, np.array(theirs[0].astype(mx.float32)), 2 * rtol, 2 * atol)
@@ -175,7 +175,7 @@ def test_the_same_as_mlx_lm_s_state_space_update(dtype):
     c, b, x = (a[None] for a in case.inputs()[:3])
     theirs, state = ssm_attn(
         x, mx.array(case.a_log), b, c, mx.array(case.skip), mx.array(case.time).astype(dtype)[None],
-        mx.zeros(4), mx.array(case.pool[slot])[None], LIMITS, step=8,
+        mx.zeros(4), mx.array(case.states[slot])[None], LIMITS, step=8,
     )  # fmt: skip
     y, states = case.run()
     rtol, atol = TOLERANCE[dtype]
@@ -205,7 +205,7 @@ def test_a_prompt_in_two_chunks_is_the_whole_prompt(cut, form):
     head = whole.rows(0, cut, Segments([cut], fresh={0}))
     first, head_states = head.run()
     tail = whole.rows(cut, 21, Segments([21 - cut]))
-    tail.pool[tail.segments.initial[0]] = head_states[head.segments.final[0]]
+    tail.states[tail.segments.initial[0]] = head_states[head.segments.final[0]]
     second, tail_states = tail.run()
     np.testing.assert_array_equal(np.concatenate([first, second]), y)
     np.testing.assert_array_equal(
@@ -236,7 +236,7 @@ def test_a_prompt_goes_on_from_a_checkpoint_as_if_it_had_never_stopped():
     whole = Case(Segments([21], fresh={0}, checkpoints=[(0, 13)]))
     y, states = whole.run()
     tail = whole.rows(13, 21, Segments([8], moved={0}))
-    tail.pool[tail.segments.initial[0]] = states[whole.segments.taken[0][2]]
+    tail.states[tail.segments.initial[0]] = states[whole.segments.taken[0][2]]
     rest, after = tail.run()
     np.testing.assert_array_equal(rest, y[13:])
     np.testing.assert_array_equal(after[tail.segments.final[0]], states[whole.segments.final[0]])

@@ -22,8 +22,8 @@ from tests.support.kernel_cases import (
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import decode
+from vllm_metal_lite.kernels.arguments import new_token
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
-from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.decode import (
     decode_plan,
     merge_partitions,

@@ -15,14 +15,14 @@ from metal.host import compiler_available, installed, memory
 from tests.support.kernel_cases import floats
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import source
+from vllm_metal_lite.kernels.arguments import new_token
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.experts import ExpertWeight, expert_product, plan_experts
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.recurrence import given
-from vllm_metal_lite.kernels.segments import plan_segments
+from vllm_metal_lite.kernels.segments import pack_segments
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -56,7 +56,7 @@ def ones(*shape: int, dtype: mx.Dtype = mx.float16) -> mx.array:
 def one_segment(slots: int) -> tuple[mx.array, np.ndarray]:
     """One row, whose state is in the last slot."""
     last = np.array([slots - 1], np.int32)
-    segments = plan_segments(np.array([0, 1]), last, last, 1)
+    segments = pack_segments(np.array([0, 1]), last, last, 1)
     return mx.array(segments), segments
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.attention_oracle import paged_attention
 from tests.support.kernel_cases import TOLERANCE, draw, permuted_blocks, poisoned_store
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import latent_problem
+from vllm_metal_lite.kernels.arguments import latent_problem
 from vllm_metal_lite.kernels.latent_attention import decode_tiles, latent_attention
 from vllm_metal_lite.kernels.prefill import TILE_ROWS, plan_tiles
 from vllm_metal_lite.kv.store import LayerSpec
@@ -28,18 +28,18 @@ class Case:
     """Segments (rows of this step, keys) packed, `padding` rows after them, blocks permuted."""
 
     def __init__(
-        self, segments, *, heads=5, rank=64, rope=16, dtype=mx.float32, block_size=16, bits=None,
-        padding=3, seed=0,
+        self, segments, *, heads=5, latent_dim=64, rope=16, dtype=mx.float32, block_size=16,
+        bits=None, padding=3, seed=0,
     ) -> None:  # fmt: skip
         rng = np.random.default_rng(seed)
         q_lens, self.seq_lens = np.array(segments, np.int32).reshape(-1, 2).T
         self.cu_seqlens_q = np.append(0, np.cumsum(q_lens)).astype(np.int32)
         self.dtype, self.heads, self.padding = dtype, heads, padding
-        self.how = {"block_size": block_size, "scale": (rank + rope) ** -0.5}
+        self.how = {"block_size": block_size, "scale": (latent_dim + rope) ** -0.5}
 
-        rows, self.spec = q_lens.sum(), LayerSpec(1, rank, rope, dtype, bits=bits)
+        rows, self.spec = q_lens.sum(), LayerSpec(1, latent_dim, rope, dtype, bits=bits)
         self.q, self.q_pe = (
-            draw(rng, rows + padding, heads, size, dtype=dtype) for size in (rank, rope)
+            draw(rng, rows + padding, heads, size, dtype=dtype) for size in (latent_dim, rope)
         )
         self.q[rows:] = self.q_pe[rows:] = np.nan
         self.block_tables, slots = permuted_blocks(rng, self.seq_lens, block_size)
@@ -90,19 +90,19 @@ def test_ragged_segments(dtype, splits):
 
 
 @pytest.mark.parametrize(
-    ("heads", "rank", "rope", "dtype"),
+    ("heads", "latent_dim", "rope", "dtype"),
     [(20, 512, 64, mx.bfloat16), (16, 512, 64, mx.float16), (40, 256, 32, mx.bfloat16),
      (3, 512, 64, mx.float32), (64, 128, 64, mx.float16), (4, 16, 8, mx.float32),
      (2, 40, 24, mx.bfloat16), (7, 448, 8, mx.bfloat16)],
 )  # fmt: skip
-def test_the_sizes_of_models(heads, rank, rope, dtype):
+def test_the_sizes_of_models(heads, latent_dim, rope, dtype):
     """GLM 4.7 Flash, DeepSeek V2 Lite, MiniCPM 3, and others."""
-    check([(1, 40), (3, 27)], heads=heads, rank=rank, rope=rope, dtype=dtype, padding=1)
+    check([(1, 40), (3, 27)], heads=heads, latent_dim=latent_dim, rope=rope, dtype=dtype, padding=1)
 
 
 @pytest.mark.parametrize("simdgroups", [1, 4, 16])
 def test_the_number_of_simdgroups_changes_only_the_order_of_sums(simdgroups):
-    case = Case(RAGGED, rank=128, dtype=mx.float16)
+    case = Case(RAGGED, latent_dim=128, dtype=mx.float16)
     got, (atol, rtol) = case.run(2, simdgroups=simdgroups), TOLERANCE[case.dtype]
     np.testing.assert_allclose(got, case.expected(), rtol, atol)
 
@@ -114,9 +114,9 @@ def test_any_number_of_heads(heads):
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rank", "rope"), [(512, 64), (64, 16), (40, 24)])
-def test_quantised_latents(rank, rope, dtype, bits):
-    check([(1, 19), (4, 9)], rank=rank, rope=rope, dtype=dtype, bits=bits)
+@pytest.mark.parametrize(("latent_dim", "rope"), [(512, 64), (64, 16), (40, 24)])
+def test_quantised_latents(latent_dim, rope, dtype, bits):
+    check([(1, 19), (4, 9)], latent_dim=latent_dim, rope=rope, dtype=dtype, bits=bits)
 
 
 @pytest.mark.parametrize("block_size", [8, 32])
@@ -185,8 +185,8 @@ def test_padded_segments_and_a_batch_of_nothing_but_padding():
 
 
 def test_sizes_that_matrices_cannot_cover_are_refused():
-    with pytest.raises(ValueError, match="latent rank 96"):
-        Case([(2, 2)], rank=96).run()
+    with pytest.raises(ValueError, match="latent size 96"):
+        Case([(2, 2)], latent_dim=96).run()
     with pytest.raises(ValueError, match="rotary size 12"):
         Case([(2, 2)], rope=12).run()
     assert latent_problem(576, 64) is not None

@@ -5,7 +5,7 @@ import pytest
 
 from tests.support.kernel_cases import STORE, TOLERANCE, draw, rounded
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import RMSNorm, new_token
+from vllm_metal_lite.kernels.arguments import RMSNorm, new_token
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import Columns, Rope
 from vllm_metal_lite.kv.store import LayerSpec
@@ -37,27 +37,27 @@ def turned(x: np.ndarray, positions: np.ndarray, rope: Rope, dtype: mx.Dtype) ->
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(
-    ("heads", "nope", "rank", "rope"),
+    ("heads", "nope", "latent_dim", "rope"),
     [(20, 24, 512, Rope(64, True, 1e4, 1.0, None)), (3, 8, 64, Rope(8, False, 1e4, 0.5, None)),
      (7, 16, 40, Rope(24, True, None, 1.0, mx.arange(1, 13).astype(mx.float32))),
      (5, 16, 40, Rope(24, True, 1e4, 1.0, None, 1.3466))],
 )  # fmt: skip
-def test_rows_of_two_products(heads, nope, rank, rope, dtype, bits):
+def test_rows_of_two_products(heads, nope, latent_dim, rope, dtype, bits):
     """Rotary parts behind others of the same head, latents and rotary keys side by side."""
     rng, rows, width = np.random.default_rng(0), 6, nope + rope.dims
     q, kv = (
         draw(rng, rows, heads * width, dtype=dtype),
-        draw(rng, rows, rank + rope.dims, dtype=dtype),
+        draw(rng, rows, latent_dim + rope.dims, dtype=dtype),
     )
-    weight = draw(rng, rank, dtype=dtype)
+    weight = draw(rng, latent_dim, dtype=dtype)
     positions, slots = np.array([0, 5, 19, 7, 8, 30]), np.array([3, 0, -1, SLOTS - 1, 9, 4])
-    spec = LayerSpec(1, rank, rope.dims, dtype, bits=bits)
+    spec = LayerSpec(1, latent_dim, rope.dims, dtype, bits=bits)
     store = [mx.zeros((SLOTS, 1, row.width), row.kept_dtype) for row in (spec.k_row, spec.v_row)]
     mx.eval(store)
     joined = mx.array(kv).astype(dtype)
     new = NewLatents(
         Columns(mx.array(q).astype(dtype), nope), width, heads, Columns(joined, 0),
-        Columns(joined, rank), RMSNorm(mx.array(weight).astype(dtype), EPS), rope,
+        Columns(joined, latent_dim), RMSNorm(mx.array(weight).astype(dtype), EPS), rope,
     )  # fmt: skip
     out, token = latent_write(
         new, positions=mx.array(positions, mx.int32), slot_mapping=mx.array(slots, mx.int32),
@@ -69,10 +69,10 @@ def test_rows_of_two_products(heads, nope, rank, rope, dtype, bits):
     expected = turned(parts, positions, rope, dtype)
     np.testing.assert_allclose(np.array(out.astype(mx.float32)), expected, rtol, atol)
 
-    latents = kv[:, :rank].astype(np.float64)
+    latents = kv[:, :latent_dim].astype(np.float64)
     latents = latents / np.sqrt((latents**2).mean(-1, keepdims=True) + EPS)
     latents = rounded(rounded(latents, dtype) * weight, dtype)
-    rotary = turned(kv[:, None, rank:].astype(np.float64), positions, rope, dtype)[:, 0]
+    rotary = turned(kv[:, None, latent_dim:].astype(np.float64), positions, rope, dtype)[:, 0]
     rotary = rounded(rotary, dtype)
     written = slots >= 0
     for kept, row, values in zip(store, (spec.k_row, spec.v_row), (latents, rotary), strict=True):

@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_metal_lite.kernels.causal_conv import TILE_ROWS, plan_conv_tiles
-from vllm_metal_lite.kernels.segments import EMPTY, PADDING, plan_segments
+from vllm_metal_lite.kernels.segments import EMPTY, PADDING, pack_segments
 
 
 def plan(cu_seqlens, initial, final, num_rows, checkpoints=()):
     arrays = (np.array(a, np.int32) for a in (cu_seqlens, initial, final))
-    return plan_segments(*arrays, num_rows, checkpoints)
+    return pack_segments(*arrays, num_rows, checkpoints)
 
 
 def test_a_row_has_its_slots_and_its_ends():

@@ -15,7 +15,7 @@ from tests.support.kernel_cases import TOLERANCE, draw, permuted_blocks, poisone
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import shared_prefix
-from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.arguments import new_token
 from vllm_metal_lite.kernels.decode import DecodePlan, merge_partitions, paged_decode
 from vllm_metal_lite.kv.store import LayerSpec
 
@@ -50,7 +50,7 @@ class Case:
             rng, self.spec, self.block_tables, self.seq_lens, slots, block_size
         )
 
-    def attend_to_prefix(self) -> shared_prefix.SharedPrefix:
+    def attend_to_prefix(self) -> shared_prefix.SharedPrefixResult:
         q = mx.array(self.q).astype(self.dtype)
         leader, lens = mx.array([self.leader], mx.int32), mx.array(self.prefix_lens)
         return shared_prefix.shared_prefix(
@@ -161,7 +161,7 @@ def test_what_the_kernels_cannot_do_is_refused():
         Case([2, 2], 16, v_dim=264).run()
     case = Case([2, 2], 16)
     case.how["window"] = 9
-    prefix = shared_prefix.SharedPrefix(*map(mx.zeros, ((2, 4, 1, 32), (2, 4, 1), (2,))))
+    prefix = shared_prefix.SharedPrefixResult(*map(mx.zeros, ((2, 4, 1, 32), (2, 4, 1), (2,))))
     with pytest.raises(ValueError, match="without a window"):
         paged_decode(
             mx.zeros((2, 4, 32)), mx.array(case.block_tables), mx.array(case.seq_lens),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.support.kernel_cases import floats
 from tests.support.quantised_weights import dequantised
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import RMSNorm
+from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS, GemmPlan, fits, gemm_plan, skinny_gemm
 from vllm_metal_lite.kernels.weights import READABLE, QuantisedWeight, Weight, quantised, shape_of
 from vllm_metal_lite.specs import Quantisation, WeightShape

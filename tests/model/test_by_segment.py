@@ -9,7 +9,7 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from tests.support import tiny_models as tiny
 from tests.support.runner_bench import RunnerBench, check_that_decodes_copy_less_than
-from vllm_metal_lite.attention.sdpa import run
+from vllm_metal_lite.attention.sdpa import execute
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
@@ -18,7 +18,7 @@ from vllm_metal_lite.errors import ConfigError, ModelLoadError
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model import loader, trial
 from vllm_metal_lite.model.sequences.kv_segments import rebuild
-from vllm_metal_lite.recurrence.runs import plan_runs
+from vllm_metal_lite.recurrence.sequence_batches import sequence_batches
 from vllm_metal_lite.runner.build import choose_attention
 
 # What makes each of them need it.
@@ -72,7 +72,7 @@ def test_metrics_say_it_too():
 
 @pytest.mark.parametrize("option", ["auto", "reference"])
 @pytest.mark.parametrize(
-    ("where", "what"), [(run, "_by_products"), (mx, "eval")], ids=["call", "evaluation"]
+    ("where", "what"), [(execute, "_by_products"), (mx, "eval")], ids=["call", "evaluation"]
 )
 def test_why_a_model_that_could_be_packed_is_not_is_said(monkeypatch, caplog, option, where, what):
     """As if a backend lacked what only packed attention needs: MLX raises, and so does sqrt."""
@@ -120,7 +120,7 @@ def test_a_rebuilt_cache_goes_on_like_the_one_it_stands_for(template, start):
     if not isinstance(template, KVCache) and start >= 9:  # behind the window
         store.write(0, nan, nan, mx.array(slots[: start - 8]))
     batch = inputs.pack(row, np.array([start]), np.array([6]))
-    rebuilt = rebuild(template, 0, store, batch, plan_runs(batch, alone=True)[0])
+    rebuilt = rebuild(template, 0, store, batch, sequence_batches(batch, alone=True)[0])
 
     assert rebuilt.offset == native.offset == start
     for first, last in ((0, 4), (4, 5), (5, 6)):  # a chunk, then single tokens

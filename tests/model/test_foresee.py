@@ -1,4 +1,4 @@
-"""The form that is known without weights is the one that loading chooses."""
+"""The mode that is known without weights is the one that loading chooses."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from vllm_metal_lite.model.fit import foresee
 from vllm_metal_lite.model.loader import from_model
 
 
-def form(name, **how):
+def mode(name, **how):
     """How the model runs, and whether it caches prefixes; "refused" if it does not run."""
     config = config_of(name)
     try:
@@ -27,4 +27,4 @@ def form(name, **how):
     "name", [n for n in CONFIGS if "/w9" not in n and n.split("/")[0] not in CANNOT_RUN]
 )
 def test_the_form_is_known_without_weights(name):
-    assert form(name, fit=foresee) == form(name)
+    assert mode(name, fit=foresee) == mode(name)

@@ -12,7 +12,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import OutOfMemoryError
-from vllm_metal_lite.kv.states import StatePool, StateSpec
+from vllm_metal_lite.kv.state_store import StateSpec, StateStore
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.recurrent import ConvInput, ShortConv
 from vllm_metal_lite.model.seam.state_cache import StateCache
@@ -218,9 +218,9 @@ def test_a_kernel_that_fails_costs_states_and_no_token(name, kernel, how, monkey
     with installed(writable_inputs=["states"]):
         engine = engine_with_kernels(name, max_num_batched_tokens=24)
         assert engine.runner.attention.name == "kernels"
-        lost, launch = [], engine.runner._give_way
+        lost, launch = [], engine.runner._fall_back
         monkeypatch.setattr(
-            engine.runner, "_give_way", lambda e, *args: lost.append(e) or launch(e, *args)
+            engine.runner, "_fall_back", lambda e, *args: lost.append(e) or launch(e, *args)
         )
         tiny.submit(engine, prompts, 10)
         for _ in range(4):
@@ -257,7 +257,7 @@ def test_states_are_counted_one_a_slot(monkeypatch):
     # Of each layer: 3 rows of what the convolution sees, and a state of heads x dim x state size.
     conv, ssm = 3 * (128 + 2 * 2 * 16), 8 * 16 * 16
     assert model.state_bytes == 3 * 4 * (conv + ssm)
-    assert model.packed.state_pool(5).nbytes == 5 * model.state_bytes
+    assert model.packed.state_store(5).nbytes == 5 * model.state_bytes
     (group,), length, slots = size_store(model, EngineConfig(max_num_seqs=8))
     assert group.num_blocks * 16 == 8 * length
     assert slots == 8 + 15 * 8
@@ -268,10 +268,10 @@ def test_states_are_counted_one_a_slot(monkeypatch):
 
 
 def test_a_pool_without_states_has_no_slots():
-    assert StatePool((), 8).num_slots == 0
-    pool = StatePool([StateSpec((0, 0), (2, 3), mx.float16)], 8)
-    assert pool.num_slots == 8
-    assert pool.nbytes == 8 * 2 * 3 * 2
+    assert StateStore((), 8).num_slots == 0
+    store = StateStore([StateSpec((0, 0), (2, 3), mx.float16)], 8)
+    assert store.num_slots == 8
+    assert store.nbytes == 8 * 2 * 3 * 2
 
 
 @pytest.mark.parametrize(("gib", "slots"), [(0, 8), (1e-4, 8 + 9), (1e308, 8 + 64)])

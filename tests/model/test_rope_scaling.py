@@ -24,8 +24,8 @@ from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ConfigError
-from vllm_metal_lite.fusion.fused import fuse
-from vllm_metal_lite.kernels.common import bits
+from vllm_metal_lite.fusion.launches import fuse
+from vllm_metal_lite.kernels.arguments import bits
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import loader, trial
 from vllm_metal_lite.model.adapters.modules import rotation_limit
@@ -148,7 +148,7 @@ def test_fused_launches_rotate_alike(launches, name, joins):
     packed, factor = loaded.packed, factor_of(loaded.packed.model)
     assert (factor != 1) is (name in (*SCALED, *SCALED_LATENTS) or "yarn" in name or "long" in name)
     # The checks of kernels try the same factor.
-    assert {r.factor for r in loaded.fit.usage.rotations} == {factor}
+    assert {r.factor for r in loaded.fit.usage.ropes} == {factor}
     store, latents = PagedStore(packed.attention_specs, 4, trial.BLOCK), name in SCALED_LATENTS
     attention = KernelAttention(store, "gather", (), latents=latents)
     draw, fusion = trial.Draw(packed.model, tiny.VOCAB), fuse(packed.model, joins=joins)

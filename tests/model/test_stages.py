@@ -27,7 +27,7 @@ SEQUENCES = [np.arange(n) * 7 % 90 for n in trial.LENGTHS]
 def packed_logits(loaded):
     """Rows of all steps of the trial: prompts, chunks and decodes beside each other."""
     packed = loaded.packed
-    store = PagedStore(loaded.kv_specs, 4, trial.BLOCK, states=packed.state_pool(2))
+    store = PagedStore(loaded.kv_specs, 4, trial.BLOCK, states=packed.state_store(2))
     rows = []
     for *_, logits, state in trial.built_steps(packed, ReferenceAttention(store), SEQUENCES):
         mx.eval(logits, state, store.states.arrays)

@@ -35,8 +35,8 @@ def packed(model: nn.Module, name: str) -> PackedModel:
     return PackedModel(model, inspect(model, name))
 
 
-def attention(form: PackedModel, cls: type = ReferenceAttention) -> ReferenceAttention:
-    return cls(PagedStore(form.layout.specs, 4, trial.BLOCK))
+def attention(ours: PackedModel, cls: type = ReferenceAttention) -> ReferenceAttention:
+    return cls(PagedStore(ours.layout.specs, 4, trial.BLOCK))
 
 
 class Blind(ReferenceAttention):
@@ -76,10 +76,10 @@ def test_a_model_whose_experts_flip_is_not_refused(name):
     refused = 0
     for seed in range(2):
         model = build(name, seed=seed, **EXPERTS)
-        form = packed(model, name)
-        rows = trial.Draw(model, tiny.VOCAB).rows(form, attention(form))
+        ours = packed(model, name)
+        rows = trial.Draw(model, tiny.VOCAB).rows(ours, attention(ours))
         refused += max(medians(rows)) > 0.25
-        assert trial.Trial(model, tiny.VOCAB).problem(form, attention(form)) is None
+        assert trial.Trial(model, tiny.VOCAB).problem(ours, attention(ours)) is None
     assert refused
 
 
@@ -88,17 +88,17 @@ def test_a_model_whose_experts_flip_is_not_refused(name):
 def test_what_does_not_fit_is_refused_whatever_rounding_does(monkeypatch, name, dtype):
     monkeypatch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
     model = build(name, dtype, **EXPERTS | {"num_hidden_layers": 4})
-    form, judge = packed(model, name), trial.Trial(model, tiny.VOCAB)
-    assert judge.problem(form, attention(form)) is None
+    ours, judge = packed(model, name), trial.Trial(model, tiny.VOCAB)
+    assert judge.problem(ours, attention(ours)) is None
     for wrong in (Blind, Restarting, Swapped):
-        problem = judge.problem(form, attention(form, wrong))
+        problem = judge.problem(ours, attention(ours, wrong))
         assert problem is not None, wrong
         assert "away from mlx-lm's own" in problem.text
 
 
 def test_one_wrong_row_is_enough_without_16_bits(monkeypatch):
     model = tiny.build(config_of("llama"))
-    form, judge = packed(model, "llama"), trial.Trial(model, tiny.VOCAB)
+    ours, judge = packed(model, "llama"), trial.Trial(model, tiny.VOCAB)
     rows = trial.Draw.rows
 
     def one_wrong(self, *args):
@@ -106,13 +106,13 @@ def test_one_wrong_row_is_enough_without_16_bits(monkeypatch):
         return [first._replace(error=0.5), *others]
 
     monkeypatch.setattr(trial.Draw, "rows", one_wrong)
-    assert "a row of its packed logits is 0.5" in judge.problem(form, attention(form)).text
+    assert "a row of its packed logits is 0.5" in judge.problem(ours, attention(ours)).text
 
 
 def test_tokens_are_drawn_again_where_a_row_flips_by_chance(monkeypatch):
     """Noise that the chunks did not show: the second tokens are as they should be."""
     model = tiny.build(config_of("llama"))
-    form, judge, draws = packed(model, "llama"), trial.Trial(model, tiny.VOCAB), []
+    ours, judge, draws = packed(model, "llama"), trial.Trial(model, tiny.VOCAB), []
     rows = trial.Draw.rows
 
     def flipped(self, *args):
@@ -121,7 +121,7 @@ def test_tokens_are_drawn_again_where_a_row_flips_by_chance(monkeypatch):
         return [first._replace(error=0.5), *others] if len(draws) == 1 else [first, *others]
 
     monkeypatch.setattr(trial.Draw, "rows", flipped)
-    assert judge.problem(form, attention(form)) is None
+    assert judge.problem(ours, attention(ours)) is None
     assert len(set(map(id, draws))) == 2
 
 

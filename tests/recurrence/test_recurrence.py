@@ -1,4 +1,4 @@
-"""The reference and the kernels of recurrent layers: the same rows, the same pool of states.
+"""The reference and the kernels of recurrent layers: the same rows, the same state store.
 
 Slots that no segment starts from hold NaN before a step, so a wrong slot shows in the rows.
 """
@@ -24,11 +24,11 @@ from tests.support.recurrent_steps import (
 )
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
-from vllm_metal_lite.kv.states import Key
+from vllm_metal_lite.kv.state_store import Key
 from vllm_metal_lite.recurrence.base import (
     CausalConv,
     GatedDelta,
-    HeadNorm,
+    QKNorm,
     StateSpace,
     StepRecurrence,
 )
@@ -106,7 +106,7 @@ CALLS = {
     "gated delta": (LINEAR, delta),
     "gated delta, negative eigenvalues": (LINEAR, partial(delta, allow_neg_eigval=True)),
     "gated delta, a gate per column": (LINEAR, partial(delta, vector=True)),
-    "gated delta, keys before their norm": (LINEAR, partial(delta, norm=HeadNorm(0.25, 1e-6))),
+    "gated delta, keys before their norm": (LINEAR, partial(delta, norm=QKNorm(0.25, 1e-6))),
     "gated delta, lower bound": (LINEAR, partial(delta, vector=True, lower_bound=-5.0)),
     "state space": (LINEAR, state_space),
 }

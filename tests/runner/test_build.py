@@ -14,7 +14,7 @@ from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.fusion import decide
-from vllm_metal_lite.fusion.fused import FusedLaunches
+from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.packed import NO_FUSION
 from vllm_metal_lite.runner.build import build_runner, choose_attention
@@ -68,7 +68,7 @@ def test_without_one_kernel_the_others_are_fused(
     built = assemble(dtype=mx.bfloat16, option="auto")
     assert re.search(f"a kernel does not suit this device: {name} .*", caplog.text)
     assert built.attention.name == "kernels"
-    assert built.attention.without == {name}
+    assert built.attention.failed_kernels == {name}
     assert built.fusion.adds_norms == (name != "add_rms_norm")
     assert "skinny_gemm" in built.path.reason
 
@@ -119,8 +119,8 @@ def test_a_room_that_lacks_one_of_its_modules_is_a_fault(monkeypatch):
     model = tiny.packed("qwen3")
     store = PagedStore(model.packed.attention_specs, 8, 8)
     monkeypatch.delitem(sys.modules, "vllm_metal_lite.checks.verdicts")
-    for name in ("plan", "isolated", "run"):
+    for name in ("for_model", "isolated", "run_check"):
         monkeypatch.delitem(sys.modules, f"vllm_metal_lite.checks.{name}", raising=False)
-    monkeypatch.setitem(sys.modules, "vllm_metal_lite.checks.plan", None)
-    with pytest.raises(ModuleNotFoundError, match="plan"):
+    monkeypatch.setitem(sys.modules, "vllm_metal_lite.checks.for_model", None)
+    with pytest.raises(ModuleNotFoundError, match="for_model"):
         choose_attention(model, store, "kernels")

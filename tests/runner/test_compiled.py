@@ -21,14 +21,14 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.experts import fuse_experts
-from vllm_metal_lite.fusion.fused import FusedLaunches
+from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.fusion.linear import fuse_linears
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.runner import compiled
 from vllm_metal_lite.runner.compiled import CompiledSteps
-from vllm_metal_lite.runner.path import Path
 from vllm_metal_lite.runner.runner import ModelRunner
+from vllm_metal_lite.runner.step_path import StepPath
 from vllm_metal_lite.sampling_params import SamplingParams
 
 PROMPTS = tiny.prompts(6, 3, 40, seed=17)
@@ -113,7 +113,7 @@ def test_the_kernel_that_ran_last_makes_no_variant(monkeypatch, prefill):
     engine = tiny.engine("qwen3", max_num_batched_tokens=24)
     groups = {s.num_heads // s.num_kv_heads for s in engine.model.attention_shapes}
     attention = KernelAttention(engine.runner.attention.store, prefill, groups)
-    engine.pipeline.runner = ModelRunner(engine.model.packed, Path(attention), engine.sampler)
+    engine.pipeline.runner = ModelRunner(engine.model.packed, StepPath(attention), engine.sampler)
     engine.runner.compiled.reason = None
     traced = count_traces(engine, monkeypatch)
     tokens_of(engine)
@@ -137,7 +137,7 @@ def forwards_with(monkeypatch, name, fuse, **fusion):
     monkeypatch.setattr(PackedModel, "__call__", noting)
     attention = KernelAttention(engine.runner.attention.store, "gather", {2})
     fuse(engine.model.packed.model)
-    path = Path(attention, fusion=FusedLaunches(**fusion))
+    path = StepPath(attention, fusion=FusedLaunches(**fusion))
     engine.pipeline.runner = ModelRunner(engine.model.packed, path, engine.sampler)
     engine.runner.compiled.reason = None
     tokens_of(engine)
@@ -393,7 +393,9 @@ def test_the_reference_attention_is_not_compiled():
 
 @pytest.mark.skipif(not backend.is_cpu(), reason="launches are stubs")
 @pytest.mark.parametrize("how", ["call", "eval"])
-def test_a_kernel_that_fails_in_a_compiled_step_gives_way_and_steps_stay_compiled(monkeypatch, how):
+def test_a_kernel_that_fails_in_a_compiled_step_is_replaced_and_steps_stay_compiled(
+    monkeypatch, how
+):
     """It is no sign that the model cannot be traced."""
     monkeypatch.setattr(Kernel, "_launch", lambda self, arrays, *_: list(arrays))
     fault, kernel = FailingKernels(monkeypatch, how=how), Kernel("paged_decode", ["x"], ["y"])
@@ -413,8 +415,10 @@ def test_a_kernel_that_fails_in_a_compiled_step_gives_way_and_steps_stay_compile
     with_kernel = copy(plain.attention)
     with_kernel.__class__ = WithKernel
     failures = []
-    monkeypatch.setattr(Path, "without", lambda _, error: failures.append(error.kernel) or plain)
-    engine.runner.path = Path(with_kernel)
+    monkeypatch.setattr(
+        StepPath, "fallback", lambda _, error: failures.append(error.kernel) or plain
+    )
+    engine.runner.path = StepPath(with_kernel)
     engine.runner.compiled = CompiledSteps(engine.model.packed, with_kernel)
     engine.runner.compiled.reason = None
     monkeypatch.setattr(backend, "is_cpu", lambda: False)  # for the next CompiledSteps

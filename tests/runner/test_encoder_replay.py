@@ -29,7 +29,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.kernels import source
-from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.arguments import new_token
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import loader
@@ -266,7 +266,7 @@ def test_a_launch_that_breaks_the_chain_is_noticed(monkeypatch, name, fault):
 
 
 def test_the_lists_of_writers_and_readers_are_those_of_the_sources():
-    """A kernel writes where it casts away the `const` of the store or of a pool."""
+    """A kernel writes where it casts away the `const` of the store or of a state store."""
     writers, users = set(), set()
     for name in source.names():
         text = "".join(source.read(name))

@@ -46,7 +46,7 @@ def tokens_of(name: str, expert_rows: range, prompts=PROMPTS, step=24) -> list[l
     for i, (prompt, count) in enumerate(zip(prompts, COUNTS, strict=True)):
         engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=count))
     done = tiny.run(engine)
-    assert engine.runner.path.failed == ()
+    assert engine.runner.path.failed_kernels == ()
     return [list(done[str(i)].outputs[0].token_ids) for i in range(len(prompts))]
 
 

@@ -1,4 +1,4 @@
-"""A kernel that fails in mid-serving gives way; no token is lost or changed.
+"""A kernel that fails in mid-serving is replaced; no token is lost or changed.
 
 On the CPU host.  Launches raise where they are called, where their results are needed,
 or where the step is submitted.
@@ -118,7 +118,7 @@ def arm(fault, at=ARMED_AFTER):
 
 @pytest.mark.parametrize("how", ["call", "eval", "submit"])
 @pytest.mark.parametrize("kernel", USED_IN)
-def test_a_kernel_that_fails_gives_way_and_no_token_changes(monkeypatch, caplog, kernel, how):
+def test_a_kernel_that_fails_is_replaced_and_no_token_changes(monkeypatch, caplog, kernel, how):
     expected = undisturbed(kernel)
     fault = FailingKernels(monkeypatch, kernel, how=how)
     engine = engine_of(USED_IN[kernel])
@@ -138,7 +138,7 @@ def test_a_kernel_that_fails_gives_way_and_no_token_changes(monkeypatch, caplog,
 
 
 @pytest.mark.parametrize("kernel", ["rope_write", "fused_decode", "add_rms_norm"])
-def test_a_kernel_that_fails_in_the_trial_at_the_start_is_all_that_gives_way(
+def test_a_kernel_that_fails_in_the_trial_at_the_start_is_all_that_is_replaced(
     monkeypatch, caplog, tmp_path, kernel
 ):
     expected = undisturbed(kernel)
@@ -146,7 +146,7 @@ def test_a_kernel_that_fails_in_the_trial_at_the_start_is_all_that_gives_way(
     fault = FailingKernels(monkeypatch, kernel, how="eval")  # a trial does not submit
     fault.armed = True
     engine = engine_of(FUSED)
-    assert engine.runner.path.failed == (kernel,)
+    assert engine.runner.path.failed_kernels == (kernel,)
     assert engine.runner.fusion is not NO_FUSION
     assert len(caplog.messages) == 1
     failed = fault.failed
@@ -183,7 +183,7 @@ def test_a_kernel_that_its_next_best_way_needs_leaves_the_reference(monkeypatch,
     expected = undisturbed("paged_decode")
     fault = FailingKernels(monkeypatch, "paged_decode")
     monkeypatch.setattr(
-        "vllm_metal_lite.runner.path.select",
+        "vllm_metal_lite.runner.step_path.select",
         lambda option, store, shapes, *_: select(option, store, shapes, Verdict({})),
     )
     engine = engine_of(PLAIN)
@@ -355,4 +355,4 @@ def test_a_compiler_that_speaks_of_memory_does_not_mean_that_memory_ran_out(monk
     fault = FailingKernels(monkeypatch, "add_rms_norm", how="call", error=error)
     engine = engine_of(FUSED)
     assert serve(engine, before_step=arm(fault)) == undisturbed("add_rms_norm")
-    assert engine.runner.path.failed == ("add_rms_norm",)
+    assert engine.runner.path.failed_kernels == ("add_rms_norm",)

@@ -89,7 +89,7 @@ def through_kernels(ranks, names):
             metrics = engine.metrics()
             found[name] = {
                 "tokens": tokens, "launched": sorted(launched),
-                "failed": engine.runner.path.failed, "ahead": engine.pipeline.num_ahead,
+                "failed": engine.runner.path.failed_kernels, "ahead": engine.pipeline.num_ahead,
                 "preemptions": metrics["preemptions"], "hits": metrics["prefix_cache_hit_tokens"],
             }  # fmt: skip
     return found

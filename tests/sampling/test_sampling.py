@@ -181,8 +181,8 @@ def test_top_p_over_a_long_flat_tail():
     x[0] = np.log(100_000)
     params = SamplingParams(top_p=0.75)
     sampler = make(params, [0], len(x))
-    sampler._plan_for(np.array([0]))
-    floor = ops.thresholds(mx.array(x[None]), sampler._plan.filters)
+    sampler._metadata_for(np.array([0]), None)
+    floor = ops.thresholds(mx.array(x[None]), sampler._metadata.filters)
     assert abs((x >= floor.item()).sum() - 50_000) < 50
 
 

@@ -140,7 +140,7 @@ def test_an_atomic_request_is_never_chunked_and_blocks_nobody():
 # Out of blocks
 
 
-def test_out_of_blocks_the_lowest_gives_way_and_is_recomputed():
+def test_out_of_blocks_the_lowest_is_preempted_and_is_recomputed():
     engine = make(num_blocks=6, max_num_seqs=3)
     first = engine.add(prompt(4), max_tokens=9)
     last = engine.add(prompt(4, 1), max_tokens=9)

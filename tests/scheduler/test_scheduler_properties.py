@@ -53,7 +53,7 @@ class Play:
 
     def running(self) -> list[Request]:
         running = [r for r in self.engine.unfinished.values() if r.status is RequestStatus.RUNNING]
-        return sorted(running, key=lambda r: r.rank)
+        return sorted(running, key=lambda r: r.sort_key)
 
     def waiting(self) -> list[Request]:
         return [r for r in self.engine.unfinished.values() if r.status is not RequestStatus.RUNNING]
@@ -248,8 +248,8 @@ def check_decodes_are_served_in_order_of_rank(play: Play, out: SchedulerOutput) 
 
 
 def check_the_queue_is_served_in_order_of_rank(play: Play, out: SchedulerOutput) -> None:
-    blocking = [r.rank for r in play.waiting() if not r.atomic]
-    assert all(a.rank < w for a in out.admitted for w in blocking)
+    blocking = [r.sort_key for r in play.waiting() if not r.atomic]
+    assert all(a.sort_key < w for a in out.admitted for w in blocking)
 
 
 def check_admission_leaves_all_who_run_a_block_to_go_on(play: Play, out: SchedulerOutput) -> None:
@@ -268,12 +268,12 @@ def check_admission_leaves_all_who_run_a_block_to_go_on(play: Play, out: Schedul
         assert promised <= pool.num_available
 
 
-def check_who_gives_way_ranks_below_all_who_stay(play: Play, out: SchedulerOutput) -> None:
-    assert all(r.rank < v.rank for v in out.preempted for r in play.running())
+def check_who_is_preempted_ranks_below_all_who_stay(play: Play, out: SchedulerOutput) -> None:
+    assert all(r.sort_key < v.sort_key for v in out.preempted for r in play.running())
     assert not (out.preempted and out.admitted)
 
 
-def check_nobody_gives_way_without_need(play: Play, out: SchedulerOutput) -> None:
+def check_nobody_is_preempted_without_need(play: Play, out: SchedulerOutput) -> None:
     """Only for want of blocks, and for a partial prefill only if nobody can go on."""
     if out.preempted:
         taken = [0] * len(play.num_available)
@@ -367,7 +367,7 @@ def _look(play: Play, out: SchedulerOutput) -> None:
         seen["hit on its own blocks after preemption"] += bool(
             hits and play.lost[request.request_id]
         )
-        passed = [r for r in play.waiting() if r.atomic and r.rank < request.rank]
+        passed = [r for r in play.waiting() if r.atomic and r.sort_key < request.sort_key]
         seen["atomic passed over"] += bool(passed)
     if len(play.steps) in play.workload.failures:
         seen["failure"] += 1
@@ -375,9 +375,9 @@ def _look(play: Play, out: SchedulerOutput) -> None:
             published & _hits(r, block_size) for r in out.admitted
         )
     for victim in out.preempted:
-        seen["partial gave way"] += victim in play.partials
-        seen["decode gave way"] += victim in play.decodes
-        seen["gave way for a partial"] += not out.num_decodes and len(moved) > 0
+        seen["partial preempted"] += victim in play.partials
+        seen["decode preempted"] += victim in play.decodes
+        seen["preempted for a partial"] += not out.num_decodes and len(moved) > 0
     seen["partial blocked"] += bool(out.num_decodes and set(play.partials) - set(play.movable))
     seen["store exhausted"] += play.engine.scheduler.kv.num_available == 0
     seen["only a window exhausted"] += (

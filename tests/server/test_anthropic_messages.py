@@ -193,12 +193,12 @@ def test_an_unknown_model_is_not_found(client):
 
 
 def test_a_lost_engine_ends_the_stream_with_an_error(running, client):
-    async def lose(generation):
-        generation.fail(RuntimeError("lost"))
+    async def lose(request):
+        request.fail(RuntimeError("lost"))
 
     events = create(client, user(ASK), stream=True, max_tokens=4000, ignore_eos=True)
     next(iter(events))
-    *_, generation = running.server.generations.values()
-    asyncio.run_coroutine_threadsafe(lose(generation), running.loop).result()
+    *_, request = running.server.requests.values()
+    asyncio.run_coroutine_threadsafe(lose(request), running.loop).result()
     with pytest.raises(anthropic.APIStatusError, match="internal error"):
         list(events)

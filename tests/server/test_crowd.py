@@ -74,7 +74,7 @@ def test_a_crowd_leaves_nothing_behind():
         assert left == ""
         assert status["models"][0]["metrics"]["preemptions"] > 0
         assert min(crowd.counts[kind] for kind in ("left", "answered", "refused")) > 20
-        assert not running.server.generations
+        assert not running.server.requests
         after = held(running, status["models"][0]["pid"])
         assert {
             name: after[name] - before[name] for name in after if after[name] > before[name]

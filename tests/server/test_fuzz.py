@@ -190,7 +190,7 @@ def assert_healthy(running):
             break
         time.sleep(0.2)
     assert left == [0] * 5
-    assert not running.server.generations
+    assert not running.server.requests
 
 
 def test_there_are_enough_kinds():

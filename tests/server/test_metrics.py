@@ -11,10 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.cli_kit import SAFETY
 from tests.support.server_kit import serving
 from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.server.conversations import RenderedPrompt
 from vllm_metal_lite.server.prometheus import Metrics
-from vllm_metal_lite.server.prompts import RenderedPrompt
-from vllm_metal_lite.server.worker.generation import EngineLost, Generation, changes
 from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate
+from vllm_metal_lite.server.worker.request_state import EngineLost, RequestState, changes
 
 CHAT = "/v1/chat/completions"
 # The names in the dashboards of vLLM (examples/observability).
@@ -75,15 +75,15 @@ def generate(running, prompt, params, take=None):
         server = running.server
         async with (
             server.models.use(None) as (_, engine),
-            server.generate(engine, "test-", RenderedPrompt(prompt), params) as generation,
+            server.generate(engine, "test-", RenderedPrompt(prompt), params) as request,
         ):
             if take is None:
-                await generation.complete()
+                await request.complete()
             else:
-                news = changes([generation])
+                news = changes([request])
                 for _ in range(take):
                     await anext(news)
-            return generation
+            return request
 
     return asyncio.run_coroutine_threadsafe(run(), running.loop).result(60)
 
@@ -130,23 +130,23 @@ def test_a_prefix_that_was_cached(running, client):
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     generate(running, prompt, params)
     before = scrape(client)
-    generation = generate(running, prompt, params)
+    request = generate(running, prompt, params)
     got = since(client, before)
-    assert generation.num_cached_tokens >= 64
-    assert got["prefix_cache_hits_total"] == generation.num_cached_tokens
+    assert request.num_cached_tokens >= 64
+    assert got["prefix_cache_hits_total"] == request.num_cached_tokens
     assert got["prefix_cache_queries_total"] == len(prompt)
-    assert got["prompt_tokens_cached_total"] == generation.num_cached_tokens
-    computed = len(prompt) - generation.num_cached_tokens
+    assert got["prompt_tokens_cached_total"] == request.num_cached_tokens
+    computed = len(prompt) - request.num_cached_tokens
     assert got["request_prefill_kv_computed_tokens_sum"] == computed
 
 
 def test_a_request_whose_client_goes_counts_its_tokens_and_no_end(running, client):
     before = scrape(client)
     params = SamplingParams(max_tokens=2000, ignore_eos=True)
-    generation = generate(running, [3, 4, 5], params, take=3)
+    request = generate(running, [3, 4, 5], params, take=3)
     got = since(client, before)
-    assert not generation.finished
-    assert got["generation_tokens_total"] == generation.num_tokens >= 3
+    assert not request.finished
+    assert got["generation_tokens_total"] == request.num_tokens >= 3
     assert got["prompt_tokens_total"] == 3
     assert not any(got[f"request_success_total:{r}"] for r in ("stop", "length", "abort", "error"))
     assert got["e2e_request_latency_seconds_count"] == 0
@@ -189,7 +189,7 @@ class _Engine:
         self.metrics = {
             "prefix_cache_hit_tokens": hits, "prefix_cache_queried_tokens": 2 * hits,
             "preemptions": 0, "requests_running": 1, "requests_waiting": 0,
-            "blocks_owned": owned, "blocks_total": 4,
+            "blocks_owned": owned, "blocks_total": 4, "draft_tokens": 0, "accepted_tokens": 0,
         }  # fmt: skip
 
 
@@ -211,15 +211,15 @@ def test_counters_go_on_when_an_engine_is_loaded_again():
 
 
 def counted(*changes):
-    """The samples after a request of two prompt tokens; changes: made to its Generation."""
+    """The samples after a request of two prompt tokens; changes: made to its RequestState."""
     models = _Models()
     metrics = Metrics(models)
     with metrics.counting(_Engine(0)) as count:
         params = SamplingParams(stop="z")  # so that no tokenizer makes the text
-        generation = Generation(Add("x", [1, 2], params), None, count.update)
+        request = RequestState(Add("x", [1, 2], params), None, count.update)
         for change in changes:
-            change(generation)
-        count.generation = generation
+            change(request)
+        count.request = request
     text = metrics.text("")[0].decode()
     families = text_string_to_metric_families(text)
     return {
@@ -230,9 +230,9 @@ def counted(*changes):
     }
 
 
-def token(generation, **end):
+def token(request, **end):
     first = {"scheduled_at": 1.0, "num_cached_tokens": 0}
-    generation.take([AnswerUpdate(0, [5], "", **first, **end)])
+    request.take([AnswerUpdate(0, [5], "", **first, **end)])
 
 
 def test_tokens_that_come_before_the_acceptance_is_noticed():

@@ -194,7 +194,7 @@ def test_a_stream_of_several_prompts_that_is_closed_holds_nothing(lenient, runni
     stream = complete(lenient, [PROMPT, "x = ", "y"], stream=True, **options)
     next(iter(stream))
     stream.close()
-    eventually(lambda: not running.server.generations)
+    eventually(lambda: not running.server.requests)
 
 
 def test_one_error_among_several_prompts_ends_the_stream(running):

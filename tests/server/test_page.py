@@ -333,12 +333,10 @@ def test_an_answer_stopped_before_its_first_token_says_so(show):
 
 def _until_idle(running, page):
     for _ in range(200):
-        if not running.server.generations:
+        if not running.server.requests:
             return
         page.wait_for_timeout(50)
-    raise AssertionError(
-        f"requests that nobody reads still run: {list(running.server.generations)}"
-    )
+    raise AssertionError(f"requests that nobody reads still run: {list(running.server.requests)}")
 
 
 @needs_chromium

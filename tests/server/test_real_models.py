@@ -23,9 +23,9 @@ from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.engine.detokenizer import Detokenizer
 from vllm_metal_lite.sampling.constraint import Constraint
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.server.prompts import Conversation
-from vllm_metal_lite.server.recent import RecentPrompts
-from vllm_metal_lite.server.turns import Turn, prepare
+from vllm_metal_lite.server.conversations import ChatRequest
+from vllm_metal_lite.server.divergence import RecentPrompts
+from vllm_metal_lite.server.turns import PreparedTurn, prepare
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.structured_outputs.build import build
 
@@ -79,15 +79,15 @@ def turn_of(
     tools: Sequence[Tool] = TOOLS,
     budget: int | None = None,
     **thoughts: Any,
-) -> Turn:
-    conversation = Conversation(
+) -> PreparedTurn:
+    conversation = ChatRequest(
         [{"role": "user", "content": "Read it."}], tools=tools, choice=choice,
         thinking_budget=budget, **thoughts,
     )  # fmt: skip
     return asyncio.run(prepare(engine, conversation, SamplingParams()))
 
 
-def said_by(engine: EngineClient, turn: Turn, token_ids: list[int]) -> Said:
+def said_by(engine: EngineClient, turn: PreparedTurn, token_ids: list[int]) -> Said:
     """The answer that these tokens are, read as each of them comes."""
     answer: list[int] = []
     detokenizer = Detokenizer(engine.tokenizer, turn.params, answer, turn.prompt.token_ids)
@@ -149,7 +149,7 @@ def gpt_oss(tmp_path_factory):
     return client_of("gpt-oss", "", tmp_path_factory.mktemp("gpt-oss"))
 
 
-def limits_of(engine: EngineClient, turn: Turn, answer: str) -> Constraint:
+def limits_of(engine: EngineClient, turn: PreparedTurn, answer: str) -> Constraint:
     """The constraint of an answer that has begun so."""
     tokenizer = engine.tokenizer
     limits = build(turn.params, tokenizer, len(tokenizer), [tokenizer.eos_token_id])
@@ -207,7 +207,7 @@ def test_closed_thoughts_in_the_prompt_leave_the_answer_none(tmp_path):
     assert engine.can_think
     params = SamplingParams(structured_outputs={"json_object": True})
     for enabled in (False, True):
-        conversation = Conversation([{"role": "user", "content": "Go."}], enable_thinking=enabled)
+        conversation = ChatRequest([{"role": "user", "content": "Go."}], enable_thinking=enabled)
         turn = asyncio.run(prepare(engine, conversation, params))
         assert (turn.params.thinking is not None) == enabled
 

@@ -19,8 +19,8 @@ from vllm_metal_lite.server.deltas import deltas
 from vllm_metal_lite.server.openai_api.response_events import ResponseReply
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import EventStream
-from vllm_metal_lite.server.worker.generation import Generation
 from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate
+from vllm_metal_lite.server.worker.request_state import RequestState
 
 ASK = "Tell me about a lantern in the rain."
 LIMITS = {"temperature": 0, "max_output_tokens": 12}
@@ -96,16 +96,16 @@ def test_events_come_in_order_and_make_the_whole(client):
 
 def test_signs_of_life_are_numbered_events():
     async def stream(tokenizer):
-        generation = Generation(Add("resp_1", [1], SamplingParams(max_tokens=1)), tokenizer)
-        news = deltas([generation], lambda: ChatParser(PLAIN))
-        reply = ResponseReply(generation, news, {}, False, {}, lambda token_ids, positions: [])
+        request = RequestState(Add("resp_1", [1], SamplingParams(max_tokens=1)), tokenizer)
+        news = deltas([request], lambda: ChatParser(PLAIN))
+        reply = ResponseReply(request, news, {}, False, {}, lambda token_ids, positions: [])
         sent = []
 
         async def send(message):
             sent.extend(message.get("body", b"").decode().splitlines())
             signs = sent.count("event: response.in_progress") - 1
-            if signs > 2 and not generation.finished:
-                generation.take([AnswerUpdate(0, [5], "", "length")])
+            if signs > 2 and not request.finished:
+                request.take([AnswerUpdate(0, [5], "", "length")])
 
         events = EventStream(reply.stream(), reply.keep_alive, 0.001, AsyncExitStack())
         await events({}, asyncio.Event().wait, send)

@@ -10,7 +10,7 @@ from tests.support.raw_http import ask, connect, parsed, raw, read_all
 from tests.support.server_kit import Running, serving
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.server import http, security
-from vllm_metal_lite.server.run import listen, url_of
+from vllm_metal_lite.server.lifecycle import listen, url_of
 from vllm_metal_lite.server.settings import ServerConfig
 
 KEY = "secret"

@@ -37,7 +37,7 @@ def running() -> Iterator[Running]:
 def client(running) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=running.url, timeout=60) as client:
         yield client
-    eventually(lambda: not running.server.generations)
+    eventually(lambda: not running.server.requests)
 
 
 def begun(client: httpx.Client, **fields) -> ExitStack:
@@ -130,7 +130,7 @@ def test_each_request_may_be_logged(running, client, capfd):
     running.server.log_requests()
     reply = client.post(PATH, json=HI).json()
     begun(client).close()
-    eventually(lambda: not running.server.generations)
+    eventually(lambda: not running.server.requests)
     whole, cut = capfd.readouterr().out.splitlines()
     assert whole.startswith(f"{reply['id']}: ")
     assert whole.endswith(", length")

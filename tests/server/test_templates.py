@@ -6,8 +6,8 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 
 from tests.support import real_parts
-from vllm_metal_lite.engine.pieces import PieceEncoder
-from vllm_metal_lite.server.prompts import Conversation, render_prompt
+from vllm_metal_lite.engine.piece_encoder import PieceEncoder
+from vllm_metal_lite.server.conversations import ChatRequest, render_prompt
 from vllm_metal_lite.server.templates import Template, probe, render_text
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -92,7 +92,7 @@ def test_templates_without_system_turns_get_them_as_marked_text(with_template):
 
 def test_tokens_of_a_prompt_with_a_late_system_message(with_template):
     tokenizer, template = with_template("Qwen3.5-4B")
-    conversation = Conversation([SYSTEM, USER, LATE])
+    conversation = ChatRequest([SYSTEM, USER, LATE])
     prompt = render_prompt(tokenizer, template, "m", conversation, True, PieceEncoder(tokenizer))
     assert "It is late." in tokenizer.decode(prompt.token_ids)
     assert all(0 < at < len(prompt.token_ids) for at in prompt.checkpoints)

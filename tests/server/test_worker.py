@@ -18,17 +18,17 @@ from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.server.deltas import deltas
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.generation import EngineLost, Generation, changes
 from vllm_metal_lite.server.worker.messages import (
     Abort,
     Add,
     Added,
     AnswerUpdate,
+    EngineMetrics,
     Lost,
-    Metrics,
     Stop,
 )
 from vllm_metal_lite.server.worker.process import Sender, ToServer, Worker
+from vllm_metal_lite.server.worker.request_state import EngineLost, RequestState, changes
 
 CONFIG = EngineConfig(num_blocks=256, max_num_seqs=4, max_num_batched_tokens=64)
 PROMPT = list(range(40, 60))
@@ -64,8 +64,8 @@ def engine() -> Iterator[Engine]:
 async def answer(
     client: EngineClient, name: str, params: SamplingParams, prompt: list[int] = PROMPT
 ) -> list[list[int]]:
-    async with client.generate(name, prompt, params) as generation:
-        return [a.token_ids for a in await generation.complete()]
+    async with client.generate(name, prompt, params) as request:
+        return [a.token_ids for a in await request.complete()]
 
 
 async def until(client: EngineClient, is_so: Callable[[dict[str, int]], bool]) -> None:
@@ -86,7 +86,7 @@ async def assert_clean(client: EngineClient) -> None:
     """Neither the client nor the engine holds anything."""
     names = ("requests_running", "requests_waiting", "blocks_owned")
     await until(client, lambda metrics: not any(metrics[name] for name in names))
-    assert not client.generations
+    assert not client.requests
     assert not client._accepting
 
 
@@ -111,13 +111,13 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing(engine, moment, n):
 
     async def request(reached: asyncio.Event) -> None:
         prompt = long if moment == "prefilling" else PROMPT
-        async with client.generate("leaves", prompt, params) as generation:
+        async with client.generate("leaves", prompt, params) as request:
             if moment in ("accepted", "waiting"):
                 reached.set()
             elif moment == "prefilling":
                 await until(client, lambda metrics: metrics["prefill_tokens"] >= before + 64)
                 reached.set()
-            async for _ in deltas([generation]):
+            async for _ in deltas([request]):
                 if moment == "decoding":
                     reached.set()
             reached.set()
@@ -149,13 +149,13 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing(engine, moment, n):
 
 def test_a_slow_reader_gets_several_tokens_at_once(engine):
     async def test() -> None:
-        async with engine.client.generate("slow", PROMPT, short(30)) as generation:
-            while not generation.finished:
+        async with engine.client.generate("slow", PROMPT, short(30)) as request:
+            while not request.finished:
                 await asyncio.sleep(0.01)
-            (delta,) = [delta async for delta in deltas([generation])]
+            (delta,) = [delta async for delta in deltas([request])]
             assert len(delta.token_ids) == 30
             assert delta.answer.finish_reason == "length"
-            assert delta.text == generation.answers[0].text
+            assert delta.text == request.answers[0].text
         await assert_clean(engine.client)
 
     engine.run(test())
@@ -166,19 +166,19 @@ def test_the_deltas_of_all_answers_add_up(engine, stop):
     params = SamplingParams(n=3, max_tokens=25, seed=7, logprobs=2, stop=stop)
 
     async def test() -> None:
-        async with engine.client.generate("n", PROMPT, params) as generation:
+        async with engine.client.generate("n", PROMPT, params) as request:
             texts, tokens, logprobs = [""] * 3, [[] for _ in range(3)], [[] for _ in range(3)]
-            async for delta in deltas([generation]):
+            async for delta in deltas([request]):
                 index = delta.answer.index
                 texts[index] += delta.text
                 tokens[index] += delta.token_ids
                 logprobs[index] += delta.logprobs
-            for a in generation.answers:
+            for a in request.answers:
                 assert (texts[a.index], tokens[a.index]) == (a.text, a.token_ids)
                 assert logprobs[a.index] == a.logprobs
                 assert len(a.logprobs) == len(a.token_ids)
                 assert a.finish_reason in ("stop", "length")
-            times = generation.times
+            times = request.times
             assert times.arrived <= times.scheduled <= times.first_token <= times.finished
 
     engine.run(test())
@@ -230,12 +230,12 @@ def test_the_engines_log_reaches_the_servers_log(engine, caplog):
     log = logging.Logger("in the process")
     log.addHandler(ToServer(Sender(theirs)))
     log.info("trying %d kernels", 3, extra={"transient": True})
-    log.warning("a kernel gave way")
+    log.warning("a kernel was replaced")
     with caplog.at_level(logging.INFO, "vllm_metal_lite"):
         for _ in range(2):
             engine.client._take(server.recv())
     got = [(r.levelname, r.getMessage(), r.transient) for r in caplog.records]
-    assert got == [("INFO", "trying 3 kernels", True), ("WARNING", "a kernel gave way", False)]
+    assert got == [("INFO", "trying 3 kernels", True), ("WARNING", "a kernel was replaced", False)]
 
 
 def test_a_step_that_fails_loses_the_request_at_fault_only():
@@ -264,7 +264,7 @@ def test_a_step_that_fails_loses_the_request_at_fault_only():
     thread.start()
     Worker(engine, theirs, Sender(theirs)).run()
     thread.join(60)
-    assert isinstance(got[0], Metrics)
+    assert isinstance(got[0], EngineMetrics)
     assert got[1:3] == [Added("a"), Added("b")]
     lost = [message for message in got if isinstance(message, Lost)]
     assert lost == [Lost("a step of the engine failed: the device is gone", ["a"])]
@@ -316,15 +316,15 @@ def test_lost_requests_fail_and_others_go_on(engine):
 
 
 def test_unfinished_answers_of_a_failed_generation_do_not_look_finished(engine):
-    generation = Generation(Add("a", PROMPT, short()), engine.client.tokenizer)
-    generation.fail(EngineLost("gone"))
+    request = RequestState(Add("a", PROMPT, short()), engine.client.tokenizer)
+    request.fail(EngineLost("gone"))
     with pytest.raises(EngineLost, match="gone"):
-        engine.run(generation.complete())
+        engine.run(request.complete())
 
 
 def test_a_generation_that_fails_while_another_is_read_is_not_taken_for_finished(engine):
     first, second = (
-        Generation(Add(name, PROMPT, short()), engine.client.tokenizer) for name in "ab"
+        RequestState(Add(name, PROMPT, short()), engine.client.tokenizer) for name in "ab"
     )
 
     async def test() -> None:

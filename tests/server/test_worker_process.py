@@ -19,7 +19,7 @@ from vllm_metal_lite import EngineConfig, SamplingParams
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.server.worker import client as client_module
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.generation import EngineLost
+from vllm_metal_lite.server.worker.request_state import EngineLost
 
 FOREVER = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
 
@@ -28,7 +28,7 @@ SERVER = """
 import asyncio, sys
 from vllm_metal_lite import EngineConfig, SamplingParams
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.generation import changes
+from vllm_metal_lite.server.worker.request_state import changes
 
 async def configure(weight_bytes):
     return EngineConfig(num_blocks=256)
@@ -41,8 +41,8 @@ async def main():
     else:
         client = await EngineClient.start("demo", configure)
         params = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
-        async with client.generate("a", [1, 2, 3], params) as generation:
-            async for _ in changes([generation]):
+        async with client.generate("a", [1, 2, 3], params) as request:
+            async for _ in changes([request]):
                 print(client.pid, flush=True)
                 break
     await asyncio.sleep(60)
@@ -124,9 +124,9 @@ def test_starts_and_stops_leak_nothing(monkeypatch):
         client = await start_engine()
 
         async def ask() -> None:
-            async with client.generate("a", [1, 2, 3], FOREVER) as generation:
+            async with client.generate("a", [1, 2, 3], FOREVER) as request:
                 streaming.set()
-                await generation.complete()
+                await request.complete()
 
         streaming = asyncio.Event()
         asking = asyncio.ensure_future(ask())

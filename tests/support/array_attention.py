@@ -6,15 +6,15 @@ the state: they go into a compiled step and come out of it.
 
 from copy import copy
 
-from vllm_metal_lite.attention.base import Call
+from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.paged.attention import KernelAttention
-from vllm_metal_lite.attention.paged.prompts import VarlenPrompts
+from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
+from vllm_metal_lite.attention.sdpa.execute import execute_calls
 from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
-from vllm_metal_lite.attention.sdpa.run import run_calls
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine
-from vllm_metal_lite.runner.path import Path
 from vllm_metal_lite.runner.runner import ModelRunner
+from vllm_metal_lite.runner.step_path import StepPath
 
 _sdpa = mx.fast.scaled_dot_product_attention
 
@@ -51,7 +51,7 @@ class ArrayStepAttention(ReferenceStepAttention):
 
     def attend(self, q, call):
         layer, scale, window = call[:3]
-        assert call == Call(layer, scale, window)
+        assert call == AttentionCall(layer, scale, window)
         outputs, plan = [], self.step.plan
         group, prompts = self.store.group_of[layer], plan.prompts
         if decodes := plan.decodes:
@@ -72,7 +72,7 @@ class ArrayStepAttention(ReferenceStepAttention):
             assert q.shape[1] // self.store.specs[layer].num_kv_heads in prompts.tiles
             outputs.append(self._varlen(layer, rows, prompts, scale, window))
         elif prompts is not None:
-            outputs.append(run_calls(prompts, group, rows, call, self._gather))
+            outputs.append(execute_calls(prompts, group, rows, call, self._gather))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
     def _keys_and_values(self, layer, tables):
@@ -123,6 +123,6 @@ def compile_on_cpu(
     attention = ArrayAttention(
         engine.runner.attention.store, prefill, groups, rows_as_decodes=rows_as_decodes
     )
-    engine.pipeline.runner = ArrayRunner(engine.model.packed, Path(attention), engine.sampler)
+    engine.pipeline.runner = ArrayRunner(engine.model.packed, StepPath(attention), engine.sampler)
     engine.runner.compiled.reason = None
     return engine

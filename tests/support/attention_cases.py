@@ -4,7 +4,7 @@ import numpy as np
 
 from tests.support.attention_oracle import paged_attention
 from tests.support.poison import poison
-from vllm_metal_lite.attention.base import Attention, Call, StepAttention
+from vllm_metal_lite.attention.base import Attention, AttentionCall, StepAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
@@ -64,7 +64,7 @@ class Case:
     ) -> None:  # fmt: skip
         rng = np.random.default_rng(seed)
         self.batch, self.dtype = make_batch(segments, seed), dtype
-        self.scale, self.head_groups = dim**-0.5, {heads // kv_heads}
+        self.scale, self.queries_per_kv = dim**-0.5, {heads // kv_heads}
         num_blocks = int(self.batch.block_tables.max()) + 2
         slots = (num_blocks + 1) * BLOCK_SIZE
 
@@ -92,7 +92,7 @@ class Case:
         poison(self.store, [seen])
         step = begin(self.attention, self.batch, n + padding)
         q = mx.concatenate([self.q, mx.full((padding, *self.q.shape[1:]), 7, self.dtype)])
-        out = step.attend(q, Call(0, self.scale, sinks=self.sinks, **how))
+        out = step.attend(q, AttentionCall(0, self.scale, sinks=self.sinks, **how))
         assert out.shape == (n + padding, self.q.shape[1], self.v.shape[2])
         assert out.dtype == self.dtype
         return np.array(out[:n].astype(mx.float32))

@@ -1,7 +1,7 @@
 """Machines on which one kernel does not work.
 
-`python -m tests.support.broken_machine KERNEL KIND DEVICE` is checks/run.py on such a machine.
-DEVICE "host": the CPU host stands in for a GPU; "gpu": the GPU of this machine.
+`python -m tests.support.broken_machine KERNEL KIND DEVICE` is checks/run_check.py on such a
+machine.  DEVICE "host": the CPU host stands in for a GPU; "gpu": the GPU of this machine.
 """
 
 import os
@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import isolated, run, speed
+from vllm_metal_lite.checks import isolated, run_check, speed
 from vllm_metal_lite.checks.result import Speed
 from vllm_metal_lite.kernels import source
 from vllm_metal_lite.kernels.launch import Kernel
@@ -26,7 +26,7 @@ from vllm_metal_lite.specs import (
     KernelUse,
     Quantisation,
     RecurrenceShape,
-    Rotation,
+    RopeShape,
     WeightShape,
 )
 
@@ -51,7 +51,7 @@ MISCOMPILED = {
     # A key that no split sees.
     "fused_decode": ("split == splits - 1", "split == splits"),
     "gather_rows": ("size_t(row) * WIDTH", "size_t(row / 2) * WIDTH"),
-    "add_rms_norm": ("square / float(DIM)", "square / float(TURNS * THREADS * VEC)"),
+    "add_rms_norm": ("square / float(DIM)", "square / float(SIMDGROUPS * 32)"),
     # A sum that the last simdgroup is not in.
     "skinny_gemm": ("s < SIMDGROUPS", "s < SIMDGROUPS - 1"),
     # An expert that is chosen again.
@@ -67,10 +67,10 @@ MISCOMPILED = {
     "fused_recurrence": ("softplus(gate + bias)", "softplus(gate)"),
     "gated_rms_norm": ("Z_START + group * DIM", "Z_START + group / 2 * DIM"),
 }
-# Forms of kernels that are checked by themselves: when they are launched.
+# Uses of kernels that are checked by themselves: when they are launched.
 FORMS = {row.name: " || ".join(row.template) for row in REGISTRY.values() if row.template}
 KINDS = ("does not compile", "is wrong", "raises", "hangs", "ends the process", "is slow")
-# Kernels without an alternative to compare with.
+# Kernels without a fallback to compare with.
 _NOT_TIMED = (
     "kv_write", "kv_gather", "skinny_gemm", "causal_conv", "gated_delta", "fused_recurrence",
     "expert_topk", "expert_plan", "expert_gemm", "expert_sum", "kv_write_quantised",
@@ -81,7 +81,7 @@ _NOT_TIMED = (
 KERNELS = tuple(sorted(REGISTRY.keys() - {"latent_prefill"}))
 
 # What the checks try: in float32, where every fault shows, if the kernel serves it.
-ROTATIONS = Rotation(32, eps=1e-5), Rotation(16, traditional=True, base=None)
+ROTATIONS = RopeShape(32, eps=1e-5), RopeShape(16, traditional=True, base=None)
 SHAPE = AttentionShape(4, 2, 32, 32, mx.float32)
 USE = KernelUse((SHAPE,), 16, ROTATIONS, (1000,))
 PRODUCTS = KernelUse(
@@ -98,7 +98,7 @@ EXPERTS = KernelUse(
     ),
 )
 LATENT = KernelUse(
-    (AttentionShape(4, 1, 64, 16, mx.float32, latent=True),), 16, (Rotation(16, traditional=True),)
+    (AttentionShape(4, 1, 64, 16, mx.float32, latent=True),), 16, (RopeShape(16, traditional=True),)
 )
 RECURRENT = KernelUse(
     (), 16,
@@ -172,7 +172,7 @@ def consequence(kernel: str, kind: str) -> dict[str, str]:
         "raises": "the pipeline allows 512 threads",
         "hangs": "hangs: no result after",
         "ends the process": "ends the process: SIGABRT",
-        "is slow": "takes 300 us where its alternative takes 100 us",
+        "is slow": "takes 300 us where its fallback takes 100 us",
     }
     faster = kind == "is slow" and kernel == "varlen_prefill"  # a choice, not a failure
     return {} if faster else {kernel: rf"{kernel} \(.*\): .*{said[kind]}"}
@@ -236,13 +236,13 @@ def main() -> None:
         speed.measure = lambda check: None
     install(kernel, kind)
     if device == "gpu":
-        return run.main()
+        return run_check.main()
     from metal.host import installed
 
     backend.is_cpu = lambda: False
     backend.memory_limit = lambda: 1 << 30
     with installed():
-        run.main()
+        run_check.main()
 
 
 if __name__ == "__main__":

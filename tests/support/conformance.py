@@ -34,7 +34,7 @@ from vllm_metal_lite.model.layout import Node, StateLayer
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.runner import runner
-from vllm_metal_lite.runner.path import Path
+from vllm_metal_lite.runner.step_path import StepPath
 from vllm_metal_lite.sampling.sampler import SamplerOutput
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.kv_groups import kv_groups
@@ -63,9 +63,11 @@ class Bench:
     def __init__(self, model: LoadedModel, seed: int = 0) -> None:
         self.groups = [replace(g, num_blocks=BLOCKS) for g in kv_groups(model.kv_specs)]
         self.store = PagedStore(
-            model.kv_specs, self.groups, BLOCK_SIZE, states=model.packed.state_pool(STATE_SLOTS)
+            model.kv_specs, self.groups, BLOCK_SIZE, states=model.packed.state_store(STATE_SLOTS)
         )
-        self.runner = runner.ModelRunner(model.packed, Path(ReferenceAttention(self.store)), self)
+        self.runner = runner.ModelRunner(
+            model.packed, StepPath(ReferenceAttention(self.store)), self
+        )
         self.inputs = InputBatch(6, 64, BLOCK_SIZE, len(self.groups))
         rng = np.random.default_rng(seed)
         self.free = [rng.permutation(BLOCKS).tolist() for _ in self.groups]
@@ -276,7 +278,7 @@ class Result:
 
     status: "passed", "failed", "refused" (by us, when loading), or "cannot run" (mlx-lm by itself).
     state: what its layers keep.  attention: "packed", or "by segment", which is slower.
-    recurrent: "packed", "by runs", which is slower, or "-" without recurrent layers.
+    recurrent: "packed", "in sequences", which is slower, or "-" without recurrent layers.
     no_prefix_cache: why prefixes are not cached, or "".
     errors: the largest of each mode, relative; inf: it raised; of "engine", 1 if a token differs.
     control: the error of `wrong_seat`.
@@ -328,7 +330,7 @@ def check(name: str) -> Result:
     if loaded.packed.reads_store:
         result.attention = "by segment"
     if loaded.packed.layout.states:
-        result.recurrent = "by runs" if loaded.packed.in_sequences else "packed"
+        result.recurrent = "in sequences" if loaded.packed.in_sequences else "packed"
     result.no_prefix_cache = loaded.packed.no_prefix_cache or ""
     scale = float(np.abs(np.concatenate(expected)).max())
     runs = {

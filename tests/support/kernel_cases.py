@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.support.attention_oracle import paged_attention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import RMSNorm, new_token
+from vllm_metal_lite.kernels.arguments import RMSNorm, new_token
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.rope_write import rope_write

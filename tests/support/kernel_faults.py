@@ -1,4 +1,4 @@
-"""Kernels that fail in mid-serving, as when MLX cannot compile a variant."""
+"""Kernels that fail in mid-serving, as when MLX cannot compile an instantiation."""
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import launch as launches

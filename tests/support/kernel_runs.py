@@ -10,8 +10,8 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile, using
 from vllm_metal_lite.kernels import cache_ops, decode, experts, latent_attention
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.arguments import RMSNorm, new_token
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.common import RMSNorm, new_token
 from vllm_metal_lite.kernels.decode import DecodePlan
 from vllm_metal_lite.kernels.expert_topk import Routing
 from vllm_metal_lite.kernels.expert_topk import expert_topk as expert_topk_of
@@ -22,9 +22,9 @@ from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
-from vllm_metal_lite.kernels.recurrence import Norm, delta_gates, given, time_gates
+from vllm_metal_lite.kernels.recurrence import GatedNorm, delta_gates, given, time_gates
 from vllm_metal_lite.kernels.rope_write import rope_write
-from vllm_metal_lite.kernels.shared_prefix import SharedPrefix, shared_prefix
+from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, shared_prefix
 from vllm_metal_lite.kernels.skinny_gemm import GemmPlan, skinny_gemm
 from vllm_metal_lite.kernels.weights import quantised as quantised_weight
 from vllm_metal_lite.kernels.weights import shape_of, spread_of
@@ -77,15 +77,16 @@ def paged_decode(dtype, kept=None, spec=None, prefix=None, plan=(1, 2)):
     """Sequences of 21, 0 and 9 keys, the first two blocks of the first at the end of the store."""
     tables = mx.array([[11, 10, 2], [0, 0, 0], [4, 5, 0]], mx.int32)
     q = draw(3, KV_HEADS * GROUP, DIM, seed=5, dtype=dtype)
-    out, _ = decode.paged_decode(
-        q, tables, mx.array([21, 0, 9], mx.int32), *(kept or store(dtype)), new_token(),
-        plan=DecodePlan(*plan), block_size=BLOCK_SIZE, scale=0.2, spec=spec, prefix=prefix,
-    )  # fmt: skip
+    with using(replace(profile(), decode_sums=64)):  # in float32 two tiles, the second a head short
+        out, _ = decode.paged_decode(
+            q, tables, mx.array([21, 0, 9], mx.int32), *(kept or store(dtype)), new_token(),
+            plan=DecodePlan(*plan), block_size=BLOCK_SIZE, scale=0.2, spec=spec, prefix=prefix,
+        )  # fmt: skip
     return [out]
 
 
 def fused_decode(dtype, written=None, spec=None, factor=1.0):
-    """As above, in two splits; the newest rows are not in the store yet.  Two tiles a KV head."""
+    """As above, in two splits; the newest rows are not in the store yet.  Several tiles a head."""
     tables = mx.array([[11, 10, 2], [0, 0, 0], [4, 5, 0]], mx.int32)
     heads = KV_HEADS * GROUP
     rows = draw(3, (heads + 2 * KV_HEADS) * DIM, seed=13, dtype=dtype)
@@ -133,13 +134,13 @@ def shared_prefix_of_quantised_rows(dtype):
 def decode_behind_a_prefix(dtype):
     """The sequences of `paged_decode`, of which the first has its 8 first keys in common."""
     parts = (draw(3, KV_HEADS * GROUP, *dims, seed=13) for dims in ((3, DIM), (3,)))
-    return paged_decode(dtype, prefix=SharedPrefix(*parts, mx.array([8, 0, 0], mx.int32)))
+    return paged_decode(dtype, prefix=SharedPrefixResult(*parts, mx.array([8, 0, 0], mx.int32)))
 
 
 def decode_in_splits_behind_a_prefix(dtype):
     """The same in two splits, the prefix in more than both look at side by side."""
     parts = (draw(3, KV_HEADS * GROUP, *dims, seed=13) for dims in ((40, DIM), (40,)))
-    prefix = SharedPrefix(*parts, mx.array([8, 0, 0], mx.int32))
+    prefix = SharedPrefixResult(*parts, mx.array([8, 0, 0], mx.int32))
     return paged_decode(dtype, prefix=prefix, plan=(2, 2))
 
 
@@ -182,13 +183,14 @@ def latent_rows(dtype, splits=1, dims=(64, 16), bits=None):
 
 def new_latents(dtype, bits=None, factor=1.0):
     """Rows of two products, the last slot of the store among the written, and one without."""
-    heads, rank, rope = GROUP, 128, 24
-    q, kv = draw(5, heads * 40, seed=9, dtype=dtype), draw(5, rank + rope, seed=13, dtype=dtype)
-    spec = LayerSpec(1, rank, rope, dtype, bits=bits)
+    heads, latent_dim, rope = GROUP, 128, 24
+    q = draw(5, heads * 40, seed=9, dtype=dtype)
+    kv = draw(5, latent_dim + rope, seed=13, dtype=dtype)
+    spec = LayerSpec(1, latent_dim, rope, dtype, bits=bits)
     rows = zip((spec.k_row, spec.v_row), (1, 2), strict=True)
     written = [row.pack(draw(SLOTS, 1, row.dim, seed=seed, dtype=dtype)) for row, seed in rows]
-    norm = RMSNorm(draw(rank, seed=10, dtype=dtype), 1e-5)
-    columns = Columns(q, 16), 40, heads, Columns(kv, 0), Columns(kv, rank)
+    norm = RMSNorm(draw(latent_dim, seed=10, dtype=dtype), 1e-5)
+    columns = Columns(q, 16), 40, heads, Columns(kv, 0), Columns(kv, latent_dim)
     q_pe, _ = latent_write(
         NewLatents(*columns, norm, Rope(20, True, 1e4, 1.0, None, factor)),
         positions=mx.array([0, 3, 4, 9, 50], mx.int32),
@@ -338,7 +340,7 @@ def expert_gemm(dtype, how=None, activation=GPT_OSS):
     product = experts.expert_product(
         x, mx.array(CHOSEN.reshape(-1)), plan_of(CHOSEN, 3, 16, LIVE), made.gate, up=made.up,
         activation=made.activation, share=2,
-        how=GemmPlan(2, 2, 1 if how is None else spread_of(shape_of(made.gate.weight))),
+        plan=GemmPlan(2, 2, 1 if how is None else spread_of(shape_of(made.gate.weight))),
     )  # fmt: skip
     return [product.astype(mx.float32)]
 
@@ -351,7 +353,7 @@ def expert_gemm_in_lanes(dtype):
     x = (draw(4, 928, seed=19) * mx.array([[0.5], [1], [2], [3]])).astype(dtype)
     product = experts.expert_product(
         x, mx.array(chosen.reshape(-1)), plan_of(chosen, 3, 4), made.gate, up=made.up,
-        activation=made.activation, how=GemmPlan(2, 2, 4, 16, in_lanes=True),
+        activation=made.activation, plan=GemmPlan(2, 2, 4, 16, in_lanes=True),
     )  # fmt: skip
     return [product.astype(mx.float32)]
 
@@ -378,12 +380,12 @@ def causal_conv_rows(dtype):
     x, weight, bias = (
         draw(*shape, seed=18, dtype=dtype) for shape in ((step.num_rows, 300), (300, 4), (300,))
     )
-    states = mx.array(step.pool(3, 300)).astype(dtype)
+    states = mx.array(step.states(3, 300)).astype(dtype)
     y, _ = causal_conv(
         Columns(x, 0), weight, bias, states, mx.array(step.array),
         mx.array(plan_conv_tiles(step.array)), new_token(), silu=True,
     )  # fmt: skip
-    mx.eval(y)  # MLX does not know that the pool is written
+    mx.eval(y)  # MLX does not know that the state store is written
     return [mx.nan_to_num(states), y]
 
 
@@ -393,7 +395,7 @@ def recurrent_rows(dtype, form):
     rows = step.num_rows
     joined = draw(rows, 4 * k_dim + 4 * 72, seed=18, dtype=dtype) / k_dim**0.5
     wide = [Columns(joined, start) for start in (0, 2 * k_dim, 4 * k_dim)]
-    states, beta = mx.array(step.pool(4, 72, k_dim)), mx.sigmoid(draw(rows, 4, seed=19))
+    states, beta = mx.array(step.states(4, 72, k_dim)), mx.sigmoid(draw(rows, 4, seed=19))
     norm, skip = None, draw(4, seed=22) if "ssm" in form else None
     if form == "columns":
         gates = given(mx.sigmoid(draw(rows, 4, k_dim, seed=20)), beta)
@@ -402,7 +404,7 @@ def recurrent_rows(dtype, form):
     elif form == "logits":
         a, b = (Columns(draw(rows, 12, seed=n, dtype=dtype), 4) for n in (23, 24))
         gates = delta_gates(a, b, draw(4, seed=25), draw(4, seed=26, dtype=dtype), beta_scale=2)
-        norm = Norm(1e-3, 0.3)
+        norm = GatedNorm(1e-3, 0.3)
     else:
         time = Columns(draw(rows, 12, seed=23), 4)
         gates = time_gates(time, draw(4, seed=25), mx.ones(4), (0.5, 2.0))
@@ -410,7 +412,7 @@ def recurrent_rows(dtype, form):
         *wide, gates, states, mx.array(step.array), new_token(), num_k_heads=2,
         max_seqlen=step.max_seqlen, norm=norm, skip=skip,
     )  # fmt: skip
-    mx.eval(y)  # MLX does not know that the pool is written
+    mx.eval(y)  # MLX does not know that the state store is written
     return [mx.nan_to_num(states), y]
 
 

@@ -84,7 +84,7 @@ class Node:
         return dict(zip((n for n in names if n not in asked), self.inputs, strict=True))
 
 
-# Kernels that write the store or a pool of states.  Only `paged_decode` has forms with and without.
+# Kernels that write the store or a state store.  Only `paged_decode` has uses with and without.
 WRITERS = {
     "kv_write", "kv_write_quantised", "latent_write", "rope_write", "causal_conv", "gated_delta",
 }  # fmt: skip

@@ -7,7 +7,7 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine
-from vllm_metal_lite.kv.states import StatePool
+from vllm_metal_lite.kv.state_store import StateStore
 from vllm_metal_lite.kv.store import PagedStore
 
 
@@ -27,14 +27,14 @@ def poison(store: PagedStore, keep: Sequence[np.ndarray]) -> None:
     mx.eval(store.arrays)
 
 
-def poison_states(pool: StatePool, keep: Collection[int]) -> None:
+def poison_states(store: StateStore, keep: Collection[int]) -> None:
     """NaN into the state slots that are not to be kept; a wrong number where there is no NaN."""
-    kept = np.isin(np.arange(pool.num_slots), list(keep))
-    for key, a in pool._arrays.items():
+    kept = np.isin(np.arange(store.num_slots), list(keep))
+    for key, a in store._arrays.items():
         wrong = float("nan") if mx.issubdtype(a.dtype, mx.floating) else 7
         mask = mx.array(kept).reshape(-1, *[1] * (a.ndim - 1))
-        pool._arrays[key] = mx.where(mask, a, mx.array(wrong, a.dtype))
-    mx.eval(pool.arrays)
+        store._arrays[key] = mx.where(mask, a, mx.array(wrong, a.dtype))
+    mx.eval(store.arrays)
 
 
 def poison_free_blocks(engine: LLMEngine) -> None:

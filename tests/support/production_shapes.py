@@ -10,10 +10,10 @@ from typing import NamedTuple
 from metal.host.texts import KernelText, recorded
 from tests.support import recurrent_shapes
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.common import YARN_FACTOR
+from vllm_metal_lite.checks.popular_shapes import YARN_FACTOR
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.arguments import RMSNorm, new_token
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
-from vllm_metal_lite.kernels.common import RMSNorm, new_token
 from vllm_metal_lite.kernels.decode import DecodePlan, merge_partitions, paged_decode
 from vllm_metal_lite.kernels.expert_topk import Routing, expert_topk
 from vllm_metal_lite.kernels.experts import (
@@ -29,7 +29,7 @@ from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.prefill import varlen_prefill
 from vllm_metal_lite.kernels.rope_write import rope_write
-from vllm_metal_lite.kernels.shared_prefix import SharedPrefix, shared_prefix
+from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, shared_prefix
 from vllm_metal_lite.kernels.skinny_gemm import skinny_gemm
 from vllm_metal_lite.kernels.weights import QuantisedWeight, quantised
 from vllm_metal_lite.kv.store import LayerSpec
@@ -95,7 +95,8 @@ def decode(
     shared = None
     if prefix:
         partial_shape = ROWS, of.heads, 4, of.dim
-        shared = SharedPrefix(mx.zeros(partial_shape), mx.zeros(partial_shape[:3]), _ints(ROWS))
+        out, lse = mx.zeros(partial_shape), mx.zeros(partial_shape[:3])
+        shared = SharedPrefixResult(out, lse, _ints(ROWS))
     paged_decode(
         q, _ints(ROWS, BLOCKS), _ints(ROWS), *store, new_token(), block_size=BLOCK_SIZE,
         scale=of.dim**-0.5, plan=DecodePlan(splits, simdgroups), window=of.window,
@@ -113,26 +114,34 @@ def prefill(of: Heads, dtype: mx.Dtype, *, bits: int | None = None) -> None:
 
 
 def latents(
-    heads: int, rank: int, rope: int, dtype: mx.Dtype, *, bits: int | None = None, splits: int = 1
+    heads: int,
+    latent_dim: int,
+    rope: int,
+    dtype: mx.Dtype,
+    *,
+    bits: int | None = None,
+    splits: int = 1,
 ) -> None:
-    spec = LayerSpec(1, rank, rope, dtype, bits=bits)
+    spec = LayerSpec(1, latent_dim, rope, dtype, bits=bits)
     store = [mx.zeros((SLOTS, 1, r.width), r.kept_dtype) for r in (spec.k_row, spec.v_row)]
     latent_attention(
-        mx.zeros((ROWS, heads, rank), dtype), mx.zeros((ROWS, heads, rope), dtype),
+        mx.zeros((ROWS, heads, latent_dim), dtype), mx.zeros((ROWS, heads, rope), dtype),
         _ints(ROWS, BLOCKS), _ints(ROWS + 1), _ints(ROWS), _ints(40, 2), *store, new_token(),
         block_size=BLOCK_SIZE, scale=0.1, splits=splits, spec=spec,
     )  # fmt: skip
 
 
 def latent_rows(
-    heads: int, rank: int, rope: int, dtype: mx.Dtype, *, bits: int | None = None
+    heads: int, latent_dim: int, rope: int, dtype: mx.Dtype, *, bits: int | None = None
 ) -> None:
-    spec = LayerSpec(1, rank, rope, dtype, bits=bits)
+    spec = LayerSpec(1, latent_dim, rope, dtype, bits=bits)
     store = [mx.zeros((SLOTS, 1, r.width), r.kept_dtype) for r in (spec.k_row, spec.v_row)]
-    q, kv = mx.zeros((ROWS, heads * 256), dtype), mx.zeros((ROWS, rank + rope), dtype)
-    norm, turn = RMSNorm(mx.zeros(rank, dtype), 1e-6), Rope(rope, True, 1e6, 1.0, None)
+    q, kv = mx.zeros((ROWS, heads * 256), dtype), mx.zeros((ROWS, latent_dim + rope), dtype)
+    norm, new_rope = RMSNorm(mx.zeros(latent_dim, dtype), 1e-6), Rope(rope, True, 1e6, 1.0, None)
     latent_write(
-        NewLatents(Columns(q, 192), 256, heads, Columns(kv, 0), Columns(kv, rank), norm, turn),
+        NewLatents(
+            Columns(q, 192), 256, heads, Columns(kv, 0), Columns(kv, latent_dim), norm, new_rope
+        ),
         positions=_ints(ROWS), slot_mapping=_ints(ROWS), keys=store[0], values=store[1],
         token=new_token(), spec=spec,
     )  # fmt: skip

@@ -22,13 +22,13 @@ from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.engine.engine import LLMEngine
-from vllm_metal_lite.fusion.fused import fuse
-from vllm_metal_lite.kernels.common import unused
+from vllm_metal_lite.fusion.launches import fuse
+from vllm_metal_lite.kernels.arguments import unused
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.model.loader import LoadedModel
-from vllm_metal_lite.runner.path import Path
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.runner import ModelRunner
+from vllm_metal_lite.runner.step_path import StepPath
 
 TOKEN = 7
 _SWIGLU = activations.swiglu
@@ -45,9 +45,9 @@ def kernel_engine(
         made.runner.attention.store, prefill, {s.num_heads // s.num_kv_heads for s in shapes},
         rows_as_decodes=rows_as_decodes, latents=any(s.latent for s in shapes),
     )  # fmt: skip
-    path = Path(attention)
+    path = StepPath(attention)
     if fused:
-        path = Path(attention, fusion=fuse(made.model.packed.model, joins=True))
+        path = StepPath(attention, fusion=fuse(made.model.packed.model, joins=True))
     made.pipeline.runner = ModelRunner(made.model.packed, path, made.sampler)
     return made
 

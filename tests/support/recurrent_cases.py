@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.support.kernel_cases import rounded
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.segments import EMPTY, plan_segments
+from vllm_metal_lite.kernels.segments import EMPTY, pack_segments
 
 # (rtol, atol): results are rounded once to their type, and sums of some hundred terms of size 1 are
 # in float32.
@@ -52,29 +52,29 @@ class Segments:
             (s, int(self.cu_seqlens[s]) + row, int(slot))
             for (s, row), slot in zip(self.checkpoints, drawn[2 * count :], strict=False)
         ]
-        self.array = plan_segments(
+        self.array = pack_segments(
             self.cu_seqlens, self.initial, self.final, self.num_rows, self.taken
         )
         self.max_seqlen = max(self.lengths, default=0)
 
-    def pool(self, *shape: int, dtype: mx.Dtype = mx.float32) -> np.ndarray:
-        """A pool of states, NaN where no segment starts."""
-        pool = np.full((self.slots, *shape), np.nan, np.float32)
+    def states(self, *shape: int, dtype: mx.Dtype = mx.float32) -> np.ndarray:
+        """States by slot, NaN where no segment starts."""
+        states = np.full((self.slots, *shape), np.nan, np.float32)
         for slot in self.initial[self.initial >= 0]:
             rng = np.random.default_rng((self.seed, slot))
-            pool[slot] = rounded(rng.standard_normal(shape), dtype)
-        return pool
+            states[slot] = rounded(rng.standard_normal(shape), dtype)
+        return states
 
-    def walk(self, pool: np.ndarray, advance) -> tuple[np.ndarray, np.ndarray]:
-        """Results of all rows and the pool afterwards, in float64.
+    def walk(self, states: np.ndarray, advance) -> tuple[np.ndarray, np.ndarray]:
+        """Results of all rows and the states afterwards, in float64.
 
         advance(begin, end, state) -> (results of the rows, the state after them).
         """
-        after = pool.astype(np.float64)
+        after = states.astype(np.float64)
         results = []
         for s, (begin, end) in enumerate(zip(self.cu_seqlens, self.cu_seqlens[1:], strict=False)):
             slot = self.initial[s]
-            start = np.zeros(pool.shape[1:]) if slot < 0 else pool[slot].astype(np.float64)
+            start = np.zeros(states.shape[1:]) if slot < 0 else states[slot].astype(np.float64)
             result, after[self.final[s]] = advance(begin, end, start)
             results.append(result)
             for segment, row, checkpoint in self.taken:
@@ -96,7 +96,7 @@ RAGGED = {
 
 def conv_by_definition(
     segments: Segments,
-    pool: np.ndarray,
+    states: np.ndarray,
     x: np.ndarray,
     weight: np.ndarray,
     bias: np.ndarray | None,
@@ -113,12 +113,12 @@ def conv_by_definition(
         y = y / (1 + np.exp(np.minimum(-y, 700))) if silu else y
         return y, rows[len(rows) - size + 1 :]
 
-    return segments.walk(pool, advance)
+    return segments.walk(states, advance)
 
 
 def recurrence_by_definition(
     segments: Segments,
-    pool: np.ndarray,
+    states: np.ndarray,
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
@@ -140,4 +140,4 @@ def recurrence_by_definition(
             y[t - begin] = np.einsum("hvk,hk->hv", state, q[t])
         return y, state
 
-    return segments.walk(pool, advance)
+    return segments.walk(states, advance)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from functools import partial
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.arguments import new_token
 from vllm_metal_lite.kernels.causal_conv import causal_conv
-from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kernels.recurrence import Norm, delta_gates, given, time_gates
+from vllm_metal_lite.kernels.recurrence import GatedNorm, delta_gates, given, time_gates
 
 ROWS, SLOTS = 16, 20
 # Of k, of v; their sizes; a gate per column.
@@ -61,7 +61,7 @@ def _recurrence(
     gated_delta(
         of_k, of_k, _columns(heads, dim, dtype), gates[form](),
         mx.zeros((SLOTS, heads, dim, k_dim)), _segments(), new_token(), num_k_heads=k_heads,
-        max_seqlen=max_seqlen, norm=Norm(1e-6, k_dim**-0.5) if form == "fused delta" else None,
+        max_seqlen=max_seqlen, norm=GatedNorm(1e-6, k_dim**-0.5) if form == "fused delta" else None,
         skip={"ssm": of_heads, "fused ssm": bias}.get(form),
     )  # fmt: skip
 

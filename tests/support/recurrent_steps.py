@@ -1,4 +1,4 @@
-"""Packed steps of recurrent layers, with state slots, and pools to run them over."""
+"""Packed steps of recurrent layers, with state slots, and state stores to run them over."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.kernels.common import new_token
-from vllm_metal_lite.kv.states import Key, StatePool, StateSpec
+from vllm_metal_lite.kernels.arguments import new_token
+from vllm_metal_lite.kv.state_store import Key, StateSpec, StateStore
 from vllm_metal_lite.recurrence.base import StepRecurrence
 from vllm_metal_lite.recurrence.kernels import KernelRecurrence, SegmentPlan
 from vllm_metal_lite.recurrence.reference import ReferenceRecurrence
@@ -137,7 +137,7 @@ def packed_spans(draw: Any, max_length: int = 21) -> PackedSpans:
 
 
 KEY: Key = (0, 0)
-Form = Callable[[PackedSpans, StatePool], StepRecurrence]
+Form = Callable[[PackedSpans, StateStore], StepRecurrence]
 Call = Callable[[StepRecurrence, Key, PackedSpans], mx.array]
 
 
@@ -148,37 +148,37 @@ class _Order:
         self.token = new_token()
 
 
-def reference(step: PackedSpans, pool: StatePool) -> StepRecurrence:
-    return ReferenceRecurrence(pool, step.batch, step.num_rows)
+def reference(step: PackedSpans, state_store: StateStore) -> StepRecurrence:
+    return ReferenceRecurrence(state_store, step.batch, step.num_rows)
 
 
-def kernels(step: PackedSpans, pool: StatePool) -> StepRecurrence:
+def kernels(step: PackedSpans, state_store: StateStore) -> StepRecurrence:
     """By the kernels; hold `metal.host.installed(writable_inputs=["states"])`."""
     batch = step.batch
     plan = SegmentPlan.plan(batch, step.num_rows, batch.num_segments + 1)
-    return KernelRecurrence(pool, plan, _Order())
+    return KernelRecurrence(state_store, plan, _Order())
 
 
 def run(
     form: Form, step: PackedSpans, states: np.ndarray, call: Call
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(rows without padding, states after) of one call over a pool that holds `states`."""
-    pool = pool_of(states)
-    recurrence = form(step, pool)
+    """(rows without padding, states after) of one call over a state store that holds `states`."""
+    state_store = state_store_of(states)
+    recurrence = form(step, state_store)
     y = call(recurrence, KEY, step)
-    # Launches write the pool in place, so the pool is read when they have run.
-    mx.eval(y, pool.arrays)
+    # Launches write the store in place, so it is read when they have run.
+    mx.eval(y, state_store.arrays)
     assert len(y) == step.num_rows
-    return np.array(y)[: step.num_rows - step.padding], np.array(pool[KEY])
+    return np.array(y)[: step.num_rows - step.padding], np.array(state_store[KEY])
 
 
-def pool_of(states: np.ndarray) -> StatePool:
-    """A pool of one layer with these states."""
+def state_store_of(states: np.ndarray) -> StateStore:
+    """A state store of one layer with these states."""
     num_slots, *shape = states.shape
-    pool = StatePool([StateSpec(KEY, tuple(shape), mx.float32)], num_slots)
-    pool._arrays[KEY] = mx.array(states)  # not by the pool's `write`, which is under test
-    mx.eval(pool.arrays)
-    return pool
+    state_store = StateStore([StateSpec(KEY, tuple(shape), mx.float32)], num_slots)
+    state_store._arrays[KEY] = mx.array(states)  # not by the store's `write`, which is under test
+    mx.eval(state_store.arrays)
+    return state_store
 
 
 def bits(a: np.ndarray) -> np.ndarray:

@@ -7,8 +7,8 @@ from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.runner.path import Path
 from vllm_metal_lite.runner.runner import ModelRunner
+from vllm_metal_lite.runner.step_path import StepPath
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -21,10 +21,13 @@ class RunnerBench:
     def __init__(self, prompts, num_blocks=32, name="llama"):
         self.model = tiny.packed(name)
         store = PagedStore(
-            self.model.packed.attention_specs, num_blocks, 8, states=self.model.packed.state_pool(4)
+            self.model.packed.attention_specs,
+            num_blocks,
+            8,
+            states=self.model.packed.state_store(4),
         )
         sampler = Sampler(4, self.model.vocab_size)
-        self.runner = ModelRunner(self.model.packed, Path(ReferenceAttention(store)), sampler)
+        self.runner = ModelRunner(self.model.packed, StepPath(ReferenceAttention(store)), sampler)
         self.inputs = InputBatch(4, 128, 8)
         self.rows = []
         for i, prompt in enumerate(prompts):

@@ -15,8 +15,8 @@ from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.json_markers import HERMES
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.generation import Generation
-from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, Scores
+from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, PositionLogprobs
+from vllm_metal_lite.server.worker.request_state import RequestState
 
 
 @dataclass
@@ -62,27 +62,27 @@ def scripted(chat_format: ChatFormat = HERMES) -> Iterator[Script]:
         # Only of a request with stop strings does the text come from the engine.
         add = Add(request_id, prompt_token_ids, replace(params, stop=["\0"]), priority, checkpoints)
         script.requests.append(add)
-        generation = Generation(add, engine.tokenizer, on_update)
-        engine.generations[request_id] = generation
+        request = RequestState(add, engine.tokenizer, on_update)
+        engine.requests[request_id] = request
         answers = [script.pieces() for _ in range(params.n)]
-        writing = asyncio.ensure_future(write(generation, answers, script.end))
+        writing = asyncio.ensure_future(write(request, answers, script.end))
         try:
-            yield generation
+            yield request
         finally:
-            engine.generations.pop(request_id)
+            engine.requests.pop(request_id)
             writing.cancel()
 
-    async def write(generation, answers, end):
-        has_scores = generation.params.logprobs is not None
+    async def write(request, answers, end):
+        has_scores = request.params.logprobs is not None
         for pieces in zip_longest(*answers):
             updates = []
             for index, piece in enumerate(pieces):
                 if piece is not None:
-                    scores = [Scores([5], [-0.5], [1])] if has_scores else None
+                    scores = [PositionLogprobs([5], [-0.5], [1])] if has_scores else None
                     updates.append(AnswerUpdate(index, [5], piece, logprobs=scores))
-            generation.take(updates)
+            request.take(updates)
             await asyncio.sleep(0)
-        generation.take([AnswerUpdate(index, [], "", end) for index in range(len(answers))])
+        request.take([AnswerUpdate(index, [], "", end) for index in range(len(answers))])
 
     with pytest.MonkeyPatch.context() as patch, serving(config=ServerConfig(port=0)) as running:
         script = Script(running)

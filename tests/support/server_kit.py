@@ -9,8 +9,8 @@ from functools import wraps
 from typing import Any
 
 from vllm_metal_lite import EngineConfig
+from vllm_metal_lite.server.lifecycle import Stopping, listen, serve
 from vllm_metal_lite.server.models import Models, ModelSpec
-from vllm_metal_lite.server.run import Stopping, listen, serve
 from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.worker.client import EngineClient

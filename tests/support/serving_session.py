@@ -20,7 +20,7 @@ from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
+from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.layout import inspect
 from vllm_metal_lite.model.packed import PackedModel

@@ -32,7 +32,7 @@ def shared() -> Load:
 
 @pytest.fixture(scope="module")
 def expected(model, shared) -> engines.Run:
-    return engines.drive(engines.Ours(model, shared), shared)
+    return engines.drive(engines.ThisEngine(model, shared), shared)
 
 
 def test_waves_come_when_the_one_before_has_half_its_answer(shared, expected):
@@ -55,7 +55,7 @@ def test_mlx_lm_with_and_without_caches_of_the_prefix(model, shared, expected, p
 
 
 def test_runs_are_alike_because_the_prefix_is_forgotten_between_them(model, shared, expected):
-    ours = engines.Ours(model, shared)
+    ours = engines.ThisEngine(model, shared)
     runs = [engines.drive(ours, shared) for _ in range(2)]
     assert [r.cached_tokens for r in runs] == [expected.cached_tokens] * 2
     assert runs[0].tokens == runs[1].tokens == expected.tokens
@@ -63,7 +63,7 @@ def test_runs_are_alike_because_the_prefix_is_forgotten_between_them(model, shar
 
 def test_one_request_alone(model):
     load = Load("one", [Wave([list(range(9))], [6])])
-    runs = [engines.drive(e, load) for e in (engines.Ours(model, load), MlxLmSingle(model))]
+    runs = [engines.drive(e, load) for e in (engines.ThisEngine(model, load), MlxLmSingle(model))]
     assert agree(model, *runs).within_ties
     assert [len(r.tokens[0]) for r in runs] == [6, 6]
 
@@ -126,7 +126,7 @@ def test_states_of_random_weights_stay_finite_and_remember(hybrid):
 
 
 def test_a_turn_follows_its_own_answer(model, conversations):
-    run = engines.drive(engines.Ours(model, conversations), conversations)
+    run = engines.drive(engines.ThisEngine(model, conversations), conversations)
     for i, before in enumerate(conversations.follows):
         if before is not None:
             said = run.prompts[before] + run.tokens[before]
@@ -138,7 +138,7 @@ def test_a_turn_follows_its_own_answer(model, conversations):
 
 @pytest.mark.parametrize("prefix", ["once", "server"])
 def test_mlx_lm_keeps_caches_with_states(hybrid, conversations, prefix):
-    ours = engines.drive(engines.Ours(hybrid, conversations), conversations)
+    ours = engines.drive(engines.ThisEngine(hybrid, conversations), conversations)
     settings = Settings(3, 8, prefix=prefix)
     run = engines.drive(MlxLm(hybrid, settings), conversations)
     assert agree(hybrid, ours, run).within_ties

@@ -1,4 +1,4 @@
-"""A kernel that fails under vLLM gives way; the engine and its requests go on."""
+"""A kernel that fails under vLLM is replaced; the engine and its requests go on."""
 
 import pytest
 
@@ -52,7 +52,7 @@ def test_answers_are_those_of_the_model_alone(kernels, monkeypatch, kernel, how,
         assert kit.worker(llm).runner.attention.name == "kernels"
         monkeypatch.setattr(MetalLiteWorker, "sample_tokens", counting)
         answers = kit.tokens(kit.generate(llm, PROMPTS, max_tokens=12))
-        assert len(kit.worker(llm).runner.path.failed) == 1
+        assert len(kit.worker(llm).runner.path.failed_kernels) == 1
     assert fault.failed
     assert answers == [kit.alone("llama", p, 12) for p in PROMPTS]
 
@@ -74,7 +74,7 @@ def test_recurrent_states_are_computed_again(kernels, monkeypatch, kernel, step)
     with kit.engine("qwen3_next", **CHUNKS) as llm:
         monkeypatch.setattr(MetalLiteWorker, "sample_tokens", counting)
         answers = kit.tokens(kit.generate(llm, PROMPTS, max_tokens=12))
-        assert len(kit.worker(llm).runner.path.failed) == 1
+        assert len(kit.worker(llm).runner.path.failed_kernels) == 1
     assert fault.failed
     assert answers == [kit.alone("qwen3_next", p, 12) for p in PROMPTS]
 
@@ -91,6 +91,6 @@ def test_a_kernel_that_fails_while_the_engine_warms_up(kernels, monkeypatch, nam
     monkeypatch.setattr(MetalLiteWorker, "compile_or_warm_up_model", failing)
     with kit.engine(name, **CHUNKS) as llm:
         assert fault.failed
-        assert len(kit.worker(llm).runner.path.failed) == 1
+        assert len(kit.worker(llm).runner.path.failed_kernels) == 1
         answers = kit.tokens(kit.generate(llm, PROMPTS[:2], max_tokens=5))
     assert answers == [kit.alone(name, p, 5) for p in PROMPTS[:2]]

@@ -21,7 +21,7 @@ from tests.vllm_plugin.test_greedy import (
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.checks import verdicts
-from vllm_metal_lite.vllm_plugin import state_slots, worker
+from vllm_metal_lite.vllm_plugin import state_slot_manager, worker
 from vllm_metal_lite.vllm_plugin.translate import segment_slots
 
 NAME = "qwen3_next"
@@ -29,7 +29,7 @@ NAME = "qwen3_next"
 CACHED = {"enable_prefix_caching": True}
 
 own_pool = pytest.mark.skipif(
-    state_slots.no_own_pool() is not None, reason="this vLLM has one pool of blocks"
+    state_slot_manager.no_own_pool() is not None, reason="this vLLM has one pool of blocks"
 )
 
 
@@ -81,7 +81,7 @@ def test_the_other_dialect_of_the_scheduler(monkeypatch):
 
 
 @own_pool
-@pytest.mark.parametrize("num_slots", [state_slots.MOST_SLOTS, 9])
+@pytest.mark.parametrize("num_slots", [state_slot_manager.MOST_SLOTS, 9])
 def test_few_slots_make_requests_wait(monkeypatch, num_slots):
     few_slots(monkeypatch, num_slots)
     with kit.engine(NAME) as llm:

@@ -1,4 +1,4 @@
-"""Check every kernel on this device at the shapes of models, and time each beside its alternative.
+"""Check every kernel on this device at the shapes of models, and time each beside its fallback.
 
     python -m tools.bench.kernels                         a GPU; some minutes
     python -m tools.bench.kernels --only paged_decode     one kernel
@@ -12,10 +12,10 @@ import argparse
 
 from tools.dev.run_main import run_main
 from vllm_metal_lite import MetalLiteError, backend
-from vllm_metal_lite.checks import floors
-from vllm_metal_lite.checks.common import COMMON, full_list
-from vllm_metal_lite.checks.plan import checks_for
-from vllm_metal_lite.checks.run import run
+from vllm_metal_lite.checks import bandwidth
+from vllm_metal_lite.checks.for_model import checks_for
+from vllm_metal_lite.checks.popular_shapes import COMMON, full_list
+from vllm_metal_lite.checks.run_check import run
 from vllm_metal_lite.kernels.registry import REGISTRY
 
 
@@ -30,7 +30,7 @@ def main() -> int:
     more = {check: None for use in full_list() for check in checks_for(use) if args.full}
     wrong = 0
     print(f"{backend.describe()}\n")
-    print("| check | error of what is allowed | us | alternative, us | ratio |")
+    print("| check | error of what is allowed | us | fallback, us | ratio |")
     print("| --- | --- | --- | --- | --- |")
     for check in [*timed, *(check for check in more if check not in timed)]:
         if args.only and check.kernel not in args.only:
@@ -43,13 +43,14 @@ def main() -> int:
         speed = result.speed
         times = ["-"] * 3
         if speed is not None:
-            times = [f"{1e6 * seconds:,.0f}" for seconds in (speed.seconds, speed.alternative)]
+            times = [f"{1e6 * seconds:,.0f}" for seconds in (speed.seconds, speed.fallback_seconds)]
             times.append(f"{1 / speed.ratio:.2f}")
         print(f"| {check} | {error} | {' | '.join(times)} |", flush=True)
     if not args.only:
         print("\n| bytes of K and V, or of weights | GB/s |\n| --- | --- |")
-        for floor in floors.measure(next(iter(COMMON.values())).shapes[0], floors.Sizes()):
-            print(f"| {floor.name} | {floor.bytes_per_second / 1e9:,.0f} |")
+        shape = next(iter(COMMON.values())).shapes[0]
+        for measured in bandwidth.measure(shape, bandwidth.BandwidthSizes()):
+            print(f"| {measured.name} | {measured.bytes_per_second / 1e9:,.0f} |")
     return 1 if wrong else 0
 
 

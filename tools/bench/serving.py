@@ -25,7 +25,7 @@ import sys
 from contextlib import nullcontext
 from typing import Any
 
-from tools.bench.lib.engines import Engine, Ours, Run, drive
+from tools.bench.lib.engines import Engine, Run, ThisEngine, drive
 from tools.bench.lib.host import host
 from tools.bench.lib.loads import LOADS, Load, Sizes
 from tools.bench.lib.metrics import Agreement, Metrics, agree, measure, median_of
@@ -126,7 +126,7 @@ class Bench:
 def compare(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> dict:
     """Run one load on this engine and on mlx-lm at its best."""
     bench = Bench(letter, load, args)
-    ours = Ours(model, load, args.ours)
+    ours = ThisEngine(model, load, args.ours)
     candidates = peers(letter, load, model)
     if args.settings and letter != "D":
         candidates = [MlxLm(model, s) for s in args.settings]
@@ -196,7 +196,7 @@ def newcomer(letter: str, load: Load, model: LoadedModel, args: argparse.Namespa
     """Measure a prompt that arrives while others decode, under each way to share the steps."""
     prompt = len(load.prompts[-1])
     engines: list[Engine] = [
-        Ours(
+        ThisEngine(
             model, load, {**args.ours, "max_num_batched_tokens": tokens},
             name=f"mixed, steps of {tokens}",
         )
@@ -204,7 +204,7 @@ def newcomer(letter: str, load: Load, model: LoadedModel, args: argparse.Namespa
     ]  # fmt: skip
     for policy in ("mixed", "whole"):
         options = {**args.ours, "max_num_batched_tokens": 8192, "prefill_policy": policy}
-        engines.append(Ours(model, load, options, name=f"{policy}, in one step"))
+        engines.append(ThisEngine(model, load, options, name=f"{policy}, in one step"))
     steps = (2048,) if args.quick else (2048, 512)
     engines += [MlxLm(model, Settings(8, 32, prefill_step_size=s)) for s in steps]
     bench = Bench(letter, load, args)

@@ -5,14 +5,15 @@
 
 The model computes as always, but its logits are replaced: the token at each position of an answer
 is prepared.  `edit`: the prompt is a text, and the answer says it again with every 20th token
-changed.  `new`: no part of the answer was there before.  `json`: a schema whose grammar forces half
-of the tokens.  Prints Markdown: tokens a second, median of the runs, and ratios.
+changed.  `new`: no part of the answer was there before.  `widths`: milliseconds of a step by the
+number of its drafts.  Prints Markdown: tokens a second, median of the runs, and ratios.
 """
 
 import argparse
 import faulthandler
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -142,7 +143,8 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-4b")
     parser.add_argument("--bits")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--widths", action="store_true", help="only the cost of a step")
+    parser.add_argument("--only", nargs="+", choices=("widths", *LOADS), default=("widths", *LOADS))
+    parser.add_argument("--requests", nargs="+", type=int, default=(1, 8, 32))
     parser.add_argument("--length", type=int, default=2000)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--deadline", type=float, default=500, help="seconds")
@@ -151,14 +153,13 @@ def main() -> None:
     name, length = ("128x2", 120) if args.tiny else (args.model, args.length)
     model = get_model(name, bits=args.bits)
     prepared = Prepared(model.packed)
-    object.__setattr__(model, "packed", prepared)
-    widths(model, prepared, length)
-    if args.widths:
-        return
+    model = replace(model, fit=model.fit._replace(packed=prepared))
+    if "widths" in args.only:
+        widths(model, prepared, length)
     print(f"\n### {model.name}: tokens a second, answers of {length} tokens\n")
     table_head(("answers", "requests", "without", "with drafts", "ratio", "accepted"))
-    for kind, counts in LOADS.items():
-        for count in counts:
+    for kind in (kind for kind in LOADS if kind in args.only):
+        for count in (count for count in LOADS[kind] if count in args.requests):
             speeds, share = {}, ""
             for speculate in ("off", "auto"):
                 engine = make_engine(model, length, count, speculate)

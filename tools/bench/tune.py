@@ -19,9 +19,9 @@ from tools.dev.run_main import run_main
 from vllm_metal_lite import MetalLiteError, backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import load as stores
-from vllm_metal_lite.checks.floors import seconds_per_call
+from vllm_metal_lite.checks.bandwidth import seconds_per_call
 from vllm_metal_lite.devices import profile, using
-from vllm_metal_lite.kernels.common import RMSNorm, new_token
+from vllm_metal_lite.kernels.arguments import RMSNorm, new_token
 from vllm_metal_lite.kernels.decode import decode_plan, paged_decode
 from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix
@@ -51,13 +51,14 @@ class Loads:
         return x
 
     def decode(self, batch: int, context: int) -> float:
-        load, token = stores.Load(self.shape, batch, max(32, context // self.divisor)), new_token()
+        load = stores.TimedStore(self.shape, batch, max(32, context // self.divisor))
+        token = new_token()
         return self._seconds(lambda q: load.attend(q, load.plan, token), load.queries())
 
     def prefix(self, rows: int, tokens: int) -> float:
         """Decodes behind one prefix, which is read once if that saves enough."""
         s, tokens = self.shape, max(2 * _BLOCK, tokens // self.divisor)
-        load, token = stores.Load(s, 1, tokens + rows * _OWN), new_token()
+        load, token = stores.TimedStore(s, 1, tokens + rows * _OWN), new_token()
         first, blocks = tokens // _BLOCK, load.block_tables[0]
         shared = mx.broadcast_to(blocks[:first], (rows, first))
         tables = mx.concatenate([shared, blocks[first:].reshape(rows, -1)], axis=1)

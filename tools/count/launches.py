@@ -33,7 +33,7 @@ from tools.dev.run_main import parser_of
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
-from vllm_metal_lite.kernels.common import unsupported
+from vllm_metal_lite.kernels.arguments import unsupported
 from vllm_metal_lite.model.fit import foresee
 from vllm_metal_lite.model.loader import LoadedModel, from_model
 from vllm_metal_lite.runner.runner import ModelRunner

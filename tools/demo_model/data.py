@@ -174,7 +174,7 @@ def make_batch(
 
 
 @dataclass(frozen=True)
-class Plan:
+class Outline:
     """The values that the batches of a training depend on."""
 
     tokenizer: str  # as JSON
@@ -190,13 +190,13 @@ class Plan:
         return make_batch(Tokenizer.from_str(self.tokenizer), seed, length, self.batch_tokens)
 
 
-def batches(plan: Plan, start: int, workers: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def batches(outline: Outline, start: int, workers: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The batches from step `start` on, made ahead by worker processes."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         coming: deque[Future] = deque()
-        for step in range(start, plan.steps):
-            coming.append(pool.submit(plan.batch, step))
+        for step in range(start, outline.steps):
+            coming.append(pool.submit(outline.batch, step))
             if len(coming) > 4 * workers:
                 yield coming.popleft().result()
         while coming:

@@ -144,11 +144,11 @@ def main() -> None:
         tokenizer = data.train_tokenizer(2048, chats=200 if args.smoke else 4000)
     data.save_tokenizer(tokenizer, args.out)
     config = CONFIG | {"vocab_size": tokenizer.get_vocab_size()}
-    plan = data.Plan(tokenizer.to_str(), args.seed, args.steps, *sizes)
+    outline = data.Outline(tokenizer.to_str(), args.seed, args.steps, *sizes)
     print(f"tokenizer ready after {time.time() - began:.0f} s", flush=True)
 
     trainer, pending = Trainer(config, args), None
-    for step, (ids, said) in enumerate(data.batches(plan, args.start, args.workers), args.start):
+    for step, (ids, said) in enumerate(data.batches(outline, args.start, args.workers), args.start):
         minutes = (time.time() - began) / 60
         progress = max(step / args.steps, minutes / args.minutes)
         result = trainer.step(ids, said, learning_rate(step - args.start, progress, 2e-3))

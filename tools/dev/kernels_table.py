@@ -16,8 +16,8 @@ def names(values: tuple[str, ...]) -> str:
 
 
 def line(row: KernelRow) -> str:
-    form = f" (a form of `{row.form_of}`)" if row.form_of else ""
-    return f"| `{row.name}`{form} | {row.instead} | {names(row.needs)} | {names(row.constants)} |"
+    use = f" (a use of `{row.base}`)" if row.base else ""
+    return f"| `{row.name}`{use} | {row.fallback} | {names(row.needs)} | {names(row.constants)} |"
 
 
 def table() -> str:

@@ -56,7 +56,7 @@ def head(r: Result) -> str:
     """The head of the list that a configuration belongs to."""
     notes = {
         "attention by segment": r.attention == "by segment",
-        "recurrent layers by runs": r.recurrent == "by runs",
+        "recurrent layers in sequences": r.recurrent == "in sequences",
         "no prefix cache": bool(r.no_prefix_cache),
     }
     return "; ".join([f"**{r.state}**", *(note for note, holds in notes.items() if holds)])

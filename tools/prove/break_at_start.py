@@ -30,7 +30,7 @@ from tools.prove.cpu_host import on_host
 from vllm_metal_lite import SamplingParams, backend
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import isolated, verdicts
-from vllm_metal_lite.kernels.remembered import Remembered
+from vllm_metal_lite.kernels.findings import Findings
 
 HANGS = 15.0  # seconds until the kernel that hangs is given up
 
@@ -79,7 +79,7 @@ def main() -> int:
 
 def checked(kernel: str, kind: str, device: str) -> Verdict:
     isolated.command = lambda: command(kernel, kind, device)
-    Remembered().file.unlink(missing_ok=True)
+    Findings().file.unlink(missing_ok=True)
     with impatient(kernel, kind, HANGS):
         return verdicts.verify(use_of(kernel))
 

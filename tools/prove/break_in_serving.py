@@ -35,7 +35,7 @@ from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.model.packed import NO_FUSION
 
-# Prompt lengths.  Each wave makes new variants: more requests, and longer ones.
+# Prompt lengths.  Each wave makes new instantiations: more requests, and longer ones.
 WAVES = ((40, 70), (130, 33, 90), (300, 257, 128, 60))
 WAVE_STEPS, NEW_TOKENS = 6, 24
 # Behind this many tokens the prompts of a wave differ.
@@ -234,7 +234,8 @@ def main() -> int:
                 known[kind] = expected_tokens(args.model, case)
             failed += not try_kernel(name, args.model, known[kind])
     print(
-        f"\n{len(args.kernels) - failed} of {len(args.kernels)} kernels gave way, no token changed"
+        f"\n{len(args.kernels) - failed} of {len(args.kernels)} kernels were replaced, "
+        "no token changed"
     )
     return int(failed > 0)
 

@@ -116,7 +116,7 @@ def make_step(
     )
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """A layer's attention call, apart from its queries (num_rows, H, D).
 
     window: tokens a query sees, including its own.  softcap: scores become
@@ -152,7 +152,7 @@ class StepAttention(Protocol):
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
         """Write this step's k, v (num_rows, num_kv_heads, head_dim) to their slots."""
 
-    def attend(self, q: mx.array, call: Call) -> mx.array:
+    def attend(self, q: mx.array, call: AttentionCall) -> mx.array:
         """Causal attention of rows (num_rows, H, D) to their own sequences -> (num_rows, H, Dv)."""
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from vllm_metal_lite.kernels.common import RMSNorm
+from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.new_rows import Columns, Rope
 
 
@@ -40,10 +40,10 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Latents:
-    """`rank` columns of each row, and their pending norm."""
+    """`kv_lora_rank` columns of each row, and their pending norm."""
 
     columns: Columns
-    rank: int
+    kv_lora_rank: int
     norm: RMSNorm
 
 

@@ -11,8 +11,8 @@ from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.config import ATTENTION
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, Option
-from vllm_metal_lite.kernels.common import unsupported
-from vllm_metal_lite.kernels.registry import REFERENCE, REGISTRY, left_out
+from vllm_metal_lite.kernels.arguments import unsupported
+from vllm_metal_lite.kernels.registry import REFERENCE, REGISTRY, unused_kernels
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.kernels import recurrence_unsupported
 from vllm_metal_lite.specs import AttentionShape, RecurrentShape
@@ -85,9 +85,9 @@ def select(
     new = [kernel for kernel in failures if kernel not in known]
     for kernel in [fatal] if fatal in new else new:
         row = REGISTRY[kernel]
-        instead = row.instead if fatal is None or row.essential else REFERENCE
+        fallback = row.fallback if fatal is None or row.essential else REFERENCE
         logger.warning(
-            f"a kernel does not suit this device: {failures[kernel]}; {instead}. Answers stay "
+            f"a kernel does not suit this device: {failures[kernel]}; {fallback}. Answers stay "
             "right. Please report what `vllm-metal-lite doctor` prints."
         )
     if fatal is not None:
@@ -97,7 +97,7 @@ def select(
         store,
         prefill,
         {s.num_heads // s.num_kv_heads for s in shapes},
-        without=failures,
+        failed_kernels=failures,
         rows_as_decodes=profile().rows_as_decodes if decodes else 0,
         latents=any(s.latent for s in shapes),
     )
@@ -108,15 +108,15 @@ def select(
 
 
 def _prefill(shapes: Sequence[AttentionShape], verdict: Verdict) -> tuple[str, str | None]:
-    """The way of prompts; and the failed kernel, if any, that only the reference can replace."""
-    failed = [row for row in REGISTRY.values() if row.name in left_out(verdict.failures)]
-    fatal = next((row.name for row in failed if row.essential), None)
-    ways = {"varlen", "gather"} - {row.prompts for row in failed}
+    """How prompts run; and the failed kernel, if any, that only the reference can replace."""
+    unused = [row for row in REGISTRY.values() if row.name in unused_kernels(verdict.failures)]
+    fatal = next((row.name for row in unused if row.essential), None)
+    choices = {"varlen", "gather"} - {row.prefill for row in unused}
     if any(unsupported(shape, prefill=True) for shape in shapes):
-        ways.discard("varlen")
-    if not ways and fatal is None:
-        fatal = next(row.name for row in failed if row.prompts == "gather")
-    return verdict.prefill if verdict.prefill in ways or not ways else ways.pop(), fatal
+        choices.discard("varlen")
+    if not choices and fatal is None:
+        fatal = next(row.name for row in unused if row.prefill == "gather")
+    return verdict.prefill if verdict.prefill in choices or not choices else choices.pop(), fatal
 
 
 def _unsupported(

@@ -30,7 +30,7 @@ class ForwardBatch:
     seq_lens: (S,) int32, context including this step's tokens.
     block_tables: (S, max_blocks) int32; entries behind a window are meaningless.
     req_indices: (S,) int32, rows of the InputBatch (the requests' seats).  num_decodes: leading
-    segments of length 1.
+    segments of length 1; 0 in a step with drafts, so that its shapes repeat.
     initial_slots, final_slots: (S,) int32, where recurrent layers read the state before a segment
     (EMPTY_SLOT: zeros), and write the state after it.  checkpoints: (C, 3) int32, (segment, packed
     row, slot): `slot` also takes the segment's state before this row, which is not its first.
@@ -100,7 +100,7 @@ class ForwardBatch:
 
     def validate(self, *num_blocks: int, num_state_slots: int = 0) -> None:
         """Raise ValueError for an inconsistent batch; num_blocks: the store's, per KV group.
-        num_state_slots: of the pool of recurrent states; 0: there is none.
+        num_state_slots: of recurrent states; 0: there is none.
 
         An index outside the store would corrupt memory without an error on the device.
         """
@@ -162,7 +162,7 @@ class ForwardBatch:
         if used.min() < EMPTY_SLOT or written.min() < 0 or used.max() >= num_slots:
             raise ValueError(
                 f"state slots {used.min()} to {used.max()}, written ones from {written.min()} on, "
-                f"point outside the pool of {num_slots}"
+                f"point outside the state store of {num_slots}"
             )
         if len(np.unique(written)) < len(written):
             raise ValueError(f"two states would be written to one slot of {written.tolist()[:16]}")

@@ -162,7 +162,7 @@ class InputBatch:
             block_tables=tables,
             req_indices=req_indices.astype(np.int32),
             block_size=bs,
-            num_decodes=int((np.cumprod(q_lens == 1)).sum()),
+            num_decodes=int(np.cumprod(q_lens == 1).sum()) if drafts is None else 0,
             logits_indices=np.concatenate([samples, scored]),
             sample_segments=terminal,
             prompt_targets=prompt_targets,

@@ -26,9 +26,9 @@ from vllm_metal_lite.chat_formats.kimi_k3 import KIMI_K3
 from vllm_metal_lite.chat_formats.minicpm5 import MINICPM_5
 from vllm_metal_lite.chat_formats.minimax_m3 import MINIMAX_M3
 from vllm_metal_lite.chat_formats.mistral import MISTRAL, MISTRAL_LIST
+from vllm_metal_lite.chat_formats.probe import Render, reads, shows_tools, written_calls
 from vllm_metal_lite.chat_formats.pythonic import LFM2, OLMO_3
 from vllm_metal_lite.chat_formats.qwen_xml import QWEN_XML, SEED_OSS
-from vllm_metal_lite.chat_formats.trial import Render, reads, shows_tools, written_calls
 
 PLAIN = ChatFormat("plain", think_start="", think_end="")
 THINKING = ChatFormat("thinking")

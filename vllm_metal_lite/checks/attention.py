@@ -1,6 +1,6 @@
 """Checks the kernels of attention on this device against the reference.
 
-A check launches the variants that serving launches, so that its compilation is not wasted.
+A check launches the instantiations that serving launches, so that its compilation is not wasted.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from vllm_metal_lite.checks.case import CONTEXTS, Case, case_of, draw, padded, r
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.new_rows import new_rows, tolerance
 from vllm_metal_lite.checks.result import TOLERANCE, Found, largest, largest_error
+from vllm_metal_lite.kernels.arguments import new_token
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
-from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_attention import Where, decode_tiles, latent_attention
@@ -69,11 +69,11 @@ def decode(check: Check[AttentionShape]) -> Found:
     shares = "shared_prefix" in (check.kernel, *check.beside)
     batch, lens = case.sharing(SHARING) if shares else (case.decodes, np.zeros(0, np.int32))
     rows: mx.array | NewRows
-    if check.rotation is None:
+    if check.rope is None:
         q, store = case.q[: len(CONTEXTS)], case.store()
         rows = case.array(padded(q))
     else:
-        rows, (fresh_q, *fresh) = new_rows(check.shape, padded(CONTEXTS - 1), check.rotation)
+        rows, (fresh_q, *fresh) = new_rows(check.shape, padded(CONTEXTS - 1), check.rope)
         q = rounded(fresh_q[:-1], check.shape.dtype)
         store, after = _newest(case, fresh)
         mx.eval(rows.arrays)
@@ -88,7 +88,7 @@ def decode(check: Check[AttentionShape]) -> Found:
     out, token = paged_decode(
         rows, *where, *store, token, plan=plan, prefix=prefix, spec=case.spec, **how
     )
-    if check.rotation is None:
+    if check.rope is None:
         return _compare(case, batch, q, out)
     mx.eval(out, token)
     stored = [

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_metal_lite.attention.base import Call
+from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
@@ -144,7 +144,7 @@ class Case:
             step = attention.prepare(batch, batch.num_tokens)
             how = self.how()
             del how["block_size"]
-            call = Call(0, **how)
+            call = AttentionCall(0, **how)
             if self.q_pe is not None:
                 call = call._replace(q_pe=mx.array(self.q_pe[: len(q)]))
             bound = attention.begin(step, attention.new_state())

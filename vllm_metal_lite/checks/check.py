@@ -6,7 +6,13 @@ from typing import Generic, NamedTuple, TypeVar
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.registry import REGISTRY
-from vllm_metal_lite.specs import AttentionShape, ExpertShape, RecurrentShape, Rotation, WeightShape
+from vllm_metal_lite.specs import (
+    AttentionShape,
+    ExpertShape,
+    RecurrentShape,
+    RopeShape,
+    WeightShape,
+)
 
 
 def _dtype(name: str) -> mx.Dtype:
@@ -61,7 +67,7 @@ S = TypeVar("S", bound=Shape)
 class Check(Generic[S]):
     """kernel: a name in the registry.
 
-    block_size: 0 if blocks do not matter.  rotation: of the new rows; with `merge_partitions` and
+    block_size: 0 if blocks do not matter.  rope: of the new rows; with `merge_partitions` and
     `shared_prefix` it selects the fused decode.  beside: kernels that this check runs too, in
     addition to those that the kernel always needs.
     """
@@ -69,13 +75,13 @@ class Check(Generic[S]):
     kernel: str
     shape: S
     block_size: int = 0
-    rotation: Rotation | None = None
+    rope: RopeShape | None = None
     beside: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         parts = [str(self.shape)]
         parts += [f"blocks of {self.block_size}"] if self.block_size else []
-        parts += [str(self.rotation)] if self.rotation else []
+        parts += [str(self.rope)] if self.rope else []
         parts += ["behind a shared prefix"] if "shared_prefix" in self.beside else []
         return f"{self.kernel} ({', '.join(parts)})"
 

@@ -36,7 +36,7 @@ _ROUTINGS = (
 )
 
 
-def plan(check: Check[MixtureShape]) -> Found:
+def expert_plan(check: Check[MixtureShape]) -> Found:
     """To the bit; the experts of later rows are all one, which has several tiles; with padding.  Of
     few rows, and of more than threadgroup memory holds at once."""
     count, got, expected = check.shape.experts.experts, [], []

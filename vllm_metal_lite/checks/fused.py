@@ -14,7 +14,7 @@ from vllm_metal_lite.checks.new_rows import EPS, drawn, last_position, rms_norm,
 from vllm_metal_lite.checks.result import TOLERANCE, Found, largest, largest_error
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
-from vllm_metal_lite.kernels.common import RMSNorm, new_token
+from vllm_metal_lite.kernels.arguments import RMSNorm, new_token
 from vllm_metal_lite.kernels.experts import Activation
 from vllm_metal_lite.kernels.skinny_gemm import gemm_plan, skinny_gemm
 from vllm_metal_lite.specs import AttentionShape

@@ -18,14 +18,14 @@ from typing import IO, Any
 from vllm_metal_lite import backend
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.result import CheckResult
-from vllm_metal_lite.checks.run import run as run_here
+from vllm_metal_lite.checks.run_check import run as run_here
 from vllm_metal_lite.errors import one_line
 
 logger = logging.getLogger(__name__)
 
 # Seconds until a process is ready: a slow disk may have to read Python and MLX.
 _START = 120.0
-# Seconds for one check, which compiles up to four variants of a kernel in a few seconds each.
+# Seconds for one check, which compiles up to four instantiations of a kernel in a few seconds each.
 DEADLINE = 60.0
 
 # Gets the number of checks done, their total, and the check that begins.
@@ -39,7 +39,7 @@ def command() -> list[str] | None:
     """
     if backend.is_cpu() or not sys.executable:
         return None
-    return [sys.executable, "-P", "-m", "vllm_metal_lite.checks.run"]
+    return [sys.executable, "-P", "-m", "vllm_metal_lite.checks.run_check"]
 
 
 def environment() -> dict[str, str]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from vllm_metal_lite.attention.base import Call
+from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
@@ -17,7 +17,7 @@ from vllm_metal_lite.specs import AttentionShape
 NewHeads = tuple[Heads, Heads, Heads]
 
 
-class Load:
+class TimedStore:
     """`sequences` of `context` tokens; the last `rows` of each are computed.
 
     prefix: tokens, in blocks that all sequences begin with.
@@ -80,10 +80,10 @@ class Load:
         """
         s = self.shape
         groups = {s.num_heads // s.num_kv_heads}
-        attention = KernelAttention(self.store, prefill, groups, without=without)
+        attention = KernelAttention(self.store, prefill, groups, failed_kernels=without)
         step, state = attention.prepare(self.batch, self.batch.num_tokens), attention.new_state()
         sinks = mx.zeros(s.num_heads) if s.sinks else None
-        call = Call(0, self.scale, s.window, s.softcap, sinks, self.q_pe)
+        call = AttentionCall(0, self.scale, s.window, s.softcap, sinks, self.q_pe)
 
         def attend(q: mx.array | NewHeads) -> mx.array:
             bound = attention.begin(step, state)

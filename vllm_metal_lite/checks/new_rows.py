@@ -11,11 +11,11 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.case import draw, rounded
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.result import TOLERANCE
-from vllm_metal_lite.kernels.common import RMSNorm
+from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.rope_write import rope_write
-from vllm_metal_lite.specs import AttentionShape, Rotation
+from vllm_metal_lite.specs import AttentionShape, RopeShape
 
 EPS = 1e-5
 # With a base, a frequency is a float32 exp2, right to two units in the last place, and the error of
@@ -37,22 +37,22 @@ def tolerance(check: Check[AttentionShape], last: int) -> float:
 
 def _is_exact(check: Check[AttentionShape]) -> bool:
     """Whether sines and cosines are all that rounds."""
-    assert check.rotation is not None
-    return check.rotation.base is None and check.rotation.scale == 1
+    assert check.rope is not None
+    return check.rope.base is None and check.rope.scale == 1
 
 
 def drawn(
     check: Check[AttentionShape], positions: np.ndarray
 ) -> tuple[Callable[..., tuple[mx.array, mx.array]], NewRows | NewLatents, list[np.ndarray]]:
     """The launch that writes new rows, such rows, and what the launch must make of them."""
-    assert check.rotation is not None
+    assert check.rope is not None
     if check.kernel == "latent_write":
-        return latent_write, *new_latents(check.shape, positions, check.rotation)
-    return rope_write, *new_rows(check.shape, positions, check.rotation)
+        return latent_write, *new_latents(check.shape, positions, check.rope)
+    return rope_write, *new_rows(check.shape, positions, check.rope)
 
 
 def new_rows(
-    shape: AttentionShape, positions: np.ndarray, rotation: Rotation
+    shape: AttentionShape, positions: np.ndarray, rope_shape: RopeShape
 ) -> tuple[NewRows, list[np.ndarray]]:
     """New rows in one array, and the expected q, k and v."""
     rng, rows, dim = np.random.default_rng(5), len(positions), shape.k_head_dim
@@ -65,65 +65,66 @@ def new_rows(
     joined = mx.array(np.concatenate(flat, 1)).astype(shape.dtype)
     q, k, v = (Columns(joined, start) for start in starts[:3])
     q_norm = k_norm = None
-    if rotation.eps is not None:
+    if rope_shape.eps is not None:
         weights = [draw(rng, (dim,), shape.dtype) for _ in range(2)]
-        q_norm, k_norm = (RMSNorm(mx.array(w).astype(shape.dtype), rotation.eps) for w in weights)
+        q_norm, k_norm = (RMSNorm(mx.array(w).astype(shape.dtype), rope_shape.eps) for w in weights)
         parts[:2] = (
-            rms_norm(x, w, rotation.eps, shape.dtype)
+            rms_norm(x, w, rope_shape.eps, shape.dtype)
             for x, w in zip(parts[:2], weights, strict=True)
         )
-    rope, rates = _rope(rotation)
-    turned = [_turn(x, positions, rotation, rates, shape.dtype) for x in parts[:2]]
+    rope, rates = _rope(rope_shape)
+    rotated = [_rotate(x, positions, rope_shape, rates, shape.dtype) for x in parts[:2]]
     new = NewRows(q, k, v, shape.num_heads, rope, q_norm, k_norm)
-    return new, turned + parts[2:]
+    return new, rotated + parts[2:]
 
 
 def new_latents(
-    shape: AttentionShape, positions: np.ndarray, rotation: Rotation
+    shape: AttentionShape, positions: np.ndarray, rope_shape: RopeShape
 ) -> tuple[NewLatents, list[np.ndarray]]:
     """New rows of a latent layer in two arrays, as projections make them, and the expected rotary
     queries, latents and rotary keys."""
     rng, rows = np.random.default_rng(5), len(positions)
-    rank, rope, heads = shape.k_head_dim, shape.v_head_dim, shape.num_heads
+    latent_dim, rope, heads = shape.k_head_dim, shape.v_head_dim, shape.num_heads
     q = draw(rng, (rows, heads, 2 * rope), shape.dtype)
-    kv = draw(rng, (rows, 1, rank + rope), shape.dtype)
-    weight = draw(rng, (rank,), shape.dtype)
+    kv = draw(rng, (rows, 1, latent_dim + rope), shape.dtype)
+    weight = draw(rng, (latent_dim,), shape.dtype)
     joined, queries = (mx.array(a.reshape(rows, -1)).astype(shape.dtype) for a in (kv, q))
     norm = RMSNorm(mx.array(weight).astype(shape.dtype), EPS)
-    turn, rates = _rope(rotation)
-    latent, k_pe = Columns(joined, 0), Columns(joined, rank)
-    new = NewLatents(Columns(queries, rope), 2 * rope, heads, latent, k_pe, norm, turn)
-    turned = (
-        _turn(x, positions, rotation, rates, shape.dtype) for x in (q[..., rope:], kv[..., rank:])
+    new_rope, rates = _rope(rope_shape)
+    latent, k_pe = Columns(joined, 0), Columns(joined, latent_dim)
+    new = NewLatents(Columns(queries, rope), 2 * rope, heads, latent, k_pe, norm, new_rope)
+    rotated = (
+        _rotate(x, positions, rope_shape, rates, shape.dtype)
+        for x in (q[..., rope:], kv[..., latent_dim:])
     )
-    rotary_q, rotary_k = turned
-    return new, [rotary_q, rms_norm(kv[..., :rank], weight, EPS, shape.dtype), rotary_k]
+    rotary_q, rotary_k = rotated
+    return new, [rotary_q, rms_norm(kv[..., :latent_dim], weight, EPS, shape.dtype), rotary_k]
 
 
-def _turn(
-    x: np.ndarray, positions: np.ndarray, rotation: Rotation, rates: np.ndarray, dtype: mx.Dtype
+def _rotate(
+    x: np.ndarray, positions: np.ndarray, rope_shape: RopeShape, rates: np.ndarray, dtype: mx.Dtype
 ) -> np.ndarray:
     """Rotates pairs as complex numbers."""
-    i, x = np.arange(rotation.dims // 2), x.copy()
-    if rotation.factor != 1:
-        factor, head = rounded(np.array(rotation.factor), dtype), x[..., : rotation.dims]
-        x[..., : rotation.dims] = rounded(factor * head, dtype)
-    first, second = (2 * i, 2 * i + 1) if rotation.traditional else (i, i + rotation.dims // 2)
-    angles = rotation.scale * positions[:, None, None] * rates
-    turned = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles)
-    x[..., first], x[..., second] = turned.real, turned.imag
+    i, x = np.arange(rope_shape.dims // 2), x.copy()
+    if rope_shape.factor != 1:
+        factor, head = rounded(np.array(rope_shape.factor), dtype), x[..., : rope_shape.dims]
+        x[..., : rope_shape.dims] = rounded(factor * head, dtype)
+    first, second = (2 * i, 2 * i + 1) if rope_shape.traditional else (i, i + rope_shape.dims // 2)
+    angles = rope_shape.scale * positions[:, None, None] * rates
+    rotated = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles)
+    x[..., first], x[..., second] = rotated.real, rotated.imag
     return x
 
 
-def _rope(rotation: Rotation) -> tuple[Rope, np.ndarray]:
+def _rope(rope_shape: RopeShape) -> tuple[Rope, np.ndarray]:
     """The arguments of a rotation, and the angle of each pair at position 1."""
-    freqs, rates = None, 1 / np.exp2(np.arange(rotation.dims // 2) % 12)
-    if rotation.base is None:
+    freqs, rates = None, 1 / np.exp2(np.arange(rope_shape.dims // 2) % 12)
+    if rope_shape.base is None:
         freqs = mx.array((1 / rates).astype(np.float32))
     else:
-        rates = rotation.base ** (-2 * np.arange(rotation.dims // 2) / rotation.dims)
-    how = rotation.traditional, rotation.base, rotation.scale, freqs, rotation.factor
-    return Rope(rotation.dims, *how), rates
+        rates = rope_shape.base ** (-2 * np.arange(rope_shape.dims // 2) / rope_shape.dims)
+    how = rope_shape.traditional, rope_shape.base, rope_shape.scale, freqs, rope_shape.factor
+    return Rope(rope_shape.dims, *how), rates
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, dtype: mx.Dtype) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Checks that this device runs the writes and reads of a graph in order.
 
-MLX cannot see a write through an input, so a token orders the launches (kernels/common.py).  Here
-one graph of many writes and reads (ordering_graph.py) is built, and evaluated at once.
+MLX cannot see a write through an input, so a token orders the launches (kernels/arguments.py).
+Here one graph of many writes and reads (ordering_graph.py) is built, and evaluated at once.
 
 MLX commits launches to the device in command buffers, and orders launches in one buffer by other
 means than launches in two.  So the graph runs in processes of their own: with one launch a buffer,
@@ -19,7 +19,7 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.isolated import environment
-from vllm_metal_lite.checks.ordering_graph import Read, Sizes, build
+from vllm_metal_lite.checks.ordering_graph import GraphSizes, Read, build
 from vllm_metal_lite.errors import one_line
 
 # Launches a command buffer, by what the user reads.
@@ -91,7 +91,7 @@ def _in_process(
 
 def main() -> None:
     """Run the graph in this process and print its outcome as JSON."""
-    reads = build(Sizes())
+    reads = build(GraphSizes())
     mx.eval([read.values for read in reads])
     print(json.dumps({"reads": len(reads), "problem": problem(reads)}))
 

@@ -1,4 +1,4 @@
-"""A graph of launches that write a store or states, and read them in turns.
+"""A graph of launches that write a store or states, and read them alternately.
 
 All keys are zero, so attention weighs them alike; write n stores the number n as values.  A launch
 of a recurrent layer stores n, and gives the number that its state had before.  Every read therefore
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.arguments import RMSNorm, new_token
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.common import RMSNorm, new_token
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.latent_attention import decode_tiles, latent_attention
@@ -24,7 +24,7 @@ from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kernels.recurrence import given
 from vllm_metal_lite.kernels.rope_write import rope_write
-from vllm_metal_lite.kernels.segments import plan_segments
+from vllm_metal_lite.kernels.segments import pack_segments
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix
 
 WRITES = ("kv_write", "rope_write")
@@ -41,7 +41,7 @@ _BLOCK = 16
 # Layers with K and V; with latents (their size, and that of rotary keys); with states (channels,
 # and the width of a state of the delta rule).
 _LAYERS, _LATENT_LAYER, _STATE_LAYER = (0, 0, 1, 1), 2, 3
-_RANK, _ROPE = 64, 16
+_LATENT_DIM, _ROPE = 64, 16
 _CHANNELS, _WIDTH = 64, 16
 
 # What a read gives, not yet evaluated, and what each row of it must be.
@@ -49,7 +49,7 @@ Seen = tuple[mx.array, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class GraphSizes:
     """launches: their approximate number, half of them reads.  context: tokens of each sequence."""
 
     launches: int = 300
@@ -79,7 +79,7 @@ class Graph:
     The launch of a read may write too: the fused decode does.
     """
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: GraphSizes) -> None:
         self.sizes = sizes
         rng = np.random.default_rng(0)
         width = sizes.context // _BLOCK
@@ -90,7 +90,9 @@ class Graph:
         shape = self.num_slots, sizes.num_kv_heads, sizes.head_dim
         # (keys, values) of each layer.
         self.stores = [(mx.zeros(shape, _DTYPE), mx.zeros(shape, _DTYPE)) for _ in range(2)]
-        latents, rotary_keys = (mx.zeros((self.num_slots, 1, n), _DTYPE) for n in (_RANK, _ROPE))
+        latents, rotary_keys = (
+            mx.zeros((self.num_slots, 1, n), _DTYPE) for n in (_LATENT_DIM, _ROPE)
+        )
         self.stores.append((latents, rotary_keys))
         self.slots = [np.zeros(self.num_slots) for _ in self.stores]
         # Each sequence has a state.
@@ -147,8 +149,8 @@ class Graph:
         """The last four tokens of each sequence as a chunk."""
         rows = 4
         ends = np.arange(len(self.tables) + 1, dtype=np.int32) * rows
-        group = self.sizes.num_heads // self.sizes.num_kv_heads
-        tiles = plan_tiles(ends, int(ends[-1]), group)
+        num_queries_per_kv = self.sizes.num_heads // self.sizes.num_kv_heads
+        tiles = plan_tiles(ends, int(ends[-1]), num_queries_per_kv)
         tables, lens = self._where()
         where = tables, mx.array(ends), lens, mx.array(tiles)
         values = self._attend(varlen_prefill, layer, self._queries(int(ends[-1])), *where)
@@ -183,7 +185,7 @@ class Graph:
         rows, heads = len(self.tables), self.sizes.num_heads
         tables, lens = self._where()
         cu_seqlens_q, tiles = decode_tiles(rows, heads)
-        q, q_pe = (mx.zeros((rows, heads, size), _DTYPE) for size in (_RANK, _ROPE))
+        q, q_pe = (mx.zeros((rows, heads, size), _DTYPE) for size in (_LATENT_DIM, _ROPE))
         where = tables, cu_seqlens_q, lens, tiles
         values = self._attend(latent_attention, layer, q, q_pe, *where)
         return values, self._means(layer, self.tables)
@@ -219,7 +221,7 @@ class Graph:
         """A row for each state, from which it starts and which it replaces."""
         slots = np.arange(self.sizes.sequences)
         ends = np.arange(len(slots) + 1)
-        return plan_segments(ends, slots, slots, len(slots))
+        return pack_segments(ends, slots, slots, len(slots))
 
     def _replace(self, kernel: str, number: int) -> np.ndarray:
         """The number that all states of the kernel's layer have, before they get the next."""
@@ -245,8 +247,8 @@ class Graph:
 
     def _new_latents(self, rows: int, number: int) -> NewLatents:
         """Ones, whose norm has the weight `number`."""
-        heads, norm = self.sizes.num_heads, RMSNorm(mx.full((_RANK,), number, _DTYPE), 0.0)
-        q, latent = _columns(rows, heads * _ROPE, 1), _columns(rows, _RANK, 1)
+        heads, norm = self.sizes.num_heads, RMSNorm(mx.full((_LATENT_DIM,), number, _DTYPE), 0.0)
+        q, latent = _columns(rows, heads * _ROPE, 1), _columns(rows, _LATENT_DIM, 1)
         k_pe = _columns(rows, _ROPE, 0)
         return NewLatents(q, _ROPE, heads, latent, k_pe, norm, Rope(_ROPE, False, 1e4, 1.0, None))
 
@@ -260,8 +262,8 @@ def _one_hot(rows: int, column: int) -> Columns:
     return Columns(mx.array(one_hot).astype(_DTYPE), 0)
 
 
-def build(sizes: Sizes, reads: Sequence[str] = READS) -> list[Read]:
-    """The reads of a graph of writes and reads in turns, not evaluated."""
+def build(sizes: GraphSizes, reads: Sequence[str] = READS) -> list[Read]:
+    """The reads of a graph of writes and reads alternately, not evaluated."""
     graph, found = Graph(sizes), []
     for number, (write, read, layer) in islice(_turns(reads), sizes.launches // 2):
         if write is not None:

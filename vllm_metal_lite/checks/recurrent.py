@@ -18,14 +18,14 @@ from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.checks.case import draw
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.result import TOLERANCE, Found, largest, largest_error
-from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.arguments import new_token
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kv.states import Key, StatePool, StateSpec
+from vllm_metal_lite.kv.state_store import Key, StateSpec, StateStore
 from vllm_metal_lite.recurrence.base import (
     CausalConv,
     GatedDelta,
-    HeadNorm,
+    QKNorm,
     StateSpace,
     StepRecurrence,
 )
@@ -108,7 +108,7 @@ def recurrence(check: Check[RecurrenceShape]) -> Found:
         rate, offset, d = (mx.array(x.astype(np.float32)) for x in (a_log, bias, skip))
         if not shape.delta:
             return recurrence.state_space(_KEY, StateSpace(v, rate, k, q, d, a, offset))
-        norm = HeadNorm(shape.k_dim**-0.5, 1e-6) if normed else None
+        norm = QKNorm(shape.k_dim**-0.5, 1e-6) if normed else None
         return recurrence.gated_delta(_KEY, GatedDelta(q, k, v, a, b, rate, offset, norm=norm))
 
     states = rng.standard_normal((len(_GIVEN), *heads, shape.v_dim, shape.k_dim)) * v_scale
@@ -139,15 +139,15 @@ def _compare(
 ) -> Found:
     """Both steps by the kernels, and by the reference.  states: of _GIVEN, kept in that type."""
     batches, order = list(map(_batch, _STEPS)), SimpleNamespace(token=new_token())
-    pool, got = _pool(states, kept), []
+    state_store, got = _state_store(states, kept), []
     for step, (batch, count) in enumerate(zip(batches, _NUM_ROWS, strict=True)):
         plan = SegmentPlan.plan(batch, count, batch.num_segments + 1)
-        got.append(work(KernelRecurrence(pool, plan, order, fused=fused), step, dtype))
+        got.append(work(KernelRecurrence(state_store, plan, order, fused=fused), step, dtype))
     mx.eval(got, order.token)
     mx.disable_compile()  # on a CPU it needs a C++ compiler
     try:
         with mx.stream(mx.cpu):
-            after = _pool(states, mx.float32)
+            after = _state_store(states, mx.float32)
             expected = [
                 np.array(work(ReferenceRecurrence(after, batch, count), step, mx.float32))
                 for step, (batch, count) in enumerate(zip(batches, _NUM_ROWS, strict=True))
@@ -156,7 +156,7 @@ def _compare(
         mx.enable_compile()
     for rows in expected:
         rows[-_PADDING:] = 0
-    error = largest_error(pool[_KEY], np.array(after[_KEY])) / TOLERANCE[kept]
+    error = largest_error(state_store[_KEY], np.array(after[_KEY])) / TOLERANCE[kept]
     return max(largest(got, expected), error * TOLERANCE[dtype]), TOLERANCE[dtype]
 
 
@@ -169,10 +169,10 @@ def _batch(step: tuple[_Segment, ...]) -> ForwardBatch:
     return inputs.pack(np.array(seats), np.array(starts), np.array(rows), states)
 
 
-def _pool(states: np.ndarray, dtype: mx.Dtype) -> StatePool:
-    pool = StatePool([StateSpec(_KEY, states.shape[1:], dtype)], _SLOTS)
+def _state_store(states: np.ndarray, dtype: mx.Dtype) -> StateStore:
+    state_store = StateStore([StateSpec(_KEY, states.shape[1:], dtype)], _SLOTS)
     whole = np.full((_SLOTS, *states.shape[1:]), np.nan, np.float32)
     whole[list(_GIVEN)] = states
-    pool.write(_KEY, mx.arange(_SLOTS), mx.array(whole).astype(dtype))
-    mx.eval(pool.arrays)
-    return pool
+    state_store.write(_KEY, mx.arange(_SLOTS), mx.array(whole).astype(dtype))
+    mx.eval(state_store.arrays)
+    return state_store

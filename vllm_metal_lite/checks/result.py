@@ -17,7 +17,7 @@ TOLERANCE = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 1.5e-2}
 # The largest error and what is allowed.
 Found = tuple[float, float]
 
-# A kernel is replaced if its alternative takes less than 1 / _SLOWER of its time.  Medians of short
+# A kernel is replaced if its fallback takes less than 1 / _SLOWER of its time.  Medians of short
 # launches differ by up to a third between two runs; below this factor a change gains little.
 _SLOWER = 1.5
 # Seconds that the host may take longer to launch a kernel than an operation of MLX's.  Compiled
@@ -27,23 +27,23 @@ _LAUNCH = 30e-6
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of a kernel and of its next best way, for the same work."""
+    """Seconds of a kernel and of its fallback, for the same work."""
 
     seconds: float
-    alternative: float
+    fallback_seconds: float
 
     @property
     def ratio(self) -> float:
-        """Above 1: the alternative is faster."""
-        return self.seconds / self.alternative
+        """Above 1: the fallback is faster."""
+        return self.seconds / self.fallback_seconds
 
     @property
     def is_slow(self) -> bool:
-        return self.seconds - _LAUNCH > _SLOWER * self.alternative
+        return self.seconds - _LAUNCH > _SLOWER * self.fallback_seconds
 
     def __str__(self) -> str:
-        times = (f"{1e6 * seconds:,.0f} us" for seconds in (self.seconds, self.alternative))
-        return "takes {} where its alternative takes {}".format(*times)
+        times = (f"{1e6 * seconds:,.0f} us" for seconds in (self.seconds, self.fallback_seconds))
+        return "takes {} where its fallback takes {}".format(*times)
 
 
 @dataclass(frozen=True)

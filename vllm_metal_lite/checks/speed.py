@@ -3,23 +3,23 @@
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import alternatives
-from vllm_metal_lite.checks.alternatives import Pair, Way
+from vllm_metal_lite.checks import fallbacks
 from vllm_metal_lite.checks.check import Check
+from vllm_metal_lite.checks.fallbacks import Candidate, Pair
 from vllm_metal_lite.checks.result import Speed
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.registry import REGISTRY
 
-# Calls of a way in a round.
+# Calls of a candidate in a round.
 _CALLS = 4
 
 
 def measure(check: Check) -> Speed | None:
     """None if nothing replaces the kernel alone, or if another check has timed it."""
-    name = REGISTRY[check.kernel].alternative
+    name = REGISTRY[check.kernel].timed_against
     if not name or check.beside:
         return None
-    pairs: list[Pair] = getattr(alternatives, name)(check)
+    pairs: list[Pair] = getattr(fallbacks, name)(check)
     found = _speed(pairs)
     # Slow must be found twice: something else may have used the device.
     return min(found, _speed(pairs), key=lambda speed: speed.ratio) if found.is_slow else found
@@ -29,8 +29,8 @@ def _speed(pairs: list[Pair]) -> Speed:
     return Speed(*np.sum([_seconds(*pair) for pair in pairs], axis=0).tolist())
 
 
-def _seconds(ours: Way, other: Way) -> list[float]:
-    def calls(way: Way) -> timing.Way:
-        return lambda count: mx.eval([way() for _ in range(count)])
+def _seconds(ours: Candidate, other: Candidate) -> list[float]:
+    def calls(candidate: Candidate) -> timing.Candidate:
+        return lambda count: mx.eval([candidate() for _ in range(count)])
 
-    return timing.seconds_in_turns([calls(ours), calls(other)], calls=_CALLS, warm=_CALLS)
+    return timing.seconds_alternating([calls(ours), calls(other)], calls=_CALLS, warm=_CALLS)

@@ -14,10 +14,10 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import isolated
 from vllm_metal_lite.checks.check import Check
-from vllm_metal_lite.checks.plan import checks_for
+from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.result import CheckResult, Speed
+from vllm_metal_lite.kernels.findings import Findings
 from vllm_metal_lite.kernels.registry import REGISTRY
-from vllm_metal_lite.kernels.remembered import Remembered
 from vllm_metal_lite.specs import KernelUse
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 def verify(use: KernelUse) -> Verdict:
     """Check the kernels that a model uses, except where the result is known."""
-    found, checks = Remembered(), checks_for(use)
+    found, checks = Findings(), checks_for(use)
     known = [result for check in checks if (result := _recall(found, check)) is not None]
     recalled = {result.check for result in known}
     unknown = [check for check in checks if check not in recalled]
@@ -35,9 +35,9 @@ def verify(use: KernelUse) -> Verdict:
     return _verdict(use, results, dict.fromkeys(recalled, f" ({again})"))
 
 
-def remember(results: Sequence[CheckResult], found: Remembered | None = None) -> None:
+def remember(results: Sequence[CheckResult], found: Findings | None = None) -> None:
     """Keep what later starts need not find out again.  results: of checks that timed kernels."""
-    found = found or Remembered()
+    found = found or Findings()
     for result in results:
         if result.passed or result.ended:
             fields = {**vars(result), "speed": result.speed and vars(result.speed)}
@@ -62,7 +62,7 @@ def _report(done: int, total: int, check: Check) -> None:
     )
 
 
-def _recall(found: Remembered, check: Check) -> CheckResult | None:
+def _recall(found: Findings, check: Check) -> CheckResult | None:
     try:
         fields = json.loads(found.known[str(check)])
         speed = fields.pop("speed")
@@ -81,7 +81,7 @@ def _verdict(
         speed, remark = result.speed, remarks.get(result.check, "")
         if not result.passed:
             failures.setdefault(result.kernel, f"{result}{remark}")
-        elif REGISTRY[result.kernel].prompts == "varlen":
+        elif REGISTRY[result.kernel].prefill == "varlen":
             varlen += speed is None or speed.ratio <= 1
         elif speed is not None and speed.is_slow:
             failures.setdefault(result.kernel, f"{result.check}: {speed}{remark}")

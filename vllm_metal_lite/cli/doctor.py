@@ -20,10 +20,10 @@ from typing import Any
 
 from vllm_metal_lite import backend, devices, envs
 from vllm_metal_lite.attention.select import no_kernels
-from vllm_metal_lite.checks import floors, generation, isolated, ordering, verdicts
+from vllm_metal_lite.checks import bandwidth, compare_tokens, isolated, ordering, verdicts
 from vllm_metal_lite.checks.check import Check
-from vllm_metal_lite.checks.common import COMMON, full_list
-from vllm_metal_lite.checks.plan import checks_for
+from vllm_metal_lite.checks.for_model import checks_for
+from vllm_metal_lite.checks.popular_shapes import COMMON, full_list
 from vllm_metal_lite.checks.result import CheckResult
 from vllm_metal_lite.cli import doctor_text, log, machine
 from vllm_metal_lite.cli.machine import Report
@@ -37,7 +37,7 @@ from vllm_metal_lite.specs import AttentionShape, KernelUse
 _BLOCK = 16
 # The share of the time after which no further check begins; the rest is for speed, order, answers.
 CHECKS_SHARE = 0.6
-FLOOR_SIZES = floors.Sizes()  # tests make them smaller
+BANDWIDTH_SIZES = bandwidth.BandwidthSizes()  # tests make them smaller
 
 
 def run(args: argparse.Namespace) -> int:
@@ -114,9 +114,9 @@ class Examination:
             verdicts.remember([result for result in self.results if result.check in own])
             show(doctor_text.describe_checks)
         if not report["problems"]:
-            if not self._is_late("floors"):
+            if not self._is_late("bandwidth"):
                 self._measure_speed((common[0] if common else use).shapes[0])
-            show(doctor_text.describe_floors)
+            show(doctor_text.describe_bandwidth)
         # Not if a kernel hangs or ends its process: the graph of launches would, too.
         if not self._is_late("ordering") and not any(result.ended for result in self.results):
             self._check_order()
@@ -182,11 +182,13 @@ class Examination:
         square = AttentionShape(
             shape.num_heads, shape.num_kv_heads, shape.k_head_dim, shape.k_head_dim, shape.dtype
         )
-        with self._section("floors", "measuring the memory's speed"):
-            found = floors.measure(square, FLOOR_SIZES, lambda what: _say(f"measuring: {what}"))
-        self.report["floors"] = [
-            {**asdict(floor), "times_slower": floor.times_slower, "is_slow": floor.is_slow}
-            for floor in found
+        with self._section("bandwidth", "measuring the memory's speed"):
+            found = bandwidth.measure(
+                square, BANDWIDTH_SIZES, lambda what: _say(f"measuring: {what}")
+            )
+        self.report["bandwidth"] = [
+            {**asdict(measured), "times_slower": measured.times_slower, "is_slow": measured.is_slow}
+            for measured in found
         ]
 
     def _check_order(self) -> None:
@@ -201,7 +203,7 @@ class Examination:
         report = self.report
         with self._section("answers", "comparing answers"):
             try:
-                found = generation.compare(model, lambda what: _say(f"comparing: {what}"))
+                found = compare_tokens.compare(model, lambda what: _say(f"comparing: {what}"))
             except MetalLiteError as e:  # too little memory
                 report["answers"] = {"model": None, "problem": one_line(e)}
                 report["problems"].append(f"answers: {one_line(e)}")
@@ -244,7 +246,7 @@ def _begin() -> Report:
         "checks": [],
         "not_tried": {"checks": 0, "of_checks": 0, "parts": []},
         "interrupted": False,
-        "floors": [],
+        "bandwidth": [],
         "ordering": [],
         "answers": None,
         "problems": [],
@@ -284,7 +286,7 @@ def _check_as_json(result: CheckResult) -> dict[str, Any]:
         "passed": result.passed,
         "failure": result.failure,
         "seconds": speed and speed.seconds,
-        "alternative_seconds": speed and speed.alternative,
+        "alternative_seconds": speed and speed.fallback_seconds,
         "is_slow": bool(speed and speed.is_slow),
     }
 

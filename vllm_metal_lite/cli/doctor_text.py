@@ -9,7 +9,7 @@ from vllm_metal_lite.kernels.registry import REGISTRY
 
 _MORE = "--full tries all"
 _SEND = "please open an issue with the file of `vllm-metal-lite doctor --report report.json`"
-_FASTER = f"The engine uses the alternative where that is faster; {_SEND}"
+_FASTER = f"The engine uses the fallback where that is faster; {_SEND}"
 
 
 # A part of the text, from the report as far as it is known.
@@ -58,7 +58,7 @@ def describe_checks(report: Report) -> Iterator[str]:
         if wrong:
             yield f"{label}WRONG in {len(wrong)} of {len(own)} checks"
             yield from (f"  {_failure(check)}" for check in wrong)
-            yield f"  instead: {REGISTRY[kernel].instead}"
+            yield f"  fallback: {REGISTRY[kernel].fallback}"
             continue
         worst = max((c["error"] / c["tolerance"] for c in own if c["tolerance"]), default=0.0)
         text = f"right in {len(own)} checks, worst error {100 * worst:.0f} % of what is allowed"
@@ -66,32 +66,32 @@ def describe_checks(report: Report) -> Iterator[str]:
         if times:
             slowest = max(times, key=_times_slower)
             ours, other = (1e6 * slowest[key] for key in ("seconds", "alternative_seconds"))
-            text += f"; {ours:,.0f} us, its alternative {other:,.0f} us"
+            text += f"; {ours:,.0f} us, its fallback {other:,.0f} us"
         yield label + text
         if any(check["is_slow"] for check in own):
             times_slower = f"{_times_slower(slowest):.1f} times slower"
-            yield f"  SLOW: right, and {times_slower} than its alternative"
+            yield f"  SLOW: right, and {times_slower} than its fallback"
             yield f"  {_FASTER}"
     left, total = report["not_tried"]["checks"], report["not_tried"]["of_checks"]
     if left:
         yield f"not tried for time: {left} of {total} checks; {_MORE}"
 
 
-def describe_floors(report: Report) -> Iterator[str]:
-    floors, late = report["floors"], _not_tried(report, "floors", "Speed")
-    if floors or late:
+def describe_bandwidth(report: Report) -> Iterator[str]:
+    bandwidths, late = report["bandwidth"], _not_tried(report, "bandwidth", "Speed")
+    if bandwidths or late:
         yield from ("", *late)
-    for floor in floors:
-        copy = floors[0]["bytes_per_second"]
-        speed = floor["bytes_per_second"]
-        share = f", {100 * speed / copy:.0f} % of a copy" if floor["references"] else ""
-        yield f"{floor['name'] + ':':40}{speed / 1e9:8,.0f} GB/s{share}"
-        if not floor["is_slow"]:
+    for measured in bandwidths:
+        copy = bandwidths[0]["bytes_per_second"]
+        speed = measured["bytes_per_second"]
+        share = f", {100 * speed / copy:.0f} % of a copy" if measured["references"] else ""
+        yield f"{measured['name'] + ':':40}{speed / 1e9:8,.0f} GB/s{share}"
+        if not measured["is_slow"]:
             continue
-        beside = " and ".join(floor["references"])
-        yield f"  SLOW: {floor['times_slower']:.1f} times slower than {beside}"
+        beside = " and ".join(measured["references"])
+        yield f"  SLOW: {measured['times_slower']:.1f} times slower than {beside}"
         alone = "This is MLX alone: does another program use the GPU, or is power saved?"
-        yield f"  {_FASTER if floor['kernel'] else alone}"
+        yield f"  {_FASTER if measured['kernel'] else alone}"
 
 
 def describe_order(report: Report) -> Iterator[str]:
@@ -130,7 +130,7 @@ def describe_answers(report: Report) -> Iterator[str]:
 
 def describe_verdict(report: Report) -> Iterator[str]:
     yield ""
-    slow = [c for c in (*report["checks"], *report["floors"]) if c["is_slow"]]
+    slow = [c for c in (*report["checks"], *report["bandwidth"]) if c["is_slow"]]
     if not report["problems"]:
         not_tried = report["not_tried"]["checks"] or report["not_tried"]["parts"]
         all_is = "all that was tried is" if not_tried else "all is"

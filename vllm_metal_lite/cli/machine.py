@@ -1,4 +1,4 @@
-"""The facts of this machine, and the form of a report that users share.
+"""The facts of this machine, and the fields of a report that users share.
 
 A report is one JSON object.  It holds no name of a user, a host or a folder.
 """

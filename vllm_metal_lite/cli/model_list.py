@@ -92,20 +92,20 @@ def describe(found: ModelEntry) -> ModelEntry:
     return replace(found, supported=problem is None, problem=problem, **facts)
 
 
-def _read(name: str, path: Path, facts: dict[str, Any]) -> None:
+def _read(name: str, folder: Path, facts: dict[str, Any]) -> None:
     """Put what is known into `facts`, as far as it goes."""
-    facts["size_bytes"] = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+    facts["size_bytes"] = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
     with suppress(ModelLoadError, OSError):  # also of a model that cannot be loaded
-        model_type = read_json(path / "config.json").get("model_type")
+        model_type = read_json(folder / "config.json").get("model_type")
         facts["model_type"] = model_type if isinstance(model_type, str) else None
-    config = read_config(path, name)
+    config = read_config(folder, name)
     quantization = config.get("quantization") or config.get("quantization_config")
     facts["quantization"] = quantization
-    model = preview(path, name)
+    model = preview(folder, name)
     packed = model.packed
     runs = "in sequences" if packed.in_sequences else "packed"
     facts |= {
-        "bits": _bits(path, quantization),
+        "bits": _bits(folder, quantization),
         "context": model.max_position,
         "context_guess": model.context_guess,
         "runs": "by segment" if packed.by_segment else runs,
@@ -130,13 +130,13 @@ def _memory(model: LoadedModel, options: EngineConfig) -> dict[str, Any]:
     return {"max_model_len": store.max_model_len, "num_tokens": num_tokens}
 
 
-def _bits(path: Path, quantization: dict[str, Any] | None) -> list[int]:
+def _bits(folder: Path, quantization: dict[str, Any] | None) -> list[int]:
     """Bits of a weight, by the configuration, or by the headers of its files."""
     if quantization:
         layers = [quantization, *(v for v in quantization.values() if isinstance(v, dict))]
         return sorted({b for layer in layers if isinstance(b := layer.get("bits"), int)})
     sizes = Counter[int]()
-    for _, weight in weights(path):
+    for _, weight in weights(folder):
         if mx.issubdtype(weight.dtype, mx.floating):
             sizes[8 * weight.itemsize] += weight.nbytes
     return [bits for bits, _ in sizes.most_common(1)]

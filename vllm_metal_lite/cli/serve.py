@@ -33,8 +33,8 @@ def run(args: argparse.Namespace) -> int:
     engine, config, named = options.engine_config(args), _server_config(args), _named(args)
     formats = _chat_formats(args, named)
     try:
+        from vllm_metal_lite.server.lifecycle import Stopping, listen, serve, stop_on_signals
         from vllm_metal_lite.server.models import Models, ModelSpec
-        from vllm_metal_lite.server.run import Stopping, listen, serve, stop_on_signals
         from vllm_metal_lite.server.server import Server
     except ModuleNotFoundError as e:
         raise MetalLiteError(f"the server needs {e.name}: {install('serve')}") from None

@@ -5,7 +5,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.detokenizer import Detokenizer, texts_of
 from vllm_metal_lite.outputs import CompletionOutput, Logprob, RequestOutput
-from vllm_metal_lite.sampling import undrawn
+from vllm_metal_lite.sampling import no_token
 from vllm_metal_lite.sampling.logits import Logprobs
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.request import Request
@@ -101,9 +101,9 @@ class Answer:
         self._finish(reason)
 
     def fail(self, reason: int) -> bool:
-        """End the answer because no token can be sampled (see `undrawn`); returns True."""
+        """End the answer because no token can be sampled (see `no_token`); returns True."""
         has_grammar = self.params.structured_outputs is not None
-        self.output.error = undrawn.why(reason, self.params, len(self._token_ids), has_grammar)
+        self.output.error = no_token.why(reason, self.params, len(self._token_ids), has_grammar)
         self.abort("error")
         return True
 

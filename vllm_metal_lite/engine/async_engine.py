@@ -16,7 +16,7 @@ from typing import Any
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine
-from vllm_metal_lite.engine.prompts import Prompt
+from vllm_metal_lite.engine.prompt_ids import Prompt
 from vllm_metal_lite.errors import ConfigError, show
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.sampling_params import SamplingParams

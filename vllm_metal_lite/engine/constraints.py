@@ -136,7 +136,7 @@ class Constraints:
             # A token that is known here was forced, and is recorded.
             is_new = request.token_ids[-1] == UNKNOWN_TOKEN
             if is_new and (entry := self._of.get(request)) is not None:
-                entry.accept(int(result.token_ids[r]) for r in rows if r not in result.undrawn)
+                entry.accept(int(result.token_ids[r]) for r in rows if r not in result.no_token)
 
     def accept_forced(self, request: Request, token_ids: Sequence[int]) -> None:
         """Record forced tokens that `Scheduler.advance` appended."""

@@ -27,7 +27,7 @@ from vllm_metal_lite.engine.intake import (
     make_answers,
 )
 from vllm_metal_lite.engine.pooling import ONE_TOKEN, PoolingRequests, check_pooling, truncate
-from vllm_metal_lite.engine.prompts import Prompt, cache_salt, encode, render_chat, tokenize
+from vllm_metal_lite.engine.prompt_ids import Prompt, cache_salt, encode, render_chat, tokenize
 from vllm_metal_lite.errors import ConfigError, RequestError, one_line, show
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel, load
@@ -67,7 +67,7 @@ class LLMEngine:
         seats = self.config.max_num_seqs
         store = PagedStore(
             model.kv_specs, self.kv_groups, self.config.block_size,
-            states=model.packed.state_pool(self.num_state_slots),
+            states=model.packed.state_store(self.num_state_slots),
         )  # fmt: skip
         self.sampler = Sampler(seats, model.vocab_size)
         runner = build_runner(model, store, self.sampler, self.config.attention)
@@ -147,7 +147,7 @@ class LLMEngine:
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
-        turn: int = 0,
+        fair_round: int = 0,
         atomic: bool = False,
         checkpoints: Sequence[int] = (),
     ) -> None:
@@ -156,13 +156,13 @@ class LLMEngine:
         prompt: text, token ids, or a dict with "prompt" or "prompt_token_ids", and perhaps with
         "cache_salt": only prompts of the same salt share blocks.
         params: by default `get_default_sampling_params`.
-        priority: lower goes first, then the lower turn, which keeps a server fair.
+        priority: lower goes first, then the lower fair_round, which keeps a server fair.
         atomic: compute the prompt in one step, never chunked.
         checkpoints: numbers of prompt tokens after which other prompts may continue differently,
         such as the end of a system prompt.  Models with recurrent layers keep their state there.
         """
         params = self.get_default_sampling_params() if params is None else params
-        check_arguments(request_id, params, priority, turn, atomic)
+        check_arguments(request_id, params, priority, fair_round, atomic)
         names = [request_id if params.n == 1 else f"{request_id}#{i}" for i in range(params.n)]
         if request_id in self._requests or any(name in self._answers for name in names):
             raise RequestError(f"request_id {show(request_id)} is already in use")
@@ -176,7 +176,7 @@ class LLMEngine:
         result = RequestOutput(request_id, text, token_ids, [])
         answers = make_answers(
             names, result, params, self.model, self.max_model_len, seed, bad_words,
-            priority=priority, turn=turn, arrival=arrival, atomic=atomic,
+            priority=priority, fair_round=fair_round, arrival=arrival, atomic=atomic,
             checkpoint_positions=positions, cache_salt=salt,
         )  # fmt: skip
         constraints = [constraint_of(params, self.model) for _ in answers]
@@ -194,7 +194,7 @@ class LLMEngine:
         params: PoolingParams | None = None,
         *,
         priority: int = 0,
-        turn: int = 0,
+        fair_round: int = 0,
     ) -> None:
         """Queue a prompt whose hidden states or logits are read; its finished output has `pooled`.
 
@@ -204,7 +204,7 @@ class LLMEngine:
         check_pooling(params, self.model)
         if params.truncate_prompt_tokens is not None:
             prompt = self._truncated(prompt, params)
-        self.add_request(request_id, prompt, ONE_TOKEN, priority=priority, turn=turn)
+        self.add_request(request_id, prompt, ONE_TOKEN, priority=priority, fair_round=fair_round)
         (answer,) = self._requests[request_id]
         self.pooling.add(answer.request, params, answer.result, self.model)
 
@@ -413,7 +413,7 @@ class LLMEngine:
             counts = []
         else:
             drawn = {
-                request: [tokens[row] for row in rows if row not in result.undrawn]
+                request: [tokens[row] for row in rows if row not in result.no_token]
                 for request, rows in zip(output.terminal, live, strict=True)
             }
             self.scheduler.update(output, first, {r: tokens[1:] for r, tokens in drawn.items()})
@@ -431,8 +431,8 @@ class LLMEngine:
     def _extend(self, answer: Answer, result: StepResult, rows: range) -> bool:
         """Give an answer the tokens of its rows; True when one ends the answer."""
         for row in rows:
-            if row in result.undrawn:
-                return answer.fail(result.undrawn[row])
+            if row in result.no_token:
+                return answer.fail(result.no_token[row])
             if result.logprobs is not None:
                 answer.append_logprobs(result.logprobs, row)
             ended = answer.append(int(result.token_ids[row])) if len(rows) > 1 else answer.extend()
@@ -521,7 +521,7 @@ class LLMEngine:
             "accepted_tokens": 0 if speculator is None else speculator.num_accepted,
             "steps_ahead": self.pipeline.num_ahead,
             "compiled_steps": self.runner.compiled.num_steps,
-            "failed_kernels": len(self.runner.path.failed),
+            "failed_kernels": len(self.runner.path.failed_kernels),
             "attention_by_segment": int(self.model.packed.reads_store),
             "memory_active_bytes": mx.get_active_memory(),
             "memory_cached_bytes": mx.get_cache_memory(),

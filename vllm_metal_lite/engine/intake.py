@@ -5,7 +5,7 @@ from numbers import Integral
 from typing import Any
 
 from vllm_metal_lite.engine.answer import Answer
-from vllm_metal_lite.engine.prompts import is_list
+from vllm_metal_lite.engine.prompt_ids import is_list
 from vllm_metal_lite.errors import Option, RequestError, SamplingError, one_line, show
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.outputs import RequestOutput
@@ -18,13 +18,15 @@ from vllm_metal_lite.scheduler.request import Request
 _PROMPT_LOGPROBS_CHUNK = 256
 
 
-def check_arguments(request_id: Any, params: Any, priority: Any, turn: Any, atomic: Any) -> None:
+def check_arguments(
+    request_id: Any, params: Any, priority: Any, fair_round: Any, atomic: Any
+) -> None:
     """Raise RequestError for arguments of the wrong type."""
     for name, value, kind, allowed in (
         ("params", params, SamplingParams, "SamplingParams"),
         ("request_id", request_id, str, "a string"),
         ("priority", priority, Integral, "an integer"),
-        ("turn", turn, Integral, "an integer"),
+        ("fair_round", fair_round, Integral, "an integer"),
         ("atomic", atomic, bool, "true or false"),
     ):
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):

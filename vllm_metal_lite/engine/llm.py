@@ -10,7 +10,7 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt
 from vllm_metal_lite.engine.pooling_calls import PoolingCalls
-from vllm_metal_lite.engine.prompts import Prompt, as_list, is_list
+from vllm_metal_lite.engine.prompt_ids import Prompt, as_list, is_list
 from vllm_metal_lite.errors import RequestError, show
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -59,12 +59,12 @@ class LLM(PoolingCalls):
         ids = []
         try:
             each = zip(batch, params, priorities, kept, strict=True)
-            for i, (prompt, p, rank, positions) in enumerate(each):
+            for i, (prompt, p, its_priority, positions) in enumerate(each):
                 request_id = str(next(self._ids))
                 try:
                     self.engine.add_request(
                         request_id, prompt, p,
-                        priority=rank, atomic=atomic, checkpoints=positions,
+                        priority=its_priority, atomic=atomic, checkpoints=positions,
                     )  # fmt: skip
                 except RequestError as e:
                     where = f"prompt {i}: " if len(batch) > 1 else ""

@@ -7,7 +7,7 @@ import numpy as np
 
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.pooling import values_of
-from vllm_metal_lite.engine.prompts import Prompt, as_list
+from vllm_metal_lite.engine.prompt_ids import Prompt, as_list
 from vllm_metal_lite.engine.scores import plan_scores
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput

@@ -14,12 +14,12 @@ from vllm_metal_lite.attention.base import Attention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import ALONE, RankGroup
-from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
+from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.fusion.tune import faster_expert_rows, faster_rows
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
+from vllm_metal_lite.kernels.findings import Findings
 from vllm_metal_lite.kernels.launch import one_by_one
-from vllm_metal_lite.kernels.registry import left_out
-from vllm_metal_lite.kernels.remembered import Remembered
+from vllm_metal_lite.kernels.registry import unused_kernels
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.experts import served_experts
@@ -31,11 +31,14 @@ logger = logging.getLogger(__name__)
 
 
 def decide(
-    packed: PackedModel, attention: Attention, wrong: Collection[str] = (), ranks: RankGroup = ALONE
+    packed: PackedModel,
+    attention: Attention,
+    failed_kernels: Collection[str] = (),
+    ranks: RankGroup = ALONE,
 ) -> tuple[Fusion, str]:
     """The fusion for a model's steps, and its part of the start-up line.
 
-    wrong: kernels that are not used on this device.  ranks: all of them decide as one.
+    failed_kernels: on this device.  ranks: all of them decide as one.
 
     The checks cover each kernel alone; the trial here covers the fused kernels in this model.  If
     the trial fails, nothing is fused, with a warning.  Raises KernelError if a launch fails in the
@@ -44,7 +47,7 @@ def decide(
     if not isinstance(attention, KernelAttention):
         return NO_FUSION, ""
     # On a CPU the products dominate, and columns of a joined product are not contiguous.
-    fusion = fuse(packed.model, joins=not backend.is_cpu()).without(wrong)
+    fusion = fuse(packed.model, joins=not backend.is_cpu()).without(failed_kernels)
     trials = _Trials(packed, attention, ranks)
     if problem := trials.problem(fusion):
         logger.warning(f"fused launches do not suit this model: {problem.text}")
@@ -56,7 +59,7 @@ def decide(
         ("products", "skinny_gemm", "skinny_rows", MAX_ROWS, product_weights, faster_rows),
         ("experts", "expert_gemm", "expert_rows", EXPERT_ROWS, served_experts, faster_expert_rows),
     ):
-        if kernel in left_out(wrong) or not served(packed.model):
+        if kernel in unused_kernels(failed_kernels) or not served(packed.model):
             continue
         chosen: dict[str, Any] = {rows: range(1, most + 1)}
         ours = replace(fusion, **chosen)
@@ -69,18 +72,18 @@ def decide(
 
 
 class _Trials:
-    """Trials of one model with its attention.  A pass is remembered for models of this form."""
+    """Trials of one model with its attention.  A pass is remembered for its fingerprint."""
 
     def __init__(
         self, packed: PackedModel, attention: KernelAttention, ranks: RankGroup = ALONE
     ) -> None:
         self.packed, self.attention, self.ranks = packed, attention, ranks
-        self._found = Remembered()
+        self._found = Findings()
         self._trial: Trial | None = None
 
     def problem(self, fusion: FusedLaunches) -> Problem | None:
         """Why a fusion does not suit the model, or None if it does."""
-        key = f"trial of {self._form(fusion)}"
+        key = f"trial of {self._fingerprint(fusion)}"
         if all(self.ranks.gather(key in self._found.known)):
             return None
         logger.info("trying fused launches with this model", extra={"transient": True})
@@ -88,7 +91,7 @@ class _Trials:
             self._trial = Trial(self.packed.model, self.packed.layout.vocab_size, self.ranks)
         store = PagedStore(
             self.packed.attention_specs, 4, self.attention.store.block_size,
-            states=self.packed.state_pool(2),
+            states=self.packed.state_store(2),
         )  # fmt: skip
         attention = self.attention.over(store)
         problem = self._trial.problem(self.packed, attention, fusion)
@@ -100,14 +103,14 @@ class _Trials:
             self._found.add(key, "passed")
         return problem
 
-    def _form(self, fusion: FusedLaunches) -> str:
+    def _fingerprint(self, fusion: FusedLaunches) -> str:
         """Everything but the values of the weights: code, sizes, types, and the kernels in use."""
         model, attention = self.packed.model, self.attention
         weights = tree_map(lambda w: (w.shape, str(w.dtype)), model.parameters())
-        form = [
+        parts = [
             version("mlx-lm"), type(model).__module__, repr(getattr(model, "args", None)), weights,
             fusion.skinny_rows, fusion.expert_rows, fusion.adds_norms, attention.prefill,
-            sorted(attention.without),
+            sorted(attention.failed_kernels),
         ]  # fmt: skip
         name = type(model).__module__.rpartition(".")[2]
-        return f"{name} {hashlib.sha256(repr(form).encode()).hexdigest()[:16]}"
+        return f"{name} {hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"

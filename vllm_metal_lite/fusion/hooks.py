@@ -15,7 +15,7 @@ import mlx.nn as nn
 from vllm_metal_lite.attention.heads import Heads, Latents
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.fusion.origins import Activated, Multiplied, Normed, Part, Scaled, Sum
+from vllm_metal_lite.fusion.origins import Activated, Multiplied, Normed, Scaled, Slice, Sum
 from vllm_metal_lite.fusion.traced import (
     Traced,
     as_view,
@@ -26,7 +26,7 @@ from vllm_metal_lite.fusion.traced import (
     up_to_date,
 )
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
-from vllm_metal_lite.kernels.common import RMSNorm
+from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns, Rope
 from vllm_metal_lite.model.seam.hooks import Hook
@@ -76,7 +76,7 @@ def _rms_norm(original: Function, skinny_rows: range, adds_norms: bool) -> Funct
 def _normed(x: mx.array, norm: RMSNorm) -> Latents | Heads | Normed | None:
     """The origin of a norm that a larger launch can compute."""
     origin = origin_of(x)
-    if isinstance(origin, Part) and norm.weight is not None:
+    if isinstance(origin, Slice) and norm.weight is not None:
         return Latents(origin, x.shape[-1], norm)
     if isinstance(origin, Heads):
         return origin.normed(norm)
@@ -122,8 +122,8 @@ def _rope(original: Function, positions: mx.array) -> Function:
             factor, origin = origin.factor, origin.heads
         angles = how["traditional"], how["base"], how["scale"], how.get("freqs")
         heads = origin if isinstance(origin, Heads) else heads_of(x)
-        turned = heads.rotated(Rope(dims, *angles, factor))
-        return out if turned is None else Traced(out, turned)
+        rotated = heads.rotated(Rope(dims, *angles, factor))
+        return out if rotated is None else Traced(out, rotated)
 
     return rope
 
@@ -144,7 +144,7 @@ def _split(original: Callable[..., Any]) -> Callable[..., Any]:
             known = origin_of(x)
             rows = known if isinstance(known, Columns) else Columns(rows_of(x), 0)
             return [
-                Traced(part, Part(rows.array, rows.start + start))
+                Traced(part, Slice(rows.array, rows.start + start))
                 for part, start in zip(parts, starts, strict=True)
             ]
         if x.ndim == 4 and x.shape[2] == 1:

@@ -56,7 +56,7 @@ class JoinedProjection:
         self._wanted = set()
 
 
-class Part(nn.Module):
+class JoinedPart(nn.Module):
     """Replaces one of the joined projections."""
 
     def __init__(self, product: JoinedProjection, index: int) -> None:
@@ -88,7 +88,7 @@ class Part(nn.Module):
 
 def joined_projections(model: nn.Module) -> list[JoinedProjection]:
     """The joined projections of a model."""
-    parts = (module for _, module in model.named_modules() if isinstance(module, Part))
+    parts = (module for _, module in model.named_modules() if isinstance(module, JoinedPart))
     return [part.product for part in parts if part.index == 0]
 
 
@@ -99,7 +99,7 @@ def join_projections(model: nn.Module) -> None:
         # Popped: references to the old modules would keep all weights twice, not one group's.
         product = JoinedProjection([modules.pop(f"{path}{name}") for name in names])
         mx.eval(product.linear.parameters())
-        parts = [(f"{path}{name}", Part(product, i)) for i, name in enumerate(names)]
+        parts = [(f"{path}{name}", JoinedPart(product, i)) for i, name in enumerate(names)]
         model.update_modules(tree_unflatten(parts))
         mx.clear_cache()
 

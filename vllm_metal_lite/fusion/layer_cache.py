@@ -1,6 +1,6 @@
 """A layer cache for fused kernels: one launch normalises, rotates, writes, and may attend."""
 
-from vllm_metal_lite.attention.base import Call
+from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.heads import Heads, Latents
 from vllm_metal_lite.attention.paged.step import KernelStepAttention
 from vllm_metal_lite.backend import mx
@@ -29,7 +29,7 @@ class FusedLayerCache(PagedLayerCache):
             (k, v), self._pending = self._pending, None
             super().update_and_fetch(k, v)
 
-    def _attend(self, q: mx.array, call: Call) -> mx.array:
+    def _attend(self, q: mx.array, call: AttentionCall) -> mx.array:
         rows: mx.array | NewRows | None = self._with_new_rows(q)
         if rows is None:
             self.end()

@@ -13,7 +13,7 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.fusion.current import current
 from vllm_metal_lite.fusion.origins import Multiplied, Normed
 from vllm_metal_lite.fusion.traced import as_view, origin_of, rows_of
-from vllm_metal_lite.kernels.common import RMSNorm
+from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.skinny_gemm import fits
 from vllm_metal_lite.kernels.weights import Weight, shape_of
 from vllm_metal_lite.model.usage import weight_of

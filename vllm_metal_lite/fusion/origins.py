@@ -1,7 +1,7 @@
 """What a traced array may come from: the part of a graph from which a fused kernel starts.
 
     origin                made by                       used by
-    Columns, Part         linear layers, mx.split       Heads, Latents, gates
+    Columns, Slice        linear layers, mx.split       Heads, Latents, gates
     Heads                 reshape, rms_norm, rope       rope_write, paged_decode, latent_write
     Latents               mx.split, rms_norm            latent_write
     Scaled                a product with a number       rope
@@ -20,14 +20,14 @@ from dataclasses import dataclass
 
 from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import RMSNorm
+from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.experts import expert_sum
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.skinny_gemm import Gate, skinny_gemm
 from vllm_metal_lite.kernels.weights import Weight
 
 
-class Part(Columns):
+class Slice(Columns):
     """Columns of an array that `mx.split` cut."""
 
     __slots__ = ()

@@ -1,6 +1,6 @@
 """A router's scores, choice and weights in one launch of `expert_topk`, however a model writes it:
 
-    scores = mx.softmax(logits, axis=-1, precise=True)           Scores
+    scores = mx.softmax(logits, axis=-1, precise=True)           RouterScores
     inds = mx.argpartition(scores, kth=-k, axis=-1)[..., -k:]    Partition, then Choice
     weights = mx.take_along_axis(scores, inds, axis=-1)          Gathered
     weights /= weights.sum(axis=-1, keepdims=True)               Gathered, of Total
@@ -31,7 +31,7 @@ Selector = tuple[ModuleType, str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scores:
+class RouterScores:
     """Scores of logits (N, experts), in `dtype`.  bias: (experts,), added to them, in sum_dtype."""
 
     logits: mx.array
@@ -72,7 +72,7 @@ class Scores:
 class Partition:
     """Indices of scores as `argpartition` orders them: on a GPU, as the kernel does."""
 
-    scores: Scores
+    scores: RouterScores
     kth: int
 
     def on_getitem(self, value: mx.array, key: Any) -> mx.array:
@@ -93,7 +93,7 @@ class Choice:
     indices: (N, top_k), of the latest launch, which chooses the same experts in the same order.
     """
 
-    def __init__(self, scores: Scores, top_k: int, late: bool) -> None:
+    def __init__(self, scores: RouterScores, top_k: int, late: bool) -> None:
         self.scores, self.top_k = scores, top_k
         self.routing = Routing(scores.scoring, late)
         self.indices, self.weights = self._launched(self.routing)
@@ -161,10 +161,10 @@ def latest(indices: mx.array) -> mx.array:
     return as_view(origin.indices, indices.shape[:-1]) if isinstance(origin, Choice) else indices
 
 
-def scores_of(x: Any) -> Scores | None:
+def scores_of(x: Any) -> RouterScores | None:
     """Known scores, or a product of a linear layer as logits."""
     origin = origin_of(x)
-    if isinstance(origin, Scores):
+    if isinstance(origin, RouterScores):
         return origin
     if isinstance(origin, Negated):
         scores = scores_of(origin.x)
@@ -175,7 +175,7 @@ def scores_of(x: Any) -> Scores | None:
     product = origin is None or isinstance(origin, Multiplied)
     if type(x) is not Traced or x.rows is None or not product or not fits(x.rows, 1):
         return None
-    return Scores(x.rows, "logits", x.dtype)
+    return RouterScores(x.rows, "logits", x.dtype)
 
 
 # The functions

@@ -21,10 +21,10 @@ from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.fusion.current import Current, fusing
-from vllm_metal_lite.fusion.fused import FusedLaunches
+from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
-from vllm_metal_lite.kernels.remembered import timed_once
+from vllm_metal_lite.kernels.findings import timed_once
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kernels.weights import Weight, shape_of
 from vllm_metal_lite.model.experts import MIXTURES, served, served_experts
@@ -57,8 +57,8 @@ def faster_rows(
     dtypes = {spec.dtype for spec in packed.attention_specs}  # the kernel was checked with these
     weights = [w for w in product_weights(packed.model) if w.dtype is None or w.dtype in dtypes]
     steps = _Steps(packed, attention, fusion, replace(fusion, skinny_rows=NONE), ranks)
-    forms = [_form(weight) for weight in weights]
-    return steps.faster_rows("skinny_gemm", "products of few rows", forms)
+    weight_types = [_weight_type(weight) for weight in weights]
+    return steps.faster_rows("skinny_gemm", "products of few rows", weight_types)
 
 
 def faster_expert_rows(
@@ -69,17 +69,17 @@ def faster_expert_rows(
     Steps of more rows are prompts, which are timed if the kernels win up to there.
     """
     steps = _Steps(packed, attention, fusion, replace(fusion, expert_rows=NONE), ranks)
-    forms = [
-        f"{experts.count} experts of {_form(experts.gate.weight)}"
+    weight_types = [
+        f"{experts.count} experts of {_weight_type(experts.gate.weight)}"
         for experts in served_experts(packed.model)
     ]
-    rows = steps.faster_rows("expert_gemm", "mixtures of experts of few rows", forms)
+    rows = steps.faster_rows("expert_gemm", "mixtures of experts of few rows", weight_types)
     if rows.stop > _SIZES[-1] and faster_prompts(packed, ranks):
         return range(rows.start, fusion.expert_rows.stop)
     return rows
 
 
-def _form(weight: Weight) -> str:
+def _weight_type(weight: Weight) -> str:
     outputs, depth, how = shape_of(weight)
     return f"{how or weight.dtype} {(outputs, depth)}"
 
@@ -94,16 +94,16 @@ class _Steps:
     by_mlx: FusedLaunches
     ranks: RankGroup
 
-    def faster_rows(self, kernel: str, what: str, forms: Sequence[str]) -> range:
+    def faster_rows(self, kernel: str, what: str, weight_types: Sequence[str]) -> range:
         """The row counts at which the kernel wins, measured once for models with these weights.
 
-        what: the name of its work in messages.  forms: of the weights that it reads.
+        what: the name of its work in messages.  weight_types: of the weights that it reads.
         """
         # Uncompiled steps are bound by the host.  On a CPU, kernels run only in tests, where timing
         # means nothing.
-        if not forms or CompiledSteps(self.packed, self.attention).reason is not None:
+        if not weight_types or CompiledSteps(self.packed, self.attention).reason is not None:
             return NONE
-        counts = sorted(Counter(forms).items())
+        counts = sorted(Counter(weight_types).items())
         key = "steps with " + ", ".join(f"{n} x {weight}" for weight, n in counts)
 
         def measure() -> str:
@@ -116,7 +116,7 @@ class _Steps:
     def _winning_rows(self) -> range:
         """From the fewest rows to the most at which the kernel wins.  It computes eight rows at
         once, so MLX's products may win with fewer.  Bisection, because each of the larger sizes
-        compiles variants of the kernel."""
+        compiles instantiations of the kernel."""
 
         def loses(num_rows: int) -> bool:
             by_kernel, by_mlx = self.seconds(num_rows)
@@ -131,12 +131,12 @@ class _Steps:
     def seconds(self, num_rows: int) -> list[float]:
         """Seconds per step with the kernel and with MLX's products."""
         step = _padding(self.attention, num_rows, self.packed.layout.vocab_size)
-        ways = [self._back_to_back(fusion, step) for fusion in (self.by_kernel, self.by_mlx)]
-        return timing.seconds_in_turns(
-            ways, rounds=_CHAINS, calls=_STEPS, enough=_ENOUGH, ranks=self.ranks
+        candidates = [self._back_to_back(fusion, step) for fusion in (self.by_kernel, self.by_mlx)]
+        return timing.seconds_alternating(
+            candidates, rounds=_CHAINS, calls=_STEPS, enough=_ENOUGH, ranks=self.ranks
         )
 
-    def _back_to_back(self, fusion: FusedLaunches, step: Step) -> timing.Way:
+    def _back_to_back(self, fusion: FusedLaunches, step: Step) -> timing.Candidate:
         """The same step again and again, compiled, each submitted while the previous one runs."""
         forward = CompiledSteps(self.packed, self.attention, fusion)
         state = self.attention.new_state()
@@ -176,7 +176,7 @@ def _padding(attention: Attention, num_rows: int, vocab_size: int) -> Step:
 def faster_prompts(packed: PackedModel, ranks: RankGroup = ALONE) -> bool:
     """Whether each of the model's mixtures of experts takes a prompt faster by the kernels.
 
-    Measured once for each form of a mixture, then remembered.  If timing fails, mlx-lm's code
+    Measured once for each type of a mixture, then remembered.  If timing fails, mlx-lm's code
     serves prompts, with a warning.  ranks: rank 0's timing counts.
     """
     layers: dict[ExpertShape, nn.Module] = {}
@@ -206,7 +206,7 @@ def _mixture_seconds(
     x = mx.random.normal((1, _PROMPT_ROWS, shape.hidden), dtype)
     mx.eval(x, indices, weights)
 
-    def way(rows: range) -> timing.Way:
+    def candidate(rows: range) -> timing.Candidate:
         def run(count: int) -> None:
             for _ in range(count):
                 with fusing(Current(expert_rows=rows)):
@@ -214,7 +214,7 @@ def _mixture_seconds(
 
         return run
 
-    ways = [way(range(1, EXPERT_ROWS + 1)), way(NONE)]
-    return timing.seconds_in_turns(
-        ways, rounds=_CHAINS, enough=_ENOUGH_FOR_PROMPTS, warm=1, ranks=ranks
+    candidates = [candidate(range(1, EXPERT_ROWS + 1)), candidate(NONE)]
+    return timing.seconds_alternating(
+        candidates, rounds=_CHAINS, enough=_ENOUGH_FOR_PROMPTS, warm=1, ranks=ranks
     )

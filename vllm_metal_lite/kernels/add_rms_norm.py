@@ -1,7 +1,7 @@
 """A residual sum and its RMS norm in one launch."""
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import MIN_ELEMENTS, RMSNorm, bits, norm_dtype, unused
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, RMSNorm, bits, norm_dtype, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 
 _ADD_RMS_NORM = Kernel("add_rms_norm", ["x", "y", "weight", "y_weight"], ["sum", "normed"])

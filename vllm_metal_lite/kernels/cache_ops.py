@@ -3,7 +3,7 @@
 import math
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import STORE, TOKEN_SHAPE, format_template, grid_for
+from vllm_metal_lite.kernels.arguments import STORE, TOKEN_SHAPE, format_template, grid_for
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kv.store import LayerSpec
 

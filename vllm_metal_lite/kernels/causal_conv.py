@@ -3,7 +3,7 @@
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import MIN_ELEMENTS, TOKEN_SHAPE, grid_for, unused
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, TOKEN_SHAPE, grid_for, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import Columns, columns_template
 from vllm_metal_lite.kernels.segments import check_pool
@@ -21,7 +21,7 @@ MAX_KERNEL_SIZE = 8
 
 
 def plan_conv_tiles(segments: np.ndarray) -> np.ndarray:
-    """Split segments (S, ...) of `plan_segments` into tiles (T, 2) int32 for `causal_conv`.
+    """Split segments (S, ...) of `pack_segments` into tiles (T, 2) int32 for `causal_conv`.
 
     A tile is (segment, its first packed row).  Every segment has at least one.  T depends only on S
     and on the number of packed rows.
@@ -55,9 +55,9 @@ def causal_conv(
 
     weight: (C, K) of the type of x, K from 2 to 8; or (C, K, 1), as `mx.conv1d` takes it.
     bias: (C,) or None.
-    states: the pool (slots, K - 1, C), written in place: the rows before a segment are read from
+    states: the store (slots, K - 1, C), written in place: the rows before a segment are read from
     its initial slot, and its last rows, older ones included, go to the slots that `segments` names.
-    segments: from `plan_segments`.  tiles: from `plan_conv_tiles`.  silu: apply x * sigmoid(x) to
+    segments: from `pack_segments`.  tiles: from `plan_conv_tiles`.  silu: apply x * sigmoid(x) to
     the result, which is rounded once.  Rows of padding give zeros.  Raises ValueError for other
     shapes, or arrays of unlike types.
     """

@@ -15,7 +15,7 @@ from typing import Any
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.envs import cache_folder
-from vllm_metal_lite.kernels.remembered import write_whole
+from vllm_metal_lite.kernels.findings import write_atomically
 from vllm_metal_lite.kernels.source import FOLDER, strip_comments
 
 # Metal's index variables from CUDA's; `mx.fast.cuda_kernel` declares none.
@@ -61,7 +61,7 @@ def _as_file(name: str, part: str, text: str) -> str:
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     file = _text_folder() / f"{name}-{digest}.{part}"
     if not file.exists():
-        write_whole(file, text)
+        write_atomically(file, text)
     shapes = " ".join(sorted(set(_SHAPE.findall(text))))
     return f'\n#include "{file}"\n// {shapes}\n'
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.common import (
+from vllm_metal_lite.kernels.arguments import (
     MAX_SPLITS,
     MIN_ELEMENTS,
     STORE,
@@ -18,7 +18,7 @@ from vllm_metal_lite.kernels.common import (
 )
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import NONE_NEW, NewRows
-from vllm_metal_lite.kernels.shared_prefix import SharedPrefix
+from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult
 from vllm_metal_lite.kv.row_format import RowFormat
 from vllm_metal_lite.kv.store import LayerSpec
 
@@ -29,9 +29,6 @@ _PAGED_DECODE = Kernel(
     ["out", "lse"],
 )  # fmt: skip
 _MERGE = Kernel("merge_partitions", ["partial", "lse"], ["out"])
-
-# Query floats that a lane keeps in registers; its sums take as many again.
-_REGISTERS = 64
 
 
 class DecodePlan(NamedTuple):
@@ -69,7 +66,7 @@ def paged_decode(
     softcap: float | None = None,
     sinks: mx.array | None = None,
     spec: LayerSpec | None = None,
-    prefix: SharedPrefix | None = None,
+    prefix: SharedPrefixResult | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Attention of q (B, H, k_head_dim) to seq_lens (B,) keys -> (B, H, v_head_dim), the token.
 
@@ -95,8 +92,10 @@ def paged_decode(
     aligned = (_load_words(row) for row in (k_row, v_row))
     lanes, k_width, v_width = _lanes(k_row.value_words, v_row.value_words, *aligned)
     per_lane = max(k_dim, v_dim) // lanes
-    tiles = -(-group // max(1, min(group, _REGISTERS // per_lane)))
+    device = profile()
+    tiles = -(-group // max(1, device.decode_sums // per_lane))
     at_once = -(-group // tiles)
+    many = (per_lane <= 12 or k_row.bits) and at_once * per_lane <= device.decode_sums_of_four
     splits, simdgroups = plan.splits, plan.simdgroups
     partial = splits > 1
     out_dtype = mx.float32 if partial else dtype
@@ -106,7 +105,7 @@ def paged_decode(
         **format_template(k_row, v_row), "BLOCK_SIZE": block_size, "WINDOW": window or 0,
         "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None,
         "LANES": lanes, "KW": k_width, "VW": v_width,
-        "UNROLL": 4 if per_lane <= 12 or k_row.bits else 2, "SIMDGROUPS": simdgroups,
+        "UNROLL": 4 if many else 2, "SIMDGROUPS": simdgroups,
     }  # fmt: skip
     lse_shape: tuple[int, ...] = (batch, heads, splits)
     if math.prod(lse_shape) < MIN_ELEMENTS:  # it is the next token too

@@ -3,7 +3,7 @@
 from typing import Literal, NamedTuple
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import MIN_ELEMENTS, bits, unused
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, bits, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 
 _TOPK = Kernel("expert_topk", ["logits", "bias"], ["indices", "weights"])

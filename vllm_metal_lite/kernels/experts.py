@@ -6,7 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import MIN_ELEMENTS, bits, unused
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, bits, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS, GemmPlan, multiplies_in_lanes
 from vllm_metal_lite.kernels.weights import (
@@ -155,13 +155,13 @@ def expert_mlp(
             f"{MAX_ROWS} rows, and have {_MAX_ELEMENTS} elements in all pairs"
             + (f": {why}" if why else "")
         )
-    top_k, plan = indices.shape[1], plan_experts(indices, experts.count, num_live)
+    top_k, expert_plan = indices.shape[1], plan_experts(indices, experts.count, num_live)
     indices = indices.reshape(-1)
     inner = expert_product(
-        x, indices, plan, experts.gate,
-        up=experts.up, activation=experts.activation, share=top_k, how=plans[0],
+        x, indices, expert_plan, experts.gate,
+        up=experts.up, activation=experts.activation, share=top_k, plan=plans[0],
     )  # fmt: skip
-    return expert_product(inner, indices, plan, experts.down, how=plans[1])
+    return expert_product(inner, indices, expert_plan, experts.down, plan=plans[1])
 
 
 def plan_experts(
@@ -225,13 +225,13 @@ def product_plan(tile: int, weight: WeightShape) -> GemmPlan:
 def expert_product(
     x: mx.array,
     indices: mx.array,
-    plan: ExpertPlan,
+    expert_plan: ExpertPlan,
     weight: ExpertWeight,
     *,
     up: ExpertWeight | None = None,
     activation: Activation | None = None,
     share: int = 1,
-    how: GemmPlan | None = None,
+    plan: GemmPlan | None = None,
 ) -> mx.array:
     """The product (pairs, outputs) of each pair's row of x with its expert's weight.
 
@@ -239,13 +239,13 @@ def expert_product(
     that times the product with `up`.
     """
     _, outputs, depth = weight.weight.shape
-    how = how or product_plan(plan.tile, shape_of(weight.weight))
-    arrays, form = _inputs(weight)
+    plan = plan or product_plan(expert_plan.tile, shape_of(weight.weight))
+    arrays, weight_values = _inputs(weight)
     up_arrays = _inputs(up)[0] if up else [unused()] * 4
     template: Template = {
-        "T": x.dtype, **form, "SPREAD": how.spread, "DEPTH": depth,
-        "ROW_TILES": -(-plan.tile // 8), "LANE_ROWS": MAX_LANE_ROWS if how.in_lanes else 0,
-        "SIMDGROUPS": how.simdgroups, "AT_ONCE": how.at_once, "SHARE": share,
+        "T": x.dtype, **weight_values, "SPREAD": plan.spread, "DEPTH": depth,
+        "ROW_TILES": -(-expert_plan.tile // 8), "LANE_ROWS": MAX_LANE_ROWS if plan.in_lanes else 0,
+        "SIMDGROUPS": plan.simdgroups, "AT_ONCE": plan.at_once, "SHARE": share,
         "BIAS": weight.bias is not None,
         "ACTIVATION": _ACTIVATIONS[activation.kind] if activation else 0,
         "ALPHA": bits(activation.alpha if activation else 0.0),
@@ -253,15 +253,15 @@ def expert_product(
     }  # fmt: skip
     columns = _COLUMNS // 2 if up else _COLUMNS
     return _GEMM(
-        [x, indices, plan.array, *arrays, *up_arrays], template,
-        (-(-outputs // columns), plan.num_tiles, 1), 32 * how.simdgroups,
+        [x, indices, expert_plan.array, *arrays, *up_arrays], template,
+        (-(-outputs // columns), expert_plan.num_tiles, 1), 32 * plan.simdgroups,
         [(len(indices), outputs)], [x.dtype],
     )[0]  # fmt: skip
 
 
 def _inputs(of: ExpertWeight) -> tuple[list[mx.array], Template]:
-    arrays, form = inputs_of(of.weight)
-    return [*arrays, unused() if of.bias is None else of.bias], form
+    arrays, weight_values = inputs_of(of.weight)
+    return [*arrays, unused() if of.bias is None else of.bias], weight_values
 
 
 def expert_sum(x: mx.array, weights: mx.array, dtype: mx.Dtype | None = None) -> mx.array:

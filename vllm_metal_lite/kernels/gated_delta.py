@@ -1,10 +1,10 @@
-"""The gated delta rule over packed rows, and Mamba 2's state space update, a form of it."""
+"""The gated delta rule over packed rows, and Mamba 2's state space update, a use of it."""
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import TOKEN_SHAPE, head_size_problem, unused
+from vllm_metal_lite.kernels.arguments import TOKEN_SHAPE, head_size_problem, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import Columns, columns_template
-from vllm_metal_lite.kernels.recurrence import Gates, Norm
+from vllm_metal_lite.kernels.recurrence import GatedNorm, Gates
 from vllm_metal_lite.kernels.segments import check_pool
 
 _GATED_DELTA = Kernel(
@@ -39,7 +39,7 @@ def gated_delta(
     *,
     num_k_heads: int,
     max_seqlen: int,
-    norm: Norm | None = None,
+    norm: GatedNorm | None = None,
     skip: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """The gated delta rule over N packed rows -> y (N, Hv, Dv), the token.
@@ -53,8 +53,8 @@ def gated_delta(
         S = S * gate[t];  S = S + beta[t] * v[t] k[t]^T;  y[t] = S q[t] + skip * v[t]
 
     q, k: num_k_heads heads of Dk, normalised and scaled by the caller unless norm is given;
-    num_k_heads divides Hv.  v: Hv heads of Dv.  states: the pool (slots, Hv, Dv, Dk) float32,
-    written in place.  segments: from `plan_segments`.  max_seqlen: rows of the longest segment; a
+    num_k_heads divides Hv.  v: Hv heads of Dv.  states: the store (slots, Hv, Dv, Dk) float32,
+    written in place.  segments: from `pack_segments`.  max_seqlen: rows of the longest segment; a
     step of single rows loads no tiles.  Neither max_seqlen nor how a prompt is cut changes the
     sums.  Sums are in float32, y is rounded once, to the type of v.  Rows of padding give zeros.
 
@@ -83,7 +83,7 @@ def gated_delta(
         **columns_template("q", q, num_k_heads * k_dim, dtype),
         **columns_template("k", k, num_k_heads * k_dim, dtype),
         **columns_template("v", v, v_heads * v_dim, dtype),
-        **of_gates, **Norm.template(norm),
+        **of_gates, **GatedNorm.template(norm),
         "T": dtype, "K_HEADS": num_k_heads, "V_HEADS": v_heads, "K_DIM": k_dim, "V_DIM": v_dim,
         "DELTA": skip is None, "SKIP": skip is not None, "TILES": tiles, "SIMDGROUPS": simdgroups,
     }  # fmt: skip

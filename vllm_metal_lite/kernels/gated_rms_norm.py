@@ -1,7 +1,7 @@
 """The norm behind a recurrence and its gate, in one launch."""
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import MIN_ELEMENTS, bits
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, bits
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import Columns, columns_template
 

@@ -3,7 +3,7 @@
 import math
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import MIN_ELEMENTS, grid_for
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, grid_for
 from vllm_metal_lite.kernels.launch import Kernel
 
 _GATHER_ROWS = Kernel("gather_rows", ["rows", "index"], ["out"])

@@ -6,7 +6,7 @@ from functools import lru_cache
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import (
+from vllm_metal_lite.kernels.arguments import (
     MIN_ELEMENTS,
     STORE,
     TOKEN_SHAPE,
@@ -60,24 +60,25 @@ def latent_attention(
     spec: LayerSpec | None = None,
     simdgroups: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Causal attention of q (N, H, rank), q_pe (N, H, rope) -> (N, H, rank), the token.
+    """Causal attention of q (N, H, latent_dim), q_pe (N, H, rope) -> (N, H, latent_dim), the token.
 
     keys hold one latent a slot, values its rotary key.  A score is (q . latent + q_pe . rotary key)
     * scale, its value the latent.  block_tables, cu_seqlens_q, seq_lens: as of `varlen_prefill`.
-    tiles: (T, 2), of `plan_tiles(..., group=H)`, or `decode_tiles`.  splits: of each context.
-    The kernel reads q as (H, N, rank), which products per head make: other layouts are copied.
+    tiles: (T, 2), of `plan_tiles` with H queries per KV head, or `decode_tiles`.  splits: of each
+    context.
+    The kernel reads q as (H, N, latent_dim), which products per head make: others are copied.
     simdgroups: of a threadgroup, `latent_simdgroups` if None; 16 serve 16-bit types only.
     Padding rows give zeros.  ValueError if `latent_problem` finds one.
     """
-    rows, heads, rank = q.shape
+    rows, heads, latent_dim = q.shape
     rope = q_pe.shape[2]
-    if problem := latent_problem(rank, rope):
+    if problem := latent_problem(latent_dim, rope):
         raise ValueError(problem)
     store = format_template(*row_formats(keys, values, spec))
-    partial, simdgroups = splits > 1, simdgroups or latent_simdgroups(rank)
+    partial, simdgroups = splits > 1, simdgroups or latent_simdgroups(latent_dim)
     template: Template = {
-        "T": q.dtype, "OUT_T": mx.float32 if partial else q.dtype, "HEADS": heads, "RANK": rank,
-        "ROPE": rope, "BITS": store["BITS"], "K_GROUP": store["K_GROUP"],
+        "T": q.dtype, "OUT_T": mx.float32 if partial else q.dtype, "HEADS": heads,
+        "LATENT_DIM": latent_dim, "ROPE": rope, "BITS": store["BITS"], "K_GROUP": store["K_GROUP"],
         "V_GROUP": store["V_GROUP"], "BLOCK_SIZE": block_size, "SCALE": bits(scale),
         "PARTIAL": partial, "SIMDGROUPS": simdgroups,
     }  # fmt: skip
@@ -87,7 +88,7 @@ def latent_attention(
     out, lse = _LATENT_ATTENTION(
         [q.swapaxes(0, 1), q_pe, block_tables, cu_seqlens_q, seq_lens, tiles, keys, values, token],
         template, (tiles.shape[0], splits, 1), 32 * simdgroups,
-        [(rows, heads, splits, rank) if partial else (rows, heads, rank), lse_shape],
+        [(rows, heads, splits, latent_dim) if partial else (rows, heads, latent_dim), lse_shape],
         [mx.float32 if partial else q.dtype, mx.float32],
     )  # fmt: skip
     if partial:
@@ -95,6 +96,6 @@ def latent_attention(
     return out, lse
 
 
-def latent_simdgroups(rank: int) -> int:
+def latent_simdgroups(latent_dim: int) -> int:
     """Simdgroups of a threadgroup, which share a latent's columns evenly, 8 or a multiple each."""
-    return next(n for n in (8, 4, 2, 1) if rank // 8 % n == 0)
+    return next(n for n in (8, 4, 2, 1) if latent_dim // 8 % n == 0)

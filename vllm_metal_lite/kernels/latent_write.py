@@ -4,7 +4,7 @@ in one launch."""
 from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import (
+from vllm_metal_lite.kernels.arguments import (
     TOKEN_SHAPE,
     RMSNorm,
     bits,
@@ -67,7 +67,7 @@ def latent_write(
     count, heads = len(rows.q.array), rows.num_heads
     store = format_template(k_row, v_row)
     template: Template = {
-        "T": dtype, "R": norm_dtype(dtype, weight), "HEADS": heads, "RANK": k_row.dim,
+        "T": dtype, "R": norm_dtype(dtype, weight), "HEADS": heads, "LATENT_DIM": k_row.dim,
         "ROPE": v_row.dim, "BITS": store["BITS"], "K_GROUP": store["K_GROUP"],
         "V_GROUP": store["V_GROUP"], "Q_STRIDE": rows.stride, "EPS": bits(rows.norm.eps),
         **rope.template, "SIMDGROUPS": _SIMDGROUPS,

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import RMSNorm, bits, norm_dtype, unused
+from vllm_metal_lite.kernels.arguments import RMSNorm, bits, norm_dtype, unused
 from vllm_metal_lite.kernels.launch import Template
 from vllm_metal_lite.kv.row_format import RowFormat
 

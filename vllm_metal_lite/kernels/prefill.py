@@ -3,7 +3,7 @@
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import (
+from vllm_metal_lite.kernels.arguments import (
     MAX_PREFILL_DIM,
     TOKEN_SHAPE,
     bits,
@@ -30,31 +30,31 @@ TILE_ROWS = 32
 _TILE_BYTES = 18 << 10
 
 
-def plan_tiles(cu_seqlens_q: np.ndarray, num_rows: int, group: int) -> np.ndarray:
+def plan_tiles(cu_seqlens_q: np.ndarray, num_rows: int, num_queries_per_kv: int) -> np.ndarray:
     """Split a packed batch into tiles (T, 2) int32 for `varlen_prefill`, vectorised over segments.
 
-    cu_seqlens_q: (S+1,), empty segments allowed.  num_rows: rows of q, padding included.  group:
-    query heads per KV head.  A tile is (segment, first of its TILE_ROWS (token, head) pairs in the
-    segment).  Padding rows are in tiles of segment -1, which give zeros; their first pair counts
-    from row 0.  Raises ValueError if cu_seqlens_q ends beyond num_rows.
+    cu_seqlens_q: (S+1,), empty segments allowed.  num_rows: rows of q, padding included.
+    num_queries_per_kv: query heads per KV head.  A tile is (segment, first of its TILE_ROWS (token,
+    head) pairs in the segment).  Padding rows are in tiles of segment -1, which give zeros; their
+    first pair counts from row 0.  Raises ValueError if cu_seqlens_q ends beyond num_rows.
 
-    T depends only on S, num_rows and group.  The last rows of a segment come first: they see the
-    most keys, and tiles that start last should be short.
+    T depends only on S, num_rows and num_queries_per_kv.  The last rows of a segment come first:
+    they see the most keys, and tiles that start last should be short.
     """
     used = int(cu_seqlens_q[-1])
     if not 0 <= used <= num_rows:
         raise ValueError(f"cu_seqlens_q ends at {used}, beyond the {num_rows} rows of q")
-    pairs = np.append(np.diff(cu_seqlens_q), num_rows - used).astype(np.int64) * group
+    pairs = np.append(np.diff(cu_seqlens_q), num_rows - used).astype(np.int64) * num_queries_per_kv
     counts = -(-pairs // TILE_ROWS)
-    total = num_rows * group // TILE_ROWS + len(counts)
+    total = num_rows * num_queries_per_kv // TILE_ROWS + len(counts)
     ends = np.cumsum(counts)
     tiles = np.empty((total, 2), np.int32)
-    tiles[ends[-1] :] = -1, num_rows * group  # past all rows: nothing to do
+    tiles[ends[-1] :] = -1, num_rows * num_queries_per_kv  # past all rows: nothing to do
     real = tiles[: ends[-1]]
     real[:, 0] = np.repeat(np.arange(len(counts)), counts)
     real[:, 1] = (np.repeat(ends, counts) - 1 - np.arange(ends[-1])) * TILE_ROWS
     rest = real[:, 0] == len(counts) - 1
-    real[rest] += np.array([-len(counts), used * group], np.int32)
+    real[rest] += np.array([-len(counts), used * num_queries_per_kv], np.int32)
     return tiles
 
 
@@ -78,7 +78,7 @@ def varlen_prefill(
     """Causal attention of packed q (N, H, k_head_dim) -> (N, H, v_head_dim), the token.
 
     block_tables: (S, max_blocks).  cu_seqlens_q: (S+1,).  seq_lens: (S,) keys of each segment,
-    including this step's rows.  tiles: (T, 2), from `plan_tiles(..., group=H // num_kv_heads)`.
+    including this step's rows.  tiles: (T, 2), from `plan_tiles`.
     Padding rows give zeros.  sinks: (H,).  Head dims: multiples of 8 up to 256, else ValueError.
     """
     rows, heads, _ = q.shape

@@ -7,7 +7,7 @@ kernel makes gates in float32.
 from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import MIN_ELEMENTS, bits, unused
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, bits, unused
 from vllm_metal_lite.kernels.launch import Template
 from vllm_metal_lite.kernels.new_rows import Columns, columns_template
 
@@ -15,7 +15,7 @@ _GIVEN, _SOFTPLUS, _BOUNDED, _TIME = range(4)  # as in metal/recurrence.h
 _LARGEST = 3e38  # for limits that are infinite: a compiler may assume that nothing is
 
 
-class Norm(NamedTuple):
+class GatedNorm(NamedTuple):
     """q and k of a head become q_scale * q / sqrt(sum(q^2) + eps) and k / sqrt(sum(k^2) + eps), as
     by `normalize_qk` of mlx-lm with inv_scale = q_scale = head size^-0.5."""
 
@@ -23,7 +23,7 @@ class Norm(NamedTuple):
     q_scale: float
 
     @staticmethod
-    def template(norm: "Norm | None") -> Template:
+    def template(norm: "GatedNorm | None") -> Template:
         eps, scale = norm or (0.0, 1.0)
         return {"NORM": norm is not None, "EPS": bits(eps), "Q_SCALE": bits(scale)}
 

@@ -1,6 +1,6 @@
 """All kernels: what each one needs, what replaces it, how it is checked and timed.
 
-One row for each kernel of metal/, and one for each form of a kernel that can fail by itself.  The
+One row for each kernel of metal/, and one for each use of a kernel that can fail by itself.  The
 choice of an attention path, the checks, `doctor`, the fallback in a step, the table in
 docs/kernels.md and the tools read these rows.
 """
@@ -20,48 +20,55 @@ _EXPERTS = "mlx-lm's experts are used"
 class KernelRow:
     """name: in results of checks and in warnings; of a kernel, its file in metal/.
 
-    instead: what replaces it, as a warning words it.
+    fallback: what replaces it, as a warning words it.
     check: "module.function" in checks/.
-    alternative: the function of checks/alternatives.py that times the kernel beside what replaces
+    timed_against: the function of checks/fallbacks.py that times the kernel beside what replaces
         it; "": the kernel is not timed.
     needs: kernels without which this one is neither used nor checked.
-    form_of: the kernel that this is a form of; template: the values that the form sets.
+    base: the kernel that this is a use of; template: the values that the use sets.
     essential: nothing but the reference replaces the kernel, because no MLX operation may touch
         what kernels write.
-    prompts: the way of prompts that the kernel is a part of.
+    prefill: as `Verdict.prefill`, if the kernel is a part of it.
     constants: the numbers in devices.py that its launches depend on.
     """
 
     name: str
-    instead: str
+    fallback: str
     check: str
-    alternative: str = ""
+    timed_against: str = ""
     needs: tuple[str, ...] = ()
-    form_of: str = ""
+    base: str = ""
     template: tuple[str, ...] = ()
     essential: bool = False
-    prompts: Literal["varlen", "gather"] | None = None
+    prefill: Literal["varlen", "gather"] | None = None
     constants: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
         """The name of its file in metal/."""
-        return self.form_of or self.name
+        return self.base or self.name
 
 
 _ROWS = (
     KernelRow("kv_write", REFERENCE, "attention.write", essential=True),
     KernelRow("kv_write_quantised", REFERENCE, "attention.write", essential=True),
-    KernelRow("kv_gather", "prompts use varlen_prefill", "attention.gather", prompts="gather"),
+    KernelRow("kv_gather", "prompts use varlen_prefill", "attention.gather", prefill="gather"),
     KernelRow(
-        "kv_gather_quantised", "prompts use varlen_prefill", "attention.gather", prompts="gather"
+        "kv_gather_quantised", "prompts use varlen_prefill", "attention.gather", prefill="gather"
     ),
     KernelRow(
         "paged_decode",
         "decodes are computed as prompts of one token",
         "attention.decode",
         "decode",
-        constants=("decode_fill", "min_split_context", "min_split_keys", "few_keys"),
+        constants=(
+            "decode_fill",
+            "min_split_context",
+            "min_split_keys",
+            "few_keys",
+            "decode_sums",
+            "decode_sums_of_four",
+        ),
     ),
     KernelRow(
         "latent_attention", "all rows use kv_gather and MLX's SDPA", "attention.decode", "decode"
@@ -79,8 +86,8 @@ _ROWS = (
         "attention.prefill",
         "prompts",
         needs=("latent_attention",),
-        form_of="latent_attention",
-        prompts="varlen",
+        base="latent_attention",
+        prefill="varlen",
     ),
     KernelRow(
         "shared_prefix",
@@ -96,7 +103,7 @@ _ROWS = (
             "prefix_row_cost",
         ),
     ),
-    KernelRow("varlen_prefill", _GATHER, "attention.prefill", "prompts", prompts="varlen"),
+    KernelRow("varlen_prefill", _GATHER, "attention.prefill", "prompts", prefill="varlen"),
     KernelRow("gather_rows", "MLX's own operations are used", "attention.rows", "rows"),
     KernelRow(
         "rope_write",
@@ -111,7 +118,7 @@ _ROWS = (
         "attention.decode",
         "fused_decode",
         needs=("paged_decode",),
-        form_of="paged_decode",
+        base="paged_decode",
         template=("FUSED",),
     ),
     KernelRow(
@@ -128,7 +135,7 @@ _ROWS = (
         constants=("gemm_fill", "max_lane_rows", "max_normed_rows", "max_normed_weights"),
     ),
     KernelRow("expert_topk", "MLX's operations choose experts", "experts.topk"),
-    KernelRow("expert_plan", _EXPERTS, "experts.plan"),
+    KernelRow("expert_plan", _EXPERTS, "experts.expert_plan"),
     KernelRow("expert_gemm", _EXPERTS, "experts.product", needs=("expert_plan", "expert_sum")),
     KernelRow("expert_sum", _EXPERTS, "experts.weighted_sum"),
     KernelRow("causal_conv", _OPERATIONS, "recurrent.convolution", essential=True),
@@ -138,7 +145,7 @@ _ROWS = (
         "MLX's operations make gates and norms for gated_delta",
         "recurrent.recurrence",
         needs=("gated_delta",),
-        form_of="gated_delta",
+        base="gated_delta",
         template=("GATE", "NORM"),
     ),
     KernelRow(
@@ -149,12 +156,12 @@ REGISTRY: dict[str, KernelRow] = {row.name: row for row in _ROWS}
 
 
 def launched(text: str, template: Mapping[str, Any]) -> str:
-    """The row of a launch: a form of the kernel if the launch sets its template values."""
-    forms = (row for row in _ROWS if row.form_of == text and any(map(template.get, row.template)))
-    return next((form.name for form in forms), text)
+    """The row of a launch: a use of the kernel if the launch sets its template values."""
+    uses = (row for row in _ROWS if row.base == text and any(map(template.get, row.template)))
+    return next((use.name for use in uses), text)
 
 
-def left_out(failed: Collection[str]) -> frozenset[str]:
+def unused_kernels(failed_kernels: Collection[str]) -> frozenset[str]:
     """The kernels that are not used if these fail: these, and those that need one of them."""
-    needing = (row.name for row in _ROWS if not set(failed).isdisjoint(row.needs))
-    return frozenset((*failed, *needing))
+    needing = (row.name for row in _ROWS if not set(failed_kernels).isdisjoint(row.needs))
+    return frozenset((*failed_kernels, *needing))

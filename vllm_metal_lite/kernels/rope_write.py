@@ -3,7 +3,7 @@ in one launch."""
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.common import (
+from vllm_metal_lite.kernels.arguments import (
     MAX_DECODE_DIM,
     TOKEN_SHAPE,
     format_template,

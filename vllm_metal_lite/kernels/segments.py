@@ -1,7 +1,8 @@
 """The segments of a step, as the kernels of recurrent layers read them.
 
-A request keeps a state in a slot of a pool, not a row per token.  So a segment names the slot that
-it starts from, and the slots that take its state: at its end, and at checkpoints before its end.
+A request keeps a state in a slot of the state store, not a row per token.  So a segment names the
+slot that it starts from, and the slots that take its state: at its end, and at checkpoints before
+its end.
 """
 
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
-from vllm_metal_lite.kernels.common import MIN_ELEMENTS
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS
 
 # As an initial slot: start from zeros.  As a slot to write: none.
 EMPTY = EMPTY_SLOT
@@ -20,7 +21,7 @@ EMPTY = EMPTY_SLOT
 PADDING = -2
 
 
-def plan_segments(
+def pack_segments(
     cu_seqlens: np.ndarray,
     initial_slots: np.ndarray,
     final_slots: np.ndarray,
@@ -59,9 +60,9 @@ def plan_segments(
 
 
 def check_pool(states: mx.array, shape: tuple[int, ...], dtype: mx.Dtype) -> None:
-    """Raise ValueError unless the pool of states is (slots, *shape) of dtype."""
+    """Raise ValueError unless the state store is (slots, *shape) of dtype."""
     if states.shape[1:] != shape or states.dtype != dtype:
         wanted = ", ".join(map(str, shape))
         raise ValueError(
-            f"the pool of states is {states.shape} {states.dtype}, not (slots, {wanted}) {dtype}"
+            f"the state store is {states.shape} {states.dtype}, not (slots, {wanted}) {dtype}"
         )

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.common import (
+from vllm_metal_lite.kernels.arguments import (
     MAX_PREFILL_DIM,
     bits,
     format_template,
@@ -30,7 +30,7 @@ _OF_QUERIES = ("DIMS", "TRADITIONAL", "ROPE_SCALE", "LOG2_BASE", "FREQS", "FACTO
                "Q_START", "Q_NORM", "Q_WEIGHT", "Q_EPS", "Q_R")  # fmt: skip
 
 
-class SharedPrefix(NamedTuple):
+class SharedPrefixResult(NamedTuple):
     """Attention to a shared prefix, from which `paged_decode` continues.
 
     partial (B, H, splits, v_head_dim) and lse (B, H, splits) float32: attention to the prefix.
@@ -65,7 +65,7 @@ def shared_prefix(
     splits: int,
     softcap: float | None = None,
     spec: LayerSpec | None = None,
-) -> SharedPrefix:
+) -> SharedPrefixResult:
     """Attention of q (B, H, k_head_dim) to the first prefix_lens[leader] keys of row `leader`.
 
     q: or NewRows (B), whose queries are first normalised and rotated to the position of their last
@@ -96,4 +96,4 @@ def shared_prefix(
         template, (kv_heads, -(-rows * group // TILE_ROWS), splits), 32 * simdgroups,
         [(rows, heads, splits, v_dim), (rows, heads, splits)], [mx.float32, mx.float32],
     )  # fmt: skip
-    return SharedPrefix(partial, lse, prefix_lens)
+    return SharedPrefixResult(partial, lse, prefix_lens)

@@ -4,7 +4,7 @@ from typing import Literal, NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.common import RMSNorm, bits, unused
+from vllm_metal_lite.kernels.arguments import RMSNorm, bits, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.weights import (
     Weight,
@@ -113,9 +113,9 @@ def skinny_gemm(
     tiles = -(-rows // 8)
     # The kernel pads each row of sums by four floats.
     room = _SUM_BYTES // (simdgroups * 8 * (columns + 4) * 4)
-    arrays, form = inputs_of(weight)
+    arrays, weight_values = inputs_of(weight)
     template: Template = {
-        "T": x.dtype, **form, "SPREAD": spread, "DEPTH": depth,
+        "T": x.dtype, **weight_values, "SPREAD": spread, "DEPTH": depth,
         "ROW_TILES": tiles, "FULL": rows % 8 == 0, "LANE_ROWS": MAX_LANE_ROWS if in_lanes else 0,
         "COLUMNS": columns, "SIMDGROUPS": simdgroups, "AT_ONCE": at_once,
         "HELD": -(-tiles // -(-tiles // room)),

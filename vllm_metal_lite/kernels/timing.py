@@ -1,4 +1,4 @@
-"""Times several ways of doing the same work on this device: the answer to "is ours faster?"."""
+"""Times candidates for the same work on this device: the answer to "is ours faster?"."""
 
 import math
 import time
@@ -9,11 +9,11 @@ import numpy as np
 from vllm_metal_lite.distributed import ALONE, RankGroup
 
 # Does its work so many times, and waits for the device.
-Way = Callable[[int], object]
+Candidate = Callable[[int], object]
 
 
-def seconds_in_turns(
-    ways: Sequence[Way],
+def seconds_alternating(
+    candidates: Sequence[Candidate],
     *,
     rounds: int = 5,
     calls: int = 1,
@@ -21,22 +21,22 @@ def seconds_in_turns(
     warm: int = 2,
     ranks: RankGroup = ALONE,
 ) -> list[float]:
-    """Seconds per call of each way: the median of several rounds, in turns because clocks drift.
+    """Seconds per call of each: the median of several rounds, alternately because clocks drift.
 
-    calls: of a way in a round.  There are fewer rounds, then fewer calls, where a way would take
-    more than `enough` seconds.  warm: calls before, which trace, compile and capture.  ranks: the
-    leader's times count, since all ranks must make the same calls.
+    calls: of a candidate in a round.  There are fewer rounds, then fewer calls, where one would
+    take more than `enough` seconds.  warm: calls before, which trace, compile and capture.  ranks:
+    the leader's times count, since all ranks must make the same calls.
     """
 
-    def seconds(way: Way, calls: int) -> float:
+    def seconds(candidate: Candidate, calls: int) -> float:
         start = time.perf_counter()
-        way(calls)
+        candidate(calls)
         return ranks.first((time.perf_counter() - start) / calls)
 
-    for way in ways:
-        seconds(way, warm)
-    once = max(seconds(way, 1) for way in ways)
+    for candidate in candidates:
+        seconds(candidate, warm)
+    once = max(seconds(candidate, 1) for candidate in candidates)
     rounds = int(max(1, min(rounds, enough / once)))
     calls = int(max(1, min(calls, enough / once / rounds)))
-    times = [[seconds(way, calls) for way in ways] for _ in range(rounds)]
+    times = [[seconds(candidate, calls) for candidate in candidates] for _ in range(rounds)]
     return np.median(times, axis=0).tolist()

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import MIN_ELEMENTS, unused
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, unused
 from vllm_metal_lite.kernels.launch import Template
 from vllm_metal_lite.specs import Quantisation, WeightShape
 
-# WeightForm in metal/weights.h.
+# WeightFormat in metal/weights.h.
 _WHOLE_VALUES, _AFFINE, _E8M0, _E4M3 = range(4)
 _FORMS = {"affine": _AFFINE, "mxfp4": _E8M0, "mxfp8": _E8M0, "nvfp4": _E4M3}
 READABLE = (

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.row_format import RowFormat
-from vllm_metal_lite.kv.states import StatePool
+from vllm_metal_lite.kv.state_store import StateStore
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 
 
@@ -55,7 +55,7 @@ class PagedStore:
     shared: all groups take blocks from one pool, as in vLLM.  Layers at the same index of their
     groups then share arrays, and must have the same shape.
     num_blocks: per group.  group_of: the group of each layer.
-    states: the pool of recurrent states; by default that of a model without any.
+    states: the state store; by default that of a model without any.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PagedStore:
         blocks: int | Sequence[KVGroup],
         block_size: int,
         shared: bool = False,
-        states: StatePool | None = None,
+        states: StateStore | None = None,
     ) -> None:
         if isinstance(blocks, int):
             blocks = [KVGroup(tuple(range(len(specs))), num_blocks=blocks)]
@@ -87,7 +87,7 @@ class PagedStore:
                 made[at] = k, v
             self.keys.append(made[at][0])
             self.values.append(made[at][1])
-        self.states = StatePool() if states is None else states
+        self.states = StateStore() if states is None else states
         mx.eval(self.arrays)
 
     @property

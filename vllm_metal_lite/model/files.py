@@ -38,10 +38,10 @@ def find(name: str, download: bool = True) -> Path:
         return DEMO_PATH
     name, exists = str(name), False
     with suppress(OSError, RuntimeError, ValueError):  # too long; no such user; half a surrogate
-        path = Path(name).expanduser()
-        if path.is_dir():
-            return path
-        exists = path.exists()
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            return folder
+        exists = folder.exists()
     if exists:
         raise ModelLoadError(f"{name}: a model is a folder, this is a file")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "~")):
@@ -93,14 +93,14 @@ def in_cache(name: str) -> Path:
         main = (folder / "refs" / "main").read_text()
         revision = main if main in snapshots else revision
     try:
-        path = snapshot_download(
+        snapshot = snapshot_download(
             name, revision=revision, local_files_only=True, allow_patterns=_READ_PATTERNS
         )
     except (errors.LocalEntryNotFoundError, ValueError) as e:  # ValueError: not a valid name
         missing = re.search(r"\d+ file\(s\) are missing \(.*?\)", str(e))
         reason = missing[0] if missing else one_line(e)
         raise ModelLoadError(f"{shorten(name)}: not complete in the local cache: {reason}") from e
-    return Path(path)
+    return Path(snapshot)
 
 
 def _hub_cache() -> Path:
@@ -109,40 +109,40 @@ def _hub_cache() -> Path:
     return Path(constants.HF_HUB_CACHE).expanduser()
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as e:
-        raise ModelLoadError(f"{path.name}: not readable as JSON: {one_line(e)}") from e
+        raise ModelLoadError(f"{file.name}: not readable as JSON: {one_line(e)}") from e
     if not isinstance(value, dict):
-        raise ModelLoadError(f"{path.name}: must be a JSON object")
+        raise ModelLoadError(f"{file.name}: must be a JSON object")
     return value
 
 
-def read_config(path: Path, name: str) -> dict[str, Any]:
+def read_config(folder: Path, name: str) -> dict[str, Any]:
     """config.json of a model's folder; ModelLoadError if files are missing or do not fit it."""
     try:
-        _check_links(path)
-        if not (path / "config.json").is_file():
+        _check_links(folder)
+        if not (folder / "config.json").is_file():
             raise ModelLoadError("not a model folder: it has no config.json")
-        _refuse_pointers(path)
-        config = read_json(path / "config.json")
+        _refuse_pointers(folder)
+        config = read_json(folder / "config.json")
         if "model_type" not in config:
             raise ModelLoadError("config.json has no model_type")
-        if not list(path.glob("model*.safetensors")):
+        if not list(folder.glob("model*.safetensors")):
             raise ModelLoadError("not a model folder: it has no model*.safetensors")
-        _check_shards(path)
-        _check_quantization(config, path)
+        _check_shards(folder)
+        _check_quantization(config, folder)
     except ModelLoadError as e:
         raise ModelLoadError(f"{name}: {e}") from e
     return config
 
 
-def _check_links(path: Path) -> None:
+def _check_links(folder: Path) -> None:
     """Raise ModelLoadError for links, as the Hugging Face cache has, whose files are gone."""
-    for file in sorted(path.iterdir()):
+    for file in sorted(folder.iterdir()):
         is_read = any(fnmatch(file.name, pattern) for pattern in _READ_PATTERNS)
         if is_read and file.is_symlink() and not file.exists():
             raise ModelLoadError(
@@ -150,14 +150,14 @@ def _check_links(path: Path) -> None:
             )
 
 
-def _check_shards(path: Path) -> None:
+def _check_shards(folder: Path) -> None:
     """Raise ModelLoadError if files of weights are missing."""
-    index = path / "model.safetensors.index.json"
+    index = folder / "model.safetensors.index.json"
     if not index.exists():
         return
     try:
         files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        missing = [file for file in files if not (path / file).is_file()]
+        missing = [file for file in files if not (folder / file).is_file()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ModelLoadError(f"{index.name}: not readable: {one_line(e)}") from e
     if missing:
@@ -166,7 +166,7 @@ def _check_shards(path: Path) -> None:
         )
 
 
-def _check_quantization(config: dict[str, Any], path: Path) -> None:
+def _check_quantization(config: dict[str, Any], folder: Path) -> None:
     """Raise ModelLoadError where mlx-lm would fail without naming config.json's key."""
     for key in ("quantization", "quantization_config"):
         if not isinstance(config.get(key), dict | None):
@@ -181,25 +181,25 @@ def _check_quantization(config: dict[str, Any], path: Path) -> None:
             raise ModelLoadError(f"config.json: {key} has no {member}")
     method = how.get("quant_method")
     awq = key == "quantization_config" and method in ("awq", "gptq")
-    if awq and not any(name.endswith(".qweight") for name, _ in weights(path)):
+    if awq and not any(name.endswith(".qweight") for name, _ in weights(folder)):
         raise ModelLoadError(
             f"config.json: quantization_config says {method}, but the weights are not packed so: "
             "no name ends with .qweight"
         )
 
 
-def weights(path: Path) -> Iterator[tuple[str, mx.array]]:
+def weights(folder: Path) -> Iterator[tuple[str, mx.array]]:
     """Names and arrays of a model's weight files; only the headers are read."""
-    for file in path.glob("model*.safetensors"):
+    for file in folder.glob("model*.safetensors"):
         try:
             yield from cast(dict[str, mx.array], mx.load(str(file))).items()
         except RuntimeError as e:
             raise ModelLoadError(f"{file.name}: {one_line(e)}") from e
 
 
-def _refuse_pointers(path: Path) -> None:
+def _refuse_pointers(folder: Path) -> None:
     """Raise ModelLoadError for a clone whose large files git-lfs has not downloaded."""
-    pointers = sorted(f.name for f in path.iterdir() if f.is_file() and _is_pointer(f))
+    pointers = sorted(f.name for f in folder.iterdir() if f.is_file() and _is_pointer(f))
     if pointers:
         more = f" (so are {len(pointers) - 1} more)" if len(pointers) > 1 else ""
         raise ModelLoadError(

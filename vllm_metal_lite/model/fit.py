@@ -1,8 +1,8 @@
-"""Chooses the packed form of a model at load time, by a trial against the model itself.
+"""Chooses the mode of a model at load time, by a trial against the model itself.
 
 1. Attention and recurrent layers through the seam (seam/).
 2. If that fails, or the logits differ from the model's own: modules with recurrent states see
-   sequences (sequences/by_runs.py).
+   sequences (sequences/step.py).
 3. If that fails: attention one segment at a time too (sequences/kv_segments.py): slower, but
    general.
 4. If that also fails, ModelLoadError names the architecture and the reason.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import mlx.nn as nn
 import numpy as np
 
-from vllm_metal_lite.attention.base import Call, Step
+from vllm_metal_lite.attention.base import AttentionCall, Step
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention, ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import ALONE, RankGroup
@@ -49,7 +49,7 @@ class _ObserverStep(ReferenceStepAttention):
         super().__init__(store, step)
         self._shapes = shapes
 
-    def attend(self, q: mx.array, call: Call) -> mx.array:
+    def attend(self, q: mx.array, call: AttentionCall) -> mx.array:
         spec = self.store.specs[call.layer]
         shape = AttentionShape(
             q.shape[1], spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim, q.dtype, call.window,
@@ -62,7 +62,7 @@ class _ObserverStep(ReferenceStepAttention):
 class Fit(NamedTuple):
     """packed: the model, ready for packed steps.  shapes to usage: what it asks of the seam.
 
-    is_unexpected: an earlier form failed for a reason that is not how the model is written.
+    is_unexpected: an earlier mode failed for a reason that is not how the model is written.
     """
 
     packed: PackedModel
@@ -73,7 +73,7 @@ class Fit(NamedTuple):
 
 
 def fit(model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup = ALONE) -> Fit:
-    """Try the forms of a model in turn; raises ModelLoadError if none fits.
+    """Try the modes of a model in turn; raises ModelLoadError if none fits.
 
     The trial also evaluates lazy arrays that are not parameters (RoPE's frequencies): MLX can
     evaluate them only in the thread that created them.
@@ -90,7 +90,7 @@ def fit(model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup = AL
 
 def foresee(model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup = ALONE) -> Fit:
     """As `fit`, by the model's code alone: graphs are built and not evaluated, so no weight is
-    read.  `fit` may still choose a later form, or refuse, for logits that differ."""
+    read.  `fit` may still choose a later mode, or refuse, for logits that differ."""
     return _choose(model, layout, model_type, _problem_of_code)
 
 
@@ -109,18 +109,18 @@ def _choose(
     model_type: str,
     problem_of: Callable[[PackedModel, ReferenceAttention], Problem | None],
 ) -> Fit:
-    """The first form without a problem; ModelLoadError if all have one."""
-    last = None  # the problem of the previous form
-    forms = ("packed", *(("in sequences",) if layout.states else ()), "by segment")
-    for form in forms:
+    """The first mode without a problem; ModelLoadError if all have one."""
+    last = None  # the problem of the previous mode
+    modes = ("packed", *(("in sequences",) if layout.states else ()), "by segment")
+    for mode in modes:
         reason = last and last.text
         packed = PackedModel(
             model,
             layout,
-            by_segment=reason if form == "by segment" else None,
-            in_sequences=reason if form == "in sequences" else None,
+            by_segment=reason if mode == "by segment" else None,
+            in_sequences=reason if mode == "in sequences" else None,
         )
-        attention = _Observer(PagedStore(layout.specs, 4, BLOCK, states=packed.state_pool(2)))
+        attention = _Observer(PagedStore(layout.specs, 4, BLOCK, states=packed.state_store(2)))
         usage = Usage()
         with usage.watching():
             problem = problem_of(packed, attention)

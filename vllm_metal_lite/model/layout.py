@@ -21,7 +21,7 @@ from mlx_lm.models.cache import (
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ModelLoadError, one_line
-from vllm_metal_lite.kv.states import StateSpec
+from vllm_metal_lite.kv.state_store import StateSpec
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.seam.recurrent import noting_silu
 from vllm_metal_lite.model.sequences.kv_segments import NATIVE_TYPES

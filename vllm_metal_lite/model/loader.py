@@ -56,7 +56,7 @@ _REFUSED = {
 class LoadedModel:
     """A model, its tokenizer and the facts that the engine needs.
 
-    fit: the packed form, and what it asks of the kernels.
+    fit: the mode, and what it asks of the kernels.
     sampling_defaults: SamplingParams fields of requests that name none.
     context_guess: the source of max_position if the number is a guess, otherwise None.
     ranks: the ranks that share the model; this is one shard.  ALONE for a whole model.
@@ -124,7 +124,7 @@ class LoadedModel:
         return KernelUse(
             tuple(self.attention_shapes),
             block_size,
-            self.fit.usage.rotations,
+            self.fit.usage.ropes,
             tuple(self.fit.usage.hidden_sizes),
             tuple(weights),
             self.packed.no_prefix_cache is None,
@@ -151,26 +151,26 @@ def load(
 
     ranks: load this rank's shard or stage; all ranks must load the model at once.
     """
-    path, name = find(name), str(name)
-    with _explained(name, path, trust_remote_code):
-        model, tokenizer, config = _unevaluated(name, path, dtype, trust_remote_code)
+    folder, name = find(name), str(name)
+    with _explained(name, folder, trust_remote_code):
+        model, tokenizer, config = _unevaluated(name, folder, dtype, trust_remote_code)
         if ranks.size > 1:
             divide = keep_stage if ranks.stages else shard
             divide(model, str(config.get("model_type")), ranks)
         mx.eval(model.parameters())
-        return from_model(model, tokenizer, config, name=name, path=path, ranks=ranks)
+        return from_model(model, tokenizer, config, name=name, folder=folder, ranks=ranks)
 
 
 def preview(
-    path: Path, name: str, dtype: str = "auto", trust_remote_code: bool = False
+    folder: Path, name: str, dtype: str = "auto", trust_remote_code: bool = False
 ) -> LoadedModel:
     """The model of a folder, without its weights; raises as `load` does.
 
     Of the files of weights, only the headers are read: names, shapes and dtypes.  Zeros that take
-    no memory stand for the weights.  The form is `foresee`'s.
+    no memory stand for the weights.  The mode is `foresee`'s.
     """
-    with _explained(name, path, trust_remote_code):
-        model, tokenizer, config = _unevaluated(name, path, dtype, trust_remote_code)
+    with _explained(name, folder, trust_remote_code):
+        model, tokenizer, config = _unevaluated(name, folder, dtype, trust_remote_code)
         model.update(
             tree_map(lambda w: mx.broadcast_to(mx.zeros((), w.dtype), w.shape), model.parameters())
         )
@@ -178,10 +178,10 @@ def preview(
 
 
 def _unevaluated(
-    name: str, path: Path, dtype: str, trust_remote_code: bool
+    name: str, folder: Path, dtype: str, trust_remote_code: bool
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    model, config = load_model(path, lazy=True, trust_remote_code=trust_remote_code)
-    tokenizer = _load_tokenizer(name, path, config, trust_remote_code)
+    model, config = load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
+    tokenizer = _load_tokenizer(name, folder, config, trust_remote_code)
     if not len(tokenizer):
         raise ModelLoadError("it has no tokenizer")
     if dtype != "auto":
@@ -192,15 +192,15 @@ def _unevaluated(
 
 
 @contextmanager
-def _explained(name: str, path: Path, trust_remote_code: bool) -> Iterator[None]:
+def _explained(name: str, folder: Path, trust_remote_code: bool) -> Iterator[None]:
     """Load a model inside of the block: every failure is a ModelLoadError of one line.
 
     A folder that cannot be loaded is refused before the block.
     """
-    config = read_config(path, name)
+    config = read_config(folder, name)
     _refuse_untrusted(name, str(config.get("model_type")))
     if config.get("model_file") and not trust_remote_code:
-        raise _remote_code_error(name, "architecture", path)
+        raise _remote_code_error(name, "architecture", folder)
     try:
         yield
     except RemoteCodeError:
@@ -211,40 +211,42 @@ def _explained(name: str, path: Path, trust_remote_code: bool) -> Iterator[None]
 
 def load_tokenizer_only(name: str, trust_remote_code: bool = False) -> TokenizerWrapper:
     """The tokenizer of a model, without its weights; every failure is a ModelLoadError."""
-    path, name = find(name), str(name)
+    folder, name = find(name), str(name)
     try:
-        return _load_tokenizer(name, path, read_config(path, name), trust_remote_code)
+        return _load_tokenizer(name, folder, read_config(folder, name), trust_remote_code)
     except ModelLoadError:
         raise
     except (Exception, SystemExit) as e:
         raise ModelLoadError(f"{name}: cannot load its tokenizer: {one_line(e)}") from e
 
 
-def _load_tokenizer(name: str, path: Path, config: dict[str, Any], trust: bool) -> TokenizerWrapper:
+def _load_tokenizer(
+    name: str, folder: Path, config: dict[str, Any], trust: bool
+) -> TokenizerWrapper:
     # Never None: transformers would ask on stdin.
     options: dict[str, Any] = {"trust_remote_code": trust}
-    if template := _template_of_processor(path):
+    if template := _template_of_processor(folder):
         options["chat_template"] = template
     try:
-        tokenizer = load_tokenizer(path, options, eos_token_ids=config.get("eos_token_id"))
+        tokenizer = load_tokenizer(folder, options, eos_token_ids=config.get("eos_token_id"))
     except Exception as e:
         # The exception type varies: transformers first tries a tokenizer of its own.
-        if trust or "auto_map" not in read_json(path / "tokenizer_config.json"):
+        if trust or "auto_map" not in read_json(folder / "tokenizer_config.json"):
             raise
-        raise _remote_code_error(name, "tokenizer", path) from e
+        raise _remote_code_error(name, "tokenizer", folder) from e
     decode_as_bytes(tokenizer)
     # Suppress transformers' warning: the engine reports its own limit.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 
 
-def _template_of_processor(path: Path) -> str | None:
+def _template_of_processor(folder: Path) -> str | None:
     """The template of chat_template.json, where older multimodal models have their only one."""
-    file = path / "chat_template.json"
+    file = folder / "chat_template.json"
     if (
         not file.is_file()
-        or (path / "chat_template.jinja").exists()
-        or read_json(path / "tokenizer_config.json").get("chat_template")
+        or (folder / "chat_template.jinja").exists()
+        or read_json(folder / "tokenizer_config.json").get("chat_template")
     ):
         return None
     try:
@@ -257,9 +259,10 @@ def _template_of_processor(path: Path) -> str | None:
     return template
 
 
-def _remote_code_error(name: str, part: str, path: Path) -> RemoteCodeError:
+def _remote_code_error(name: str, part: str, folder: Path) -> RemoteCodeError:
     return RemoteCodeError(
-        f"{name}: its {part} is Python code that comes with the model: read it in {path}, and set ",
+        f"{name}: its {part} is Python code that comes with the model: read it in {folder}, "
+        "and set ",
         Option("trust_remote_code"),
         " to run it",
     )
@@ -270,14 +273,14 @@ def from_model(
     tokenizer: TokenizerWrapper | None,
     config: dict[str, Any],
     name: str,
-    path: Path | None = None,
+    folder: Path | None = None,
     fit: Callable[[nn.Module, Layout, str, RankGroup], Fit] = fit,
     ranks: RankGroup = ALONE,
 ) -> LoadedModel:
     """Wrap an mlx-lm model already in memory; ModelLoadError if packed steps cannot run it.
 
-    path: the folder of the generation_config.json to follow.
-    fit: chooses the packed form.  ranks: the model is this rank's shard.
+    folder: of the generation_config.json to follow.
+    fit: chooses the mode.  ranks: the model is this rank's shard.
     """
     model_type = str(config.get("model_type"))
     _refuse_untrusted(name, model_type)
@@ -297,11 +300,11 @@ def from_model(
         eos_token_ids=_ends(name, tokenizer, layout.vocab_size) if tokenizer is not None else (),
         num_parameters=num_parameters,
         weight_bytes=sum(w.nbytes for w in backend.leaves(model.parameters())),
-        sampling_defaults=sampling_defaults(path) if path else {},
+        sampling_defaults=sampling_defaults(folder) if folder else {},
         kv_specs=list(layout.specs),
         context_guess=context_guess,
         ranks=ranks,
-        pooling=pooling_config(path, name, vocab) if path else PoolingConfig(),
+        pooling=pooling_config(folder, name, vocab) if folder else PoolingConfig(),
     )
 
 

@@ -8,7 +8,7 @@ import mlx.nn as nn
 
 from vllm_metal_lite.attention.base import Step, StepAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kv.states import StatePool
+from vllm_metal_lite.kv.state_store import StateStore
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.calls import wrap_call
 from vllm_metal_lite.model.layout import Layout, Node, PagedLayer, StateLayer, is_part, outermost
@@ -16,10 +16,10 @@ from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
 from vllm_metal_lite.model.seam.recurrent import RecurrentHooks
 from vllm_metal_lite.model.seam.state_cache import StateCache
-from vllm_metal_lite.model.sequences.by_runs import CacheMembers, SequenceStep, call_by_runs
+from vllm_metal_lite.model.sequences.step import CacheMembers, SequenceStep, call_by_batches
 
 
-class _Rows:
+class _HeadRows:
     """The rows that the body of a model hands to its head during a packed forward."""
 
     wanted: mx.array | None = None
@@ -61,7 +61,7 @@ class Fusion:
         """Held while a forward is built."""
         return nullcontext()
 
-    def without(self, failed: Collection[str]) -> "Fusion":
+    def without(self, failed_kernels: Collection[str]) -> "Fusion":
         """The same without these kernels."""
         return self
 
@@ -83,7 +83,7 @@ def _map_leaves(cache: Callable[[Any], Any], node: Node) -> Any:
 class PackedModel:
     """An mlx-lm model that takes a packed step.
 
-    by_segment: why attention runs one segment at a time (sequences/by_runs.py), in one line; None
+    by_segment: why attention runs one segment at a time (sequences/step.py), in one line; None
     if attention runs packed.  in_sequences: why modules with recurrent states see sequences; None
     if there are none, or if they work on packed rows (seam/recurrent.py).
     """
@@ -106,20 +106,20 @@ class PackedModel:
             }
         )
         for module in users.values():
-            wrap_call(module, call_by_runs)
+            wrap_call(module, call_by_batches)
         # A module that uses K and V can see only one segment at a time.
         self.by_segment: str | None = None
         if any(is_part(kv, path) for path in users for kv in layout.kv_users):
             self.by_segment = by_segment or "modules that keep K and V keep a state too"
         self._hooks = RecurrentHooks(model) if layout.states and not in_sequences else tuple
-        self._rows = _Rows()
+        self._rows = _HeadRows()
         body = body_of(model)
         if body is not None:
             wrap_call(body, self._rows.select)
 
     @property
     def sees_sequences(self) -> bool:
-        """Whether some modules run on sequences (sequences/by_runs.py), not on packed rows."""
+        """Whether some modules run on sequences (sequences/step.py), not on packed rows."""
         return self.in_sequences is not None or self.reads_store
 
     @property
@@ -144,9 +144,9 @@ class PackedModel:
         """The layers that keep K and V, in order: the store's layers."""
         return self.layout.specs
 
-    def state_pool(self, num_slots: int) -> StatePool:
-        """A pool of this model's recurrent states."""
-        return StatePool(self.layout.states, num_slots)
+    def state_store(self, num_slots: int) -> StateStore:
+        """A store for this model's recurrent states."""
+        return StateStore(self.layout.states, num_slots)
 
     def __call__(
         self, attention: StepAttention, logits_indices: mx.array | None, fusion: Fusion = NO_FUSION

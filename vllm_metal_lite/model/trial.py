@@ -145,7 +145,7 @@ def built_steps(
 
 
 class Trial:
-    """Tries packed forms of a model; keeps the model's own logits for the next form."""
+    """Tries modes of a packed model; keeps the model's own logits for the next mode."""
 
     def __init__(self, model: nn.Module, vocab_size: int, ranks: RankGroup = ALONE) -> None:
         self._model, self._vocab_size, self._ranks = model, vocab_size, ranks

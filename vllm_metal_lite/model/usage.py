@@ -14,7 +14,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.weights import QuantisedWeight, Weight, readable
 from vllm_metal_lite.model.seam.hooks import Hook, hooked
 from vllm_metal_lite.model.seam.scaling import ScalingAt
-from vllm_metal_lite.specs import Quantisation, Rotation
+from vllm_metal_lite.specs import Quantisation, RopeShape
 
 
 class Usage:
@@ -26,13 +26,13 @@ class Usage:
     def __init__(self) -> None:
         self.hidden_sizes: dict[int, None] = {}
         self._head_norms: dict[int, float] = {}  # head size -> eps
-        self._rotations: dict[tuple[int, Rotation], None] = {}
+        self._ropes: dict[tuple[int, RopeShape], None] = {}
         # The newest array of heads whose first elements are times a number, how many, the number.
         self._scaled: tuple[mx.array, int, float] | None = None
 
     @property
-    def rotations(self) -> tuple[Rotation, ...]:
-        found = {replace(r, eps=self._head_norms.get(head_dim)) for head_dim, r in self._rotations}
+    def ropes(self) -> tuple[RopeShape, ...]:
+        found = {replace(r, eps=self._head_norms.get(head_dim)) for head_dim, r in self._ropes}
         return tuple(sorted(found, key=str))
 
     @contextmanager
@@ -64,8 +64,8 @@ class Usage:
     def _rope(self, original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         def rope(x: mx.array, dims: int, **how: Any) -> mx.array:
             angles = how["traditional"], how["base"], how["scale"]
-            rotation = Rotation(dims, *angles, factor=self._factor(x, dims))
-            self._rotations[x.shape[-1], rotation] = None
+            rope = RopeShape(dims, *angles, factor=self._factor(x, dims))
+            self._ropes[x.shape[-1], rope] = None
             return original(x, dims, **how)
 
         return rope

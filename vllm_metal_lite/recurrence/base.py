@@ -1,7 +1,7 @@
 """The interface of recurrent layers over packed rows, and what mlx-lm's layers ask of it.
 
 Rows are those of a packed step, in mlx-lm's shapes: (N, 1, ...).  Each segment continues its own
-state, which `key` names in the store's pool.
+state, which `key` names in the state store.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g, normaliz
 from mlx_lm.models.ssm import compute_dt
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kv.states import Key
+from vllm_metal_lite.kv.state_store import Key
 from vllm_metal_lite.specs import ConvShape, RecurrenceShape
 
 
@@ -33,7 +33,7 @@ class CausalConv:
         return ConvShape(channels, size, self.bias is not None, self.silu, self.x.dtype)
 
 
-class HeadNorm(NamedTuple):
+class QKNorm(NamedTuple):
     """The arguments of mlx-lm's `normalize_qk`."""
 
     inv_scale: float
@@ -58,7 +58,7 @@ class GatedDelta:
     dt_bias: mx.array
     lower_bound: float | None = None
     allow_neg_eigval: bool = False
-    norm: HeadNorm | None = None
+    norm: QKNorm | None = None
 
     @property
     def is_vector(self) -> bool:

@@ -6,19 +6,19 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS
 from vllm_metal_lite.kernels.causal_conv import MAX_KERNEL_SIZE, causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.common import MIN_ELEMENTS
 from vllm_metal_lite.kernels.gated_delta import gated_delta, recurrence_problem
 from vllm_metal_lite.kernels.recurrence import (
+    GatedNorm,
     Gates,
-    Norm,
     column_gates,
     delta_gates,
     given,
     time_gates,
 )
-from vllm_metal_lite.kernels.segments import plan_segments
-from vllm_metal_lite.kv.states import Key, StatePool
+from vllm_metal_lite.kernels.segments import pack_segments
+from vllm_metal_lite.kv.state_store import Key, StateStore
 from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace
 from vllm_metal_lite.recurrence.columns import columns_of
 from vllm_metal_lite.specs import ConvShape, RecurrenceShape, RecurrentShape
@@ -53,7 +53,7 @@ class SegmentPlan(NamedTuple):
         missing = num_segments - batch.num_segments
         empty = np.full(missing, EMPTY_SLOT, np.int32)
         cu = batch.cu_seqlens_q
-        segments = plan_segments(
+        segments = pack_segments(
             np.concatenate([cu, np.full(missing, cu[-1], cu.dtype)]),
             np.concatenate([batch.initial_slots, empty]),
             np.concatenate([batch.final_slots, empty]),
@@ -79,13 +79,13 @@ class KernelRecurrence:
     """
 
     def __init__(
-        self, pool: StatePool, plan: SegmentPlan, order: Ordered, *, fused: bool = True
+        self, state_store: StateStore, plan: SegmentPlan, order: Ordered, *, fused: bool = True
     ) -> None:
-        self.pool, self.plan, self.order, self.fused = pool, plan, order, fused
+        self.state_store, self.plan, self.order, self.fused = state_store, plan, order, fused
 
     def causal_conv(self, key: Key, conv: CausalConv) -> mx.array:
         y, self.order.token = causal_conv(
-            columns_of(conv.x), conv.weight, conv.bias, self.pool[key], self.plan.segments,
+            columns_of(conv.x), conv.weight, conv.bias, self.state_store[key], self.plan.segments,
             self.plan.tiles, self.order.token, silu=conv.silu,
         )  # fmt: skip
         return y
@@ -97,9 +97,9 @@ class KernelRecurrence:
             (q, k), norm = delta.normalized, None
         y, self.order.token = gated_delta(
             columns_of(q), columns_of(k), columns_of(delta.v), self._gates(delta),
-            self.pool[key], self.plan.segments, self.order.token,
+            self.state_store[key], self.plan.segments, self.order.token,
             num_k_heads=q.shape[-2], max_seqlen=self.plan.max_seqlen,
-            norm=norm and Norm(norm.eps, norm.inv_scale),
+            norm=norm and GatedNorm(norm.eps, norm.inv_scale),
         )  # fmt: skip
         return y
 
@@ -124,7 +124,7 @@ class KernelRecurrence:
             gates = given(decays, steps)
         y, self.order.token = gated_delta(
             columns_of(update.c), columns_of(update.b), columns_of(update.x), gates,
-            self.pool[key], self.plan.segments, self.order.token,
+            self.state_store[key], self.plan.segments, self.order.token,
             num_k_heads=update.b.shape[-2], max_seqlen=self.plan.max_seqlen, skip=update.d,
         )  # fmt: skip
         return y

@@ -1,6 +1,6 @@
 """Recurrent layers in MLX operations: runs on every backend; the oracle for kernels.
 
-Each run of a step (runs.py) is one call of mlx-lm's own function, with a batch of states.
+Each batch of sequences (sequence_batches.py) is one call of mlx-lm's own function.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,14 @@ from mlx_lm.models.ssm import ssm_update
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
-from vllm_metal_lite.kv.states import Key, StatePool
+from vllm_metal_lite.kv.state_store import Key, StateStore
 from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace
-from vllm_metal_lite.recurrence.runs import Rows, Run, RunStates, plan_runs
+from vllm_metal_lite.recurrence.sequence_batches import (
+    BatchStates,
+    RowOrder,
+    SequenceBatch,
+    sequence_batches,
+)
 from vllm_metal_lite.specs import RecurrentShape
 
 # (state (B, ...) or None, rows (B, L, ...), ...) -> (rows (B, L, ...), state (B, ...))
@@ -24,14 +29,14 @@ Advance = Callable[..., tuple[mx.array, mx.array]]
 class ReferenceRecurrence:
     """See StepRecurrence.  shapes: of the calls so far."""
 
-    def __init__(self, pool: StatePool, batch: ForwardBatch, num_rows: int) -> None:
-        self.pool, self.batch, self.num_rows = pool, batch, num_rows
+    def __init__(self, state_store: StateStore, batch: ForwardBatch, num_rows: int) -> None:
+        self.state_store, self.batch, self.num_rows = state_store, batch, num_rows
         self.shapes: dict[RecurrentShape, None] = {}
 
     @cached_property
-    def _plan(self) -> tuple[list[Run], Rows]:
-        runs = plan_runs(self.batch)
-        return runs, Rows(runs, self.num_rows)
+    def _plan(self) -> tuple[list[SequenceBatch], RowOrder]:
+        batches = sequence_batches(self.batch)
+        return batches, RowOrder(batches, self.num_rows)
 
     def causal_conv(self, key: Key, conv: CausalConv) -> mx.array:
         self.shapes[conv.shape] = None
@@ -75,14 +80,14 @@ class ReferenceRecurrence:
         return self._scan(key, advance, u.x, u.b, u.c, u.dt)
 
     def _scan(self, key: Key, advance: Advance, *rows: mx.array) -> mx.array:
-        """Packed rows (N, 1, ...) through all runs, in order, each with its states -> (N, ...)."""
+        """Packed rows (N, 1, ...) through all batches, in order, with their states -> (N, ...)."""
         rows = tuple(x.squeeze(1) for x in rows)
-        runs, packed = self._plan
-        states, parts = RunStates(self.pool), []
-        for run in runs:
-            taken = (packed.take(x, run) for x in rows)
-            y, state = advance(states.get(run, key), *taken)
-            states.set(run, key, state)
+        batches, packed = self._plan
+        states, parts = BatchStates(self.state_store), []
+        for seqs in batches:
+            taken = (packed.take(x, seqs) for x in rows)
+            y, state = advance(states.get(seqs, key), *taken)
+            states.set(seqs, key, state)
             parts.append(y.reshape(-1, *y.shape[2:]))
         states.commit()
         return packed.pack(parts)

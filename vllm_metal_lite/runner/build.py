@@ -12,8 +12,8 @@ from vllm_metal_lite.attention.select import Verdict, no_kernels, select
 from vllm_metal_lite.kernels.launch import KernelError
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
-from vllm_metal_lite.runner.path import Path
 from vllm_metal_lite.runner.runner import ModelRunner
+from vllm_metal_lite.runner.step_path import StepPath
 from vllm_metal_lite.sampling.sampler import Sampler
 
 
@@ -28,23 +28,25 @@ def build_runner(
     room = _room("fusion.decide")
     while room is not None:
         try:
-            fusion, note = room.decide(model.packed, path.attention, path.failed, model.ranks)
+            fusion, note = room.decide(
+                model.packed, path.attention, path.failed_kernels, model.ranks
+            )
             path = replace(path, fusion=fusion, fusion_note=note)
             break
         except KernelError as e:  # in the trial of the fused launches
-            path = path.without(e)
+            path = path.fallback(e)
     return ModelRunner(model.packed, path, sampler, model.ranks)
 
 
-def choose_attention(model: LoadedModel, store: PagedStore, option: str) -> Path:
+def choose_attention(model: LoadedModel, store: PagedStore, option: str) -> StepPath:
     """The path of a model on this device; nothing is fused yet."""
     shapes, verdict = model.attention_shapes, Verdict({})
     reason = no_kernels(option, shapes, model.packed.by_segment, model.fit.recurrences)
     if reason is not None:
-        return Path(ReferenceAttention(store), reason, option, shapes)
+        return StepPath(ReferenceAttention(store), reason, option, shapes)
     if room := _room("checks.verdicts"):
         verdict = _by_all(room, model, store.block_size)
-    return Path(*select(option, store, shapes, verdict), option, shapes, verdict)
+    return StepPath(*select(option, store, shapes, verdict), option, shapes, verdict)
 
 
 def _by_all(checks: ModuleType, model: LoadedModel, block_size: int) -> Verdict:

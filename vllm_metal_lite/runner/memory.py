@@ -43,7 +43,7 @@ def _gib(size: float) -> str:
 
 
 class StoreSize(NamedTuple):
-    """groups: the model's KV groups, with their blocks.  num_state_slots: of the pool of recurrent
+    """groups: the model's KV groups, with their blocks.  num_state_slots: of recurrent
     states; 0 for a model without any."""
 
     groups: list[KVGroup]
@@ -86,17 +86,17 @@ def size_store(
             most = min(config.num_blocks, _most_owned(group, config, max_model_len))
             groups.append(replace(group, num_blocks=most))
         need = model.weight_bytes + store_bytes(model, groups, config.block_size)
-        slots = state_slots(model, config, limit - need, config.num_blocks)
-        need += slots * model.state_bytes
+        num_state_slots = state_slots(model, config, limit - need, config.num_blocks)
+        need += num_state_slots * model.state_bytes
         if need > limit:
             raise OutOfMemoryError(
                 Option("num_blocks"),
                 f" {config.num_blocks} needs {_gib(need)} with the weights"
-                f"{_states(model, config, slots)}; this device has {_gib(limit)}",
+                f"{_states(model, config, num_state_slots)}; this device has {_gib(limit)}",
             )
     else:
         peak = (peak_of or step_peak_bytes)(model, config, max_model_len)
-        groups, slots = _fitting_groups(model, config, max_model_len, limit, peak)
+        groups, num_state_slots = _fitting_groups(model, config, max_model_len, limit, peak)
     capacity, num_blocks = min((_capacity(g, config.block_size), g.num_blocks) for g in groups)
     if capacity < max_model_len:
         if wanted is not None:
@@ -106,7 +106,7 @@ def size_store(
                 f"{config.block_size} hold, got {wanted}",
             )
         max_model_len = capacity
-    return StoreSize(groups, max_model_len, slots)
+    return StoreSize(groups, max_model_len, num_state_slots)
 
 
 def state_slots(model: LoadedModel, config: EngineConfig, left: float, num_blocks: int) -> int:
@@ -149,8 +149,8 @@ def _most_owned(group: KVGroup, config: EngineConfig, max_model_len: int) -> int
     seats, size = config.max_num_seqs, config.block_size
     all_seats = seats * -(-max_model_len // size)
     # Each seat's new tokens may start in a partly filled block.
-    step = seats + -(-config.max_num_batched_tokens // size)
-    return min(all_seats, seats * group.most_blocks(max_model_len, 1, size) + step)
+    new_blocks = seats + -(-config.max_num_batched_tokens // size)
+    return min(all_seats, seats * group.most_blocks(max_model_len, 1, size) + new_blocks)
 
 
 def _beside(num_blocks: int, group: KVGroup, config: EngineConfig, max_model_len: int) -> int:
@@ -185,15 +185,15 @@ def _fitting_groups(
     fraction = config.memory_fraction or profile().memory_fraction
     left = limit * fraction - model.weight_bytes - peak
     most = _most_owned(first, config, max_model_len)
-    slots = state_slots(model, config, left, most)
-    left -= slots * model.state_bytes
+    num_state_slots = state_slots(model, config, left, most)
+    left -= num_state_slots * model.state_bytes
     if left < size(1):
-        fewer: tuple = (" or ", Option("max_num_seqs")) if slots else ()
-        if slots > config.max_num_seqs:
+        fewer: tuple = (" or ", Option("max_num_seqs")) if num_state_slots else ()
+        if num_state_slots > config.max_num_seqs:
             fewer += " or ", Option("state_cache_gib")
         raise OutOfMemoryError(
             f"{model.name} does not fit: weights {_gib(model.weight_bytes)}"
-            f"{_states(model, config, slots)} + a step of "
+            f"{_states(model, config, num_state_slots)} + a step of "
             f"{config.max_num_batched_tokens} tokens {_gib(peak)} + one block of KV "
             f"{_gib(size(1))}, and only {_gib(limit * fraction)} may be used "
             "(",
@@ -205,7 +205,7 @@ def _fitting_groups(
             Option("memory_fraction"),
         )
     # Blocks of a purely recurrent model hold no data; they only count tokens.
-    return groups(bisect_right(range(most + 1), left, key=size) - 1), slots
+    return groups(bisect_right(range(most + 1), left, key=size) - 1), num_state_slots
 
 
 def _states(model: LoadedModel, config: EngineConfig, num_slots: int) -> str:
@@ -233,7 +233,7 @@ def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int
     lengths[-1] = rows - seats + 1
     table_rows = np.array([inputs.add([0], 1) for _ in range(seats)])
     # All segments share one slot: only the sizes matter.
-    store = PagedStore(model.kv_specs, 1, bs, states=model.packed.state_pool(1))
+    store = PagedStore(model.kv_specs, 1, bs, states=model.packed.state_store(1))
     attention = ReferenceAttention(store)
     inputs.num_tokens[table_rows[-1]] = context
     batch = inputs.pack(

@@ -18,7 +18,7 @@ class StepResult:
 
     token_ids: (T,) int32, one per terminal segment.  logprobs, prompt_logprobs: None unless
     requested.
-    undrawn: row -> `undrawn.MASKED` or NAN, for rows without a token; their token_ids are 0.
+    no_token: row -> `no_token.MASKED` or NAN, for rows without a token; their token_ids are 0.
     draft_token_ids: see ForwardBatch.
     for_host: the tokens that the host reads; the next step reads `sampled`.
     written: arrays that exist once the step has written to the store.
@@ -81,7 +81,7 @@ class StepResult:
         return rows
 
     @cached_property
-    def undrawn(self) -> dict[int, int]:
+    def no_token(self) -> dict[int, int]:
         reported = self._reported
         return {row: int(reported[row]) for row in np.flatnonzero(reported < 0).tolist()}
 

@@ -21,9 +21,9 @@ from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.kernels.launch import KernelError, one_by_one
 from vllm_metal_lite.model.packed import Fusion, PackedModel
 from vllm_metal_lite.runner.compiled import CompiledSteps
-from vllm_metal_lite.runner.path import Path
 from vllm_metal_lite.runner.pooled import Pooled, pool
 from vllm_metal_lite.runner.result import StepResult
+from vllm_metal_lite.runner.step_path import StepPath
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler, prompt_logprobs
 
@@ -50,13 +50,13 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: PackedModel, path: Path, sampler: Sampler, ranks: RankGroup = ALONE
+        self, model: PackedModel, path: StepPath, sampler: Sampler, ranks: RankGroup = ALONE
     ) -> None:
         self.model, self.sampler, self.ranks = model, sampler, ranks
         self._take(path, CompiledSteps(model, path.attention, path.fusion))
         self._last: StepResult | None = None
 
-    def _take(self, path: Path, compiled: CompiledSteps) -> None:
+    def _take(self, path: StepPath, compiled: CompiledSteps) -> None:
         state = path.attention.new_state()
         self.path, self.compiled, self._state = path, compiled, state
 
@@ -81,7 +81,7 @@ class ModelRunner:
         while the device runs the forward; it may be called again.  after: the previous step, which
         holds the tokens that are unknown on the host; it has no drafts.  Raises if this step is
         invalid, or if the previous step failed before the host waited for it.  A kernel that fails
-        is replaced (`Path.without`).
+        is replaced (`StepPath.fallback`).
         """
         store = self.attention.store
         batch.validate(*store.num_blocks, num_state_slots=store.states.num_slots)
@@ -89,13 +89,13 @@ class ModelRunner:
             try:
                 return self._launch(batch, num_prompt_logprobs, grammar, after)
             except Exception as e:
-                if not self._give_way(e, batch, after):
+                if not self._fall_back(e, batch, after):
                     raise
                 if store.states.arrays:
                     raise StatesLost("a kernel failed in a step with recurrent layers") from e
             # Launch again only here: until `except` ends, the error holds the failed step's arrays.
 
-    def _give_way(self, error: Exception, batch: ForwardBatch, after: StepResult | None) -> bool:
+    def _fall_back(self, error: Exception, batch: ForwardBatch, after: StepResult | None) -> bool:
         """Switch to the fallback, if a kernel is at fault; returns whether it did."""
         if self.ranks.size > 1:  # the others wait inside this step, and cannot repeat it
             return False
@@ -107,7 +107,7 @@ class ModelRunner:
         culprit = self._find_culprit(batch, after)
         if culprit is None or _OUT_OF_MEMORY.search(culprit.why):
             return False
-        path = self.path.without(culprit)
+        path = self.path.fallback(culprit)
         compiled = CompiledSteps(self.model, path.attention, path.fusion)
         compiled.num_steps = self.compiled.num_steps
         self._take(path, compiled)
@@ -168,15 +168,9 @@ class ModelRunner:
             # Where steps overlap, waiting for a step must not mean waiting for the next one too.
             written = state[:1] if self.attention.overlaps else ()
             result = StepResult(
-                req_indices,
-                sampled,
-                logprobs,
-                scored,
-                for_host,
-                written,
-                batch.draft_token_ids,
+                req_indices, sampled, logprobs, scored, for_host, written, batch.draft_token_ids,
                 pooled,
-            )
+            )  # fmt: skip
             self._submit(result, state)
         except BaseException:
             self.sampler.state = before

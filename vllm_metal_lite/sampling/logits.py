@@ -174,8 +174,8 @@ def _threshold(x: mx.array, f: Filters) -> mx.array:
         floor = mx.maximum(floor, best + f.min_p)
     if f.top_p is not None:
         # Sum from the least likely token up: a sum near 1 would absorb small terms.
-        rank = mx.arange(-size, 0)[None]
-        mass = _weights(s, best, rank, f.top_k, floor, f.temperature).cumsum(-1)
+        order = mx.arange(-size, 0)[None]
+        mass = _weights(s, best, order, f.top_k, floor, f.temperature).cumsum(-1)
         cut = (mass <= f.top_p * mass[:, -1:]).sum(-1, keepdims=True)
         floor = mx.maximum(floor, mx.take_along_axis(s, mx.minimum(cut, size - 1), -1))
     return floor
@@ -185,14 +185,14 @@ def _threshold(x: mx.array, f: Filters) -> mx.array:
 def _weights(
     s: mx.array,
     best: mx.array,
-    rank: mx.array,
+    order: mx.array,
     top_k: mx.array,
     floor: mx.array,
     temperature: mx.array,
 ) -> mx.array:
     # Cut by rank, not by value: other rows decide how many of the tokens that tie with the k-th are
     # among the candidates.
-    out = (rank < top_k) | (s < floor)
+    out = (order < top_k) | (s < floor)
     return mx.where(out, 0.0, mx.exp((s - best) / temperature))
 
 

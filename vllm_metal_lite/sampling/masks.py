@@ -94,8 +94,8 @@ def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class BadWordsPlan:
-    """The W bad words of a step's rows.  rows, last, slots: (W,); prefix: (W, L).
+class BadWordsRows:
+    """The W bad words of a step's rows.  rows, last, recent_rows: (W,); prefix: (W, L).
 
     members, member_rows: (M,), the requests with bad words, and their rows in the batch.
     drafts: (W, K) int32, the drafts before each word's row, padded behind, and depth: (W, 1), their
@@ -104,7 +104,7 @@ class BadWordsPlan:
 
     rows: mx.array
     last: mx.array
-    slots: mx.array
+    recent_rows: mx.array
     prefix: mx.array
     members: mx.array
     member_rows: mx.array
@@ -146,50 +146,50 @@ class BadWords:
     def remove(self, req_index: int) -> None:
         self._words.pop(req_index, None)
 
-    def plan(self, req_indices: np.ndarray, drafts: Drafts | None) -> BadWordsPlan | None:
+    def of_rows(self, req_indices: np.ndarray, drafts: Drafts | None) -> BadWordsRows | None:
         """The bad words of these rows; None if there are none."""
         members = [(row, r) for row, r in enumerate(req_indices.tolist()) if r in self._words]
         if not members:
             return None
         words = [self._words[r] for _, r in members]
         counts, length = [len(last) for last, _ in words], self.recent.shape[1]
-        rows, slots = np.array(members, np.int32).T
+        rows, recent_rows = np.array(members, np.int32).T
         padded = [
             np.pad(prefix, [(0, 0), (length - prefix.shape[1], 0)], constant_values=_ANY)
             for _, prefix in words
         ]
-        return BadWordsPlan(
+        return BadWordsRows(
             rows=mx.array(np.repeat(rows, counts)),
             last=mx.array(np.concatenate([last for last, _ in words])),
-            slots=mx.array(np.repeat(slots, counts)),
+            recent_rows=mx.array(np.repeat(recent_rows, counts)),
             prefix=mx.array(np.concatenate(padded)),
-            members=mx.array(slots),
+            members=mx.array(recent_rows),
             member_rows=mx.array(rows),
-            drafts=drafts and drafts.matrix(np.repeat(rows, counts)),
+            drafts=None if drafts is None else drafts.matrix(np.repeat(rows, counts)),
         )
 
-    def ban(self, x: mx.array, plan: BadWordsPlan) -> mx.array:
+    def ban(self, x: mx.array, bad_words: BadWordsRows) -> mx.array:
         """Logits (T, V) float32 with -inf for tokens that would complete a bad word."""
-        recent = self.recent[plan.slots]
-        if plan.drafts is not None:
-            drafts, depth = plan.drafts
+        recent = self.recent[bad_words.recent_rows]
+        if bad_words.drafts is not None:
+            drafts, depth = bad_words.drafts
             at = depth + mx.arange(recent.shape[1])
             recent = mx.take_along_axis(mx.concatenate([recent, drafts], 1), at, 1)
-        said = ((plan.prefix == _ANY) | (plan.prefix == recent)).all(-1)
-        return x.at[plan.rows, plan.last].add(mx.where(said, -mx.inf, 0.0))
+        said = ((bad_words.prefix == _ANY) | (bad_words.prefix == recent)).all(-1)
+        return x.at[bad_words.rows, bad_words.last].add(mx.where(said, -mx.inf, 0.0))
 
-    def note(self, token_ids: mx.array, plan: BadWordsPlan) -> None:
+    def note(self, token_ids: mx.array, bad_words: BadWordsRows) -> None:
         """Record the sampled tokens, (T,) int32; lazy."""
-        recent = self.recent[plan.members][:, 1:]
-        drawn = token_ids[plan.member_rows][:, None]
+        recent = self.recent[bad_words.members][:, 1:]
+        drawn = token_ids[bad_words.member_rows][:, None]
         # A new array: a failed step restores the old one.
         self.recent = mx.put_along_axis(
-            self.recent, plan.members[:, None], mx.concatenate([recent, drawn], 1), axis=0
+            self.recent, bad_words.members[:, None], mx.concatenate([recent, drawn], 1), axis=0
         )
 
     def accept(self, req_index: int, token_ids: Sequence[int]) -> None:
         """Record a request's tokens of a step with drafts."""
         if req_index in self._words:
             length = self.recent.shape[1]
-            tail = mx.concatenate([self.recent[req_index], mx.array(token_ids, mx.int32)])
+            tail = mx.concatenate([self.recent[req_index], mx.array(list(token_ids), mx.int32)])
             self.recent[req_index] = tail[-length:]

@@ -6,7 +6,7 @@ temperature; min_p; top_k; top_p; the draw.  A draw is the argmax of logits plus
 noise depends only on the request's seed and its number of generated tokens.  Batch, row, preemption
 and chunking do not change the token drawn from the same logits.
 
-A row with only -inf or NaN yields no token (`undrawn`).  A row with some NaN yields no token, or a
+A row with only -inf or NaN yields no token (`no_token`).  A row with some NaN yields no token, or a
 token that is not -inf.  Among several +inf the lowest id wins.
 """
 
@@ -20,12 +20,12 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import Option, SamplingError, show
 from vllm_metal_lite.sampling import logits as ops
-from vllm_metal_lite.sampling import undrawn
+from vllm_metal_lite.sampling import no_token
 from vllm_metal_lite.sampling.drafts import NO_DRAFTS, Drafts
 from vllm_metal_lite.sampling.logits import Logprobs
 from vllm_metal_lite.sampling.masks import (
     BadWords,
-    BadWordsPlan,
+    BadWordsRows,
     DeviceMasks,
     TokenMasks,
     hold_back_ends,
@@ -47,7 +47,7 @@ _ROW = np.dtype(
         ("repetition", np.float32),
         ("frequency", np.float32),
         ("presence", np.float32),
-        ("slot", np.int32),  # row of the device's `seen`, -1: no penalties
+        ("counts_row", np.int32),  # row of the device's `seen`, -1: no penalties
     ]
 )
 _NEUTRAL = np.array((0, 0, -1, 0, -inf, 0, -1, 1, 0, 0, -1), _ROW)
@@ -60,7 +60,7 @@ _FOREVER = np.iinfo(np.int32).max
 class SamplerOutput:
     """Lazy arrays. token_ids: (T,) int32.  logprobs: None unless a row asked for them.
 
-    for_host: token_ids as `undrawn.mark` leaves them, an array of its own.
+    for_host: token_ids as `no_token.mark` leaves them, an array of its own.
     """
 
     token_ids: mx.array
@@ -81,13 +81,13 @@ class SamplerState:
 class _Penalties:
     """Penalties of R rows; None omits an operation.
 
-    slots: (R,) their rows of `seen`; all_slots: these are all, in order.  rows: (R,) their rows in
-    the batch, None: all.  drafts: (row of R, token) of the drafts before each row; None: no drafts.
-    The others are (R, 1).
+    counts_rows: (R,) their rows of `seen`; all_counts_rows: these are all, in order.  rows: (R,)
+    their rows in the batch, None: all.  drafts: (row of R, token) of the drafts before each row;
+    None: no drafts.  The others are (R, 1).
     """
 
-    slots: mx.array
-    all_slots: bool
+    counts_rows: mx.array
+    all_counts_rows: bool
     rows: mx.array | None
     repetition: mx.array | None
     frequency: mx.array | None
@@ -96,7 +96,7 @@ class _Penalties:
 
 
 @dataclass
-class _Plan:
+class _SamplingMetadata:
     """The graph inputs of a set of rows; None omits an operation."""
 
     key: tuple[int, bytes]
@@ -104,7 +104,7 @@ class _Plan:
     num_logprobs: int  # -1: none
     named: mx.array | None  # see gather_logprobs
     allowed: DeviceMasks | None
-    bad_words: BadWordsPlan | None
+    bad_words: BadWordsRows | None
     bias: tuple[mx.array, mx.array, mx.array] | None  # rows, tokens, addends
     ends: tuple[mx.array, mx.array] | None  # rows, tokens: stop tokens before min_tokens
     penalties: _Penalties | None
@@ -158,14 +158,14 @@ def _mix(z: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-_STEP = np.uint64(0x9E3779B97F4A7C15)  # the increment of splitmix64
+_INCREMENT = np.uint64(0x9E3779B97F4A7C15)  # the increment of splitmix64
 
 
 class Sampler:
     """Samples for up to max_num_seqs requests, each identified by its req_index.
 
     Host tables hold each request's options.  A step's options go to the device only when its rows
-    change.  Token counts of requests with penalties stay on the device, (slots, V) uint32 holding
+    change.  Token counts of requests with penalties stay on the device, (rows, V) uint32 holding
     2 * (times generated) + (in the prompt).  The device updates these counts, so a step can be
     built before the previous step's tokens are known.
 
@@ -181,10 +181,10 @@ class Sampler:
         self._allowed: dict[int, np.ndarray] = {}  # req_index -> bits, see TokenMasks
         self._named: dict[int, Sequence[int]] = {}  # req_index -> tokens to score
         self._bad_words = BadWords(max_num_seqs, vocab_size)
-        self._no_slots = mx.array(np.zeros((0, vocab_size), np.uint32))
-        self._seen = self._no_slots
+        self._no_counts = mx.array(np.zeros((0, vocab_size), np.uint32))
+        self._seen = self._no_counts
         self._version = 0  # of the tables
-        self._plan: _Plan | None = None
+        self._metadata: _SamplingMetadata | None = None
 
     def add(
         self,
@@ -206,7 +206,7 @@ class Sampler:
         """
         self.remove(req_index)
         row = self._rows[req_index]
-        row["seed"] = _mix(np.array([seed & (2**64 - 1)], np.uint64) + _STEP)[0]
+        row["seed"] = _mix(np.array([seed & (2**64 - 1)], np.uint64) + _INCREMENT)[0]
         row["num_generated"] = len(token_ids) - num_prompt_tokens
         row["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
         if logprob_token_ids:
@@ -226,7 +226,7 @@ class Sampler:
         self._add_bias(req_index, params)
         self._add_ends(req_index, params, eos_token_ids)
         if (row["repetition"], row["frequency"], row["presence"]) != (1, 0, 0):
-            row["slot"] = self._take_slot(np.asarray(token_ids), num_prompt_tokens)
+            row["counts_row"] = self._take_counts_row(np.asarray(token_ids), num_prompt_tokens)
         self._bad_words.add(req_index, bad_words, np.asarray(token_ids)[num_prompt_tokens:])
         if params.allowed_token_ids is not None:
             self._allowed[req_index] = pack_mask(params.allowed_token_ids, self.vocab_size)
@@ -256,15 +256,15 @@ class Sampler:
         self._allowed.pop(req_index, None)
         self._named.pop(req_index, None)
         self._bad_words.remove(req_index)
-        if len(self._seen) and (self._rows["slot"] < 0).all():
-            self._seen = self._no_slots
+        if len(self._seen) and (self._rows["counts_row"] < 0).all():
+            self._seen = self._no_counts
 
-    def _take_slot(self, token_ids: np.ndarray, num_prompt_tokens: int) -> int:
+    def _take_counts_row(self, token_ids: np.ndarray, num_prompt_tokens: int) -> int:
         """Take a free row of `seen` and fill it; `seen` grows if it has no free row."""
-        num_slots = len(self._seen)
-        slot = int(np.setdiff1d(np.arange(num_slots + 1), self._rows["slot"])[0])
-        if slot == num_slots:
-            num_more = min(max(num_slots, 1), self.max_num_seqs - num_slots)
+        num_rows = len(self._seen)
+        counts_row = int(np.setdiff1d(np.arange(num_rows + 1), self._rows["counts_row"])[0])
+        if counts_row == num_rows:
+            num_more = min(max(num_rows, 1), self.max_num_seqs - num_rows)
             more = mx.zeros((num_more, self.vocab_size), mx.uint32)
             self._seen = mx.concatenate([self._seen, more])
         in_vocab = (token_ids >= 0) & (token_ids < self.vocab_size)
@@ -272,8 +272,8 @@ class Sampler:
         output = token_ids[in_vocab & ~is_prompt]
         seen = 2 * np.bincount(output, minlength=self.vocab_size).astype(np.uint32)
         seen[token_ids[in_vocab & is_prompt]] |= 1
-        self._seen[slot] = mx.array(seen)
-        return slot
+        self._seen[counts_row] = mx.array(seen)
+        return counts_row
 
     @property
     def state(self) -> SamplerState:
@@ -285,7 +285,7 @@ class Sampler:
     def state(self, state: SamplerState) -> None:
         self._rows["num_generated"] = state.num_generated
         self._seen, self._bad_words.recent = state.seen, state.recent
-        self._plan = None
+        self._metadata = None
 
     def __call__(
         self,
@@ -310,63 +310,65 @@ class Sampler:
         if not len(req_indices):
             return SamplerOutput(mx.zeros(0, mx.int32), None)
         drafts = Drafts.of(draft_token_ids) if len(draft_token_ids) else None
-        plan = self._plan_for(req_indices, drafts)
+        metadata = self._metadata_for(req_indices, drafts)
         if grammar is not None:
             logits = DeviceMasks(grammar, len(req_indices)).apply(logits)
         x = logits
-        if plan.allowed is not None:
-            x = plan.allowed.apply(x)
-        if plan.bad_words is not None:
-            x = self._bad_words.ban(x.astype(mx.float32), plan.bad_words)
-        if plan.bias is not None:
-            rows, tokens, addends = plan.bias
+        if metadata.allowed is not None:
+            x = metadata.allowed.apply(x)
+        if metadata.bad_words is not None:
+            x = self._bad_words.ban(x.astype(mx.float32), metadata.bad_words)
+        if metadata.bias is not None:
+            rows, tokens, addends = metadata.bias
             x = x.astype(mx.float32).at[rows, tokens].add(addends)
-        if plan.ends is not None:
-            x = hold_back_ends(x, *plan.ends, grammar)
-        if (penalties := plan.penalties) is not None:
+        if metadata.ends is not None:
+            x = hold_back_ends(x, *metadata.ends, grammar)
+        if (penalties := metadata.penalties) is not None:
             x = self._penalize(x.astype(mx.float32), penalties)
-        if plan.temperature is not None:
+        if metadata.temperature is not None:
             x = x.astype(mx.float32)
             table = self._rows[req_indices]
             count = table["num_generated"].astype(np.uint64)
-            counter = (count if drafts is None else count + drafts.depth) * _STEP
+            counter = (count if drafts is None else count + drafts.depth) * _INCREMENT
             keys = mx.array(_mix(table["seed"] + counter).view(np.uint32).reshape(-1, 2))
             bits = ops.random_bits(keys, self.vocab_size)
-            if plan.filters:
-                floor = ops.thresholds(x, plan.filters)
-                x = ops.perturb_above(x, floor, bits, plan.temperature)
+            if metadata.filters:
+                floor = ops.thresholds(x, metadata.filters)
+                x = ops.perturb_above(x, floor, bits, metadata.temperature)
             else:
-                x = ops.perturb(x, bits, plan.temperature)
+                x = ops.perturb(x, bits, metadata.temperature)
         token_ids = self._ranks.first_array(ops.argmax(x).view(mx.int32))
-        for_host = undrawn.mark(x, token_ids)
+        for_host = no_token.mark(x, token_ids)
         if drafts is None:
-            self._count(token_ids, req_indices, plan)
+            self._count(token_ids, req_indices, metadata)
         logprobs = None
-        if plan.num_logprobs >= 0:
-            logprobs = ops.gather_logprobs(logits, token_ids, plan.num_logprobs, plan.named)
+        if metadata.num_logprobs >= 0:
+            logprobs = ops.gather_logprobs(logits, token_ids, metadata.num_logprobs, metadata.named)
         return SamplerOutput(token_ids, logprobs, for_host)
 
-    def _count(self, token_ids: mx.array, req_indices: np.ndarray, plan: _Plan) -> None:
+    def _count(
+        self, token_ids: mx.array, req_indices: np.ndarray, metadata: _SamplingMetadata
+    ) -> None:
         """Count the step's tokens, one a request, which only the device knows yet."""
-        if (penalties := plan.penalties) is not None:
+        if (penalties := metadata.penalties) is not None:
             drawn = token_ids if penalties.rows is None else token_ids[penalties.rows]
-            self._seen = self._seen.at[penalties.slots, drawn].add(2)
-        if plan.bad_words is not None:
-            self._bad_words.note(token_ids, plan.bad_words)
+            self._seen = self._seen.at[penalties.counts_rows, drawn].add(2)
+        if metadata.bad_words is not None:
+            self._bad_words.note(token_ids, metadata.bad_words)
         self._rows["num_generated"][req_indices] += 1
-        plan.calls_left -= 1
+        metadata.calls_left -= 1
 
     def accept(self, req_index: int, token_ids: Sequence[int]) -> None:
         """Count a request's tokens of a step with drafts."""
         row = self._rows[req_index]
         row["num_generated"] += len(token_ids)
-        if row["slot"] >= 0:
-            slots = mx.full(len(token_ids), int(row["slot"]), mx.int32)
-            self._seen = self._seen.at[slots, mx.array(token_ids)].add(2)
+        if row["counts_row"] >= 0:
+            counts_rows = mx.full(len(token_ids), int(row["counts_row"]), mx.int32)
+            self._seen = self._seen.at[counts_rows, mx.array(list(token_ids))].add(2)
         self._bad_words.accept(req_index, token_ids)
 
     def _penalize(self, x: mx.array, penalties: _Penalties) -> mx.array:
-        seen = self._seen if penalties.all_slots else self._seen[penalties.slots]
+        seen = self._seen if penalties.all_counts_rows else self._seen[penalties.counts_rows]
         if penalties.drafts is not None:
             seen = seen.at[penalties.drafts].add(2)
         rows = penalties.rows
@@ -377,29 +379,29 @@ class Sampler:
             y = ops.penalize_frequency(y, seen, penalties.frequency, penalties.presence)
         return y if rows is None else mx.put_along_axis(x, rows[:, None], y, axis=0)
 
-    def _plan_for(self, req_indices: np.ndarray, drafts: Drafts | None) -> _Plan:
-        """The plan of these rows; an unchanged decode batch reuses its plan."""
+    def _metadata_for(self, req_indices: np.ndarray, drafts: Drafts | None) -> _SamplingMetadata:
+        """The metadata of these rows; an unchanged decode batch reuses its metadata."""
         key = (self._version, req_indices.tobytes())
         if drafts is not None:
-            self._plan = None
-            return self._make_plan(key, req_indices, drafts)
-        if self._plan is None or self._plan.key != key or not self._plan.calls_left:
-            self._plan = self._make_plan(key, req_indices, None)
-        return self._plan
+            self._metadata = None
+            return self._make_metadata(key, req_indices, drafts)
+        if self._metadata is None or self._metadata.key != key or not self._metadata.calls_left:
+            self._metadata = self._make_metadata(key, req_indices, None)
+        return self._metadata
 
-    def _make_plan(
+    def _make_metadata(
         self, key: tuple[int, bytes], req_indices: np.ndarray, drafts: Drafts | None
-    ) -> _Plan:
+    ) -> _SamplingMetadata:
         table = self._rows[req_indices]
         temperature, num_logprobs = table["temperature"], int(table["num_logprobs"].max())
         ends, calls_left = self._select_ends(req_indices, drafts)
-        plan = _Plan(
+        metadata = _SamplingMetadata(
             key=key,
             calls_left=calls_left,
             num_logprobs=num_logprobs,
             named=self._select_named(req_indices, num_logprobs),
             allowed=self._select_allowed(req_indices),
-            bad_words=self._bad_words.plan(req_indices, drafts),
+            bad_words=self._bad_words.of_rows(req_indices, drafts),
             bias=self._select_bias(req_indices),
             ends=ends,
             penalties=self._select_penalties(table, drafts),
@@ -407,27 +409,27 @@ class Sampler:
             filters=[],
         )
         if temperature.any():
-            plan.temperature = ops.column(temperature)
-            plan.filters = ops.make_filters(
+            metadata.temperature = ops.column(temperature)
+            metadata.filters = ops.make_filters(
                 temperature, table["min_p"], table["top_k"], table["top_p"], self.vocab_size
             )
-        return plan
+        return metadata
 
     def _select_penalties(self, table: np.ndarray, drafts: Drafts | None) -> _Penalties | None:
-        rows = np.flatnonzero(table["slot"] >= 0)
+        rows = np.flatnonzero(table["counts_row"] >= 0)
         if not len(rows):
             return None
         mine = table[rows]
         repeats, counts = (mine["repetition"] != 1).any(), (mine["frequency"], mine["presence"])
         frequency, presence = map(ops.column, counts) if np.any(counts) else (None, None)
         return _Penalties(
-            slots=mx.array(mine["slot"]),
-            all_slots=np.array_equal(mine["slot"], np.arange(len(self._seen))),
+            counts_rows=mx.array(mine["counts_row"]),
+            all_counts_rows=np.array_equal(mine["counts_row"], np.arange(len(self._seen))),
             rows=ops.row_numbers(rows, len(table)),
             repetition=ops.column(mine["repetition"]) if repeats else None,
             frequency=frequency,
             presence=presence,
-            drafts=drafts and drafts.before(rows),
+            drafts=None if drafts is None else drafts.before(rows),
         )
 
     def _select_allowed(self, req_indices: np.ndarray) -> DeviceMasks | None:

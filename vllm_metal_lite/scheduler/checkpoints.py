@@ -22,7 +22,7 @@ INTERVAL = 4096
 MAX_NAMED = 8
 
 
-class Planned(NamedTuple):
+class PlannedCheckpoint(NamedTuple):
     """A state to keep after `position` tokens.  disposable: evicted before others.  shared:
     several conversations use it (state_slots.py)."""
 
@@ -39,7 +39,7 @@ def last_position(num_tokens: int, block_size: int) -> int:
 
 def plan_checkpoints(
     num_tokens: int, start: int, block_size: int, junction: int, named: Iterable[int]
-) -> list[Planned]:
+) -> list[PlannedCheckpoint]:
     """The checkpoints of a prompt of num_tokens that is computed from `start` on, in order.
 
     junction: end of the known blocks, or `start`.  named: positions from the caller.  If there are
@@ -53,8 +53,10 @@ def plan_checkpoints(
     kept = {at for at in (*wanted, junction, end) if start < at <= end}
     first = (start // INTERVAL + 1) * INTERVAL
     passing = {at // block_size * block_size for at in range(first, end, INTERVAL)} - kept
-    planned = [Planned(at, shared=at == junction) for at in kept]
-    return sorted(planned + [Planned(at, disposable=True) for at in passing if at > start])
+    planned = [PlannedCheckpoint(at, shared=at == junction) for at in kept]
+    return sorted(
+        planned + [PlannedCheckpoint(at, disposable=True) for at in passing if at > start]
+    )
 
 
 def end_of_turn(num_tokens: int, block_size: int, named: Iterable[int]) -> int:
@@ -64,7 +66,7 @@ def end_of_turn(num_tokens: int, block_size: int, named: Iterable[int]) -> int:
     return max((at for n in named if (at := n // block_size * block_size) <= end), default=end)
 
 
-def plan_also(planned: list[Planned], position: int) -> None:
+def add_planned(planned: list[PlannedCheckpoint], position: int) -> None:
     """Add a checkpoint that another prompt waits for."""
     planned[:] = [p for p in planned if p.position != position]
-    insort(planned, Planned(position, shared=True))
+    insort(planned, PlannedCheckpoint(position, shared=True))

@@ -20,14 +20,14 @@ class KVGroup:
     window: int | None = None
     num_blocks: int = 0
 
-    def most_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
-        """Most blocks a request of num_tokens needs while a step computes `chunk` of them."""
+    def most_blocks(self, num_tokens: int, num_new_tokens: int, block_size: int) -> int:
+        """Most blocks a request of num_tokens needs if a step computes num_new_tokens of them."""
         whole = -(-num_tokens // block_size)
         if self.window is None:
             return whole
         # n consecutive tokens span at most ceil((n - 1) / block_size) + 1 blocks.  The chunk's
         # first token sees window - 1 tokens before it.
-        seen = self.window - 1 + chunk
+        seen = self.window - 1 + num_new_tokens
         return min(whole, -(-(seen - 1) // block_size) + 1)
 
     def first_block(self, position: int, block_size: int) -> int:

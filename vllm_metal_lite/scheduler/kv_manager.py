@@ -61,33 +61,33 @@ class KVCacheManager:
 
     # Block needs
 
-    def too_large(self, num_tokens: int, chunk: int) -> tuple[int, int] | None:
+    def too_large(self, num_tokens: int, num_new_tokens: int) -> tuple[int, int] | None:
         """(blocks needed, blocks in the pool) of the first group that can never store num_tokens,
-        computed `chunk` at a time; None if all groups can."""
+        computed num_new_tokens at a time; None if all groups can."""
         for group, pool in zip(self.groups, self.pools, strict=True):
-            need = group.most_blocks(num_tokens, chunk, self.block_size)
+            need = group.most_blocks(num_tokens, num_new_tokens, self.block_size)
             if need > pool.num_blocks:
                 return need, pool.num_blocks
         return None
 
-    def wanted(self, request: Request, chunk: int) -> list[int]:
-        """Blocks per group for all known tokens, computed `chunk` at a time, plus one block unless
-        the request ends first."""
-        return [self._wanted(g, request, chunk) for g in range(len(self.groups))]
+    def wanted(self, request: Request, num_new_tokens: int) -> list[int]:
+        """Blocks per group for all known tokens, computed num_new_tokens at a time, plus one block
+        unless the request ends first."""
+        return [self._wanted(g, request, num_new_tokens) for g in range(len(self.groups))]
 
-    def _wanted(self, group: int, request: Request, chunk: int) -> int:
+    def _wanted(self, group: int, request: Request, num_new_tokens: int) -> int:
         size = min(len(request.token_ids) + self.block_size, request.max_length - 1)
-        most = self.groups[group].most_blocks(size, chunk, self.block_size)
+        most = self.groups[group].most_blocks(size, num_new_tokens, self.block_size)
         return min(most, self.pools[group].num_blocks)
 
     def spare(self, running: Sequence[tuple[Request, int]]) -> list[int]:
-        """Blocks per group left once each (request, chunk) has what `wanted` says."""
+        """Blocks per group left once each (request, num_new_tokens) has what `wanted` says."""
         left = []
         for g, pool in enumerate(self.pools):
             count = pool.num_available
-            for request, chunk in running:
+            for request, num_new_tokens in running:
                 owned = request.block_tables[g].num_owned
-                count -= max(self._wanted(g, request, chunk) - owned, 0)
+                count -= max(self._wanted(g, request, num_new_tokens) - owned, 0)
             left.append(count)
         return left
 
@@ -114,7 +114,7 @@ class KVCacheManager:
         request.block_tables = list(hit.tables)
         request.num_resets = self.num_resets
         if self.states is not None:
-            self._trail(request, hit)
+            self._continue_turn(request, hit)
             self.states.admit(request, hit.state, num_running)
         if self.enable_caching:
             planned = plan_checkpoints(
@@ -124,7 +124,7 @@ class KVCacheManager:
             request.kept_positions = [p.position for p in planned if not p.disposable]
             request.planned = [] if self.states is None else planned
 
-    def _trail(self, request: Request, hit: PrefixHit) -> None:
+    def _continue_turn(self, request: Request, hit: PrefixHit) -> None:
         """Record which conversation a request continues, and which checkpoints it still needs."""
         if not self.enable_caching or self.states is None:
             return

@@ -7,7 +7,7 @@ from enum import Enum, auto
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.scheduler.block_pool import BlockTable
-from vllm_metal_lite.scheduler.checkpoints import Planned
+from vllm_metal_lite.scheduler.checkpoints import PlannedCheckpoint
 
 
 class RequestStatus(Enum):
@@ -18,7 +18,7 @@ class RequestStatus(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Trail:
+class ConversationCheckpoints:
     """Checkpoints that a turn of a conversation leaves for the next one (state_slots.py).
 
     end: a request that starts at this position, or behind it, is the next turn.
@@ -31,7 +31,7 @@ class Trail:
 class Request:
     """A request has no phases, only a gap, `num_tokens - num_computed_tokens`, which steps close.
 
-    priority: lower goes first, as in vLLM; within it the lower turn, then the earlier arrival.
+    priority: lower goes first, as in vLLM; then the lower fair_round, then the earlier arrival.
     atomic: computed in one step, never chunked; ignores `max_chunk` and the threshold.
     max_chunk: most tokens in one step (0: no limit of its own).
     skip_prefix_cache_read: computes every token, but other requests may reuse its blocks.
@@ -44,7 +44,7 @@ class Request:
     max_tokens: int
     priority: int = 0
     arrival: int = 0
-    turn: int = 0
+    fair_round: int = 0
     atomic: bool = False
     skip_prefix_cache_read: bool = False
     max_chunk: int = 0
@@ -70,14 +70,16 @@ class Request:
     # With recurrent layers: the state slots of the last segment, while the request has a seat.
     state: SegmentState | None = field(init=False, default=None)
     # Checkpoints of the known tokens that are still to be computed, in order.
-    planned: list[Planned] = field(init=False, default_factory=list, repr=False)
+    planned: list[PlannedCheckpoint] = field(init=False, default_factory=list, repr=False)
     # Positions that later prompts may start from: blocks of windows before them are kept longest.
     kept_positions: list[int] = field(init=False, default_factory=list, repr=False)
     # The name of the last whole block's state while decoding.
     rolling: bytes | None = field(init=False, default=None)
     # Its checkpoints for the next turn, and those of the turn before (state_slots.py).
-    trail: Trail | None = field(init=False, default=None, repr=False)
-    continued: Trail | None = field(init=False, default=None, repr=False)
+    own_checkpoints: ConversationCheckpoints | None = field(init=False, default=None, repr=False)
+    earlier_checkpoints: ConversationCheckpoints | None = field(
+        init=False, default=None, repr=False
+    )
     # The prompt that this one waits for, and the position; how many prompts it has waited for
     # (following.py).
     leader: "tuple[Request, int] | None" = field(init=False, default=None, repr=False)
@@ -87,7 +89,7 @@ class Request:
     # Tokens known before the step in flight samples the first of them; `advance` appends them.
     forced_token_ids: list[int] = field(init=False, default_factory=list, repr=False)
     # Set by Scheduler.add: order among all requests, and the most tokens it can have.
-    rank: tuple[int, ...] = field(init=False, default=())
+    sort_key: tuple[int, ...] = field(init=False, default=())
     max_length: int = field(init=False, default=0)
     # Set by the engine: row of the InputBatch.
     req_index: int | None = field(init=False, default=None)

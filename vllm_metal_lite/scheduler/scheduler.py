@@ -4,7 +4,7 @@ A request has no phases, only a gap: `num_tokens - num_computed_tokens`.  A step
 1. decodes (requests whose prompt is computed) get one token each;
 2. partial prefills resume;
 3. waiting requests are admitted.
-Each phase takes requests in the order of rank = (priority, turn, arrival), up to
+Each phase takes requests in the order of (priority, fair_round, arrival), up to
 `max_num_batched_tokens` and `max_num_seqs`.
 
 A step can be scheduled before the previous step's tokens are known: `advance` appends
@@ -24,8 +24,8 @@ from vllm_metal_lite.scheduler.drafts import DraftScheduler, Propose
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager, NewBlocks
 from vllm_metal_lite.scheduler.limits import longest
-from vllm_metal_lite.scheduler.rank_queue import RANK, RankQueue
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
+from vllm_metal_lite.scheduler.request_queue import SORT_KEY, RequestQueue
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
 from vllm_metal_lite.scheduler.state_scheduler import StateScheduler
 from vllm_metal_lite.scheduler.state_slots import StateSlots
@@ -68,9 +68,9 @@ class Scheduler:
         self._block_size = config.block_size
         self._requests: dict[str, Request] = {}
         # Each unfinished request is in one of these queues, or ended by `advance`.
-        self._waiting = RankQueue()
-        self._partials = RankQueue()
-        self._decodes = RankQueue()
+        self._waiting = RequestQueue()
+        self._partials = RequestQueue()
+        self._decodes = RequestQueue()
         # Decodes that complete a block whose last token is still unknown: no hash, so no name yet.
         self._unnamed: list[tuple[SchedulerOutput, Request]] = []
         self._num_added = 0
@@ -110,7 +110,7 @@ class Scheduler:
             raise RequestError(f"request {show(request.request_id)} is already in use")
         request.max_length = longest(request, self.config, self.max_model_len, self.kv)
         # The count orders requests of equal arrival (the n answers of one prompt).
-        request.rank = (request.priority, request.turn, request.arrival, self._num_added)
+        request.sort_key = (request.priority, request.fair_round, request.arrival, self._num_added)
         self._num_added += 1
         self._requests[request.request_id] = request
         self._waiting.add(request)
@@ -146,13 +146,13 @@ class Scheduler:
             self._schedule_decodes(out)
             self._schedule_prefills(out)
         else:
-            turns = [self._schedule_decodes, self._schedule_prefills]
+            in_order = [self._schedule_decodes, self._schedule_prefills]
             whole = self.config.prefill_policy == "whole"
             if not self._prefilled_last or (whole and self._partials):
-                turns.reverse()
-            turns[0](out)
+                in_order.reverse()
+            in_order[0](out)
             if out.is_empty:
-                turns[1](out)
+                in_order[1](out)
         if out.is_empty and self._partials:
             self._break_deadlock(out)
         if not out.is_empty:
@@ -323,12 +323,12 @@ class Scheduler:
 
     def _resume(self, out: SchedulerOutput) -> None:
         for request in self._partials:
-            chunk = self._chunk(request, request.num_computed_tokens, out)
-            chunk = min(chunk, self.kv.room(request))
+            num_new_tokens = self._num_new_tokens(request, request.num_computed_tokens, out)
+            num_new_tokens = min(num_new_tokens, self.kv.room(request))
             # 0: no budget or no blocks.  The request waits for decodes to end.  So does the queue:
             # a prompt needs a block of its own to be admitted.
-            if chunk > 0:
-                out.segments.append(self._schedule_chunk(request, chunk, out))
+            if num_new_tokens > 0:
+                out.segments.append(self._schedule_chunk(request, num_new_tokens, out))
 
     def _admit(self, out: SchedulerOutput, starting: bool) -> None:
         """Give seats to waiting requests, in order.
@@ -347,17 +347,17 @@ class Scheduler:
             if at < _MAX_PASSED and self._follows(request, start, out):
                 at += 1
                 continue
-            chunk = self._chunk(request, start, out)
+            num_new_tokens = self._num_new_tokens(request, start, out)
             # A hit on a cached block makes it unavailable; a hit on an owned block costs nothing.
-            wanted = self.kv.wanted(request, self._largest_chunk(request, start))
+            wanted = self.kv.wanted(request, self._max_num_new_tokens(request, start))
             cost = [
                 w - sum(map(pool.is_owned, table.owned))
                 for w, pool, table in zip(wanted, self.kv.pools, hit.tables, strict=True)
             ]
-            fits = chunk > 0 and all(map(le, cost, left))
+            fits = num_new_tokens > 0 and all(map(le, cost, left))
             if self.config.prefill_policy == "whole" and not starting:
                 # Decodes wait for the turn to end, so admit only prompts that finish in this step.
-                fits = fits and chunk == request.num_tokens - start
+                fits = fits and num_new_tokens == request.num_tokens - start
             if not fits:
                 if not request.atomic:
                     break
@@ -377,14 +377,14 @@ class Scheduler:
                     out.prefix_lost_tokens += min(hit.num_in_blocks, num_prompt) - num_cached
             self.kv.admit(request, hit, self.num_running)
             out.admitted.append(request)
-            segment = self._schedule_chunk(request, min(chunk, self.kv.room(request)), out)
+            segment = self._schedule_chunk(request, min(num_new_tokens, self.kv.room(request)), out)
             segment.new_block_ids = [list(t.block_ids) for t in request.block_tables]
             out.segments.append(segment)
             left = list(map(sub, left, cost))
 
     def _spare_blocks(self) -> list[int]:
         """Blocks per KV group left once every running request has what it wants."""
-        running = [(r, self._largest_chunk(r, r.num_computed_tokens)) for r in self._partials]
+        running = [(r, self._max_num_new_tokens(r, r.num_computed_tokens)) for r in self._partials]
         return self.kv.spare(running + [(r, 1) for r in self._decodes])
 
     def _has_room(self, out: SchedulerOutput) -> bool:
@@ -395,19 +395,22 @@ class Scheduler:
             and out.total_num_scheduled_tokens < self.config.max_num_batched_tokens
         )
 
-    def _schedule_chunk(self, request: Request, chunk: int, out: SchedulerOutput) -> Segment:
+    def _schedule_chunk(
+        self, request: Request, num_new_tokens: int, out: SchedulerOutput
+    ) -> Segment:
         start = request.num_computed_tokens
-        blocks = self.kv.allocate(request, start, start + chunk)
+        end = start + num_new_tokens
+        blocks = self.kv.allocate(request, start, end)
         assert blocks is not None, "a chunk was scheduled without its blocks"
-        out.total_num_scheduled_tokens += chunk
-        again = min(start + chunk, request.num_computed_before) - start
+        out.total_num_scheduled_tokens += num_new_tokens
+        again = min(end, request.num_computed_before) - start
         out.num_recomputed_tokens += max(again, 0)
         if self.shares_in_step:
-            out.published += self.kv.publish(request, start, start + chunk)
+            out.published += self.kv.publish(request, start, end)
         state = None
         if self._states is not None:
-            state = self._states.chunk(request, start + chunk, out, self.num_running)
-        return Segment(request, start, chunk, blocks, state)
+            state = self._states.slots_of_chunk(request, end, out, self.num_running)
+        return Segment(request, start, num_new_tokens, blocks, state)
 
     def _follows(self, request: Request, start: int, out: SchedulerOutput) -> bool:
         """Whether a request waits for another one's state, see following.py."""
@@ -422,15 +425,15 @@ class Scheduler:
                 start, end = segment.num_computed, segment.known_end
                 output.published += self.kv.publish(segment.request, start, end)
 
-    def _chunk(self, request: Request, start: int, out: SchedulerOutput) -> int:
+    def _num_new_tokens(self, request: Request, start: int, out: SchedulerOutput) -> int:
         """How many tokens from `start` on the request may compute in this step; 0: none."""
-        largest = self._largest_chunk(request, start)
+        largest = self._max_num_new_tokens(request, start)
         budget = self.config.max_num_batched_tokens - out.total_num_scheduled_tokens
         if request.atomic:
             return largest if largest <= budget else 0
         return min(largest, budget)
 
-    def _largest_chunk(self, request: Request, start: int) -> int:
+    def _max_num_new_tokens(self, request: Request, start: int) -> int:
         """How many tokens from `start` on the request may compute in an otherwise empty step."""
         gap = request.num_tokens - start
         if request.atomic:
@@ -451,8 +454,8 @@ class Scheduler:
 
     def _preempt_lowest(self, out: SchedulerOutput) -> Request:
         last = [queue[-1] for queue in (self._partials, self._decodes) if queue]
-        victim = max(last, key=RANK)
-        # Steps are filled in order of rank, so the victim is not in this step yet.
+        victim = max(last, key=SORT_KEY)
+        # Steps are filled in this order, so the victim is not in this step yet.
         assert all(s.request is not victim for s in out.segments), "the victim is in this step"
         victim.num_preemptions += 1
         self.num_preemptions += 1

@@ -37,8 +37,8 @@ class Segment:
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A state that a step writes to `slot`, for prompts that begin with the request's first
-    `position` tokens.  disposable, shared: see `Planned`.  rolling: a later checkpoint of the
-    request replaces this one."""
+    `position` tokens.  disposable, shared: see `PlannedCheckpoint`.  rolling: a later one of the
+    request replaces it."""
 
     request: Request
     slot: int

@@ -5,7 +5,7 @@ requests wait for a state that another request is about to leave.
 from collections.abc import Sequence
 
 from vllm_metal_lite.batch.segment_state import SegmentState
-from vllm_metal_lite.scheduler.checkpoints import last_position, plan_also
+from vllm_metal_lite.scheduler.checkpoints import add_planned, last_position
 from vllm_metal_lite.scheduler.following import MAX_FOLLOWED, find_leader, is_ahead
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
 from vllm_metal_lite.scheduler.request import Request
@@ -34,7 +34,7 @@ class StateScheduler:
             out.checkpoints.append(Checkpoint(request, state.final, start + 1, rolling=True))
         return state
 
-    def chunk(
+    def slots_of_chunk(
         self, request: Request, end: int, out: SchedulerOutput, num_running: int
     ) -> SegmentState:
         """The state slots of a chunk that ends at `end`, with its planned checkpoints."""
@@ -90,7 +90,7 @@ class StateScheduler:
         """Make a prompt leave a checkpoint at a position ahead of it; False without a slot."""
         segment = next((s for s in out.segments if s.request is leader), None)
         if segment is None or segment.end < position:
-            plan_also(leader.planned, position)
+            add_planned(leader.planned, position)
             return True
         if any(c.request is leader and c.position == position for c in out.checkpoints):
             return True
@@ -121,7 +121,7 @@ class StateScheduler:
         name = names[position // self.kv.block_size - 1]
         is_new = self.states.name(checkpoint.slot, name, checkpoint.disposable)
         if not (checkpoint.disposable or checkpoint.shared):
-            self.states.lay_trail(request, name, is_new)
+            self.states.add_own_checkpoint(request, name, is_new)
         if is_new:
             output.named_states.append(checkpoint.slot)
         if checkpoint.rolling:

@@ -9,9 +9,9 @@ Every empty seat has a slot in reserve, so no request ever waits for a slot.  Ch
 other slots.  If none is left, a request overwrites the checkpoint in its own slot.
 
 A turn of a conversation leaves checkpoints for the next turn, which starts from one of them and
-leaves its own.  The *trail* of a request is its checkpoints for the next turn.  A request that
-starts at or after the end of a trail continues the trail.  Once the request has left a
-checkpoint of its own, the rest of the old trail is evicted before other checkpoints.
+leaves its own.  A request that starts at or after the end of an earlier request's checkpoints
+continues that conversation.  Once the request has left a checkpoint of its own, the rest of the
+earlier ones is evicted before other checkpoints.
 
 What a step releases stays owned until the next step: within a step, no slot that one segment writes
 may be read or written by another.
@@ -23,17 +23,17 @@ from dataclasses import dataclass
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
 from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.scheduler.block_pool import BlockPool
-from vllm_metal_lite.scheduler.request import Request, Trail
+from vllm_metal_lite.scheduler.request import ConversationCheckpoints, Request
 
 
 @dataclass(slots=True)
 class _Checkpoint:
-    """disposable: evicted before others.  is_found: a request has started from it.  trail: the one
-    that it belongs to."""
+    """disposable: evicted before others.  is_found: a request has started from it.  owner: the
+    ones that it belongs to."""
 
     disposable: bool = False
     is_found: bool = False
-    trail: Trail | None = None
+    owner: ConversationCheckpoints | None = None
 
 
 class StateSlots:
@@ -66,19 +66,19 @@ class StateSlots:
     def go_on_from(
         self, request: Request, end: int, hit: int | None, position: int, named: Iterable[bytes]
     ) -> None:
-        """Record which trail a request continues, as it starts from `hit`, at `position`.
+        """Record whose checkpoints a request continues, as it starts from `hit`, at `position`.
 
-        end: of its own trail.  named: the checkpoints at positions that the request names.
+        end: of its own checkpoints.  named: the checkpoints at positions that the request names.
         """
-        if request.trail is None:
-            request.trail = Trail(end)
+        if request.own_checkpoints is None:
+            request.own_checkpoints = ConversationCheckpoints(end)
         if hit is not None:
             start = self._checkpoints[hit]
             if start.is_found:  # a second request continues from here
-                start.trail = None
-            elif start.trail not in (None, request.trail) and position >= start.trail.end:
-                request.continued = start.trail
-                start.trail = request.trail  # kept for one more turn
+                start.owner = None
+            elif start.owner not in (None, request.own_checkpoints) and position >= start.owner.end:
+                request.earlier_checkpoints = start.owner
+                start.owner = request.own_checkpoints  # kept for one more turn
         for name in named:
             if (slot := self.pool.lookup(name)) is not None:
                 self._take_over(slot, request)
@@ -86,26 +86,27 @@ class StateSlots:
                 self.pool.evict_last([slot])
 
     def _take_over(self, slot: int, request: Request) -> None:
-        """Move a checkpoint from the trail that a request continues to the request's own trail."""
+        """Make one of the checkpoints that a request continues its own."""
         checkpoint = self._checkpoints[slot]
-        if checkpoint.trail is not None and checkpoint.trail is request.continued:
-            checkpoint.trail = request.trail
+        if checkpoint.owner is not None and checkpoint.owner is request.earlier_checkpoints:
+            checkpoint.owner = request.own_checkpoints
 
-    def lay_trail(self, request: Request, name: bytes, is_new: bool) -> None:
-        """Add a checkpoint to a request's trail.  The trail that it continues is evicted first."""
+    def add_own_checkpoint(self, request: Request, name: bytes, is_new: bool) -> None:
+        """Add a checkpoint of a request.  Those that it continues are evicted first."""
         slot = self.pool.lookup(name)
-        if slot is None or request.trail is None:
+        if slot is None or request.own_checkpoints is None:
             return
         if not is_new:
             self._take_over(slot, request)
             return
-        self._checkpoints[slot].trail = request.trail
-        if request.continued is not None:
-            left = {s: c for s, c in self._checkpoints.items() if c.trail is request.continued}
+        self._checkpoints[slot].owner = request.own_checkpoints
+        if request.earlier_checkpoints is not None:
+            earlier = request.earlier_checkpoints
+            left = {s: c for s, c in self._checkpoints.items() if c.owner is earlier}
             for checkpoint in left.values():
-                checkpoint.trail, checkpoint.disposable = None, True
+                checkpoint.owner, checkpoint.disposable = None, True
             self.pool.evict_first(left)
-            request.continued = None
+            request.earlier_checkpoints = None
 
     def admit(self, request: Request, hit: int | None, num_running: int) -> None:
         """Give slots to a request that starts in this step from checkpoint `hit`, or at position 0.

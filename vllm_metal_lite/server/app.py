@@ -11,7 +11,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_metal_lite.errors import shorten
-from vllm_metal_lite.server import live, openapi, page, status
+from vllm_metal_lite.server import events, openapi, page, status
 from vllm_metal_lite.server.anthropic_api import messages
 from vllm_metal_lite.server.errors import ApiError, error_response
 from vllm_metal_lite.server.openai_api import (
@@ -45,7 +45,7 @@ def make_app(server: Server) -> ASGIApp:
         Route(path, endpoint(server, body, handler), methods=["POST"])  # type: ignore[arg-type]
         for path, body, handler in _POSTS
     ]
-    for room in model_list, live, status:
+    for room in model_list, events, status:
         routes += room.routes(server)
     described = openapi.describe(routes)
 

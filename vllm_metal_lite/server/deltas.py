@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from vllm_metal_lite.chat_formats.events import Event, Reasoning, ToolCallEnd
 from vllm_metal_lite.chat_formats.parser import ChatParser
 from vllm_metal_lite.outputs import CompletionOutput, Cursor, Logprob
-from vllm_metal_lite.server.worker.generation import Generation, changes
+from vllm_metal_lite.server.worker.request_state import RequestState, changes
 
 Positions = list[dict[int, Logprob]]
 
@@ -34,7 +34,7 @@ class Delta:
     finish_reason: str | None
 
 
-class Reader:
+class AnswerReader:
     """Reads an answer as it grows."""
 
     def __init__(
@@ -82,7 +82,7 @@ def _up_to_first_call(events: list[Event]) -> int:
 
 
 async def deltas(
-    generations: Sequence[Generation],
+    requests: Sequence[RequestState],
     make_parser: Callable[[], ChatParser | None] = lambda: None,
     parallel: bool = True,
 ) -> AsyncIterator[Delta]:
@@ -91,9 +91,9 @@ async def deltas(
     parallel: False if an answer is over after its first call.  The engine may still run then; it
     stops when the caller leaves `Server.generate`.
     """
-    answers = [answer for generation in generations for answer in generation.answers]
-    readers = [Reader(i, answer, make_parser(), parallel) for i, answer in enumerate(answers)]
-    async for choice in changes(generations):
+    answers = [answer for request in requests for answer in request.answers]
+    readers = [AnswerReader(i, answer, make_parser(), parallel) for i, answer in enumerate(answers)]
+    async for choice in changes(requests):
         reader = readers[choice]
         if not reader.is_over:
             yield reader.read()

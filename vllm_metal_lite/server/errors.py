@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 
 from vllm_metal_lite.errors import MetalLiteError, show
 from vllm_metal_lite.outputs import CompletionOutput
-from vllm_metal_lite.server.worker.generation import EngineLost, ShuttingDown
+from vllm_metal_lite.server.worker.request_state import EngineLost, ShuttingDown
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 The first model and the pinned ones are loaded from the start, others when a request names them.  If
 memory is short, models are unloaded, the least recently used first: idle ones at once, busy ones
-after a turn, in which they still take requests, and as soon as their requests have ended.  A turn
+after a notice, in which they still take requests, and once their requests have ended.  A notice
 takes as long as loading did, so models that alternate do not spend most of the time on loading, and
 no model waits forever.
 """
@@ -50,13 +50,13 @@ class ModelSpec:
 
 @dataclass(eq=False)
 class _Loaded:
-    """An engine.  size: bytes it may use.  turn: seconds that loading took.  users: requests that
-    hold it.  going: another model waits for its room.  ends_at: of its turn, if it is going."""
+    """An engine.  size: bytes it may use.  users: requests that hold it.  going: another model
+    waits for its room.  ends_at: of its notice, if it is going."""
 
     client: EngineClient
     size: int
     last_used: float
-    turn: float
+    seconds_to_load: float
     users: int = 0
     going: bool = False
     ends_at: float = 0.0
@@ -334,7 +334,7 @@ class Models:
             free += victims[-1][1].size
         now = self._clock()
         for _, engine in victims:
-            engine.going, engine.ends_at = True, now + engine.turn
+            engine.going, engine.ends_at = True, now + engine.seconds_to_load
         try:
             for victim, engine in victims:
                 while engine.alive and (pause := engine.pause(self._clock())) != 0:

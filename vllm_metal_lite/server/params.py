@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from vllm_metal_lite.engine.prompts import check_salt
+from vllm_metal_lite.engine.prompt_ids import check_salt
 from vllm_metal_lite.errors import Option, RequestError, SamplingError
 from vllm_metal_lite.sampling.sampler import validate
 from vllm_metal_lite.sampling_params import SAMPLING_RULES, SamplingParams

@@ -20,7 +20,7 @@ from prometheus_client.exposition import choose_encoder
 
 from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.generation import Generation
+from vllm_metal_lite.server.worker.request_state import RequestState
 
 _LATENCY = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
@@ -148,44 +148,44 @@ class Metrics:
 
 
 class RequestCount:
-    """Counts one request.  metrics: of its model.  generation: None until it is accepted."""
+    """Counts one request.  metrics: of its model.  request: None until it is accepted."""
 
     def __init__(self, metrics: dict[str, Any]) -> None:
-        self.generation: Generation | None = None
+        self.request: RequestState | None = None
         self._metrics = metrics
         self._num_tokens = 0
         self._at: float | None = None  # when the latest tokens came
         self._observe_gap = metrics["inter_token_latency_seconds"].observe
         self._add_tokens = metrics["generation_tokens"].inc
 
-    def update(self, generation: Generation, now: float) -> None:
+    def update(self, request: RequestState, now: float) -> None:
         """A step has brought something.  Called for each token, so it must be cheap."""
-        num_tokens = generation.num_tokens
+        num_tokens = request.num_tokens
         if num_tokens == self._num_tokens:
             return
         self._add_tokens(num_tokens - self._num_tokens)
         if self._at is None:
             metrics = self._metrics
-            metrics["prompt_tokens"].inc(len(generation.prompt_token_ids) * generation.params.n)
-            metrics["prompt_tokens_cached"].inc(generation.num_cached_tokens)
-            metrics["time_to_first_token_seconds"].observe(now - generation.times.arrived)
+            metrics["prompt_tokens"].inc(len(request.prompt_token_ids) * request.params.n)
+            metrics["prompt_tokens_cached"].inc(request.num_cached_tokens)
+            metrics["time_to_first_token_seconds"].observe(now - request.times.arrived)
         else:
             self._observe_gap(now - self._at)
         self._num_tokens, self._at = num_tokens, now
 
     def end(self) -> None:
         """The request has ended, or its client has gone."""
-        generation, metrics = self.generation, self._metrics
-        if generation is None or not generation.finished:
+        request, metrics = self.request, self._metrics
+        if request is None or not request.finished:
             return
-        for answer in generation.answers:
+        for answer in request.answers:
             metrics[answer.finish_reason or "error"].inc()
-        times, params = generation.times, generation.params
+        times, params = request.times, request.params
         scheduled, first, last = times.scheduled, times.first_token, times.finished
         if scheduled is None or first is None or last is None:
             return  # the engine was lost
-        num_prompt = len(generation.prompt_token_ids)
-        lengths = [len(answer.token_ids) for answer in generation.answers]
+        num_prompt = len(request.prompt_token_ids)
+        lengths = [len(answer.token_ids) for answer in request.answers]
         decode = last - first
         values = {
             "e2e_request_latency_seconds": last - times.arrived,
@@ -195,7 +195,7 @@ class RequestCount:
             "request_decode_time_seconds": decode,
             "request_time_per_output_token_seconds": decode / max(max(lengths) - 1, 1),
             "request_prompt_tokens": num_prompt,
-            "request_prefill_kv_computed_tokens": num_prompt - generation.num_cached_tokens,
+            "request_prefill_kv_computed_tokens": num_prompt - request.num_cached_tokens,
             "request_generation_tokens": sum(lengths),
             "request_max_num_generation_tokens": max(lengths),
             "request_params_n": params.n,

@@ -18,15 +18,15 @@ from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.rules import whole
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server import limits
+from vllm_metal_lite.server.conversations import RenderedPrompt
 from vllm_metal_lite.server.errors import ApiError, ContextOverflow, error_response
 from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.offload import LARGE, ORIGIN, Origin, offload
 from vllm_metal_lite.server.prometheus import Metrics
-from vllm_metal_lite.server.prompts import RenderedPrompt
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import COMMENT, ClientGone, EventStream, unless, until_gone
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.generation import Generation, ShuttingDown
+from vllm_metal_lite.server.worker.request_state import RequestState, ShuttingDown
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +57,9 @@ class Server:
         self.draining = False  # no further requests are taken
         self.ended = asyncio.Event()  # requests that are still open get an error
         self.num_accepted = 0  # requests that drain
-        self.generations: dict[str, Generation] = {}
+        self.requests: dict[str, RequestState] = {}
         # Called at the end of each request, also of one that is cut short.
-        self.on_end: Callable[[Generation], None] = lambda generation: None
+        self.on_end: Callable[[RequestState], None] = lambda request: None
         self.metrics = Metrics(models)
         self._unknown_fields: set[tuple[str, str]] = set()  # by endpoint
 
@@ -74,7 +74,7 @@ class Server:
         priority: int = 0,
         cache_salt: str | None = None,
         pooling: PoolingParams | None = None,
-    ) -> AsyncIterator[Generation]:
+    ) -> AsyncIterator[RequestState]:
         """A request that `engine` has accepted; leaving the block ends it.
 
         prefix: of the request's id.  cache_salt: prompts of one salt say nothing of others, so they
@@ -98,21 +98,21 @@ class Server:
                     request_id, token_ids, params,
                     priority=priority, checkpoints=prompt.checkpoints, cache_salt=cache_salt,
                     pooling=pooling, on_update=count.update,
-                ) as generation:  # fmt: skip
-                    count.generation = generation
+                ) as request:  # fmt: skip
+                    count.request = request
                     if remembered:
-                        generation.parted = prompt.parted
+                        request.divergence = prompt.divergence
                         engine.recent.add(token_ids)
-                    self.generations[request_id] = generation
-                    yield generation
+                    self.requests[request_id] = request
+                    yield request
         finally:
             self.num_accepted -= 1
-            if (ended := self.generations.get(request_id)) is not None:
+            if (ended := self.requests.get(request_id)) is not None:
                 if remembered:
                     # The last token has no K and V.
                     engine.recent.add([*token_ids, *ended.answers[0].token_ids[:-1]])
                 self.on_end(ended)
-                del self.generations[request_id]
+                del self.requests[request_id]
 
     def check_open(self) -> None:
         """Raise ShuttingDown if the server stops."""
@@ -147,18 +147,18 @@ class Server:
     def log_requests(self) -> None:
         """Print a line at the end of each request."""
 
-        def log(generation: Generation) -> None:
+        def log(request: RequestState) -> None:
             with suppress(OSError):  # the reader of our output is gone
-                print(summary(generation), flush=True)
+                print(summary(request), flush=True)
 
         self.on_end = log
 
     def end_all(self) -> None:
         """End all requests, because the server stops."""
         self.ended.set()
-        for generation in self.generations.values():
-            if not generation.finished:
-                generation.fail(ShuttingDown())
+        for request in self.requests.values():
+            if not request.finished:
+                request.fail(ShuttingDown())
 
     def note_unknown(self, path: str, body: BaseModel) -> None:
         """Log the fields of a body that no one reads: one line a request, once for each name."""
@@ -172,19 +172,19 @@ class Server:
             logger.warning(f"{path}: fields of requests are ignored: {shown}{more}")
 
 
-def summary(generation: Generation) -> str:
+def summary(request: RequestState) -> str:
     """A request in one line, for the log."""
-    times, now = generation.times, time.monotonic()
-    reasons = [answer.finish_reason or "cut short" for answer in generation.answers]
+    times, now = request.times, time.monotonic()
+    reasons = [answer.finish_reason or "cut short" for answer in request.answers]
     parts = [
-        f"{len(generation.prompt_token_ids)} prompt tokens ({generation.num_cached_tokens} cached)",
-        f"{generation.num_tokens} new in {now - times.arrived:.2f} s",
+        f"{len(request.prompt_token_ids)} prompt tokens ({request.num_cached_tokens} cached)",
+        f"{request.num_tokens} new in {now - times.arrived:.2f} s",
     ]
     if times.first_token is not None:
         parts.append(f"first after {times.first_token - times.arrived:.2f} s")
-    if (parted := generation.parted) is not None:
-        parts.append(f"diverged at token {parted.token:,}: {parted.where}")
-    return f"{generation.request_id}: {', '.join([*parts, *dict.fromkeys(reasons)])}"
+    if (divergence := request.divergence) is not None:
+        parts.append(f"diverged at token {divergence.token:,}: {divergence.where}")
+    return f"{request.request_id}: {', '.join([*parts, *dict.fromkeys(reasons)])}"
 
 
 def client_of(request: Request) -> tuple[str, ...]:
@@ -221,7 +221,7 @@ class Serving:
 
     async def generate(
         self, prefix: str, prompt: RenderedPrompt, params: SamplingParams, **options: Any
-    ) -> Generation:
+    ) -> RequestState:
         """As `Server.generate`, until the response ends."""
         generating = self.server.generate(self.engine, prefix, prompt, params, **options)
         return await self.resources.enter_async_context(generating)

@@ -1,4 +1,4 @@
-"""What a model's chat template takes, found by trial; and system messages where it takes none.
+"""What a model's chat template takes, found by a probe; and system messages where it takes none.
 
 Some clients put a system message in the middle of a conversation.  Many templates refuse it there.
 Moving it to the front would change everything behind it, so that no prefix is found in the cache

@@ -6,21 +6,21 @@ from functools import partial
 
 from vllm_metal_lite.chat_formats.parser import ChatParser
 from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.server.conversations import ChatRequest, RenderedPrompt, render
 from vllm_metal_lite.server.deltas import Delta, deltas
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.params import SamplingFields, sampling_params
-from vllm_metal_lite.server.prompts import Conversation, RenderedPrompt, render
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.structured import answer_form, check_calls
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.generation import Generation
+from vllm_metal_lite.server.worker.request_state import RequestState
 from vllm_metal_lite.structured_params import ThinkingParams
 
 _TAIL = 16  # tokens at a prompt's end that may open thoughts
 
 
 @dataclass(frozen=True)
-class Turn:
+class PreparedTurn:
     """A conversation made ready for its answer.  make_parser: of one answer."""
 
     prompt: RenderedPrompt
@@ -29,17 +29,19 @@ class Turn:
 
 
 async def answer(
-    serving: Serving, body: SamplingFields, conversation: Conversation, prefix: str
-) -> tuple[Generation, AsyncIterator[Delta]]:
+    serving: Serving, body: SamplingFields, conversation: ChatRequest, prefix: str
+) -> tuple[RequestState, AsyncIterator[Delta]]:
     """The next answer of a conversation, and what comes of it.  prefix: of the request's id."""
     with serving.preparing():
         params = await sampling_params(serving, body)
         turn = await prepare(serving.engine, conversation, params)
-    generation = await serving.generate(prefix, turn.prompt, turn.params, **body.scheduling())
-    return generation, deltas([generation], turn.make_parser, conversation.choice.parallel)
+    request = await serving.generate(prefix, turn.prompt, turn.params, **body.scheduling())
+    return request, deltas([request], turn.make_parser, conversation.choice.parallel)
 
 
-async def prepare(engine: EngineClient, conversation: Conversation, params: SamplingParams) -> Turn:
+async def prepare(
+    engine: EngineClient, conversation: ChatRequest, params: SamplingParams
+) -> PreparedTurn:
     """Render a conversation, and give its answer the form that `params` and its choice ask for.
 
     Raises ApiError (400) for calls that the model cannot be made to write, RequestError for what
@@ -61,7 +63,7 @@ async def prepare(engine: EngineClient, conversation: Conversation, params: Samp
         params = replace(params, bad_words=banned)
     budget = conversation.thinking_budget
     if chat_format.thinks_in_channel and conversation.thinks_not:
-        budget = 0  # templates of such formats have no other way
+        budget = 0  # templates of such formats offer nothing else
     if (form is not None or budget is not None) and not is_over:
         params = replace(params, thinking=_thinking(engine, in_reasoning, budget))
     special = engine.special_tokens
@@ -71,11 +73,11 @@ async def prepare(engine: EngineClient, conversation: Conversation, params: Samp
     if seen:
         params = replace(params, skip_special_tokens=False)
     make_parser = partial(ChatParser, chat_format, tools, in_reasoning=in_reasoning, hidden=hidden)
-    return Turn(prompt, params, make_parser)
+    return PreparedTurn(prompt, params, make_parser)
 
 
 def _reasoning(
-    engine: EngineClient, conversation: Conversation, prompt: RenderedPrompt
+    engine: EngineClient, conversation: ChatRequest, prompt: RenderedPrompt
 ) -> tuple[bool, bool]:
     """(The answer begins within thoughts, its thoughts are over before it begins)."""
     chat_format = engine.chat_format

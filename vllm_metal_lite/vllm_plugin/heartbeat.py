@@ -25,16 +25,16 @@ INTERVAL, LEAVE, MISSED = 1.0, 3.0, 6
 class Heartbeat:
     """The thread that gives signs of this rank, and looks for those of the others.
 
-    names: by rank, for messages.  store: kept, since rank 0's ends with the object; used through a
+    names: by rank, for messages.  tcp_store: kept, since rank 0's ends with the object; read by a
     client of its own.  lost: called once, in the thread, with one line.
     Start it when MLX has connected the ranks: MLX connects with the interpreter's lock held.
     """
 
     def __init__(
-        self, rank: int, names: Sequence[str], store: dist.Store, lost: Callable[[str], None]
+        self, rank: int, names: Sequence[str], tcp_store: dist.Store, lost: Callable[[str], None]
     ) -> None:
         self._rank, self._names, self._lost = rank, names, lost
-        self._store, self._client = store, store.clone()
+        self._tcp_store, self._client = tcp_store, tcp_store.clone()
         self._leaving, self._parent = threading.Event(), os.getppid()
         name = f"rank {rank} of {len(names)}"
         command = [sys.executable, "-I", "-S", watchdog.__file__, str(MISSED + 1), name]

@@ -16,7 +16,7 @@ from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.runner.build import choose_attention
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
-from vllm_metal_lite.vllm_plugin.state_slots import StateSlotSpec, state_slot_spec
+from vllm_metal_lite.vllm_plugin.state_slot_manager import StateSlotSpec, state_slot_spec
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec

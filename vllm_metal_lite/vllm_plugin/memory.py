@@ -11,7 +11,7 @@ from vllm_metal_lite.errors import OutOfMemoryError
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.runner.memory import step_peak_bytes
-from vllm_metal_lite.vllm_plugin.state_slots import MOST_SLOTS
+from vllm_metal_lite.vllm_plugin.state_slot_manager import MOST_SLOTS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -22,7 +22,7 @@ _STATE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
+class MemorySizes:
     """num_state_slots: of recurrent states; 0 for a model without any.  kv_bytes: for K and V."""
 
     num_state_slots: int
@@ -34,7 +34,7 @@ def plan_memory(
     specs: Sequence[LayerSpec],
     vllm_config: "VllmConfig",
     caches_states: bool,
-) -> MemoryPlan:
+) -> MemorySizes:
     """What vLLM's memory options leave for states and for K and V.
 
     specs: of the layers whose K and V vLLM counts.  caches_states: vLLM gives out state slots, and
@@ -58,19 +58,19 @@ def plan_memory(
         left = int(limit * fraction) - model.weight_bytes - peak
     else:
         left = limit - model.weight_bytes - asked
-    slots = _num_state_slots(model, seats, left, caches_states)
-    left -= slots * model.state_bytes
-    fixed = model.weight_bytes + slots * model.state_bytes
+    num_state_slots = _num_state_slots(model, seats, left, caches_states)
+    left -= num_state_slots * model.state_bytes
+    fixed = model.weight_bytes + num_state_slots * model.state_bytes
     if asked is not None:
         if left < 0:
             raise OutOfMemoryError(
                 f"--kv-cache-memory-bytes {asked} and {fixed} bytes of weights and states "
                 f"are more than the {limit} bytes of this device"
             )
-        return MemoryPlan(slots, int(asked))
+        return MemorySizes(num_state_slots, int(asked))
     block_bytes = config.block_size * sum(s.bytes_per_token for s in specs)
     if left < block_bytes:
-        fewer = "--max-num-seqs or " if slots else ""
+        fewer = "--max-num-seqs or " if num_state_slots else ""
         raise OutOfMemoryError(
             f"{model.name} does not fit: {fixed} bytes of weights and states and {peak} "
             f"of a step leave nothing for K and V of the {int(limit * fraction)} that may be "
@@ -79,7 +79,7 @@ def plan_memory(
         )
     # No more can be owned: every seat at full length, and vLLM's null block.
     most = seats * -(-max_model_len // config.block_size) + 1
-    return MemoryPlan(slots, min(left, most * block_bytes))
+    return MemorySizes(num_state_slots, min(left, most * block_bytes))
 
 
 def _num_state_slots(model: LoadedModel, seats: int, left: int, caches_states: bool) -> int:

@@ -12,9 +12,9 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOutput
 
 from vllm_metal_lite.runner.result import StepResult
-from vllm_metal_lite.sampling import undrawn
+from vllm_metal_lite.sampling import no_token
 from vllm_metal_lite.sampling.logits import Logprobs
-from vllm_metal_lite.vllm_plugin.translate import Step
+from vllm_metal_lite.vllm_plugin.translate import ScheduledStep
 
 logger = init_logger("vllm.metal_lite")
 
@@ -22,7 +22,7 @@ logger = init_logger("vllm.metal_lite")
 class StepOutput(AsyncModelRunnerOutput):
     """The output of a step in flight."""
 
-    def __init__(self, step: Step, result: StepResult) -> None:
+    def __init__(self, step: ScheduledStep, result: StepResult) -> None:
         self._step, self._result = step, result
 
     def get_output(self) -> ModelRunnerOutput:
@@ -47,7 +47,7 @@ class StepOutput(AsyncModelRunnerOutput):
 
     def _tokens(self, segments: list[int]) -> list[int]:
         tokens = self._result.token_ids.tolist()
-        for row, reason in self._result.undrawn.items():
+        for row, reason in self._result.no_token.items():
             tokens[row] = self._end_undrawn(segments[row], reason)
         return tokens
 
@@ -61,7 +61,7 @@ class StepOutput(AsyncModelRunnerOutput):
         request = self._step.requests[segment]
         num_generated = int(self._step.batch.seq_lens[segment]) - request.num_prompt_tokens
         if not request.is_undrawn:  # vLLM may have scheduled one more step
-            why = undrawn.why(reason, request.params, num_generated, request.has_grammar)
+            why = no_token.why(reason, request.params, num_generated, request.has_grammar)
             logger.error("Request %s: %s", self._step.req_ids[segment], why)
         request.is_undrawn = True
         return 0 if request.has_grammar else min(request.stop_token_ids, default=0)

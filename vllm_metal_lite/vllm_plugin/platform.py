@@ -41,7 +41,7 @@ class MetalLitePlatform(Platform):
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        """The first one replaces "auto" if the checkpoint's dtype is not listed."""
+        """The first one replaces "auto" if the weights' dtype is not listed."""
         if envs.device() == "cpu":
             return [torch.float32]  # MLX's CPU backend is slow in other dtypes
         return [torch.bfloat16, torch.float16, torch.float32]
@@ -89,10 +89,10 @@ class MetalLitePlatform(Platform):
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: "VllmConfig") -> None:
         """Called in the scheduler's process, by vLLM 0.33 and later."""
-        from vllm_metal_lite.vllm_plugin import state_slots
+        from vllm_metal_lite.vllm_plugin import state_slot_manager
 
-        if state_slots.no_own_pool() is None:
-            state_slots.register_state_slots()
+        if state_slot_manager.no_own_pool() is None:
+            state_slot_manager.register_state_slots()
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:

@@ -1,4 +1,4 @@
-"""Lets vLLM accept checkpoints quantised by MLX, which name no quantisation method."""
+"""Lets vLLM accept weights quantised by MLX, which name no quantisation method."""
 
 from typing import Any
 

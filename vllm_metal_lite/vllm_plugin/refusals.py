@@ -57,7 +57,7 @@ _HINTS = {
     "--data-parallel-rank": "start a server for each rank, behind a balancer (docs/scale.md)",
     "--block-size": f"take one of {list(BLOCK_SIZES)}",
     "--attention-backend": "METAL_LITE_ATTENTION chooses between kernels and reference",
-    "--quantization": "MLX's own checkpoints need no flag",
+    "--quantization": "MLX's own weights need no flag",
 }
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Request:
+class PluginRequest:
     """A request that vLLM has not finished.
 
     num_prompt_logprobs: as in SamplingParams.  req_index None: preempted and waiting.
@@ -49,14 +49,14 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ScheduledStep:
     """A step to run.  req_ids, requests: in the order of the batch's segments.
 
     prompt_logprobs: by segment, the collector for the prompt tokens of this step.
     """
 
     req_ids: list[str]
-    requests: list[Request]
+    requests: list[PluginRequest]
     batch: ForwardBatch
     prompt_logprobs: dict[int, PromptLogprobs]
 
@@ -93,10 +93,10 @@ class StepTranslator:
     ) -> None:
         self.inputs, self.sampler, self.seed = inputs, sampler, seed
         self.state_group = state_group
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, PluginRequest] = {}
         self._num_seen = 0
 
-    def begin(self, output: "SchedulerOutput") -> Step | None:
+    def begin(self, output: "SchedulerOutput") -> ScheduledStep | None:
         """Apply vLLM's decisions; None if there is nothing to compute."""
         for req_id in output.finished_req_ids:
             if (request := self._requests.pop(req_id, None)) is not None:
@@ -129,7 +129,7 @@ class StepTranslator:
         vllm_params, prompt = new.sampling_params, len(new.prompt_token_ids)
         params = translate_params(vllm_params, self.sampler.vocab_size)
         is_next_turn = known is not None and known.num_prompt_tokens != prompt
-        request = Request(
+        request = PluginRequest(
             params,
             seed,
             tuple(vllm_params.all_stop_token_ids),
@@ -159,7 +159,7 @@ class StepTranslator:
                 self.inputs.set_tokens(request.req_index, computed[req_id], tokens)
 
     def _seat(
-        self, request: Request, token_ids: Sequence[int], block_ids: Sequence[Sequence[int]]
+        self, request: PluginRequest, token_ids: Sequence[int], block_ids: Sequence[Sequence[int]]
     ) -> None:
         tokens, prompt = np.array(token_ids, np.int32), request.num_prompt_tokens
         k, scored = request.num_prompt_logprobs, None
@@ -176,7 +176,7 @@ class StepTranslator:
             request.bad_words, request.logprob_token_ids,
         )  # fmt: skip
 
-    def _append_blocks(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
+    def _append_blocks(self, request: PluginRequest, block_ids: Sequence[Sequence[int]]) -> None:
         """block_ids: new blocks, one list per KV group."""
         assert request.req_index is not None, "a running request has a row"
         groups = list(block_ids)
@@ -184,13 +184,13 @@ class StepTranslator:
             request.state_blocks += groups.pop(self.state_group)
         self.inputs.append_blocks(request.req_index, *groups)
 
-    def _unseat(self, request: Request) -> None:
+    def _unseat(self, request: PluginRequest) -> None:
         if (row := request.req_index) is not None:
             self.inputs.remove(row)
             self.sampler.remove(row)
             request.req_index = None
 
-    def _pack(self, scheduled: dict[str, int], computed: dict[str, int]) -> Step:
+    def _pack(self, scheduled: dict[str, int], computed: dict[str, int]) -> ScheduledStep:
         # pack wants segments of one token first.
         req_ids = sorted(scheduled, key=lambda req_id: scheduled[req_id] > 1)
         requests = [self._requests[req_id] for req_id in req_ids]
@@ -208,9 +208,9 @@ class StepTranslator:
             for segment, (req_id, request) in enumerate(zip(req_ids, requests, strict=True))
             if request.prompt_logprobs is not None and computed[req_id] < request.num_prompt_tokens
         }
-        return Step(req_ids, requests, batch, prompt_logprobs)
+        return ScheduledStep(req_ids, requests, batch, prompt_logprobs)
 
-    def masks(self, step: Step, grammar: "GrammarOutput | None") -> TokenMasks | None:
+    def masks(self, step: ScheduledStep, grammar: "GrammarOutput | None") -> TokenMasks | None:
         """The grammar's bitmask rows, for requests that get a token in this step."""
         if grammar is None:
             return None

@@ -27,13 +27,13 @@ from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.vllm_plugin import log_through_vllm
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
 from vllm_metal_lite.vllm_plugin.data_parallel import engines_of_host
-from vllm_metal_lite.vllm_plugin.group import own_device
+from vllm_metal_lite.vllm_plugin.join_ranks import own_device
 from vllm_metal_lite.vllm_plugin.kv_layers import KVLayers
 from vllm_metal_lite.vllm_plugin.lost_states import recompute_states
-from vllm_metal_lite.vllm_plugin.memory import MemoryPlan, plan_memory
+from vllm_metal_lite.vllm_plugin.memory import MemorySizes, plan_memory
 from vllm_metal_lite.vllm_plugin.outputs import StepOutput
-from vllm_metal_lite.vllm_plugin.state_slots import no_own_pool
-from vllm_metal_lite.vllm_plugin.translate import Step, StepTranslator
+from vllm_metal_lite.vllm_plugin.state_slot_manager import no_own_pool
+from vllm_metal_lite.vllm_plugin.translate import ScheduledStep, StepTranslator
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -71,7 +71,7 @@ class MetalLiteWorker(WorkerBase):
     ranks: RankGroup = ALONE
     _model: LoadedModel | None = None
     _pipeline: Pipeline | None = None
-    _step: Step | None = None
+    _step: ScheduledStep | None = None
 
     @property
     def model(self) -> LoadedModel:
@@ -164,12 +164,12 @@ class MetalLiteWorker(WorkerBase):
         return self._memory.kv_bytes
 
     @cached_property
-    def _memory(self) -> MemoryPlan:
+    def _memory(self) -> MemorySizes:
         """Made once: slots keep their number when the worker sleeps.  The smallest rank decides;
         of stages, which may differ in layers, vLLM compares the blocks."""
-        plan = plan_memory(self.model, self._layers.specs, self.vllm_config, self._caches_states)
-        least = MemoryPlan(*map(min, zip(*self.ranks.gather(astuple(plan)), strict=True)))
-        return replace(least, kv_bytes=plan.kv_bytes) if self.ranks.stages else least
+        sizes = plan_memory(self.model, self._layers.specs, self.vllm_config, self._caches_states)
+        least = MemorySizes(*map(min, zip(*self.ranks.gather(astuple(sizes)), strict=True)))
+        return replace(least, kv_bytes=sizes.kv_bytes) if self.ranks.stages else least
 
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_config.max_model_len = max_model_len
@@ -187,7 +187,7 @@ class MetalLiteWorker(WorkerBase):
         store = PagedStore(
             self.model.kv_specs, self._groups, self.cache_config.block_size,
             shared=len(self._groups) > 1,
-            states=self.model.packed.state_pool(self._memory.num_state_slots),
+            states=self.model.packed.state_store(self._memory.num_state_slots),
         )  # fmt: skip
         runner = build_runner(self.model, store, self._sampler, envs.attention())
         self._pipeline = Pipeline(runner, self.translator.inputs)
@@ -237,7 +237,7 @@ class MetalLiteWorker(WorkerBase):
         launched.result.wait()
         return output.get_output()
 
-    def _launch(self, step: Step, masks: TokenMasks | None) -> LaunchedStep:
+    def _launch(self, step: ScheduledStep, masks: TokenMasks | None) -> LaunchedStep:
         """Submit a step.  Each repetition is without one more kernel, so there is an end."""
         lost = False
         while True:

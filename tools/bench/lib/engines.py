@@ -132,7 +132,7 @@ def _reusable(load: Load, run: Run) -> int:
     return sum(turns) + load.prefix_length * (len(load.prompts) - len(turns) - 1)
 
 
-class Ours:
+class ThisEngine:
     """LLMEngine, with a store that is large enough for the load and no larger.
 
     options: fields of EngineConfig.  keep_prefixes: runs share one prefix cache.

@@ -10,7 +10,7 @@ from typing import Any
 from tools.bench.lib.engines import MLX_CACHE_LIMIT, Tokens
 from tools.bench.lib.loads import Load
 from vllm_metal_lite import backend
-from vllm_metal_lite.fusion.joined import Part
+from vllm_metal_lite.fusion.joined import JoinedPart
 from vllm_metal_lite.model.loader import LoadedModel
 
 # isort: split
@@ -52,7 +52,7 @@ def native(model: LoadedModel) -> nn.Module:
         return ours
     if id(model) not in _NATIVE:
         theirs = copy.deepcopy(ours)
-        parts = [(path, m) for path, m in theirs.named_modules() if isinstance(m, Part)]
+        parts = [(path, m) for path, m in theirs.named_modules() if isinstance(m, JoinedPart)]
         theirs.update_modules(tree_unflatten([(path, part.separate()) for path, part in parts]))
         mx.eval(theirs.parameters())
         _NATIVE[id(model)] = theirs

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -18,9 +19,12 @@ HERE = Path(__file__).parent
 _CLANG = (
     sys.executable, "-m", "ziglang", "clang", "-cc1", "-x", "clcpp", "-cl-std=clc++2021",
     "-cl-single-precision-constant", "-Wno-everything", "-triple", "spirv64", "-O2",
-    "-fno-unroll-loops", "-include", str(HERE / "metal.h"), "-emit-obj",
+    "-include", str(HERE / "metal.h"), "-emit-obj",
     "-cl-ext=+cl_khr_fp16,+__opencl_c_generic_address_space,+__opencl_c_subgroups",
 )  # fmt: skip
+_OF_OURS = ("-fno-unroll-loops",)  # but for those that a pragma names
+# Mesa's OpenCL cannot fill memory, of which clang would make more of zeros.
+_OF_MLX = ("-fno-builtin", "-include", str(HERE / "mlx.h"))
 _SHIM = {
     "LD_PRELOAD": "/usr/lib/x86_64-linux-gnu/libasahi_noop_drm_shim.so",
     "RUSTICL_ENABLE": "asahi",
@@ -34,6 +38,7 @@ _BUILTINS = {
         ("thread_position_in_grid", "get_global_id"),
         ("threadgroup_position_in_grid", "get_group_id"),
         ("threadgroups_per_grid", "get_num_groups"),
+        ("threads_per_threadgroup", "get_local_size"),
     )
 } | {
     "thread_position_in_threadgroup": f"{_THREAD}, 0u, 0u",
@@ -75,20 +80,22 @@ def to_opencl(text: KernelText) -> str:
     parts = _PARTS.match(blank)
     if parts is None:
         raise AgxError(f"{text.kernel}: not a text of mx.fast.metal_kernel")
-    names = [n.strip().rsplit(" ", 1) for n in (parts["names"] or "").split(",") if n.strip()]
+    names = [n.strip() for n in (parts["names"] or "").split(",") if n.strip()]
     values = [v.strip() for v in (parts["values"] or "").split(",") if v.strip()]
-    constants = [
-        f"typedef {value} {name};" if kind == "typename" else f"constexpr {kind} {name} = {value};"
-        for (kind, name), value in zip(names, values, strict=True)
-    ]
+    constants = []
+    for declared, value in zip_longest(names, values):
+        kind, name = declared.split(" =")[0].rsplit(" ", 1)
+        value = value or declared.split("= ")[1]
+        of = f"typedef {value} {name};", f"constexpr {kind} {name} = {value};"
+        constants.append(of[kind != "typename"])
     arguments, locals_ = [], []
-    for argument in parts["arguments"].split(","):
+    for argument in re.split(r",(?![^\[]*\]\])", parts["arguments"]):
         declared = re.sub(r"\[\[.*?\]\]", "", argument).strip()
         kind, name = declared.rsplit(" ", 1)
         attribute = re.search(r"\[\[(\w+)\]\]", argument)
         if attribute and attribute[1] in _BUILTINS:
             locals_.append(f"{kind} {name} = {{{_BUILTINS[attribute[1]]}}};")
-        elif reference := re.fullmatch(r"const constant (\w+)&", kind):
+        elif reference := re.fullmatch(r"(?:const )?constant (\w+)&", kind):
             arguments.append(f"const __global {reference[1]}* {name}_given")
             locals_.append(f"const {reference[1]} {name} = {name}_given[0];")
         else:
@@ -97,11 +104,25 @@ def to_opencl(text: KernelText) -> str:
     threads = f"__attribute__((reqd_work_group_size({text.threads}, 1, 1)))"
     begin = f"{threads} __kernel void k({', '.join(arguments)}) {{"
     source = "\n".join([*head, begin, *locals_, parts["body"], "}\n"])
-    return re.sub(r"\b(uint2|uint4|float4)\(", r"make_\1(", source)
+    return re.sub(r"\b(u?int2|uint4|float4|short2|ulong[23])\(", r"make_\1(", source)
 
 
 def compile_all(root: Path, texts: Sequence[KernelText]) -> list[Code]:
     """The code of each kernel.  root: the folder of setup.sh.  Raises AgxError."""
+    said = re.split(r"^FILE .*$", _compiled(root, texts, "shaderdb").stderr, flags=re.M)[1:]
+    found = [_LINE.findall(one) for one in said]
+    for text, lines, all_lines in zip(texts, found, said, strict=True):
+        if not lines:
+            raise AgxError(f"{text.kernel}: Mesa: {all_lines[:1000]}")
+    return [Code(*map(int, lines[-1])) for lines in found]
+
+
+def listing_of(root: Path, text: KernelText) -> str:
+    """The kernel's code, disassembled, behind Mesa's own small ones.  Raises AgxError."""
+    return _compiled(root, [text], "shaders").stdout
+
+
+def _compiled(root: Path, texts: Sequence[KernelText], debug: str) -> subprocess.CompletedProcess:
     if not (root / "agx" / "loader").exists():
         raise AgxError(f"{root}: no Mesa here: run {HERE / 'setup.sh'} {root}, as root, on Debian")
     with TemporaryDirectory(dir=root / "agx") as folder:
@@ -109,18 +130,14 @@ def compile_all(root: Path, texts: Sequence[KernelText]) -> list[Code]:
         for i, text in enumerate(texts):
             source, binary = Path(folder, f"{i}.clcpp"), Path(folder, f"{i}.spv")
             source.write_text(to_opencl(text))
-            done = subprocess.run([*_CLANG, "-o", binary, source], capture_output=True, text=True)
+            flags = _OF_MLX if text.kernel.startswith("mlx_") else _OF_OURS
+            command = [*_CLANG, *flags, "-o", binary, source]
+            done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise AgxError(f"{text.kernel}: clang: {done.stderr[:1000]}")
             words += [f"{inside}/{i}.spv", str(text.threads)]
         settings = [f"{name}={value}" for name, value in _SHIM.items()]
-        done = subprocess.run(
-            ["chroot", root, "env", *settings, "AGX_MESA_DEBUG=shaderdb", "/agx/loader", *words],
+        return subprocess.run(
+            ["chroot", root, "env", *settings, f"AGX_MESA_DEBUG={debug}", "/agx/loader", *words],
             capture_output=True, text=True, errors="replace",
         )  # fmt: skip
-    said = re.split(r"^FILE .*$", done.stderr, flags=re.M)[1:]
-    found = [_LINE.findall(one) for one in said]
-    for text, lines, all_lines in zip(texts, found, said, strict=True):
-        if not lines:
-            raise AgxError(f"{text.kernel}: Mesa: {all_lines[:1000]}")
-    return [Code(*map(int, lines[-1])) for lines in found]

@@ -14,14 +14,14 @@ import numpy as np
 from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.attention.paged.decodes import DecodePlanner, reads_new_rows
 from vllm_metal_lite.attention.paged.plan import PagedPlan, plan_recurrent
-from vllm_metal_lite.attention.paged.prompts import VarlenPrompts, padded, prompts_of
 from vllm_metal_lite.attention.paged.step import KernelStepAttention
+from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts, padded, prompts_of
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.common import MAX_PREFILL_DIM, head_size_problem, new_token
-from vllm_metal_lite.kernels.registry import REGISTRY, left_out
+from vllm_metal_lite.kernels.arguments import MAX_PREFILL_DIM, head_size_problem, new_token
+from vllm_metal_lite.kernels.registry import REGISTRY, unused_kernels
 from vllm_metal_lite.kv.store import PagedStore
 
 PREFILLS = ("varlen", "gather")
@@ -30,9 +30,9 @@ PREFILLS = ("varlen", "gather")
 class KernelAttention:
     """Only kernels write and read the store.  The state is the token that orders the kernels.
 
-    prefill: the path of large prompts, "varlen" or "gather".  head_groups: query heads per KV head,
-    over all layers; none: no prompt uses `varlen_prefill`.  without: kernels that fail; the
-    registry says what replaces each.
+    prefill: the path of large prompts, "varlen" or "gather".  queries_per_kv: query heads per KV
+    head, over all layers; none: no prompt uses `varlen_prefill`.  failed_kernels: the registry says
+    what replaces each.
     rows_as_decodes: rows, the largest step whose prompt rows may be attended to as decodes.
     latents: some layers keep latents.
     """
@@ -44,35 +44,35 @@ class KernelAttention:
         self,
         store: PagedStore,
         prefill: str,
-        head_groups: Collection[int],
+        queries_per_kv: Collection[int],
         *,
-        without: Collection[str] = (),
+        failed_kernels: Collection[str] = (),
         rows_as_decodes: int = 0,
         latents: bool = False,
     ) -> None:
         self.latents = latents
-        self.store, self.prefill, self.without = store, prefill, frozenset(without)
+        self.store, self.prefill, self.failed_kernels = store, prefill, frozenset(failed_kernels)
         self.rows_as_decodes = rows_as_decodes
-        self._head_groups = sorted(head_groups)
+        self._queries_per_kv = sorted(queries_per_kv)
         fits = [
             not head_size_problem((spec.k_head_dim, spec.v_head_dim), MAX_PREFILL_DIM)
             for spec in store.specs
         ]
-        self._left_out = left_out(self.without)
+        self._unused = unused_kernels(self.failed_kernels)
         # `shared_prefix` needs full attention and a supported head size.
         self.shares = [
-            "shared_prefix" not in self._left_out and fit and spec.window is None
+            "shared_prefix" not in self._unused and fit and spec.window is None
             for fit, spec in zip(fits, store.specs, strict=True)
         ]
-        in_place = "varlen" not in {REGISTRY[kernel].prompts for kernel in self._left_out}
+        in_place = "varlen" not in {REGISTRY[kernel].prefill for kernel in self._unused}
         in_place = in_place and (latents or all(fits))
-        self._varlen = in_place and bool(self._head_groups)
+        self._varlen = in_place and bool(self._queries_per_kv)
         self._plan_decodes: DecodePlanner | None = None
-        if self.without.isdisjoint(("paged_decode", "latent_attention")):
+        if self.failed_kernels.isdisjoint(("paged_decode", "latent_attention")):
             of_layers = zip(store.group_of, self.shares, strict=True)
             self._plan_decodes = DecodePlanner(
                 {keys.shape[1] for keys in store.keys},
-                splits="merge_partitions" not in self._left_out,
+                splits="merge_partitions" not in self._unused,
                 sharing_groups=sorted({group for group, shared in of_layers if shared}),
                 rows_as_decodes=rows_as_decodes,
             )
@@ -101,7 +101,7 @@ class KernelAttention:
 
     def begin(self, step: Step, state: list[mx.array]) -> KernelStepAttention:
         (token,) = state
-        return KernelStepAttention(self.store, step, token, self._left_out, self.shares)
+        return KernelStepAttention(self.store, step, token, self._unused, self.shares)
 
     def _plan_prompts(
         self, batch: ForwardBatch, first: int, num_rows: int
@@ -119,10 +119,10 @@ class KernelAttention:
         scores = int(np.diff(prompts.cu_seqlens_q) @ prompts.seq_lens)
         cheap = small and self._varlen and scores <= device.small_scores
         if self.prefill == "varlen" or cheap:
-            return VarlenPrompts.plan(prompts, num_rows, self._head_groups, small)
+            return VarlenPrompts.plan(prompts, num_rows, self._queries_per_kv, small)
         return SdpaPlan(prompts, num_rows)
 
     def _writes_late(self, batch: ForwardBatch) -> bool:
         """Whether attention may write the step's rows itself: no row sees another new row."""
-        fused = not self.latents and "fused_decode" not in self._left_out
+        fused = not self.latents and "fused_decode" not in self._unused
         return fused and batch.num_decodes == batch.num_segments and not reads_new_rows(batch)

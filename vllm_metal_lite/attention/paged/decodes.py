@@ -6,22 +6,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_metal_lite.attention.paged.common_prefix import CommonPrefix, PrefixSearch
-from vllm_metal_lite.attention.paged.prompts import pad_tables, padded
+from vllm_metal_lite.attention.paged.shared_prefix import PrefixSearch, SharedPrefixRows
+from vllm_metal_lite.attention.paged.varlen_prompts import pad_tables, padded
 from vllm_metal_lite.attention.sdpa.plan import power_of_two
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.common import MIN_ELEMENTS
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS
 from vllm_metal_lite.kernels.decode import DecodePlan, decode_plan
 
 # Number of KV heads -> the plan of such layers.
 Plans = dict[int, DecodePlan]
 
 
-class Prefix(NamedTuple):
+class SharedPrefixArrays(NamedTuple):
     """length: the largest power of two within the prefix.  leader (1,), lens (num_rows,): see
-    CommonPrefix.  plans: for the keys after the prefix."""
+    SharedPrefixRows.  plans: for the keys after the prefix."""
 
     length: int
     leader: mx.array
@@ -40,7 +40,7 @@ class Decodes(NamedTuple):
     block_tables: tuple[mx.array, ...]
     seq_lens: mx.array
     plans: Plans
-    prefix: Prefix | None
+    prefix: SharedPrefixArrays | None
 
 
 class DecodePlanner:
@@ -72,23 +72,23 @@ class DecodePlanner:
         device, prompts = profile(), batch.num_decodes < batch.num_segments
         if prompts and num_rows <= self._rows_as_decodes:
             rows = as_decodes(batch)
-            prefix = self._common_prefix(rows, device.min_saved_for_prompts)
+            prefix = self._shared_prefix(rows, device.min_saved_for_prompts)
             own = rows.seq_lens - (prefix.lens if prefix else 0)
             if own[batch.num_decodes :].sum() <= device.max_own_keys:
                 return self._plan(rows, num_rows, prefix)
         if not batch.num_decodes:
             return None
-        prefix = self._common_prefix(batch, device.min_saved_tokens)
+        prefix = self._shared_prefix(batch, device.min_saved_tokens)
         return self._plan(batch, batch.num_decodes if prompts else num_rows, prefix)
 
-    def _common_prefix(self, batch: ForwardBatch, min_saved: int) -> CommonPrefix | None:
+    def _shared_prefix(self, batch: ForwardBatch, min_saved: int) -> SharedPrefixRows | None:
         if not self._sharing_groups:
             return None
         decodes = slice(batch.num_decodes)
         tables = [batch.tables[g][decodes] for g in self._sharing_groups]
         return self._search(tables, batch.seq_lens[decodes], batch.block_size, min_saved)
 
-    def _plan(self, batch: ForwardBatch, count: int, prefix: CommonPrefix | None) -> Decodes:
+    def _plan(self, batch: ForwardBatch, count: int, prefix: SharedPrefixRows | None) -> Decodes:
         decodes = slice(batch.num_decodes)
         seq_lens = batch.seq_lens[decodes]
         longest = int(seq_lens.max())
@@ -102,8 +102,10 @@ class DecodePlanner:
             prefix and self._prefix(prefix, seq_lens, count),
         )
 
-    def _prefix(self, prefix: CommonPrefix, seq_lens: np.ndarray, count: int) -> Prefix:
-        return Prefix(
+    def _prefix(
+        self, prefix: SharedPrefixRows, seq_lens: np.ndarray, count: int
+    ) -> SharedPrefixArrays:
+        return SharedPrefixArrays(
             1 << (int(prefix.lens.max()).bit_length() - 1),
             mx.array([prefix.leader], mx.int32),
             padded(prefix.lens, count),

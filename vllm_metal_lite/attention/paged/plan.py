@@ -4,12 +4,12 @@ from typing import NamedTuple
 
 from vllm_metal_lite.attention.base import Step, make_step, variant_of
 from vllm_metal_lite.attention.paged.decodes import Decodes
-from vllm_metal_lite.attention.paged.prompts import VarlenPrompts
+from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.attention.sdpa.plan import power_of_two
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
-from vllm_metal_lite.kernels.common import MIN_ELEMENTS
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS
 from vllm_metal_lite.recurrence.kernels import SegmentPlan
 
 

@@ -2,16 +2,16 @@
 
 from collections.abc import Collection, Iterator, Sequence
 
-from vllm_metal_lite.attention.base import Call, Step
+from vllm_metal_lite.attention.base import AttentionCall, Step
 from vllm_metal_lite.attention.heads import Heads, Latents, same_rope
 from vllm_metal_lite.attention.paged.decodes import Decodes
 from vllm_metal_lite.attention.paged.plan import PagedPlan
-from vllm_metal_lite.attention.paged.prompts import VarlenPrompts
+from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
 from vllm_metal_lite.attention.sdpa.calls import SdpaCalls, SdpaPlan
-from vllm_metal_lite.attention.sdpa.run import run_calls, take_rows
+from vllm_metal_lite.attention.sdpa.execute import execute_calls, take_rows
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
-from vllm_metal_lite.kernels.common import MIN_ELEMENTS
 from vllm_metal_lite.kernels.decode import paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_attention import Where, decode_tiles, latent_attention
@@ -19,7 +19,7 @@ from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.prefill import varlen_prefill
 from vllm_metal_lite.kernels.rope_write import rope_unsupported, rope_write
-from vllm_metal_lite.kernels.shared_prefix import SharedPrefix, prefix_splits, shared_prefix
+from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, prefix_splits, shared_prefix
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.kernels import KernelRecurrence
 from vllm_metal_lite.specs import AttentionShape
@@ -28,8 +28,8 @@ from vllm_metal_lite.specs import AttentionShape
 class KernelStepAttention:
     """See StepAttention.
 
-    token: orders writes and reads across launches.  without: kernels that are not used.  shares:
-    which layers read a shared prefix once.
+    token: orders writes and reads across launches.  unused_kernels: by this step.  shares: which
+    layers read a shared prefix once.
     """
 
     def __init__(
@@ -37,17 +37,17 @@ class KernelStepAttention:
         store: PagedStore,
         step: Step,
         token: mx.array,
-        without: Collection[str],
+        unused_kernels: Collection[str],
         shares: Sequence[bool],
     ) -> None:
         self.store, self.step, self.token = store, step, token
         self.plan: PagedPlan = step.plan
-        self.without, self.shares = without, shares
+        self.unused_kernels, self.shares = unused_kernels, shares
 
     @property
     def recurrence(self) -> KernelRecurrence:
         assert self.plan.recurrent is not None, "a step without recurrent states"
-        fused = "fused_recurrence" not in self.without
+        fused = "fused_recurrence" not in self.unused_kernels
         return KernelRecurrence(self.store.states, self.plan.recurrent, self, fused=fused)
 
     @property
@@ -79,7 +79,7 @@ class KernelStepAttention:
         new = NewRows(q.columns, k.columns, v.columns, q.num_heads, k.rope, q.norm, k.norm)
         if self.plan.writes_late:
             return new
-        if "rope_write" in self.without:
+        if "rope_write" in self.unused_kernels:
             return None
         assert self.plan.positions is not None
         keys, values = self._kv(layer)
@@ -97,10 +97,10 @@ class KernelStepAttention:
         """
         spec, positions = self.store.specs[layer], self.plan.positions
         rope, norm = k_pe.rope, latents.norm
-        if "latent_write" in self.without or positions is None or rope is None:
+        if "latent_write" in self.unused_kernels or positions is None or rope is None:
             return None
         kept = spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim, spec.v_head_dim
-        if (k_pe.num_heads, latents.rank, k_pe.head_dim, q.head_dim) != kept:
+        if (k_pe.num_heads, latents.kv_lora_rank, k_pe.head_dim, q.head_dim) != kept:
             return None
         if norm.weight is None or q.norm or k_pe.norm or not same_rope(q.rope, rope):
             return None
@@ -119,7 +119,7 @@ class KernelStepAttention:
         )  # fmt: skip
         return rows
 
-    def attend(self, q: mx.array | NewRows, call: Call) -> mx.array:
+    def attend(self, q: mx.array | NewRows, call: AttentionCall) -> mx.array:
         decodes, prompts = self.plan.decodes, self.plan.prompts
         dtype, count = self.store.specs[call.layer].dtype, self.plan.num_decodes
         if call.q_pe is not None:
@@ -137,7 +137,7 @@ class KernelStepAttention:
         out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
         return out.astype(q.dtype)
 
-    def _decode(self, q: mx.array | NewRows, decodes: Decodes, call: Call) -> mx.array:
+    def _decode(self, q: mx.array | NewRows, decodes: Decodes, call: AttentionCall) -> mx.array:
         spec, seq_lens = self.store.specs[call.layer], decodes.seq_lens
         tables = decodes.block_tables[self.store.group_of[call.layer]]
         if call.q_pe is not None and isinstance(q, mx.array):
@@ -157,8 +157,8 @@ class KernelStepAttention:
         return out
 
     def _prefix(
-        self, q: mx.array | NewRows, tables: mx.array, decodes: Decodes, call: Call
-    ) -> SharedPrefix:
+        self, q: mx.array | NewRows, tables: mx.array, decodes: Decodes, call: AttentionCall
+    ) -> SharedPrefixResult:
         spec, shared = self.store.specs[call.layer], decodes.prefix
         assert shared is not None
         num_heads = q.num_heads if isinstance(q, NewRows) else q.shape[1]
@@ -171,7 +171,7 @@ class KernelStepAttention:
         self.token = prefix.lse
         return prefix
 
-    def _varlen(self, q: mx.array, prompts: VarlenPrompts, call: Call) -> mx.array:
+    def _varlen(self, q: mx.array, prompts: VarlenPrompts, call: AttentionCall) -> mx.array:
         tables = prompts.block_tables[self.store.group_of[call.layer]]
         spec = self.store.specs[call.layer]
         tiles = prompts.tiles[q.shape[1] // spec.num_kv_heads]
@@ -186,7 +186,7 @@ class KernelStepAttention:
         return out
 
     def _latents(
-        self, q: mx.array, q_pe: mx.array, where: Where, call: Call, splits: int = 1
+        self, q: mx.array, q_pe: mx.array, where: Where, call: AttentionCall, splits: int = 1
     ) -> mx.array:
         """where: block tables, cu_seqlens_q, seq_lens and tiles of decodes or of prompts."""
         out, self.token = latent_attention(
@@ -196,12 +196,12 @@ class KernelStepAttention:
         )  # fmt: skip
         return out
 
-    def _sdpa(self, q: mx.array, prompts: SdpaPlan, call: Call) -> mx.array:
-        take = take_rows if "gather_rows" in self.without else gather_rows
+    def _sdpa(self, q: mx.array, prompts: SdpaPlan, call: AttentionCall) -> mx.array:
+        take = take_rows if "gather_rows" in self.unused_kernels else gather_rows
         group = self.store.group_of[call.layer]
-        return run_calls(prompts, group, q, call, self._gather, take)
+        return execute_calls(prompts, group, q, call, self._gather, take)
 
-    def _gather(self, call: Call, calls: SdpaCalls) -> Iterator[tuple[mx.array, mx.array]]:
+    def _gather(self, call: AttentionCall, calls: SdpaCalls) -> Iterator[tuple[mx.array, mx.array]]:
         spec = self.store.specs[call.layer]
         for slots, parts in calls.gathers:
             k, v, self.token = kv_gather(slots, *self._kv(call.layer), self.token, spec)

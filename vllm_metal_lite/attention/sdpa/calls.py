@@ -9,7 +9,7 @@ import numpy as np
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.sdpa.fused import Unfused
 from vllm_metal_lite.attention.sdpa.gathers import joint_gathers
-from vllm_metal_lite.attention.sdpa.plan import Group, places, plan_groups
+from vllm_metal_lite.attention.sdpa.plan import SdpaCall, places, plan_calls
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
@@ -23,22 +23,22 @@ def on_device(array: np.ndarray | None) -> mx.array | None:
     return None if array is None else mx.array(array)
 
 
-class DeviceGroup:
+class DeviceCall:
     """One SDPA call on the device, with masks that are built when they are needed.
 
-    group: the call on the host.
+    host: the call on the host.
     """
 
-    def __init__(self, group: Group, window: int | None) -> None:
-        self.group, self.window = group, window
-        self._kv_slots, self._q_pos = mx.array(group.kv_slots), mx.array(group.q_pos)
-        self._kv_pos = mx.array(group.kv_pos)
-        self._segments = on_device(group.segments)
+    def __init__(self, host: SdpaCall, window: int | None) -> None:
+        self.host, self.window = host, window
+        self._kv_slots, self._q_pos = mx.array(host.kv_slots), mx.array(host.q_pos)
+        self._kv_pos = mx.array(host.kv_pos)
+        self._segments = on_device(host.segments)
         self._head_rows: dict[int, mx.array] = {}
         self._masks: dict[mx.Dtype, mx.array] = {}
 
     def gather(self, store: mx.array) -> mx.array:
-        """The group's keys or values in store format, (B, num_kv_heads, Lk, width), in one gather.
+        """The call's keys or values in store format, (B, num_kv_heads, Lk, width), in one gather.
 
         store: (num_slots, num_kv_heads, width), viewed as one row per slot and head.
         """
@@ -51,8 +51,8 @@ class DeviceGroup:
     def mask(self, dtype: mx.Dtype) -> mx.array | str | None:
         """The mask as MLX's SDPA takes it.  An array is (B, 1, Lq, Lk) of bool, or, on CUDA, which
         fuses no bool mask, additive in the queries' dtype."""
-        if self.group.mask != "array":
-            return self.group.mask
+        if self.host.mask != "array":
+            return self.host.mask
         key = dtype if backend.name() == "cuda" else mx.bool_
         if key not in self._masks:
             mask = self._visible(0)
@@ -64,7 +64,7 @@ class DeviceGroup:
     @cached_property
     def visible(self) -> mx.array:
         """Bool (B, 1, Lq, Lk - num_visible): whether a row sees a key after those that all see."""
-        return self._visible(self.group.num_visible)
+        return self._visible(self.host.num_visible)
 
     def _visible(self, first: int) -> mx.array:
         q_pos, kv_pos = self._q_pos[:, :, None], self._kv_pos[:, None, first:]
@@ -111,15 +111,15 @@ class SdpaCalls:
     place: (num_rows,) the place of each row in the calls' concatenated outputs; None: in order.
     """
 
-    def __init__(self, planned: list[Group], window: int | None, num_rows: int) -> None:
-        self.groups = [DeviceGroup(g, window) for g in planned]
+    def __init__(self, planned: list[SdpaCall], window: int | None, num_rows: int) -> None:
+        self.calls = [DeviceCall(g, window) for g in planned]
         self.q_rows, self.place = map(on_device, places(planned, num_rows))
         self.queries = Joined([g.q_pos.shape for g in planned])
 
     @cached_property
     def gathers(self) -> list[tuple[mx.array, Joined]]:
         """The slots (K,) of each gather, and how its rows are cut into calls."""
-        planned = [g.group for g in self.groups]
+        planned = [g.host for g in self.calls]
         found, left = [], iter([g.kv_slots.shape for g in planned])
         for gather in joint_gathers(planned, profile().max_gathered_keys):
             cut = Joined([next(left) for _ in gather.begins], gather.begins)
@@ -141,7 +141,7 @@ class SdpaPlan:
 
     def calls(
         self,
-        group: int,
+        kv_group: int,
         window: int | None,
         chunk: int | None = None,
         unfused: Unfused | None = None,
@@ -150,7 +150,7 @@ class SdpaPlan:
         longest = int(self.batch.seq_lens.max())
         window = None if window is not None and window >= longest else window
         chunk = None if chunk is not None and chunk >= longest else chunk
-        key = group, window, chunk, unfused
+        key = kv_group, window, chunk, unfused
         if key not in self._plans:
             device = profile()
             scores = {}
@@ -160,8 +160,8 @@ class SdpaPlan:
                     "key_grain": _KEY_GRAIN,
                     "fused_rows": unfused.fused_rows,
                 }
-            planned = plan_groups(
-                self.batch.by_group[group], window, chunk=chunk, tile=device.sdpa_tile,
+            planned = plan_calls(
+                self.batch.by_group[kv_group], window, chunk=chunk, tile=device.sdpa_tile,
                 call_cost=device.sdpa_call_cost, **scores,
             )  # fmt: skip
             self._plans[key] = SdpaCalls(planned, window, self.num_rows)

@@ -1,6 +1,6 @@
 """The keys that a step's SDPA calls read from the store, gathered together (on the host, numpy).
 
-The tiles of a long chunk read nearly the same keys: calls whose keys are runs of one segment share
+The tiles of a long chunk read nearly the same keys: calls whose keys are spans of one segment share
 one copy.
 """
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_metal_lite.attention.sdpa.plan import Group
+from vllm_metal_lite.attention.sdpa.plan import SdpaCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,15 +19,15 @@ class Gather:
     begins: list[int]
 
 
-def joint_gathers(groups: list[Group], cap: int) -> list[Gather]:
+def joint_gathers(calls: list[SdpaCall], cap: int) -> list[Gather]:
     """Gathers for all calls, in order, of at most `cap` keys each unless one call needs more."""
-    runs = _runs(groups)
+    spans = _spans(calls)
     found: list[tuple[list[np.ndarray], list[int]]] = []
     begins: dict[int, int] = {}  # of the segments in the last gather
     size = cap
-    for i, group in enumerate(groups):
-        segment, start = group.run or (-1 - i, 0)
-        first, slots = runs.get(segment, (0, group.kv_slots.ravel()))
+    for i, call in enumerate(calls):
+        segment, start = call.span or (-1 - i, 0)
+        first, slots = spans.get(segment, (0, call.kv_slots.ravel()))
         if segment not in begins:
             if size + len(slots) > cap:
                 found.append(([], []))
@@ -39,17 +39,17 @@ def joint_gathers(groups: list[Group], cap: int) -> list[Gather]:
     return [Gather(np.concatenate(parts), starts) for parts, starts in found]
 
 
-def _runs(groups: list[Group]) -> dict[int, tuple[int, np.ndarray]]:
-    """The keys that the runs of each segment need: their first position, and their slots."""
-    runs: dict[int, list[tuple[int, np.ndarray]]] = {}
-    for group in groups:
-        if group.run is not None:
-            segment, start = group.run
-            runs.setdefault(segment, []).append((start, group.kv_slots[0]))
+def _spans(calls: list[SdpaCall]) -> dict[int, tuple[int, np.ndarray]]:
+    """The keys that the spans of each segment need: their first position, and their slots."""
+    spans: dict[int, list[tuple[int, np.ndarray]]] = {}
+    for call in calls:
+        if call.span is not None:
+            segment, start = call.span
+            spans.setdefault(segment, []).append((start, call.kv_slots[0]))
     found = {}
-    for segment, parts in runs.items():
+    for segment, parts in spans.items():
         first = min(start for start, _ in parts)
-        # Any key of the segment serves where no run has one.
+        # Any key of the segment serves where no span has one.
         slots = np.full(max(s + len(p) for s, p in parts) - first, parts[0][1][0])
         # In the order of their rows, so that keys overwrite the padding of the tile before.
         for start, part in parts:

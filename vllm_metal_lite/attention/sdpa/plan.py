@@ -5,7 +5,7 @@ shape run as one right-padded batch.  Earlier rows never see padding at the end,
 prompts MLX's SDPA needs only "causal" and no mask array.  Short prompts of different lengths may
 instead be concatenated under one block-diagonal causal mask ("packed").  The plan minimises the
 cost of scores computed, keys gathered and calls.  Masks depend only on positions and segment
-numbers, so one formula serves every group:
+numbers, so one formula serves every call:
 key visible = same segment and k_pos <= q_pos (and in the window).
 """
 
@@ -32,14 +32,14 @@ def power_of_two(n: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SdpaCall:
     """One call of SDPA on the host: B rows of Lq queries over Lk keys.
 
     q_rows (B, Lq): rows of the packed batch, padding repeats the last.
     kv_slots (B, Lk): slots of the store, padding repeats the first.  mask: None (all visible),
     "causal" (lower right) or "array" (from q_pos (B, Lq), kv_pos (B, Lk) and, in a pack, whose
     rows and keys are the same, their segments).  num_visible: keys at the start that every row
-    sees, or 0 if these are fewer than half.  run: the segment and the first position of the keys,
+    sees, or 0 if these are fewer than half.  span: the segment and the first position of the keys,
     if they are keys of one segment in a row.
     """
 
@@ -50,7 +50,7 @@ class Group:
     mask: str | None
     num_visible: int = 0
     segments: np.ndarray | None = None
-    run: tuple[int, int] | None = None
+    span: tuple[int, int] | None = None
 
 
 def cost(q_len: Lengths, kv_len: Lengths) -> Lengths:
@@ -75,7 +75,7 @@ class Tiles:
         return len(self.segment)
 
 
-def plan_groups(
+def plan_calls(
     batch: ForwardBatch,
     window: int | None,
     *,
@@ -85,7 +85,7 @@ def plan_groups(
     max_scores: int = _ANY_NUMBER,
     key_grain: int = 1,
     fused_rows: int = _ANY_NUMBER,
-) -> list[Group]:
+) -> list[SdpaCall]:
     """Cut a step into SDPA calls that together cover every row of the batch once, in the order of
     their first rows.
 
@@ -102,7 +102,7 @@ def plan_groups(
     q_lens = np.diff(batch.cu_seqlens_q)
     alone = (q_lens >= fused_rows) & (window is None)
     tiles = _tiles(batch, np.flatnonzero(alone), window, chunk, tile)
-    groups = [_padded(batch, tiles[np.array([i])], window) for i in range(len(tiles))]
+    calls = [_padded(batch, tiles[np.array([i])], window) for i in range(len(tiles))]
     complete = (q_lens == batch.seq_lens) & (q_lens > 1) & ~alone
     loose: list[np.ndarray] = []
     for pack in split_packs(np.flatnonzero(complete), q_lens):
@@ -113,7 +113,7 @@ def plan_groups(
             tiles = _tiles(batch, pack, window, chunk, tile, max_scores)
             padded, _ = _group_by_shape(tiles, call_cost, max_scores)
             if packed + call_cost < padded:
-                groups.append(_packed(batch, pack))
+                calls.append(_packed(batch, pack))
                 continue
         loose.append(pack)
     others = np.flatnonzero(~complete & ~alone)
@@ -121,8 +121,8 @@ def plan_groups(
         if len(segments):
             tiles = _tiles(batch, segments, window, chunk, tile, max_scores)
             _, batches = _group_by_shape(tiles, call_cost, max_scores)
-            groups += [_padded(batch, tiles[i], window, key_grain=key_grain) for i in batches]
-    return sorted(groups, key=lambda group: int(group.q_rows[0, 0]))
+            calls += [_padded(batch, tiles[i], window, key_grain=key_grain) for i in batches]
+    return sorted(calls, key=lambda call: int(call.q_rows[0, 0]))
 
 
 def split_packs(
@@ -218,7 +218,7 @@ def _group_by_shape(
     return int(least[-1]), batches[::-1]
 
 
-def _padded(batch: ForwardBatch, tiles: Tiles, window: int | None, key_grain: int = 1) -> Group:
+def _padded(batch: ForwardBatch, tiles: Tiles, window: int | None, key_grain: int = 1) -> SdpaCall:
     """Tiles as a batch, padded to the longest."""
     q_lens, kv_lens = tiles.q_len, tiles.kv_end - tiles.kv_start
     row = np.minimum(np.arange(q_lens.max()), q_lens[:, None] - 1)
@@ -238,33 +238,33 @@ def _padded(batch: ForwardBatch, tiles: Tiles, window: int | None, key_grain: in
     else:
         mask = "array"
     num_visible = int((kv_lens - q_lens).min()) + 1 if in_window else 0
-    return Group(
+    return SdpaCall(
         q_rows=q_rows.astype(np.int32),
         kv_slots=(blocks * bs + position % bs).astype(np.int32),
         q_pos=batch.positions[q_rows],
         kv_pos=np.where(real, position, NEVER).astype(np.int32),
         mask=mask,
         num_visible=num_visible if 2 * num_visible >= len(key) else 0,
-        run=(int(tiles.segment[0]), int(tiles.kv_start[0])) if len(tiles) == 1 else None,
+        span=(int(tiles.segment[0]), int(tiles.kv_start[0])) if len(tiles) == 1 else None,
     )
 
 
-def _packed(batch: ForwardBatch, pack: np.ndarray) -> Group:
+def _packed(batch: ForwardBatch, pack: np.ndarray) -> SdpaCall:
     """Complete prompts concatenated: queries and keys are the same rows of the step."""
     cu = batch.cu_seqlens_q
     rows = np.concatenate([np.arange(cu[s], cu[s + 1]) for s in pack]).astype(np.int32)[None]
     segments = np.repeat(pack, cu[pack + 1] - cu[pack]).astype(np.int32)[None]
     positions = batch.positions[rows]
     slots = batch.slot_mapping[rows]
-    return Group(rows, slots, positions, positions, "array", segments=segments)
+    return SdpaCall(rows, slots, positions, positions, "array", segments=segments)
 
 
-def places(groups: list[Group], num_rows: int) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """(T,) int32, all groups' q_rows concatenated, and (num_rows,) int32, each row's place there.
+def places(calls: list[SdpaCall], num_rows: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """(T,) int32, all calls' q_rows concatenated, and (num_rows,) int32, each row's place there.
 
     Rows are None if they are the first T, in order.  Places are None if also T == num_rows.
     """
-    rows = np.concatenate([g.q_rows.ravel() for g in groups])
+    rows = np.concatenate([g.q_rows.ravel() for g in calls])
     place = np.zeros(num_rows, np.int32)
     # Reversed, so that a row's first place wins: later places are padding, which sees too many keys
     # under plain "causal".

@@ -7,9 +7,9 @@ segment may share blocks that another segment of the same step fills.
 
 from collections.abc import Iterator
 
-from vllm_metal_lite.attention.base import Call, Step, make_step
+from vllm_metal_lite.attention.base import AttentionCall, Step, make_step
 from vllm_metal_lite.attention.sdpa.calls import SdpaCalls, SdpaPlan
-from vllm_metal_lite.attention.sdpa.run import run_calls
+from vllm_metal_lite.attention.sdpa.execute import execute_calls
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.kv.store import PagedStore
@@ -55,17 +55,17 @@ class ReferenceStepAttention:
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
         self.store.write(layer, k, v, self.step.slot_mapping[self.store.group_of[layer]])
 
-    def attend(self, q: mx.array, call: Call) -> mx.array:
-        return run_calls(self.plan, self.store.group_of[call.layer], q, call, self._gather)
+    def attend(self, q: mx.array, call: AttentionCall) -> mx.array:
+        return execute_calls(self.plan, self.store.group_of[call.layer], q, call, self._gather)
 
-    def _gather(self, call: Call, calls: SdpaCalls) -> Iterator[tuple[mx.array, mx.array]]:
+    def _gather(self, call: AttentionCall, calls: SdpaCalls) -> Iterator[tuple[mx.array, mx.array]]:
         """Keys and values of each call, (B, num_kv_heads, Lk, head_dim).
 
         Of latent attention, keys are the latents concatenated with the rotary keys; values are the
         latents.
         """
         spec = self.store.specs[call.layer]
-        for group in calls.groups:
-            k = spec.k_row.unpack(group.gather(self.store.keys[call.layer]))
-            v = spec.v_row.unpack(group.gather(self.store.values[call.layer]))
+        for one in calls.calls:
+            k = spec.k_row.unpack(one.gather(self.store.keys[call.layer]))
+            v = spec.v_row.unpack(one.gather(self.store.values[call.layer]))
             yield (k, v) if call.q_pe is None else (mx.concatenate([k, v], axis=-1), k)

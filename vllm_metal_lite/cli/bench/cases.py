@@ -13,7 +13,7 @@ _DECODE_SHARE = 1 / 10  # of the time limit, at most, for the decodes of one run
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """`requests` prompts of `context` tokens each that arrive together."""
 
     requests: int
@@ -41,19 +41,19 @@ def make_cases(
     new_tokens: int,
     max_model_len: int,
     config: EngineConfig,
-) -> list[Case]:
+) -> list[BenchCase]:
     """Every pair of a number of requests and a context, the fewest prompt tokens first.
 
     A context that leaves no room for new tokens below max_model_len is cut.  Raises RequestError if
     no token of a prompt fits.
     """
-    longest = Case(max(requests), max(contexts)).max_tokens(new_tokens, config)
+    longest = BenchCase(max(requests), max(contexts)).max_tokens(new_tokens, config)
     room = max_model_len - longest
     if room < 1:
         raise RequestError(
             f"the context of {max_model_len} tokens cannot hold a prompt and {longest} new tokens"
         )
-    cases = {Case(n, min(context, room)) for n in requests for context in contexts}
+    cases = {BenchCase(n, min(context, room)) for n in requests for context in contexts}
     return sorted(cases, key=lambda case: (case.prompt_tokens, case.requests))
 
 
@@ -64,7 +64,7 @@ class Pace:
         self._prompt_rates: dict[int, float] = {}  # by context
         self._steps: dict[int, float] = {}  # time of a decode step, by number of requests
 
-    def learn(self, case: Case, prompt_rate: float, decode_rate: float | None) -> None:
+    def learn(self, case: BenchCase, prompt_rate: float, decode_rate: float | None) -> None:
         """Take what a run has shown, in tokens a second."""
         self._prompt_rates[case.context] = prompt_rate
         if decode_rate:
@@ -77,7 +77,7 @@ class Pace:
         nearest = _nearest(self._steps, requests)
         return self._steps[nearest] * max(requests / nearest, 1.0)
 
-    def run(self, case: Case, new_tokens: int) -> float:
+    def run(self, case: BenchCase, new_tokens: int) -> float:
         """Time of a run."""
         decodes = (SETTLE_STEPS + new_tokens) * self.step(case.requests)
         if not self._prompt_rates:

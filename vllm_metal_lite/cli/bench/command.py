@@ -13,11 +13,11 @@ import numpy as np
 
 from vllm_metal_lite.cli import log, machine, options
 from vllm_metal_lite.cli.bench.cases import make_cases
-from vllm_metal_lite.cli.bench.load import Engine, Ours
 from vllm_metal_lite.cli.bench.mlx_lm import MlxLm
 from vllm_metal_lite.cli.bench.plot import check_plot, plot
 from vllm_metal_lite.cli.bench.suite import Suite
 from vllm_metal_lite.cli.bench.table import rows, table
+from vllm_metal_lite.cli.bench.timed_case import Engine, ThisEngine
 from vllm_metal_lite.cli.startup import build_engine, load_model
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         if given.max_model_len is not None:
             raise
         raise ConfigError(*e.parts, " (of the longest --context and its new tokens)") from None
-    engines.insert(0, Ours(engine))
+    engines.insert(0, ThisEngine(engine))
 
     report = machine.new_report("bench")
     for line in machine.describe(report["machine"]):

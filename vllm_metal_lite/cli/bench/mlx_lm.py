@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator, generate_step, wired_limit
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.cli.bench.load import cache_limit
+from vllm_metal_lite.cli.bench.timed_case import cache_limit
 
 
 class MlxLm:

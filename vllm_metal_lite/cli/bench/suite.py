@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from tqdm import tqdm
 
-from vllm_metal_lite.cli.bench.cases import Case, Pace, affordable_new_tokens
-from vllm_metal_lite.cli.bench.load import Engine, Timing, drive, medians, timing
+from vllm_metal_lite.cli.bench.cases import BenchCase, Pace, affordable_new_tokens
+from vllm_metal_lite.cli.bench.timed_case import Engine, Timing, drive, medians, timing
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError, one_line
 
@@ -30,7 +30,7 @@ class Result:
     the times include compiling kernels.  failed: whether an error is why it is skipped.
     """
 
-    case: Case
+    case: BenchCase
     new_tokens: int
     timings: dict[str, Timing] = field(default_factory=dict)
     counted: int = 0
@@ -60,7 +60,7 @@ class Suite:
         self._random = np.random.default_rng(0)
         self.results: list[Result] = []
 
-    def run(self, cases: Sequence[Case], new_tokens: int, show_bar: bool) -> None:
+    def run(self, cases: Sequence[BenchCase], new_tokens: int, show_bar: bool) -> None:
         """Fill `results`; ends early if the user stops.
 
         An engine that fails spoils its case only; EngineFailed if that is the warm-up.
@@ -69,7 +69,7 @@ class Suite:
         with tqdm(
             total=len(cases), unit="case", dynamic_ncols=True, disable=not show_bar
         ) as self._bar:
-            warm_up = Case(1, min(_WARM_UP_TOKENS, *(case.context for case in cases)))
+            warm_up = BenchCase(1, min(_WARM_UP_TOKENS, *(case.context for case in cases)))
             for _ in range(2):  # the second one shows the pace
                 self._turn(warm_up, new_tokens, "warm-up")
             for case in cases:
@@ -78,7 +78,7 @@ class Suite:
                 self.results.append(self._measure(case, new_tokens))
                 self._bar.update()
 
-    def _measure(self, case: Case, new_tokens: int) -> Result:
+    def _measure(self, case: BenchCase, new_tokens: int) -> Result:
         slowest = max(pace.step(case.requests) for pace in self._paces.values())
         new_tokens = affordable_new_tokens(new_tokens, slowest, self._seconds)
         result = Result(case, new_tokens)
@@ -113,7 +113,7 @@ class Suite:
         timings = {name: medians([turn[name] for turn in counted]) for name in turns[0]}
         return replace(result, timings=timings, counted=len(counted), first=len(turns) == 1)
 
-    def _turn(self, case: Case, new_tokens: int, note: str) -> dict[str, Timing] | None:
+    def _turn(self, case: BenchCase, new_tokens: int, note: str) -> dict[str, Timing] | None:
         """Every engine once, on the same prompts; None if it was stopped before a result."""
         prompts = self._random.choice(self._tokens, (case.requests, case.context)).tolist()
         max_tokens = case.max_tokens(new_tokens, self._config)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from vllm_metal_lite.cli.bench.load import Timing
 from vllm_metal_lite.cli.bench.suite import Result
+from vllm_metal_lite.cli.bench.timed_case import Timing
 
 # heading, field of Timing, factor, whether more is better
 COLUMNS = (

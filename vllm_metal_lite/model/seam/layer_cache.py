@@ -11,12 +11,12 @@ empty arrays of an absurd width, so that an unforeseen use fails instead of comp
 
 from typing import Any
 
-from vllm_metal_lite.attention.base import Call, StepAttention
+from vllm_metal_lite.attention.base import AttentionCall, StepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.store import LayerSpec
-from vllm_metal_lite.model.sequences.by_runs import PackedCache, SequenceStep
 from vllm_metal_lite.model.sequences.kv_segments import rebuild
-from vllm_metal_lite.recurrence.runs import Run
+from vllm_metal_lite.model.sequences.step import PackedCache, SequenceStep
+from vllm_metal_lite.recurrence.sequence_batches import SequenceBatch
 
 _POISON_SHAPE = (0, 7919)
 
@@ -77,7 +77,7 @@ class LatentScores(Handle):
 class Mask:
     """Stands for a layer's mask: records how far back a query sees.
 
-    For modules that see sequences, `native` gets mlx-lm's own mask for the length of a run.
+    For modules that see sequences, `native` gets mlx-lm's own mask for the length of a batch.
     """
 
     def __init__(self, cache: "PagedLayerCache", return_array: bool, window: int | None) -> None:
@@ -87,10 +87,10 @@ class Mask:
     def window(self) -> int | None:
         return self._window or self._cache.spec.window
 
-    def native(self, run: Run) -> Any:
-        cache = self._cache.native(run)
+    def native(self, seqs: SequenceBatch) -> Any:
+        cache = self._cache.native(seqs)
         return cache.make_mask(
-            run.length, return_array=self._return_array, window_size=self._window
+            seqs.length, return_array=self._return_array, window_size=self._window
         )
 
 
@@ -99,7 +99,7 @@ class PagedLayerCache(PackedCache):
 
     offset: (N,) positions of the rows, as `mx.fast.rope` takes them.
     template, sequences: mlx-lm's own empty cache, and the step as sequences, for modules that must
-    see sequences (sequences/by_runs.py); None if there are no such modules.
+    see sequences (sequences/step.py); None if there are no such modules.
     """
 
     def __init__(
@@ -160,21 +160,22 @@ class PagedLayerCache(PackedCache):
             q_pe = self._rotary_queries(mask.q_pe, scale)
         elif mask is not None:
             raise NotImplementedError(f"an attention mask of its own ({type(mask).__name__})")
-        return self._attend(q, Call(self.layer, scale, window, softcap, sinks, q_pe, chunk))
+        call = AttentionCall(self.layer, scale, window, softcap, sinks, q_pe, chunk)
+        return self._attend(q, call)
 
     def _rotary_queries(self, scaled: mx.array, scale: float) -> mx.array:
         """(N, H, rope_dim) of q_pe * scale, as LatentScores have them."""
         return scaled.squeeze(2) / scale
 
-    def _attend(self, q: mx.array, call: Call) -> mx.array:
+    def _attend(self, q: mx.array, call: AttentionCall) -> mx.array:
         return self.attention.attend(q.squeeze(2), call)[:, :, None]
 
     # For modules that see sequences
 
-    def native(self, run: Run) -> Any:
-        return rebuild(self.template, self.layer, self.attention.store, self.step.batch, run)
+    def native(self, seqs: SequenceBatch) -> Any:
+        return rebuild(self.template, self.layer, self.attention.store, self.step.batch, seqs)
 
-    def keep(self, run: Run, native: Any) -> None:
+    def keep(self, seqs: SequenceBatch, native: Any) -> None:
         if native.written is not None:
             self._written.append(native.written)
 

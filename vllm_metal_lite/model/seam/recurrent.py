@@ -22,11 +22,11 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.model.seam.hooks import Hook, hooked, namespaces
 from vllm_metal_lite.model.seam.state_cache import StateHandle
-from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, HeadNorm, StateSpace
+from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, QKNorm, StateSpace
 from vllm_metal_lite.recurrence.columns import ColumnsOf, columns_of
 
 _Pair = tuple[mx.array, mx.array]
-_Normalized = tuple[_Pair, _Pair, HeadNorm]  # q and k behind the norm, before the norm, the norm
+_Normalized = tuple[_Pair, _Pair, QKNorm]  # q and k behind the norm, before the norm, the norm
 
 
 class ConvInput(mx.array):
@@ -164,7 +164,7 @@ def _normalize_qk(normalized: list[_Normalized]) -> Callable:
         q: mx.array, k: mx.array, *, inv_scale: float, eps: float
     ) -> tuple[mx.array, mx.array]:
         qk = gated_delta.normalize_qk(q, k, inv_scale=inv_scale, eps=eps)
-        normalized[:] = [(qk, (q, k), HeadNorm(inv_scale, eps))]
+        normalized[:] = [(qk, (q, k), QKNorm(inv_scale, eps))]
         return qk
 
     return normalize_qk

@@ -2,7 +2,7 @@
 
 Mamba, RWKV, gated delta nets, short convolutions, linear attention: mlx-lm keeps their states in an
 `ArraysCache` of a few arrays (B, ...).  Modules that work on packed rows get handles for the arrays
-(recurrent.py).  Modules that see sequences get the arrays, a run at a time (sequences/by_runs.py).
+(recurrent.py).  Modules that see sequences get the arrays, a batch at a time (sequences/step.py).
 """
 
 from typing import Any
@@ -10,10 +10,10 @@ from typing import Any
 from mlx_lm.models.cache import ArraysCache
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kv.states import Key
-from vllm_metal_lite.model.sequences.by_runs import PackedCache, SequenceStep
+from vllm_metal_lite.kv.state_store import Key
+from vllm_metal_lite.model.sequences.step import PackedCache, SequenceStep
 from vllm_metal_lite.recurrence.base import StepRecurrence
-from vllm_metal_lite.recurrence.runs import Run
+from vllm_metal_lite.recurrence.sequence_batches import SequenceBatch
 
 # Arrays of this absurd shape fail if a module computes with them.
 _POISON_SHAPE = (0, 7919)
@@ -46,7 +46,7 @@ class StateCache(PackedCache):
         self.recurrence, self.sequences = recurrence, sequences
 
     def make_mask(self, num_tokens: int) -> None:
-        """No row of a run is padding, so nothing is masked."""
+        """No row of a batch is padding, so nothing is masked."""
 
     # For modules that work on packed rows
 
@@ -65,17 +65,17 @@ class StateCache(PackedCache):
 
     # For modules that see sequences
 
-    def native(self, run: Run) -> ArraysCache:
+    def native(self, seqs: SequenceBatch) -> ArraysCache:
         cache, states = ArraysCache(self.size), self.steps.states
-        self._before: list[Any] = [states.get(run, (self.layer, i)) for i in range(self.size)]
+        self._before: list[Any] = [states.get(seqs, (self.layer, i)) for i in range(self.size)]
         cache.cache = list(self._before)
         return cache
 
-    def keep(self, run: Run, native: Any) -> None:
+    def keep(self, seqs: SequenceBatch, native: Any) -> None:
         states = self.steps.states
         for index, (old, new) in enumerate(zip(self._before, native.cache, strict=True)):
             key = self.layer, index
-            if new is old and (old is None or states.has(run, key)):
+            if new is old and (old is None or states.has(seqs, key)):
                 continue  # for example, another module's state
-            states.set(run, key, new)
+            states.set(seqs, key, new)
         self._before = []

@@ -16,7 +16,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.kv.row_format import RowFormat
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.recurrence.runs import Run
+from vllm_metal_lite.recurrence.sequence_batches import SequenceBatch
 
 NATIVE_TYPES = (KVCache, RotatingKVCache, ChunkedKVCache)
 
@@ -37,29 +37,31 @@ def _noting(base: Any) -> type:
     return type(base.__name__, (base,), methods)
 
 
-def rebuild(template: Any, layer: int, store: PagedStore, batch: ForwardBatch, run: Run) -> Any:
-    """A cache of `template`'s type, with the context of the run's only segment."""
+def rebuild(
+    template: Any, layer: int, store: PagedStore, batch: ForwardBatch, seqs: SequenceBatch
+) -> Any:
+    """A cache of `template`'s type, with the context of the batch's only segment."""
     native = copy.copy(template)
     kind: Any = type(template)
     native.__class__ = _noting(kind)
     spec = store.specs[layer]
     native.rows = spec.k_row, spec.v_row
-    if run.start:
+    if seqs.start:
         reach = _reach(template)
-        positions = np.arange(max(run.start - reach, 0), run.start)
+        positions = np.arange(max(seqs.start - reach, 0), seqs.start)
         count = len(positions)
         # In a full window the oldest token is out of sight, and its block may be reused.
-        positions = np.maximum(positions, run.start - reach + 1)
-        table = batch.tables[store.group_of[layer]][run.segments[0]]
+        positions = np.maximum(positions, seqs.start - reach + 1)
+        table = batch.tables[store.group_of[layer]][seqs.segments[0]]
         slots = table[positions // batch.block_size] * batch.block_size
         slots = mx.array((slots + positions % batch.block_size).astype(np.int32))
         native.keys = _gather(store.keys[layer], spec.k_row, slots)
         native.values = _gather(store.values[layer], spec.v_row, slots)
-        native.offset = run.start
+        native.offset = seqs.start
         if isinstance(native, RotatingKVCache):
             native._idx = count
         elif isinstance(native, ChunkedKVCache):
-            native.start_position = run.start - count
+            native.start_position = seqs.start - count
     return native
 
 

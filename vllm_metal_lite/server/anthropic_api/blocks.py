@@ -5,16 +5,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm_metal_lite.server.content import function_call, part_text, text_of, tool_message
+from vllm_metal_lite.server.conversations import ChatRequest, Message, join_systems
 from vllm_metal_lite.server.errors import must_be
 from vllm_metal_lite.server.fields import type_of
-from vllm_metal_lite.server.prompts import Conversation, Message, join_systems
 
 Blocks = list[Mapping[str, Any]]
 # What Claude Code tells Anthropic's servers: another text at each request.
 _BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
 
 
-def conversation(messages: list[dict[str, Any]], system: Any) -> Conversation:
+def conversation(messages: list[dict[str, Any]], system: Any) -> ChatRequest:
     """What is rendered.  An answer goes on where a last message of the assistant ends.
 
     Raises ApiError (400) for blocks that cannot be rendered.
@@ -28,8 +28,8 @@ def conversation(messages: list[dict[str, Any]], system: Any) -> Conversation:
     last = rendered[-1] if rendered else {"role": ""}
     if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
         template = {"continue_final_message": True}
-        return Conversation(join_systems(rendered), template, add_generation_prompt=False)
-    return Conversation(join_systems(rendered))
+        return ChatRequest(join_systems(rendered), template, add_generation_prompt=False)
+    return ChatRequest(join_systems(rendered))
 
 
 def _for_the_model(system: Any) -> Any:

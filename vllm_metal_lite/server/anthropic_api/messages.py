@@ -8,9 +8,9 @@ from starlette.responses import JSONResponse, Response
 from vllm_metal_lite.server.anthropic_api import blocks
 from vllm_metal_lite.server.anthropic_api.reply import PING, MessageReply
 from vllm_metal_lite.server.anthropic_api.tools import message_tools, thinking_of
+from vllm_metal_lite.server.conversations import ChatRequest, render
 from vllm_metal_lite.server.errors import bad
 from vllm_metal_lite.server.params import SamplingFields, Unsupported
-from vllm_metal_lite.server.prompts import Conversation, render
 from vllm_metal_lite.server.server import Body, Serving
 from vllm_metal_lite.server.turns import answer
 
@@ -28,7 +28,7 @@ class ConversationFields(Body):
     mcp_servers: Unsupported = None
     output_format: dict[str, Any] | None = None
 
-    def conversation(self) -> Conversation:
+    def conversation(self) -> ChatRequest:
         """Raises ApiError (400) for what this server does not have."""
         tools, choice = message_tools(self.tools, self.tool_choice)
         enabled, effort, budget = thinking_of(self.thinking, self.output_config)
@@ -57,8 +57,8 @@ class MessagesRequest(ConversationFields, SamplingFields):
 
 
 async def create_message(serving: Serving, body: MessagesRequest) -> Response:
-    generation, deltas = await answer(serving, body, body.conversation(), "msg_")
-    reply = MessageReply(generation, deltas, serving.model)
+    request, deltas = await answer(serving, body, body.conversation(), "msg_")
+    reply = MessageReply(request, deltas, serving.model)
     if body.stream:
         return serving.stream(reply.stream(), PING)
     return JSONResponse(await reply.whole())

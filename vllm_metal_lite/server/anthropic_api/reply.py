@@ -7,7 +7,7 @@ from vllm_metal_lite.server.anthropic_api.content_blocks import ContentBlocks, e
 from vllm_metal_lite.server.deltas import Delta
 from vllm_metal_lite.server.errors import anthropic_shape, check_ended, shown_error
 from vllm_metal_lite.server.stream import sse
-from vllm_metal_lite.server.worker.generation import Generation
+from vllm_metal_lite.server.worker.request_state import RequestState
 
 PING = event("ping")
 
@@ -15,8 +15,8 @@ PING = event("ping")
 class MessageReply:
     """The reply to a request."""
 
-    def __init__(self, generation: Generation, deltas: AsyncIterator[Delta], model: str) -> None:
-        self._generation, self._deltas, self._model = generation, deltas, model
+    def __init__(self, request: RequestState, deltas: AsyncIterator[Delta], model: str) -> None:
+        self._request, self._deltas, self._model = request, deltas, model
         self._content = ContentBlocks()
         self._finish_reason: str | None = None
 
@@ -45,7 +45,7 @@ class MessageReply:
             self._finish_reason = delta.finish_reason
             if news := b"".join(chunk for e in delta.events for chunk in content.take(e)):
                 yield news
-        check_ended(self._generation.answers[0])
+        check_ended(self._request.answers[0])
         yield b"".join(content.close())
 
     def _message(
@@ -55,7 +55,7 @@ class MessageReply:
         stop_sequence: str | None = None,
     ) -> dict[str, Any]:
         return {
-            "id": self._generation.request_id,
+            "id": self._request.request_id,
             "type": "message",
             "role": "assistant",
             "model": self._model,
@@ -67,18 +67,18 @@ class MessageReply:
 
     def _usage(self) -> dict[str, Any]:
         """input_tokens counts those that were computed, as in Anthropic's API."""
-        generation = self._generation
-        cached = generation.num_cached_tokens
+        request = self._request
+        cached = request.num_cached_tokens
         return {
-            "input_tokens": len(generation.prompt_token_ids) - cached,
+            "input_tokens": len(request.prompt_token_ids) - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
-            "output_tokens": generation.num_tokens,
-            **generation.more_usage,
+            "output_tokens": request.num_tokens,
+            **request.more_usage,
         }
 
     def _ending(self) -> dict[str, Any]:
-        (answer,) = self._generation.answers
+        (answer,) = self._request.answers
         if self._finish_reason == "tool_calls":
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if self._finish_reason == "length":

@@ -7,7 +7,7 @@ from vllm_metal_lite.errors import show
 from vllm_metal_lite.rules import whole
 from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.fields import type_of
-from vllm_metal_lite.server.tools import add_tool, check_named, function_tool
+from vllm_metal_lite.server.request_tools import add_tool, check_named, function_tool
 
 _MODES: dict[str, Literal["auto", "required", "none", "named"]] = {
     "auto": "auto",

@@ -43,13 +43,13 @@ async def chat_completions(serving: Serving, body: ChatCompletionRequest) -> Res
     conversation = replace(
         body.conversation(body.messages), thinking_budget=body.thinking_token_budget
     )
-    generation, deltas = await answer(serving, body, conversation, "chatcmpl-")
-    params, last = generation.params, conversation.messages[-1]
+    request, deltas = await answer(serving, body, conversation, "chatcmpl-")
+    params, last = request.params, conversation.messages[-1]
     echoed = last["content"] if body.echo and last["role"] == "assistant" else ""
     names = TokenNames(serving.engine.tokenizer, bool(body.return_tokens_as_token_ids))
     scores = partial(chat_logprobs, top=body.top_logprobs or 0, names=names)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    reply = Reply(kind, serving.model, [generation], body.stream_options)
+    reply = Reply(kind, serving.model, [request], body.stream_options)
     if body.stream:
         return serving.stream(reply.stream(chunks(reply, deltas, echoed, scores)))
     whole = reply.whole(await whole_choices(reply, deltas, params.n, echoed, scores))
@@ -58,7 +58,7 @@ async def chat_completions(serving: Serving, body: ChatCompletionRequest) -> Res
 
     def scored() -> dict[str, Any]:
         if params.prompt_logprobs is not None:
-            whole["prompt_logprobs"] = prompt_logprobs(generation.prompt_logprobs)
+            whole["prompt_logprobs"] = prompt_logprobs(request.prompt_logprobs)
         return whole
 
     return await large_json(scored)

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_metal_lite.server.content import arguments_of, result_text, text_of
+from vllm_metal_lite.server.conversations import ChatRequest, Message, join_systems
 from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.fields import optional, required_text
 from vllm_metal_lite.server.openai_api.chat_tools import chat_tools
 from vllm_metal_lite.server.params import Unsupported
-from vllm_metal_lite.server.prompts import Conversation, Message, join_systems
 from vllm_metal_lite.server.server import Body
 
 # Arguments of transformers' apply_chat_template that are no variables of a template.
@@ -47,7 +47,7 @@ class ConversationFields(Body):
     functions: Unsupported = None
     chat_template: Unsupported = None
 
-    def conversation(self, messages: list[dict[str, Any]]) -> Conversation:
+    def conversation(self, messages: list[dict[str, Any]]) -> ChatRequest:
         """Raises ApiError (400) for what cannot be rendered."""
         begun = messages[-1] if messages else {}
         goes_on = self.continue_final_message or (
@@ -68,7 +68,7 @@ class ConversationFields(Body):
         generation = self.add_generation_prompt
         generation = not goes_on if generation is None else generation
         effort, rendered = self.reasoning_effort, chat_messages(messages)
-        return Conversation(rendered, template, generation, tools, choice, effort=effort)
+        return ChatRequest(rendered, template, generation, tools, choice, effort=effort)
 
 
 def chat_messages(messages: list[dict[str, Any]]) -> list[Message]:

@@ -8,10 +8,11 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from vllm_metal_lite.engine.prompts import tokenize
+from vllm_metal_lite.engine.prompt_ids import tokenize
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.outputs import CompletionOutput
-from vllm_metal_lite.server.deltas import Delta, Reader, deltas
+from vllm_metal_lite.server.conversations import RenderedPrompt, encode_prompt
+from vllm_metal_lite.server.deltas import AnswerReader, Delta, deltas
 from vllm_metal_lite.server.errors import ApiError, ContextOverflow, bad, must_be
 from vllm_metal_lite.server.large_json import large_json
 from vllm_metal_lite.server.offload import offload
@@ -25,10 +26,9 @@ from vllm_metal_lite.server.openai_api.logprobs import (
 )
 from vllm_metal_lite.server.openai_api.reply import Reply, ending
 from vllm_metal_lite.server.params import Unsupported, sampling_params
-from vllm_metal_lite.server.prompts import RenderedPrompt, encode_prompt
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.generation import Generation
+from vllm_metal_lite.server.worker.request_state import RequestState
 
 Prompt = str | list[int]
 
@@ -77,7 +77,7 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
     special = body.add_special_tokens is not False
     try:
         token_ids = await offload(token_ids_of, prompts, engine, special)
-        generations = await all_of(
+        requests = await all_of(
             serving.generate("cmpl-", RenderedPrompt(ids), params, **body.scheduling())
             for ids in token_ids
         )
@@ -86,21 +86,21 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
         raise
     names = TokenNames(engine.tokenizer, bool(body.return_tokens_as_token_ids))
     writers = [
-        _Writer(body, generation, prompt, names)
-        for prompt, generation in zip(prompts, generations, strict=True)
+        _Writer(body, request, prompt, names)
+        for prompt, request in zip(prompts, requests, strict=True)
     ]
     reply = Reply(
-        "text_completion", serving.model, generations, body.stream_options,
+        "text_completion", serving.model, requests, body.stream_options,
         hides_answers=body.only_echoes,
     )  # fmt: skip
     if body.stream:
-        return serving.stream(reply.stream(_chunks(reply, deltas(generations), writers, params.n)))
-    for generation in generations:
-        await generation.complete()
+        return serving.stream(reply.stream(_chunks(reply, deltas(requests), writers, params.n)))
+    for request in requests:
+        await request.complete()
 
     def whole() -> dict[str, Any]:
-        answers = [(w, answer) for w in writers for answer in w.generation.answers]
-        readers = [(w, Reader(i, answer)) for i, (w, answer) in enumerate(answers)]
+        answers = [(w, answer) for w in writers for answer in w.request.answers]
+        readers = [(w, AnswerReader(i, answer)) for i, (w, answer) in enumerate(answers)]
         return reply.whole([writer.whole(reader.read()) for writer, reader in readers])
 
     if params.logprobs is None and params.prompt_logprobs is None:
@@ -140,7 +140,7 @@ def token_ids_of(
         raise ApiError(400, str(e), param=param) from None
 
 
-async def all_of(starts: Iterable[Coroutine[Any, Any, Generation]]) -> list[Generation]:
+async def all_of(starts: Iterable[Coroutine[Any, Any, RequestState]]) -> list[RequestState]:
     """The results, in order.  If one fails, none is left running."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -156,11 +156,11 @@ class _Writer:
     def __init__(
         self,
         body: CompletionRequest,
-        generation: Generation,
+        request: RequestState,
         prompt: Prompt,
         names: TokenNames,
     ) -> None:
-        self._body, self.generation, self._prompt = body, generation, prompt
+        self._body, self.request, self._prompt = body, request, prompt
         self._names = names
         self._begun: set[int] = set()  # answers that have news
         self._offsets: dict[int, TextOffsets] = {}  # by answer
@@ -170,7 +170,7 @@ class _Writer:
         text, scores = self._news(delta)
         choice = {"index": delta.choice, "text": text, "logprobs": scores}
         if self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(self.generation.prompt_logprobs)
+            choice["prompt_logprobs"] = prompt_logprobs(self.request.prompt_logprobs)
         return {**choice, **ending(delta.answer, delta.finish_reason)}
 
     async def chunk(self, delta: Delta, reply: Reply) -> bytes | None:
@@ -197,11 +197,11 @@ class _Writer:
         offsets = self._offsets_of(answer, token_ids)
         if self._body.echo and answer.index not in self._begun:
             text = self._echo + text
-            prompt_ids = self.generation.prompt_token_ids
+            prompt_ids = self.request.prompt_token_ids
             if self._body.logprobs is not None:
                 offsets = echoed_offsets(self._names, prompt_ids, self._echo) + offsets
             token_ids = prompt_ids + token_ids
-            positions = [*(self.generation.prompt_logprobs or ()), *positions]
+            positions = [*(self.request.prompt_logprobs or ()), *positions]
         self._begun.add(answer.index)
         if self._body.logprobs is None:
             return text, None
@@ -213,7 +213,7 @@ class _Writer:
             return []
         if answer.index not in self._offsets:
             self._offsets[answer.index] = TextOffsets(
-                self._names.tokenizer, self.generation.params, self.generation.prompt_token_ids,
+                self._names.tokenizer, self.request.params, self.request.prompt_token_ids,
                 len(self._echo),
             )  # fmt: skip
         offsets = self._offsets[answer.index].add(token_ids)
@@ -229,7 +229,7 @@ class _Writer:
             return ""
         if isinstance(self._prompt, str):
             return self._prompt
-        return str(self._names.tokenizer.decode(self.generation.prompt_token_ids))
+        return str(self._names.tokenizer.decode(self.request.prompt_token_ids))
 
 
 async def _chunks(

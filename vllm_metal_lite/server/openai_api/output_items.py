@@ -44,7 +44,7 @@ def delta_head(kind: str, at: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class _Form:
+class _ItemType:
     """How an item of a kind is streamed.
 
     text: prefix of the events of its text.  name: of the text's field.  part: prefix of the events
@@ -61,14 +61,16 @@ class _Form:
 
 
 _CONTENT = "response.content_part"
-_MESSAGE = _Form("msg", "response.output_text", "text", _CONTENT, "output_text", "content")
-_THOUGHTS = _Form("rs", "response.reasoning_text", "text", _CONTENT, "reasoning_text", "content")
-_SUMMARY = _Form(
+_MESSAGE = _ItemType("msg", "response.output_text", "text", _CONTENT, "output_text", "content")
+_THOUGHTS = _ItemType(
+    "rs", "response.reasoning_text", "text", _CONTENT, "reasoning_text", "content"
+)
+_SUMMARY = _ItemType(
     "rs", "response.reasoning_summary_text", "text",
     "response.reasoning_summary_part", "summary_text", "summary",
 )  # fmt: skip
-_CALL = _Form("fc", "response.function_call_arguments", "arguments")
-_CUSTOM_CALL = _Form("ctc", "response.custom_tool_call_input", "input")
+_CALL = _ItemType("fc", "response.function_call_arguments", "arguments")
+_CUSTOM_CALL = _ItemType("ctc", "response.custom_tool_call_input", "input")
 
 
 class _Item:
@@ -78,25 +80,30 @@ class _Item:
     """
 
     def __init__(
-        self, writer: EventWriter, form: _Form, suffix: str, index: int, fields: dict[str, Any]
+        self,
+        writer: EventWriter,
+        item_type: _ItemType,
+        suffix: str,
+        index: int,
+        fields: dict[str, Any],
     ) -> None:
-        self.form, self.fields = form, {"id": f"{form.id_prefix}_{suffix}", **fields}
+        self.type, self.fields = item_type, {"id": f"{item_type.id_prefix}_{suffix}", **fields}
         self._writer, self._index, self._texts = writer, index, list[str]()
         self._at: dict[str, Any] = {"item_id": self.fields["id"], "output_index": index}
-        if form.parts:
-            self._at["summary_index" if form is _SUMMARY else "content_index"] = 0
-        self._head = delta_head(f"{form.text}.delta", self._at)
+        if item_type.parts:
+            self._at["summary_index" if item_type is _SUMMARY else "content_index"] = 0
+        self._head = delta_head(f"{item_type.text}.delta", self._at)
         self._logprobs: Logprobs = []
 
     def open(self) -> Iterator[bytes]:
         event = self._writer.event
         yield event("response.output_item.added", output_index=self._index, item=self.fields)
-        if self.form.part:
-            yield event(f"{self.form.part}.added", **self._at, part=self._part(""))
+        if self.type.part:
+            yield event(f"{self.type.part}.added", **self._at, part=self._part(""))
 
     def grow(self, text: str, logprobs: Logprobs) -> Iterator[bytes]:
         self._texts.append(text)
-        if self.form is not _MESSAGE:
+        if self.type is not _MESSAGE:
             if text:
                 yield self._writer.delta(self._head, text)
         elif text or logprobs:
@@ -110,33 +117,33 @@ class _Item:
         are no JSON, so that they fail; the input of a custom tool would be taken as whole, so its
         item is never done.
         """
-        form, event = self.form, self._writer.event
+        item_type, event = self.type, self._writer.event
         text = "".join(self._texts)
         self.fields["status"] = status
-        if form.parts:
-            self.fields[form.parts] = [self._part(text)]
+        if item_type.parts:
+            self.fields[item_type.parts] = [self._part(text)]
         else:
-            self.fields[form.name] = text
+            self.fields[item_type.name] = text
         if self.is_broken:
             return
-        done: dict[str, Any] = {**self._at, form.name: text}
-        if form is _MESSAGE:
+        done: dict[str, Any] = {**self._at, item_type.name: text}
+        if item_type is _MESSAGE:
             done["logprobs"] = self._logprobs
-        if form is _CALL:
+        if item_type is _CALL:
             done["name"] = self.fields["name"]
-        yield event(f"{form.text}.done", **done)
-        if form.part:
-            yield event(f"{form.part}.done", **self._at, part=self._part(text))
+        yield event(f"{item_type.text}.done", **done)
+        if item_type.part:
+            yield event(f"{item_type.part}.done", **self._at, part=self._part(text))
         yield event("response.output_item.done", output_index=self._index, item=self.fields)
 
     @property
     def is_broken(self) -> bool:
         """Whether no client may take the item as done."""
-        return self.form is _CUSTOM_CALL and self.fields["status"] == "incomplete"
+        return self.type is _CUSTOM_CALL and self.fields["status"] == "incomplete"
 
     def _part(self, text: str) -> dict[str, Any]:
-        part: dict[str, Any] = {"type": self.form.part_type, "text": text}
-        if self.form is _MESSAGE:
+        part: dict[str, Any] = {"type": self.type.part_type, "text": text}
+        if self.type is _MESSAGE:
             part |= {"annotations": [], "logprobs": self._logprobs}
         return part
 
@@ -163,7 +170,7 @@ class OutputItems:
     @property
     def is_saying(self) -> bool:
         """Whether a message grows."""
-        return self._open is not None and self._open.form is _MESSAGE
+        return self._open is not None and self._open.type is _MESSAGE
 
     @property
     def is_broken(self) -> bool:
@@ -198,10 +205,14 @@ class OutputItems:
         yield from item.close(status)
 
     def _grow(
-        self, form: _Form, fields: dict[str, Any], text: str, logprobs: Logprobs | None = None
+        self,
+        item_type: _ItemType,
+        fields: dict[str, Any],
+        text: str,
+        logprobs: Logprobs | None = None,
     ) -> Iterator[bytes]:
-        if self._open is None or self._open.form is not form:
-            yield from self._begin(form, fields)
+        if self._open is None or self._open.type is not item_type:
+            yield from self._begin(item_type, fields)
         assert self._open is not None
         yield from self._open.grow(text, logprobs or [])
 
@@ -217,11 +228,11 @@ class OutputItems:
         else:
             yield from self._begin(_CALL, {"type": "function_call", **fields, "arguments": ""})
 
-    def _begin(self, form: _Form, fields: dict[str, Any]) -> Iterator[bytes]:
+    def _begin(self, item_type: _ItemType, fields: dict[str, Any]) -> Iterator[bytes]:
         yield from self.close("completed")
         index = len(self._items)
         suffix = f"{self._suffix}_{index}"
         fields = {**fields, "status": "in_progress"}
-        self._open = _Item(self._writer, form, suffix, index, fields)
+        self._open = _Item(self._writer, item_type, suffix, index, fields)
         self._items.append(self._open)
         yield from self._open.open()

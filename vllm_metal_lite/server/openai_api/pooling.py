@@ -12,17 +12,17 @@ import numpy as np
 from starlette.responses import JSONResponse, Response
 
 from vllm_metal_lite.engine.pooling import ONE_TOKEN, truncate
-from vllm_metal_lite.engine.prompts import check_salt, encode
+from vllm_metal_lite.engine.prompt_ids import check_salt, encode
 from vllm_metal_lite.engine.scores import plan_scores
 from vllm_metal_lite.pooling_params import PoolingParams
+from vllm_metal_lite.server.conversations import RenderedPrompt, check_length
 from vllm_metal_lite.server.errors import ApiError, ContextOverflow, bad, must_be
 from vllm_metal_lite.server.large_json import large_json
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.openai_api.completions import all_of, split_prompts, token_ids_of
-from vllm_metal_lite.server.prompts import RenderedPrompt, check_length
 from vllm_metal_lite.server.server import Body, Serving
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.generation import Generation
+from vllm_metal_lite.server.worker.request_state import RequestState
 
 _STEPS_AHEAD = 2  # full steps of prompts that one request keeps in the engine's queue
 
@@ -91,8 +91,8 @@ async def embeddings(serving: Serving, body: EmbeddingRequest) -> Response:
     inputs = split_prompts(body.input, "input")
     prompts = [before + text if isinstance(text, str) else text for text in inputs]
     params, special = body.params(), body.add_special_tokens is not False
-    generations = await _pool(serving, body, prompts, params, special, "input")
-    values = _values(generations)
+    requests = await _pool(serving, body, prompts, params, special, "input")
+    values = _values(requests)
     if body.dimensions is not None and body.dimensions > (most := len(values[0])):
         raise bad("dimensions", f" must be at most {most}, got {body.dimensions}")
 
@@ -101,7 +101,7 @@ async def embeddings(serving: Serving, body: EmbeddingRequest) -> Response:
             {"object": "embedding", "index": i, "embedding": _encoded(body, value)}
             for i, value in enumerate(values)
         ]
-        return {"object": "list", **_common(serving, generations), "data": data}
+        return {"object": "list", **_common(serving, requests), "data": data}
 
     return await large_json(whole)
 
@@ -131,8 +131,8 @@ async def _scores(
         check_length(engine, text)
     make = partial(plan_scores, facts.pooling, engine.tokenizer, queries, documents, body.params())
     plan = await offload(make, facts.max_model_len, body.instruction)
-    generations = await _pool(serving, body, plan.prompts, plan.params, True, "documents")
-    return plan.scores(_values(generations)), _common(serving, generations)
+    requests = await _pool(serving, body, plan.prompts, plan.params, True, "documents")
+    return plan.scores(_values(requests)), _common(serving, requests)
 
 
 async def _pool(
@@ -142,7 +142,7 @@ async def _pool(
     params: PoolingParams,
     special: bool,
     param: str,
-) -> list[Generation]:
+) -> list[RequestState]:
     """The finished requests of the prompts, in order."""
     engine = serving.engine
     with serving.preparing():
@@ -151,9 +151,9 @@ async def _pool(
     seats = engine.facts.max_num_seqs
     free = asyncio.Semaphore(min(_STEPS_AHEAD * seats, seats + serving.server.config.max_waiting))
 
-    async def run(ids: list[int]) -> Generation:
+    async def run(ids: list[int]) -> RequestState:
         async with free:
-            generation = await serving.generate(
+            request = await serving.generate(
                 "embd-",
                 RenderedPrompt(ids),
                 ONE_TOKEN,
@@ -161,8 +161,8 @@ async def _pool(
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt,
             )
-            await generation.complete()
-            return generation
+            await request.complete()
+            return request
 
     try:
         return await all_of(map(run, token_ids))
@@ -182,8 +182,8 @@ def _token_ids(
     ]
 
 
-def _values(generations: Sequence[Generation]) -> list[np.ndarray]:
-    values = [generation.pooled for generation in generations]
+def _values(requests: Sequence[RequestState]) -> list[np.ndarray]:
+    values = [request.pooled for request in requests]
     if any(value is None or not np.isfinite(value).all() for value in values):
         raise ApiError(500, "the model computes no finite values for this request")
     return [value for value in values if value is not None]
@@ -196,9 +196,9 @@ def _encoded(body: EmbeddingRequest, value: np.ndarray) -> str | list[float]:
     return value.tolist()
 
 
-def _common(serving: Serving, generations: Sequence[Generation]) -> dict[str, Any]:
-    count = sum(len(generation.prompt_token_ids) for generation in generations)
-    cached = sum(generation.num_cached_tokens for generation in generations)
+def _common(serving: Serving, requests: Sequence[RequestState]) -> dict[str, Any]:
+    count = sum(len(request.prompt_token_ids) for request in requests)
+    cached = sum(request.num_cached_tokens for request in requests)
     return {
         "id": f"embd-{uuid.uuid4().hex}",
         "created": int(time.time()),

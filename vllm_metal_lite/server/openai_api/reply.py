@@ -11,7 +11,7 @@ from vllm_metal_lite.server.errors import check_ended, openai_shape, shown_error
 from vllm_metal_lite.server.large_json import encode_slowly
 from vllm_metal_lite.server.openai_api.completion_fields import StreamOptions
 from vllm_metal_lite.server.stream import sse
-from vllm_metal_lite.server.worker.generation import Generation
+from vllm_metal_lite.server.worker.request_state import RequestState
 
 # A chunk's JSON has no spaces: it is sent once for each token.
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -23,7 +23,7 @@ _FINGERPRINT = f"vllm-metal-lite-{__version__}"
 class Reply:
     """The reply to a request of one or more prompts.
 
-    generations: one for each prompt.  kind: `object` of the reply, or of its chunks.
+    requests: one for each prompt.  kind: `object` of the reply, or of its chunks.
     hides_answers: only prompts are shown, so usage counts no other tokens.
     """
 
@@ -31,14 +31,14 @@ class Reply:
         self,
         kind: str,
         model: str,
-        generations: Sequence[Generation],
+        requests: Sequence[RequestState],
         options: StreamOptions | None = None,
         hides_answers: bool = False,
     ) -> None:
-        self._generations, self._hides_answers = generations, hides_answers
+        self._requests, self._hides_answers = requests, hides_answers
         self._num_reasoning_tokens: int | None = None
         self._common = {
-            "id": generations[0].request_id,
+            "id": requests[0].request_id,
             "object": kind,
             "created": int(time.time()),
             "model": model,
@@ -98,17 +98,17 @@ class Reply:
 
     def usage(self, num_unshown: int = 0) -> dict[str, Any]:
         """Tokens so far, without num_unshown of them.  Each prompt counts once, whatever n is."""
-        prompt = sum(len(g.prompt_token_ids) for g in self._generations)
-        generated = sum(g.num_tokens for g in self._generations) - num_unshown
+        prompt = sum(len(g.prompt_token_ids) for g in self._requests)
+        generated = sum(g.num_tokens for g in self._requests) - num_unshown
         if self._hides_answers:
             generated = 0
-        cached = sum(g.num_cached_tokens for g in self._generations)
+        cached = sum(g.num_cached_tokens for g in self._requests)
         usage = {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached},
-            **self._generations[0].more_usage,
+            **self._requests[0].more_usage,
         }
         if self._num_reasoning_tokens is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self._num_reasoning_tokens}

@@ -9,7 +9,7 @@ from vllm_metal_lite.server.deltas import Delta, Positions
 from vllm_metal_lite.server.errors import check_ended, shown_error
 from vllm_metal_lite.server.openai_api.output_items import EventWriter, Logprobs, OutputItems
 from vllm_metal_lite.server.openai_api.response_tools import Callee
-from vllm_metal_lite.server.worker.generation import Generation
+from vllm_metal_lite.server.worker.request_state import RequestState
 
 # logprobs of tokens as the API shows them.
 Scores = Callable[[list[int], Positions | None], Logprobs]
@@ -25,16 +25,16 @@ class ResponseReply:
 
     def __init__(
         self,
-        generation: Generation,
+        request: RequestState,
         deltas: AsyncIterator[Delta],
         callees: Mapping[str, Callee],
         with_summary: bool,
         echo: Mapping[str, Any],
         scores: Scores,
     ) -> None:
-        self._generation, self._deltas, self._scores = generation, deltas, scores
+        self._request, self._deltas, self._scores = request, deltas, scores
         self._writer, self._echo = EventWriter(), echo
-        suffix = generation.request_id.removeprefix("resp_")
+        suffix = request.request_id.removeprefix("resp_")
         self._output = OutputItems(self._writer, suffix, callees, with_summary)
         self._created = int(time.time())
         self._num_reasoning_tokens, self._is_cut = 0, False
@@ -64,7 +64,7 @@ class ResponseReply:
             yield event("response.failed", response=failed)
 
     async def _news(self) -> AsyncIterator[bytes]:
-        (answer,) = self._generation.answers
+        (answer,) = self._request.answers
         unshown: Logprobs = []  # of text that is held back
         reason = None
         async for delta in self._deltas:
@@ -96,7 +96,7 @@ class ResponseReply:
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
         done = status not in ("in_progress", "failed")
         return {
-            "id": self._generation.request_id,
+            "id": self._request.request_id,
             "object": "response",
             "created_at": self._created,
             "completed_at": int(time.time()) if done else None,
@@ -110,15 +110,15 @@ class ResponseReply:
         }
 
     def _usage(self) -> dict[str, Any]:
-        generation = self._generation
-        num_input, num_output = len(generation.prompt_token_ids), generation.num_tokens
+        request = self._request
+        num_input, num_output = len(request.prompt_token_ids), request.num_tokens
         return {
             "input_tokens": num_input,
             "input_tokens_details": {
-                "cached_tokens": generation.num_cached_tokens, "cache_write_tokens": 0
+                "cached_tokens": request.num_cached_tokens, "cache_write_tokens": 0
             },
             "output_tokens": num_output,
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
             "total_tokens": num_input + num_output,
-            **generation.more_usage,
+            **request.more_usage,
         }  # fmt: skip

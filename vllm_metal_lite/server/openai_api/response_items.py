@@ -5,11 +5,11 @@ from typing import Any
 
 from vllm_metal_lite.errors import show
 from vllm_metal_lite.server.content import function_call, text_of, tool_message
+from vllm_metal_lite.server.conversations import Message, join_systems
 from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.fields import required_text
 from vllm_metal_lite.server.openai_api.freeform import PARAMETER
 from vllm_metal_lite.server.openai_api.response_tools import flat_name
-from vllm_metal_lite.server.prompts import Message, join_systems
 
 
 def input_messages(items: Any, instructions: str | None) -> list[Message]:

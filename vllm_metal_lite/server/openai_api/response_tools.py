@@ -15,7 +15,7 @@ from vllm_metal_lite.errors import show
 from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.fields import optional, required_text, required_type, type_of
 from vllm_metal_lite.server.openai_api.freeform import PARAMETER
-from vllm_metal_lite.server.tools import add_tool, check_named, function_tool
+from vllm_metal_lite.server.request_tools import add_tool, check_named, function_tool
 
 logger = logging.getLogger(__name__)
 
@@ -100,10 +100,12 @@ class ResponseTools:
 
 def _custom_tool(definition: Mapping[str, Any], where: str) -> Tool:
     """A function of one string, which is described by the tool's grammar, if there is one."""
-    form = optional(definition, "format", dict, where) or {}
+    format_ = optional(definition, "format", dict, where) or {}
     about = "The whole input of the tool, as plain text."
-    if form.get("type") == "grammar":
-        about += f" It must match this {form.get('syntax')} grammar:\n{form.get('definition')}"
+    if format_.get("type") == "grammar":
+        about += (
+            f" It must match this {format_.get('syntax')} grammar:\n{format_.get('definition')}"
+        )
     parameters = {
         "type": "object",
         "properties": {PARAMETER: {"type": "string", "description": about}},

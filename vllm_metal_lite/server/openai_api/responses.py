@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.responses import JSONResponse, Response
 
 from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.server.conversations import ChatRequest
 from vllm_metal_lite.server.deltas import Positions
 from vllm_metal_lite.server.errors import bad
 from vllm_metal_lite.server.large_json import large_json
@@ -14,7 +15,6 @@ from vllm_metal_lite.server.openai_api.response_events import ResponseReply
 from vllm_metal_lite.server.openai_api.response_items import input_messages
 from vllm_metal_lite.server.openai_api.response_tools import ResponseTools
 from vllm_metal_lite.server.params import SamplingFields, Unsupported
-from vllm_metal_lite.server.prompts import Conversation
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.turns import answer
 
@@ -107,21 +107,21 @@ async def create_response(serving: Serving, body: ResponsesRequest) -> Response:
     parallel = body.parallel_tool_calls is not False
     tools = ResponseTools(body.tools, body.input, body.tool_choice, parallel)
     reasoning = body.reasoning or ReasoningOptions()
-    conversation = Conversation(
+    conversation = ChatRequest(
         input_messages(body.input, body.instructions), tools=list(tools.tools.values()),
         choice=tools.choice, effort=reasoning.effort,
     )  # fmt: skip
-    generation, deltas = await answer(serving, body, conversation, "resp_")
+    request, deltas = await answer(serving, body, conversation, "resp_")
     names, top = TokenNames(serving.engine.tokenizer), body.top_logprobs or 0
 
     def scores(token_ids: list[int], positions: Positions | None) -> list[dict[str, Any]]:
         found = chat_logprobs(token_ids, positions, top=top, names=names)
         return [] if found is None else found["content"]
 
-    echo = body.echo(serving.model, generation.params, tools)
-    reply = ResponseReply(generation, deltas, tools.callees, reasoning.shows_summary, echo, scores)
+    echo = body.echo(serving.model, request.params, tools)
+    reply = ResponseReply(request, deltas, tools.callees, reasoning.shows_summary, echo, scores)
     if body.stream:
         return serving.stream(reply.stream(), reply.keep_alive)
     whole = await reply.whole()
-    scored = generation.params.logprobs is not None
+    scored = request.params.logprobs is not None
     return await large_json(lambda: whole) if scored else JSONResponse(whole)

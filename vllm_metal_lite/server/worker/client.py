@@ -23,34 +23,34 @@ from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.detect import PLAIN, detect
 from vllm_metal_lite.chat_formats.grammars import marks_of
 from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.engine.pieces import PieceEncoder
+from vllm_metal_lite.engine.piece_encoder import PieceEncoder
 from vllm_metal_lite.errors import ModelLoadError, RequestError
 from vllm_metal_lite.model.loader import load_tokenizer_only
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.server.divergence import RecentPrompts
 from vllm_metal_lite.server.offload import ORIGIN, offload
-from vllm_metal_lite.server.recent import RecentPrompts
 from vllm_metal_lite.server.templates import THINKING, Template, probe
 from vllm_metal_lite.server.worker import process
-from vllm_metal_lite.server.worker.fair_turns import FairTurns
-from vllm_metal_lite.server.worker.generation import EngineLost, Generation
+from vllm_metal_lite.server.worker.fair_rounds import FairRounds
 from vllm_metal_lite.server.worker.messages import (
     Abort,
     Add,
     Added,
     Compile,
     Compiled,
+    EngineMetrics,
     Failed,
     Found,
     Log,
     Lost,
-    Metrics,
     ModelFacts,
     Refused,
     Seen,
     Stop,
     Watch,
 )
+from vllm_metal_lite.server.worker.request_state import EngineLost, RequestState
 
 logger = logging.getLogger("vllm_metal_lite")
 
@@ -74,10 +74,10 @@ class EngineClient:
         """Start the process.  `start` also loads the model.  check: see there."""
         self.metrics: dict[str, int] = {}
         self.on_seen: Callable[[str], None] = lambda text: None
-        self.generations: dict[str, Generation] = {}  # unfinished, by request id
+        self.requests: dict[str, RequestState] = {}  # unfinished, by request id
         self.num_preparing = 0  # requests whose prompts and grammars the server makes
         self.recent = RecentPrompts()
-        self._fair = FairTurns()
+        self._fair = FairRounds()
         self.ended = asyncio.Event()  # the process has ended
         self.why_ended: str | None = None
         self._is_stopping = False
@@ -131,7 +131,7 @@ class EngineClient:
     @property
     def num_unfinished(self) -> int:
         """Answers that run, wait or are being prepared."""
-        return self.num_preparing + sum(g.params.n for g in self.generations.values())
+        return self.num_preparing + sum(g.params.n for g in self.requests.values())
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -145,7 +145,7 @@ class EngineClient:
 
     @cached_property
     def chat_format(self) -> ChatFormat:
-        """How the model writes thoughts and calls.  Found by trial, in milliseconds."""
+        """How the model writes thoughts and calls.  Found by a probe, in milliseconds."""
         tokenizer = self.tokenizer
         if not tokenizer.has_chat_template:
             return PLAIN
@@ -179,7 +179,7 @@ class EngineClient:
 
     @cached_property
     def template(self) -> Template:
-        """What the chat template takes.  Found by trial, in milliseconds."""
+        """What the chat template takes.  Found by a probe, in milliseconds."""
         return probe(self.tokenizer)
 
     @cached_property
@@ -206,29 +206,38 @@ class EngineClient:
         checkpoints: Sequence[int] = (),
         cache_salt: str | None = None,
         pooling: PoolingParams | None = None,
-        on_update: Callable[[Generation, float], None] | None = None,
-    ) -> AsyncIterator[Generation]:
+        on_update: Callable[[RequestState, float], None] | None = None,
+    ) -> AsyncIterator[RequestState]:
         """A request that the engine has accepted; leaving the block ends it.
 
-        on_update: see Generation.
+        on_update: see RequestState.
         Raises RequestError if the engine refuses, EngineLost if it has ended.
         """
-        turn = self._fair.turn(ORIGIN.get().client, (g.turn for g in self.generations.values()))
+        fair_round = self._fair.next_round(
+            ORIGIN.get().client, (r.fair_round for r in self.requests.values())
+        )
         positions = tuple(checkpoints)
         add = Add(
-            request_id, prompt_token_ids, params, priority, turn, positions, cache_salt, pooling
+            request_id,
+            prompt_token_ids,
+            params,
+            priority,
+            fair_round,
+            positions,
+            cache_salt,
+            pooling,
         )
-        generation = Generation(add, self.tokenizer, on_update)
-        self.generations[request_id] = generation
+        request = RequestState(add, self.tokenizer, on_update)
+        self.requests[request_id] = request
         try:
             if params.structured_outputs is not None:
                 await self._accepted(Compile(request_id, params))
             await self._accepted(add)
-            yield generation
+            yield request
         finally:
             self._accepting.pop(request_id, None)
-            self.generations.pop(request_id, None)
-            if not generation.finished:
+            self.requests.pop(request_id, None)
+            if not request.finished:
                 self._outbox.put(Abort(request_id))
 
     async def _accepted(self, message: Add | Compile) -> None:
@@ -302,12 +311,12 @@ class EngineClient:
     def _take(self, message: Any) -> None:
         if isinstance(message, dict):  # a step's updates, by request id
             for request_id, updates in message.items():
-                generation = self.generations.get(request_id)
-                if generation is not None:
-                    generation.take(updates)
-                    if generation.finished:
-                        del self.generations[request_id]
-        elif isinstance(message, Metrics):
+                request = self.requests.get(request_id)
+                if request is not None:
+                    request.take(updates)
+                    if request.finished:
+                        del self.requests[request_id]
+        elif isinstance(message, EngineMetrics):
             self.metrics = message.values
         elif isinstance(message, (Added, Compiled)):
             if future := self._waiting(message.request_id):
@@ -336,8 +345,8 @@ class EngineClient:
 
     def _fail(self, request_ids: Iterable[str], error: Exception) -> None:
         for request_id in request_ids:
-            if generation := self.generations.pop(request_id, None):
-                generation.fail(error)
+            if request := self.requests.pop(request_id, None):
+                request.fail(error)
             if future := self._waiting(request_id):
                 future.set_exception(error)
 
@@ -351,11 +360,11 @@ class EngineClient:
     def _end(self, why: str) -> None:
         """The process has ended, and no caller waits for it."""
         if not self._is_stopping:
-            lost = len(self.generations)
+            lost = len(self.requests)
             logger.error(f"{why}, and {lost} requests are lost; the next request starts another")
         self.why_ended = why
         self.ended.set()
-        self._fail(list(self.generations), EngineLost(why))
+        self._fail(list(self.requests), EngineLost(why))
         self._fail_start(ModelLoadError(why))
 
 

@@ -21,14 +21,15 @@ from vllm_metal_lite.sampling_params import SamplingParams
 class Add:
     """Queue a request.  The engine's process answers Added or Refused.
 
-    turn: within a priority, see `fair_turns.py`.  pooling: of a request that draws no tokens.
+    fair_round: within a priority, see `fair_rounds.py`.  pooling: of a request that draws no
+    tokens.
     """
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     priority: int = 0
-    turn: int = 0
+    fair_round: int = 0
     checkpoints: tuple[int, ...] = ()
     cache_salt: str | None = None
     pooling: PoolingParams | None = None
@@ -136,7 +137,7 @@ class Refused:
     message: str
 
 
-class Scores(NamedTuple):
+class PositionLogprobs(NamedTuple):
     """The log-probabilities of a position, without texts: lists are pickled fast."""
 
     token_ids: list[int]
@@ -144,12 +145,12 @@ class Scores(NamedTuple):
     ranks: list[int | None]
 
 
-def pack(position: dict[int, Logprob]) -> Scores:
+def to_wire(position: dict[int, Logprob]) -> PositionLogprobs:
     entries = position.values()
-    return Scores(list(position), [e.logprob for e in entries], [e.rank for e in entries])
+    return PositionLogprobs(list(position), [e.logprob for e in entries], [e.rank for e in entries])
 
 
-def unpack(scores: Scores, texts: Mapping[int, str]) -> dict[int, Logprob]:
+def from_wire(scores: PositionLogprobs, texts: Mapping[int, str]) -> dict[int, Logprob]:
     """texts: of each token."""
     entries = zip(*scores, strict=True)
     return {token: Logprob(value, rank, texts[token]) for token, value, rank in entries}
@@ -174,15 +175,15 @@ class AnswerUpdate(NamedTuple):
     stop_reason: int | str | None = None
     num_shown_tokens: int | None = None
     error: str | None = None
-    logprobs: list[Scores] | None = None
+    logprobs: list[PositionLogprobs] | None = None
     scheduled_at: float | None = None
     num_cached_tokens: int | None = None
-    prompt_logprobs: list[Scores | None] | None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
     pooled: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Metrics:
+class EngineMetrics:
     """LLMEngine.metrics(), from time to time."""
 
     values: dict[str, int]

@@ -28,17 +28,17 @@ from vllm_metal_lite.server.worker.messages import (
     AnswerUpdate,
     Compile,
     Compiled,
+    EngineMetrics,
     Failed,
     Found,
     Log,
     Lost,
-    Metrics,
     ModelFacts,
     Refused,
     Seen,
     Stop,
     Watch,
-    pack,
+    to_wire,
 )
 from vllm_metal_lite.server.worker.watch import Watcher
 
@@ -170,7 +170,7 @@ class Worker:
                     prompt,
                     message.pooling,
                     priority=message.priority,
-                    turn=message.turn,
+                    fair_round=message.fair_round,
                 )
             else:
                 self._engine.add_request(
@@ -178,7 +178,7 @@ class Worker:
                     prompt,
                     message.params,
                     priority=message.priority,
-                    turn=message.turn,
+                    fair_round=message.fair_round,
                     checkpoints=message.checkpoints,
                 )
         except MetalLiteError as e:
@@ -206,7 +206,7 @@ class Worker:
         now = time.monotonic()
         if now - self._metrics_at > _METRICS_SECONDS or not self._progress:
             self._metrics_at = now
-            self._send(Metrics(self._engine.metrics()))
+            self._send(EngineMetrics(self._engine.metrics()))
         if updates:
             self._send(updates)
 
@@ -240,7 +240,7 @@ class _Progress:
                     answer.stop_reason,
                     answer.num_shown_tokens,
                     answer.error,
-                    None if logprobs is None else list(map(pack, logprobs)),
+                    None if logprobs is None else list(map(to_wire, logprobs)),
                 )
             )
         if is_first:
@@ -251,7 +251,7 @@ class _Progress:
                 pooled=output.pooled,
                 prompt_logprobs=None
                 if scored is None
-                else [None if p is None else pack(p) for p in scored],
+                else [None if p is None else to_wire(p) for p in scored],
             )
         return updates
 

@@ -130,7 +130,7 @@ class Watcher:
 
 def number(request: Request) -> int:
     """A request's number: 1, 2, ... in order of arrival."""
-    return request.rank[-1] + 1
+    return request.sort_key[-1] + 1
 
 
 def _preemptions(requests: Iterable[Request]) -> dict[int, int]:
@@ -158,21 +158,21 @@ def block_map(engine: LLMEngine, running: Iterable[Request]) -> dict[str, Any]:
     blocks of a cell, which shows the highest code of them.  counts: blocks of each kind.
     """
     pool, tables = engine.scheduler.kv.pools[0], engine.inputs.block_tables[0]
-    # Ranks of codes, so that a cell of several blocks can show the highest: free, cached, shared,
-    # then the numbers of requests.
-    ranks = np.zeros(pool.num_blocks, np.int32)
-    ranks[pool.cached_blocks()] = 1
+    # Owners by number, so that a cell of several blocks can show the highest: free, cached, shared,
+    # then requests.
+    owners = np.zeros(pool.num_blocks, np.int32)
+    owners[pool.cached_blocks()] = 1
     for request in running:
         if request.req_index is not None:
             first, end = request.block_tables[0].num_given_back, request.num_blocks
             blocks = tables[request.req_index, first:end]
-            ranks[blocks] = np.where(ranks[blocks] > 1, 2, number(request) + 2)
-    free, cached, shared, owned = np.bincount(np.minimum(ranks, 3), minlength=4).tolist()
-    end = int(np.flatnonzero(ranks)[-1]) + 1 if free < pool.num_blocks else 1
+            owners[blocks] = np.where(owners[blocks] > 1, 2, number(request) + 2)
+    free, cached, shared, owned = np.bincount(np.minimum(owners, 3), minlength=4).tolist()
+    end = int(np.flatnonzero(owners)[-1]) + 1 if free < pool.num_blocks else 1
     mapped = min(-(-end // _ROUND) * _ROUND, pool.num_blocks)
     per_cell = -(-mapped // _MAX_CELLS)
-    ranks = np.maximum.reduceat(ranks[:mapped], np.arange(0, mapped, per_cell))
-    codes = np.where(ranks > 2, ranks - 2, -ranks)
+    owners = np.maximum.reduceat(owners[:mapped], np.arange(0, mapped, per_cell))
+    codes = np.where(owners > 2, owners - 2, -owners)
     starts = np.flatnonzero(np.diff(codes, prepend=SHARED - 1))
     lengths = np.diff(starts, append=len(codes))
     return {

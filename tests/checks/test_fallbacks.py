@@ -1,0 +1,144 @@
+"""A kernel fails: only that kernel is done without, and the tokens stay right.
+
+Each kernel is here with a kind of fault, and each kind with a kernel.  All of them:
+`METAL_LITE_DEVICE=cpu python -m tools.prove.break_at_start`.
+"""
+
+import re
+
+import pytest
+
+from metal.host import compiler_available
+from tests.support import tiny_models as tiny
+from tests.support.broken_machine import (
+    EXPERTS,
+    KERNELS,
+    KINDS,
+    LATENT,
+    MISCOMPILED,
+    PRODUCTS,
+    RECURRENT,
+    USE,
+    at_launch,
+    cases,
+    command,
+    consequence,
+    impatient,
+    use_of,
+)
+from tests.support.device import change_device
+from tests.support.miscompiled import seeming_gpu
+from vllm_metal_lite.attention.select import Verdict
+from vllm_metal_lite.checks import isolated, verdicts
+from vllm_metal_lite.checks.verdicts import verify
+from vllm_metal_lite.kernels.launch import Kernel
+
+pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+
+KINDS_OF = {
+    "paged_decode": "is wrong",
+    "varlen_prefill": "does not compile, is slow",
+    "latent_attention": "is wrong, does not compile, is slow",
+    "latent_write": "is wrong, raises",
+    "shared_prefix": "ends the process",
+    "merge_partitions": "raises",
+    "kv_write": "does not compile",
+    "kv_gather": "raises",
+    "kv_write_quantised": "is wrong",
+    "kv_gather_quantised": "is wrong",
+    "rope_write": "is wrong",
+    "fused_decode": "does not compile, hangs",
+    "gather_rows": "ends the process",
+    "add_rms_norm": "is slow",
+    "skinny_gemm": "hangs, is wrong",
+    "expert_topk": "is wrong",
+    "expert_plan": "is wrong",
+    "expert_gemm": "is wrong, does not compile",
+    "expert_sum": "is wrong",
+    "causal_conv": "is wrong, does not compile",
+    "gated_delta": "is wrong, raises",
+    "fused_recurrence": "is wrong, does not compile",
+    "gated_rms_norm": "is wrong",
+}
+CASES = [(kernel, kind) for kernel, kinds in KINDS_OF.items() for kind in kinds.split(", ")]
+
+
+@pytest.fixture(autouse=True)
+def a_gpu(monkeypatch, tmp_path):
+    with seeming_gpu(monkeypatch, tmp_path):
+        yield
+
+
+def machine(monkeypatch, kernel, kind):
+    monkeypatch.setattr(isolated, "command", lambda: command(kernel, kind, "host"))
+    monkeypatch.setattr(isolated, "run_here", lambda *_: pytest.fail("not isolated"))
+
+
+def test_every_kernel_and_every_kind_is_here():
+    assert set(CASES) <= set(cases())
+    assert {kernel for kernel, _ in CASES} == set(MISCOMPILED) == set(KERNELS)
+    assert {kind for _, kind in CASES} == set(KINDS)
+
+
+@pytest.mark.parametrize(("kernel", "kind"), CASES)
+def test_only_the_kernel_at_fault_is_replaced(monkeypatch, kernel, kind):
+    machine(monkeypatch, kernel, kind)
+    with impatient(kernel, kind, 3.0):
+        verdict, said = verify(use_of(kernel)), consequence(kernel, kind)
+    assert verdict.failures.keys() == said.keys(), verdict.failures
+    for name, line in verdict.failures.items():
+        assert re.match(said[name], line)
+    by_gather = kernel == "varlen_prefill" or (kernel == "latent_attention" and kind != "is slow")
+    assert verdict.prefill == ("gather" if by_gather else "varlen")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [USE, PRODUCTS, EXPERTS, RECURRENT, LATENT],
+    ids=["float32", "bfloat16", "experts", "recurrent", "latent"],
+)
+def test_a_machine_that_is_well(monkeypatch, use):
+    monkeypatch.setattr(isolated, "command", lambda: command("none", "is slow", "host"))
+    assert verify(use) == Verdict({}, "varlen")
+
+
+# Whose rows rope_write writes; whose residual sums are not normalised next.
+NOT_USED = [("qwen3", "kv_write"), ("gemma3_text/w9", "kv_write")]
+MODELS = {
+    "qwen3": (USE,), "gemma3_text/w9": (USE,), "deepseek_v3": (LATENT,), "qwen3_next": (RECURRENT,),
+}  # fmt: skip
+PAIRS = [(name, k) for name, uses in MODELS.items() for k in KERNELS if use_of(k) in uses]
+PAIRS.append(("deepseek_v3", "merge_partitions"))
+# gated_delta is launched in its other use.
+NOT_USED += [("qwen3_next", "gated_delta")]
+
+
+@pytest.mark.parametrize(("name", "kernel"), PAIRS)
+def test_tokens_without_a_kernel_are_the_reference_s(monkeypatch, kernel, name):
+    """Prompts in chunks, decodes beside them, in splits, and behind a shared prefix."""
+    change_device(
+        monkeypatch, min_saved_tokens=8, min_split_context=16, min_split_keys=8, rows_as_decodes=0,
+        min_keys=8, small_scores=0,
+    )  # fmt: skip
+    prefill = "gather" if "gather" in kernel else "varlen"
+    line = f"{kernel} is off by 2, 0.1 is allowed"
+    launched = []
+    monkeypatch.setattr(Kernel, "__call__", Kernel.__call__)  # at_launch changes it for good
+    at_launch(kernel, lambda: launched.append(kernel))
+    prompts = shared_prefix(4)
+    expected = answers(name, prompts, attention="reference")
+    for failures in ({}, {kernel: line}):
+        launched.clear()
+        monkeypatch.setattr(verdicts, "verify", lambda _, f=failures: Verdict(f, prefill))
+        assert answers(name, prompts, attention="auto") == expected
+        assert bool(launched) == (not failures and (name, kernel) not in NOT_USED)
+
+
+def shared_prefix(count: int) -> list[list[int]]:
+    first, *others = tiny.prompts(count, 20, 40)
+    return [first, *(first[:16] + prompt for prompt in others)]
+
+
+def answers(name, prompts, attention) -> list[list[int]]:
+    engine = tiny.engine(name, num_blocks=64, max_num_batched_tokens=32, attention=attention)
+    return tiny.answers(engine, prompts, 12)

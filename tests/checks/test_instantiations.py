@@ -1,0 +1,89 @@
+"""How many instantiations of kernels the checks compile: that is most of a first start."""
+
+from dataclasses import replace
+
+import pytest
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks.for_model import checks_for
+from vllm_metal_lite.checks.run_check import run
+from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.specs import (
+    AttentionShape,
+    ConvShape,
+    ExpertShape,
+    KernelUse,
+    Quantisation,
+    RecurrenceShape,
+    RopeShape,
+    WeightShape,
+)
+
+FULL = AttentionShape(16, 8, 128, 128, mx.bfloat16)
+QWEN3 = KernelUse((FULL,), 16, (RopeShape(128, base=1e6, eps=1e-6),), (1024,))
+
+
+def weights(how: Quantisation | None) -> tuple[WeightShape, ...]:
+    return WeightShape(4096, 1024, how), WeightShape(1024, 3072, how)
+
+
+GEMMA3_SHAPE = AttentionShape(8, 4, 256, 256, mx.bfloat16)
+GEMMA3 = KernelUse(
+    (replace(GEMMA3_SHAPE, window=1024), GEMMA3_SHAPE), 16,
+    (RopeShape(256, base=1e4, eps=1e-6), RopeShape(256, base=1e6, eps=1e-6)), (2560,),
+)  # fmt: skip
+QWEN35 = KernelUse(
+    (), 16,
+    recurrences=(
+        ConvShape(8192, 4, False, True, mx.bfloat16),
+        RecurrenceShape(16, 32, 128, 128, mx.bfloat16, fused=True),
+    ),
+)  # fmt: skip
+
+
+@pytest.fixture
+def instantiations(monkeypatch):
+    """Launches are stubs -> the instantiations that they would compile."""
+    found = set()
+
+    def launch(self, arrays, template, grid, threadgroup, shapes, dtypes):
+        small = tuple((a.dtype, a.size < 8) for a in arrays)
+        found.add((self.name, small, tuple(template.items()), tuple(dtypes)))
+        return [mx.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+
+    monkeypatch.setattr(Kernel, "__call__", launch)
+    return found
+
+
+FOUR, SIX = (weights(Quantisation(bits, 64)) for bits in (4, 6))
+MOST = {
+    "without products": (QWEN3, 17),
+    "qwen3": (replace(QWEN3, weights=weights(None)), 19),
+    "in 4 bits": (replace(QWEN3, weights=FOUR), 21),
+    "in 4 and 6 bits": (replace(QWEN3, weights=FOUR + SIX), 25),
+    "not sharing": (replace(QWEN3, shares_prefix=False), 13),
+    "KV in 8 bits": (replace(QWEN3, shapes=(replace(FULL, kv_bits=8),), weights=FOUR), 21),
+    "gemma3": (replace(GEMMA3, weights=FOUR), 27),
+    "recurrent": (QWEN35, 5),
+}
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_checks_compile_few_instantiations(instantiations, name):
+    use, most = MOST[name]
+    for check in checks_for(use):
+        assert run(check).failure is None
+    assert len(instantiations) <= most
+
+
+def test_one_row_of_few_experts_is_checked_with_its_own_text(instantiations):
+    """MLX passes fewer than 8 indices and weights in another address space."""
+    how = Quantisation(4, 32, "mxfp4")
+    experts = ExpertShape(32, 2880, 2880, "clamped_swiglu", True, how, how)
+    for check in checks_for(replace(QWEN3, experts=(experts,))):
+        run(check)  # experts that a stub chooses are wrong
+    for kernel, number in ("expert_gemm", 1), ("expert_sum", 1):
+        assert {small[number][1] for name, small, *_ in instantiations if name == kernel} == {
+            True,
+            False,
+        }

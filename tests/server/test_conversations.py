@@ -1,0 +1,152 @@
+"""Conversations become prompts whose checkpoints later prompts start from."""
+
+import shutil
+
+import httpx
+import pytest
+
+from tests.support import tiny_models
+from tests.support.server_kit import serving
+from vllm_metal_lite.engine.piece_encoder import PieceEncoder
+from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.model.files import DEMO_PATH
+from vllm_metal_lite.model.loader import load_tokenizer_only
+from vllm_metal_lite.server.conversations import ChatRequest, join_systems, render_prompt
+from vllm_metal_lite.server.models import ModelSpec
+from vllm_metal_lite.server.templates import probe
+
+SYSTEM = {"role": "system", "content": "You answer in short sentences. " * 12}
+BLOCK = 16
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+@pytest.fixture
+def tokenizer():
+    return load_tokenizer_only("demo")
+
+
+def render(tokenizer, *messages, with_checkpoints=True, **fields):
+    conversation = ChatRequest(messages, **fields)
+    return render_prompt(
+        tokenizer, probe(tokenizer), "demo", conversation, with_checkpoints, PieceEncoder(tokenizer)
+    )
+
+
+def shown(tokenizer, prompt):
+    """The text before each checkpoint."""
+    return [tokenizer.decode(prompt.token_ids[:position]) for position in prompt.checkpoints]
+
+
+def test_systems_at_the_front_become_one():
+    one, two = {"role": "system", "content": "a"}, {"role": "system", "content": "b"}
+    both = {"role": "system", "content": "a\n\nb"}
+    assert join_systems([one, two, user("x"), two]) == [both, user("x"), two]
+    assert join_systems([one, user("x")]) == [one, user("x")]
+    assert join_systems([]) == []
+
+
+def test_checkpoints_lie_behind_the_system_the_last_question_and_the_last_message(tokenizer):
+    messages = [SYSTEM, user("Who are you?"), assistant("A lamp."), user("And then?")]
+    system, question, end = shown(tokenizer, render(tokenizer, *messages))
+    # Each is one token short of where the text parts: the token may be another one elsewhere.
+    before = f"<|system|>{SYSTEM['content']}<|end|>"
+    assert system == before
+    said = f"{before}<|user|>Who are you?<|end|><|assistant|>A lamp.<|end|>"
+    assert question == said
+    assert end == f"{said}<|user|>And then?"
+
+
+def test_a_loop_of_calls_has_a_checkpoint_at_its_end(tokenizer):
+    messages = [user("Do."), assistant("I do."), {"role": "tool", "content": "Done."}]
+    *_, end = shown(tokenizer, render(tokenizer, *messages))
+    assert end.endswith("Done.")
+
+
+def test_other_models_get_none(tokenizer):
+    plain = render(tokenizer, SYSTEM, user("hi"), with_checkpoints=False)
+    assert plain.checkpoints == ()
+    assert plain.token_ids == render(tokenizer, SYSTEM, user("hi")).token_ids
+
+
+def test_an_answer_to_be_gone_on_with(tokenizer):
+    prompt = render(
+        tokenizer, SYSTEM, user("hi"), assistant("Well"),
+        template={"continue_final_message": True}, add_generation_prompt=False,
+    )  # fmt: skip
+    assert len(shown(tokenizer, prompt)) == 1  # no user is before the system prompt
+
+
+def test_a_template_that_thinks(tokenizer):
+    """The next turn's prompt has no thoughts, so it parts from this one before they begin."""
+    tokenizer._tokenizer.chat_template = (
+        "{% if not messages | selectattr('role', 'equalto', 'user') | list %}"
+        "{{ raise_exception('no user') }}{% endif %}"
+        "{% for m in messages %}<|{{ m.role }}|>"
+        "{% if m.role == 'assistant' and loop.last %}<think>{% endif %}{{ m.content }}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+    )
+    system, question, end = shown(tokenizer, render(tokenizer, SYSTEM, user("a"), assistant("b"),
+                                                    user("c d")))  # fmt: skip
+    assert system.endswith("<|end|>")
+    assert question.endswith("<|assistant|>b<|end|>")
+    assert end.endswith("<|user|>c d")
+
+
+def test_a_template_that_refuses_other_conversations_costs_checkpoints_only(tokenizer):
+    tokenizer._tokenizer.chat_template = (
+        "{% if messages | length != 3 %}{{ raise_exception('three') }}{% endif %}"
+        "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    three = [user("a"), assistant("b"), user("c d")]
+    assert len(render(tokenizer, *three).checkpoints) == 2
+    with pytest.raises(RequestError, match="three"):
+        render(tokenizer, *three, user("d"))
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """A server whose model has recurrent layers, and the demo's tokenizer and template."""
+    path = tiny_models.write_folder(
+        tmp_path_factory.mktemp("hybrid"), "qwen3_next", vocab_size=2048
+    )
+    for name in "tokenizer.json", "tokenizer_config.json":
+        shutil.copy(DEMO_PATH / name, path)
+    with serving([ModelSpec("hybrid", str(path))]) as running:
+        yield running
+
+
+def ask(running, *messages):
+    """The number of cached tokens, and the answer."""
+    body = {"messages": list(messages), "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    reply = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60).json()
+    cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return cached, reply["choices"][0]["message"]["content"]
+
+
+def test_recurrent_models_find_states_where_conversations_part(hybrid, tokenizer):
+    def prefix(*messages):
+        """Tokens that are cached behind these messages, at least."""
+        rendered = render(tokenizer, *messages, add_generation_prompt=False, with_checkpoints=False)
+        return (len(rendered.token_ids) - 1) // BLOCK * BLOCK
+
+    question = user("Tell me about a lantern. " * 5)
+    cached, answer = ask(hybrid, SYSTEM, question)
+    assert (cached, answer != "") == (0, True)
+    # Another user behind the same system prompt.
+    cached, _ = ask(hybrid, SYSTEM, user("Name a river."))
+    assert cached >= prefix(SYSTEM) > 0
+    # The next turn.
+    turn = SYSTEM, question, assistant(answer)
+    cached, _ = ask(hybrid, *turn, user("And then? " * 9))
+    assert cached >= prefix(SYSTEM, question)
+    # The last question, asked in other words.
+    cached, _ = ask(hybrid, *turn, user("Why?"))
+    assert cached >= prefix(*turn)

@@ -1,0 +1,72 @@
+"""A pile of one client's requests does not keep another client waiting."""
+
+import asyncio
+import random
+
+from tests.support.server_kit import start_engine
+from vllm_metal_lite import EngineConfig, SamplingParams
+from vllm_metal_lite.server.offload import ORIGIN, Origin
+from vllm_metal_lite.server.worker.fair_rounds import FairRounds
+
+
+def test_a_newcomer_passes_a_pile():
+    fair, unfinished = FairRounds(), []
+    for _ in range(10):
+        unfinished.append(fair.next_round("pile", unfinished))
+    assert unfinished == list(range(10))
+    assert fair.next_round("other", unfinished) == 0
+    assert fair.next_round("other", unfinished[4:]) == 4
+    assert fair.next_round("pile", unfinished[4:]) == 10
+
+
+def test_one_client_alone_is_served_in_order_and_nothing_is_kept():
+    fair = FairRounds()
+    rounds = [fair.next_round("a", []) for _ in range(3)]
+    assert rounds == [0, 0, 0]
+    fair.next_round("b", [])
+    assert list(fair._last) == ["b"]
+
+
+def test_no_request_waits_forever():
+    """One seat: two busy clients come again and again, and the last of a pile is served."""
+    fair, rng = FairRounds(), random.Random(1)
+    waiting = []  # (round, arrival, client)
+
+    def add(client: str, arrival: int) -> None:
+        waiting.append(
+            (fair.next_round(client, [round_ for round_, *_ in waiting]), arrival, client)
+        )
+
+    for i in range(20):
+        add("pile", i)
+    for i in range(20, 500):
+        served = min(waiting)
+        waiting.remove(served)
+        add(rng.choice(["x", "y"]), i)
+        if not any(client == "pile" for *_, client in waiting):
+            break
+    assert i < 150
+
+
+def test_the_engine_serves_clients_in_rounds():
+    """One seat: the pile's first request runs, then the other client's."""
+
+    async def test() -> list[str]:
+        engine = await start_engine("demo", EngineConfig(num_blocks=64, max_num_seqs=1))
+        ended: list[str] = []
+
+        async def ask(client: str, name: str) -> None:
+            ORIGIN.set(Origin(client))
+            params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+            async with engine.generate(name, [5, 6, 7], params) as request:
+                await request.complete()
+            ended.append(name)
+
+        tasks = [asyncio.ensure_future(ask("pile", f"pile {i}")) for i in range(6)]
+        tasks.append(asyncio.ensure_future(ask("other", "other")))
+        await asyncio.gather(*tasks)
+        await engine.stop()
+        return ended
+
+    ended = asyncio.run(test())
+    assert ended.index("other") == 1

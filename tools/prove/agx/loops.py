@@ -1,0 +1,106 @@
+"""The inner loop of a kernel: instructions and cycles a byte from memory, beside what chips can do.
+
+Cycles are a simdgroup's on its quarter of a core, as others measured them on an M1 Max
+(metal-benchmarks): 1 for most instructions, 4 on a second unit for shifts, integer products,
+conversions and e^x, 20 for a product of 8x8 matrices.  An access to the stack counts as one.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tools.prove.agx import mlx_kernels
+from tools.prove.agx.chain import listing_of
+from tools.prove.agx.shapes import CASES, texts_of
+
+_LINE = re.compile(r"^ *([0-9a-f]+): [0-9a-f]+ +(\S+) *(.*)$", re.M)
+_SLOW = ("shl", "shr", "asr", "extr", "bfeil", "bfi", "imul", "imadd", "exp2", "log2")
+_SECOND_UNIT = {**dict.fromkeys(_SLOW, 4), "rcp": 6, "rsqrt": 8}
+_FIRST_UNIT = {"shuffle": 2, "simd": 24}
+_MATRIX_HALF = 10  # metal.h makes two multiply-adds with a negated factor of a product
+CHIPS = {"M1": 8 * 128 * 1.28 / 68, "M2 Max": 38 * 128 * 1.4 / 400, "M4 Max": 40 * 128 * 1.6 / 546}
+
+
+class Loop(NamedTuple):
+    """Of one turn: instructions, cycles, bytes that a lane loads, and those in loads of 16 bytes,
+    stores and loads of the stack."""
+
+    instructions: int
+    cycles: int
+    loaded: int
+    wide: int
+    spilled: int
+
+
+# Rows of x, as branches depend on them (0: any), and bytes that a lane takes from memory in a turn:
+# weights of 4 bits with scales, or a state read and written (0: all loads of 16 bytes: K and V).
+ROWS = (
+    ("MLX sdpa_vector 128", 0, 16),
+    ("paged_decode group 2 of 128 bfloat16", 0, 0),
+    ("paged_decode group 4 of 128 bfloat16", 0, 0),
+    ("paged_decode group 8 of 128 bfloat16", 0, 0),
+    ("MLX qmv_fast 4 bits", 0, 36),
+    ("skinny_gemm 4 bfloat16 4 bits", 1, 72),
+    ("skinny_gemm 4 bfloat16 4 bits", 4, 72),
+    ("skinny_gemm 8 bfloat16 4 bits", 8, 72),
+    ("expert_gemm Qwen3.6 35B-A3B 4 bfloat16 4 bits", 1, 72),
+    ("expert_gemm Qwen3.6 35B-A3B 4 bfloat16 4 bits", 4, 72),
+    ("MLX gated_delta_seq", 0, 32),
+    ("gated_delta Qwen3-Next bfloat16 rows fused", 0, 256),
+)
+_GIVEN = re.compile(r"const int (rows|count) = (?:x_shape\[0\]|plan\[tile \+ 1\]);")
+
+
+def report(root: Path) -> Iterator[str]:
+    """The lines of a table: the longest loops, beside the cycles a byte that chips have."""
+    chips = " | ".join(f"{name}: {budget:.1f}" for name, budget in CHIPS.items())
+    head = "longest loop | rows | instructions | loaded, from memory | cycles a byte"
+    yield f"| {head} | {chips} |"
+    yield "| --- | --- | --- | --- | --- |" + " --- |" * len(CHIPS)
+    of_mlx = {name: text for text, name in mlx_kernels.texts().items()}
+    for name, rows, streamed in ROWS:
+        texts = [of_mlx[name]] if name in of_mlx else texts_of(CASES[name])
+        text = next(t for t in texts if t.kernel.endswith(name.split()[0]) or name in of_mlx)
+        given = _GIVEN.sub(rf"constexpr int \1 = {rows};", text.text)
+        loop = longest_loop(listing_of(root, text._replace(text=given)))
+        streamed = streamed or loop.wide
+        each = loop.cycles / streamed
+        shares = " | ".join(f"{each / budget:.0%}" for budget in CHIPS.values())
+        spilled = f" ({loop.spilled} of the stack)" if loop.spilled else ""
+        yield (
+            f"| {name} | {rows or ''} | {loop.instructions:,}{spilled} | "
+            f"{loop.loaded}, {streamed} | {each:.1f} | {shares} |"
+        )
+
+
+def longest_loop(listing: str) -> Loop:
+    """Of the longest program in a listing."""
+    programs: list[list[tuple[int, str, str]]] = []
+    for at, op, rest in _LINE.findall(listing):
+        if at == "0":
+            programs.append([])
+        programs[-1].append((int(at, 16), op, rest))
+    code = max(programs, key=len)
+    back = [(at + int(rest), at) for at, op, rest in code if op == "jmp_any" and int(rest) < 0]
+    first, last = max(back, key=lambda span: span[1] - span[0])
+    return _loop([line for line in code if first <= line[0] <= last])
+
+
+def _loop(code: list[tuple[int, str, str]]) -> Loop:
+    first = second = loaded = wide = spilled = 0
+    for _, op, rest in code:
+        spilled += op.startswith("stack_")
+        if op == "load" and (kind := re.search(r"i(\d+), (x\w*)", rest)):
+            size = int(kind[1]) // 8 * len(kind[2])
+            loaded += size
+            wide += size * (size == 16)
+        if op in _SECOND_UNIT or "_to_" in op:
+            second += _SECOND_UNIT.get(op, 4)
+        elif op == "ffma" and ".neg" in rest:
+            first += _MATRIX_HALF
+        elif op in ("iadd", "isub") and re.match(r"\$?dr", rest):
+            first += 4  # 64 bits
+        else:
+            first += _FIRST_UNIT.get(op, 1)
+    return Loop(len(code), max(first, second), loaded, wide, spilled)

@@ -1,0 +1,91 @@
+"""Runs a step's SDPA calls on the keys and values gathered for each call.
+
+MLX's SDPA computes the calls that it fuses (fused.py).  `_by_products` computes the others by MLX's
+products and softmax.
+"""
+
+from collections.abc import Callable, Iterable
+
+from vllm_metal_lite.attention.base import AttentionCall
+from vllm_metal_lite.attention.sdpa.calls import DeviceCall, SdpaCalls, SdpaPlan
+from vllm_metal_lite.attention.sdpa.fused import unfused
+from vllm_metal_lite.backend import mx
+
+# Bound at import: the seam replaces the public name while a forward is built.
+_sdpa = mx.fast.scaled_dot_product_attention
+
+# Rows (N, ...) and an index of any shape -> those rows.
+Take = Callable[[mx.array, mx.array], mx.array]
+
+
+def take_rows(rows: mx.array, index: mx.array) -> mx.array:
+    return rows[index]
+
+
+def execute_calls(
+    plan: SdpaPlan,
+    kv_group: int,
+    q: mx.array,
+    call: AttentionCall,
+    gather: Callable[[AttentionCall, SdpaCalls], Iterable[tuple[mx.array, mx.array]]],
+    take: Take = take_rows,
+) -> mx.array:
+    """Attention of q (num_rows, H, D) -> (num_rows, H, Dv).
+
+    kv_group: of the layer.  call.q_pe: of the last num_rows rows.  gather: keys and values of
+    each SDPA call, (B, num_kv_heads, Lk, head_dim).  take: selects rows of queries and of results.
+    """
+    if call.q_pe is not None:
+        q = mx.concatenate([q, call.q_pe[-len(q) :]], axis=-1)
+    limits = unfused(q.shape[1], q.shape[2], call.softcap)
+    calls, outputs = plan.calls(kv_group, call.window, call.chunk, limits), []
+    parts = calls.queries.cut(q if calls.q_rows is None else take(q, calls.q_rows))
+    for one, queries, (k, v) in zip(calls.calls, parts, gather(call, calls), strict=True):
+        if limits is None or limits.fuses(queries.shape[2], one.host.mask):
+            mask = one.mask(q.dtype)
+            out = _sdpa(queries, k, v, scale=call.scale, mask=mask, sinks=call.sinks)
+        else:
+            out = _by_products(queries, k, v, one, call.scale, call.softcap, call.sinks)
+        outputs.append(out.swapaxes(1, 2).flatten(0, 1))
+    out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+    return out if calls.place is None else take(out, calls.place)
+
+
+def _by_products(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    call: DeviceCall,
+    scale: float,
+    softcap: float | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attention that keeps its scores in memory; shapes are SDPA's.
+
+    MLX's fallback has one product for each head, and masks all keys.  Here one product serves all
+    heads that share a KV head, and the mask covers only keys that some row does not see.
+    """
+    b, heads, rows, dim = q.shape
+    shared = b, k.shape[1], -1
+    q = (q * scale).reshape(*shared, dim)
+
+    def scores_of(k: mx.array) -> mx.array:
+        scores = (q @ k.swapaxes(-1, -2)).reshape(b, heads, rows, -1)
+        return scores if softcap is None else softcap * mx.tanh(scores / softcap)
+
+    def masked(scores: mx.array) -> mx.array:
+        return mx.where(call.visible, scores, mx.array(-float("inf"), scores.dtype))
+
+    scores, first = scores_of(k), call.host.num_visible
+    if first == 0:
+        scores = masked(scores)
+    elif first < k.shape[2]:
+        # Computed a second time: MLX copies an array before a write if a view of it was taken.
+        scores[..., first:] = masked(scores_of(k[:, :, first:]))
+    if sinks is not None:
+        column = mx.broadcast_to(sinks.astype(scores.dtype)[:, None, None], (b, heads, rows, 1))
+        scores = mx.concatenate([column, scores], axis=-1)
+    weights = mx.softmax(scores, axis=-1, precise=True)
+    if sinks is not None:
+        weights = weights[..., 1:]
+    return (weights.reshape(*shared, k.shape[2]) @ v).reshape(b, heads, rows, -1)

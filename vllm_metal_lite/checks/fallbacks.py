@@ -1,0 +1,171 @@
+"""The work of each kernel, and the same work by what replaces the kernel, ready to be timed.
+
+Both run as serving runs them: `KernelAttention` with the kernel and without it, or the MLX
+operations that a fused kernel replaces.  The loads are large enough that the device's work, not the
+host's, is timed.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from vllm_metal_lite.attention.heads import Heads
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks.case import spec_of
+from vllm_metal_lite.checks.check import Check, NormShape
+from vllm_metal_lite.checks.load import TimedStore
+from vllm_metal_lite.checks.new_rows import drawn, new_rows
+from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.arguments import new_token
+from vllm_metal_lite.kernels.cache_ops import kv_write
+from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
+from vllm_metal_lite.kernels.gather_rows import gather_rows
+from vllm_metal_lite.kernels.latent_write import NewLatents
+from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
+from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.specs import AttentionShape, GatedNormShape
+
+# Decodes and their context; a long context, in splits; a prefix that the decodes share.
+_DECODES, _CONTEXT, _LONG, _PREFIX = 16, 512, 4096, 2048
+# Prompts: (sequences, context, rows of each): four whole ones, and a chunk.
+_PROMPTS = ((4, 512, 512), (1, 4096, 1024))
+# Rows of launches without attention.
+_ROWS = 512
+
+Candidate = Callable[[], object]
+# By the kernel, and without it.
+Pair = tuple[Candidate, Candidate]
+Attend = Check[AttentionShape]
+# Rotated queries, keys and values.
+Apart = tuple[mx.array, mx.array, mx.array]
+
+
+def _attention(check: Attend, sequences: int, context: int, rows: int = 1, prefix: int = 0) -> Pair:
+    """Prompts by the store or gathered; decodes with the kernel or without."""
+    load = TimedStore(
+        check.shape, sequences, context, rows, prefix=prefix, block_size=check.block_size
+    )
+    q = load.queries()
+    if rows > 1:
+        return partial(load.by("varlen"), q), partial(load.by("gather"), q)
+    return partial(load.by("gather"), q), partial(load.by("gather", check.kernel), q)
+
+
+def decode(check: Attend) -> list[Pair]:
+    return [_attention(check, _DECODES, _CONTEXT)]
+
+
+def merge(check: Attend) -> list[Pair]:
+    return [_attention(check, 1, _LONG)]
+
+
+def prefix(check: Attend) -> list[Pair]:
+    return [_attention(check, _DECODES, _PREFIX + 128, prefix=_PREFIX)]
+
+
+def prompts(check: Attend) -> list[Pair]:
+    return [_attention(check, *sizes) for sizes in _PROMPTS]
+
+
+def rows(check: Attend) -> list[Pair]:
+    shape = check.shape
+    q = mx.random.normal((_ROWS, shape.num_heads, shape.k_head_dim)).astype(shape.dtype)
+    index = mx.array(np.random.default_rng(0).permutation(_ROWS).astype(np.int32))
+    mx.eval(q, index)
+    return [(lambda: gather_rows(q, index), lambda: q[index])]
+
+
+def add_norm(check: Check[NormShape]) -> list[Pair]:
+    size, dtype = check.shape
+    x, weight = mx.random.normal((_ROWS, size)).astype(dtype), mx.ones(size, dtype)
+    mx.eval(x, weight)
+
+    def apart() -> object:
+        added = x + x
+        return added, mx.fast.rms_norm(added, weight, 1e-5)
+
+    return [(lambda: add_rms_norm(x, x, weight, 1e-5), apart)]
+
+
+def gated_norm(check: Check[GatedNormShape]) -> list[Pair]:
+    """As the layers of mlx-lm that normalise first; those that do not have as many launches."""
+    shape = check.shape
+    x = mx.random.normal((_ROWS, shape.groups, shape.dim)).astype(shape.dtype)
+    weight, z = mx.ones(shape.dim, shape.dtype), Columns(x.reshape(_ROWS, -1), 0)
+    mx.eval(x, weight, z.array)
+
+    def apart() -> mx.array:
+        return mx.fast.rms_norm(x, weight, 1e-5) * (x * mx.sigmoid(x))
+
+    together = partial(gated_rms_norm, x, z, weight, 1e-5, dim=shape.dim)
+    return [(together, mx.compile(apart))]
+
+
+def _rotate(x: mx.array, rope: Rope, where: mx.array) -> mx.array:
+    """The heads x rotated to the positions `where`, by MLX."""
+    if rope.factor != 1:
+        x = x.at[..., : rope.dims].multiply(rope.factor)
+    return mx.fast.rope(
+        x, rope.dims, traditional=rope.traditional, base=rope.base, scale=rope.scale, offset=where,
+        freqs=rope.freqs,
+    )  # fmt: skip
+
+
+def write(check: Attend) -> list[Pair]:
+    """One launch for the new rows of prompts, and norm, rotation and kv_write apart."""
+    positions, spec = np.arange(_ROWS), spec_of(check.shape)
+    launch, new, _ = drawn(check, positions)
+    store = PagedStore([spec], -(-_ROWS // 16), 16)
+    keys, values, token = store.keys[0], store.values[0], new_token()
+    where = mx.array(positions.astype(np.int32))
+    mx.eval([columns.array for columns in new if isinstance(columns, Columns)], where, token)
+
+    def separately() -> object:
+        if isinstance(new, NewLatents):
+            q, k, v = _latents_apart(new, check.shape, where)
+        else:
+            q, k, v = _rows_apart(new, check.shape, where)
+        return q, kv_write(k, v, where, keys, values, token, spec)
+
+    together = partial(
+        launch, new, positions=where, slot_mapping=where, keys=keys, values=values,
+        token=token, spec=spec,
+    )  # fmt: skip
+    return [(together, separately)]
+
+
+def _rows_apart(new: NewRows, shape: AttentionShape, where: mx.array) -> Apart:
+    rope = new.rope
+    assert rope is not None
+    parts = mx.split(new.q.array, (new.k.start, new.v.start), axis=1)
+    dims = shape.k_head_dim, shape.k_head_dim, shape.v_head_dim
+    q, k, v = (x.reshape(_ROWS, -1, 1, dim) for x, dim in zip(parts, dims, strict=True))
+    q, k = (
+        _rotate(mx.fast.rms_norm(x, norm.weight, norm.eps) if norm else x, rope, where)
+        for x, norm in ((q, new.q_norm), (k, new.k_norm))
+    )
+    return q, k.squeeze(2), v.squeeze(2)
+
+
+def _latents_apart(new: NewLatents, shape: AttentionShape, where: mx.array) -> Apart:
+    q = new.q.array.reshape(_ROWS, shape.num_heads, 1, -1)[..., -shape.v_head_dim :]
+    latents, k_pe = mx.split(new.latent.array, [shape.k_head_dim], axis=1)
+    latents = mx.fast.rms_norm(latents, new.norm.weight, new.norm.eps)[:, None]
+    rotary = _rotate(k_pe[:, None, None], new.rope, where).squeeze(2)
+    return _rotate(q, new.rope, where), latents, rotary
+
+
+def fused_decode(check: Attend) -> list[Pair]:
+    """One launch for decodes, and `rope_write` before `paged_decode`."""
+    assert check.rope is not None
+    shape, dim = check.shape, check.shape.k_head_dim
+    load = TimedStore(shape, _DECODES, _CONTEXT, block_size=check.block_size)
+    new, _ = new_rows(shape, load.batch.positions, check.rope)
+    mx.eval(new.arrays)
+    heads = (
+        Heads(new.q, shape.num_heads, dim, new.q_norm, new.rope),
+        Heads(new.k, shape.num_kv_heads, dim, new.k_norm, new.rope),
+        Heads(new.v, shape.num_kv_heads, shape.v_head_dim),
+    )
+    return [(partial(load.by("gather"), heads), partial(load.by("gather", check.kernel), heads))]

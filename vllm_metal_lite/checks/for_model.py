@@ -1,0 +1,150 @@
+"""The checks of the kernels that one model uses, and no others."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks.check import Check, MixtureShape, NormShape, ProductShape
+from vllm_metal_lite.devices import profile
+from vllm_metal_lite.kernels.arguments import MAX_PREFILL_DIM, head_size_problem, unsupported
+from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS, MAX_ROWS, multiplies_in_lanes
+from vllm_metal_lite.specs import (
+    AttentionShape,
+    ConvShape,
+    GatedNormShape,
+    KernelUse,
+    RecurrentShape,
+    RopeShape,
+    WeightShape,
+)
+
+# Rows of products with the least and with the greatest depth.  The first do not fill their tile.
+# Each also checks other operations that are fused with a product.
+PRODUCT_ROWS = (5, MAX_ROWS)
+# The same of quantised weights where few rows are multiplied without matrices.
+LANE_ROWS = (3, MAX_LANE_ROWS)
+
+
+def checks_for(use: KernelUse) -> list[Check]:
+    """Each kernel at the model's shapes, in the order in which they build on each other."""
+    checks: dict[Check, None] = {}
+    for shape in use.shapes:
+        checks |= dict.fromkeys(_attention(shape, use))
+    for shape, rope in _pairs(use):
+        checks |= dict.fromkeys(_new_rows(shape, rope, use))
+    for shape, rope in _latent_pairs(use):
+        checks[Check("latent_write", shape, 0, rope)] = None
+    for recurrence in use.recurrences:
+        checks |= dict.fromkeys(_recurrence(recurrence))
+    if not use.shapes:
+        return list(checks)
+    dtype = use.shapes[0].dtype
+    for size in use.hidden_sizes:
+        checks[Check("add_rms_norm", NormShape(size, dtype))] = None
+    if dtype != mx.float32:
+        checks |= dict.fromkeys(_products(use.weights, dtype))
+        for experts in use.experts:
+            for kernel in ("expert_topk", "expert_plan", "expert_gemm", "expert_sum"):
+                checks[Check(kernel, MixtureShape(experts, dtype))] = None
+    return list(checks)
+
+
+def _products(weights: Sequence[WeightShape], dtype: mx.Dtype) -> list[Check]:
+    """For each quantisation the least and the greatest depth."""
+    checks: list[Check] = []
+    for how in dict.fromkeys(weight.quantisation for weight in weights):
+        by_depth = sorted((w for w in weights if w.quantisation == how), key=lambda w: w.depth)
+        least, greatest = by_depth[0], by_depth[-1]
+        uses = [*zip(PRODUCT_ROWS, (least, greatest), strict=True)]
+        if multiplies_in_lanes(1, least):
+            most = profile().max_lane_rows
+            uses += [(min(LANE_ROWS[0], most), least), (min(LANE_ROWS[1], most), greatest)]
+        checks += [Check("skinny_gemm", ProductShape(rows, w, dtype)) for rows, w in uses]
+    return checks
+
+
+def _recurrence(shape: RecurrentShape) -> list[Check]:
+    """The state space update is a use of gated_delta."""
+    if isinstance(shape, ConvShape):
+        return [Check("causal_conv", shape)]
+    if isinstance(shape, GatedNormShape):
+        return [Check("gated_rms_norm", shape)]
+    checks = [Check("gated_delta", replace(shape, fused=False))]
+    return checks + [Check("fused_recurrence", shape)] * shape.fused
+
+
+def _heads_only(shape: AttentionShape) -> AttentionShape:
+    """The parts of a shape that matter to queries: not masks, nor the format of the store."""
+    return replace(_rows_only(shape), kv_bits=None)
+
+
+def _rows_only(shape: AttentionShape) -> AttentionShape:
+    """The parts of a shape that matter to rows of the store: not masks."""
+    return AttentionShape(
+        shape.num_heads, shape.num_kv_heads, shape.k_head_dim, shape.v_head_dim, shape.dtype,
+        kv_bits=shape.kv_bits,
+    )  # fmt: skip
+
+
+def _attention(shape: AttentionShape, use: KernelUse) -> list[Check]:
+    """The kernels that read and write the store."""
+    rows, size = _rows_only(shape), use.block_size
+    suffix = "" if shape.kv_bits is None else "_quantised"
+    checks = [Check(f"kv_write{suffix}", rows, size), Check(f"kv_gather{suffix}", rows, size)]
+    if shape.latent:
+        names = "latent_attention", "merge_partitions", "latent_prefill"
+        checks += [Check(name, shape, size) for name in names]
+        wide = replace(shape, k_head_dim=shape.k_head_dim + shape.v_head_dim)
+        return [*checks, Check("gather_rows", _heads_only(wide))]
+    checks += [Check("paged_decode", shape, size), Check("merge_partitions", shape, size)]
+    if shares(shape, use):
+        checks.append(Check("shared_prefix", shape, size))
+        checks.append(Check("merge_partitions", shape, size, beside=("shared_prefix",)))
+    if unsupported(shape, prefill=True) is None:
+        checks.append(Check("varlen_prefill", shape, size))
+    checks.append(Check("gather_rows", _heads_only(shape)))
+    return checks
+
+
+def _pairs(use: KernelUse) -> list[tuple[AttentionShape, RopeShape]]:
+    """Each shape and each rotation at least once, not each with each."""
+    found = []
+    for dim in sorted({shape.k_head_dim for shape in use.shapes}):
+        shapes = [s for s in use.shapes if s.k_head_dim == dim and not s.latent]
+        ropes = [r for r in use.ropes if r.dims % 2 == 0 and 2 <= r.dims <= dim]
+        for i in range(max(len(shapes), len(ropes)) if shapes and ropes else 0):
+            found.append((shapes[i % len(shapes)], ropes[i % len(ropes)]))
+    return found
+
+
+def _latent_pairs(use: KernelUse) -> list[tuple[AttentionShape, RopeShape]]:
+    """Latent shapes with the rotations of their rotary keys, which are not normalised."""
+    return [
+        (_rows_only(shape), replace(rope, eps=None))
+        for shape in use.shapes
+        for rope in use.ropes
+        if shape.latent and rope.dims == shape.v_head_dim
+    ]
+
+
+def _new_rows(shape: AttentionShape, rope: RopeShape, use: KernelUse) -> list[Check]:
+    """The kernels that take rows as the projections return them."""
+    size = use.block_size
+    checks = [
+        Check("rope_write", _rows_only(shape), 0, rope),
+        Check("fused_decode", shape, size, rope),
+        Check("merge_partitions", shape, size, rope, ("fused_decode",)),
+    ]
+    if shares(shape, use):
+        checks.append(Check("shared_prefix", shape, size, rope, ("fused_decode",)))
+    return checks
+
+
+def shares(shape: AttentionShape, use: KernelUse) -> bool:
+    """Whether decodes of this shape may share a prefix."""
+    dims = shape.k_head_dim, shape.v_head_dim
+    return (
+        use.shares_prefix
+        and shape.window is None
+        and head_size_problem(dims, MAX_PREFILL_DIM) is None
+    )

@@ -1,0 +1,138 @@
+"""What the models that people run most ask of the kernels: the checks of `doctor` without a model.
+
+Together the common uses cover heads of 64, 128 and 256, one to eight query heads a KV head, both
+16-bit types, windows, softcaps, sinks, norms of heads, rotations with a factor, stores of 8 and 4
+bits, and recurrent layers.
+"""
+
+import math
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks.result import TOLERANCE
+from vllm_metal_lite.config import BLOCK_SIZES
+from vllm_metal_lite.kernels.weights import READABLE
+from vllm_metal_lite.specs import (
+    AttentionShape,
+    ConvShape,
+    GatedNormShape,
+    KernelUse,
+    Quantisation,
+    RecurrenceShape,
+    RecurrentShape,
+    RopeShape,
+    WeightShape,
+)
+
+_BLOCK = 16
+# gpt-oss's.  No 16-bit type holds it exactly.
+YARN_FACTOR = 0.1 * math.log(32) + 1
+
+
+def _use(
+    heads: tuple[int, int, int],
+    dtype: mx.Dtype,
+    *,
+    base: float | None = 10_000.0,
+    factor: float = 1.0,
+    eps: float | None = None,
+    hidden: tuple[int, ...] = (),
+    weights: tuple[WeightShape, ...] = (),
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+    kv_bits: int | None = None,
+) -> KernelUse:
+    """heads: query heads, KV heads and their size."""
+    num_heads, num_kv_heads, dim = heads
+    shape = AttentionShape(
+        num_heads, num_kv_heads, dim, dim, dtype,
+        window=window, softcap=softcap, sinks=sinks, kv_bits=kv_bits,
+    )  # fmt: skip
+    rope = RopeShape(dim, base=base, eps=eps, factor=factor)
+    return KernelUse((shape,), _BLOCK, (rope,), hidden, weights)
+
+
+def _weights(*quantisations: Quantisation | None) -> tuple[WeightShape, ...]:
+    return tuple(
+        WeightShape(*shape, how) for how in quantisations for shape in ((4096, 1024), (1024, 3072))
+    )
+
+
+# The first one is also timed.
+COMMON: dict[str, KernelUse] = {
+    "Qwen3 0.6B and 1.7B": _use(
+        (16, 8, 128), mx.bfloat16, base=1e6, eps=1e-6, hidden=(1024, 2048),
+        weights=_weights(None, Quantisation(4, 64)),
+    ),
+    "the same, K and V in 8 bits": _use((16, 8, 128), mx.bfloat16, kv_bits=8),
+    "the same, K and V in 4 bits": _use((16, 8, 128), mx.bfloat16, kv_bits=4),
+    "Llama 3 8B, Mistral 7B": _use((32, 8, 128), mx.bfloat16, base=5e5, hidden=(4096,)),
+    "Llama 3.2 1B in float16": _use((32, 8, 64), mx.float16, base=5e5, hidden=(2048,)),
+    "SmolLM2 1.7B in float16": _use((32, 32, 64), mx.float16, base=1.3e5),
+    "Gemma 2 2B": _use((8, 4, 256), mx.bfloat16, softcap=50.0, hidden=(2304,)),
+    "Gemma 3 1B": _use((4, 1, 256), mx.bfloat16, eps=1e-6, window=512),
+    "gpt-oss 20B": _use(
+        (64, 8, 64), mx.bfloat16, base=None, factor=YARN_FACTOR, window=128, sinks=True,
+        weights=_weights(Quantisation(8, 64), Quantisation(4, 32, "mxfp4")),
+    ),
+    "GLM 4.7 Flash": KernelUse(
+        (AttentionShape(20, 1, 512, 64, mx.bfloat16, latent=True),), _BLOCK,
+        (RopeShape(64, traditional=True, base=1e6),), (2048,),
+    ),
+    "recurrent layers of Qwen3.5 4B, LFM2 1.2B and Nemotron-H 8B": KernelUse(
+        (), _BLOCK,
+        recurrences=(
+            ConvShape(8192, 4, False, True, mx.bfloat16),
+            RecurrenceShape(16, 32, 128, 128, mx.bfloat16, fused=True),
+            GatedNormShape(128, 32, mx.bfloat16),
+            ConvShape(2048, 3, False, False, mx.bfloat16),
+            ConvShape(10240, 4, True, True, mx.bfloat16),
+            RecurrenceShape(8, 128, 128, 64, mx.bfloat16, delta=False, fused=True),
+            GatedNormShape(1024, 8, mx.bfloat16, gate_first=True),
+        ),
+    ),
+}  # fmt: skip
+
+
+def full_list() -> list[KernelUse]:
+    """Uses that vary each dimension in turn: many more than a model has."""
+    heads = ((4, 4), (8, 2), (5, 1), (16, 8), (24, 2), (71, 1))
+    dims = ((32, 32), (64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128),
+            (192, 192), (256, 256), (576, 512))  # fmt: skip
+    masks = ({"window": 20}, {"softcap": 5.0}, {"sinks": True},
+             {"window": 70, "softcap": 20.0, "sinks": True})  # fmt: skip
+    in_bits = (64, 64), (80, 80), (128, 128), (192, 128), (256, 256)
+    latents = (20, 512, 64), (40, 256, 32), (64, 512, 64)
+    uses = []
+    for dtype in TOLERANCE:
+        shapes = [AttentionShape(*h, 64, 64, dtype) for h in heads]
+        shapes += [AttentionShape(4, 2, *d, dtype) for d in dims]
+        shapes += [AttentionShape(8, 2, 128, 128, dtype, **mask) for mask in masks]
+        shapes += [AttentionShape(8, 2, *d, dtype, kv_bits=b) for b in (8, 4) for d in in_bits]
+        for shape in shapes:
+            dim = shape.k_head_dim
+            partly = RopeShape(dim // 4 * 2, traditional=True, base=None, factor=YARN_FACTOR)
+            ropes = RopeShape(dim, eps=1e-5), partly
+            uses.append(KernelUse((shape,), _BLOCK, ropes, (shape.num_heads * dim, 1001)))
+        shape = AttentionShape(4, 2, 128, 128, dtype)
+        uses += [KernelUse((shape,), size) for size in BLOCK_SIZES]
+        how = None, *READABLE
+        weights = [WeightShape(100, depth, h) for h in how for depth in (128, 1152)]
+        uses.append(KernelUse((shape,), _BLOCK, weights=(*weights, WeightShape(100, 96))))
+        turns = RopeShape(64, traditional=True), RopeShape(32, base=None)  # of rotary keys
+        for count, latent_dim, rope in latents:
+            for bits in (None, 8, 4):
+                shape = AttentionShape(count, 1, latent_dim, rope, dtype, latent=True, kv_bits=bits)
+                uses.append(KernelUse((shape,), _BLOCK, turns))
+        recurrences: list[RecurrentShape] = [
+            *(ConvShape(*shape, dtype)
+              for shape in ((64, 2, False, False), (300, 3, True, False), (2048, 4, False, True))),
+            *(RecurrenceShape(*heads, dtype, delta, vector, True)
+              for heads in ((1, 3, 64, 64), (4, 8, 128, 128), (2, 2, 256, 40))
+              for delta, vector in ((True, False), (True, True), (False, False))),
+            *(GatedNormShape(dim, groups, dtype, first, not first)
+              for dim, groups in ((64, 5), (128, 32), (1001, 2), (8192, 1))
+              for first in (False, True)),
+        ]  # fmt: skip
+        uses.append(KernelUse((), _BLOCK, recurrences=tuple(recurrences)))
+    return uses

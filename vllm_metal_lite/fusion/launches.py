@@ -1,0 +1,112 @@
+"""The fused launches of a model's steps, as one immutable value."""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import mlx.nn as nn
+from mlx_lm.models import activations, gemma3_text
+
+from vllm_metal_lite.attention.base import Step
+from vllm_metal_lite.fusion.current import Current, fusing
+from vllm_metal_lite.fusion.experts import fuse_experts
+from vllm_metal_lite.fusion.hooks import fused_functions
+from vllm_metal_lite.fusion.joined import JoinedProjection, join_projections, joined_projections
+from vllm_metal_lite.fusion.layer_cache import FusedLayerCache
+from vllm_metal_lite.fusion.linear import fuse_linears
+from vllm_metal_lite.fusion.norms import fold_norm_weights
+from vllm_metal_lite.fusion.routing import Selector, routing_functions, selectors_of
+from vllm_metal_lite.kernels.experts import MAX_ROWS
+from vllm_metal_lite.kernels.registry import unused_kernels
+from vllm_metal_lite.model.experts import served_experts
+from vllm_metal_lite.model.packed import Fusion
+from vllm_metal_lite.model.seam.hooks import hooked, namespaces
+
+
+@dataclass(frozen=True)
+class FusedLaunches(Fusion):
+    """The fusion of models that run on KernelAttention.
+
+    joined: the model's joined projections.  named: mlx-lm's functions that are replaced where the
+    model's Python modules hold them: `swiglu`, `clip_residual`, and `precise_swiglu`, which is
+    `gated_rms_norm` behind a norm of heads.  skinny_rows: the row counts that use `skinny_gemm`.
+    expert_rows: the row counts that use `expert_gemm` and its neighbours.
+    adds_norms: `add_rms_norm` may be used.  routes: `expert_topk` may be used.  selectors: compiled
+    functions of the model that may choose experts.
+    """
+
+    joined: tuple[JoinedProjection, ...] = ()
+    named: tuple[tuple[ModuleType, str], ...] = ()
+    skinny_rows: range = range(0)
+    expert_rows: range = range(0)
+    adds_norms: bool = True
+    routes: bool = False
+    selectors: tuple[Selector, ...] = ()
+
+    layer_cache = FusedLayerCache
+
+    @contextmanager
+    def building(self, step: Step) -> Iterator[None]:
+        functions = fused_functions(step.positions, self.named, self.skinny_rows, self.adds_norms)
+        if self.routes:
+            functions += routing_functions(self.selectors)
+        rows = Current(self.skinny_rows, self.expert_rows, step.num_live)
+        try:
+            with hooked(functions), fusing(rows):
+                yield
+        finally:
+            for projection in self.joined:
+                projection.forget()
+
+    @property
+    def note(self) -> str:
+        """The part of the start-up line about products."""
+        parts = (
+            ("products", self.skinny_rows, "skinny_gemm"),
+            ("experts", self.expert_rows, "expert_gemm"),
+        )
+        return "".join(f"; {what} of {_count(rows)} by {by}" for what, rows, by in parts if rows)
+
+    def without(self, failed_kernels: Collection[str]) -> "FusedLaunches":
+        """The fusion without these kernels; KernelAttention replaces its own kernels."""
+        unused = unused_kernels(failed_kernels)
+        return replace(
+            self,
+            skinny_rows=range(0) if "skinny_gemm" in unused else self.skinny_rows,
+            expert_rows=range(0) if "expert_gemm" in unused else self.expert_rows,
+            adds_norms=self.adds_norms and "add_rms_norm" not in unused,
+            named=tuple(
+                (module, name)
+                for module, name in self.named
+                if name != "precise_swiglu" or "gated_rms_norm" not in unused
+            ),
+            routes=self.routes and "expert_topk" not in unused,
+        )
+
+
+def fuse(model: nn.Module, *, joins: bool) -> FusedLaunches:
+    """Prepare a model for fused forwards, in place; returns the launches that can be fused.
+
+    joins: join projections of the same input.
+    """
+    if joins:
+        join_projections(model)
+    fold_norm_weights(model)
+    fuse_linears(model)
+    fuse_experts(model)
+    functions = activations.swiglu, activations.precise_swiglu, gemma3_text.clip_residual
+    return FusedLaunches(
+        tuple(joined_projections(model)),
+        tuple((module, f.__name__) for f in functions for module in namespaces(model, f)),
+        routes=bool(served_experts(model)),
+        selectors=selectors_of(model),
+    )
+
+
+def _count(rows: range) -> str:
+    if rows == range(1, 2):
+        return "one row"
+    if rows.stop > MAX_ROWS:
+        return "all rows" if rows[0] == 1 else f"{rows[0]} rows and more"
+    return f"{rows[0]} rows" if len(rows) == 1 else f"{rows[0]} to {rows[-1]} rows"

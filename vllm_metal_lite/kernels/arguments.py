@@ -1,0 +1,131 @@
+"""Shared parts of the kernels' wrappers.
+
+Every function that uses the store takes a token and returns the next one.  Pass each function
+exactly the token that the previous one returned (metal/kv_write.metal says why).  A token is a
+float32 array of any shape; its values mean nothing.
+
+Shapes: keys (slots, num_kv_heads, k_head_dim) and values (slots, num_kv_heads, v_head_dim) are one
+layer's store; metadata is int32; B sequences, N packed rows.  A store with 8 or 4 bits per value
+has rows of words instead, and needs its `spec`.
+"""
+
+from collections.abc import Iterable
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.launch import Template
+from vllm_metal_lite.kv.row_format import RowFormat
+from vllm_metal_lite.kv.store import LayerSpec
+from vllm_metal_lite.specs import AttentionShape
+
+# The last inputs of a kernel that uses the store.
+STORE = ("keys", "values", "token")
+# Most splits of a context.
+MAX_SPLITS = 64
+# MLX passes an array of fewer elements to a kernel in another address space.  That is another text
+# to compile, so arrays whose length varies are never shorter.
+MIN_ELEMENTS = 8
+TOKEN_SHAPE = (MIN_ELEMENTS,)
+# Largest head sizes.
+MAX_DECODE_DIM, MAX_PREFILL_DIM = 576, 256
+# Largest latent and rotary key.
+MAX_LATENT_DIM, MAX_ROPE_DIM = 512, 64
+
+
+class RMSNorm(NamedTuple):
+    """An RMS norm of the last axis, (.., D).  weight: (D,); None is ones."""
+
+    weight: mx.array | None
+    eps: float
+
+
+def num_splits(most: int, num_keys: int, min_keys: int) -> int:
+    """Splits of num_keys: at most `most`, with at least min_keys each.
+
+    A power of two, so that few variants of a compiled step exist.
+    """
+    splits = max(1, min(most, num_keys // min_keys, MAX_SPLITS))
+    return 1 << (splits.bit_length() - 1)
+
+
+def unsupported(shape: AttentionShape, prefill: bool = False) -> str | None:
+    """Why the kernels (prefill: `varlen_prefill`) cannot serve this shape, or None if they can."""
+    if shape.chunk is not None:
+        return "there is no kernel for chunked attention yet"
+    if shape.dtype not in (mx.float32, mx.float16, mx.bfloat16):
+        return f"there are no kernels for {shape.dtype}"
+    if shape.latent:
+        if shape.window is not None or shape.softcap is not None or shape.sinks:
+            return "latent_attention has no windows, softcaps and sinks"
+        return latent_problem(shape.k_head_dim, shape.v_head_dim)
+    largest = MAX_PREFILL_DIM if prefill else MAX_DECODE_DIM
+    return head_size_problem((shape.k_head_dim, shape.v_head_dim), largest)
+
+
+def head_size_problem(dims: Iterable[int], largest: int) -> str | None:
+    """Why a kernel cannot serve heads of these sizes, or None if it can."""
+    for dim in dims:
+        if dim % 8 or not 8 <= dim <= largest:
+            return f"head size {dim} is not a multiple of 8 up to {largest}"
+    return None
+
+
+def latent_problem(latent_dim: int, rope: int) -> str | None:
+    """Why `latent_attention` cannot serve latents and rotary keys of these sizes, or None."""
+    fits = 8 <= latent_dim <= MAX_LATENT_DIM
+    if not fits or latent_dim % (64 if latent_dim > MAX_ROPE_DIM else 8):
+        most = f"64 up to {MAX_LATENT_DIM}, or of 8 up to {MAX_ROPE_DIM}"
+        return f"latent size {latent_dim} is not a multiple of {most}"
+    if rope % 8 or not 8 <= rope <= MAX_ROPE_DIM:
+        return f"rotary size {rope} of latents is not a multiple of 8 up to {MAX_ROPE_DIM}"
+    return None
+
+
+def new_token() -> mx.array:
+    """The first token of a store, before any write."""
+    return mx.zeros(TOKEN_SHAPE)
+
+
+@cache
+def bits(x: float) -> int:
+    """The bits of a float32: a template value must be an integer."""
+    return int(np.float32(x).view(np.int32))
+
+
+@cache
+def unused() -> mx.array:
+    """The placeholder for an input that a kernel does not use, such as sinks."""
+    zeros = mx.zeros(MIN_ELEMENTS)
+    mx.eval(zeros)  # otherwise every compiled step would make its own
+    return zeros
+
+
+def row_formats(
+    keys: mx.array, values: mx.array, spec: LayerSpec | None
+) -> tuple[RowFormat, RowFormat]:
+    """The row formats of K and V in a store; spec None: it is not quantised."""
+    if spec:
+        return spec.k_row, spec.v_row
+    return RowFormat(keys.shape[2], keys.dtype), RowFormat(values.shape[2], values.dtype)
+
+
+def format_template(k_row: RowFormat, v_row: RowFormat) -> Template:
+    """Template values for the row formats of a store."""
+    return {
+        "K_DIM": k_row.dim, "V_DIM": v_row.dim, "BITS": k_row.bits or 8 * k_row.dtype.size,
+        "K_GROUP": k_row.group_size, "V_GROUP": v_row.group_size,
+    }  # fmt: skip
+
+
+def grid_for(count: int) -> tuple[int, int]:
+    """Threads of a threadgroup (a multiple of 32, at most 256) and threadgroups for `count`."""
+    threads = min(256, -(-count // 32) * 32)
+    return threads, -(-count // threads)
+
+
+def norm_dtype(dtype: mx.Dtype, weight: mx.array | None) -> mx.Dtype:
+    """The result type of an RMS norm, as MLX promotes floating types."""
+    return dtype if weight is None or weight.dtype == dtype else mx.float32

@@ -1,0 +1,69 @@
+"""Findings about the kernels on this device, kept across processes."""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+from vllm_metal_lite import backend
+from vllm_metal_lite.distributed import ALONE, RankGroup
+from vllm_metal_lite.envs import cache_folder
+from vllm_metal_lite.errors import one_line
+from vllm_metal_lite.kernels import source
+
+logger = logging.getLogger(__name__)
+
+
+class Findings:
+    """Findings for one MLX version, device and source of this package; any change empties them."""
+
+    def __init__(self) -> None:
+        identity = repr([backend.mlx_version(), backend.describe(), source.digest()])
+        name = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        self.file = cache_folder() / f"kernels-{name}.json"
+        self.known: dict[str, str] = {}
+        with suppress(OSError, TypeError, ValueError):  # no file yet, or an unreadable one
+            self.known = dict(json.loads(self.file.read_text(encoding="utf-8")))
+
+    def add(self, key: str, found: str) -> None:
+        """Keep a finding.  If the folder is not writable, the next start finds out again."""
+        self.known[key] = found
+        with suppress(OSError):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.file, json.dumps(self.known, indent=1))
+
+
+def timed_once(
+    key: str, kernel: str, what: str, measure: Callable[[], str], ranks: RankGroup = ALONE
+) -> str | None:
+    """What timing `what` finds, by an earlier start or now; None, with a warning, if it fails.
+
+    kernel: is not used after a failure.  ranks: all take what the leader knows.
+    """
+    found = Findings()
+    known = ranks.first(found.known.get(key))
+    if known is None:
+        logger.info(f"timing {what}, once on this machine", extra={"transient": True})
+        try:
+            known = measure()
+        except Exception as e:  # from a compiler or a driver; the next start may succeed
+            logger.warning(f"{kernel} is not used: {what} cannot be timed: {one_line(e)}")
+            return None
+        found.add(key, known)
+    return known
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Whole or not at all: another process may read the file, and the disk may be full."""
+    with NamedTemporaryFile("w", dir=file.parent, encoding="utf-8", delete=False) as new:
+        try:
+            new.write(text)
+            new.flush()
+            os.replace(new.name, file)
+        except OSError:
+            os.unlink(new.name)
+            raise

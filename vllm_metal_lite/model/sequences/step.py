@@ -1,0 +1,142 @@
+"""Runs modules that must see sequences inside a packed forward.
+
+Some recurrent layers compute with their states in ways that `recurrence/` does not know: Mamba 1,
+RWKV 7, lightning attention, n-gram contexts.  Such a module is called once per batch of sequences
+(recurrence/sequence_batches.py): segments of one length, as (B, L, ...), with the caches that
+mlx-lm itself would pass.  All decodes form one batch.  The rest of the model sees packed rows.
+
+Attention that the seam cannot handle (computed without SDPA, for example) uses the same path.
+Then each segment is its own batch, with its context gathered from the store (kv_segments.py).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm_metal_lite.attention.base import Step
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kv.state_store import StateStore
+from vllm_metal_lite.recurrence.sequence_batches import (
+    BatchStates,
+    RowOrder,
+    SequenceBatch,
+    sequence_batches,
+)
+
+
+class SequenceStep:
+    """One packed step as batches of sequences: converts rows to sequences and back.
+
+    alone: each segment is a batch, because attention reads the store.
+    """
+
+    def __init__(self, step: Step, state_store: StateStore, alone: bool) -> None:
+        self.step, self.alone = step, alone
+        self.batches = sequence_batches(step.batch, alone)
+        self.states = BatchStates(state_store)
+        self._rows = RowOrder(self.batches, step.num_rows)
+
+    def to_sequences(self, x: mx.array, seqs: SequenceBatch) -> mx.array | int:
+        """Packed rows (N, 1, ...) or (N, H, 1, D) of a batch as (B, L, ...) or (B, H, L, D).
+
+        Positions (N,) become the start of each sequence.  Arrays without rows are returned as is.
+        """
+        if x is self.step.positions and len(seqs.rows) == 1:
+            return seqs.start
+        n, shape = self.step.num_rows, x.shape
+        axis = next((a for a in (1, 2) if a < x.ndim and shape[a] == 1), None)
+        if x.ndim == 0 or shape[0] != n or (x.ndim > 1 and axis is None):
+            return x
+        if x.ndim == 1:
+            return x[mx.array(seqs.rows[:, 0])]
+        rows = self._rows.take(x, seqs)
+        if axis == 1:
+            return rows.squeeze(2)
+        return rows.squeeze(3).swapaxes(1, 2)
+
+    def to_rows(self, parts: Sequence[Any]) -> Any:
+        """A module's results for all batches, (B, L, ...) or (B, H, L, D), as packed rows."""
+        if isinstance(parts[0], (tuple, list)):
+            return type(parts[0])(self.to_rows(items) for items in zip(*parts, strict=True))
+        if not isinstance(parts[0], mx.array):
+            return parts[0]
+        batches = self.batches
+        if all(p.shape[1] == r.length for p, r in zip(parts, batches, strict=True)):
+            return self.pack([p.reshape(-1, 1, *p.shape[2:]) for p in parts])
+        return self.to_rows([p.swapaxes(1, 2) for p in parts]).swapaxes(1, 2)
+
+    def pack(self, parts: Sequence[mx.array]) -> mx.array:
+        """Rows of the batches, (B * L, ...) each, in the order of the step, padded to its rows."""
+        return self._rows.pack(parts)
+
+
+class PackedCache:
+    """A layer's cache during a packed forward, and the source of its native cache for a batch.
+
+    sequences: the step as batches; None if no module sees sequences.
+    """
+
+    sequences: SequenceStep | None
+
+    def native(self, seqs: SequenceBatch) -> Any:
+        """The cache that mlx-lm itself would have before this batch."""
+        raise NotImplementedError
+
+    def keep(self, seqs: SequenceBatch, native: Any) -> None:
+        """Take the batch's results from its native cache."""
+        raise NotImplementedError
+
+    def flush(self, out: Any) -> None:
+        """Called when all batches are built.  out: their result."""
+
+    @property
+    def steps(self) -> SequenceStep:
+        assert self.sequences is not None, "a module that sees sequences, in a step without them"
+        return self.sequences
+
+
+class CacheMembers(tuple):
+    """A layer's several caches, in mlx-lm's order."""
+
+
+def call_by_batches(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a module once per batch if it receives a packed cache, otherwise once, unchanged."""
+    caches = _find(args) + _find(tuple(kwargs.values()))
+    if not caches:
+        return call(*args, **kwargs)
+    steps, parts = caches[0].steps, []
+    for seqs in steps.batches:
+        natives = {id(c): c.native(seqs) for c in caches}
+        positional = [_of_batch(a, seqs, steps, natives) for a in args]
+        named = {name: _of_batch(a, seqs, steps, natives) for name, a in kwargs.items()}
+        parts.append(call(*positional, **named))
+        for cache in caches:
+            cache.keep(seqs, natives[id(cache)])
+    out = steps.to_rows(parts)
+    for cache in caches:
+        cache.flush(out)
+    return out
+
+
+def _of_batch(value: Any, seqs: SequenceBatch, steps: SequenceStep, natives: dict[int, Any]) -> Any:
+    """An argument as a batch sees it.  natives: the batch's caches by the id of the packed ones.
+
+    Not a closure: a recursive closure is a reference cycle.  It would keep states that no module
+    read, and with them the state store, which MLX then copies to write it.
+    """
+    if isinstance(value, mx.array):
+        return steps.to_sequences(value, seqs)
+    if id(value) in natives:
+        return natives[id(value)]
+    if isinstance(value, (list, tuple)):
+        return [_of_batch(v, seqs, steps, natives) for v in value]
+    return value.native(seqs) if hasattr(value, "native") else value
+
+
+def _find(values: Sequence[Any]) -> list[PackedCache]:
+    found = []
+    for value in values:
+        if isinstance(value, PackedCache):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _find(value)
+    return found

@@ -1,0 +1,73 @@
+"""The path of a model's steps, and the fallback if a kernel of the path fails.
+
+A kernel may fail while serving, because MLX compiles a kernel at its first launch with new types or
+sizes.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from vllm_metal_lite.attention.base import Attention
+from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
+from vllm_metal_lite.attention.select import Verdict, select
+from vllm_metal_lite.errors import ConfigError, Option
+from vllm_metal_lite.kernels.launch import KernelError
+from vllm_metal_lite.model.packed import NO_FUSION, Fusion
+from vllm_metal_lite.specs import AttentionShape
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepPath:
+    """attention_reason: why this attention was chosen.  fusion_note: fusion's part of `reason`.
+
+    option, shapes, verdict: the arguments of `attention.select` that led to this attention.
+    """
+
+    attention: Attention
+    attention_reason: str = ""
+    option: str = "auto"
+    shapes: Sequence[AttentionShape] = ()
+    verdict: Verdict = field(default_factory=lambda: Verdict({}))
+    fusion: Fusion = NO_FUSION
+    fusion_note: str = ""
+
+    @property
+    def reason(self) -> str:
+        """Why this attention was chosen, and which operations are fused."""
+        return self.attention_reason + self.fusion_note
+
+    @property
+    def uses_kernels(self) -> bool:
+        return self.attention.name == "kernels"
+
+    @property
+    def failed_kernels(self) -> tuple[str, ...]:
+        """The kernels that fail on this device: their check, or a launch in a step."""
+        return tuple(self.verdict.failures)
+
+    def fallback(self, error: KernelError) -> "StepPath":
+        """The fallback if a kernel of this path fails, with a warning.
+
+        Raises ConfigError if only the reference is left and the option forbids it.
+        """
+        kernel, store, known = error.kernel, self.attention.store, self.verdict.failures
+        line = f"{kernel} fails in a step: {error.why}"
+        verdict = replace(self.verdict, failures={**known, kernel: line})
+        if kernel in known:  # the fallback runs this kernel too
+            attention, reason = _no_kernels(self.option, self.attention, line)
+        else:
+            attention, reason = select(self.option, store, self.shapes, verdict, known)
+        path = replace(self, attention=attention, attention_reason=reason, verdict=verdict)
+        fusion = self.fusion.without(path.failed_kernels) if path.uses_kernels else NO_FUSION
+        return replace(path, fusion=fusion, fusion_note=fusion.note)
+
+
+def _no_kernels(option: str, attention: Attention, line: str) -> tuple[Attention, str]:
+    """The reference attention, for a kernel that fails and has no other fallback."""
+    if option == "kernels":
+        raise ConfigError(Option("attention"), f"='kernels' is not possible: {line}")
+    logger.warning(f"{line}; the reference attention is used, which is slower")
+    return ReferenceAttention(attention.store), f"a kernel fails: {line}"

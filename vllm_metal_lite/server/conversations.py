@@ -1,0 +1,186 @@
+"""Conversations to token ids, off the event loop."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
+from vllm_metal_lite.engine.chat_checkpoints import chat_checkpoints, num_systems
+from vllm_metal_lite.engine.prompt_ids import (
+    check_messages,
+    encode,
+    refused_by_template,
+    render_chat,
+)
+from vllm_metal_lite.errors import PromptTooLong, RequestError
+from vllm_metal_lite.server.divergence import Divergence, find_divergence
+from vllm_metal_lite.server.errors import ContextOverflow
+from vllm_metal_lite.server.limits import num_characters
+from vllm_metal_lite.server.offload import check_wanted, offload
+from vllm_metal_lite.server.templates import (
+    Template,
+    has_system_in_middle,
+    render_text,
+)
+from vllm_metal_lite.server.worker.client import EngineClient
+
+Message = dict[str, Any]
+
+_ANY = ToolChoice()
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """What the three chat APIs come to.
+
+    messages: as chat templates want them: role ("system", "user", "assistant", "tool"), content
+    (text), tool_calls, reasoning_content, ...  template: more variables for the template.
+    enable_thinking, effort: whether, and how much, the model shall think; None: as it likes.
+    thinking_budget: most tokens of thoughts.  choice: the calls that the answer may or must hold.
+    """
+
+    messages: Sequence[Message]
+    template: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    tools: Sequence[Tool] = ()
+    choice: ToolChoice = _ANY
+    enable_thinking: bool | None = None
+    effort: str | None = None
+    thinking_budget: int | None = None
+
+    @property
+    def thinks_not(self) -> bool:
+        """Whether the request wants no thoughts."""
+        return self.effort == "none" or self.enable_thinking is False
+
+    def variables(self, template: Template) -> dict[str, Any]:
+        """What the template gets beside the messages."""
+        tools = [tool.for_template() for tool in self.tools]
+        return {
+            **template.thinking(self.enable_thinking, self.effort),
+            **self.template,
+            **({"tools": tools} if tools else {}),
+        }
+
+
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """checkpoints: numbers of tokens after which other prompts may go on differently.
+
+    divergence: where the prompt diverges from the recent one that it has most in common with.
+    """
+
+    token_ids: list[int]
+    checkpoints: tuple[int, ...] = ()
+    divergence: Divergence | None = None
+
+
+def join_systems(messages: Sequence[Message]) -> list[Message]:
+    """The system messages at the front become one, since most templates take one only."""
+    num_first = num_systems(messages)
+    if num_first < 2:
+        return list(messages)
+    texts = (message["content"] for message in messages[:num_first])
+    return [{"role": "system", "content": "\n\n".join(texts)}, *messages[num_first:]]
+
+
+async def render(
+    engine: EngineClient, conversation: ChatRequest, *, to_run: bool = True
+) -> RenderedPrompt:
+    """A conversation under the model's chat template.  Raises RequestError in its words,
+    ContextOverflow if it is far too long.
+
+    to_run: False if only the tokens are of interest.
+    """
+    facts = engine.facts
+    if (adapt := engine.chat_format.adapt) is not None:
+        conversation = replace(conversation, messages=adapt(conversation.messages))
+    with_checkpoints = to_run and facts.has_states and facts.caches_prefixes
+
+    def make() -> RenderedPrompt:
+        check_length(engine, (conversation.messages, conversation.template))
+        try:
+            prompt = render_prompt(
+                engine.tokenizer, engine.template, facts.name, conversation, with_checkpoints,
+                partial(engine.encode_text, most=engine.max_prompt_tokens, check=check_wanted),
+            )  # fmt: skip
+        except PromptTooLong as e:
+            raise ContextOverflow(e.num_tokens, facts.max_model_len) from None
+        if not to_run:
+            return prompt
+        token_ids, decode = prompt.token_ids, engine.tokenizer.decode
+        divergence = find_divergence(engine.recent, token_ids, conversation.messages, decode)
+        return replace(prompt, divergence=divergence)
+
+    return await offload(make)
+
+
+def check_length(engine: EngineClient, texts: Any) -> None:
+    """Raise ContextOverflow for texts that no tokenizer could make fit the context."""
+    if (size := num_characters(texts)) > engine.max_characters:
+        why = f" It has {size} characters, and no more than {engine.max_characters} can fit."
+        raise ContextOverflow(size // engine.longest_token, engine.facts.max_model_len, why)
+
+
+def encode_prompt(engine: EngineClient, prompt: str, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text that is no conversation.  Raises RequestError or ContextOverflow."""
+    check_length(engine, prompt)
+    if len(prompt) > engine.max_prompt_tokens:
+        try:
+            engine.encode_text(prompt, engine.max_prompt_tokens, check_wanted)
+        except PromptTooLong as e:
+            raise ContextOverflow(e.num_tokens, engine.facts.max_model_len) from None
+    check_wanted()
+    return encode(prompt, engine.tokenizer, add_special_tokens=add_special_tokens)
+
+
+def render_prompt(
+    tokenizer: TokenizerWrapper,
+    template: Template,
+    model: str,
+    conversation: ChatRequest,
+    with_checkpoints: bool,
+    encode_text: Callable[[str], list[int]],
+) -> RenderedPrompt:
+    """with_checkpoints: for models with recurrent layers.  encode_text: makes token ids of a text
+    with special tokens.  Raises RequestError."""
+    conversation = replace(conversation, messages=template.prepare(conversation.messages))
+    if template.system_in_middle == "native" or not has_system_in_middle(conversation.messages):
+        token_ids = render_chat(
+            tokenizer, model, list(conversation.messages),
+            add_generation_prompt=conversation.add_generation_prompt, encode_text=encode_text,
+            **conversation.variables(template),
+        )  # fmt: skip
+    else:
+        try:
+            check_messages(tokenizer, conversation.messages)
+            text = _text(tokenizer, template, conversation)
+        except RequestError:
+            raise
+        except Exception as e:
+            raise refused_by_template(e) from e
+        token_ids = encode_text(text)
+    if not with_checkpoints:
+        return RenderedPrompt(token_ids)
+    variables = {k: v for k, v in conversation.template.items() if k != "continue_final_message"}
+    plain = replace(conversation, template=variables, add_generation_prompt=False)
+
+    def render(messages: Sequence[Mapping[str, Any]]) -> str:
+        alike = [dict(message) for message in messages]
+        return _text(tokenizer, template, replace(plain, messages=alike))
+
+    checkpoints = chat_checkpoints(
+        _text(tokenizer, template, conversation), token_ids, conversation.messages,
+        conversation.add_generation_prompt, render, encode_text,
+    )  # fmt: skip
+    return RenderedPrompt(token_ids, checkpoints)
+
+
+def _text(tokenizer: TokenizerWrapper, template: Template, conversation: ChatRequest) -> str:
+    return render_text(
+        tokenizer, template, conversation.messages, conversation.add_generation_prompt,
+        conversation.variables(template),
+    )  # fmt: skip

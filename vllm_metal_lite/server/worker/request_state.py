@@ -1,0 +1,180 @@
+"""A request as the server sees it: answers that grow, read by one coroutine.
+
+Text is made here, in the server's process, so that the engine's process only runs steps.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from vllm_metal_lite.engine.detokenizer import Detokenizer, texts_of
+from vllm_metal_lite.outputs import CompletionOutput, Logprob
+from vllm_metal_lite.server.divergence import Divergence
+from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, PositionLogprobs, from_wire
+
+
+class EngineLost(RuntimeError):
+    """A step failed or the engine's process ended; the request has no further tokens."""
+
+    code = "engine_lost"
+
+
+class ShuttingDown(EngineLost):
+    """The server stops, and ends the requests that still run."""
+
+    code = "server_shutting_down"
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down")
+
+
+@dataclass
+class Times:
+    """Seconds of `time.monotonic`; None: not yet."""
+
+    arrived: float = field(default_factory=time.monotonic)
+    scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+
+class RequestState:
+    """A request that the engine has accepted.
+
+    `changes` tells which answers grow; `complete` waits for all of them.  `EngineClient.generate`
+    makes it, and ends the request when the caller leaves.
+
+    changed: indexes of answers that have grown, in order, until `changes` takes them.
+    news: set if there are any.
+
+    on_update: called after each step that brought something, with the time.
+    """
+
+    def __init__(
+        self,
+        request: Add,
+        tokenizer: TokenizerWrapper,
+        on_update: Callable[["RequestState", float], None] | None = None,
+    ) -> None:
+        self.request_id, self.params = request.request_id, request.params
+        self.prompt_token_ids, self.fair_round = request.prompt_token_ids, request.fair_round
+        self.num_cached_tokens = 0
+        self.pooled: np.ndarray | None = None  # of a finished pooling request
+        self._scored: list[PositionLogprobs | None] | None = None  # the prompt
+        self._texts = texts_of(tokenizer)
+        self.divergence: Divergence | None = None
+        self.finished = False
+        self.times = Times()
+        self._on_update = on_update
+        scores = self.params.logprobs is not None
+        self.answers = [
+            CompletionOutput(i, logprobs=[] if scores else None) for i in range(self.params.n)
+        ]
+        # None: the engine finds stop strings, so the text comes from there.
+        self._detokenizers: list[Detokenizer] | None = None
+        if not self.params.stop_strings:
+            self._detokenizers = [
+                Detokenizer(tokenizer, self.params, answer.token_ids, self.prompt_token_ids)
+                for answer in self.answers
+            ]
+            for answer, detokenizer in zip(self.answers, self._detokenizers, strict=True):
+                answer.text = detokenizer.text  # a method: text is made when read
+        self.changed: dict[int, None] = {}
+        self.news = asyncio.Event()
+        self.error: Exception | None = None
+
+    @cached_property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """Once the first token is there.  May take long: read it on a thread."""
+        scored, texts = self._scored, self._texts
+        if scored is None:
+            return None
+        return [None if scores is None else from_wire(scores, texts) for scores in scored]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated so far, of all answers."""
+        return sum(len(answer.token_ids) for answer in self.answers)
+
+    @property
+    def more_usage(self) -> dict[str, Any]:
+        """Fields of `usage` that only this server has."""
+        return {} if self.divergence is None else self.divergence.json()
+
+    async def complete(self) -> list[CompletionOutput]:
+        """All answers, finished.  Raises EngineLost."""
+        while not self.finished:
+            await self.news.wait()
+            self.news.clear()
+        if self.error is not None:
+            raise self.error
+        return self.answers
+
+    # For EngineClient
+
+    def take(self, updates: list[AnswerUpdate]) -> None:
+        """Record what a step has brought."""
+        now = time.monotonic()
+        for update in updates:
+            if update.num_cached_tokens is not None:
+                self.num_cached_tokens = update.num_cached_tokens
+                self._scored = update.prompt_logprobs
+                self.pooled = update.pooled
+                self.times.scheduled = update.scheduled_at
+            self._take(update)
+            self.changed[update.answer_index] = None
+        if self.times.first_token is None and self.num_tokens:
+            self.times.first_token = now
+        if all(answer.finished for answer in self.answers):
+            self.finished, self.times.finished = True, now
+        if self._on_update is not None:
+            self._on_update(self, now)
+        self.news.set()
+
+    def _take(self, update: AnswerUpdate) -> None:
+        answer = self.answers[update.answer_index]
+        answer.token_ids += update.token_ids
+        if update.text is not None:
+            answer.text += update.text
+        if answer.logprobs is not None:
+            answer.logprobs += [from_wire(scores, self._texts) for scores in update.logprobs or ()]
+        if update.finish_reason is not None:
+            if self._detokenizers is not None and update.num_shown_tokens is not None:
+                self._detokenizers[update.answer_index].end_at(update.num_shown_tokens)
+            answer.stop_reason, answer.error = update.stop_reason, update.error
+            answer.finish_reason = update.finish_reason
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self.finished = True
+        self.news.set()
+
+
+async def changes(requests: Sequence[RequestState]) -> AsyncIterator[int]:
+    """The number of an answer, over all requests, whenever it has grown.
+
+    A slow reader finds several new tokens at once.  Raises EngineLost.
+    """
+    news = asyncio.Event()
+    news.set()
+    for request in requests:
+        request.news = news
+    while True:
+        await news.wait()
+        news.clear()
+        first = 0
+        for request in requests:
+            changed, request.changed = request.changed, {}
+            for index in changed:
+                yield first + index
+            if request.error is not None:
+                raise request.error
+            first += len(request.answers)
+        if all(g.finished and not g.changed and g.error is None for g in requests):
+            return

@@ -1,0 +1,252 @@
+"""Joins vLLM's workers into one group of ranks: their addresses, and whether all are alike."""
+
+import faulthandler
+import hashlib
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from vllm.distributed import init_distributed_environment
+from vllm.platforms import current_platform
+from vllm.utils.network_utils import get_ip, get_loopback_ip
+
+import vllm_metal_lite
+from vllm_metal_lite import backend, envs
+from vllm_metal_lite.distributed import Links, RankGroup, join, links, reserve
+from vllm_metal_lite.errors import ConfigError, MetalLiteError, one_line
+from vllm_metal_lite.vllm_plugin.heartbeat import Heartbeat
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
+
+logger = logging.getLogger("vllm.metal_lite")
+
+# Seconds until all ranks must have started (a user starts hosts one by one), and until MLX must
+# have connected those that can reach each other (NCCL makes its contexts meanwhile).
+START, START_HOSTS, _JOIN = 120.0, 300.0, 30.0
+
+
+class RankError(MetalLiteError):
+    """Another rank is not there, or cannot start."""
+
+
+def join_workers(
+    rank: int, parallel: "ParallelConfig", init_method: str, lost: Callable[[str], None]
+) -> tuple[RankGroup, Heartbeat]:
+    """Connect this worker with the others of its model.
+
+    init_method: vLLM's, a file or an address at which the workers of one host find each other.
+    lost: see `Heartbeat`.  Raises RankError, with the rank that is missing.
+    """
+    size, several_hosts = parallel.world_size, parallel.nnodes > 1
+    if several_hosts:
+        tcp_store = _store_of_hosts(rank, parallel)
+    else:
+        tcp_store = _store_of_host(rank, size, init_method)
+    try:
+        how = _links_of_rank_0(tcp_store, rank, size)
+        address = get_ip() if several_hosts else get_loopback_ip()
+        reserved = _reserve(rank, how.ips[rank] or [address])
+    except ConfigError as e:  # tell those who wait for this rank, under whatever number
+        for other in range(1, size):
+            tcp_store.set(f"metal_lite/{other}", json.dumps(one_line(e)))
+        raise
+    name = f"rank {rank} of {size} (pid {os.getpid()} on {socket.gethostname()})"
+    where = ["{}:{}".format(*s.getsockname()[:2]) for s in reserved]
+    names, addresses = zip(*_exchange(tcp_store, rank, size, [name, where]), strict=True)
+    if several_hosts:
+        _join_queues(tcp_store, rank, parallel)
+    with _time_limit():
+        ranks = join(rank, addresses, how)
+    for s in reserved:
+        s.close()
+    logger.info(
+        "rank %d of %d has joined (pid %d), links: %s", rank, size, os.getpid(), how.backend
+    )
+    return ranks, Heartbeat(rank, names, tcp_store, lost)
+
+
+def _store_of_hosts(rank: int, parallel: "ParallelConfig") -> dist.TCPStore:
+    """The store of all hosts' ranks, which rank 0 keeps at --master-addr."""
+    master, port = parallel.master_addr, parallel.master_port
+    if rank == 0:
+        logger.info(
+            "waits up to %.0f s for the other hosts: start them with --headless --nnodes %d "
+            "--node-rank N --master-addr %s --master-port %d",
+            START_HOSTS, parallel.nnodes, master, port,
+        )  # fmt: skip
+        if master.startswith("127."):
+            logger.warning("--master-addr %s: other machines cannot reach this address", master)
+    else:
+        logger.info(
+            "rank %d looks up to %.0f s for rank 0 at --master-addr %s --master-port %d",
+            rank, START_HOSTS, master, port,
+        )  # fmt: skip
+    return _tcp_store(rank, parallel.world_size, master, port, START_HOSTS)
+
+
+def _store_of_host(rank: int, size: int, init_method: str) -> dist.TCPStore:
+    """The store of one host's ranks, which rank 0 keeps; found through vLLM's, maybe a file."""
+    found, *_ = next(iter(dist.rendezvous(init_method, rank, size)))
+    found.set_timeout(timedelta(seconds=START))
+    port = 0 if rank == 0 else int(_get(found, "metal_lite/port", 0, size))
+    tcp_store = _tcp_store(rank, size, get_loopback_ip(), port, START)
+    if rank == 0:
+        found.set("metal_lite/port", str(tcp_store.port))
+    return tcp_store
+
+
+def _tcp_store(rank: int, size: int, host: str, port: int, limit: float) -> dist.TCPStore:
+    """torch's store at `host`; without a socket of ours, rank 0 would listen on all interfaces."""
+    listening = None
+    try:
+        if rank == 0:
+            s = socket.create_server((host, port))
+            port, listening = s.getsockname()[1], s.detach()
+        else:
+            _wait_for(host, port, limit)
+        return dist.TCPStore(
+            host, port, size, rank == 0, timedelta(seconds=limit), wait_for_workers=False,
+            master_listen_fd=listening,
+        )  # fmt: skip
+    except Exception as e:  # torch has several
+        what = "cannot listen at" if rank == 0 else f"found no rank 0 within {limit:.0f} s at"
+        raise RankError(
+            f"rank {rank} {what} {host} port {port} (--master-addr and --master-port): "
+            f"{one_line(e)}"
+        ) from e
+
+
+def _wait_for(host: str, port: int, limit: float) -> None:
+    """Wait for a listener; raises OSError.  torch waits longer and longer between its own tries."""
+    end = time.monotonic() + limit
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=5).close()
+        except OSError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.5)
+
+
+def _links_of_rank_0(tcp_store: dist.Store, rank: int, size: int) -> Links:
+    """What rank 0 knows of the links; raises ConfigError if the hosts differ in size."""
+    if rank == 0:
+        how = links(size, envs.hostfile())
+        tcp_store.set("metal_lite/links", json.dumps([size, how]))
+        return how
+    size_of_0, how = json.loads(_get(tcp_store, "metal_lite/links", 0, size))
+    if size != size_of_0:
+        raise ConfigError(
+            f"rank {rank} is one of {size} ranks, rank 0 is one of {size_of_0}: all hosts need the "
+            "same --tensor-parallel-size or --pipeline-parallel-size"
+        )
+    return Links(*how)
+
+
+def _reserve(rank: int, ips: Sequence[str]) -> list[socket.socket]:
+    """Sockets at a free port of each IP; raises ConfigError if this host lacks one."""
+    reserved = []
+    for ip in ips:
+        try:
+            reserved.append(reserve(ip))
+        except OSError as e:
+            raise ConfigError(
+                f"rank {rank} on {socket.gethostname()} has no address {ip}: the hosts of "
+                f"METAL_LITE_HOSTFILE must be in the order of --node-rank: {one_line(e)}"
+            ) from e
+    return reserved
+
+
+def _exchange(tcp_store: dist.Store, rank: int, size: int, value: Any) -> list[Any]:
+    """The values of all ranks, by rank, as JSON has them; RankError if one has failed."""
+    tcp_store.set(f"metal_lite/{rank}", json.dumps(value))
+    values = [json.loads(_get(tcp_store, f"metal_lite/{r}", r, size)) for r in range(size)]
+    if failed := [value for value in values if isinstance(value, str)]:
+        raise RankError(f"another rank cannot start: {failed[0]}")
+    return values
+
+
+def _get(tcp_store: dist.Store, key: str, other: int, size: int) -> bytes:
+    try:
+        return bytes(tcp_store.get(key))
+    except Exception as e:  # torch has a type for each store
+        limit = tcp_store.timeout.total_seconds()
+        raise RankError(
+            f"rank {other} of {size} has not started (limit: {limit:.0f} s): {one_line(e)}"
+        ) from e
+
+
+def _join_queues(tcp_store: dist.Store, rank: int, parallel: "ParallelConfig") -> None:
+    """vLLM's queues between hosts want a group of torch's."""
+    size, local_size = parallel.world_size, parallel.local_world_size
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("vllm", tcp_store),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=START),
+    )
+    init_distributed_environment(size, rank, local_rank=rank % local_size, backend="gloo")
+    # By this, vLLM tells whether two ranks are on one host.
+    type(current_platform).num_devices = local_size
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    """End the process if MLX does not connect: it waits forever, with the interpreter's lock."""
+    faulthandler.dump_traceback_later(_JOIN, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def check_alike(ranks: RankGroup, path: Path, options: dict[str, Any]) -> None:
+    """Raise ConfigError on every rank if any differs from rank 0.
+
+    path: the model's folder.  options: what else must be the same.
+    """
+    own = {
+        **{name: version(name) for name in ("mlx", "mlx-lm", "vllm")},
+        "vllm-metal-lite": vllm_metal_lite.__version__,
+        "device": backend.describe(),
+        "METAL_LITE_ATTENTION": envs.attention(),
+        "METAL_LITE_KV_BITS": envs.kv_bits(),
+        "config.json": hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:16],
+        "weights": sorted((f.name, f.stat().st_size) for f in path.glob("*.safetensors")),
+        **options,
+    }
+    first, *others = ranks.gather(own)
+    for rank, other in enumerate(others, start=1):
+        for name, value in first.items():
+            if other.get(name) != value:
+                raise ConfigError(
+                    f"rank {rank} has {name} {other.get(name)!r}, rank 0 has {value!r}: "
+                    "all ranks of a model must be alike"
+                )
+
+
+def own_device(local_rank: int) -> None:
+    """On NVIDIA, leave this process one device of those it may see.
+
+    Call before MLX's first operation: there MLX looks for devices, not when it is imported.  A
+    default device of another index would not do: MLX gives threads a stream of the first device.
+    """
+    if envs.device() == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = visible.split(",") if visible else None
+        if devices is not None and local_rank >= len(devices):
+            raise ConfigError(
+                f"rank {local_rank} has no device: CUDA_VISIBLE_DEVICES names {len(devices)}"
+            )
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[local_rank] if devices else str(local_rank)

@@ -1,0 +1,146 @@
+"""Slots of recurrent states, as a group of vLLM's KV cache with a block pool of its own.
+
+vLLM's block manager gives state blocks the same ids as K and V blocks, so that each id stands for
+one page of bytes.  A state is as large as hundreds of tokens: vLLM makes a block as long as that.
+Here the states' ids come from a second pool, and block `id` is slot `id - 1` of the `StateStore`
+(block 0 is vLLM's null block).  Blocks of K and V stay small, and the number of slots is ours.
+
+Runs in the scheduler's process too, so it never imports MLX.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+from vllm.v1.kv_cache_interface import MambaSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+# The most slots of one request: the states that two steps in flight start from, a checkpoint, and
+# the state at the end.
+MOST_SLOTS = 4
+
+
+def no_own_pool() -> str | None:
+    """Why this vLLM has no pool of blocks for states alone, or None if it has.  0.33 has one."""
+    fields, parameters = (
+        MambaSpec.__dataclass_fields__,
+        signature(MambaManager.cache_blocks).parameters,
+    )
+    if (
+        hasattr(KVCacheBlock, "pool")
+        and "num_prefill_checkpoint_blocks" in fields
+        and "replay_boundaries" in parameters
+    ):
+        return None
+    return "this vLLM has one pool of blocks for K and V and for recurrent states"
+
+
+@dataclass(frozen=True)
+class StateSlotSpec(MambaSpec):
+    """A layer of states in vLLM's accounts: no bytes of the pool that K and V are in.
+
+    num_slots: of the `StateStore`, for all recurrent layers together.
+    """
+
+    num_slots: int = 0
+
+    def max_memory_usage_bytes(self, vllm_config: "VllmConfig") -> int:
+        return 0
+
+
+def state_slot_spec(num_slots: int, block_size: int, page_bytes: int) -> StateSlotSpec:
+    """page_bytes: of a block of one attention layer, as vLLM wants pages of one size."""
+    return StateSlotSpec(
+        block_size=block_size,
+        shapes=((page_bytes,),),
+        dtypes=(torch.uint8,),
+        mamba_cache_mode="align",
+        num_prefill_checkpoint_blocks=1,  # a step may keep the state at a block's end within it
+        prefill_checkpoint_alignment=1,
+        num_slots=num_slots,
+    )
+
+
+class StateSlotManager(MambaManager):
+    """vLLM's manager of aligned states, over a pool of `num_slots` blocks.
+
+    Beside the states that vLLM retains (the end of a prompt, the end of a prefix that two prompts
+    share), each request retains the last one at a block's end: the next turn goes on from there.
+    """
+
+    def __init__(self, kv_cache_spec: StateSlotSpec, block_pool: BlockPool, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, block_pool, **kwargs)
+        self._shared_pool = block_pool
+        self.block_pool = BlockPool(
+            kv_cache_spec.num_slots + 1, self.enable_caching, block_pool.hash_block_size
+        )
+        self._null_block = self.block_pool.null_block
+        # By request: the block of its last state, with its name, unless vLLM retains it anyway.
+        self._last: dict[str, tuple[KVCacheBlock, Any]] = {}
+
+    def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **kwargs: Any) -> int:
+        """Blocks of the shared pool: none, or more than it has while slots are missing.
+
+        Requests hold a second slot in the steps that pass the end of a block.  So that these need
+        not preempt others, a new request leaves one slot for every fourth that runs.
+        """
+        needed = super().get_num_blocks_to_allocate(request_id, *args, **kwargs)
+        if request_id not in self._allocated_block_reqs:
+            needed += len(self._allocated_block_reqs) // 4
+        if needed > self.block_pool.get_num_free_blocks():
+            return self._shared_pool.num_gpu_blocks + 1
+        return 0
+
+    def cache_blocks(
+        self,
+        request: "Request",
+        num_tokens: int,
+        retention_interval: int | None = None,
+        *,
+        replay_boundaries: Sequence[int],
+    ) -> None:
+        # num_tokens is a multiple of the size of a block.
+        req_id, size, boundaries = request.request_id, self.block_size, list(replay_boundaries)
+        before = self.num_cached_block.get(req_id, 0)
+        super().cache_blocks(
+            request, num_tokens, retention_interval, replay_boundaries=[*boundaries, num_tokens]
+        )
+        if retention_interval is None or self.num_cached_block.get(req_id, 0) == before:
+            return
+        block = self.req_to_blocks[req_id][num_tokens // size - 1]
+        if block.block_hash is None:  # the null block: no state was kept here
+            return
+        self._forget(*self._last.pop(req_id, (self._null_block, None)))
+        retained = {boundary // size * size for boundary in boundaries}
+        if retention_interval and num_tokens % retention_interval == 0:
+            retained.add(num_tokens)
+        if num_tokens not in retained | {request.shared_prefix_boundary}:
+            self._last[req_id] = block, block.block_hash
+
+    def _forget(self, block: KVCacheBlock, name: Any) -> None:
+        """Take a block's name away, so that the block is the next to be used."""
+        if name is None or block.block_hash != name:
+            return
+        self.block_pool.evict_blocks({block.block_id})
+        if block.ref_cnt == 0:
+            self.block_pool.free_block_queue.remove(block)
+            self.block_pool.free_block_queue.prepend_n([block])
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        self._last.pop(request_id, None)
+        return super().pop_blocks_for_free(request_id)
+
+
+def register_state_slots() -> None:
+    """Tell vLLM's scheduler which manager serves the slots."""
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    KVCacheSpecRegistry.register(StateSlotSpec, StateSlotManager)
