@@ -67,17 +67,17 @@ BAD = {
         lambda b: {"initial_slots": _with(b.initial_slots, 0, EMPTY_SLOT)},
         "exactly at position 0"),
     "an initial slot before the pool": (
-        lambda b: {"initial_slots": _with(b.initial_slots, 0, -2)}, "outside the state store of 8"),
+        lambda b: {"initial_slots": _with(b.initial_slots, 0, -2)}, "state store of 8"),
     "an initial slot behind the pool": (
-        lambda b: {"initial_slots": _with(b.initial_slots, 2, 8)}, "outside the state store of 8"),
+        lambda b: {"initial_slots": _with(b.initial_slots, 2, 8)}, "state store of 8"),
     "nothing takes the state": (
-        lambda b: {"final_slots": _with(b.final_slots, 0, EMPTY_SLOT)}, "outside the state store of 8"),
+        lambda b: {"final_slots": _with(b.final_slots, 0, EMPTY_SLOT)}, "state store of 8"),
     "a final slot behind the pool": (
-        lambda b: {"final_slots": _with(b.final_slots, 2, 8)}, "outside the state store of 8"),
+        lambda b: {"final_slots": _with(b.final_slots, 2, 8)}, "state store of 8"),
     "a checkpoint behind the pool": (
-        lambda b: {"checkpoints": _with(b.checkpoints, (1, 2), 8)}, "outside the state store of 8"),
+        lambda b: {"checkpoints": _with(b.checkpoints, (1, 2), 8)}, "state store of 8"),
     "a checkpoint before the pool": (
-        lambda b: {"checkpoints": _with(b.checkpoints, (1, 2), -1)}, "outside the state store of 8"),
+        lambda b: {"checkpoints": _with(b.checkpoints, (1, 2), -1)}, "state store of 8"),
     "one final slot for two": (
         lambda b: {"final_slots": _with(b.final_slots, 2, 1)}, "two states"),
     "a checkpoint in a final slot": (
