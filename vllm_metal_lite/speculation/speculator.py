@@ -76,22 +76,21 @@ class Speculator:
         looked_at = [decodes[(self._turn + i) % len(decodes)] for i in range(count)]
         # The first of these drafts is the token in flight.
         drafts = [self._draft(request, MAX_DRAFT + 1)[1:] for request in looked_at]
-        return self._best_cap(looked_at, drafts, len(decodes), len(decodes)) > 0
+        return self._best_cap(looked_at, drafts, len(decodes)) > 0
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
         """The drafts of decodes, given the most tokens of each."""
         requests = [request for request, _ in wanted]
         drafts = [self._draft(request, min(most, MAX_DRAFT)) for request, most in wanted]
-        cap = self._best_cap(requests, drafts, len(wanted), len(wanted))
+        cap = self._best_cap(requests, drafts, len(wanted))
         return [draft[:cap] for draft in drafts]
 
     def _draft(self, request: Request, most: int) -> list[int]:
         return self._proposer(self._tokens_of(request), most).tolist()
 
     def _best_cap(
-        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], num_decodes: int,
-        num_rows: int,
-    ) -> int:  # fmt: skip
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], num_decodes: int
+    ) -> int:
         """The length to cut drafts to that gives the most tokens a second; 0: none is better than
         no drafts."""
         best, best_gain = 0, _MARGIN
@@ -102,7 +101,7 @@ class Speculator:
                 for request, length in zip(requests, lengths, strict=True)
                 if length
             )
-            ratio = self.pace.ratio(num_decodes, num_rows + sum(lengths))
+            ratio = self.pace.ratio(num_decodes, num_decodes + sum(lengths))
             gain = (1 + expected / num_decodes) / ratio
             if gain > best_gain:
                 best, best_gain = cap, gain
