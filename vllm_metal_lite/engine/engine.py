@@ -246,7 +246,8 @@ class LLMEngine:
         """
         try:
             if not self._outputs:
-                self._launch(self.scheduler.schedule(self._propose))
+                propose = None if self.speculator is None else self._propose
+                self._launch(self.scheduler.schedule(propose))
             if not self._outputs:
                 self._last_end = None
                 return []
@@ -294,8 +295,7 @@ class LLMEngine:
     def _propose(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
         """The drafts of decodes (`scheduler.drafts`), cut where the request's constraint ends
         them."""
-        if self.speculator is None:
-            return [[] for _ in wanted]
+        assert self.speculator is not None, "drafts are asked for"
         drafts = self.speculator.propose(wanted)
         known = [(request, draft) for (request, _), draft in zip(wanted, drafts, strict=True)]
         return [draft[: self.constraints.num_allowed(request, draft)] for request, draft in known]
@@ -405,13 +405,13 @@ class LLMEngine:
     def _record(self, output: SchedulerOutput, result: StepResult) -> int:
         """Tell the scheduler the step's tokens, and the sampler those of a step with drafts;
         returns how many drafts came true."""
-        tokens, live = result.token_ids.tolist(), result.live_rows
-        first = [tokens[rows.start] for rows in live]
-        now = time.monotonic()
+        tokens, now = result.token_ids.tolist(), time.monotonic()
         if not output.has_drafts:
-            self.scheduler.update(output, first)
+            self.scheduler.update(output, tokens)
             counts = []
         else:
+            live = result.live_rows
+            first = [tokens[rows.start] for rows in live]
             drawn = {
                 request: [tokens[row] for row in rows if row not in result.no_token]
                 for request, rows in zip(output.terminal, live, strict=True)

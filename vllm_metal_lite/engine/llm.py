@@ -1,7 +1,7 @@
 """The Python API for offline use, with vLLM's names."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -56,23 +56,14 @@ class LLM(PoolingCalls):
         kept = _one_each(
             checkpoints if is_nested else (checkpoints,) * len(batch), len(batch), "checkpoints"
         )
-        ids = []
-        try:
-            each = zip(batch, params, priorities, kept, strict=True)
-            for i, (prompt, p, its_priority, positions) in enumerate(each):
-                request_id = str(next(self._ids))
-                try:
-                    self.engine.add_request(
-                        request_id, prompt, p,
-                        priority=its_priority, atomic=atomic, checkpoints=positions,
-                    )  # fmt: skip
-                except RequestError as e:
-                    where = f"prompt {i}: " if len(batch) > 1 else ""
-                    raise RequestError(where, *e.parts) from None
-                ids.append(request_id)
-            return self._run(ids, use_tqdm)
-        finally:
-            self.engine.abort(ids)  # any that an error or Ctrl-C left unfinished
+
+        def add(request_id: str, i: int) -> None:
+            self.engine.add_request(
+                request_id, batch[i], params[i],
+                priority=priorities[i], atomic=atomic, checkpoints=kept[i],
+            )  # fmt: skip
+
+        return self._serve(len(batch), add, use_tqdm)
 
     def chat(
         self,
@@ -115,6 +106,23 @@ class LLM(PoolingCalls):
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self.engine.reset_prefix_cache()
+
+    def _serve(
+        self, count: int, add: Callable[[str, int], None], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        ids: list[str] = []
+        try:
+            for i in range(count):
+                request_id = str(next(self._ids))
+                try:
+                    add(request_id, i)
+                except RequestError as e:
+                    where = f"prompt {i}: " if count > 1 else ""
+                    raise RequestError(where, *e.parts) from None
+                ids.append(request_id)
+            return self._run(ids, use_tqdm)
+        finally:
+            self.engine.abort(ids)  # any that an error or Ctrl-C left unfinished
 
     def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}

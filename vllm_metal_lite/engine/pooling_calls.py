@@ -1,6 +1,6 @@
 """What `LLM` does beside writing: embeddings and scores."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ class PoolingCalls:
     """Base of `LLM`, which has the engine."""
 
     engine: LLMEngine
-    _ids: Iterator[int]
 
     def embed(
         self,
@@ -89,21 +88,15 @@ class PoolingCalls:
     def _pool(
         self, prompts: Sequence[Prompt], params: PoolingParams, use_tqdm: bool
     ) -> list[RequestOutput]:
-        ids: list[str] = []
-        try:
-            for i, prompt in enumerate(prompts):
-                request_id = str(next(self._ids))
-                try:
-                    self.engine.add_pooling_request(request_id, prompt, params)
-                except RequestError as e:
-                    where = f"prompt {i}: " if len(prompts) > 1 else ""
-                    raise RequestError(where, *e.parts) from None
-                ids.append(request_id)
-            return self._run(ids, use_tqdm)
-        finally:
-            self.engine.abort(ids)
+        def add(request_id: str, i: int) -> None:
+            self.engine.add_pooling_request(request_id, prompts[i], params)
 
-    def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        return self._serve(len(prompts), add, use_tqdm)
+
+    def _serve(
+        self, count: int, add: Callable[[str, int], None], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        """Queue `count` requests by `add(request_id, index)`, and run them; outputs in order."""
         raise NotImplementedError
 
 

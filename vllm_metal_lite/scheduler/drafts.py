@@ -60,7 +60,7 @@ class DraftScheduler:
         if drafted:
             plain = [s for s in decodes if not s.draft_token_ids]
             out.segments[: len(decodes)] = plain + drafted
-            out.num_decodes = len(plain)
+            out.num_decodes, out.has_drafts = len(plain), True
 
     def _room(self, segment: Segment) -> int:
         """The most drafts of a decode: the request ends with the token behind them."""
@@ -88,9 +88,9 @@ class DraftScheduler:
         segment.draft_token_ids = draft
 
     def settle(self, segment: Segment, output: SchedulerOutput, accepted: Sequence[int]) -> bool:
-        """Record what came true: the request's tokens behind the first that the segment sampled.
+        """Keep the drafts that came true.  accepted: the tokens behind the first sampled one.
 
-        False: the request must compute its tokens from the segment's start on again.
+        False: the request must compute its tokens again, from the segment's start.
         """
         request, first = segment.request, segment.num_computed + 1
         request.token_ids += accepted

@@ -70,6 +70,7 @@ class SchedulerOutput:
     # segments' blocks.
     checkpoints: list[Checkpoint] = field(default_factory=list)
     named_states: list[int] = field(default_factory=list)
+    has_drafts: bool = False
     # Set by `advance`: the requests whose next token the step samples, in order.
     terminal: list[Request] = field(default_factory=list)
     # Set by `advance`: the requests among these whose next tokens were known, with the tokens.
@@ -85,10 +86,6 @@ class SchedulerOutput:
     @property
     def is_empty(self) -> bool:
         return not self.segments
-
-    @property
-    def has_drafts(self) -> bool:
-        return any(s.draft_token_ids for s in self.segments)
 
     @property
     def is_wanted(self) -> bool:

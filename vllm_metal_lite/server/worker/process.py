@@ -162,32 +162,23 @@ class Worker:
             self._send(Compiled(message.request_id))
 
     def _add(self, message: Add) -> None:
+        engine, request_id = self._engine, message.request_id
+        order: dict[str, Any] = {"priority": message.priority, "fair_round": message.fair_round}
         prompt = {"prompt_token_ids": message.prompt_token_ids, "cache_salt": message.cache_salt}
         try:
             if message.pooling is not None:
-                self._engine.add_pooling_request(
-                    message.request_id,
-                    prompt,
-                    message.pooling,
-                    priority=message.priority,
-                    fair_round=message.fair_round,
-                )
+                engine.add_pooling_request(request_id, prompt, message.pooling, **order)
             else:
-                self._engine.add_request(
-                    message.request_id,
-                    prompt,
-                    message.params,
-                    priority=message.priority,
-                    fair_round=message.fair_round,
-                    checkpoints=message.checkpoints,
+                engine.add_request(
+                    request_id, prompt, message.params, checkpoints=message.checkpoints, **order
                 )
         except MetalLiteError as e:
-            self._send(Refused(message.request_id, str(e)))
+            self._send(Refused(request_id, str(e)))
         except Exception as e:
             logger.exception("a request cannot be added")
-            self._send(Lost(f"the engine failed: {one_line(e)}", [message.request_id]))
+            self._send(Lost(f"the engine failed: {one_line(e)}", [request_id]))
         else:
-            self._progress[message.request_id] = _Progress(bool(message.params.stop_strings))
+            self._progress[request_id] = _Progress(bool(message.params.stop_strings))
             self._send(Added(message.request_id))
 
     def _see(self, output: SchedulerOutput) -> None:
