@@ -7,7 +7,7 @@
 //   segments  (S, 2 + 2 M) int32         begin, initial slot, M pairs (end, slot); see kernels/segments.py
 //   tiles     (T, 2) int32               segment, first row of a tile; see plan_tiles in causal_conv.py
 //   states    (slots, K - 1, CHANNELS) of T  the store: the last K - 1 rows of a request, oldest first;
-//                                        written through, although it is an input
+//                                        declared as an input, and written
 //   token     float32 -> next_token (8,) orders this launch among those that use the store
 //   y         (N, CHANNELS) of T         zeros in rows of padding
 //

@@ -7,7 +7,7 @@
 //   freqs         (DIMS / 2,) float32      not read unless FREQS
 //   positions     (N,) int32               of each row in its sequence
 //   slot_mapping  (N,) int32               slot = block * block_size + offset; negative: skip k and v
-//   keys, values  (slots, KV_HEADS, DIM)   the store; written through, although they are inputs; a value
+//   keys, values  (slots, KV_HEADS, DIM)   the store; declared as inputs, and written; a value
 //                                          has BITS bits: those of T, or 8 or 4 as in quantised.h
 //   token         float32 -> next_token (8,) what orders this write before the reads that follow
 //   out           (N, Q_HEADS, K_DIM) of T queries, rotated

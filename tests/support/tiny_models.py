@@ -173,7 +173,7 @@ def answers(
 
 
 def all_alone(model: str | nn.Module, prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
-    """What `answers` must be: `alone` for each prompt, by the native model or the one of a name."""
+    """The expected `answers`: `alone` for each prompt, by `native(name)` or the given model."""
     model = native(model) if isinstance(model, str) else model
     return [alone(model, prompt, n) for prompt in prompts]
 

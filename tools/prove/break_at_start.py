@@ -1,4 +1,4 @@
-"""Break each kernel in each way before the start, and show which kernel is replaced.
+"""Break each kernel in several ways before the start, and show which kernel is replaced.
 
 For each case the checks run in a process with the fault (tests/support/broken_machine.py).  Then
 a small model generates with the remaining kernels; its tokens are compared with the reference's.

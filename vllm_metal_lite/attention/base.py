@@ -46,7 +46,7 @@ def with_arrays(tree: Tree, arrays: Iterable[mx.array]) -> Tree:
 
 
 def variant_of(tree: Any) -> Any:
-    """Everything in a plan but the values of its arrays, to compare."""
+    """A plan without the values of its arrays, for comparisons."""
     if isinstance(tree, mx.array):
         return tree.shape
     if isinstance(tree, dict):
@@ -59,10 +59,10 @@ class Step(NamedTuple):
 
     token_ids, positions: (num_rows,) int32.  slot_mapping: (num_rows or more,) int32 per KV group.
     A padded row has position 0, its group's padding slot, and any token.
-    num_live: (1,) int32, the number of rows that are no padding: the first ones.
-    logits_indices: (R,) int32, the batch's, then padding; None: all rows get logits.
-    plan: the attention path's; only that path reads it.  Its arrays are all that differs between
-    two steps of one variant.
+    num_live: (1,) int32, the number of rows before the padding.
+    logits_indices: (R,) int32, the batch's indices, then padding; None: all rows get logits.
+    plan: of the attention path, which alone reads it.  Two steps of one variant differ only in the
+    values of their arrays.
     variant: what a compiled step depends on, apart from its arrays' values; None if not compiled.
     """
 

@@ -67,7 +67,7 @@ class Request:
     num_resets: int = field(init=False, default=0)
     # Names of the first full blocks; valid after preemption too, since the tokens stay the same.
     block_hashes: list[bytes] = field(init=False, default_factory=list, repr=False)
-    # With recurrent layers: the state slots of the last segment, while the request has a seat.
+    # The state slots of the last segment.  None: no recurrent layers, or no seat.
     state: SegmentState | None = field(init=False, default=None)
     # Checkpoints of the known tokens that are still to be computed, in order.
     planned: list[PlannedCheckpoint] = field(init=False, default_factory=list, repr=False)
