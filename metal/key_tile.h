@@ -132,27 +132,56 @@ METAL_FUNC void fetch_rows(const device uint* store, const threadgroup int* slot
 
 // One step of the online softmax, in base 2: the tile k, v of keys `base` .. base + KEYS - 1, of which
 // this lane's row sees those from `from` to `to` - 1.  m, l and o are of its row; a lane adds its own
-// part to l.  A score is the product times `scale`; if CAPPED, `cap` times the tanh of that.  All lanes
-// of a simdgroup call it together.
-template <typename T, int K_DIM, int V_DIM, int KEYS, int K_STRIDE, int V_STRIDE, bool CAPPED>
+// part to l.  A score is the product times `scale`; if CAPPED, `cap` times the tanh of that.  All threads
+// call it together; where `used` is false, rows do not exist.
+//
+// PARTNERS simdgroups that follow one another have the same rows, and each has its share of v's columns.
+// They share the keys to be scored too, and exchange `scores`, KEYS a row; if a tile has too few keys for
+// that, each scores all.  The order of sums is the same in every case.
+template <typename T, int K_DIM, int V_DIM, int KEYS, int K_STRIDE, int V_STRIDE, bool CAPPED,
+          int PARTNERS>
 METAL_FUNC void attend_tile(thread metal::simdgroup_matrix<T, 8, 8>* query, const threadgroup T* k,
-                            const threadgroup T* v, int base, int from, int to, float scale,
+                            const threadgroup T* v, bool used, int simdgroup_index,
+                            threadgroup float* scores, int base, int from, int to, float scale,
                             float cap, int row, int col, thread float& m, thread float& l,
                             thread metal::simdgroup_matrix<float, 8, 8>* o) {
   constexpr float MASKED = -2e30f;  // twice LOWEST, where every maximum starts
   constexpr int K_PARTS = K_DIM / 8;
-  constexpr int V_PARTS = V_DIM / 8;
+  constexpr int V_PARTS = V_DIM / 8 / PARTNERS;
   constexpr int KEY_PARTS = KEYS / 8;
+  constexpr bool SHARED = PARTNERS > 1 && KEY_PARTS % PARTNERS == 0;
+  constexpr int OWN = SHARED ? KEY_PARTS / PARTNERS : KEY_PARTS;
+  const int partner = simdgroup_index % PARTNERS;
 
   thread metal::simdgroup_matrix<float, 8, 8> score[KEY_PARTS];
+  if (used) {
 #pragma unroll
-  for (int j = 0; j < KEY_PARTS; j++) {
-    score[j].thread_elements()[0] = 0.0f;
-    score[j].thread_elements()[1] = 0.0f;
+    for (int j = 0; j < OWN; j++) {
+      score[j].thread_elements()[0] = 0.0f;
+      score[j].thread_elements()[1] = 0.0f;
+    }
+    const threadgroup T* own = SHARED ? k + partner * OWN * 8 * K_STRIDE : k;
+#pragma unroll
+    for (int d = 0; d < K_PARTS; d++) {
+      multiply_each<OWN, 8 * K_STRIDE, K_STRIDE, true>(score, query[d], own + d * 8, row, col);
+    }
   }
+  if (SHARED) {
+    threadgroup float* at = scores + simdgroup_index / PARTNERS * KEYS * 8 + row * 8 + col;
 #pragma unroll
-  for (int d = 0; d < K_PARTS; d++) {
-    multiply_each<KEY_PARTS, 8 * K_STRIDE, K_STRIDE, true>(score, query[d], k + d * 8, row, col);
+    for (int j = 0; j < OWN; j++) {
+      at[(partner * OWN + j) * 64] = score[j].thread_elements()[0];
+      at[(partner * OWN + j) * 64 + 1] = score[j].thread_elements()[1];
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll
+    for (int j = 0; j < KEY_PARTS; j++) {
+      score[j].thread_elements()[0] = at[j * 64];
+      score[j].thread_elements()[1] = at[j * 64 + 1];
+    }
+  }
+  if (!used) {
+    return;
   }
 
   float top = m;
@@ -190,6 +219,7 @@ METAL_FUNC void attend_tile(thread metal::simdgroup_matrix<T, 8, 8>* query, cons
       l += w;
       weight.thread_elements()[e] = T(w);
     }
-    multiply_each<V_PARTS, 8, V_STRIDE, false>(o, weight, v + j * 8 * V_STRIDE, row, col);
+    multiply_each<V_PARTS, 8, V_STRIDE, false>(
+        o, weight, v + j * 8 * V_STRIDE + partner * V_PARTS * 8, row, col);
   }
 }
