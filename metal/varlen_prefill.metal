@@ -27,7 +27,8 @@
 //     8 pairs         |   ###:#######:###   |        threadgroup memory, then each computes with it
 //   simdgroup 2 ...   |     #:#######:#######        what its 8 pairs need
 //
-// A simdgroup owns 8 pairs for the whole loop.  Their queries (8 x K_DIM of T) and their sums of
+// A simdgroup owns 8 pairs for the whole loop, or, where heads are large, PARTNERS simdgroups do: each scores
+// its share of a tile's keys and has its share of V's columns (key_tile.h).  Their queries (8 x K_DIM of T) and their sums of
 // values (8 x V_DIM float) stay in its registers as 8x8 matrices; S = Q K^T and O += P V are
 // products of such matrices in T, added up in float.  Of each matrix a lane holds two neighbours in
 // one row (matrix.h), always the same row: it keeps one maximum m and its part of the sum l, and
@@ -55,8 +56,7 @@
 // Cost.  Bytes: a tile of pairs fetches each key from `begin` to `end` once, 1 / ROWS of what pairs
 // on their own would; what tiles share comes from the cache.  Flops: 2 * (K_DIM + V_DIM) a pair and
 // key, of tiles of keys that are seen in part too.  For 8 keys a lane issues (K_DIM + V_DIM) / 8
-// products and 2 exp2.  Registers of a lane: K_DIM / 4 elements of T, V_DIM / 4 + KEYS / 4 floats;
-// at 256 in float that is more than Apple's GPUs have (not measured), and in half it is near.
+// products and 2 exp2.  Registers of a lane: K_DIM / 4 elements of T, V_DIM / 4 / PARTNERS + KEYS / 4 floats.
 #include "key_tile.h"
 
 // --- kernel body ---
