@@ -154,6 +154,7 @@ METAL_FUNC void attend_tile(thread metal::simdgroup_matrix<T, 8, 8>* query, cons
   const int partner = simdgroup_index % PARTNERS;
 
   thread metal::simdgroup_matrix<float, 8, 8> score[KEY_PARTS];
+  threadgroup float* at = scores + simdgroup_index / PARTNERS * KEYS * 8 + row * 8 + col;
   if (used) {
 #pragma unroll
     for (int j = 0; j < OWN; j++) {
@@ -165,23 +166,22 @@ METAL_FUNC void attend_tile(thread metal::simdgroup_matrix<T, 8, 8>* query, cons
     for (int d = 0; d < K_PARTS; d++) {
       multiply_each<OWN, 8 * K_STRIDE, K_STRIDE, true>(score, query[d], own + d * 8, row, col);
     }
-  }
-  if (SHARED) {
-    threadgroup float* at = scores + simdgroup_index / PARTNERS * KEYS * 8 + row * 8 + col;
 #pragma unroll
-    for (int j = 0; j < OWN; j++) {
+    for (int j = 0; SHARED && j < OWN; j++) {
       at[(partner * OWN + j) * 64] = score[j].thread_elements()[0];
       at[(partner * OWN + j) * 64 + 1] = score[j].thread_elements()[1];
     }
+  }
+  if (SHARED) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
-#pragma unroll
-    for (int j = 0; j < KEY_PARTS; j++) {
-      score[j].thread_elements()[0] = at[j * 64];
-      score[j].thread_elements()[1] = at[j * 64 + 1];
-    }
   }
   if (!used) {
     return;
+  }
+#pragma unroll
+  for (int j = 0; SHARED && j < KEY_PARTS; j++) {
+    score[j].thread_elements()[0] = at[j * 64];
+    score[j].thread_elements()[1] = at[j * 64 + 1];
   }
 
   float top = m;
