@@ -27,12 +27,12 @@
 //     8 pairs         |   ###:#######:###   |        threadgroup memory, then each computes with it
 //   simdgroup 2 ...   |     #:#######:#######        what its 8 pairs need
 //
-// A simdgroup owns 8 pairs for the whole loop, or, where heads are large, PARTNERS simdgroups do: each scores
-// its share of a tile's keys and has its share of V's columns (key_tile.h).  Their queries (8 x K_DIM of T) and their sums of
+// A simdgroup owns 8 pairs for the whole loop.  Their queries (8 x K_DIM of T) and their sums of
 // values (8 x V_DIM float) stay in its registers as 8x8 matrices; S = Q K^T and O += P V are
 // products of such matrices in T, added up in float.  Of each matrix a lane holds two neighbours in
 // one row (matrix.h), always the same row: it keeps one maximum m and its part of the sum l, and
-// the four lanes of a row agree on m by two shuffles.
+// the four lanes of a row agree on m by two shuffles.  Where heads are large, PARTNERS simdgroups own
+// the same 8 pairs: each scores its share of a tile's keys, and has its share of V's columns.
 //
 // Threadgroup memory holds rows of an odd number of 8-element groups: then neither the rows of V
 // that a matrix takes, nor the columns of K (K^T is read, never stored), meet in a bank.
