@@ -15,13 +15,13 @@ class Limit(NamedTuple):
 
 
 _TILES = "registers change places where branches meet, mostly Mesa's doing; prompts only"
-_QUERIES = "queries of bfloat16 count as floats here; stored once a tile of keys, not in products"
+_QUERIES = "queries of bfloat16 count as floats here; prompts, or many rows"
 LIMITS = (
     Limit(("paged_decode", "of 512"), 80, "16 of V and of a query's sums a lane and head"),
     Limit(("latent_attention", "512 64 float32"), 297, "8 simdgroups: 16 have no memory"),
-    Limit(("latent_attention", "512 64 float16"), 17, "while queries are loaded"),
-    Limit(("latent_attention", "512 64"), 77, _QUERIES),
-    Limit(("latent_attention",), 16, "while queries are loaded"),
+    Limit(("latent_attention", "512 64 float16"), 17, "sums, queries and the next tile"),
+    Limit(("latent_attention", "512 64"), 77, "as above; queries of bfloat16 count as floats here"),
+    Limit(("latent_attention",), 16, "as above"),
     Limit(("gated_delta", "of 256", "tiles"), 619, _TILES),
     Limit(("gated_delta", "Falcon-H1", "tiles"), 403, _TILES),
     Limit(("gated_delta", "tiles"), 161, _TILES),
