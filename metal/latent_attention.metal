@@ -53,7 +53,7 @@
 // so a decode of many heads is bound by arithmetic.  Threadgroup memory: 8 latents of 584 elements, 9.1 KB
 // (18.3 KB in float32), 8 KB of scores, 0.6 KB of weights.  Registers of a lane: 64 floats of sums, 72
 // elements of queries (36 registers in 16 bits; in float32 more than Apple's GPUs have, not measured);
-// with 16 simdgroups half of both, and 16 KB of scores.
+// with 16 simdgroups half of both, and 16 KB of scores, which Metal takes.
 // The next tile under way takes 12 more.  For 8 keys and 32 pairs a simdgroup has 36 products for scores
 // and 32 for values, and 4 barriers.
 #include "key_tile.h"
@@ -148,19 +148,24 @@ if (begin < end) {
 
 thread metal::simdgroup_matrix<T, 8, 8> query[SHARE * BLOCKS];
 #pragma unroll
-for (int j = 0; j < SHARE; j++) {
-  const int at = metal::min(j * SIMDGROUPS + simdgroup_index, DEPTH - 1) * 8 + col;
+for (int b = 0; b < BLOCKS; b++) {
+  const int pair = metal::max(metal::min(b * 8 + row, pairs - 1 - first), 0);
+  const size_t of = metal::min(first_pair + pair, size_t(q_pe_shape[0]) * HEADS - 1);
+  const device T* latent = q + (of % HEADS * q_pe_shape[0] + of / HEADS) * LATENT_DIM;
+  const device T* rotary = q_pe + of * ROPE;
 #pragma unroll
-  for (int b = 0; b < BLOCKS; b++) {
-    const int pair = metal::max(metal::min(b * 8 + row, pairs - 1 - first), 0);
-    const size_t of = metal::min(first_pair + pair, size_t(q_pe_shape[0]) * HEADS - 1);
-    if (at < LATENT_DIM) {
-      const size_t from = (of % HEADS * q_pe_shape[0] + of / HEADS) * LATENT_DIM + at;
-      query[j * BLOCKS + b].thread_elements()[0] = q[from];
-      query[j * BLOCKS + b].thread_elements()[1] = q[from + 1];
+  for (int j = 0; j < SHARE; j++) {
+    const int at = (j * SIMDGROUPS + simdgroup_index) * 8 + col;
+    thread metal::simdgroup_matrix<T, 8, 8>& to = query[j * BLOCKS + b];
+    if ((j + 1) * SIMDGROUPS * 8 <= LATENT_DIM || at < LATENT_DIM) {
+      to.thread_elements()[0] = latent[at];
+      to.thread_elements()[1] = latent[at + 1];
+    } else if ((j + 1) * SIMDGROUPS <= DEPTH || at < DEPTH * 8) {
+      to.thread_elements()[0] = rotary[at - LATENT_DIM];
+      to.thread_elements()[1] = rotary[at - LATENT_DIM + 1];
     } else {
-      query[j * BLOCKS + b].thread_elements()[0] = q_pe[of * ROPE + at - LATENT_DIM];
-      query[j * BLOCKS + b].thread_elements()[1] = q_pe[of * ROPE + at - LATENT_DIM + 1];
+      to.thread_elements()[0] = T(0.0f);
+      to.thread_elements()[1] = T(0.0f);
     }
   }
 }
@@ -211,12 +216,11 @@ for (int base = begin; base < end; base += KEYS) {
   }
 #pragma unroll
   for (int j = 0; j < SHARE; j++) {
+    // A simdgroup with fewer of them than others has queries of zeros: a branch here costs registers.
     const int d = j * SIMDGROUPS + simdgroup_index;
-    // Known at compile time where all have as many: a branch here costs registers.
-    if (DEPTH % SIMDGROUPS == 0 || d < DEPTH) {
-      multiply_blocks<BLOCKS, 1, 8, STRIDE, true>(
-          score, query + j * BLOCKS, used, (const threadgroup T*)tile + d * 8, row, col);
-    }
+    const int at = ((j + 1) * SIMDGROUPS <= DEPTH ? d : metal::min(d, DEPTH - 1)) * 8;
+    multiply_blocks<BLOCKS, 1, 8, STRIDE, true>(score, query + j * BLOCKS, used,
+                                                (const threadgroup T*)tile + at, row, col);
   }
 #pragma unroll
   for (int b = 0; b < BLOCKS; b++) {

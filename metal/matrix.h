@@ -58,13 +58,14 @@ METAL_FUNC void multiply_each(thread metal::simdgroup_matrix<float, 8, 8>* sums,
                               const threadgroup T* from, int row, int col) {
   constexpr int DOWN = TRANSPOSED ? 1 : STRIDE;
   constexpr int ACROSS = TRANSPOSED ? STRIDE : 1;
+  const threadgroup T* own = from + row * DOWN + col * ACROSS;
   // Apple's compiler must not fetch all of the matrices before the first product.
   simdgroup_barrier(mem_flags::mem_none);
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
     metal::simdgroup_matrix<T, 8, 8> right;
-    right.thread_elements()[0] = from[i * NEXT + row * DOWN + col * ACROSS];
-    right.thread_elements()[1] = from[i * NEXT + row * DOWN + (col + 1) * ACROSS];
+    right.thread_elements()[0] = own[i * NEXT];
+    right.thread_elements()[1] = own[i * NEXT + ACROSS];
     metal::simdgroup_multiply_accumulate(sums[i], left, right, sums[i]);
   }
 }
@@ -77,12 +78,13 @@ METAL_FUNC void multiply_blocks(thread metal::simdgroup_matrix<float, 8, 8>* sum
                                 const threadgroup T* from, int row, int col) {
   constexpr int DOWN = TRANSPOSED ? 1 : STRIDE;
   constexpr int ACROSS = TRANSPOSED ? STRIDE : 1;
+  const threadgroup T* own = from + row * DOWN + col * ACROSS;
   simdgroup_barrier(mem_flags::mem_none);
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
     metal::simdgroup_matrix<T, 8, 8> right;
-    right.thread_elements()[0] = from[i * NEXT + row * DOWN + col * ACROSS];
-    right.thread_elements()[1] = from[i * NEXT + row * DOWN + (col + 1) * ACROSS];
+    right.thread_elements()[0] = own[i * NEXT];
+    right.thread_elements()[1] = own[i * NEXT + ACROSS];
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
       if (b < used) {

@@ -47,12 +47,12 @@
 // --- kernel body ---
 constexpr float LOWEST = -1e30f;
 constexpr float LOG2_E = 1.4426950408889634f;
-constexpr int ROWS = SIMDGROUPS * 8;
+constexpr int ROWS = SIMDGROUPS / PARTNERS * 8;
 constexpr int THREADS = SIMDGROUPS * 32;  // at least KEYS
 constexpr int K_PARTS = K_DIM / 8;  // matrices side by side
-constexpr int V_PARTS = V_DIM / 8;
+constexpr int V_PARTS = V_DIM / 8 / PARTNERS;
 constexpr int K_STRIDE = (K_PARTS | 1) * 8;  // elements from row to row of a tile
-constexpr int V_STRIDE = (V_PARTS | 1) * 8;
+constexpr int V_STRIDE = (V_DIM / 8 | 1) * 8;
 constexpr int PER_LOAD = 16 / int(sizeof(T));
 constexpr int TURNS = (K_DIM / 2 + 31) / 32;  // pairs of elements of a head that a lane holds
 constexpr int HELD = KEYS / SIMDGROUPS < 8 ? KEYS / SIMDGROUPS : 8;
@@ -60,6 +60,7 @@ constexpr int HELD = KEYS / SIMDGROUPS < 8 ? KEYS / SIMDGROUPS : 8;
 threadgroup int slots[KEYS];
 threadgroup uint4 k_tile[KEYS * K_STRIDE / PER_LOAD];
 threadgroup uint4 v_tile[KEYS * V_STRIDE / PER_LOAD];
+threadgroup float scores[PARTNERS > 1 ? ROWS * KEYS : 1];
 
 const int thread_index = int(thread_position_in_threadgroup.x);
 const int kv_head = int(threadgroup_position_in_grid.x);
@@ -78,7 +79,7 @@ const int end = metal::min(begin + per_split, prefix_len);
 
 // This lane's row of every matrix.
 const int pairs = q_shape[0] * GROUP;
-const int sg_first = int(threadgroup_position_in_grid.y) * ROWS + simdgroup_index * 8;
+const int sg_first = int(threadgroup_position_in_grid.y) * ROWS + simdgroup_index / PARTNERS * 8;
 const int pair = metal::min(sg_first + row, pairs - 1);
 const size_t q_row = size_t(pair / GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + pair % GROUP;
 
@@ -170,23 +171,22 @@ for (int base = begin; base < end; base += KEYS) {
   }
 
   // A simdgroup of which no pair exists has nothing to do.
-  if (sg_first < pairs) {
-    attend_tile<T, K_DIM, V_DIM, KEYS, K_STRIDE, V_STRIDE, SOFTCAP != 0>(
-        query, (const threadgroup T*)k_tile, (const threadgroup T*)v_tile, base, begin, end, s_scale,
-        softcap * LOG2_E, row, col, m, l, o);
-  }
+  attend_tile<T, K_DIM, V_DIM, KEYS, K_STRIDE, V_STRIDE, SOFTCAP != 0, PARTNERS>(
+      query, (const threadgroup T*)k_tile, (const threadgroup T*)v_tile, sg_first < pairs,
+      simdgroup_index, scores, base, begin, end, s_scale, softcap * LOG2_E, row, col, m, l, o);
 }
 
 l = row_sum(l);
 const float inverse = l > 0.0f ? 1.0f / l : 0.0f;
 if (sg_first + row < pairs) {
   const size_t out_row = q_row * splits + split;
+  const size_t at = out_row * V_DIM + simdgroup_index % PARTNERS * V_PARTS * 8 + col;
 #pragma unroll
   for (int d = 0; d < V_PARTS; d++) {
-    partial[out_row * V_DIM + d * 8 + col] = o[d].thread_elements()[0] * inverse;
-    partial[out_row * V_DIM + d * 8 + col + 1] = o[d].thread_elements()[1] * inverse;
+    partial[at + d * 8] = o[d].thread_elements()[0] * inverse;
+    partial[at + d * 8 + 1] = o[d].thread_elements()[1] * inverse;
   }
-  if (col == 0) {
+  if (col == 0 && simdgroup_index % PARTNERS == 0) {
     lse[out_row] = l > 0.0f ? m + metal::log2(l) : LOWEST;
   }
 }

@@ -31,7 +31,8 @@
 // values (8 x V_DIM float) stay in its registers as 8x8 matrices; S = Q K^T and O += P V are
 // products of such matrices in T, added up in float.  Of each matrix a lane holds two neighbours in
 // one row (matrix.h), always the same row: it keeps one maximum m and its part of the sum l, and
-// the four lanes of a row agree on m by two shuffles.
+// the four lanes of a row agree on m by two shuffles.  Where heads are large, PARTNERS simdgroups own
+// the same 8 pairs: each scores its share of a tile's keys, and has its share of V's columns.
 //
 // Threadgroup memory holds rows of an odd number of 8-element groups: then neither the rows of V
 // that a matrix takes, nor the columns of K (K^T is read, never stored), meet in a bank.
@@ -55,26 +56,27 @@
 // Cost.  Bytes: a tile of pairs fetches each key from `begin` to `end` once, 1 / ROWS of what pairs
 // on their own would; what tiles share comes from the cache.  Flops: 2 * (K_DIM + V_DIM) a pair and
 // key, of tiles of keys that are seen in part too.  For 8 keys a lane issues (K_DIM + V_DIM) / 8
-// products and 2 exp2.  Registers of a lane: K_DIM / 4 elements of T, V_DIM / 4 + KEYS / 4 floats;
-// at 256 in float that is more than Apple's GPUs have (not measured), and in half it is near.
+// products and 2 exp2.  Registers of a lane: K_DIM / 4 elements of T, V_DIM / 4 / PARTNERS + KEYS / 4 floats.
 #include "key_tile.h"
 
 // --- kernel body ---
 constexpr float LOWEST = -1e30f;
 constexpr float LOG2_E = 1.4426950408889634f;
-constexpr int ROWS = SIMDGROUPS * 8;
+constexpr int ROWS = SIMDGROUPS / PARTNERS * 8;
 constexpr int THREADS = SIMDGROUPS * 32;  // at least KEYS
 constexpr int K_PARTS = K_DIM / 8;  // matrices side by side
-constexpr int V_PARTS = V_DIM / 8;
+constexpr int V_PARTS = V_DIM / 8 / PARTNERS;
 constexpr int K_STRIDE = (K_PARTS | 1) * 8;  // elements from row to row of a tile
-constexpr int V_STRIDE = (V_PARTS | 1) * 8;
+constexpr int V_STRIDE = (V_DIM / 8 | 1) * 8;
 constexpr int PER_LOAD = 16 / int(sizeof(T));
 
 threadgroup int slots[KEYS];
 threadgroup uint4 k_tile[KEYS * K_STRIDE / PER_LOAD];
 threadgroup uint4 v_tile[KEYS * V_STRIDE / PER_LOAD];
+threadgroup float scores[PARTNERS > 1 ? ROWS * KEYS : 1];
 
 const int thread_index = int(thread_position_in_threadgroup.x);
+const int simdgroup_index = int(simdgroup_index_in_threadgroup);
 const int kv_head = int(threadgroup_position_in_grid.x);
 const int segment = tiles[threadgroup_position_in_grid.y * 2];
 const int first = tiles[threadgroup_position_in_grid.y * 2 + 1];
@@ -88,7 +90,7 @@ const int seq_len = padding ? 0 : seq_lens[segment];
 const int pairs = q_len * GROUP;
 
 // This lane's row of every matrix.
-const int sg_first = first + int(simdgroup_index_in_threadgroup) * 8;
+const int sg_first = first + simdgroup_index / PARTNERS * 8;
 const int pair = metal::min(sg_first + row, pairs - 1);
 const int head = kv_head * GROUP + pair % GROUP;
 const int position = seq_len - q_len + pair / GROUP;
@@ -134,20 +136,19 @@ for (int base = begin / KEYS * KEYS; base < end; base += KEYS) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   // A simdgroup of which no pair exists has nothing to do: a segment may be short.
-  if (sg_first < pairs) {
-    attend_tile<T, K_DIM, V_DIM, KEYS, K_STRIDE, V_STRIDE, SOFTCAP != 0>(
-        query, (const threadgroup T*)k_tile, (const threadgroup T*)v_tile, base, from, position + 1,
-        s_scale, softcap * LOG2_E, row, col, m, l, o);
-  }
+  attend_tile<T, K_DIM, V_DIM, KEYS, K_STRIDE, V_STRIDE, SOFTCAP != 0, PARTNERS>(
+      query, (const threadgroup T*)k_tile, (const threadgroup T*)v_tile, sg_first < pairs,
+      simdgroup_index, scores, base, from, position + 1, s_scale, softcap * LOG2_E, row, col, m, l, o);
 }
 
 l = row_sum(l);
 const float inverse = l > 0.0f ? 1.0f / l : 0.0f;
 if (sg_first + row < pairs) {
+  const size_t at = q_row * V_DIM + simdgroup_index % PARTNERS * V_PARTS * 8 + col;
 #pragma unroll
   for (int d = 0; d < V_PARTS; d++) {
-    out[q_row * V_DIM + d * 8 + col] = T(o[d].thread_elements()[0] * inverse);
-    out[q_row * V_DIM + d * 8 + col + 1] = T(o[d].thread_elements()[1] * inverse);
+    out[at + d * 8] = T(o[d].thread_elements()[0] * inverse);
+    out[at + d * 8 + 1] = T(o[d].thread_elements()[1] * inverse);
   }
 }
 if (kv_head == 0 && threadgroup_position_in_grid.y == 0 && thread_index < 8) {

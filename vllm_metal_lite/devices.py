@@ -35,6 +35,9 @@ class DeviceProfile:
     # Mesa's compiler for Apple GPUs has no registers for more (docs/verification.md).
     decode_sums: int = 32
     decode_sums_of_four: int = 16
+    # Simdgroups of a threadgroup of `latent_attention`, the most: with 8, the queries and sums of
+    # 512 columns leave a lane of Apple's GPUs no registers.
+    latent_simdgroups: int = 16
     # Threadgroups of `shared_prefix` that keep the device busy.  Each uses more memory than one of
     # `paged_decode`, and waits for one tile of keys at a time.
     prefix_fill: int = 128
@@ -121,6 +124,7 @@ CUDA = DeviceProfile(
     decode_fill=256,  # measured, 132 cores
     decode_sums=64,
     decode_sums_of_four=64,
+    latent_simdgroups=8,
     prefix_fill=512,  # guessed
     max_lane_rows=0,  # guessed: products of tensor cores are cheap
     max_normed_weights=1 << 24,  # guessed

@@ -102,6 +102,15 @@ def test_head_dims(dim, v_dim, dtype):
     check([(1, 40), (40, 57)], dim=dim, v_dim=v_dim, dtype=dtype, heads=(2, 1), window=11)
 
 
+@pytest.mark.parametrize(("dim", "dtype"), [(48, mx.float16), (256, mx.float16), (160, mx.float32)])
+def test_simdgroups_that_share_rows_give_the_same_bits(dim, dtype, monkeypatch):
+    case, got = Case(RAGGED, dim=dim, dtype=dtype), []
+    for registers in (0, 1000):
+        monkeypatch.setattr(prefill, "_MAX_REGISTERS", registers)
+        got.append(case.run())
+    np.testing.assert_array_equal(*got)
+
+
 # Groups of 32, 64, 40, 24 and 48 values; rows of an odd and of an even number of words.
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

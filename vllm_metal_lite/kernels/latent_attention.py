@@ -6,6 +6,7 @@ from functools import lru_cache
 import numpy as np
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.arguments import (
     MIN_ELEMENTS,
     STORE,
@@ -75,7 +76,7 @@ def latent_attention(
     if problem := latent_problem(latent_dim, rope):
         raise ValueError(problem)
     store = format_template(*row_formats(keys, values, spec))
-    partial, simdgroups = splits > 1, simdgroups or latent_simdgroups(latent_dim)
+    partial, simdgroups = splits > 1, simdgroups or latent_simdgroups(latent_dim, q.dtype.size)
     template: Template = {
         "T": q.dtype, "OUT_T": mx.float32 if partial else q.dtype, "HEADS": heads,
         "LATENT_DIM": latent_dim, "ROPE": rope, "BITS": store["BITS"], "K_GROUP": store["K_GROUP"],
@@ -96,6 +97,10 @@ def latent_attention(
     return out, lse
 
 
-def latent_simdgroups(latent_dim: int) -> int:
-    """Simdgroups of a threadgroup, which share a latent's columns evenly, 8 or a multiple each."""
-    return next(n for n in (8, 4, 2, 1) if latent_dim // 8 % n == 0)
+def latent_simdgroups(latent_dim: int, itemsize: int) -> int:
+    """Simdgroups of a threadgroup, which share a latent's columns evenly, 8 or a multiple each.
+
+    Large latents in 16 bits may have 16; the scores of as many would not fit beside float32.
+    """
+    most = profile().latent_simdgroups if latent_dim >= 512 and itemsize == 2 else 8
+    return next(n for n in (16, 8, 4, 2, 1) if n <= most and latent_dim // 8 % n == 0)

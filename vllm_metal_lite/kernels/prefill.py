@@ -28,6 +28,8 @@ TILE_ROWS = 32
 # Bytes of threadgroup memory for a tile of K and one of V.  Metal allows 32 KB; with less, one
 # threadgroup of a core can compute while another fetches.
 _TILE_BYTES = 18 << 10
+# Registers of 16 bits for a lane's queries and sums.  A lane has 256 for everything.
+_MAX_REGISTERS = 160
 
 
 def plan_tiles(cu_seqlens_q: np.ndarray, num_rows: int, num_queries_per_kv: int) -> np.ndarray:
@@ -86,12 +88,14 @@ def varlen_prefill(
     kv_heads, k_dim, v_dim = keys.shape[1], k_row.dim, v_row.dim
     if problem := head_size_problem((k_dim, v_dim), MAX_PREFILL_DIM):
         raise ValueError(problem)
-    simdgroups = TILE_ROWS // 8
+    partners = partners_of(k_dim, v_dim, q.dtype)
+    simdgroups = TILE_ROWS // 8 * partners
     template: Template = {
         "T": q.dtype, "KV_HEADS": kv_heads, "GROUP": heads // kv_heads,
         **format_template(k_row, v_row), "BLOCK_SIZE": block_size, "WINDOW": window or 0,
         "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None,
         "KEYS": keys_at_once(k_dim, v_dim, q.dtype.size), "SIMDGROUPS": simdgroups,
+        "PARTNERS": partners,
     }  # fmt: skip
     sinks = unused() if sinks is None else sinks.astype(q.dtype)
     out, token = _VARLEN_PREFILL(
@@ -107,3 +111,13 @@ def keys_at_once(k_dim: int, v_dim: int, itemsize: int) -> int:
     """Keys per tile: as many as memory holds, for the fewest barriers and maxima."""
     padded = sum(8 * (dim // 8 | 1) for dim in (k_dim, v_dim))
     return next(keys for keys in (32, 16, 8) if keys * padded * itemsize <= _TILE_BYTES)
+
+
+def partners_of(k_dim: int, v_dim: int, dtype: mx.Dtype, held: int = 0) -> int:
+    """Simdgroups that share 8 rows: two, where one would have too few registers on Apple's GPUs.
+
+    held: registers of 16 bits that a lane needs for the next tile.  Mesa's compiler for these GPUs
+    keeps a bfloat16 of a query as a float.
+    """
+    registers = k_dim // 4 * (1 if dtype == mx.float16 else 2) + v_dim // 2
+    return 2 if registers + held > _MAX_REGISTERS and v_dim % 16 == 0 else 1

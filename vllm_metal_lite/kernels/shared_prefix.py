@@ -15,7 +15,7 @@ from vllm_metal_lite.kernels.arguments import (
 )
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import NONE_NEW, NewRows
-from vllm_metal_lite.kernels.prefill import TILE_ROWS, keys_at_once
+from vllm_metal_lite.kernels.prefill import TILE_ROWS, keys_at_once, partners_of
 from vllm_metal_lite.kv.store import LayerSpec
 
 _SHARED_PREFIX = Kernel(
@@ -84,12 +84,14 @@ def shared_prefix(
     fused = new is not NONE_NEW
     if problem := head_size_problem((k_dim, v_dim), MAX_PREFILL_DIM):
         raise ValueError(problem)
-    group, simdgroups = heads // kv_heads, TILE_ROWS // 8
+    group, partners = heads // kv_heads, partners_of(k_dim, v_dim, k_row.dtype, held=64)
+    simdgroups = TILE_ROWS // 8 * partners
     template: Template = {
         "T": k_row.dtype, "FUSED": fused, **{name: new[name] for name in _OF_QUERIES},
         "KV_HEADS": kv_heads, "GROUP": group, **format_template(k_row, v_row),
         "BLOCK_SIZE": block_size, "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0),
         "KEYS": keys_at_once(k_dim, v_dim, k_row.dtype.size), "SIMDGROUPS": simdgroups,
+        "PARTNERS": partners,
     }  # fmt: skip
     partial, lse = _SHARED_PREFIX(
         [*arrays, block_tables, seq_lens, leader, prefix_lens, keys, values, token],

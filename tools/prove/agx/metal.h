@@ -45,6 +45,13 @@ struct bfloat16_t {
   }
   // `x ? in memory : in a register` is a float here: clang finds no type with both address spaces.
   METAL_FUNC bfloat16_t& operator=(float x) { return *this = bfloat16_t(x); }
+  // Clang's own assignment reads by way of a generic address, which Mesa keeps in registers.  A template, for
+  // as_type needs a class that is trivially copied.
+  template <int = 0>
+  METAL_FUNC bfloat16_t& operator=(const __local bfloat16_t& x) {
+    bits = x.bits;
+    return *this;
+  }
   METAL_FUNC operator float() const { return __builtin_bit_cast(float, uint(bits) << 16); }
 };
 
