@@ -21,8 +21,8 @@ from vllm_metal_lite.specs import (
 # Rows of products with the least and with the greatest depth.  The first do not fill their tile.
 # Each also checks other operations that are fused with a product.
 PRODUCT_ROWS = (5, MAX_ROWS)
-# The same of quantised weights where few rows are multiplied without matrices.
-LANE_ROWS = (3, MAX_LANE_ROWS)
+# Rows of quantised weights that are multiplied without matrices.  One row has a text of its own.
+LANE_ROWS = (1, 3, MAX_LANE_ROWS)
 
 
 def checks_for(use: KernelUse) -> list[Check]:
@@ -58,7 +58,8 @@ def _products(weights: Sequence[WeightShape], dtype: mx.Dtype) -> list[Check]:
         uses = [*zip(PRODUCT_ROWS, (least, greatest), strict=True)]
         if multiplies_in_lanes(1, least):
             most = profile().max_lane_rows
-            uses += [(min(LANE_ROWS[0], most), least), (min(LANE_ROWS[1], most), greatest)]
+            depths = least, least, greatest
+            uses += [(min(rows, most), w) for rows, w in zip(LANE_ROWS, depths, strict=True)]
         checks += [Check("skinny_gemm", ProductShape(rows, w, dtype)) for rows, w in uses]
     return checks
 
