@@ -21,8 +21,8 @@ from vllm_metal_lite.specs import (
 # Rows of products with the least and with the greatest depth.  The first do not fill their tile.
 # Each also checks other operations that are fused with a product.
 PRODUCT_ROWS = (5, MAX_ROWS)
-# Rows of quantised weights that are multiplied without matrices.  One row has a text of its own; 2 to 4
-# have one.
+# Rows of quantised weights that are multiplied without matrices.  One row has a
+# text of its own; 2 to 4 share one.
 LANE_ROWS = (1, 3)
 
 
