@@ -30,7 +30,7 @@
 // What would be an array between two launches is rounded to T where it would be.
 //
 // Cost.  w of each used expert once, again for every ROW_TILES * 8 pairs of it; eights of pairs that a
-// tile does not have cost no product.  LANE_ROWS (4): no more pairs a tile than so many, and products
+// tile does not have cost no product.  LANE_ROWS (1 or 4): no more pairs a tile than so many, and products
 // without matrices (lane_products.h).
 #include "activations.h"
 #include "lane_products.h"
@@ -52,20 +52,19 @@ METAL_FUNC void load_pair(thread LaneWeights<BITS, GROUP_SIZE, SPREAD>* weights,
   simdgroup_barrier(mem_flags::mem_none);
 }
 
-// LANE_ROWS: lane_sums[2 m + p] += this lane's part of rows 8 p .. of the weight, times pair m of x.
+// LANE_ROWS: lane_sums[2 m + p] += this lane's part of rows 8 p .. of the weight, times pair m of x.  All
+// rows of x are loaded: loads in branches make Mesa's compiler spill in float16.
 template <typename T, int FORM, int BITS, int GROUP_SIZE, int SPREAD, int LANE_ROWS, int AT_ONCE, int STEP>
 METAL_FUNC void multiply_in_lanes(const thread LaneWeights<BITS, GROUP_SIZE, SPREAD>* weights,
                                   const device T* x, const threadgroup int* offsets, int count, int k,
-                                  int row, int col, thread float* lane_sums) {
+                                  int col, thread float* lane_sums) {
 #pragma unroll
   for (int c = 0; c < AT_ONCE * SPREAD; c++) {
     const int at = k + c / SPREAD * STEP + c % SPREAD * 8 + col * 4 * SPREAD;
-    thread LaneElements<false> elements[LANE_ROWS > 0 ? LANE_ROWS : 1];
+    thread uint elements[LANE_ROWS > 0 ? LANE_ROWS * 4 : 1];
 #pragma unroll
     for (int m = 0; m < LANE_ROWS; m++) {
-      if (m < count) {
-        load_elements<T>(elements[m], x + offsets[m] + at, row);
-      }
+      load_words<4>((const device uint*)(x + offsets[m] + at), elements + m * 4);
     }
     simdgroup_barrier(mem_flags::mem_none);
     thread float values[16];
@@ -73,9 +72,9 @@ METAL_FUNC void multiply_in_lanes(const thread LaneWeights<BITS, GROUP_SIZE, SPR
     values_of<T, FORM>(weights[c / SPREAD * 2 + 1], c % SPREAD, values + 8);
 #pragma unroll
     for (int m = 0; m < LANE_ROWS; m++) {
-      if (m < count) {
+      if (m < 2 || m < count) {
         thread float row_of_x[8];
-        elements_of<T>(elements[m], 0.0f, 0.0f, col, row_of_x);
+        elements_of<T, false>(elements + m * 4, 0.0f, elements, row_of_x);
         lane_sums[m * 2] += dot_of_8(values, row_of_x);
         lane_sums[m * 2 + 1] += dot_of_8(values + 8, row_of_x);
       }
@@ -90,9 +89,14 @@ METAL_FUNC void multiply_pairs(const thread LaneWeights<BITS, GROUP_SIZE, SPREAD
                                const device T* x, const threadgroup int* offsets, int count, int k,
                                int row, int col, thread metal::simdgroup_matrix<float, 8, 8>* y,
                                thread float* lane_sums) {
+  if (LANE_ROWS > 1 && count == 1) {  // most tiles of so few rows
+    multiply_in_lanes<T, FORM, BITS, GROUP_SIZE, SPREAD, 1, AT_ONCE, STEP>(
+        weights, x, offsets, count, k, col, lane_sums);
+    return;
+  }
   if (LANE_ROWS > 0) {
     multiply_in_lanes<T, FORM, BITS, GROUP_SIZE, SPREAD, LANE_ROWS, AT_ONCE, STEP>(
-        weights, x, offsets, count, k, row, col, lane_sums);
+        weights, x, offsets, count, k, col, lane_sums);
     return;
   }
 #pragma unroll

@@ -83,14 +83,14 @@ const int k_head = head / (V_HEADS / K_HEADS);
 const int row = matrix_row(lane);
 const int col = matrix_col(lane);
 const int v_row = (int(threadgroup_position_in_grid.x) * SIMDGROUPS + simdgroup) * 8;
-const bool active = v_row < V_DIM;
+const bool active = V_DIM % (SIMDGROUPS * 8) == 0 || v_row < V_DIM;
 const int q_start = Q_START + k_head * K_DIM;
 const int k_start = K_START + k_head * K_DIM;
 const int g_start = G_START + head * GATES;
 const int b_start = B_START + head;
 const float rate = GATE == GATE_GIVEN ? 0.0f : exponential(float(a_log[head]));
 const float of_head = GATE == GATE_GIVEN ? 0.0f : float(bias[head]);
-const int v_start = V_START + head * V_DIM + v_row + row;  // of this lane's row of the state
+const int v_start = V_START + head * V_DIM + metal::min(v_row + row, V_DIM - 1);  // of this lane's row of the state
 
 const int at = int(threadgroup_position_in_grid.z) * segments_shape[1];
 const int last = at + segments_shape[1] - 2;  // the pair of the segment's own end
@@ -151,11 +151,9 @@ for (int pair = at + 2; pair <= last; pair += 2) {
     const size_t of_lane = size_t(metal::min(next + row, last_end - 1));
     next_gate = VECTOR ? 1.0f : float(gates[of_lane * G_WIDTH + g_start]);
     next_beta = GATE == GATE_TIME ? 0.0f : float(beta[of_lane * B_WIDTH + b_start]);
-    if (active) {
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-        next_v[e] = float(v[size_t(metal::min(next + col + e, last_end - 1)) * V_WIDTH + v_start]);
-      }
+    for (int e = 0; e < 2; e++) {
+      next_v[e] = float(v[size_t(metal::min(next + col + e, last_end - 1)) * V_WIDTH + v_start]);
     }
     if (active && count > 0) {
       float both;
@@ -168,14 +166,13 @@ for (int pair = at + 2; pair <= last; pair += 2) {
       beta_of_lane *= of_k;
       for (int i = 0; i < count; i++) {
         const ushort lane_of_row = ushort(matrix_lane(i, 0));
-        const float value = metal::simd_shuffle(i % 2 == 0 ? v_of_lane[0] : v_of_lane[1],
-                                                ushort(matrix_lane(row, i)));
+        const float value = from_col(i % 2 == 0 ? v_of_lane[0] : v_of_lane[1], col, i);
         const float result = advance_row<T, G, HELD, VEC, DELTA, VECTOR, true>(
             state, q, k, gates, tile_q + i * STRIDE, tile_k + i * STRIDE, tile_gates + i * STRIDE,
-            metal::simd_shuffle(gate_of_lane, lane_of_row),
-            metal::simd_shuffle(beta_of_lane, lane_of_row), value,
-            metal::simd_shuffle(of_k, lane_of_row), metal::simd_shuffle(both, lane_of_row), col);
-        const float scaled = metal::simd_shuffle(of_q, lane_of_row) * result;
+            metal::simd_broadcast(gate_of_lane, lane_of_row),
+            metal::simd_broadcast(beta_of_lane, lane_of_row), value,
+            metal::simd_broadcast(of_k, lane_of_row), metal::simd_broadcast(both, lane_of_row), col);
+        const float scaled = metal::simd_broadcast(of_q, lane_of_row) * result;
         if (col == 0) {
           const size_t of = size_t(t + i) * V_HEADS + head;
           y[of * V_DIM + v_row + row] = T(SKIP ? scaled + float(skip[head]) * value : scaled);

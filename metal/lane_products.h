@@ -10,43 +10,25 @@
 // and adds the products to one sum for each row of w and of x.  At the end the four lanes of a row of w
 // add theirs (row_sum).  Weights are not rounded to T, as they are not in MLX's own such products.
 //
-// NORM: the 8 lanes (row, col) with one col need the same 8 elements.  Each normalises one of them and
-// takes the others from its neighbours.
+// NORM: each lane normalises its elements for itself.  Lanes (row, col) with one col need the same, but on
+// Apple GPUs a shuffle with a lane that varies takes more instructions than the norm of an element.
 //
 // Cost, in instructions a weight: unpacking 2.5, and for each row of x a product, and 1 / PARTS to unpack
-// its elements; with NORM (10 + 8) / (8 PARTS) instead of these.
+// its elements; with NORM 6 / PARTS instead.
 #include "row_products.h"
 
-// 8 elements of a row of x as they lie; NORM: one of them.
-template <bool NORM>
-struct LaneElements {
-  uint words[NORM ? 1 : 4];
-};
-
+// 8 elements of a row of x from four words; NORM: normalised, with those of the norm's weight.
 template <typename T, bool NORM>
-METAL_FUNC void load_elements(thread LaneElements<NORM>& to, const device T* x, int row) {
-  if (NORM) {
-    to.words[0] = as_type<ushort>(x[row]);
-  } else {
-    load_words<NORM ? 1 : 4>((const device uint*)x, to.words);
-  }
-}
-
-// gain: of this lane's element, if NORM.
-template <typename T, bool NORM>
-METAL_FUNC void elements_of(const thread LaneElements<NORM>& from, float inverse_rms, float gain, int col,
+METAL_FUNC void elements_of(const thread uint* words, float inverse_rms, const thread uint* gains,
                             thread float* to) {
-  if (NORM) {
-    const float x = float(as_type<T>(ushort(from.words[0])));
-    const float own = rms_normed<T>(x, inverse_rms, gain);
 #pragma unroll
-    for (int e = 0; e < 8; e++) {
-      to[e] = metal::simd_shuffle(own, ushort(matrix_lane(e, col)));
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < (NORM ? 1 : 4); i++) {
-      unpack<T>(from.words[i], to + 2 * i);
+  for (int i = 0; i < 4; i++) {
+    unpack<T>(words[i], to + 2 * i);
+    if (NORM) {
+      thread float gain[2];
+      unpack<T>(gains[i], gain);
+      to[2 * i] = rms_normed<T>(to[2 * i], inverse_rms, gain[0]);
+      to[2 * i + 1] = rms_normed<T>(to[2 * i + 1], inverse_rms, gain[1]);
     }
   }
 }

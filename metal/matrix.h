@@ -50,6 +50,16 @@ METAL_FUNC X row_sum(X x) {
   return x;
 }
 
+// x of the lane of the same row that has column `of`; col: this lane's.  In two steps that each take one
+// instruction, where a shuffle with a lane that varies takes more on Apple GPUs.
+template <typename X>
+METAL_FUNC X from_col(X x, int col, int of) {
+  const X near = metal::simd_shuffle_xor(x, ushort(1));
+  x = ((col ^ of) & 2) != 0 ? near : x;
+  const X far = metal::simd_shuffle_xor(x, ushort(FAR_MATE));
+  return ((col ^ of) & 4) != 0 ? far : x;
+}
+
 // sums[i] += left * right[i], for COUNT matrices right[i] in threadgroup memory: the first at `from`, each
 // NEXT elements behind the one before, their rows STRIDE elements apart (TRANSPOSED: their columns).
 template <int COUNT, int NEXT, int STRIDE, bool TRANSPOSED, typename T>

@@ -36,7 +36,8 @@ METAL_FUNC void unpack_values(uint word, const thread float* affine, thread floa
 }
 
 // Quantise a row of DIM values of T from quads of 16 bytes to words, both in any address space.  The lanes
-// of a simdgroup take 8 values each, GROUP_SIZE / 8 lanes a group, and agree on its ends by shuffles.  All
+// of a simdgroup take 8 values each, GROUP_SIZE / 8 lanes a group, and agree on its ends by shuffles, whose
+// steps are constant where a group has a power of two of lanes: on Apple GPUs the others are slow.  All
 // lanes call it together.
 template <typename T, int BITS, int DIM, int GROUP_SIZE, typename P, typename Q>
 METAL_FUNC void quantise_row(P from, int lane, Q to) {
@@ -71,11 +72,19 @@ METAL_FUNC void quantise_row(P from, int lane, Q to) {
     }
     float low = own_low;
     float high = own_high;
+    if ((MATES & (MATES - 1)) == 0) {
 #pragma unroll
-    for (int j = 0; j < MATES; j++) {
-      const ushort mate = ushort(metal::min(first_mate + j, 31));
-      low = metal::min(low, metal::simd_shuffle(own_low, mate));
-      high = metal::max(high, metal::simd_shuffle(own_high, mate));
+      for (int step = 1; step < MATES; step *= 2) {
+        low = metal::min(low, metal::simd_shuffle_xor(low, ushort(step)));
+        high = metal::max(high, metal::simd_shuffle_xor(high, ushort(step)));
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < MATES; j++) {
+        const ushort mate = ushort(metal::min(first_mate + j, 31));
+        low = metal::min(low, metal::simd_shuffle(own_low, mate));
+        high = metal::max(high, metal::simd_shuffle(own_high, mate));
+      }
     }
     thread float kept[2];
     kept[0] = float(T((high - low) * (1.0f / MOST)));

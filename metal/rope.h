@@ -59,7 +59,7 @@ METAL_FUNC float rope_scaled(float x) {
 
 // Copy a head of DIM elements of T from `from` to `to`, in any address space: normalised if NORM, its
 // first DIMS elements multiplied and turned.  R is T without a norm.  All lanes of a simdgroup call it
-// together.
+// together.  No branch in turns that all lanes take: a compiler does not know that a lane is below 32.
 template <typename T, typename R, int DIM, int DIMS, bool TRADITIONAL, int FACTOR, bool NORM,
           bool WEIGHT, typename W, typename P>
 METAL_FUNC void rope_head(const device T* from, const device W* weight, float eps,
@@ -74,7 +74,7 @@ METAL_FUNC void rope_head(const device T* from, const device W* weight, float ep
   for (int t = 0; t < TURNS; t++) {
     const int i = t * 32 + lane;
     a[t] = b[t] = 0.0f;
-    if (i < PAIRS) {
+    if (t * 32 + 32 <= PAIRS || i < PAIRS) {
       a[t] = float(from[first_of_pair(i, ROTATED, TRADITIONAL)]);
       b[t] = float(from[second_of_pair(i, ROTATED, TRADITIONAL)]);
     }
@@ -88,7 +88,7 @@ METAL_FUNC void rope_head(const device T* from, const device W* weight, float ep
       const int i = t * 32 + lane;
       const int at_a = first_of_pair(i, ROTATED, TRADITIONAL);
       const int at_b = second_of_pair(i, ROTATED, TRADITIONAL);
-      if (i < PAIRS) {
+      if (t * 32 + 32 <= PAIRS || i < PAIRS) {
         a[t] = rms_normed<R>(a[t], inverse_rms, WEIGHT ? float(weight[at_a]) : 1.0f);
         b[t] = rms_normed<R>(b[t], inverse_rms, WEIGHT ? float(weight[at_b]) : 1.0f);
       }
@@ -99,13 +99,13 @@ METAL_FUNC void rope_head(const device T* from, const device W* weight, float ep
     const int i = t * 32 + lane;
     float x = a[t];
     float y = b[t];
-    if (i < ROTATED) {  // not all, for 0 times an infinity would be NaN
+    if (t * 32 + 32 <= ROTATED || i < ROTATED) {  // not all, for 0 times an infinity would be NaN
       const float first = rope_scaled<R, FACTOR>(a[t]);
       const float second = rope_scaled<R, FACTOR>(b[t]);
       x = first * cosine[t] - second * sine[t];
       y = first * sine[t] + second * cosine[t];
     }
-    if (i < PAIRS) {
+    if (t * 32 + 32 <= PAIRS || i < PAIRS) {
       to[first_of_pair(i, ROTATED, TRADITIONAL)] = T(x);
       to[second_of_pair(i, ROTATED, TRADITIONAL)] = T(y);
     }

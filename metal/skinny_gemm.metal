@@ -41,7 +41,7 @@
 // 80 / COLUMNS for the normalised x.  Once a weight: unpacking (weights.h), 3.5 for 4 bits.  An Apple
 // GPU has 7 to 9 for each weight of 4 bits that its memory brings, and 30 for one of 16 bits.  So in
 // 4 bits matrix products of 1 to 8 rows are bound by instructions rather than by bytes, at about 1.5 times
-// the time that the bytes take.  LANE_ROWS (4): no more rows than so many, and products without matrices
+// the time that the bytes take.  LANE_ROWS (1, or 4 for 2 to 4 rows): products without matrices
 // (lane_products.h), of 4 instructions a weight for one row, and 1.5 more for each other row.
 #include "lane_products.h"
 
@@ -66,20 +66,23 @@ METAL_FUNC void load_chunks(thread LaneWeights<BITS, GROUP_SIZE, SPREAD>* weight
 template <typename T, int FORM, int BITS, int GROUP_SIZE, int SPREAD, int PARTS, int DEPTH,
           int LANE_ROWS, int AT_ONCE, int STEP, bool NORM>
 METAL_FUNC void multiply_in_lanes(const thread LaneWeights<BITS, GROUP_SIZE, SPREAD>* weights,
-                                  const device T* x, int rows, int k, int row, int col,
+                                  const device T* x, int rows, int k, int col,
                                   const threadgroup float* inverse_rms, const device T* gain,
                                   thread float* lane_sums) {
 #pragma unroll
   for (int c = 0; c < AT_ONCE * SPREAD; c++) {
     const int at = k + c / SPREAD * STEP + c % SPREAD * 8 + col * 4 * SPREAD;
-    thread LaneElements<NORM> elements[LANE_ROWS > 0 ? LANE_ROWS : 1];
+    thread uint elements[LANE_ROWS > 0 ? LANE_ROWS * 4 : 1];
+    thread uint gains[4];
 #pragma unroll
     for (int m = 0; m < LANE_ROWS; m++) {
-      if (m < rows) {
-        load_elements<T>(elements[m], x + m * DEPTH + at, row);
+      if (m < 2 || m < rows) {
+        load_words<4>((const device uint*)(x + m * DEPTH + at), elements + m * 4);
       }
     }
-    const float by = NORM ? float(gain[at + row]) : 0.0f;
+    if (NORM) {
+      load_words<4>((const device uint*)(gain + at), gains);
+    }
     simdgroup_barrier(mem_flags::mem_none);
     thread float values[PARTS * 8];
 #pragma unroll
@@ -88,9 +91,9 @@ METAL_FUNC void multiply_in_lanes(const thread LaneWeights<BITS, GROUP_SIZE, SPR
     }
 #pragma unroll
     for (int m = 0; m < LANE_ROWS; m++) {
-      if (m < rows) {
+      if (m < 2 || m < rows) {
         thread float row_of_x[8];
-        elements_of<T>(elements[m], NORM ? inverse_rms[m] : 0.0f, by, col, row_of_x);
+        elements_of<T, NORM>(elements + m * 4, NORM ? inverse_rms[m] : 0.0f, gains, row_of_x);
 #pragma unroll
         for (int p = 0; p < PARTS; p++) {
           lane_sums[m * PARTS + p] += dot_of_8(values + p * 8, row_of_x);
@@ -110,7 +113,7 @@ METAL_FUNC void multiply_chunks(const thread LaneWeights<BITS, GROUP_SIZE, SPREA
                                 thread float* lane_sums) {
   if (LANE_ROWS > 0) {
     multiply_in_lanes<T, FORM, BITS, GROUP_SIZE, SPREAD, PARTS, DEPTH, LANE_ROWS, AT_ONCE, STEP, NORM>(
-        weights, x, rows, k, row, col, inverse_rms, gain, lane_sums);
+        weights, x, rows, k, col, inverse_rms, gain, lane_sums);
     return;
   }
 #pragma unroll

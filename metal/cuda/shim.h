@@ -59,6 +59,8 @@ template <typename T>
 METAL_FUNC T simd_shuffle_xor(T x, ushort mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 template <typename T>
 METAL_FUNC T simd_shuffle(T x, ushort lane) { return __shfl_sync(0xffffffffu, x, lane); }
+template <typename T>
+METAL_FUNC T simd_broadcast(T x, ushort lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
 METAL_FUNC float simd_max(float x) {
   for (int step = 16; step > 0; step /= 2) {

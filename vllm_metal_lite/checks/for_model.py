@@ -7,7 +7,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.check import Check, MixtureShape, NormShape, ProductShape
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.arguments import MAX_PREFILL_DIM, head_size_problem, unsupported
-from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS, MAX_ROWS, multiplies_in_lanes
+from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS, multiplies_in_lanes
 from vllm_metal_lite.specs import (
     AttentionShape,
     ConvShape,
@@ -21,8 +21,9 @@ from vllm_metal_lite.specs import (
 # Rows of products with the least and with the greatest depth.  The first do not fill their tile.
 # Each also checks other operations that are fused with a product.
 PRODUCT_ROWS = (5, MAX_ROWS)
-# The same of quantised weights where few rows are multiplied without matrices.
-LANE_ROWS = (3, MAX_LANE_ROWS)
+# Rows of quantised weights that are multiplied without matrices.  One row has a
+# text of its own; 2 to 4 share one.
+LANE_ROWS = (1, 3)
 
 
 def checks_for(use: KernelUse) -> list[Check]:

@@ -244,7 +244,8 @@ def expert_product(
     up_arrays = _inputs(up)[0] if up else [unused()] * 4
     template: Template = {
         "T": x.dtype, **weight_values, "SPREAD": plan.spread, "DEPTH": depth,
-        "ROW_TILES": -(-expert_plan.tile // 8), "LANE_ROWS": MAX_LANE_ROWS if plan.in_lanes else 0,
+        "ROW_TILES": -(-expert_plan.tile // 8),
+        "LANE_ROWS": expert_plan.tile if plan.in_lanes else 0,
         "SIMDGROUPS": plan.simdgroups, "AT_ONCE": plan.at_once, "SHARE": share,
         "BIAS": weight.bias is not None,
         "ACTIVATION": _ACTIVATIONS[activation.kind] if activation else 0,

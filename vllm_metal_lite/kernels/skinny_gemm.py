@@ -116,7 +116,8 @@ def skinny_gemm(
     arrays, weight_values = inputs_of(weight)
     template: Template = {
         "T": x.dtype, **weight_values, "SPREAD": spread, "DEPTH": depth,
-        "ROW_TILES": tiles, "FULL": rows % 8 == 0, "LANE_ROWS": MAX_LANE_ROWS if in_lanes else 0,
+        "ROW_TILES": tiles, "FULL": rows % 8 == 0,
+        "LANE_ROWS": (1 if rows == 1 else MAX_LANE_ROWS) if in_lanes else 0,
         "COLUMNS": columns, "SIMDGROUPS": simdgroups, "AT_ONCE": at_once,
         "HELD": -(-tiles // -(-tiles // room)),
         "NORM": norm is not None, "EPS": bits(norm.eps if norm else 0.0),

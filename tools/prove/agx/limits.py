@@ -17,22 +17,20 @@ class Limit(NamedTuple):
 _TILES = "registers change places where branches meet, mostly Mesa's doing; prompts only"
 _QUERIES = "queries of bfloat16 count as floats here; prompts, or many rows"
 LIMITS = (
-    Limit(("paged_decode", "of 512"), 80, "16 of V and of a query's sums a lane and head"),
     Limit(("latent_attention", "512 64 float32"), 297, "8 simdgroups: 16 have no memory"),
     Limit(("latent_attention", "512 64 float16"), 17, "sums, queries and the next tile"),
     Limit(("latent_attention", "512 64"), 77, "as above; queries of bfloat16 count as floats here"),
     Limit(("latent_attention",), 16, "as above"),
-    Limit(("gated_delta", "of 256", "tiles"), 619, _TILES),
-    Limit(("gated_delta", "Falcon-H1", "tiles"), 403, _TILES),
-    Limit(("gated_delta", "tiles"), 161, _TILES),
-    Limit(("gated_delta", "of 256", "rows"), 84, "a state's row is 128 registers a lane"),
-    Limit(("gated_delta", "Falcon-H1", "rows"), 60, "as above"),
+    Limit(("gated_delta", "of 256", "tiles"), 489, _TILES),
+    Limit(("gated_delta", "Falcon-H1", "tiles"), 314, _TILES),
+    Limit(("gated_delta", "tiles"), 145, _TILES),
+    Limit(("gated_delta", "of 256", "rows"), 82, "a state's row is 128 registers a lane"),
+    Limit(("gated_delta", "Falcon-H1", "rows"), 68, "as above"),
     Limit(("gated_delta", "Kimi Linear float32"), 27, "gates of a row beside its state"),
     Limit(("varlen_prefill", "of 256", "bfloat16"), 42, _QUERIES),
     Limit(("varlen_prefill", "of 256", "float32"), 30, "queries and sums are 192 of 256"),
     Limit(("shared_prefix", "of 256", "bfloat16"), 56, _QUERIES),
     Limit(("shared_prefix", "of 256"), 20, "while queries are normalised and rotated"),
-    Limit(("expert_gemm", " 4 float16 4 bits"), 722, "a branch for each row of x: to be mended"),
     Limit(("skinny_gemm 64", "norm swiglu"), 21, "8 tiles of rows with a norm, seldom fused"),
 )
 

@@ -110,6 +110,10 @@ METAL_FUNC T simd_shuffle(T x, Lane lane) {
 // One instruction on the GPU, and so here, where Mesa would make eleven.  A simd_shuffle stays as long as Mesa
 // makes it: four instructions, as the GPU takes one lane of each quad, and selects.  So does Apple's compiler.
 template <typename T, typename Lane>
+METAL_FUNC T simd_broadcast(T x, Lane lane) {
+  return ::sub_group_broadcast(x, uint(lane));
+}
+template <typename T, typename Lane>
 METAL_FUNC T simd_shuffle_xor(T x, Lane mask) {
   return ::sub_group_broadcast(x, get_sub_group_local_id() ^ uint(mask));
 }

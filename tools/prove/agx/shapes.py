@@ -41,7 +41,7 @@ def _cases() -> dict[str, Callable[[], object]]:
             if of.dim <= 256:  # prompts of larger heads use MLX's attention
                 cases[f"varlen_prefill {name}"] = partial(tests.prefill, of, dtype)
                 cases[f"shared_prefix {name} fused"] = partial(tests.prefix, of, dtype, fused=True)
-        for rows in (4, 8, 16, 64):
+        for rows in (1, 4, 8, 16, 64):
             product = partial(tests.product, rows, 2560, 9728, dtype)
             cases[f"skinny_gemm {rows} {kind}"] = product
             cases[f"skinny_gemm {rows} {kind} 4 bits"] = partial(product, quantisation=_BITS)
