@@ -217,7 +217,7 @@ class Folder:
             self._remove(key)
 
     def write(self, files: Sequence[tuple[bytes, bytes | bytearray | memoryview]], use: int) -> int:
-        """Write files of one chain, in its order; returns how many it has now.
+        """Write files of one chain, in its order; returns how many bytes it wrote.
 
         use: of the chain.  It stops where only files of this chain could make room.
         """
@@ -230,7 +230,7 @@ class Folder:
                 made.append((key, path))
         finally:
             self._commit(made, reserved)
-        return len(made)
+        return sum(len(of[key]) for key, _ in made)
 
     def _reserve(self, files: Sequence[tuple[bytes, int]], use: int) -> list[bytes]:
         reserved = []
