@@ -69,8 +69,9 @@ class Folder:
     (`refresh`).  Any thread may call any method; sqlite3.Error and OSError pass through.
     """
 
-    def __init__(self, path: Path, quota: int, free_margin: int = FREE_MARGIN) -> None:
-        self.path, self.quota, self.free_margin = path, quota, free_margin
+    def __init__(self, path: Path, quota: int, free_margin: int | None = None) -> None:
+        self.path, self.quota = path, quota
+        self.free_margin = FREE_MARGIN if free_margin is None else free_margin
         self.known: set[bytes] = set()
         self.num_evicted = self.num_bad = 0
         self._lock = threading.Lock()
