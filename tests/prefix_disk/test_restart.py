@@ -21,7 +21,7 @@ from vllm_metal_lite.model import loader
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.prefix_disk import disk, folder
 from vllm_metal_lite.prefix_disk.namespace import namespace
-from vllm_metal_lite.prefix_disk.plan import STATES, Chain
+from vllm_metal_lite.prefix_disk.plan import Chain
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.kv_groups import kv_groups
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_hashes
@@ -116,17 +116,13 @@ def test_bytes_after_a_restart_are_equal(name, closing):
     assert kept[0] == kept[1]
 
 
-def bytes_of(engine: LLMEngine, prefix: list[int]) -> list[bytearray]:
+def bytes_of(engine: LLMEngine, prefix: list[int]) -> list[bytes]:
     """Of the blocks of a prefix, and of the state behind it."""
     of, names = engine.prefix_disk, []
     extend_block_hashes(names, prefix, 8, len(prefix) // 8)
-    chain = Chain(engine.scheduler.kv, of._digest, names)
-    return [
-        of._bytes.read_state(chain.in_memory(part))
-        if part.group == STATES
-        else of._bytes.read_block(part.group, chain.in_memory(part))
-        for part in chain.parts(len(names))
-    ]
+    chain = Chain(engine.scheduler.kv, of.digest, names)
+    parts = chain.parts(len(names))
+    return [of.bytes.read(part.group, chain.in_memory(part)) for part in parts]
 
 
 def files_of(engine: LLMEngine) -> list:

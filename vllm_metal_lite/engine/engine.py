@@ -70,10 +70,11 @@ class LLMEngine:
             states=model.packed.state_store(self.num_state_slots),
         )  # fmt: skip
         caching = self.config.enable_prefix_caching and model.packed.no_prefix_cache is None
-        disk = room("prefix_disk.disk") if caching and config.prefix_disk_gib else None
-        folder = None
-        if disk is not None:  # before anything is fused: the folder knows a model by its weights
-            folder = disk.open_folder(model, self.kv_groups, config)
+        # Cached prefixes that survive a restart; None: there is no folder for them.
+        self.prefix_disk = None
+        if caching and config.prefix_disk_gib and (disk := room("prefix_disk.disk")):
+            # Before anything is fused: the folder knows a model by its weights.
+            self.prefix_disk = disk.open_disk(model, self.kv_groups, config)
         self.sampler = Sampler(seats, model.vocab_size)
         runner = build_runner(model, store, self.sampler, self.config.attention)
         self.inputs = InputBatch(
@@ -86,11 +87,8 @@ class LLMEngine:
             num_state_slots=self.num_state_slots,
             shares_in_step=not model.packed.reads_store,
         )  # fmt: skip
-        # Cached prefixes that survive a restart; None: there is no folder for them.
-        self.prefix_disk = None
-        if disk is not None and folder is not None:
-            self.prefix_disk = disk.PrefixDisk(*folder, self.scheduler, store)
-            self.scheduler.holds = self.prefix_disk.holds
+        if self.prefix_disk is not None:
+            self.prefix_disk.attach(self.scheduler, store)
         self.failed_steps = FailedSteps(self.scheduler)
         self.constraints = Constraints(model.vocab_size)
         self.pooling = PoolingRequests()

@@ -11,6 +11,7 @@ names.  Between two steps a few blocks are copied; a thread writes them.
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
@@ -23,10 +24,10 @@ from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.prefix_disk.folder import Folder
 from vllm_metal_lite.prefix_disk.namespace import namespace
-from vllm_metal_lite.prefix_disk.plan import STATES, Chain, Part
-from vllm_metal_lite.prefix_disk.writer import File, Writer
+from vllm_metal_lite.prefix_disk.plan import Chain, Part
+from vllm_metal_lite.prefix_disk.restore import Data, Restore
+from vllm_metal_lite.prefix_disk.writer import Writer
 from vllm_metal_lite.runner.block_bytes import BlockBytes
-from vllm_metal_lite.scheduler.block_pool import BlockPool
 from vllm_metal_lite.scheduler.checkpoints import last_position
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.kv_manager import PrefixHit
@@ -36,36 +37,15 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
-# Tokens below which a prefix is computed.
+# Tokens below which a prefix is computed, and not written.
 MIN_TOKENS = 256
-# Bytes that are copied from the store between two steps, and that are read ahead of the copies.
-_COPIED, _READ_AHEAD = 32 << 20, 512 << 20
+# Bytes that are copied from the store between two steps.
+_COPIED = 32 << 20
 _READERS = 4
 # Chains that wait to be copied; further ones are dropped.
 _MOST_PENDING = 16
 # Assumed until measured, in bytes a second.
 _READ_SPEED = 5e8
-# Seconds that a request waits for the disk at most, beside what computing takes.
-_PATIENCE = 10.0
-
-
-def open_folder(
-    model: LoadedModel, groups: list[KVGroup], config: EngineConfig
-) -> tuple[Folder, bytes] | None:
-    """The folder of this user, and the namespace of a model; None, with a warning, if the folder
-    cannot be used."""
-    path = envs.prefix_folder()
-    try:
-        digest = namespace(model, groups, config.block_size)
-        folder = Folder(path, int(config.prefix_disk_gib * 2**30))
-        folder.enter_namespace(digest, model.name)
-    except Exception as e:  # a read-only or broken folder must not keep a model from serving
-        logger.warning(f"prefixes are not kept on the disk: {path}: {one_line(e)}")
-        return None
-    return folder, digest
-
-
-Owned = tuple[BlockPool, list[int]]
 
 
 class _Plan(NamedTuple):
@@ -75,54 +55,53 @@ class _Plan(NamedTuple):
     num_tokens: int
 
 
-class _Restore:
-    """One prefix on its way from the disk.
-
-    parts: with the block or slot of each, in order.  owned: blocks and slots by pool, until the
-    end.  deadline: by time.monotonic().
-    """
-
-    def __init__(
-        self, request: Request, parts: list[tuple[Part, int]], owned: list[Owned], num_tokens: int
-    ) -> None:
-        self.request, self.owned, self.num_tokens = request, owned, num_tokens
-        self.unread = deque(parts)
-        self.reads: deque[tuple[Part, int, Future[memoryview | None]]] = deque()
-        self.begun = time.monotonic()
-        self.num_bytes = self.num_resets = 0
-        self.deadline = 0.0
+def open_disk(
+    model: LoadedModel, groups: Sequence[KVGroup], config: EngineConfig
+) -> "PrefixDisk | None":
+    """The prefixes of a model in the folder of this user; None, with a warning, if the folder
+    cannot be used."""
+    path = envs.prefix_folder()
+    try:
+        digest = namespace(model, groups, config.block_size)
+        folder = Folder(path, int(config.prefix_disk_gib * 2**30))
+        folder.enter_namespace(digest, model.name)
+    except Exception as e:  # a read-only or broken folder must not keep a model from serving
+        logger.warning(f"prefixes are not kept on the disk: {path}: {one_line(e)}")
+        return None
+    return PrefixDisk(folder, digest)
 
 
 class PrefixDisk:
-    """Restores and keeps the prefixes of one engine.  One thread calls it, that of the engine.
+    """Restores and keeps the prefixes of one engine, whose thread calls it.
 
     num_restored_tokens: that requests did not compute because they were on the disk.
     """
 
-    def __init__(
-        self, folder: Folder, digest: bytes, scheduler: Scheduler, store: PagedStore
-    ) -> None:
-        self.folder, self.scheduler, self.kv = folder, scheduler, scheduler.kv
+    def __init__(self, folder: Folder, digest: bytes) -> None:
+        self.folder, self.digest = folder, digest
         self.writer = Writer(folder)
+        self._readers = ThreadPoolExecutor(_READERS, "prefix-disk-reader")
         self.min_tokens = MIN_TOKENS
         self.num_restored_tokens = 0
-        self._digest = digest
-        self._bytes = BlockBytes(store)
-        self._sizes = {g: self._bytes.block_size(g) for g in range(len(self.kv.groups))}
-        self._sizes[STATES] = self._bytes.state_size
-        self._readers = ThreadPoolExecutor(_READERS, "prefix-disk")
-        self._restore: _Restore | None = None
+        self._restore: Restore | None = None
         self._asked = False  # whether some waiting request may want one
         self._pending: deque[tuple[list[bytes], deque[Part]]] = deque()
         self._read_speed = _READ_SPEED
         self._compute_speed: float | None = None  # tokens a second
         self._last_end = 0.0
 
+    def attach(self, scheduler: Scheduler, store: PagedStore) -> None:
+        """Serve the requests of a scheduler.  Called once, before all else."""
+        self.scheduler, self.kv = scheduler, scheduler.kv
+        self.bytes = BlockBytes(store)
+        scheduler.holds = self.holds
+
     # Restore
 
     def holds(self, request: Request, hit: PrefixHit) -> bool:
         """Whether a request waits for the disk.  hit: what it finds in memory."""
         if request.wants_restore is None:
+            self.writer.refresh()
             request.wants_restore = self._plan(request, hit) is not None
             self._asked |= request.wants_restore
         return request.wants_restore
@@ -131,119 +110,61 @@ class PrefixDisk:
         """The prefix that a request should have from the disk; None if reading is not worth it."""
         size, known = self.kv.block_size, self.folder.known
         most = last_position(request.num_tokens, size) // size
-        if request.skip_prefix_cache_read or not known or not self.kv.enable_caching or not most:
+        if request.skip_prefix_cache_read or not known or not most:
             return None
-        chain = self._chain(request, most)
+        chain = self.chain(request, most)
         length = chain.longest(known, hit.num_tokens // size)
         num_tokens = length * size - hit.num_tokens
         if num_tokens < self.min_tokens:
             return None
         parts = list(chain.parts(length))
-        num_bytes = sum(self._sizes[p.group] for p in parts if chain.in_memory(p) is None)
+        num_bytes = sum(self.bytes.size(p.group) for p in parts if chain.in_memory(p) is None)
         return _Plan(parts, num_tokens) if self._is_faster(num_bytes, num_tokens) else None
 
     def _is_faster(self, num_bytes: int, num_tokens: int) -> bool:
         speed = self._compute_speed
         return speed is None or num_bytes / self._read_speed < num_tokens / speed
 
-    def _chain(self, request: Request, length: int) -> Chain:
+    def chain(self, request: Request, length: int) -> Chain:
+        """The first `length` blocks of a request."""
         names = self.kv.block_names(request, length * self.kv.block_size)[:length]
-        return Chain(self.kv, self._digest, names)
+        return Chain(self.kv, self.digest, names)
 
     def _start(self, request: Request) -> None:
-        """Take blocks for a request's prefix, and begin to read."""
-        plan = self._plan(request, self.kv.find_prefix(request))
-        restore = None if plan is None else self._take_blocks(request, plan)
-        request.wants_restore = restore is not None
-        if restore is None:
-            return
-        computing = restore.num_tokens / (self._compute_speed or 1e3)
-        restore.deadline = restore.begun + _PATIENCE + computing
-        restore.num_resets = self.kv.num_resets
-        self._restore = restore
-        self._read_ahead(restore)
+        """Begin to read a request's prefix, if there is room for it."""
+        plan, kv = self._plan(request, self.kv.find_prefix(request)), self.kv
+        if plan is not None:
+            spare = self.scheduler.spare_blocks()
+            if kv.states is not None:  # each empty seat has a slot in reserve
+                empty = kv.states.num_seats - self.scheduler.num_running
+                spare.append(kv.states.pool.num_available - empty)
+            restore = Restore(request, self.chain(request, 0), plan.num_tokens)
+            if restore.take(plan.parts, spare):
+                restore.copy(self.bytes, self._read)
+                self._restore = restore
+        request.wants_restore = self._restore is not None
 
-    def _take_blocks(self, request: Request, plan: _Plan) -> _Restore | None:
-        """Own what is in memory, so that it stays, and new blocks; None if there is no room."""
-        parts, chain, states = plan.parts, self._chain(request, 0), self.kv.states
-        in_memory = {part: chain.in_memory(part) for part in parts}
-        spare, new = self.scheduler.spare_blocks(), []
-        pools = dict(enumerate(self.kv.pools)) | ({} if states is None else {STATES: states.pool})
-        for g, pool in pools.items():
-            found = [in_memory[p] for p in parts if p.group == g]
-            count = sum(block is None for block in found)
-            unowned = sum(block is not None and not pool.is_owned(block) for block in found)
-            if g == STATES:
-                assert states is not None, "a pool of states"
-                if count + unowned and not states.has_spare(self.scheduler.num_running):
-                    return None
-            elif count + unowned > spare[g]:
-                return None
-        owned = []
-        for g, pool in pools.items():
-            of = [p for p in parts if p.group == g]
-            pool.touch(block for p in of if (block := in_memory[p]) is not None)
-            taken = pool.allocate(sum(in_memory[p] is None for p in of))
-            assert taken is not None, "the pool has spare blocks"
-            fresh = iter(taken)
-            blocks = []
-            for p in of:
-                block = in_memory[p]
-                if block is None:
-                    block = next(fresh)
-                    new.append((p, block))
-                blocks.append(block)
-            owned.append((pool, blocks))
-        new.sort(key=lambda part: part[0].group)
-        return _Restore(request, new, owned, plan.num_tokens)
+    def _read(self, key: bytes, num_bytes: int) -> Data:
+        if num_bytes:
+            return self._readers.submit(self.folder.read, key, num_bytes)
+        empty: Data = Future()  # without attention layers, blocks only count tokens
+        empty.set_result(memoryview(b""))
+        return empty
 
-    def _read_ahead(self, restore: _Restore) -> None:
-        ahead = sum(self._sizes[part.group] for part, _, _ in restore.reads)
-        while restore.unread and ahead < _READ_AHEAD:
-            part, place = restore.unread.popleft()
-            size = self._sizes[part.group]
-            read: Future[memoryview | None] = Future()
-            if size:
-                read = self._readers.submit(self.folder.read, part.key, size)
-            else:  # without attention layers, blocks only count tokens
-                read.set_result(memoryview(b""))
-            restore.reads.append((part, place, read))
-            ahead += size
-
-    def _go_on(self, restore: _Restore) -> None:
+    def _go_on(self, restore: Restore) -> None:
         """Copy what has been read, and end the restore if it is done or must stop."""
-        request, kv = restore.request, self.kv
-        while restore.reads and restore.reads[0][2].done():
-            part, place, read = restore.reads.popleft()
-            data = None if read.exception() else read.result()
-            if data is None or kv.num_resets != restore.num_resets:
-                self._end(restore)
-                return
-            if part.group == STATES:
-                assert kv.states is not None, "a state of a model with states"
-                self._bytes.write_state(place, data)
-                kv.states.name(place, part.name)
-            else:
-                self._bytes.write_block(part.group, place, data)
-                kv.pools[part.group].publish(place, part.name)
-            restore.num_bytes += len(data)
-        late = time.monotonic() > restore.deadline or kv.num_available < self.scheduler.num_running
-        if request.status is RequestStatus.FINISHED or late:
-            self._end(restore)
-        elif restore.unread or restore.reads:
-            self._read_ahead(restore)
-        else:
-            seconds = time.monotonic() - restore.begun
-            self._read_speed = restore.num_bytes / max(seconds, 1e-6)
+        is_right = restore.copy(self.bytes, self._read)
+        is_wanted = restore.request.status is not RequestStatus.FINISHED
+        has_room = self.kv.num_available >= self.scheduler.num_running
+        is_late = restore.is_late(restore.num_tokens / (self._compute_speed or 1e3))
+        if is_right and restore.is_done:
+            self._read_speed = restore.num_bytes / max(time.monotonic() - restore.begun, 1e-6)
             self.num_restored_tokens += restore.num_tokens
+        if restore.is_done or is_late or not (is_right and is_wanted and has_room):
             self._end(restore)
 
-    def _end(self, restore: _Restore) -> None:
-        """Leave the blocks to the cache: those that were filled have names."""
-        for _, _, read in restore.reads:
-            read.cancel()
-        for pool, blocks in restore.owned:
-            pool.free(blocks)
+    def _end(self, restore: Restore) -> None:
+        restore.end()
         restore.request.wants_restore = False
         self._restore = None
 
@@ -260,36 +181,31 @@ class PrefixDisk:
         self._last_end = now
         for segment in output.segments[output.num_decodes :]:
             request, start = segment.request, segment.num_computed
-            if not self.kv.may_name(request):
-                continue
-            if request in output.admitted and start:
-                self._keep(request, start // size)
-            for at in request.checkpoint_positions[:1]:
-                if start < at <= segment.end:
-                    self._keep(request, at // size)
+            if self.kv.may_name(request):
+                if request in output.admitted:
+                    self._keep(request, start // size)
+                for at in request.checkpoint_positions[:1]:
+                    if start < at <= segment.end:
+                        self._keep(request, at // size)
 
     def _keep(self, request: Request, length: int) -> None:
         is_long = length and length * self.kv.block_size >= self.min_tokens
         if is_long and len(self._pending) < _MOST_PENDING:
-            parts = list(self._chain(request, length).parts(length))
+            parts = list(self.chain(request, length).parts(length))
             self._pending.append(([part.key for part in parts], deque(parts)))
 
     def _copy_some(self) -> None:
         """Copy blocks of the first chain for the writer."""
         keys, parts = self._pending[0]
-        chain, files, num_bytes = Chain(self.kv, self._digest, ()), list[File](), 0
+        chain, files, num_bytes = Chain(self.kv, self.digest, ()), [], 0
+        waiting = self.writer.waiting()
         while parts and num_bytes < _COPIED:
             part = parts.popleft()
-            place = chain.in_memory(part)
-            is_kept = part.key in self.folder.known or part.key in self.writer.keys
-            if is_kept or place is None or not self._sizes[part.group]:
-                continue
-            if part.group == STATES:
-                data = self._bytes.read_state(place)
-            else:
-                data = self._bytes.read_block(part.group, place)
-            files.append((part.key, data))
-            num_bytes += len(data)
+            place, size = chain.in_memory(part), self.bytes.size(part.group)
+            is_kept = part.key in self.folder.known or part.key in waiting
+            if place is not None and size and not is_kept:
+                files.append((part.key, self.bytes.read(part.group, place)))
+                num_bytes += size
         self.writer.add(keys, files)
         if not parts:
             self._pending.popleft()
@@ -300,8 +216,7 @@ class PrefixDisk:
     def wants_a_pause(self) -> bool:
         """Whether `between_steps` has something to do."""
         if self._restore is not None:
-            reads = self._restore.reads
-            return not reads or reads[0][2].done()
+            return self._restore.is_ready
         return self._asked or (bool(self._pending) and self.writer.has_room)
 
     def between_steps(self) -> None:
@@ -323,15 +238,14 @@ class PrefixDisk:
         """Wait a moment for the disk: there is no step to run meanwhile."""
         if self._restore is not None and self._restore.reads:
             with suppress(TimeoutError):
-                self._restore.reads[0][2].exception(0.05)
+                self._restore.reads[0].data.exception(0.05)
 
     def reset(self) -> None:
         """Forget the prefixes of this model, as the cache in memory does."""
         self._pending.clear()
         if self._restore is not None:
             self._end(self._restore)
-        self.folder.known = set()
-        self._readers.submit(self.folder.clear, self._digest)
+        self.writer.clear(self.digest)
 
     def metrics(self) -> dict[str, int]:
         return {
@@ -342,6 +256,8 @@ class PrefixDisk:
 
     def close(self) -> None:
         """Stop the threads; what is not written yet is lost."""
+        if self._restore is not None:
+            self._end(self._restore)
         self._readers.shutdown()
         self.writer.close()
         self.folder.close()

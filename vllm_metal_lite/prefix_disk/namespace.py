@@ -41,7 +41,7 @@ def namespace(model: LoadedModel, groups: Sequence[KVGroup], block_size: int) ->
         "rank": (model.ranks.rank, model.ranks.size),
     }
     digest = blake2b(repr(sorted(facts.items())).encode(), digest_size=16)
-    weights: list[tuple[str, Any]] = tree_flatten(packed.model.parameters())
+    weights: Any = tree_flatten(packed.model.parameters())
     samples = [_sample(array) for _, array in weights]
     mx.eval(samples)
     for (name, array), sample in zip(weights, samples, strict=True):

@@ -13,62 +13,41 @@ from vllm_metal_lite.kv.store import PagedStore
 
 
 class BlockBytes:
-    """Copies bytes from and to a store.  Blocks are (KV group, block id); slots are of states."""
+    """Copies bytes from and to a store.
+
+    A place is a block of a KV group or, in the "group" behind the last one, a slot of the states.
+    """
 
     def __init__(self, store: PagedStore) -> None:
-        self._store = store
-        # The order of layers is part of what the bytes mean.
-        self._layers = [
-            [layer for layer, of in enumerate(store.group_of) if of == group]
-            for group in range(len(store.num_blocks))
-        ]
+        # The arrays of each group, and their rows a place.  The order of the layers is part of
+        # what the bytes mean.
+        self._groups: list[tuple[list[mx.array], int]] = []
+        for group in range(len(store.num_blocks)):
+            layers = [layer for layer, of in enumerate(store.group_of) if of == group]
+            arrays = [a for layer in layers for a in (store.keys[layer], store.values[layer])]
+            self._groups.append((arrays, store.block_size))
+        self._groups.append((store.states.arrays, 1))
 
-    def block_size(self, group: int) -> int:
-        """Bytes of one block of a group."""
-        slots = self._store.block_size
-        return sum(a.nbytes // len(a) * slots for a in self._arrays_of(group))
+    def size(self, group: int) -> int:
+        """Bytes of one place of a group."""
+        arrays, rows = self._groups[group]
+        return sum(a.nbytes // len(a) * rows for a in arrays)
 
-    @property
-    def state_size(self) -> int:
-        """Bytes of one slot of recurrent states."""
-        return sum(a.nbytes // len(a) for a in self._store.states.arrays)
+    def read(self, group: int, place: int) -> bytes:
+        return b"".join(rows.tobytes() for rows in self._rows(group, place))
 
-    def _arrays_of(self, group: int) -> list[mx.array]:
-        store = self._store
-        return [
-            a for layer in self._layers[group] for a in (store.keys[layer], store.values[layer])
-        ]
+    def write(self, group: int, place: int, data: memoryview) -> None:
+        at = 0
+        for rows in self._rows(group, place):
+            rows[:] = np.frombuffer(data[at : at + len(rows)], np.uint8)
+            at += len(rows)
 
-    def read_block(self, group: int, block: int) -> bytearray:
-        size = self._store.block_size
-        return _read(self._arrays_of(group), block * size, size)
-
-    def write_block(self, group: int, block: int, data: memoryview) -> None:
-        size = self._store.block_size
-        _write(self._arrays_of(group), block * size, size, data)
-
-    def read_state(self, slot: int) -> bytearray:
-        return _read(self._store.states.arrays, slot, 1)
-
-    def write_state(self, slot: int, data: memoryview) -> None:
-        _write(self._store.states.arrays, slot, 1, data)
-
-
-def _rows(arrays: list[mx.array], start: int, count: int) -> Iterator[np.ndarray]:
-    """The bytes of rows [start, start + count) of each array, in place."""
-    for array in arrays:
-        if array.size:  # an indexer keeps no values
-            flat = array.reshape(len(array), -1).view(mx.uint8)
-            mx.eval(flat)
-            yield np.array(flat, copy=False)[start : start + count].reshape(-1)
-
-
-def _read(arrays: list[mx.array], start: int, count: int) -> bytearray:
-    return bytearray().join(_rows(arrays, start, count))
-
-
-def _write(arrays: list[mx.array], start: int, count: int, data: memoryview) -> None:
-    at = 0
-    for rows in _rows(arrays, start, count):
-        rows[:] = np.frombuffer(data[at : at + len(rows)], np.uint8)
-        at += len(rows)
+    def _rows(self, group: int, place: int) -> Iterator[np.ndarray]:
+        """The bytes of a place in each array, not copied."""
+        arrays, count = self._groups[group]
+        for array in arrays:
+            if array.size:  # an indexer keeps no values
+                flat = array.reshape(len(array), -1).view(mx.uint8)
+                mx.eval(flat)
+                rows = np.array(flat, copy=False)[place * count : (place + 1) * count]
+                yield rows.reshape(-1)
