@@ -62,8 +62,8 @@ def serve(engine: LLMEngine, prompts: list[list[int]], **options: Any) -> list[R
         engine.add_request(str(i), prompt, GREEDY, **options)
         done |= tiny.run(engine)
     if engine.prefix_disk is not None:
-        while engine.prefix_disk.wants_a_pause:
-            engine.prefix_disk.between_steps()
+        while engine.rest():
+            pass
         engine.prefix_disk.writer.flush()
     check_accounts(engine.scheduler.kv, ())
     return [done[str(i)] for i in range(len(prompts))]

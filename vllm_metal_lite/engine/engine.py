@@ -289,6 +289,12 @@ class LLMEngine:
             self.failed_steps.spoilt(output)
             raise
 
+    def rest(self) -> bool:
+        """Do a little of what can wait until there is no request; whether more is left."""
+        if self.prefix_disk is None or self._requests or self._outputs:
+            return False
+        return self.prefix_disk.rest()
+
     @property
     def requests_at_fault(self) -> list[str]:
         """Ids of the requests that must end because `step` raised."""

@@ -234,6 +234,13 @@ class PrefixDisk:
             if request is not None:
                 self._start(request)
 
+    def rest(self) -> bool:
+        """Copy on while there are no requests; whether more is left."""
+        if self._pending and not self.writer.has_room:
+            self.writer.flush(0.05)
+        self.between_steps()
+        return bool(self._pending)
+
     def wait(self) -> None:
         """Wait a moment for the disk: there is no step to run meanwhile."""
         if self._restore is not None and self._restore.reads:

@@ -214,8 +214,8 @@ class Folder:
                 if free < 0 or not self._make_room(size, first):
                     break
                 used += 1
-                row = key, self._namespace, size, (use + 1 << _CHAIN_BITS) - used
-                db.execute("INSERT INTO files VALUES (?, ?, ?, ?)", row)
+                values = key, self._namespace, size, (use + 1 << _CHAIN_BITS) - used
+                db.execute("INSERT INTO files VALUES (?, ?, ?, ?)", values)
                 db.execute("UPDATE totals SET bytes = bytes + ?", (size,))
                 counted.append((key, data))
         return counted

@@ -69,9 +69,9 @@ class Writer:
         self.folder.known = set()
         self._thread.submit(self.folder.clear, digest)
 
-    def flush(self) -> None:
-        """Wait until everything is written."""
-        wait([write for write, _ in self._waiting])
+    def flush(self, seconds: float | None = None) -> None:
+        """Wait until everything is written, or for some seconds."""
+        wait([write for write, _ in self._waiting], seconds)
 
     def close(self) -> None:
         """Stop after the files that are being written."""
