@@ -195,14 +195,17 @@ def test_without_its_index_the_folder_starts_empty(tmp_path, damage):
     assert bytes_on_disk(tmp_path / "x") == 0
 
 
-def test_clear_removes_one_model_or_all(tmp_path):
+def test_clear_removes_all_models(tmp_path):
     folder = folder_at(tmp_path / "x")
     write(folder, 1)
     folder.enter_namespace(b"another", "another model")
     write(folder, 2, 3)
-    folder.clear(b"another")
-    assert [model.num_files for model in folder.models()] == [1, 0]
+    assert [tuple(model) for model in folder.models()] == [
+        ("another model", 2, 2 * TAKEN),
+        ("a model", 1, TAKEN),
+    ]
     folder.clear()
+    assert not folder.known
     assert bytes_on_disk(tmp_path / "x") == 0
 
 

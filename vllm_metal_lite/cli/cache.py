@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
         good, dropped = folder.verify()
         print(f"{good:,} files are right, {dropped:,} were dropped")
         return 1 if dropped else 0
-    models = [model for model in folder.models() if model.num_files]
+    models = folder.models()
     for model in models:
         print(f"{gib(model.num_bytes):>8} GiB  {model.num_files:>7,} files  {model.model}")
     print(f"{gib(sum(model.num_bytes for model in models)):>8} GiB in {path}")

@@ -9,6 +9,7 @@ names.  Between two steps a few blocks are copied; a thread writes them.
 """
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -16,10 +17,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
 
-from vllm_metal_lite import envs
+from vllm_metal_lite import backend, envs
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.errors import one_line
+from vllm_metal_lite.errors import ConfigError, one_line
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.prefix_disk.folder import Folder
@@ -44,6 +45,8 @@ _COPIED = 32 << 20
 _READERS = 4
 # Chains that wait to be copied; further ones are dropped.
 _MOST_PENDING = 16
+# Seconds that a request waits for the disk at most, beside what computing takes.
+_PATIENCE = 10.0
 # Assumed until measured, in bytes a second.
 _READ_SPEED = 5e8
 
@@ -59,9 +62,11 @@ def open_disk(
     model: LoadedModel, groups: Sequence[KVGroup], config: EngineConfig
 ) -> "PrefixDisk | None":
     """The prefixes of a model in the folder of this user; None, with a warning, if the folder
-    cannot be used."""
+    cannot be used, or on CUDA."""
     path = envs.prefix_folder()
     try:
+        if backend.name() == "cuda":
+            raise ConfigError("the host cannot reach K and V in the memory of a CUDA device")
         digest = namespace(model, groups, config.block_size)
         folder = Folder(path, int(config.prefix_disk_gib * 2**30))
         folder.enter_namespace(digest, model.name)
@@ -154,14 +159,18 @@ class PrefixDisk:
     def _go_on(self, restore: Restore) -> None:
         """Copy what has been read, and end the restore if it is done or must stop."""
         is_right = restore.copy(self.bytes, self._read)
-        is_wanted = restore.request.status is not RequestStatus.FINISHED
-        has_room = self.kv.num_available >= self.scheduler.num_running
-        is_late = restore.is_late(restore.num_tokens / (self._compute_speed or 1e3))
         if is_right and restore.is_done:
             self._read_speed = restore.num_bytes / max(time.monotonic() - restore.begun, 1e-6)
             self.num_restored_tokens += restore.num_tokens
-        if restore.is_done or is_late or not (is_right and is_wanted and has_room):
+        if restore.is_done or not is_right or self._must_stop(restore):
             self._end(restore)
+
+    def _must_stop(self, restore: Restore) -> bool:
+        """Whether nobody wants it, it takes too long, or running requests may need the blocks."""
+        is_wanted = restore.request.status is not RequestStatus.FINISHED
+        computing = restore.num_tokens / (self._compute_speed or 1e3)
+        is_late = time.monotonic() > restore.begun + computing + _PATIENCE
+        return is_late or not is_wanted or self.kv.num_available < self.scheduler.num_running
 
     def _end(self, restore: Restore) -> None:
         restore.end()
@@ -182,7 +191,7 @@ class PrefixDisk:
         for segment in output.segments[output.num_decodes :]:
             request, start = segment.request, segment.num_computed
             if self.kv.may_name(request):
-                if request in output.admitted:
+                if request in output.admitted and not request.num_computed_before:
                     self._keep(request, start // size)
                 for at in request.checkpoint_positions[:1]:
                     if start < at <= segment.end:
@@ -216,7 +225,7 @@ class PrefixDisk:
     def wants_a_pause(self) -> bool:
         """Whether `between_steps` has something to do."""
         if self._restore is not None:
-            return self._restore.is_ready
+            return self._restore.is_ready or self._must_stop(self._restore)
         return self._asked or (bool(self._pending) and self.writer.has_room)
 
     def between_steps(self) -> None:
@@ -248,11 +257,11 @@ class PrefixDisk:
                 self._restore.reads[0].data.exception(0.05)
 
     def reset(self) -> None:
-        """Forget the prefixes of this model, as the cache in memory does."""
+        """Find nothing of what was kept so far, as the cache in memory does."""
         self._pending.clear()
         if self._restore is not None:
             self._end(self._restore)
-        self.writer.clear(self.digest)
+        self.digest = os.urandom(16)  # what is on the disk waits for the next start
 
     def metrics(self) -> dict[str, int]:
         return {

@@ -45,10 +45,9 @@ PRAGMA user_version = {_FORMAT};
 
 
 class ModelUsage(NamedTuple):
-    """num_bytes: in the quota.  digest: of the namespace."""
+    """num_bytes: in the quota."""
 
     model: str
-    digest: bytes
     num_files: int
     num_bytes: int
 
@@ -243,11 +242,11 @@ class Folder:
     # For people
 
     def models(self) -> list[ModelUsage]:
-        """What each namespace takes, the largest first."""
+        """What each model takes, the largest first."""
         with self._thread_lock:
             rows = self._db.execute(
-                "SELECT model, digest, COUNT(key), COALESCE(SUM(bytes), 0) AS size "
-                "FROM namespaces LEFT JOIN files ON namespace = id GROUP BY id ORDER BY size DESC"
+                "SELECT model, COUNT(*), SUM(bytes) AS size FROM files "
+                "JOIN namespaces ON namespace = id GROUP BY id ORDER BY size DESC"
             ).fetchall()
         return [ModelUsage(*row) for row in rows]
 
@@ -265,11 +264,10 @@ class Folder:
                     dropped += 1
         return good, dropped
 
-    def clear(self, digest: bytes | str = "") -> None:
-        """Remove all files, or those of one namespace."""
-        of = "SELECT key FROM files JOIN namespaces ON namespace = id WHERE ?1 IN (digest, '')"
+    def clear(self) -> None:
+        """Remove all files."""
         with self._alone(), self._db as db:
-            for (key,) in db.execute(of, (digest,)).fetchall():
+            for (key,) in db.execute("SELECT key FROM files").fetchall():
                 self._remove(key)
 
     def _files(self) -> list[Path]:

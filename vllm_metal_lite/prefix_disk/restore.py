@@ -13,8 +13,6 @@ from vllm_metal_lite.scheduler.request import Request
 
 # Bytes that are read ahead of the copies to the store.
 _READ_AHEAD = 512 << 20
-# Seconds that a request waits for the disk at most, beside what computing takes.
-_PATIENCE = 10.0
 
 Data = Future[memoryview | None]
 # Reads a key's bytes, of this size; None: there is no such file, or a bad one.
@@ -72,10 +70,6 @@ class Restore:
     @property
     def is_done(self) -> bool:
         return not self.reads and not self._unread
-
-    def is_late(self, seconds: float) -> bool:
-        """seconds: that computing takes."""
-        return time.monotonic() > self.begun + seconds + _PATIENCE
 
     def copy(self, store: BlockBytes, read: Read) -> bool:
         """Copy to the store what has been read, and read on; False if the prefix ends here."""

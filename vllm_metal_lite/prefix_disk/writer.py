@@ -64,11 +64,6 @@ class Writer:
                 logger.warning(f"the prefix cache cannot write: {one_line(e)}")
             self._is_failing = True
 
-    def clear(self, digest: bytes) -> None:
-        """Remove all files of a namespace."""
-        self.folder.known = set()
-        self._thread.submit(self.folder.clear, digest)
-
     def flush(self, seconds: float | None = None) -> None:
         """Wait until everything is written, or for some seconds."""
         wait([write for write, _ in self._waiting], seconds)
