@@ -122,7 +122,9 @@ def bytes_of(engine: LLMEngine, prefix: list[int]) -> list[bytes]:
     extend_block_hashes(names, prefix, 8, len(prefix) // 8)
     chain = Chain(engine.scheduler.kv, of.digest, names)
     parts = chain.parts(len(names))
-    return [of.bytes.read(part.group, chain.in_memory(part)) for part in parts]
+    found = [bytes(of.bytes.read(part.group, chain.in_memory(part))) for part in parts]
+    of.bytes.close()
+    return found
 
 
 def files_of(engine: LLMEngine) -> list:

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 # Tokens below which a prefix is computed, and not written.
 MIN_TOKENS = 256
 # Bytes that are copied from the store between two steps.
-_COPIED = 32 << 20
+_COPIED = 16 << 20
 _READERS = 4
 # Chains that wait to be copied; further ones are dropped.
 _MOST_PENDING = 16
@@ -242,6 +242,7 @@ class PrefixDisk:
             self._asked = request is not None
             if request is not None:
                 self._start(request)
+        self.bytes.close()
 
     def rest(self) -> bool:
         """Copy on while there are no requests; whether more is left."""

@@ -12,7 +12,7 @@ from vllm_metal_lite.scheduler.block_pool import BlockPool
 from vllm_metal_lite.scheduler.request import Request
 
 # Bytes that are read ahead of the copies to the store.
-_READ_AHEAD = 512 << 20
+_READ_AHEAD = 256 << 20
 
 Data = Future[memoryview | None]
 # Reads a key's bytes, of this size; None: there is no such file, or a bad one.

@@ -4,8 +4,6 @@ The store lies in memory that host and device share, and a block of a layer is c
 directions are plain copies, without kernels.  No step may be in flight: the device would not wait.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from vllm_metal_lite.backend import mx
@@ -13,7 +11,7 @@ from vllm_metal_lite.kv.store import PagedStore
 
 
 class BlockBytes:
-    """Copies bytes from and to a store.
+    """Copies bytes from and to a store, until `close`.
 
     A place is a block of a KV group or, in the "group" behind the last one, a slot of the states.
     """
@@ -27,27 +25,34 @@ class BlockBytes:
             arrays = [a for layer in layers for a in (store.keys[layer], store.values[layer])]
             self._groups.append((arrays, store.block_size))
         self._groups.append((store.states.arrays, 1))
+        self._open: dict[int, list[np.ndarray]] = {}
 
     def size(self, group: int) -> int:
         """Bytes of one place of a group."""
         arrays, rows = self._groups[group]
         return sum(a.nbytes // len(a) * rows for a in arrays)
 
-    def read(self, group: int, place: int) -> bytes:
-        return b"".join(rows.tobytes() for rows in self._rows(group, place))
+    def read(self, group: int, place: int) -> memoryview:
+        """A copy of the bytes of a place."""
+        rows = [array[place] for array in self._bytes_of(group)]
+        return np.concatenate(rows).data
 
     def write(self, group: int, place: int, data: memoryview) -> None:
-        at = 0
-        for rows in self._rows(group, place):
-            rows[:] = np.frombuffer(data[at : at + len(rows)], np.uint8)
-            at += len(rows)
+        at, new = 0, np.frombuffer(data, np.uint8)
+        for array in self._bytes_of(group):
+            array[place] = new[at : at + array.shape[1]]
+            at += array.shape[1]
 
-    def _rows(self, group: int, place: int) -> Iterator[np.ndarray]:
-        """The bytes of a place in each array, not copied."""
-        arrays, count = self._groups[group]
-        for array in arrays:
-            if array.size:  # an indexer keeps no values
-                flat = array.reshape(len(array), -1).view(mx.uint8)
-                mx.eval(flat)
-                rows = np.array(flat, copy=False)[place * count : (place + 1) * count]
-                yield rows.reshape(-1)
+    def close(self) -> None:
+        """Let go of the store, before the next step: MLX does not write to what others hold."""
+        self._open.clear()
+
+    def _bytes_of(self, group: int) -> list[np.ndarray]:
+        """The memory of each array: (places, bytes)."""
+        if group not in self._open:
+            arrays, rows = self._groups[group]
+            kept = [a for a in arrays if a.size]  # an indexer keeps no values
+            flat = [a.reshape(len(a) // rows, -1).view(mx.uint8) for a in kept]
+            mx.eval(flat)
+            self._open[group] = [np.array(a, copy=False) for a in flat]
+        return self._open[group]
