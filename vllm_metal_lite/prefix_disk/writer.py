@@ -25,7 +25,7 @@ class Writer:
         self.folder = folder
         self.num_bytes = self.num_errors = 0
         self._thread = ThreadPoolExecutor(1, "prefix-disk-writer")
-        self._waiting: deque[tuple[Future[None], Files]] = deque()
+        self._waiting: deque[tuple[Future[None], list[bytes], int]] = deque()  # keys, bytes
         self._chain: Sequence[bytes] = ()
         self._use = 0
         self._is_failing = False
@@ -34,22 +34,20 @@ class Writer:
         """The keys of the files that wait."""
         while self._waiting and self._waiting[0][0].done():
             self._waiting.popleft()
-        return {key for _, files in self._waiting for key, _ in files}
+        return {key for _, keys, _ in self._waiting for key in keys}
 
     @property
     def has_room(self) -> bool:
-        waiting = (
-            len(data) for write, files in self._waiting if not write.done() for _, data in files
-        )
-        return sum(waiting) < _MOST_WAITING
+        return sum(n for write, _, n in self._waiting if not write.done()) < _MOST_WAITING
 
     def add(self, chain: Sequence[bytes], files: Files) -> None:
         """Count the keys of a chain as used, and write some of its files."""
-        self._waiting.append((self._thread.submit(self._write, chain, files), files))
+        keys, num_bytes = [key for key, _ in files], sum(len(data) for _, data in files)
+        self._waiting.append((self._thread.submit(self._write, chain, files), keys, num_bytes))
 
     def refresh(self) -> None:
         """Learn what other processes wrote."""
-        self._waiting.append((self._thread.submit(self._write, (), ()), ()))
+        self._thread.submit(self._write, (), ())
 
     def _write(self, chain: Sequence[bytes], files: Files) -> None:
         try:
@@ -66,7 +64,7 @@ class Writer:
 
     def flush(self, seconds: float | None = None) -> None:
         """Wait until everything is written, or for some seconds."""
-        wait([write for write, _ in self._waiting], seconds)
+        wait([write for write, *_ in self._waiting], seconds)
 
     def close(self) -> None:
         """Stop after the files that are being written."""
