@@ -4,6 +4,7 @@ The oracle is an engine that computes everything, and mlx-lm which runs each req
 """
 
 import errno
+import random
 from collections.abc import Iterator
 from threading import Event
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from tests.support.kernel_engine import engine_with_kernels
-from tests.support.pool_accounts import check_accounts
+from tests.support.pool_accounts import check_accounts, check_slots
 from vllm_metal_lite import envs
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine
@@ -201,6 +202,46 @@ def test_a_restore_that_nobody_wants_any_more_leaves_nothing(how, closing):
         again.reset_prefix_cache()
         output = tiny.run(again)["a"]
         assert (tokens([output]), output.num_cached_tokens) == (expected[:1], 0)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 3))])
+@pytest.mark.parametrize("name", ["llama", "gemma3/w9", "qwen3_next", "mamba2"])
+def test_many_requests_and_restarts_over_few_blocks(name, seed, closing):
+    """Prefixes come and go in memory, and requests are preempted and aborted meanwhile."""
+    numbers = random.Random(seed)
+    stems = tiny.prompts(3, 60, 60, seed=11)
+    restored = 0
+    for _ in range(3):
+        engine = tiny.engine(
+            name, prefix_disk_gib=1, num_blocks=numbers.choice([16, 24, 40]), max_num_seqs=3,
+            state_cache_gib=numbers.choice([None, 0.0001]),
+        )  # fmt: skip
+        closing.append(engine)
+        wanted, done = {}, {}
+        for i in range(12):
+            prompt = [*numbers.choice(stems)[: numbers.randrange(9, 60)], i]
+            wanted[str(i)] = prompt
+            named = [numbers.randrange(8, 40)] if numbers.random() < 0.3 else []
+            checkpoints = [at for at in named if at <= len(prompt)]
+            engine.add_request(str(i), prompt, GREEDY, checkpoints=checkpoints)
+            for _ in range(numbers.randrange(6)):
+                done |= {o.request_id: o for o in engine.step() if o.finished}
+            if numbers.random() < 0.1:
+                engine.abort(str(i))
+                wanted.pop(str(i))
+        done |= tiny.run(engine)
+        while engine.rest():
+            pass
+        engine.prefix_disk.writer.flush()
+        check_accounts(engine.scheduler.kv, ())
+        if engine.scheduler.kv.states is not None:
+            check_slots(engine.scheduler.kv.states, [])
+        for request_id, prompt in wanted.items():
+            expected = tiny.alone(tiny.native(name), prompt, 8)
+            assert done[request_id].outputs[0].token_ids == expected
+        restored += engine.metrics()["prefix_disk_restored_tokens"]
+        assert engine.metrics()["prefix_disk_errors"] == 0
+    assert restored > 0
 
 
 def test_with_too_few_blocks_nothing_is_restored(closing):
