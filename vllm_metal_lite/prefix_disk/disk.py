@@ -249,7 +249,7 @@ class PrefixDisk:
         if self._pending and not self.writer.has_room:
             self.writer.flush(0.05)
         self.between_steps()
-        return bool(self._pending)
+        return bool(self._pending) or self._restore is not None
 
     def wait(self) -> None:
         """Wait a moment for the disk: there is no step to run meanwhile."""

@@ -67,7 +67,7 @@ class Folder:
         self._namespace = 0
         self._version = -1
         if not path.exists():
-            path.mkdir(0o700, parents=True)
+            path.mkdir(0o700, parents=True, exist_ok=True)
             (path / "CACHEDIR.TAG").write_text("Signature: 8a477f597d28d172789f06886806bc55\n")
             _keep_out_of_backups(path)
         (path / "tmp").mkdir(0o700, exist_ok=True)
@@ -80,8 +80,7 @@ class Folder:
 
     def _open_index(self) -> sqlite3.Connection:
         path = self.path / "index.db"
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-        db = sqlite3.connect(path, timeout=30, check_same_thread=False)
+        db = self._connect(path)
         try:
             (version,) = db.execute("PRAGMA user_version").fetchone()
             if version == _FORMAT:
@@ -89,12 +88,16 @@ class Folder:
         except sqlite3.DatabaseError as e:
             logger.warning(f"the prefix cache starts empty: its index is damaged ({e})")
         db.close()
-        for old in (path, *self._files()):
+        for old in (path, self.path / "index.db-journal", *self._files()):
             old.unlink(missing_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-        db = sqlite3.connect(path, timeout=30, check_same_thread=False)
+        db = self._connect(path)
         db.executescript(_TABLES)
         return db
+
+    @staticmethod
+    def _connect(path: Path) -> sqlite3.Connection:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        return sqlite3.connect(path, timeout=30, check_same_thread=False)
 
     def close(self) -> None:
         with self._thread_lock:
