@@ -30,7 +30,7 @@ SCRIPTS = [ROOT / ".ci/run", ROOT / "tools/test"]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(r"^(?: {4,}\S.*\n)+", re.MULTILINE)
 _SPAN = re.compile(r"`([^`]+)`")
-_COMMANDS = ("chat", "serve", "launch", "generate", "bench", "models", "doctor")
+_COMMANDS = ("chat", "serve", "launch", "generate", "bench", "models", "cache", "doctor")
 _OURS = re.compile(
     r"vllm-metal-lite |tools/\w|\.ci/|(\S*/)?python3? (-m )?\S*tools\b|\.venv/"
     rf"|({'|'.join(_COMMANDS)}) .*--\w"

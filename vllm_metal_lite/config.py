@@ -34,6 +34,7 @@ ENGINE_RULES = {
     "enable_prefix_caching": switch(),
     "memory_fraction": number(0, 1, above=True, optional=True),
     "state_cache_gib": number(0, optional=True),
+    "prefix_disk_gib": number(0),
     "dtype": choice(*DTYPES),
     "kv_bits": choice(*KV_BITS, optional=True),
     "attention": choice(*ATTENTION),
@@ -54,6 +55,7 @@ class EngineConfig:
     memory_fraction None: what is safe on the device (see `runner/memory.py`).
     state_cache_gib: memory for state checkpoints of models with recurrent layers, beside one state
     for each of max_num_seqs; None: a share of the memory.
+    prefix_disk_gib: quota of the folder that keeps cached prefixes across restarts; 0: none.
     dtype "auto": what the weights have on a GPU, float32 (quantised weights expanded) on a CPU.
     kv_bits: keep K and V in 8 or 4 bits a value (see `kv/row_format.py`); None: as they are.
     attention "auto": the kernels of metal/ on a GPU where they agree with the reference there.
@@ -72,6 +74,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     memory_fraction: float | None = None
     state_cache_gib: float | None = None
+    prefix_disk_gib: float = 0.0
     dtype: str = "auto"
     kv_bits: int | None = None
     attention: str = "auto"

@@ -46,6 +46,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "vllm_metal_lite"
 
 
+def prefix_folder() -> Path:
+    """The folder of cached prefixes, in `cache_folder`.  Spotlight skips names with this ending."""
+    return cache_folder() / "prefixes.noindex"
+
+
 def no_color() -> bool:
     """NO_COLOR, or TERM=dumb: the command line prints plain text."""
     return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"

@@ -110,7 +110,8 @@ def make_parser() -> options.Parser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     # The server is a room that can be taken away.
     of_server = [_add_serve, _add_launch] if find_spec("vllm_metal_lite.server") else []
-    for add in (_add_chat, *of_server, _add_generate, _add_bench, _add_models, _add_doctor):
+    others = _add_generate, _add_bench, _add_models, _add_cache, _add_doctor
+    for add in (_add_chat, *of_server, *others):
         add(partial(commands.add_parser, formatter_class=_HelpFormatter))
     return parser
 
@@ -218,6 +219,20 @@ def _add_models(command: Command) -> None:
     text = "also look in this folder, 3 levels deep"
     models.add_argument("folders", nargs="*", metavar="FOLDER", help=text)
     models.add_argument("--json", action="store_true", help="print everything known, as JSON")
+
+
+def _add_cache(command: Command) -> None:
+    cache = command(
+        "cache",
+        help="the prefixes that are kept on the disk",
+        description="List what --prefix-disk-gib keeps on the disk, by model; verify every file, "
+        "and drop bad ones; or clear the folder.  Servers may run.",
+    )
+    actions = ("list", "verify", "clear")
+    text = "list (default), verify or clear"
+    cache.add_argument(
+        "action", nargs="?", choices=actions, default="list", metavar="ACTION", help=text
+    )
 
 
 def _add_doctor(command: Command) -> None:

@@ -82,6 +82,7 @@ _ENGINE = (
     ("prefill_policy", "NAME", _allowed("prefill_policy")),
     ("memory_fraction", "F", "share of the memory to use (default: what is safe)"),
     ("state_cache_gib", "N", "GiB for state checkpoints of recurrent layers (default: a share)"),
+    ("prefix_disk_gib", "N", "GiB on the disk for prefixes that survive a restart"),
     ("dtype", "NAME", _allowed("dtype")),
     ("kv_bits", "N", f"keep K and V in {_allowed('kv_bits')} bits a value (default: as they are)"),
     ("attention", "NAME", _allowed("attention")),

@@ -172,6 +172,8 @@ class AsyncEngine:
     def _loop(self) -> None:
         while True:
             block = not self._engine.has_unfinished_requests()
+            while self._calls.empty() and self._engine.rest():
+                pass
             while block or not self._calls.empty():
                 item = self._calls.get()
                 if item is None:

@@ -33,7 +33,7 @@ from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.pooling_params import PoolingParams
-from vllm_metal_lite.runner.build import build_runner
+from vllm_metal_lite.runner.build import build_runner, room
 from vllm_metal_lite.runner.memory import set_memory_limits, size_store
 from vllm_metal_lite.runner.pipeline import LaunchedStep, Pipeline
 from vllm_metal_lite.runner.result import StepResult
@@ -69,19 +69,26 @@ class LLMEngine:
             model.kv_specs, self.kv_groups, self.config.block_size,
             states=model.packed.state_store(self.num_state_slots),
         )  # fmt: skip
+        caching = self.config.enable_prefix_caching and model.packed.no_prefix_cache is None
+        # Cached prefixes that survive a restart; None: there is no folder for them.
+        self.prefix_disk = None
+        if caching and config.prefix_disk_gib and (disk := room("prefix_disk.disk")):
+            # Before anything is fused: the folder knows a model by its weights.
+            self.prefix_disk = disk.open_disk(model, self.kv_groups, config)
         self.sampler = Sampler(seats, model.vocab_size)
         runner = build_runner(model, store, self.sampler, self.config.attention)
         self.inputs = InputBatch(
             seats, self.max_model_len, self.config.block_size, len(self.kv_groups)
         )
         self.pipeline = Pipeline(runner, self.inputs)
-        caching = self.config.enable_prefix_caching and model.packed.no_prefix_cache is None
         scheduling = replace(self.config, enable_prefix_caching=caching)
         self.scheduler = Scheduler(
             scheduling, self.kv_groups, self.max_model_len,
             num_state_slots=self.num_state_slots,
             shares_in_step=not model.packed.reads_store,
         )  # fmt: skip
+        if self.prefix_disk is not None:
+            self.prefix_disk.attach(self.scheduler, store)
         self.failed_steps = FailedSteps(self.scheduler)
         self.constraints = Constraints(model.vocab_size)
         self.pooling = PoolingRequests()
@@ -246,10 +253,14 @@ class LLMEngine:
         """
         try:
             if not self._outputs:
+                if self.prefix_disk is not None:
+                    self.prefix_disk.between_steps()
                 propose = None if self.speculator is None else self._propose
                 self._launch(self.scheduler.schedule(propose))
             if not self._outputs:
                 self._last_end = None
+                if self.prefix_disk is not None:
+                    self.prefix_disk.wait()
                 return []
             self._advance(self._outputs[0])
             if self._may_run_ahead(self._outputs[0]):
@@ -278,6 +289,12 @@ class LLMEngine:
             self.failed_steps.spoilt(output)
             raise
 
+    def rest(self) -> bool:
+        """Do a little of what can wait until there is no request; whether more is left."""
+        if self.prefix_disk is None or self._requests or self._outputs:
+            return False
+        return self.prefix_disk.rest()
+
     @property
     def requests_at_fault(self) -> list[str]:
         """Ids of the requests that must end because `step` raised."""
@@ -289,6 +306,8 @@ class LLMEngine:
     def _may_run_ahead(self, output: SchedulerOutput) -> bool:
         """Whether the next step may be launched before the tokens of `output` are known."""
         if not self.async_scheduling or output.has_drafts or self.scheduler.may_preempt():
+            return False
+        if self.prefix_disk is not None and self.prefix_disk.wants_a_pause:
             return False
         return self.speculator is None or not self.speculator.wants(self.scheduler.decoding)
 
@@ -397,6 +416,8 @@ class LLMEngine:
             if self._extend(answer, result, result.live_rows[i]):
                 self._end(answer)
             reports[answer.result.request_id] = answer.result
+        if self.prefix_disk is not None:
+            self.prefix_disk.note(output)
         if self.on_step is not None:
             self.on_step(output)
         self.failed_steps.succeeded(output)
@@ -503,6 +524,8 @@ class LLMEngine:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, and those that running requests would leave."""
         self.scheduler.reset_prefix_cache()
+        if self.prefix_disk is not None:
+            self.prefix_disk.reset()
 
     def metrics(self) -> dict[str, int]:
         """Counters since the engine was created, and the present counts; see also `count`.
@@ -526,6 +549,7 @@ class LLMEngine:
             "memory_active_bytes": mx.get_active_memory(),
             "memory_cached_bytes": mx.get_cache_memory(),
             **count(self.scheduler),
+            **({} if self.prefix_disk is None else self.prefix_disk.metrics()),
         }
 
 

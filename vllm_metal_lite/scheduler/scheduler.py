@@ -14,7 +14,7 @@ Where all tokens are known, a decode may be lengthened by drafts (drafts.py): ro
 the request will probably have.  They take only what the step leaves over.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import le, sub
 
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
@@ -22,7 +22,7 @@ from vllm_metal_lite.config import MAX_CHUNK_TIMES_CONTEXT, EngineConfig
 from vllm_metal_lite.errors import RequestError, show
 from vllm_metal_lite.scheduler.drafts import DraftScheduler, Propose
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
-from vllm_metal_lite.scheduler.kv_manager import KVCacheManager, NewBlocks
+from vllm_metal_lite.scheduler.kv_manager import KVCacheManager, NewBlocks, PrefixHit
 from vllm_metal_lite.scheduler.limits import longest
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.request_queue import SORT_KEY, RequestQueue
@@ -59,6 +59,8 @@ class Scheduler:
         self.kv = KVCacheManager(groups, config.block_size, caching, states)
         self._states = None if states is None else StateScheduler(self.kv, states)
         self._drafts = DraftScheduler(self.kv, self._states)
+        # Whether a request waits although there is room, given what it finds in memory.
+        self.holds: Callable[[Request, PrefixHit], bool] | None = None
         self.one_by_one = False  # admit a request only if no other prompt is being computed
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
@@ -135,7 +137,8 @@ class Scheduler:
     # Steps
 
     def schedule(self, propose: Propose | None = None) -> SchedulerOutput:
-        """Decide the next step.  It is empty only if every request ends with the step in flight.
+        """Decide the next step.  It is empty only if every request ends with the step in flight,
+        or is held.
 
         propose: makes the drafts of decodes; None: the step has none.
         """
@@ -339,12 +342,13 @@ class Scheduler:
         """
         if not self._waiting or not self._has_room(out):
             return
-        left, at = self._spare_blocks(), 0
+        left, at = self.spare_blocks(), 0
         while min(left) > 0 and at < len(self._waiting) and self._has_room(out):
             request = self._waiting[at]
             hit = self.kv.find_prefix(request)
             start = hit.num_tokens
-            if at < _MAX_PASSED and self._follows(request, start, out):
+            held = self.holds is not None and self.holds(request, hit)
+            if at < _MAX_PASSED and (held or self._follows(request, start, out)):
                 at += 1
                 continue
             num_new_tokens = self._num_new_tokens(request, start, out)
@@ -382,7 +386,7 @@ class Scheduler:
             out.segments.append(segment)
             left = list(map(sub, left, cost))
 
-    def _spare_blocks(self) -> list[int]:
+    def spare_blocks(self) -> list[int]:
         """Blocks per KV group left once every running request has what it wants."""
         running = [(r, self._max_num_new_tokens(r, r.num_computed_tokens)) for r in self._partials]
         return self.kv.spare(running + [(r, 1) for r in self._decodes])

@@ -114,6 +114,8 @@ class Worker:
         self._report([])  # the first metrics
         while True:
             while not engine.has_unfinished_requests() or self._pipe.poll():
+                while engine.rest() and not self._pipe.poll():
+                    pass
                 while not self._pipe.poll(self._watcher.wait()):
                     self._send(Seen(self._watcher.event()))
                 message = self._pipe.recv()

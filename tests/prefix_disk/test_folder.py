@@ -1,0 +1,267 @@
+"""The folder of cached prefixes: the quota holds and no wrong byte is read, whatever happens.
+
+What a file holds follows from its key, so every byte that is read can be checked.
+"""
+
+import hashlib
+import os
+import random
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from vllm_metal_lite.prefix_disk.folder import Folder
+
+ROOT = Path(__file__).parents[2]
+SIZE = 20_000  # of a file's content
+TAKEN = 5 * 4096 + 512  # in the quota
+QUOTA = 12 * TAKEN
+
+WRITER = """
+import random, sys
+from pathlib import Path
+from tests.prefix_disk.test_folder import QUOTA, content, folder_at, key
+
+folder, numbers = folder_at(Path(sys.argv[1])), random.Random(int(sys.argv[2]))
+print("ready", flush=True)
+for _ in range(int(sys.argv[3])):
+    first = numbers.randrange(40)
+    keys = [key(first + i) for i in range(numbers.randrange(1, 6))]
+    folder.write([(k, content(k)) for k in keys], folder.use(keys))
+"""
+
+
+def key(number: int) -> bytes:
+    return hashlib.md5(str(number).encode()).digest()
+
+
+def content(key: bytes) -> bytes:
+    return (key * (SIZE // 16 + 1))[:SIZE]
+
+
+def folder_at(path: Path, quota: int = QUOTA) -> Folder:
+    folder = Folder(path, quota, free_margin=0)
+    folder.enter_namespace(b"a namespace", "a model")
+    return folder
+
+
+def write(folder: Folder, *numbers: int) -> int:
+    keys = [key(number) for number in numbers]
+    return folder.write([(k, content(k)) for k in keys], folder.use(keys))
+
+
+def bytes_on_disk(path: Path) -> int:
+    """Of all files but the index."""
+    total = 0
+    for file in path.glob("*/*"):
+        with suppress(FileNotFoundError):
+            total += file.stat().st_size
+    return total
+
+
+def check(path: Path, quota: int = QUOTA) -> int:
+    """Nothing is over the quota, and all that can be read is right; returns the number of files."""
+    assert bytes_on_disk(path) <= quota
+    folder = folder_at(path, quota)
+    assert sum(model.num_bytes for model in folder.models()) <= quota
+    good = 0
+    for known in sorted(folder.known):
+        data = folder.read(known, SIZE)
+        assert data is None or data == content(known)
+        good += data is not None
+    _, dropped = folder.verify()
+    assert dropped == folder.num_bad == 0
+    (counted,) = folder._db.execute("SELECT bytes FROM totals").fetchone()
+    assert counted == good * TAKEN
+    folder.close()
+    return good
+
+
+def start_writer(path: Path, seed: int, rounds: int) -> subprocess.Popen:
+    command = [sys.executable, "-c", WRITER, str(path), str(seed), str(rounds)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+def test_what_is_written_is_read_after_a_restart(tmp_path):
+    folder = folder_at(tmp_path / "x.noindex")
+    assert write(folder, 1, 2, 3) == 3 * SIZE
+    assert write(folder, 1, 2, 3, 4) == SIZE
+    folder.close()
+    assert check(tmp_path / "x.noindex") == 4
+
+
+def test_nobody_else_may_read(tmp_path):
+    path = tmp_path / "x.noindex"
+    write(folder_at(path), 1, 2)
+    modes = {p: stat.S_IMODE(p.stat().st_mode) for p in path.rglob("*")}
+    for p, mode in modes.items():
+        assert p.name == "CACHEDIR.TAG" or mode == (0o700 if p.is_dir() else 0o600)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+def test_least_recently_used_goes_first_and_the_end_of_a_chain_before_its_beginning(tmp_path):
+    folder = folder_at(tmp_path / "x", 4 * TAKEN)
+    write(folder, 1, 2)
+    write(folder, 11, 12)
+    folder.use([key(1), key(2)])
+    write(folder, 21)
+    assert folder.known == {key(n) for n in (1, 2, 11, 21)}
+    write(folder, 22, 23)
+    assert folder.known == {key(n) for n in (1, 22, 21, 23)}
+
+
+def test_a_chain_longer_than_the_quota_keeps_its_beginning(tmp_path):
+    folder = folder_at(tmp_path / "x", 3 * TAKEN)
+    assert write(folder, *range(6)) == 3 * SIZE
+    assert folder.known == {key(n) for n in range(3)}
+    assert write(folder, *range(6)) == 0
+
+
+@pytest.mark.parametrize("quota", [0, TAKEN - 1, TAKEN])
+def test_quota_of_at_most_one_file(tmp_path, quota):
+    folder = folder_at(tmp_path / "x", quota)
+    for number in range(4):
+        write(folder, number)
+        assert len(folder.known) == quota // TAKEN
+    folder.close()
+    check(tmp_path / "x", quota)
+
+
+def test_a_smaller_quota_holds_at_once(tmp_path):
+    write(folder_at(tmp_path / "x"), *range(10))
+    folder_at(tmp_path / "x", 3 * TAKEN).close()
+    assert check(tmp_path / "x", 3 * TAKEN) == 3
+
+
+def test_the_clock_may_jump(tmp_path, monkeypatch):
+    folder = folder_at(tmp_path / "x", 2 * TAKEN)
+    for number, now in enumerate((5e9, 0.0, 2e9, -1e9)):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        write(folder, number)
+    assert folder.known == {key(2), key(3)}
+
+
+def test_nothing_is_written_to_a_disk_that_is_nearly_full(tmp_path):
+    folder = Folder(tmp_path / "x", QUOTA, free_margin=1 << 60)
+    assert write(folder, 1) == 0
+
+
+def test_a_disk_that_fills_up_leaves_no_bytes(tmp_path, monkeypatch):
+    folder = folder_at(tmp_path / "x")
+    write(folder, 1)
+    fsync, left = os.fsync, [1]
+
+    def full(fd: int) -> None:
+        if not left:
+            raise OSError("No space left on device")
+        left.pop()
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write(folder, 2, 3, 4)
+    assert folder.known == {key(1), key(2)}
+    folder.close()
+    assert check(tmp_path / "x") == 2
+
+
+def test_foreign_files_are_dropped(tmp_path):
+    folder = folder_at(tmp_path / "x")
+    write(folder, 1, 2)
+    folder.path_of(key(1)).write_bytes(b"short")
+    (folder.path_of(key(2)).parent / "foreign").write_bytes(b"of somebody")
+    assert folder.read(key(1), SIZE) is None
+    assert folder.verify() == (1, 1)
+    folder.close()
+    assert check(tmp_path / "x") == 1
+
+
+@pytest.mark.parametrize("damage", [b"not SQLite at all" * 100, b""], ids=["other", "empty"])
+def test_without_its_index_the_folder_starts_empty(tmp_path, damage):
+    folder = folder_at(tmp_path / "x")
+    write(folder, 1, 2)
+    folder.close()
+    (tmp_path / "x" / "index.db").write_bytes(damage)
+    assert check(tmp_path / "x") == 0
+    assert bytes_on_disk(tmp_path / "x") == 0
+
+
+def test_clear_removes_all_models(tmp_path):
+    folder = folder_at(tmp_path / "x")
+    write(folder, 1)
+    folder.enter_namespace(b"another", "another model")
+    write(folder, 2, 3)
+    assert [tuple(model) for model in folder.models()] == [
+        ("another model", 2, 2 * TAKEN),
+        ("a model", 1, TAKEN),
+    ]
+    folder.clear()
+    assert not folder.known
+    assert bytes_on_disk(tmp_path / "x") == 0
+
+
+def test_one_process_finds_what_another_wrote(tmp_path):
+    one, other = folder_at(tmp_path / "x"), folder_at(tmp_path / "x")
+    write(one, 1, 2)
+    assert not other.known
+    other.refresh()
+    assert other.known == one.known
+    assert other.read(key(2), SIZE) == content(key(2))
+
+
+def test_two_processes_write_at_once(tmp_path):
+    path = tmp_path / "x"
+    writers = [start_writer(path, seed, 30) for seed in (1, 2)]
+    watcher = folder_at(path)
+    while any(writer.poll() is None for writer in writers):
+        with watcher._alone():  # nobody renames a file while they are counted
+            assert bytes_on_disk(path) <= QUOTA
+    watcher.close()
+    assert [writer.returncode for writer in writers] == [0, 0]
+    assert check(path) > 0
+
+
+@pytest.mark.parametrize("times", [6, pytest.param(200, marks=pytest.mark.long)])
+def test_killed_at_any_moment(tmp_path, times):
+    path, numbers = tmp_path / "x", random.Random(7)
+    for seed in range(times):
+        writer = start_writer(path, seed, 10**6)
+        time.sleep(numbers.random() / 10)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        check_after_kill(path)
+
+
+def check_after_kill(path: Path) -> None:
+    """As `check`; files that were removed before their rows are missing, and no more than that."""
+    assert bytes_on_disk(path) <= QUOTA
+    folder = folder_at(path)
+    assert not list((path / "tmp").iterdir())
+    for known in sorted(folder.known):
+        data = folder.read(known, SIZE)
+        assert data is None or data == content(known)
+    folder.close()
+    check(path)
+
+
+def test_a_folder_of_100_000_files_opens(tmp_path):
+    path = tmp_path / "x"
+    folder_at(path).close()
+    with sqlite3.connect(path / "index.db") as db:
+        rows = ((key(n), 1, TAKEN, n) for n in range(100_000))
+        db.executemany("INSERT INTO files VALUES (?, ?, ?, ?)", rows)
+        db.execute("UPDATE totals SET bytes = ?", (100_000 * TAKEN,))
+    folder = folder_at(path, 1 << 50)
+    assert len(folder.known) == 100_000
+    assert folder.read(key(5), SIZE) is None
+    assert len(folder.known) == 99_999

@@ -1,0 +1,327 @@
+"""Prefixes that an engine finds on the disk after a restart: equal bytes, equal tokens.
+
+The oracle is an engine that computes everything, and mlx-lm which runs each request alone.
+"""
+
+import errno
+import random
+from collections.abc import Iterator
+from threading import Event
+from typing import Any
+
+import pytest
+
+from metal.host import compiler_available, installed
+from tests.support import tiny_models as tiny
+from tests.support.kernel_engine import engine_with_kernels
+from tests.support.pool_accounts import check_accounts, check_slots
+from vllm_metal_lite import envs
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.model import loader
+from vllm_metal_lite.outputs import RequestOutput
+from vllm_metal_lite.prefix_disk import disk, folder
+from vllm_metal_lite.prefix_disk.namespace import namespace
+from vllm_metal_lite.prefix_disk.plan import Chain
+from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.scheduler.kv_groups import kv_groups
+from vllm_metal_lite.scheduler.prefix_hash import extend_block_hashes
+
+# Dense, latents, windows, recurrent layers alone and with attention, experts, shared indexers.
+NAMES = (
+    "llama", "qwen3", "deepseek_v3", "gemma3/w9", "gpt_oss", "llama4", "mamba2", "rwkv7", "lfm2",
+    "qwen3_next", "jamba", "kimi_linear", "deepseek_v32",
+)  # fmt: skip
+LONG, OTHER = tiny.prompts(2, 60, 60, seed=5)
+# The first is used again, as a whole and in part.
+PROMPTS = [LONG, LONG, LONG[:48] + OTHER[:10]]
+IS_FASTER = disk.PrefixDisk._is_faster
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(disk, "MIN_TOKENS", 8)
+    monkeypatch.setattr(folder, "FREE_MARGIN", 0)  # the disk of a test machine may be full
+    monkeypatch.setattr(disk.PrefixDisk, "_is_faster", lambda *_: True)  # whatever the speed here
+
+
+@pytest.fixture
+def closing() -> Iterator[list[LLMEngine]]:
+    engines: list[LLMEngine] = []
+    yield engines
+    for engine in engines:
+        if engine.prefix_disk is not None:
+            engine.prefix_disk.close()
+
+
+def serve(engine: LLMEngine, prompts: list[list[int]], **options: Any) -> list[RequestOutput]:
+    """One request after another, so that later ones hit what earlier ones left."""
+    done: dict[str, RequestOutput] = {}
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, GREEDY, **options)
+        done |= tiny.run(engine)
+    if engine.prefix_disk is not None:
+        while engine.rest():
+            pass
+        engine.prefix_disk.writer.flush()
+    check_accounts(engine.scheduler.kv, ())
+    return [done[str(i)] for i in range(len(prompts))]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_bits": 8}], ids=["", "8 bits"])
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_after_a_restart_are_those_computed(name, options, closing):
+    first = tiny.engine(name, prefix_disk_gib=1, **options)
+    closing.append(first)
+    expected = serve(first, PROMPTS)
+    if not options:
+        assert tokens(expected)[0] == tiny.alone(tiny.native(name), LONG, 8)
+    again = tiny.engine(name, prefix_disk_gib=1, **options)
+    closing.append(again)
+    restored = serve(again, PROMPTS)
+    assert tokens(restored) == tokens(expected)
+    assert restored[0].num_cached_tokens == 56  # of 60, in blocks of 8
+    metrics = again.metrics()
+    assert metrics["prefix_disk_restored_tokens"] >= 56
+    assert metrics["prefix_disk_errors"] == 0
+
+
+def test_tokens_after_a_restart_through_kernels(closing):
+    if not compiler_available():
+        pytest.skip("no compiler for the host kernels")
+    with installed():
+        engines = [engine_with_kernels("qwen3", prefix_disk_gib=1) for _ in range(2)]
+        closing += engines
+        expected, _ = serve(engines[0], PROMPTS[:2])
+        engines[1].prefix_disk.folder.refresh()
+        (restored,) = serve(engines[1], PROMPTS[:1])
+    assert restored.num_cached_tokens == 56
+    assert tokens([restored]) == tokens([expected])
+
+
+@pytest.mark.parametrize("name", ["gemma3/w9", "qwen3_next"])
+def test_bytes_after_a_restart_are_equal(name, closing):
+    kept = []
+    for _ in range(2):
+        engine = tiny.engine(name, prefix_disk_gib=1)
+        closing.append(engine)
+        serve(engine, PROMPTS[:2])
+        kept.append(bytes_of(engine, LONG[:56]))
+    assert len(kept[0]) >= 8
+    assert kept[0] == kept[1]
+
+
+def bytes_of(engine: LLMEngine, prefix: list[int]) -> list[bytes]:
+    """Of the blocks of a prefix, and of the state behind it."""
+    of, names = engine.prefix_disk, []
+    extend_block_hashes(names, prefix, 8, len(prefix) // 8)
+    chain = Chain(engine.scheduler.kv, of.digest, names)
+    parts = chain.parts(len(names))
+    found = [bytes(of.bytes.read(part.group, chain.in_memory(part))) for part in parts]
+    of.bytes.close()
+    return found
+
+
+def files_of(engine: LLMEngine) -> list:
+    return [engine.prefix_disk.folder.path_of(key) for key in engine.prefix_disk.folder.known]
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "foreign", "missing"])
+def test_a_bad_file_is_dropped_and_its_tokens_are_computed(damage, closing):
+    first = tiny.engine("llama", prefix_disk_gib=1)
+    closing.append(first)
+    expected = tokens(serve(first, PROMPTS))
+    files = files_of(first)
+    contents = [file.read_bytes() for file in files]
+    for i, (file, content) in enumerate(zip(files, contents, strict=True)):
+        if damage == "flip":
+            at = (i * 997) % len(content)  # in the header of some, in the rows of others
+            file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        elif damage == "cut":
+            file.write_bytes(content[: len(content) // 2])
+        elif damage == "foreign":
+            file.write_bytes(contents[i - 1])
+        else:
+            file.unlink()
+    again = tiny.engine("llama", prefix_disk_gib=1)
+    closing.append(again)
+    assert tokens(serve(again, PROMPTS)) == expected
+    metrics = again.metrics()
+    assert metrics["prefix_disk_restored_tokens"] == 0
+    assert (metrics["prefix_disk_errors"] > 0) == (damage != "missing")
+
+
+def test_others_go_on_while_a_request_waits_for_the_disk(closing, monkeypatch):
+    first = tiny.engine("llama", prefix_disk_gib=1)
+    closing.append(first)
+    expected = tokens(serve(first, PROMPTS[:2]))
+    again = tiny.engine("llama", prefix_disk_gib=1)
+    closing.append(again)
+    allowed = Event()
+    read = folder.Folder.read
+    monkeypatch.setattr(
+        folder.Folder, "read", lambda self, *args: allowed.wait() and read(self, *args)
+    )
+    again.add_request("held", LONG, GREEDY)
+    again.add_request("passes", OTHER, GREEDY)
+    passed = None
+    while passed is None:
+        passed = next((o for o in again.step() if o.finished), None)
+    assert passed.request_id == "passes"
+    assert again.scheduler.num_waiting == 1
+    allowed.set()
+    held = tiny.run(again)["held"]
+    assert held.num_cached_tokens == 56
+    assert tokens([held]) == expected[:1]
+
+
+@pytest.mark.parametrize("how", ["abort", "reset"])
+def test_a_restore_that_nobody_wants_any_more_leaves_nothing(how, closing):
+    first = tiny.engine("qwen3_next", prefix_disk_gib=1)
+    closing.append(first)
+    expected = tokens(serve(first, PROMPTS[:2]))
+    again = tiny.engine("qwen3_next", prefix_disk_gib=1)
+    closing.append(again)
+    again.add_request("a", LONG, GREEDY)
+    while again.prefix_disk._restore is None:
+        again.step()
+    if how == "abort":
+        again.abort("a")
+        again.prefix_disk.between_steps()
+        while again.prefix_disk._restore is not None:
+            again.prefix_disk.wait()
+            again.prefix_disk.between_steps()
+        check_accounts(again.scheduler.kv, ())
+    else:
+        again.reset_prefix_cache()
+        output = tiny.run(again)["a"]
+        assert (tokens([output]), output.num_cached_tokens) == (expected[:1], 0)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 3))])
+@pytest.mark.parametrize("name", ["llama", "gemma3/w9", "qwen3_next", "mamba2"])
+def test_many_requests_and_restarts_over_few_blocks(name, seed, closing):
+    """Prefixes come and go in memory, and requests are preempted and aborted meanwhile."""
+    numbers = random.Random(seed)
+    stems = tiny.prompts(3, 60, 60, seed=11)
+    restored = 0
+    for _ in range(3):
+        engine = tiny.engine(
+            name, prefix_disk_gib=1, num_blocks=numbers.choice([16, 24, 40]), max_num_seqs=3,
+            state_cache_gib=numbers.choice([None, 0.0001]),
+        )  # fmt: skip
+        closing.append(engine)
+        wanted, done = {}, {}
+        for i in range(12):
+            prompt = [*numbers.choice(stems)[: numbers.randrange(9, 60)], i]
+            wanted[str(i)] = prompt
+            named = [numbers.randrange(8, 40)] if numbers.random() < 0.3 else []
+            checkpoints = [at for at in named if at <= len(prompt)]
+            engine.add_request(str(i), prompt, GREEDY, checkpoints=checkpoints)
+            for _ in range(numbers.randrange(6)):
+                done |= {o.request_id: o for o in engine.step() if o.finished}
+            if numbers.random() < 0.1:
+                engine.abort(str(i))
+                wanted.pop(str(i))
+        done |= tiny.run(engine)
+        while engine.rest():
+            pass
+        engine.prefix_disk.writer.flush()
+        check_accounts(engine.scheduler.kv, ())
+        if engine.scheduler.kv.states is not None:
+            check_slots(engine.scheduler.kv.states, [])
+        for request_id, prompt in wanted.items():
+            expected = tiny.alone(tiny.native(name), prompt, 8)
+            assert done[request_id].outputs[0].token_ids == expected
+        restored += engine.metrics()["prefix_disk_restored_tokens"]
+        assert engine.metrics()["prefix_disk_errors"] == 0
+    assert restored > 0
+
+
+def test_with_too_few_blocks_nothing_is_restored(closing):
+    first = tiny.engine("llama", prefix_disk_gib=1)
+    closing.append(first)
+    expected = tokens(serve(first, PROMPTS[:2]))[0]
+    again = tiny.engine("llama", prefix_disk_gib=1, num_blocks=16)
+    closing.append(again)
+    again.add_request("runs", OTHER, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    again.step()
+    again.add_request("waits", LONG, GREEDY)
+    done = tiny.run(again)
+    assert done["waits"].outputs[0].token_ids == expected
+    assert again.scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "qwen3"}, {"dtype": mx.bfloat16}, {"kv_bits": 8}, {"block_size": 16},
+        {"salt": "other"},
+    ],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_another_model_form_or_salt_never_hits(change, closing):
+    first = tiny.engine("llama", prefix_disk_gib=1)
+    closing.append(first)
+    serve(first, PROMPTS[:2])
+    change = {"name": "llama", **change}
+    salt = change.pop("salt", None)
+    other = tiny.engine(prefix_disk_gib=1, **change)
+    closing.append(other)
+    other.add_request("a", {"prompt_token_ids": LONG, "cache_salt": salt}, GREEDY)
+    assert tiny.run(other)["a"].num_cached_tokens == 0
+
+
+def test_other_weights_have_another_namespace():
+    config = tiny.config_of("llama")
+    models = [loader.from_model(tiny.build(config, seed), None, config, "m") for seed in (0, 1, 0)]
+    found = [namespace(model, kv_groups(model.kv_specs), 8) for model in models]
+    assert found[0] == found[2] != found[1]
+
+
+def test_a_full_disk_costs_nothing_but_the_cache(closing, monkeypatch, caplog):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(folder, "write_file", full)
+    engine = tiny.engine("llama", prefix_disk_gib=1)
+    closing.append(engine)
+    expected = tiny.alone(tiny.native("llama"), LONG, 8)
+    assert tokens(serve(engine, PROMPTS))[:2] == [expected, expected]
+    assert not engine.prefix_disk.folder.known
+    assert not engine.prefix_disk.folder.models()
+    assert "No space left on device" in caplog.text
+
+
+def test_a_folder_that_cannot_be_used_costs_nothing_but_the_cache(tmp_path, caplog):
+    envs.cache_folder().mkdir(parents=True)
+    envs.prefix_folder().write_text("in the way")
+    engine = tiny.engine("llama", prefix_disk_gib=1)
+    assert engine.prefix_disk is None
+    assert tokens(serve(engine, [LONG])) == [tiny.alone(tiny.native("llama"), LONG, 8)]
+    assert "prefixes are not kept on the disk" in caplog.text
+
+
+def test_the_prefix_before_a_named_checkpoint_is_kept_at_its_first_use(closing):
+    first, again = (tiny.engine("qwen3_next", prefix_disk_gib=1) for _ in range(2))
+    closing += [first, again]
+    serve(first, [LONG], checkpoints=[24, 40])
+    again.prefix_disk.folder.refresh()
+    (output,) = serve(again, [LONG[:26] + OTHER])
+    assert output.num_cached_tokens == 24
+
+
+def test_reading_that_takes_longer_than_computing_is_left_out(closing):
+    engine = tiny.engine("llama", prefix_disk_gib=1)
+    closing.append(engine)
+    of = engine.prefix_disk
+    of._read_speed, of._compute_speed = 1e9, 1e3
+    is_faster = IS_FASTER.__get__(of)
+    assert is_faster(10**9, 2000)
+    assert not is_faster(10**9, 500)

@@ -1,0 +1,29 @@
+"""`vllm-metal-lite cache`: the prefixes that are kept on the disk."""
+
+import argparse
+
+from vllm_metal_lite import envs
+from vllm_metal_lite.cli.model_table import gib
+from vllm_metal_lite.prefix_disk.folder import Folder
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command `cache`; 1 if files were dropped."""
+    path = envs.prefix_folder()
+    if not path.exists():
+        print(f"no prefixes are kept in {path}")
+        return 0
+    folder = Folder(path, quota=1 << 62)  # nothing must go because someone looks
+    if args.action == "clear":
+        folder.clear()
+        print(f"cleared {path}")
+        return 0
+    if args.action == "verify":
+        good, dropped = folder.verify()
+        print(f"{good:,} files are right, {dropped:,} were dropped")
+        return 1 if dropped else 0
+    models = folder.models()
+    for model in models:
+        print(f"{gib(model.num_bytes):>8} GiB  {model.num_files:>7,} files  {model.model}")
+    print(f"{gib(sum(model.num_bytes for model in models)):>8} GiB in {path}")
+    return 0

@@ -1,0 +1,62 @@
+"""The namespace of a model: a digest of everything that the bytes of a block depend on.
+
+The weights are sampled as they lie in memory, after they were cast, merged or quantised: a few
+hundred values of every array, with its name, shape and dtype.  A model that differs anywhere else
+in its values only is a model whose training changed single numbers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, is_dataclass
+from hashlib import blake2b
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+from mlx.utils import tree_flatten
+
+from vllm_metal_lite import __version__
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.model.loader import LoadedModel
+from vllm_metal_lite.scheduler.kv_groups import KVGroup
+
+# Of the names of blocks, of files and of what they hold.
+_FORMAT = 1
+_SAMPLES = 256
+
+
+def namespace(model: LoadedModel, groups: Sequence[KVGroup], block_size: int) -> bytes:
+    """16 bytes.  Models with equal ones compute equal blocks for equal names."""
+    packed = model.packed
+    args = getattr(packed.model, "args", None)
+    state_store = packed.state_store(1)
+    facts = {
+        "format": _FORMAT,
+        "versions": (__version__, version("mlx"), version("mlx-lm")),
+        "type": model.model_type,
+        "args": _plain(args),
+        "rows": model.kv_specs,
+        "groups": [(group.layers, group.window) for group in groups],
+        "states": [(a.shape, a.dtype) for a in state_store.arrays],
+        "block_size": block_size,
+        "rank": (model.ranks.rank, model.ranks.size),
+    }
+    digest = blake2b(repr(sorted(facts.items())).encode(), digest_size=16)
+    weights: Any = tree_flatten(packed.model.parameters())
+    samples = [_sample(array) for _, array in weights]
+    mx.eval(samples)
+    for (name, array), sample in zip(weights, samples, strict=True):
+        digest.update(f"{name} {array.shape} {array.dtype}".encode())
+        digest.update(np.array(sample).tobytes())
+    return digest.digest()
+
+
+def _plain(args: Any) -> Any:
+    """A model's arguments, without addresses of objects."""
+    if is_dataclass(args) and not isinstance(args, type):
+        return asdict(args)
+    return vars(args) if hasattr(args, "__dict__") else args
+
+
+def _sample(array: mx.array) -> mx.array:
+    flat = array.reshape(-1)
+    return flat[:: max(flat.size // _SAMPLES, 1)].view(mx.uint8)
