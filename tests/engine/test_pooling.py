@@ -30,7 +30,7 @@ def alone(model, prompt, pooling: str = "last") -> np.ndarray:
 
 def together(engine, prompts, params=None, prefix: str = "") -> list[np.ndarray]:
     for i, prompt in enumerate(prompts):
-        engine.add_pooling_request(f"{prefix}{i}", prompt, params)
+        engine.add_request(f"{prefix}{i}", prompt, params or PoolingParams())
     done = tiny.run(engine)
     check_accounts(engine.scheduler.kv, [])
     return [done[f"{prefix}{i}"].pooled for i in range(len(prompts))]
@@ -84,7 +84,7 @@ def test_beside_decodes_and_preempted(pooling, speculate):
     for i, prompt in enumerate(PROMPTS):
         # The last chats are preempted for those that come first in rank.
         params = PoolingParams(pooling=pooling)
-        engine.add_pooling_request(f"e{i}", prompt, params, priority=i % 3 - 1)
+        engine.add_request(f"e{i}", prompt, params, priority=i % 3 - 1)
         done |= {o.request_id: o for o in engine.step() if o.finished}
     done |= tiny.run(engine)
     tokens = [done[str(i)].outputs[0].token_ids for i in range(len(chats))]
@@ -106,7 +106,7 @@ def test_through_host_kernels(name):
         tiny.submit(engine, chats, 16)
         for i, prompt in enumerate(PROMPTS):
             pooling = ("last", "mean")[i % 2]
-            engine.add_pooling_request(f"e{i}", prompt, PoolingParams(pooling=pooling))
+            engine.add_request(f"e{i}", prompt, PoolingParams(pooling=pooling))
         done = tiny.run(engine)
         assert engine.runner.path.uses_kernels
     tokens = [done[str(i)].outputs[0].token_ids for i in range(len(chats))]
@@ -127,7 +127,7 @@ def test_a_step_of_embeddings_samples_nothing(monkeypatch):
 def test_a_mean_starts_again_after_a_preemption():
     engine, params = tiny.engine(max_num_batched_tokens=16), PoolingParams(pooling="mean")
     prompt = tiny.prompts(1, 60, 60)[0]
-    engine.add_pooling_request("a", prompt, params)
+    engine.add_request("a", prompt, params)
     engine.step()
     engine._roll_back()
     compare([tiny.run(engine)["a"].pooled], [alone(tiny.native("llama"), prompt, "mean")])
@@ -136,7 +136,7 @@ def test_a_mean_starts_again_after_a_preemption():
 def test_aborted_requests_leave_nothing():
     engine = tiny.engine(max_num_batched_tokens=16)
     for i, prompt in enumerate(PROMPTS):
-        engine.add_pooling_request(str(i), prompt, PoolingParams(pooling="mean"))
+        engine.add_request(str(i), prompt, PoolingParams(pooling="mean"))
     engine.step()
     engine.abort(map(str, range(1, len(PROMPTS))))
     compare([tiny.run(engine)["0"].pooled], [alone(tiny.native("llama"), PROMPTS[0], "mean")])
@@ -158,8 +158,8 @@ def test_scores_are_logits_behind_the_prompt():
     tiny.submit(engine, PROMPTS[:2], 20)
     for i, prompt in enumerate(PROMPTS):
         ids = [3, 1, 4][: 1 + i % 3]
-        engine.add_pooling_request(f"s{i}", prompt, PoolingParams(score_token_ids=ids))
-        engine.add_pooling_request(f"e{i}", prompt)
+        engine.add_request(f"s{i}", prompt, PoolingParams(score_token_ids=ids))
+        engine.add_request(f"e{i}", prompt, PoolingParams())
     done = tiny.run(engine)
     for i, prompt in enumerate(PROMPTS):
         wanted = tiny.logits_alone(tiny.native("llama"), prompt)[-1, [3, 1, 4][: 1 + i % 3]]
@@ -190,8 +190,9 @@ def test_truncated_prompts_keep_their_end_of_sequence():
     assert truncate([1, 2, 3, 9], three, 100, [9]) == [1, 2, 9]
     assert truncate([1, 2, 3, 4], three, 100, [9]) == [1, 2, 3]
     assert truncate([1, 2, 9], three, 100, [9]) == [1, 2, 9]
-    assert truncate([1, 2, 3, 9], three, 3, [9]) == [1, 9]
-    assert truncate([1, 2, 3, 9], context, 3, [9]) == [1, 9]
+    assert truncate([1, 2, 3, 9], three, 3, [9]) == [1, 2, 9]
+    assert truncate([1, 2, 3, 9], context, 3, [9]) == [1, 2, 9]
+    assert truncate([1, 2, 9], context, 4, [9]) == [1, 2, 9]
     assert truncate([1, 2, 3, 9], PoolingParams(), 3, [9]) == [1, 2, 3, 9]
 
 
@@ -232,7 +233,10 @@ def test_embed_follows_the_folder(llm):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda llm: llm.embed("a", prompt_name="no"), "it has: query, document"),
+        (
+            lambda llm: llm.embed("a", prompt_name="no"),
+            "prompt_name must be one of: query, document",
+        ),
         (lambda llm: llm.embed(["a", "b" * 300]), "prompt 1: .*max_model_len"),
         (lambda llm: llm.embed("a", pooling_params=PoolingParams(dimensions=999)), "dimensions"),
         (lambda llm: llm.embed(7), "list of them"),
@@ -274,7 +278,7 @@ def test_a_truncated_pair_keeps_its_form():
     tokenizer = type("Tokenizer", (), {"encode": lambda self, text, **options: encode_all(text)})()
     config, params = PoolingConfig(score_token_ids=(5, 6)), PoolingParams(truncate_prompt_tokens=-1)
     (ids,) = plan_scores(config, tokenizer, "q", "d" * 999, params, 500).prompts
-    assert len(ids) == 499
+    assert len(ids) == 500
     assert "".join(map(chr, ids)).endswith(
         "ddd<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )

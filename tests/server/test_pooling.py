@@ -78,7 +78,7 @@ def test_long_inputs_are_cut_if_asked(url):
     assert refused.status_code == 400
     assert refused.json()["error"]["code"] == "context_length_exceeded"
     reply = post(url, "embeddings", input="word " * 400, truncate_prompt_tokens=-1)
-    assert reply.json()["usage"]["prompt_tokens"] == 127
+    assert reply.json()["usage"]["prompt_tokens"] == 128
 
 
 def test_rerank_and_score(url, llm):
@@ -101,7 +101,7 @@ def test_rerank_and_score(url, llm):
         ("embeddings", {"input": [99999999]}, "outside the vocabulary"),
         ("embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
         ("embeddings", {"input": "a", "dimensions": 1 << 20}, "dimensions"),
-        ("embeddings", {"input": "a", "prompt_name": "query"}, "no prompt"),
+        ("embeddings", {"input": "a", "prompt_name": "query"}, "prompt_name must be one of: none"),
         ("embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ("rerank", {"query": "a", "documents": []}, "documents"),
         ("rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),

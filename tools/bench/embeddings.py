@@ -3,10 +3,10 @@
     python -m tools.bench.embeddings                       a GPU; random weights in bfloat16
     python -m tools.bench.embeddings --model 256x4 --texts 60 --repeats 2        a CPU
 
-The lengths of the texts are lognormal.  mlx-lm's module computes the body alone, as this engine
-does, and runs at each of several batch sizes.  Sizes are rows a step for this engine and texts a batch for mlx-lm; each
-runs once unmeasured.  Prints Markdown: texts a second (median), the part of the rows that is
-padding, the least cosine to mlx-lm at the last size, and the ratio.
+The lengths of the texts are lognormal.  mlx-lm's module computes no logits, as this engine.  A size
+is rows a step for this engine, and texts a batch for mlx-lm; each runs once unmeasured.  Prints
+Markdown: texts a second (median), the part of the rows that is padding, the least cosine to
+mlx-lm's embeddings at its last size, and the ratio.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from tools.bench.lib.mlx_lm import native
 from tools.bench.lib.models import get_model
 from tools.bench.lib.tables import table_head
 from tools.bench.lib.trust import trusted
-from vllm_metal_lite import EngineConfig, LLMEngine, backend
+from vllm_metal_lite import EngineConfig, LLMEngine, PoolingParams, backend
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.model.packed import body_of
 
@@ -44,15 +44,15 @@ def packed(model: LoadedModel, prompts: Texts, rows: int) -> Run:
     engine = LLMEngine(
         model,
         EngineConfig(
-            max_num_batched_tokens=rows, max_num_seqs=seats, max_model_len=longest + 1,
-            num_blocks=seats * -(-longest // block) + 1, enable_prefix_caching=False,
+            max_num_batched_tokens=rows, max_num_seqs=seats, max_model_len=longest,
+            num_blocks=seats * -(-longest // block), enable_prefix_caching=False,
         ),
     )  # fmt: skip
 
     def run() -> np.ndarray:
         found = {}
         for i, prompt in enumerate(prompts):
-            engine.add_pooling_request(str(i), prompt)
+            engine.add_request(str(i), prompt, PoolingParams())
         while engine.has_unfinished_requests():
             found |= {o.request_id: o.pooled for o in engine.step() if o.finished}
         return np.stack([found[str(i)] for i in range(len(prompts))])

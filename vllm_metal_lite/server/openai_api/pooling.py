@@ -11,12 +11,12 @@ from typing import Any, Literal
 import numpy as np
 from starlette.responses import JSONResponse, Response
 
-from vllm_metal_lite.engine.pooling import ONE_TOKEN, truncate
+from vllm_metal_lite.engine.pooling import checked, truncate
 from vllm_metal_lite.engine.prompt_ids import check_salt, encode
 from vllm_metal_lite.engine.scores import plan_scores
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.server.conversations import RenderedPrompt, check_length
-from vllm_metal_lite.server.errors import ApiError, ContextOverflow, bad, must_be
+from vllm_metal_lite.server.errors import ContextOverflow, must_be
 from vllm_metal_lite.server.large_json import large_json
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.openai_api.completions import all_of, split_prompts, token_ids_of
@@ -90,11 +90,8 @@ async def embeddings(serving: Serving, body: EmbeddingRequest) -> Response:
     before = serving.engine.facts.pooling.prompt(body.prompt_name)
     inputs = split_prompts(body.input, "input")
     prompts = [before + text if isinstance(text, str) else text for text in inputs]
-    params, special = body.params(), body.add_special_tokens is not False
-    requests = await _pool(serving, body, prompts, params, special, "input")
-    values = _values(requests)
-    if body.dimensions is not None and body.dimensions > (most := len(values[0])):
-        raise bad("dimensions", f" must be at most {most}, got {body.dimensions}")
+    special = body.add_special_tokens is not False
+    requests, values = await _pool(serving, body, prompts, body.params(), special, "input")
 
     def whole() -> dict[str, Any]:
         data = [
@@ -131,8 +128,8 @@ async def _scores(
         check_length(engine, text)
     make = partial(plan_scores, facts.pooling, engine.tokenizer, queries, documents, body.params())
     plan = await offload(make, facts.max_model_len, body.instruction)
-    requests = await _pool(serving, body, plan.prompts, plan.params, True, "documents")
-    return plan.scores(_values(requests)), _common(serving, requests)
+    requests, values = await _pool(serving, body, plan.prompts, plan.params, True, "documents")
+    return plan.scores(values), _common(serving, requests)
 
 
 async def _pool(
@@ -142,33 +139,32 @@ async def _pool(
     params: PoolingParams,
     special: bool,
     param: str,
-) -> list[RequestState]:
-    """The finished requests of the prompts, in order."""
+) -> tuple[list[RequestState], list[np.ndarray]]:
+    """The finished requests of the prompts, in order, and what they have read.
+
+    special: add special tokens.  param: the field that has the prompts.
+    """
     engine = serving.engine
     with serving.preparing():
-        make = partial(_token_ids, engine, prompts, params, special, param)
-        token_ids = await offload(make)
+        token_ids = await offload(_token_ids, engine, prompts, params, special, param)
     seats = engine.facts.max_num_seqs
     free = asyncio.Semaphore(min(_STEPS_AHEAD * seats, seats + serving.server.config.max_waiting))
 
     async def run(ids: list[int]) -> RequestState:
         async with free:
+            prompt = RenderedPrompt(ids)
             request = await serving.generate(
-                "embd-",
-                RenderedPrompt(ids),
-                ONE_TOKEN,
-                pooling=params,
-                priority=body.priority or 0,
-                cache_salt=body.cache_salt,
+                "embd-", prompt, params, priority=body.priority or 0, cache_salt=body.cache_salt
             )
             await request.complete()
             return request
 
     try:
-        return await all_of(map(run, token_ids))
+        requests = await all_of(map(run, token_ids))
     except ContextOverflow as e:
         e.param = param
         raise
+    return requests, [checked(request.pooled, params) for request in requests]
 
 
 def _token_ids(
@@ -180,13 +176,6 @@ def _token_ids(
         truncate(ids, params, engine.facts.max_model_len, ends if isinstance(prompt, str) else [])
         for prompt, ids in zip(prompts, token_ids, strict=True)
     ]
-
-
-def _values(requests: Sequence[RequestState]) -> list[np.ndarray]:
-    values = [request.pooled for request in requests]
-    if any(value is None or not np.isfinite(value).all() for value in values):
-        raise ApiError(500, "the model computes no finite values for this request")
-    return [value for value in values if value is not None]
 
 
 def _encoded(body: EmbeddingRequest, value: np.ndarray) -> str | list[float]:
