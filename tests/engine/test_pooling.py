@@ -7,25 +7,17 @@ import pytest
 
 from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
+from tests.support.embeddings import alone, compare
 from tests.support.kernel_engine import engine_with_kernels
 from tests.support.pool_accounts import check_accounts
 from vllm_metal_lite import LLM, PoolingParams
-from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.pooling import truncate
 from vllm_metal_lite.engine.scores import plan_scores
 from vllm_metal_lite.errors import RequestError
-from vllm_metal_lite.model.packed import body_of
 from vllm_metal_lite.model.pooling_config import PoolingConfig, pooling_config
 
 PROMPTS = tiny.prompts(7, 1, 60, seed=5)
 OPTIONS = {"num_blocks": 64, "block_size": 8, "max_model_len": 256, "max_num_batched_tokens": 64}
-
-
-def alone(model, prompt, pooling: str = "last") -> np.ndarray:
-    """The normalised embedding by mlx-lm's own module, without a cache."""
-    hidden = np.array(body_of(model)(mx.array([prompt]))[0].astype(mx.float32))
-    hidden = hidden[-1] if pooling == "last" else hidden.mean(axis=0)
-    return hidden / np.linalg.norm(hidden)
 
 
 def together(engine, prompts, params=None, prefix: str = "") -> list[np.ndarray]:
@@ -34,12 +26,6 @@ def together(engine, prompts, params=None, prefix: str = "") -> list[np.ndarray]
     done = tiny.run(engine)
     check_accounts(engine.scheduler.kv, [])
     return [done[f"{prefix}{i}"].pooled for i in range(len(prompts))]
-
-
-def compare(found, wanted) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        assert one @ other > 0.9999
-        np.testing.assert_allclose(one, other, atol=1e-5)
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])

@@ -21,10 +21,8 @@ def resolved(params: PoolingParams, model: LoadedModel) -> PoolingParams:
 
     Raises RequestError if the model cannot follow them.
     """
-    if not model.packed.shows_hidden or model.ranks.stages:
-        raise RequestError(f"{model.name} gives no embeddings: its hidden states are not at hand")
-    if model.pooling.problem is not None:
-        raise RequestError(f"{model.name} gives no embeddings: {model.pooling.problem}")
+    if (problem := model.no_embeddings) is not None:
+        raise RequestError(f"{model.name} gives no embeddings: {problem}")
     if (most := max(params.score_token_ids or (0,))) >= model.vocab_size:
         raise RequestError(f"token id {most} is outside the vocabulary of {model.vocab_size}")
     return replace(params, pooling=params.pooling or model.pooling.pooling)
