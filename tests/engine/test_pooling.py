@@ -11,6 +11,7 @@ from tests.support.embeddings import alone, compare
 from tests.support.kernel_engine import engine_with_kernels
 from tests.support.pool_accounts import check_accounts
 from vllm_metal_lite import LLM, PoolingParams
+from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.pooling import truncate
 from vllm_metal_lite.engine.scores import plan_scores
 from vllm_metal_lite.errors import RequestError
@@ -102,6 +103,34 @@ def test_through_host_kernels(name):
         [done[f"e{i}"].pooled for i in range(len(PROMPTS))],
         [alone(tiny.native(name), p, mode) for p, mode in zip(PROMPTS, modes, strict=True)],
     )
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_16_bits(dtype):
+    """The oracle is the same weights in float32 arithmetic."""
+    engine = tiny.engine("qwen3", dtype, max_num_batched_tokens=24)
+    model = tiny.build(tiny.config_of("qwen3"))
+    model.set_dtype(dtype)
+    model.set_dtype(mx.float32)
+    for mode in ("last", "mean"):
+        found = together(engine, PROMPTS, PoolingParams(pooling=mode), mode)
+        for one, prompt in zip(found, PROMPTS, strict=True):
+            assert one @ alone(model, prompt, mode) > 0.999
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_a_prompt_may_fill_the_context(pooling):
+    """Beside a decode, in chunks; one token more is refused."""
+    engine = tiny.engine(max_model_len=64, num_blocks=16, max_num_batched_tokens=24)
+    prompts = tiny.prompts(3, 64, 64, seed=11)
+    params = PoolingParams(pooling=pooling)
+    tiny.submit(engine, [[1, 2, 3]], 30)
+    compare(
+        together(engine, prompts, params, "e"),
+        [alone(tiny.native("llama"), prompt, pooling) for prompt in prompts],
+    )
+    with pytest.raises(RequestError, match=r"65 tokens; max_model_len \(64\) leaves room for 64$"):
+        engine.add_request("x", [1] * 65, params)
 
 
 def test_a_step_of_embeddings_samples_nothing(monkeypatch):
@@ -303,6 +332,14 @@ _TYPES = "sentence_transformers.models."
 )
 def test_settings_of_a_folder(tmp_path, files, wanted):
     assert pooling_config(_write(tmp_path, files), "m", {"yes": 7, "no": 8}) == wanted
+
+
+def test_a_model_that_is_no_decoder_is_refused_by_name(tmp_path):
+    folder = tiny.write_folder(tmp_path / "encoder", "qwen3", use_bidirectional_attention=True)
+    llm = LLM(str(folder), **OPTIONS)
+    with pytest.raises(RequestError, match=r"encoder gives no embeddings: its tokens see those"):
+        llm.embed("Hello")
+    assert llm.generate("Hello")[0].outputs[0].token_ids
 
 
 @pytest.mark.parametrize(

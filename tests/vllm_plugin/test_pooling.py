@@ -26,7 +26,7 @@ def test_embeddings_equal_those_of_the_model_alone(pooling, is_async):
     """In chunks and behind cached prefixes, where vLLM allows these; two fill the context."""
     config = PoolerConfig(seq_pooling_type=pooling)
     longest = tiny.prompts(1, 64, 64)[0]
-    prompts = [*PROMPTS, longest, longest[:40] + [1, 2], longest]
+    prompts = [*PROMPTS, longest, [*longest[:40], 1, 2], longest]
     options = {"max_num_batched_tokens": 24} if pooling == "LAST" else {}
     with kit.engine(
         runner="pooling", pooler_config=config, max_model_len=64, async_scheduling=is_async,

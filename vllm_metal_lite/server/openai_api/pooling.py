@@ -12,7 +12,7 @@ import numpy as np
 from starlette.responses import JSONResponse, Response
 
 from vllm_metal_lite.engine.pooling import checked, truncate
-from vllm_metal_lite.engine.prompt_ids import check_salt, encode
+from vllm_metal_lite.engine.prompt_ids import encode
 from vllm_metal_lite.engine.scores import plan_scores
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.server.conversations import RenderedPrompt, check_length
@@ -20,26 +20,25 @@ from vllm_metal_lite.server.errors import ContextOverflow, must_be
 from vllm_metal_lite.server.large_json import large_json
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.openai_api.completions import all_of, split_prompts, token_ids_of
-from vllm_metal_lite.server.server import Body, Serving
+from vllm_metal_lite.server.params import ScheduledBody
+from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 _STEPS_AHEAD = 2  # full steps of prompts that one request keeps in the engine's queue
 
 
-class PoolingBody(Body):
+class PoolingBody(ScheduledBody):
     """truncate_prompt_tokens: cut longer prompts; -1: to the context; None: refuse them."""
 
     truncate_prompt_tokens: int | None = None
-    priority: int | None = None
-    cache_salt: Any = None
 
     def params(self) -> PoolingParams:
         return PoolingParams(truncate_prompt_tokens=self.truncate_prompt_tokens)
 
     def check(self) -> None:
         self.params()
-        check_salt(self.cache_salt)
+        self.scheduling()
 
 
 class EmbeddingRequest(PoolingBody):
@@ -76,6 +75,8 @@ class RerankRequest(PoolingBody):
 
     def check(self) -> None:
         super().check()
+        if not self.documents:
+            raise must_be("documents", "a list of at least one text", self.documents)
         if self.top_n is not None and self.top_n < 0:
             raise must_be("top_n", "at least 0", self.top_n)
 
@@ -153,9 +154,7 @@ async def _pool(
     async def run(ids: list[int]) -> RequestState:
         async with free:
             prompt = RenderedPrompt(ids)
-            request = await serving.generate(
-                "embd-", prompt, params, priority=body.priority or 0, cache_salt=body.cache_salt
-            )
+            request = await serving.generate("embd-", prompt, params, **body.scheduling())
             await request.complete()
             return request
 
