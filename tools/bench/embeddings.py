@@ -1,22 +1,21 @@
 """Embeddings by packed prompts, beside mlx-lm's module in padded batches sorted by length.
 
-    python -m tools.bench.embeddings                       a GPU; random weights in bfloat16
-    python -m tools.bench.embeddings --model 256x4 --texts 60 --repeats 2        a CPU
+    python -m tools.bench.embeddings                                     a GPU, random bfloat16
+    python -m tools.bench.embeddings --model 256x2 --texts 40 --rows 256 512 --sizes 1 2 4    a CPU
 
-The lengths of the texts are lognormal.  mlx-lm's module computes no logits, as this engine.  A size
-is rows a step for this engine, and texts a batch for mlx-lm; each runs once unmeasured.  Prints
-Markdown: texts a second (median), the part of the rows that is padding, the least cosine to
-mlx-lm's embeddings at its last size, and the ratio.
+Lengths are lognormal, median 120 tokens.  Neither side computes logits.  A size is rows a step
+here, and texts a batch for mlx-lm.  Prints Markdown: texts a second (median, behind one run), the
+part of the rows that is padding, the least cosine to mlx-lm's last size, and the ratio.
 """
 
 import argparse
-import faulthandler
 import statistics
-import time
+import timeit
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from tools.bench.lib.engines import MLX_CACHE_LIMIT
 from tools.bench.lib.mlx_lm import native
 from tools.bench.lib.models import get_model
 from tools.bench.lib.tables import table_head
@@ -31,25 +30,25 @@ Texts = list[list[int]]
 Run = Callable[[], np.ndarray]  # embeds all texts
 
 
-def texts(count: int, median: int, vocab_size: int) -> Texts:
+def texts(count: int, vocab_size: int) -> Texts:
     rng = np.random.default_rng(3)
-    lengths = np.clip(median * rng.lognormal(0, 0.6, count), 4, 2048).astype(int)
+    lengths = np.clip(120 * rng.lognormal(0, 0.6, count), 4, 2048).astype(int)
     return [rng.integers(10, vocab_size, length).tolist() for length in lengths]
 
 
 def packed(model: LoadedModel, prompts: Texts, rows: int) -> Run:
     """Embeds all prompts with this engine, `rows` a step."""
-    longest, block = max(map(len, prompts)), EngineConfig.block_size
-    seats = min(len(prompts), 256)
-    engine = LLMEngine(
-        model,
-        EngineConfig(
-            max_num_batched_tokens=rows, max_num_seqs=seats, max_model_len=longest,
-            num_blocks=seats * -(-longest // block), enable_prefix_caching=False,
-        ),
+    longest, seats = max(map(len, prompts)), min(len(prompts), 256)
+    config = EngineConfig(
+        max_num_batched_tokens=rows, max_num_seqs=seats, max_model_len=longest,
+        num_blocks=(3 * rows + longest) // EngineConfig.block_size + seats,
+        enable_prefix_caching=False,
     )  # fmt: skip
+    engine = LLMEngine(model, config)
+    cache_limit = mx.set_cache_limit(MLX_CACHE_LIMIT)  # that of the engine
 
     def run() -> np.ndarray:
+        mx.set_cache_limit(cache_limit)
         found = {}
         for i, prompt in enumerate(prompts):
             engine.add_request(str(i), prompt, PoolingParams())
@@ -60,16 +59,15 @@ def packed(model: LoadedModel, prompts: Texts, rows: int) -> Run:
     return run
 
 
-def batches(prompts: Texts, size: int) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
-    """(numbers, padded token ids, lengths) of each batch of prompts sorted by length."""
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for start in range(0, len(order), size):
-        numbers = order[start : start + size]
-        lengths = np.array([len(prompts[i]) for i in numbers])
-        ids = np.zeros((len(numbers), lengths.max()), np.int32)
-        for row, i in enumerate(numbers):
-            ids[row, : lengths[row]] = prompts[i]
-        yield numbers, ids, lengths
+def batches(prompts: Texts, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(padded token ids, lengths) of each batch of prompts sorted by length."""
+    prompts = sorted(prompts, key=len)
+    for start in range(0, len(prompts), size):
+        batch = prompts[start : start + size]
+        ids = np.zeros((len(batch), len(batch[-1])), np.int32)
+        for row, prompt in zip(ids, batch, strict=True):
+            row[: len(prompt)] = prompt
+        yield ids, np.array(list(map(len, batch)))
 
 
 def padded(model: LoadedModel, prompts: Texts, size: int) -> Run:
@@ -78,55 +76,47 @@ def padded(model: LoadedModel, prompts: Texts, size: int) -> Run:
     assert body is not None
 
     def run() -> np.ndarray:
-        found: list[tuple[list[int], mx.array]] = []
-        for numbers, ids, lengths in batches(prompts, size):
+        mx.set_cache_limit(MLX_CACHE_LIMIT)
+        found: list[mx.array] = []
+        for ids, lengths in batches(prompts, size):
             hidden = body(mx.array(ids))
             last = hidden[mx.arange(len(ids)), mx.array(lengths - 1)].astype(mx.float32)
-            found.append((numbers, last / mx.linalg.norm(last, axis=-1, keepdims=True)))
-            mx.async_eval(found[-1][1])
-            if len(found) > 1:  # one batch ahead
-                mx.eval(found[-2][1])
-        order = np.argsort([i for numbers, _ in found for i in numbers])
-        return np.concatenate([np.array(last) for _, last in found])[order]
+            found.append(last / mx.linalg.norm(last, axis=-1, keepdims=True))
+            mx.async_eval(found[-1])
+            mx.eval(found[-2:-1])  # one batch ahead
+        # `sorted` keeps the order of equals, as a stable sort.
+        place = np.argsort(np.argsort(list(map(len, prompts)), kind="stable"))
+        return np.array(mx.concatenate(found))[place]
 
     return run
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--texts", type=int, default=2000)
-    parser.add_argument("--median", type=int, default=120, metavar="TOKENS")
     parser.add_argument("--rows", type=int, nargs="+", default=[4096, 8192])
     parser.add_argument("--sizes", type=int, nargs="+", default=[8, 16, 32, 64, 128])
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    faulthandler.enable()
     model = get_model(args.model)
-    prompts = texts(args.texts, args.median, model.vocab_size)
+    prompts = texts(args.texts, model.vocab_size)
     tokens = sum(map(len, prompts))
     print(f"{model.name}, {len(prompts)} texts, {tokens:,} tokens, {backend.name()}\n")
     table_head(["engine", "texts a second", "padding", "least cosine"])
     with trusted():
         runs = [("ours", n, 0.0, packed(model, prompts, n)) for n in args.rows]
     for size in args.sizes:
-        rows = sum(ids.size for _, ids, _ in batches(prompts, size))
+        rows = sum(ids.size for ids, _ in batches(prompts, size))
         runs.append(("mlx-lm", size, 1 - tokens / rows, padded(model, prompts, size)))
-    wanted = [run() for *_, run in runs][-1]
+    found = [run() for *_, run in runs]
     best = {"ours": 0.0, "mlx-lm": 0.0}
-    for engine, size, padding, run in runs:
-        times = []
-        for _ in range(args.repeats):
-            start = time.perf_counter()
-            found = run()
-            times.append(time.perf_counter() - start)
+    for (engine, size, padding, run), values in zip(runs, found, strict=True):
+        times = timeit.repeat(run, number=1, repeat=args.repeats)
         rate = len(prompts) / statistics.median(times)
         best[engine] = max(best[engine], rate)
-        cosine = (found * wanted).sum(axis=1).min()
-        cells = (f"{engine}, {size}", f"{rate:,.1f}", f"{padding:.0%}", f"{cosine:.5f}")
-        print("| " + " | ".join(cells) + " |", flush=True)
+        cosine = (values * found[-1]).sum(axis=1).min()
+        print(f"| {engine}, {size} | {rate:,.1f} | {padding:.0%} | {cosine:.5f} |", flush=True)
     print(f"\nours / mlx-lm, each at its best: {best['ours'] / best['mlx-lm']:.2f}")
 
 

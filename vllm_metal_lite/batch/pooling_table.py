@@ -20,7 +20,7 @@ class _Pooling:
 
     params: PoolingParams
     num_prompt_tokens: int
-    sum: np.ndarray | float = 0.0
+    sum: np.ndarray | None = None
 
 
 class PoolingTable:
@@ -84,11 +84,12 @@ class PoolingTable:
         for i, value in zip(batch.pooled.segments.tolist(), sums, strict=True):
             if (pooling := self._poolings.get(keys[i])) is None:
                 continue
-            begins = batch.positions[batch.cu_seqlens_q[i]] == 0
             is_mean, count = pooling.params.pooling == "mean", pooling.num_prompt_tokens
-            pooling.sum = pooling.sum + value if is_mean and not begins else value
+            if is_mean and pooling.sum is not None and batch.positions[batch.cu_seqlens_q[i]] > 0:
+                value = value + pooling.sum
+            pooling.sum = value
             if batch.seq_lens[i] == count:
-                yield keys[i], _embedding(pooling.sum / (count if is_mean else 1), pooling.params)
+                yield keys[i], _embedding(value / (count if is_mean else 1), pooling.params)
         for i, value in zip(batch.pooled.scored.tolist(), logits, strict=True):
             if (pooling := self._poolings.get(keys[i])) is not None:
                 yield keys[i], value[: len(pooling.params.score_token_ids or ())]
