@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 LAYERS = (
     ("errors",),
     ("envs", "rules"),
-    ("structured_params",),
-    ("batch", "config", "outputs", "pooling_params", "sampling_params"),
+    ("pooling_params", "structured_params"),
+    ("batch", "config", "outputs", "sampling_params"),
     ("scheduler",),
     ("speculation",),
     # From here on modules may know MLX.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.errors import Option, RequestError
 from vllm_metal_lite.rules import apply_rules, choice, integer, switch, token_ids
 
 POOLING_RULES = {
@@ -38,4 +38,5 @@ class PoolingParams:
     def __post_init__(self) -> None:
         apply_rules(self, POOLING_RULES, RequestError)
         if self.truncate_prompt_tokens == 0:
-            raise RequestError("truncate_prompt_tokens must be a positive integer or -1, got 0")
+            name = Option("truncate_prompt_tokens")
+            raise RequestError(name, " must be a positive integer, or -1, got 0")

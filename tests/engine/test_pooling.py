@@ -7,6 +7,7 @@ import pytest
 
 from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
+from tests.support.embeddings import alone, compare
 from tests.support.kernel_engine import engine_with_kernels
 from tests.support.pool_accounts import check_accounts
 from vllm_metal_lite import LLM, PoolingParams
@@ -14,32 +15,18 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.pooling import truncate
 from vllm_metal_lite.engine.scores import plan_scores
 from vllm_metal_lite.errors import RequestError
-from vllm_metal_lite.model.packed import body_of
 from vllm_metal_lite.model.pooling_config import PoolingConfig, pooling_config
 
 PROMPTS = tiny.prompts(7, 1, 60, seed=5)
 OPTIONS = {"num_blocks": 64, "block_size": 8, "max_model_len": 256, "max_num_batched_tokens": 64}
 
 
-def alone(model, prompt, pooling: str = "last") -> np.ndarray:
-    """The normalised embedding by mlx-lm's own module, without a cache."""
-    hidden = np.array(body_of(model)(mx.array([prompt]))[0].astype(mx.float32))
-    hidden = hidden[-1] if pooling == "last" else hidden.mean(axis=0)
-    return hidden / np.linalg.norm(hidden)
-
-
 def together(engine, prompts, params=None, prefix: str = "") -> list[np.ndarray]:
     for i, prompt in enumerate(prompts):
-        engine.add_pooling_request(f"{prefix}{i}", prompt, params)
+        engine.add_request(f"{prefix}{i}", prompt, params or PoolingParams())
     done = tiny.run(engine)
     check_accounts(engine.scheduler.kv, [])
     return [done[f"{prefix}{i}"].pooled for i in range(len(prompts))]
-
-
-def compare(found, wanted) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        assert one @ other > 0.9999
-        np.testing.assert_allclose(one, other, atol=1e-5)
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
@@ -84,7 +71,7 @@ def test_beside_decodes_and_preempted(pooling, speculate):
     for i, prompt in enumerate(PROMPTS):
         # The last chats are preempted for those that come first in rank.
         params = PoolingParams(pooling=pooling)
-        engine.add_pooling_request(f"e{i}", prompt, params, priority=i % 3 - 1)
+        engine.add_request(f"e{i}", prompt, params, priority=i % 3 - 1)
         done |= {o.request_id: o for o in engine.step() if o.finished}
     done |= tiny.run(engine)
     tokens = [done[str(i)].outputs[0].token_ids for i in range(len(chats))]
@@ -106,7 +93,7 @@ def test_through_host_kernels(name):
         tiny.submit(engine, chats, 16)
         for i, prompt in enumerate(PROMPTS):
             pooling = ("last", "mean")[i % 2]
-            engine.add_pooling_request(f"e{i}", prompt, PoolingParams(pooling=pooling))
+            engine.add_request(f"e{i}", prompt, PoolingParams(pooling=pooling))
         done = tiny.run(engine)
         assert engine.runner.path.uses_kernels
     tokens = [done[str(i)].outputs[0].token_ids for i in range(len(chats))]
@@ -118,6 +105,34 @@ def test_through_host_kernels(name):
     )
 
 
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_16_bits(dtype):
+    """The oracle is the same weights in float32 arithmetic."""
+    engine = tiny.engine("qwen3", dtype, max_num_batched_tokens=24)
+    model = tiny.build(tiny.config_of("qwen3"))
+    model.set_dtype(dtype)
+    model.set_dtype(mx.float32)
+    for mode in ("last", "mean"):
+        found = together(engine, PROMPTS, PoolingParams(pooling=mode), mode)
+        for one, prompt in zip(found, PROMPTS, strict=True):
+            assert one @ alone(model, prompt, mode) > 0.999
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_a_prompt_may_fill_the_context(pooling):
+    """Beside a decode, in chunks; one token more is refused."""
+    engine = tiny.engine(max_model_len=64, num_blocks=16, max_num_batched_tokens=24)
+    prompts = tiny.prompts(3, 64, 64, seed=11)
+    params = PoolingParams(pooling=pooling)
+    tiny.submit(engine, [[1, 2, 3]], 30)
+    compare(
+        together(engine, prompts, params, "e"),
+        [alone(tiny.native("llama"), prompt, pooling) for prompt in prompts],
+    )
+    with pytest.raises(RequestError, match=r"65 tokens; max_model_len \(64\) leaves room for 64$"):
+        engine.add_request("x", [1] * 65, params)
+
+
 def test_a_step_of_embeddings_samples_nothing(monkeypatch):
     engine = tiny.engine()
     monkeypatch.setattr(type(engine.sampler), "__call__", None)
@@ -127,7 +142,7 @@ def test_a_step_of_embeddings_samples_nothing(monkeypatch):
 def test_a_mean_starts_again_after_a_preemption():
     engine, params = tiny.engine(max_num_batched_tokens=16), PoolingParams(pooling="mean")
     prompt = tiny.prompts(1, 60, 60)[0]
-    engine.add_pooling_request("a", prompt, params)
+    engine.add_request("a", prompt, params)
     engine.step()
     engine._roll_back()
     compare([tiny.run(engine)["a"].pooled], [alone(tiny.native("llama"), prompt, "mean")])
@@ -136,7 +151,7 @@ def test_a_mean_starts_again_after_a_preemption():
 def test_aborted_requests_leave_nothing():
     engine = tiny.engine(max_num_batched_tokens=16)
     for i, prompt in enumerate(PROMPTS):
-        engine.add_pooling_request(str(i), prompt, PoolingParams(pooling="mean"))
+        engine.add_request(str(i), prompt, PoolingParams(pooling="mean"))
     engine.step()
     engine.abort(map(str, range(1, len(PROMPTS))))
     compare([tiny.run(engine)["0"].pooled], [alone(tiny.native("llama"), PROMPTS[0], "mean")])
@@ -158,8 +173,8 @@ def test_scores_are_logits_behind_the_prompt():
     tiny.submit(engine, PROMPTS[:2], 20)
     for i, prompt in enumerate(PROMPTS):
         ids = [3, 1, 4][: 1 + i % 3]
-        engine.add_pooling_request(f"s{i}", prompt, PoolingParams(score_token_ids=ids))
-        engine.add_pooling_request(f"e{i}", prompt)
+        engine.add_request(f"s{i}", prompt, PoolingParams(score_token_ids=ids))
+        engine.add_request(f"e{i}", prompt, PoolingParams())
     done = tiny.run(engine)
     for i, prompt in enumerate(PROMPTS):
         wanted = tiny.logits_alone(tiny.native("llama"), prompt)[-1, [3, 1, 4][: 1 + i % 3]]
@@ -190,8 +205,9 @@ def test_truncated_prompts_keep_their_end_of_sequence():
     assert truncate([1, 2, 3, 9], three, 100, [9]) == [1, 2, 9]
     assert truncate([1, 2, 3, 4], three, 100, [9]) == [1, 2, 3]
     assert truncate([1, 2, 9], three, 100, [9]) == [1, 2, 9]
-    assert truncate([1, 2, 3, 9], three, 3, [9]) == [1, 9]
-    assert truncate([1, 2, 3, 9], context, 3, [9]) == [1, 9]
+    assert truncate([1, 2, 3, 9], three, 3, [9]) == [1, 2, 9]
+    assert truncate([1, 2, 3, 9], context, 3, [9]) == [1, 2, 9]
+    assert truncate([1, 2, 9], context, 4, [9]) == [1, 2, 9]
     assert truncate([1, 2, 3, 9], PoolingParams(), 3, [9]) == [1, 2, 3, 9]
 
 
@@ -232,7 +248,10 @@ def test_embed_follows_the_folder(llm):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda llm: llm.embed("a", prompt_name="no"), "it has: query, document"),
+        (
+            lambda llm: llm.embed("a", prompt_name="no"),
+            "prompt_name must be one of: query, document",
+        ),
         (lambda llm: llm.embed(["a", "b" * 300]), "prompt 1: .*max_model_len"),
         (lambda llm: llm.embed("a", pooling_params=PoolingParams(dimensions=999)), "dimensions"),
         (lambda llm: llm.embed(7), "list of them"),
@@ -274,7 +293,7 @@ def test_a_truncated_pair_keeps_its_form():
     tokenizer = type("Tokenizer", (), {"encode": lambda self, text, **options: encode_all(text)})()
     config, params = PoolingConfig(score_token_ids=(5, 6)), PoolingParams(truncate_prompt_tokens=-1)
     (ids,) = plan_scores(config, tokenizer, "q", "d" * 999, params, 500).prompts
-    assert len(ids) == 499
+    assert len(ids) == 500
     assert "".join(map(chr, ids)).endswith(
         "ddd<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
@@ -313,6 +332,14 @@ _TYPES = "sentence_transformers.models."
 )
 def test_settings_of_a_folder(tmp_path, files, wanted):
     assert pooling_config(_write(tmp_path, files), "m", {"yes": 7, "no": 8}) == wanted
+
+
+def test_a_model_that_is_no_decoder_is_refused_by_name(tmp_path):
+    folder = tiny.write_folder(tmp_path / "encoder", "qwen3", use_bidirectional_attention=True)
+    llm = LLM(str(folder), **OPTIONS)
+    with pytest.raises(RequestError, match=r"encoder gives no embeddings: its tokens see those"):
+        llm.embed("Hello")
+    assert llm.generate("Hello")[0].outputs[0].token_ids
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.support import tiny_models as tiny
 from tests.support.array_attention import compile_on_cpu
 from tests.support.device import change_device, pad_to_powers_of_two
+from tests.support.embeddings import alone, compare
 from tests.support.kernel_faults import FailingKernels
 from tests.support.launches import Stubs
 from tests.support.rounding import of_16_bits
@@ -25,6 +26,7 @@ from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.fusion.linear import fuse_linears
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.runner import compiled
 from vllm_metal_lite.runner.compiled import CompiledSteps
 from vllm_metal_lite.runner.runner import ModelRunner
@@ -227,6 +229,21 @@ def test_chunks_beside_decodes_give_the_same_tokens(name, how, decodes, budget, 
                 assert output.outputs[0].token_ids == alone
     assert engine.runner.compiled.reason is None
     assert engine.metrics()["compiled_steps"] > engine.metrics()["steps"] // 2
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embeddings_beside_decodes_are_compiled_when_they_come_again(pooling, monkeypatch):
+    engine = make_engine(enable_prefix_caching=False)
+    steps = compiled_with_prompts(engine, monkeypatch)
+    tiny.submit(engine, PROMPTS[:2], 100)
+    for i in range(4):
+        prompt = tiny.prompts(1, 30, 30, seed=i)[0]
+        engine.add_request(f"e{i}", prompt, PoolingParams(pooling=pooling))
+        done = {}
+        while f"e{i}" not in done:
+            done |= {output.request_id: output for output in engine.step()}
+        compare([done[f"e{i}"].pooled], [alone(tiny.native("qwen3"), prompt, pooling)])
+    assert [step.batch.pooled is not None for step in steps].count(True) >= 2
 
 
 @pytest.mark.parametrize("prefill", PREFILLS)

@@ -64,6 +64,30 @@ def test_token_ids_and_dimensions(client, llm):
             np.testing.assert_allclose(data.embedding, cut, atol=1e-5)
 
 
+def test_metrics_count_prompts_and_no_generated_token(url):
+    """A text is an observation of each histogram; none has a token to time or to count."""
+
+    def read() -> dict[str, float]:
+        text = httpx.get(f"{url}/metrics").text
+        lines = (line.rpartition(" ") for line in text.splitlines() if line.startswith("vllm:"))
+        return {name.partition("{")[0]: float(value) for name, _, value in lines}
+
+    before = read()
+    count = post(url, "embeddings", input=TEXTS).json()["usage"]["prompt_tokens"]
+    more = {name: value - before.get(name, 0) for name, value in read().items()}
+    assert more["vllm:prompt_tokens_total"] == count
+    assert more["vllm:request_prompt_tokens_count"] == len(TEXTS)
+    assert more["vllm:generation_tokens_total"] == 0
+    assert more["vllm:request_generation_tokens_sum"] == 0
+    assert more["vllm:request_params_max_tokens_count"] == 0
+
+
+def test_an_input_may_fill_the_context(url):
+    ids = [5] * 128
+    assert post(url, "embeddings", input=ids).json()["usage"]["prompt_tokens"] == 128
+    assert post(url, "embeddings", input=[*ids, 5]).json()["error"]["param"] == "input"
+
+
 def test_more_inputs_than_may_wait(url):
     """They are taken in turns, in order."""
     texts = [TEXTS[i % 3] for i in range(40)]
@@ -78,7 +102,7 @@ def test_long_inputs_are_cut_if_asked(url):
     assert refused.status_code == 400
     assert refused.json()["error"]["code"] == "context_length_exceeded"
     reply = post(url, "embeddings", input="word " * 400, truncate_prompt_tokens=-1)
-    assert reply.json()["usage"]["prompt_tokens"] == 127
+    assert reply.json()["usage"]["prompt_tokens"] == 128
 
 
 def test_rerank_and_score(url, llm):
@@ -94,22 +118,25 @@ def test_rerank_and_score(url, llm):
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "words"),
+    ("path", "body", "param", "words"),
     [
-        ("embeddings", {"input": []}, "input"),
-        ("embeddings", {"input": ["a", 7]}, "input.1"),
-        ("embeddings", {"input": [99999999]}, "outside the vocabulary"),
-        ("embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
-        ("embeddings", {"input": "a", "dimensions": 1 << 20}, "dimensions"),
-        ("embeddings", {"input": "a", "prompt_name": "query"}, "no prompt"),
-        ("embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
-        ("rerank", {"query": "a", "documents": []}, "documents"),
-        ("rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),
-        ("score", {"text_1": ["a", "b"], "text_2": ["c"]}, "2 queries"),
-        ("score", {"text_1": "a", "text_2": "b", "cache_salt": 3}, "cache_salt"),
+        ("embeddings", {"input": []}, "input", "input"),
+        ("embeddings", {"input": ["a", 7]}, "input.1", "input.1"),
+        ("embeddings", {"input": [99999999]}, "input", "outside the vocabulary"),
+        ("embeddings", {"input": "a", "dimensions": 0}, "dimensions", "at least 1"),
+        ("embeddings", {"input": "a", "dimensions": 1 << 20}, "dimensions", "at most"),
+        ("embeddings", {"input": "a", "prompt_name": "query"}, "prompt_name", "must be one of"),
+        ("embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "base64"),
+        ("embeddings", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "0"),
+        ("rerank", {"query": "a", "documents": []}, "documents", "at least one"),
+        ("rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n", "top_n"),
+        ("score", {"text_1": ["a", "b"], "text_2": ["c"]}, None, "2 queries"),
+        ("score", {"text_1": "a", "text_2": "b", "cache_salt": 3}, "cache_salt", "cache_salt"),
     ],
 )
-def test_what_is_refused(url, path, body, words):
+def test_what_is_refused(url, path, body, param, words):
     reply = post(url, path, **body)
     assert reply.status_code == 400
-    assert words in reply.json()["error"]["message"]
+    error = reply.json()["error"]
+    assert words in error["message"]
+    assert error["param"] == param

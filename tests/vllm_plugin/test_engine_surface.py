@@ -12,6 +12,7 @@ from tests.support.arch_configs import config_of
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
 
 from vllm import LLM
+from vllm.config import PoolerConfig
 
 from tests.vllm_plugin import kit
 from vllm_metal_lite.errors import ConfigError
@@ -116,8 +117,9 @@ def test_a_long_answer_ends_at_the_context_length():
         ({"hf_overrides": {"rope_theta": 5.0}}, "--hf-overrides"),
         ({"logprobs_mode": "processed_logprobs"}, "--logprobs-mode processed_logprobs"),
         ({"load_format": "dummy"}, "--load-format dummy"),
-        ({"runner": "pooling"}, "--runner pooling"),
-        ({"convert": "embed"}, "--convert embed"),
+        ({"runner": "pooling", "convert": "classify"}, "--convert classify"),
+        ({"runner": "pooling", "pooler_config": PoolerConfig(seq_pooling_type="CLS")},
+         "--runner pooling: of type CLS"),
         ({"model_impl": "transformers"}, "--model-impl transformers"),
         ({"attention_backend": "TRITON_ATTN"}, "--attention-backend"),
         ({"mamba_block_size": 24}, "--mamba-block-size 24: states have blocks of 8 tokens"),

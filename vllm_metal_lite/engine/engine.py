@@ -14,6 +14,7 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.batch.pooling_table import PoolingTable
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.answer import Answer
 from vllm_metal_lite.engine.chat_checkpoints import turn_checkpoints
@@ -26,7 +27,7 @@ from vllm_metal_lite.engine.intake import (
     constraint_of,
     make_answers,
 )
-from vllm_metal_lite.engine.pooling import ONE_TOKEN, PoolingRequests, check_pooling, truncate
+from vllm_metal_lite.engine.pooling import ONE_TOKEN, resolved, truncate
 from vllm_metal_lite.engine.prompt_ids import Prompt, cache_salt, encode, render_chat, tokenize
 from vllm_metal_lite.errors import ConfigError, RequestError, one_line, show
 from vllm_metal_lite.kv.store import PagedStore
@@ -91,7 +92,7 @@ class LLMEngine:
             self.prefix_disk.attach(self.scheduler, store)
         self.failed_steps = FailedSteps(self.scheduler)
         self.constraints = Constraints(model.vocab_size)
-        self.pooling = PoolingRequests()
+        self.pooling = PoolingTable()
         self.speculator = Speculator(self._tokens_of) if self.config.speculate == "auto" else None
         self._last_end: float | None = None  # when the last step ended, while there is work
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id
@@ -151,7 +152,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         priority: int = 0,
         fair_round: int = 0,
@@ -162,12 +163,18 @@ class LLMEngine:
 
         prompt: text, token ids, or a dict with "prompt" or "prompt_token_ids", and perhaps with
         "cache_salt": only prompts of the same salt share blocks.
-        params: by default `get_default_sampling_params`.
+        params: by default `get_default_sampling_params`.  PoolingParams: the prompt is only read,
+        and its finished output has `pooled`.
         priority: lower goes first, then the lower fair_round, which keeps a server fair.
         atomic: compute the prompt in one step, never chunked.
         checkpoints: numbers of prompt tokens after which other prompts may continue differently,
         such as the end of a system prompt.  Models with recurrent layers keep their state there.
         """
+        pooling = None
+        if isinstance(params, PoolingParams):
+            pooling, params = resolved(params, self.model), ONE_TOKEN
+            if pooling.truncate_prompt_tokens is not None:
+                prompt = self._truncated(prompt, pooling)
         params = self.get_default_sampling_params() if params is None else params
         check_arguments(request_id, params, priority, fair_round, atomic)
         names = [request_id if params.n == 1 else f"{request_id}#{i}" for i in range(params.n)]
@@ -184,7 +191,9 @@ class LLMEngine:
         answers = make_answers(
             names, result, params, self.model, self.max_model_len, seed, bad_words,
             priority=priority, fair_round=fair_round, arrival=arrival, atomic=atomic,
-            checkpoint_positions=positions, cache_salt=salt,
+            checkpoint_positions=positions, cache_salt=salt, only_reads=pooling is not None,
+            # A mean needs the hidden states of all rows.
+            skip_prefix_cache_read=pooling is not None and pooling.pooling == "mean",
         )  # fmt: skip
         constraints = [constraint_of(params, self.model) for _ in answers]
         for answer, constraint in zip(answers, constraints, strict=True):
@@ -192,28 +201,9 @@ class LLMEngine:
             self._answers[answer.request.request_id] = answer
             if constraint is not None:
                 self.constraints.add(answer.request, constraint, params)
+            if pooling is not None:
+                self.pooling.add(answer.request, pooling, len(token_ids))
         self._requests[request_id] = answers
-
-    def add_pooling_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: PoolingParams | None = None,
-        *,
-        priority: int = 0,
-        fair_round: int = 0,
-    ) -> None:
-        """Queue a prompt whose hidden states or logits are read; its finished output has `pooled`.
-
-        Raises RequestError, changing nothing.  The arguments are those of `add_request`.
-        """
-        params = PoolingParams() if params is None else params
-        check_pooling(params, self.model)
-        if params.truncate_prompt_tokens is not None:
-            prompt = self._truncated(prompt, params)
-        self.add_request(request_id, prompt, ONE_TOKEN, priority=priority, fair_round=fair_round)
-        (answer,) = self._requests[request_id]
-        self.pooling.add(answer.request, params, answer.result, self.model)
 
     def _truncated(self, prompt: Prompt, params: PoolingParams) -> Prompt:
         text, token_ids = self.tokenize(prompt)
@@ -340,7 +330,7 @@ class LLMEngine:
             [s.state for s in output.segments if s.state is not None] or None,
             [s.draft_token_ids for s in output.segments] if output.has_drafts else None,
         )
-        batch = self.pooling.extend(batch, output)
+        batch = self.pooling.extend(batch, [s.request for s in output.segments])
         scored = self._num_prompt_logprobs(output) if len(batch.prompt_targets) else 0
         requests = [output.segments[i].request for i in batch.sample_segments]
         masks = None
@@ -407,7 +397,9 @@ class LLMEngine:
                 if request.status is not finished:
                     answer = self._answers[request.request_id]
                     answer.append_prompt_logprobs(result.prompt_logprobs, row)
-        self.pooling.take(batch, output, result)
+        read = self.pooling.take(batch, [s.request for s in output.segments], result.pooled)
+        for request, values in read:
+            self._answers[request.request_id].result.pooled = values
         reports: dict[str, RequestOutput] = {}
         for i, request in enumerate(output.terminal):
             if not goes_on[i]:

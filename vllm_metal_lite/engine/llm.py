@@ -1,7 +1,7 @@
 """The Python API for offline use, with vLLM's names."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -57,13 +57,22 @@ class LLM(PoolingCalls):
             checkpoints if is_nested else (checkpoints,) * len(batch), len(batch), "checkpoints"
         )
 
-        def add(request_id: str, i: int) -> None:
-            self.engine.add_request(
-                request_id, batch[i], params[i],
-                priority=priorities[i], atomic=atomic, checkpoints=kept[i],
-            )  # fmt: skip
-
-        return self._serve(len(batch), add, use_tqdm)
+        ids: list[str] = []
+        try:
+            for i, prompt in enumerate(batch):
+                request_id = str(next(self._ids))
+                try:
+                    self.engine.add_request(
+                        request_id, prompt, params[i],
+                        priority=priorities[i], atomic=atomic, checkpoints=kept[i],
+                    )  # fmt: skip
+                except RequestError as e:
+                    where = f"prompt {i}: " if len(batch) > 1 else ""
+                    raise RequestError(where, *e.parts) from None
+                ids.append(request_id)
+            return self._run(ids, use_tqdm)
+        finally:
+            self.engine.abort(ids)  # any that an error or Ctrl-C left unfinished
 
     def chat(
         self,
@@ -106,23 +115,6 @@ class LLM(PoolingCalls):
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self.engine.reset_prefix_cache()
-
-    def _serve(
-        self, count: int, add: Callable[[str, int], None], use_tqdm: bool
-    ) -> list[RequestOutput]:
-        ids: list[str] = []
-        try:
-            for i in range(count):
-                request_id = str(next(self._ids))
-                try:
-                    add(request_id, i)
-                except RequestError as e:
-                    where = f"prompt {i}: " if count > 1 else ""
-                    raise RequestError(where, *e.parts) from None
-                ids.append(request_id)
-            return self._run(ids, use_tqdm)
-        finally:
-            self.engine.abort(ids)  # any that an error or Ctrl-C left unfinished
 
     def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}

@@ -3,21 +3,20 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from vllm_metal_lite.engine.engine import LLMEngine
-from vllm_metal_lite.engine.pooling import values_of
+from vllm_metal_lite.engine.pooling import checked
 from vllm_metal_lite.engine.prompt_ids import Prompt, as_list
 from vllm_metal_lite.engine.scores import plan_scores
-from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.errors import RequestError, show
 from vllm_metal_lite.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
 from vllm_metal_lite.pooling_params import PoolingParams
 
 
 class PoolingCalls:
-    """Base of `LLM`, which has the engine."""
+    """Base of `LLM`, which has the engine and `generate`."""
 
     engine: LLMEngine
+    generate: Callable[..., list[RequestOutput]]
 
     def embed(
         self,
@@ -33,7 +32,7 @@ class PoolingCalls:
         its default, if it has one.
         Raises RequestError, with the index of a prompt that can never be served.
         """
-        params = PoolingParams() if pooling_params is None else pooling_params
+        params = _checked_params(pooling_params)
         before = self.engine.model.pooling.prompt(prompt_name)
         batch = [_behind(before, prompt) for prompt in as_list(prompts)]
         return [
@@ -41,9 +40,9 @@ class PoolingCalls:
                 done.request_id,
                 done.prompt_token_ids,
                 done.num_cached_tokens,
-                values_of(done, params).tolist(),
+                checked(done.pooled, params).tolist(),
             )
-            for done in self._pool(batch, params, use_tqdm)
+            for done in self.generate(batch, params, use_tqdm=use_tqdm)
         ]
 
     def score(
@@ -62,7 +61,7 @@ class PoolingCalls:
         instruction: what the reranker judges.
         """
         model = self.engine.model
-        params = PoolingParams() if pooling_params is None else pooling_params
+        params = _checked_params(pooling_params)
         plan = plan_scores(
             model.pooling,
             model.tokenizer,
@@ -72,8 +71,8 @@ class PoolingCalls:
             self.engine.max_model_len,
             instruction,
         )
-        done = self._pool(plan.prompts, plan.params, use_tqdm)
-        values: list[np.ndarray] = [values_of(output, plan.params) for output in done]
+        done = self.generate(plan.prompts, plan.params, use_tqdm=use_tqdm)
+        values = [checked(output.pooled, plan.params) for output in done]
         return [ScoringRequestOutput(i, score) for i, score in enumerate(plan.scores(values))]
 
     def rerank(
@@ -85,19 +84,11 @@ class PoolingCalls:
         scores = self.score(query, documents, **options)
         return sorted(scores, key=lambda output: -output.score)[:top_n]
 
-    def _pool(
-        self, prompts: Sequence[Prompt], params: PoolingParams, use_tqdm: bool
-    ) -> list[RequestOutput]:
-        def add(request_id: str, i: int) -> None:
-            self.engine.add_pooling_request(request_id, prompts[i], params)
 
-        return self._serve(len(prompts), add, use_tqdm)
-
-    def _serve(
-        self, count: int, add: Callable[[str, int], None], use_tqdm: bool
-    ) -> list[RequestOutput]:
-        """Queue `count` requests by `add(request_id, index)`, and run them; outputs in order."""
-        raise NotImplementedError
+def _checked_params(params: PoolingParams | None) -> PoolingParams:
+    if params is not None and not isinstance(params, PoolingParams):
+        raise RequestError(f"pooling_params must be PoolingParams, got {show(params)}")
+    return params or PoolingParams()
 
 
 def _behind(before: str, prompt: Prompt) -> Prompt:

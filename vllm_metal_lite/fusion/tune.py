@@ -147,7 +147,7 @@ class _Steps:
                 result = forward(step, state)
                 if result is None:
                     raise RuntimeError(forward.reason)
-                logits, state = result
+                logits, _, state = result
                 mx.async_eval(logits, state)
             mx.eval(logits, state)
 

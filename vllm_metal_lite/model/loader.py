@@ -133,6 +133,13 @@ class LoadedModel:
         )
 
     @property
+    def no_embeddings(self) -> str | None:
+        """Why the model gives no embeddings, or None if it does."""
+        if not self.packed.shows_hidden or self.ranks.stages:
+            return "its hidden states are not at hand"
+        return self.pooling.problem
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of recurrent state per request, independent of the length."""
         return self.packed.layout.state_bytes

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_metal_lite.errors import ModelLoadError, RequestError, show
+from vllm_metal_lite.errors import ModelLoadError, Option, RequestError, show
 from vllm_metal_lite.model.files import read_json
 
 # The fields of older folders, and the names in newer ones.
@@ -41,7 +41,7 @@ class PoolingConfig:
             return ""
         if name not in self.prompts:
             known = ", ".join(self.prompts) or "none"
-            raise RequestError(f"the model has no prompt {show(name)}; it has: {known}")
+            raise RequestError(Option("prompt_name"), f" must be one of: {known}; got {show(name)}")
         return self.prompts[name]
 
 

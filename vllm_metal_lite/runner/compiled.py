@@ -16,7 +16,7 @@ from itertools import repeat
 from typing import Any
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.base import Attention, Step, arrays_of, with_arrays
+from vllm_metal_lite.attention.base import Attention, Step, StepAttention, arrays_of, with_arrays
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
@@ -25,7 +25,21 @@ from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
 _MAX_VARIANTS = 64
 
 State = list[mx.array]
-Forward = Callable[[list[mx.array], State], tuple[mx.array, State]]
+# Logits (R, vocab_size) of a step's `logits_indices`; the hidden states (N, 1, hidden_size) of all
+# rows, if the step pools; the next state.
+Result = tuple[mx.array, list[mx.array], State]
+Forward = Callable[[list[mx.array], State], Result]
+
+
+def build(model: PackedModel, attention: StepAttention, fusion: Fusion, pools: bool) -> Result:
+    """Build the forward of a step.  pools: read the hidden states too."""
+    rows = attention.step.logits_indices
+    if not pools:
+        return model(attention, rows, fusion), [], attention.state
+    logits, hidden = model.with_hidden(attention, rows, fusion)
+    if hidden is None:
+        raise RuntimeError("this model's head takes no hidden states that can be read")
+    return logits, [hidden], attention.state
 
 
 class CompiledSteps:
@@ -50,11 +64,8 @@ class CompiledSteps:
         self._variants: OrderedDict[tuple, Forward] = OrderedDict()
         self._seen: OrderedDict[tuple, None] = OrderedDict()  # once, not compiled
 
-    def __call__(self, step: Step, state: State) -> tuple[mx.array, State] | None:
-        """Logits (R, vocab_size) of the step's `logits_indices`, and the next state.
-
-        None: the caller must run the step uncompiled.
-        """
+    def __call__(self, step: Step, state: State) -> Result | None:
+        """What `build` gives for the step.  None: the caller must run the step uncompiled."""
         if self.reason is not None or step.variant is None:
             return None
         forward = self._variants.get(_key(step))
@@ -75,28 +86,29 @@ class CompiledSteps:
     def _waits(self, step: Step) -> bool:
         """Whether a new variant must repeat before it is compiled."""
         assert step.variant is not None
-        if step.batch.num_decodes == step.batch.num_segments or step.variant in self._seen:
-            self._seen.pop(step.variant, None)
+        variant = _key(step)
+        if step.batch.num_decodes == step.batch.num_segments or variant in self._seen:
+            self._seen.pop(variant, None)
             return False
-        _keep(self._seen, step.variant, None)
+        _keep(self._seen, variant, None)
         return True
 
     def _compile(self, step: Step) -> Forward:
         # The closure keeps no array of this step.  Traced code must not read the batch.
         no_batch: Any = None
+        pools = step.batch.pooled is not None
         like = with_arrays(step._replace(batch=no_batch), repeat(mx.array(0)))
 
-        def forward(arrays: list[mx.array], state: State) -> tuple[mx.array, State]:
+        def forward(arrays: list[mx.array], state: State) -> Result:
             attention = self.attention.begin(with_arrays(like, arrays), state)
-            logits = self.model(attention, attention.step.logits_indices, self.fusion)
-            return logits, attention.state
+            return build(self.model, attention, self.fusion, pools)
 
         return mx.compile(forward)
 
 
 def _key(step: Step) -> tuple:
     """The cache key of a variant.  MLX keeps traces per thread."""
-    return threading.get_ident(), step.variant
+    return threading.get_ident(), step.variant, step.batch.pooled is not None
 
 
 def _keep(entries: OrderedDict, key: tuple, value: Forward | None) -> None:

@@ -15,11 +15,9 @@ class Pooled(NamedTuple):
     logits: mx.array
 
 
-def pool(rows: PooledRows, hidden: mx.array | None, logits: mx.array) -> Pooled:
+def pool(rows: PooledRows, hidden: mx.array, logits: mx.array) -> Pooled:
     """hidden: (N, 1, hidden_size), what the model's head sees; N may include padding.
     logits: (R, vocab_size), sampled rows first."""
-    if hidden is None:
-        raise RuntimeError("this model's head takes no hidden states that can be read")
     hidden = hidden.reshape(-1, hidden.shape[-1])
     first, end = rows.ranges[:, 0], rows.ranges[:, 1]
     if (end - first == 1).all():

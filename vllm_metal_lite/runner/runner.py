@@ -20,7 +20,7 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.kernels.launch import KernelError, one_by_one
 from vllm_metal_lite.model.packed import Fusion, PackedModel
-from vllm_metal_lite.runner.compiled import CompiledSteps
+from vllm_metal_lite.runner.compiled import CompiledSteps, Result, build
 from vllm_metal_lite.runner.pooled import Pooled, pool
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.step_path import StepPath
@@ -143,9 +143,7 @@ class ModelRunner:
         before, req_indices = self.sampler.state, batch.sampled_rows
         try:
             step = self._prepare(batch, after)
-            # A compiled step returns no hidden states.
-            compiled = None if batch.pooled else self.compiled(step, self._state)
-            logits, state, pooled = self._run(step) if compiled is None else (*compiled, None)
+            logits, state, pooled = self._forward(step)
             if not self.ranks.has_logits:
                 result = StepResult(req_indices, None, None, None, written=[logits])
                 self._submit(result, state)
@@ -177,15 +175,17 @@ class ModelRunner:
             raise
         return result
 
-    def _run(self, step: Step) -> tuple[mx.array, list[mx.array], Pooled | None]:
+    def _forward(self, step: Step) -> tuple[mx.array, list[mx.array], Pooled | None]:
         """Logits of the batch's `logits_indices`, in order, perhaps padded; the next state; what
         pooling requests read."""
+        logits, hidden, state = self.compiled(step, self._state) or self._run(step)
+        pooled = step.batch.pooled
+        return logits, state, None if pooled is None else pool(pooled, hidden[0], logits)
+
+    def _run(self, step: Step) -> Result:
+        """The forward, uncompiled."""
         attention = self.attention.begin(step, self._state)
-        wanted, rows = step.batch.pooled, step.logits_indices
-        if wanted is None:
-            return self.model(attention, rows, self.fusion), attention.state, None
-        logits, hidden = self.model.with_hidden(attention, rows, self.fusion)
-        return logits, attention.state, pool(wanted, hidden, logits)
+        return build(self.model, attention, self.fusion, step.batch.pooled is not None)
 
     def _start(self, *arrays: Any) -> None:
         """Have the device compute a step's arrays."""

@@ -17,14 +17,16 @@ def longest(request: Request, config: EngineConfig, max_model_len: int, kv: KVCa
         raise RequestError(f"{name} has an empty prompt: it must have at least one token")
     if request.max_tokens < 1:
         raise RequestError(f"{name}: max_tokens must be at least 1, got {request.max_tokens}")
-    if prompt >= max_model_len:
+    room = max_model_len + request.only_reads
+    if prompt >= room:
         raise RequestError(
             f"{name} has a prompt of {prompt} tokens; ",
             Option("max_model_len"),
-            f" ({max_model_len}) leaves room for {max_model_len - 1} and a new one",
+            f" ({max_model_len}) leaves room for {room - 1}",
+            "" if request.only_reads else " and a new one",
         )
     # The last token sampled is never computed, so it is never stored.
-    max_length = min(prompt + request.max_tokens, max_model_len)
+    max_length = min(prompt + request.max_tokens, room)
     num_stored = max_length - 1
     size = f"{prompt} prompt tokens + max_tokens {request.max_tokens}"
     if sizes := kv.too_large(num_stored, num_stored if request.atomic else 1):

@@ -35,6 +35,7 @@ class Request:
     atomic: computed in one step, never chunked; ignores `max_chunk` and the threshold.
     max_chunk: most tokens in one step (0: no limit of its own).
     skip_prefix_cache_read: computes every token, but other requests may reuse its blocks.
+    only_reads: its one token is not used, so a prompt may fill the context.
     checkpoint_positions: where the caller expects later prompts to continue (checkpoints.py).
     cache_salt: only requests with the same salt, or without any, share blocks and states.
     """
@@ -47,6 +48,7 @@ class Request:
     fair_round: int = 0
     atomic: bool = False
     skip_prefix_cache_read: bool = False
+    only_reads: bool = False
     max_chunk: int = 0
     checkpoint_positions: tuple[int, ...] = ()
     cache_salt: str | None = None

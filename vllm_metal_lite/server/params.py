@@ -40,7 +40,21 @@ OnlyText = Annotated[
 ]
 
 
-class SamplingFields(Body):
+class ScheduledBody(Body):
+    """A body whose request has a place in the queue, and perhaps a cache of its own."""
+
+    priority: int | None = None
+    cache_salt: Any = None
+
+    def scheduling(self) -> dict[str, Any]:
+        """What `Server.generate` takes of this body.  Raises ApiError (400)."""
+        try:
+            return {"priority": self.priority or 0, "cache_salt": check_salt(self.cache_salt)}
+        except RequestError as e:
+            raise ApiError(400, str(e), param="cache_salt") from None
+
+
+class SamplingFields(ScheduledBody):
     """Fields under vLLM's names that every API takes; None: not given.
 
     `sampling_params` checks the values, so that all APIs say the same of bad ones.
@@ -70,8 +84,6 @@ class SamplingFields(Body):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    priority: int | None = None
-    cache_salt: Any = None
 
     def sampling(self) -> dict[str, Any]:
         """The fields of this body that SamplingParams has too; None: not given.
@@ -97,13 +109,6 @@ class SamplingFields(Body):
     def form(self) -> tuple[Any, str]:
         """The form of the answer in the API's own words, and the field that has it."""
         return None, ""
-
-    def scheduling(self) -> dict[str, Any]:
-        """What `Server.generate` takes of this body.  Raises ApiError (400)."""
-        try:
-            return {"priority": self.priority or 0, "cache_salt": check_salt(self.cache_salt)}
-        except RequestError as e:
-            raise ApiError(400, str(e), param="cache_salt") from None
 
 
 async def sampling_params(serving: Serving, body: SamplingFields) -> SamplingParams:

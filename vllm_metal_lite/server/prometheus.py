@@ -161,7 +161,7 @@ class RequestCount:
     def update(self, request: RequestState, now: float) -> None:
         """A step has brought something.  Called for each token, so it must be cheap."""
         num_tokens = request.num_tokens
-        if num_tokens == self._num_tokens:
+        if num_tokens == self._num_tokens and not request.only_reads:
             return
         self._add_tokens(num_tokens - self._num_tokens)
         if self._at is None:
@@ -200,7 +200,7 @@ class RequestCount:
             "request_max_num_generation_tokens": max(lengths),
             "request_params_n": params.n,
         }
-        if params.max_tokens:
+        if params.max_tokens and not request.only_reads:
             values["request_params_max_tokens"] = params.max_tokens
         for name, value in values.items():
             metrics[name].observe(value)

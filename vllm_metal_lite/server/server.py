@@ -69,27 +69,28 @@ class Server:
         engine: EngineClient,
         prefix: str,
         prompt: RenderedPrompt,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-        pooling: PoolingParams | None = None,
     ) -> AsyncIterator[RequestState]:
         """A request that `engine` has accepted; leaving the block ends it.
 
         prefix: of the request's id.  cache_salt: prompts of one salt say nothing of others, so they
-        are neither remembered nor compared; nor are pooling requests, those with `pooling`.
+        are neither remembered nor compared; nor are those that are only read (PoolingParams).
 
         Raises ApiError, MetalLiteError or EngineLost.
         """
         self.check_open()
-        remembered = cache_salt is None and pooling is None
+        only_reads = isinstance(params, PoolingParams)
+        remembered = cache_salt is None and not only_reads
         token_ids = prompt.token_ids
         limit = engine.facts.max_model_len
-        if len(token_ids) >= limit:
+        if len(token_ids) >= limit + only_reads:
             raise ContextOverflow(len(token_ids), limit)
         self.check_room(engine)
-        limits.check_logprobs(len(token_ids), limit, params)
+        if isinstance(params, SamplingParams):
+            limits.check_logprobs(len(token_ids), limit, params)
         request_id = f"{prefix}{uuid.uuid4().hex}"
         self.num_accepted += 1
         try:
@@ -97,7 +98,7 @@ class Server:
                 async with engine.generate(
                     request_id, token_ids, params,
                     priority=priority, checkpoints=prompt.checkpoints, cache_salt=cache_salt,
-                    pooling=pooling, on_update=count.update,
+                    on_update=count.update,
                 ) as request:  # fmt: skip
                     count.request = request
                     if remembered:
@@ -220,7 +221,11 @@ class Serving:
             self.engine.num_preparing -= 1
 
     async def generate(
-        self, prefix: str, prompt: RenderedPrompt, params: SamplingParams, **options: Any
+        self,
+        prefix: str,
+        prompt: RenderedPrompt,
+        params: SamplingParams | PoolingParams,
+        **options: Any,
     ) -> RequestState:
         """As `Server.generate`, until the response ends."""
         generating = self.server.generate(self.engine, prefix, prompt, params, **options)

@@ -8,9 +8,11 @@ import itertools
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOutput
 
+from vllm_metal_lite.batch.pooling_table import PoolingTable
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.sampling import no_token
 from vllm_metal_lite.sampling.logits import Logprobs
@@ -27,6 +29,8 @@ class StepOutput(AsyncModelRunnerOutput):
 
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the step's results.  Chunks inside a prompt sample no token."""
+        if self._step.pooling is not None:
+            return self._embeddings(self._step.pooling)
         req_ids = self._step.req_ids
         sampled: list[list[int]] = [[] for _ in req_ids]
         logprobs = None
@@ -40,6 +44,17 @@ class StepOutput(AsyncModelRunnerOutput):
             sampled_token_ids=sampled,
             logprobs=logprobs,
             prompt_logprobs_dict=self._prompt_logprobs(),
+        )
+
+    def _embeddings(self, pooling: PoolingTable) -> ModelRunnerOutput:
+        """The embedding of each prompt that ends with the step."""
+        req_ids = self._step.req_ids
+        read = dict(pooling.take(self._step.batch, req_ids, self._result.pooled))
+        found = [torch.from_numpy(read[name]) if name in read else None for name in req_ids]
+        return ModelRunnerOutput(
+            req_ids=req_ids,
+            req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
+            pooler_output=found,
         )
 
     def get_kv_connector_output(self) -> None:

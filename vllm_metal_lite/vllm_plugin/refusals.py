@@ -40,7 +40,7 @@ _OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("model_config.revision", "--revision", ()),
     ("model_config.hf_overrides", "--hf-overrides", ()),
     ("model_config.model_impl", "--model-impl", ("auto", "vllm")),
-    ("model_config.convert", "--convert", ("auto", "none")),
+    ("model_config.convert", "--convert", ("auto", "none", "embed")),
     ("model_config.logits_processors", "--logits-processors", ()),
     ("model_config.logprobs_mode", "--logprobs-mode", ("raw_logprobs",)),
     ("model_config.enable_prompt_embeds", "--enable-prompt-embeds", ()),
@@ -83,8 +83,7 @@ def refuse_unsupported(vllm_config: "VllmConfig") -> None:
     if model is None:  # vLLM's own tools make configs without a model
         return
     if model.runner_type != "generate":
-        given = model.runner != "auto"
-        _refuse("--runner" if given else "a model for", model.runner_type)
+        _refuse_pooling(model, parallel)
     cache = vllm_config.cache_config
     if (size := cache.mamba_block_size) not in (None, cache.block_size, model.max_model_len):
         _refuse("--mamba-block-size", size, f"states have blocks of {cache.block_size} tokens")
@@ -94,6 +93,17 @@ def refuse_unsupported(vllm_config: "VllmConfig") -> None:
         _refuse(
             "--kv-cache-dtype", kv_dtype, f"K and V are kept in {dtype}, or in METAL_LITE_KV_BITS"
         )
+
+
+def _refuse_pooling(model: Any, parallel: Any) -> None:
+    """Refuse what is no embedding by a decoder, the last token or the mean, on one device."""
+    option = "--runner" if model.runner != "auto" else "a model for"
+    if model.convert_type != "embed" or model.attn_type == "encoder_only":
+        _refuse(option, model.runner_type, "except for embeddings by a decoder")
+    if (kind := model.pooler_config.seq_pooling_type) not in ("LAST", "MEAN"):
+        _refuse(option, model.runner_type, f"of type {kind}: take LAST or MEAN")
+    if parallel.world_size > 1:
+        _refuse(option, model.runner_type, "on several devices")
 
 
 def _refuse(option: str, value: Any, hint: str | None = None) -> None:

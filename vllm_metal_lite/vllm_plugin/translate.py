@@ -12,7 +12,9 @@ import numpy as np
 
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.batch.pooling_table import PoolingTable
 from vllm_metal_lite.batch.segment_state import SegmentState
+from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -52,13 +54,15 @@ class PluginRequest:
 class ScheduledStep:
     """A step to run.  req_ids, requests: in the order of the batch's segments.
 
-    prompt_logprobs: by segment, the collector for the prompt tokens of this step.
+    prompt_logprobs: by segment, the collector for the prompt tokens of this step.  pooling: reads
+    the step's results where no request samples.
     """
 
     req_ids: list[str]
     requests: list[PluginRequest]
     batch: ForwardBatch
     prompt_logprobs: dict[int, PromptLogprobs]
+    pooling: PoolingTable | None = None
 
     @property
     def num_prompt_logprobs(self) -> int:
@@ -85,14 +89,20 @@ class StepTranslator:
     """The requests of a worker, in the same tables that LLMEngine fills.
 
     state_group: which of vLLM's KV groups is the one of recurrent states; None if their slots are
-    the seats.
+    the seats.  pooling: how embeddings are made; None: the engine generates.
     """
 
     def __init__(
-        self, inputs: InputBatch, sampler: Sampler, seed: int, state_group: int | None = None
+        self,
+        inputs: InputBatch,
+        sampler: Sampler,
+        seed: int,
+        state_group: int | None = None,
+        pooling: str | None = None,
     ) -> None:
         self.inputs, self.sampler, self.seed = inputs, sampler, seed
-        self.state_group = state_group
+        self.state_group, self.pooling = state_group, pooling
+        self._poolings = None if pooling is None else PoolingTable()
         self._requests: dict[str, PluginRequest] = {}
         self._num_seen = 0
 
@@ -101,6 +111,8 @@ class StepTranslator:
         for req_id in output.finished_req_ids:
             if (request := self._requests.pop(req_id, None)) is not None:
                 self._unseat(request)
+                if self._poolings is not None:
+                    self._poolings.remove(req_id)
         for req_id in output.preempted_req_ids or ():
             if (request := self._requests.get(req_id)) is not None:
                 self._unseat(request)
@@ -121,6 +133,10 @@ class StepTranslator:
             tokens = new.prompt_token_ids
         if (known := self._requests.get(new.req_id)) is not None:
             self._unseat(known)
+        if self._poolings is not None:
+            self._add_pooling(self._poolings, new, tokens)
+            return
+        if known is not None:
             seed = known.seed
         else:
             asked = new.sampling_params.seed
@@ -139,6 +155,17 @@ class StepTranslator:
             None if is_next_turn else params.prompt_logprobs,
             vllm_params.structured_outputs is not None,
         )
+        self._requests[new.req_id] = request
+        self._seat(request, tokens, new.block_ids)
+
+    def _add_pooling(
+        self, table: PoolingTable, new: "NewRequestData", tokens: Sequence[int]
+    ) -> None:
+        """Add a request for an embedding.  The sampler must know its row, but samples nothing."""
+        asked, count = new.pooling_params, len(tokens)
+        normalize = asked.use_activation is not False
+        table.add(new.req_id, PoolingParams(self.pooling, normalize, asked.dimensions), count)
+        request = PluginRequest(SamplingParams(temperature=0), 0, (), [], [], count, None, False)
         self._requests[new.req_id] = request
         self._seat(request, tokens, new.block_ids)
 
@@ -208,7 +235,9 @@ class StepTranslator:
             for segment, (req_id, request) in enumerate(zip(req_ids, requests, strict=True))
             if request.prompt_logprobs is not None and computed[req_id] < request.num_prompt_tokens
         }
-        return ScheduledStep(req_ids, requests, batch, prompt_logprobs)
+        if self._poolings is not None:
+            batch = self._poolings.extend(batch, req_ids)
+        return ScheduledStep(req_ids, requests, batch, prompt_logprobs, self._poolings)
 
     def masks(self, step: ScheduledStep, grammar: "GrammarOutput | None") -> TokenMasks | None:
         """The grammar's bitmask rows, for requests that get a token in this step."""

@@ -118,6 +118,8 @@ class MetalLiteWorker(WorkerBase):
         self._model = model.with_kv_bits(int(bits) if (bits := envs.kv_bits()) else None)
         self._layers = KVLayers(self.model, self.ranks)
         _check_rotation(self.model, self.model_config.max_model_len)
+        if self._pooling is not None and (problem := self.model.no_embeddings) is not None:
+            raise ConfigError(f"{model.name} gives no embeddings: {problem}")
         sizing.set_memory_limits()
         if self.cache_config.enable_prefix_caching and (reason := self._no_prefix_cache()):
             # With "uni", vLLM creates its scheduler later in this process, from the same object.
@@ -180,7 +182,9 @@ class MetalLiteWorker(WorkerBase):
         all_sample = ALONE if self.ranks.stages else self.ranks
         self._sampler = Sampler(seats, self.model.vocab_size, all_sample)
         inputs = InputBatch(seats, self.model_config.max_model_len, size, len(self._groups))
-        self.translator = StepTranslator(inputs, self._sampler, self.model_config.seed, state_group)
+        self.translator = StepTranslator(
+            inputs, self._sampler, self.model_config.seed, state_group, self._pooling
+        )
         self._make_runner()
 
     def _make_runner(self) -> None:
@@ -209,19 +213,31 @@ class MetalLiteWorker(WorkerBase):
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def get_supported_tasks(self) -> tuple[str, ...]:
-        return ("generate",)
+        return ("generate",) if self._pooling is None else ("embed",)
+
+    @property
+    def _pooling(self) -> str | None:
+        """How embeddings are made, "last" or "mean"; None: the engine generates."""
+        config = self.model_config.pooler_config
+        return None if config is None else str(config.seq_pooling_type).lower()
 
     # A step
 
-    def execute_model(self, scheduler_output: "SchedulerOutput") -> "ModelRunnerOutput | None":
+    def execute_model(
+        self, scheduler_output: "SchedulerOutput"
+    ) -> "ModelRunnerOutput | AsyncModelRunnerOutput | None":
         """Record the step; it runs in `sample_tokens`, once the grammar's mask is known.
+
+        Steps of embeddings sample nothing, so they run at once.
 
         With async scheduling the previous step may be in flight; vLLM has the output of all
         earlier ones.
         """
         self.pipeline.advance()
         self._step = self.translator.begin(scheduler_output)
-        return EMPTY_MODEL_RUNNER_OUTPUT if self._step is None else None
+        if self._step is None:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        return None if self._pooling is None else self.sample_tokens(None)
 
     def sample_tokens(
         self, grammar_output: "GrammarOutput | None"

@@ -11,35 +11,34 @@ from typing import Any, Literal
 import numpy as np
 from starlette.responses import JSONResponse, Response
 
-from vllm_metal_lite.engine.pooling import ONE_TOKEN, truncate
-from vllm_metal_lite.engine.prompt_ids import check_salt, encode
+from vllm_metal_lite.engine.pooling import checked, truncate
+from vllm_metal_lite.engine.prompt_ids import encode
 from vllm_metal_lite.engine.scores import plan_scores
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.server.conversations import RenderedPrompt, check_length
-from vllm_metal_lite.server.errors import ApiError, ContextOverflow, bad, must_be
+from vllm_metal_lite.server.errors import ContextOverflow, must_be
 from vllm_metal_lite.server.large_json import large_json
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.openai_api.completions import all_of, split_prompts, token_ids_of
-from vllm_metal_lite.server.server import Body, Serving
+from vllm_metal_lite.server.params import ScheduledBody
+from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 _STEPS_AHEAD = 2  # full steps of prompts that one request keeps in the engine's queue
 
 
-class PoolingBody(Body):
+class PoolingBody(ScheduledBody):
     """truncate_prompt_tokens: cut longer prompts; -1: to the context; None: refuse them."""
 
     truncate_prompt_tokens: int | None = None
-    priority: int | None = None
-    cache_salt: Any = None
 
     def params(self) -> PoolingParams:
         return PoolingParams(truncate_prompt_tokens=self.truncate_prompt_tokens)
 
     def check(self) -> None:
         self.params()
-        check_salt(self.cache_salt)
+        self.scheduling()
 
 
 class EmbeddingRequest(PoolingBody):
@@ -76,6 +75,8 @@ class RerankRequest(PoolingBody):
 
     def check(self) -> None:
         super().check()
+        if not self.documents:
+            raise must_be("documents", "a list of at least one text", self.documents)
         if self.top_n is not None and self.top_n < 0:
             raise must_be("top_n", "at least 0", self.top_n)
 
@@ -90,11 +91,8 @@ async def embeddings(serving: Serving, body: EmbeddingRequest) -> Response:
     before = serving.engine.facts.pooling.prompt(body.prompt_name)
     inputs = split_prompts(body.input, "input")
     prompts = [before + text if isinstance(text, str) else text for text in inputs]
-    params, special = body.params(), body.add_special_tokens is not False
-    requests = await _pool(serving, body, prompts, params, special, "input")
-    values = _values(requests)
-    if body.dimensions is not None and body.dimensions > (most := len(values[0])):
-        raise bad("dimensions", f" must be at most {most}, got {body.dimensions}")
+    special = body.add_special_tokens is not False
+    requests, values = await _pool(serving, body, prompts, body.params(), special, "input")
 
     def whole() -> dict[str, Any]:
         data = [
@@ -131,8 +129,8 @@ async def _scores(
         check_length(engine, text)
     make = partial(plan_scores, facts.pooling, engine.tokenizer, queries, documents, body.params())
     plan = await offload(make, facts.max_model_len, body.instruction)
-    requests = await _pool(serving, body, plan.prompts, plan.params, True, "documents")
-    return plan.scores(_values(requests)), _common(serving, requests)
+    requests, values = await _pool(serving, body, plan.prompts, plan.params, True, "documents")
+    return plan.scores(values), _common(serving, requests)
 
 
 async def _pool(
@@ -142,33 +140,30 @@ async def _pool(
     params: PoolingParams,
     special: bool,
     param: str,
-) -> list[RequestState]:
-    """The finished requests of the prompts, in order."""
+) -> tuple[list[RequestState], list[np.ndarray]]:
+    """The finished requests of the prompts, in order, and what they have read.
+
+    special: add special tokens.  param: the field that has the prompts.
+    """
     engine = serving.engine
     with serving.preparing():
-        make = partial(_token_ids, engine, prompts, params, special, param)
-        token_ids = await offload(make)
+        token_ids = await offload(_token_ids, engine, prompts, params, special, param)
     seats = engine.facts.max_num_seqs
     free = asyncio.Semaphore(min(_STEPS_AHEAD * seats, seats + serving.server.config.max_waiting))
 
     async def run(ids: list[int]) -> RequestState:
         async with free:
-            request = await serving.generate(
-                "embd-",
-                RenderedPrompt(ids),
-                ONE_TOKEN,
-                pooling=params,
-                priority=body.priority or 0,
-                cache_salt=body.cache_salt,
-            )
+            prompt = RenderedPrompt(ids)
+            request = await serving.generate("embd-", prompt, params, **body.scheduling())
             await request.complete()
             return request
 
     try:
-        return await all_of(map(run, token_ids))
+        requests = await all_of(map(run, token_ids))
     except ContextOverflow as e:
         e.param = param
         raise
+    return requests, [checked(request.pooled, params) for request in requests]
 
 
 def _token_ids(
@@ -180,13 +175,6 @@ def _token_ids(
         truncate(ids, params, engine.facts.max_model_len, ends if isinstance(prompt, str) else [])
         for prompt, ids in zip(prompts, token_ids, strict=True)
     ]
-
-
-def _values(requests: Sequence[RequestState]) -> list[np.ndarray]:
-    values = [request.pooled for request in requests]
-    if any(value is None or not np.isfinite(value).all() for value in values):
-        raise ApiError(500, "the model computes no finite values for this request")
-    return [value for value in values if value is not None]
 
 
 def _encoded(body: EmbeddingRequest, value: np.ndarray) -> str | list[float]:

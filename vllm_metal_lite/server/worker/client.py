@@ -200,12 +200,11 @@ class EngineClient:
         self,
         request_id: str,
         prompt_token_ids: list[int],
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         priority: int = 0,
         checkpoints: Sequence[int] = (),
         cache_salt: str | None = None,
-        pooling: PoolingParams | None = None,
         on_update: Callable[[RequestState, float], None] | None = None,
     ) -> AsyncIterator[RequestState]:
         """A request that the engine has accepted; leaving the block ends it.
@@ -225,13 +224,12 @@ class EngineClient:
             fair_round,
             positions,
             cache_salt,
-            pooling,
         )
         request = RequestState(add, self.tokenizer, on_update)
         self.requests[request_id] = request
         try:
-            if params.structured_outputs is not None:
-                await self._accepted(Compile(request_id, params))
+            if add.sampling.structured_outputs is not None:
+                await self._accepted(Compile(request_id, add.sampling))
             await self._accepted(add)
             yield request
         finally:

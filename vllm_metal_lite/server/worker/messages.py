@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_metal_lite.engine.pooling import ONE_TOKEN
 from vllm_metal_lite.model.pooling_config import PoolingConfig
 from vllm_metal_lite.outputs import Logprob
 from vllm_metal_lite.pooling_params import PoolingParams
@@ -21,18 +22,21 @@ from vllm_metal_lite.sampling_params import SamplingParams
 class Add:
     """Queue a request.  The engine's process answers Added or Refused.
 
-    fair_round: within a priority, see `fair_rounds.py`.  pooling: of a request that draws no
-    tokens.
+    fair_round: within a priority, see `fair_rounds.py`.
     """
 
     request_id: str
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     priority: int = 0
     fair_round: int = 0
     checkpoints: tuple[int, ...] = ()
     cache_salt: str | None = None
-    pooling: PoolingParams | None = None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The parameters of its tokens; a prompt that is only read draws one, which is not used."""
+        return ONE_TOKEN if isinstance(self.params, PoolingParams) else self.params
 
 
 @dataclass(frozen=True, slots=True)

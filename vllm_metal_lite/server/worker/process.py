@@ -165,22 +165,20 @@ class Worker:
 
     def _add(self, message: Add) -> None:
         engine, request_id = self._engine, message.request_id
-        order: dict[str, Any] = {"priority": message.priority, "fair_round": message.fair_round}
         prompt = {"prompt_token_ids": message.prompt_token_ids, "cache_salt": message.cache_salt}
         try:
-            if message.pooling is not None:
-                engine.add_pooling_request(request_id, prompt, message.pooling, **order)
-            else:
-                engine.add_request(
-                    request_id, prompt, message.params, checkpoints=message.checkpoints, **order
-                )
+            engine.add_request(
+                request_id, prompt, message.params,
+                priority=message.priority, fair_round=message.fair_round,
+                checkpoints=message.checkpoints,
+            )  # fmt: skip
         except MetalLiteError as e:
             self._send(Refused(request_id, str(e)))
         except Exception as e:
             logger.exception("a request cannot be added")
             self._send(Lost(f"the engine failed: {one_line(e)}", [request_id]))
         else:
-            self._progress[request_id] = _Progress(bool(message.params.stop_strings))
+            self._progress[request_id] = _Progress(bool(message.sampling.stop_strings))
             self._send(Added(message.request_id))
 
     def _see(self, output: SchedulerOutput) -> None:

@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.detokenizer import Detokenizer, texts_of
 from vllm_metal_lite.outputs import CompletionOutput, Logprob
+from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.server.divergence import Divergence
 from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, PositionLogprobs, from_wire
 
@@ -62,10 +63,11 @@ class RequestState:
         tokenizer: TokenizerWrapper,
         on_update: Callable[["RequestState", float], None] | None = None,
     ) -> None:
-        self.request_id, self.params = request.request_id, request.params
+        self.request_id, self.params = request.request_id, request.sampling
         self.prompt_token_ids, self.fair_round = request.prompt_token_ids, request.fair_round
         self.num_cached_tokens = 0
-        self.pooled: np.ndarray | None = None  # of a finished pooling request
+        self.only_reads = isinstance(request.params, PoolingParams)
+        self.pooled: np.ndarray | None = None  # what a finished request has read
         self._scored: list[PositionLogprobs | None] | None = None  # the prompt
         self._texts = texts_of(tokenizer)
         self.divergence: Divergence | None = None
@@ -78,7 +80,7 @@ class RequestState:
         ]
         # None: the engine finds stop strings, so the text comes from there.
         self._detokenizers: list[Detokenizer] | None = None
-        if not self.params.stop_strings:
+        if not self.params.stop_strings and not self.only_reads:
             self._detokenizers = [
                 Detokenizer(tokenizer, self.params, answer.token_ids, self.prompt_token_ids)
                 for answer in self.answers
@@ -129,7 +131,7 @@ class RequestState:
                 self.times.scheduled = update.scheduled_at
             self._take(update)
             self.changed[update.answer_index] = None
-        if self.times.first_token is None and self.num_tokens:
+        if self.times.first_token is None and (self.num_tokens or self.only_reads):
             self.times.first_token = now
         if all(answer.finished for answer in self.answers):
             self.finished, self.times.finished = True, now
@@ -139,7 +141,8 @@ class RequestState:
 
     def _take(self, update: AnswerUpdate) -> None:
         answer = self.answers[update.answer_index]
-        answer.token_ids += update.token_ids
+        if not self.only_reads:
+            answer.token_ids += update.token_ids
         if update.text is not None:
             answer.text += update.text
         if answer.logprobs is not None:

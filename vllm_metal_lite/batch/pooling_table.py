@@ -1,0 +1,109 @@
+"""Pooling requests: prompts whose hidden states or logits are read, and that draw no token."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+
+from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.batch.pooled_rows import PooledRows
+from vllm_metal_lite.pooling_params import PoolingParams
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(slots=True)
+class _Pooling:
+    """sum: of the hidden states since the prompt's first row was computed last."""
+
+    params: PoolingParams
+    num_prompt_tokens: int
+    sum: np.ndarray | None = None
+
+
+class PoolingTable:
+    """The unfinished pooling requests, by a key of the caller's choice."""
+
+    def __init__(self) -> None:
+        self._poolings: dict[Hashable, _Pooling] = {}
+
+    def add(self, key: Hashable, params: PoolingParams, num_prompt_tokens: int) -> None:
+        self._poolings[key] = _Pooling(params, num_prompt_tokens)
+
+    def remove(self, key: Hashable) -> None:
+        self._poolings.pop(key, None)
+
+    def extend(self, batch: ForwardBatch, keys: Sequence[Hashable]) -> ForwardBatch:
+        """A step's batch, with what its pooling requests read.  keys: of its segments."""
+        if not self._poolings:
+            return batch
+        row_of = {segment: row for row, segment in enumerate(batch.sample_segments.tolist())}
+        segments, ranges, scored, token_ids = [], [], [], []
+        num_sampled = len(row_of)
+        for i, (start, end) in enumerate(pairwise(batch.cu_seqlens_q.tolist())):
+            if (pooling := self._poolings.get(keys[i])) is None:
+                continue
+            num_sampled -= i in row_of
+            if pooling.params.score_token_ids is not None:
+                if i in row_of:
+                    scored.append(i)
+                    token_ids.append(pooling.params.score_token_ids)
+            elif pooling.params.pooling == "mean":
+                segments.append(i)
+                ranges.append((start, end))
+            elif i in row_of:
+                segments.append(i)
+                ranges.append((end - 1, end))
+        if not segments and not scored:
+            return batch
+        rows = PooledRows(
+            np.array(segments, np.int32),
+            np.array(ranges, np.int32).reshape(-1, 2),
+            np.array(scored, np.int32),
+            np.array([row_of[i] for i in scored], np.int32),
+            _rectangle(token_ids),
+            samples_nothing=not num_sampled,
+        )
+        return replace(batch, pooled=rows)
+
+    def take(
+        self,
+        batch: ForwardBatch,
+        keys: Sequence[Key],
+        values: tuple[np.ndarray, np.ndarray] | None,
+    ) -> Iterator[tuple[Key, np.ndarray]]:
+        """The embedding, or the logits, of each request whose prompt ends with a completed step.
+
+        values: `StepResult.pooled`.  Requests that were removed while the step ran are left out.
+        """
+        if batch.pooled is None or values is None:
+            return
+        sums, logits = values
+        for i, value in zip(batch.pooled.segments.tolist(), sums, strict=True):
+            if (pooling := self._poolings.get(keys[i])) is None:
+                continue
+            is_mean, count = pooling.params.pooling == "mean", pooling.num_prompt_tokens
+            if is_mean and pooling.sum is not None and batch.positions[batch.cu_seqlens_q[i]] > 0:
+                value = value + pooling.sum
+            pooling.sum = value
+            if batch.seq_lens[i] == count:
+                yield keys[i], _embedding(value / (count if is_mean else 1), pooling.params)
+        for i, value in zip(batch.pooled.scored.tolist(), logits, strict=True):
+            if (pooling := self._poolings.get(keys[i])) is not None:
+                yield keys[i], value[: len(pooling.params.score_token_ids or ())]
+
+
+def _embedding(hidden: np.ndarray, params: PoolingParams) -> np.ndarray:
+    hidden = hidden[: params.dimensions]
+    if not params.normalize:
+        return hidden
+    return hidden / max(float(np.linalg.norm(hidden)), 1e-12)
+
+
+def _rectangle(token_ids: Sequence[Sequence[int]]) -> np.ndarray:
+    """(L, K) int32; shorter rows are filled with token 0."""
+    width = max(map(len, token_ids), default=0)
+    filled = [[*ids, *[0] * (width - len(ids))] for ids in token_ids]
+    return np.array(filled, np.int32).reshape(len(token_ids), width)
