@@ -110,6 +110,8 @@ def widths(model: Any, prepared: Prepared, length: int) -> None:
 class Always:
     """In the place of a Speculator: the same number of true drafts for every request."""
 
+    num_drafted = num_accepted = 0
+
     def __init__(self, engine: LLMEngine, tokens: list[int], count: int) -> None:
         self._tokens, self._count = tokens, count
         self._known = engine._tokens_of
