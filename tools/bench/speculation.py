@@ -96,12 +96,12 @@ def widths(model: Any, prepared: Prepared, length: int) -> None:
                 engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
             while engine.scheduler.num_waiting or len(engine.scheduler.decoding) < count:
                 engine.step()
-            times = []
-            for _ in range(24):
+            times: list[float] = []
+            while len(times) < 24 and engine.has_unfinished_requests():
                 started = time.perf_counter()
                 engine.step()
                 times.append(time.perf_counter() - started)
-            cells.append(1e3 * statistics.median(times[8:]))
+            cells.append(1e3 * statistics.median(times[8:]) if times[8:] else float("nan"))
             compiled.append(engine.metrics()["compiled_steps"])
         ms = " | ".join(f"{cell:.1f}" for cell in cells)
         print(f"| {count} | {ms} | {compiled} |", flush=True)
