@@ -28,8 +28,8 @@ def test_examples(tokens, most, following):
     assert look(tokens, most) == following
 
 
-@given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 20))
-def test_a_draft_follows_the_longest_match(tokens, most):
+def matches_of(tokens):
+    """The length of each match of the last tokens, by its end."""
     n = len(tokens)
     matches = {}
     for end in range(1, n):
@@ -38,11 +38,27 @@ def test_a_draft_follows_the_longest_match(tokens, most):
             length += 1
         if length >= MIN_MATCH:
             matches[end] = length
+    return matches
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 20))
+def test_a_draft_follows_the_longest_match(tokens, most):
+    matches = matches_of(tokens)
+    skipped = 0 if matches else 1
+    matches = matches or matches_of(tokens[:-1])
     found = look(tokens, most)
     if not matches:
         assert found == []
         return
     best = max(matches.values())
     end = max(at for at, length in matches.items() if length == best)
-    following = [tokens[end + i % (n - end)] for i in range(min(most, 2 * best))]
+    following = tokens[end + skipped :]
+    following = [following[i % len(following)] for i in range(min(most, 2 * best))]
     assert found == following
+
+
+@given(st.permutations(range(40)), st.integers(MIN_MATCH, 38))
+def test_a_draft_goes_on_behind_a_token_that_was_changed(text, changed):
+    tokens = [*text, *text[:changed], 99]
+    following = (text[changed + 1 :] + tokens[len(text) :])[: 2 * min(changed, 32)]
+    assert look(tokens) == np.resize(following, 2 * min(changed, 32)).tolist()
