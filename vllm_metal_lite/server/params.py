@@ -30,7 +30,7 @@ def _refuse(value: Any) -> None:
         raise PydanticCustomError("unsupported", "not supported")
 
 
-# The type of a field that would change the answer, and that this server does not have.
+# The type of a field that this server lacks and that would change the answer.
 Unsupported = Annotated[None, BeforeValidator(_refuse), WithJsonSchema({"enum": list(_NOTHING)})]
 # Of `modalities`: text is what this server does anyway.
 OnlyText = Annotated[
@@ -88,7 +88,7 @@ class SamplingFields(Body):
         return fields | ({"structured_outputs": guided} if guided else {})
 
     def names(self) -> dict[str, str]:
-        """By the name in SamplingParams, what the API calls a field of this body otherwise."""
+        """The API's name of each field that has another name in SamplingParams, by the latter."""
         fields = type(self).model_fields
         names = {own: name for name, own in RENAMED.items() if name in fields}
         names = {own: name for own, name in names.items() if getattr(self, name) is not None}

@@ -55,8 +55,8 @@ async def _gone(receive: Receive) -> None:
 class EventStream(Response):
     """Sends events as they come.
 
-    events: encoded events.  keep_alive: an event that the client's parser accepts and ignores, or
-    what makes it; sent after `seconds` without another.  resources: closed at the end, also if the
+    events: encoded events.  keep_alive: an event that the client's parser ignores, or a function
+    that makes it; sent after `seconds` without an event.  resources: closed at the end, also if the
     client goes.
     """
 

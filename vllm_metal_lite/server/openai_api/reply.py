@@ -16,7 +16,7 @@ from vllm_metal_lite.server.worker.request_state import RequestState
 # A chunk's JSON has no spaces: it is sent once for each token.
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _DONE = sse("[DONE]")
-_MANY = 64  # tokens of a chunk that has those of an echoed prompt
+_MANY = 64  # a chunk with more tokens contains an echoed prompt
 _FINGERPRINT = f"vllm-metal-lite-{__version__}"
 
 
@@ -63,9 +63,9 @@ class Reply:
     ) -> bytes:
         """An event with news of one choice.
 
-        content: encoded fields of the choice.  end: of `ending`, in the last chunk of the choice.
-        num_unshown: tokens that are there already, for the next chunk.
-        The constant part of the JSON is made once, because there is a chunk for each token.
+        content: encoded fields of the choice.  end: from `ending`, in the last chunk of the choice.
+        num_unshown: generated tokens that the next chunk will show.
+        The constant part of the JSON is encoded once, because each token has a chunk.
         """
         scores = "null"
         if logprobs is not None:
@@ -93,7 +93,7 @@ class Reply:
         yield _DONE
 
     def add_reasoning(self, num_tokens: int) -> None:
-        """So many further tokens are thoughts.  Never called: usage does not speak of thoughts."""
+        """Count tokens of thoughts.  Without a call, the usage has no field for them."""
         self._num_reasoning_tokens = (self._num_reasoning_tokens or 0) + num_tokens
 
     def usage(self, num_unshown: int = 0) -> dict[str, Any]:

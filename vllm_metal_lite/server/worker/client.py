@@ -135,12 +135,12 @@ class EngineClient:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """A longer prompt is not counted to its end."""
+        """The tokens of a longer prompt are not all counted."""
         return max(2 * self.facts.max_model_len, _LEAST_COUNTED)
 
     @property
     def max_characters(self) -> int:
-        """A prompt of more does not fit, whatever its text."""
+        """A longer prompt does not fit, whatever its text."""
         return self.max_prompt_tokens * self.longest_token
 
     @cached_property
@@ -184,7 +184,7 @@ class EngineClient:
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """Ids of tokens that are no text: named ones (end of sequence, ...), those marked so."""
+        """Ids of the tokenizer's special tokens, by their text."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         tokenizer = self.tokenizer
         named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
@@ -216,16 +216,9 @@ class EngineClient:
         fair_round = self._fair.next_round(
             ORIGIN.get().client, (r.fair_round for r in self.requests.values())
         )
-        positions = tuple(checkpoints)
+        points = tuple(checkpoints)
         add = Add(
-            request_id,
-            prompt_token_ids,
-            params,
-            priority,
-            fair_round,
-            positions,
-            cache_salt,
-            pooling,
+            request_id, prompt_token_ids, params, priority, fair_round, points, cache_salt, pooling
         )
         request = RequestState(add, self.tokenizer, on_update)
         self.requests[request_id] = request

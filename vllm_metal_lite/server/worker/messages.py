@@ -67,7 +67,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """A record of the package's log.  transient: what is done now, not for keeping."""
+    """A record of the package's log.  transient: a line of progress, not for log files."""
 
     level: int
     message: str
@@ -159,13 +159,12 @@ def from_wire(scores: PositionLogprobs, texts: Mapping[int, str]) -> dict[int, L
 class AnswerUpdate(NamedTuple):
     """What is new in an answer.  A step's message has these by request id: a plain dict of lists.
 
-    text: what is new in the text, of a request with stop strings; None for others, whose text the
-    server makes from the tokens.
-    num_shown_tokens: of a finished answer, leading tokens (of all) that the text shows; None: see
-    `text`.
+    text: new text of a request with stop strings; None for others, whose text the server makes from
+    the tokens.
+    num_shown_tokens: how many tokens of a finished answer its text shows; None: see `text`.
     logprobs: one entry for each of token_ids, if asked for.
-    scheduled_at: when the request's first step was launched; None but in its first update, as
-    num_cached_tokens.  prompt_logprobs: complete, in that update.  pooled: of a pooling request.
+    Only the request's first update has the rest.  scheduled_at: when its first step was launched.
+    prompt_logprobs: all of them.  pooled: of a pooling request.
     """
 
     answer_index: int

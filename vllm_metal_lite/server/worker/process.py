@@ -51,7 +51,7 @@ def main(pipe: Connection, name: str, check: EngineConfig | None = None) -> None
     """Find or download a model, build its engine, and serve until the pipe closes.
 
     check: see `EngineClient.start`.
-    A download is here, not in the server: it cannot be broken off but with its process.
+    This process downloads, because a download can only be ended with its process.
     """
     Thread(target=_end_with_server, name="the server", daemon=True).start()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
