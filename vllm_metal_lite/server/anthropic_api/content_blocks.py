@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_metal_lite.chat_formats.events import Arguments, Event, Reasoning, Text, ToolCall
-from vllm_metal_lite.server.stream import sse
-
-encode = json.JSONEncoder(separators=(",", ":")).encode
+from vllm_metal_lite.server.stream import encode, sse
 
 # By type of block: the type of its deltas, and the field of a delta that holds the text.
 _FORMS = {

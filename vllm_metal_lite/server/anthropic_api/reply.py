@@ -3,10 +3,10 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-from vllm_metal_lite.server.anthropic_api.content_blocks import ContentBlocks, encode, event
+from vllm_metal_lite.server.anthropic_api.content_blocks import ContentBlocks, event
 from vllm_metal_lite.server.deltas import Delta
 from vllm_metal_lite.server.errors import anthropic_shape, check_ended, shown_error
-from vllm_metal_lite.server.stream import sse
+from vllm_metal_lite.server.stream import encode, sse
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 PING = event("ping")
@@ -75,10 +75,8 @@ class MessageReply:
 
     def _ending(self) -> dict[str, Any]:
         (answer,) = self._request.answers
-        if self._finish_reason == "tool_calls":
-            return {"stop_reason": "tool_use", "stop_sequence": None}
-        if self._finish_reason == "length":
-            return {"stop_reason": "max_tokens", "stop_sequence": None}
-        if isinstance(answer.stop_reason, str):
+        reasons = {"tool_calls": "tool_use", "length": "max_tokens"}
+        reason = reasons.get(self._finish_reason or "")
+        if reason is None and isinstance(answer.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_reason}
-        return {"stop_reason": "end_turn", "stop_sequence": None}
+        return {"stop_reason": reason or "end_turn", "stop_sequence": None}

@@ -3,7 +3,6 @@
 An item is a message, thoughts or a call.  Deltas extend its text or the call's arguments.
 """
 
-import json
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,9 +11,7 @@ from typing import Any
 from vllm_metal_lite.chat_formats.events import Arguments, Event, Reasoning, Text, ToolCall
 from vllm_metal_lite.server.openai_api.freeform import FreeformInput
 from vllm_metal_lite.server.openai_api.response_tools import Callee
-from vllm_metal_lite.server.stream import sse
-
-encode = json.JSONEncoder(separators=(",", ":")).encode
+from vllm_metal_lite.server.stream import encode, sse
 
 Logprobs = list[dict[str, Any]]
 

@@ -68,7 +68,7 @@ class EngineClient:
 
     facts: ModelFacts
     tokenizer: TokenizerWrapper
-    longest_token: int  # in characters
+    longest_token: int  # in characters; tokens that are bytes count as characters
 
     def __init__(self, name: str, check: EngineConfig | None = None) -> None:
         """Start the process.  `start` also loads the model.  check: see there."""
@@ -120,7 +120,8 @@ class EngineClient:
             client._outbox.put(config)
             tokenizer = offload(load_tokenizer_only, found.path, config.trust_remote_code)
             client.tokenizer, client.facts = await asyncio.gather(tokenizer, client._ready)
-            client.longest_token = await offload(_longest_token, client.tokenizer)
+            longest = offload(lambda: max(map(len, client.tokenizer.get_vocab())))
+            client.longest_token = await longest
         except BaseException:
             client._is_stopping = True
             client._kill()  # it holds nothing yet that is worth a proper end
@@ -235,7 +236,8 @@ class EngineClient:
 
     async def _accepted(self, message: Add | Compile) -> None:
         """Send a message, and wait for its answer.  Raises EngineLost."""
-        self._check_alive()
+        if self.why_ended is not None:
+            raise EngineLost(self.why_ended)
         self._accepting[message.request_id] = future = self._loop.create_future()
         self._outbox.put(message)
         await future
@@ -257,10 +259,6 @@ class EngineClient:
     def _kill(self) -> None:
         with suppress(ValueError):  # it has ended
             self._process.kill()
-
-    def _check_alive(self) -> None:
-        if self.why_ended is not None:
-            raise EngineLost(self.why_ended)
 
     # Threads
 
@@ -374,11 +372,6 @@ def _signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _longest_token(tokenizer: TokenizerWrapper) -> int:
-    """In characters; tokens that are bytes count as characters."""
-    return max(map(len, tokenizer.get_vocab()))
 
 
 def _why_ended(exit_code: int | None) -> str:
