@@ -18,10 +18,10 @@ from vllm_metal_lite.specs import (
     WeightShape,
 )
 
-# Rows of products with the least and with the greatest depth.  The first do not fill their tile.
-# Each also checks other operations that are fused with a product.
+# Rows of the products with the least and with the greatest depth.  Five rows do not fill a tile.
+# The two checks fuse different operations with the product.
 PRODUCT_ROWS = (5, MAX_ROWS)
-# The same of quantised weights where few rows are multiplied without matrices.
+# The same for quantised weights on devices that multiply few rows without matrices.
 LANE_ROWS = (3, MAX_LANE_ROWS)
 
 

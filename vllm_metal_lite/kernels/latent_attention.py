@@ -97,5 +97,5 @@ def latent_attention(
 
 
 def latent_simdgroups(latent_dim: int) -> int:
-    """Simdgroups of a threadgroup, which share a latent's columns evenly, 8 or a multiple each."""
+    """The most simdgroups, up to 8, that share a latent's columns evenly, each a multiple of 8."""
     return next(n for n in (8, 4, 2, 1) if latent_dim // 8 % n == 0)

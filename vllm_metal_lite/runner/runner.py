@@ -165,7 +165,7 @@ class ModelRunner:
                 targets = mx.array(batch.prompt_targets)
                 rows = logits[num_sampled : num_sampled + len(targets)]
                 scored = prompt_logprobs(rows, targets, num_prompt_logprobs)
-            # Where steps overlap, waiting for a step must not mean waiting for the next one too.
+            # If steps overlap, a wait for this step must not include the next one.
             written = state[:1] if self.attention.overlaps else ()
             result = StepResult(
                 req_indices, sampled, logprobs, scored, for_host, written, batch.draft_token_ids,
@@ -178,8 +178,8 @@ class ModelRunner:
         return result
 
     def _run(self, step: Step) -> tuple[mx.array, list[mx.array], Pooled | None]:
-        """Logits of the batch's `logits_indices`, in order, perhaps padded; the next state; what
-        pooling requests read."""
+        """Logits of the batch's `logits_indices`, in order, perhaps padded; the next state; the
+        values for pooling requests."""
         attention = self.attention.begin(step, self._state)
         wanted, rows = step.batch.pooled, step.logits_indices
         if wanted is None:
