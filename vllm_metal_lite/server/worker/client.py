@@ -35,10 +35,9 @@ from vllm_metal_lite.server.worker import process
 from vllm_metal_lite.server.worker.fair_rounds import FairRounds
 from vllm_metal_lite.server.worker.messages import (
     Abort,
+    Accepted,
     Add,
-    Added,
     Compile,
-    Compiled,
     EngineMetrics,
     Failed,
     Found,
@@ -309,7 +308,7 @@ class EngineClient:
                         del self.requests[request_id]
         elif isinstance(message, EngineMetrics):
             self.metrics = message.values
-        elif isinstance(message, (Added, Compiled)):
+        elif isinstance(message, Accepted):
             if future := self._waiting(message.request_id):
                 future.set_result(None)
         elif isinstance(message, Refused):

@@ -19,7 +19,7 @@ from vllm_metal_lite.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Queue a request.  The engine's process answers Added or Refused.
+    """Queue a request.  The engine's process answers Accepted or Refused.
 
     fair_round: within a priority, see `fair_rounds.py`.  pooling: of a request that draws no
     tokens.
@@ -44,7 +44,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Compile:
-    """Make and keep the grammar of a request that is about to come.  The answer is Compiled."""
+    """Make and keep the grammar of a request that is about to come.  The answer is Accepted."""
 
     request_id: str
     params: SamplingParams
@@ -120,12 +120,9 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
-    request_id: str
+class Accepted:
+    """A request is queued, or its grammar is made."""
 
-
-@dataclass(frozen=True, slots=True)
-class Compiled:
     request_id: str
 
 

@@ -23,11 +23,10 @@ from vllm_metal_lite.outputs import Cursor, RequestOutput
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 from vllm_metal_lite.server.worker.messages import (
     Abort,
+    Accepted,
     Add,
-    Added,
     AnswerUpdate,
     Compile,
-    Compiled,
     EngineMetrics,
     Failed,
     Found,
@@ -159,7 +158,7 @@ class Worker:
         with suppress(Exception):  # `Add` says why a grammar cannot be used
             constraint_of(message.params, self._engine.model)
         with suppress(OSError):  # the server is gone
-            self._send(Compiled(message.request_id))
+            self._send(Accepted(message.request_id))
 
     def _add(self, message: Add) -> None:
         engine, request_id = self._engine, message.request_id
@@ -179,7 +178,7 @@ class Worker:
             self._send(Lost(f"the engine failed: {one_line(e)}", [request_id]))
         else:
             self._progress[request_id] = _Progress(bool(message.params.stop_strings))
-            self._send(Added(message.request_id))
+            self._send(Accepted(message.request_id))
 
     def _see(self, output: SchedulerOutput) -> None:
         self._watcher.saw(output)
