@@ -162,6 +162,14 @@ def whole(value: Any) -> Any:
     return [whole(item) for item in value] if isinstance(value, list) else value
 
 
+def by_token_id(bias: Any) -> Any:
+    """A `logit_bias` from JSON, whose keys are strings: token ids become integers."""
+    if not isinstance(bias, Mapping):
+        return bias
+    ids = {k: int(k) for k in bias if isinstance(k, str) and k.isdecimal() and len(k) < 20}
+    return {ids.get(key, key): value for key, value in bias.items()}
+
+
 def _require(ok: bool) -> None:
     if not ok:
         raise ValueError

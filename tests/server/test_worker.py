@@ -20,8 +20,8 @@ from vllm_metal_lite.server.deltas import deltas
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.messages import (
     Abort,
+    Accepted,
     Add,
-    Added,
     AnswerUpdate,
     EngineMetrics,
     Lost,
@@ -265,7 +265,7 @@ def test_a_step_that_fails_loses_the_request_at_fault_only():
     Worker(engine, theirs, Sender(theirs)).run()
     thread.join(60)
     assert isinstance(got[0], EngineMetrics)
-    assert got[1:3] == [Added("a"), Added("b")]
+    assert got[1:3] == [Accepted("a"), Accepted("b")]
     lost = [message for message in got if isinstance(message, Lost)]
     assert lost == [Lost("a step of the engine failed: the device is gone", ["a"])]
     steps = [message for message in got if isinstance(message, dict)]

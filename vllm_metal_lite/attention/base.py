@@ -119,7 +119,7 @@ def make_step(
 class AttentionCall(NamedTuple):
     """A layer's attention call, apart from its queries (num_rows, H, D).
 
-    window: tokens a query sees, including its own.  softcap: scores become
+    window: tokens that a query sees, including its own.  softcap: scores become
     softcap * tanh(score / softcap).  sinks: (H,), one extra softmax logit per head, without a
     value.  q_pe: (num_rows, H, v_head_dim), for latent attention: a score is
     (q . k + q_pe . v) * scale, and the values are k.  chunk: positions per chunk; a query sees only

@@ -32,7 +32,7 @@ class Verdict:
 
     @classmethod
     def of_all(cls, verdicts: Sequence["Verdict"]) -> "Verdict":
-        """What suits each of several devices that take the same path."""
+        """The verdict for several devices that must take the same path."""
         failures = {kernel: line for v in reversed(verdicts) for kernel, line in v.failures.items()}
         prefills = {v.prefill for v in verdicts}
         return cls(failures, "varlen" if prefills == {"varlen"} else "gather")
@@ -44,13 +44,12 @@ def no_kernels(
     by_segment: str | None = None,
     recurrences: Sequence[RecurrentShape] = (),
 ) -> str | None:
-    """Why the kernels cannot serve a model that attends with `shapes`; None: try them.
+    """Why the kernels are not used for a model that attends with `shapes`; None: use them.
 
-    recurrences: of the recurrent layers that work on packed rows.  option: "reference",
-    "kernels" or "auto", else ConfigError.  by_segment: why the model attends one segment at a time;
-    None if it does not.  Such a model reads K and V through MLX operations, which must not touch a
-    store that kernels write.  ConfigError if option is "kernels" and the kernels cannot serve the
-    model.
+    option: "reference", "kernels" or "auto".  by_segment: why the model attends one segment at a
+    time; None if it does not.  Such a model reads K and V through MLX operations, which must not
+    touch a store that kernels write.  recurrences: of the recurrent layers that work on packed
+    rows.  Raises ConfigError for another option, and for "kernels" if they cannot serve the model.
     """
     if option not in ATTENTION:
         raise ConfigError(Option("attention"), f" must be one of {list(ATTENTION)}, got {option!r}")

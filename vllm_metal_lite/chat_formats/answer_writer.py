@@ -1,4 +1,4 @@
-"""Where the readers of answers write: text, thoughts and calls."""
+"""What readers of answers write: text, thoughts and calls."""
 
 import re
 from bisect import bisect_left
@@ -12,8 +12,6 @@ from vllm_metal_lite.chat_formats.tool import Tool
 
 
 class AnswerWriter:
-    """Where readers of answers write: text, thoughts and calls."""
-
     def __init__(
         self,
         reader: Reader,
@@ -28,10 +26,10 @@ class AnswerWriter:
 
 
 class Trimmed:
-    """Passes text on, without hidden special tokens, and without whitespace around markers.
+    """Passes text on, without hidden special tokens and without whitespace around markers.
 
-    Two texts with a marker between them are parted by the whitespace before it, or else behind it,
-    or by a line break: clients join them.
+    Clients join the texts on both sides of a marker.  So the whitespace before the marker stays
+    between them, or else that behind the marker, or else a line break.
     """
 
     def __init__(self, emit: Callable[[str], None], hidden: Collection[str] = ()) -> None:
@@ -76,10 +74,10 @@ class Trimmed:
 
 @lru_cache(8)
 def _dropper(tokens: frozenset[str]) -> Callable[[str], tuple[str, str]] | None:
-    """Makes of a text (the text without `tokens`, the beginning of one at its end).
+    """A function that splits a text into (the text without `tokens`, a token begun at its end).
 
-    Runs once for each piece of text, and some tokenizers have thousands of special tokens.  They
-    come in pieces where stop strings hold text back.
+    The function must be fast: it runs for each piece of text, and some tokenizers have thousands of
+    special tokens.  A token comes in pieces if stop strings hold text back.
     """
     if not tokens:
         return None

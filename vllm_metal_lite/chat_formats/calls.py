@@ -15,7 +15,8 @@ _encode = json.JSONEncoder(ensure_ascii=False).encode
 class CallWriter:
     """The calls of an answer.  is_open: a call has begun and not ended.
 
-    Arguments come as the text of one JSON object, or one by one: then `names` has those so far.
+    A reader writes the arguments as the text of one JSON object (`arguments`), or one by one (`key`
+    and `value`); `names` then has the names so far.
     """
 
     def __init__(
@@ -76,17 +77,17 @@ class CallWriter:
     def cut(self) -> None:
         """The text ended, or went wrong, within the call."""
         if not self._parts:
-            self.arguments("{")  # clients take no text for an empty object
+            self.arguments("{")  # clients read an empty text as an empty object
         self._send(ToolCallEnd(False))
         self.is_open = False
 
     def _send(self, event: Event) -> None:
         self._emit(event)
-        self._reader.taken = ""  # what is read so far is a call, and no text any longer
+        self._reader.taken = ""  # the text read so far belongs to the call
 
     def guard(self, reading: Reading[None], ends: Sequence[str]) -> Reading[None]:
-        """Read a call.  If it goes wrong behind its name, all up to one of `ends` that is not
-        passed on yet is its arguments.
+        """Read a call.  If the call goes wrong after its name, the rest up to one of `ends` becomes
+        its arguments.
 
         Raises CutShort, and Malformed if no call is open.
         """
@@ -103,8 +104,8 @@ class CallWriter:
     def section(
         self, read: Callable[[], Reading[None]], start: str, call_end: str, end: str
     ) -> Reading[None]:
-        """Calls that begin with `start`; `read` reads one behind it.  If one goes wrong, the next
-        is read behind `call_end`.  A model may end its answer without `end`."""
+        """Read calls that begin with `start`; `read` reads one call after `start`.  If a call goes
+        wrong, reading resumes after `call_end`.  A model may end its answer without `end`."""
         reader = self._reader
         yield from reader.expect(start)
         more = True
@@ -129,7 +130,7 @@ def json_call(
 ) -> Reading[None]:
     """A call as a JSON object with a name and arguments, in any order; other keys are ignored.
 
-    end: stands behind the object, whose last bracket may be missing or doubled.  Raises Malformed,
+    end: the text after the object, whose last bracket may be missing or doubled.  Raises Malformed,
     CutShort.
     """
     yield from reader.expect("{")
@@ -158,10 +159,9 @@ def json_call(
 
 
 def json_arguments(reader: Reader, pass_on: Callable[[str], None]) -> Reading[None]:
-    """Pass arguments on: an object as it comes, also of a string that holds one.
+    """Pass arguments on: an object piece by piece, or the object that a string contains.
 
-    What is empty is an object without members: null, [], and nothing at all.  Raises Malformed,
-    CutShort.
+    null, [], "" and no value at all become an empty object.  Raises Malformed, CutShort.
     """
     first = yield from reader.peek()
     if not first:

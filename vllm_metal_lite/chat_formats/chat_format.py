@@ -14,16 +14,16 @@ from vllm_metal_lite.chat_formats.reader import Reader, Reading
 class ChatFormat:
     """How a family of models writes.
 
-    call_starts: any of them begins calls.  call_ends: where reading goes on after a bad call.
-    read_calls: reads calls behind a marker; raises Malformed, CutShort.
-    grammar: of an answer, behind its thoughts, that holds the calls that a ToolChoice demands; in
-    mode "auto" of text and any calls.
+    call_starts: any of them begins calls.  call_ends: reading resumes after one, if a call is bad.
+    read_calls: reads calls after a marker; raises Malformed, CutShort.
+    grammar: makes the grammar of an answer after its thoughts: the calls that a ToolChoice demands,
+    or in mode "auto" text and any calls.
     think_start, think_end: around thoughts; "": the format has none.
-    bare_start: a call may come without a marker if the answer begins with this character.
-    adapt: changes earlier messages to what the model's templates take.
-    read_answer: for formats that are not text with markers.
-    dropped: markers around text that say nothing.
-    thinks_in_channel: thoughts are messages, and others may follow; grammars of calls hold them.
+    bare_start: an answer that begins with this character may be a call without a marker.
+    adapt: changes earlier messages to the form that the model's templates take.
+    read_answer: reads the whole answer, in formats that are not text with markers.
+    dropped: markers without meaning, which are removed from the text.
+    thinks_in_channel: thoughts are messages, several in an answer; `grammar` includes them.
     """
 
     name: str
@@ -46,12 +46,12 @@ class ChatFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All markers: text is read with these special tokens in it."""
+        """All markers.  The parsed text must contain them, also those that are special tokens."""
         thoughts = filter(None, (self.think_start, self.think_end))
         return (*self.call_starts, *self.call_ends, *thoughts, *self.dropped)
 
     def opens_reasoning(self, prompt: str) -> bool:
-        """Whether a rendered prompt ends where thoughts begin.  A message may speak of markers."""
+        """Whether a rendered prompt ends with the start of thoughts, and not only contains it."""
         return bool(self.think_start) and prompt.rstrip().endswith(self.think_start)
 
     def closes_reasoning(self, prompt: str) -> bool:

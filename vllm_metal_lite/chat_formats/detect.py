@@ -1,4 +1,4 @@
-"""The format of a model: what its template shows, proven by the call that the template writes."""
+"""Finds a model's format in its chat template, and tests it on a call that the template writes."""
 
 from collections.abc import Container, Sequence
 
@@ -16,12 +16,7 @@ from vllm_metal_lite.chat_formats.json_markers import (
     NEMOTRON,
     TOOL_CALLS,
 )
-from vllm_metal_lite.chat_formats.json_sections import (
-    DEEPSEEK_V3,
-    DEEPSEEK_V3_1,
-    HUNYUAN,
-    KIMI_K2,
-)
+from vllm_metal_lite.chat_formats.json_sections import DEEPSEEK_V3, DEEPSEEK_V3_1, HUNYUAN, KIMI_K2
 from vllm_metal_lite.chat_formats.kimi_k3 import KIMI_K3
 from vllm_metal_lite.chat_formats.minicpm5 import MINICPM_5
 from vllm_metal_lite.chat_formats.minimax_m3 import MINIMAX_M3
@@ -33,7 +28,7 @@ from vllm_metal_lite.chat_formats.qwen_xml import QWEN_XML, SEED_OSS
 PLAIN = ChatFormat("plain", think_start="", think_end="")
 THINKING = ChatFormat("thinking")
 
-# The first whose texts are all in the template, or in a call that the template writes.
+# The first format whose texts are all in the template, or in a call that the template writes.
 _SHOWN: Sequence[tuple[ChatFormat, tuple[str, ...]]] = (
     (HARMONY, ("<|channel|>", "<|message|>", "analysis")),
     (MINIMAX_M3, ("]<]minimax[>[", "<invoke name=")),
@@ -67,7 +62,7 @@ _SHOWN: Sequence[tuple[ChatFormat, tuple[str, ...]]] = (
     (HERMES, ("<tool_call>",)),
     (TOOL_CALLS, ("<tool_calls>", "</tool_calls>")),
 )
-# Some of its templates list tools but write no calls.  Then the vocabulary decides.
+# Some templates of LFM2 list tools but write no calls.  Then the vocabulary decides.
 _LFM2_TOKENS = "<|tool_call_start|>", "<|tool_call_end|>"
 
 FORMATS: dict[str, ChatFormat] = {

@@ -61,7 +61,7 @@ def _key(reader: Reader, quote: str) -> Reading[str]:
 
 
 def _opened(reader: Reader, quote: str) -> Reading[str]:
-    """The mark that a string begins with, which is read; "": it is none."""
+    """Read the opening mark of a string; "" if no string begins here."""
     for mark in (quote, '"', "'"):
         if (yield from reader.has(mark)):
             return mark
@@ -69,7 +69,7 @@ def _opened(reader: Reader, quote: str) -> Reading[str]:
 
 
 def _items(reader: Reader, end: str, read: Callable[[], Reading[None]]) -> Reading[None]:
-    """What `read` reads, with commas between, up to `end`, which is read too."""
+    """Call `read` for each item; read the commas between them, and `end`."""
     while not (yield from reader.has(end)):
         yield from read()
         if not (yield from reader.has(",")) and reader.rest[:1] != end:

@@ -16,8 +16,8 @@ from vllm_metal_lite.chat_formats.typed import types_of
 SpecialTokens = Mapping[str, int]  # ids by text
 CallGrammar = Callable[[Sequence[Tool], ToolChoice, SpecialTokens], str]
 _NONE: SpecialTokens = {}
-# As chat templates write arguments.  So the next prompt repeats what the model wrote, and
-# separators are known without sampling.
+# The spaces that chat templates write.  So the next prompt repeats the model's tokens, and
+# separators need no sampling.
 _SPACES = {
     "x-guidance": {
         "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "
@@ -26,8 +26,8 @@ _SPACES = {
 
 
 def marks_of(tokenizer: Any) -> dict[str, int]:
-    """Ids by text of the tokens that a grammar must name by id: llguidance takes special tokens for
-    no text, and so all added ones in angle brackets (Qwen's `<tool_call>` is not special)."""
+    """Ids by text of the tokens that a grammar must name by id.  For llguidance a special token is
+    not text; nor is an added token in angle brackets, such as Qwen's `<tool_call>`."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {
         token.content: i
@@ -64,9 +64,9 @@ CallRule = Callable[[int, Tool, SpecialTokens, list[str]], str]
 def calls_grammar(
     rule: CallRule, *, start: str, between: str = "", opening: str = "", close: str = ""
 ) -> CallGrammar:
-    """start: stands before each call; with `close`, `start` and `opening` stand before the first,
-    and `close` behind the last.  In mode "auto" text may stand around calls, and there need not be
-    any."""
+    """start: the text before each call; with `close`, the text before the first call, followed by
+    `opening`.  close: the text after the last call.  between: the text between calls.  In mode
+    "auto" the answer may have text, with or without calls."""
 
     def grammar(tools: Sequence[Tool], choice: ToolChoice, special: SpecialTokens) -> str:
         lines: list[str] = []
@@ -114,9 +114,9 @@ def parameter_calls(
 ) -> CallGrammar:
     """Calls with a parameter for each argument, in the order of the schema.
 
-    head and parameter hold {} for a name, and parameter perhaps another for whether the value is a
-    string.  Other values are JSON.  A string ends with the mark in `parameter_end`, whatever stands
-    before the mark: so it is read.  around: see `calls_grammar`.
+    head and parameter have {} for a name; parameter may have a second one, for whether the value is
+    a string.  A string ends at the mark in `parameter_end`, as readers read it.  Other values are
+    JSON.  around: see `calls_grammar`.
     """
     end_mark = parameter_end.strip()
     line_break = parameter_end[parameter_end.index(end_mark) + len(end_mark) :]

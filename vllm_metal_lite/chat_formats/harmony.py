@@ -3,8 +3,8 @@
     <|channel|>analysis<|message|>thoughts<|end|><|start|>assistant<|channel|>final<|message|>text
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
 
-The recipient may stand before the channel.  Text in the channel `commentary` is for the user.  Of a
-call that is none of the request's, the user sees the body: headers are no text.
+The recipient may precede the channel.  Text in the channel `commentary` is for the user.  If a call
+names an unknown tool, the user sees the body of the message without its header.
 """
 
 import json
@@ -47,8 +47,7 @@ def _read(
 
 
 def _recipient_first(reader: Reader) -> Reading[str | None]:
-    """The beginning of an answer that goes on with the header that the prompt has begun; None: the
-    answer begins otherwise."""
+    """The recipient mark if the answer continues the header that the prompt began, else None."""
     try:
         return _TO if (yield from reader.begins(_TO)) else None
     except CutShort:

@@ -10,9 +10,9 @@ CallId = Callable[[str, int, str], str]
 
 
 def with_call_ids(call_id: CallId, messages: Messages) -> list[dict[str, Any]]:
-    """Calls and their results get the ids that the format has.
+    """Give calls and their results ids in the format's form.
 
-    A client's id that comes again belongs to the last call that has it.
+    If a client used an id several times, a result belongs to the last call before it.
     """
     found: dict[Any, str] = {}
     number, renamed = 0, []

@@ -1,6 +1,6 @@
-"""MiniMax M3: `<invoke name="...">`, and a tag for each argument; a token stands before every tag.
+"""MiniMax M3: `<invoke name="...">`, and a tag for each argument; a token precedes every tag.
 
-Objects are tags by key, and lists are tags `<item>`, as deep as need be.
+An object has a tag for each key, a list a tag `<item>` for each element; both may be nested.
 """
 
 import re

@@ -2,12 +2,13 @@
 
 The rules, for every format:
 
-- A call whose name cannot be read, or that no tool of the request has, is text, markers included.
-- A call that the text's end cuts short keeps the arguments that were passed on.  No bracket is
-  made up: half a command must never run.
-- If a call goes wrong behind its name, the raw rest up to its end marker counts as arguments, which
-  then are no JSON; the client tells the model.
-- Without tools, calls are not looked for.
+- A call with an unreadable name, or a name that no tool of the request has, is text, markers
+  included.
+- A call that the end of the text cuts short keeps its arguments so far.  No bracket is added: half
+  a command must never run.
+- If a call goes wrong after its name, the rest up to its end marker becomes its arguments.  These
+  are not JSON, so the client reports an error to the model.
+- Without tools in the request, calls are text.
 - Whitespace around thoughts and calls comes from the template, and is dropped.
 """
 
@@ -90,7 +91,7 @@ def read_answer(
 
 def _thoughts(reader: Reader, writer: AnswerWriter, chat_format: ChatFormat) -> Reading[None]:
     writer.reasoning.at_marker()
-    # A model may call before it has closed its thoughts, or think of markers.
+    # A model may make a call before it closes its thoughts, or mention a marker in them.
     calls = chat_format.call_starts if writer.has_tools else ()
     while True:
         marker = yield from reader.pass_until([chat_format.think_end, *calls], writer.reasoning)
@@ -103,10 +104,7 @@ def _thoughts(reader: Reader, writer: AnswerWriter, chat_format: ChatFormat) -> 
 def _calls(
     reader: Reader, writer: AnswerWriter, chat_format: ChatFormat, marker: str, out: Trimmed
 ) -> Reading[None]:
-    """One or more calls behind their marker, by the format's reader, and the rules for bad ones.
-
-    out: gets what is no call.
-    """
+    """Read one or more calls after their marker.  out: gets text that is no call after all."""
     assert chat_format.read_calls is not None, "a format with markers of calls reads them"
     calls, reader.taken = writer.calls, marker
     try:

@@ -1,6 +1,6 @@
 """Calls in Python's syntax: LFM2's as a list, `[run(cmd="ls"), now()]`, OLMo 3's one a line.
 
-The arguments come at once: of Python's literals only the end tells what they are.
+All arguments of a call come at once, because Python's literals are parsed only when complete.
 """
 
 import ast
@@ -32,7 +32,7 @@ def _read(reader: Reader, calls: CallWriter, marker: str, *, end: str) -> Readin
         if not isinstance(call.func, ast.Name) or call.args:
             raise Malformed
         if not calls.knows(name := names[call.func.id]) and not reader.taken:
-            reader.taken = _written(source, call, names)  # others were calls
+            reader.taken = _written(source, call, names)  # only this one is text
         calls.begin(name)
         try:
             values = {names[str(k.arg)]: _value(k.value) for k in call.keywords}
@@ -60,7 +60,7 @@ def _value(node: ast.expr) -> object:
 
 
 def _stand_in(names: dict[str, str], match: re.Match[str]) -> str:
-    """A name that Python allows, for that of a tool or a parameter; strings stay as they are."""
+    """A valid Python name in place of a tool's or a parameter's; strings stay unchanged."""
     if match["name"] is None:
         return match[0]
     stand_in = f"n{len(names)}"

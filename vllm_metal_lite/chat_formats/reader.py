@@ -1,6 +1,6 @@
-"""Text that arrives in pieces, for readers that are written as if all of it were there.
+"""Text that arrives in pieces, read by generators that are written as if they had the whole text.
 
-A reader is a generator: it yields where it needs more text.  `yield from` calls another one.
+A generator yields where it needs more text, and calls another one with `yield from`.
 """
 
 import json
@@ -38,8 +38,8 @@ class CutShort(Malformed):
 
 
 class Reader:
-    """rest: text that has arrived and is not read yet.  taken: what was read since it was set, or
-    None."""
+    """rest: text that has arrived and is not read yet.  taken: the text read since a caller set
+    `taken`; None: not recorded."""
 
     def __init__(self) -> None:
         self.rest = ""
@@ -70,7 +70,7 @@ class Reader:
     ) -> Reading[str | None]:
         """Pass text on as it comes, up to the first of `markers`; reads and returns the marker.
 
-        None: the text has ended, and all of it was passed on, a marker that had begun included.
+        None: the text ended without a marker, and all of it was passed on.
         """
         try:
             marker = yield from self.before(markers, pass_on)
@@ -80,9 +80,9 @@ class Reader:
         return self.take(len(marker))
 
     def before(self, markers: Sequence[str], pass_on: Callable[[str], None]) -> Reading[str]:
-        """Pass text on up to the first of `markers`, which is returned and not read.
+        """Pass text on up to the first of `markers`; returns the marker without reading it.
 
-        Raises CutShort; the beginning of a marker is not passed on then.
+        Raises CutShort at the end of the text; a marker that has begun there is not passed on.
         """
         search = _search(tuple(markers))
         while True:
@@ -102,7 +102,7 @@ class Reader:
     def name(self, *ends: str) -> Reading[tuple[str, str]]:
         """The name before the first of `ends`, and that end; both are read.
 
-        Raises Malformed if there is none: a marker that is forgotten must not hide what follows.
+        Raises Malformed if another tag comes first: the model may have forgotten an end.
         """
         parts: list[str] = []
         yield from self.before(["<", *(end for end in ends if end[0] != "<")], parts.append)
@@ -126,13 +126,13 @@ class Reader:
         return self.rest[:1]
 
     def has(self, text: str) -> Reading[bool]:
-        """As `begins`, behind whitespace, which is read in any case."""
+        """As `begins`, after whitespace, which is read even if the text does not follow."""
         yield from self.skip_space()
         return (yield from self.begins(text))
 
     def begins(self, text: str) -> Reading[bool]:
-        """Whether the rest begins so; if it does, that is read.  Raises CutShort if the text ends
-        before that is clear."""
+        """Whether the rest begins with `text`, which is then read.  Raises CutShort if the answer
+        ends within `text`."""
         while len(self.rest) < len(text) and text.startswith(self.rest):
             if not (yield from self.more()):
                 if self.rest:
@@ -144,9 +144,9 @@ class Reader:
         return found
 
     def follows(self, texts: Sequence[str], behind: int = 0) -> Reading[str | None]:
-        """Which of `texts` comes behind so many characters, and whitespace; nothing is read.
+        """Which of `texts` follows after `behind` characters and whitespace; reads nothing.
 
-        Raises CutShort if the text ends before that is clear.
+        Raises CutShort if the answer ends before this is clear.
         """
         while True:
             ahead = self.rest[behind:].lstrip(_SPACE)
@@ -163,10 +163,10 @@ class Reader:
             raise Malformed if self.rest else CutShort
 
     def json_value(self, pass_on: Callable[[str], None]) -> Reading[None]:
-        """Pass a JSON value on as it comes, up to its end: brackets and strings are watched.
+        """Pass a JSON value on as it comes, up to its end.
 
-        Models write line breaks into strings: control characters are escaped.  Raises Malformed if
-        no value begins here, and CutShort.
+        Control characters in strings are escaped, because models write line breaks there.  Raises
+        Malformed if no value begins here, and CutShort.
         """
         if not (yield from self.peek()):
             raise CutShort
@@ -182,7 +182,7 @@ class Reader:
             start = 0  # of what is not passed on yet
             for i, character in enumerate(self.rest):
                 if in_string and character < " ":
-                    # A backslash before it is one, as in a shell's long lines.
+                    # A backslash before a line break is part of the text, as in shell commands.
                     pass_on(self.rest[start:i] + "\\" * escaped + json.dumps(character)[1:-1])
                     start, escaped = i + 1, False
                 elif escaped:

@@ -26,19 +26,18 @@ def pointed(root: Any, path: str) -> Any:
 
 
 def names_of(required: Any) -> list[str]:
-    """The keys that an object must have; what is no list of names says nothing."""
+    """The keys that an object must have; anything but strings in a list is ignored."""
     if not isinstance(required, list):
         return []
     return [name for name in required if isinstance(name, str)]
 
 
 class Resolver:
-    """Makes schemas of a tool's parameters say at their top which values they allow.
+    """Resolves the schema of a parameter, so that its top level says which values are allowed.
 
-    References and an `allOf` with one part are replaced by what they stand for, here and in the
-    alternatives, not in the parts of arrays and objects.  A schema that only refers to itself
-    allows any value.  Beyond _MOST_RESOLVED parts references stay: a short schema can stand for
-    millions.
+    Replaces references, and an `allOf` with one part, at the top level and in alternatives, but not
+    inside arrays and objects.  A schema that only refers to itself allows any value.  After
+    _MOST_RESOLVED parts references stay, because a short schema can expand to millions.
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:

@@ -12,8 +12,8 @@ SCALARS = "integer", "number", "boolean", "null"
 class SchemaRules:
     """The rules of one tool's arguments.
 
-    lines: of all tools, which grow as rules are needed.  base: a format's own lines, which define
-    the rules `any`, `string` and `object`.  A format says how it writes values.
+    lines: the grammar of all tools; rules are added as needed.  base: a format's own lines, which
+    define the rules `any`, `string` and `object`.  A subclass defines how its format writes values.
     """
 
     separator = ","
@@ -45,7 +45,7 @@ class SchemaRules:
         """The name of a rule for the pairs of an object: required ones, and perhaps others."""
         required = names_of(schema.get("required"))
         between = json.dumps(self.separator)
-        # The rest of the pairs, if none stands before it, and if one does.
+        # Rules for the remaining pairs: if no pair precedes them, and if one does.
         first, later = '""', '""'
         for name in reversed(self.order(schema["properties"])):
             pair = f"{key(name)} {self._rule(schema['properties'][name], root)}"

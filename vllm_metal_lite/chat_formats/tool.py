@@ -26,8 +26,8 @@ class Tool:
         return {name: resolved(schema) for name, schema in found.items()}
 
     def for_template(self) -> dict[str, Any]:
-        """The tool as chat templates want it; some read `parameters` without a look whether any
-        are there."""
+        """The tool as chat templates want it; some read `parameters` without a check that they
+        exist."""
         parameters = self.parameters or {"type": "object", "properties": {}}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
@@ -37,8 +37,8 @@ class Tool:
 class ToolChoice:
     """Which calls an answer may, or must, hold.
 
-    name: of mode "named".  parallel: more than one call may come.  allowed: names of the tools that
-    may be called, if not all of those that the model is shown.
+    name: the tool of mode "named".  parallel: several calls may come.  allowed: names of the tools
+    that may be called; None: all that the model is shown.
     """
 
     mode: Literal["auto", "none", "required", "named"] = "auto"

@@ -1,4 +1,4 @@
-"""Arguments that a format writes as plain text: what they are is in the tool's schema."""
+"""Arguments that a format writes as plain text; their types are those of the tool's schema."""
 
 import ast
 import json
@@ -15,9 +15,9 @@ from vllm_metal_lite.chat_formats.tool import Tool
 class Tags:
     """Tags around values.
 
-    end: stands behind a value.  begun: how the tag of any argument begins.  opened: that tag, with
+    end: the tag after a value.  begun: the start of every argument's tag.  opened: that tag, with
     {} for the argument's name.  close: ends the call.  outer: any of them may follow `close`.
-    newlines: one line break at either side of a string belongs to the format.
+    newlines: the format adds a line break before and after a string.
     """
 
     end: str
@@ -29,7 +29,7 @@ class Tags:
 
     @property
     def nexts(self) -> list[str]:
-        """What can follow the end of a value; behind other ends the value's text goes on."""
+        """The tags that can follow the end of a value.  An `end` before other text is text."""
         return [text for text in (self.begun, self.close, *self.outer) if text]
 
     @property
@@ -39,14 +39,14 @@ class Tags:
         return sorted(m for m in marks if not any(m.startswith(o) for o in marks - {m}))
 
 
-# Reads an argument's name, and whether the value is a string; None: that is in the tool's schema.
+# Reads an argument's name, and whether the value is a string; None: as the tool's schema says.
 ReadKey = Callable[[Reader], Reading[tuple[str, bool | None]]]
 
 
 def read_call(
     reader: Reader, calls: CallWriter, tool: Tool, tags: Tags, read_key: ReadKey
 ) -> Reading[None]:
-    """A call that has begun: arguments, and its end, which models forget before a tag of `outer`.
+    """The rest of a call: its arguments, and its end, which models forget before a tag of `outer`.
 
     Raises Malformed, CutShort.
     """
@@ -100,16 +100,12 @@ def read_typed(
 
 
 def _value(
-    reader: Reader,
-    tags: Tags,
-    coming: Sequence[str],
-    pass_on: Callable[[str], None],
-    is_json: bool,
+    reader: Reader, tags: Tags, coming: Sequence[str], pass_on: Callable[[str], None], is_json: bool
 ) -> Reading[tuple[str, bool]]:
     """The text of a value, and whether its end was written.
 
-    A forgotten end is made good by the tag of an argument that has not come yet (`coming`), and by
-    the end of the call if the value `is_json`, or if a tag of `outer` follows.
+    If the end is forgotten, the value ends at the tag of a further argument (`coming`), or at the
+    end of the call if the value is JSON (`is_json`) or a tag of `outer` follows.
     """
     parts: list[str] = []
 
@@ -144,8 +140,8 @@ def _value(
 
 
 def _num_ends(reader: Reader, tags: Tags) -> Reading[int]:
-    """How many ends stand in a row before another argument or the end of the call; 0: text is
-    behind them."""
+    """The number of ends in a row before another argument or the end of the call; 0 if text
+    follows."""
     count = behind = 0
     while (found := (yield from reader.follows([tags.end, *tags.nexts], behind))) == tags.end:
         behind = reader.rest.index(found, behind) + len(found)
@@ -167,7 +163,7 @@ def _is_json(text: str) -> bool:
 
 
 def types_of(schema: Any) -> set[str]:
-    """The JSON types that a schema names; empty: any.  A schema that is not there is a string."""
+    """The JSON types that a schema names; empty: any.  None, a missing schema, means a string."""
     if schema is None:
         return {"string"}
     if not isinstance(schema, dict):

@@ -25,7 +25,7 @@ from vllm_metal_lite.kv.row_format import RowFormat
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.specs import AttentionShape
 
-# Of a context in one piece, and of one in several: the plans of serving.
+# Plans of serving: for a context in one piece, and for one in several.
 WHOLE, SPLIT = DecodePlan(1, 8), DecodePlan(4, 4)
 # The longest decodes that share a prefix, and the splits of the prefix.
 SHARING, PREFIX_SPLITS = 3, 16
@@ -176,7 +176,10 @@ def of_store(
     expected: Sequence[np.ndarray],
     tolerance: float,
 ) -> Found:
-    """error: of rows that are not in the store.  Of a quantised store errors are fractions."""
+    """The larger of `error` (of rows outside the store) and the store's error, and the tolerance.
+
+    If the store is quantised, both are fractions of what is allowed.
+    """
     stored = stored_error(store, spec, expected, tolerance)
     if spec.bits is None:
         return max(error, stored), tolerance

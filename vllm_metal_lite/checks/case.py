@@ -27,7 +27,7 @@ _PROMPT_ROWS = np.array((1, 7, 9, 3, 20, 1, 2, 5, 40))
 class Sequences:
     """Sequences of `contexts` tokens, whose blocks are in random order.
 
-    prefix: tokens, in blocks that all of them begin with.  spare: blocks that none of them has.
+    prefix: tokens in blocks that all sequences begin with.  spare: blocks that no sequence has.
     """
 
     def __init__(

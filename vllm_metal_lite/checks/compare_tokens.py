@@ -1,8 +1,8 @@
 """Compares the greedy tokens of an engine with kernels with those of the reference.
 
-In 16 bits two right ways may round the two best logits past each other.  So where tokens part, the
-unmodified model computes the logits of that position, and their distance decides whether the two
-tokens were a tie.
+In 16 bits, two correct computations may round differently and so swap the two best logits.  At the
+first token that differs, the unmodified model computes the logits, and the distance of the two
+tokens' logits decides whether they were a tie.
 """
 
 import time

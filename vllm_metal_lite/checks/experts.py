@@ -37,8 +37,8 @@ _ROUTINGS = (
 
 
 def expert_plan(check: Check[MixtureShape]) -> Found:
-    """To the bit; the experts of later rows are all one, which has several tiles; with padding.  Of
-    few rows, and of more than threadgroup memory holds at once."""
+    """Equal to the bit, with padding, and with one expert that has several tiles.  For few rows,
+    and for more than threadgroup memory holds at once."""
     count, got, expected = check.shape.experts.experts, [], []
     for rows in _ROWS, _MANY_ROWS:
         indices, num_live = _indices(count, rows), rows - _PADDING
@@ -48,8 +48,8 @@ def expert_plan(check: Check[MixtureShape]) -> Found:
 
 
 def product(check: Check[MixtureShape]) -> Found:
-    """Gate and up with the activation, and down; of many rows, and of one, which has so few pairs
-    that MLX passes them to another text."""
+    """Gate and up with the activation, and down.  For many rows, and for one row, whose short
+    arrays MLX passes in another address space."""
     (shape, dtype), rng = check.shape, np.random.default_rng(0)
     indices = _indices(_EXPERTS)
     pairs, rows = indices.reshape(-1), np.arange(_ROWS).repeat(_TOP_K)
@@ -94,7 +94,7 @@ def topk(check: Check[MixtureShape]) -> Found:
     top_k = min(_TOPK, count)
     got: list[mx.array] = []
     expected: list[np.ndarray] = []
-    # In pairs of equal ones; pairs are apart by more than rounding.
+    # Each value occurs twice; different values are apart by more than rounding.
     places = rng.permuted(np.tile(np.arange(count), (_ROWS, 1)), axis=1)
     large = 300 * (np.arange(_ROWS)[:, None] % 2)
     logits = rounded(places // 2 * (8 / count) - 3 + large, dtype)
@@ -147,7 +147,7 @@ def weighted_sum(check: Check[MixtureShape]) -> Found:
 
 
 def _indices(experts: int, rows: int = _ROWS) -> np.ndarray:
-    """Of few rows all experts in turn; the last expert is the others'."""
+    """All experts in turn for the first quarter of the rows, then the last expert only."""
     indices = np.arange(rows * _TOP_K).reshape(rows, _TOP_K) % experts
     indices[rows // 4 :] = experts - 1
     return indices.astype(np.uint32)

@@ -1,4 +1,4 @@
-"""The work of each kernel, and the same work by what replaces the kernel, ready to be timed.
+"""The work of each kernel, and the same work by its fallback, ready to be timed.
 
 Both run as serving runs them: `KernelAttention` with the kernel and without it, or the MLX
 operations that a fused kernel replaces.  The loads are large enough that the device's work, not the
@@ -89,7 +89,7 @@ def add_norm(check: Check[NormShape]) -> list[Pair]:
 
 
 def gated_norm(check: Check[GatedNormShape]) -> list[Pair]:
-    """As the layers of mlx-lm that normalise first; those that do not have as many launches."""
+    """Beside mlx-lm's layers that normalise first; the others have as many launches."""
     shape = check.shape
     x = mx.random.normal((_ROWS, shape.groups, shape.dim)).astype(shape.dtype)
     weight, z = mx.ones(shape.dim, shape.dtype), Columns(x.reshape(_ROWS, -1), 0)

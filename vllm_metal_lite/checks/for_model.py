@@ -18,8 +18,8 @@ from vllm_metal_lite.specs import (
     WeightShape,
 )
 
-# Rows of products with the least and with the greatest depth.  The first do not fill their tile.
-# Each also checks other operations that are fused with a product.
+# Rows of the products with the least and with the greatest depth.  Five rows do not fill a tile.
+# The two checks fuse different operations with the product.
 PRODUCT_ROWS = (5, MAX_ROWS)
 # Rows of quantised weights that are multiplied without matrices.  One row has a
 # text of its own; 2 to 4 share one.

@@ -38,8 +38,10 @@ def add_norm(check: Check[NormShape]) -> Found:
 
 
 def product(check: Check[ProductShape]) -> Found:
-    """With norm, SwiGLU and residual, or with bias and gelu (see plan.py: PRODUCT_ROWS).  As the
-    weight's number of outputs plans it, but with few outputs."""
+    """With norm, SwiGLU and residual, or with bias and gelu (PRODUCT_ROWS in for_model.py).
+
+    The plan is that of the weight's own number of outputs; the product has fewer.
+    """
     rows, shape, dtype = check.shape
     outputs, depth, how = shape
     width, rng = min(outputs, _MOST_OUTPUTS) // 2 * 2, np.random.default_rng(0)

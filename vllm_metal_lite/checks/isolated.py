@@ -33,9 +33,9 @@ Progress = Callable[[int, int, Check], object]
 
 
 def command() -> list[str] | None:
-    """How to start the process; None: there is no Python to start, as in an embedded one.
+    """How to start the process; None: run the checks here.
 
-    Without a GPU, what stands in for one is in this process.
+    An embedded Python has no program to start, and without a GPU only this process has kernels.
     """
     if backend.is_cpu() or not sys.executable:
         return None
@@ -43,7 +43,7 @@ def command() -> list[str] | None:
 
 
 def environment() -> dict[str, str]:
-    """Of a process with the packages that this one uses, wherever it found them."""
+    """The environment of a process that finds the same packages as this one."""
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     return {**os.environ, "PYTHONPATH": path}
 
@@ -56,7 +56,7 @@ def results(
     deadline: float | None = None,
     known: Sequence[CheckResult] = (),
 ) -> Generator[CheckResult, None, None]:
-    """Run checks in order; yields the results, one for each check that can say something.
+    """Run checks in order; yields a result for each check that is not left out.
 
     A check is left out if a kernel that it needs failed before, or if its own kernel hung or ended
     the process before.  timed: time the kernels that are right.  deadline: seconds for one check,

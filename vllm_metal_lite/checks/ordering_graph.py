@@ -1,8 +1,8 @@
 """A graph of launches that write a store or states, and read them alternately.
 
-All keys are zero, so attention weighs them alike; write n stores the number n as values.  A launch
-of a recurrent layer stores n, and gives the number that its state had before.  Every read therefore
-has an answer that is known without computing attention or a recurrence.
+All keys are zero, so attention gives them equal weight; write n stores the number n as values.  A
+launch of a recurrent layer stores n, and returns the number that its state had before.  So the
+expected result of every read is known without computing attention or a recurrence.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -246,7 +246,7 @@ class Graph:
         return NewRows(q, k, _columns(rows, kv_heads * dim, number), heads, rope, None, None)
 
     def _new_latents(self, rows: int, number: int) -> NewLatents:
-        """Ones, whose norm has the weight `number`."""
+        """Latents of ones; their norm has the weight `number`."""
         heads, norm = self.sizes.num_heads, RMSNorm(mx.full((_LATENT_DIM,), number, _DTYPE), 0.0)
         q, latent = _columns(rows, heads * _ROPE, 1), _columns(rows, _LATENT_DIM, 1)
         k_pe = _columns(rows, _ROPE, 0)

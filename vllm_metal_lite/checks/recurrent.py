@@ -1,8 +1,8 @@
 """Checks the kernels of recurrent layers on this device.
 
-The reference is what replaces them, mlx-lm's functions, in float32 on this machine's CPU.  Each
-check runs two steps: prompts, chunks and decodes together, with checkpoints and rows of padding;
-then decodes of the states that the first step left.
+The reference is their fallback, mlx-lm's functions, in float32 on this machine's CPU.  Each check
+runs two steps: prompts, chunks and decodes together, with checkpoints and rows of padding; then
+rows that continue the states of the first step.
 """
 
 from collections.abc import Callable

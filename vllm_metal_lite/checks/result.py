@@ -20,8 +20,8 @@ Found = tuple[float, float]
 # A kernel is replaced if its fallback takes less than 1 / _SLOWER of its time.  Medians of short
 # launches differ by up to a third between two runs; below this factor a change gains little.
 _SLOWER = 1.5
-# Seconds that the host may take longer to launch a kernel than an operation of MLX's.  Compiled
-# steps do not pay them.
+# Seconds by which the host may take longer to launch a kernel than an MLX operation.  Compiled
+# steps do not take this time.
 _LAUNCH = 30e-6
 
 

@@ -1,7 +1,7 @@
 """Runs a check, in this process.
 
-As a program this serves isolated.py, which it reaches by a pipe; its last argument is the pipe's
-descriptor.  Its first answer names the device.  Then it answers each (check, timed) with a result.
+As a program this module serves isolated.py over a pipe; the last argument is the pipe's descriptor.
+The first answer names the device.  Then each (check, timed) is answered with a result.
 """
 
 import os
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _end_with_the_parent() -> None:
-    """It holds the other end of stdin.  A kernel that hangs must not outlive it."""
+    """A kernel that hangs must not outlive the parent, which holds the other end of stdin."""
     sys.stdin.read()
     os._exit(0)
 

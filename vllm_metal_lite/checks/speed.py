@@ -1,4 +1,4 @@
-"""Times a kernel and what replaces it, at the shape of a check."""
+"""Times a kernel and its fallback, at the shape of a check."""
 
 import numpy as np
 
@@ -21,7 +21,7 @@ def measure(check: Check) -> Speed | None:
         return None
     pairs: list[Pair] = getattr(fallbacks, name)(check)
     found = _speed(pairs)
-    # Slow must be found twice: something else may have used the device.
+    # A slow kernel is timed twice, because something else may have used the device.
     return min(found, _speed(pairs), key=lambda speed: speed.ratio) if found.is_slow else found
 
 

@@ -1,8 +1,8 @@
 """Checks the kernels for a model, and remembers across processes what was found.
 
-Remembered for this device, MLX version and kernel source: a pass with its times, and a kernel that
-hung or ended its process, since each further try costs its deadline.  Other failures are tried
-again at each start.
+For this device, MLX version and kernel source, this module remembers each pass with its times, and
+each kernel that hung or ended its process, because another try may cost the whole deadline.  Other
+failures are tried again at each start.
 """
 
 import json
@@ -36,7 +36,7 @@ def verify(use: KernelUse) -> Verdict:
 
 
 def remember(results: Sequence[CheckResult], found: Findings | None = None) -> None:
-    """Keep what later starts need not find out again.  results: of checks that timed kernels."""
+    """Keep results for later starts.  results: of checks that timed kernels."""
     found = found or Findings()
     for result in results:
         if result.passed or result.ended:

@@ -42,7 +42,7 @@ class Batch:
         self._seconds = 0.0
 
     def run(self, total: int | None, show_bar: bool) -> bool:
-        """Run to the end of the input; True if Ctrl-C came first (finished results are written).
+        """Run to the end of the input.  True: Ctrl-C came first; finished results are written.
 
         total: lines of the input, if known, for the progress bar.
         """

@@ -81,10 +81,7 @@ class Conversation:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def ask(
-        self,
-        text: str,
-        write: Callable[[str], None],
-        stopping: Callable[[], object] = lambda: None,
+        self, text: str, write: Callable[[str], None], stopping: Callable[[], object] = lambda: None
     ) -> Turn:
         """Say something and stream the answer to `write`.
 

@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
 class Examination:
     """Fills a report, part by part, while there is time.
 
-    seconds: from here on; None: no limit.  show: gets each part of the text when the report has
-    what the part needs.
+    seconds: time limit from now on; None: no limit.  show: prints a part of the text, once the
+    report has the facts of that part.
     """
 
     def __init__(
@@ -117,11 +117,11 @@ class Examination:
             if not self._is_late("bandwidth"):
                 self._measure_speed((common[0] if common else use).shapes[0])
             show(doctor_text.describe_bandwidth)
-        # Not if a kernel hangs or ends its process: the graph of launches would, too.
+        # A kernel that hangs or ends its process would do the same in the graph of launches.
         if not self._is_late("ordering") and not any(result.ended for result in self.results):
             self._check_order()
         show(doctor_text.describe_order)
-        # Before it answers, an engine makes those checks of its model that are not known.
+        # An engine first makes all missing checks of its model, which takes longer than is left.
         if not self._is_late("answers", already=not all_known):
             self._compare_answers(model)
         show(doctor_text.describe_answers)
@@ -149,8 +149,8 @@ class Examination:
     def _check(self, own: Sequence[Check], common: Sequence[KernelUse], full: bool) -> bool:
         """Run checks in order of importance, while there is time.
 
-        A model's own checks and those of the first common use come first, each kernel once at
-        first, with times.  Returns whether the model's own are done.
+        A model's own checks and those of the first common use come first, with times, in rounds of
+        one check a kernel.  Returns whether the model's own checks are done.
         """
         own = _in_rounds(own)
         first = dict.fromkeys(own + _in_rounds([c for u in common[:1] for c in checks_for(u)], own))
@@ -220,7 +220,7 @@ class Examination:
 
 
 def _in_rounds(checks: Sequence[Check], before: Sequence[Check] = ()) -> list[Check]:
-    """Each kernel once, then each kernel a second time, and so on; those before count.
+    """Sort checks into rounds of one check a kernel.  before: earlier checks, which count.
 
     The order within a round is kept, so a check still follows those that it needs.
     """
@@ -234,7 +234,7 @@ def _in_rounds(checks: Sequence[Check], before: Sequence[Check] = ()) -> list[Ch
 
 
 def _begin() -> Report:
-    """A report with what is known without a measurement.  problems: what exit code 1 is for."""
+    """A report with the facts that need no measurement.  problems: reasons for exit code 1."""
     profile = devices.profile()
     folder = next(p for p in (envs.cache_folder(), *envs.cache_folder().parents) if p.is_dir())
     return machine.new_report("doctor") | {
@@ -255,7 +255,7 @@ def _begin() -> Report:
 
 
 def _describe_model(name: str, model: LoadedModel) -> dict[str, Any]:
-    """What the engine makes of a model with its default options."""
+    """The model's size, and the context and store that it gets with default options."""
     config = EngineConfig()
     described: dict[str, Any] = {
         "name": machine.public_name(name),

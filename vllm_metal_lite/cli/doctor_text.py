@@ -153,7 +153,7 @@ def describe_interrupted(report: Report) -> list[str]:
 
 
 def _not_tried(report: Report, part: str, label: str) -> list[str]:
-    """The line of a part that there was no time for; none if there was."""
+    """The line for a part that was skipped for lack of time; [] if it was not."""
     late = part in report["not_tried"]["parts"]
     return [f"{label + ':':11}not tried for time; {_MORE}"] if late else []
 

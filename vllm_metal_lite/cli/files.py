@@ -18,7 +18,7 @@ from vllm_metal_lite.errors import MetalLiteError, one_line, shorten
 def open_input(name: str) -> BinaryIO:
     """Open the input ("-": stdin); UsageError if it cannot be read."""
     try:
-        # A separate file object: a thread must not be using sys.stdin when Python exits.
+        # A separate file object: a thread must not hold sys.stdin when Python exits.
         return open(0 if name == "-" else name, "rb", closefd=name != "-")
     except (OSError, ValueError) as e:
         raise _unusable(name, e) from None

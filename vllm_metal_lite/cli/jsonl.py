@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_metal_lite.errors import MetalLiteError, RequestError, show
 from vllm_metal_lite.outputs import CompletionOutput, Logprob, RequestOutput
-from vllm_metal_lite.rules import whole
+from vllm_metal_lite.rules import by_token_id, whole
 from vllm_metal_lite.sampling_params import SAMPLING_RULES, SamplingParams
 
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
@@ -54,7 +54,9 @@ def parse_line(line: bytes, number: int, defaults: Mapping[str, Any]) -> Job:
             raise RequestError(f"there must be exactly one of {', '.join(_PROMPTS)}")
         if unknown := entry.keys() - SAMPLING_RULES.keys():
             raise RequestError(f"unknown field {show(min(unknown))}")
-        params = _params({**defaults, **entry})
+        if "logit_bias" in entry:
+            entry["logit_bias"] = by_token_id(entry["logit_bias"])
+        params = SamplingParams(**{**defaults, **entry})
         is_chat = "messages" in prompts
         prompt = prompts["messages"] if is_chat else prompts
         return Job(job_id, prompt, is_chat, params, priority, checkpoints)
@@ -87,16 +89,6 @@ def _id(value: Any, number: int) -> str | int | float:
     raise RequestError(
         f"id must be a string of valid Unicode or a finite number, got {show(value)}"
     )
-
-
-def _params(given: dict[str, Any]) -> SamplingParams:
-    if isinstance(given.get("logit_bias"), dict):  # keys of JSON objects are strings
-        given["logit_bias"] = {_int(token): b for token, b in given["logit_bias"].items()}
-    return SamplingParams(**given)
-
-
-def _int(text: str) -> int | str:
-    return int(text) if text.isdecimal() and len(text) < 20 else text
 
 
 def result_line(job: Job, output: RequestOutput) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """`vllm-metal-lite launch`: a coding agent on a local model.
 
-The agent finds the server through environment variables and temporary files.  The user's own
-configuration stays as it is, and holds again when the agent is started without us.
+The agent gets the server's address from environment variables and flags.  The user's own
+configuration is not changed.
 """
 
 import argparse
@@ -27,8 +27,7 @@ from vllm_metal_lite.errors import MetalLiteError, show
 
 @dataclass(frozen=True)
 class Setup:
-    """How an agent is started: its command before the user's own arguments, and variables that are
-    added to the environment."""
+    """How to start an agent.  command: before the user's own arguments.  env: added variables."""
 
     command: list[str]
     env: dict[str, str]
@@ -45,17 +44,17 @@ class Served:
 
 
 def claude(model: Served) -> Setup:
-    """Claude Code.  All its kinds of models are this one.
+    """Claude Code, with this model in the role of each of its models.
 
-    Most variables come as `--settings`, which hold before the user's environment and settings.json.
-    The key does not: all users of a machine see a command.
+    Most variables go into `--settings`, which override the user's environment and settings.json.
+    The key goes into the environment, because all users of a machine can see a command.
     """
     names = (
         "ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL",
         "ANTHROPIC_DEFAULT_SONNET_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL",
         "CLAUDE_CODE_SUBAGENT_MODEL",
     )  # fmt: skip
-    # The user's key is not for this server, and the user's cloud is not to answer in its place.
+    # Do not send the user's key to this server, and do not let the user's cloud answer instead.
     clouds = (f"CLAUDE_CODE_USE_{cloud}" for cloud in ("BEDROCK", "VERTEX", "FOUNDRY"))
     env = {
         **dict.fromkeys(names, model.name),
@@ -89,7 +88,7 @@ def codex(model: Served) -> Setup:
 
 
 def opencode(model: Served) -> Setup:
-    """OpenCode.  A variable adds to the user's files, and here to what the variable has already."""
+    """OpenCode.  The variable extends the user's files; its present value is kept."""
     own = os.environ.get("OPENCODE_CONFIG_CONTENT") or "{}"
     try:
         config = dict(json.loads(own))

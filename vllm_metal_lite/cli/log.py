@@ -15,8 +15,8 @@ _CLEAR = "\r\x1b[K"
 class _Lines(logging.Handler):
     """Prints lines such as `warning: ...` to the current sys.stderr.
 
-    A record that is `transient` says what the package does now.  A terminal shows it until the next
-    record.  Of other information, what is `shown` is printed.
+    A `transient` record is a line of progress, which a terminal shows until the next record.  Other
+    information is printed only if it is marked `shown`.
     """
 
     _open = False

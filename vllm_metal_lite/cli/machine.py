@@ -22,7 +22,7 @@ from vllm_metal_lite.cli.options import UsageError
 from vllm_metal_lite.errors import MetalLiteError, one_line, shorten
 
 SCHEMA = 1
-_SECONDS = 5  # after which a tool of the system is given up
+_SECONDS = 5  # time limit of a tool of the system
 
 Report = dict[str, Any]
 
@@ -39,7 +39,7 @@ def new_report(kind: str) -> Report:
 
 
 def facts() -> dict[str, Any]:
-    """This machine: memory in bytes; gpu_cores is None where no tool of the system tells it."""
+    """This machine: memory in bytes; gpu_cores is None if no tool of the system reports it."""
     return {
         "chip": _chip(),
         "gpu": None if backend.is_cpu() else str(mx.device_info().get("device_name", "unknown")),
@@ -111,7 +111,7 @@ def without_names(report: Report, model: str | None) -> Report:
         folder = Path(model).expanduser()
         hidden = {str(folder.resolve()): "MODEL", str(folder): "MODEL", model: "MODEL", **hidden}
     hidden[platform.node()] = "HOST"
-    kept = {"machine": report["machine"]}  # a host may be called "Apple"
+    kept = {"machine": report["machine"]}  # unchanged: a host may have the name "Apple"
     return {key: kept.get(key) or _replaced(value, hidden) for key, value in report.items()}
 
 

@@ -150,7 +150,7 @@ def _reason(e: MetalLiteError | OSError, name: str) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Nothing is printed: warnings are for those who load a model."""
+    """Print no warnings: they concern only users who load the model."""
     logger = logging.getLogger("vllm_metal_lite")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -17,8 +17,8 @@ class ModelEntry:
     size_bytes: of the folder's files.  bits: of a weight, several if they differ.
     runs: "packed", "in sequences" (modules with recurrent states see one sequence at a time) or "by
     segment" (attention too); runs_reason: why not packed.  prefix_cache_reason: why there is none.
-    max_model_len: the longest request here.  num_tokens: of all requests, that fit in memory beside
-    the weights; 0: the model does not fit, and memory_problem says by how much.
+    max_model_len: the longest request here.  num_tokens: tokens of all requests together that fit
+    in memory beside the weights; 0: the model does not fit, and memory_problem says why.
     """
 
     name: str

@@ -26,8 +26,8 @@ class UsageError(MetalLiteError):
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser with one-line errors, like all errors of this program.
 
-    The parser that does not know an option reports it before any other error.
-    rest: the field that takes what stands behind `--`, which is for another program.
+    An unknown option is reported before any other error.
+    rest: the field that takes the arguments after `--`, which are for another program.
     """
 
     rest: str | None = None
@@ -71,7 +71,7 @@ def _allowed(field: str) -> str:
     return ENGINE_RULES[field].allowed
 
 
-# field, metavar, help: of EngineConfig, whose ENGINE_RULES have the allowed values,
+# (field, metavar, help) of EngineConfig; ENGINE_RULES have the allowed values.
 _ENGINE = (
     ("block_size", "N", f"tokens a block of the KV store holds: {_allowed('block_size')}"),
     ("num_blocks", "N", "blocks of the KV store (default: what the memory holds)"),
@@ -89,7 +89,7 @@ _ENGINE = (
     ("speculate", "NAME", f"{_allowed('speculate')}: several tokens a step where text repeats"),
     ("seed", "N", "seed of requests that have none of their own"),
 )
-# of SamplingParams,
+# The same of SamplingParams.
 _SAMPLING = (
     ("temperature", "T", "0: always the most likely token"),
     ("top_k", "N", "only the N most likely tokens; 0: all"),
@@ -99,7 +99,7 @@ _SAMPLING = (
     ("presence_penalty", "X", "-2 to 2, for tokens in the answer so far"),
     ("frequency_penalty", "X", "-2 to 2, times how often they are in it"),
 )
-# and of ServerConfig.
+# The same of ServerConfig.
 _SERVER = (
     ("host", "ADDRESS", "address to listen on; another than loopback needs an API key"),
     ("port", "N", "port to listen on; 0: any that is free"),
@@ -251,8 +251,7 @@ def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def engine_flag(field: str) -> str:
-    """The spelling of a field in errors of an engine or a server: an option as its flag, others
-    unchanged."""
+    """The name of a field in error messages: its flag if there is one, else the field's name."""
     known = field in ENGINE_RULES or any(field == name for name, *_ in _SERVER)
     return _REPEATED.get(field) or (flag(field) if known else field)
 
@@ -266,7 +265,7 @@ def _value(text: str) -> int | float | str:
 
 
 def _json(text: str) -> Any:
-    """A flag's value as JSON if it is that, otherwise unchanged; the field's rule checks it."""
+    """A flag's value decoded if it is JSON, otherwise unchanged; the field's rule checks it."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

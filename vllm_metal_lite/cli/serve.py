@@ -20,8 +20,8 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import ConfigError, MetalLiteError, install
 from vllm_metal_lite.server.settings import ServerConfig
 
-# Tokens of a step on a CPU, where a stream feels each: 4,000 tokens at once take 6 s of two cores,
-# in chunks of 256 at most 0.8 s a step, and a fifth more in all (the demo model).
+# Tokens of a step on a CPU, where a long step delays all streams.  4,000 tokens in one step take
+# 6 s on two cores (demo model); steps of 256 take at most 0.8 s each, and a fifth more in total.
 _CPU_STEP = 256
 
 

@@ -44,8 +44,8 @@ class Session:
     def answer_once(self, message: str) -> int:
         """One message, one answer; returns the exit code.
 
-        The user asked for a cut by --max-tokens.  A cut by the context limit is an error that a
-        script must see.
+        A cut by --max-tokens is not an error, because the user asked for it.  A cut by the context
+        limit is one, which a script must see.
         """
         turn = self._turn(message)
         if turn.output.outputs[0].finish_reason == "abort":

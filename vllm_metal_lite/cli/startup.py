@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from vllm_metal_lite.engine.engine import LLMEngine
     from vllm_metal_lite.model.loader import LoadedModel
 
-DEMO = (  # {}: the words before a model's name on the command line
+DEMO = (  # {}: the command line up to a model's name
     "demo is a tiny model (about 3 million parameters) that is shipped to show that everything "
     "works: it recalls what you tell it, copies, sorts, and does small sums, and knows nothing "
     "else.\nFor a real one, give its name or its folder: {} mlx-community/Qwen3-0.6B-4bit"

@@ -54,7 +54,7 @@ def decide(
         return NO_FUSION, ""
     if all(s.dtype == mx.float32 for s in packed.attention_specs):
         return fusion, ""
-    # Tried one by one: larger steps use neither, so fusion must pass without them first.
+    # Steps of many rows use neither kernel, so fusion had to pass without them first.
     for what, kernel, rows, most, served, faster in (
         ("products", "skinny_gemm", "skinny_rows", MAX_ROWS, product_weights, faster_rows),
         ("experts", "expert_gemm", "expert_rows", EXPERT_ROWS, served_experts, faster_expert_rows),
@@ -104,7 +104,7 @@ class _Trials:
         return problem
 
     def _fingerprint(self, fusion: FusedLaunches) -> str:
-        """Everything but the values of the weights: code, sizes, types, and the kernels in use."""
+        """A hash of the code, sizes, types and kernels in use, but not of the weights' values."""
         model, attention = self.packed.model, self.attention
         weights = tree_map(lambda w: (w.shape, str(w.dtype)), model.parameters())
         parts = [

@@ -56,7 +56,7 @@ def _rms_norm(original: Function, skinny_rows: range, adds_norms: bool) -> Funct
     def rms_norm(x: mx.array, weight: mx.array | None, eps: float, **kwargs: Any) -> mx.array:
         origin, shape, rows = origin_of(x), x.shape[:-1], x.size // x.shape[-1]
         if isinstance(origin, Sum) and origin.total is None:
-            # The products behind few rows normalise these, so the sum goes with its own product.
+            # With few rows, the next products compute the norm; the sum joins the product before.
             few = rows in skinny_rows and rows <= profile().max_normed_rows
             total = _with_product(origin) if few else None
             if total is not None:

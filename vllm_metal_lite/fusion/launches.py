@@ -28,9 +28,9 @@ from vllm_metal_lite.model.seam.hooks import hooked, namespaces
 class FusedLaunches(Fusion):
     """The fusion of models that run on KernelAttention.
 
-    joined: the model's joined projections.  named: mlx-lm's functions that are replaced where the
-    model's Python modules hold them: `swiglu`, `clip_residual`, and `precise_swiglu`, which is
-    `gated_rms_norm` behind a norm of heads.  skinny_rows: the row counts that use `skinny_gemm`.
+    joined: the model's joined projections.  named: (Python module, name) of mlx-lm's functions to
+    replace: `swiglu`, `clip_residual`, and `precise_swiglu`, which with a norm of heads before it
+    becomes `gated_rms_norm`.  skinny_rows: the row counts that use `skinny_gemm`.
     expert_rows: the row counts that use `expert_gemm` and its neighbours.
     adds_norms: `add_rms_norm` may be used.  routes: `expert_topk` may be used.  selectors: compiled
     functions of the model that may choose experts.

@@ -35,8 +35,8 @@ def _product(layer: nn.Module, x: mx.array, original: Callable[[mx.array], mx.ar
 
 
 def _normed(x: mx.array, weight: Weight) -> tuple[mx.array, RMSNorm | None]:
-    """The rows of x.  With a norm, if each threadgroup of a product with this weight normalises the
-    rows itself."""
+    """The rows of x before their norm, and the norm, if each threadgroup of the product should
+    compute the norm; otherwise the rows of x, and None."""
     origin, device, (outputs, depth, how) = origin_of(x), profile(), shape_of(weight)
     small = how is None or outputs * depth <= device.max_normed_weights
     if not small or not isinstance(origin, Normed) or origin.norm.weight is None:
@@ -58,7 +58,7 @@ def _transposed(linear: nn.Linear) -> mx.array:
 
 
 def _fused(base: type, product: str) -> type:
-    """The class, with the method `product` by `_product`."""
+    """A subclass whose method named by `product` calls `_product`."""
 
     def call(self: nn.Module, x: mx.array) -> mx.array:
         return _product(self, x, partial(getattr(base, product), self))

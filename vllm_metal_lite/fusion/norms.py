@@ -1,6 +1,6 @@
-"""Norms whose weight is computed in each call, such as 1 + weight, with the weight computed once.
+"""Computes the weight of a norm once, if the model computes it in each call, such as 1 + weight.
 
-A small launch less for each norm: Gemma has six in a layer.
+This saves a small launch a norm, and Gemma has six norms a layer.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from vllm_metal_lite.model.seam.hooks import hooked
 
 
 def fold_norm_weights(model: nn.Module) -> None:
-    """Replace such norms by nn.RMSNorm, in place.  Forwards keep their bits."""
+    """Replace such norms by nn.RMSNorm, in place.  Results stay the same to the bit."""
     found = [
         (path, folded)
         for path, module in model.named_modules()

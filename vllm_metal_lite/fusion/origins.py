@@ -1,4 +1,4 @@
-"""What a traced array may come from: the part of a graph from which a fused kernel starts.
+"""The origins of traced arrays: parts of a graph that a fused kernel can compute.
 
     origin                made by                       used by
     Columns, Slice        linear layers, mx.split       Heads, Latents, gates
@@ -42,7 +42,7 @@ class Scaled:
     dims: int
 
     def wholly_by(self, factor: float) -> bool:
-        """Whether all elements are times this number."""
+        """Whether all elements were multiplied by this number."""
         return (self.factor, self.dims) == (factor, self.heads.head_dim)
 
 
@@ -108,7 +108,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """Results of experts times weights (N, top_k).  summed: and the sum of each row's."""
+    """Results of experts times weights (N, top_k).  summed: also summed for each row."""
 
     experts: Chosen
     weights: mx.array

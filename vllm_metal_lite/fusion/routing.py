@@ -5,10 +5,10 @@
     weights = mx.take_along_axis(scores, inds, axis=-1)          Gathered
     weights /= weights.sum(axis=-1, keepdims=True)               Gathered, of Total
 
-The methods `on_...` of these origins give the result of an operation on them (traced.py).  Indices
-come from the kernel as soon as the model cuts them out, so any later operation is right.  Each
-known operation launches the kernel again, with more of the work.  MLX never runs a launch that
-nothing uses.
+The methods `on_...` of these origins return the result of an operation on them (traced.py).  When
+the model cuts out the indices, they come from a launch of the kernel, so any later operation is
+right.  Each known operation replaces that launch by one that does more of the work.  MLX never runs
+a launch whose results are unused.
 """
 
 from collections.abc import Callable, Collection
@@ -156,7 +156,7 @@ class Total:
 
 
 def latest(indices: mx.array) -> mx.array:
-    """Chosen experts (.., top_k), from the launch that gives the weights too."""
+    """The chosen experts (.., top_k), from the same launch as their weights."""
     origin = origin_of(indices)
     return as_view(origin.indices, indices.shape[:-1]) if isinstance(origin, Choice) else indices
 
@@ -281,10 +281,8 @@ def selectors_of(model: nn.Module) -> tuple[Selector, ...]:
 
 
 def _selecting(original: Any) -> Function:
-    """The function as it was written, of logits; as it was compiled if that chooses no experts.
-
-    Inside a compiled function arrays have no origin.
-    """
+    """Run the function uncompiled, because compiled code has no origins.  If it then chooses no
+    experts, run it compiled."""
     plain = FunctionType(
         original.__code__, original.__globals__, original.__name__, original.__defaults__,
         original.__closure__,

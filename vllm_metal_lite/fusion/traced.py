@@ -163,7 +163,7 @@ class Traced(ColumnsOf):
             return Traced(value, Scaled(origin, y, origin.head_dim))
         if not isinstance(origin, Chosen) or not isinstance(y, mx.array):
             return _by_rule(x, "on_mul", value, y)
-        # Of each result one weight, which may have another type.
+        # One weight for each expert's result; its type may differ.
         if y.shape != (*origin.shape[:-1], 1) or not mx.issubdtype(y.dtype, mx.floating):
             return value
         return Traced(value, Weighted(origin, y.reshape(-1, origin.shape[-2])))
@@ -182,7 +182,7 @@ def _add(x: Any, y: Any) -> mx.array:
 
 
 def _by_rule(x: Any, rule: str, value: mx.array, *args: Any) -> mx.array:
-    """The result `value` of an operation on x, or what the rule of x's origin makes of it."""
+    """The result of the rule that x's origin has for an operation, or else the plain `value`."""
     apply = getattr(origin_of(x), rule, None)
     return value if apply is None else apply(value, *args)
 

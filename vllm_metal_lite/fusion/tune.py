@@ -36,8 +36,8 @@ from vllm_metal_lite.specs import ExpertShape
 # Row counts to time: the first of _FEWEST that wins, and by bisection the last of _SIZES.
 _FEWEST = (1, 2, 4)
 _SIZES = (8, 16, 32, MAX_ROWS)
-# For each size, with and without the kernel: the median of _CHAINS chains of _STEPS steps, or of
-# fewer, to stay within _ENOUGH seconds each, 3 in all: a Mac may need 100 ms per step.
+# For each size, with and without the kernel: the median of _CHAINS chains of at most _STEPS steps.
+# A Mac may need 100 ms a step, so a chain gets fewer steps if it would exceed _ENOUGH seconds.
 _CHAINS, _STEPS, _ENOUGH = 5, 20, 0.24
 # Rows of a prompt, and the experts of each row, as in gpt-oss and GLM.  Mixtures of
 # prompts are timed alone: a step of as many rows takes seconds, and the host does not matter.
@@ -52,7 +52,7 @@ def faster_rows(
     """The row counts in `fusion.skinny_rows` at which `skinny_gemm` speeds up this model.
 
     Measured once for each set of weight shapes, then remembered.  If timing fails, MLX's products
-    are used, with a warning.  ranks: rank 0's timing counts, since all must run the same steps.
+    are used, with a warning.  ranks: the leader's timing counts, since all must run the same steps.
     """
     dtypes = {spec.dtype for spec in packed.attention_specs}  # the kernel was checked with these
     weights = [w for w in product_weights(packed.model) if w.dtype is None or w.dtype in dtypes]
@@ -157,7 +157,7 @@ class _Steps:
 def _padding(attention: Attention, num_rows: int, vocab_size: int) -> Step:
     """A step of decodes that write no rows and no states, and see no keys.
 
-    Of different tokens, which have different experts; rows count as live, so these are read.
+    The tokens differ, so that their experts do.  The rows count as live, so that experts are read.
     """
     store = attention.store
     inputs = InputBatch(num_rows, 1, store.block_size, len(store.num_blocks))
@@ -177,7 +177,7 @@ def faster_prompts(packed: PackedModel, ranks: RankGroup = ALONE) -> bool:
     """Whether each of the model's mixtures of experts takes a prompt faster by the kernels.
 
     Measured once for each type of a mixture, then remembered.  If timing fails, mlx-lm's code
-    serves prompts, with a warning.  ranks: rank 0's timing counts.
+    serves prompts, with a warning.  ranks: the leader's timing counts.
     """
     layers: dict[ExpertShape, nn.Module] = {}
     for _, layer in packed.model.named_modules():

@@ -25,8 +25,8 @@ from vllm_metal_lite.specs import AttentionShape
 STORE = ("keys", "values", "token")
 # Most splits of a context.
 MAX_SPLITS = 64
-# MLX passes an array of fewer elements to a kernel in another address space.  That is another text
-# to compile, so arrays whose length varies are never shorter.
+# MLX passes shorter arrays to a kernel in another address space, for which the kernel would have to
+# be compiled again.  So arrays whose length varies have at least this many elements.
 MIN_ELEMENTS = 8
 TOKEN_SHAPE = (MIN_ELEMENTS,)
 # Largest head sizes.

@@ -16,7 +16,7 @@ _CAUSAL_CONV = Kernel(
 
 # Rows of a tile: enough that reading the rows before it costs little.
 TILE_ROWS = 16
-# The longest convolution: the rows before a row stay in registers.
+# The longest convolution, because the rows before a row stay in registers.
 MAX_KERNEL_SIZE = 8
 
 

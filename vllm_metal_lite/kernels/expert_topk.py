@@ -22,9 +22,9 @@ _WEIGHTS: tuple[Weights, ...] = ("scores", "renormalized", "softmax")
 class Routing(NamedTuple):
     """How experts are chosen.
 
-    late: the last ones of an ascending order, as `argpartition(scores, -k)[..., -k:]`; otherwise
-    the first ones of a descending order.  weights: of the chosen scores; "renormalized" are divided
-    by their sum plus eps.  factor: of all weights.
+    late: choose the last of an ascending order, as `argpartition(scores, -k)[..., -k:]` does;
+    otherwise the first of a descending order.  weights: made from the chosen scores; "renormalized"
+    divides them by their sum plus eps.  factor: multiplies all weights.
     """
 
     scoring: Scoring

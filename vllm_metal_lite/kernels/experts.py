@@ -1,5 +1,4 @@
-"""A mixture of experts: each expert that is used is read once for all of its rows, or for a tile of
-them."""
+"""A mixture of experts.  Each used expert is read once for all of its rows, or once a tile."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -41,7 +40,7 @@ _COLUMNS = 16
 _ACTIVATIONS = {"swiglu": 1, "clamped_swiglu": 2, "geglu": 3, "relu2": 4}
 # (row, choice) pairs that a plan has in threadgroup memory at once.
 _PLAN_SIMDGROUPS, _PLAN_PART = 8, 1024
-# A plan has room for so many, so that it has MIN_ELEMENTS.
+# A plan has room for at least this many tiles, and so at least MIN_ELEMENTS.
 _MIN_TILES = MIN_ELEMENTS // 2
 
 
@@ -142,10 +141,10 @@ def expert_mlp(
 
     x: (rows, hidden) in float16 or bfloat16, at most MAX_ROWS.  indices: (rows, top_k) integers,
     the experts of each row.  plans: of gate and up, and of down; by default `product_plan`'s.
-    num_live: (1,) int32, 1 or more: so many rows are no padding, the first ones; by default all.
-    Padding rows read no expert; their result is zero.  Sums are in float32; rounds where mlx-lm's
-    operations would, a quantised weight as `mx.dequantize`.  Raises ValueError for other shapes or
-    types.
+    num_live: (1,) int32, 1 or more: the number of leading rows that are not padding; by default
+    all.  Padding rows read no expert; their result is zero.  Sums are in float32; results are
+    rounded where mlx-lm's operations round, quantised weights as by `mx.dequantize`.  Raises
+    ValueError for other shapes or types.
     """
     if not fits(x, indices, experts) or indices.ndim != 2 or len(indices) != len(x):
         why = experts_problem(experts)
@@ -185,8 +184,8 @@ def plan_experts(
 
 
 def most_tiles(pairs: int, num_experts: int, tile: int) -> int:
-    """The most tiles of so many pairs: of each used expert, and of padding, only the last is not
-    full."""
+    """The most tiles that `pairs` can need: each used expert, and padding, has at most one tile
+    that is not full."""
     used = min(pairs, num_experts + 1)
     return min(pairs, (pairs + used * (tile - 1)) // tile)
 
@@ -209,10 +208,10 @@ def _single(pairs: int) -> mx.array:
 
 
 def product_plan(tile: int, weight: WeightShape) -> GemmPlan:
-    """The plan for tiles of so many pairs.
+    """The plan for tiles of at most `tile` pairs.
 
-    There are many threadgroups, so simdgroups are few, and not more than there are loads.  With
-    many pairs, rows of x take the registers of loads.
+    There are many threadgroups, so each has few simdgroups, at most one a load.  With many pairs,
+    rows of x need the registers of loads.
     """
     spread = spread_of(weight)
     loads = max(1, weight.depth // (32 * spread))

@@ -40,9 +40,10 @@ class Findings:
 def timed_once(
     key: str, kernel: str, what: str, measure: Callable[[], str], ranks: RankGroup = ALONE
 ) -> str | None:
-    """What timing `what` finds, by an earlier start or now; None, with a warning, if it fails.
+    """The finding of `measure`, from an earlier start or now; None, with a warning, if it fails.
 
-    kernel: is not used after a failure.  ranks: all take what the leader knows.
+    what: names the work in messages.  kernel: is not used after a failure.  ranks: all take the
+    finding that the leader remembers.
     """
     found = Findings()
     known = ranks.first(found.known.get(key))
@@ -58,7 +59,7 @@ def timed_once(
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Whole or not at all: another process may read the file, and the disk may be full."""
+    """Write a whole file or none: another process may read it, and the disk may be full."""
     with NamedTemporaryFile("w", dir=file.parent, encoding="utf-8", delete=False) as new:
         try:
             new.write(text)

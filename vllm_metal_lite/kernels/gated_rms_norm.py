@@ -7,7 +7,7 @@ from vllm_metal_lite.kernels.new_rows import Columns, columns_template
 
 _GATED_RMS_NORM = Kernel("gated_rms_norm", ["x", "z", "weight"], ["y"])
 
-# Threads of a threadgroup, at most: of one group, and of several groups of a simdgroup each.
+# The most threads of a threadgroup: for one group, and for several groups of one simdgroup each.
 _THREADS, _PACKED_THREADS = 1024, 128
 # The longest group that one simdgroup serves.
 _SIMDGROUP_DIM = 512

@@ -98,7 +98,7 @@ def latent_attention(
 
 
 def latent_simdgroups(latent_dim: int, itemsize: int) -> int:
-    """Simdgroups of a threadgroup, which share a latent's columns evenly, 8 or a multiple each.
+    """The most simdgroups, up to 8, that share a latent's columns evenly, each a multiple of 8.
 
     Large latents in 16 bits may have 16; the scores of as many would not fit beside float32.
     """

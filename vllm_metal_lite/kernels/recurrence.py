@@ -1,7 +1,7 @@
 """The inputs of `gated_delta` for gates, keys and queries.
 
-A layer gives gates, or the columns of its projection that gates are made of.  From columns the
-kernel makes gates in float32.
+A layer gives finished gates, or the columns of its projection from which the kernel computes gates
+in float32.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from vllm_metal_lite.kernels.launch import Template
 from vllm_metal_lite.kernels.new_rows import Columns, columns_template
 
 _GIVEN, _SOFTPLUS, _BOUNDED, _TIME = range(4)  # as in metal/recurrence.h
-_LARGEST = 3e38  # for limits that are infinite: a compiler may assume that nothing is
+_LARGEST = 3e38  # replaces infinite limits, because a compiler may assume finite numbers
 
 
 class GatedNorm(NamedTuple):
@@ -29,12 +29,12 @@ class GatedNorm(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """The gate and beta of each row and head, or the columns that the kernel makes them of.
+    """The gate and beta of each row and head, or the columns from which the kernel computes them.
 
     gates: V columns, or V * K for a gate per column of the state (vector).  beta: V columns, or
-    None if the kernel makes beta too.  a_log, bias: (V,), if the gate is made.  beta_scale: 0 if
-    beta is given; else beta is a logit, and its sigmoid counts so often.  low, high: see the
-    functions below.
+    None if the kernel computes beta too.  a_log, bias: (V,), if the kernel computes the gate.
+    beta_scale: 0 if beta is finished; else beta is a logit, and beta_scale multiplies its sigmoid.
+    low, high: see the functions below.
     """
 
     gates: Columns

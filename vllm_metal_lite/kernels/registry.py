@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# What replaces all kernels where no other kernel replaces one of them.
+# What replaces all kernels if one fails that has no fallback of its own.
 REFERENCE = "the reference attention is used, which is slower"
 _OPERATIONS = "attention and recurrent layers use MLX operations, which is slower"
 _GATHER = "prompts use kv_gather and MLX's SDPA"
@@ -122,10 +122,7 @@ _ROWS = (
         template=("FUSED",),
     ),
     KernelRow(
-        "latent_write",
-        "MLX's norm and rotation, and kv_write, are used",
-        "fused.write",
-        "write",
+        "latent_write", "MLX's norm and rotation, and kv_write, are used", "fused.write", "write"
     ),
     KernelRow("add_rms_norm", "MLX's sum and norm are used", "fused.add_norm", "add_norm"),
     KernelRow(

@@ -71,7 +71,7 @@ def gemm_plan(rows: int, weight: WeightShape) -> GemmPlan:
 
 
 def multiplies_in_lanes(rows: int, weight: WeightShape) -> bool:
-    """Whether so few rows are multiplied with the weight without matrices."""
+    """Whether `rows` rows are multiplied with the weight without matrices."""
     return weight.quantisation is not None and rows <= profile().max_lane_rows
 
 

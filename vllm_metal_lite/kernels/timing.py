@@ -1,4 +1,4 @@
-"""Times candidates for the same work on this device: the answer to "is ours faster?"."""
+"""Times candidates for the same work on this device."""
 
 import math
 import time
@@ -8,7 +8,7 @@ import numpy as np
 
 from vllm_metal_lite.distributed import ALONE, RankGroup
 
-# Does its work so many times, and waits for the device.
+# Does its work the given number of times, and waits for the device.
 Candidate = Callable[[int], object]
 
 
@@ -21,11 +21,12 @@ def seconds_alternating(
     warm: int = 2,
     ranks: RankGroup = ALONE,
 ) -> list[float]:
-    """Seconds per call of each: the median of several rounds, alternately because clocks drift.
+    """Seconds per call of each candidate: the median of several rounds.
 
-    calls: of a candidate in a round.  There are fewer rounds, then fewer calls, where one would
-    take more than `enough` seconds.  warm: calls before, which trace, compile and capture.  ranks:
-    the leader's times count, since all ranks must make the same calls.
+    The candidates alternate, because clocks drift.  calls: of a candidate in a round.  There are
+    fewer rounds, then fewer calls, if a candidate would take more than `enough` seconds.  warm:
+    calls before, which trace, compile and capture.  ranks: the leader's times count: all ranks
+    must make the same calls.
     """
 
     def seconds(candidate: Candidate, calls: int) -> float:

@@ -1,7 +1,7 @@
-"""Byte-level vocabularies, as GPT-2's: each character of a token stands for a byte.
+"""Byte-level vocabularies, such as GPT-2's: each character of a token stands for a byte.
 
-Some converted models (Mistral's tekken) have such a vocabulary, and a decoder for SentencePiece's:
-their text shows a space as "\\u0120".  mlx-lm and transformers choose by the decoder.
+Some converted models (Mistral's tekken) have such a vocabulary with a decoder for SentencePiece.
+mlx-lm and transformers follow the decoder, so the text shows a space as "\\u0120".
 """
 
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
@@ -13,7 +13,7 @@ _SPACE = bytes_to_unicode()[ord(" ")]
 
 
 def decode_as_bytes(tokenizer: TokenizerWrapper) -> None:
-    """Give a tokenizer the decoder and the stream of its vocabulary, if that is byte-level."""
+    """Give a tokenizer with a byte-level vocabulary the right decoder and streaming detokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return

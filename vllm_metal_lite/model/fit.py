@@ -60,9 +60,9 @@ class _ObserverStep(ReferenceStepAttention):
 
 
 class Fit(NamedTuple):
-    """packed: the model, ready for packed steps.  shapes to usage: what it asks of the seam.
+    """packed: the model, ready for packed steps.  shapes, recurrences, usage: what it runs.
 
-    is_unexpected: an earlier mode failed for a reason that is not how the model is written.
+    is_unexpected: an earlier mode failed for a reason other than how the model is written.
     """
 
     packed: PackedModel
@@ -89,8 +89,8 @@ def fit(model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup = AL
 
 
 def foresee(model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup = ALONE) -> Fit:
-    """As `fit`, by the model's code alone: graphs are built and not evaluated, so no weight is
-    read.  `fit` may still choose a later mode, or refuse, for logits that differ."""
+    """As `fit`, but from the model's code alone: graphs are built and not evaluated, so no weight
+    is read.  `fit` also compares logits, so it may choose a later mode, or refuse the model."""
     return _choose(model, layout, model_type, _problem_of_code)
 
 

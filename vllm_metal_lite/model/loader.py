@@ -114,7 +114,7 @@ class LoadedModel:
     def kernel_use(self, block_size: int) -> KernelUse:
         """What the model asks of the kernels, over a store with blocks of block_size tokens."""
         weights = {shape_of(w): None for w in product_weights(self.packed.model)}
-        # Behind the gated delta rule, where mlx-lm gates a norm by this function.
+        # mlx-lm uses this function for the gated norm after the gated delta rule.
         gated = namespaces(self.packed.model, activations.precise_swiglu)
         norms = [
             GatedNormShape(shape.v_dim, shape.v_heads, shape.dtype)
@@ -200,9 +200,9 @@ def _unevaluated(
 
 @contextmanager
 def _explained(name: str, folder: Path, trust_remote_code: bool) -> Iterator[None]:
-    """Load a model inside of the block: every failure is a ModelLoadError of one line.
+    """Turn every failure inside the block into a ModelLoadError of one line.
 
-    A folder that cannot be loaded is refused before the block.
+    Refuses a folder that cannot be loaded before the block runs.
     """
     config = read_config(folder, name)
     _refuse_untrusted(name, str(config.get("model_type")))
@@ -248,7 +248,7 @@ def _load_tokenizer(
 
 
 def _template_of_processor(folder: Path) -> str | None:
-    """The template of chat_template.json, where older multimodal models have their only one."""
+    """The template of chat_template.json, the only one that older multimodal models have."""
     file = folder / "chat_template.json"
     if (
         not file.is_file()
@@ -316,7 +316,7 @@ def from_model(
 
 
 def _ends(name: str, tokenizer: TokenizerWrapper, vocab_size: int) -> tuple[int, ...]:
-    """The ids of the vocabulary that end an answer.  As for mlx-lm, others are never met."""
+    """The token ids that end an answer; ids outside the vocabulary are ignored, as in mlx-lm."""
     ids = tokenizer.eos_token_ids
     known = tuple(sorted(i for i in ids if isinstance(i, int) and 0 <= i < vocab_size))
     if unknown := [i for i in ids if i not in known]:

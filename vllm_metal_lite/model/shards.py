@@ -1,7 +1,7 @@
 """A model's shard of one rank, by mlx-lm's own `shard`.
 
-mlx-lm's sharded linear layers become plain ones, and a sum over the ranks where it belongs, so that
-everything that knows plain linear layers (joined projections, kernels) knows these too.
+mlx-lm's sharded linear layers become plain ones, followed by a sum over the ranks where needed.  So
+all code for plain linear layers (joined projections, kernels) works with a shard too.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ def shard(model: nn.Module, model_type: str, ranks: RankGroup) -> None:
 
 
 def _undivided_heads(model: nn.Module, model_type: str, size: int) -> str | None:
-    """The first number of heads that does not divide; mlx-lm would round down without a word."""
+    """The first number of heads that `size` does not divide; mlx-lm would silently round down."""
     for path, module in model.named_modules():
         if "attn" not in path.rpartition(".")[2] and "attention" not in path.rpartition(".")[2]:
             continue
@@ -61,7 +61,7 @@ def _undivided_heads(model: nn.Module, model_type: str, size: int) -> str | None
 
 
 def _undivided_weight(model: nn.Module, size: int) -> str | None:
-    """The first weight whose divided axis does not divide."""
+    """The first weight whose sharded axis is no multiple of `size`."""
     for path, module in model.named_modules():
         name = path.rpartition(".")[2]
         if "weight" not in module:

@@ -48,7 +48,8 @@ def keep_stage(model: nn.Module, model_type: str, ranks: RankGroup) -> None:
 
 
 def stage_bounds(num_layers: int, rank: int, size: int) -> tuple[int, int]:
-    """The layers [start, end) of a stage.  The first stages get one more if they do not divide."""
+    """The layers [start, end) of a stage.  If the layers do not divide, the first stages get one
+    layer more."""
     least, more = divmod(num_layers, size)
     start = rank * least + min(rank, more)
     return start, start + least + (rank < more)
@@ -92,8 +93,8 @@ def _advance(cache: Any, num_tokens: int) -> None:
 
 
 def _no_chain(model: nn.Module, layers: list[nn.Module]) -> str | None:
-    """Why the layers are no chain, in which each gets only what the one before returns; None if
-    they are.  Builds a forward of one token; nothing is evaluated."""
+    """Why the layers are not a chain, in which each takes the result of the one before; None if
+    they are.  Builds a forward of one token; evaluates nothing."""
     try:
         calls = calls_of(model, layers)
     except Exception as e:

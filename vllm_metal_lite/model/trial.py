@@ -43,8 +43,8 @@ BLOCK = 8
 # Chunk sizes for mlx-lm's own runs.  Latent attention uses other products for 1.
 _CHUNKS = (1, 2, 5)
 
-# Distances are relative to the spread of the logits.  The limit adds to the noise: mlx-lm's chunks
-# may all round alike where a packed step cannot.
+# Distances are relative to the spread of the logits.  This limit is added to the noise, because
+# mlx-lm's chunks may all round alike where a packed step rounds otherwise.
 _LIMIT = 0.25
 # Without 16-bit weights, no row may exceed _EXACT_LIMIT plus _WORST times the worst noise.
 _16_BIT = (mx.float16, mx.bfloat16)
@@ -76,7 +76,7 @@ class Row(NamedTuple):
 class Draw:
     """Random tokens of two requests, and the model's own logits for them.
 
-    ranks: the distances are those of rank 0, so that all ranks conclude the same.
+    ranks: the distances are the leader's, so that all ranks conclude the same.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class Usage:
         self.hidden_sizes: dict[int, None] = {}
         self._head_norms: dict[int, float] = {}  # head size -> eps
         self._ropes: dict[tuple[int, RopeShape], None] = {}
-        # The newest array of heads whose first elements are times a number, how many, the number.
+        # The newest scaled heads: the array, how many leading elements were scaled, the factor.
         self._scaled: tuple[mx.array, int, float] | None = None
 
     @property

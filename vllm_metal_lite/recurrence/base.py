@@ -1,4 +1,4 @@
-"""The interface of recurrent layers over packed rows, and what mlx-lm's layers ask of it.
+"""The interface of recurrent layers over packed rows, and the operations of mlx-lm's layers.
 
 Rows are those of a packed step, in mlx-lm's shapes: (N, 1, ...).  Each segment continues its own
 state, which `key` names in the state store.

@@ -16,10 +16,10 @@ _assign = mx.array.__setitem__
 
 
 class ColumnsOf(mx.array):
-    """Rows (N, 1, ...) with a value like any other, and their origin: Columns, or one that fusion
-    knows (fusion/traced.py).
+    """Rows (N, 1, ...) with an ordinary value, and their origin: Columns, or an origin of fusion
+    (fusion/traced.py).
 
-    Views that keep the rows whole know their columns too.  origin: None after a change in place.
+    Views of whole rows know their columns too.  origin: None after a change in place.
     """
 
     def __init__(self, value: mx.array, origin: Any) -> None:

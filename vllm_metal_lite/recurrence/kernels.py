@@ -67,7 +67,7 @@ class SegmentPlan(NamedTuple):
 
 
 class Ordered(Protocol):
-    """What launches on one store share: each takes the token, and leaves the next one."""
+    """The token that orders launches on one store: each launch takes it and returns the next."""
 
     token: mx.array
 
@@ -75,7 +75,7 @@ class Ordered(Protocol):
 class KernelRecurrence:
     """See StepRecurrence.
 
-    order: whose token orders these launches too.  fused: gates and norms are made in the kernel.
+    order: holds the token.  fused: the kernel computes gates and norms.
     """
 
     def __init__(

@@ -19,8 +19,8 @@ class SequenceBatch:
     """B parts of segments, all of length L.
 
     segments (B,): indices of the segments.  rows (B, L): their rows in the step.  start: tokens
-    before the first part's first row.  initial_slots, final_slots (B,): as in ForwardBatch; a
-    batch has either no initial slots or B.  part: how many parts of the same segments run before.
+    before the first part's first row.  initial_slots, final_slots (B,): as in ForwardBatch; None if
+    all parts start from zeros.  part: how many parts of the same segments run before.
     """
 
     index: int
@@ -114,7 +114,7 @@ class BatchStates:
         self._new.setdefault(key, {})[seqs.index] = seqs, state
 
     def _grown(self, key: Key, state: mx.array) -> mx.array:
-        """A state with zeros in front: an n-gram's context grows with a request's first tokens."""
+        """The state with zeros in front, because an n-gram's context starts short."""
         shape = self._state_store[key].shape[1:]
         front = [(full - now, 0) for full, now in zip(shape, state.shape[1:], strict=True)]
         return mx.pad(state, [(0, 0), *front])

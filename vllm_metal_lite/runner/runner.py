@@ -163,7 +163,7 @@ class ModelRunner:
                 targets = mx.array(batch.prompt_targets)
                 rows = logits[num_sampled : num_sampled + len(targets)]
                 scored = prompt_logprobs(rows, targets, num_prompt_logprobs)
-            # Where steps overlap, waiting for a step must not mean waiting for the next one too.
+            # If steps overlap, a wait for this step must not include the next one.
             written = state[:1] if self.attention.overlaps else ()
             result = StepResult(
                 req_indices, sampled, logprobs, scored, for_host, written, batch.draft_token_ids,
@@ -176,8 +176,8 @@ class ModelRunner:
         return result
 
     def _forward(self, step: Step) -> tuple[mx.array, list[mx.array], Pooled | None]:
-        """Logits of the batch's `logits_indices`, in order, perhaps padded; the next state; what
-        pooling requests read."""
+        """Logits of the batch's `logits_indices`, in order, perhaps padded; the next state; the
+        values for pooling requests."""
         logits, hidden, state = self.compiled(step, self._state) or self._run(step)
         pooled = step.batch.pooled
         return logits, state, None if pooled is None else pool(pooled, hidden[0], logits)

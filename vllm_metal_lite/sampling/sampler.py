@@ -58,9 +58,9 @@ _FOREVER = np.iinfo(np.int32).max
 
 @dataclass
 class SamplerOutput:
-    """Lazy arrays. token_ids: (T,) int32.  logprobs: None unless a row asked for them.
+    """Lazy arrays.  token_ids: (T,) int32.  logprobs: None unless a row asked for them.
 
-    for_host: token_ids as `no_token.mark` leaves them, an array of its own.
+    for_host: a copy of token_ids with the marks of `no_token.mark`.
     """
 
     token_ids: mx.array
@@ -81,8 +81,8 @@ class SamplerState:
 class _Penalties:
     """Penalties of R rows; None omits an operation.
 
-    counts_rows: (R,) their rows of `seen`; all_counts_rows: these are all, in order.  rows: (R,)
-    their rows in the batch, None: all.  drafts: (row of R, token) of the drafts before each row;
+    counts_rows: (R,) rows of `seen`; all_counts_rows: whether these are all rows, in order.  rows:
+    (R,) rows of the batch, None: all.  drafts: (index into R, token) of the drafts before each row;
     None: no drafts.  The others are (R, 1).
     """
 

@@ -1,4 +1,4 @@
-"""What messages are made of, in the form that chat templates want."""
+"""The parts of messages, converted for chat templates."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ from vllm_metal_lite.errors import show
 from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.fields import optional, required_text, required_type, type_of
 
-# By type; those of OpenAI's chat, of Responses, and of Anthropic.
+# The types of parts that hold text, in all three chat APIs.
 _TEXT = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 
 
@@ -29,8 +29,8 @@ def text_of(content: Any, where: str) -> str:
 
 
 def result_text(content: Any, where: str) -> str:
-    """The text of a tool's result.  Images and files are named in place of shown, so that an agent
-    can go on.  Raises ApiError (400) for what is no part."""
+    """The text of a tool's result.  A note replaces each image or file, so that an agent can
+    continue.  Raises ApiError (400) for invalid parts."""
     if isinstance(content, list):
         content = [_named(part) for part in content]
     return text_of(content, where)
@@ -44,10 +44,7 @@ def _named(part: Any) -> Any:
 
 
 def arguments_of(arguments: Any) -> Any:
-    """The arguments of a call as an object, which templates print as they like.
-
-    A model wrote them; if they are not JSON, the template shows them as they are.
-    """
+    """The arguments of a call as an object for templates, or as the text if they are not JSON."""
     if isinstance(arguments, str) and arguments:
         with suppress(ValueError, RecursionError):
             return json.loads(arguments)
@@ -57,9 +54,9 @@ def arguments_of(arguments: Any) -> Any:
 def function_call(
     fields: Mapping[str, Any], id_name: str, arguments: Any, where: str
 ) -> dict[str, Any]:
-    """An entry of `tool_calls`.  id_name: the field with its id.
+    """An entry of `tool_calls`.  id_name: the field that holds the id.
 
-    Raises ApiError (400) for a bad id, and without a name.
+    Raises ApiError (400) for a bad id or a missing name.
     """
     name = required_text(fields, "name", where)
     function = {"name": name, "arguments": arguments_of(arguments)}
@@ -69,9 +66,9 @@ def function_call(
 def tool_message(
     fields: Mapping[str, Any], id_name: str, name: str, names: Mapping[Any, str], where: str
 ) -> dict[str, Any]:
-    """The message of a tool: the field `name` has the result, the field `id_name` the call's id.
+    """A tool's result as a message: the field `name` holds it, the field `id_name` the call's id.
 
-    names: of tools, by these ids.  Raises ApiError (400).
+    names: the tools' names by call id.  Raises ApiError (400).
     """
     call_id = optional(fields, id_name, str, where)
     message = {"role": "tool", "tool_call_id": call_id}

@@ -20,11 +20,7 @@ from vllm_metal_lite.server.divergence import Divergence, find_divergence
 from vllm_metal_lite.server.errors import ContextOverflow
 from vllm_metal_lite.server.limits import num_characters
 from vllm_metal_lite.server.offload import check_wanted, offload
-from vllm_metal_lite.server.templates import (
-    Template,
-    has_system_in_middle,
-    render_text,
-)
+from vllm_metal_lite.server.templates import Template, has_system_in_middle, render_text
 from vllm_metal_lite.server.worker.client import EngineClient
 
 Message = dict[str, Any]
@@ -34,12 +30,12 @@ _ANY = ToolChoice()
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What the three chat APIs come to.
+    """A conversation, in one form for the three chat APIs.
 
     messages: as chat templates want them: role ("system", "user", "assistant", "tool"), content
     (text), tool_calls, reasoning_content, ...  template: more variables for the template.
-    enable_thinking, effort: whether, and how much, the model shall think; None: as it likes.
-    thinking_budget: most tokens of thoughts.  choice: the calls that the answer may or must hold.
+    enable_thinking, effort: whether, and how much, to think; None: the template's default.
+    thinking_budget: most tokens of thoughts.  choice: the calls that the answer may or must make.
     """
 
     messages: Sequence[Message]
@@ -68,9 +64,9 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """checkpoints: numbers of tokens after which other prompts may go on differently.
+    """checkpoints: numbers of tokens that other prompts may share before they differ.
 
-    divergence: where the prompt diverges from the recent one that it has most in common with.
+    divergence: where the prompt leaves the recent prompt with the longest common beginning.
     """
 
     token_ids: list[int]
@@ -79,7 +75,7 @@ class RenderedPrompt:
 
 
 def join_systems(messages: Sequence[Message]) -> list[Message]:
-    """The system messages at the front become one, since most templates take one only."""
+    """Join the system messages at the front, because most templates take only one."""
     num_first = num_systems(messages)
     if num_first < 2:
         return list(messages)
@@ -90,10 +86,10 @@ def join_systems(messages: Sequence[Message]) -> list[Message]:
 async def render(
     engine: EngineClient, conversation: ChatRequest, *, to_run: bool = True
 ) -> RenderedPrompt:
-    """A conversation under the model's chat template.  Raises RequestError in its words,
-    ContextOverflow if it is far too long.
+    """Render a conversation with the model's chat template.  Raises RequestError with the
+    template's message, ContextOverflow for a conversation that is far too long.
 
-    to_run: False if only the tokens are of interest.
+    to_run: False to get only the tokens.
     """
     facts = engine.facts
     if (adapt := engine.chat_format.adapt) is not None:
@@ -126,7 +122,7 @@ def check_length(engine: EngineClient, texts: Any) -> None:
 
 
 def encode_prompt(engine: EngineClient, prompt: str, add_special_tokens: bool) -> list[int]:
-    """Token ids of a text that is no conversation.  Raises RequestError or ContextOverflow."""
+    """Token ids of a plain text.  Raises RequestError or ContextOverflow."""
     check_length(engine, prompt)
     if len(prompt) > engine.max_prompt_tokens:
         try:

@@ -1,4 +1,4 @@
-"""Answers as deltas, which all APIs make their replies of: text, thoughts and calls."""
+"""Answers as deltas of text, thoughts and calls, from which each API makes its reply."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -15,13 +15,12 @@ Positions = list[dict[int, Logprob]]
 class Delta:
     """What is new in an answer.
 
-    choice: its number in the reply, which may hold the answers to several prompts.
-    text: as the model wrote it.  events: what it says, if there is a parser; none for text that is
-    held back, as it may become a marker.
-    token_ids, logprobs: of all new tokens, also of those without an event.
-    num_reasoning_tokens: how many of them are thoughts.  A delta of several tokens counts as a
-    whole.
-    finish_reason: of the last Delta: as the engine has it, or "tool_calls".
+    choice: the answer's number in the reply, which may hold the answers to several prompts.
+    text: as the model wrote it.  events: the parsed text, if there is a parser; text that may
+    become a marker is held back.
+    token_ids, logprobs: of all new tokens, with or without events.
+    num_reasoning_tokens: all new tokens if any of them belongs to thoughts, else 0.
+    finish_reason: in the last Delta, the engine's reason or "tool_calls"; before, None.
     """
 
     choice: int
@@ -58,8 +57,8 @@ class AnswerReader:
         for event in events:
             self._thinks = isinstance(event, Reasoning)
             has_thoughts = has_thoughts or self._thinks
-            # A call that goes wrong in mid-answer counts: its arguments are no JSON, which the
-            # client tells the model.
+            # A malformed call before the answer's end counts: the client sees that its arguments
+            # are not JSON, and tells the model.
             self._has_call = self._has_call or isinstance(event, ToolCallEnd)
         if reason is not None and self._parser is not None:
             events += (last := self._parser.close())
@@ -68,7 +67,7 @@ class AnswerReader:
         is_over, is_whole = reason is not None, reason == "stop"
         if not self._parallel and (count := _up_to_first_call(events)):
             events, is_over = events[:count], True
-            is_whole = reason in (None, "stop", "length")  # what follows does not count
+            is_whole = reason in (None, "stop", "length")  # the rest of the answer does not count
         if is_whole and self._has_call:
             reason = "tool_calls"
         self.is_over = is_over
@@ -77,7 +76,7 @@ class AnswerReader:
 
 
 def _up_to_first_call(events: list[Event]) -> int:
-    """How many events there are up to the end of the first call; 0: no call ends."""
+    """The number of events up to the end of the first call; 0 if no call ends."""
     return next((i for i, event in enumerate(events, 1) if isinstance(event, ToolCallEnd)), 0)
 
 
@@ -88,8 +87,8 @@ async def deltas(
 ) -> AsyncIterator[Delta]:
     """Deltas of all answers, as they come.  Raises EngineLost.
 
-    parallel: False if an answer is over after its first call.  The engine may still run then; it
-    stops when the caller leaves `Server.generate`.
+    parallel: False to end an answer after its first call.  The engine continues the answer until
+    the caller leaves `Server.generate`.
     """
     answers = [answer for request in requests for answer in request.answers]
     readers = [AnswerReader(i, answer, make_parser(), parallel) for i, answer in enumerate(answers)]

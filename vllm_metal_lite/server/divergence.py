@@ -1,4 +1,4 @@
-"""Where a prompt diverges from those that a model got last, and so is computed again."""
+"""Where a prompt diverges from a model's recent prompts: from there on it is computed again."""
 
 import threading
 from collections import deque
@@ -32,7 +32,7 @@ class RecentPrompts:
         self._lock = threading.Lock()
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Remember a sequence; those that it goes on from are no longer needed."""
+        """Remember a sequence, and forget those that it continues."""
         new = np.array(token_ids, np.int32)
         with self._lock:
             old = [s for s in self._sequences if _num_common(s, new) < len(s)]
@@ -40,8 +40,10 @@ class RecentPrompts:
             self._sequences.extend([*old, new])
 
     def diverges_at(self, token_ids: Sequence[int]) -> int | None:
-        """Where a prompt diverges from the sequence that it has most in common with; None: nowhere,
-        as it goes on from that sequence, or has nothing in common with any."""
+        """Where a prompt leaves the sequence with the longest common beginning.
+
+        None: the prompt continues that sequence, or shares no token with any.
+        """
         new = np.array(token_ids, np.int32)
         with self._lock:
             found = [(_num_common(s, new), -len(s)) for s in self._sequences]

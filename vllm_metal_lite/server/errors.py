@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 class ApiError(Exception):
     """A request that is not served.
 
-    status: of HTTP.  param: the field at fault.  code: as OpenAI names the kind of the error.
+    status: the HTTP status.  param: the field at fault.  code: OpenAI's name of the error.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ def shown_error(e: Exception) -> ApiError:
         first = e.errors(include_url=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         message = first["msg"]
-        if first["type"] != "missing":  # of which the input is the whole body
+        if first["type"] != "missing":  # there the input is the whole body
             message += f", got {show(first['input'])}"
         return ApiError(400, f"{where}: {message}" if where else message, param=where or None)
     if isinstance(e, EngineLost):
@@ -83,14 +83,14 @@ def shown_error(e: Exception) -> ApiError:
 
 
 def check_ended(answer: CompletionOutput) -> None:
-    """Raise ApiError if an answer has not ended by itself."""
+    """Raise ApiError for an answer that failed, ShuttingDown for one that the server cut off."""
     if answer.finish_reason == "error":
         raise ApiError(400, answer.error or "no further token can be sampled")
     if answer.finish_reason == "abort":
         raise ShuttingDown
 
 
-# By status; others have a type for all below 500, and one for all from there on.
+# By status.  The other statuses share one type below 500 and one from 500 on.
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _ANTHROPIC_TYPES = {**_TYPES, 413: "request_too_large", 503: "overloaded_error"}
 

@@ -1,10 +1,9 @@
 """`/events`: what the engines do, while a client watches.
 
-All viewers share what an engine sends.  An engine sends events for some seconds after the last
-`Watch` only, so a server that ends without a word costs it nothing.
+All viewers get the same events.  An engine sends events only for some seconds after a `Watch`.
 
-An engine is silent during a step, and after its end.  So this process tells the state of the
-models and counts their requests, in events of its own.
+An engine sends nothing during a step or after its end.  So this process adds events with the state
+of each model and the number of its requests.
 """
 
 import asyncio
@@ -23,7 +22,8 @@ from vllm_metal_lite.server.models import Model
 from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.stream import COMMENT, EventStream, sse
 
-_TOLD, _RENEWED, _WATCHED = 0.5, 2.0, 5.0  # seconds
+# Seconds between states, between `Watch` messages, and for which a `Watch` lasts.
+_TOLD, _RENEWED, _WATCHED = 0.5, 2.0, 5.0
 _MAX_UNREAD = 16  # events; a slower viewer misses the oldest
 
 
@@ -70,7 +70,7 @@ class Live:
         self._send(b"")  # the end
 
     def _tell(self) -> None:
-        """Show how the models are, if that has changed or requests are under way."""
+        """Show the states of the models if they changed or requests are under way."""
         states = [_state(model) for model in self._server.models.models.values()]
         event = sse(json.dumps(states), "models")
         if event != self._states or any(state["requests"] for state in states):
@@ -93,7 +93,7 @@ def _show(viewer: asyncio.Queue[bytes], event: bytes) -> None:
 
 
 def _state(model: Model) -> dict[str, Any]:
-    """requests: those that this process has accepted and that have not ended."""
+    """requests: unfinished ones, with those that wait for the model to load."""
     unfinished = 0 if model.client is None else model.client.num_unfinished
     return {
         "model": model.spec.name,

@@ -12,12 +12,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vllm_metal_lite.server.errors import ApiError, error_response
 
-# From the connection, or the end of one answer, to the end of the next head.
+# The time from the connection, or from the end of an answer, to the end of the next head.
 _HEAD_SECONDS = 20
 
 
 class HttpProtocol(H11Protocol):
-    """Closes a connection whose head drips or stays away, by uvicorn's timer of idle ones."""
+    """Closes a connection whose head is late, with uvicorn's timer for idle connections."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -63,8 +63,8 @@ async def serve(
             )
         )  # fmt: skip
         serving = asyncio.ensure_future(http.serve(sockets=[bound]))
-        # A full collection looks at all objects, with Python's lock held: 100 ms and more for what
-        # the imports made, which stays anyway.
+        # A full collection holds Python's lock while it visits all objects: 100 ms and more for
+        # those of the imports, which are never freed.
         gc.collect()
         gc.freeze()
         on_ready(server, url_of(bound))

@@ -1,7 +1,7 @@
 """What a request may hold, checked before any work on it; docs/server.md has the table.
 
-A small request may ask for much work, and a large one takes long to parse.  Either holds Python's
-lock, which stops all other requests; hence the limits.
+Work on a request holds Python's lock, which stops all other requests: a large request takes long to
+parse, and a small one may ask for much work.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ MAX_ENTRIES = {
     "allowed_token_ids": 32_768,
 }
 MAX_OTHER_ENTRIES = 1_024  # tools, stop_token_ids, documents, metadata, ...
-_FORM = 200_000  # as `structured_outputs.grammar_text` has it, which needs the extra
+_FORM = 200_000  # MAX_CHARACTERS of `structured_outputs.grammar_text`; that module needs the extra
 # Characters of all texts within a field.
 MAX_CHARACTERS = {
     "tools": 1_000_000,
@@ -40,12 +40,12 @@ MAX_CHARACTERS = {
     "text": _FORM,
 }
 MAX_N = 128  # as in OpenAI's API
-# Tokens, times the log-probabilities of each; one answer may fill the context.
+# Tokens times the log-probabilities of each.  A request with n=1 may always fill the context.
 MAX_PROMPT_LOGPROBS, MAX_LOGPROBS_OF_ANSWERS = 200_000, 500_000
-# Of a body's JSON.  Parsing an object costs a microsecond, with Python's lock held; a comma stands
-# for a number, such as a token id, which costs 30 ns.
+# In a body's JSON.  Parsing takes a microsecond an object, and 30 ns a number such as a token id;
+# commas count the numbers.
 MAX_CONTAINERS, MAX_COMMAS = 20_000, 1_000_000
-_FEW = 1 << 16  # bytes that cannot be expensive
+_FEW = 1 << 16  # bytes; a smaller body is always cheap to parse
 _SLICE = 1 << 18
 _IS_TEXT = bytes(set(range(256)) - set(b'",[{'))
 
@@ -85,7 +85,7 @@ def _outside_strings(raw: bytes) -> Iterator[bytes]:
 def check_fields(raw: bytes) -> None:
     """Raise ApiError (400) for a body with a field of too many entries, or too much text.
 
-    Before pydantic looks: it makes an error of each bad entry.
+    Call before pydantic, which makes an error for each bad entry.
     """
     try:
         fields = from_json(raw)

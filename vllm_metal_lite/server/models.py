@@ -1,10 +1,10 @@
 """The models that a server has, by name, within a budget of memory.
 
-The first model and the pinned ones are loaded from the start, others when a request names them.  If
-memory is short, models are unloaded, the least recently used first: idle ones at once, busy ones
-after a notice, in which they still take requests, and once their requests have ended.  A notice
-takes as long as loading did, so models that alternate do not spend most of the time on loading, and
-no model waits forever.
+The first model and the pinned ones are loaded at the start, others when a request names them.  If
+memory is short, models are unloaded, idle ones before busy ones, the least recently used first.  A
+busy model gets notice: it takes requests for as long as its loading took, and is unloaded when they
+have ended.  So models that alternate do not spend most of the time on loading, and no model waits
+forever.
 """
 
 import asyncio
@@ -50,8 +50,8 @@ class ModelSpec:
 
 @dataclass(eq=False)
 class _Loaded:
-    """An engine.  size: bytes it may use.  users: requests that hold it.  going: another model
-    waits for its room.  ends_at: of its notice, if it is going."""
+    """An engine.  size: bytes it may use.  users: requests that hold it.  going: it has notice,
+    because another model needs its memory.  ends_at: when the notice ends."""
 
     client: EngineClient
     size: int
@@ -75,7 +75,7 @@ class _Loaded:
 
 
 class Model:
-    """A model's state, to look at only."""
+    """A model's state, which only `Models` changes."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec

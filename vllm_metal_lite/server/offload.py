@@ -1,8 +1,7 @@
-"""Threads for work that would hold the event loop up: parsing, templates, token ids, grammars.
+"""Threads for work that would block the event loop: parsing, templates, token ids, grammars.
 
-Work of large requests has a thread of its own, so that small requests do not wait behind it.
-Clients take turns.  A client that leaves ends its work: at once if the work has not begun, else
-when it next asks `check_wanted`.
+Large requests have their own thread, so that small requests do not wait behind them.  Clients take
+turns.  When a client leaves, its work does not begin, or ends at its next `check_wanted`.
 """
 
 import asyncio
@@ -22,7 +21,7 @@ LARGE = 1 << 17  # bytes of a request
 
 @dataclass(frozen=True)
 class Origin:
-    """Where work comes from.  client: whom it is for.  size: bytes of the request."""
+    """The request that work belongs to.  client: who sent it.  size: in bytes."""
 
     client: Hashable = None
     size: int = 0

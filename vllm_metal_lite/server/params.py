@@ -1,6 +1,5 @@
 """The sampling parameters of a request: its own, else the model's, else vLLM's defaults."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, WithJsonSchema
@@ -8,6 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from vllm_metal_lite.engine.prompt_ids import check_salt
 from vllm_metal_lite.errors import Option, RequestError, SamplingError
+from vllm_metal_lite.rules import by_token_id
 from vllm_metal_lite.sampling.sampler import validate
 from vllm_metal_lite.sampling_params import SAMPLING_RULES, SamplingParams
 from vllm_metal_lite.server.errors import ApiError, bad, must_be
@@ -30,7 +30,7 @@ def _refuse(value: Any) -> None:
         raise PydanticCustomError("unsupported", "not supported")
 
 
-# The type of a field that would change the answer, and that this server does not have.
+# The type of a field that this server lacks and that would change the answer.
 Unsupported = Annotated[None, BeforeValidator(_refuse), WithJsonSchema({"enum": list(_NOTHING)})]
 # Of `modalities`: text is what this server does anyway.
 OnlyText = Annotated[
@@ -100,7 +100,7 @@ class SamplingFields(ScheduledBody):
         return fields | ({"structured_outputs": guided} if guided else {})
 
     def names(self) -> dict[str, str]:
-        """By the name in SamplingParams, what the API calls a field of this body otherwise."""
+        """The API's name of each field that has another name in SamplingParams, by the latter."""
         fields = type(self).model_fields
         names = {own: name for name, own in RENAMED.items() if name in fields}
         names = {own: name for own, name in names.items() if getattr(self, name) is not None}
@@ -121,8 +121,8 @@ async def sampling_params(serving: Serving, body: SamplingFields) -> SamplingPar
     for name, low, high in (("n", 1, MAX_N), ("logprobs", 0, most), ("prompt_logprobs", 0, most)):
         if isinstance(value := own.get(name), int) and not low <= value <= high:
             raise must_be(names.get(name, name), f"an integer from {low} to {high}", value)
-    if isinstance(own.get("logit_bias"), Mapping):
-        own["logit_bias"] = {_token_id(key): bias for key, bias in own["logit_bias"].items()}
+    if "logit_bias" in own:
+        own["logit_bias"] = by_token_id(own["logit_bias"])
     try:
         params = SamplingParams(**{**facts.sampling_defaults, "max_tokens": None, **own})
         validate(params, facts.vocab_size)
@@ -131,9 +131,3 @@ async def sampling_params(serving: Serving, body: SamplingFields) -> SamplingPar
         message = e.spelled(lambda name: names.get(name, name))
         raise ApiError(400, message, param=option and names.get(option, option)) from None
     return await with_form(params, *body.form())
-
-
-def _token_id(key: Any) -> Any:
-    """JSON's keys are strings."""
-    is_id = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
-    return int(key) if is_id else key

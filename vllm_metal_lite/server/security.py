@@ -24,8 +24,9 @@ from vllm_metal_lite.server.settings import ServerConfig
 
 _OPEN_PATHS = ("/", "/health")  # without a key; so are the page's files
 _OPEN_FOLDER = "/page/"
-_BODY_SECONDS = 30.0  # for a body of no bytes
-_BODY_RATE = 16 * 2**10  # bytes a second that lengthen the time for a body
+# A body may take this time, and a second more for each _BODY_RATE bytes received.
+_BODY_SECONDS = 30.0
+_BODY_RATE = 16 * 2**10
 _MAX_HEADERS = 128
 _HOST = re.compile(r"(?P<name>[^\s/@\[\]:?#]+|\[[0-9a-fA-F:.]+\])(:\d*)?")  # of a Host header
 
@@ -34,7 +35,8 @@ def guards(config: ServerConfig) -> list[Middleware]:
     """The checks of this module, the outer ones first."""
     checks = [Middleware(_Checked, config)]
     if config.allowed_origins:
-        # Outside: the browser asks first, without a key, and its page may read our errors.
+        # The first check, because a browser's preflight request has no key.  Errors of the other
+        # checks then have the headers that let the page read them.
         cors = Middleware(
             CORSMiddleware,
             allow_origins=config.allowed_origins,
@@ -98,7 +100,7 @@ class _Checked:
             raise _refused(403, why, "--allowed-host to accept the name")
 
     def _is_foreign(self, scope: Scope, headers: Headers) -> bool:
-        """True for an image, a script or a frame of another site.  A link to the page is none."""
+        """Whether another site asks for an image, a script or a frame.  Links to the page may."""
         if headers.get("sec-fetch-site") != "cross-site" or "*" in self._config.allowed_origins:
             return False
         return headers.get("sec-fetch-dest") != "document" or not self._is_open(scope["path"])

@@ -1,4 +1,4 @@
-"""What all endpoints share: the models, admission, and the way a request goes."""
+"""What all endpoints share: the models, admission, and the path of a request."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ from vllm_metal_lite.server.worker.request_state import RequestState, ShuttingDo
 
 logger = logging.getLogger(__name__)
 
-_MOST_UNKNOWN, _MOST_SHOWN = 1000, 10  # names of fields: that the log has, and in one line
+_MOST_UNKNOWN, _MOST_SHOWN = 1000, 10  # names of unknown fields in the log: in all, in one line
 
 
 class Body(BaseModel):
@@ -76,8 +76,8 @@ class Server:
     ) -> AsyncIterator[RequestState]:
         """A request that `engine` has accepted; leaving the block ends it.
 
-        prefix: of the request's id.  cache_salt: prompts of one salt say nothing of others, so they
-        are neither remembered nor compared; nor are those that are only read (PoolingParams).
+        prefix: of the request's id.  Prompts with a cache_salt, and those of pooling requests, are
+        not remembered for the comparison with later prompts.
 
         Raises ApiError, MetalLiteError or EngineLost.
         """
@@ -189,7 +189,7 @@ def summary(request: RequestState) -> str:
 
 
 def client_of(request: Request) -> tuple[str, ...]:
-    """What tells one client from another: programs of one machine differ in their names."""
+    """What distinguishes clients: address, program and key."""
     host = request.client.host if request.client is not None else ""
     keys = ("user-agent", "authorization", "x-api-key")
     return (host, *(request.headers.get(key, "") for key in keys))
@@ -248,7 +248,7 @@ def endpoint(
 
     async def answer(request: Request) -> Response:
         server.check_open()
-        # Perhaps before all of it is here.
+        # Refuse a body that is too large before it is read.
         length = request.headers.get("content-length", "")
         server.check_size(int(length) if length.isdecimal() else 0)
         raw = await request.body()

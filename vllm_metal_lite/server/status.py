@@ -1,5 +1,5 @@
-"""What the server tells of itself: `/health`, `/version`, `/metrics`, and `/status`: the server,
-its models and the latest metrics of their engines.  No answer waits for an engine.
+"""`/health`, `/version`, `/metrics` and `/status`: the server, its models, and the latest metrics
+of their engines.  No answer waits for an engine.
 """
 
 import dataclasses
@@ -44,8 +44,7 @@ def model_status(model: Model) -> dict[str, Any]:
 
 
 def count(server: Server) -> tuple[int, int]:
-    """(running, waiting) answers, as the server knows them: an engine runs as many as it has
-    seats."""
+    """(running, waiting) answers, if each engine runs as many as it has seats."""
     running = waiting = 0
     for client in server.models.loaded.values():
         seated = min(client.num_unfinished, client.facts.max_num_seqs)

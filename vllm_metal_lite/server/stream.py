@@ -1,6 +1,7 @@
 """Streams of server-sent events, which end when the client goes."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
@@ -11,6 +12,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
+
+# JSON without spaces, because an event is sent for each token.
+encode = json.JSONEncoder(separators=(",", ":")).encode
 
 _HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -55,8 +59,8 @@ async def _gone(receive: Receive) -> None:
 class EventStream(Response):
     """Sends events as they come.
 
-    events: encoded events.  keep_alive: an event that the client's parser accepts and ignores, or
-    what makes it; sent after `seconds` without another.  resources: closed at the end, also if the
+    events: encoded events.  keep_alive: an event that the client's parser ignores, or a function
+    that makes it; sent after `seconds` without an event.  resources: closed at the end, also if the
     client goes.
     """
 

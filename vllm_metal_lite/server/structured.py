@@ -1,4 +1,4 @@
-"""The form of an answer: what a request asks for under each API's name, and calls it demands."""
+"""The form of an answer, from the fields of each API and from the calls that a request demands."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -94,13 +94,11 @@ def answer_form(
     choice: ToolChoice,
     form: StructuredOutputsParams | None,
 ) -> StructuredOutputsParams | None:
-    """What an answer behind its thoughts must be; None: anything.
+    """The form of an answer after its thoughts; None: any.
 
-    form: of an answer that calls nothing.
-    Calls that are demanded follow the grammar of the model's format.  Where calls are possible,
-    they follow it if a tool is strict, or if the answer could not hold them by `form`, a JSON
-    schema; other forms leave no room for calls.  Raises ApiError (400) for demanded calls, and for
-    strict tools, where the format has no grammar.
+    form: of an answer without calls.  The model's format has a grammar for calls.  Demanded calls
+    follow it.  Optional calls follow it if a tool is strict or `form` is JSON; other forms exclude
+    calls.  Raises ApiError (400) for demanded calls and strict tools if the format has no grammar.
     """
     why = f"the model's format ({chat_format.name}) has no grammar for calls"
     if choice.mode in ("required", "named"):

@@ -1,9 +1,9 @@
-"""What a model's chat template takes, found by a probe; and system messages where it takes none.
+"""What a model's chat template accepts, found by a probe; and system messages in other places.
 
 Some clients put a system message in the middle of a conversation.  Many templates refuse it there.
-Moving it to the front would change everything behind it, so that no prefix is found in the cache
-again.  In a user's turn it would have the user's authority.  So the turn is written as the template
-writes a system turn at the front, and put in its place in the rendered text.
+Moving it to the front would change the whole prompt, so that no cached prefix fits.  In a user's
+turn it would have only the user's authority.  So this module renders the conversation without the
+message, and inserts the message in its place, in the form of a system turn at the front.
 """
 
 from collections.abc import Mapping, Sequence
@@ -101,9 +101,9 @@ def render_text(
     plain = {k: v for k, v in variables.items() if k != "continue_final_message"}
 
     def end_of(count: int) -> int:
-        """Where the first `count` messages end in `text`: behind the longest prefix that it shares
-        with conversations which go on differently there.  Some templates write messages otherwise
-        as soon as a user's message follows, so more than one continuation is tried."""
+        """Where the first `count` messages end in `text`: after the longest prefix that `text`
+        shares with other continuations of these messages.  Several are tried, because some
+        templates render messages differently once a user's message follows."""
         longest = 0
         for goes_on in ([], [_OTHER], [_ANSWER]) if count < len(kept) else ([],):
             whole = _rendered(tokenizer, [*kept[:count], *goes_on], plain)
@@ -182,8 +182,8 @@ def probe(tokenizer: TokenizerWrapper) -> Template:
 
 
 def _turns(front: str | None) -> tuple[str, str, str] | None:
-    """(head, tail) of a system turn and the head of a user's, of a rendered system and user turn;
-    None: the two are not written alike."""
+    """(head of a system turn, tail of both turns, head of a user turn).  front: a system turn and a
+    user turn, rendered.  None: the turns differ in more than the role."""
     if front is None or not -1 < front.find(_SYSTEM) < front.find(_USER):
         return None
     first, rest = front.split(_SYSTEM, 1)

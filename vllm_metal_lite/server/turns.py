@@ -31,7 +31,7 @@ class PreparedTurn:
 async def answer(
     serving: Serving, body: SamplingFields, conversation: ChatRequest, prefix: str
 ) -> tuple[RequestState, AsyncIterator[Delta]]:
-    """The next answer of a conversation, and what comes of it.  prefix: of the request's id."""
+    """The request for a conversation's next answer, and its deltas.  prefix: of its id."""
     with serving.preparing():
         params = await sampling_params(serving, body)
         turn = await prepare(serving.engine, conversation, params)
@@ -48,7 +48,7 @@ async def prepare(
     the template refuses.
     """
     chat_format, choice = engine.chat_format, conversation.choice
-    # The others stay in the prompt too, so that the conversation's prefix is found again.
+    # Tools that are not allowed stay in the prompt, so that its cached prefix still fits.
     tools = [tool for tool in conversation.tools if choice.allows(tool)]
     asked = params.structured_outputs
     form = await offload(answer_form, chat_format, engine.grammar_tokens, tools, choice, asked)
@@ -91,8 +91,7 @@ def _reasoning(
 def _thinking(
     engine: EngineClient, in_reasoning: bool, budget: int | None
 ) -> ThinkingParams | None:
-    """None: the model does not mark its thoughts; or it has none, and an answer's form holds from
-    its first token on."""
+    """None if the model does not mark thoughts or has none: a form then holds from the start."""
     if budget is None and not in_reasoning and not engine.thinks:
         return None
     is_channel = engine.chat_format.thinks_in_channel

@@ -32,8 +32,7 @@ def build(
             from vllm_metal_lite.structured_outputs.grammar import grammar_constraint
         except ModuleNotFoundError as e:
             raise SamplingError(
-                Option("structured_outputs"),
-                f" need {e.name}: {install('structured')}",
+                Option("structured_outputs"), f" need {e.name}: {install('structured')}"
             ) from e
         grammar = grammar_constraint(
             params.structured_outputs, tokenizer, vocab_size, eos_token_ids

@@ -14,11 +14,7 @@ from typing import TypeVar
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from vllm_metal_lite.errors import one_line
-from vllm_metal_lite.structured_outputs.grammar_text import (
-    GrammarError,
-    grammar_text,
-    schema_text,
-)
+from vllm_metal_lite.structured_outputs.grammar_text import GrammarError, grammar_text, schema_text
 from vllm_metal_lite.structured_outputs.json_schema import locate
 from vllm_metal_lite.structured_params import StructuredOutputsParams
 
@@ -99,7 +95,7 @@ def check(params: StructuredOutputsParams) -> None:
             raise
 
 
-@lru_cache(64)  # verdicts; what was compiled goes
+@lru_cache(64)  # keeps verdicts, not compiled grammars
 def _check(params: StructuredOutputsParams) -> None:
     _compile(params, grammar_text(params), _bytes())
 
@@ -128,8 +124,8 @@ def _words(error: str) -> str:
 def _on_deep_stack(work: Callable[[], T]) -> T:
     """The result of `work`, run on a thread with much stack.  Raises TimeoutError.
 
-    A thread that takes too long cannot be ended.  It goes on without the GIL, and counts as one of
-    _MAX_THREADS until it is done.
+    A thread that takes too long cannot be stopped.  It continues without the GIL, and counts as one
+    of _MAX_THREADS until it is done.
     """
     result: Future[T] = Future()
 

@@ -17,7 +17,7 @@ from vllm_metal_lite.structured_params import StructuredOutputsParams
 class GrammarConstraint:
     """A `Constraint`: the answer follows a grammar, and then ends.
 
-    num_tokens: that the matcher knows; a tokenizer may have more than the model.
+    num_tokens: the size of the matcher's vocabulary; a tokenizer may have more than the model.
     """
 
     def __init__(self, matcher: LLMatcher, num_tokens: int) -> None:
@@ -27,8 +27,8 @@ class GrammarConstraint:
 
     def fill(self, bits: np.ndarray) -> bool:
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        # A matcher that ran into a limit allows the end.  That would cut the answer without a word,
-        # so nothing is allowed: the answer ends with an error.
+        # A matcher that hit a limit allows the answer to end, which would hide the failure.  If no
+        # token is allowed, the answer ends with an error.
         bits[:] = 0 if self._matcher.is_error() else self._mask[: len(bits)]
         return True
 
@@ -51,7 +51,7 @@ class GrammarConstraint:
 
 
 _making = Lock()
-# Made once for a model: reading a vocabulary of 150,000 takes a second.
+# One for each model, because reading a vocabulary of 150,000 tokens takes a second.
 _compilers: "WeakKeyDictionary[TokenizerWrapper, Compiler]" = WeakKeyDictionary()
 
 

@@ -1,4 +1,4 @@
-"""What a request gives as its answer's form, in llguidance's own words."""
+"""Converts the form of an answer that a request gives to llguidance's own format."""
 
 import json
 import re
@@ -12,7 +12,8 @@ from vllm_metal_lite.errors import Option, SamplingError, one_line, show
 from vllm_metal_lite.structured_outputs.json_schema import Literal, SchemaError, closed, prepared
 from vllm_metal_lite.structured_params import WHITESPACE, StructuredOutputsParams
 
-# Compiling takes more than linear time in these: below, a hostile grammar takes a second or two.
+# The time to compile grows faster than these sizes.  Within the limits, a hostile grammar takes a
+# second or two.
 MAX_CHARACTERS = 200_000
 MAX_LINES = 4_000  # of a grammar in Lark's syntax: a rule has a line of its own
 MAX_GBNF_LINES = 500  # translated to Lark's syntax in Python
@@ -30,7 +31,7 @@ class GrammarError(SamplingError):
 
 
 def grammar_text(params: StructuredOutputsParams) -> str:
-    """The grammar in llguidance's own form.  Raises GrammarError for what it cannot be made of."""
+    """The grammar in llguidance's own format.  Raises GrammarError if that is not possible."""
     kind, given = params.kind, getattr(params, params.kind)
     size = sum(map(len, given)) if kind == "choice" else len(str(given))
     _limit(kind, size, MAX_CHARACTERS, "characters")
@@ -59,7 +60,7 @@ def schema_text(schema: Any, params: StructuredOutputsParams) -> str:
     """The grammar of a JSON schema, under the options of `params`.  Raises ValueError."""
     if not isinstance(schema, dict):
         raise ValueError(f"a schema must be an object, got {show(schema)}")
-    # A keyword that llguidance lacks is refused, whatever the schema itself says of that.
+    # Refuse keywords that llguidance lacks, even if the schema itself sets "lenient".
     options: Any = {"lenient": False, "whitespace_pattern": params.whitespace_pattern or WHITESPACE}
     if params.disable_any_whitespace:
         options = {"lenient": False, "whitespace_flexible": False}

@@ -1,4 +1,4 @@
-"""JSON schemas: their parts, and what llguidance must not see of them."""
+"""JSON schemas: their parts, and the changes that llguidance needs."""
 
 from collections.abc import Callable, Iterator
 from decimal import Decimal
@@ -69,13 +69,13 @@ def rebuilt(schema: Any, change: Change, place: str = "") -> Any:
 
 
 def prepared(schema: Any) -> Any:
-    """The schema for llguidance: without formats that it does not know, and with numbers that it
-    carries as they are.  Raises SchemaError for others."""
+    """The schema for llguidance, without formats that llguidance does not know.  Raises SchemaError
+    for numbers that llguidance cannot represent exactly."""
     return rebuilt(schema, _prepare)
 
 
 def closed(schema: Any) -> Any:
-    """A schema whose objects have no properties but those that are named."""
+    """The schema, whose objects then allow only the named properties."""
 
     def close(part: dict[str, Any], place: str) -> dict[str, Any]:
         named = isinstance(part.get("properties"), dict)
@@ -95,7 +95,7 @@ def _prepare(part: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _narrow(part: dict[str, Any], name: str, most: int) -> None:
-    """Replace a limit beyond `most`, such as that of int64, by `most`: all answers stay valid."""
+    """Replace a limit beyond `most`, such as that of int64, by `most`: a stricter schema."""
     sign = 1 if most > 0 else -1
     for limit in (name, f"exclusive{name.capitalize()}"):
         value = part.get(limit)
@@ -138,10 +138,10 @@ def _decimal(value: float) -> Decimal:
 
 
 def locate(schema: dict[str, Any], error_of: Callable[[Any], str | None]) -> str:
-    """The smallest part of a schema that has the same error as all of it, as ".properties.age":
-    llguidance says what is wrong, and not always where.
+    """The place of the smallest part of a schema with the same error as the whole, such as
+    ".properties.age"; "" for the whole.  llguidance's errors do not always name a place.
 
-    error_of: of a schema; None: it has none.  "": the error is that of the whole.
+    error_of: returns the error of a schema, or None.
     """
     error, path, tries = error_of(schema), "", 0
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}

@@ -1,4 +1,4 @@
-"""Thoughts before an answer of a given form: without a form, perhaps with a budget."""
+"""Free thoughts before an answer of a given form, perhaps with a budget."""
 
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -19,10 +19,10 @@ class _Phase(Enum):
 
 
 class Thinking:
-    """A `Constraint`: none within thoughts, then `inner`.
+    """A `Constraint`: thoughts are free, then `inner` applies.
 
-    inner: of the answer behind the thoughts; None: no limit.  With one, the answer does not end
-    within its thoughts.
+    inner: the constraint of the answer after its thoughts; None: no limit.  With `inner`, the
+    answer cannot end within its thoughts.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Thinking:
         phase = _Phase.BEFORE if self._start else _Phase.OVER
         if params.is_open:
             phase = _Phase.THINKING
-        # (phase, tokens of it) before each token, and now.
+        # (phase, its tokens so far) before each token; the last entry is the current one.
         self._states = [(phase, 0)]
         self._tokens: list[int] = []
         self._check_budget()

@@ -21,10 +21,10 @@ class _State(NamedTuple):
 class ThoughtChannel:
     """A `Constraint`: `inner`, which holds for thoughts too, and a budget of all thoughts.
 
-    When the budget is used up, thoughts end by forced tokens, and none begin again: the second
-    token of `start`, which tells the channel of thoughts from others, may not follow the first.
-    inner: of the whole answer; None: no limit.  Where it allows no end, as within a character,
-    thoughts go on up to the next token where it does.
+    When the budget is used up, forced tokens end the thoughts, and no thoughts begin again: the
+    second token of `start`, which names the channel, may not follow the first.
+    inner: the constraint of the whole answer; None: no limit.  Where `inner` does not allow the end
+    of thoughts, such as within a character, thoughts continue until `inner` allows it.
     """
 
     def __init__(self, params: ThinkingParams, inner: Constraint | None, vocab_size: int) -> None:

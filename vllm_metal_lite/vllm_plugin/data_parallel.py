@@ -1,4 +1,4 @@
-"""Data parallel: engines with a whole model each, which share nothing but their host.
+"""Data parallel: engines that each have a whole model, and share only their host.
 
 vLLM starts the engines and balances requests between them.  Also imported by the front end, so this
 file does not import MLX.
@@ -11,15 +11,16 @@ from vllm_metal_lite.errors import ConfigError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# In `additional_config`: each engine's own configuration says that there is one engine.
+# A key of `additional_config`, because each engine's own configuration counts only that engine.
 _ENGINES = "metal_lite_engines_of_host"
 
 
 def separate_engines(vllm_config: "VllmConfig") -> None:
     """Make each data-parallel rank an engine of its own.  Raises ConfigError for several hosts.
 
-    For models with experts, vLLM keeps the ranks in step, as ranks that share experts must be: an
-    idle rank would wait for the steps of the others before it starts a request.  Ours share none.
+    For models with experts, vLLM runs the steps of all ranks together, because its ranks share the
+    experts.  An idle rank would then wait for the others before it starts a request.  Our ranks
+    share no experts.
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     if parallel.data_parallel_size == 1 or model is None:
@@ -40,7 +41,7 @@ def separate_engines(vllm_config: "VllmConfig") -> None:
             "this host: start a server on each host, behind a balancer (docs/scale.md)"
         )
     vllm_config.additional_config[_ENGINES] = size
-    model.model_arch_config.num_experts = 0  # how vLLM asks whether a model has experts
+    model.model_arch_config.num_experts = 0  # vLLM then treats the model as one without experts
     parallel.is_moe_model = False
     if parallel.world_size == 1:  # as without ranks: the model runs in the engine's process
         parallel.distributed_executor_backend = "uni"

@@ -1,9 +1,9 @@
 """Signs of life of a model's ranks: a rank that ends or hangs ends them all.
 
 A collective waits for a lost rank forever, or fails with a line that does not name the rank.  So
-each rank counts a key up every second, in a store that rank 0 keeps, and looks at the keys of the
-others.  A watchdog process beside the rank kills it if it gives no sign: it hangs, or it waits for
-the store of a rank 0 that hangs or is away.
+each rank increments its key in rank 0's store every second, and reads the keys of the others.  A
+watchdog process beside each rank kills a rank without signs: the rank hangs, or waits for the store
+of a rank 0 that hangs or is unreachable.
 """
 
 import os
@@ -17,17 +17,17 @@ import torch.distributed as dist
 
 from vllm_metal_lite.vllm_plugin import watchdog
 
-# Seconds between signs of life, and for this rank to leave after another; signs that a lost rank
-# has missed; one more, and its watchdog kills it.
+# Seconds between signs; seconds that this rank waits for an orderly end before it reports a loss;
+# missed signs after which a rank is lost.  After one more its watchdog kills it.
 INTERVAL, LEAVE, MISSED = 1.0, 3.0, 6
 
 
 class Heartbeat:
     """The thread that gives signs of this rank, and looks for those of the others.
 
-    names: by rank, for messages.  tcp_store: kept, since rank 0's ends with the object; read by a
-    client of its own.  lost: called once, in the thread, with one line.
-    Start it when MLX has connected the ranks: MLX connects with the interpreter's lock held.
+    names: of the ranks, for messages.  tcp_store: kept, because rank 0's store ends with the
+    object; this thread has its own client.  lost: called once, in the thread, with one line.
+    Start it after MLX has connected the ranks: MLX holds the interpreter's lock until then.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Heartbeat:
         self._thread.start()
 
     def leave(self) -> None:
-        """Give no more signs: vLLM ends this rank, and all others of its host."""
+        """Stop, because vLLM ends this rank and all others of its host."""
         self._leaving.set()
         self._watchdog.communicate()
 
@@ -65,7 +65,7 @@ class Heartbeat:
                 if not self._leaving.wait(LEAVE):
                     self._lost(f"{self._names[0]} has ended")
                 return
-            # Counted, not timed: this process may have been stopped, or starved.
+            # Signs are counted, not timed, because this process may have been stopped or starved.
             for rank, count in enumerate(counts):
                 missed[rank] = missed[rank] + 1 if count == before[rank] else 0
                 if missed[rank] == MISSED:

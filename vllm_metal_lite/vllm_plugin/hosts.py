@@ -1,4 +1,4 @@
-"""Several hosts (`--nnodes`): which of its addresses a host uses.
+"""Several hosts (`--nnodes`): selects the address that a host uses.
 
 Runs in the front-end process too, so it never imports MLX.
 """
@@ -21,8 +21,8 @@ EXECUTOR = "vllm_metal_lite.vllm_plugin.executor.HostsExecutor"
 def use_address_towards_master(parallel: "ParallelConfig") -> None:
     """Have vLLM, gloo and NCCL use the address and interface of this host that reach the others.
 
-    vLLM would take the address that leads to the internet.  The user's own settings win.  Raises
-    ConfigError if --master-addr cannot be right.
+    vLLM would take the address that leads to the internet.  The user's own settings have priority.
+    Raises ConfigError if --master-addr cannot be right.
     """
     own = _own_address(parallel)
     address = os.environ["VLLM_HOST_IP"] = os.environ.get("VLLM_HOST_IP") or own

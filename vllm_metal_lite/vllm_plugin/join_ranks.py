@@ -7,8 +7,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -30,13 +29,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.metal_lite")
 
-# Seconds until all ranks must have started (a user starts hosts one by one), and until MLX must
-# have connected those that can reach each other (NCCL makes its contexts meanwhile).
+# Time limits in seconds: for the ranks of one host to start, for those of several hosts (which a
+# user starts one by one), and for MLX to connect them (NCCL makes its contexts in that time).
 START, START_HOSTS, _JOIN = 120.0, 300.0, 30.0
 
 
 class RankError(MetalLiteError):
-    """Another rank is not there, or cannot start."""
+    """Another rank is missing, or cannot start."""
 
 
 def join_workers(
@@ -56,7 +55,7 @@ def join_workers(
         how = _links_of_rank_0(tcp_store, rank, size)
         address = get_ip() if several_hosts else get_loopback_ip()
         reserved = _reserve(rank, how.ips[rank] or [address])
-    except ConfigError as e:  # tell those who wait for this rank, under whatever number
+    except ConfigError as e:  # tell all ranks: this rank's number may be wrong
         for other in range(1, size):
             tcp_store.set(f"metal_lite/{other}", json.dumps(one_line(e)))
         raise
@@ -65,8 +64,12 @@ def join_workers(
     names, addresses = zip(*_exchange(tcp_store, rank, size, [name, where]), strict=True)
     if several_hosts:
         _join_queues(tcp_store, rank, parallel)
-    with _time_limit():
+    # Ends the process if MLX does not connect: it waits forever, with the interpreter's lock.
+    faulthandler.dump_traceback_later(_JOIN, exit=True)
+    try:
         ranks = join(rank, addresses, how)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     for s in reserved:
         s.close()
     logger.info(
@@ -95,7 +98,7 @@ def _store_of_hosts(rank: int, parallel: "ParallelConfig") -> dist.TCPStore:
 
 
 def _store_of_host(rank: int, size: int, init_method: str) -> dist.TCPStore:
-    """The store of one host's ranks, which rank 0 keeps; found through vLLM's, maybe a file."""
+    """The store of one host's ranks, which rank 0 keeps.  vLLM's own store has its port."""
     found, *_ = next(iter(dist.rendezvous(init_method, rank, size)))
     found.set_timeout(timedelta(seconds=START))
     port = 0 if rank == 0 else int(_get(found, "metal_lite/port", 0, size))
@@ -106,7 +109,7 @@ def _store_of_host(rank: int, size: int, init_method: str) -> dist.TCPStore:
 
 
 def _tcp_store(rank: int, size: int, host: str, port: int, limit: float) -> dist.TCPStore:
-    """torch's store at `host`; without a socket of ours, rank 0 would listen on all interfaces."""
+    """torch's store at `host`.  Rank 0 brings a socket, or torch would listen on all interfaces."""
     listening = None
     try:
         if rank == 0:
@@ -127,7 +130,7 @@ def _tcp_store(rank: int, size: int, host: str, port: int, limit: float) -> dist
 
 
 def _wait_for(host: str, port: int, limit: float) -> None:
-    """Wait for a listener; raises OSError.  torch waits longer and longer between its own tries."""
+    """Wait for a listener; raises OSError.  torch's own tries become rarer and rarer."""
     end = time.monotonic() + limit
     while True:
         try:
@@ -139,7 +142,7 @@ def _wait_for(host: str, port: int, limit: float) -> None:
 
 
 def _links_of_rank_0(tcp_store: dist.Store, rank: int, size: int) -> Links:
-    """What rank 0 knows of the links; raises ConfigError if the hosts differ in size."""
+    """The links as rank 0 describes them.  Raises ConfigError if the numbers of ranks differ."""
     if rank == 0:
         how = links(size, envs.hostfile())
         tcp_store.set("metal_lite/links", json.dumps([size, how]))
@@ -187,7 +190,7 @@ def _get(tcp_store: dist.Store, key: str, other: int, size: int) -> bytes:
 
 
 def _join_queues(tcp_store: dist.Store, rank: int, parallel: "ParallelConfig") -> None:
-    """vLLM's queues between hosts want a group of torch's."""
+    """Make the group of torch's that vLLM's queues between hosts need."""
     size, local_size = parallel.world_size, parallel.local_world_size
     dist.init_process_group(
         "gloo",
@@ -197,18 +200,8 @@ def _join_queues(tcp_store: dist.Store, rank: int, parallel: "ParallelConfig") -
         timeout=timedelta(seconds=START),
     )
     init_distributed_environment(size, rank, local_rank=rank % local_size, backend="gloo")
-    # By this, vLLM tells whether two ranks are on one host.
+    # vLLM derives from this number which ranks are on one host.
     type(current_platform).num_devices = local_size
-
-
-@contextmanager
-def _time_limit() -> Iterator[None]:
-    """End the process if MLX does not connect: it waits forever, with the interpreter's lock."""
-    faulthandler.dump_traceback_later(_JOIN, exit=True)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def check_alike(ranks: RankGroup, path: Path, options: dict[str, Any]) -> None:
@@ -239,8 +232,8 @@ def check_alike(ranks: RankGroup, path: Path, options: dict[str, Any]) -> None:
 def own_device(local_rank: int) -> None:
     """On NVIDIA, leave this process one device of those it may see.
 
-    Call before MLX's first operation: there MLX looks for devices, not when it is imported.  A
-    default device of another index would not do: MLX gives threads a stream of the first device.
+    Call before MLX's first operation, which looks for devices.  Another default device would not
+    do, because MLX gives new threads a stream of the first device.
     """
     if envs.device() == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

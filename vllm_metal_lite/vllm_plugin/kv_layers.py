@@ -1,4 +1,4 @@
-"""A model's layers in vLLM's accounts: the specs that vLLM gets, and the groups that it makes."""
+"""A model's layers for vLLM's block manager: the specs that it gets, and the groups it makes."""
 
 from dataclasses import replace
 from functools import cached_property
@@ -31,7 +31,7 @@ _TOKEN_COUNTER = LayerSpec(1, 8, 8, mx.float32)
 class KVLayers:
     """This rank's layers that keep K and V.
 
-    specs: as vLLM counts them; a token counter if no layer keeps K and V.
+    specs: those that vLLM counts; one token counter if no layer keeps K and V.
     """
 
     def __init__(self, model: LoadedModel, ranks: RankGroup) -> None:
@@ -45,8 +45,8 @@ class KVLayers:
         """vLLM's specs, by the layer's name.
 
         With several groups, windows are reported only if the groups' layers may share arrays.
-        num_state_slots: None unless vLLM gives state slots to requests.  vLLM wants equally many
-        layers in each group, so the states are reported as that many layers.
+        num_state_slots: None unless vLLM gives state slots to requests.  vLLM wants the same number
+        of layers in each group, so the states count as that many layers.
         """
         specs = self.specs
         if self.unlike and not self.may_share_arrays(model, block_size):

@@ -1,6 +1,6 @@
-"""Recurrent states that a failed step has spoilt, computed again from the tokens.
+"""Computes recurrent states again from the tokens, after a step that failed.
 
-States change in place, and vLLM cannot take a step back as the embedded engine does.
+States change in place, and vLLM cannot go back to an earlier step as the embedded engine can.
 """
 
 import numpy as np
@@ -16,8 +16,8 @@ def recompute_states(
 ) -> None:
     """Restore the states that the segments of a failed step start from.
 
-    Only segments that start from a slot that they write are concerned.  The blocks of their tokens
-    get the same K and V again.  max_tokens: of a step.
+    Only segments that write the slot they start from need this.  The blocks of their tokens get the
+    same K and V again.  max_tokens: of a step.
     """
     starts = batch.seq_lens - np.diff(batch.cu_seqlens_q)
     for segment in np.flatnonzero((batch.initial_slots == batch.final_slots) & (starts > 0)):

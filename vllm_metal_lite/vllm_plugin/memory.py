@@ -30,15 +30,12 @@ class MemorySizes:
 
 
 def plan_memory(
-    model: LoadedModel,
-    specs: Sequence[LayerSpec],
-    vllm_config: "VllmConfig",
-    caches_states: bool,
+    model: LoadedModel, specs: Sequence[LayerSpec], vllm_config: "VllmConfig", caches_states: bool
 ) -> MemorySizes:
     """What vLLM's memory options leave for states and for K and V.
 
-    specs: of the layers whose K and V vLLM counts.  caches_states: vLLM gives out state slots, and
-    lets requests wait while there are none; otherwise each seat needs one.
+    specs: of the layers whose K and V vLLM counts.  caches_states: vLLM gives state slots to
+    requests, which wait while there are none; otherwise each seat needs a slot.
     Raises OutOfMemoryError, with the sum, if the device is too small.
     """
     cache, seats = vllm_config.cache_config, vllm_config.scheduler_config.max_num_seqs

@@ -1,7 +1,7 @@
 """A step's result as vLLM's ModelRunnerOutput, read when vLLM asks for it.
 
-vLLM asks after it has sent the next step; with executor "mp", from another thread.  So this module
-must not read state that the next step changes: the table and its row assignment.
+vLLM reads a result after it has sent the next step; with executor "mp", from another thread.  So
+this module must not read state that the next step changes: the table and its row assignment.
 """
 
 import itertools

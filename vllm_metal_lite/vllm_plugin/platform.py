@@ -62,7 +62,7 @@ class MetalLitePlatform(Platform):
         from vllm.config import CompilationMode
         from vllm.logger import init_logger
 
-        # vLLM names the platform before it configures its loggers, so no log has that line.
+        # vLLM reports the platform before it configures its loggers, so that line is lost.
         init_logger("vllm.metal_lite").info_once("vllm-metal-lite %s is active", __version__)
         refuse_unsupported(vllm_config)
         separate_engines(vllm_config)

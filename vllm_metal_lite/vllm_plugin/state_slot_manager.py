@@ -1,9 +1,10 @@
-"""Slots of recurrent states, as a group of vLLM's KV cache with a block pool of its own.
+"""Slots of recurrent states, as a group of vLLM's KV cache with its own block pool.
 
-vLLM's block manager gives state blocks the same ids as K and V blocks, so that each id stands for
-one page of bytes.  A state is as large as hundreds of tokens: vLLM makes a block as long as that.
-Here the states' ids come from a second pool, and block `id` is slot `id - 1` of the `StateStore`
-(block 0 is vLLM's null block).  Blocks of K and V stay small, and the number of slots is ours.
+vLLM's block manager takes the ids of state blocks and of K and V blocks from one pool, so that each
+id stands for one page of bytes.  A state is as large as the K and V of hundreds of tokens, so vLLM
+makes all blocks that long.  Here the states' ids come from a second pool: block `id` is slot
+`id - 1` of the `StateStore` (block 0 is vLLM's null block).  Blocks of K and V stay small, and we
+choose the number of slots.
 
 Runs in the scheduler's process too, so it never imports MLX.
 """
@@ -45,7 +46,7 @@ def no_own_pool() -> str | None:
 
 @dataclass(frozen=True)
 class StateSlotSpec(MambaSpec):
-    """A layer of states in vLLM's accounts: no bytes of the pool that K and V are in.
+    """A layer of states, which takes no bytes of vLLM's pool for K and V.
 
     num_slots: of the `StateStore`, for all recurrent layers together.
     """
@@ -72,8 +73,8 @@ def state_slot_spec(num_slots: int, block_size: int, page_bytes: int) -> StateSl
 class StateSlotManager(MambaManager):
     """vLLM's manager of aligned states, over a pool of `num_slots` blocks.
 
-    Beside the states that vLLM retains (the end of a prompt, the end of a prefix that two prompts
-    share), each request retains the last one at a block's end: the next turn goes on from there.
+    vLLM retains states at the end of a prompt, and of a prefix that two prompts share.  Here each
+    request also retains its last state at a block's end, from which the next turn continues.
     """
 
     def __init__(self, kv_cache_spec: StateSlotSpec, block_pool: BlockPool, **kwargs: Any) -> None:
@@ -87,10 +88,10 @@ class StateSlotManager(MambaManager):
         self._last: dict[str, tuple[KVCacheBlock, Any]] = {}
 
     def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **kwargs: Any) -> int:
-        """Blocks of the shared pool: none, or more than it has while slots are missing.
+        """Blocks of the shared pool: 0, or if slots are missing more than the pool has.
 
-        Requests hold a second slot in the steps that pass the end of a block.  So that these need
-        not preempt others, a new request leaves one slot for every fourth that runs.
+        A request holds a second slot in the steps that pass the end of a block.  To avoid
+        preemption then, a new request leaves one slot free for every four running requests.
         """
         needed = super().get_num_blocks_to_allocate(request_id, *args, **kwargs)
         if request_id not in self._allocated_block_reqs:

@@ -1,7 +1,7 @@
-"""Lets vLLM take the text part of multimodal models, without their classes.
+"""Lets vLLM use the text part of multimodal models, without their classes.
 
-vLLM inspects the class of a model before any other part of it.  The classes of multimodal models
-import torchvision and more, and ask for images that this engine cannot read.
+vLLM inspects a model's class first.  The classes of multimodal models import torchvision and more,
+and accept images, which this engine cannot read.
 """
 
 import importlib.util
@@ -34,9 +34,9 @@ class HybridTextModel(TextModel, HasInnerState, IsHybrid):
 
 
 def register_text_models() -> None:
-    """Replace vLLM's multimodal classes, and others of their files; repeated calls change nothing.
+    """Replace vLLM's multimodal classes; repeated calls change nothing.
 
-    A text model in the same file (Qwen3.5) needs the same imports.
+    Text models in the same files (Qwen3.5) are replaced too, because they need the same imports.
     """
     from vllm.model_executor.models import registry
 

@@ -88,8 +88,8 @@ def segment_slots(blocks: Sequence[int], start: int, end: int, block_size: int) 
 class StepTranslator:
     """The requests of a worker, in the same tables that LLMEngine fills.
 
-    state_group: which of vLLM's KV groups is the one of recurrent states; None if their slots are
-    the seats.  pooling: how embeddings are made; None: the engine generates.
+    state_group: the index of the recurrent states among vLLM's KV groups; None if a request's state
+    slot is its seat.  pooling: how embeddings are made; None: the engine generates.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class StepTranslator:
         tokens, prompt = np.array(token_ids, np.int32), request.num_prompt_tokens
         k, scored = request.num_prompt_logprobs, None
         request.prompt_logprobs = None
-        # vLLM gets these with the first token.  If vLLM discarded both, collect them again.
+        # vLLM gets these scores with the first token.  If it discarded both, collect them again.
         if k is not None and len(tokens) == prompt:
             request.prompt_logprobs, scored = PromptLogprobs(prompt, k), 0
         request.req_index = row = self.inputs.add(tokens, prompt, scored)

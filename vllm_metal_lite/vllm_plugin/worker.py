@@ -99,12 +99,13 @@ class MetalLiteWorker(WorkerBase):
         logger.info("%s", backend.describe())
 
     def _take_device(self) -> None:
-        """A device for each worker of this host, or a part of the memory of the only one."""
+        """Take a device for each worker of this host, or a share of the only device's memory."""
         parallel = self.parallel_config
         workers = parallel.local_world_size
+        # A rank of several must see one device only: NCCL takes the device of the rank's number.
         sharers = workers * engines_of_host(self.vllm_config)
         if sharers == 1 and parallel.world_size == 1:
-            return  # NCCL takes the device of the rank's number; a rank alone on its host sees one
+            return
         own_device((parallel.data_parallel_rank_local or 0) * workers + self.local_rank)
         if backend.name() != "cuda":
             backend.share_device(sharers)
@@ -167,8 +168,8 @@ class MetalLiteWorker(WorkerBase):
 
     @cached_property
     def _memory(self) -> MemorySizes:
-        """Made once: slots keep their number when the worker sleeps.  The smallest rank decides;
-        of stages, which may differ in layers, vLLM compares the blocks."""
+        """Computed once, so that the number of slots stays the same when the worker sleeps.  The
+        ranks take their smallest sizes.  Stages may differ in K and V; vLLM compares them."""
         sizes = plan_memory(self.model, self._layers.specs, self.vllm_config, self._caches_states)
         least = MemorySizes(*map(min, zip(*self.ranks.gather(astuple(sizes)), strict=True)))
         return replace(least, kv_bytes=sizes.kv_bytes) if self.ranks.stages else least
@@ -249,12 +250,12 @@ class MetalLiteWorker(WorkerBase):
         launched = self._launch(step, masks)
         output = StepOutput(step, launched.result)
         if self.scheduler_config.async_scheduling or self.ranks.stages:
-            return output  # stages: the next step may start on those that are done
+            return output  # a stage that is done may start the next step
         launched.result.wait()
         return output.get_output()
 
     def _launch(self, step: ScheduledStep, masks: TokenMasks | None) -> LaunchedStep:
-        """Submit a step.  Each repetition is without one more kernel, so there is an end."""
+        """Submit a step.  The loop ends, because each repetition runs without one more kernel."""
         lost = False
         while True:
             try:

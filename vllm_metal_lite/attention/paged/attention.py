@@ -31,9 +31,9 @@ class KernelAttention:
     """Only kernels write and read the store.  The state is the token that orders the kernels.
 
     prefill: the path of large prompts, "varlen" or "gather".  queries_per_kv: query heads per KV
-    head, over all layers; none: no prompt uses `varlen_prefill`.  failed_kernels: the registry says
-    what replaces each.
-    rows_as_decodes: rows, the largest step whose prompt rows may be attended to as decodes.
+    head, over all layers; empty: no prompt uses `varlen_prefill`.  failed_kernels: replaced as the
+    registry says.
+    rows_as_decodes: in steps of at most this many rows, prompt rows may be attended to as decodes.
     latents: some layers keep latents.
     """
 
@@ -108,10 +108,10 @@ class KernelAttention:
     ) -> VarlenPrompts | SdpaPlan:
         """The prompts from segment `first` on, padded to num_rows rows.
 
-        In a small step the host takes longer to build the forward than the device to run it, which
-        delays decodes beside the prompts.  So such a step is compiled, which needs shapes that
-        repeat: those of kernels that read the store in place.  A step of prompts alone delays no
-        decode, and its sizes rarely repeat.  Decodes with drafts are among the prompts here.
+        The host takes longer to build a small step than the device to run it, which delays decodes
+        beside the prompts.  So such a step is compiled, which needs shapes that repeat, and only
+        kernels that read the store in place have these.  A step of prompts alone delays no decode,
+        and its sizes rarely repeat.  Decodes with drafts count as prompts here.
         """
         prompts, device = prompts_of(batch, first), profile()
         delays = batch.num_decodes > 0 or len(batch.draft_token_ids) > 0
@@ -123,6 +123,6 @@ class KernelAttention:
         return SdpaPlan(prompts, num_rows)
 
     def _writes_late(self, batch: ForwardBatch) -> bool:
-        """Whether attention may write the step's rows itself: no row sees another new row."""
+        """Whether the attention kernel may write the new rows: no row sees another new row."""
         fused = not self.latents and "fused_decode" not in self._unused
         return fused and batch.num_decodes == batch.num_segments and not reads_new_rows(batch)

@@ -46,9 +46,9 @@ class Decodes(NamedTuple):
 class DecodePlanner:
     """Plans the decodes of each step.
 
-    kv_heads: numbers of KV heads, over all layers.  splits: contexts may be cut.  sharing_groups:
-    KV groups with layers that read a shared prefix once.  rows_as_decodes: rows, the largest step
-    whose prompt rows may be decodes.
+    kv_heads: the numbers of KV heads that layers have.  splits: contexts may be cut.
+    sharing_groups: KV groups with layers that read a shared prefix once.  rows_as_decodes: the most
+    rows of a step whose prompt rows may be decodes.
     """
 
     def __init__(

@@ -17,8 +17,8 @@ class SharedPrefixRows(NamedTuple):
 
 
 class PrefixSearch:
-    """`find_shared_prefix` with a cache: a result holds while all rows begin with the same
-    blocks.  A longer prefix is found only when rows come or go."""
+    """`find_shared_prefix` with a cache: a result is used again while all rows begin with the same
+    blocks.  So a longer prefix is found only when rows come or go."""
 
     def __init__(self) -> None:
         self._found: SharedPrefixRows | None = None
@@ -63,8 +63,8 @@ def find_shared_prefix(
     if rows < 2:
         return None
     own = (seq_lens - 1) // block_size
-    # The fewest blocks that save enough if all rows share them.  Rows with a long enough common
-    # prefix share the last of these.
+    # The shortest useful prefix, in blocks: the one that saves enough if all rows share it.  Rows
+    # with a useful common prefix have the same block at its end.
     fewest = -(-min_saved // ((rows - 1) * block_size))
     long = np.flatnonzero(own >= fewest)
     if len(long) < 2 or len(np.unique(block_tables[0][long, fewest - 1])) == len(long):

@@ -49,7 +49,7 @@ def _spans(calls: list[SdpaCall]) -> dict[int, tuple[int, np.ndarray]]:
     found = {}
     for segment, parts in spans.items():
         first = min(start for start, _ in parts)
-        # Any key of the segment serves where no span has one.
+        # No call reads the keys between spans, so any slot of the segment will do there.
         slots = np.full(max(s + len(p) for s, p in parts) - first, parts[0][1][0])
         # In the order of their rows, so that keys overwrite the padding of the tile before.
         for start, part in parts:

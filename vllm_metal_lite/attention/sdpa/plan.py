@@ -35,12 +35,12 @@ def power_of_two(n: int) -> int:
 class SdpaCall:
     """One call of SDPA on the host: B rows of Lq queries over Lk keys.
 
-    q_rows (B, Lq): rows of the packed batch, padding repeats the last.
-    kv_slots (B, Lk): slots of the store, padding repeats the first.  mask: None (all visible),
-    "causal" (lower right) or "array" (from q_pos (B, Lq), kv_pos (B, Lk) and, in a pack, whose
-    rows and keys are the same, their segments).  num_visible: keys at the start that every row
-    sees, or 0 if these are fewer than half.  span: the segment and the first position of the keys,
-    if they are keys of one segment in a row.
+    q_rows (B, Lq): rows of the packed batch; padding repeats the last.
+    kv_slots (B, Lk): slots of the store; padding repeats the first.  mask: None (all keys visible),
+    "causal" (lower right) or "array", which is made from q_pos (B, Lq), kv_pos (B, Lk) and, in a
+    pack, segments (the same for rows and keys).  num_visible: leading keys that every row sees, or
+    0 if these are fewer than half.  span: the segment and the first position of the keys, if the
+    keys are consecutive keys of one segment.
     """
 
     q_rows: np.ndarray
@@ -266,8 +266,8 @@ def places(calls: list[SdpaCall], num_rows: int) -> tuple[np.ndarray | None, np.
     """
     rows = np.concatenate([g.q_rows.ravel() for g in calls])
     place = np.zeros(num_rows, np.int32)
-    # Reversed, so that a row's first place wins: later places are padding, which sees too many keys
-    # under plain "causal".
+    # Reversed, so that the first place of a row counts.  Its later places are padding, which sees
+    # too many keys under a "causal" mask.
     place[rows[::-1]] = np.arange(len(rows), dtype=np.int32)[::-1]
     if not np.array_equal(rows, np.arange(len(rows))):
         return rows, place

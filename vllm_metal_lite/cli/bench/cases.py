@@ -1,4 +1,4 @@
-"""What `bench` measures: cases, and the choice of those that a time limit allows."""
+"""The cases that `bench` measures, and estimates of their time."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -8,8 +8,8 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import RequestError
 
 SETTLE_STEPS = 8  # decode steps after the last first token that are not counted
-_FEWEST_NEW_TOKENS = 16  # that a slow machine decodes instead of those asked for
-_DECODE_SHARE = 1 / 10  # of the time limit, at most, for the decodes of one run
+_FEWEST_NEW_TOKENS = 16  # a slow machine decodes at least this many of those asked for
+_DECODE_SHARE = 1 / 10  # the most of the time limit that the decodes of one run get
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ def make_cases(
 
 
 class Pace:
-    """How fast one engine is, as far as runs have shown.  Times are in seconds."""
+    """Estimates of one engine's speed, from earlier runs.  Times are in seconds."""
 
     def __init__(self) -> None:
         self._prompt_rates: dict[int, float] = {}  # by context
         self._steps: dict[int, float] = {}  # time of a decode step, by number of requests
 
     def learn(self, case: BenchCase, prompt_rate: float, decode_rate: float | None) -> None:
-        """Take what a run has shown, in tokens a second."""
+        """Take the rates of a run, in tokens a second."""
         self._prompt_rates[case.context] = prompt_rate
         if decode_rate:
             self._steps[case.requests] = case.requests / decode_rate

@@ -12,9 +12,9 @@ from vllm_metal_lite.cli.bench.timed_case import Engine, Timing, drive, medians,
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError, one_line
 
-_WARM_UP_TOKENS = 128  # of the prompt, at most
-_MOST_TURNS = 4  # of a case: the first is not counted, if another follows
-_CASE_SHARE = 1 / 40  # of the time limit, after which a case gets no further turn
+_WARM_UP_TOKENS = 128  # the most of the warm-up's prompt
+_MOST_TURNS = 4  # of a case; the first is not counted if another follows
+_CASE_SHARE = 1 / 40  # the share of the time limit after which a case gets no further turn
 _REFRESH_SECONDS = 0.2  # between updates of the progress bar
 
 
@@ -26,8 +26,8 @@ class EngineFailed(MetalLiteError):
 class Result:
     """A case: the timing of each engine by its name, or in `skipped` why there is none.
 
-    counted: turns that the medians are of.  first: whether the first turn is the only one, so that
-    the times include compiling kernels.  failed: whether an error is why it is skipped.
+    counted: number of turns in the medians.  first: only the first turn was run, so the times may
+    include compiling kernels.  failed: an error is the reason in `skipped`.
     """
 
     case: BenchCase
@@ -114,7 +114,7 @@ class Suite:
         return replace(result, timings=timings, counted=len(counted), first=len(turns) == 1)
 
     def _turn(self, case: BenchCase, new_tokens: int, note: str) -> dict[str, Timing] | None:
-        """Every engine once, on the same prompts; None if it was stopped before a result."""
+        """Run every engine once, on the same prompts; None if stopped before the last result."""
         prompts = self._random.choice(self._tokens, (case.requests, case.context)).tolist()
         max_tokens = case.max_tokens(new_tokens, self._config)
         turn = {}

@@ -21,7 +21,7 @@ class Engine(Protocol):
     name: str
 
     def begin(self, prompts: Sequence[list[int]], max_tokens: int) -> None:
-        """Take the requests of a run, with nothing remembered of the last one."""
+        """Take the requests of a run, without cached prefixes of the last run."""
 
     def step(self) -> list[int]:
         """Do some work; returns the request's index for each new token."""
@@ -111,7 +111,7 @@ def drive(
 
 
 def timing(case: BenchCase, times: Sequence[Sequence[float]]) -> Timing | None:
-    """What a run shows; None if a request did not get its first token."""
+    """The timing of a run; None if a request did not get its first token."""
     if not all(times):
         return None
     last_first = max(t[0] for t in times)

@@ -1,4 +1,4 @@
-"""Latent attention for models where mlx-lm expands it, and up-projections per head.
+"""Latent attention for models whose latents mlx-lm expands, and up-projections per head.
 
 DeepSeek V2, MiniCPM 3 and Youtu project one latent and one rotary key per token, like DeepSeek V3.
 mlx-lm caches the expanded heads, which are many times larger.  The classes here store the latents

@@ -30,9 +30,9 @@ _Normalized = tuple[_Pair, _Pair, QKNorm]  # q and k behind the norm, before the
 
 
 class ConvInput(mx.array):
-    """Stands for the rows (N, 1, C) of a convolution behind those that `state` carries.
+    """Stands for the input of a convolution: the rows of `state`, then `rows` (N, 1, C).
 
-    activated: takes the result if it includes SiLU.
+    activated: a list that takes the result if it includes SiLU.
     """
 
     def __init__(self, state: StateHandle, rows: mx.array, activated: list[mx.array]) -> None:
@@ -47,8 +47,8 @@ class ConvInput(mx.array):
 class ShortConv(nn.Conv1d):
     """A convolution that takes a ConvInput.
 
-    silu: whether the model applies SiLU to the result, as seen while the model ran natively.
-    results: takes (convolution, result) of native calls; None: not recorded.
+    silu: whether the model applied SiLU to the result when it ran natively.
+    results: the (convolution, result) pairs of native calls; None: not recorded.
     """
 
     silu = False
@@ -158,7 +158,7 @@ def _silu(original: Callable, activated: list[mx.array]) -> Callable:
 
 
 def _normalize_qk(normalized: list[_Normalized]) -> Callable:
-    """As mlx-lm's; notes queries and keys before the norm, for a kernel that normalises them."""
+    """mlx-lm's function, which also records q and k before the norm, for the fused kernel."""
 
     def normalize_qk(
         q: mx.array, k: mx.array, *, inv_scale: float, eps: float

@@ -10,7 +10,7 @@ Noted = Callable[[mx.array, int, float], mx.array]
 
 
 class ScalingAt:
-    """`x.at`, which hands products of leading elements and a float to `noted`."""
+    """`x.at`, which calls `noted` when leading elements are multiplied by a float."""
 
     def __init__(self, x: mx.array, at: Any, noted: Noted) -> None:
         self._size, self._at, self._noted = x.shape[-1], at, noted

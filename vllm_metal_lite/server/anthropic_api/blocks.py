@@ -10,12 +10,12 @@ from vllm_metal_lite.server.errors import must_be
 from vllm_metal_lite.server.fields import type_of
 
 Blocks = list[Mapping[str, Any]]
-# What Claude Code tells Anthropic's servers: another text at each request.
+# A header that Claude Code adds to its system prompt; its text changes with each request.
 _BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
 
 
 def conversation(messages: list[dict[str, Any]], system: Any) -> ChatRequest:
-    """What is rendered.  An answer goes on where a last message of the assistant ends.
+    """The conversation to render.  If the last message is the assistant's, the answer continues it.
 
     Raises ApiError (400) for blocks that cannot be rendered.
     """
@@ -33,10 +33,7 @@ def conversation(messages: list[dict[str, Any]], system: Any) -> ChatRequest:
 
 
 def _for_the_model(system: Any) -> Any:
-    """The system prompt without billing headers: lines that begin a block and are no instruction.
-
-    They would make each prompt new from its beginning on.  Nothing else is left out or moved.
-    """
+    """The system prompt without billing headers, with which no two prompts share a prefix."""
     if isinstance(system, str):
         found = _BILLING.match(system)
         return system[found.end() :] if found else system
@@ -54,9 +51,9 @@ def _for_the_model(system: Any) -> Any:
 
 
 def _messages(message: Mapping[str, Any], where: str, names: dict[Any, str]) -> Iterator[Message]:
-    """A message as one or more: results of tools have a role of their own.
+    """A message as one or more, because the results of tools have their own role.
 
-    names: of tools, by the id of the call; results name the call only.
+    names: the tools' names by call id; a result has only the id.
     """
     role = message.get("role")
     if role not in ("user", "assistant", "system"):
@@ -80,7 +77,7 @@ def _assistant(blocks: Blocks, where: str, names: dict[Any, str]) -> Message:
             calls.append(call)
         elif kind == "thinking":
             thoughts.append(text_of(block.get("thinking"), f"{at}.thinking"))
-        elif kind != "redacted_thinking":  # which is no text
+        elif kind != "redacted_thinking":  # encrypted
             texts.append(part_text(block, at))
     message: Message = {"role": "assistant", "content": "\n".join(texts)}
     if any(thoughts):

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_metal_lite.chat_formats.events import Arguments, Event, Reasoning, Text, ToolCall
-from vllm_metal_lite.server.stream import sse
+from vllm_metal_lite.server.stream import encode, sse
 
-encode = json.JSONEncoder(separators=(",", ":")).encode
-
-# The type of a block, and of its deltas; the field of both that holds the text.
+# By type of block: the type of its deltas, and the field of a delta that holds the text.
 _FORMS = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
@@ -35,7 +33,7 @@ class ContentBlocks:
         self._head = ""  # the constant part of its deltas: there is one for each token
 
     def take(self, news: Event) -> Iterator[bytes]:
-        """The events of a stream that an answer's event becomes."""
+        """An answer's event as events of the stream."""
         match news:
             case Text(text):
                 yield from self._grow("text", text, {"text": ""})
@@ -88,8 +86,8 @@ class ContentBlocks:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The arguments of a call.  The API has objects only: text that is none comes under a name that
-    no tool has, which keeps the call from running."""
+    """The arguments of a call.  The API allows only objects.  Other text becomes a parameter that
+    no tool has, so that the call fails."""
     try:
         value = json.loads(text, strict=False)
     except (ValueError, RecursionError):

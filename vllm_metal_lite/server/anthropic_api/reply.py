@@ -3,10 +3,10 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-from vllm_metal_lite.server.anthropic_api.content_blocks import ContentBlocks, encode, event
+from vllm_metal_lite.server.anthropic_api.content_blocks import ContentBlocks, event
 from vllm_metal_lite.server.deltas import Delta
 from vllm_metal_lite.server.errors import anthropic_shape, check_ended, shown_error
-from vllm_metal_lite.server.stream import sse
+from vllm_metal_lite.server.stream import encode, sse
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 PING = event("ping")
@@ -27,8 +27,8 @@ class MessageReply:
         return self._message(self._content.blocks, **self._ending())
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """The first event counts the whole prompt as uncached, since it comes before the engine
-        has looked; the counts of the last but one event are right."""
+        """The events.  The first counts the whole prompt as uncached, because the engine has not
+        looked yet; `message_delta` has the right counts."""
         yield event("message_start", message=self._message([]))
         yield PING
         try:
@@ -48,25 +48,21 @@ class MessageReply:
         check_ended(self._request.answers[0])
         yield b"".join(content.close())
 
-    def _message(
-        self,
-        content: list[dict[str, Any]],
-        stop_reason: str | None = None,
-        stop_sequence: str | None = None,
-    ) -> dict[str, Any]:
+    def _message(self, content: list[dict[str, Any]], **ending: str | None) -> dict[str, Any]:
         return {
             "id": self._request.request_id,
             "type": "message",
             "role": "assistant",
             "model": self._model,
             "content": content,
-            "stop_reason": stop_reason,
-            "stop_sequence": stop_sequence,
+            "stop_reason": None,
+            "stop_sequence": None,
+            **ending,
             "usage": self._usage(),
         }
 
     def _usage(self) -> dict[str, Any]:
-        """input_tokens counts those that were computed, as in Anthropic's API."""
+        """input_tokens excludes cached tokens, as in Anthropic's API."""
         request = self._request
         cached = request.num_cached_tokens
         return {
@@ -79,10 +75,8 @@ class MessageReply:
 
     def _ending(self) -> dict[str, Any]:
         (answer,) = self._request.answers
-        if self._finish_reason == "tool_calls":
-            return {"stop_reason": "tool_use", "stop_sequence": None}
-        if self._finish_reason == "length":
-            return {"stop_reason": "max_tokens", "stop_sequence": None}
-        if isinstance(answer.stop_reason, str):
+        reasons = {"tool_calls": "tool_use", "length": "max_tokens"}
+        reason = reasons.get(self._finish_reason or "")
+        if reason is None and isinstance(answer.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_reason}
-        return {"stop_reason": "end_turn", "stop_sequence": None}
+        return {"stop_reason": reason or "end_turn", "stop_sequence": None}

@@ -43,7 +43,7 @@ def _choice(tools: dict[str, Tool], choice: Any) -> ToolChoice:
 
 
 def thinking_of(thinking: Any, output_config: Any) -> tuple[bool | None, str | None, int | None]:
-    """Whether the model shall think, how much, and for how many tokens at most; None: not said.
+    """(whether to think, effort, most tokens of thoughts); None: the request does not say.
 
     thinking: {"type": "enabled", "budget_tokens": N}, {"type": "disabled"}, {"type": "adaptive"}.
     output_config: {"effort": ...}.

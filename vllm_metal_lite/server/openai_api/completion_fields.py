@@ -9,8 +9,8 @@ from vllm_metal_lite.server.params import SamplingFields, Unsupported
 
 
 class StreamOptions(BaseModel):
-    """include_usage: a last chunk says how many tokens it were.  continuous_usage_stats: so does
-    every chunk, as vLLM has it."""
+    """include_usage: a last chunk has the usage.  continuous_usage_stats: every chunk has it, as in
+    vLLM."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 

@@ -47,7 +47,7 @@ class CompletionRequest(CompletionFields):
 
     @property
     def only_echoes(self) -> bool:
-        """No token is wanted: the prompt is scored.  The engine generates one, which is hidden."""
+        """Whether only the prompt is wanted.  The engine still generates one token, hidden here."""
         return bool(self.echo) and type(self.max_tokens) is int and self.max_tokens == 0
 
     def sampling(self) -> dict[str, Any]:
@@ -154,11 +154,7 @@ class _Writer:
     """Makes the choices of one prompt."""
 
     def __init__(
-        self,
-        body: CompletionRequest,
-        request: RequestState,
-        prompt: Prompt,
-        names: TokenNames,
+        self, body: CompletionRequest, request: RequestState, prompt: Prompt, names: TokenNames
     ) -> None:
         self._body, self.request, self._prompt = body, request, prompt
         self._names = names
@@ -174,9 +170,9 @@ class _Writer:
         return {**choice, **ending(delta.answer, delta.finish_reason)}
 
     async def chunk(self, delta: Delta, reply: Reply) -> bytes | None:
-        """The event of a Delta; None: a client could not see it."""
+        """The event of a Delta; None if the Delta has nothing to show."""
         if self._body.echo and delta.answer.index not in self._begun:
-            return await offload(self._chunk, delta, reply)  # with the whole prompt
+            return await offload(self._chunk, delta, reply)  # it echoes the whole prompt
         return self._chunk(delta, reply)
 
     def _chunk(self, delta: Delta, reply: Reply) -> bytes | None:
@@ -188,7 +184,7 @@ class _Writer:
         return reply.chunk(delta.choice, f'"text":{dumps(text)}', end, scores)
 
     def _news(self, delta: Delta) -> tuple[str, dict[str, Any] | None]:
-        """New text and its log-probabilities; an answer's first are those of an echoed prompt."""
+        """New text and its log-probabilities; those of an echoed prompt come first."""
         text, token_ids = delta.text, delta.token_ids
         positions: list[Any] = list(delta.logprobs or ())
         answer = delta.answer

@@ -1,4 +1,4 @@
-"""The input of a freeform tool, out of the JSON arguments that a model writes for it."""
+"""The input of a freeform tool, read from the JSON arguments that a model writes."""
 
 import json
 import re
@@ -18,10 +18,10 @@ _LEN_PAIR = len(r"\ud83d\ude00")
 
 
 class FreeformInput:
-    """Takes `{"input": "..."}` in pieces of any size; gives the text as it comes.
+    """Takes `{"input": "..."}` in pieces of any size, and returns the text as it comes.
 
-    Arguments of another form are kept until their end: then an object with one string is that
-    string, and anything else is passed on as it is.
+    Arguments of another form are kept until their end.  An object with one string then becomes that
+    string; anything else is returned unchanged.
     """
 
     def __init__(self) -> None:

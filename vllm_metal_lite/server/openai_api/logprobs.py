@@ -69,10 +69,10 @@ def _entry(token_id: int, logprob: Logprob, names: TokenNames) -> dict[str, Any]
 
 
 class TextOffsets:
-    """Where the text of each token begins, in characters.
+    """The offset of each token in the text, in characters.
 
-    All tokens of a character begin where the character does.  prompt_token_ids: the tokens before.
-    start: of the first token.
+    Tokens of one character share its offset.  prompt_token_ids: the tokens before.  start: the
+    first token's offset.
     """
 
     def __init__(
@@ -121,8 +121,8 @@ def legacy_logprobs(
 ) -> dict[str, Any]:
     """`logprobs` of a choice of completions.
 
-    offsets: of the tokens in the choice's text.  A position of None has no log-probabilities: the
-    first token of a prompt.
+    offsets: of the tokens in the choice's text.  A position is None at the first token of a prompt,
+    which has no log-probabilities.
     """
     tokens: list[str] = []
     values: list[float | None] = []

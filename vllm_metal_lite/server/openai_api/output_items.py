@@ -1,9 +1,8 @@
 """The output items of a response, and the events that stream them.
 
-Each item grows by deltas of one text: a message's, thoughts, a call's arguments.
+An item is a message, thoughts or a call.  Deltas extend its text or the call's arguments.
 """
 
-import json
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,9 +11,7 @@ from typing import Any
 from vllm_metal_lite.chat_formats.events import Arguments, Event, Reasoning, Text, ToolCall
 from vllm_metal_lite.server.openai_api.freeform import FreeformInput
 from vllm_metal_lite.server.openai_api.response_tools import Callee
-from vllm_metal_lite.server.stream import sse
-
-encode = json.JSONEncoder(separators=(",", ":")).encode
+from vllm_metal_lite.server.stream import encode, sse
 
 Logprobs = list[dict[str, Any]]
 
@@ -45,11 +42,10 @@ def delta_head(kind: str, at: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class _ItemType:
-    """How an item of a kind is streamed.
+    """How items of one type are streamed.
 
-    text: prefix of the events of its text.  name: of the text's field.  part: prefix of the events
-    of the part that holds the text, and part_type its type; else the item itself holds the text.
-    parts: the item's list of parts.
+    text: prefix of the text's events.  name: the field that holds the text.  If a part of the item
+    holds the text: part, the prefix of the part's events; part_type; parts, the item's list.
     """
 
     id_prefix: str
@@ -74,10 +70,7 @@ _CUSTOM_CALL = _ItemType("ctc", "response.custom_tool_call_input", "input")
 
 
 class _Item:
-    """An output item that grows.
-
-    fields: the item as it begins.
-    """
+    """An output item that grows.  fields: its JSON at the beginning."""
 
     def __init__(
         self,
@@ -111,11 +104,11 @@ class _Item:
             yield self._writer.delta(self._head, text, f',"logprobs":{encode(logprobs)}')
 
     def close(self, status: str) -> Iterator[bytes]:
-        """The item is as it will be in the response.
+        """Complete `fields`, and end the item's events.
 
-        A client runs a call when its item is done.  The arguments of a call that was cut short
-        are no JSON, so that they fail; the input of a custom tool would be taken as whole, so its
-        item is never done.
+        A client runs a call when its item is done.  A function call that was cut short fails,
+        because its arguments are not JSON.  The input of a custom tool is any text, so its item is
+        never done.
         """
         item_type, event = self.type, self._writer.event
         text = "".join(self._texts)

@@ -1,6 +1,5 @@
 """What the replies of chat completions and of completions have in common."""
 
-import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -10,13 +9,11 @@ from vllm_metal_lite.outputs import CompletionOutput
 from vllm_metal_lite.server.errors import check_ended, openai_shape, shown_error
 from vllm_metal_lite.server.large_json import encode_slowly
 from vllm_metal_lite.server.openai_api.completion_fields import StreamOptions
-from vllm_metal_lite.server.stream import sse
+from vllm_metal_lite.server.stream import encode, sse
 from vllm_metal_lite.server.worker.request_state import RequestState
 
-# A chunk's JSON has no spaces: it is sent once for each token.
-_encode = json.JSONEncoder(separators=(",", ":")).encode
 _DONE = sse("[DONE]")
-_MANY = 64  # tokens of a chunk that has those of an echoed prompt
+_MANY = 64  # a chunk with more tokens contains an echoed prompt
 _FINGERPRINT = f"vllm-metal-lite-{__version__}"
 
 
@@ -46,7 +43,7 @@ class Reply:
         }
         self._with_usage = bool(options and options.include_usage)
         self._always = self._with_usage and bool(options and options.continuous_usage_stats)
-        self._head = _encode(self._common)[:-1] + ',"choices":[{"index":'
+        self._head = encode(self._common)[:-1] + ',"choices":[{"index":'
         self._tail = ',"usage":null' if self._with_usage else ""
 
     def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -63,16 +60,16 @@ class Reply:
     ) -> bytes:
         """An event with news of one choice.
 
-        content: encoded fields of the choice.  end: of `ending`, in the last chunk of the choice.
-        num_unshown: tokens that are there already, for the next chunk.
-        The constant part of the JSON is made once, because there is a chunk for each token.
+        content: encoded fields of the choice.  end: from `ending`, in the last chunk of the choice.
+        num_unshown: generated tokens that the next chunk will show.
+        The constant part of the JSON is encoded once, because each token has a chunk.
         """
         scores = "null"
         if logprobs is not None:
             many = len(next(iter(logprobs.values())) or ()) > _MANY
-            scores = encode_slowly(logprobs) if many else _encode(logprobs)
-        ended = '"finish_reason":null' if end is None else _encode(end)[1:-1]
-        usage = f',"usage":{_encode(self.usage(num_unshown))}' if self._always else self._tail
+            scores = encode_slowly(logprobs) if many else encode(logprobs)
+        ended = '"finish_reason":null' if end is None else encode(end)[1:-1]
+        usage = f',"usage":{encode(self.usage(num_unshown))}' if self._always else self._tail
         return sse(f'{self._head}{index},{content},"logprobs":{scores},{ended}}}]{usage}}}')
 
     @property
@@ -87,13 +84,13 @@ class Reply:
             async for chunk in chunks:
                 yield chunk
             if self._with_usage:
-                yield sse(_encode({**self._common, "choices": [], "usage": self.usage()}))
+                yield sse(encode({**self._common, "choices": [], "usage": self.usage()}))
         except Exception as e:
-            yield sse(_encode(openai_shape(shown_error(e))))
+            yield sse(encode(openai_shape(shown_error(e))))
         yield _DONE
 
     def add_reasoning(self, num_tokens: int) -> None:
-        """So many further tokens are thoughts.  Never called: usage does not speak of thoughts."""
+        """Count tokens of thoughts.  Without a call, the usage has no field for them."""
         self._num_reasoning_tokens = (self._num_reasoning_tokens or 0) + num_tokens
 
     def usage(self, num_unshown: int = 0) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class ResponseReply:
         return self._ended()
 
     def keep_alive(self) -> bytes:
-        """An event that says that there is nothing new; clients do not count comments."""
+        """An event without news.  Comments do not reset the timeouts of clients."""
         return self._writer.event("response.in_progress", response=self._response("in_progress"))
 
     async def stream(self) -> AsyncIterator[bytes]:

@@ -71,7 +71,7 @@ class _History:
                 return
 
     def nothing(self, item: Mapping[str, Any], where: str) -> None:
-        """Tools, which are no part of the messages; calls that the API's host has run."""
+        """Ignore tools, which are not messages, and calls that the API's host has run."""
 
     def item_reference(self, item: Mapping[str, Any], where: str) -> None:
         why = "because no response is stored: send the item itself"
@@ -85,7 +85,7 @@ class _History:
         self._assistant(calls=True).setdefault("tool_calls", []).append(call)
 
     def _said(self, text: str) -> None:
-        """Text behind calls belongs to their message: their outputs must follow it directly."""
+        """Text after calls joins their message, because outputs must directly follow the calls."""
         last = self.messages[-1] if self.messages else {}
         is_behind = bool(last.get("tool_calls")) and not self._reasoning
         message = last if is_behind else self._assistant()

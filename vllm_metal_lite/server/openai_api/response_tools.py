@@ -42,8 +42,8 @@ def flat_name(namespace: Any, name: str) -> str:
 class ResponseTools:
     """The tools of a request.
 
-    tools: what the model may call, by the names that it knows.  callees: of all tools, by the same
-    names.  definitions: the client's own, of tools that are not left out.
+    tools: those that the model may call, by flat name.  callees: of all tools, by flat name.
+    definitions: the client's definitions of tools that are not left out.
     """
 
     def __init__(self, definitions: Any, items: Any, choice: Any, parallel: bool) -> None:
@@ -99,7 +99,7 @@ class ResponseTools:
 
 
 def _custom_tool(definition: Mapping[str, Any], where: str) -> Tool:
-    """A function of one string, which is described by the tool's grammar, if there is one."""
+    """A function of one string; the string's description has the tool's grammar, if any."""
     format_ = optional(definition, "format", dict, where) or {}
     about = "The whole input of the tool, as plain text."
     if format_.get("type") == "grammar":

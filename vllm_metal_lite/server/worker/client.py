@@ -35,10 +35,9 @@ from vllm_metal_lite.server.worker import process
 from vllm_metal_lite.server.worker.fair_rounds import FairRounds
 from vllm_metal_lite.server.worker.messages import (
     Abort,
+    Accepted,
     Add,
-    Added,
     Compile,
-    Compiled,
     EngineMetrics,
     Failed,
     Found,
@@ -68,7 +67,7 @@ class EngineClient:
 
     facts: ModelFacts
     tokenizer: TokenizerWrapper
-    longest_token: int  # in characters
+    longest_token: int  # in characters; tokens that are bytes count as characters
 
     def __init__(self, name: str, check: EngineConfig | None = None) -> None:
         """Start the process.  `start` also loads the model.  check: see there."""
@@ -120,7 +119,8 @@ class EngineClient:
             client._outbox.put(config)
             tokenizer = offload(load_tokenizer_only, found.path, config.trust_remote_code)
             client.tokenizer, client.facts = await asyncio.gather(tokenizer, client._ready)
-            client.longest_token = await offload(_longest_token, client.tokenizer)
+            longest = offload(lambda: max(map(len, client.tokenizer.get_vocab())))
+            client.longest_token = await longest
         except BaseException:
             client._is_stopping = True
             client._kill()  # it holds nothing yet that is worth a proper end
@@ -135,12 +135,12 @@ class EngineClient:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """A longer prompt is not counted to its end."""
+        """The tokens of a longer prompt are not all counted."""
         return max(2 * self.facts.max_model_len, _LEAST_COUNTED)
 
     @property
     def max_characters(self) -> int:
-        """A prompt of more does not fit, whatever its text."""
+        """A longer prompt does not fit, whatever its text."""
         return self.max_prompt_tokens * self.longest_token
 
     @cached_property
@@ -184,7 +184,7 @@ class EngineClient:
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """Ids of tokens that are no text: named ones (end of sequence, ...), those marked so."""
+        """Ids of the tokenizer's special tokens, by their text."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         tokenizer = self.tokenizer
         named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
@@ -215,16 +215,8 @@ class EngineClient:
         fair_round = self._fair.next_round(
             ORIGIN.get().client, (r.fair_round for r in self.requests.values())
         )
-        positions = tuple(checkpoints)
-        add = Add(
-            request_id,
-            prompt_token_ids,
-            params,
-            priority,
-            fair_round,
-            positions,
-            cache_salt,
-        )
+        points = tuple(checkpoints)
+        add = Add(request_id, prompt_token_ids, params, priority, fair_round, points, cache_salt)
         request = RequestState(add, self.tokenizer, on_update)
         self.requests[request_id] = request
         try:
@@ -240,7 +232,8 @@ class EngineClient:
 
     async def _accepted(self, message: Add | Compile) -> None:
         """Send a message, and wait for its answer.  Raises EngineLost."""
-        self._check_alive()
+        if self.why_ended is not None:
+            raise EngineLost(self.why_ended)
         self._accepting[message.request_id] = future = self._loop.create_future()
         self._outbox.put(message)
         await future
@@ -262,10 +255,6 @@ class EngineClient:
     def _kill(self) -> None:
         with suppress(ValueError):  # it has ended
             self._process.kill()
-
-    def _check_alive(self) -> None:
-        if self.why_ended is not None:
-            raise EngineLost(self.why_ended)
 
     # Threads
 
@@ -316,7 +305,7 @@ class EngineClient:
                         del self.requests[request_id]
         elif isinstance(message, EngineMetrics):
             self.metrics = message.values
-        elif isinstance(message, (Added, Compiled)):
+        elif isinstance(message, Accepted):
             if future := self._waiting(message.request_id):
                 future.set_result(None)
         elif isinstance(message, Refused):
@@ -379,11 +368,6 @@ def _signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _longest_token(tokenizer: TokenizerWrapper) -> int:
-    """In characters; tokens that are bytes count as characters."""
-    return max(map(len, tokenizer.get_vocab()))
 
 
 def _why_ended(exit_code: int | None) -> str:

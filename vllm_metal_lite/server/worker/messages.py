@@ -20,7 +20,7 @@ from vllm_metal_lite.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Queue a request.  The engine's process answers Added or Refused.
+    """Queue a request.  The engine's process answers Accepted or Refused.
 
     fair_round: within a priority, see `fair_rounds.py`.
     """
@@ -48,7 +48,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Compile:
-    """Make and keep the grammar of a request that is about to come.  The answer is Compiled."""
+    """Make and keep the grammar of a request that is about to come.  The answer is Accepted."""
 
     request_id: str
     params: SamplingParams
@@ -71,7 +71,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """A record of the package's log.  transient: what is done now, not for keeping."""
+    """A record of the package's log.  transient: a line of progress, not for log files."""
 
     level: int
     message: str
@@ -124,12 +124,9 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
-    request_id: str
+class Accepted:
+    """A request is queued, or its grammar is made."""
 
-
-@dataclass(frozen=True, slots=True)
-class Compiled:
     request_id: str
 
 
@@ -163,13 +160,12 @@ def from_wire(scores: PositionLogprobs, texts: Mapping[int, str]) -> dict[int, L
 class AnswerUpdate(NamedTuple):
     """What is new in an answer.  A step's message has these by request id: a plain dict of lists.
 
-    text: what is new in the text, of a request with stop strings; None for others, whose text the
-    server makes from the tokens.
-    num_shown_tokens: of a finished answer, leading tokens (of all) that the text shows; None: see
-    `text`.
+    text: new text of a request with stop strings; None for others, whose text the server makes from
+    the tokens.
+    num_shown_tokens: how many tokens of a finished answer its text shows; None: see `text`.
     logprobs: one entry for each of token_ids, if asked for.
-    scheduled_at: when the request's first step was launched; None but in its first update, as
-    num_cached_tokens.  prompt_logprobs: complete, in that update.  pooled: of a pooling request.
+    Only the request's first update has the rest.  scheduled_at: when its first step was launched.
+    prompt_logprobs: all of them.  pooled: of a pooling request.
     """
 
     answer_index: int

@@ -23,11 +23,10 @@ from vllm_metal_lite.outputs import Cursor, RequestOutput
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 from vllm_metal_lite.server.worker.messages import (
     Abort,
+    Accepted,
     Add,
-    Added,
     AnswerUpdate,
     Compile,
-    Compiled,
     EngineMetrics,
     Failed,
     Found,
@@ -51,7 +50,7 @@ def main(pipe: Connection, name: str, check: EngineConfig | None = None) -> None
     """Find or download a model, build its engine, and serve until the pipe closes.
 
     check: see `EngineClient.start`.
-    A download is here, not in the server: it cannot be broken off but with its process.
+    This process downloads, because a download can only be ended with its process.
     """
     Thread(target=_end_with_server, name="the server", daemon=True).start()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -161,7 +160,7 @@ class Worker:
         with suppress(Exception):  # `Add` says why a grammar cannot be used
             constraint_of(message.params, self._engine.model)
         with suppress(OSError):  # the server is gone
-            self._send(Compiled(message.request_id))
+            self._send(Accepted(message.request_id))
 
     def _add(self, message: Add) -> None:
         engine, request_id = self._engine, message.request_id
@@ -179,7 +178,7 @@ class Worker:
             self._send(Lost(f"the engine failed: {one_line(e)}", [request_id]))
         else:
             self._progress[request_id] = _Progress(bool(message.sampling.stop_strings))
-            self._send(Added(message.request_id))
+            self._send(Accepted(message.request_id))
 
     def _see(self, output: SchedulerOutput) -> None:
         self._watcher.saw(output)

@@ -1,8 +1,7 @@
 """What an engine does, for its watchers: its steps, its requests and a map of its blocks.
 
-Without watchers nothing is recorded.  An event costs the engine time, so the watcher measures
-the cost and then waits `_PATIENCE` times as long: watching takes less than 1 % of the engine's time
-with pools and batches of every size.
+Without watchers nothing is recorded.  An event costs the engine time.  So the watcher measures that
+time and then waits `_PATIENCE` times as long: watching takes less than 1 % of the engine's time.
 """
 
 import json
