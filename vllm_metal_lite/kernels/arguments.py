@@ -114,10 +114,9 @@ def row_formats(
 
 def format_template(k_row: RowFormat, v_row: RowFormat) -> Template:
     """Template values for the row formats of a store."""
-    return {
-        "K_DIM": k_row.dim, "V_DIM": v_row.dim, "BITS": k_row.bits or 8 * k_row.dtype.size,
-        "K_GROUP": k_row.group_size, "V_GROUP": v_row.group_size,
-    }  # fmt: skip
+    template: Template = {"K_DIM": k_row.dim, "V_DIM": v_row.dim}
+    template["BITS"] = k_row.bits or 8 * k_row.dtype.size
+    return template | {"K_GROUP": k_row.group_size, "V_GROUP": v_row.group_size}
 
 
 def grid_for(count: int) -> tuple[int, int]:

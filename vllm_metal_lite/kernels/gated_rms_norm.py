@@ -47,13 +47,9 @@ def gated_rms_norm(
     pack = 1
     if dim <= _SIMDGROUP_DIM:
         threads, pack = 32, min(groups, _PACKED_THREADS // 32)
-    template: Template = {
-        **columns, "T": dtype, "DIM": dim, "GROUPS": groups, "VEC": vector, "THREADS": threads,
-        "PACK": pack, "WIDE": weight.size > dim, "GATE_FIRST": gate_first, "SIGMOID": sigmoid,
-        "EPS": bits(eps),
-    }  # fmt: skip
-    (y,) = _GATED_RMS_NORM(
-        [x, z.array, weight], template, (-(-groups // pack), rows, 1), threads * pack,
-        [x.shape], [dtype],
-    )  # fmt: skip
+    template: Template = columns | {"T": dtype, "DIM": dim, "GROUPS": groups, "VEC": vector}
+    template |= {"THREADS": threads, "PACK": pack, "WIDE": weight.size > dim}
+    template |= {"GATE_FIRST": gate_first, "SIGMOID": sigmoid, "EPS": bits(eps)}
+    inputs, grid = [x, z.array, weight], (-(-groups // pack), rows, 1)
+    (y,) = _GATED_RMS_NORM(inputs, template, grid, threads * pack, [x.shape], [dtype])
     return y
