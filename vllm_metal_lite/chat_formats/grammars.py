@@ -19,10 +19,8 @@ _NONE: SpecialTokens = {}
 # As chat templates write arguments.  So the next prompt repeats what the model wrote, and
 # separators are known without sampling.
 _SPACES = {
-    "x-guidance": {
-        "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "
-    }
-}  # fmt: skip
+    "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+}
 
 
 def marks_of(tokenizer: Any) -> dict[str, int]:

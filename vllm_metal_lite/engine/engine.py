@@ -65,10 +65,8 @@ class LLMEngine:
         self.kv_groups, self.max_model_len, self.num_state_slots = size_store(model, self.config)
         set_memory_limits()
         seats = self.config.max_num_seqs
-        store = PagedStore(
-            model.kv_specs, self.kv_groups, self.config.block_size,
-            states=model.packed.state_store(self.num_state_slots),
-        )  # fmt: skip
+        states, size = model.packed.state_store(self.num_state_slots), self.config.block_size
+        store = PagedStore(model.kv_specs, self.kv_groups, size, states=states)
         self.sampler = Sampler(seats, model.vocab_size)
         runner = build_runner(model, store, self.sampler, self.config.attention)
         self.inputs = InputBatch(
@@ -78,10 +76,12 @@ class LLMEngine:
         caching = self.config.enable_prefix_caching and model.packed.no_prefix_cache is None
         scheduling = replace(self.config, enable_prefix_caching=caching)
         self.scheduler = Scheduler(
-            scheduling, self.kv_groups, self.max_model_len,
+            scheduling,
+            self.kv_groups,
+            self.max_model_len,
             num_state_slots=self.num_state_slots,
             shares_in_step=not model.packed.reads_store,
-        )  # fmt: skip
+        )
         self.failed_steps = FailedSteps(self.scheduler)
         self.constraints = Constraints(model.vocab_size)
         self.pooling = PoolingRequests()
@@ -174,11 +174,10 @@ class LLMEngine:
         arrival = next(self._arrivals)
         seed = params.seed if params.seed is not None else hash((self.config.seed, arrival))
         result = RequestOutput(request_id, text, token_ids, [])
-        answers = make_answers(
-            names, result, params, self.model, self.max_model_len, seed, bad_words,
-            priority=priority, fair_round=fair_round, arrival=arrival, atomic=atomic,
-            checkpoint_positions=positions, cache_salt=salt,
-        )  # fmt: skip
+        order = {"priority": priority, "fair_round": fair_round, "arrival": arrival}
+        how = {"atomic": atomic, "checkpoint_positions": positions, "cache_salt": salt}
+        model, limit = self.model, self.max_model_len
+        answers = make_answers(names, result, params, model, limit, seed, bad_words, **order, **how)
         constraints = [constraint_of(params, self.model) for _ in answers]
         for answer, constraint in zip(answers, constraints, strict=True):
             self.scheduler.add(answer.request)  # all are alike: if it refuses, it refuses the first
@@ -461,10 +460,9 @@ class LLMEngine:
         """Make the sampler continue from a request's known tokens."""
         assert request.req_index is not None, "a running request has a row"
         answer = self._answers[request.request_id]
-        self.sampler.add(
-            request.req_index, answer.params, answer.seed, np.array(request.token_ids, np.int32),
-            request.num_prompt_tokens, self.model.eos_token_ids, answer.bad_words,
-        )  # fmt: skip
+        tokens, ends = np.array(request.token_ids, np.int32), self.model.eos_token_ids
+        known = answer.params, answer.seed, tokens, request.num_prompt_tokens
+        self.sampler.add(request.req_index, *known, ends, answer.bad_words)
 
     def _unseat(self, request: Request) -> None:
         if self.speculator is not None:

@@ -58,10 +58,8 @@ class LLM(PoolingCalls):
         )
 
         def add(request_id: str, i: int) -> None:
-            self.engine.add_request(
-                request_id, batch[i], params[i],
-                priority=priorities[i], atomic=atomic, checkpoints=kept[i],
-            )  # fmt: skip
+            how: dict[str, Any] = {"priority": priorities[i], "checkpoints": kept[i]}
+            self.engine.add_request(request_id, batch[i], params[i], atomic=atomic, **how)
 
         return self._serve(len(batch), add, use_tqdm)
 

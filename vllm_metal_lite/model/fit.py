@@ -51,10 +51,9 @@ class _ObserverStep(ReferenceStepAttention):
 
     def attend(self, q: mx.array, call: AttentionCall) -> mx.array:
         spec = self.store.specs[call.layer]
-        shape = AttentionShape(
-            q.shape[1], spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim, q.dtype, call.window,
-            call.softcap, call.sinks is not None, call.q_pe is not None, call.chunk,
-        )  # fmt: skip
+        heads, dims = (q.shape[1], spec.num_kv_heads), (spec.k_head_dim, spec.v_head_dim)
+        masks = call.window, call.softcap, call.sinks is not None
+        shape = AttentionShape(*heads, *dims, q.dtype, *masks, call.q_pe is not None, call.chunk)
         self._shapes[shape] = None
         return super().attend(q, call)
 

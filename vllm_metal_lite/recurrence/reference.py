@@ -59,10 +59,8 @@ class ReferenceRecurrence:
         def advance(
             state: mx.array | None, q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array
         ) -> tuple[mx.array, mx.array]:
-            return gated_delta_update(
-                q, k, v, a, b, d.A_log, d.dt_bias, state,
-                lower_bound=d.lower_bound, allow_neg_eigval=d.allow_neg_eigval,
-            )  # fmt: skip
+            bounds = {"lower_bound": d.lower_bound, "allow_neg_eigval": d.allow_neg_eigval}
+            return gated_delta_update(q, k, v, a, b, d.A_log, d.dt_bias, state, **bounds)
 
         q, k = d.normalized
         return self._scan(key, advance, q, k, d.v, d.a, d.b)

@@ -171,10 +171,8 @@ class StepTranslator:
         request.state_blocks = []
         if block_ids:
             self._append_blocks(request, block_ids)
-        self.sampler.add(
-            row, request.params, request.seed, tokens, prompt, request.stop_token_ids,
-            request.bad_words, request.logprob_token_ids,
-        )  # fmt: skip
+        ends, words, scored = request.stop_token_ids, request.bad_words, request.logprob_token_ids
+        self.sampler.add(row, request.params, request.seed, tokens, prompt, ends, words, scored)
 
     def _append_blocks(self, request: PluginRequest, block_ids: Sequence[Sequence[int]]) -> None:
         """block_ids: new blocks, one list per KV group."""

@@ -160,9 +160,9 @@ class SdpaPlan:
                     "key_grain": _KEY_GRAIN,
                     "fused_rows": unfused.fused_rows,
                 }
+            batch, cost = self.batch.by_group[kv_group], device.sdpa_call_cost
             planned = plan_calls(
-                self.batch.by_group[kv_group], window, chunk=chunk, tile=device.sdpa_tile,
-                call_cost=device.sdpa_call_cost, **scores,
-            )  # fmt: skip
+                batch, window, chunk=chunk, tile=device.sdpa_tile, call_cost=cost, **scores
+            )
             self._plans[key] = SdpaCalls(planned, window, self.num_rows)
         return self._plans[key]

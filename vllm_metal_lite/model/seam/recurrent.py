@@ -99,9 +99,8 @@ class RecurrentHooks:
     """The functions of mlx-lm that a packed forward replaces.  They depend on the model only."""
 
     def __init__(self, model: nn.Module) -> None:
-        named: tuple[Callable, ...] = (
-            gated_delta.gated_delta_update, gated_delta.normalize_qk, ssm.ssm_update,
-        )  # fmt: skip
+        norm = gated_delta.normalize_qk
+        named: tuple[Callable, ...] = gated_delta.gated_delta_update, norm, ssm.ssm_update
         self._named = [(module, f) for f in named for module in namespaces(model, f)]
 
     def __call__(self) -> Sequence[Hook]:
