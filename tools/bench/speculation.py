@@ -128,10 +128,9 @@ class Always:
 
 def make_engine(model: Any, length: int, count: int, speculate: str) -> LLMEngine:
     size = 2 * length + _HEADER + 64
-    config = EngineConfig(
-        num_blocks=count * (size // 16 + 4), max_num_seqs=max(count, 2), max_model_len=size,
-        speculate=speculate, enable_prefix_caching=False, state_cache_gib=0,
-    )  # fmt: skip
+    sizes = {"num_blocks": count * (size // 16 + 4), "max_model_len": size, "state_cache_gib": 0}
+    how = {"speculate": speculate, "enable_prefix_caching": False}
+    config = EngineConfig(max_num_seqs=max(count, 2), **sizes, **how)
     with trusted():
         return LLMEngine(model, config)
 

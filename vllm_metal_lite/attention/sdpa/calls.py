@@ -160,9 +160,8 @@ class SdpaPlan:
                     "key_grain": _KEY_GRAIN,
                     "fused_rows": unfused.fused_rows,
                 }
-            batch, cost = self.batch.by_group[kv_group], device.sdpa_call_cost
-            planned = plan_calls(
-                batch, window, chunk=chunk, tile=device.sdpa_tile, call_cost=cost, **scores
-            )
+            tile, cost = device.sdpa_tile, device.sdpa_call_cost
+            batch = self.batch.by_group[kv_group]
+            planned = plan_calls(batch, window, chunk=chunk, tile=tile, call_cost=cost, **scores)
             self._plans[key] = SdpaCalls(planned, window, self.num_rows)
         return self._plans[key]
