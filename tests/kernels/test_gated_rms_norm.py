@@ -103,7 +103,7 @@ def test_nearly_the_same_as_nemotron_h_s_layer(dtype):
     ],
 )
 def test_bad_input_is_named(change, message):
-    arguments = {"x": mx.zeros((2, 4, 16)), "z": Columns(mx.zeros((2, 64)), 0),
-                 "weight": mx.zeros(16), "eps": EPS, "dim": 16}  # fmt: skip
+    arguments = {"x": mx.zeros((2, 4, 16)), "z": Columns(mx.zeros((2, 64)), 0)}
+    arguments |= {"weight": mx.zeros(16), "eps": EPS, "dim": 16}
     with pytest.raises(ValueError, match=message):
         gated_rms_norm(**(arguments | change))

@@ -147,8 +147,8 @@ def test_every_quantisation(how, dtype):
     depth = 896 if how.group_size == 128 else 960
     x, weight = draw(11, 42, depth, dtype)
     check(x, quantised(weight, how))
-    check(x, quantised(weight / 32, how), GemmPlan(2, 2, 4, 32), **with_all(11, 21, depth, dtype),
-          gate="silu")  # fmt: skip
+    arrays = quantised(weight / 32, how), GemmPlan(2, 2, 4, 32)
+    check(x, *arrays, gate="silu", **with_all(11, 21, depth, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

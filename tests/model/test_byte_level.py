@@ -62,8 +62,11 @@ def test_a_vocabulary_of_letters_keeps_the_letter(tmp_path):
     file = tmp_path / "tokenizer.json"
     content = json.loads(file.read_text())
     content["model"] = {
-        "type": "BPE", "vocab": {"\u0120": 0, "\u2581": 1, "a": 2}, "merges": [], "unk_token": "a",
-    }  # fmt: skip
+        "type": "BPE",
+        "vocab": {"\u0120": 0, "\u2581": 1, "a": 2},
+        "merges": [],
+        "unk_token": "a",
+    }
     content["pre_tokenizer"], content["added_tokens"] = None, []
     content["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     file.write_text(json.dumps(content))

@@ -259,10 +259,8 @@ def test_a_long_prompt_beside_four_decodes_is_a_handful_of_variants(prefill, mon
     """One a number of keys, from 128 to 512, one more where the decodes' tables grow, and the step
     of decodes that follows, one ahead."""
     change_device(monkeypatch, min_keys=128)
-    engine = make_engine(
-        prefill=prefill, max_num_batched_tokens=20, num_blocks=200, max_model_len=512,
-        enable_prefix_caching=False,
-    )  # fmt: skip
+    how = {"max_model_len": 512, "enable_prefix_caching": False}
+    engine = make_engine(prefill=prefill, max_num_batched_tokens=20, num_blocks=200, **how)
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     tiny.submit(engine, PROMPTS[:4], params)
     while engine.metrics()["decode_tokens"] < 8:

@@ -93,10 +93,9 @@ def _add(play: Play, number: int, a: Arrival) -> None:
         STEMS[a.stem][: a.shared] + [200 + number // 2] * a.own
     )  # two by two, some are alike to the end
     try:
-        play.engine.add(
-            prompt, a.max_tokens, request_id=str(number), arrival=number // 2, priority=a.priority,
-            atomic=a.atomic, skip_prefix_cache_read=a.skip_read, max_chunk=a.max_chunk,
-        )  # fmt: skip
+        how = {"priority": a.priority, "atomic": a.atomic, "skip_prefix_cache_read": a.skip_read}
+        how |= {"max_chunk": a.max_chunk}
+        play.engine.add(prompt, a.max_tokens, request_id=str(number), arrival=number // 2, **how)
     except RequestError:
         assert a.atomic, "the store was made for the largest request"
         assert a.num_stored > play.workload.budget

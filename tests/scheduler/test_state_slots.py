@@ -211,10 +211,8 @@ class Conversation:
         base = 2000 + 1000 * self.number + 20 * self.num_turns
         self.tokens += range(base, base + 9)
         named = (len(SYSTEM), len(self.tokens))
-        request = add(
-            self.scheduler, f"{self.number}.{self.num_turns}", [*self.tokens, 1], max_tokens=6,
-            checkpoint_positions=named,
-        )  # fmt: skip
+        how = {"max_tokens": 6, "checkpoint_positions": named}
+        request = add(self.scheduler, f"{self.number}.{self.num_turns}", [*self.tokens, 1], **how)
         while self.scheduler.has_unfinished():
             out = step(self.scheduler)
             for ended in [r for r in out.terminal if r.num_tokens == r.max_length]:

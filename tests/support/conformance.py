@@ -154,8 +154,10 @@ class Bench:
             for request, count in self.computed.items():
                 first = 0 if group.window is None else max(count - group.window + 1, 0)
                 at = np.arange(first, count)
-                full[np.array(self.blocks[request][g])[at // BLOCK_SIZE] * BLOCK_SIZE
-                     + at % BLOCK_SIZE] = True  # fmt: skip
+                full[
+                    np.array(self.blocks[request][g])[at // BLOCK_SIZE] * BLOCK_SIZE
+                    + at % BLOCK_SIZE
+                ] = True
             keep.append(full)
         poison(self.store, keep)
         started = {self.slots[request] for request, count in self.computed.items() if count}

@@ -27,9 +27,11 @@ MODEL = "mixtral"  # experts: vLLM keeps ranks that share experts in step
 NUM_TOKENS = 16
 PROMPTS = tiny.prompts(20, 1, 60, seed=1)
 SIZES = {
-    "num_gpu_blocks_override": 100, "block_size": 8, "max_num_seqs": 8,
+    "num_gpu_blocks_override": 100,
+    "block_size": 8,
+    "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
-}  # fmt: skip
+}
 
 
 def arguments(**options):
