@@ -191,7 +191,7 @@ def test_a_slow_pipe_streams_and_an_interrupt_keeps_what_is_done(tmp_path):
             time.sleep(0.02)
 
     send({"prompt": "a"})
-    wait_for(1)  # though the input goes on
+    wait_for(1)  # though the input continues
     send({"prompt": "b"}, {"prompt": "long", "max_tokens": ENDLESS - 8}, {"prompt": "c"})
     wait_for(2)
     process.send_signal(signal.SIGINT)

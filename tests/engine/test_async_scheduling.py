@@ -150,7 +150,7 @@ def test_any_workload_gives_every_request_its_own_tokens():
 
 
 def steps_of(engine: FakeEngine, workload: Workload) -> list[list[tuple[str, int, int]]]:
-    """What each step computes.  Requests arrive when so many steps have been scheduled, which is
+    """What each step computes.  Requests arrive when a number of steps has been scheduled, which is
     what an engine that is one step ahead and one that is not have in common."""
     steps, schedule = [], engine.schedule
 

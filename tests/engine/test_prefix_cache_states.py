@@ -40,7 +40,7 @@ FIND = (Phase.explicit, Phase.generate)  # to shrink an example takes minutes
 
 @dataclass
 class Chat:
-    """Turns that go on from each other's answers; it begins with `head` tokens of a stem.
+    """Turns that continue each other's answers; it begins with `head` tokens of a stem.
 
     n: more than one answer in the first turn.  leaves: steps until the user goes away, or None.
     """

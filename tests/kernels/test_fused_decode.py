@@ -228,7 +228,7 @@ def test_rows_of_padding_give_zeros_and_write_nothing():
 
 
 def pack(seq_lens, *tables, block_size=8):
-    """Decodes of so many keys with these block tables, one a KV group."""
+    """Decodes of these numbers of keys with these block tables, one a KV group."""
     inputs = InputBatch(len(seq_lens), 64, block_size, len(tables))
     rows = np.array([inputs.add([0] * n, n) for n in seq_lens])
     for row in rows:

@@ -2,7 +2,7 @@
 
 What runs is the source that MLX generates for a Mac.  Every slot that a kernel must not read holds
 NaN.  `RowFormat` says, in MLX operations, what a store holds, quantised or not: what the kernels
-write has to be the same bits, and what they read the values that these stand for.
+write has to be the same bits, and what they read the values that these represent.
 """
 
 import numpy as np

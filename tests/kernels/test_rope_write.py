@@ -95,7 +95,7 @@ def test_long_prompts_take_several_heads_a_simdgroup(heads, monkeypatch):
 
 @pytest.mark.parametrize("position", [100_000, 1_000_000])
 def test_angles_of_large_positions(position):
-    """Exact angles: what is left is the error of the sines, of which there is hardly any."""
+    """Exact angles: only the error of the sines remains, which is tiny."""
     check([position - 1, position], freqs=True, norms="", dims=(64, 64), rotated=64)
 
 

@@ -57,7 +57,7 @@ def test_an_emoji_that_is_a_token_of_its_own_stays(tmp_path):
 
 
 def test_a_vocabulary_of_letters_keeps_the_letter(tmp_path):
-    """The letter that stands for a space elsewhere is one of Maltese."""
+    """The letter that represents a space elsewhere is one of Maltese."""
     path = folder_with(tmp_path, decoders.Sequence(SPM))
     file = tmp_path / "tokenizer.json"
     content = json.loads(file.read_text())

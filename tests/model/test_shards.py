@@ -99,7 +99,7 @@ def test_a_rank_that_measures_and_rounds_otherwise_follows_rank_0():
 
 
 class Ranks(RankGroup):
-    """Rank 0 of several, of which there is nobody else."""
+    """Rank 0 of several; the others do not exist."""
 
     def __init__(self, size):
         super().__init__()

@@ -182,7 +182,7 @@ def arriving(engine, num_decodes, prompts, params=GREEDY):
 
 
 def pass_by(engine, *prompts):
-    """Prompts that end with their first token, while what runs goes on."""
+    """Prompts that end with their first token, while the running requests continue."""
     for i, prompt in enumerate(prompts):
         engine.add_request(f"passing {i}", prompt, SamplingParams(temperature=0, max_tokens=1))
     while any(name.startswith("passing") for name in engine._requests):

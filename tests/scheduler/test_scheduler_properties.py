@@ -44,7 +44,7 @@ class Play:
     num_again: int = 0  # of these, the ones that were computed before
     decoding: set[str] = field(default_factory=set)  # sampled something since they were admitted
     steps: list[SchedulerOutput] = field(default_factory=list)
-    # Before the step: decodes, partial prefills, and those of them that had blocks to go on.
+    # Before the step: decodes, partial prefills, and those of them that had blocks to continue.
     decodes: list[Request] = field(default_factory=list)
     partials: list[Request] = field(default_factory=list)
     movable: list[Request] = field(default_factory=list)
@@ -273,7 +273,7 @@ def check_who_is_preempted_ranks_below_all_who_stay(play: Play, out: SchedulerOu
 
 
 def check_nobody_is_preempted_without_need(play: Play, out: SchedulerOutput) -> None:
-    """Only for want of blocks, and for a partial prefill only if nobody can go on."""
+    """Only for want of blocks, and for a partial prefill only if nobody can continue."""
     if out.preempted:
         taken = [0] * len(play.num_available)
         for segment in out.segments:

@@ -386,7 +386,7 @@ async def test_a_budget_beyond_the_device_is_refused():
 @pytest.mark.parametrize("seed", range(12))
 @in_loop
 async def test_at_random_nobody_waits_for_ever_and_memory_suffices(seed):
-    """Requests of all models, some of which leave early, engines that end, loads that fail."""
+    """Requests of all models (some leave early), engines that end, loads that fail."""
     rng = random.Random(seed)
     names = "abcdef"
     world = World(memory=16)

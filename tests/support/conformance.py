@@ -106,7 +106,7 @@ class Bench:
     def step(
         self, *segments: tuple[int, int], known: int = 0, checkpoint: bool = False
     ) -> dict[tuple[int, int], np.ndarray]:
-        """Compute so many tokens of each request, in this order; logits by (request, tokens).
+        """Compute a number of tokens of each request, in this order; logits by (request, tokens).
 
         known: tokens that each request has at least; a segment that ends before reports nothing.
         checkpoint: the donor leaves its state after SHARED tokens.

@@ -56,7 +56,7 @@ def in_store(row: RowFormat, values: np.ndarray) -> mx.array:
 
 
 def from_store(row: RowFormat, kept: mx.array) -> np.ndarray:
-    """The values that stored rows stand for."""
+    """The values that stored rows represent."""
     return np.array(row.unpack(kept).astype(mx.float32))
 
 
@@ -229,7 +229,7 @@ class NewRowsCase:
         return NewRows(*self.columns, self.heads[0], self.rope, *norms)
 
     def launch(self) -> list[mx.array]:
-        """q, and the store, of which nothing was written before."""
+        """q, and the store, which nothing wrote before."""
         formats = self.spec.k_row, self.spec.v_row
         store = [in_store(r, np.full((SLOTS, self.heads[1], r.dim), np.nan)) for r in formats]
         mx.eval(store)
@@ -241,7 +241,7 @@ class NewRowsCase:
         return [q, *store]
 
     def run(self) -> list[np.ndarray]:
-        """q, and the values that the store stands for."""
+        """q, and the values that the store represents."""
         q, *store = self.launch()
         kept = map(from_store, (self.spec.k_row, self.spec.v_row), store)
         return [np.array(q.astype(mx.float32)), *kept]

@@ -129,7 +129,7 @@ def shared_prefix_of_quantised_rows(dtype):
 
 
 def decode_behind_a_prefix(dtype):
-    """The sequences of `paged_decode`, of which the first has its 8 first keys in common."""
+    """The sequences of `paged_decode`; the first shares its 8 first keys."""
     parts = (draw(3, KV_HEADS * GROUP, *dims, seed=13) for dims in ((3, DIM), (3,)))
     return paged_decode(dtype, prefix=SharedPrefixResult(*parts, mx.array([8, 0, 0], mx.int32)))
 
@@ -224,7 +224,7 @@ def rope_write_in_turns(dtype):
 
 
 def add_rms_norm_rows(dtype, post_norm=False):
-    """Rows of more than one simdgroup, the last of which has idle threads."""
+    """Rows of more than one simdgroup, the last has idle threads."""
     x, y = (draw(3, 200, seed=seed, dtype=dtype) for seed in (11, 30))
     weight = draw(200, seed=11, dtype=dtype)
     norm = RMSNorm(weight, 1e-3) if post_norm else None
@@ -344,7 +344,7 @@ def expert_gemm(dtype, how=None, activation=GPT_OSS):
 
 
 def expert_gemm_in_lanes(dtype):
-    """Four rows of unlike size, of which experts have three, one and none."""
+    """Four rows of unlike size; experts have three, one and none."""
     dtype = mx.bfloat16 if dtype == mx.float32 else dtype
     chosen, how = np.array([[2], [0], [2], [2]]), Quantisation(4, 32)
     made = draw_experts(3, 928, 36, dtype, how, GPT_OSS, bias=True)

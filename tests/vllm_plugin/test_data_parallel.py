@@ -118,7 +118,7 @@ def test_each_worker_gets_a_gpu_or_a_part_of_the_memory(monkeypatch, engine, ran
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"data_parallel_size_local": 1}, "2 data-parallel ranks of which 1 are on this host"),
+        ({"data_parallel_size_local": 1}, "2 data-parallel ranks with 1 on this host"),
         ({"data_parallel_rank": 1}, "--data-parallel-rank"),
         ({"tensor_parallel_size": 2, "nnodes": 2}, "--data-parallel-size 2 with --nnodes 2"),
     ],

@@ -80,7 +80,7 @@ def measure(engine: LLMEngine, prepared: Prepared, kind: str, count: int, length
 
 
 def widths(model: Any, prepared: Prepared, length: int) -> None:
-    """Milliseconds a step by the number of drafts of each request, all of which come true."""
+    """Milliseconds a step by the number of drafts of each request; all drafts are right."""
     print(f"\n### {model.name}: ms a step behind {length} tokens, drafts that all come true\n")
     table_head(("requests", "one ahead", *(f"{k} drafts" for k in WIDTHS), "compiled"))
     for count in (1, 8):
@@ -108,7 +108,7 @@ def widths(model: Any, prepared: Prepared, length: int) -> None:
 
 
 class Always:
-    """In the place of a Speculator: the same number of true drafts for every request."""
+    """Replaces a Speculator: the same number of true drafts for every request."""
 
     def __init__(self, engine: LLMEngine, tokens: list[int], count: int) -> None:
         self._tokens, self._count = tokens, count

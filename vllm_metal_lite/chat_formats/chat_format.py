@@ -14,7 +14,7 @@ from vllm_metal_lite.chat_formats.reader import Reader, Reading
 class ChatFormat:
     """How a family of models writes.
 
-    call_starts: any of them begins calls.  call_ends: where reading goes on after a bad call.
+    call_starts: any of them begins calls.  call_ends: where reading continues after a bad call.
     read_calls: reads calls behind a marker; raises Malformed, CutShort.
     grammar: of an answer, behind its thoughts, that holds the calls that a ToolChoice demands; in
     mode "auto" of text and any calls.

@@ -47,8 +47,8 @@ def _read(
 
 
 def _recipient_first(reader: Reader) -> Reading[str | None]:
-    """The beginning of an answer that goes on with the header that the prompt has begun; None: the
-    answer begins otherwise."""
+    """The beginning of an answer that continues the header of the prompt; None: the answer begins
+    otherwise."""
     try:
         return _TO if (yield from reader.begins(_TO)) else None
     except CutShort:

@@ -144,7 +144,7 @@ class Reader:
         return found
 
     def follows(self, texts: Sequence[str], behind: int = 0) -> Reading[str | None]:
-        """Which of `texts` comes behind so many characters, and whitespace; nothing is read.
+        """Which of `texts` comes `behind` characters on, and whitespace; nothing is read.
 
         Raises CutShort if the text ends before that is clear.
         """

@@ -35,9 +35,9 @@ def names_of(required: Any) -> list[str]:
 class Resolver:
     """Makes schemas of a tool's parameters say at their top which values they allow.
 
-    References and an `allOf` with one part are replaced by what they stand for, here and in the
+    References and an `allOf` with one part are replaced by what they mean, here and in the
     alternatives, not in the parts of arrays and objects.  A schema that only refers to itself
-    allows any value.  Beyond _MOST_RESOLVED parts references stay: a short schema can stand for
+    allows any value.  Beyond _MOST_RESOLVED parts references stay: a short schema can have
     millions.
     """
 

@@ -29,7 +29,7 @@ class Tags:
 
     @property
     def nexts(self) -> list[str]:
-        """What can follow the end of a value; behind other ends the value's text goes on."""
+        """What can follow the end of a value; behind other ends the value's text continues."""
         return [text for text in (self.begun, self.close, *self.outer) if text]
 
     @property

@@ -41,7 +41,7 @@ _COLUMNS = 16
 _ACTIVATIONS = {"swiglu": 1, "clamped_swiglu": 2, "geglu": 3, "relu2": 4}
 # (row, choice) pairs that a plan has in threadgroup memory at once.
 _PLAN_SIMDGROUPS, _PLAN_PART = 8, 1024
-# A plan has room for so many, so that it has MIN_ELEMENTS.
+# A plan has room for this number of tiles or more, so that it has MIN_ELEMENTS.
 _MIN_TILES = MIN_ELEMENTS // 2
 
 
@@ -142,7 +142,7 @@ def expert_mlp(
 
     x: (rows, hidden) in float16 or bfloat16, at most MAX_ROWS.  indices: (rows, top_k) integers,
     the experts of each row.  plans: of gate and up, and of down; by default `product_plan`'s.
-    num_live: (1,) int32, 1 or more: so many rows are no padding, the first ones; by default all.
+    num_live: (1,) int32, 1 or more: number of leading rows that are not padding; default: all.
     Padding rows read no expert; their result is zero.  Sums are in float32; rounds where mlx-lm's
     operations would, a quantised weight as `mx.dequantize`.  Raises ValueError for other shapes or
     types.
@@ -183,7 +183,7 @@ def plan_experts(
 
 
 def most_tiles(pairs: int, num_experts: int, tile: int) -> int:
-    """The most tiles of so many pairs: of each used expert, and of padding, only the last is not
+    """The most tiles of `pairs` pairs: of each used expert, and of padding, only the last is not
     full."""
     used = min(pairs, num_experts + 1)
     return min(pairs, (pairs + used * (tile - 1)) // tile)
@@ -207,7 +207,7 @@ def _single(pairs: int) -> mx.array:
 
 
 def product_plan(tile: int, weight: WeightShape) -> GemmPlan:
-    """The plan for tiles of so many pairs.
+    """The plan for tiles of `tile` pairs.
 
     There are many threadgroups, so simdgroups are few, and not more than there are loads.  With
     many pairs, rows of x take the registers of loads.

@@ -35,7 +35,7 @@ def gated_rms_norm(
     if dim < MIN_ELEMENTS or width % dim or len(z.array) != rows:
         raise ValueError(
             f"x {x.shape} and a gate of {len(z.array)} rows do not fit groups of {dim} elements, "
-            f"of which there must be {MIN_ELEMENTS}"
+            f"{MIN_ELEMENTS} or more"
         )
     if weight.shape not in ((dim,), (width,)) or weight.dtype != dtype:
         raise ValueError(

@@ -8,7 +8,7 @@ import numpy as np
 
 from vllm_metal_lite.distributed import ALONE, RankGroup
 
-# Does its work so many times, and waits for the device.
+# Does its work the given number of times, and waits for the device.
 Candidate = Callable[[int], object]
 
 

@@ -30,7 +30,7 @@ def text_of(content: Any, where: str) -> str:
 
 def result_text(content: Any, where: str) -> str:
     """The text of a tool's result.  Images and files are named in place of shown, so that an agent
-    can go on.  Raises ApiError (400) for what is no part."""
+    can continue.  Raises ApiError (400) for what is no part."""
     if isinstance(content, list):
         content = [_named(part) for part in content]
     return text_of(content, where)

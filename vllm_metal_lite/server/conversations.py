@@ -68,7 +68,7 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """checkpoints: numbers of tokens after which other prompts may go on differently.
+    """checkpoints: numbers of tokens after which other prompts may continue differently.
 
     divergence: where the prompt diverges from the recent one that it has most in common with.
     """

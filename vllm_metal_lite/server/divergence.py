@@ -32,7 +32,7 @@ class RecentPrompts:
         self._lock = threading.Lock()
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Remember a sequence; those that it goes on from are no longer needed."""
+        """Remember a sequence, and forget those that it continues."""
         new = np.array(token_ids, np.int32)
         with self._lock:
             old = [s for s in self._sequences if _num_common(s, new) < len(s)]
@@ -41,7 +41,7 @@ class RecentPrompts:
 
     def diverges_at(self, token_ids: Sequence[int]) -> int | None:
         """Where a prompt diverges from the sequence that it has most in common with; None: nowhere,
-        as it goes on from that sequence, or has nothing in common with any."""
+        as it continues that sequence, or has nothing in common with any."""
         new = np.array(token_ids, np.int32)
         with self._lock:
             found = [(_num_common(s, new), -len(s)) for s in self._sequences]

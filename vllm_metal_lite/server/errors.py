@@ -72,7 +72,7 @@ def shown_error(e: Exception) -> ApiError:
         first = e.errors(include_url=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         message = first["msg"]
-        if first["type"] != "missing":  # of which the input is the whole body
+        if first["type"] != "missing":  # the input of these is the whole body
             message += f", got {show(first['input'])}"
         return ApiError(400, f"{where}: {message}" if where else message, param=where or None)
     if isinstance(e, EngineLost):

@@ -102,11 +102,11 @@ def render_text(
 
     def end_of(count: int) -> int:
         """Where the first `count` messages end in `text`: behind the longest prefix that it shares
-        with conversations which go on differently there.  Some templates write messages otherwise
+        with conversations that continue differently there.  Some templates write messages otherwise
         as soon as a user's message follows, so more than one continuation is tried."""
         longest = 0
-        for goes_on in ([], [_OTHER], [_ANSWER]) if count < len(kept) else ([],):
-            whole = _rendered(tokenizer, [*kept[:count], *goes_on], plain)
+        for continuation in ([], [_OTHER], [_ANSWER]) if count < len(kept) else ([],):
+            whole = _rendered(tokenizer, [*kept[:count], *continuation], plain)
             end = num_common(text, whole)
             if end < len(whole):
                 common = text[:end]

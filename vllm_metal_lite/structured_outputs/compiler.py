@@ -63,7 +63,7 @@ class Compiler:
 
 
 def _compile(params: StructuredOutputsParams, grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
-    """grammar: the text that `params` stand for.  Raises GrammarError that says where."""
+    """grammar: the text that `params` describe.  Raises GrammarError that says where."""
     try:
         matcher = _on_deep_stack(lambda: _begun(grammar, tokenizer))
     except TimeoutError:
@@ -128,7 +128,7 @@ def _words(error: str) -> str:
 def _on_deep_stack(work: Callable[[], T]) -> T:
     """The result of `work`, run on a thread with much stack.  Raises TimeoutError.
 
-    A thread that takes too long cannot be ended.  It goes on without the GIL, and counts as one of
+    A thread that takes too long cannot be ended.  It continues without the GIL, and counts as one of
     _MAX_THREADS until it is done.
     """
     result: Future[T] = Future()

@@ -24,7 +24,7 @@ class ThoughtChannel:
     When the budget is used up, thoughts end by forced tokens, and none begin again: the second
     token of `start`, which tells the channel of thoughts from others, may not follow the first.
     inner: of the whole answer; None: no limit.  Where it allows no end, as within a character,
-    thoughts go on up to the next token where it does.
+    thoughts continue up to the next token where it does.
     """
 
     def __init__(self, params: ThinkingParams, inner: Constraint | None, vocab_size: int) -> None:

@@ -1,6 +1,6 @@
 """Slots of recurrent states, as a group of vLLM's KV cache with a block pool of its own.
 
-vLLM's block manager gives state blocks the same ids as K and V blocks, so that each id stands for
+vLLM's block manager gives state blocks the same ids as K and V blocks, so that each id means
 one page of bytes.  A state is as large as hundreds of tokens: vLLM makes a block as long as that.
 Here the states' ids come from a second pool, and block `id` is slot `id - 1` of the `StateStore`
 (block 0 is vLLM's null block).  Blocks of K and V stay small, and the number of slots is ours.
@@ -73,7 +73,7 @@ class StateSlotManager(MambaManager):
     """vLLM's manager of aligned states, over a pool of `num_slots` blocks.
 
     Beside the states that vLLM retains (the end of a prompt, the end of a prefix that two prompts
-    share), each request retains the last one at a block's end: the next turn goes on from there.
+    share), each request retains the last one at a block's end: the next turn continues from there.
     """
 
     def __init__(self, kv_cache_spec: StateSlotSpec, block_pool: BlockPool, **kwargs: Any) -> None:

@@ -153,7 +153,7 @@ class StepTranslator:
                 self._seat(request, cached.all_token_ids[req_id], blocks)
             elif blocks:
                 self._append_blocks(request, blocks)
-            if cached.new_token_ids:  # with stages, of which only the last one samples
+            if cached.new_token_ids:  # with stages: only the last one samples
                 assert request.req_index is not None, "a scheduled request has a row"
                 tokens = cached.new_token_ids[i]
                 self.inputs.set_tokens(request.req_index, computed[req_id], tokens)

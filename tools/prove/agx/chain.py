@@ -22,7 +22,7 @@ _EXTENSIONS = "+cl_khr_fp16,+__opencl_c_generic_address_space,+__opencl_c_subgro
 _INCLUDED = ("-include", str(HERE / "metal.h"), f"-cl-ext={_EXTENSIONS}")
 _CLANG = (sys.executable, "-m", "ziglang", "clang", "-cc1", *_LANGUAGE, *_OUTPUT, *_INCLUDED)
 _OF_OURS = ("-fno-unroll-loops",)  # but for those that a pragma names
-# Mesa's OpenCL cannot fill memory, of which clang would make more of zeros.
+# Mesa's OpenCL has no memset, and clang would make one of a loop that writes zeros.
 _OF_MLX = ("-fno-builtin", "-include", str(HERE / "mlx.h"))
 _SHIM = {
     "LD_PRELOAD": "/usr/lib/x86_64-linux-gnu/libasahi_noop_drm_shim.so",

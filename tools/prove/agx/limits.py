@@ -7,7 +7,7 @@ AS_MLX = 14
 
 
 class Limit(NamedTuple):
-    """Cases whose names hold all words may store so many registers.  The first that fits counts."""
+    """Cases whose names hold all words may store this number of registers.  The first that fits counts."""
 
     words: tuple[str, ...]
     spills: int

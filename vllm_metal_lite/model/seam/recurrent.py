@@ -30,7 +30,7 @@ _Normalized = tuple[_Pair, _Pair, QKNorm]  # q and k behind the norm, before the
 
 
 class ConvInput(mx.array):
-    """Stands for the rows (N, 1, C) of a convolution behind those that `state` carries.
+    """Represents the rows (N, 1, C) of a convolution behind those that `state` carries.
 
     activated: takes the result if it includes SiLU.
     """

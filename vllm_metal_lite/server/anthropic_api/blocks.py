@@ -15,7 +15,7 @@ _BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
 
 
 def conversation(messages: list[dict[str, Any]], system: Any) -> ChatRequest:
-    """What is rendered.  An answer goes on where a last message of the assistant ends.
+    """What is rendered.  An answer continues a last message of the assistant.
 
     Raises ApiError (400) for blocks that cannot be rendered.
     """
