@@ -154,7 +154,7 @@ def greedy(max_tokens: int, **more: Any) -> SamplingParams:
 def submit(
     engine: LLMEngine, prompts: Sequence[Sequence[int]], params: SamplingParams | int, **how: Any
 ) -> None:
-    """Add requests named "0", "1", ...; a number as params: of exactly this number of greedy tokens."""
+    """Add requests named "0", "1", ...; params as a number: the number of greedy tokens."""
     if isinstance(params, int):
         params = greedy(params, ignore_eos=True)
     for i, prompt in enumerate(prompts):

@@ -300,8 +300,8 @@ class LLMEngine:
         return [draft[: self.constraints.num_allowed(request, draft)] for request, draft in known]
 
     def _tokens_of(self, request: Request) -> np.ndarray:
-        row = request.req_index
-        known = self.inputs.token_ids[row, : self.inputs.num_tokens[row]]
+        seat = request.req_index
+        known = self.inputs.token_ids[seat, : self.inputs.num_tokens[seat]]
         return known[:-1] if known[-1] == UNKNOWN_TOKEN else known
 
     def _launch(self, output: SchedulerOutput) -> None:
@@ -452,13 +452,13 @@ class LLMEngine:
                 answer.result.num_cached_tokens = request.num_cached_tokens
         for segment in output.segments:
             if segment.new_block_ids:
-                row = segment.request.req_index
-                assert row is not None, "a scheduled request has a row"
-                self.inputs.append_blocks(row, *segment.new_block_ids)
+                seat = segment.request.req_index
+                assert seat is not None, "a scheduled request has a seat"
+                self.inputs.append_blocks(seat, *segment.new_block_ids)
 
     def _sample(self, request: Request) -> None:
         """Make the sampler continue from a request's known tokens."""
-        assert request.req_index is not None, "a running request has a row"
+        assert request.req_index is not None, "a running request has a seat"
         answer = self._answers[request.request_id]
         tokens, ends = np.array(request.token_ids, np.int32), self.model.eos_token_ids
         known = answer.params, answer.seed, tokens, request.num_prompt_tokens

@@ -128,8 +128,8 @@ def _words(error: str) -> str:
 def _on_deep_stack(work: Callable[[], T]) -> T:
     """The result of `work`, run on a thread with much stack.  Raises TimeoutError.
 
-    A thread that takes too long cannot be ended.  It continues without the GIL, and counts as one of
-    _MAX_THREADS until it is done.
+    A thread that takes too long cannot be ended.  It continues without the GIL, and counts as one
+    of _MAX_THREADS until it is done.
     """
     result: Future[T] = Future()
 

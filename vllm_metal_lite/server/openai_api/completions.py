@@ -141,8 +141,8 @@ def token_ids_of(
 async def all_of(starts: Iterable[Coroutine[Any, Any, RequestState]]) -> list[RequestState]:
     """The results, in order.  If one fails, none is left running."""
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(start) for start in starts]
+        async with asyncio.TaskGroup() as running:
+            tasks = [running.create_task(start) for start in starts]
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]

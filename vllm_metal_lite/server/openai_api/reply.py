@@ -93,7 +93,7 @@ class Reply:
         yield _DONE
 
     def add_reasoning(self, num_tokens: int) -> None:
-        """Count num_tokens more tokens of thoughts.  Never called: usage does not speak of thoughts."""
+        """Count tokens of thoughts.  Never called: usage does not speak of thoughts."""
         self._num_reasoning_tokens = (self._num_reasoning_tokens or 0) + num_tokens
 
     def usage(self, num_unshown: int = 0) -> dict[str, Any]:
