@@ -124,7 +124,7 @@ def test_numpy_scalars_are_numbers():
 
 
 def test_good_values_at_the_limits():
-    how = {"presence_penalty": -2, "frequency_penalty": 2, "stop": "x", "stop_token_ids": (0)}
+    how = {"presence_penalty": -2, "frequency_penalty": 2, "stop": "x", "stop_token_ids": (0,)}
     how |= {"min_tokens": 16, "logprobs": 64}
     SamplingParams(n=1024, temperature=0, top_k=-1, top_p=1, min_p=1, seed=2**64 - 1, **how)
     EngineConfig(memory_fraction=1, long_prefill_token_threshold=16, num_blocks=1, max_num_seqs=1)

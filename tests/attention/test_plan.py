@@ -69,7 +69,13 @@ def test_every_row_sees_exactly_what_the_definition_says(
         window = None  # as SdpaPlan.calls does
     how = {"key_grain": key_grain, "fused_rows": fused_rows}
     calls = plan_calls(
-        batch, window, chunk=chunk, tile=tile, call_cost=call_cost, max_scores=max_scores, **how
+        batch,
+        window,
+        attention_chunk=chunk,
+        tile=tile,
+        call_cost=call_cost,
+        max_scores=max_scores,
+        **how,
     )
     seen = seen_pairs(calls, window)
     expected = expected_pairs(batch, window, chunk)

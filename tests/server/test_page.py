@@ -236,7 +236,7 @@ def f():
 ```
 
 > quote
-> goes on
+> continues
 
 Last line<br>ends\r\nhere.
 """

@@ -433,7 +433,7 @@ def _state(loaded: LoadedModel, config: dict[str, Any]) -> str:
         spec = layout.specs[node.index]
         is_latent = spec.num_kv_heads == 1 and rank in (spec.k_head_dim, spec.v_head_dim)
         kv = "latent" if is_latent else "KV"
-        return "window" if spec.window else "chunk" if spec.chunk else kv
+        return "window" if spec.window else "chunk" if spec.attention_chunk else kv
 
     return ", ".join(dict.fromkeys(map(kind, layout.nodes)))
 

@@ -244,8 +244,8 @@ def skinny_gemm_rows(dtype):
 
 
 def skinny_gemm_with_all(dtype):
-    """A norm before the product, SwiGLU and a residual sum after it: of few rows, and of so many
-    that sums are held in turns.  Rows are of unlike size."""
+    """A norm before the product, SwiGLU and a residual sum after it: of few rows, and of rows
+    whose sums are held in turns.  Rows are of unlike size."""
     dtype = mx.bfloat16 if dtype == mx.float32 else dtype
     weight, gain = draw(42, 928, seed=14, dtype=dtype) / 30, draw(928, seed=15, dtype=dtype)
     results = []

@@ -81,7 +81,7 @@ class Encoder:
         self._all_outputs: set[int] = set()
         self._temporaries: set[int] = set()
         self._fence_of: dict[int, int] = {}  # buffer -> the encoder that wrote it last
-        self._waits: list[int] = []  # encoders that had ended when the host went on
+        self._waits: list[int] = []  # encoders that had ended when the host continued
         self._behind: list[int] = []  # encoder -> the encoders before it, as bits
 
     # What a primitive calls

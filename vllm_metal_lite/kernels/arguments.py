@@ -53,7 +53,7 @@ def num_splits(most: int, num_keys: int, min_keys: int) -> int:
 
 def unsupported(shape: AttentionShape, prefill: bool = False) -> str | None:
     """Why the kernels (prefill: `varlen_prefill`) cannot serve this shape, or None if they can."""
-    if shape.chunk is not None:
+    if shape.attention_chunk is not None:
         return "there is no kernel for chunked attention yet"
     if shape.dtype not in (mx.float32, mx.float16, mx.bfloat16):
         return f"there are no kernels for {shape.dtype}"

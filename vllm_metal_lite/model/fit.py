@@ -53,7 +53,8 @@ class _ObserverStep(ReferenceStepAttention):
         spec = self.store.specs[call.layer]
         heads, dims = (q.shape[1], spec.num_kv_heads), (spec.k_head_dim, spec.v_head_dim)
         masks = call.window, call.softcap, call.sinks is not None
-        shape = AttentionShape(*heads, *dims, q.dtype, *masks, call.q_pe is not None, call.chunk)
+        kind = call.q_pe is not None, call.attention_chunk
+        shape = AttentionShape(*heads, *dims, q.dtype, *masks, *kind)
         self._shapes[shape] = None
         return super().attend(q, call)
 

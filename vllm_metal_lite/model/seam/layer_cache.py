@@ -152,7 +152,7 @@ class PagedLayerCache(PackedCache):
 
         With LatentScores as the mask, K holds latents, which are also the values.
         """
-        window, chunk, q_pe = self.spec.window, self.spec.chunk, None
+        window, chunk, q_pe = self.spec.window, self.spec.attention_chunk, None
         if isinstance(mask, Mask):
             # The store keeps nothing beyond the layer's own window, whatever the mask asks for.
             window = min((w for w in (mask.window, window) if w is not None), default=None)
