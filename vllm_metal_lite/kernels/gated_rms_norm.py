@@ -26,8 +26,8 @@ def gated_rms_norm(
     """rms_norm(x) * weight * silu(z) for rows of x, normalised in groups of dim -> like x.
 
     x: (N, ...) of one row each.  z: the gate, as many columns as x has.  weight: (dim,), or one
-    for all elements of a row.  gate_first: rms_norm(x * silu(z)) * weight instead.  sigmoid: instead
-    of SiLU.  metal/gated_rms_norm.metal says what is rounded.  Raises ValueError for other
+    for all elements of a row.  gate_first: rms_norm(x * silu(z)) * weight instead.  sigmoid: not
+    SiLU.  metal/gated_rms_norm.metal says what is rounded.  Raises ValueError for other
     shapes, and unless x, z and weight are of one type.
     """
     rows, width, dtype = len(x), x.size // max(len(x), 1), x.dtype
