@@ -127,8 +127,8 @@ def write(check: Attend) -> list[Pair]:
             q, k, v = _rows_apart(new, check.shape, where)
         return q, kv_write(k, v, where, keys, values, token, spec)
 
-    place, store = {"positions": where, "slot_mapping": where}, {"keys": keys, "values": values}
-    together = partial(launch, new, **place, **store, token=token, spec=spec)
+    place, kept = {"positions": where, "slot_mapping": where}, {"keys": keys, "values": values}
+    together = partial(launch, new, **place, **kept, token=token, spec=spec)
     return [(together, separately)]
 
 

@@ -68,10 +68,9 @@ class TimedStore:
 
     def attend(self, q: mx.array, plan: DecodePlan, token: mx.array) -> mx.array:
         """paged_decode, with the merge if the context is split."""
-        arrays = q, self.block_tables, self.seq_lens, *self.kv, token
-        masks: dict[str, Any] = {"window": self.shape.window, "softcap": self.shape.softcap}
-        how: dict[str, Any] = {"block_size": self.block_size, "scale": self.scale}
-        return paged_decode(*arrays, **how, **masks, plan=plan, spec=self.spec)[0]
+        how: dict[str, Any] = {"block_size": self.block_size, "scale": self.scale, "plan": plan}
+        how |= {"window": self.shape.window, "softcap": self.shape.softcap, "spec": self.spec}
+        return paged_decode(q, self.block_tables, self.seq_lens, *self.kv, token, **how)[0]
 
     def by(self, prefill: str, *without: str) -> Callable[[mx.array | NewHeads], mx.array]:
         """Attention as serving calls it, but for the kernels in `without`.

@@ -122,9 +122,9 @@ def gated_norm(check: Check[GatedNormShape]) -> Found:
     x, gate = draw(rng, (9, width), dtype), draw(rng, (9, width + 8), dtype)
     weight = draw(rng, (width if shape.gate_first else shape.dim,), dtype)
     arrays = mx.array(x), mx.array(gate), mx.array(weight)
-    rows, z, gain = (array.astype(dtype) for array in arrays)
+    hidden, gates, gain = (array.astype(dtype) for array in arrays)
     kind = {"gate_first": shape.gate_first, "sigmoid": shape.sigmoid}
-    got = gated_rms_norm(rows, Columns(z, 8), gain, _EPS, dim=shape.dim, **kind)
+    got = gated_rms_norm(hidden, Columns(gates, 8), gain, _EPS, dim=shape.dim, **kind)
     z = gate[:, 8:].astype(np.float64)
     act = (1 if shape.sigmoid else z) / (1 + np.exp(-z))
     rows = (x * act if shape.gate_first else x).reshape(9, -1, shape.dim)

@@ -52,9 +52,9 @@ class _ObserverStep(ReferenceStepAttention):
     def attend(self, q: mx.array, call: AttentionCall) -> mx.array:
         spec = self.store.specs[call.layer]
         heads, dims = (q.shape[1], spec.num_kv_heads), (spec.k_head_dim, spec.v_head_dim)
-        masks = call.window, call.softcap, call.sinks is not None
-        kind = call.q_pe is not None, call.attention_chunk
-        shape = AttentionShape(*heads, *dims, q.dtype, *masks, *kind)
+        sinks, latent = call.sinks is not None, call.q_pe is not None
+        masks = call.window, call.softcap, sinks, latent, call.attention_chunk
+        shape = AttentionShape(*heads, *dims, q.dtype, *masks)
         self._shapes[shape] = None
         return super().attend(q, call)
 

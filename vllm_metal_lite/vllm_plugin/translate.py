@@ -171,8 +171,8 @@ class StepTranslator:
         request.state_blocks = []
         if block_ids:
             self._append_blocks(request, block_ids)
-        ends, words, scored = request.stop_token_ids, request.bad_words, request.logprob_token_ids
-        self.sampler.add(seat, request.params, request.seed, tokens, prompt, ends, words, scored)
+        ends, words, named = request.stop_token_ids, request.bad_words, request.logprob_token_ids
+        self.sampler.add(seat, request.params, request.seed, tokens, prompt, ends, words, named)
 
     def _append_blocks(self, request: PluginRequest, block_ids: Sequence[Sequence[int]]) -> None:
         """block_ids: new blocks, one list per KV group."""

@@ -211,8 +211,8 @@ class _Writer:
             return []
         if answer.index not in self._offsets:
             tokenizer, prompt = self._names.tokenizer, self.request.prompt_token_ids
-            offsets = TextOffsets(tokenizer, self.request.params, prompt, len(self._echo))
-            self._offsets[answer.index] = offsets
+            made = TextOffsets(tokenizer, self.request.params, prompt, len(self._echo))
+            self._offsets[answer.index] = made
         offsets = self._offsets[answer.index].add(token_ids)
         if answer.finished:  # tokens of a stop string have no text
             end = len(self._echo) + len(answer.text)
