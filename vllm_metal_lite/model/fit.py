@@ -10,6 +10,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import mlx.nn as nn
@@ -53,8 +54,8 @@ class _ObserverStep(ReferenceStepAttention):
         spec = self.store.specs[call.layer]
         heads, dims = (q.shape[1], spec.num_kv_heads), (spec.k_head_dim, spec.v_head_dim)
         sinks, latent = call.sinks is not None, call.q_pe is not None
-        masks = call.window, call.softcap, sinks, latent, call.attention_chunk
-        shape = AttentionShape(*heads, *dims, q.dtype, *masks)
+        shape = AttentionShape(*heads, *dims, q.dtype, call.window, call.softcap, sinks, latent)
+        shape = replace(shape, attention_chunk=call.attention_chunk)
         self._shapes[shape] = None
         return super().attend(q, call)
 
