@@ -20,7 +20,7 @@ def unset(monkeypatch):
 
 @pytest.fixture
 def mac(monkeypatch):
-    """A Mac with so many GiB of memory."""
+    """A Mac with this number of GiB of memory."""
     monkeypatch.setattr(sys, "platform", "darwin")
 
     def with_memory(gib: float) -> None:

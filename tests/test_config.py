@@ -107,21 +107,24 @@ def test_options_cannot_change_afterwards():
 
 def test_numpy_scalars_are_numbers():
     params = SamplingParams(
-        temperature=np.float64(0.5), top_k=np.int64(4), seed=np.uint64(2**63),
-        max_tokens=np.int8(2), logit_bias={np.int64(1): np.float64(2)},
-        stop_token_ids=[np.int32(1)], ignore_eos=np.bool_(True),
-    )  # fmt: skip
+        temperature=np.float64(0.5),
+        top_k=np.int64(4),
+        seed=np.uint64(2**63),
+        max_tokens=np.int8(2),
+        logit_bias={np.int64(1): np.float64(2)},
+        stop_token_ids=[np.int32(1)],
+        ignore_eos=np.bool_(True),
+    )
+    how = {"stop_token_ids": [1], "ignore_eos": True}
     expected = SamplingParams(
-        temperature=0.5, top_k=4, seed=2**63, max_tokens=2, logit_bias={1: 2.0}, stop_token_ids=[1],
-        ignore_eos=True,
-    )  # fmt: skip
+        temperature=0.5, top_k=4, seed=2**63, max_tokens=2, logit_bias={1: 2.0}, **how
+    )
     assert repr(params) == repr(expected)  # plain numbers, no numpy
     assert repr(EngineConfig(kv_bits=np.int64(8))) == repr(EngineConfig(kv_bits=8))
 
 
 def test_good_values_at_the_limits():
-    SamplingParams(
-        n=1024, temperature=0, top_k=-1, top_p=1, min_p=1, seed=2**64 - 1, presence_penalty=-2,
-        frequency_penalty=2, stop="x", stop_token_ids=(0,), min_tokens=16, logprobs=64,
-    )  # fmt: skip
+    how = {"presence_penalty": -2, "frequency_penalty": 2, "stop": "x", "stop_token_ids": (0,)}
+    how |= {"min_tokens": 16, "logprobs": 64}
+    SamplingParams(n=1024, temperature=0, top_k=-1, top_p=1, min_p=1, seed=2**64 - 1, **how)
     EngineConfig(memory_fraction=1, long_prefill_token_threshold=16, num_blocks=1, max_num_seqs=1)

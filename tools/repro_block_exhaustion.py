@@ -100,12 +100,12 @@ def run_vllm(
     from vllm import LLM
     from vllm import SamplingParams as VllmParams
 
-    llm = LLM(
-        str(find(args.model)), block_size=BLOCK, max_model_len=max_model_len,
-        num_gpu_blocks_override=num_blocks + 1,  # vLLM keeps one as its null block
-        max_num_seqs=args.num_requests, max_num_batched_tokens=max(STEP, args.num_requests),
-        disable_log_stats=False, tensor_parallel_size=args.tensor_parallel_size,
-    )  # fmt: skip
+    sizes = {"block_size": BLOCK, "max_model_len": max_model_len, "max_num_seqs": args.num_requests}
+    # vLLM keeps one block as its null block.
+    sizes |= {"num_gpu_blocks_override": num_blocks + 1}
+    sizes |= {"max_num_batched_tokens": max(STEP, args.num_requests)}
+    size = args.tensor_parallel_size
+    llm = LLM(str(find(args.model)), disable_log_stats=False, tensor_parallel_size=size, **sizes)
     engine = llm.llm_engine
     pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     for i, (prompt, p) in enumerate(crowd):
@@ -121,10 +121,8 @@ def run_vllm(
                 hits += output.num_cached_tokens or 0
         peak = max(peak, num_blocks - pool.get_num_free_blocks())
     counters = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
-    return tokens, {
-        "blocks_peak_owned": peak, "preemptions": counters["vllm:num_preemptions"],
-        "prefix_cache_hit_tokens": hits,
-    }  # fmt: skip
+    counts = {"blocks_peak_owned": peak, "preemptions": counters["vllm:num_preemptions"]}
+    return tokens, counts | {"prefix_cache_hit_tokens": hits}
 
 
 def main() -> int:
@@ -134,10 +132,8 @@ def main() -> int:
     needs = [blocks_of(p, s) for p, s in crowd]
     demand = sum(needs)
     pool = max(int(demand / args.oversubscribe), max(needs))
-    roomy = EngineConfig(
-        block_size=BLOCK, num_blocks=demand, max_num_seqs=args.num_requests,
-        max_num_batched_tokens=STEP,
-    )  # fmt: skip
+    sizes = {"num_blocks": demand, "max_num_seqs": args.num_requests}
+    roomy = EngineConfig(block_size=BLOCK, max_num_batched_tokens=STEP, **sizes)
     tight = dataclasses.replace(roomy, num_blocks=pool)
     expected, _ = run(model, roomy, crowd)
     if args.engine == "vllm":

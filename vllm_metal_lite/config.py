@@ -86,12 +86,8 @@ class EngineConfig:
         apply_rules(self, ENGINE_RULES, ConfigError)
         threshold, name = self.long_prefill_token_threshold, Option("long_prefill_token_threshold")
         if threshold and threshold < self.block_size:
-            raise ConfigError(
-                name, " must be 0 or at least ", Option("block_size"), f" ({self.block_size}), "
-                f"got {threshold}",
-            )  # fmt: skip
+            size = f" ({self.block_size}), got {threshold}"
+            raise ConfigError(name, " must be 0 or at least ", Option("block_size"), size)
         if threshold and self.max_model_len is not None and threshold > self.max_model_len:
-            raise ConfigError(
-                name, " must be at most ", Option("max_model_len"), f" ({self.max_model_len}), "
-                f"got {threshold}",
-            )  # fmt: skip
+            most = f" ({self.max_model_len}), got {threshold}"
+            raise ConfigError(name, " must be at most ", Option("max_model_len"), most)

@@ -147,9 +147,8 @@ def join(rank: int, addresses: Sequence[Sequence[str]], how: Links) -> RankGroup
     first = addresses[0][0]
     if how.backend == "nccl":
         host, _, port = first.rpartition(":")
-        os.environ |= {
-            "NCCL_HOST_IP": host, "NCCL_PORT": port, "MLX_WORLD_SIZE": str(len(addresses)),
-        }  # fmt: skip
+        os.environ |= {"NCCL_HOST_IP": host, "NCCL_PORT": port}
+        os.environ["MLX_WORLD_SIZE"] = str(len(addresses))
         return RankGroup(mx.distributed.init(strict=True, backend="nccl"))
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         ring = how.backend == "ring"

@@ -36,7 +36,7 @@ class SamplingError(MetalLiteError):
 
 
 class RequestError(MetalLiteError):
-    """A request that can never be served: refused when it is added, others go on."""
+    """A request that can never be served: refused when it is added; others continue."""
 
 
 class PromptTooLong(RequestError):

@@ -23,8 +23,8 @@ class PoolingParams:
     pooling: the hidden state of the "last" token, or the "mean" over all; None: as the model's
     folder says, else "last".
     normalize: scale the embedding to length 1.
-    dimensions: keep so many leading values, and normalise those; None: all.
-    truncate_prompt_tokens: cut longer prompts to so many tokens; None: refuse those that do not
+    dimensions: keep this number of leading values, and normalise those; None: all.
+    truncate_prompt_tokens: cut longer prompts to this length; None: refuse those that do not
     fit.
     score_token_ids: read the logits of these tokens behind the prompt, in place of an embedding.
     """

@@ -73,10 +73,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         apply_rules(self, SAMPLING_RULES, SamplingError)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            values = f" ({self.max_tokens}), got {self.min_tokens}"
             raise SamplingError(
-                Option("min_tokens"), " must be at most ", Option("max_tokens"),
-                f" ({self.max_tokens}), got {self.min_tokens}",
-            )  # fmt: skip
+                Option("min_tokens"), " must be at most ", Option("max_tokens"), values
+            )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

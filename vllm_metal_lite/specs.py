@@ -19,7 +19,7 @@ class AttentionShape:
     softcap: float | None = None
     sinks: bool = False
     latent: bool = False
-    chunk: int | None = None
+    attention_chunk: int | None = None
     kv_bits: int | None = None
 
     def __str__(self) -> str:
@@ -28,7 +28,7 @@ class AttentionShape:
         text += str(self.dtype).removeprefix("mlx.core.")
         text += f", window {self.window}" if self.window is not None else ""
         text += f", softcap {self.softcap:g}" if self.softcap is not None else ""
-        text += f", chunks of {self.chunk}" if self.chunk is not None else ""
+        text += f", chunks of {self.attention_chunk}" if self.attention_chunk is not None else ""
         text += f", KV in {self.kv_bits} bits" if self.kv_bits is not None else ""
         return text + (", sinks" if self.sinks else "") + (", latent" if self.latent else "")
 

@@ -43,9 +43,9 @@ class StructuredOutputsParams:
         given = [name for name in KINDS if getattr(self, name) not in (None, False, ())]
         if len(given) != 1:
             raise SamplingError(
-                Option("structured_outputs"), f" must have one of {', '.join(KINDS)}, "
-                f"got {' and '.join(given) or 'none'}",
-            )  # fmt: skip
+                Option("structured_outputs"),
+                f" must have one of {', '.join(KINDS)}, got {' and '.join(given) or 'none'}",
+            )
 
     @property
     def kind(self) -> str:

@@ -46,10 +46,8 @@ def buffer_of(
     misaligned: bytes past a boundary of 16 at which it would lie on a GPU.  All but the address
     matters to the checker only.
     """
-    return Buffer(
-        data.ctypes.data, data.nbytes, name.encode(), writable, initialised, data.itemsize,
-        must_fill, misaligned,
-    )  # fmt: skip
+    size, item, permits = data.nbytes, data.itemsize, (writable, initialised)
+    return Buffer(data.ctypes.data, size, name.encode(), *permits, item, must_fill, misaligned)
 
 
 class _Launch(ctypes.Structure):

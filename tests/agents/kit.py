@@ -99,17 +99,19 @@ class Session:
 def run(model: Path, agents: Sequence[Agent], scratch: Path, seconds: float = 400) -> Session:
     """Run a server and agents until all have ended."""
     session = scratch / "session.json"
-    session.write_text(json.dumps({
-        "serve": [str(model), "--trust-remote-code", "--num-blocks", "6000", "--max-num-seqs", "8",
-                  "--max-model-len", "65536"],
-        "agents": [{"command": list(a.command), "folder": str(a.folder), "home": str(a.home),
-                    "kill": a.kill} for a in agents],
-        "seconds": seconds,
-    }))  # fmt: skip
+    flags = ["--num-blocks", "6000", "--max-num-seqs", "8", "--max-model-len", "65536"]
+    jobs = [
+        {"command": list(a.command), "folder": str(a.folder), "home": str(a.home), "kill": a.kill}
+        for a in agents
+    ]
+    serve = [str(model), "--trust-remote-code", *flags]
+    session.write_text(json.dumps({"serve": serve, "agents": jobs, "seconds": seconds}))
     env = {
-        **os.environ, "PATH": f"{installed()}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT), "METAL_LITE_DEVICE": "cpu",
-    }  # fmt: skip
+        **os.environ,
+        "PATH": f"{installed()}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "METAL_LITE_DEVICE": "cpu",
+    }
     command = [*_unshare(), sys.executable, str(ROOT / "tests" / "agents" / "session.py")]
     done = subprocess.run(
         [*command, str(session)], env=env, capture_output=True, text=True, timeout=seconds + 300
@@ -119,6 +121,11 @@ def run(model: Path, agents: Sequence[Agent], scratch: Path, seconds: float = 40
     found = re.findall(r"(\d+) prompt tokens \((\d+) cached\)", result["log"])
     requests = [Request(int(prompt), int(cached)) for prompt, cached in found]
     return Session(
-        result["streaming"], result["codes"], result["outputs"], requests, result["status"],
-        result["quiet"], result["log"],
-    )  # fmt: skip
+        result["streaming"],
+        result["codes"],
+        result["outputs"],
+        requests,
+        result["status"],
+        result["quiet"],
+        result["log"],
+    )

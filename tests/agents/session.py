@@ -45,10 +45,9 @@ def start(agent: dict[str, Any]) -> subprocess.Popen:
     for name in [n for n in env if n.startswith(("ANTHROPIC", "CLAUDE", "OPENAI", "CODEX"))]:
         del env[name]
     with Path(agent["home"], "output.txt").open("wb") as output:
-        return subprocess.Popen(
-            [*launch, *agent["command"]], cwd=agent["folder"], env=env, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        how = {"start_new_session": True, "stdin": subprocess.DEVNULL, "stdout": output}
+        how |= {"stderr": subprocess.STDOUT}
+        return subprocess.Popen([*launch, *agent["command"]], cwd=agent["folder"], env=env, **how)
 
 
 def until(condition, seconds: float) -> bool:
@@ -109,11 +108,10 @@ def main() -> int:
         server.terminate()
         server.wait(600)
     outputs = [Path(a["home"], "output.txt").read_text(errors="replace") for a in session["agents"]]
-    print(json.dumps({
-        "streaming": streaming,
-        "codes": [process.returncode for process in agents], "outputs": outputs,
-        "quiet": quiet, "status": last, "log": log.read_text(), "server_code": server.returncode,
-    }))  # fmt: skip
+    codes = [process.returncode for process in agents]
+    result = {"streaming": streaming, "codes": codes, "outputs": outputs, "quiet": quiet}
+    result |= {"status": last, "log": log.read_text(), "server_code": server.returncode}
+    print(json.dumps(result))
     return 0
 
 

@@ -67,10 +67,16 @@ def test_every_row_sees_exactly_what_the_definition_says(
     batch = make_batch(segments)
     if window is not None and window >= int(batch.seq_lens.max()):
         window = None  # as SdpaPlan.calls does
+    how = {"key_grain": key_grain, "fused_rows": fused_rows}
     calls = plan_calls(
-        batch, window, chunk=chunk, tile=tile, call_cost=call_cost, max_scores=max_scores,
-        key_grain=key_grain, fused_rows=fused_rows,
-    )  # fmt: skip
+        batch,
+        window,
+        attention_chunk=chunk,
+        tile=tile,
+        call_cost=call_cost,
+        max_scores=max_scores,
+        **how,
+    )
     seen = seen_pairs(calls, window)
     expected = expected_pairs(batch, window, chunk)
     assert {r: sorted(s) for r, s in seen.items()} == {r: sorted(s) for r, s in expected.items()}

@@ -92,7 +92,7 @@ def test_only_small_steps(monkeypatch):
     assert prepared(chunk, padding=LIMIT - 26).prompts is None
     assert prepared(chunk, padding=LIMIT - 25).prompts is not None
     assert prepared(chunk, limit=0).prompts is not None
-    # Rows that would read too much, each for itself; what decodes read counts for nothing.
+    # Rows that would read too much, each for itself; what decodes read does not count.
     keys = sum(range(9, 34))
     change_device(monkeypatch, max_own_keys=keys)
     assert prepared(chunk).prompts is None

@@ -42,11 +42,13 @@ def test_without_slots_a_requests_slot_is_its_row():
 
 def good_batch() -> ForwardBatch:
     """A decode; a prompt with two checkpoints; a chunk behind a checkpoint that stays."""
-    batch = pack([
-        Span(8, 1, Slots(0, 0)),
-        Span(0, 10, Slots(EMPTY_SLOT, 1, ((4, 2), (9, 3)))),
-        Span(7, 5, Slots(5, 4)),
-    ])  # fmt: skip
+    batch = pack(
+        [
+            Span(8, 1, Slots(0, 0)),
+            Span(0, 10, Slots(EMPTY_SLOT, 1, ((4, 2), (9, 3)))),
+            Span(7, 5, Slots(5, 4)),
+        ]
+    )
     batch.validate(BLOCKS, num_state_slots=NUM_SLOTS)
     return batch
 

@@ -79,13 +79,10 @@ def test_calls_among_text_where_none_is_demanded(name):
 
 @ALL
 def test_schemas_may_refer_to_shared_parts(name):
-    tool = Tool("put", "", {
-        "type": "object",
-        "properties": {"at": {"$ref": "#/$defs/point"}},
-        "required": ["at"],
-        "$defs": {"point": {"type": "object", "properties": {"x": {"type": "integer"}},
-                            "required": ["x"], "additionalProperties": False}},
-    })  # fmt: skip
+    point = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    point |= {"required": ["x"], "additionalProperties": False}
+    schema = {"type": "object", "properties": {"at": {"$ref": "#/$defs/point"}}}
+    tool = Tool("put", "", schema | {"required": ["at"], "$defs": {"point": point}})
     assert accepts(name, write(name, ("put", {"at": {"x": 1}})), tools=[tool])
     assert not accepts(name, write(name, ("put", {"at": {"x": "1"}})), tools=[tool])
 
@@ -161,10 +158,8 @@ def test_random_answers_are_calls_by_the_schema(name, tool):
     wanted = write(name, (tool.name, values)).encode()
     for seed in range(10):
         constraint = grammar.GrammarConstraint(matcher.deep_copy(), tokenizer.vocab_size)
-        answer = bytes(walk(
-            constraint, tokenizer.vocab_size, [tokenizer.eos_token], wanted, b"\"'}]",
-            random.Random(seed),
-        )).decode()  # fmt: skip
+        ends, rng, size = [tokenizer.eos_token], random.Random(seed), tokenizer.vocab_size
+        answer = bytes(walk(constraint, size, ends, wanted, b"\"'}]", rng)).decode()
         said = parse(FORMATS[name], answer, [tool])
         assert said.calls, answer
         for _, arguments in said.called:

@@ -47,14 +47,17 @@ def test_one_call_each():
     first, second = MESSAGES[1]["tool_calls"]
     second = {**second, "id": "call_2"}
     results = [{"role": "tool", "tool_call_id": i, "content": i} for i in ("call_2", "call_1", "x")]
-    said = {"role": "assistant", "content": "Hm.", "reasoning_content": "I look.",
-            "tool_calls": [first, second]}  # fmt: skip
+    said = {"role": "assistant", "content": "Hm.", "reasoning_content": "I look."}
+    said |= {"tool_calls": [first, second]}
     user = {"role": "user", "content": "go on"}
     assert one_call_each([said, *results, user]) == [
-        {**said, "tool_calls": [first]}, results[1],
-        {"role": "assistant", "content": "", "tool_calls": [second]}, results[0],
-        results[2], user,
-    ]  # fmt: skip
+        {**said, "tool_calls": [first]},
+        results[1],
+        {"role": "assistant", "content": "", "tool_calls": [second]},
+        results[0],
+        results[2],
+        user,
+    ]
     assert one_call_each(MESSAGES[3:]) == MESSAGES[3:]
 
 
@@ -62,7 +65,5 @@ def test_text_before_a_call_joins_the_thoughts():
     call = MESSAGES[4]["tool_calls"]
     both = {"role": "assistant", "content": "Text.", "reasoning_content": "Hm."}
     assert text_as_thoughts([both]) == [both]
-    assert text_as_thoughts([{**both, "tool_calls": call}]) == [
-        {"role": "assistant", "content": "", "reasoning_content": "Hm.\n\nText.",
-         "tool_calls": call}
-    ]  # fmt: skip
+    thoughts = {"role": "assistant", "content": "", "reasoning_content": "Hm.\n\nText."}
+    assert text_as_thoughts([{**both, "tool_calls": call}]) == [thoughts | {"tool_calls": call}]

@@ -49,10 +49,10 @@ def renderer(text: str) -> Callable[[list[dict], list[dict], bool], str]:
     """As a tokenizer with this template renders."""
 
     def render(messages: list[dict], tools: list[dict], generation: bool) -> str:
+        how = {"bos_token": "", "eos_token": ""}
         [rendered], _ = render_jinja_template(
-            [messages], tools=tools, chat_template=text, add_generation_prompt=generation,
-            bos_token="", eos_token="",
-        )  # fmt: skip
+            [messages], tools=tools, chat_template=text, add_generation_prompt=generation, **how
+        )
         return rendered
 
     return render

@@ -116,10 +116,8 @@ NOT_USED += [("qwen3_next", "gated_delta")]
 @pytest.mark.parametrize(("name", "kernel"), PAIRS)
 def test_tokens_without_a_kernel_are_the_reference_s(monkeypatch, kernel, name):
     """Prompts in chunks, decodes beside them, in splits, and behind a shared prefix."""
-    change_device(
-        monkeypatch, min_saved_tokens=8, min_split_context=16, min_split_keys=8, rows_as_decodes=0,
-        min_keys=8, small_scores=0,
-    )  # fmt: skip
+    how = {"rows_as_decodes": 0, "min_keys": 8, "small_scores": 0}
+    change_device(monkeypatch, min_saved_tokens=8, min_split_context=16, min_split_keys=8, **how)
     prefill = "gather" if "gather" in kernel else "varlen"
     line = f"{kernel} is off by 2, 0.1 is allowed"
     launched = []

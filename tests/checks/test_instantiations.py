@@ -29,16 +29,19 @@ def weights(how: Quantisation | None) -> tuple[WeightShape, ...]:
 
 GEMMA3_SHAPE = AttentionShape(8, 4, 256, 256, mx.bfloat16)
 GEMMA3 = KernelUse(
-    (replace(GEMMA3_SHAPE, window=1024), GEMMA3_SHAPE), 16,
-    (RopeShape(256, base=1e4, eps=1e-6), RopeShape(256, base=1e6, eps=1e-6)), (2560,),
-)  # fmt: skip
+    (replace(GEMMA3_SHAPE, window=1024), GEMMA3_SHAPE),
+    16,
+    (RopeShape(256, base=1e4, eps=1e-6), RopeShape(256, base=1e6, eps=1e-6)),
+    (2560,),
+)
 QWEN35 = KernelUse(
-    (), 16,
+    (),
+    16,
     recurrences=(
         ConvShape(8192, 4, False, True, mx.bfloat16),
         RecurrenceShape(16, 32, 128, 128, mx.bfloat16, fused=True),
     ),
-)  # fmt: skip
+)
 
 
 @pytest.fixture

@@ -85,11 +85,13 @@ def test_progress_is_told_before_each_check(process):
         ("time.sleep(60)", "hangs: no result after 2 s"),
         ("os.abort()", "ends the process: SIGABRT"),
         ("os._exit(3)", "ends the process: exit code 3"),
-        ("print('shader fault', file=sys.stderr) or os._exit(3)",
-         "ends the process: exit code 3 (shader fault)"),
+        (
+            "print('shader fault', file=sys.stderr) or os._exit(3)",
+            "ends the process: exit code 3 (shader fault)",
+        ),
         ("os.write(1, b'[]') and os._exit(3)", "ends the process: exit code 3 ([])"),
     ],
-)  # fmt: skip
+)
 def test_only_the_kernel_at_fault_is_lost(process, act, line):
     process(varlen_prefill=act)
     with impatient("varlen_prefill", "hangs" if "sleep" in act else "", 2.0):

@@ -69,11 +69,13 @@ def test_both_candidates_compute_the_same_and_one_lacks_the_kernel(monkeypatch, 
     found = [measure(check) for check in checks]
     assert loads
     assert found == [
-        None if c.beside or (c.rope and "decode" not in kernel and "_write" not in kernel)
-        else Speed(2.0, 4.0) if kernel in ("varlen_prefill", "latent_prefill")
+        None
+        if c.beside or (c.rope and "decode" not in kernel and "_write" not in kernel)
+        else Speed(2.0, 4.0)
+        if kernel in ("varlen_prefill", "latent_prefill")
         else Speed(1.0, 2.0)
         for c in checks
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")

@@ -72,10 +72,9 @@ def test_only_what_a_model_uses_is_checked():
     wide = replace(SHAPE, k_head_dim=512, v_head_dim=512)
     assert kernels(replace(USE, shapes=(wide,))) == attention
     quantised = replace(USE, shapes=(replace(SHAPE, kv_bits=8),), ropes=(RopeShape(32),))
-    assert kernels(quantised) == [
-        "fused_decode", "gather_rows", "kv_gather_quantised", "kv_write_quantised",
-        "merge_partitions", "paged_decode", "rope_write", "shared_prefix", "varlen_prefill",
-    ]  # fmt: skip
+    expected = ["fused_decode", "gather_rows", "kv_gather_quantised", "kv_write_quantised"]
+    expected += ["merge_partitions", "paged_decode", "rope_write", "shared_prefix"]
+    assert kernels(quantised) == [*expected, "varlen_prefill"]
     turned = set(kernels(replace(USE, ropes=(RopeShape(32),)))) - set(kernels(USE))
     assert turned == {"rope_write", "fused_decode"}
     assert set(kernels(replace(USE, hidden_sizes=(64,)))) - set(kernels(USE)) == {"add_rms_norm"}
@@ -91,10 +90,11 @@ def test_only_what_a_model_uses_is_checked():
     )
     checks = checks_for(replace(USE, shapes=(BFLOAT16,), weights=mixed))
     assert {c.shape[:2] for c in checks if c.kernel == "skinny_gemm"} == {
-        (5, (64, 32, None)), (64, (64, 96, None)),
+        (5, (64, 32, None)),
+        (64, (64, 96, None)),
         *((rows, (64, 64, Quantisation(4, 32))) for rows in (3, 4, 5, 64)),
         *((rows, (9, 64, Quantisation(8, 64))) for rows in (3, 4, 5, 64)),
-    }  # fmt: skip
+    }
     assert pickle.loads(pickle.dumps(checks)) == checks
 
 
@@ -118,17 +118,14 @@ def test_layers_that_differ_in_their_masks_share_what_knows_no_mask():
 
 
 UNLIKE = {
-    "masks": KernelUse(
-        (replace(SHAPE, window=50, softcap=5.0, sinks=True),), 16, (RopeShape(32),)
-    ),
+    "masks": KernelUse((replace(SHAPE, window=50, softcap=5.0, sinks=True),), 16, (RopeShape(32),)),
     "dims": KernelUse(
         (AttentionShape(6, 2, 48, 32, mx.float16),), 16, (RopeShape(24, True, scale=0.5),)
     ),
-    "factor": KernelUse(
-        (BFLOAT16,), 16, (RopeShape(24, base=None, eps=1e-6, factor=YARN_FACTOR),)
-    ),
+    "factor": KernelUse((BFLOAT16,), 16, (RopeShape(24, base=None, eps=1e-6, factor=YARN_FACTOR),)),
     "latents with a factor": KernelUse(
-        (AttentionShape(4, 1, 64, 16, mx.float16, latent=True),), 16,
+        (AttentionShape(4, 1, 64, 16, mx.float16, latent=True),),
+        16,
         (RopeShape(16, True, factor=YARN_FACTOR),),
     ),
     "quantised": KernelUse((replace(BFLOAT16, kv_bits=4),), 8, (RopeShape(16),), (1001,)),
@@ -136,10 +133,13 @@ UNLIKE = {
         (replace(SHAPE, window=50, kv_bits=8),), 16, (RopeShape(32, eps=1e-6),)
     ),
     "frequencies": KernelUse(
-        (BFLOAT16,), 32, (RopeShape(16, base=None, eps=1e-6),), (96,),
+        (BFLOAT16,),
+        32,
+        (RopeShape(16, base=None, eps=1e-6),),
+        (96,),
         (WeightShape(100, 1056, Quantisation(4, 32)),),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", UNLIKE)

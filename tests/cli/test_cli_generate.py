@@ -167,14 +167,15 @@ def test_a_full_disk_is_one_line(tmp_path, capsys):
     source.write_text('{"prompt": "x", "max_tokens": 1}\n')
     argv = ["generate", str(source), "-o", "/dev/full", "--model", str(model_folder())]
     assert main([*argv, *GREEDY]) == 1
-    assert capsys.readouterr().err.endswith("error: the output cannot be written: "
-                                            "No space left on device\n")  # fmt: skip
+    assert capsys.readouterr().err.endswith(
+        "error: the output cannot be written: No space left on device\n"
+    )
 
 
 def test_a_slow_pipe_streams_and_an_interrupt_keeps_what_is_done(tmp_path):
     target = tmp_path / "out.jsonl"
-    argv = [*COMMAND, "generate", "-", "-o", target, "--model",
-            model_folder(context=ENDLESS), "--max-num-seqs", 4, *GREEDY]  # fmt: skip
+    argv = [*COMMAND, "generate", "-", "-o", target, "--model", model_folder(context=ENDLESS)]
+    argv += ["--max-num-seqs", 4, *GREEDY]
     process = subprocess.Popen(
         list(map(str, argv)), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -190,7 +191,7 @@ def test_a_slow_pipe_streams_and_an_interrupt_keeps_what_is_done(tmp_path):
             time.sleep(0.02)
 
     send({"prompt": "a"})
-    wait_for(1)  # though the input goes on
+    wait_for(1)  # though the input continues
     send({"prompt": "b"}, {"prompt": "long", "max_tokens": ENDLESS - 8}, {"prompt": "c"})
     wait_for(2)
     process.send_signal(signal.SIGINT)

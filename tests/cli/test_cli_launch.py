@@ -20,10 +20,10 @@ from vllm_metal_lite.errors import MetalLiteError
 
 
 def run_cli(*args: str, env: dict[str, str] | None = None, cwd=None) -> subprocess.CompletedProcess:
+    how = {"env": {**os.environ, **(env or {})}, "stdin": subprocess.DEVNULL}
     return subprocess.run(
-        [*COMMAND, *args], capture_output=True, text=True, timeout=SAFETY, cwd=cwd,
-        env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+        [*COMMAND, *args], capture_output=True, text=True, timeout=SAFETY, cwd=cwd, **how
+    )
 
 
 ROOT = Path(__file__).parents[2]
@@ -130,8 +130,8 @@ def test_the_server_ends_with_the_agent(tmp_path):
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
     flags = ("--num-blocks", "64", "--max-num-seqs", "2", "--max-model-len", "512")
-    done = run_cli("launch", "codex", "--port", port, *flags, "--", "exec", "go",
-                   env={"PATH": path, "PYTHONPATH": str(ROOT)}, cwd=tmp_path)  # fmt: skip
+    how = {"env": {"PATH": path, "PYTHONPATH": str(ROOT)}, "cwd": tmp_path}
+    done = run_cli("launch", "codex", "--port", port, *flags, "--", "exec", "go", **how)
     assert done.returncode == 7, done.stderr
     args = (tmp_path / "args.txt").read_text()
     assert args.endswith("exec go\n")

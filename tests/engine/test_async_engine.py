@@ -105,8 +105,8 @@ def test_leaving_a_stream_gives_its_blocks_back():
 
 
 def hold(engine: AsyncEngine, after: int) -> tuple[threading.Event, threading.Event]:
-    """The engine's thread waits before a step, when so many are done; it sets the first event, and
-    goes on at the second."""
+    """The engine's thread waits before a step, when `after` steps are done: it sets the first
+    event, and continues at the second."""
     held, go = threading.Event(), threading.Event()
     step, steps = engine._engine.step, itertools.count()
 

@@ -115,10 +115,13 @@ def play(seed: int) -> StoppingEngine:
             ]
             try:
                 engine.add(
-                    prompt, choose([1, 2, 5, 9, 17, 30]), priority=choose([0, 0, 1]),
-                    atomic=choose([False] * 5 + [True]), max_chunk=choose([0, 0, 0, 2]),
+                    prompt,
+                    choose([1, 2, 5, 9, 17, 30]),
+                    priority=choose([0, 0, 1]),
+                    atomic=choose([False] * 5 + [True]),
+                    max_chunk=choose([0, 0, 0, 2]),
                     skip_prefix_cache_read=choose([False] * 5 + [True]),
-                )  # fmt: skip
+                )
             except RequestError:
                 continue
         if engine.unfinished and choose([True] + [False] * 19):
@@ -147,7 +150,7 @@ def test_any_workload_gives_every_request_its_own_tokens():
 
 
 def steps_of(engine: FakeEngine, workload: Workload) -> list[list[tuple[str, int, int]]]:
-    """What each step computes.  Requests arrive when so many steps have been scheduled, which is
+    """What each step computes.  Requests arrive when a number of steps has been scheduled, which is
     what an engine that is one step ahead and one that is not have in common."""
     steps, schedule = [], engine.schedule
 
@@ -198,9 +201,11 @@ def test_steps_are_those_of_an_engine_that_waits_for_tokens(workload):
 def test_in_a_load_of_prompts_only_the_first_step_is_not_ahead(policy, max_tokens):
     """Whole prompts and chunks; with one token each, seats change hands in every step."""
     config = fake_config(
-        max_num_seqs=4, max_num_batched_tokens=24, long_prefill_token_threshold=16,
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
+        long_prefill_token_threshold=16,
         prefill_policy=policy,
-    )  # fmt: skip
+    )
     engine = AsyncFakeEngine(config, 100, 64)
     for i in range(20):
         engine.add([i] * (5 + 13 * i % 31), max_tokens)
@@ -339,8 +344,10 @@ def test_an_engine_gives_the_same_tokens_with_and_without(name, how, budget):
         done |= tiny.run(engine)
         assert engine.metrics()["blocks_owned"] == 0
         outputs = [done[str(i)] for i in range(10) if i != 7]
-        answers.append([(o.token_ids, o.finish_reason, o.stop_reason, len(o.logprobs or ()))
-                        for r in outputs for o in r.outputs])  # fmt: skip
+        ended = [o for r in outputs for o in r.outputs]
+        answers.append(
+            [(o.token_ids, o.finish_reason, o.stop_reason, len(o.logprobs or ())) for o in ended]
+        )
         for i, output in zip([*range(7), 8, 9], outputs, strict=True):
             scored = [next(iter(p)) for p in (output.prompt_logprobs or [None])[1:]]
             assert scored == (prompts[i][1:] if output.prompt_logprobs else [])
@@ -427,9 +434,11 @@ def test_a_step_ahead_copies_no_store(length, budget):
     """48 MiB of K and V: writes of a step that is built ahead, decodes or nothing but a chunk, are
     in place too."""
     engine = tiny.engine(
-        num_blocks=8192, attention="reference", max_num_batched_tokens=budget,
+        num_blocks=8192,
+        attention="reference",
+        max_num_batched_tokens=budget,
         enable_prefix_caching=False,
-    )  # fmt: skip
+    )
     layer = engine.runner.attention.store.keys[0].nbytes
     for i, prompt in enumerate(tiny.prompts(3, length, length)):
         engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=30))

@@ -46,10 +46,12 @@ def constrained(engine, slots_of: dict[str, list]):
 def test_tokens_are_those_of_mlx_lm_under_the_same_limits(seed, name):
     rng = np.random.default_rng(seed)
     engine = tiny.engine(
-        name, num_blocks=int(rng.integers(12, 40)), max_num_seqs=int(rng.integers(1, 5)),
+        name,
+        num_blocks=int(rng.integers(12, 40)),
+        max_num_seqs=int(rng.integers(1, 5)),
         max_num_batched_tokens=int(rng.choice([8, 64])),
         prefill_policy=str(rng.choice(["mixed", "mixed", "whole", "alternate"])),
-    )  # fmt: skip
+    )
     engine.async_scheduling = bool(rng.integers(4))
     prompts = tiny.prompts(5, 1, 30, seed=seed % 1000)
     slots = {

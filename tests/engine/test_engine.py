@@ -48,10 +48,10 @@ def test_preempted_requests_get_the_same_tokens(name, caching):
 def test_sampled_tokens_survive_preemption_and_neighbours(seed):
     """The draw depends on the seed and on how many tokens came before, and on nothing else."""
     prompts = tiny.prompts(5, 5, 30, seed=8)
+    how = {"frequency_penalty": 0.4, "repetition_penalty": 1.2}
     params = SamplingParams(
-        temperature=0.9, top_p=0.95, seed=seed, max_tokens=30, presence_penalty=0.5,
-        frequency_penalty=0.4, repetition_penalty=1.2,
-    )  # fmt: skip
+        temperature=0.9, top_p=0.95, seed=seed, max_tokens=30, presence_penalty=0.5, **how
+    )
     big = tokens_of(tiny.engine(num_blocks=200), prompts, params)
     small_engine = tiny.engine(num_blocks=11, max_model_len=80, max_num_batched_tokens=16)
     small = tokens_of(small_engine, prompts, params)

@@ -55,11 +55,9 @@ def make_wish(rng: np.random.Generator) -> Wish:
         prompt_logprobs=pick(rng, None, None, None, 1),
         max_tokens=pick(rng, 1, 2, 5, 9, 17, 24, 30, 36),
     )
-    return Wish(
-        tuple(stem + tail), params, arrival=int(rng.integers(12)),
-        abort_after=pick(rng, None, None, None, int(rng.integers(20))),
-        priority=int(rng.integers(-1, 2)), atomic=pick(rng, False, False, False, True),
-    )  # fmt: skip
+    how = {"abort_after": pick(rng, None, None, None, int(rng.integers(20)))}
+    how |= {"priority": int(rng.integers(-1, 2)), "atomic": pick(rng, False, False, False, True)}
+    return Wish(tuple(stem + tail), params, arrival=int(rng.integers(12)), **how)
 
 
 def make_options(rng: np.random.Generator) -> dict:
@@ -136,10 +134,8 @@ def test_whatever_happens_every_request_gets_its_own_tokens(seed):
         for i, wish in enumerate(wishes):
             if wish.arrival == step:
                 try:
-                    engine.add_request(
-                        str(i), list(wish.prompt), wish.params,
-                        priority=wish.priority, atomic=wish.atomic,
-                    )  # fmt: skip
+                    how = {"priority": wish.priority, "atomic": wish.atomic}
+                    engine.add_request(str(i), list(wish.prompt), wish.params, **how)
                     added[str(i)] = wish
                 except RequestError:  # too long for this pool, or atomic beyond the budget
                     refused += 1

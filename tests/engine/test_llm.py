@@ -52,7 +52,7 @@ def one(llm: LLM, prompt, params: SamplingParams):
 
 @pytest.fixture
 def story(llm, native) -> tuple[str, list[int]]:
-    """A prompt, and the greedy tokens that mlx-lm goes on with: 60 of them, varied."""
+    """A prompt, and the greedy tokens with which mlx-lm continues: 60 of them, varied."""
     prompt = "Once upon a time"
     tokens = tiny.alone(native, encode(prompt), 60)
     assert len(set(tokens)) > 10

@@ -40,7 +40,7 @@ FIND = (Phase.explicit, Phase.generate)  # to shrink an example takes minutes
 
 @dataclass
 class Chat:
-    """Turns that go on from each other's answers; it begins with `head` tokens of a stem.
+    """Turns that continue each other's answers; it begins with `head` tokens of a stem.
 
     n: more than one answer in the first turn.  leaves: steps until the user goes away, or None.
     """
@@ -91,12 +91,14 @@ class Trouble:
 
 STEPS = st.sets(st.integers(1, 30), max_size=2)
 TROUBLES = st.builds(Trouble, STEPS, STEPS, STEPS)
-OPTIONS = st.fixed_dictionaries({
-    "num_blocks": st.sampled_from([9, 11, 60]),
-    "max_num_seqs": st.sampled_from([1, 3, 6]),
-    "max_num_batched_tokens": st.sampled_from([7, 24, 64]),
-    "prefill_policy": st.sampled_from(["mixed", "mixed", "alternate", "whole"]),
-})  # fmt: skip
+OPTIONS = st.fixed_dictionaries(
+    {
+        "num_blocks": st.sampled_from([9, 11, 60]),
+        "max_num_seqs": st.sampled_from([1, 3, 6]),
+        "max_num_batched_tokens": st.sampled_from([7, 24, 64]),
+        "prefill_policy": st.sampled_from(["mixed", "mixed", "alternate", "whole"]),
+    }
+)
 CHECKPOINTS = st.sampled_from([0, 1, 3, 40])
 
 
@@ -146,10 +148,8 @@ def serve(engine: LLMEngine, name: str, chats: list[Chat], trouble: Trouble) -> 
                 params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, n=n)
                 positions = [max(int(share * len(prompt)), 1) for share in chat.named]
                 try:
-                    engine.add_request(
-                        str(i), prompt, params,
-                        priority=chat.priority, atomic=chat.atomic, checkpoints=positions,
-                    )  # fmt: skip
+                    how = {"atomic": chat.atomic, "checkpoints": positions}
+                    engine.add_request(str(i), prompt, params, priority=chat.priority, **how)
                     open_turns[str(i)] = chat, step
                 except RequestError:  # too long for this pool, or atomic beyond the budget
                     continue
@@ -207,9 +207,11 @@ def talker(stem: int, head: int = 5, **more: Any) -> Chat:
     checkpoints=40,
 )
 @given(
-    chats=st.lists(CHATS, min_size=2, max_size=6), trouble=TROUBLES, options=OPTIONS,
+    chats=st.lists(CHATS, min_size=2, max_size=6),
+    trouble=TROUBLES,
+    options=OPTIONS,
     checkpoints=CHECKPOINTS,
-)  # fmt: skip
+)
 def test_tokens_with_the_cache_are_those_without(name, chats, trouble, options, checkpoints):
     tried.add(name)
     engine = tiny.engine(name, state_cache_gib=cache_gib(name, checkpoints), **options)

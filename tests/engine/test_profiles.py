@@ -26,10 +26,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 
 def tokens(attention):
-    llm = LLM(
-        "demo", attention=attention, num_blocks=80, max_num_seqs=5, max_model_len=160,
-        max_num_batched_tokens=64,
-    )  # fmt: skip
+    how = {"max_model_len": 160, "max_num_batched_tokens": 64}
+    llm = LLM("demo", attention=attention, num_blocks=80, max_num_seqs=5, **how)
     first = llm.generate([{"prompt_token_ids": PROMPTS[0]}], GREEDY)  # its blocks are found again
     rest = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS[1:]], GREEDY)
     assert llm.engine.runner.attention.name == attention

@@ -1,4 +1,4 @@
-"""Products that take along what is around them give what a model's own operations give."""
+"""Products fused with the operations around them give what a model's own operations give."""
 
 from dataclasses import replace
 

@@ -230,7 +230,7 @@ def test_rotations_are_compared_by_what_they_do():
 
 # Whole models on the CPU host.  Launches a layer of rope_write (in steps of decodes it is part of
 # attention), kv_write and add_rms_norm, as far as the architecture has what they
-# stand for: norms of heads, a rotation, plain residual sums.
+# represent: norms of heads, a rotation, plain residual sums.
 LAUNCHES = {
     "qwen3": (1, 0, 2),
     "llama": (1, 0, 2),
@@ -291,7 +291,7 @@ def test_a_model_whose_fused_logits_differ_does_without(monkeypatch, caplog, tmp
 @pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.long)])
 def test_products_of_few_rows_go_through_the_kernel(monkeypatch, name):
-    """Every one of every forward of so many rows, and the sums behind two of them; the tokens stay
+    """Every one of every forward of these rows, and the sums behind two of them; the tokens stay
     the same.  The head of "qwen3" is its embedding, and that of "llama" sees other rows.
 
     Launches run at once here, also those of products that then are computed with their sum.
@@ -337,7 +337,7 @@ def test_products_of_few_rows_go_through_the_kernel(monkeypatch, name):
 @pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("wrong", [(), (1, 2, 7), (1,), (2,)])
 def test_products_that_do_not_suit_a_model_are_done_without(monkeypatch, caplog, wrong):
-    """Those of so many rows are wrong.  Fused launches stay: the model is tried both ways."""
+    """Those of these rows are wrong.  Fused launches stay: the model is tried both ways."""
     launch, launches = Kernel.__call__, Counter()
 
     def launching(self, arrays, *args):

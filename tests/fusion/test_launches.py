@@ -25,9 +25,15 @@ LATENT = ("deepseek_v3",)
 
 
 def of_a_layer(
-    monkeypatch, name: str, rows: int, skinny_rows: range, dtype=mx.bfloat16, kv_bits=None,
-    expert_rows: range = range(0), **changes,
-) -> Counter:  # fmt: skip
+    monkeypatch,
+    name: str,
+    rows: int,
+    skinny_rows: range,
+    dtype=mx.bfloat16,
+    kv_bits=None,
+    expert_rows: range = range(0),
+    **changes,
+) -> Counter:
     stubs = Stubs(monkeypatch)
     how = rows, skinny_rows, dtype, kv_bits, expert_rows
     two, three = (_of_a_step(stubs, name, n, *how, changes) for n in (2, 3))
@@ -152,11 +158,10 @@ def test_a_factor_goes_with_its_rotation(monkeypatch, name, scaling, rows):
 
 def test_a_layer_of_gpt_oss_neither_multiplies_nor_copies(monkeypatch):
     launches = of_a_layer(monkeypatch, "gpt_oss", 8, FEW, expert_rows=FEW, rope_scaling=YARN)
-    assert launches == {
-        "skinny_gemm NORM BIAS": 1, "paged_decode FUSED": 1, "skinny_gemm BIAS RESIDUAL": 1,
-        "rms_norm": 1, "skinny_gemm BIAS": 1, "expert_topk": 1, "expert_plan": 1,
-        "expert_gemm BIAS": 2, "expert_sum": 1, "add_rms_norm": 1,
-    }  # fmt: skip
+    expected = {"skinny_gemm NORM BIAS": 1, "paged_decode FUSED": 1, "skinny_gemm BIAS RESIDUAL": 1}
+    expected |= {"rms_norm": 1, "skinny_gemm BIAS": 1, "expert_topk": 1, "expert_plan": 1}
+    expected |= {"expert_gemm BIAS": 2, "expert_sum": 1, "add_rms_norm": 1}
+    assert launches == expected
 
 
 def test_a_bias_goes_with_its_product(monkeypatch):

@@ -82,7 +82,7 @@ FUSED = {
 }
 
 
-# Ways to go on that a fused launch does not know, all of them right.
+# Ways to continue that a fused launch does not know, all of them right.
 
 
 def gathered_twice(x):

@@ -56,7 +56,7 @@ def decided(monkeypatch, packed, attention, wrong=()) -> tuple[range, str]:
 
 
 def timed(monkeypatch, *faster) -> list[int]:
-    """Steps of so many rows are faster by the kernel -> a list that grows by what is timed."""
+    """Steps of these rows are faster by the kernel -> a list that grows by what is timed."""
     sizes = []
 
     def seconds(steps, num_rows):
@@ -88,7 +88,7 @@ def test_as_many_rows_as_steps_are_faster_with(monkeypatch, faster, rows, count)
 
 
 def test_a_model_s_weights_are_measured_once(monkeypatch):
-    """Those of another model, of which it has more or others, anew."""
+    """Those of another model, if it has more or others, anew."""
     sizes = timed(monkeypatch, 8)
     decided(monkeypatch, *model())
     assert sizes == [1, 2, 4, 32, 16, 8]

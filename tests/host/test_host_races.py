@@ -72,7 +72,7 @@ KERNELS = {
 
 
 def races(program, device):
-    """Whether two accesses to one place, of which one writes, are ordered by no barrier.
+    """Whether two accesses to one place, one of them a write, are ordered by no barrier.
 
     Nothing orders the two threadgroups, which share device memory only.
     """

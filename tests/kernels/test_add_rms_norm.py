@@ -17,9 +17,13 @@ DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 
 
 def check(
-    rows: int, dim: int, dtype: mx.Dtype, weight_dtype: mx.Dtype | None, seed: int = 0,
+    rows: int,
+    dim: int,
+    dtype: mx.Dtype,
+    weight_dtype: mx.Dtype | None,
+    seed: int = 0,
     post_norm: bool = False,
-):  # fmt: skip
+):
     """The sum has the bits of MLX; so has the norm in 16 bits, and in float32 nearly so.
 
     A different order of adding up squares moves a float32 by some 1e-7, and that moves a rare
@@ -99,8 +103,9 @@ def test_a_long_row_has_fewer_threads(dim, threads, monkeypatch):
 def test_a_sequence_axis_is_kept():
     rng = np.random.default_rng(0)
     x, y = normal(rng, 3, 1, 64), normal(rng, 3, 1, 64)
-    for together, alone in zip(add_rms_norm(x, y, None, 0.1),
-                               add_rms_norm(x[:, 0], y[:, 0], None, 0.1), strict=True):  # fmt: skip
+    for together, alone in zip(
+        add_rms_norm(x, y, None, 0.1), add_rms_norm(x[:, 0], y[:, 0], None, 0.1), strict=True
+    ):
         assert together.shape == (3, 1, 64)
         np.testing.assert_array_equal(floats(together)[:, 0], floats(alone))
 

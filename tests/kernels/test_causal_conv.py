@@ -47,10 +47,8 @@ class Case:
         """y and the states afterwards."""
         x, weight, bias, states = self.arrays()
         segments = self.segments.array
-        y, token = causal_conv(
-            Columns(x, 0), weight, bias, states, mx.array(segments),
-            mx.array(plan_conv_tiles(segments)), new_token(), silu=self.silu,
-        )  # fmt: skip
+        where = mx.array(segments), mx.array(plan_conv_tiles(segments)), new_token()
+        y, token = causal_conv(Columns(x, 0), weight, bias, states, *where, silu=self.silu)
         mx.eval(y, token)
         assert y.dtype == self.dtype
         return [np.array(a.astype(mx.float32)) for a in (y, states)]
@@ -126,10 +124,10 @@ def test_columns_of_a_wider_array():
     x, weight, bias, states = case.arrays()
     wide = mx.concatenate([x + 1, x, x + 2], axis=1)[:, None]
     segments = case.segments.array
+    arrays = mx.array(plan_conv_tiles(segments)), new_token()
     y, _ = causal_conv(
-        Columns(wide, 40), weight, bias, states, mx.array(segments),
-        mx.array(plan_conv_tiles(segments)), new_token(), silu=True,
-    )  # fmt: skip
+        Columns(wide, 40), weight, bias, states, mx.array(segments), *arrays, silu=True
+    )
     np.testing.assert_array_equal(np.array(y), expected)
 
 
@@ -156,8 +154,8 @@ def test_large_values_do_not_overflow():
 )
 def test_bad_input_is_named(change, message):
     segments = Segments([2]).array
-    arrays = {"x": Columns(mx.zeros((2, 8)), 0), "weight": mx.zeros((8, 4)), "bias": None,
-              "states": mx.zeros((5, 3, 8)), "segments": mx.array(segments),
-              "tiles": mx.array(plan_conv_tiles(segments)), "token": new_token()}  # fmt: skip
+    arrays = {"x": Columns(mx.zeros((2, 8)), 0), "weight": mx.zeros((8, 4)), "bias": None}
+    arrays |= {"states": mx.zeros((5, 3, 8)), "segments": mx.array(segments)}
+    arrays |= {"tiles": mx.array(plan_conv_tiles(segments)), "token": new_token()}
     with pytest.raises(ValueError, match=message):
         causal_conv(**(arrays | change), silu=True)

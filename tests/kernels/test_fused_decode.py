@@ -46,10 +46,8 @@ class Case:
         newest, size = np.maximum(np.array(seq_lens) - 1, 0), self.sequences.how["block_size"]
         blocks = self.sequences.block_tables[np.arange(len(newest)), newest // size]
         slots = np.where(np.array(seq_lens) > 0, blocks * size + newest % size, -1)
-        self.rows = NewRowsCase(
-            newest, heads=heads, dims=dims, dtype=dtype, seed=seed, slots=slots.astype(np.int32),
-            **{"rotated": dims[0], **how},
-        )  # fmt: skip
+        drawn = {"heads": heads, "dims": dims, "dtype": dtype, "seed": seed, "rotated": dims[0]}
+        self.rows = NewRowsCase(newest, slots=slots.astype(np.int32), **(drawn | how))
 
     def run(self, fused: bool) -> list[mx.array]:
         """Attention, and the keys and values in the store."""
@@ -57,15 +55,16 @@ class Case:
         empty = np.zeros(s.keys.shape[0], bool)
         empty[rows.slots[rows.slots >= 0]] = True
         poison = float("nan") if s.spec.bits is None else 0xFFFFFFFF
-        store = [mx.where(mx.array(empty)[:, None, None], poison, a).astype(a.dtype)
-                 for a in (s.keys, s.values)]  # fmt: skip
+        store = [
+            mx.where(mx.array(empty)[:, None, None], poison, a).astype(a.dtype)
+            for a in (s.keys, s.values)
+        ]
         mx.eval(store)
         q, token = rows.new_rows, new_token()
         if not fused:
-            q, token = rope_write(
-                q, positions=mx.array(rows.positions), slot_mapping=mx.array(rows.slots),
-                keys=store[0], values=store[1], token=token, spec=s.spec,
-            )  # fmt: skip
+            where = {"positions": mx.array(rows.positions), "slot_mapping": mx.array(rows.slots)}
+            kept = {"keys": store[0], "values": store[1], "token": token}
+            q, token = rope_write(q, **where, **kept, spec=s.spec)
         where, prefix = (mx.array(s.block_tables), mx.array(s.seq_lens)), None
         if self.prefix_len:  # of the longest sequence alone, for what is not shared is the same
             leader, how = int(np.argmax(s.seq_lens)), {**s.how}
@@ -84,10 +83,9 @@ class Case:
                 **how,
             )
             token = prefix.lse
-        out, token = paged_decode(
-            q, *where, *store, token, plan=DecodePlan(*s.plan), prefix=prefix, spec=s.spec,
-            sinks=None if s.sinks is None else mx.array(s.sinks), **s.how,
-        )  # fmt: skip
+        sinks = None if s.sinks is None else mx.array(s.sinks)
+        how = {"plan": DecodePlan(*s.plan), "prefix": prefix, "sinks": sinks, "spec": s.spec}
+        out, token = paged_decode(q, *where, *store, token, **how, **s.how)
         mx.eval(out, token)
         return [out, *store]
 
@@ -184,10 +182,10 @@ def test_rotating_behind_a_prefix(how):
 )  # fmt: skip
 def test_behind_a_prefix(dims, heads, dtype):
     """The last turn of a split is not full; memory for 8, 8 and 2 queries of a simdgroup."""
+    how = {"plan": (2, 4), "sinks": True}
     check(
-        RAGGED, heads=heads, dims=dims, rotated=dims[0] // 4 * 2, dtype=dtype, prefix_len=70,
-        plan=(2, 4), sinks=True,
-    )  # fmt: skip
+        RAGGED, heads=heads, dims=dims, rotated=dims[0] // 4 * 2, dtype=dtype, prefix_len=70, **how
+    )
 
 
 @pytest.mark.parametrize("plan", [(1, 4), (4, 2), (2, 1)], ids=str)
@@ -216,8 +214,8 @@ def test_what_queries_see(how, plan):
 )
 @settings(max_examples=12)
 def test_random_sequences(seq_lens, heads, block_size, window, sinks, plan, seed):
-    check(seq_lens, heads=heads, block_size=block_size, window=window, sinks=sinks, plan=plan,
-          seed=seed)  # fmt: skip
+    how = {"plan": plan, "seed": seed}
+    check(seq_lens, heads=heads, block_size=block_size, window=window, sinks=sinks, **how)
 
 
 def test_rows_of_padding_give_zeros_and_write_nothing():
@@ -230,7 +228,7 @@ def test_rows_of_padding_give_zeros_and_write_nothing():
 
 
 def pack(seq_lens, *tables, block_size=8):
-    """Decodes of so many keys with these block tables, one a KV group."""
+    """Decodes of these numbers of keys with these block tables, one a KV group."""
     inputs = InputBatch(len(seq_lens), 64, block_size, len(tables))
     rows = np.array([inputs.add([0] * n, n) for n in seq_lens])
     for row in rows:

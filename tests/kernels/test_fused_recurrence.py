@@ -75,10 +75,10 @@ class Case:
             gates = column_gates(mx.array(self.of_columns), b)
         else:
             gates = delta_gates(a, b, a_log, bias, **KINDS[self.kind])
+        how = {"max_seqlen": longest, "norm": self.norm, "skip": skip}
         y, token = gated_delta(
-            q, k, v, gates, states, segments, new_token(), num_k_heads=K_HEADS,
-            max_seqlen=longest, norm=self.norm, skip=skip,
-        )  # fmt: skip
+            q, k, v, gates, states, segments, new_token(), num_k_heads=K_HEADS, **how
+        )
         mx.eval(y, token)
         return [np.array(array.astype(mx.float32)) for array in (y, states)]
 
@@ -215,11 +215,10 @@ def test_a_prompt_in_two_chunks_is_the_whole_prompt(kind):
     ],
 )
 def test_bad_input_is_named(change, message):
-    arrays = {"a": Columns(mx.zeros((2, 4)), 0), "b": Columns(mx.zeros((2, 4)), 0),
-              "a_log": mx.zeros(4), "dt_bias": mx.zeros(4)}  # fmt: skip
+    arrays = {"a": Columns(mx.zeros((2, 4)), 0), "b": Columns(mx.zeros((2, 4)), 0)}
+    arrays |= {"a_log": mx.zeros(4), "dt_bias": mx.zeros(4)}
     rows = Columns(mx.zeros((2, 32)), 0)
+    inputs = mx.zeros((3, 4, 8, 16)), mx.array(Segments([2]).array), new_token()
+    how = {"num_k_heads": 2, "max_seqlen": 2, "norm": NORM}
     with pytest.raises(ValueError, match=message):
-        gated_delta(
-            rows, rows, rows, delta_gates(**(arrays | change)), mx.zeros((3, 4, 8, 16)),
-            mx.array(Segments([2]).array), new_token(), num_k_heads=2, max_seqlen=2, norm=NORM,
-        )  # fmt: skip
+        gated_delta(rows, rows, rows, delta_gates(**(arrays | change)), *inputs, **how)

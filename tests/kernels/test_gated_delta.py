@@ -76,20 +76,18 @@ class Case:
             edge = mx.zeros((len(rows[0]), self.edge), self.dtype)
             joined = mx.concatenate([edge, *(c.array for c in columns), edge], axis=1)
             columns = [Columns(joined[:, None], int(start)) for start in starts[:3]]
-        y, token = gated_delta(
-            *columns, given(*gates), states, mx.array(self.segments.array), new_token(),
-            num_k_heads=self.k.shape[1], max_seqlen=self.max_seqlen,
-            skip=None if self.skip is None else mx.array(self.skip),
-        )  # fmt: skip
+        segments, skip = mx.array(self.segments.array), self.skip
+        how = {"num_k_heads": self.k.shape[1], "max_seqlen": self.max_seqlen}
+        how["skip"] = None if skip is None else mx.array(skip)
+        y, token = gated_delta(*columns, given(*gates), states, segments, new_token(), **how)
         mx.eval(y, token)
         assert y.dtype == self.dtype
         return [np.array(a.astype(mx.float32)) for a in (y, states)]
 
     def expected(self):
-        y, states = recurrence_by_definition(
-            self.segments, self.states, self.q, self.k, self.v, self.gates, self.beta,
-            delta=self.form != "ssm",
-        )  # fmt: skip
+        rows = self.q, self.k, self.v, self.gates, self.beta
+        delta = self.form != "ssm"
+        y, states = recurrence_by_definition(self.segments, self.states, *rows, delta=delta)
         return (y if self.skip is None else y + self.skip[:, None] * self.v[: len(y)]), states
 
     def check(self):
@@ -144,8 +142,10 @@ def test_one_row_of_few_heads():
 
 @drawn(
     st.lists(st.tuples(st.integers(0, 20), st.booleans(), st.booleans()), min_size=1, max_size=4),
-    st.integers(1, 9), st.sampled_from(FORMS), st.integers(0, 99),
-)  # fmt: skip
+    st.integers(1, 9),
+    st.sampled_from(FORMS),
+    st.integers(0, 99),
+)
 @settings(max_examples=30)
 def test_random_segments(parts, padding, form, seed):
     lengths, fresh, moved = zip(*parts, strict=True)
@@ -173,10 +173,10 @@ def test_the_same_as_mlx_lm_s_state_space_update(dtype):
     case = Case(Segments([19]), form="ssm", dtype=dtype)
     slot = int(case.segments.final[0])
     c, b, x = (a[None] for a in case.inputs()[:3])
-    theirs, state = ssm_attn(
-        x, mx.array(case.a_log), b, c, mx.array(case.skip), mx.array(case.time).astype(dtype)[None],
-        mx.zeros(4), mx.array(case.states[slot])[None], LIMITS, step=8,
-    )  # fmt: skip
+    a_log, skip, time = mx.array(case.a_log), mx.array(case.skip), mx.array(case.time)
+    before = mx.array(case.states[slot])[None]
+    rows = x, a_log, b, c, skip, time.astype(dtype)[None]
+    theirs, state = ssm_attn(*rows, mx.zeros(4), before, LIMITS, step=8)
     y, states = case.run()
     rtol, atol = TOLERANCE[dtype]
     # mlx-lm rounds the recurrence's part before it adds skip * x.
@@ -285,11 +285,11 @@ def test_gates_of_zero_forget_everything():
     ],
 )
 def test_bad_input_is_named(change, message):
-    arrays = {"q": Columns(mx.zeros((2, 32)), 0), "k": Columns(mx.zeros((2, 32)), 0),
-              "v": Columns(mx.zeros((2, 32)), 0), "num_k_heads": 2,
-              "gates": lambda: given(mx.zeros((2, 4)), mx.zeros((2, 4))),
-              "states": mx.zeros((3, 4, 8, 16)), "segments": mx.array(Segments([2]).array),
-              "token": new_token()}  # fmt: skip
+    arrays = {"q": Columns(mx.zeros((2, 32)), 0), "k": Columns(mx.zeros((2, 32)), 0)}
+    arrays |= {"v": Columns(mx.zeros((2, 32)), 0), "num_k_heads": 2}
+    arrays |= {"gates": lambda: given(mx.zeros((2, 4)), mx.zeros((2, 4)))}
+    arrays |= {"states": mx.zeros((3, 4, 8, 16)), "segments": mx.array(Segments([2]).array)}
+    arrays |= {"token": new_token()}
     arrays |= change
     make = arrays.pop("gates")
     with pytest.raises(ValueError, match=message):

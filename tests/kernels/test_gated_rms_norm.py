@@ -95,7 +95,7 @@ def test_nearly_the_same_as_nemotron_h_s_layer(dtype):
     ("change", "message"),
     [
         ({"dim": 24}, r"x \(2, 4, 16\) and a gate of 2 rows do not fit groups of 24"),
-        ({"dim": 4}, "of which there must be 8"),
+        ({"dim": 4}, "8 or more"),
         ({"z": Columns(mx.zeros((3, 64)), 0)}, "a gate of 3 rows"),
         ({"z": Columns(mx.zeros((2, 64)), 1)}, r"z is columns 1 to 65 of .* \(2, 64\)"),
         ({"weight": mx.zeros(32)}, r"weight \(32,\) mlx.core.float32 is not \(16,\) or \(64,\)"),
@@ -103,7 +103,7 @@ def test_nearly_the_same_as_nemotron_h_s_layer(dtype):
     ],
 )
 def test_bad_input_is_named(change, message):
-    arguments = {"x": mx.zeros((2, 4, 16)), "z": Columns(mx.zeros((2, 64)), 0),
-                 "weight": mx.zeros(16), "eps": EPS, "dim": 16}  # fmt: skip
+    arguments = {"x": mx.zeros((2, 4, 16)), "z": Columns(mx.zeros((2, 64)), 0)}
+    arguments |= {"weight": mx.zeros(16), "eps": EPS, "dim": 16}
     with pytest.raises(ValueError, match=message):
         gated_rms_norm(**(arguments | change))

@@ -2,7 +2,7 @@
 
 What runs is the source that MLX generates for a Mac.  Every slot that a kernel must not read holds
 NaN.  `RowFormat` says, in MLX operations, what a store holds, quantised or not: what the kernels
-write has to be the same bits, and what they read the values that these stand for.
+write has to be the same bits, and what they read the values that these represent.
 """
 
 import numpy as np
@@ -85,8 +85,8 @@ def test_head_sizes_and_types(dims, dtype, bits):
 )
 @settings(max_examples=60)
 def test_random_sequences(seq_lens, heads, block_size, window, softcap, sinks, plan, bits, seed):
-    check(seq_lens, heads=heads, block_size=block_size, window=window, softcap=softcap,
-          sinks=sinks, plan=plan, bits=bits, seed=seed)  # fmt: skip
+    how = {"sinks": sinks, "plan": plan, "bits": bits, "seed": seed}
+    check(seq_lens, heads=heads, block_size=block_size, window=window, softcap=softcap, **how)
 
 
 def test_rows_of_padding_give_zeros():
@@ -136,9 +136,10 @@ def test_merging_parts_is_attending_to_the_whole(empty, splits, seed):
     expected = (weights[..., None] * values * keep[:, None, None]).sum((1, 2))
     expected = np.divide(expected, total[:, None], where=total[:, None] > 0, out=np.zeros((3, 16)))
     out = merge_partitions(
-        mx.array(partial[None].astype(np.float32)), mx.array(lse[None].astype(np.float32)),
+        mx.array(partial[None].astype(np.float32)),
+        mx.array(lse[None].astype(np.float32)),
         mx.float32,
-    )  # fmt: skip
+    )
     np.testing.assert_allclose(np.array(out)[0], expected, 1e-5, 1e-5)
 
 

@@ -75,10 +75,8 @@ def convolution() -> None:
     with huge(slots, 3, 4096) as (states, data):
         data[-1] = 2
         segments, plan = one_segment(slots)
-        y, _ = causal_conv(
-            Columns(ones(1, 4096), 0), ones(4096, 4), None, states, segments,
-            mx.array(plan_conv_tiles(plan)), new_token(), silu=False,
-        )  # fmt: skip
+        x, where = Columns(ones(1, 4096), 0), (segments, mx.array(plan_conv_tiles(plan)))
+        y, _ = causal_conv(x, ones(4096, 4), None, states, *where, new_token(), silu=False)
         mx.eval(y)
         np.testing.assert_array_equal(data[-1, :, 0], [2, 2, 1])
     np.testing.assert_array_equal(floats(y), 7)
@@ -89,10 +87,9 @@ def recurrence() -> None:
     with huge(slots, 8, 64, 64, dtype=mx.float32) as (states, data):
         data[-1] = 1
         k, gates = Columns(mx.zeros((1, 8 * 64)), 0), mx.ones((1, 8)) / 2
-        y, _ = gated_delta(
-            Columns(mx.ones((1, 8 * 64)), 0), k, k, given(gates, gates), states,
-            one_segment(slots)[0], new_token(), num_k_heads=8, max_seqlen=1,
-        )  # fmt: skip
+        q, segments = Columns(mx.ones((1, 8 * 64)), 0), one_segment(slots)[0]
+        rows = q, k, k, given(gates, gates)
+        y, _ = gated_delta(*rows, states, segments, new_token(), num_k_heads=8, max_seqlen=1)
         mx.eval(y)
         np.testing.assert_array_equal(data[-1], 0.5)
     np.testing.assert_array_equal(floats(y), 32)
@@ -108,9 +105,11 @@ def norm() -> None:
 
 
 CASES = {
-    "expert_gemm": expert, "causal_conv": convolution, "gated_delta": recurrence,
+    "expert_gemm": expert,
+    "causal_conv": convolution,
+    "gated_delta": recurrence,
     "gated_rms_norm": norm,
-}  # fmt: skip
+}
 # A kernel, a text of its, and the same in 32 bits.
 FAULTS = [
     ("expert_gemm", "(size_t(expert) * outputs + of)", "(expert * outputs + of)"),

@@ -28,9 +28,18 @@ class Case:
     """Segments (rows of this step, keys) packed, `padding` rows after them, blocks permuted."""
 
     def __init__(
-        self, segments, *, heads=5, latent_dim=64, rope=16, dtype=mx.float32, block_size=16,
-        bits=None, padding=3, seed=0,
-    ) -> None:  # fmt: skip
+        self,
+        segments,
+        *,
+        heads=5,
+        latent_dim=64,
+        rope=16,
+        dtype=mx.float32,
+        block_size=16,
+        bits=None,
+        padding=3,
+        seed=0,
+    ) -> None:
         rng = np.random.default_rng(seed)
         q_lens, self.seq_lens = np.array(segments, np.int32).reshape(-1, 2).T
         self.cu_seqlens_q = np.append(0, np.cumsum(q_lens)).astype(np.int32)
@@ -55,10 +64,11 @@ class Case:
         tiles = self.tiles if tiles is None else tiles
         q, q_pe = (mx.array(a).astype(self.dtype) for a in (self.q, self.q_pe))
         metadata = (self.block_tables, self.cu_seqlens_q, self.seq_lens, tiles)
+        arrays = *self.kept, mx.full(8, 41.0)
+        how = {"splits": splits, "spec": self.spec}
         out, token = latent_attention(
-            q, q_pe, *map(mx.array, metadata), *self.kept, mx.full(8, 41.0), splits=splits,
-            spec=self.spec, **self.how, **plan,
-        )  # fmt: skip
+            q, q_pe, *map(mx.array, metadata), *arrays, **how, **self.how, **plan
+        )
         assert out.dtype == self.dtype
         if splits == 1:
             assert token.tolist() == [41.0] * 8
@@ -66,10 +76,9 @@ class Case:
 
     def expected(self) -> np.ndarray:
         latents, rotary = self.values
-        return paged_attention(
-            np.concatenate([self.q, self.q_pe], -1), np.concatenate([latents, rotary], -1), latents,
-            self.block_tables, self.cu_seqlens_q, self.seq_lens, **self.how,
-        )  # fmt: skip
+        q, keys = np.concatenate([self.q, self.q_pe], -1), np.concatenate([latents, rotary], -1)
+        where = self.block_tables, self.cu_seqlens_q, self.seq_lens
+        return paged_attention(q, keys, latents, *where, **self.how)
 
 
 def check(*args, splits=1, **kwargs) -> None:

@@ -55,14 +55,14 @@ def test_rows_of_two_products(heads, nope, latent_dim, rope, dtype, bits):
     store = [mx.zeros((SLOTS, 1, row.width), row.kept_dtype) for row in (spec.k_row, spec.v_row)]
     mx.eval(store)
     joined = mx.array(kv).astype(dtype)
-    new = NewLatents(
-        Columns(mx.array(q).astype(dtype), nope), width, heads, Columns(joined, 0),
-        Columns(joined, latent_dim), RMSNorm(mx.array(weight).astype(dtype), EPS), rope,
-    )  # fmt: skip
+    norm = RMSNorm(mx.array(weight).astype(dtype), EPS)
+    latent, k_pe = Columns(joined, 0), Columns(joined, latent_dim)
+    queries = Columns(mx.array(q).astype(dtype), nope)
+    new = NewLatents(queries, width, heads, latent, k_pe, norm, rope)
+    how = {"keys": store[0], "values": store[1], "token": new_token(), "spec": spec}
     out, token = latent_write(
-        new, positions=mx.array(positions, mx.int32), slot_mapping=mx.array(slots, mx.int32),
-        keys=store[0], values=store[1], token=new_token(), spec=spec,
-    )  # fmt: skip
+        new, positions=mx.array(positions, mx.int32), slot_mapping=mx.array(slots, mx.int32), **how
+    )
     mx.eval(out, token)
     atol, rtol = TOLERANCE[dtype]
     parts = q.reshape(rows, heads, width)[..., nope:].astype(np.float64)

@@ -83,8 +83,8 @@ def test_head_sizes(dims, dtype):
 )
 @settings(max_examples=40)
 def test_random_rows(positions, heads, dims, pairs, traditional, freqs, norms, joined, seed):
-    check(positions, heads=heads, dims=dims, rotated=2 * pairs, traditional=traditional,
-          freqs=freqs, norms=norms, joined=joined, seed=seed)  # fmt: skip
+    how = {"traditional": traditional, "freqs": freqs, "norms": norms, "joined": joined}
+    check(positions, heads=heads, dims=dims, rotated=2 * pairs, seed=seed, **how)
 
 
 @pytest.mark.parametrize("heads", [(6, 2), (3, 1)], ids=str)
@@ -95,7 +95,7 @@ def test_long_prompts_take_several_heads_a_simdgroup(heads, monkeypatch):
 
 @pytest.mark.parametrize("position", [100_000, 1_000_000])
 def test_angles_of_large_positions(position):
-    """Exact angles: what is left is the error of the sines, of which there is hardly any."""
+    """Exact angles: only the error of the sines remains, which is tiny."""
     check([position - 1, position], freqs=True, norms="", dims=(64, 64), rotated=64)
 
 
@@ -104,10 +104,9 @@ def test_large_positions_give_what_mlx_gives():
     freqs = mx.array((10_000 ** (np.arange(32) / 32)).astype(np.float32))
     case = NewRowsCase([99_999, 100_000, 1_000_000], norms="", dims=(64, 64), rotated=64)
     case.rope = case.rope._replace(base=None, freqs=freqs)
-    q = mx.fast.rope(
-        mx.array(case.q)[:, :, None], 64, traditional=False, base=None, scale=1.0, freqs=freqs,
-        offset=mx.array(case.positions),
-    )[:, :, 0]  # fmt: skip
+    x, where = mx.array(case.q)[:, :, None], mx.array(case.positions)
+    how = {"traditional": False, "base": None, "scale": 1.0}
+    q = mx.fast.rope(x, 64, **how, freqs=freqs, offset=where)[:, :, 0]
     np.testing.assert_allclose(case.run()[0], np.array(q), 1e-5, 1e-5)
 
 
@@ -117,10 +116,10 @@ def test_against_mlx(dtype, traditional):
     """MLX's norm, and its rotation in float32, for on the CPU it rounds sines to the type."""
     case = NewRowsCase(FEW, dtype=dtype, traditional=traditional, rotated=24)
     q = mx.fast.rms_norm(mx.array(case.q).astype(dtype), *case.norms["q"])
+    how = {"scale": case.scale, "offset": mx.array(case.positions)}
     q = mx.fast.rope(
-        q.astype(mx.float32)[:, :, None], 24, traditional=traditional, base=case.rope.base,
-        scale=case.scale, offset=mx.array(case.positions),
-    )[:, :, 0]  # fmt: skip
+        q.astype(mx.float32)[:, :, None], 24, traditional=traditional, base=case.rope.base, **how
+    )[:, :, 0]
     atol, rtol = TOLERANCE[dtype]
     np.testing.assert_allclose(case.run()[0], np.array(q), rtol, atol)
 

@@ -27,9 +27,22 @@ class Case:
     the row has -own keys and no prefix, where it is 0 the row is padding.  Blocks are permuted."""
 
     def __init__(
-        self, own, prefix_len, *, heads=(4, 2), dim=32, v_dim=None, dtype=mx.float32, block_size=16,
-        softcap=None, sinks=False, splits=4, plan=(1, 4), seed=0, bits=None,
-    ) -> None:  # fmt: skip
+        self,
+        own,
+        prefix_len,
+        *,
+        heads=(4, 2),
+        dim=32,
+        v_dim=None,
+        dtype=mx.float32,
+        block_size=16,
+        softcap=None,
+        sinks=False,
+        splits=4,
+        plan=(1, 4),
+        seed=0,
+        bits=None,
+    ) -> None:
         rng = np.random.default_rng(seed)
         own = np.array(own, np.int32)
         self.dtype, self.splits, self.plan = dtype, splits, plan
@@ -53,19 +66,17 @@ class Case:
     def attend_to_prefix(self) -> shared_prefix.SharedPrefixResult:
         q = mx.array(self.q).astype(self.dtype)
         leader, lens = mx.array([self.leader], mx.int32), mx.array(self.prefix_lens)
-        return shared_prefix.shared_prefix(
-            q, mx.array(self.block_tables), mx.array(self.seq_lens), leader, lens, *self.store,
-            new_token(), splits=self.splits, spec=self.spec, **self.how,
-        )  # fmt: skip
+        where = mx.array(self.block_tables), mx.array(self.seq_lens), leader, lens
+        how = {"splits": self.splits, "spec": self.spec, **self.how}
+        return shared_prefix.shared_prefix(q, *where, *self.store, new_token(), **how)
 
     def run(self) -> np.ndarray:
         prefix = self.attend_to_prefix()
         q = mx.array(self.q).astype(self.dtype)
-        out, _ = paged_decode(
-            q, mx.array(self.block_tables), mx.array(self.seq_lens), *self.store, prefix.lse,
-            plan=DecodePlan(*self.plan), prefix=prefix, spec=self.spec,
-            sinks=None if self.sinks is None else mx.array(self.sinks), **self.how,
-        )  # fmt: skip
+        where = mx.array(self.block_tables), mx.array(self.seq_lens)
+        sinks = None if self.sinks is None else mx.array(self.sinks)
+        how = {"plan": DecodePlan(*self.plan), "prefix": prefix, "spec": self.spec, **self.how}
+        out, _ = paged_decode(q, *where, *self.store, prefix.lse, sinks=sinks, **how)
         assert out.dtype == self.dtype
         return np.array(out.astype(mx.float32))
 
@@ -74,10 +85,10 @@ class Case:
         tables = self.block_tables if tables is None else tables
         real = seq_lens > 0
         out = np.zeros((*self.q.shape[:2], self.values.shape[2]))
+        arrays = np.arange(real.sum() + 1), seq_lens[real]
         out[real] = paged_attention(
-            self.q[real], self.keys, self.values, tables[real], np.arange(real.sum() + 1),
-            seq_lens[real], sinks=sinks, **self.how,
-        )  # fmt: skip
+            self.q[real], self.keys, self.values, tables[real], *arrays, sinks=sinks, **self.how
+        )
         return out
 
 
@@ -162,12 +173,10 @@ def test_what_the_kernels_cannot_do_is_refused():
     case = Case([2, 2], 16)
     case.how["window"] = 9
     prefix = shared_prefix.SharedPrefixResult(*map(mx.zeros, ((2, 4, 1, 32), (2, 4, 1), (2,))))
+    arrays = mx.array(case.seq_lens), mx.array(case.keys), mx.array(case.values), new_token()
+    how = {"plan": DecodePlan(1, 4), "prefix": prefix}
     with pytest.raises(ValueError, match="without a window"):
-        paged_decode(
-            mx.zeros((2, 4, 32)), mx.array(case.block_tables), mx.array(case.seq_lens),
-            mx.array(case.keys), mx.array(case.values), new_token(),
-            plan=DecodePlan(1, 4), prefix=prefix, **case.how,
-        )  # fmt: skip
+        paged_decode(mx.zeros((2, 4, 32)), mx.array(case.block_tables), *arrays, **how, **case.how)
 
 
 @given(

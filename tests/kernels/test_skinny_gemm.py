@@ -106,7 +106,7 @@ def test_random_shapes(rows, outputs, chunks, dtype, seed):
 
 
 def with_all(rows: int, outputs: int, depth: int, dtype: mx.Dtype, seed: int = 0) -> dict:
-    """gain, bias of a gated product, and a residual of so many columns."""
+    """gain, bias of a gated product, and a residual of this number of columns."""
     rng = np.random.default_rng(seed + 1000)
     gain, residual = rng.standard_normal(depth), rng.standard_normal((rows, outputs))
     bias = rng.standard_normal(2 * outputs)
@@ -147,8 +147,8 @@ def test_every_quantisation(how, dtype):
     depth = 896 if how.group_size == 128 else 960
     x, weight = draw(11, 42, depth, dtype)
     check(x, quantised(weight, how))
-    check(x, quantised(weight / 32, how), GemmPlan(2, 2, 4, 32), **with_all(11, 21, depth, dtype),
-          gate="silu")  # fmt: skip
+    arrays = quantised(weight / 32, how), GemmPlan(2, 2, 4, 32)
+    check(x, *arrays, gate="silu", **with_all(11, 21, depth, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -310,7 +310,7 @@ def test_rows_of_a_larger_array():
 
 
 def test_a_row_in_lanes_does_not_depend_on_the_others():
-    """The same bits alone and beside others, of which one is NaN."""
+    """The same bits alone and beside others; one of these is NaN."""
     x, weight = draw(4, 21, 960, mx.float16)
     weight = quantised(weight, Quantisation(8, 64))
     alone = [floats(skinny_gemm(x[i : i + 1], weight))[0] for i in range(4)]

@@ -29,26 +29,37 @@ class Case:
     """Segments (rows of this step, keys) packed, `padding` rows after them, blocks permuted."""
 
     def __init__(
-        self, segments, *, heads=(4, 2), dim=32, v_dim=None, dtype=mx.float32, block_size=16,
-        window=None, softcap=None, sinks=False, padding=3, seed=0, bits=None,
-    ) -> None:  # fmt: skip
+        self,
+        segments,
+        *,
+        heads=(4, 2),
+        dim=32,
+        v_dim=None,
+        dtype=mx.float32,
+        block_size=16,
+        window=None,
+        softcap=None,
+        sinks=False,
+        padding=3,
+        seed=0,
+        bits=None,
+    ) -> None:
         rng = np.random.default_rng(seed)
         q_lens, self.seq_lens = np.array(segments, np.int32).reshape(-1, 2).T
         self.cu_seqlens_q = np.append(0, np.cumsum(q_lens)).astype(np.int32)
         self.dtype, self.heads, self.padding = dtype, heads, padding
         self.spec = LayerSpec(heads[1], dim, v_dim or dim, dtype, bits=bits)
-        self.how = {"block_size": block_size, "scale": dim**-0.5, "window": window,
-                    "softcap": softcap}  # fmt: skip
+        self.how = {"block_size": block_size, "scale": dim**-0.5}
+        self.how |= {"window": window, "softcap": softcap}
 
         rows = q_lens.sum()
         self.q = draw(rng, rows + padding, heads[0], dim, dtype=dtype)
         self.q[rows:] = np.nan
         self.sinks = 2 * draw(rng, heads[0], dtype=dtype) if sinks else None
         self.block_tables, slots = permuted_blocks(rng, self.seq_lens, block_size)
-        self.store, self.values = poisoned_store(
-            rng, self.spec, self.block_tables, self.seq_lens, slots, block_size,
-            self.seq_lens - q_lens - window + 1 if window else 0,
-        )  # fmt: skip
+        where = self.block_tables, self.seq_lens, slots, block_size
+        seen = self.seq_lens - q_lens - window + 1 if window else 0
+        self.store, self.values = poisoned_store(rng, self.spec, *where, seen)
 
     def run(self) -> np.ndarray:
         def array(a: np.ndarray) -> mx.array:
@@ -56,18 +67,17 @@ class Case:
 
         tiles = prefill.plan_tiles(self.cu_seqlens_q, len(self.q), self.heads[0] // self.heads[1])
         metadata = (self.block_tables, self.cu_seqlens_q, self.seq_lens, tiles)
-        out, token = prefill.varlen_prefill(
-            array(self.q), *map(mx.array, metadata), *self.store, mx.full(8, 41.0),
-            sinks=None if self.sinks is None else mx.array(self.sinks), spec=self.spec, **self.how,
-        )  # fmt: skip
+        arrays = array(self.q), *map(mx.array, metadata), *self.store, mx.full(8, 41.0)
+        sinks = None if self.sinks is None else mx.array(self.sinks)
+        out, token = prefill.varlen_prefill(*arrays, sinks=sinks, spec=self.spec, **self.how)
         assert (out.dtype, token.tolist()) == (self.dtype, [41.0] * 8)
         return np.array(out.astype(mx.float32))
 
     def expected(self) -> np.ndarray:
+        arrays = self.cu_seqlens_q, self.seq_lens
         return paged_attention(
-            self.q, *self.values, self.block_tables, self.cu_seqlens_q, self.seq_lens,
-            sinks=self.sinks, **self.how,
-        )  # fmt: skip
+            self.q, *self.values, self.block_tables, *arrays, sinks=self.sinks, **self.how
+        )
 
 
 def check(*args, **kwargs) -> None:

@@ -104,8 +104,8 @@ def test_a_rebuilt_cache_goes_on_like_the_one_it_stands_for(template, start):
     k, v = (mx.array(rng.standard_normal((1, 2, start + 6, 4)), mx.float32) for _ in range(2))
     if start >= 9:  # the oldest token of a full window is kept, and never seen
         k[:, :, start - 9], v[:, :, start - 9] = k[:, :, start - 8], v[:, :, start - 8]
-    native = type(template)(*[a for a in (getattr(template, "max_size", None),
-                                          getattr(template, "chunk_size", None)) if a])  # fmt: skip
+    sizes = (getattr(template, name, None) for name in ("max_size", "chunk_size"))
+    native = type(template)(*[size for size in sizes if size])
     native.update_and_fetch(k[:, :, :start], v[:, :, :start])
     if isinstance(native, ChunkedKVCache):
         native.maybe_trim_front()
@@ -131,8 +131,9 @@ def test_a_rebuilt_cache_goes_on_like_the_one_it_stands_for(template, start):
             assert (masks[0] is None) == (masks[1] is None)
             assert masks[0] is None or mx.array_equal(*masks)
         rebuilt.written = None
-        got, expected = (c.update_and_fetch(k[:, :, rows], v[:, :, rows])
-                         for c in (rebuilt, native))  # fmt: skip
+        got, expected = (
+            c.update_and_fetch(k[:, :, rows], v[:, :, rows]) for c in (rebuilt, native)
+        )
         for a, b in zip(got, expected, strict=True):
             # A ring may be turned: attention does not mind.
             a, b = (np.array(x)[:, :, np.lexsort(np.array(x[0, 0]).T)] for x in (a, b))

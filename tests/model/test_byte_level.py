@@ -57,13 +57,16 @@ def test_an_emoji_that_is_a_token_of_its_own_stays(tmp_path):
 
 
 def test_a_vocabulary_of_letters_keeps_the_letter(tmp_path):
-    """The letter that stands for a space elsewhere is one of Maltese."""
+    """The letter that represents a space elsewhere is one of Maltese."""
     path = folder_with(tmp_path, decoders.Sequence(SPM))
     file = tmp_path / "tokenizer.json"
     content = json.loads(file.read_text())
     content["model"] = {
-        "type": "BPE", "vocab": {"\u0120": 0, "\u2581": 1, "a": 2}, "merges": [], "unk_token": "a",
-    }  # fmt: skip
+        "type": "BPE",
+        "vocab": {"\u0120": 0, "\u2581": 1, "a": 2},
+        "merges": [],
+        "unk_token": "a",
+    }
     content["pre_tokenizer"], content["added_tokens"] = None, []
     content["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     file.write_text(json.dumps(content))

@@ -162,7 +162,7 @@ def test_prompts_without_rows_as_decodes(prefill, monkeypatch):
 
 @needs_compiler
 def test_preempted_requests_and_cached_prefixes():
-    """Blocks for two of four requests; then the same prompts, of which whole blocks are known."""
+    """Blocks for two of four requests; then the same prompts, whose whole blocks are known."""
     prompts = tiny.prompts(4, 30, 40)
     expected = tiny.all_alone("deepseek_v3", prompts, 20)
     with kernels("deepseek_v3", "varlen", num_blocks=13, block_size=8, max_model_len=64) as engine:

@@ -71,12 +71,14 @@ def check(path, native) -> None:
 
 
 FORMS = [
-    *({"group_size": size, "bits": bits, "mode": "affine"}
-      for size, bits in product((32, 64, 128), (2, 3, 4, 5, 6, 8))),
+    *(
+        {"group_size": size, "bits": bits, "mode": "affine"}
+        for size, bits in product((32, 64, 128), (2, 3, 4, 5, 6, 8))
+    ),
     {"group_size": 32, "bits": 4, "mode": "mxfp4"},
     {"group_size": 32, "bits": 8, "mode": "mxfp8"},
     {"group_size": 16, "bits": 4, "mode": "nvfp4"},
-]  # fmt: skip
+]
 EXPERTS = mx.array([[1], [0], [2], [1], [2]])
 USES = {
     "linear": (lambda: nn.Linear(128, 64, bias=False), lambda layer, x: layer(x)),

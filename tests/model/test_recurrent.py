@@ -148,10 +148,8 @@ def test_projections_around_a_recurrence_run_once_a_step(name, monkeypatch):
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_chunks_preemptions_and_neighbours_change_no_token(name, caching):
     prompts = tiny.prompts(6, 10, 30, seed=5)
-    engine = tiny.engine(
-        name, num_blocks=10, max_num_seqs=4, max_num_batched_tokens=24,
-        enable_prefix_caching=caching,
-    )  # fmt: skip
+    how = {"max_num_batched_tokens": 24, "enable_prefix_caching": caching}
+    engine = tiny.engine(name, num_blocks=10, max_num_seqs=4, **how)
     assert tiny.answers(engine, prompts, 24) == tiny.all_alone(name, prompts, 24)
     metrics = engine.metrics()
     assert metrics["preemptions"] > 0

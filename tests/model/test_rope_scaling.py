@@ -36,8 +36,10 @@ _YARN = {
     "beta_fast": 32, "beta_slow": 1,
 }  # fmt: skip
 _LONG = {
-    "long_factor": [1.5] * 8, "short_factor": [1.0] * 8, "original_max_position_embeddings": 16,
-}  # fmt: skip
+    "long_factor": [1.5] * 8,
+    "short_factor": [1.0] * 8,
+    "original_max_position_embeddings": 16,
+}
 
 # By `initialize_rope`, and what models have in its place.
 KINDS = {
@@ -86,8 +88,9 @@ def config(name: str, **changes) -> dict:
     if module == "phi3":
         rotated = len(MODELS[name].get("long_factor", ())) or 8
         scaling |= {
-            "partial_rotary_factor": rotated / 8, "original_max_position_embeddings": 16,
-        }  # fmt: skip
+            "partial_rotary_factor": rotated / 8,
+            "original_max_position_embeddings": 16,
+        }
     return {**config_of(module), **scaling, **changes}
 
 

@@ -52,9 +52,8 @@ def answers(ranks, models):
             engine = LLMEngine(model, EngineConfig(**config | options))
             for i, prompt in enumerate(PROMPTS):
                 temperature = 0.0 if i % 2 else 0.9
-                engine.add_request(str(i), prompt, SamplingParams(
-                    temperature=temperature, seed=i, max_tokens=NUM_TOKENS, ignore_eos=True
-                ))  # fmt: skip
+                how = {"temperature": temperature, "seed": i, "max_tokens": NUM_TOKENS}
+                engine.add_request(str(i), prompt, SamplingParams(ignore_eos=True, **how))
             done = tiny.run(engine)
             tokens[way] = [done[str(i)].outputs[0].token_ids for i in range(len(PROMPTS))]
         heads = [spec.num_kv_heads for spec in model.kv_specs]
@@ -100,7 +99,7 @@ def test_a_rank_that_measures_and_rounds_otherwise_follows_rank_0():
 
 
 class Ranks(RankGroup):
-    """Rank 0 of several, of which there is nobody else."""
+    """Rank 0 of several; the others do not exist."""
 
     def __init__(self, size):
         super().__init__()

@@ -63,7 +63,7 @@ def test_stages_give_the_whole_models_logits(size, names):
 
 
 class Stage(RankGroup):
-    """A stage of several, of which nothing is sent or received; the others report `others`."""
+    """A stage of several that sends and receives nothing; the others report `others`."""
 
     def __init__(self, size, others=()):
         super().__init__(stages=True)

@@ -119,7 +119,7 @@ def test_of_two_modules_that_set_a_state_the_second_counts():
 
 
 def test_states_that_not_all_parts_before_have_set_are_unknown():
-    """Of a new request nothing is known until its module runs; of another, its state goes on."""
+    """Of a new request nothing is known until its module runs; of another, its state continues."""
     spans = [Span(0, 6, Slots(EMPTY_SLOT, 1, ((4, 2),))), Span(8, 6, Slots(0, 0, ((12, 3),)))]
     states = BatchStates(state_store_of(np.ones((4, 2), np.float32)))
     first, old, both = sorted(sequence_batches(pack(spans)), key=lambda seqs: len(seqs.segments))

@@ -184,7 +184,7 @@ def arriving(engine, num_decodes, prompts, params=GREEDY):
 
 
 def pass_by(engine, *prompts):
-    """Prompts that end with their first token, while what runs goes on."""
+    """Prompts that end with their first token, while the running requests continue."""
     for i, prompt in enumerate(prompts):
         engine.add_request(f"passing {i}", prompt, SamplingParams(temperature=0, max_tokens=1))
     while any(name.startswith("passing") for name in engine._requests):
@@ -276,10 +276,8 @@ def test_a_long_prompt_beside_four_decodes_is_a_handful_of_variants(prefill, mon
     """One a number of keys, from 128 to 512, one more where the decodes' tables grow, and the step
     of decodes that follows, one ahead."""
     change_device(monkeypatch, min_keys=128)
-    engine = make_engine(
-        prefill=prefill, max_num_batched_tokens=20, num_blocks=200, max_model_len=512,
-        enable_prefix_caching=False,
-    )  # fmt: skip
+    how = {"max_model_len": 512, "enable_prefix_caching": False}
+    engine = make_engine(prefill=prefill, max_num_batched_tokens=20, num_blocks=200, **how)
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     tiny.submit(engine, PROMPTS[:4], params)
     while engine.metrics()["decode_tokens"] < 8:

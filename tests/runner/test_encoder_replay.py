@@ -43,20 +43,21 @@ PROMPTS = tiny.prompts(4, 20, 40, seed=3)
 
 
 def make_engine(
-    name: str = "qwen3", prefill: str = "varlen", fused: bool = True, rows_as_decodes: int = 0,
+    name: str = "qwen3",
+    prefill: str = "varlen",
+    fused: bool = True,
+    rows_as_decodes: int = 0,
     **options: Any,
-) -> LLMEngine:  # fmt: skip
+) -> LLMEngine:
     config = config_of(name)
     model = loader.from_model(tiny.build(config), None, config, name)
-    defaults = {
-        "block_size": 8, "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 128,
-        "max_model_len": 128,
-    }  # fmt: skip
+    defaults = {"block_size": 8, "num_blocks": 64, "max_num_seqs": 8}
+    defaults |= {"max_num_batched_tokens": 128, "max_model_len": 128}
     options = {**defaults, **options}
+    how = {"fused": fused, "rows_as_decodes": rows_as_decodes}
     return kernel_engine(
-        model, lambda m: LLMEngine(m, EngineConfig(**options)), prefill=prefill, fused=fused,
-        rows_as_decodes=rows_as_decodes,
-    )  # fmt: skip
+        model, lambda m: LLMEngine(m, EngineConfig(**options)), prefill=prefill, **how
+    )
 
 
 def arrivals(engine: LLMEngine) -> None:

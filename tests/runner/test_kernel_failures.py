@@ -64,10 +64,8 @@ def host(tmp_path_factory):
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         # Decodes are split, and a prefix is shared, at the lengths of these prompts; "gather" means
         # all prompts.
-        change_device(
-            patch, min_split_context=8, min_split_keys=8, min_saved_tokens=8, rows_as_decodes=0,
-            min_keys=16, small_scores=0,
-        )  # fmt: skip
+        how = {"rows_as_decodes": 0, "min_keys": 16, "small_scores": 0}
+        change_device(patch, min_split_context=8, min_split_keys=8, min_saved_tokens=8, **how)
         yield
 
 

@@ -131,7 +131,7 @@ def windowed(**changes):
 
 
 def fitting(monkeypatch, num_bytes: int, **options):
-    """The groups that fit into so many bytes beside weights and a step."""
+    """The groups that fit into this memory beside weights and a step."""
     model = windowed()
     monkeypatch.setattr(sizing, "step_peak_bytes", lambda *_: 0)
     monkeypatch.setattr(backend, "memory_limit", lambda: model.weight_bytes + num_bytes)

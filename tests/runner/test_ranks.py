@@ -43,9 +43,8 @@ def tokens_of(engine: LLMEngine) -> list[list[int]]:
     """Of greedy and of seeded requests."""
     for i, prompt in enumerate(PROMPTS):
         temperature = 0.0 if i % 2 else 0.9
-        engine.add_request(str(i), prompt, SamplingParams(
-            temperature=temperature, seed=i, max_tokens=20, ignore_eos=True, logprobs=1
-        ))  # fmt: skip
+        how = {"temperature": temperature, "seed": i, "max_tokens": 20, "ignore_eos": True}
+        engine.add_request(str(i), prompt, SamplingParams(logprobs=1, **how))
     done = tiny.run(engine)
     return [list(done[str(i)].outputs[0].token_ids) for i in range(len(PROMPTS))]
 
@@ -88,10 +87,13 @@ def through_kernels(ranks, names):
             tokens = [tokens_of(engine) for _ in range(2)]
             metrics = engine.metrics()
             found[name] = {
-                "tokens": tokens, "launched": sorted(launched),
-                "failed": engine.runner.path.failed_kernels, "ahead": engine.pipeline.num_ahead,
-                "preemptions": metrics["preemptions"], "hits": metrics["prefix_cache_hit_tokens"],
-            }  # fmt: skip
+                "tokens": tokens,
+                "launched": sorted(launched),
+                "failed": engine.runner.path.failed_kernels,
+                "ahead": engine.pipeline.num_ahead,
+                "preemptions": metrics["preemptions"],
+                "hits": metrics["prefix_cache_hit_tokens"],
+            }
     return found
 
 

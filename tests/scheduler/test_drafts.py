@@ -38,10 +38,10 @@ def play(workload: Workload, seed: int) -> None:
             if a.step == now:
                 prompt = STEMS[a.stem][: a.shared] + [200 + number // 2] * a.own
                 try:
+                    how = {"atomic": a.atomic, "max_chunk": a.max_chunk}
                     engine.add(
-                        prompt, a.max_tokens, request_id=str(number), priority=a.priority,
-                        atomic=a.atomic, max_chunk=a.max_chunk,
-                    )  # fmt: skip
+                        prompt, a.max_tokens, request_id=str(number), priority=a.priority, **how
+                    )
                 except RequestError:
                     aborted.add(str(number))
             if a.abort_at == now and (request := engine.unfinished.get(str(number))):

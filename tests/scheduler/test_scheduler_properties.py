@@ -44,7 +44,7 @@ class Play:
     num_again: int = 0  # of these, the ones that were computed before
     decoding: set[str] = field(default_factory=set)  # sampled something since they were admitted
     steps: list[SchedulerOutput] = field(default_factory=list)
-    # Before the step: decodes, partial prefills, and those of them that had blocks to go on.
+    # Before the step: decodes, partial prefills, and those of them that had blocks to continue.
     decodes: list[Request] = field(default_factory=list)
     partials: list[Request] = field(default_factory=list)
     movable: list[Request] = field(default_factory=list)
@@ -93,10 +93,9 @@ def _add(play: Play, number: int, a: Arrival) -> None:
         STEMS[a.stem][: a.shared] + [200 + number // 2] * a.own
     )  # two by two, some are alike to the end
     try:
-        play.engine.add(
-            prompt, a.max_tokens, request_id=str(number), arrival=number // 2, priority=a.priority,
-            atomic=a.atomic, skip_prefix_cache_read=a.skip_read, max_chunk=a.max_chunk,
-        )  # fmt: skip
+        how = {"priority": a.priority, "atomic": a.atomic, "skip_prefix_cache_read": a.skip_read}
+        how |= {"max_chunk": a.max_chunk}
+        play.engine.add(prompt, a.max_tokens, request_id=str(number), arrival=number // 2, **how)
     except RequestError:
         assert a.atomic, "the store was made for the largest request"
         assert a.num_stored > play.workload.budget
@@ -274,7 +273,7 @@ def check_who_is_preempted_ranks_below_all_who_stay(play: Play, out: SchedulerOu
 
 
 def check_nobody_is_preempted_without_need(play: Play, out: SchedulerOutput) -> None:
-    """Only for want of blocks, and for a partial prefill only if nobody can go on."""
+    """Only for want of blocks, and for a partial prefill only if nobody can continue."""
     if out.preempted:
         taken = [0] * len(play.num_available)
         for segment in out.segments:

@@ -87,19 +87,17 @@ class Device:
     def __post_init__(self) -> None:
         config, groups = make_config(self.workload)
         num_slots = self.workload.max_num_seqs + self.slots.extra
-        self.scheduler = Scheduler(
-            config, groups, MAX_MODEL_LEN,
-            num_state_slots=num_slots, shares_in_step=self.slots.shares_in_step,
-        )  # fmt: skip
+        how = {"num_state_slots": num_slots, "shares_in_step": self.slots.shares_in_step}
+        self.scheduler = Scheduler(config, groups, MAX_MODEL_LEN, **how)
         self.states = [UNWRITTEN] * num_slots
 
     def add(self, number: int, a: Arrival) -> None:
         prompt = STEMS[a.stem][: a.shared] + [200 + number // 2] * a.own
+        how = {"atomic": a.atomic, "skip_prefix_cache_read": a.skip_read, "max_chunk": a.max_chunk}
+        how |= {"checkpoint_positions": tuple(p for p in self.slots.named if p <= len(prompt))}
         request = Request(
-            str(number), prompt, a.max_tokens, priority=a.priority, arrival=number // 2,
-            atomic=a.atomic, skip_prefix_cache_read=a.skip_read, max_chunk=a.max_chunk,
-            checkpoint_positions=tuple(p for p in self.slots.named if p <= len(prompt)),
-        )  # fmt: skip
+            str(number), prompt, a.max_tokens, priority=a.priority, arrival=number // 2, **how
+        )
         try:
             self.scheduler.add(request)
         except RequestError:

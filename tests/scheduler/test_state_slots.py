@@ -128,7 +128,7 @@ def test_a_prompt_that_leaves_a_known_one_keeps_the_state_of_the_junction():
     assert hit(scheduler, [*shared, 90, 91]) == 16
 
 
-@pytest.mark.parametrize("end", ["goes on", "is aborted", "fails"])
+@pytest.mark.parametrize("end", ["continues", "is aborted", "fails"])
 def test_the_second_of_two_prompts_behind_one_prefix_waits_for_the_first(end, monkeypatch):
     monkeypatch.setattr(following, "WORTH_WAITING", 8)
     scheduler = make(8)
@@ -211,10 +211,8 @@ class Conversation:
         base = 2000 + 1000 * self.number + 20 * self.num_turns
         self.tokens += range(base, base + 9)
         named = (len(SYSTEM), len(self.tokens))
-        request = add(
-            self.scheduler, f"{self.number}.{self.num_turns}", [*self.tokens, 1], max_tokens=6,
-            checkpoint_positions=named,
-        )  # fmt: skip
+        how = {"max_tokens": 6, "checkpoint_positions": named}
+        request = add(self.scheduler, f"{self.number}.{self.num_turns}", [*self.tokens, 1], **how)
         while self.scheduler.has_unfinished():
             out = step(self.scheduler)
             for ended in [r for r in out.terminal if r.num_tokens == r.max_length]:
@@ -224,7 +222,7 @@ class Conversation:
 
 
 def tight(slots: int) -> Scheduler:
-    """One seat, and so many checkpoints that the test fails without the rule that it is about."""
+    """One seat, and enough checkpoints that the test fails without the rule that it is about."""
     return make(1 + slots, seats=1)
 
 

@@ -28,8 +28,9 @@ def messages(*given, system=None):
 
 def test_texts_are_joined():
     assert messages(user([block("a"), block("b")]), system=[block("S"), block("T")]) == [
-        {"role": "system", "content": "S\nT"}, user("a\nb")
-    ]  # fmt: skip
+        {"role": "system", "content": "S\nT"},
+        user("a\nb"),
+    ]
     assert messages(user("a"), system="S") == [{"role": "system", "content": "S"}, user("a")]
     assert messages(user([])) == [user("")]
 
@@ -53,34 +54,32 @@ def test_a_system_message_stays_where_it_is():
 
 
 def test_calls_and_results():
-    said = {"role": "assistant", "content": [
-        {"type": "thinking", "thinking": "hm", "signature": "x"},
-        {"type": "redacted_thinking", "data": "x"},
-        block("I look."), use("t1", "Read", path="a"), use("t2", "Bash", cmd="ls"),
-    ]}  # fmt: skip
+    thoughts = {"type": "thinking", "thinking": "hm", "signature": "x"}
+    hidden = {"type": "redacted_thinking", "data": "x"}
+    calls = use("t1", "Read", path="a"), use("t2", "Bash", cmd="ls")
+    said = {"role": "assistant", "content": [thoughts, hidden, block("I look."), *calls]}
     results = user([result("t1", [block("A"), block("B")]), result("t2", "done"), block("go on")])
+    read, run = (
+        {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for call, name, arguments in (("t1", "Read", {"path": "a"}), ("t2", "Bash", {"cmd": "ls"}))
+    )
+    answer = {"role": "assistant", "content": "I look.", "reasoning_content": "hm"}
     assert messages(user("hi"), said, results) == [
         user("hi"),
-        {
-            "role": "assistant", "content": "I look.", "reasoning_content": "hm",
-            "tool_calls": [
-                {"id": "t1", "type": "function",
-                 "function": {"name": "Read", "arguments": {"path": "a"}}},
-                {"id": "t2", "type": "function",
-                 "function": {"name": "Bash", "arguments": {"cmd": "ls"}}},
-            ],
-        },
+        {**answer, "tool_calls": [read, run]},
         {"role": "tool", "tool_call_id": "t1", "name": "Read", "content": "A\nB"},
         {"role": "tool", "tool_call_id": "t2", "name": "Bash", "content": "done"},
         user("go on"),
-    ]  # fmt: skip
+    ]
 
 
 def test_results_alone_are_no_message_of_the_user():
     said = {"role": "assistant", "content": [use("t1", "Read")]}
     assert [m["role"] for m in messages(user("a"), said, user([result("t1", None)]))] == [
-        "user", "assistant", "tool"
-    ]  # fmt: skip
+        "user",
+        "assistant",
+        "tool",
+    ]
 
 
 def test_only_text_of_the_assistant_is_gone_on_with():

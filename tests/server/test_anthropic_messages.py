@@ -69,10 +69,9 @@ def test_events_come_in_order_and_make_the_whole(client):
     whole = create(client, user(ASK))
     events = list(create(client, user(ASK), stream=True))  # the client leaves out pings
     deltas = [event for event in events if event.type == "content_block_delta"]
-    assert [event.type for event in events] == [
-        "message_start", "content_block_start", *["content_block_delta"] * len(deltas),
-        "content_block_stop", "message_delta", "message_stop",
-    ]  # fmt: skip
+    expected = ["message_start", "content_block_start", *["content_block_delta"] * len(deltas)]
+    expected += ["content_block_stop", "message_delta", "message_stop"]
+    assert [event.type for event in events] == expected
     assert len(deltas) > 1
     assert "".join(event.delta.text for event in deltas) == text(whole)
     start, end = events[0].message, events[-2]
@@ -138,9 +137,7 @@ def test_stop_sequences(client, stream):
 
 def test_an_answer_goes_on_where_the_assistant_began(client, running):
     messages = [user(ASK), {"role": "assistant", "content": "The lantern"}]
-    expected = chat(
-        running, *messages, continue_final_message=True, add_generation_prompt=False
-    )  # fmt: skip
+    expected = chat(running, *messages, continue_final_message=True, add_generation_prompt=False)
     assert text(create(client, *messages)) == expected["message"]["content"]
 
 
@@ -172,9 +169,10 @@ CLAUDE_CODE = {
     "stream": True,
 }
 HEADERS = {
-    "x-api-key": "x", "anthropic-version": "2023-06-01",
+    "x-api-key": "x",
+    "anthropic-version": "2023-06-01",
     "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14,effort-2025-11-24",
-}  # fmt: skip
+}
 
 
 def test_the_first_request_of_claude_code(running):

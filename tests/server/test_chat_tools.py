@@ -64,7 +64,7 @@ def test_every_token_has_its_scores(client, script, size):
 
 
 def test_where_thoughts_have_begun(client, script):
-    """A question that names the marker begins none; an answer that goes on may be in the middle."""
+    """A question that names the marker begins none; a continued answer may be in the middle."""
     script.says("I look.</think>Fine.")
     asked = {"model": "demo", "messages": [{"role": "user", "content": "What does <think> do?"}]}
     message = client.chat.completions.create(**asked).choices[0].message

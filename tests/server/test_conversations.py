@@ -76,10 +76,8 @@ def test_other_models_get_none(tokenizer):
 
 
 def test_an_answer_to_be_gone_on_with(tokenizer):
-    prompt = render(
-        tokenizer, SYSTEM, user("hi"), assistant("Well"),
-        template={"continue_final_message": True}, add_generation_prompt=False,
-    )  # fmt: skip
+    how = {"template": {"continue_final_message": True}, "add_generation_prompt": False}
+    prompt = render(tokenizer, SYSTEM, user("hi"), assistant("Well"), **how)
     assert len(shown(tokenizer, prompt)) == 1  # no user is before the system prompt
 
 
@@ -92,8 +90,9 @@ def test_a_template_that_thinks(tokenizer):
         "{% if m.role == 'assistant' and loop.last %}<think>{% endif %}{{ m.content }}<|end|>"
         "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
     )
-    system, question, end = shown(tokenizer, render(tokenizer, SYSTEM, user("a"), assistant("b"),
-                                                    user("c d")))  # fmt: skip
+    system, question, end = shown(
+        tokenizer, render(tokenizer, SYSTEM, user("a"), assistant("b"), user("c d"))
+    )
     assert system.endswith("<|end|>")
     assert question.endswith("<|assistant|>b<|end|>")
     assert end.endswith("<|user|>c d")

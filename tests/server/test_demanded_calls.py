@@ -61,8 +61,8 @@ def is_right(arguments):
 
 @pytest.mark.usefixtures("chat_format")
 def test_a_named_tool_is_called_by_its_schema(client):
-    ask = {**ASK, "tools": [RUN, WAIT], "tool_choice": NAMED, "parallel_tool_calls": False,
-           "seed": 1, "max_tokens": 400, "extra_body": {"thinking_token_budget": 4}}  # fmt: skip
+    ask = {**ASK, "tools": [RUN, WAIT], "tool_choice": NAMED, "parallel_tool_calls": False}
+    ask |= {"seed": 1, "max_tokens": 400, "extra_body": {"thinking_token_budget": 4}}
     [choice] = client.chat.completions.create(**ask).choices
     [call] = choice.message.tool_calls
     assert call.function.name == "run"

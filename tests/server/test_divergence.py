@@ -51,9 +51,10 @@ def test_the_message_is_named():
 def test_requests_report_it():
     def ask(*messages: tuple[str, str]) -> dict:
         body = {
-            "messages": [{"role": r, "content": c} for r, c in messages], "max_tokens": 4,
+            "messages": [{"role": r, "content": c} for r, c in messages],
+            "max_tokens": 4,
             "temperature": 0,
-        }  # fmt: skip
+        }
         reply = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60)
         return reply.json()
 

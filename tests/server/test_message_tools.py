@@ -15,9 +15,11 @@ def tool(name, **properties):
 
 TOOLS = [tool("Bash", command={"type": "string"}), tool("Wait", seconds={"type": "integer"})]
 ASK = {
-    "model": "demo", "max_tokens": 1000, "messages": [{"role": "user", "content": "Go on."}],
+    "model": "demo",
+    "max_tokens": 1000,
+    "messages": [{"role": "user", "content": "Go on."}],
     "tools": TOOLS,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

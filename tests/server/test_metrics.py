@@ -186,11 +186,10 @@ class _Engine:
     facts = SimpleNamespace(name="b")
 
     def __init__(self, hits, owned=0):
-        self.metrics = {
-            "prefix_cache_hit_tokens": hits, "prefix_cache_queried_tokens": 2 * hits,
-            "preemptions": 0, "requests_running": 1, "requests_waiting": 0,
-            "blocks_owned": owned, "blocks_total": 4, "draft_tokens": 0, "accepted_tokens": 0,
-        }  # fmt: skip
+        self.metrics = {"prefix_cache_hit_tokens": hits, "prefix_cache_queried_tokens": 2 * hits}
+        self.metrics |= {"preemptions": 0, "requests_running": 1, "requests_waiting": 0}
+        self.metrics |= {"blocks_owned": owned, "blocks_total": 4}
+        self.metrics |= {"draft_tokens": 0, "accepted_tokens": 0}
 
 
 def test_counters_go_on_when_an_engine_is_loaded_again():

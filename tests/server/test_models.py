@@ -200,8 +200,9 @@ async def test_a_model_that_fails_once_it_has_room_rarely_takes_it_again():
             await once(models, "b")
         assert 1 <= int(failure.value.headers["Retry-After"]) <= 600
         assert (models.models["b"].state, models.models["b"].error) == (
-            "failed", "the trial failed",
-        )  # fmt: skip
+            "failed",
+            "the trial failed",
+        )
         world.now += 5
     # Minutes of the failures: 0, 1, 3, 7, 15, 25, 35, 45 and 55.
     assert world.started == ["a"] * 10
@@ -306,8 +307,9 @@ async def test_a_failure_is_told_and_tried_again_later():
     assert failure.value.status == 503
     assert failure.value.headers["Retry-After"] == "5"
     assert (models.models["b"].state, models.models["b"].error) == (
-        "failed", "the weights are broken",
-    )  # fmt: skip
+        "failed",
+        "the weights are broken",
+    )
     world.failing.clear()
     with pytest.raises(ApiError, match="broken"):
         await once(models, "b")
@@ -384,7 +386,7 @@ async def test_a_budget_beyond_the_device_is_refused():
 @pytest.mark.parametrize("seed", range(12))
 @in_loop
 async def test_at_random_nobody_waits_for_ever_and_memory_suffices(seed):
-    """Requests of all models, some of which leave early, engines that end, loads that fail."""
+    """Requests of all models (some leave early), engines that end, loads that fail."""
     rng = random.Random(seed)
     names = "abcdef"
     world = World(memory=16)

@@ -103,8 +103,10 @@ def check(running, path, body, what):
 
 def test_definitions(running):
     tools = {what: {"name": "a", "parameters": schema} for what, schema in SCHEMAS.items()}
-    tools |= {what: {"name": name, "parameters": {"properties": {"b": {}}}}
-              for what, name in NAMES.items()}  # fmt: skip
+    tools |= {
+        what: {"name": name, "parameters": {"properties": {"b": {}}}}
+        for what, name in NAMES.items()
+    }
     for what, tool in tools.items():
         for choice in "auto", "required":
             asked = {"tools": [{"type": "function", "function": tool}], "tool_choice": choice}

@@ -169,10 +169,8 @@ def test_stop_strings(client, llm):
         chunks = list(chat(client, temperature=0, max_tokens=24, stream=True, **options))
         assert "".join(c.choices[0].delta.content for c in chunks) == whole.message.content
         assert chunks[-1].choices[0].finish_reason == "stop"
-    shown = chat(
-        client, temperature=0, max_tokens=24, stop=word,
-        extra_body={"include_stop_str_in_output": True},
-    )  # fmt: skip
+    how = {"stop": word, "extra_body": {"include_stop_str_in_output": True}}
+    shown = chat(client, temperature=0, max_tokens=24, **how)
     assert shown.choices[0].message.content == text[: text.index(word) + len(word)]
 
 
@@ -184,14 +182,10 @@ def test_every_sampling_parameter_reaches_the_engine(client, llm):
     ):
         answer = chat(client, temperature=0, max_tokens=1, **changes)
         assert answer.choices[0].message.content != first.text
-    extra = {
-        "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "stop_token_ids": [7],
-        "ignore_eos": True, "min_tokens": 4, "skip_special_tokens": False, "priority": 3,
-    }  # fmt: skip
-    options = {
-        "temperature": 0.7, "top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.25,
-        "seed": 3, "max_tokens": 40,
-    }  # fmt: skip
+    extra = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "stop_token_ids": [7]}
+    extra |= {"ignore_eos": True, "min_tokens": 4, "skip_special_tokens": False, "priority": 3}
+    options = {"temperature": 0.7, "top_p": 0.9, "presence_penalty": 0.5}
+    options |= {"frequency_penalty": 0.25, "seed": 3, "max_tokens": 40}
     expected = embedded(llm, ASK, **options, **{k: v for k, v in extra.items() if k != "priority"})
     answer = chat(client, **options, extra_body=extra)
     assert answer.choices[0].message.content == expected.text
@@ -220,12 +214,10 @@ def test_an_answer_can_go_on_where_the_last_message_ends(client, llm):
 
 def test_null_is_not_given(running):
     body = {"messages": ASK, "model": None, "max_tokens": 2}
-    names = (
-        "stream", "n", "temperature", "top_p", "top_k", "stop", "seed",
-        "logprobs", "top_logprobs", "logit_bias", "tools", "tool_choice", "response_format", "user",
-        "priority", "max_completion_tokens", "chat_template_kwargs", "add_generation_prompt",
-        "echo", "stream_options",
-    )  # fmt: skip
+    names = ["stream", "n", "temperature", "top_p", "top_k", "stop", "seed", "logprobs"]
+    names += ["top_logprobs", "logit_bias", "tools", "tool_choice", "response_format", "user"]
+    names += ["priority", "max_completion_tokens", "chat_template_kwargs"]
+    names += ["add_generation_prompt", "echo", "stream_options"]
     answer = httpx.post(
         f"{running.url}/v1/chat/completions", json={**body, **dict.fromkeys(names)}, timeout=60
     )
@@ -259,20 +251,17 @@ def test_an_integer_may_be_written_as_a_float(running):
 
 def test_harmless_values_of_unsupported_fields(client):
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    answer = chat(
-        client, max_tokens=1, tools=[tool], tool_choice="none", response_format={"type": "text"},
-        modalities=["text"], user="me", store=False, metadata={"a": "b"}, service_tier="auto",
-        extra_body={"something_new": [1]},
-    )  # fmt: skip
+    how = {"response_format": {"type": "text"}, "modalities": ["text"], "user": "me"}
+    how |= {"store": False, "metadata": {"a": "b"}, "service_tier": "auto"}
+    how |= {"extra_body": {"something_new": [1]}}
+    answer = chat(client, max_tokens=1, tools=[tool], tool_choice="none", **how)
     assert answer.choices
 
 
 def test_an_error_in_mid_stream_is_an_event_and_the_stream_ends(client, running):
     """Only "!" is allowed, and a second one would complete a bad word."""
-    body = {
-        "messages": ASK, "max_tokens": 4, "stream": True,
-        "allowed_token_ids": [5], "bad_words": ["!!"],
-    }  # fmt: skip
+    body = {"messages": ASK, "max_tokens": 4, "stream": True, "allowed_token_ids": [5]}
+    body |= {"bad_words": ["!!"]}
     with httpx.stream(
         "POST", f"{running.url}/v1/chat/completions", json=body, timeout=60
     ) as answer:

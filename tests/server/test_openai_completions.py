@@ -85,10 +85,8 @@ def test_several_prompts_and_answers(client, lenient):
     expected = [answer.choices[0].text for answer in alone for _ in range(2)]
     assert [choice.text for choice in whole.choices] == expected
     assert whole.usage.completion_tokens == num_tokens
-    *chunks, last = complete(
-        lenient, prompts, temperature=0, max_tokens=8, n=2, stream=True,
-        stream_options={"include_usage": True},
-    )  # fmt: skip
+    how = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = complete(lenient, prompts, temperature=0, max_tokens=8, n=2, **how)
     assert joined(chunks, 6) == expected
     assert last.usage.completion_tokens == num_tokens
     assert last.usage.prompt_tokens == whole.usage.prompt_tokens
@@ -199,10 +197,8 @@ def test_a_stream_of_several_prompts_that_is_closed_holds_nothing(lenient, runni
 
 def test_one_error_among_several_prompts_ends_the_stream(running):
     """Only "!" is allowed, and a second one would complete a bad word."""
-    body = {
-        "prompt": [PROMPT, "x = "], "stream": True, "max_tokens": 9,
-        "allowed_token_ids": [5], "bad_words": ["!!"],
-    }  # fmt: skip
+    body = {"prompt": [PROMPT, "x = "], "stream": True, "max_tokens": 9, "allowed_token_ids": [5]}
+    body |= {"bad_words": ["!!"]}
     answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)
     *_, last, done, end = answer.text.split("\n\n")
     assert "no token can be sampled" in last

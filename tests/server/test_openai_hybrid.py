@@ -26,10 +26,8 @@ def test_greedy_tokens_are_those_of_the_embedded_engine(tmp_path, name):
             [{"prompt_token_ids": ids} for ids in prompts], greedy, use_tqdm=False
         )
     ]
-    body = {
-        "prompt": prompts, "temperature": 0, "max_tokens": 12, "ignore_eos": True,
-        "logprobs": 0, "return_tokens_as_token_ids": True,
-    }  # fmt: skip
+    body = {"prompt": prompts, "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    body |= {"logprobs": 0, "return_tokens_as_token_ids": True}
     chat = {"messages": [{"role": "user", "content": "one " * 12}], "max_tokens": 4}
     with (
         serving([ModelSpec("hybrid", folder)], EngineConfig(**OPTIONS)) as running,

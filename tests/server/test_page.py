@@ -236,7 +236,7 @@ def f():
 ```
 
 > quote
-> goes on
+> continues
 
 Last line<br>ends\r\nhere.
 """
@@ -295,7 +295,7 @@ def test_thoughts_that_never_end(show):
 
 
 def ask_without_end(shown, text="tell me a story"):
-    """Ask the real server for an answer that goes on until the context is full."""
+    """Ask the real server for an answer that continues until the context is full."""
 
     def forever(route):
         body = {**route.request.post_data_json, "ignore_eos": True, "temperature": 1}

@@ -98,8 +98,10 @@ def test_a_result_is_fed_back_and_the_prefix_is_found(url):
         call = first.content[-1]
         assert call.input == {"cmd": COMMAND}
         result = {"type": "tool_result", "tool_use_id": call.id, "content": "ok"}
-        messages += [{"role": "assistant", "content": first.content},
-                     {"role": "user", "content": [result]}]  # fmt: skip
+        messages += [
+            {"role": "assistant", "content": first.content},
+            {"role": "user", "content": [result]},
+        ]
         second = client.messages.create(**given, messages=messages)
     assert [block.text for block in second.content] == ["It is done."]
     assert second.usage.cache_read_input_tokens > 0.9 * first.usage.input_tokens

@@ -80,10 +80,10 @@ def turn_of(
     budget: int | None = None,
     **thoughts: Any,
 ) -> PreparedTurn:
+    how = {"choice": choice, "thinking_budget": budget}
     conversation = ChatRequest(
-        [{"role": "user", "content": "Read it."}], tools=tools, choice=choice,
-        thinking_budget=budget, **thoughts,
-    )  # fmt: skip
+        [{"role": "user", "content": "Read it."}], tools=tools, **how, **thoughts
+    )
     return asyncio.run(prepare(engine, conversation, SamplingParams()))
 
 

@@ -73,8 +73,9 @@ def test_tools_that_this_server_cannot_run_are_left_out(caplog, monkeypatch):
 def test_additional_tools_come_with_the_input():
     more = {"type": "additional_tools", "role": "developer", "tools": [AGENTS]}
     assert names(offered([RUN], items=[more, {"role": "user", "content": "x"}])) == [
-        "run", "agents__wait"
-    ]  # fmt: skip
+        "run",
+        "agents__wait",
+    ]
     assert names(offered(None, items=[more])) == ["agents__wait"]
     assert names(ResponseTools(None, "hi", None, True)) == []
 

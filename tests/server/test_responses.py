@@ -56,8 +56,9 @@ def test_a_response(client):
     assert response.id.startswith("resp_")
     assert response.output_text == chat(client, user(ASK)) != ""
     assert (response.status, response.incomplete_details.reason) == (
-        "incomplete", "max_output_tokens"
-    )  # fmt: skip
+        "incomplete",
+        "max_output_tokens",
+    )
     [item] = response.output
     assert (item.type, item.role, item.status) == ("message", "assistant", "incomplete")
     assert (response.store, response.truncation) == (False, "disabled")
@@ -80,11 +81,10 @@ def test_events_come_in_order_and_make_the_whole(client):
     kinds = [event.type.removeprefix("response.") for event in events]
     news = [kind for i, kind in enumerate(kinds) if i < 2 or kind != "in_progress"]
     deltas = [event for event in events if event.type == "response.output_text.delta"]
-    assert news == [
-        "created", "in_progress", "output_item.added", "content_part.added",
-        *["output_text.delta"] * len(deltas),
-        "output_text.done", "content_part.done", "output_item.done", "incomplete",
-    ]  # fmt: skip
+    expected = ["created", "in_progress", "output_item.added", "content_part.added"]
+    expected += ["output_text.delta"] * len(deltas)
+    expected += ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert news == expected
     assert len(deltas) > 1
     assert "".join(delta.delta for delta in deltas) == whole.output_text
     assert {delta.item_id for delta in deltas} == {events[-1].response.output[0].id}
@@ -125,13 +125,14 @@ def test_the_clients_own_accumulator(client):
 
 
 def test_a_conversation_is_that_of_chat_completions(client):
+    content = [{"type": "output_text", "text": "Hello!", "annotations": []}]
+    said = {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed"}
     items = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "B"}]},
         user("hi"),
-        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
-         "content": [{"type": "output_text", "text": "Hello!", "annotations": []}]},
+        {**said, "content": content},
         user([{"type": "input_text", "text": ASK}]),
-    ]  # fmt: skip
+    ]
     response = client.responses.create(instructions="A", input=items, **LIMITS)
     system = {"role": "system", "content": "A\n\nB"}
     said = {"role": "assistant", "content": "Hello!"}
@@ -159,9 +160,11 @@ def test_logprobs(client):
         input=ASK, include=include, top_logprobs=3, stream=True, **LIMITS
     )
     streamed = [
-        token for event in events if event.type == "response.output_text.delta"
+        token
+        for event in events
+        if event.type == "response.output_text.delta"
         for token in event.logprobs
-    ]  # fmt: skip
+    ]
     assert [token.token for token in streamed] == [token.token for token in tokens]
 
 

@@ -6,9 +6,7 @@ from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.openai_api.response_items import input_messages
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "run", "arguments": '{"cmd": "ls"}'}
-CALLED = {
-    "id": "c1", "type": "function", "function": {"name": "run", "arguments": {"cmd": "ls"}}
-}  # fmt: skip
+CALLED = {"id": "c1", "type": "function", "function": {"name": "run", "arguments": {"cmd": "ls"}}}
 
 
 def item(role, text):
@@ -25,29 +23,33 @@ def thought(text):
 
 def test_a_string_is_a_question():
     assert input_messages("hi", None) == [message("user", "hi")]
-    assert input_messages("hi", "Be brief.") == [message("system", "Be brief."),
-                                                 message("user", "hi")]  # fmt: skip
+    assert input_messages("hi", "Be brief.") == [
+        message("system", "Be brief."),
+        message("user", "hi"),
+    ]
 
 
 def test_developers_at_the_front_join_the_instructions_and_others_stay():
     items = [item("developer", "B"), item("user", "hi"), item("developer", "C")]
     assert input_messages(items, "A") == [
-        message("system", "A\n\nB"), message("user", "hi"), message("system", "C")
-    ]  # fmt: skip
+        message("system", "A\n\nB"),
+        message("user", "hi"),
+        message("system", "C"),
+    ]
 
 
 def test_a_turn_of_the_assistant_is_one_message():
-    items = [
-        item("user", "hi"),
-        thought("hm"),
-        item("assistant", "I look."),
-        CALL,
-        {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": "***"},
-        {"type": "function_call_output", "call_id": "c1", "output": "a.txt"},
-        {"type": "custom_tool_call_output", "call_id": "c2",
-         "output": [{"type": "input_text", "text": "done"}]},
-        item("assistant", "Fine."),
-    ]  # fmt: skip
+    items = [item("user", "hi"), thought("hm"), item("assistant", "I look."), CALL]
+    items += [{"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": "***"}]
+    items += [{"type": "function_call_output", "call_id": "c1", "output": "a.txt"}]
+    items += [
+        {
+            "type": "custom_tool_call_output",
+            "call_id": "c2",
+            "output": [{"type": "input_text", "text": "done"}],
+        }
+    ]
+    items += [item("assistant", "Fine.")]
     patch = {"name": "patch", "arguments": {"input": "***"}}
     calls = [CALLED, {"id": "c2", "type": "function", "function": patch}]
     assert input_messages(items, None) == [
@@ -91,9 +93,10 @@ def test_an_image_in_an_output_is_named():
 
 def test_tools_and_what_the_host_has_run_are_no_messages():
     items = [
-        {"type": "additional_tools", "role": "developer", "tools": []}, item("user", "hi"),
+        {"type": "additional_tools", "role": "developer", "tools": []},
+        item("user", "hi"),
         {"type": "web_search_call", "status": "completed", "action": {"type": "search"}},
-    ]  # fmt: skip
+    ]
     assert input_messages(items, None) == [message("user", "hi")]
 
 

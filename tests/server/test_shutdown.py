@@ -162,10 +162,11 @@ def test_a_request_that_waits_for_its_model_is_told(tmp_path):
     os.mkfifo(tmp_path / "stuck" / "config.json")
     with (
         up(tmp_path, "--model", "demo", "--model", f"stuck={tmp_path / 'stuck'}") as (
-            command, client,
+            command,
+            client,
         ),
         ThreadPoolExecutor() as threads,
-    ):  # fmt: skip
+    ):
         body = {**HI, "model": "stuck"}
         waits = threads.submit(client.post, "/v1/chat/completions", json=body)
         eventually(lambda: client.get("/status").json()["models"][1]["state"] == "loading")
@@ -208,8 +209,10 @@ def test_an_address_in_use_is_one_line_before_a_model_is_loaded():
         port = taken.getsockname()[1]
         done = subprocess.run(
             [*COMMAND, "serve", "/no/such/model", "--port", str(port)],
-            capture_output=True, text=True, timeout=SAFETY,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=SAFETY,
+        )
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.startswith(f"error: cannot listen on 127.0.0.1:{port} (--host, --port): ")

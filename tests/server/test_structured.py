@@ -91,10 +91,10 @@ def test_vllms_fields(running, path, fields):
 
 
 def test_any_object(running):
-    reply = post(
-        running, "chat/completions", messages=ASK, max_tokens=400, temperature=0,
-        response_format={"type": "json_object"},
-    ).json()["choices"][0]  # fmt: skip
+    how = {"temperature": 0, "response_format": {"type": "json_object"}}
+    reply = post(running, "chat/completions", messages=ASK, max_tokens=400, **how).json()[
+        "choices"
+    ][0]
     text = reply["message"]["content"]
     assert text.lstrip().startswith("{")
     if reply["finish_reason"] == "stop":

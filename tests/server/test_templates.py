@@ -112,8 +112,9 @@ def test_names_of_variables():
     assert plain.thinking(True, "max") == {"thinking": True, "reasoning_effort": "high"}
     assert plain.thinking(None, "none") == {"thinking": False}
     assert Template("native").thinking(False, "low") == {
-        "enable_thinking": False, "reasoning_effort": "low"
-    }  # fmt: skip
+        "enable_thinking": False,
+        "reasoning_effort": "low",
+    }
 
 
 @pytest.mark.long

@@ -76,7 +76,7 @@ def eventually(holds) -> bool:
 
 
 def no_threads() -> bool:
-    """No thread of any client goes on; they end a moment after the engine."""
+    """No thread of any client continues; they end a moment after the engine."""
     return not [t for t in threading.enumerate() if t.name.startswith(("to ", "from "))]
 
 

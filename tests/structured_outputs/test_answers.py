@@ -36,10 +36,14 @@ def answer(llm, form, **options):
 @given(wanted=st.lists(st.tuples(schemas, st.sampled_from([0, 1, 2]), st.booleans()), max_size=6))
 def test_whole_answers_of_random_schemas_are_valid(llm, wanted):
     options = [
-        {"structured_outputs": StructuredOutputsParams(json=schema, disable_any_whitespace=bare),
-         "temperature": temperature, "max_tokens": 80, "logprobs": None if bare else 1}
+        {
+            "structured_outputs": StructuredOutputsParams(json=schema, disable_any_whitespace=bare),
+            "temperature": temperature,
+            "max_tokens": 80,
+            "logprobs": None if bare else 1,
+        }
         for schema, temperature, bare in wanted
-    ]  # fmt: skip
+    ]
     for (schema, *_), done in zip(wanted, answers(llm, *options), strict=True):
         if done.finish_reason == "stop":
             validate(json.loads(done.text), schema)

@@ -88,8 +88,8 @@ def test_at_the_end_only_the_end_may_come(tokenizer):
 
 
 def test_forced_tokens_are_the_text_that_must_come(tokenizer):
-    schema = {"type": "object", "properties": {"temperature": {"type": "integer"}},
-              "required": ["temperature"], "additionalProperties": False}  # fmt: skip
+    schema = {"type": "object", "properties": {"temperature": {"type": "integer"}}}
+    schema |= {"required": ["temperature"], "additionalProperties": False}
     limits = constraint(tokenizer, json=schema, disable_any_whitespace=True)
     assert tokenizer.decode(limits.forced()).startswith('{"temp')
 

@@ -39,7 +39,7 @@ class ArrayStepAttention(ReferenceStepAttention):
 
     def __init__(self, attention, step, state) -> None:
         store, half = copy(attention.store), len(state) // 2
-        # A write replaces what an array object stands for, and the state is the previous step's.
+        # A write replaces what an array object holds, and the state is the previous step's.
         arrays = [copy(a) for a in state]
         store.keys, store.values = arrays[:half], arrays[half:]
         super().__init__(store, step)

@@ -59,9 +59,18 @@ class Case:
     """A filled store and the queries of one step, exact in `dtype`; to be run with one window."""
 
     def __init__(
-        self, segments, *, heads=4, kv_heads=2, dim=32, v_dim=None, dtype=mx.float32,
-        sinks=False, seed=0, bits=None,
-    ) -> None:  # fmt: skip
+        self,
+        segments,
+        *,
+        heads=4,
+        kv_heads=2,
+        dim=32,
+        v_dim=None,
+        dtype=mx.float32,
+        sinks=False,
+        seed=0,
+        bits=None,
+    ) -> None:
         rng = np.random.default_rng(seed)
         self.batch, self.dtype = make_batch(segments, seed), dtype
         self.scale, self.queries_per_kv = dim**-0.5, {heads // kv_heads}
@@ -100,11 +109,11 @@ class Case:
     def expected(self, window: int | None = None, softcap: float | None = None) -> np.ndarray:
         q, k, v = (np.array(a.astype(mx.float32)) for a in (self.q, self.k, self.v))
         b, sinks = self.batch, self.sinks
+        how = {"scale": self.scale, "window": window, "softcap": softcap}
+        how |= {"sinks": None if sinks is None else np.array(sinks.astype(mx.float32))}
         return paged_attention(
-            q, k, v, b.block_tables, b.cu_seqlens_q, b.seq_lens, block_size=BLOCK_SIZE,
-            scale=self.scale, window=window, softcap=softcap,
-            sinks=None if sinks is None else np.array(sinks.astype(mx.float32)),
-        )  # fmt: skip
+            q, k, v, b.block_tables, b.cu_seqlens_q, b.seq_lens, block_size=BLOCK_SIZE, **how
+        )
 
 
 def check(case: Case, padding: int = 0, **how) -> None:

@@ -101,12 +101,14 @@ LATENT = KernelUse(
     (AttentionShape(4, 1, 64, 16, mx.float32, latent=True),), 16, (RopeShape(16, traditional=True),)
 )
 RECURRENT = KernelUse(
-    (), 16,
+    (),
+    16,
     recurrences=(
-        ConvShape(40, 4, False, True, mx.float32), GatedNormShape(8, 3, mx.float32),
+        ConvShape(40, 4, False, True, mx.float32),
+        GatedNormShape(8, 3, mx.float32),
         RecurrenceShape(1, 2, 16, 8, mx.float32, fused=True),
     ),
-)  # fmt: skip
+)
 QUANTISED = KernelUse((replace(SHAPE, kv_bits=8),), 16)
 _USE_OF = {
     "skinny_gemm": PRODUCTS,

@@ -79,8 +79,9 @@ class Chat(Api):
 
     def request(self, tools=TOOLS, choice=None, parallel=True) -> dict:
         functions = [{"name": name, "parameters": schema_of(p)} for name, p in tools.items()]
-        asked = {"model": "demo", "messages": [ASKED], "parallel_tool_calls": parallel,
-                 "tools": [{"type": "function", "function": f} for f in functions]}  # fmt: skip
+        tools = [{"type": "function", "function": f} for f in functions]
+        asked = {"model": "demo", "messages": [ASKED], "tools": tools}
+        asked |= {"parallel_tool_calls": parallel}
         return asked | choice_of(choice, {"type": "function", "function": {"name": choice}})
 
     def read(self, completion) -> Reply:
@@ -141,10 +142,12 @@ class Responses(Api):
         return client.responses
 
     def request(self, tools=TOOLS, choice=None, parallel=True) -> dict:
-        functions = [{"type": "function", "name": name, "parameters": schema_of(p)}
-                     for name, p in tools.items()]  # fmt: skip
-        asked = {"model": "demo", "input": [ASKED], "tools": functions,
-                 "parallel_tool_calls": parallel}  # fmt: skip
+        functions = [
+            {"type": "function", "name": name, "parameters": schema_of(p)}
+            for name, p in tools.items()
+        ]
+        asked = {"model": "demo", "input": [ASKED], "tools": functions}
+        asked |= {"parallel_tool_calls": parallel}
         return asked | choice_of(choice, {"type": "function", "name": choice})
 
     def read(self, response) -> Reply:

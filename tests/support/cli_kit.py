@@ -26,7 +26,7 @@ from tests.support import tiny_models
 from vllm_metal_lite.backend import mx
 
 CONTEXT, EOS = 1024, 256
-# Tokens of an answer that is still going on whenever an interrupt comes.
+# Tokens of an answer that still runs whenever an interrupt comes.
 ENDLESS = 1 << 16
 CONTROL_C = "\x03"
 SAFETY = 600  # seconds after which a run hangs, however busy the machine is

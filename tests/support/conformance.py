@@ -106,7 +106,7 @@ class Bench:
     def step(
         self, *segments: tuple[int, int], known: int = 0, checkpoint: bool = False
     ) -> dict[tuple[int, int], np.ndarray]:
-        """Compute so many tokens of each request, in this order; logits by (request, tokens).
+        """Compute a number of tokens of each request, in this order; logits by (request, tokens).
 
         known: tokens that each request has at least; a segment that ends before reports nothing.
         checkpoint: the donor leaves its state after SHARED tokens.
@@ -154,8 +154,10 @@ class Bench:
             for request, count in self.computed.items():
                 first = 0 if group.window is None else max(count - group.window + 1, 0)
                 at = np.arange(first, count)
-                full[np.array(self.blocks[request][g])[at // BLOCK_SIZE] * BLOCK_SIZE
-                     + at % BLOCK_SIZE] = True  # fmt: skip
+                full[
+                    np.array(self.blocks[request][g])[at // BLOCK_SIZE] * BLOCK_SIZE
+                    + at % BLOCK_SIZE
+                ] = True
             keep.append(full)
         poison(self.store, keep)
         started = {self.slots[request] for request, count in self.computed.items() if count}
@@ -431,7 +433,7 @@ def _state(loaded: LoadedModel, config: dict[str, Any]) -> str:
         spec = layout.specs[node.index]
         is_latent = spec.num_kv_heads == 1 and rank in (spec.k_head_dim, spec.v_head_dim)
         kv = "latent" if is_latent else "KV"
-        return "window" if spec.window else "chunk" if spec.chunk else kv
+        return "window" if spec.window else "chunk" if spec.attention_chunk else kv
 
     return ", ".join(dict.fromkeys(map(kind, layout.nodes)))
 

@@ -16,9 +16,13 @@ class Limits(Protocol):
 
 
 def walk(
-    limits: Limits, vocab_size: int, eos: Sequence[int], wanted: Sequence[int],
-    closing: Sequence[int], rng: random.Random,
-) -> list[int]:  # fmt: skip
+    limits: Limits,
+    vocab_size: int,
+    eos: Sequence[int],
+    wanted: Sequence[int],
+    closing: Sequence[int],
+    rng: random.Random,
+) -> list[int]:
     """Tokens up to the end of the answer: forced ones at once, the others from those that the mask
     allows.  Most of them are the next of `wanted` that is allowed, the first 60 some at random.
 

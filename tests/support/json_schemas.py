@@ -17,8 +17,8 @@ _PLAIN = st.sampled_from([
 
 def _object(properties: dict[str, Any], num_required: int, more: bool | dict[str, Any]) -> Any:
     required = sorted(properties)[:num_required]
-    return {"type": "object", "properties": properties, "required": required,
-            "additionalProperties": more}  # fmt: skip
+    schema = {"type": "object", "properties": properties, "required": required}
+    return schema | {"additionalProperties": more}
 
 
 def _compound(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

@@ -56,7 +56,7 @@ def in_store(row: RowFormat, values: np.ndarray) -> mx.array:
 
 
 def from_store(row: RowFormat, kept: mx.array) -> np.ndarray:
-    """The values that stored rows stand for."""
+    """The values that stored rows represent."""
     return np.array(row.unpack(kept).astype(mx.float32))
 
 
@@ -105,30 +105,39 @@ class PagedSequences:
     """Sequences of seq_lens keys, their blocks permuted over a store poisoned elsewhere."""
 
     def __init__(
-        self, seq_lens, *, heads=(4, 2), dim=32, v_dim=None, dtype=mx.float32, block_size=16,
-        window=None, softcap=None, sinks=False, plan=(1, 4), seed=0, bits=None,
-    ) -> None:  # fmt: skip
+        self,
+        seq_lens,
+        *,
+        heads=(4, 2),
+        dim=32,
+        v_dim=None,
+        dtype=mx.float32,
+        block_size=16,
+        window=None,
+        softcap=None,
+        sinks=False,
+        plan=(1, 4),
+        seed=0,
+        bits=None,
+    ) -> None:
         rng = np.random.default_rng(seed)
         self.seq_lens, self.dtype, self.plan = np.array(seq_lens, np.int32), dtype, plan
-        self.how = {"block_size": block_size, "scale": dim**-0.5, "window": window,
-                    "softcap": softcap}  # fmt: skip
+        self.how = {"block_size": block_size, "scale": dim**-0.5}
+        self.how |= {"window": window, "softcap": softcap}
         self.q = draw(rng, len(seq_lens), heads[0], dim, dtype=dtype)
         self.spec = LayerSpec(heads[1], dim, v_dim or dim, dtype, bits=bits)
         self.sinks = 2 * draw(rng, heads[0]) if sinks else None
         self.block_tables, slots = permuted_blocks(rng, self.seq_lens, block_size)
-        (self.keys, self.values), self.floats = poisoned_store(
-            rng, self.spec, self.block_tables, self.seq_lens, slots, block_size,
-            self.seq_lens - window if window else 0,
-        )  # fmt: skip
+        where = self.block_tables, self.seq_lens, slots, block_size
+        seen = self.seq_lens - window if window else 0
+        (self.keys, self.values), self.floats = poisoned_store(rng, self.spec, *where, seen)
 
     def run(self) -> np.ndarray:
         q, keys, values = mx.array(self.q).astype(self.dtype), self.keys, self.values
         sinks = None if self.sinks is None else mx.array(self.sinks)
         tables, seq_lens = mx.array(self.block_tables), mx.array(self.seq_lens)
-        out, _ = paged_decode(
-            q, tables, seq_lens, keys, values, new_token(), plan=DecodePlan(*self.plan),
-            sinks=sinks, spec=self.spec, **self.how,
-        )  # fmt: skip
+        how = {"plan": DecodePlan(*self.plan), "sinks": sinks, "spec": self.spec}
+        out, _ = paged_decode(q, tables, seq_lens, keys, values, new_token(), **how, **self.how)
         assert out.dtype == self.dtype
         return np.array(out.astype(mx.float32))
 
@@ -136,10 +145,10 @@ class PagedSequences:
         rows = (self.seq_lens > 0).astype(int)
         cu = np.append(0, np.cumsum(rows))
         out = np.zeros((*self.q.shape[:2], self.spec.v_head_dim))
+        arrays = cu, self.seq_lens
         out[rows > 0] = paged_attention(
-            self.q[rows > 0], *self.floats, self.block_tables, cu, self.seq_lens,
-            sinks=self.sinks, **self.how,
-        )  # fmt: skip
+            self.q[rows > 0], *self.floats, self.block_tables, *arrays, sinks=self.sinks, **self.how
+        )
         return out
 
     def check(self) -> None:
@@ -151,10 +160,25 @@ class NewRowsCase:
     """Rows of q, k and v in one array or in three, some of them without a slot."""
 
     def __init__(
-        self, positions, *, heads=(4, 2), dims=(32, 32), rotated=32, traditional=False,
-        base=10_000.0, scale=1.0, freqs=False, norms="qk", weight_dtype=None, joined=True,
-        dtype=mx.float32, seed=0, slots=None, bits=None, factor=1.0,
-    ) -> None:  # fmt: skip
+        self,
+        positions,
+        *,
+        heads=(4, 2),
+        dims=(32, 32),
+        rotated=32,
+        traditional=False,
+        base=10_000.0,
+        scale=1.0,
+        freqs=False,
+        norms="qk",
+        weight_dtype=None,
+        joined=True,
+        dtype=mx.float32,
+        seed=0,
+        slots=None,
+        bits=None,
+        factor=1.0,
+    ) -> None:
         rng = np.random.default_rng(seed)
         rows = len(positions)
         self.dtype, self.heads, self.scale = dtype, heads, scale
@@ -172,10 +196,8 @@ class NewRowsCase:
         self.freqs = powers_of_two(rotated // 2) if freqs else None
         self.rope = None
         if rotated:
-            self.rope = Rope(
-                rotated, traditional, None if freqs else base, scale,
-                mx.array(self.freqs) if freqs else None, factor,
-            )  # fmt: skip
+            arrays = mx.array(self.freqs) if freqs else None, factor
+            self.rope = Rope(rotated, traditional, None if freqs else base, scale, *arrays)
         # "qk": both are normalised; upper case: without a weight.
         self.norms = {}
         for name in "qk":
@@ -207,20 +229,19 @@ class NewRowsCase:
         return NewRows(*self.columns, self.heads[0], self.rope, *norms)
 
     def launch(self) -> list[mx.array]:
-        """q, and the store, of which nothing was written before."""
+        """q, and the store, which nothing wrote before."""
         formats = self.spec.k_row, self.spec.v_row
         store = [in_store(r, np.full((SLOTS, self.heads[1], r.dim), np.nan)) for r in formats]
         mx.eval(store)
-        q, token = rope_write(
-            self.new_rows, positions=mx.array(self.positions), slot_mapping=mx.array(self.slots),
-            keys=store[0], values=store[1], token=new_token(), spec=self.spec,
-        )  # fmt: skip
+        how = {"slot_mapping": mx.array(self.slots), "keys": store[0], "values": store[1]}
+        how |= {"token": new_token(), "spec": self.spec}
+        q, token = rope_write(self.new_rows, positions=mx.array(self.positions), **how)
         mx.eval(token)
         assert q.dtype == self.dtype
         return [q, *store]
 
     def run(self) -> list[np.ndarray]:
-        """q, and the values that the store stands for."""
+        """q, and the values that the store represents."""
         q, *store = self.launch()
         kept = map(from_store, (self.spec.k_row, self.spec.v_row), store)
         return [np.array(q.astype(mx.float32)), *kept]

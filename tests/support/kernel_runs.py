@@ -78,10 +78,9 @@ def paged_decode(dtype, kept=None, spec=None, prefix=None, plan=(1, 2)):
     tables = mx.array([[11, 10, 2], [0, 0, 0], [4, 5, 0]], mx.int32)
     q = draw(3, KV_HEADS * GROUP, DIM, seed=5, dtype=dtype)
     with using(replace(profile(), decode_sums=64)):  # in float32 two tiles, the second a head short
-        out, _ = decode.paged_decode(
-            q, tables, mx.array([21, 0, 9], mx.int32), *(kept or store(dtype)), new_token(),
-            plan=DecodePlan(*plan), block_size=BLOCK_SIZE, scale=0.2, spec=spec, prefix=prefix,
-        )  # fmt: skip
+        arrays = q, tables, mx.array([21, 0, 9], mx.int32), *(kept or store(dtype)), new_token()
+        how = {"block_size": BLOCK_SIZE, "scale": 0.2, "spec": spec}
+        out, _ = decode.paged_decode(*arrays, plan=DecodePlan(*plan), prefix=prefix, **how)
     return [out]
 
 
@@ -93,10 +92,9 @@ def fused_decode(dtype, written=None, spec=None, factor=1.0):
     columns = [Columns(rows, n * DIM) for n in (0, heads, heads + KV_HEADS)]
     norm, written = RMSNorm(draw(DIM, seed=10, dtype=dtype), 1e-5), written or store(dtype)
     new = NewRows(*columns, heads, Rope(40, False, 1e4, 1.0, None, factor), norm, norm)
-    out, _ = decode.paged_decode(
-        new, tables, mx.array([21, 0, 9], mx.int32), *written, new_token(),
-        plan=DecodePlan(2, 2), block_size=BLOCK_SIZE, scale=0.2, spec=spec,
-    )  # fmt: skip
+    arrays = new, tables, mx.array([21, 0, 9], mx.int32), *written, new_token()
+    how = {"block_size": BLOCK_SIZE, "scale": 0.2, "spec": spec}
+    out, _ = decode.paged_decode(*arrays, plan=DecodePlan(2, 2), **how)
     return [*written, out]
 
 
@@ -107,10 +105,9 @@ def shared_prefix_rows(dtype, q=None, dim=DIM, kept=None, spec=None):
     tables = mx.array([[4] * 6, blocks, blocks], mx.int32)
     lens = [mx.array(n, mx.int32) for n in ([8, 46, 48], [1], [0, 45, 45])]
     q = draw(3, KV_HEADS * GROUP, dim, seed=5, dtype=dtype) if q is None else q
-    partial, lse, _ = shared_prefix(
-        q, tables, *lens, *(kept or store(dtype, dim)), new_token(), block_size=BLOCK_SIZE,
-        scale=0.2, splits=2, spec=spec,
-    )  # fmt: skip
+    arrays = q, tables, *lens, *(kept or store(dtype, dim)), new_token()
+    how = {"block_size": BLOCK_SIZE, "scale": 0.2, "spec": spec}
+    partial, lse, _ = shared_prefix(*arrays, splits=2, **how)
     return [partial, lse]
 
 
@@ -132,7 +129,7 @@ def shared_prefix_of_quantised_rows(dtype):
 
 
 def decode_behind_a_prefix(dtype):
-    """The sequences of `paged_decode`, of which the first has its 8 first keys in common."""
+    """The sequences of `paged_decode`; the first shares its 8 first keys."""
     parts = (draw(3, KV_HEADS * GROUP, *dims, seed=13) for dims in ((3, DIM), (3,)))
     return paged_decode(dtype, prefix=SharedPrefixResult(*parts, mx.array([8, 0, 0], mx.int32)))
 
@@ -155,10 +152,9 @@ def varlen_prefill_rows(dtype, kept=None, spec=None):
     cu_seqlens_q = np.array([0, 1, 23, 28], np.int32)
     tiles = mx.array(plan_tiles(cu_seqlens_q, 30, GROUP))
     q = draw(30, KV_HEADS * GROUP, DIM, seed=6, dtype=dtype)
-    out, _ = varlen_prefill(
-        q, tables, mx.array(cu_seqlens_q), mx.array([1, 22, 45], mx.int32), tiles,
-        *(kept or store(dtype)), new_token(), block_size=BLOCK_SIZE, scale=0.2, spec=spec,
-    )  # fmt: skip
+    where = tables, mx.array(cu_seqlens_q), mx.array([1, 22, 45], mx.int32), tiles
+    how = {"block_size": BLOCK_SIZE, "scale": 0.2, "spec": spec}
+    out, _ = varlen_prefill(q, *where, *(kept or store(dtype)), new_token(), **how)
     return [out]
 
 
@@ -173,11 +169,10 @@ def latent_rows(dtype, splits=1, dims=(64, 16), bits=None):
     q, q_pe = (
         draw(12, GROUP, dim, seed=seed, dtype=dtype) for dim, seed in zip(dims, (6, 7), strict=True)
     )
-    out, lse = latent_attention.latent_attention(
-        q, q_pe, tables, mx.array(cu_seqlens_q), mx.array([1, 5, 48], mx.int32),
-        mx.array(plan_tiles(cu_seqlens_q, 12, GROUP)), *kept, new_token(), block_size=BLOCK_SIZE,
-        scale=0.2, splits=splits, spec=spec,
-    )  # fmt: skip
+    tiles = mx.array(plan_tiles(cu_seqlens_q, 12, GROUP))
+    where = tables, mx.array(cu_seqlens_q), mx.array([1, 5, 48], mx.int32), tiles
+    how = {"block_size": BLOCK_SIZE, "scale": 0.2, "splits": splits, "spec": spec}
+    out, lse = latent_attention.latent_attention(q, q_pe, *where, *kept, new_token(), **how)
     return [out, lse]
 
 
@@ -195,8 +190,11 @@ def new_latents(dtype, bits=None, factor=1.0):
         NewLatents(*columns, norm, Rope(20, True, 1e4, 1.0, None, factor)),
         positions=mx.array([0, 3, 4, 9, 50], mx.int32),
         slot_mapping=mx.array([7, 94, -1, 95, 40], mx.int32),
-        keys=written[0], values=written[1], token=new_token(), spec=spec,
-    )  # fmt: skip
+        keys=written[0],
+        values=written[1],
+        token=new_token(),
+        spec=spec,
+    )
     mx.eval(q_pe)  # MLX does not know that the store is written
     return [*written, q_pe]
 
@@ -211,8 +209,11 @@ def rope_write_rows(dtype, written=None, spec=None, factor=1.0):
         NewRows(*columns, 6, Rope(40, False, 1e4, 1.0, None, factor), norm, norm),
         positions=mx.array([0, 3, 4, 9, 50], mx.int32),
         slot_mapping=mx.array([7, 94, -1, 95, 40], mx.int32),
-        keys=written[0], values=written[1], token=new_token(), spec=spec,
-    )  # fmt: skip
+        keys=written[0],
+        values=written[1],
+        token=new_token(),
+        spec=spec,
+    )
     return [*written, q]
 
 
@@ -223,7 +224,7 @@ def rope_write_in_turns(dtype):
 
 
 def add_rms_norm_rows(dtype, post_norm=False):
-    """Rows of more than one simdgroup, the last of which has idle threads."""
+    """Rows of more than one simdgroup, the last has idle threads."""
     x, y = (draw(3, 200, seed=seed, dtype=dtype) for seed in (11, 30))
     weight = draw(200, seed=11, dtype=dtype)
     norm = RMSNorm(weight, 1e-3) if post_norm else None
@@ -243,18 +244,17 @@ def skinny_gemm_rows(dtype):
 
 
 def skinny_gemm_with_all(dtype):
-    """A norm before the product, SwiGLU and a residual sum after it: of few rows, and of so many
-    that sums are held in turns.  Rows are of unlike size."""
+    """A norm before the product, SwiGLU and a residual sum after it: of few rows, and of rows
+    whose sums are held in turns.  Rows are of unlike size."""
     dtype = mx.bfloat16 if dtype == mx.float32 else dtype
     weight, gain = draw(42, 928, seed=14, dtype=dtype) / 30, draw(928, seed=15, dtype=dtype)
     results = []
     for rows in (11, 53):
         sizes = mx.arange(1, rows + 1)[:, None].astype(dtype)
         x, residual = draw(rows, 928, seed=16, dtype=dtype) * sizes, draw(rows, 21, seed=17)
-        results.append(skinny_gemm(
-            x, weight, norm=RMSNorm(gain, 1e-5), residual=residual.astype(dtype), gate="silu",
-            plan=GemmPlan(8, 2),
-        ).astype(mx.float32))  # fmt: skip
+        how = {"norm": RMSNorm(gain, 1e-5), "residual": residual.astype(dtype), "gate": "silu"}
+        product = skinny_gemm(x, weight, plan=GemmPlan(8, 2), **how)
+        results.append(product.astype(mx.float32))
     return results
 
 
@@ -267,10 +267,9 @@ def skinny_gemm_of_words(dtype, how, depth, columns=16):
         draw(*shape, seed=seed).astype(dtype)
         for seed, shape in enumerate([(11, depth), (depth,), (42,), (11, 21)], 15)
     )
-    product = skinny_gemm(
-        x, weight, norm=RMSNorm(gain, 1e-5), bias=bias, residual=residual, gate="gelu_approx",
-        plan=GemmPlan(2, 2, spread_of(shape_of(weight)), columns),
-    )  # fmt: skip
+    plan = GemmPlan(2, 2, spread_of(shape_of(weight)), columns)
+    how = {"norm": RMSNorm(gain, 1e-5), "bias": bias, "residual": residual}
+    product = skinny_gemm(x, weight, gate="gelu_approx", plan=plan, **how)
     return [product.astype(mx.float32)]
 
 
@@ -337,24 +336,23 @@ def expert_gemm(dtype, how=None, activation=GPT_OSS):
     made = draw_experts(3, 928, 36, dtype, how, activation, bias=True)
     sizes = mx.arange(1, len(CHOSEN) + 1)[:, None]
     x = (draw(len(CHOSEN), 928, seed=19) * sizes / 4).astype(dtype)
-    product = experts.expert_product(
-        x, mx.array(CHOSEN.reshape(-1)), plan_of(CHOSEN, 3, 16, LIVE), made.gate, up=made.up,
-        activation=made.activation, share=2,
-        plan=GemmPlan(2, 2, 1 if how is None else spread_of(shape_of(made.gate.weight))),
-    )  # fmt: skip
+    plan = GemmPlan(2, 2, 1 if how is None else spread_of(shape_of(made.gate.weight)))
+    pairs, tiles = mx.array(CHOSEN.reshape(-1)), plan_of(CHOSEN, 3, 16, LIVE)
+    gated = {"up": made.up, "activation": made.activation}
+    product = experts.expert_product(x, pairs, tiles, made.gate, share=2, plan=plan, **gated)
     return [product.astype(mx.float32)]
 
 
 def expert_gemm_in_lanes(dtype):
-    """Four rows of unlike size, of which experts have three, one and none."""
+    """Four rows of unlike size; experts have three, one and none."""
     dtype = mx.bfloat16 if dtype == mx.float32 else dtype
     chosen, how = np.array([[2], [0], [2], [2]]), Quantisation(4, 32)
     made = draw_experts(3, 928, 36, dtype, how, GPT_OSS, bias=True)
     x = (draw(4, 928, seed=19) * mx.array([[0.5], [1], [2], [3]])).astype(dtype)
-    product = experts.expert_product(
-        x, mx.array(chosen.reshape(-1)), plan_of(chosen, 3, 4), made.gate, up=made.up,
-        activation=made.activation, plan=GemmPlan(2, 2, 4, 16, in_lanes=True),
-    )  # fmt: skip
+    pairs, plan = mx.array(chosen.reshape(-1)), GemmPlan(2, 2, 4, 16, in_lanes=True)
+    gated = {"up": made.up, "activation": made.activation}
+    tiles = plan_of(chosen, 3, 4)
+    product = experts.expert_product(x, pairs, tiles, made.gate, plan=plan, **gated)
     return [product.astype(mx.float32)]
 
 
@@ -381,10 +379,8 @@ def causal_conv_rows(dtype):
         draw(*shape, seed=18, dtype=dtype) for shape in ((step.num_rows, 300), (300, 4), (300,))
     )
     states = mx.array(step.states(3, 300)).astype(dtype)
-    y, _ = causal_conv(
-        Columns(x, 0), weight, bias, states, mx.array(step.array),
-        mx.array(plan_conv_tiles(step.array)), new_token(), silu=True,
-    )  # fmt: skip
+    where = mx.array(step.array), mx.array(plan_conv_tiles(step.array))
+    y, _ = causal_conv(Columns(x, 0), weight, bias, states, *where, new_token(), silu=True)
     mx.eval(y)  # MLX does not know that the state store is written
     return [mx.nan_to_num(states), y]
 
@@ -408,10 +404,10 @@ def recurrent_rows(dtype, form):
     else:
         time = Columns(draw(rows, 12, seed=23), 4)
         gates = time_gates(time, draw(4, seed=25), mx.ones(4), (0.5, 2.0))
+    how = {"max_seqlen": step.max_seqlen, "norm": norm, "skip": skip}
     y, _ = gated_delta(
-        *wide, gates, states, mx.array(step.array), new_token(), num_k_heads=2,
-        max_seqlen=step.max_seqlen, norm=norm, skip=skip,
-    )  # fmt: skip
+        *wide, gates, states, mx.array(step.array), new_token(), num_k_heads=2, **how
+    )
     mx.eval(y)  # MLX does not know that the state store is written
     return [mx.nan_to_num(states), y]
 

@@ -36,7 +36,7 @@ def watch(monkeypatch, note: Callable[[str, Sequence[mx.array], Template], objec
 
 
 class Stubs:
-    """In the place of kernels, and of mx.fast.rms_norm, which is one launch on a GPU only."""
+    """Replaces kernels, and mx.fast.rms_norm, which is one launch on a GPU only."""
 
     def __init__(self, monkeypatch) -> None:
         self._leaves, self._number = {}, count()

@@ -81,7 +81,7 @@ class Encoder:
         self._all_outputs: set[int] = set()
         self._temporaries: set[int] = set()
         self._fence_of: dict[int, int] = {}  # buffer -> the encoder that wrote it last
-        self._waits: list[int] = []  # encoders that had ended when the host went on
+        self._waits: list[int] = []  # encoders that had ended when the host continued
         self._behind: list[int] = []  # encoder -> the encoders before it, as bits
 
     # What a primitive calls
@@ -167,10 +167,9 @@ class Encoder:
         self._behind.append(behind)
         self._fence_of |= dict.fromkeys(self._all_outputs, me)
         self._is_open = self._needs_barrier = self._concurrent = False
-        for buffers in (
-            self._prev_inputs, self._prev_outputs, self._next_inputs, self._next_outputs,
-            self._concurrent_outputs, self._all_inputs, self._all_outputs, self._temporaries,
-        ):  # fmt: skip
+        inputs = self._prev_inputs, self._next_inputs, self._all_inputs
+        outputs = self._prev_outputs, self._next_outputs, self._all_outputs
+        for buffers in (*inputs, *outputs, self._concurrent_outputs, self._temporaries):
             buffers.clear()
 
     # The proof

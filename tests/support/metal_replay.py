@@ -63,17 +63,25 @@ class Replay:
     """
 
     def __init__(
-        self, graph: Graph, limits: Limits | None = None, *, tokens_only: bool = False,
-        waits_after_errors: bool = True, order: Order = evaluation_order,
-    ) -> None:  # fmt: skip
+        self,
+        graph: Graph,
+        limits: Limits | None = None,
+        *,
+        tokens_only: bool = False,
+        waits_after_errors: bool = True,
+        order: Order = evaluation_order,
+    ) -> None:
         self.graph, self.encoder = graph, Encoder(limits or Limits())
         self.tokens_only, self.waits_after_errors = tokens_only, waits_after_errors
         self._order = order
         self.steps: list[Step] = []
         self._held: dict[str, _Held] = {}
         self._buffers = 0
-        self._store = {self._array(n).buffer for given, n in graph.arguments.items()
-                       if given.startswith("store")}  # fmt: skip
+        self._store = {
+            self._array(n).buffer
+            for given, n in graph.arguments.items()
+            if given.startswith("store")
+        }
 
     def run(self) -> "Replay":
         done: set[int] = set()

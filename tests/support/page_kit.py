@@ -106,9 +106,11 @@ def body_of_load(i: int, seed: int = 0) -> dict:
     if i % 3 == 0:
         messages.insert(0, {"role": "system", "content": _SHARED})
     return {
-        "messages": messages, "max_tokens": draw.randint(30, 220), "ignore_eos": True,
+        "messages": messages,
+        "max_tokens": draw.randint(30, 220),
+        "ignore_eos": True,
         "stream": True,
-    }  # fmt: skip
+    }
 
 
 @contextmanager

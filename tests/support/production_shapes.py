@@ -87,9 +87,15 @@ def _new_rows(of: Heads, dtype: mx.Dtype, rows: int, norm: bool = True) -> NewRo
 
 
 def decode(
-    of: Heads, dtype: mx.Dtype, *, bits: int | None = None, fused: bool = False,
-    prefix: bool = False, splits: int = 1, simdgroups: int = 8,
-) -> None:  # fmt: skip
+    of: Heads,
+    dtype: mx.Dtype,
+    *,
+    bits: int | None = None,
+    fused: bool = False,
+    prefix: bool = False,
+    splits: int = 1,
+    simdgroups: int = 8,
+) -> None:
     store, spec = _store(of, dtype, bits)
     q = _new_rows(of, dtype, ROWS) if fused else mx.zeros((ROWS, of.heads, of.dim), dtype)
     shared = None
@@ -97,20 +103,17 @@ def decode(
         partial_shape = ROWS, of.heads, 4, of.dim
         out, lse = mx.zeros(partial_shape), mx.zeros(partial_shape[:3])
         shared = SharedPrefixResult(out, lse, _ints(ROWS))
-    paged_decode(
-        q, _ints(ROWS, BLOCKS), _ints(ROWS), *store, new_token(), block_size=BLOCK_SIZE,
-        scale=of.dim**-0.5, plan=DecodePlan(splits, simdgroups), window=of.window,
-        softcap=of.softcap, spec=spec, prefix=shared,
-    )  # fmt: skip
+    how = {"block_size": BLOCK_SIZE, "scale": of.dim**-0.5, "window": of.window}
+    how |= {"softcap": of.softcap, "plan": DecodePlan(splits, simdgroups), "prefix": shared}
+    paged_decode(q, _ints(ROWS, BLOCKS), _ints(ROWS), *store, new_token(), spec=spec, **how)
 
 
 def prefill(of: Heads, dtype: mx.Dtype, *, bits: int | None = None) -> None:
     store, spec = _store(of, dtype, bits)
     q = mx.zeros((512, of.heads, of.dim), dtype)
-    varlen_prefill(
-        q, _ints(8, BLOCKS), _ints(9), _ints(8), _ints(40, 2), *store, new_token(), spec=spec,
-        block_size=BLOCK_SIZE, scale=of.dim**-0.5, window=of.window, softcap=of.softcap,
-    )  # fmt: skip
+    where = _ints(8, BLOCKS), _ints(9), _ints(8), _ints(40, 2)
+    how = {"block_size": BLOCK_SIZE, "scale": of.dim**-0.5, "window": of.window}
+    varlen_prefill(q, *where, *store, new_token(), spec=spec, softcap=of.softcap, **how)
 
 
 def latents(
@@ -124,11 +127,10 @@ def latents(
 ) -> None:
     spec = LayerSpec(1, latent_dim, rope, dtype, bits=bits)
     store = [mx.zeros((SLOTS, 1, r.width), r.kept_dtype) for r in (spec.k_row, spec.v_row)]
-    latent_attention(
-        mx.zeros((ROWS, heads, latent_dim), dtype), mx.zeros((ROWS, heads, rope), dtype),
-        _ints(ROWS, BLOCKS), _ints(ROWS + 1), _ints(ROWS), _ints(40, 2), *store, new_token(),
-        block_size=BLOCK_SIZE, scale=0.1, splits=splits, spec=spec,
-    )  # fmt: skip
+    q, q_pe = (mx.zeros((ROWS, heads, dim), dtype) for dim in (latent_dim, rope))
+    where = _ints(ROWS, BLOCKS), _ints(ROWS + 1), _ints(ROWS), _ints(40, 2)
+    how = {"block_size": BLOCK_SIZE, "scale": 0.1, "splits": splits, "spec": spec}
+    latent_attention(q, q_pe, *where, *store, new_token(), **how)
 
 
 def latent_rows(
@@ -138,22 +140,20 @@ def latent_rows(
     store = [mx.zeros((SLOTS, 1, r.width), r.kept_dtype) for r in (spec.k_row, spec.v_row)]
     q, kv = mx.zeros((ROWS, heads * 256), dtype), mx.zeros((ROWS, latent_dim + rope), dtype)
     norm, new_rope = RMSNorm(mx.zeros(latent_dim, dtype), 1e-6), Rope(rope, True, 1e6, 1.0, None)
-    latent_write(
-        NewLatents(
-            Columns(q, 192), 256, heads, Columns(kv, 0), Columns(kv, latent_dim), norm, new_rope
-        ),
-        positions=_ints(ROWS), slot_mapping=_ints(ROWS), keys=store[0], values=store[1],
-        token=new_token(), spec=spec,
-    )  # fmt: skip
+    columns = Columns(kv, 0), Columns(kv, latent_dim)
+    new = NewLatents(Columns(q, 192), 256, heads, *columns, norm, new_rope)
+    kept = {"keys": store[0], "values": store[1], "token": new_token(), "spec": spec}
+    latent_write(new, positions=_ints(ROWS), slot_mapping=_ints(ROWS), **kept)
 
 
 def prefix(of: Heads, dtype: mx.Dtype, *, fused: bool = False, bits: int | None = None) -> None:
     store, spec = _store(of, dtype, bits)
     q = _new_rows(of, dtype, ROWS) if fused else mx.zeros((ROWS, of.heads, of.dim), dtype)
+    how = {"spec": spec, "block_size": BLOCK_SIZE, "scale": of.dim**-0.5, "splits": 4}
+    how |= {"softcap": of.softcap}
     shared_prefix(
-        q, _ints(ROWS, BLOCKS), _ints(ROWS), _ints(1), _ints(ROWS), *store, new_token(), spec=spec,
-        block_size=BLOCK_SIZE, scale=of.dim**-0.5, splits=4, softcap=of.softcap,
-    )  # fmt: skip
+        q, _ints(ROWS, BLOCKS), _ints(ROWS), _ints(1), _ints(ROWS), *store, new_token(), **how
+    )
 
 
 def write(of: Heads, dtype: mx.Dtype, *, bits: int | None = None) -> None:
@@ -169,10 +169,8 @@ def gather(of: Heads, dtype: mx.Dtype, *, bits: int | None = None) -> None:
 
 def rope(of: Heads, dtype: mx.Dtype, *, rows: int = ROWS, bits: int | None = None) -> None:
     store, spec = _store(of, dtype, bits)
-    rope_write(
-        _new_rows(of, dtype, rows), positions=_ints(rows), slot_mapping=_ints(rows),
-        keys=store[0], values=store[1], token=new_token(), spec=spec,
-    )  # fmt: skip
+    how = {"keys": store[0], "values": store[1], "token": new_token(), "spec": spec}
+    rope_write(_new_rows(of, dtype, rows), positions=_ints(rows), slot_mapping=_ints(rows), **how)
 
 
 def add_norm(dim: int, dtype: mx.Dtype, *, post: bool = False) -> None:
@@ -185,9 +183,13 @@ def rows_of(of: Heads, dtype: mx.Dtype) -> None:
 
 
 def product(
-    rows: int, depth: int, outputs: int, dtype: mx.Dtype, how: str = "",
+    rows: int,
+    depth: int,
+    outputs: int,
+    dtype: mx.Dtype,
+    how: str = "",
     quantisation: Quantisation | None = None,
-) -> None:  # fmt: skip
+) -> None:
     x, weight = mx.zeros((rows, depth), dtype), mx.zeros((outputs, depth), dtype)
     width = outputs // 2 if "glu" in how else outputs
     skinny_gemm(
@@ -201,9 +203,16 @@ def product(
 
 
 def experts(
-    rows: int, top_k: int, count: int, hidden: int, inner: int, dtype: mx.Dtype,
-    quantisation: Quantisation | None = None, oai: bool = False, gated: bool = True,
-) -> None:  # fmt: skip
+    rows: int,
+    top_k: int,
+    count: int,
+    hidden: int,
+    inner: int,
+    dtype: mx.Dtype,
+    quantisation: Quantisation | None = None,
+    oai: bool = False,
+    gated: bool = True,
+) -> None:
     def part(outputs: int, depth: int) -> ExpertWeight:
         bias = mx.zeros((count, outputs), dtype) if oai else None
         if quantisation is None:
@@ -316,19 +325,19 @@ def _cases() -> dict[str, Callable[[], None]]:
         how = Quantisation(4, 64)
         add(experts, "expert_gemm Qwen3-30B-A3B", rows, 8, 128, 2048, 768, bf16, quantisation=how)
         how = Quantisation(4, 32, "mxfp4")
-        add(experts, "expert_gemm gpt-oss-20b", rows, 4, 32, 2880, 2880, bf16, quantisation=how,
-            oai=True)  # fmt: skip
-    add(experts, "expert_gemm GLM-4.7-Flash", 64, 4, 64, 2048, 1536, half,
-        quantisation=Quantisation(6, 64))  # fmt: skip
-    add(experts, "expert_gemm GLM-4.7-Flash", 64, 4, 64, 2048, 1536, half,
-        quantisation=Quantisation(8, 64))  # fmt: skip
-    add(experts, "expert_gemm Nemotron-3-Nano", 16, 6, 128, 2688, 1856, bf16,
-        quantisation=Quantisation(4, 64), gated=False)  # fmt: skip
+        rest = {"quantisation": how, "oai": True}
+        add(experts, "expert_gemm gpt-oss-20b", rows, 4, 32, 2880, 2880, bf16, **rest)
+    given = 2048, 1536, half
+    add(experts, "expert_gemm GLM-4.7-Flash", 64, 4, 64, *given, quantisation=Quantisation(6, 64))
+    inputs = 2048, 1536, half
+    add(experts, "expert_gemm GLM-4.7-Flash", 64, 4, 64, *inputs, quantisation=Quantisation(8, 64))
+    options = {"quantisation": Quantisation(4, 64), "gated": False}
+    add(experts, "expert_gemm Nemotron-3-Nano", 16, 6, 128, 2688, 1856, bf16, **options)
     renormalized = Routing("softmax", True, "renormalized")
     add(router, "expert_topk Qwen3-30B-A3B", 16, 8, 128, renormalized, bf16)
     add(router, "expert_topk Qwen3.5-35B-A3B", 16, 8, 256, renormalized, bf16)
-    add(router, "expert_topk GLM-4.7-Flash", 16, 4, 64,
-        Routing("sigmoid", False, "renormalized", 1e-20, 1.8), half)  # fmt: skip
+    arrays = Routing("sigmoid", False, "renormalized", 1e-20, 1.8), half
+    add(router, "expert_topk GLM-4.7-Flash", 16, 4, 64, *arrays)
     add(router, "expert_topk gpt-oss-20b", 1, 4, 32, Routing("logits", True, "softmax"), bf16)
     return cases
 

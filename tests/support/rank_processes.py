@@ -29,14 +29,12 @@ def run(task: str, size: int, *args: Any, links: int = 1) -> list[Any]:
     ports = [f"127.0.0.1:{s.getsockname()[1]}" for s in with_sockets]
     addresses = [ports[rank * links : (rank + 1) * links] for rank in range(size)]
     env = os.environ | {"METAL_LITE_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "tests.support.rank_processes", task]
+    job = json.dumps([addresses, args])
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.rank_processes", task, str(rank),
-             json.dumps([addresses, args])],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=ROOT,
-        )
-        for rank in range(size)
-    ]  # fmt: skip
+        subprocess.Popen([*words, str(rank), job], env=env, cwd=ROOT, **how) for rank in range(size)
+    ]
     try:
         outputs = [p.communicate(timeout=600)[0] for p in processes]
     finally:

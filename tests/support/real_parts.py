@@ -70,11 +70,10 @@ def tokenizer_folder(folder: Path, template_name: str = "Qwen-Qwen3-4B-Instruct-
     """Write the files of Qwen3's tokenizer (151,669 tokens) with a real template to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(_qwen_tokenizer().read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>", "chat_template": template(template_name),
-        "clean_up_tokenization_spaces": False,
-    }))  # fmt: skip
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    config |= {"pad_token": "<|endoftext|>", "chat_template": template(template_name)}
+    config |= {"clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -122,9 +121,11 @@ def byte_level_bpe(ranks: dict[bytes, int], pattern: str) -> Tokenizer:
 
 def cut_by(tokenizer: Tokenizer, pattern: str) -> Tokenizer:
     """The tokenizer, of byte level, cuts a text by `pattern` first."""
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(pattern), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])  # fmt: skip
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -54,10 +54,9 @@ def tokenizer_folder(folder: Path, family: str, chat_template: str = "") -> Path
         tokenizer.save(str(scratch))
         scratch.rename(path)
     shutil.copy(path, folder / "tokenizer.json")
-    (folder / "tokenizer_config.json").write_text(json.dumps({
-        "tokenizer_class": "PreTrainedTokenizerFast", **names,
-        "chat_template": chat_template or default(), "clean_up_tokenization_spaces": False,
-    }))  # fmt: skip
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    config |= {"chat_template": chat_template or default(), "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -97,10 +96,8 @@ def _vocabularies() -> Path:
     FOLDER.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=FOLDER) as scratch:
         name = "llama-cpp-python"
-        _download([
-            sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", name,
-            "-d", scratch, f"{name}=={_LLAMA_CPP}",
-        ])  # fmt: skip
+        words = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", name]
+        _download([*words, "-d", scratch, f"{name}=={_LLAMA_CPP}"])
         (archive,) = Path(scratch).glob("*.tar.gz")
 
         def wanted(path: str) -> str:

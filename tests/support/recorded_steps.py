@@ -35,16 +35,23 @@ _SWIGLU = activations.swiglu
 
 
 def kernel_engine(
-    model: LoadedModel, engine: Callable[[LoadedModel], LLMEngine], *, prefill: str = "varlen",
-    fused: bool = True, rows_as_decodes: int = 0,
-) -> LLMEngine:  # fmt: skip
+    model: LoadedModel,
+    engine: Callable[[LoadedModel], LLMEngine],
+    *,
+    prefill: str = "varlen",
+    fused: bool = True,
+    rows_as_decodes: int = 0,
+) -> LLMEngine:
     """An engine of `model` with kernels, unchecked.  fused: changes the model in place."""
     made = engine(model)
     shapes = made.model.attention_shapes
     attention = KernelAttention(
-        made.runner.attention.store, prefill, {s.num_heads // s.num_kv_heads for s in shapes},
-        rows_as_decodes=rows_as_decodes, latents=any(s.latent for s in shapes),
-    )  # fmt: skip
+        made.runner.attention.store,
+        prefill,
+        {s.num_heads // s.num_kv_heads for s in shapes},
+        rows_as_decodes=rows_as_decodes,
+        latents=any(s.latent for s in shapes),
+    )
     path = StepPath(attention)
     if fused:
         path = StepPath(attention, fusion=fuse(made.model.packed.model, joins=True))
@@ -53,9 +60,12 @@ def kernel_engine(
 
 
 def record(
-    engine: LLMEngine, drive: Callable[[LLMEngine], Any], *, weights: bool = False,
+    engine: LLMEngine,
+    drive: Callable[[LLMEngine], Any],
+    *,
+    weights: bool = False,
     fails: dict[int, int] | None = None,
-) -> Graph:  # fmt: skip
+) -> Graph:
     """The graph of everything that `drive(engine)` submits.
 
     The engine is of no use afterwards.  weights: parameters are arguments too, so that they need
@@ -177,9 +187,11 @@ def _arrays(trees: Any) -> list[mx.array]:
 
 def _launcher(kernel: Kernel) -> Any:
     return mx.fast.metal_kernel(
-        name=f"{OURS}{kernel.name}_{END}", input_names=kernel.inputs, output_names=kernel.outputs,
+        name=f"{OURS}{kernel.name}_{END}",
+        input_names=kernel.inputs,
+        output_names=kernel.outputs,
         source=" ",
-    )  # fmt: skip
+    )
 
 
 def _label(batch: ForwardBatch, after: StepResult | None) -> str:
@@ -235,13 +247,11 @@ def stand_in(name: str) -> Callable[..., mx.array]:
     def launch(inputs: Sequence[mx.array], shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
         count = len(inputs)
         if count not in kernels:
+            options = {"output_names": ["out"], "source": " ", "ensure_row_contiguous": False}
             kernels[count] = mx.fast.metal_kernel(
-                name=f"{MLX_S}{name}_{END}", input_names=[f"a{i}" for i in range(count)],
-                output_names=["out"], source=" ", ensure_row_contiguous=False,
-            )  # fmt: skip
-        return kernels[count](
-            inputs=list(inputs), grid=(1, 1, 1), threadgroup=(1, 1, 1),
-            output_shapes=[shape], output_dtypes=[dtype],
-        )[0]  # fmt: skip
+                name=f"{MLX_S}{name}_{END}", input_names=[f"a{i}" for i in range(count)], **options
+            )
+        how = {"output_shapes": [shape], "output_dtypes": [dtype]}
+        return kernels[count](inputs=list(inputs), grid=(1, 1, 1), threadgroup=(1, 1, 1), **how)[0]
 
     return launch

@@ -21,7 +21,7 @@ DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 
 @dataclass
 class Segments:
-    """Segments of `lengths` rows, of which those in `fresh` start from zeros, and rows of padding.
+    """Segments of `lengths` rows (those in `fresh` start from zeros), and rows of padding.
 
     A segment has its own slot, drawn at random.  checkpoints: (segment, rows of it before).  moved:
     segments that leave their state in another slot than the one they start from.
@@ -83,7 +83,7 @@ class Segments:
         return np.concatenate(results), after
 
 
-# A request starts, one goes on, one has no rows, one has a single row; chunks of 8 rows and tiles
+# A request starts, one continues, one has no rows, one has a single row; chunks of 8 rows and tiles
 # of 16 end within and at the end of segments; some states are copied; some rows are padding.
 RAGGED = {
     "lengths": [1, 21, 0, 16, 1, 2, 0],

@@ -58,12 +58,11 @@ def _recurrence(
         "fused delta": lambda: delta_gates(logits, logits, of_heads, bias),
         "fused ssm": lambda: time_gates(logits, of_heads, bias, (0.0, 1.0)),
     }
-    gated_delta(
-        of_k, of_k, _columns(heads, dim, dtype), gates[form](),
-        mx.zeros((SLOTS, heads, dim, k_dim)), _segments(), new_token(), num_k_heads=k_heads,
-        max_seqlen=max_seqlen, norm=GatedNorm(1e-6, k_dim**-0.5) if form == "fused delta" else None,
-        skip={"ssm": of_heads, "fused ssm": bias}.get(form),
-    )  # fmt: skip
+    arrays = mx.zeros((SLOTS, heads, dim, k_dim)), _segments(), new_token()
+    how = {"num_k_heads": k_heads, "max_seqlen": max_seqlen}
+    how |= {"norm": GatedNorm(1e-6, k_dim**-0.5) if form == "fused delta" else None}
+    how |= {"skip": {"ssm": of_heads, "fused ssm": bias}.get(form)}
+    gated_delta(of_k, of_k, _columns(heads, dim, dtype), gates[form](), *arrays, **how)
 
 
 def _norm(dim: int, groups: int, gate_first: bool, dtype: mx.Dtype) -> None:
@@ -73,12 +72,10 @@ def _norm(dim: int, groups: int, gate_first: bool, dtype: mx.Dtype) -> None:
 
 
 def _conv(channels: int, size: int, bias: bool, silu: bool, dtype: mx.Dtype) -> None:
-    causal_conv(
-        Columns(mx.zeros((ROWS, channels), dtype), 0), mx.zeros((channels, size, 1), dtype),
-        mx.zeros(channels, dtype) if bias else None,
-        mx.zeros((SLOTS, size - 1, channels), dtype), _segments(),
-        mx.zeros((ROWS + 2, 2), mx.int32), new_token(), silu=silu,
-    )  # fmt: skip
+    weight, biases = mx.zeros((channels, size, 1), dtype), mx.zeros(channels, dtype)
+    states, tiles = mx.zeros((SLOTS, size - 1, channels), dtype), mx.zeros((ROWS + 2, 2), mx.int32)
+    x, where = Columns(mx.zeros((ROWS, channels), dtype), 0), (_segments(), tiles)
+    causal_conv(x, weight, biases if bias else None, states, *where, new_token(), silu=silu)
 
 
 def _cases() -> dict[str, Callable[[], None]]:

@@ -119,10 +119,13 @@ def packed_spans(draw: Any, max_length: int = 21) -> PackedSpans:
     count = draw(st.integers(1, 5))
     seed = draw(st.integers(0, 2**16))
     lengths = sorted(
-        draw(st.lists(st.one_of(st.just(1), st.integers(1, max_length)),
-                      min_size=count, max_size=count)),
+        draw(
+            st.lists(
+                st.one_of(st.just(1), st.integers(1, max_length)), min_size=count, max_size=count
+            )
+        ),
         key=lambda length: length > 1,
-    )  # fmt: skip
+    )
     num_slots = count * 4 + FREE
     free = np.random.default_rng(seed).permutation(num_slots).tolist()
     spans = []

@@ -69,12 +69,10 @@ def write_scripted(
         {"format": "mlx"},
     )
     (count,) = tokenizer.encode("<tool_response>", add_special_tokens=False)
-    config = {
-        "model_type": "scripted", "model_file": "model.py", "vocab_size": len(tokenizer),
-        "shape": shape, "start_token": start, "count_token": count, "task_tokens": task_tokens,
-        "hybrid": hybrid, "max_position_embeddings": 262144, "eos_token_id": eos,
-        "torch_dtype": "float32",
-    }  # fmt: skip
+    config = {"model_type": "scripted", "model_file": "model.py", "vocab_size": len(tokenizer)}
+    config |= {"shape": shape, "start_token": start, "count_token": count}
+    config |= {"task_tokens": task_tokens, "hybrid": hybrid, "max_position_embeddings": 262144}
+    config |= {"eos_token_id": eos, "torch_dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config))
     shutil.copy(Path(__file__).parent / "scripted" / "model.py", folder)
     return folder

@@ -132,10 +132,8 @@ def alone(model: nn.Module, prompt: Sequence[int], n: int) -> list[int]:
 
 def engine(name: str = "llama", dtype: mx.Dtype | None = None, **options: Any) -> LLMEngine:
     """A small engine over the tiny model `name`, `packed`."""
-    defaults = {
-        "block_size": 8, "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64,
-        "max_model_len": min(128, 8 * options.get("num_blocks", 64)),
-    }  # fmt: skip
+    defaults = {"block_size": 8, "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    defaults |= {"max_model_len": min(128, 8 * options.get("num_blocks", 64))}
     return LLMEngine(packed(name, dtype), EngineConfig(**{**defaults, **options}))
 
 
@@ -156,7 +154,7 @@ def greedy(max_tokens: int, **more: Any) -> SamplingParams:
 def submit(
     engine: LLMEngine, prompts: Sequence[Sequence[int]], params: SamplingParams | int, **how: Any
 ) -> None:
-    """Add requests named "0", "1", ...; a number as params: of exactly so many greedy tokens."""
+    """Add requests named "0", "1", ...; params as a number: the number of greedy tokens."""
     if isinstance(params, int):
         params = greedy(params, ignore_eos=True)
     for i, prompt in enumerate(prompts):
@@ -210,8 +208,7 @@ def write_folder(path: Path, name: str = "llama", **changes: Any) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["</s>", "<s>"])
     tokenizer.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "bos_token": "<s>",
-        "chat_template": _CHAT_TEMPLATE, "clean_up_tokenization_spaces": False,
-    }))  # fmt: skip
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "bos_token": "<s>"}
+    config |= {"chat_template": _CHAT_TEMPLATE, "clean_up_tokenization_spaces": False}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
     return path

@@ -16,8 +16,10 @@ def rows_of(tmp_path, *words: str) -> list[dict]:
     result = tmp_path / "result.json"
     done = subprocess.run(
         [sys.executable, "-m", "tools.bench.server", *words, "--json", str(result)],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(result.read_text())["rows"]
 

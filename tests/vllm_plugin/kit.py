@@ -40,7 +40,7 @@ SHARED = {
     "deepseek_v3": "DeepseekV3ForCausalLM",  # latents
     "qwen3_5/tied": "Qwen3_5ForConditionalGeneration",  # recurrent layers
 }
-# Multimodal models, of which mlx-lm runs the text part.
+# Multimodal models: mlx-lm runs their text part.
 TEXT_PARTS = {
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",

@@ -27,9 +27,11 @@ MODEL = "mixtral"  # experts: vLLM keeps ranks that share experts in step
 NUM_TOKENS = 16
 PROMPTS = tiny.prompts(20, 1, 60, seed=1)
 SIZES = {
-    "num_gpu_blocks_override": 100, "block_size": 8, "max_num_seqs": 8,
+    "num_gpu_blocks_override": 100,
+    "block_size": 8,
+    "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
-}  # fmt: skip
+}
 
 
 def arguments(**options):
@@ -116,7 +118,7 @@ def test_each_worker_gets_a_gpu_or_a_part_of_the_memory(monkeypatch, engine, ran
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"data_parallel_size_local": 1}, "2 data-parallel ranks of which 1 are on this host"),
+        ({"data_parallel_size_local": 1}, "2 data-parallel ranks with 1 on this host"),
         ({"data_parallel_rank": 1}, "--data-parallel-rank"),
         ({"tensor_parallel_size": 2, "nnodes": 2}, "--data-parallel-size 2 with --nnodes 2"),
     ],

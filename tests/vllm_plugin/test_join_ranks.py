@@ -149,10 +149,8 @@ def test_a_watchdog_ends_with_its_process():
 
 def parallel(**options):
     """vLLM's configuration of two ranks on one host, or as `options` say."""
-    defaults = {
-        "world_size": 2, "local_world_size": 2, "nnodes": 1, "node_rank": 0,
-        "master_addr": "127.0.0.1", "master_port": 29501,
-    }  # fmt: skip
+    defaults = {"world_size": 2, "local_world_size": 2, "nnodes": 1, "node_rank": 0}
+    defaults |= {"master_addr": "127.0.0.1", "master_port": 29501}
     return SimpleNamespace(**defaults | options)
 
 

@@ -1,4 +1,4 @@
-"""A kernel that fails under vLLM is replaced; the engine and its requests go on."""
+"""A kernel that fails under vLLM is replaced; the engine and its requests continue."""
 
 import pytest
 

@@ -162,9 +162,11 @@ def test_min_tokens_holds_back_the_end(llm):
 def test_a_grammar_that_is_over_ends_before_min_tokens():
     """As vLLM's own test_min_tokens_with_terminal_structured_output."""
     params = SamplingParams(
-        temperature=0, min_tokens=20, max_tokens=40,
+        temperature=0,
+        min_tokens=20,
+        max_tokens=40,
         structured_outputs=StructuredOutputsParams(json='{"type": "boolean"}'),
-    )  # fmt: skip
+    )
     with kit.engine("demo") as llm:
         output = llm.generate("Answer:", params, use_tqdm=False)[0].outputs[0]
         eos_token_id = llm.get_tokenizer().eos_token_id
@@ -202,11 +204,13 @@ def test_bad_words_are_never_completed(llm):
     single = plain[0][-1]
     params = [
         SamplingParams(
-            temperature=0, ignore_eos=True, max_tokens=30,
+            temperature=0,
+            ignore_eos=True,
+            max_tokens=30,
             bad_words=["".join(tiny.CHARACTERS[t] for t in word), tiny.CHARACTERS[single]],
         )
         for word in words
-    ]  # fmt: skip
+    ]
     found = kit.tokens(kit.generate(llm, PROMPTS, params))
     for tokens, before, word in zip(found, plain, words, strict=True):
         assert not contains(tokens, word)

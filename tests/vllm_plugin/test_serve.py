@@ -38,11 +38,9 @@ def url(tmp_path_factory):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     log = tmp_path_factory.mktemp("serve") / "log"
-    command = [
-        VLLM, "serve", kit.DEMO_PATH, "--port", str(port), "--served-model-name", "demo",
-        "--max-model-len", "512", "--num-gpu-blocks-override", str(NUM_BLOCKS),
-        "--max-num-seqs", "16", "--max-num-batched-tokens", "128",
-    ]  # fmt: skip
+    command = [VLLM, "serve", kit.DEMO_PATH, "--port", str(port), "--served-model-name", "demo"]
+    command += ["--max-model-len", "512", "--num-gpu-blocks-override", str(NUM_BLOCKS)]
+    command += ["--max-num-seqs", "16", "--max-num-batched-tokens", "128"]
     with open(log, "w") as out:
         server = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
@@ -96,10 +94,8 @@ MESSAGES = [{"role": "user", "content": "My name is Ada. What is my name?"}]
 
 
 def test_chat_streams_what_it_answers_at_once(client):
-    kwargs = {
-        "model": "demo", "messages": MESSAGES, "temperature": 0, "max_tokens": 80,
-        "extra_body": {"ignore_eos": True},  # long: a busy server joins pieces
-    }  # fmt: skip
+    kwargs = {"model": "demo", "messages": MESSAGES, "temperature": 0, "max_tokens": 80}
+    kwargs |= {"extra_body": {"ignore_eos": True}}
     whole = client.chat.completions.create(**kwargs, logprobs=True, top_logprobs=2)
     pieces, entries = [], []
     for chunk in client.chat.completions.create(
@@ -118,10 +114,8 @@ def test_chat_streams_what_it_answers_at_once(client):
 
 def test_completions_are_what_mlx_lm_says_alone(client):
     prompt = [5, 6, 7, 300, 301]
-    out = client.completions.create(
-        model="demo", prompt=prompt, temperature=0, max_tokens=20,
-        extra_body={"ignore_eos": True, "return_token_ids": True},
-    )  # fmt: skip
+    how = {"max_tokens": 20, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
+    out = client.completions.create(model="demo", prompt=prompt, temperature=0, **how)
     assert out.choices[0].token_ids == kit.alone("demo", prompt, 20)
 
 
@@ -134,9 +128,8 @@ def test_a_bad_request_is_refused_and_the_server_lives(client):
 def test_labels_are_scored(url):
     """By `logprob_token_ids`; the probabilities are of the labels alone."""
     labels = [5, 6, 7]
-    body = {
-        "model": "demo", "query": "The goat", "items": [" is", " was"], "label_token_ids": labels,
-    }  # fmt: skip
+    body = {"model": "demo", "query": "The goat", "items": [" is", " was"]}
+    body |= {"label_token_ids": labels}
     request = urllib.request.Request(
         f"{url}/generative_scoring", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -153,11 +146,9 @@ def test_64_clients_that_come_and_go_leave_nothing_behind(url):
     async def one(client, i):
         prompt = [rng.randrange(2, 2048) for _ in range(rng.randrange(1, 200))]
         hang_up_after = rng.randrange(1, 40) if i % 2 else None
-        kwargs = {
-            "model": "demo", "prompt": prompt, "max_tokens": 120, "stream": True,
-            "temperature": rng.choice([0, 1.0]), "logprobs": rng.choice([None, 2]),
-            "extra_body": {"ignore_eos": True},
-        }  # fmt: skip
+        kwargs = {"model": "demo", "prompt": prompt, "max_tokens": 120, "stream": True}
+        kwargs |= {"temperature": rng.choice([0, 1.0]), "logprobs": rng.choice([None, 2])}
+        kwargs |= {"extra_body": {"ignore_eos": True}}
         await asyncio.sleep(rng.random())
         count = 0
         stream = await client.completions.create(**kwargs)
@@ -181,11 +172,10 @@ def test_64_clients_that_come_and_go_leave_nothing_behind(url):
 
 @pytest.mark.thorough
 def test_bench_serve_completes(url, tmp_path):
-    command = [
-        VLLM, "bench", "serve", "--base-url", url, "--model", "demo", "--tokenizer", kit.DEMO_PATH,
-        "--dataset-name", "random", "--random-input-len", "64", "--random-output-len", "16",
-        "--num-prompts", "24", "--ignore-eos", "--save-result", "--result-dir", tmp_path,
-    ]  # fmt: skip
+    command = [VLLM, "bench", "serve", "--base-url", url, "--model", "demo", "--tokenizer"]
+    command += [kit.DEMO_PATH, "--dataset-name", "random", "--random-input-len", "64"]
+    command += ["--random-output-len", "16", "--num-prompts", "24", "--ignore-eos", "--save-result"]
+    command += ["--result-dir", tmp_path]
     out = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=900)
     assert out.returncode == 0, (out.stdout + out.stderr)[-3000:]
     result = json.loads(next(tmp_path.glob("*.json")).read_text())

@@ -179,9 +179,11 @@ def serving(folder, model, options):
     script = folder / "serve.py"
     script.write_text(_SERVE)
     env = {
-        **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO",
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
         "PYTHONPATH": ":".join(sys.path),
-    }  # fmt: skip
+    }
     asked = [json.dumps([list(map(int, p)) for p in PROMPTS]), str(NUM_TOKENS)]
     command = [sys.executable, script, model, json.dumps(options), *asked]
     with (folder / "log").open("w") as out:

@@ -53,9 +53,11 @@ SGLANG = {
 # Lossy: a number in a list is a string (vLLM's gemma4, MiniMax M3's of both), "false" is "False"
 # (SGLang's glm45).
 LOSSY = {
-    ("vllm", "gemma4", "nested"), ("sglang", "glm45", "two"),
-    ("vllm", "minimax_m3", "nested"), ("sglang", "minimax_m3", "nested"),
-}  # fmt: skip
+    ("vllm", "gemma4", "nested"),
+    ("sglang", "glm45", "two"),
+    ("vllm", "minimax_m3", "nested"),
+    ("sglang", "minimax_m3", "nested"),
+}
 _MARKS = re.compile(r"<[^<>\s=\"']*>|<\|\"\|>|\[[A-Z_]+\]|｜DSML｜")
 _ALWAYS = {
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<|channel>", "<channel|>", "<|turn>",

@@ -87,9 +87,8 @@ def cases() -> Iterator[Case]:
     refs: dict[str, Any] = {"$defs": {"d40": {"type": "integer"}}, "$ref": "#/$defs/d0"}
     for i in range(40):
         both = {"$ref": f"#/$defs/d{i + 1}"}
-        refs["$defs"][f"d{i}"] = {
-            "type": "object", "properties": {"a": both, "b": both}, "required": ["a", "b"],
-        }  # fmt: skip
+        pair = {"a": both, "b": both}
+        refs["$defs"][f"d{i}"] = {"type": "object", "properties": pair, "required": ["a", "b"]}
     yield Case("schema refs 2^40", CHAT, form(json=refs))
     yield Case("schema minLength 1e6", CHAT, form(json={"type": "string", "minLength": 10**6}))
     yield Case("schema enum 15000", CHAT, form(json={"enum": [f"value{i}" for i in range(15000)]}))
@@ -259,13 +258,9 @@ class Bench:
         memory = self.memory()
         grown = max(now - before for now, before in zip(memory, self.known or memory, strict=True))
         left = self._left()
-        faults = [
-            name
-            for name, bad in (
-                ("gap", gap > plain + GAP), ("health", health > HEALTH),
-                ("memory", grown > MEMORY), ("left", left > 0),
-            ) if bad
-        ]  # fmt: skip
+        limits = {"gap": gap > plain + GAP, "health": health > HEALTH}
+        limits |= {"memory": grown > MEMORY, "left": left > 0}
+        faults = [name for name, passed in limits.items() if passed]
         print(
             f"{case.name:30} {how:>6} {seconds:6.1f} s  gap {gap:5.2f} (plain {plain:4.2f})  "
             f"health {1e3 * health:5.0f} ms  {memory[0]:5.0f} and {memory[1]:5.0f} MiB  "

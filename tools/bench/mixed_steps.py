@@ -82,13 +82,10 @@ def measure(tiny: bool, deadline: float, **device: Any) -> Iterator[tuple[float,
         stack.enter_context(trusted("gather"))
         if backend.is_cpu():
             stack.enter_context(installed())
-        engine = LLMEngine(
-            get_model(_TINY if tiny else _MODEL, bits=None),
-            EngineConfig(
-                attention="kernels", num_blocks=blocks, block_size=_BLOCK, max_num_seqs=seats,
-                max_model_len=longest, enable_prefix_caching=False,
-            ),
-        )  # fmt: skip
+        sizes = {"num_blocks": blocks, "block_size": _BLOCK, "max_num_seqs": seats}
+        how = {"attention": "kernels", "max_model_len": longest, "enable_prefix_caching": False}
+        model = get_model(_TINY if tiny else _MODEL, bits=None)
+        engine = LLMEngine(model, EngineConfig(**how, **sizes))
         runner = engine.runner
         for load in loads:
             if time.monotonic() > deadline:
@@ -131,10 +128,9 @@ def child(args: argparse.Namespace) -> None:
 def column(name: str, root: Path, args: argparse.Namespace) -> list[str]:
     """The cells of one column, measured with the packages of `root`."""
     words = [sys.executable, "-P", __file__, "--child", name, "--seconds", str(args.seconds)]
-    run = subprocess.run(
-        words + ["--tiny"] * args.tiny, cwd=root, stdout=subprocess.PIPE, text=True, check=False,
-        env=os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
-    )  # fmt: skip
+    path = f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    words, env = words + ["--tiny"] * args.tiny, os.environ | {"PYTHONPATH": path}
+    run = subprocess.run(words, cwd=root, stdout=subprocess.PIPE, text=True, check=False, env=env)
     if run.returncode:
         print(f"{name} ended with {run.returncode}", file=sys.stderr)
     cells = [f"{ms:.2f} ({way})" for ms, way in map(json.loads, run.stdout.splitlines())]

@@ -49,7 +49,7 @@ from tools.bench.lib.servers import (
     ours,
     say,
     server,
-)  # fmt: skip
+)
 from tools.bench.lib.tables import table_head
 from tools.dev.run_main import parser_of, run_main
 from vllm_metal_lite.model.loader import load_tokenizer_only
@@ -70,10 +70,12 @@ class Prompts:
         self.longest = args.max_model_len or config["max_position_embeddings"]
         # Tokens whose joined text is split into the same tokens again.
         self.words = [
-            i for i in range(min(len(self.tokenizer), 2048))
-            if (text := self.tokenizer.decode([i])).startswith(" ") and text[1:].isalpha()
+            i
+            for i in range(min(len(self.tokenizer), 2048))
+            if (text := self.tokenizer.decode([i])).startswith(" ")
+            and text[1:].isalpha()
             and self.tokenizer.encode(" a" + text + " a")[1:-1] == [i]
-        ]  # fmt: skip
+        ]
 
     def text(self, num_tokens: float) -> str:
         ids = self.rng.choice(self.words, max(int(num_tokens), 4)).tolist()
@@ -139,11 +141,12 @@ def row_of(done: dict[str, Any], turns: int) -> dict[str, float]:
     tokens = sum(r["tokens"] or 0 for r in requests)
     prompt = sum(r["prompt"] or 0 for r in requests)
     row = {
-        "done": len(requests), "tokens/s": tokens / done["seconds"],
+        "done": len(requests),
+        "tokens/s": tokens / done["seconds"],
         "sessions a minute": 60 * len(requests) / turns / done["seconds"],
         "TTFT, ms": 1e3 * statistics.median(firsts),
         "p90": 1e3 * float(np.quantile(firsts, 0.9)),
-    }  # fmt: skip
+    }
     if later:
         row["of later turns"] = 1e3 * statistics.median(later)
     if gaps:
@@ -171,10 +174,8 @@ class Bench:
                 seconds, before = self.args.seconds, cpu_seconds(pid)
                 job = {"model": model, "clients": clients, "health": health, "seconds": seconds}
                 words = ["-m", "tools.bench.lib.http_load", f"http://127.0.0.1:{port}"]
-                done = subprocess.run(
-                    [sys.executable, *words], cwd=ROOT, input=json.dumps(job),
-                    capture_output=True, text=True, timeout=seconds + 60,
-                )  # fmt: skip
+                how = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": seconds + 60}
+                done = subprocess.run([sys.executable, *words], input=json.dumps(job), **how)
                 if done.returncode:
                     raise RuntimeError(done.stderr[-800:])
                 cpu = cpu_seconds(pid) - before if name == "ours" else 0

@@ -92,10 +92,8 @@ class Bench:
         values = measure(self.load, run)
         self.report.note(load=self.letter, note=note, engine=engine.name, metrics=values)
         speed = values["output_tokens_per_s"]
-        print(
-            f"{self.label}, {note}, {engine.name}: {run.seconds:.2f} s, {speed:,.0f} tokens/s",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+        text = f"{self.label}, {note}, {engine.name}: {run.seconds:.2f} s, {speed:,.0f} tokens/s"
+        print(text, file=sys.stderr, flush=True)
         return values, run
 
     def tried(self, engine: Engine) -> Metrics | None:
@@ -195,13 +193,11 @@ def add_roofline(model: LoadedModel, load: Load, medians: dict[str, Metrics]) ->
 def newcomer(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> dict:
     """Measure a prompt that arrives while others decode, under each way to share the steps."""
     prompt = len(load.prompts[-1])
-    engines: list[Engine] = [
-        ThisEngine(
-            model, load, {**args.ours, "max_num_batched_tokens": tokens},
-            name=f"mixed, steps of {tokens}",
-        )
-        for tokens in STEPS[slice(0, 5, 2) if args.quick else slice(None)] if tokens < prompt
-    ]  # fmt: skip
+    steps = [n for n in STEPS[slice(0, 5, 2) if args.quick else slice(None)] if n < prompt]
+    engines: list[Engine] = []
+    for tokens in steps:
+        options = {**args.ours, "max_num_batched_tokens": tokens}
+        engines.append(ThisEngine(model, load, options, name=f"mixed, steps of {tokens}"))
     for policy in ("mixed", "whole"):
         options = {**args.ours, "max_num_batched_tokens": 8192, "prefill_policy": policy}
         engines.append(ThisEngine(model, load, options, name=f"{policy}, in one step"))
@@ -258,14 +254,11 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="of lengths and request counts")
     parser.add_argument("--repeats", type=int, help="counted turns (default 3)")
     parser.add_argument("--quick", action="store_true", help="one turn, mlx-lm's likely best only")
-    parser.add_argument(
-        "--settings", nargs="+", type=_settings, metavar="PREFILL/COMPLETION[/PREFIX]",
-        help="mlx-lm's batch sizes to try, but for load D; PREFIX: none, once or server",
-    )  # fmt: skip
-    parser.add_argument(
-        "--ours", nargs="+", type=_option, default=[], metavar="NAME=VALUE",
-        help="fields of EngineConfig",
-    )  # fmt: skip
+    text = "mlx-lm's batch sizes to try, but for load D; PREFIX: none, once or server"
+    names = "PREFILL/COMPLETION[/PREFIX]"
+    parser.add_argument("--settings", nargs="+", type=_settings, metavar=names, help=text)
+    fields = {"metavar": "NAME=VALUE", "help": "fields of EngineConfig"}
+    parser.add_argument("--ours", nargs="+", type=_option, default=[], **fields)
     parser.add_argument(
         "--trusted", action="store_true", help="every kernel for all rows; no checks or timings"
     )
@@ -288,10 +281,8 @@ def main() -> int:
     if args.load:
         model = get_model(args.model, args.dtype, args.bits)
         report["model"] = model.name
-        print(
-            f"\n{model.name}: {model.num_parameters / 1e6:,.1f} M parameters, "
-            f"{model.weight_bytes / 2**30:.2f} GiB", flush=True,
-        )  # fmt: skip
+        gib = model.weight_bytes / 2**30
+        print(f"\n{model.name}: {model.num_parameters / 1e6:,.1f} M parameters, {gib:.2f} GiB")
         if model.packed.by_segment is not None:
             print(f"\nAttention runs by segment: {model.packed.by_segment}", flush=True)
         with trusted() if args.trusted else nullcontext():

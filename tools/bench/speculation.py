@@ -80,7 +80,7 @@ def measure(engine: LLMEngine, prepared: Prepared, kind: str, count: int, length
 
 
 def widths(model: Any, prepared: Prepared, length: int) -> None:
-    """Milliseconds a step by the number of drafts of each request, all of which come true."""
+    """Milliseconds a step by the number of drafts of each request; all drafts are right."""
     print(f"\n### {model.name}: ms a step behind {length} tokens, drafts that all come true\n")
     table_head(("requests", "one ahead", *(f"{k} drafts" for k in WIDTHS), "compiled"))
     for count in (1, 8):
@@ -108,7 +108,7 @@ def widths(model: Any, prepared: Prepared, length: int) -> None:
 
 
 class Always:
-    """In the place of a Speculator: the same number of true drafts for every request."""
+    """Replaces a Speculator: the same number of true drafts for every request."""
 
     num_drafted = num_accepted = 0
 
@@ -130,10 +130,9 @@ class Always:
 
 def make_engine(model: Any, length: int, count: int, speculate: str) -> LLMEngine:
     size = 2 * length + _HEADER + 64
-    config = EngineConfig(
-        num_blocks=count * (size // 16 + 4), max_num_seqs=max(count, 2), max_model_len=size,
-        speculate=speculate, enable_prefix_caching=False, state_cache_gib=0,
-    )  # fmt: skip
+    sizes = {"num_blocks": count * (size // 16 + 4), "max_model_len": size, "state_cache_gib": 0}
+    how = {"speculate": speculate, "enable_prefix_caching": False}
+    config = EngineConfig(max_num_seqs=max(count, 2), **sizes, **how)
     with trusted():
         return LLMEngine(model, config)
 

@@ -74,10 +74,8 @@ class Loads:
         def call(q: mx.array) -> mx.array:
             args = tables, lens
             part = shared_prefix(q, *args, begin, end, *store, token, splits=splits, **how)
-            return paged_decode(
-                q, *args, *store, part.lse if once else token, plan=plan,
-                prefix=part if once else None, **how,
-            )[0]  # fmt: skip
+            last, prefix = (part.lse, part) if once else (token, None)
+            return paged_decode(q, *args, *store, last, plan=plan, prefix=prefix, **how)[0]
 
         return self._seconds(call, self._random(rows, s.num_heads, s.k_head_dim))
 

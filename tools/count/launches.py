@@ -126,9 +126,8 @@ def compiled() -> Iterator[None]:
 def launched_on_metal() -> Iterator[None]:
     """MLX's functions become the launches that they are on Metal; compiled ones become one each."""
     with pytest.MonkeyPatch.context() as put, compiled():
-        for module, name in (
-            (activations, "swiglu_oai"), (gemma3_text, "clip_residual"), (nn, "gelu_approx"),
-        ):  # fmt: skip
+        clips = (gemma3_text, "clip_residual"), (nn, "gelu_approx")
+        for module, name in ((activations, "swiglu_oai"), *clips):
             put.setattr(module, name, _like_the_first(name))
         put.setattr(mx, "dequantize", _dequantise)
         yield
@@ -153,10 +152,8 @@ def _dequantise(w: mx.array, scales: mx.array, *others: Any, **how: Any) -> mx.a
 def _engine(
     model: LoadedModel, batch: int, options: dict[str, Any], with_kernels: bool
 ) -> LLMEngine:
-    config = EngineConfig(
-        num_blocks=4 * batch + 8, max_num_seqs=batch, max_num_batched_tokens=16 * batch,
-        max_model_len=64, **options,
-    )  # fmt: skip
+    sizes = {"num_blocks": 4 * batch + 8, "max_num_batched_tokens": 16 * batch}
+    config = EngineConfig(max_num_seqs=batch, max_model_len=64, **sizes, **options)
     make = partial(LLMEngine, config=config)
     if not with_kernels:
         return make(model)

@@ -159,10 +159,8 @@ def main() -> None:
         if (step + 1) % report_every == 0 or last:
             loss, norm = (value.item() for value in result)
             seconds = time.time() - began
-            print(
-                f"step {step + 1} length {said.shape[1]} loss {loss:.4f} norm {norm:.2f}, "
-                f"{seconds:.0f} s", flush=True,
-            )  # fmt: skip
+            state = f"loss {loss:.4f} norm {norm:.2f}, {seconds:.0f} s"
+            print(f"step {step + 1} length {said.shape[1]} {state}", flush=True)
         if (step + 1) % save_every == 0 or last:
             trainer.save(args.out, config)
         if last:

@@ -68,7 +68,7 @@ def natural_value(rng: random.Random, attribute: str) -> str:
 def fill(rng: random.Random, template: str, words: dict[str, list[str]] = WORDS) -> str:
     """One of the template's alternatives, its slots filled.
 
-    A slot names one of `words`, of TEMPLATES or of _MADE; {2-5} stands for 2 to 5 digits, {n99} for
+    A slot names one of `words`, of TEMPLATES or of _MADE; {2-5} means 2 to 5 digits, {n99} for
     a number from 1 to 99, and {Word} a {word} with a capital.  words: WORDS, or fewer of some.
     """
 

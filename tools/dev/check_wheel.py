@@ -86,10 +86,8 @@ def check_run(wheel: Path, folder: Path) -> None:
 
 def check_server(command: str, folder: Path) -> None:
     """Start the server, and ask for an answer and for the page."""
-    process = subprocess.Popen(
-        [command, "serve", "--port", "0"], cwd=folder, env=_environment(),
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    words, how = [command, "serve", "--port", "0"], {"stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(words, cwd=folder, env=_environment(), **how)
     assert process.stdout is not None
     try:
         line = process.stdout.readline()
@@ -124,10 +122,9 @@ def _environment() -> dict[str, str]:
 
 def _run(command: list[str], folder: Path, stdin: str = "", fails: bool = False) -> str:
     """Run a command in `folder`; returns its output, or its errors if it should fail."""
-    done = subprocess.run(
-        command, cwd=folder, env=_environment(), input=stdin, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE if fails else None,
-    )  # fmt: skip
+    how = {"cwd": folder, "env": _environment(), "input": stdin, "text": True}
+    errors = subprocess.PIPE if fails else None
+    done = subprocess.run(command, **how, stdout=subprocess.PIPE, stderr=errors)
     if fails and done.returncode:
         return done.stderr
     if done.returncode or fails:

@@ -81,10 +81,9 @@ CASES = {
 
 def short_contexts() -> AbstractContextManager[None]:
     """Contexts are split, and prefixes shared, at the lengths of these prompts."""
-    return devices.using(replace(
-        devices.profile(), min_split_context=64, min_split_keys=32, min_saved_tokens=8,
-        rows_as_decodes=0, min_keys=64, small_scores=0,
-    ))  # fmt: skip
+    small = {"min_split_context": 64, "min_split_keys": 32, "min_saved_tokens": 8}
+    small |= {"rows_as_decodes": 0, "min_keys": 64, "small_scores": 0}
+    return devices.using(replace(devices.profile(), **small))
 
 
 @contextmanager
@@ -109,10 +108,9 @@ def broken(name: str, wrong: str) -> Iterator[None]:
 
 def make_engine(model: str, case: Case, attention: str, few: bool = True) -> LLMEngine:
     """few: products and experts of few rows use the kernels."""
-    config = EngineConfig(
-        num_blocks=256, max_num_seqs=16, max_model_len=512, max_num_batched_tokens=256,
-        attention=attention, kv_bits=case.kv_bits, dtype=case.dtype,
-    )  # fmt: skip
+    sizes = {"num_blocks": 256, "max_num_seqs": 16, "max_model_len": 512}
+    how = {"attention": attention, "kv_bits": case.kv_bits, "dtype": case.dtype}
+    config = EngineConfig(max_num_batched_tokens=256, **sizes, **how)
     loaded = load(model, config.dtype) if case.tiny is None else _tiny(case.tiny, config.dtype)
     rows = range(1, 65) if few else range(0)
     failures = {case.without: "not wanted"} if case.without else {}

@@ -94,9 +94,8 @@ class Patient(Crowd):
 
     async def read_late(self, rng: random.Random) -> None:
         """Read a long stream after a pause."""
-        body = {
-            "prompt": "hi", "max_tokens": 200, "ignore_eos": True, "stream": True, "logprobs": 20
-        }  # fmt: skip
+        body = {"prompt": "hi", "max_tokens": 200, "ignore_eos": True}
+        body |= {"stream": True, "logprobs": 20}
         data = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nContent-Length: {len(data)}\r\n"
         said = await self._late(head.encode() + b"Connection: close\r\n", data, rng.uniform(5, 30))
@@ -172,17 +171,16 @@ class Soak:
 
     def _measure(self, now: float, kept: float) -> None:
         server, engine = self.pids
-        row = (
-            now, self.crowd.counts.total(), rss_mib(server), rss_mib(engine), kept,
-            num_fds(server), num_fds(engine),
-        )  # fmt: skip
+        memory, files = (rss_mib(server), rss_mib(engine), kept), (num_fds(server), num_fds(engine))
+        row = (now, self.crowd.counts.total(), *memory, *files)
         self.rows.append(row)
         print(
             f"[{now:5.0f} s] {row[1]:6,} visits, server {row[2]:.1f} MiB, engine {row[3]:.1f} MiB, "
             f"{row[4]:.1f} kept by MLX, {row[5]} and {row[6]} files, "
             f"{len(self.crowd.faults)} faults",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+            file=sys.stderr,
+            flush=True,
+        )
 
     def growth(self, opened: list[int], left: list[int]) -> list[str]:
         """What has grown, in words.  opened, left: open files at the start and at the end."""
@@ -252,13 +250,12 @@ def main() -> int:
     args = parser.parse_args()
     port = free_port()
     with tempfile.TemporaryDirectory() as scratch:
-        command = [
-            sys.executable, "-m", "vllm_metal_lite", "serve", "--port", str(port),
-            "--model", "demo", "--pin", "demo", "--model", "twin=demo", "--model", "third=demo",
-            "--model", f"broken={cut(Path(scratch) / 'broken')}", "--memory-budget-gib", "2.3",
-            "--num-blocks", "36", "--max-num-seqs", "12", "--max-model-len", "512",
-            "--max-waiting", "11",
-        ]  # fmt: skip
+        broken = f"broken={cut(Path(scratch) / 'broken')}"
+        command = [sys.executable, "-m", "vllm_metal_lite", "serve", "--port", str(port)]
+        command += ["--model", "demo", "--pin", "demo", "--model", "twin=demo"]
+        command += ["--model", "third=demo", "--model", broken, "--memory-budget-gib", "2.3"]
+        command += ["--num-blocks", "36", "--max-num-seqs", "12", "--max-model-len", "512"]
+        command += ["--max-waiting", "11"]
         log = Path(scratch) / "log.txt"
         with server(command, port, 120, log) as pid:
             result = asyncio.run(soak(f"http://127.0.0.1:{port}", pid, args))

@@ -122,8 +122,8 @@ class AttentionCall(NamedTuple):
     window: tokens that a query sees, including its own.  softcap: scores become
     softcap * tanh(score / softcap).  sinks: (H,), one extra softmax logit per head, without a
     value.  q_pe: (num_rows, H, v_head_dim), for latent attention: a score is
-    (q . k + q_pe . v) * scale, and the values are k.  chunk: positions per chunk; a query sees only
-    the keys of its own chunk.
+    (q . k + q_pe . v) * scale, and the values are k.  attention_chunk: positions per chunk; a query
+    sees only the keys of its own chunk.
     """
 
     layer: int
@@ -132,7 +132,7 @@ class AttentionCall(NamedTuple):
     softcap: float | None = None
     sinks: mx.array | None = None
     q_pe: mx.array | None = None
-    chunk: int | None = None
+    attention_chunk: int | None = None
 
 
 class StepAttention(Protocol):

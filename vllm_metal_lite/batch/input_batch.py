@@ -18,9 +18,9 @@ _NEVER = np.iinfo(np.int32).max
 
 
 class InputBatch:
-    """Host table of running requests: tokens, lengths and block tables, one row per request.
+    """Host table of running requests: tokens, lengths and block tables, one seat per request.
 
-    `add` takes a row, `remove` releases it, and `pack` gathers a step by index.  Arrays are int32;
+    `add` takes a seat, `remove` releases it, and `pack` gathers a step by index.  Arrays are int32;
     `token_ids` is (max_num_seqs, max_model_len), `block_tables` (num_kv_groups, max_num_seqs,
     max_blocks).
     """
@@ -37,7 +37,7 @@ class InputBatch:
         max_blocks = -(-max_model_len // block_size)
         self.block_tables = np.zeros((num_kv_groups, max_num_seqs, max_blocks), np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int32)
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._free_seats = list(range(max_num_seqs - 1, -1, -1))
 
     def add(
         self,
@@ -45,21 +45,21 @@ class InputBatch:
         num_prompt_tokens: int,
         prompt_logprobs_from: int | None = None,
     ) -> int:
-        """Take a row for a request with all its known tokens; returns its req_index."""
-        row = self._free_rows.pop()
-        self.token_ids[row, : len(token_ids)] = token_ids
-        self.num_tokens[row] = len(token_ids)
-        self.num_prompt_tokens[row] = num_prompt_tokens
+        """Take a seat for a request with all its known tokens; returns its req_index."""
+        seat = self._free_seats.pop()
+        self.token_ids[seat, : len(token_ids)] = token_ids
+        self.num_tokens[seat] = len(token_ids)
+        self.num_prompt_tokens[seat] = num_prompt_tokens
         if prompt_logprobs_from is not None:
-            self.prompt_logprobs_from[row] = prompt_logprobs_from
-        self.num_blocks[row] = 0
-        return row
+            self.prompt_logprobs_from[seat] = prompt_logprobs_from
+        self.num_blocks[seat] = 0
+        return seat
 
     def remove(self, req_index: int) -> None:
-        """Release a row."""
+        """Release a seat."""
         self.num_tokens[req_index] = 0
         self.prompt_logprobs_from[req_index] = _NEVER
-        self._free_rows.append(req_index)
+        self._free_seats.append(req_index)
 
     def append_blocks(self, req_index: int, *block_ids: Sequence[int]) -> None:
         """Append blocks to a request's block tables: the same number for each KV group."""
@@ -110,7 +110,7 @@ class InputBatch:
         """Gather a step from the table.
 
         req_indices, num_computed, num_scheduled: (S,) int; segments of length 1 must come first.
-        states: the state slots of each segment; None: a request's slot is its row.
+        states: the state slots of each segment; None: a request's slot is its seat.
         drafts: the draft tokens at the end of each segment, behind its last known token; None:
         there are none.
         """
@@ -121,12 +121,12 @@ class InputBatch:
         segment = np.repeat(np.arange(len(q_lens), dtype=np.int32), q_lens)
         positions = num_computed.astype(np.int32)[segment]
         positions += np.arange(cu[-1], dtype=np.int32) - cu[segment]
-        row = req_indices[segment]
+        seat = req_indices[segment]
         seq_lens = (num_computed + num_scheduled).astype(np.int32)
         known, draft_token_ids = self.num_tokens[req_indices], _NONE
         if drafts is not None:
-            for seat, start, draft in zip(req_indices, known, drafts, strict=True):
-                self.token_ids[seat, start : start + len(draft)] = draft
+            for index, start, draft in zip(req_indices, known, drafts, strict=True):
+                self.token_ids[index, start : start + len(draft)] = draft
             num_drafts = np.array([len(draft) for draft in drafts], np.int32)
             terminal = np.flatnonzero(seq_lens - num_drafts == known).astype(np.int32)
             samples, terminal = _sampled_rows(cu, terminal, num_drafts)
@@ -142,10 +142,10 @@ class InputBatch:
         if (self.prompt_logprobs_from[req_indices] < _NEVER).any():
             successor = positions + 1
             scored = np.flatnonzero(
-                (positions >= self.prompt_logprobs_from[row])
-                & (successor < self.num_prompt_tokens[row])
+                (positions >= self.prompt_logprobs_from[seat])
+                & (successor < self.num_prompt_tokens[seat])
             ).astype(np.int32)
-            prompt_targets = self.token_ids[row[scored], successor[scored]]
+            prompt_targets = self.token_ids[seat[scored], successor[scored]]
             prompt_segments = segment[scored]
         max_blocks = -(-int(seq_lens.max()) // bs)
         tables, *other_tables = (t[req_indices, :max_blocks] for t in self.block_tables)
@@ -155,7 +155,7 @@ class InputBatch:
         else:
             initial, final, checkpoints = _slots(states, cu, num_computed)
         return ForwardBatch(
-            token_ids=self.token_ids[row, positions],
+            token_ids=self.token_ids[seat, positions],
             positions=positions,
             cu_seqlens_q=cu,
             seq_lens=seq_lens,

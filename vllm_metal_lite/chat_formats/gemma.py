@@ -111,7 +111,7 @@ class _Rules(SchemaRules):
     def __init__(self, quote: str, special: SpecialTokens, lines: list[str]) -> None:
         self._quote = mark = literal(quote, special)
         by_id = quote in special  # so no text holds the mark
-        super().__init__(lines, [
+        rules = [
             "any: string | scalar | list | object",
             f"scalar: %json {json.dumps({'type': SCALARS})}",
             'list: "[" (any ("," any)*)? "]"',
@@ -119,7 +119,8 @@ class _Rules(SchemaRules):
             'pair: /[A-Za-z_][A-Za-z0-9_]*/ ":" any',
             f"string: {mark} text {mark}" if by_id else f"string: {mark} text",
             "text: /(?s:.*)/" if by_id else f"text[suffix={mark}]: /(?s:.*)/",
-        ])  # fmt: skip
+        ]
+        super().__init__(lines, rules)
 
     def key(self, name: str) -> str:
         return literal(f"{name}:")

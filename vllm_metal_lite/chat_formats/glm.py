@@ -32,10 +32,13 @@ def _format(name: str, line_break: str, prefix: str = "") -> ChatFormat:
         calls.end()
 
     grammar = parameter_calls(
-        start=start, head=f"{{}}{line_break}", tail=end,
+        start=start,
+        head=f"{{}}{line_break}",
+        tail=end,
         parameter=f"{key_start}{{}}{key_end}{line_break}{value_start}",
-        parameter_end=f"{value_end}{line_break}", between="\n",
-    )  # fmt: skip
+        parameter_end=f"{value_end}{line_break}",
+        between="\n",
+    )
     thoughts = f"<{prefix}think>", f"</{prefix}think>"
     return ChatFormat(name, (start,), (end,), read, grammar, *thoughts)
 

@@ -19,10 +19,8 @@ _NONE: SpecialTokens = {}
 # The spaces that chat templates write.  So the next prompt repeats the model's tokens, and
 # separators need no sampling.
 _SPACES = {
-    "x-guidance": {
-        "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "
-    }
-}  # fmt: skip
+    "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+}
 
 
 def marks_of(tokenizer: Any) -> dict[str, int]:

@@ -30,10 +30,14 @@ def _format(name: str, prefix: str, section: str) -> ChatFormat:
         yield from read_call(reader, calls, tool, tags, _attributes)
 
     grammar = parameter_calls(
-        start=start, opening="\n", head=f'{invoke} name="{{}}">\n', tail=f"{invoke_end}\n",
+        start=start,
+        opening="\n",
+        head=f'{invoke} name="{{}}">\n',
+        tail=f"{invoke_end}\n",
         parameter=opened + (' string="{}">' if prefix else ">"),
-        parameter_end=f"{parameter_end}\n", close=end,
-    )  # fmt: skip
+        parameter_end=f"{parameter_end}\n",
+        close=end,
+    )
     return ChatFormat(name, (start,), (end,), read, grammar)
 
 

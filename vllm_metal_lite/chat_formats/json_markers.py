@@ -39,9 +39,14 @@ def _objects(name: str, prefix: str) -> ChatFormat:
 
 def _lists(name: str, start: str, end: str) -> ChatFormat:
     grammar = json_calls(
-        start=start, opening="[", head='{"name": ', middle=', "arguments": ', tail="}",
-        between=", ", close=f"]{end}",
-    )  # fmt: skip
+        start=start,
+        opening="[",
+        head='{"name": ',
+        middle=', "arguments": ',
+        tail="}",
+        between=", ",
+        close=f"]{end}",
+    )
     ends = (end,) if end else ()
     return ChatFormat(name, (start,), ends, partial(_list_or_object, end=end), grammar)
 
@@ -59,13 +64,17 @@ COHERE = ChatFormat(
     ("<|END_ACTION|>",),
     partial(_list_or_object, end="<|END_ACTION|>", name_key="tool_name"),
     json_calls(
-        start="<|START_ACTION|>", opening="[",
-        head='\n    {"tool_call_id": "0", "tool_name": ', middle=', "parameters": ', tail="}",
-        between=",", close="\n]<|END_ACTION|>",
+        start="<|START_ACTION|>",
+        opening="[",
+        head='\n    {"tool_call_id": "0", "tool_name": ',
+        middle=', "parameters": ',
+        tail="}",
+        between=",",
+        close="\n]<|END_ACTION|>",
     ),
     think_start="<|START_THINKING|>",
     think_end="<|END_THINKING|>",
-)  # fmt: skip
+)
 
 
 def _read_llama(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:

@@ -57,10 +57,11 @@ _deepseek_format = partial(
     call=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
     read=_deepseek,
 )
+_BEFORE_CODE, _AFTER_CODE = f"\n{_CODE}\n", f"\n{_CODE_END}"
+_FUNCTION = f"function{_SEPARATOR}"
 DEEPSEEK_V3 = _deepseek_format(
-    "deepseek_v3", head=f"function{_SEPARATOR}", middle=f"\n{_CODE}\n", tail=f"\n{_CODE_END}",
-    between="\n",
-)  # fmt: skip
+    "deepseek_v3", head=_FUNCTION, middle=_BEFORE_CODE, tail=_AFTER_CODE, between="\n"
+)
 DEEPSEEK_V3_1 = _deepseek_format("deepseek_v31", middle=_SEPARATOR)
 
 
@@ -73,10 +74,8 @@ def _hunyuan(reader: Reader, calls: CallWriter) -> Reading[None]:
     calls.end()
 
 
-HUNYUAN = _format(
-    "hunyuan", ("<tool_calls>", "</tool_calls>"), ("<tool_call>", "</tool_call>"), _hunyuan,
-    middle=f"\n{_CODE}\n", tail=f"\n{_CODE_END}",
-)  # fmt: skip
+_CALLS, _CALL = ("<tool_calls>", "</tool_calls>"), ("<tool_call>", "</tool_call>")
+HUNYUAN = _format("hunyuan", _CALLS, _CALL, _hunyuan, middle=_BEFORE_CODE, tail=_AFTER_CODE)
 
 
 def _kimi(reader: Reader, calls: CallWriter) -> Reading[None]:
@@ -96,7 +95,11 @@ def _kimi_id(name: str, number: int, given: str) -> str:
 
 # The number behind the name is that of the call in the conversation; the format reads any.
 KIMI_K2 = _format(
-    "kimi_k2", ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-    ("<|tool_call_begin|>", _KIMI_END), _kimi,
-    head="functions.", middle=f":0{_ARGUMENTS}", adapt=partial(with_call_ids, _kimi_id),
-)  # fmt: skip
+    "kimi_k2",
+    ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ("<|tool_call_begin|>", _KIMI_END),
+    _kimi,
+    head="functions.",
+    middle=f":0{_ARGUMENTS}",
+    adapt=partial(with_call_ids, _kimi_id),
+)

@@ -27,10 +27,9 @@ def _closed(tag: str) -> str:
     return f"{_CLOSE}{tag}{_SEPARATOR}"
 
 
-_TAGS = Tags(
-    _closed("argument"), f"{_OPEN}argument", f'{_OPEN}argument key="{{}}"', _closed("call"),
-    (_closed("tools"), f"{_OPEN}call"),
-)  # fmt: skip
+_OUTER = _closed("tools"), f"{_OPEN}call"
+_NAMED = f'{_OPEN}argument key="{{}}"'
+_TAGS = Tags(_closed("argument"), f"{_OPEN}argument", _NAMED, _closed("call"), _OUTER)
 
 
 def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:

@@ -44,11 +44,8 @@ MISTRAL = ChatFormat(
     think_end="[/THINK]",
     adapt=partial(with_call_ids, _call_id),
 )
-MISTRAL_LIST = replace(
-    MISTRAL,
-    name="mistral_list",
-    grammar=json_calls(
-        start=_START, head='{"name": ', middle=', "arguments": ', tail="}", between=", ", close="]",
-        opening="[",
-    ),
-)  # fmt: skip
+_NAME, _VALUES = '{"name": ', ', "arguments": '
+_LIST = json_calls(
+    start=_START, opening="[", head=_NAME, middle=_VALUES, tail="}", between=", ", close="]"
+)
+MISTRAL_LIST = replace(MISTRAL, name="mistral_list", grammar=_LIST)

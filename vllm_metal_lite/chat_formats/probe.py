@@ -15,14 +15,12 @@ from vllm_metal_lite.chat_formats.tool import Tool
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]], bool], str]
 
 # Some templates need a description of each parameter.
-TOOL = Tool("read_canary", "Read a file.", {
-    "type": "object",
-    "properties": {
-        "path": {"type": "string", "description": "Of the file."},
-        "limit": {"type": "integer", "description": "Most lines."},
-    },
-    "required": ["path"],
-})  # fmt: skip
+_PARAMETERS = {
+    "path": {"type": "string", "description": "Of the file."},
+    "limit": {"type": "integer", "description": "Most lines."},
+}
+_SCHEMA = {"type": "object", "properties": _PARAMETERS, "required": ["path"]}
+TOOL = Tool("read_canary", "Read a file.", _SCHEMA)
 ARGUMENTS = {"path": "src/canary.txt", "limit": 3}
 _USER = {"role": "user", "content": "Read it."}
 

@@ -109,7 +109,7 @@ class _Rules(SchemaRules):
 
     def __init__(self, lines: list[str]) -> None:
         # Strings with those escapes only that mean the same in Python and in JSON.
-        super().__init__(lines, [
+        rules = [
             "any: string | number | boolean | null | list | object",
             f"number: %json {json.dumps({'type': 'number'})}",
             'boolean: "True" | "False" | "true" | "false"',
@@ -118,7 +118,8 @@ class _Rules(SchemaRules):
             'object: "{" (pair (", " pair)*)? "}"',
             'pair: string ": " any',
             r"""string: /"([^"\\\x00-\x1f]|\\["\\nrt])*"|'([^'\\\x00-\x1f]|\\['\\nrt])*'/""",
-        ])  # fmt: skip
+        ]
+        super().__init__(lines, rules)
 
     def keywords(self, schema: Mapping[str, Any]) -> str:
         """The name of a rule for the arguments of a call; "" for none."""

@@ -33,9 +33,13 @@ def _format(name: str, prefix: str) -> ChatFormat:
     """prefix: of the names of the outer markers."""
     start, end = f"<{prefix}tool_call>", f"</{prefix}tool_call>"
     grammar = parameter_calls(
-        start=start, head="\n<function={}>\n", tail=f"</function>\n{end}",
-        parameter="<parameter={}>\n", parameter_end="\n</parameter>\n", between="\n",
-    )  # fmt: skip
+        start=start,
+        head="\n<function={}>\n",
+        tail=f"</function>\n{end}",
+        parameter="<parameter={}>\n",
+        parameter_end="\n</parameter>\n",
+        between="\n",
+    )
     starts = start, _FUNCTION  # models forget the outer marker at times
     read, thoughts = partial(_read, start=start, end=end), (f"<{prefix}think>", f"</{prefix}think>")
     return ChatFormat(name, starts, (end,), read, grammar, *thoughts)

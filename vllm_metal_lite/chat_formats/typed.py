@@ -231,7 +231,11 @@ def _without_newlines(text: str, value: Any) -> str:
 
 def _kind(value: Any) -> str:
     kinds: dict[type, str] = {
-        bool: "boolean", int: "integer", float: "number", str: "string", dict: "object",
+        bool: "boolean",
+        int: "integer",
+        float: "number",
+        str: "string",
+        dict: "object",
         list: "array",
-    }  # fmt: skip
+    }
     return kinds.get(type(value), "null")

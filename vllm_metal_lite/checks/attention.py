@@ -80,10 +80,9 @@ def decode(check: Check[AttentionShape]) -> Found:
     where, how, token, prefix = decode_arrays(batch), case.how(), new_token(), None
     if shares:
         of_prefix = {name: how[name] for name in ("block_size", "scale", "softcap")}
-        prefix = shared_prefix(
-            rows, *where, mx.array([len(CONTEXTS) - 1], mx.int32), mx.array(padded(lens)), *store,
-            token, splits=PREFIX_SPLITS, spec=case.spec, **of_prefix,
-        )  # fmt: skip
+        leader, lens_of_rows = mx.array([len(CONTEXTS) - 1], mx.int32), mx.array(padded(lens))
+        of_prefix |= {"splits": PREFIX_SPLITS, "spec": case.spec}
+        prefix = shared_prefix(rows, *where, leader, lens_of_rows, *store, token, **of_prefix)
         token = prefix.lse
     out, token = paged_decode(
         rows, *where, *store, token, plan=plan, prefix=prefix, spec=case.spec, **how
@@ -143,10 +142,9 @@ def _latent_decodes(check: Check[AttentionShape], splits: int) -> Found:
 def _latents(case: Case, batch: ForwardBatch, where: Where, splits: int) -> Found:
     assert case.q_pe is not None
     q, q_pe = case.q[: batch.num_tokens], case.q_pe[: batch.num_tokens]
-    out, _ = latent_attention(
-        case.array(padded(q)), case.array(padded(q_pe)), *where, *case.store(), new_token(),
-        block_size=case.block_size, scale=case.how()["scale"], splits=splits, spec=case.spec,
-    )  # fmt: skip
+    arrays = case.array(padded(q)), case.array(padded(q_pe)), *where, *case.store(), new_token()
+    size, scale = case.block_size, case.how()["scale"]
+    out, _ = latent_attention(*arrays, block_size=size, scale=scale, splits=splits, spec=case.spec)
     return _compare(case, batch, q, out)
 
 

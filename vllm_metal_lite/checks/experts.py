@@ -58,13 +58,10 @@ def product(check: Check[MixtureShape]) -> Found:
     clamped = shape.activation == "clamped_swiglu"
     activation = _CLAMPED if clamped else Activation(shape.activation)
     gated = shape.activation != "relu2"
+    inward, outward = (shape.hidden, shape.quantisation), (shape.intermediate, shape.down)
     (gate, of_gate), (up, of_up), (down, of_down) = (
-        _weight(rng, depth, dtype, how, shape.biased)
-        for depth, how in (
-            (shape.hidden, shape.quantisation), (shape.hidden, shape.quantisation),
-            (shape.intermediate, shape.down),
-        )
-    )  # fmt: skip
+        _weight(rng, depth, dtype, how, shape.biased) for depth, how in (inward, inward, outward)
+    )
     where = mx.array(pairs.astype(np.uint32))
     of_live = (rows < _ROWS - _PADDING)[:, None]
     inner = activated(of_gate(x[rows], pairs), of_up(x[rows], pairs), activation) * of_live
@@ -78,10 +75,10 @@ def product(check: Check[MixtureShape]) -> Found:
     got, expected = [], []
     for count, tiles in [*plans, (1, plan_experts(where[:_TOP_K][None], _EXPERTS))]:
         own = where[: count * _TOP_K]
-        got.append(expert_product(
-            mx.array(x[:count]).astype(dtype), own, tiles, gate,
-            up=up if gated else None, activation=activation, share=_TOP_K,
-        ))  # fmt: skip
+        first, other = mx.array(x[:count]).astype(dtype), up if gated else None
+        got.append(
+            expert_product(first, own, tiles, gate, up=other, activation=activation, share=_TOP_K)
+        )
         got.append(expert_product(mx.array(y[: len(own)]).astype(dtype), own, tiles, down))
         expected += [inner[: len(own)], outer[: len(own)]]
     return largest(got, expected), TOLERANCE[dtype]

@@ -7,6 +7,7 @@ host's, is timed.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -106,10 +107,8 @@ def _rotate(x: mx.array, rope: Rope, where: mx.array) -> mx.array:
     """The heads x rotated to the positions `where`, by MLX."""
     if rope.factor != 1:
         x = x.at[..., : rope.dims].multiply(rope.factor)
-    return mx.fast.rope(
-        x, rope.dims, traditional=rope.traditional, base=rope.base, scale=rope.scale, offset=where,
-        freqs=rope.freqs,
-    )  # fmt: skip
+    how: dict[str, Any] = {"traditional": rope.traditional, "base": rope.base, "freqs": rope.freqs}
+    return mx.fast.rope(x, rope.dims, **how, scale=rope.scale, offset=where)
 
 
 def write(check: Attend) -> list[Pair]:
@@ -128,10 +127,8 @@ def write(check: Attend) -> list[Pair]:
             q, k, v = _rows_apart(new, check.shape, where)
         return q, kv_write(k, v, where, keys, values, token, spec)
 
-    together = partial(
-        launch, new, positions=where, slot_mapping=where, keys=keys, values=values,
-        token=token, spec=spec,
-    )  # fmt: skip
+    place, kept = {"positions": where, "slot_mapping": where}, {"keys": keys, "values": values}
+    together = partial(launch, new, **place, **kept, token=token, spec=spec)
     return [(together, separately)]
 
 

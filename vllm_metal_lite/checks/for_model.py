@@ -81,10 +81,8 @@ def _heads_only(shape: AttentionShape) -> AttentionShape:
 
 def _rows_only(shape: AttentionShape) -> AttentionShape:
     """The parts of a shape that matter to rows of the store: not masks."""
-    return AttentionShape(
-        shape.num_heads, shape.num_kv_heads, shape.k_head_dim, shape.v_head_dim, shape.dtype,
-        kv_bits=shape.kv_bits,
-    )  # fmt: skip
+    heads, dims = (shape.num_heads, shape.num_kv_heads), (shape.k_head_dim, shape.v_head_dim)
+    return AttentionShape(*heads, *dims, shape.dtype, kv_bits=shape.kv_bits)
 
 
 def _attention(shape: AttentionShape, use: KernelUse) -> list[Check]:

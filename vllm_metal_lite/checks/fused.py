@@ -85,10 +85,9 @@ def _written(check: Check[AttentionShape], rows: int) -> Found:
         for row in (spec.k_row, spec.v_row)
     ]
     mx.eval(store)
-    out, token = launch(
-        new, positions=mx.array(positions.astype(np.int32)), slot_mapping=mx.array(slots),
-        keys=store[0], values=store[1], token=new_token(), spec=spec,
-    )  # fmt: skip
+    place = {"positions": mx.array(positions.astype(np.int32)), "slot_mapping": mx.array(slots)}
+    arrays = {"keys": store[0], "values": store[1], "token": new_token()}
+    out, token = launch(new, **place, **arrays, spec=spec)
     mx.eval(out, token)
     expected = [np.zeros_like(a) for a in fresh]
     for empty, a in zip(expected, fresh, strict=True):

@@ -1,6 +1,7 @@
 """Sequences in a store of one layer, with random K and V, for timing."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -67,11 +68,9 @@ class TimedStore:
 
     def attend(self, q: mx.array, plan: DecodePlan, token: mx.array) -> mx.array:
         """paged_decode, with the merge if the context is split."""
-        return paged_decode(
-            q, self.block_tables, self.seq_lens, *self.kv, token,
-            block_size=self.block_size, scale=self.scale, plan=plan,
-            window=self.shape.window, softcap=self.shape.softcap, spec=self.spec,
-        )[0]  # fmt: skip
+        how: dict[str, Any] = {"block_size": self.block_size, "scale": self.scale, "plan": plan}
+        how |= {"window": self.shape.window, "softcap": self.shape.softcap, "spec": self.spec}
+        return paged_decode(q, self.block_tables, self.seq_lens, *self.kv, token, **how)[0]
 
     def by(self, prefill: str, *without: str) -> Callable[[mx.array | NewHeads], mx.array]:
         """Attention as serving calls it, but for the kernels in `without`.

@@ -56,9 +56,8 @@ def new_rows(
 ) -> tuple[NewRows, list[np.ndarray]]:
     """New rows in one array, and the expected q, k and v."""
     rng, rows, dim = np.random.default_rng(5), len(positions), shape.k_head_dim
-    heads = (
-        (shape.num_heads, dim), (shape.num_kv_heads, dim), (shape.num_kv_heads, shape.v_head_dim)
-    )  # fmt: skip
+    sizes = (shape.num_heads, dim), (shape.num_kv_heads, dim)
+    heads = (*sizes, (shape.num_kv_heads, shape.v_head_dim))
     parts = [draw(rng, (rows, *h), shape.dtype) for h in heads]
     flat = [p.reshape(rows, -1) for p in parts]
     starts = np.cumsum([0, *(a.shape[1] for a in flat)]).tolist()

@@ -28,8 +28,14 @@ from vllm_metal_lite.kernels.segments import pack_segments
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix
 
 WRITES = ("kv_write", "rope_write")
-READS = ("kv_gather", "paged_decode", "varlen_prefill", "merge_partitions", "shared_prefix",
-         "fused_decode")  # fmt: skip
+READS = (
+    "kv_gather",
+    "paged_decode",
+    "varlen_prefill",
+    "merge_partitions",
+    "shared_prefix",
+    "fused_decode",
+)
 LATENTS = "latent_write", "latent_attention"
 STATES = ("causal_conv", "gated_delta")  # each writes and reads
 
@@ -116,10 +122,9 @@ class Graph:
             self.slots[layer][:] = number
             return
         half = self.order[number % 2 :: 2]
-        how: dict[str, Any] = {
-            "positions": mx.arange(len(half), dtype=mx.int32), "slot_mapping": mx.array(half),
-            "keys": store[0], "values": store[1], "token": self.token,
-        }  # fmt: skip
+        where = mx.array(half)
+        how: dict[str, Any] = {"keys": store[0], "values": store[1], "token": self.token}
+        how |= {"positions": mx.arange(len(half), dtype=mx.int32), "slot_mapping": mx.array(half)}
         if kernel == "latent_write":
             _, self.token = latent_write(self._new_latents(len(half), number), **how)
         else:
@@ -164,11 +169,9 @@ class Graph:
         tables = self.tables.copy()
         tables[:, :half] = tables[leader, :half]
         q, (where, lens) = self._queries(len(tables)), self._where(tables)
-        prefix = shared_prefix(
-            q, where, lens, mx.array([leader], mx.int32),
-            mx.full((len(tables),), half * _BLOCK, mx.int32), *self.stores[layer], self.token,
-            splits=2, **self.how,
-        )  # fmt: skip
+        lengths = mx.full((len(tables),), half * _BLOCK, mx.int32)
+        arrays = q, where, lens, mx.array([leader], mx.int32), lengths
+        prefix = shared_prefix(*arrays, *self.stores[layer], self.token, splits=2, **self.how)
         self.token, plan = prefix.lse, DecodePlan(1, 4)
         values = self._attend(paged_decode, layer, q, where, lens, plan=plan, prefix=prefix)
         return values, self._means(layer, tables)
@@ -200,10 +203,9 @@ class Graph:
         segments, before = self._segments(), self._replace("causal_conv", number)
         rows = _columns(len(before), _CHANNELS, number)
         weight = mx.repeat(mx.array([[1.0, 0.0]], _DTYPE), _CHANNELS, axis=0)
-        y, self.token = causal_conv(
-            rows, weight, None, self.states["causal_conv"], mx.array(segments),
-            mx.array(plan_conv_tiles(segments)), self.token, silu=False,
-        )  # fmt: skip
+        where = mx.array(segments), mx.array(plan_conv_tiles(segments))
+        states = self.states["causal_conv"]
+        y, self.token = causal_conv(rows, weight, None, states, *where, self.token, silu=False)
         return y, before
 
     def _gated_delta(self, layer: int, number: int) -> Seen:
@@ -211,10 +213,9 @@ class Graph:
         segments, before = self._segments(), self._replace("gated_delta", number)
         rows, ones = len(before), mx.ones((len(before), 1))
         k, q = (_one_hot(rows, column) for column in next(self.columns))
-        y, self.token = gated_delta(
-            q, k, _columns(rows, _WIDTH, number), given(ones, ones),
-            self.states["gated_delta"], mx.array(segments), self.token, num_k_heads=1, max_seqlen=1,
-        )  # fmt: skip
+        v, gates, states = _columns(rows, _WIDTH, number), given(ones, ones), self.states
+        arrays = q, k, v, gates, states["gated_delta"], mx.array(segments), self.token
+        y, self.token = gated_delta(*arrays, num_k_heads=1, max_seqlen=1)
         return y, before
 
     def _segments(self) -> np.ndarray:

@@ -6,6 +6,7 @@ bits, and recurrent layers.
 """
 
 import math
+from typing import Any
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.result import TOLERANCE
@@ -44,10 +45,8 @@ def _use(
 ) -> KernelUse:
     """heads: query heads, KV heads and their size."""
     num_heads, num_kv_heads, dim = heads
-    shape = AttentionShape(
-        num_heads, num_kv_heads, dim, dim, dtype,
-        window=window, softcap=softcap, sinks=sinks, kv_bits=kv_bits,
-    )  # fmt: skip
+    masks: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks}
+    shape = AttentionShape(num_heads, num_kv_heads, dim, dim, dtype, kv_bits=kv_bits, **masks)
     rope = RopeShape(dim, base=base, eps=eps, factor=factor)
     return KernelUse((shape,), _BLOCK, (rope,), hidden, weights)
 

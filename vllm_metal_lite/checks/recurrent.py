@@ -121,11 +121,10 @@ def gated_norm(check: Check[GatedNormShape]) -> Found:
     dtype, width = shape.dtype, shape.groups * shape.dim
     x, gate = draw(rng, (9, width), dtype), draw(rng, (9, width + 8), dtype)
     weight = draw(rng, (width if shape.gate_first else shape.dim,), dtype)
-    got = gated_rms_norm(
-        mx.array(x).astype(dtype), Columns(mx.array(gate).astype(dtype), 8),
-        mx.array(weight).astype(dtype), _EPS, dim=shape.dim, gate_first=shape.gate_first,
-        sigmoid=shape.sigmoid,
-    )  # fmt: skip
+    arrays = mx.array(x), mx.array(gate), mx.array(weight)
+    hidden, gates, gain = (array.astype(dtype) for array in arrays)
+    kind = {"gate_first": shape.gate_first, "sigmoid": shape.sigmoid}
+    got = gated_rms_norm(hidden, Columns(gates, 8), gain, _EPS, dim=shape.dim, **kind)
     z = gate[:, 8:].astype(np.float64)
     act = (1 if shape.sigmoid else z) / (1 + np.exp(-z))
     rows = (x * act if shape.gate_first else x).reshape(9, -1, shape.dim)

@@ -46,7 +46,7 @@ Each line of the input is a JSON object with one of
   "messages": [{"role": "user", "content": TEXT}, ...]
 and, where wanted, "id" (else the line's number), "priority" (lower goes
 first), "checkpoints" (numbers of prompt tokens after which later prompts may
-go on differently) and any sampling parameter ("temperature", "max_tokens",
+continue differently) and any sampling parameter ("temperature", "max_tokens",
 "seed", "stop", "n", ...), which overrides its flag.
 
 Each line of the output, in the order of the input, is an object with id,

@@ -123,5 +123,5 @@ def _logprobs(position: Mapping[int, Logprob]) -> dict[str, float | None]:
 
 
 def _finite(logprob: float) -> float | None:
-    """JSON has no infinity: null stands for the logarithm of a probability of 0."""
+    """JSON has no infinity: null is the logarithm of a probability of 0."""
     return logprob if isfinite(logprob) else None

@@ -49,11 +49,8 @@ def claude(model: Served) -> Setup:
     Most variables go into `--settings`, which override the user's environment and settings.json.
     The key goes into the environment, because all users of a machine can see a command.
     """
-    names = (
-        "ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL",
-        "ANTHROPIC_DEFAULT_SONNET_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL",
-        "CLAUDE_CODE_SUBAGENT_MODEL",
-    )  # fmt: skip
+    kinds = "", "SMALL_FAST_", "DEFAULT_HAIKU_", "DEFAULT_SONNET_", "DEFAULT_OPUS_"
+    names = [f"ANTHROPIC_{kind}MODEL" for kind in kinds] + ["CLAUDE_CODE_SUBAGENT_MODEL"]
     # Do not send the user's key to this server, and do not let the user's cloud answer instead.
     clouds = (f"CLAUDE_CODE_USE_{cloud}" for cloud in ("BEDROCK", "VERTEX", "FOUNDRY"))
     env = {
@@ -72,9 +69,11 @@ def claude(model: Served) -> Setup:
 def codex(model: Served) -> Setup:
     """Codex.  `-c` overrides its configuration for one run."""
     provider = {
-        "name": "vllm-metal-lite", "base_url": f"{model.url}/v1", "wire_api": "responses",
+        "name": "vllm-metal-lite",
+        "base_url": f"{model.url}/v1",
+        "wire_api": "responses",
         "env_key": "METAL_LITE_AGENT_KEY",
-    }  # fmt: skip
+    }
     toml = ", ".join(f"{name} = {json.dumps(value)}" for name, value in provider.items())
     settings = {
         "model": json.dumps(model.name),
@@ -95,14 +94,16 @@ def opencode(model: Served) -> Setup:
         providers = dict(config.get("provider", {}))
     except (ValueError, TypeError):
         raise MetalLiteError(f"OPENCODE_CONFIG_CONTENT is not JSON: {show(own)}") from None
-    limit = {} if model.context is None else {
-        "limit": {"context": model.context, "output": min(8192, model.context // 4)}
-    }  # fmt: skip
+    limit: dict[str, Any] = {}
+    if model.context is not None:
+        output = min(8192, model.context // 4)
+        limit = {"limit": {"context": model.context, "output": output}}
     provider = {
-        "npm": "@ai-sdk/openai-compatible", "name": "vllm-metal-lite",
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "vllm-metal-lite",
         "options": {"baseURL": f"{model.url}/v1", "apiKey": model.key},
         "models": {model.name: {"name": model.name, **limit}},
-    }  # fmt: skip
+    }
     name = f"metal-lite/{model.name}"
     providers["metal-lite"] = provider
     config |= {"provider": providers, "model": name, "small_model": name}
@@ -176,10 +177,8 @@ def _asked(url: str, key: str, name: str | None) -> Served | None:
 @contextmanager
 def _started(url: str, key: str, args: argparse.Namespace, flags: list[str]) -> Iterator[Served]:
     """The model of a server at a URL that is started, and ends with the block."""
-    command = [
-        sys.executable, "-m", "vllm_metal_lite", "serve", args.model or "demo",
-        "--port", str(args.port), *flags,
-    ]  # fmt: skip
+    command = [sys.executable, "-m", "vllm_metal_lite", "serve", args.model or "demo"]
+    command += ["--port", str(args.port), *flags]
     # In a group of its own: Ctrl-C is the agent's.
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     try:

@@ -47,7 +47,7 @@ clear = _lines.clear
 
 
 def say(text: str, style: str = "{}") -> None:
-    """Print text for people in the place of the line of progress.  style: {} is the text."""
+    """Print text for people instead of the line of progress.  style: {} is the text."""
     clear()
     print(style.format(wrap(text, sys.stderr)), file=sys.stderr, flush=True)
 

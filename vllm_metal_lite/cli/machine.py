@@ -64,7 +64,7 @@ def describe(machine: dict[str, Any]) -> list[str]:
     chip = machine["chip"] if machine["chip"] == gpu else f"{machine['chip']}, {gpu}"
     total, usable = (machine[key] / 2**30 for key in ("memory_bytes", "usable_memory_bytes"))
     return [
-        f"Machine:   {chip}{cores}, {machine['system']}, {total:.1f} GiB, of which MLX may use "
+        f"Machine:   {chip}{cores}, {machine['system']}, {total:.1f} GiB; MLX may use "
         f"{usable:.1f} GiB ({machine['backend']})",
         f"Versions:  vllm-metal-lite {machine['vllm_metal_lite']}, mlx {machine['mlx']}, "
         f"mlx-lm {machine['mlx_lm']}, Python {machine['python']}",

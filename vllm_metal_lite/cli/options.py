@@ -137,14 +137,12 @@ def add_engine_options(parser: argparse.ArgumentParser, max_num_seqs: int) -> No
     """Add the engine's flags; `max_num_seqs` is this command's default."""
     group = parser.add_argument_group("engine options")
     _add(group, _ENGINE, EngineConfig(max_num_seqs=max_num_seqs))
+    text = "compute every prompt from its first token"
     group.add_argument(
-        "--no-prefix-caching", dest="enable_prefix_caching", action="store_false",
-        help="compute every prompt from its first token",
-    )  # fmt: skip
-    group.add_argument(
-        "--trust-remote-code", action="store_true",
-        help="run Python code from the model's folder, if its tokenizer needs that",
-    )  # fmt: skip
+        "--no-prefix-caching", dest="enable_prefix_caching", action="store_false", help=text
+    )
+    text = "run Python code from the model's folder, if its tokenizer needs that"
+    group.add_argument("--trust-remote-code", action="store_true", help=text)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -179,11 +177,9 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
     repeated("--model", "models", "[NAME=]MODEL", "one more model, loaded when a request names it")
     repeated("--pin", "pin", "NAME", "load this model at the start, and never unload it")
-    repeated(
-        "--chat-format", "chat_formats", "[NAME=]FORMAT",
-        "how a model writes thoughts and tool calls, if its chat template does not show it: "
-        "hermes, qwen3_coder, ...",
-    )  # fmt: skip
+    text = "how a model writes thoughts and tool calls, if its chat template does not show it: "
+    text += "hermes, qwen3_coder, ..."
+    repeated("--chat-format", "chat_formats", "[NAME=]FORMAT", text)
     parser.add_argument("--served-model-name", metavar="NAME", help="what requests call MODEL")
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     parser.add_argument("--log-requests", action="store_true", help="print a line a request")
@@ -228,10 +224,9 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: str) -> No
         "sampling options", "Those not given are the model's own (its generation_config.json)."
     )
     _add(group, _SAMPLING)
-    _add(group, [
-        ("max_tokens", "N", f"longest answer (default: {max_tokens})"),
-        ("sample_seed", "N", "the same tokens for the same prompt, whatever else is running"),
-    ])  # fmt: skip
+    same = "the same tokens for the same prompt, whatever else is running"
+    longest = f"longest answer (default: {max_tokens})"
+    _add(group, [("max_tokens", "N", longest), ("sample_seed", "N", same)])
     text = "end an answer before TEXT; repeatable"
     group.add_argument("--stop", action="append", metavar="TEXT", help=text)
     text = 'form of the answers, such as \'{"choice": ["yes", "no"]}\''

@@ -11,7 +11,7 @@ _HELP = """\
 /system TEXT    set the system prompt and start over (alone: show it; /system -: remove it)
 /stats          what the engine has done so far
 /quit           leave (also Ctrl-D)
-A line that ends in a backslash goes on in the next.  Ctrl-C stops an answer."""
+A line that ends in a backslash continues in the next.  Ctrl-C stops an answer."""
 
 
 class Session:

@@ -98,10 +98,8 @@ class AsyncEngine:
         stream = _Stream()
 
         def add() -> None:
-            self._engine.add_request(
-                request_id, prompt, params,
-                priority=priority, atomic=atomic, checkpoints=checkpoints,
-            )  # fmt: skip
+            how: dict[str, Any] = {"priority": priority, "atomic": atomic}
+            self._engine.add_request(request_id, prompt, params, checkpoints=checkpoints, **how)
             self._streams[request_id] = stream
 
         adding = self._submit(add)

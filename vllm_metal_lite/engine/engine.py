@@ -66,10 +66,8 @@ class LLMEngine:
         self.kv_groups, self.max_model_len, self.num_state_slots = size_store(model, self.config)
         set_memory_limits()
         seats = self.config.max_num_seqs
-        store = PagedStore(
-            model.kv_specs, self.kv_groups, self.config.block_size,
-            states=model.packed.state_store(self.num_state_slots),
-        )  # fmt: skip
+        states, size = model.packed.state_store(self.num_state_slots), self.config.block_size
+        store = PagedStore(model.kv_specs, self.kv_groups, size, states=states)
         caching = self.config.enable_prefix_caching and model.packed.no_prefix_cache is None
         # Cached prefixes that survive a restart; None: there is no folder for them.
         self.prefix_disk = None
@@ -84,10 +82,12 @@ class LLMEngine:
         self.pipeline = Pipeline(runner, self.inputs)
         scheduling = replace(self.config, enable_prefix_caching=caching)
         self.scheduler = Scheduler(
-            scheduling, self.kv_groups, self.max_model_len,
+            scheduling,
+            self.kv_groups,
+            self.max_model_len,
             num_state_slots=self.num_state_slots,
             shares_in_step=not model.packed.reads_store,
-        )  # fmt: skip
+        )
         if self.prefix_disk is not None:
             self.prefix_disk.attach(self.scheduler, store)
         self.failed_steps = FailedSteps(self.scheduler)
@@ -188,13 +188,13 @@ class LLMEngine:
         arrival = next(self._arrivals)
         seed = params.seed if params.seed is not None else hash((self.config.seed, arrival))
         result = RequestOutput(request_id, text, token_ids, [])
-        answers = make_answers(
-            names, result, params, self.model, self.max_model_len, seed, bad_words,
-            priority=priority, fair_round=fair_round, arrival=arrival, atomic=atomic,
-            checkpoint_positions=positions, cache_salt=salt, only_reads=pooling is not None,
-            # A mean needs the hidden states of all rows.
-            skip_prefix_cache_read=pooling is not None and pooling.pooling == "mean",
-        )  # fmt: skip
+        order = {"priority": priority, "fair_round": fair_round, "arrival": arrival}
+        how = {"atomic": atomic, "checkpoint_positions": positions, "cache_salt": salt}
+        how["only_reads"] = pooling is not None
+        # A mean needs the hidden states of all rows.
+        how["skip_prefix_cache_read"] = pooling is not None and pooling.pooling == "mean"
+        model, limit = self.model, self.max_model_len
+        answers = make_answers(names, result, params, model, limit, seed, bad_words, **order, **how)
         constraints = [constraint_of(params, self.model) for _ in answers]
         for answer, constraint in zip(answers, constraints, strict=True):
             self.scheduler.add(answer.request)  # all are alike: if it refuses, it refuses the first
@@ -310,8 +310,8 @@ class LLMEngine:
         return [draft[: self.constraints.num_allowed(request, draft)] for request, draft in known]
 
     def _tokens_of(self, request: Request) -> np.ndarray:
-        row = request.req_index
-        known = self.inputs.token_ids[row, : self.inputs.num_tokens[row]]
+        seat = request.req_index
+        known = self.inputs.token_ids[seat, : self.inputs.num_tokens[seat]]
         return known[:-1] if known[-1] == UNKNOWN_TOKEN else known
 
     def _launch(self, output: SchedulerOutput) -> None:
@@ -466,18 +466,17 @@ class LLMEngine:
                 answer.result.num_cached_tokens = request.num_cached_tokens
         for segment in output.segments:
             if segment.new_block_ids:
-                row = segment.request.req_index
-                assert row is not None, "a scheduled request has a row"
-                self.inputs.append_blocks(row, *segment.new_block_ids)
+                seat = segment.request.req_index
+                assert seat is not None, "a scheduled request has a seat"
+                self.inputs.append_blocks(seat, *segment.new_block_ids)
 
     def _sample(self, request: Request) -> None:
         """Make the sampler continue from a request's known tokens."""
-        assert request.req_index is not None, "a running request has a row"
+        assert request.req_index is not None, "a running request has a seat"
         answer = self._answers[request.request_id]
-        self.sampler.add(
-            request.req_index, answer.params, answer.seed, np.array(request.token_ids, np.int32),
-            request.num_prompt_tokens, self.model.eos_token_ids, answer.bad_words,
-        )  # fmt: skip
+        tokens, ends = np.array(request.token_ids, np.int32), self.model.eos_token_ids
+        known = answer.params, answer.seed, tokens, request.num_prompt_tokens
+        self.sampler.add(request.req_index, *known, ends, answer.bad_words)
 
     def _unseat(self, request: Request) -> None:
         if self.speculator is not None:

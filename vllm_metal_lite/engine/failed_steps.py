@@ -23,7 +23,7 @@ class FailedSteps:
 
     @property
     def is_hopeless(self) -> bool:
-        """So many steps failed one after the other that all requests must end."""
+        """MAX_FAILURES steps failed without a success between them: all requests must end."""
         return self._num_failures >= MAX_FAILURES
 
     def failed(self, output: SchedulerOutput) -> None:

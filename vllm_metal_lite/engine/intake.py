@@ -96,10 +96,10 @@ def make_answers(
         if result.prompt_logprobs is not None and index == 0:
             request.skip_prefix_cache_read = True
             request.max_chunk = 0 if request.atomic else _PROMPT_LOGPROBS_CHUNK
+        tokenizer, ends, seed_of = model.tokenizer, model.eos_token_ids, seed + index
         answer = Answer(
-            request, params, result, index, model.tokenizer, model.eos_token_ids, max_model_len,
-            seed + index, bad_words,
-        )  # fmt: skip
+            request, params, result, index, tokenizer, ends, max_model_len, seed_of, bad_words
+        )
         answers.append(answer)
     result.outputs = [answer.output for answer in answers]
     return answers

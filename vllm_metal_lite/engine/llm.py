@@ -61,11 +61,9 @@ class LLM(PoolingCalls):
         try:
             for i, prompt in enumerate(batch):
                 request_id = str(next(self._ids))
+                how: dict[str, Any] = {"priority": priorities[i], "checkpoints": kept[i]}
                 try:
-                    self.engine.add_request(
-                        request_id, prompt, params[i],
-                        priority=priorities[i], atomic=atomic, checkpoints=kept[i],
-                    )  # fmt: skip
+                    self.engine.add_request(request_id, prompt, params[i], atomic=atomic, **how)
                 except RequestError as e:
                     where = f"prompt {i}: " if len(batch) > 1 else ""
                     raise RequestError(where, *e.parts) from None

@@ -89,10 +89,8 @@ class _Trials:
         logger.info("trying fused launches with this model", extra={"transient": True})
         if self._trial is None:
             self._trial = Trial(self.packed.model, self.packed.layout.vocab_size, self.ranks)
-        store = PagedStore(
-            self.packed.attention_specs, 4, self.attention.store.block_size,
-            states=self.packed.state_store(2),
-        )  # fmt: skip
+        states, size = self.packed.state_store(2), self.attention.store.block_size
+        store = PagedStore(self.packed.attention_specs, 4, size, states=states)
         attention = self.attention.over(store)
         problem = self._trial.problem(self.packed, attention, fusion)
         if problem is not None:
@@ -107,10 +105,8 @@ class _Trials:
         """A hash of the code, sizes, types and kernels in use, but not of the weights' values."""
         model, attention = self.packed.model, self.attention
         weights = tree_map(lambda w: (w.shape, str(w.dtype)), model.parameters())
-        parts = [
-            version("mlx-lm"), type(model).__module__, repr(getattr(model, "args", None)), weights,
-            fusion.skinny_rows, fusion.expert_rows, fusion.adds_norms, attention.prefill,
-            sorted(attention.failed_kernels),
-        ]  # fmt: skip
+        code = version("mlx-lm"), type(model).__module__, repr(getattr(model, "args", None))
+        fused = fusion.skinny_rows, fusion.expert_rows, fusion.adds_norms
+        parts = [*code, weights, *fused, attention.prefill, sorted(attention.failed_kernels)]
         name = type(model).__module__.rpartition(".")[2]
         return f"{name} {hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"

@@ -105,17 +105,17 @@ def join_projections(model: nn.Module) -> None:
 
 
 def _same_inputs(model: nn.Module) -> list[tuple[str, list[str]]]:
-    """Groups of projections that share a parent and an input: the parent's path, their names."""
+    """Projections that share a parent and an input: the parent's path, their names."""
     found = {id(m): (path, m) for path, m in model.named_modules() if type(m) in _KINDS}
     calls = calls_of(model, [module for _, module in found.values()])
     seen = [(*_split(found[id(m)][0]), m, x) for m, x, _ in calls]
     counts = Counter(id(module) for _, _, module, _ in seen)
-    groups = []
-    for (path, *_), group in groupby(seen, lambda c: (c[0], id(c[3]), *_kind_of(c[2]))):
-        names = [name for _, name, module, _ in group if counts[id(module)] == 1]
+    joined = []
+    for (path, *_), alike in groupby(seen, lambda c: (c[0], id(c[3]), *_kind_of(c[2]))):
+        names = [name for _, name, module, _ in alike if counts[id(module)] == 1]
         if len(names) > 1:
-            groups.append((path, names))
-    return groups
+            joined.append((path, names))
+    return joined
 
 
 def _kind_of(module: nn.Module) -> tuple:

@@ -262,9 +262,13 @@ def _sum(original: Function) -> Function:
 
 
 _RECORDING = {
-    "softmax": _softmax, "sigmoid": _sigmoid, "argpartition": _argpartition,
-    "take_along_axis": _take_along_axis, "stop_gradient": _stop_gradient, "sum": _sum,
-}  # fmt: skip
+    "softmax": _softmax,
+    "sigmoid": _sigmoid,
+    "argpartition": _argpartition,
+    "take_along_axis": _take_along_axis,
+    "stop_gradient": _stop_gradient,
+    "sum": _sum,
+}
 
 
 # Compiled functions
@@ -283,10 +287,8 @@ def selectors_of(model: nn.Module) -> tuple[Selector, ...]:
 def _selecting(original: Any) -> Function:
     """Run the function uncompiled, because compiled code has no origins.  If it then chooses no
     experts, run it compiled."""
-    plain = FunctionType(
-        original.__code__, original.__globals__, original.__name__, original.__defaults__,
-        original.__closure__,
-    )  # fmt: skip
+    code, names, defaults = original.__code__, original.__globals__, original.__defaults__
+    plain = FunctionType(code, names, original.__name__, defaults, original.__closure__)
     plain.__kwdefaults__ = original.__kwdefaults__
 
     def select(logits: mx.array, *args: Any, **kwargs: Any) -> Any:

@@ -33,13 +33,10 @@ def add_rms_norm(
     result = norm_dtype(x.dtype, weight)
     most = _THREADS if dim <= _LONG_ROW else _THREADS_OF_LONG_ROWS
     threads = min(most, -(-dim // (32 * vector)) * 32)
-    template: Template = {
-        "T": x.dtype, "R": result, "DIM": dim, "VEC": vector, "THREADS": threads,
-        "WEIGHT": weight is not None, "EPS": bits(eps), "Y_NORM": post_norm is not None,
-        "Y_WEIGHT": y_weight is not None, "Y_EPS": bits(y_eps),
-    }  # fmt: skip
-    added, normed = _ADD_RMS_NORM(
-        [x, y, *(unused() if w is None else w for w in (weight, y_weight))],
-        template, (x.size // dim, 1, 1), threads, [x.shape, x.shape], [x.dtype, result],
-    )  # fmt: skip
+    template: Template = {"T": x.dtype, "R": result, "DIM": dim, "VEC": vector, "THREADS": threads}
+    template |= {"WEIGHT": weight is not None, "EPS": bits(eps), "Y_NORM": post_norm is not None}
+    template |= {"Y_WEIGHT": y_weight is not None, "Y_EPS": bits(y_eps)}
+    inputs = [x, y, *(unused() if w is None else w for w in (weight, y_weight))]
+    grid, shapes, dtypes = (x.size // dim, 1, 1), [x.shape, x.shape], [x.dtype, result]
+    added, normed = _ADD_RMS_NORM(inputs, template, grid, threads, shapes, dtypes)
     return added, normed

@@ -53,7 +53,7 @@ def num_splits(most: int, num_keys: int, min_keys: int) -> int:
 
 def unsupported(shape: AttentionShape, prefill: bool = False) -> str | None:
     """Why the kernels (prefill: `varlen_prefill`) cannot serve this shape, or None if they can."""
-    if shape.chunk is not None:
+    if shape.attention_chunk is not None:
         return "there is no kernel for chunked attention yet"
     if shape.dtype not in (mx.float32, mx.float16, mx.bfloat16):
         return f"there are no kernels for {shape.dtype}"
@@ -114,10 +114,9 @@ def row_formats(
 
 def format_template(k_row: RowFormat, v_row: RowFormat) -> Template:
     """Template values for the row formats of a store."""
-    return {
-        "K_DIM": k_row.dim, "V_DIM": v_row.dim, "BITS": k_row.bits or 8 * k_row.dtype.size,
-        "K_GROUP": k_row.group_size, "V_GROUP": v_row.group_size,
-    }  # fmt: skip
+    template: Template = {"K_DIM": k_row.dim, "V_DIM": v_row.dim}
+    template["BITS"] = k_row.bits or 8 * k_row.dtype.size
+    return template | {"K_GROUP": k_row.group_size, "V_GROUP": v_row.group_size}
 
 
 def grid_for(count: int) -> tuple[int, int]:

@@ -71,13 +71,10 @@ def causal_conv(
         raise ValueError(f"{channels} channels are fewer than {MIN_ELEMENTS}")
     check_pool(states, (size - 1, channels), dtype)
     threads, groups = grid_for(channels)
-    template: Template = {
-        **columns, "T": dtype, "CHANNELS": channels, "K": size, "ROWS": TILE_ROWS,
-        "BIAS": bias is not None, "SILU": silu,
-    }  # fmt: skip
-    y, token = _CAUSAL_CONV(
-        [x.array, weight, unused() if bias is None else bias, segments, tiles, states, token],
-        template, (groups, tiles.shape[0], 1), threads,
-        [(rows, channels), TOKEN_SHAPE], [dtype, mx.float32],
-    )  # fmt: skip
+    template: Template = columns | {"T": dtype, "CHANNELS": channels, "K": size, "ROWS": TILE_ROWS}
+    template |= {"BIAS": bias is not None, "SILU": silu}
+    bias = unused() if bias is None else bias
+    inputs = [x.array, weight, bias, segments, tiles, states, token]
+    grid, shapes = (groups, tiles.shape[0], 1), [(rows, channels), TOKEN_SHAPE]
+    y, token = _CAUSAL_CONV(inputs, template, grid, threads, shapes, [dtype, mx.float32])
     return y, token

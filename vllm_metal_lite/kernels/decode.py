@@ -22,12 +22,9 @@ from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult
 from vllm_metal_lite.kv.row_format import RowFormat
 from vllm_metal_lite.kv.store import LayerSpec
 
-_PAGED_DECODE = Kernel(
-    "paged_decode",
-    ["q", "k", "v", "q_weight", "k_weight", "freqs", "block_tables", "seq_lens", "sinks",
-     "prefix", "prefix_lse", "prefix_lens", *STORE],
-    ["out", "lse"],
-)  # fmt: skip
+_ROWS = ("q", "k", "v", "q_weight", "k_weight", "freqs")
+_CONTEXT = ("block_tables", "seq_lens", "sinks", "prefix", "prefix_lse", "prefix_lens")
+_PAGED_DECODE = Kernel("paged_decode", [*_ROWS, *_CONTEXT, *STORE], ["out", "lse"])
 _MERGE = Kernel("merge_partitions", ["partial", "lse"], ["out"])
 
 
@@ -99,25 +96,22 @@ def paged_decode(
     splits, simdgroups = plan.splits, plan.simdgroups
     partial = splits > 1
     out_dtype = mx.float32 if partial else dtype
-    template: Template = {
-        "T": dtype, "OUT_T": out_dtype, "KV_HEADS": kv_heads, "GROUP": group, "HEADS": at_once,
-        "FUSED": new is not NONE_NEW, **new, "PREFIX": prefix is not None,
-        **format_template(k_row, v_row), "BLOCK_SIZE": block_size, "WINDOW": window or 0,
-        "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None,
-        "LANES": lanes, "KW": k_width, "VW": v_width,
-        "UNROLL": 4 if many else 2, "SIMDGROUPS": simdgroups,
-    }  # fmt: skip
+    template: Template = {"T": dtype, "OUT_T": out_dtype, "KV_HEADS": kv_heads, "GROUP": group}
+    template |= {"HEADS": at_once, "FUSED": new is not NONE_NEW, **new}
+    template |= {"PREFIX": prefix is not None, **format_template(k_row, v_row)}
+    template |= {"BLOCK_SIZE": block_size, "WINDOW": window or 0, "SCALE": bits(scale)}
+    template |= {"SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None}
+    template |= {"LANES": lanes, "KW": k_width, "VW": v_width}
+    template |= {"UNROLL": 4 if many else 2, "SIMDGROUPS": simdgroups}
     lse_shape: tuple[int, ...] = (batch, heads, splits)
     if math.prod(lse_shape) < MIN_ELEMENTS:  # it is the next token too
         lse_shape = TOKEN_SHAPE
     sinks = unused() if sinks is None else sinks.astype(dtype)
     shared = prefix or (unused(), unused(), seq_lens)
-    out, lse = _PAGED_DECODE(
-        [*arrays, block_tables, seq_lens, sinks, *shared, keys, values, token],
-        template, (kv_heads * tiles, batch, splits), 32 * simdgroups,
-        [(batch, heads, splits, v_dim) if partial else (batch, heads, v_dim), lse_shape],
-        [out_dtype, mx.float32],
-    )  # fmt: skip
+    inputs = [*arrays, block_tables, seq_lens, sinks, *shared, keys, values, token]
+    grid, threads = (kv_heads * tiles, batch, splits), 32 * simdgroups
+    shapes = [(batch, heads, splits, v_dim) if partial else (batch, heads, v_dim), lse_shape]
+    out, lse = _PAGED_DECODE(inputs, template, grid, threads, shapes, [out_dtype, mx.float32])
     if partial:
         out = merge_partitions(out, lse, dtype)
     return out, lse
@@ -127,12 +121,10 @@ def merge_partitions(partial: mx.array, lse: mx.array, dtype: mx.Dtype) -> mx.ar
     """Merge attention over splits: partial (B, H, splits, D), lse (B, H, splits) -> (B, H, D)."""
     batch, heads, splits, dim = partial.shape
     threads = min(256, -(-dim // 32) * 32)
-    return _MERGE(
-        [partial.reshape(-1, splits, dim), lse.reshape(-1, splits)],
-        {"T": dtype, "V_DIM": dim, "THREADS": threads, "MAX_SPLITS": MAX_SPLITS},
-        (batch * heads, 1, 1), threads,
-        [(batch, heads, dim)], [dtype],
-    )[0]  # fmt: skip
+    inputs = [partial.reshape(-1, splits, dim), lse.reshape(-1, splits)]
+    template: Template = {"T": dtype, "V_DIM": dim, "THREADS": threads, "MAX_SPLITS": MAX_SPLITS}
+    grid, shape = (batch * heads, 1, 1), (batch, heads, dim)
+    return _MERGE(inputs, template, grid, threads, [shape], [dtype])[0]
 
 
 def _load_words(row: RowFormat) -> int:

@@ -69,14 +69,11 @@ def expert_topk(
         )
     rows, experts = logits.shape
     dtype = dtype or logits.dtype
-    template: Template = {
-        "W": dtype, "S": sum_dtype, "EXPERTS": experts, "TOP_K": top_k, "PACK": _PACK,
-        "SCORING": _SCORINGS.index(routing.scoring), "WEIGHTS": _WEIGHTS.index(routing.weights),
-        "BIASED": bias is not None, "LATE": routing.late, "EPS": bits(routing.eps),
-        "FACTOR": bits(routing.factor),
-    }  # fmt: skip
-    indices, weights = _TOPK(
-        [logits, unused() if bias is None else bias], template, (-(-rows // _PACK), 1, 1),
-        32 * _PACK, [(rows, top_k)] * 2, [mx.uint32, dtype],
-    )  # fmt: skip
+    scoring, kind = _SCORINGS.index(routing.scoring), _WEIGHTS.index(routing.weights)
+    template: Template = {"W": dtype, "S": sum_dtype, "EXPERTS": experts, "TOP_K": top_k}
+    template |= {"PACK": _PACK, "SCORING": scoring, "WEIGHTS": kind, "BIASED": bias is not None}
+    template |= {"LATE": routing.late, "EPS": bits(routing.eps), "FACTOR": bits(routing.factor)}
+    inputs, grid = [logits, unused() if bias is None else bias], (-(-rows // _PACK), 1, 1)
+    shapes, dtypes = [(rows, top_k)] * 2, [mx.uint32, dtype]
+    indices, weights = _TOPK(inputs, template, grid, 32 * _PACK, shapes, dtypes)
     return indices, weights

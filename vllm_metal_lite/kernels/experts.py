@@ -156,11 +156,11 @@ def expert_mlp(
         )
     top_k, expert_plan = indices.shape[1], plan_experts(indices, experts.count, num_live)
     indices = indices.reshape(-1)
+    (first, last), up, activation = plans, experts.up, experts.activation
     inner = expert_product(
-        x, indices, expert_plan, experts.gate,
-        up=experts.up, activation=experts.activation, share=top_k, plan=plans[0],
-    )  # fmt: skip
-    return expert_product(inner, indices, expert_plan, experts.down, plan=plans[1])
+        x, indices, expert_plan, experts.gate, up=up, activation=activation, share=top_k, plan=first
+    )
+    return expert_product(inner, indices, expert_plan, experts.down, plan=last)
 
 
 def plan_experts(
@@ -173,10 +173,8 @@ def plan_experts(
         return ExpertPlan(_single(pairs), pairs, _TILES[0])
     tile = next((t for t in _TILES if num_rows <= t), _TILES[-1])
     num_tiles = most_tiles(pairs, num_experts, tile)
-    template: Template = {
-        "EXPERTS": num_experts, "TOP_K": top_k, "PART": _PLAN_PART, "TILE": tile,
-        "MIN_TILES": _MIN_TILES, "SIMDGROUPS": _PLAN_SIMDGROUPS,
-    }  # fmt: skip
+    template: Template = {"EXPERTS": num_experts, "TOP_K": top_k, "PART": _PLAN_PART, "TILE": tile}
+    template |= {"MIN_TILES": _MIN_TILES, "SIMDGROUPS": _PLAN_SIMDGROUPS}
     size = pairs + 2 * max(_MIN_TILES, num_tiles)
     inputs = [indices.reshape(-1), _no_padding() if num_live is None else num_live]
     (array,) = _PLAN(inputs, template, (1, 1, 1), 32 * _PLAN_SIMDGROUPS, [(size,)], [mx.int32])
@@ -241,22 +239,17 @@ def expert_product(
     plan = plan or product_plan(expert_plan.tile, shape_of(weight.weight))
     arrays, weight_values = _inputs(weight)
     up_arrays = _inputs(up)[0] if up else [unused()] * 4
-    template: Template = {
-        "T": x.dtype, **weight_values, "SPREAD": plan.spread, "DEPTH": depth,
-        "ROW_TILES": -(-expert_plan.tile // 8),
-        "LANE_ROWS": expert_plan.tile if plan.in_lanes else 0,
-        "SIMDGROUPS": plan.simdgroups, "AT_ONCE": plan.at_once, "SHARE": share,
-        "BIAS": weight.bias is not None,
-        "ACTIVATION": _ACTIVATIONS[activation.kind] if activation else 0,
-        "ALPHA": bits(activation.alpha if activation else 0.0),
-        "LIMIT": bits(activation.limit if activation else 0.0),
-    }  # fmt: skip
+    row_tiles, lane_rows = -(-expert_plan.tile // 8), expert_plan.tile if plan.in_lanes else 0
+    template: Template = {"T": x.dtype, **weight_values, "SPREAD": plan.spread, "DEPTH": depth}
+    template |= {"ROW_TILES": row_tiles, "LANE_ROWS": lane_rows, "SIMDGROUPS": plan.simdgroups}
+    template |= {"AT_ONCE": plan.at_once, "SHARE": share, "BIAS": weight.bias is not None}
+    template["ACTIVATION"] = _ACTIVATIONS[activation.kind] if activation else 0
+    template["ALPHA"] = bits(activation.alpha if activation else 0.0)
+    template["LIMIT"] = bits(activation.limit if activation else 0.0)
     columns = _COLUMNS // 2 if up else _COLUMNS
-    return _GEMM(
-        [x, indices, expert_plan.array, *arrays, *up_arrays], template,
-        (-(-outputs // columns), expert_plan.num_tiles, 1), 32 * plan.simdgroups,
-        [(len(indices), outputs)], [x.dtype],
-    )[0]  # fmt: skip
+    inputs = [x, indices, expert_plan.array, *arrays, *up_arrays]
+    grid, threads = (-(-outputs // columns), expert_plan.num_tiles, 1), 32 * plan.simdgroups
+    return _GEMM(inputs, template, grid, threads, [(len(indices), outputs)], [x.dtype])[0]
 
 
 def _inputs(of: ExpertWeight) -> tuple[list[mx.array], Template]:
@@ -277,10 +270,7 @@ def expert_sum(x: mx.array, weights: mx.array, dtype: mx.Dtype | None = None) ->
         )
     product = x.dtype if weights.dtype == x.dtype else mx.float32
     threads = min(256, -(-x.shape[1] // 128) * 32)
-    template: Template = {
-        "T": x.dtype, "P": product, "Y": dtype or product, "TOP_K": top_k,
-    }  # fmt: skip
-    return _SUM(
-        [x, weights], template, (-(-x.shape[1] // (4 * threads)), rows, 1), threads,
-        [(rows, x.shape[1])], [dtype or product],
-    )[0]  # fmt: skip
+    result = dtype or product
+    template: Template = {"T": x.dtype, "P": product, "Y": result, "TOP_K": top_k}
+    grid, shape = (-(-x.shape[1] // (4 * threads)), rows, 1), (rows, x.shape[1])
+    return _SUM([x, weights], template, grid, threads, [shape], [result])[0]

@@ -79,18 +79,16 @@ def gated_delta(
     # All simdgroups load a tile, those without rows of a state too.
     tiled = _WIDE_SIMDGROUPS if k_dim > 128 else _SIMDGROUPS
     simdgroups = tiled if tiles else min(_SIMDGROUPS, v_dim // 8)
-    template: Template = {
-        **columns_template("q", q, num_k_heads * k_dim, dtype),
-        **columns_template("k", k, num_k_heads * k_dim, dtype),
-        **columns_template("v", v, v_heads * v_dim, dtype),
-        **of_gates, **GatedNorm.template(norm),
-        "T": dtype, "K_HEADS": num_k_heads, "V_HEADS": v_heads, "K_DIM": k_dim, "V_DIM": v_dim,
-        "DELTA": skip is None, "SKIP": skip is not None, "TILES": tiles, "SIMDGROUPS": simdgroups,
-    }  # fmt: skip
-    y, token = _GATED_DELTA(
-        [q.array, k.array, v.array, *arrays, unused() if skip is None else skip,
-         segments, states, token],
-        template, (-(-v_dim // (8 * simdgroups)), v_heads, segments.shape[0]), 32 * simdgroups,
-        [(rows, v_heads, v_dim), TOKEN_SHAPE], [dtype, mx.float32],
-    )  # fmt: skip
+    template: Template = columns_template("q", q, num_k_heads * k_dim, dtype)
+    template |= columns_template("k", k, num_k_heads * k_dim, dtype)
+    template |= columns_template("v", v, v_heads * v_dim, dtype)
+    template |= of_gates | GatedNorm.template(norm)
+    template |= {"T": dtype, "K_HEADS": num_k_heads, "V_HEADS": v_heads}
+    template |= {"K_DIM": k_dim, "V_DIM": v_dim, "DELTA": skip is None, "SKIP": skip is not None}
+    template |= {"TILES": tiles, "SIMDGROUPS": simdgroups}
+    skip = unused() if skip is None else skip
+    inputs = [q.array, k.array, v.array, *arrays, skip, segments, states, token]
+    grid, threads = (-(-v_dim // (8 * simdgroups)), v_heads, segments.shape[0]), 32 * simdgroups
+    shapes, dtypes = [(rows, v_heads, v_dim), TOKEN_SHAPE], [dtype, mx.float32]
+    y, token = _GATED_DELTA(inputs, template, grid, threads, shapes, dtypes)
     return y, token

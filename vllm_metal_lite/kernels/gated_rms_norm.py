@@ -26,8 +26,8 @@ def gated_rms_norm(
     """rms_norm(x) * weight * silu(z) for rows of x, normalised in groups of dim -> like x.
 
     x: (N, ...) of one row each.  z: the gate, as many columns as x has.  weight: (dim,), or one
-    for all elements of a row.  gate_first: rms_norm(x * silu(z)) * weight instead.  sigmoid: in the
-    place of SiLU.  metal/gated_rms_norm.metal says what is rounded.  Raises ValueError for other
+    for all elements of a row.  gate_first: rms_norm(x * silu(z)) * weight instead.  sigmoid: not
+    SiLU.  metal/gated_rms_norm.metal says what is rounded.  Raises ValueError for other
     shapes, and unless x, z and weight are of one type.
     """
     rows, width, dtype = len(x), x.size // max(len(x), 1), x.dtype
@@ -35,7 +35,7 @@ def gated_rms_norm(
     if dim < MIN_ELEMENTS or width % dim or len(z.array) != rows:
         raise ValueError(
             f"x {x.shape} and a gate of {len(z.array)} rows do not fit groups of {dim} elements, "
-            f"of which there must be {MIN_ELEMENTS}"
+            f"{MIN_ELEMENTS} or more"
         )
     if weight.shape not in ((dim,), (width,)) or weight.dtype != dtype:
         raise ValueError(
@@ -47,13 +47,9 @@ def gated_rms_norm(
     pack = 1
     if dim <= _SIMDGROUP_DIM:
         threads, pack = 32, min(groups, _PACKED_THREADS // 32)
-    template: Template = {
-        **columns, "T": dtype, "DIM": dim, "GROUPS": groups, "VEC": vector, "THREADS": threads,
-        "PACK": pack, "WIDE": weight.size > dim, "GATE_FIRST": gate_first, "SIGMOID": sigmoid,
-        "EPS": bits(eps),
-    }  # fmt: skip
-    (y,) = _GATED_RMS_NORM(
-        [x, z.array, weight], template, (-(-groups // pack), rows, 1), threads * pack,
-        [x.shape], [dtype],
-    )  # fmt: skip
+    template: Template = columns | {"T": dtype, "DIM": dim, "GROUPS": groups, "VEC": vector}
+    template |= {"THREADS": threads, "PACK": pack, "WIDE": weight.size > dim}
+    template |= {"GATE_FIRST": gate_first, "SIGMOID": sigmoid, "EPS": bits(eps)}
+    inputs, grid = [x, z.array, weight], (-(-groups // pack), rows, 1)
+    (y,) = _GATED_RMS_NORM(inputs, template, grid, threads * pack, [x.shape], [dtype])
     return y

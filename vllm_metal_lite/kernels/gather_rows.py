@@ -4,7 +4,7 @@ import math
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, grid_for
-from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kernels.launch import Kernel, Template
 
 _GATHER_ROWS = Kernel("gather_rows", ["rows", "index"], ["out"])
 
@@ -21,8 +21,6 @@ def gather_rows(rows: mx.array, index: mx.array) -> mx.array:
     vector = math.gcd(words, 4)
     threads, groups = grid_for(words // vector)
     shape = (*index.shape, *rows.shape[1:])
-    return _GATHER_ROWS(
-        [rows, index.reshape(-1)],
-        {"T": rows.dtype, "WIDTH": words, "W": vector, "THREADS": threads},
-        (index.size, groups, 1), threads, [shape], [rows.dtype],
-    )[0]  # fmt: skip
+    inputs, grid = [rows, index.reshape(-1)], (index.size, groups, 1)
+    template: Template = {"T": rows.dtype, "WIDTH": words, "W": vector, "THREADS": threads}
+    return _GATHER_ROWS(inputs, template, grid, threads, [shape], [rows.dtype])[0]

@@ -77,21 +77,20 @@ def latent_attention(
         raise ValueError(problem)
     store = format_template(*row_formats(keys, values, spec))
     partial, simdgroups = splits > 1, simdgroups or latent_simdgroups(latent_dim, q.dtype.size)
-    template: Template = {
-        "T": q.dtype, "OUT_T": mx.float32 if partial else q.dtype, "HEADS": heads,
-        "LATENT_DIM": latent_dim, "ROPE": rope, "BITS": store["BITS"], "K_GROUP": store["K_GROUP"],
-        "V_GROUP": store["V_GROUP"], "BLOCK_SIZE": block_size, "SCALE": bits(scale),
-        "PARTIAL": partial, "SIMDGROUPS": simdgroups,
-    }  # fmt: skip
+    dtype = mx.float32 if partial else q.dtype
+    template: Template = {"T": q.dtype, "OUT_T": dtype, "HEADS": heads, "LATENT_DIM": latent_dim}
+    template |= {"ROPE": rope, **{name: store[name] for name in ("BITS", "K_GROUP", "V_GROUP")}}
+    template |= {"BLOCK_SIZE": block_size, "SCALE": bits(scale)}
+    template |= {"PARTIAL": partial, "SIMDGROUPS": simdgroups}
     lse_shape: tuple[int, ...] = (rows, heads, splits)
     if not partial or math.prod(lse_shape) < MIN_ELEMENTS:
         lse_shape = TOKEN_SHAPE
-    out, lse = _LATENT_ATTENTION(
-        [q.swapaxes(0, 1), q_pe, block_tables, cu_seqlens_q, seq_lens, tiles, keys, values, token],
-        template, (tiles.shape[0], splits, 1), 32 * simdgroups,
-        [(rows, heads, splits, latent_dim) if partial else (rows, heads, latent_dim), lse_shape],
-        [mx.float32 if partial else q.dtype, mx.float32],
-    )  # fmt: skip
+    context = [block_tables, cu_seqlens_q, seq_lens, tiles]
+    inputs = [q.swapaxes(0, 1), q_pe, *context, keys, values, token]
+    out_shape = (rows, heads, splits, latent_dim) if partial else (rows, heads, latent_dim)
+    shapes, dtypes = [out_shape, lse_shape], [dtype, mx.float32]
+    grid, threads = (tiles.shape[0], splits, 1), 32 * simdgroups
+    out, lse = _LATENT_ATTENTION(inputs, template, grid, threads, shapes, dtypes)
     if partial:
         out = merge_partitions(out, lse, q.dtype)
     return out, lse

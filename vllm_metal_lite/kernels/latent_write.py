@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import (
+    STORE,
     TOKEN_SHAPE,
     RMSNorm,
     bits,
@@ -17,12 +18,8 @@ from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import Columns, Rope, columns_template
 from vllm_metal_lite.kv.store import LayerSpec
 
-_LATENT_WRITE = Kernel(
-    "latent_write",
-    ["q", "latent", "k_pe", "weight", "freqs", "positions", "slot_mapping", "keys", "values",
-     "token"],
-    ["out", "next_token"],
-)  # fmt: skip
+_ROWS = ("q", "latent", "k_pe", "weight", "freqs", "positions", "slot_mapping")
+_LATENT_WRITE = Kernel("latent_write", [*_ROWS, *STORE], ["out", "next_token"])
 
 _SIMDGROUPS = 8
 
@@ -66,20 +63,18 @@ def latent_write(
     assert weight is not None, "latents are normalised with a weight"
     count, heads = len(rows.q.array), rows.num_heads
     store = format_template(k_row, v_row)
-    template: Template = {
-        "T": dtype, "R": norm_dtype(dtype, weight), "HEADS": heads, "LATENT_DIM": k_row.dim,
-        "ROPE": v_row.dim, "BITS": store["BITS"], "K_GROUP": store["K_GROUP"],
-        "V_GROUP": store["V_GROUP"], "Q_STRIDE": rows.stride, "EPS": bits(rows.norm.eps),
-        **rope.template, "SIMDGROUPS": _SIMDGROUPS,
-        **columns_template("q", rows.q, (heads - 1) * rows.stride + v_row.dim, dtype),
-        **columns_template("l", rows.latent, k_row.dim, dtype),
-        **columns_template("p", rows.k_pe, v_row.dim, dtype),
-    }  # fmt: skip
+    template: Template = {"T": dtype, "R": norm_dtype(dtype, weight), "HEADS": heads}
+    template |= {"LATENT_DIM": k_row.dim, "ROPE": v_row.dim, "BITS": store["BITS"]}
+    template |= {"K_GROUP": store["K_GROUP"], "V_GROUP": store["V_GROUP"]}
+    template |= {"Q_STRIDE": rows.stride, "EPS": bits(rows.norm.eps), **rope.template}
+    template |= {"SIMDGROUPS": _SIMDGROUPS}
+    template |= columns_template("q", rows.q, (heads - 1) * rows.stride + v_row.dim, dtype)
+    template |= columns_template("l", rows.latent, k_row.dim, dtype)
+    template |= columns_template("p", rows.k_pe, v_row.dim, dtype)
     freqs = unused() if rope.freqs is None else rope.freqs.astype(mx.float32)
-    out, token = _LATENT_WRITE(
-        [rows.q.array, rows.latent.array, rows.k_pe.array, weight, freqs, positions, slot_mapping,
-         keys, values, token],
-        template, (-(-(heads + 2) // _SIMDGROUPS), count, 1), 32 * _SIMDGROUPS,
-        [(count, heads, v_row.dim), TOKEN_SHAPE], [dtype, mx.float32],
-    )  # fmt: skip
+    inputs = [rows.q.array, rows.latent.array, rows.k_pe.array, weight, freqs]
+    inputs += [positions, slot_mapping, keys, values, token]
+    grid = -(-(heads + 2) // _SIMDGROUPS), count, 1
+    shapes, dtypes = [(count, heads, v_row.dim), TOKEN_SHAPE], [dtype, mx.float32]
+    out, token = _LATENT_WRITE(inputs, template, grid, 32 * _SIMDGROUPS, shapes, dtypes)
     return out, token

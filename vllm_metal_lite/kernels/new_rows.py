@@ -14,8 +14,9 @@ NONE_NEW: Template = {
     **dict.fromkeys(("DIMS", "TRADITIONAL", "ROPE_SCALE", "LOG2_BASE", "FREQS", "FACTOR"), 0),
     **{f"{x}_{of}": 0 for x in "QKV" for of in ("WIDTH", "START")},
     **{f"{x}_{of}": 0 for x in "QK" for of in ("NORM", "WEIGHT", "EPS")},
-    "Q_R": mx.float32, "K_R": mx.float32,
-}  # fmt: skip
+    "Q_R": mx.float32,
+    "K_R": mx.float32,
+}
 
 
 class Columns(NamedTuple):
@@ -63,11 +64,9 @@ class Rope(NamedTuple):
     def template(self) -> Template:
         """Template values of rope.h."""
         log2_base = 0.0 if self.base is None else np.log2(np.float32(self.base))
-        return {
-            "DIMS": self.dims, "TRADITIONAL": self.traditional, "ROPE_SCALE": bits(self.scale),
-            "LOG2_BASE": bits(log2_base), "FREQS": self.freqs is not None,
-            "FACTOR": bits(self.factor),
-        }  # fmt: skip
+        template: Template = {"DIMS": self.dims, "TRADITIONAL": self.traditional}
+        template |= {"ROPE_SCALE": bits(self.scale), "LOG2_BASE": bits(log2_base)}
+        return template | {"FREQS": self.freqs is not None, "FACTOR": bits(self.factor)}
 
 
 # Template values of rows that are not rotated.
@@ -110,8 +109,7 @@ class NewRows(NamedTuple):
             template |= columns_template(name, columns, size, dtype)
         for name, norm in (("Q", self.q_norm), ("K", self.k_norm)):
             weight, eps = norm or (None, 0.0)
-            template |= {
-                f"{name}_NORM": norm is not None, f"{name}_WEIGHT": weight is not None,
-                f"{name}_EPS": bits(eps), f"{name}_R": norm_dtype(dtype, weight),
-            }  # fmt: skip
+            template[f"{name}_NORM"] = norm is not None
+            template[f"{name}_WEIGHT"] = weight is not None
+            template |= {f"{name}_EPS": bits(eps), f"{name}_R": norm_dtype(dtype, weight)}
         return template

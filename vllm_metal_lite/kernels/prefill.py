@@ -5,6 +5,7 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import (
     MAX_PREFILL_DIM,
+    STORE,
     TOKEN_SHAPE,
     bits,
     format_template,
@@ -15,12 +16,8 @@ from vllm_metal_lite.kernels.arguments import (
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kv.store import LayerSpec
 
-_VARLEN_PREFILL = Kernel(
-    "varlen_prefill",
-    ["q", "block_tables", "cu_seqlens_q", "seq_lens", "tiles", "sinks",
-     "keys", "values", "token"],
-    ["out", "next_token"],
-)  # fmt: skip
+_ROWS = ("q", "block_tables", "cu_seqlens_q", "seq_lens", "tiles", "sinks")
+_VARLEN_PREFILL = Kernel("varlen_prefill", [*_ROWS, *STORE], ["out", "next_token"])
 
 # (token, head) pairs per threadgroup, 8 per simdgroup, as in MLX's attention.  More would save
 # fetches, but registers limit the simdgroups of a core, whatever their tile.
@@ -90,20 +87,16 @@ def varlen_prefill(
         raise ValueError(problem)
     partners = partners_of(k_dim, v_dim, q.dtype)
     simdgroups = TILE_ROWS // 8 * partners
-    template: Template = {
-        "T": q.dtype, "KV_HEADS": kv_heads, "GROUP": heads // kv_heads,
-        **format_template(k_row, v_row), "BLOCK_SIZE": block_size, "WINDOW": window or 0,
-        "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None,
-        "KEYS": keys_at_once(k_dim, v_dim, q.dtype.size), "SIMDGROUPS": simdgroups,
-        "PARTNERS": partners,
-    }  # fmt: skip
+    template: Template = {"T": q.dtype, "KV_HEADS": kv_heads, "GROUP": heads // kv_heads}
+    template |= format_template(k_row, v_row) | {"BLOCK_SIZE": block_size, "WINDOW": window or 0}
+    template |= {"SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None}
+    template |= {"KEYS": keys_at_once(k_dim, v_dim, q.dtype.size), "SIMDGROUPS": simdgroups}
+    template["PARTNERS"] = partners
     sinks = unused() if sinks is None else sinks.astype(q.dtype)
-    out, token = _VARLEN_PREFILL(
-        [q, block_tables, cu_seqlens_q, seq_lens, tiles, sinks,
-         keys, values, token],
-        template, (kv_heads, tiles.shape[0], 1), 32 * simdgroups,
-        [(rows, heads, v_dim), TOKEN_SHAPE], [q.dtype, mx.float32],
-    )  # fmt: skip
+    inputs = [q, block_tables, cu_seqlens_q, seq_lens, tiles, sinks, keys, values, token]
+    grid, threads = (kv_heads, tiles.shape[0], 1), 32 * simdgroups
+    shapes, dtypes = [(rows, heads, v_dim), TOKEN_SHAPE], [q.dtype, mx.float32]
+    out, token = _VARLEN_PREFILL(inputs, template, grid, threads, shapes, dtypes)
     return out, token
 
 

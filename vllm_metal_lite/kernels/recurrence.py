@@ -63,13 +63,11 @@ class Gates(NamedTuple):
             if self.kind != _GIVEN and (array is None or array.shape != (v_heads,)):
                 shape = None if array is None else array.shape
                 raise ValueError(f"{name} {shape} is not ({v_heads},)")
-        template: Template = {
-            **columns_template("g", self.gates, width, self.gates.array.dtype),
-            **columns_template("b", beta, v_heads if self.beta else 0, beta.array.dtype),
-            "G": self.gates.array.dtype, "B": beta.array.dtype, "VECTOR": self.vector,
-            "GATE": self.kind, "BETA": self.beta_scale, "LOW": bits(self.low),
-            "HIGH": bits(self.high),
-        }  # fmt: skip
+        dtype = self.gates.array.dtype
+        template: Template = columns_template("g", self.gates, width, dtype)
+        template |= columns_template("b", beta, v_heads if self.beta else 0, beta.array.dtype)
+        template |= {"G": dtype, "B": beta.array.dtype, "VECTOR": self.vector, "GATE": self.kind}
+        template |= {"BETA": self.beta_scale, "LOW": bits(self.low), "HIGH": bits(self.high)}
         rest = (unused() if a is None else a for a in (self.a_log, self.bias))
         return [_long(self.gates.array), _long(beta.array), *rest], template
 

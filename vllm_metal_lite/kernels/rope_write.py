@@ -5,6 +5,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.arguments import (
     MAX_DECODE_DIM,
+    STORE,
     TOKEN_SHAPE,
     format_template,
     head_size_problem,
@@ -15,12 +16,8 @@ from vllm_metal_lite.kernels.new_rows import NewRows, Rope
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.specs import AttentionShape
 
-_ROPE_WRITE = Kernel(
-    "rope_write",
-    ["q", "k", "v", "q_weight", "k_weight", "freqs", "positions", "slot_mapping", "keys", "values",
-     "token"],
-    ["out", "next_token"],
-)  # fmt: skip
+_ROWS = ("q", "k", "v", "q_weight", "k_weight", "freqs", "positions", "slot_mapping")
+_ROPE_WRITE = Kernel("rope_write", [*_ROWS, *STORE], ["out", "next_token"])
 
 _SIMDGROUPS = 8
 # Heads per simdgroup, one after another, in steps of many rows.
@@ -65,13 +62,11 @@ def rope_write(
     kv_heads, (k_row, v_row) = keys.shape[1], row_formats(keys, values, spec)
     at_once = _HEADS if count >= profile().rope_many_rows else 1
     groups = -(-(heads + 2 * kv_heads) // (at_once * _SIMDGROUPS))
-    template: Template = {
-        "T": k_row.dtype, "Q_HEADS": heads, "KV_HEADS": kv_heads,
-        **format_template(k_row, v_row), "SIMDGROUPS": _SIMDGROUPS,
-    }  # fmt: skip
-    q, token = _ROPE_WRITE(
-        [*rows.arrays, positions, slot_mapping, keys, values, token],
-        template | rows.template(kv_heads, k_row, v_row), (groups, count, 1), 32 * _SIMDGROUPS,
-        [(count, heads, k_row.dim), TOKEN_SHAPE], [k_row.dtype, mx.float32],
-    )  # fmt: skip
+    template: Template = {"T": k_row.dtype, "Q_HEADS": heads, "KV_HEADS": kv_heads}
+    template |= format_template(k_row, v_row) | {"SIMDGROUPS": _SIMDGROUPS}
+    template |= rows.template(kv_heads, k_row, v_row)
+    inputs = [*rows.arrays, positions, slot_mapping, keys, values, token]
+    grid, threads = (groups, count, 1), 32 * _SIMDGROUPS
+    shapes, dtypes = [(count, heads, k_row.dim), TOKEN_SHAPE], [k_row.dtype, mx.float32]
+    q, token = _ROPE_WRITE(inputs, template, grid, threads, shapes, dtypes)
     return q, token

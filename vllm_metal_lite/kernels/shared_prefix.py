@@ -6,6 +6,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.arguments import (
     MAX_PREFILL_DIM,
+    STORE,
     bits,
     format_template,
     head_size_problem,
@@ -18,16 +19,12 @@ from vllm_metal_lite.kernels.new_rows import NONE_NEW, NewRows
 from vllm_metal_lite.kernels.prefill import TILE_ROWS, keys_at_once, partners_of
 from vllm_metal_lite.kv.store import LayerSpec
 
-_SHARED_PREFIX = Kernel(
-    "shared_prefix",
-    ["q", "q_weight", "freqs", "block_tables", "seq_lens", "leader", "prefix_lens", "keys",
-     "values", "token"],
-    ["partial", "lse"],
-)  # fmt: skip
+_ROWS = ("q", "q_weight", "freqs", "block_tables", "seq_lens", "leader", "prefix_lens")
+_SHARED_PREFIX = Kernel("shared_prefix", [*_ROWS, *STORE], ["partial", "lse"])
 
 # The template values of NewRows that this kernel takes.
-_OF_QUERIES = ("DIMS", "TRADITIONAL", "ROPE_SCALE", "LOG2_BASE", "FREQS", "FACTOR", "Q_WIDTH",
-               "Q_START", "Q_NORM", "Q_WEIGHT", "Q_EPS", "Q_R")  # fmt: skip
+_OF_ROPE = ("DIMS", "TRADITIONAL", "ROPE_SCALE", "LOG2_BASE", "FREQS", "FACTOR")
+_OF_QUERIES = (*_OF_ROPE, "Q_WIDTH", "Q_START", "Q_NORM", "Q_WEIGHT", "Q_EPS", "Q_R")
 
 
 class SharedPrefixResult(NamedTuple):
@@ -86,16 +83,14 @@ def shared_prefix(
         raise ValueError(problem)
     group, partners = heads // kv_heads, partners_of(k_dim, v_dim, k_row.dtype, held=64)
     simdgroups = TILE_ROWS // 8 * partners
-    template: Template = {
-        "T": k_row.dtype, "FUSED": fused, **{name: new[name] for name in _OF_QUERIES},
-        "KV_HEADS": kv_heads, "GROUP": group, **format_template(k_row, v_row),
-        "BLOCK_SIZE": block_size, "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0),
-        "KEYS": keys_at_once(k_dim, v_dim, k_row.dtype.size), "SIMDGROUPS": simdgroups,
-        "PARTNERS": partners,
-    }  # fmt: skip
-    partial, lse = _SHARED_PREFIX(
-        [*arrays, block_tables, seq_lens, leader, prefix_lens, keys, values, token],
-        template, (kv_heads, -(-rows * group // TILE_ROWS), splits), 32 * simdgroups,
-        [(rows, heads, splits, v_dim), (rows, heads, splits)], [mx.float32, mx.float32],
-    )  # fmt: skip
+    template: Template = {"T": k_row.dtype, "FUSED": fused}
+    template |= {name: new[name] for name in _OF_QUERIES}
+    template |= {"KV_HEADS": kv_heads, "GROUP": group, **format_template(k_row, v_row)}
+    template |= {"BLOCK_SIZE": block_size, "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0)}
+    template |= {"KEYS": keys_at_once(k_dim, v_dim, k_row.dtype.size), "SIMDGROUPS": simdgroups}
+    template["PARTNERS"] = partners
+    inputs = [*arrays, block_tables, seq_lens, leader, prefix_lens, keys, values, token]
+    grid = kv_heads, -(-rows * group // TILE_ROWS), splits
+    shapes, dtypes = [(rows, heads, splits, v_dim), (rows, heads, splits)], [mx.float32] * 2
+    partial, lse = _SHARED_PREFIX(inputs, template, grid, 32 * simdgroups, shapes, dtypes)
     return SharedPrefixResult(partial, lse, prefix_lens)

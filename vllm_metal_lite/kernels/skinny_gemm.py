@@ -114,22 +114,18 @@ def skinny_gemm(
     # The kernel pads each row of sums by four floats.
     room = _SUM_BYTES // (simdgroups * 8 * (columns + 4) * 4)
     arrays, weight_values = inputs_of(weight)
-    template: Template = {
-        "T": x.dtype, **weight_values, "SPREAD": spread, "DEPTH": depth,
-        "ROW_TILES": tiles, "FULL": rows % 8 == 0,
-        "LANE_ROWS": (1 if rows == 1 else MAX_LANE_ROWS) if in_lanes else 0,
-        "COLUMNS": columns, "SIMDGROUPS": simdgroups, "AT_ONCE": at_once,
-        "HELD": -(-tiles // -(-tiles // room)),
-        "NORM": norm is not None, "EPS": bits(norm.eps if norm else 0.0),
-        "BIAS": bias is not None, "RESIDUAL": residual is not None, "GATE": _GATES[gate],
-    }  # fmt: skip
+    held = -(-tiles // -(-tiles // room))
+    lane_rows = (1 if rows == 1 else MAX_LANE_ROWS) if in_lanes else 0
+    template: Template = {"T": x.dtype, **weight_values, "SPREAD": spread, "DEPTH": depth}
+    template |= {"ROW_TILES": tiles, "FULL": rows % 8 == 0, "LANE_ROWS": lane_rows}
+    template |= {"COLUMNS": columns, "SIMDGROUPS": simdgroups, "AT_ONCE": at_once, "HELD": held}
+    template |= {"NORM": norm is not None, "EPS": bits(norm.eps if norm else 0.0)}
+    template |= {"BIAS": bias is not None, "RESIDUAL": residual is not None, "GATE": _GATES[gate]}
     gain = unused() if norm is None or norm.weight is None else norm.weight
     more = [unused() if a is None else a for a in (bias, residual)]
     out_columns = columns // 2 if gate else columns
-    return _SKINNY_GEMM(
-        [x, *arrays, gain, *more], template, (-(-width // out_columns), 1, 1), 32 * simdgroups,
-        [(rows, width)], [x.dtype],
-    )[0]  # fmt: skip
+    inputs, grid = [x, *arrays, gain, *more], (-(-width // out_columns), 1, 1)
+    return _SKINNY_GEMM(inputs, template, grid, 32 * simdgroups, [(rows, width)], [x.dtype])[0]
 
 
 def _check(

@@ -112,11 +112,9 @@ def readable(weight: Weight) -> bool:
 def inputs_of(weight: Weight) -> tuple[list[mx.array], Template]:
     """The inputs w, scales and biases of a kernel, and template values but for SPREAD."""
     if not isinstance(weight, QuantisedWeight):
-        return [weight, unused(), unused()], {
-            "FORM": _WHOLE_VALUES, "BITS": 16, "GROUP_SIZE": 32,
-        }  # fmt: skip
+        plain: Template = {"FORM": _WHOLE_VALUES, "BITS": 16, "GROUP_SIZE": 32}
+        return [weight, unused(), unused()], plain
     bits, group_size, mode = weight.quantisation
     biases = unused() if weight.biases is None else weight.biases
-    return [weight.words, weight.scales, biases], {
-        "FORM": _FORMS[mode], "BITS": bits, "GROUP_SIZE": group_size,
-    }  # fmt: skip
+    template: Template = {"FORM": _FORMS[mode], "BITS": bits, "GROUP_SIZE": group_size}
+    return [weight.words, weight.scales, biases], template

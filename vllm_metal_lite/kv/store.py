@@ -23,7 +23,7 @@ class LayerSpec:
 
     dtype: of the values, also after dequantisation.
     window: tokens that a query sees, its own included; None = all.
-    chunk: a query sees only its own chunk of this many tokens; None = all.
+    attention_chunk: a query sees only its own chunk of this many tokens; None = all.
     bits: per quantised value, 8 or 4; None = not quantised.
     """
 
@@ -32,7 +32,7 @@ class LayerSpec:
     v_head_dim: int
     dtype: mx.Dtype
     window: int | None = None
-    chunk: int | None = None
+    attention_chunk: int | None = None
     bits: int | None = None
 
     @property

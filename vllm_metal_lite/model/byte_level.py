@@ -1,4 +1,4 @@
-"""Byte-level vocabularies, such as GPT-2's: each character of a token stands for a byte.
+"""Byte-level vocabularies, such as GPT-2's: each character of a token represents a byte.
 
 Some converted models (Mistral's tekken) have such a vocabulary with a decoder for SentencePiece.
 mlx-lm and transformers follow the decoder, so the text shows a space as "\\u0120".
@@ -20,7 +20,7 @@ def decode_as_bytes(tokenizer: TokenizerWrapper) -> None:
     space, others_space = backend.token_to_id(_SPACE), backend.token_to_id("\u2581")
     if space is None or others_space is not None or _SPACE not in backend.decode([space]):
         return
-    # Other vocabularies hold this letter too, but not only letters that stand for bytes.
+    # Other vocabularies hold this letter too, but not only letters that represent bytes.
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
     if set("".join(backend.get_vocab().keys() - added)) <= BYTES.keys():
         backend.decoder = ByteLevel()

@@ -9,9 +9,13 @@ import mlx.nn as nn
 from vllm_metal_lite.model.adapters.modules import rotation_limit
 
 _KEYS = (
-    "max_position_embeddings", "max_seq_len", "n_positions", "seq_length", "n_ctx",
+    "max_position_embeddings",
+    "max_seq_len",
+    "n_positions",
+    "seq_length",
+    "n_ctx",
     "model_max_length",
-)  # fmt: skip
+)
 _DEFAULT = 8192
 
 

@@ -10,6 +10,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import mlx.nn as nn
@@ -51,10 +52,10 @@ class _ObserverStep(ReferenceStepAttention):
 
     def attend(self, q: mx.array, call: AttentionCall) -> mx.array:
         spec = self.store.specs[call.layer]
-        shape = AttentionShape(
-            q.shape[1], spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim, q.dtype, call.window,
-            call.softcap, call.sinks is not None, call.q_pe is not None, call.chunk,
-        )  # fmt: skip
+        heads, dims = (q.shape[1], spec.num_kv_heads), (spec.k_head_dim, spec.v_head_dim)
+        sinks, latent = call.sinks is not None, call.q_pe is not None
+        shape = AttentionShape(*heads, *dims, q.dtype, call.window, call.softcap, sinks, latent)
+        shape = replace(shape, attention_chunk=call.attention_chunk)
         self._shapes[shape] = None
         return super().attend(q, call)
 

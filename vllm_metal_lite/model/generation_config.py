@@ -14,9 +14,14 @@ from vllm_metal_lite.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 _FIELDS = (
-    "temperature", "top_k", "top_p", "min_p",
-    "repetition_penalty", "presence_penalty", "frequency_penalty",
-)  # fmt: skip
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:

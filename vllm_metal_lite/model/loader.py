@@ -173,8 +173,8 @@ def preview(
 ) -> LoadedModel:
     """The model of a folder, without its weights; raises as `load` does.
 
-    Of the files of weights, only the headers are read: names, shapes and dtypes.  Zeros that take
-    no memory stand for the weights.  The mode is `foresee`'s.
+    Of the files of weights, only the headers are read: names, shapes and dtypes.  The weights are
+    zeros that take no memory.  The mode is `foresee`'s.
     """
     with _explained(name, folder, trust_remote_code):
         model, tokenizer, config = _unevaluated(name, folder, dtype, trust_remote_code)

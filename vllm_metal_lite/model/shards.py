@@ -16,9 +16,15 @@ from vllm_metal_lite.errors import ModelLoadError, one_line
 
 # Attributes of mlx-lm's attention modules that hold a number of heads.  It divides them all.
 _HEADS = (
-    "n_heads", "num_heads", "num_attention_heads", "num_v_heads", "num_k_heads",
-    "n_kv_heads", "num_kv_heads", "num_key_value_heads",
-)  # fmt: skip
+    "n_heads",
+    "num_heads",
+    "num_attention_heads",
+    "num_v_heads",
+    "num_k_heads",
+    "n_kv_heads",
+    "num_kv_heads",
+    "num_key_value_heads",
+)
 _KV_HEADS = _HEADS[-3:]
 # If there are fewer K/V heads than ranks, these models give each rank a copy of one.
 _REPEATS_KV_HEADS = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text")

@@ -67,7 +67,7 @@ def check_kinds(layout: Layout, model_type: str, ranks: RankGroup) -> None:
 
 
 class Absent(nn.Module):
-    """Stands for a layer of another stage.
+    """The placeholder of a layer of another stage.
 
     It has no weights, but keeps the layer's plain attributes, because models ask layers for their
     kind.

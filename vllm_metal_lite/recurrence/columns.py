@@ -8,10 +8,8 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.new_rows import Columns
 
 # Operations that change an array in place.
-_IN_PLACE = (
-    "setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul",
-    "iand", "ior", "ixor", "ilshift", "irshift",
-)  # fmt: skip
+_ARITHMETIC = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul")
+_IN_PLACE = ("setitem", *_ARITHMETIC, "iand", "ior", "ixor", "ilshift", "irshift")
 _assign = mx.array.__setitem__
 
 

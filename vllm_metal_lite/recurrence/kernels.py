@@ -1,6 +1,6 @@
 """Recurrent layers through the kernels of metal/: one launch for all segments of a step."""
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -9,6 +9,7 @@ from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
 from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS
 from vllm_metal_lite.kernels.causal_conv import MAX_KERNEL_SIZE, causal_conv, plan_conv_tiles
 from vllm_metal_lite.kernels.gated_delta import gated_delta, recurrence_problem
+from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.recurrence import (
     GatedNorm,
     Gates,
@@ -84,10 +85,9 @@ class KernelRecurrence:
         self.state_store, self.plan, self.order, self.fused = state_store, plan, order, fused
 
     def causal_conv(self, key: Key, conv: CausalConv) -> mx.array:
-        y, self.order.token = causal_conv(
-            columns_of(conv.x), conv.weight, conv.bias, self.state_store[key], self.plan.segments,
-            self.plan.tiles, self.order.token, silu=conv.silu,
-        )  # fmt: skip
+        where = self.state_store[key], self.plan.segments, self.plan.tiles, self.order.token
+        x = columns_of(conv.x)
+        y, self.order.token = causal_conv(x, conv.weight, conv.bias, *where, silu=conv.silu)
         return y
 
     def gated_delta(self, key: Key, delta: GatedDelta) -> mx.array:
@@ -95,13 +95,9 @@ class KernelRecurrence:
             q, k, norm = delta.q, delta.k, delta.norm
         else:
             (q, k), norm = delta.normalized, None
-        y, self.order.token = gated_delta(
-            columns_of(q), columns_of(k), columns_of(delta.v), self._gates(delta),
-            self.state_store[key], self.plan.segments, self.order.token,
-            num_k_heads=q.shape[-2], max_seqlen=self.plan.max_seqlen,
-            norm=norm and GatedNorm(norm.eps, norm.inv_scale),
-        )  # fmt: skip
-        return y
+        columns = columns_of(q), columns_of(k), columns_of(delta.v)
+        of_norm = norm and GatedNorm(norm.eps, norm.inv_scale)
+        return self._launch(key, columns, self._gates(delta), q.shape[-2], norm=of_norm)
 
     def _gates(self, delta: GatedDelta) -> Gates:
         if not self.fused:
@@ -109,10 +105,9 @@ class KernelRecurrence:
         b, scale = columns_of(delta.b), 2 if delta.allow_neg_eigval else 1
         if delta.is_vector:
             return column_gates(delta.gates.squeeze(1), b, beta_scale=scale)
-        return delta_gates(
-            columns_of(delta.a), b, delta.A_log.reshape(-1), delta.dt_bias.reshape(-1),
-            lower_bound=delta.lower_bound, beta_scale=scale,
-        )  # fmt: skip
+        rate, bias = delta.A_log.reshape(-1), delta.dt_bias.reshape(-1)
+        a, low = columns_of(delta.a), delta.lower_bound
+        return delta_gates(a, b, rate, bias, lower_bound=low, beta_scale=scale)
 
     def state_space(self, key: Key, update: StateSpace) -> mx.array:
         if self.fused:
@@ -122,9 +117,15 @@ class KernelRecurrence:
             steps = update.time_steps.squeeze(1)
             decays = mx.exp(steps * -mx.exp(update.A_log.astype(mx.float32)))
             gates = given(decays, steps)
-        y, self.order.token = gated_delta(
-            columns_of(update.c), columns_of(update.b), columns_of(update.x), gates,
-            self.state_store[key], self.plan.segments, self.order.token,
-            num_k_heads=update.b.shape[-2], max_seqlen=self.plan.max_seqlen, skip=update.d,
-        )  # fmt: skip
+        columns = columns_of(update.c), columns_of(update.b), columns_of(update.x)
+        return self._launch(key, columns, gates, update.b.shape[-2], skip=update.d)
+
+    def _launch(
+        self, key: Key, columns: tuple[Columns, ...], gates: Gates, num_k_heads: int, **how: Any
+    ) -> mx.array:
+        """columns: q, k and v.  how: the options of the kernel."""
+        (q, k, v), plan = columns, self.plan
+        how |= {"num_k_heads": num_k_heads, "max_seqlen": plan.max_seqlen}
+        where = self.state_store[key], plan.segments, self.order.token
+        y, self.order.token = gated_delta(q, k, v, gates, *where, **how)
         return y

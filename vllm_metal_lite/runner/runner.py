@@ -165,10 +165,8 @@ class ModelRunner:
                 scored = prompt_logprobs(rows, targets, num_prompt_logprobs)
             # If steps overlap, a wait for this step must not include the next one.
             written = state[:1] if self.attention.overlaps else ()
-            result = StepResult(
-                req_indices, sampled, logprobs, scored, for_host, written, batch.draft_token_ids,
-                pooled,
-            )  # fmt: skip
+            read = sampled, logprobs, scored, for_host
+            result = StepResult(req_indices, *read, written, batch.draft_token_ids, pooled)
             self._submit(result, state)
         except BaseException:
             self.sampler.state = before

@@ -130,14 +130,14 @@ def make_filters(
         small |= temperature == 0
         top_k = np.where(temperature == 0, 1, top_k)
     top_k = np.where(top_k > 0, top_k, vocab_size)
-    groups = []
+    filters = []
     for mine, k in (
         (has_min_p & ~small & ~large, 0),
         (small, int(top_k[small].max(initial=0))),
         (large, vocab_size),
     ):
         if mine.any():
-            group = Filters(
+            part = Filters(
                 rows=row_numbers(np.flatnonzero(mine), len(mine)),
                 k=k,
                 temperature=column(temperature[mine]),
@@ -145,27 +145,27 @@ def make_filters(
                 top_k=column(-top_k[mine]),
                 top_p=column(top_p[mine]) if has_top_p[mine].any() else None,
             )
-            groups.append(group)
-    return groups
+            filters.append(part)
+    return filters
 
 
-def thresholds(x: mx.array, groups: list[Filters]) -> mx.array:
-    """The lowest logit (T, 1) that may be drawn; -inf for a row in no group.
+def thresholds(x: mx.array, filters: list[Filters]) -> mx.array:
+    """The lowest logit (T, 1) that may be drawn; -inf for a row that no filter has.
 
     A row with a NaN or an infinite best logit may get NaN, which filters nothing.
     """
-    if groups[0].rows is None:
-        return _threshold(x, groups[0])
+    if filters[0].rows is None:
+        return _threshold(x, filters[0])
     floor = mx.full((len(x), 1), -mx.inf)
-    for group in groups:
-        floor[group.rows] = _threshold(x[group.rows], group)
+    for part in filters:
+        floor[part.rows] = _threshold(x[part.rows], part)
     return floor
 
 
 def _threshold(x: mx.array, f: Filters) -> mx.array:
     """Apply min-p, then top-k, then top-p to the remaining mass.  The best token always stays."""
     if not f.k:
-        assert f.min_p is not None, "a group that sorts nothing filters by min-p alone"
+        assert f.min_p is not None, "a filter that sorts nothing filters by min-p alone"
         return x.max(-1, keepdims=True) + f.min_p
     s = mx.sort(candidates(x, f.k)[0], -1)
     size, best = s.shape[1], s[:, -1:]

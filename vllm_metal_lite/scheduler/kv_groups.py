@@ -36,13 +36,13 @@ class KVGroup:
 
 
 class Layer(Protocol):
-    """A layer's span: `window` tokens, the query's own included, or its `chunk`; None = all."""
+    """A layer's span: `window` tokens with the query's own, or `attention_chunk`; None = all."""
 
     @property
     def window(self) -> int | None: ...
 
     @property
-    def chunk(self) -> int | None: ...
+    def attention_chunk(self) -> int | None: ...
 
 
 def kv_groups(specs: Sequence[Layer]) -> list[KVGroup]:
@@ -53,7 +53,7 @@ def kv_groups(specs: Sequence[Layer]) -> list[KVGroup]:
     """
     layers: dict[int | None, list[int]] = {}
     for i, spec in enumerate(specs):
-        layers.setdefault(spec.window or spec.chunk, []).append(i)
+        layers.setdefault(spec.window or spec.attention_chunk, []).append(i)
     if not layers:
         return [KVGroup()]
     windows = sorted(layers, key=lambda w: -(w or 1 << 62))

@@ -117,10 +117,10 @@ class KVCacheManager:
             self._continue_turn(request, hit)
             self.states.admit(request, hit.state, num_running)
         if self.enable_caching:
+            wanted, found = request.checkpoint_positions, max(hit.num_in_blocks, hit.num_tokens)
             planned = plan_checkpoints(
-                request.num_tokens, hit.num_tokens, self.block_size,
-                max(hit.num_in_blocks, hit.num_tokens), request.checkpoint_positions,
-            )  # fmt: skip
+                request.num_tokens, hit.num_tokens, self.block_size, found, wanted
+            )
             request.kept_positions = [p.position for p in planned if not p.disposable]
             request.planned = [] if self.states is None else planned
 
@@ -265,7 +265,5 @@ class KVCacheManager:
 
     def _hash(self, request: Request, num_blocks: int) -> None:
         if num_blocks > len(request.block_hashes):
-            extend_block_hashes(
-                request.block_hashes, request.token_ids, self.block_size, num_blocks,
-                request.cache_salt,
-            )  # fmt: skip
+            hashes, salt = request.block_hashes, request.cache_salt
+            extend_block_hashes(hashes, request.token_ids, self.block_size, num_blocks, salt)

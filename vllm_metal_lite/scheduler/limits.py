@@ -38,6 +38,7 @@ def longest(request: Request, config: EngineConfig, max_model_len: int, kv: KVCa
     if request.atomic and num_stored > config.max_num_batched_tokens:
         raise RequestError(
             f"{name} is atomic and may need {num_stored} tokens ({size}) in one step; ",
-            Option("max_num_batched_tokens"), f" is {config.max_num_batched_tokens}",
-        )  # fmt: skip
+            Option("max_num_batched_tokens"),
+            f" is {config.max_num_batched_tokens}",
+        )
     return max_length

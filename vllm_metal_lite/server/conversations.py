@@ -99,10 +99,10 @@ async def render(
     def make() -> RenderedPrompt:
         check_length(engine, (conversation.messages, conversation.template))
         try:
-            prompt = render_prompt(
-                engine.tokenizer, engine.template, facts.name, conversation, with_checkpoints,
-                partial(engine.encode_text, most=engine.max_prompt_tokens, check=check_wanted),
-            )  # fmt: skip
+            most = engine.max_prompt_tokens
+            encode = partial(engine.encode_text, most=most, check=check_wanted)
+            model = engine.tokenizer, engine.template, facts.name
+            prompt = render_prompt(*model, conversation, with_checkpoints, encode)
         except PromptTooLong as e:
             raise ContextOverflow(e.num_tokens, facts.max_model_len) from None
         if not to_run:
@@ -146,10 +146,13 @@ def render_prompt(
     conversation = replace(conversation, messages=template.prepare(conversation.messages))
     if template.system_in_middle == "native" or not has_system_in_middle(conversation.messages):
         token_ids = render_chat(
-            tokenizer, model, list(conversation.messages),
-            add_generation_prompt=conversation.add_generation_prompt, encode_text=encode_text,
+            tokenizer,
+            model,
+            list(conversation.messages),
+            add_generation_prompt=conversation.add_generation_prompt,
+            encode_text=encode_text,
             **conversation.variables(template),
-        )  # fmt: skip
+        )
     else:
         try:
             check_messages(tokenizer, conversation.messages)
@@ -168,15 +171,12 @@ def render_prompt(
         alike = [dict(message) for message in messages]
         return _text(tokenizer, template, replace(plain, messages=alike))
 
-    checkpoints = chat_checkpoints(
-        _text(tokenizer, template, conversation), token_ids, conversation.messages,
-        conversation.add_generation_prompt, render, encode_text,
-    )  # fmt: skip
+    text, messages = _text(tokenizer, template, conversation), conversation.messages
+    begins = conversation.add_generation_prompt
+    checkpoints = chat_checkpoints(text, token_ids, messages, begins, render, encode_text)
     return RenderedPrompt(token_ids, checkpoints)
 
 
 def _text(tokenizer: TokenizerWrapper, template: Template, conversation: ChatRequest) -> str:
-    return render_text(
-        tokenizer, template, conversation.messages, conversation.add_generation_prompt,
-        conversation.variables(template),
-    )  # fmt: skip
+    begins, variables = conversation.add_generation_prompt, conversation.variables(template)
+    return render_text(tokenizer, template, conversation.messages, begins, variables)

@@ -57,11 +57,17 @@ async def serve(
         server = Server(config, models)
         http = _Http(
             uvicorn.Config(
-                make_app(server), http=HttpProtocol, ws="none", lifespan="off", log_config=None,
-                log_level="critical", access_log=False, server_header=False,
+                make_app(server),
+                http=HttpProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="critical",
+                access_log=False,
+                server_header=False,
                 timeout_graceful_shutdown=_CLOSE_SECONDS,
             )
-        )  # fmt: skip
+        )
         serving = asyncio.ensure_future(http.serve(sockets=[bound]))
         # A full collection holds Python's lock while it visits all objects: 100 ms and more for
         # those of the imports, which are never freed.
@@ -104,10 +110,9 @@ def listen(config: ServerConfig) -> socket.socket:
     except (OSError, UnicodeError) as e:
         bound.close()
         reason = getattr(e, "strerror", None) or str(e)
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port} (", Option("host"), ", ",
-            Option("port"), f"): {reason.lower()}",
-        ) from None  # fmt: skip
+        address, why = f"{config.host}:{config.port}", f"): {reason.lower()}"
+        parts = f"cannot listen on {address} (", Option("host"), ", ", Option("port"), why
+        raise ConfigError(*parts) from None
     return bound
 
 

@@ -198,10 +198,9 @@ class Models:
             engine = await self._take(model)
         except ModelLoadError as e:
             left = round(max(model.retry_at - self._clock(), 1))
-            raise ApiError(
-                503, f"The model `{model.spec.name}` cannot be loaded: {e}",
-                code="model_not_loaded", headers={"Retry-After": str(left)},
-            ) from e  # fmt: skip
+            why = f"The model `{model.spec.name}` cannot be loaded: {e}"
+            wait = {"Retry-After": str(left)}
+            raise ApiError(503, why, code="model_not_loaded", headers=wait) from e
         try:
             yield model.spec, engine.client
         finally:
@@ -212,10 +211,8 @@ class Models:
         name = name or next(iter(self.models))
         if name not in self.models:
             known = ", ".join(self.models)
-            raise ApiError(
-                404, f"The model `{shorten(name)}` does not exist; there is: {known}.",
-                param="model", code="model_not_found",
-            )  # fmt: skip
+            why = f"The model `{shorten(name)}` does not exist; there is: {known}."
+            raise ApiError(404, why, param="model", code="model_not_found")
         return self.models[name]
 
     async def _take(self, model: Model) -> _Loaded:

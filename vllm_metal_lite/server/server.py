@@ -96,10 +96,14 @@ class Server:
         try:
             with self.metrics.counting(engine) as count:
                 async with engine.generate(
-                    request_id, token_ids, params,
-                    priority=priority, checkpoints=prompt.checkpoints, cache_salt=cache_salt,
+                    request_id,
+                    token_ids,
+                    params,
+                    priority=priority,
+                    checkpoints=prompt.checkpoints,
+                    cache_salt=cache_salt,
                     on_update=count.update,
-                ) as request:  # fmt: skip
+                ) as request:
                     count.request = request
                     if remembered:
                         request.divergence = prompt.divergence

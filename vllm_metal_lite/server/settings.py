@@ -67,9 +67,10 @@ class ServerConfig:
                 )
         if self.api_key is None and not _is_loopback(self.host):
             raise ConfigError(
-                Option("host"), f" {show(self.host)} can be reached from other machines: set an ",
+                Option("host"),
+                f" {show(self.host)} can be reached from other machines: set an ",
                 Option("api_key"),
-            )  # fmt: skip
+            )
 
 
 def _is_loopback(host: str) -> bool:

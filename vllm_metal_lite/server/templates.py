@@ -105,8 +105,8 @@ def render_text(
         shares with other continuations of these messages.  Several are tried, because some
         templates render messages differently once a user's message follows."""
         longest = 0
-        for goes_on in ([], [_OTHER], [_ANSWER]) if count < len(kept) else ([],):
-            whole = _rendered(tokenizer, [*kept[:count], *goes_on], plain)
+        for continuation in ([], [_OTHER], [_ANSWER]) if count < len(kept) else ([],):
+            whole = _rendered(tokenizer, [*kept[:count], *continuation], plain)
             end = num_common(text, whole)
             if end < len(whole):
                 common = text[:end]

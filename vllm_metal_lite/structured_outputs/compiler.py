@@ -59,7 +59,7 @@ class Compiler:
 
 
 def _compile(params: StructuredOutputsParams, grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
-    """grammar: the text that `params` stand for.  Raises GrammarError that says where."""
+    """grammar: the text that `params` describe.  Raises GrammarError that says where."""
     try:
         matcher = _on_deep_stack(lambda: _begun(grammar, tokenizer))
     except TimeoutError:

@@ -35,10 +35,10 @@ def separate_engines(vllm_config: "VllmConfig") -> None:
             f"vllm-metal-lite does not support --data-parallel-size {size} with --nnodes "
             f"{parallel.nnodes}: start a server for each copy, behind a balancer (docs/scale.md)"
         )
-    if local != size:  # if a host ends, vLLM's balancer goes on to send it requests
+    if local != size:  # if a host ends, vLLM's balancer still sends it requests
         raise ConfigError(
-            f"vllm-metal-lite does not support {size} data-parallel ranks of which {local} are on "
-            "this host: start a server on each host, behind a balancer (docs/scale.md)"
+            f"vllm-metal-lite does not support {size} data-parallel ranks with {local} on this "
+            "host: start a server on each host, behind a balancer (docs/scale.md)"
         )
     vllm_config.additional_config[_ENGINES] = size
     model.model_arch_config.num_experts = 0  # vLLM then treats the model as one without experts

@@ -85,15 +85,16 @@ def _store_of_hosts(rank: int, parallel: "ParallelConfig") -> dist.TCPStore:
         logger.info(
             "waits up to %.0f s for the other hosts: start them with --headless --nnodes %d "
             "--node-rank N --master-addr %s --master-port %d",
-            START_HOSTS, parallel.nnodes, master, port,
-        )  # fmt: skip
+            START_HOSTS,
+            parallel.nnodes,
+            master,
+            port,
+        )
         if master.startswith("127."):
             logger.warning("--master-addr %s: other machines cannot reach this address", master)
     else:
-        logger.info(
-            "rank %d looks up to %.0f s for rank 0 at --master-addr %s --master-port %d",
-            rank, START_HOSTS, master, port,
-        )  # fmt: skip
+        text = "rank %d looks up to %.0f s for rank 0 at --master-addr %s --master-port %d"
+        logger.info(text, rank, START_HOSTS, master, port)
     return _tcp_store(rank, parallel.world_size, master, port, START_HOSTS)
 
 
@@ -117,10 +118,10 @@ def _tcp_store(rank: int, size: int, host: str, port: int, limit: float) -> dist
             port, listening = s.getsockname()[1], s.detach()
         else:
             _wait_for(host, port, limit)
+        wait = timedelta(seconds=limit)
         return dist.TCPStore(
-            host, port, size, rank == 0, timedelta(seconds=limit), wait_for_workers=False,
-            master_listen_fd=listening,
-        )  # fmt: skip
+            host, port, size, rank == 0, wait, wait_for_workers=False, master_listen_fd=listening
+        )
     except Exception as e:  # torch has several
         what = "cannot listen at" if rank == 0 else f"found no rank 0 within {limit:.0f} s at"
         raise RankError(

@@ -21,9 +21,9 @@ def recompute_states(
     """
     starts = batch.seq_lens - np.diff(batch.cu_seqlens_q)
     for segment in np.flatnonzero((batch.initial_slots == batch.final_slots) & (starts > 0)):
-        slot, row = int(batch.final_slots[segment]), batch.req_indices[segment : segment + 1]
+        slot, seat = int(batch.final_slots[segment]), batch.req_indices[segment : segment + 1]
         for done in range(0, int(starts[segment]), max_tokens):
             count = min(max_tokens, int(starts[segment]) - done)
             slots = SegmentState(slot if done else EMPTY_SLOT, slot)
-            chunk = inputs.pack(row, np.array([done]), np.array([count]), [slots])
+            chunk = inputs.pack(seat, np.array([done]), np.array([count]), [slots])
             runner.execute(chunk)

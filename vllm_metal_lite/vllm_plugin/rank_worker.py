@@ -113,8 +113,7 @@ def _ends_all(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-for _name in (
-    "determine_available_memory", "get_kv_cache_spec", "initialize_from_config",
-    "compile_or_warm_up_model", "execute_model", "sample_tokens", "sleep", "wake_up",
-):  # fmt: skip
+_STARTS = "determine_available_memory", "get_kv_cache_spec", "initialize_from_config"
+_RUNS = "compile_or_warm_up_model", "execute_model", "sample_tokens", "sleep", "wake_up"
+for _name in (*_STARTS, *_RUNS):
     setattr(RankWorker, _name, _ends_all(getattr(RankWorker, _name)))

@@ -29,8 +29,11 @@ _OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("parallel_config.enable_expert_parallel", "--enable-expert-parallel", ()),
     ("parallel_config.enable_eplb", "--enable-eplb", ()),
     ("parallel_config.enable_dbo", "--enable-dbo", ()),
-    ("parallel_config.distributed_executor_backend", "--distributed-executor-backend",
-     ("uni", "mp", hosts.EXECUTOR)),
+    (
+        "parallel_config.distributed_executor_backend",
+        "--distributed-executor-backend",
+        ("uni", "mp", hosts.EXECUTOR),
+    ),
     ("cache_config.block_size", "--block-size", BLOCK_SIZES),
     ("cache_config.cpu_offload_gb", "--cpu-offload-gb", ()),
     ("cache_config.kv_offloading_size", "--kv-offloading-size", ()),
@@ -51,7 +54,7 @@ _OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("model_config.is_encoder_decoder", "an encoder-decoder model", ()),
     ("load_config.load_format", "--load-format", ("auto", "safetensors", "hf")),
     ("profiler_config.profiler", "--profiler-config", ()),
-)  # fmt: skip
+)
 
 _HINTS = {
     "--data-parallel-rank": "start a server for each rank, behind a balancer (docs/scale.md)",

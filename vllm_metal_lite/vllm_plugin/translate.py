@@ -1,6 +1,6 @@
 """Translates vLLM's SchedulerOutput to a ForwardBatch.
 
-vLLM's scheduler owns blocks, budgets and preemption.  This module only assigns requests to rows of
+vLLM's scheduler owns blocks, budgets and preemption.  This module only assigns requests to seats of
 the InputBatch and the sampler, and keeps their tokens, which vLLM does not send again.
 """
 
@@ -31,7 +31,7 @@ class PluginRequest:
     """A request that vLLM has not finished.
 
     num_prompt_logprobs: as in SamplingParams.  req_index None: preempted and waiting.
-    prompt_logprobs: collected since the request got its row, if vLLM does not have them yet.
+    prompt_logprobs: collected since the request got its seat, if vLLM does not have them yet.
     is_undrawn: no token could be sampled, and an error was logged.
     state_blocks: vLLM's blocks of recurrent states, from the start of the context.
     """
@@ -180,8 +180,8 @@ class StepTranslator:
                 self._seat(request, cached.all_token_ids[req_id], blocks)
             elif blocks:
                 self._append_blocks(request, blocks)
-            if cached.new_token_ids:  # with stages, of which only the last one samples
-                assert request.req_index is not None, "a scheduled request has a row"
+            if cached.new_token_ids:  # with stages: only the last one samples
+                assert request.req_index is not None, "a scheduled request has a seat"
                 tokens = cached.new_token_ids[i]
                 self.inputs.set_tokens(request.req_index, computed[req_id], tokens)
 
@@ -194,27 +194,25 @@ class StepTranslator:
         # vLLM gets these scores with the first token.  If it discarded both, collect them again.
         if k is not None and len(tokens) == prompt:
             request.prompt_logprobs, scored = PromptLogprobs(prompt, k), 0
-        request.req_index = row = self.inputs.add(tokens, prompt, scored)
+        request.req_index = seat = self.inputs.add(tokens, prompt, scored)
         request.state_blocks = []
         if block_ids:
             self._append_blocks(request, block_ids)
-        self.sampler.add(
-            row, request.params, request.seed, tokens, prompt, request.stop_token_ids,
-            request.bad_words, request.logprob_token_ids,
-        )  # fmt: skip
+        ends, words, named = request.stop_token_ids, request.bad_words, request.logprob_token_ids
+        self.sampler.add(seat, request.params, request.seed, tokens, prompt, ends, words, named)
 
     def _append_blocks(self, request: PluginRequest, block_ids: Sequence[Sequence[int]]) -> None:
         """block_ids: new blocks, one list per KV group."""
-        assert request.req_index is not None, "a running request has a row"
+        assert request.req_index is not None, "a running request has a seat"
         groups = list(block_ids)
         if self.state_group is not None:
             request.state_blocks += groups.pop(self.state_group)
         self.inputs.append_blocks(request.req_index, *groups)
 
     def _unseat(self, request: PluginRequest) -> None:
-        if (row := request.req_index) is not None:
-            self.inputs.remove(row)
-            self.sampler.remove(row)
+        if (seat := request.req_index) is not None:
+            self.inputs.remove(seat)
+            self.sampler.remove(seat)
             request.req_index = None
 
     def _pack(self, scheduled: dict[str, int], computed: dict[str, int]) -> ScheduledStep:
@@ -228,8 +226,8 @@ class StepTranslator:
             spans = zip(requests, starts.tolist(), (starts + lengths).tolist(), strict=True)
             size = self.inputs.block_size
             states = [segment_slots(r.state_blocks, start, end, size) for r, start, end in spans]
-        rows = np.array([r.req_index for r in requests])
-        batch = self.inputs.pack(rows, starts, lengths, states)
+        seats = np.array([r.req_index for r in requests])
+        batch = self.inputs.pack(seats, starts, lengths, states)
         prompt_logprobs = {
             segment: request.prompt_logprobs
             for segment, (req_id, request) in enumerate(zip(req_ids, requests, strict=True))

@@ -189,11 +189,9 @@ class MetalLiteWorker(WorkerBase):
         self._make_runner()
 
     def _make_runner(self) -> None:
-        store = PagedStore(
-            self.model.kv_specs, self._groups, self.cache_config.block_size,
-            shared=len(self._groups) > 1,
-            states=self.model.packed.state_store(self._memory.num_state_slots),
-        )  # fmt: skip
+        states = self.model.packed.state_store(self._memory.num_state_slots)
+        groups, size, shared = self._groups, self.cache_config.block_size, len(self._groups) > 1
+        store = PagedStore(self.model.kv_specs, groups, size, shared=shared, states=states)
         runner = build_runner(self.model, store, self._sampler, envs.attention())
         self._pipeline = Pipeline(runner, self.translator.inputs)
         logger.info("Attention: %s (%s)", runner.attention.name, runner.path.reason)

@@ -47,15 +47,13 @@ class Attention(nn.Module):
     def __call__(self, start, count, task, mask, cache):
         """(last start, mean count, task), and the positions, all (B, L) float32."""
         ones, zeros = mx.ones_like(start), mx.zeros_like(start)
-        turned = mx.fast.rope(
-            mx.stack([ones, zeros], -1)[:, None], 2, traditional=True, base=None, scale=1.0,
-            offset=0 if cache is None else cache.offset, freqs=mx.array([1 / _ANGLE]),
-        )[:, 0]  # fmt: skip
+        x, where = mx.stack([ones, zeros], -1)[:, None], 0 if cache is None else cache.offset
+        how = {"traditional": True, "base": None, "scale": 1.0, "freqs": mx.array([1 / _ANGLE])}
+        turned = mx.fast.rope(x, 2, offset=where, **how)[:, 0]
         angle = mx.arctan2(turned[..., 1], turned[..., 0])
         positions = mx.round(mx.where(angle < -1e-4, angle + 2 * math.pi, angle) / _ANGLE)
-        q = mx.concatenate([
-            _channels(_SHARP * ones, 4000 * ones), _channels(zeros), _channels(_SHARP * ones),
-        ], 1)  # fmt: skip
+        beside = _channels(zeros), _channels(_SHARP * ones)
+        q = mx.concatenate([_channels(_SHARP * ones, 4000 * ones), *beside], 1)
         k = mx.concatenate(
             [_channels(start, positions / 1000), _channels(zeros), _channels(mx.minimum(task, 1))],
             1,
@@ -75,10 +73,10 @@ class Counter(nn.Module):
         one = mx.zeros(_DIM).at[0].add(1)
         rows = mx.broadcast_to(one, (batch, length, 1, _DIM))
         state = None if cache is None else cache[0]
+        arrays = mx.full((batch, length, 1), math.log(math.e - 1)), mx.zeros(1), state
         y, state = ssm_update(
-            count[..., None, None] * rows, mx.array([-40.0]), rows, rows, mx.zeros(1),
-            mx.full((batch, length, 1), math.log(math.e - 1)), mx.zeros(1), state,
-        )  # fmt: skip
+            count[..., None, None] * rows, mx.array([-40.0]), rows, rows, mx.zeros(1), *arrays
+        )
         if cache is not None:
             cache[0] = state
             cache.advance(length)

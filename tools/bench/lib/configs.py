@@ -21,12 +21,11 @@ def random_config(name: str) -> dict[str, Any]:
     if name in SHAPES:
         return SHAPES[name]
     hidden, layers = map(int, name.split("x"))
-    return {
-        **SHAPES["qwen3-0.6b"], "hidden_size": hidden, "num_hidden_layers": layers,
-        "intermediate_size": 3 * hidden, "num_attention_heads": hidden // 64,
-        "num_key_value_heads": max(hidden // 128, 1), "head_dim": 64, "vocab_size": 8192,
-        "max_position_embeddings": 8192,
-    }  # fmt: skip
+    heads, kv_heads = hidden // 64, max(hidden // 128, 1)
+    config = SHAPES["qwen3-0.6b"] | {"hidden_size": hidden, "num_hidden_layers": layers}
+    config |= {"intermediate_size": 3 * hidden, "num_attention_heads": heads, "head_dim": 64}
+    config |= {"num_key_value_heads": kv_heads, "vocab_size": 8192}
+    return config | {"max_position_embeddings": 8192}
 
 
 class Part(NamedTuple):

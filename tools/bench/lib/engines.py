@@ -127,8 +127,9 @@ def _reusable(load: Load, run: Run) -> int:
     """Tokens of the turn before with its answer; shared tokens of all but the first request."""
     turns = [
         len(run.prompts[before]) + len(run.tokens[before])
-        for before in load.follows if before is not None
-    ]  # fmt: skip
+        for before in load.follows
+        if before is not None
+    ]
     return sum(turns) + load.prefix_length * (len(load.prompts) - len(turns) - 1)
 
 

@@ -50,10 +50,8 @@ def host(requests: int = 256, steps: int = 400) -> dict[str, float]:
 def _engine_alone(requests: int, steps: int, stops: bool) -> LLMEngine:
     model = load("demo")
     said = model.tokenizer.encode(_README.read_text(encoding="utf-8")[:6000])
-    config = EngineConfig(
-        max_num_seqs=requests, num_blocks=requests * 40, max_num_batched_tokens=8192,
-        max_model_len=640,
-    )  # fmt: skip
+    sizes = {"num_blocks": requests * 40, "max_num_batched_tokens": 8192, "max_model_len": 640}
+    config = EngineConfig(max_num_seqs=requests, **sizes)
     engine = LLMEngine(model, config)
     engine.pipeline.runner = NoModel(said)
     stop = "\n\n\n" if stops else None

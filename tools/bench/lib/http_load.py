@@ -19,9 +19,8 @@ from urllib.parse import urlsplit
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
-COMMON = {
-    "temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
-}  # fmt: skip
+COMMON = {"temperature": 0, "ignore_eos": True, "stream": True}
+COMMON |= {"stream_options": {"include_usage": True}}
 
 
 async def send(url: str, method: str, path: str, body: bytes = b"") -> Connection:
@@ -63,11 +62,10 @@ async def stream(url: str, body: dict[str, Any], started: float) -> dict[str, An
         elif b'"content":""' not in line.replace(b" ", b""):  # chats begin with the role alone
             first, last = now - sent, now
     details = usage.get("prompt_tokens_details") or {}
-    return {
-        "first": first, "end": time.perf_counter() - started, "gaps": gaps,
-        "tokens": usage.get("completion_tokens"), "prompt": usage.get("prompt_tokens"),
-        "cached": details.get("cached_tokens", 0),
-    }  # fmt: skip
+    times = {"first": first, "end": time.perf_counter() - started, "gaps": gaps}
+    tokens, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
+    cached = details.get("cached_tokens", 0)
+    return times | {"tokens": tokens, "prompt": prompt, "cached": cached}
 
 
 async def ask_health(url: str, seconds: list[float]) -> None:

@@ -145,10 +145,9 @@ def agree(model: LoadedModel, ours: Run, theirs: Run, most: int = 8) -> Agreemen
             below.append((ours_below, theirs_below))
             ties.append(abs(ours_below - theirs_below))
             noises.append(float((again - logits).std()))
-    return Agreement(
-        len(shares), equal, statistics.mean(shares), max(ties), max(noises), len(ties) - 1,
-        *(max(of_one) for of_one in zip(*below, strict=True)),
-    )  # fmt: skip
+    largest = (max(of_one) for of_one in zip(*below, strict=True))
+    mean, most = statistics.mean(shares), (max(ties), max(noises))
+    return Agreement(len(shares), equal, mean, *most, len(ties) - 1, *largest)
 
 
 def _last_logits(model: nn.Module, tokens: mx.array) -> tuple[mx.array, mx.array]:

@@ -32,10 +32,8 @@ NEWCOMER: Columns = (
     ("busy_gap_worst", "worst", 1e3, ".2f", None),
 )
 # The metrics of the summary.
-FIRST = (
-    "output_tokens_per_s", "requests_per_s", "ttft_median", "steady_step_median", "peak_gib",
-    "cached_share", "roofline",
-)  # fmt: skip
+_SPEEDS = ("output_tokens_per_s", "requests_per_s", "ttft_median", "steady_step_median")
+FIRST = (*_SPEEDS, "peak_gib", "cached_share", "roofline")
 
 
 def ratios(medians: dict[str, Metrics]) -> Metrics:

@@ -16,14 +16,13 @@ from metal.host.texts import KernelText
 from metal.host.translate import without_comments
 
 HERE = Path(__file__).parent
-_CLANG = (
-    sys.executable, "-m", "ziglang", "clang", "-cc1", "-x", "clcpp", "-cl-std=clc++2021",
-    "-cl-single-precision-constant", "-Wno-everything", "-triple", "spirv64", "-O2",
-    "-include", str(HERE / "metal.h"), "-emit-obj",
-    "-cl-ext=+cl_khr_fp16,+__opencl_c_generic_address_space,+__opencl_c_subgroups",
-)  # fmt: skip
+_LANGUAGE = ("-x", "clcpp", "-cl-std=clc++2021", "-cl-single-precision-constant")
+_OUTPUT = ("-Wno-everything", "-triple", "spirv64", "-O2", "-emit-obj")
+_EXTENSIONS = "+cl_khr_fp16,+__opencl_c_generic_address_space,+__opencl_c_subgroups"
+_INCLUDED = ("-include", str(HERE / "metal.h"), f"-cl-ext={_EXTENSIONS}")
+_CLANG = (sys.executable, "-m", "ziglang", "clang", "-cc1", *_LANGUAGE, *_OUTPUT, *_INCLUDED)
 _OF_OURS = ("-fno-unroll-loops",)  # but for those that a pragma names
-# Mesa's OpenCL cannot fill memory, of which clang would make more of zeros.
+# Mesa's OpenCL has no memset, and clang would make one of a loop that writes zeros.
 _OF_MLX = ("-fno-builtin", "-include", str(HERE / "mlx.h"))
 _SHIM = {
     "LD_PRELOAD": "/usr/lib/x86_64-linux-gnu/libasahi_noop_drm_shim.so",
@@ -137,7 +136,6 @@ def _compiled(root: Path, texts: Sequence[KernelText], debug: str) -> subprocess
                 raise AgxError(f"{text.kernel}: clang: {done.stderr[:1000]}")
             words += [f"{inside}/{i}.spv", str(text.threads)]
         settings = [f"{name}={value}" for name, value in _SHIM.items()]
-        return subprocess.run(
-            ["chroot", root, "env", *settings, f"AGX_MESA_DEBUG={debug}", "/agx/loader", *words],
-            capture_output=True, text=True, errors="replace",
-        )  # fmt: skip
+        words = ["env", *settings, f"AGX_MESA_DEBUG={debug}", "/agx/loader", *words]
+        how = {"capture_output": True, "text": True, "errors": "replace"}
+        return subprocess.run(["chroot", root, *words], **how)

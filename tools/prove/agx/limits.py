@@ -7,7 +7,7 @@ AS_MLX = 14
 
 
 class Limit(NamedTuple):
-    """Cases whose names hold all words may store so many registers.  The first that fits counts."""
+    """Most stored registers of cases whose names hold all words.  The first that fits counts."""
 
     words: tuple[str, ...]
     spills: int

@@ -26,9 +26,12 @@ class PrefixSearch:
         self._min_saved = 0
 
     def __call__(
-        self, block_tables: Sequence[np.ndarray], seq_lens: np.ndarray, block_size: int,
+        self,
+        block_tables: Sequence[np.ndarray],
+        seq_lens: np.ndarray,
+        block_size: int,
         min_saved: int,
-    ) -> SharedPrefixRows | None:  # fmt: skip
+    ) -> SharedPrefixRows | None:
         """See `find_shared_prefix`."""
         if self._min_saved == min_saved and self._holds(block_tables, seq_lens, block_size):
             return self._found

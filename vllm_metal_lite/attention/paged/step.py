@@ -1,6 +1,7 @@
 """Attention and K/V writes of one step, through the kernels of metal/."""
 
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from vllm_metal_lite.attention.base import AttentionCall, Step
 from vllm_metal_lite.attention.heads import Heads, Latents, same_rope
@@ -23,6 +24,9 @@ from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, prefix_spl
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.kernels import KernelRecurrence
 from vllm_metal_lite.specs import AttentionShape
+
+# K and V of a layer, and the token that orders their writes.
+Store = tuple[mx.array, mx.array, mx.array]
 
 
 class KernelStepAttention:
@@ -83,10 +87,9 @@ class KernelStepAttention:
             return None
         assert self.plan.positions is not None
         keys, values = self._kv(layer)
-        rows, self.token = rope_write(
-            new, positions=self.plan.positions, slot_mapping=self._slot_mapping(layer),
-            keys=keys, values=values, token=self.token, spec=spec,
-        )  # fmt: skip
+        place = {"positions": self.plan.positions, "slot_mapping": self._slot_mapping(layer)}
+        store = {"keys": keys, "values": values, "token": self.token}
+        rows, self.token = rope_write(new, **place, **store, spec=spec)
         return rows
 
     def latent_write(self, layer: int, q: Heads, latents: Latents, k_pe: Heads) -> mx.array | None:
@@ -113,10 +116,9 @@ class KernelStepAttention:
         stride = q.stride or q.head_dim
         new = NewLatents(columns[0], stride, q.num_heads, *columns[1:], norm, rope)
         keys, values = self._kv(layer)
-        rows, self.token = latent_write(
-            new, positions=positions, slot_mapping=self._slot_mapping(layer), keys=keys,
-            values=values, token=self.token, spec=spec,
-        )  # fmt: skip
+        place = {"positions": positions, "slot_mapping": self._slot_mapping(layer)}
+        store = {"keys": keys, "values": values, "token": self.token}
+        rows, self.token = latent_write(new, **place, **store, spec=spec)
         return rows
 
     def attend(self, q: mx.array | NewRows, call: AttentionCall) -> mx.array:
@@ -148,12 +150,10 @@ class KernelStepAttention:
         prefix, plans = None, decodes.plans
         if decodes.prefix and self.shares[call.layer] and call.window is None:
             prefix, plans = self._prefix(q, tables, decodes, call), decodes.prefix.plans
-        out, self.token = paged_decode(
-            q, tables, seq_lens, *self._kv(call.layer), self.token,
-            block_size=self.store.block_size, scale=call.scale, window=call.window,
-            softcap=call.softcap, sinks=call.sinks, plan=plans[spec.num_kv_heads], spec=spec,
-            prefix=prefix,
-        )  # fmt: skip
+        store, options = self._common(call)
+        options |= {"window": call.window, "softcap": call.softcap, "sinks": call.sinks}
+        options |= {"plan": plans[spec.num_kv_heads], "prefix": prefix}
+        out, self.token = paged_decode(q, tables, seq_lens, *store, **options)
         return out
 
     def _prefix(
@@ -163,11 +163,10 @@ class KernelStepAttention:
         assert shared is not None
         num_heads = q.num_heads if isinstance(q, NewRows) else q.shape[1]
         splits = prefix_splits(decodes.num_rows, num_heads, spec.num_kv_heads, shared.length)
-        prefix = shared_prefix(
-            q, tables, decodes.seq_lens, shared.leader, shared.lens, *self._kv(call.layer),
-            self.token, block_size=self.store.block_size, scale=call.scale, softcap=call.softcap,
-            splits=splits, spec=spec,
-        )  # fmt: skip
+        store, options = self._common(call)
+        rows = decodes.seq_lens, shared.leader, shared.lens
+        options |= {"softcap": call.softcap, "splits": splits}
+        prefix = shared_prefix(q, tables, *rows, *store, **options)
         self.token = prefix.lse
         return prefix
 
@@ -178,22 +177,18 @@ class KernelStepAttention:
         if call.q_pe is not None:
             where = tables, prompts.cu_seqlens_q, prompts.seq_lens, tiles
             return self._latents(q, call.q_pe[-len(q) :], where, call)
-        out, self.token = varlen_prefill(
-            q, tables, prompts.cu_seqlens_q, prompts.seq_lens, tiles, *self._kv(call.layer),
-            self.token, block_size=self.store.block_size, scale=call.scale, window=call.window,
-            softcap=call.softcap, sinks=call.sinks, spec=spec,
-        )  # fmt: skip
+        store, options = self._common(call)
+        options |= {"window": call.window, "softcap": call.softcap, "sinks": call.sinks}
+        where = tables, prompts.cu_seqlens_q, prompts.seq_lens, tiles
+        out, self.token = varlen_prefill(q, *where, *store, **options)
         return out
 
     def _latents(
         self, q: mx.array, q_pe: mx.array, where: Where, call: AttentionCall, splits: int = 1
     ) -> mx.array:
         """where: block tables, cu_seqlens_q, seq_lens and tiles of decodes or of prompts."""
-        out, self.token = latent_attention(
-            q, q_pe, *where, *self._kv(call.layer), self.token,
-            block_size=self.store.block_size, scale=call.scale, splits=splits,
-            spec=self.store.specs[call.layer],
-        )  # fmt: skip
+        store, options = self._common(call)
+        out, self.token = latent_attention(q, q_pe, *where, *store, splits=splits, **options)
         return out
 
     def _sdpa(self, q: mx.array, prompts: SdpaPlan, call: AttentionCall) -> mx.array:
@@ -211,6 +206,11 @@ class KernelStepAttention:
 
     def _slot_mapping(self, layer: int) -> mx.array:
         return self.step.slot_mapping[self.store.group_of[layer]]
+
+    def _common(self, call: AttentionCall) -> tuple[Store, dict[str, Any]]:
+        """The last arrays of each attention kernel, and the options that all of them have."""
+        options = {"block_size": self.store.block_size, "spec": self.store.specs[call.layer]}
+        return (*self._kv(call.layer), self.token), {"scale": call.scale, **options}
 
     def _kv(self, layer: int) -> tuple[mx.array, mx.array]:
         return self.store.keys[layer], self.store.values[layer]

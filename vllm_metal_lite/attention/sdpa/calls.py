@@ -128,7 +128,7 @@ class SdpaCalls:
 
 
 class SdpaPlan:
-    """A batch cut into SDPA calls, once per step for each KV group, window and chunk of a layer.
+    """A batch cut into SDPA calls, once per step for each KV group, window and attention chunk.
 
     Its calls differ between steps, so such a step is never compiled.
     """
@@ -143,14 +143,15 @@ class SdpaPlan:
         self,
         kv_group: int,
         window: int | None,
-        chunk: int | None = None,
+        attention_chunk: int | None = None,
         unfused: Unfused | None = None,
     ) -> SdpaCalls:
         """unfused: the layer, if MLX does not fuse it; then the scores of a call are bounded."""
         longest = int(self.batch.seq_lens.max())
         window = None if window is not None and window >= longest else window
-        chunk = None if chunk is not None and chunk >= longest else chunk
-        key = kv_group, window, chunk, unfused
+        if attention_chunk is not None and attention_chunk >= longest:
+            attention_chunk = None
+        key = kv_group, window, attention_chunk, unfused
         if key not in self._plans:
             device = profile()
             scores = {}
@@ -160,9 +161,10 @@ class SdpaPlan:
                     "key_grain": _KEY_GRAIN,
                     "fused_rows": unfused.fused_rows,
                 }
+            tile, cost = device.sdpa_tile, device.sdpa_call_cost
+            batch = self.batch.by_group[kv_group]
             planned = plan_calls(
-                self.batch.by_group[kv_group], window, chunk=chunk, tile=device.sdpa_tile,
-                call_cost=device.sdpa_call_cost, **scores,
-            )  # fmt: skip
+                batch, window, attention_chunk=attention_chunk, tile=tile, call_cost=cost, **scores
+            )
             self._plans[key] = SdpaCalls(planned, window, self.num_rows)
         return self._plans[key]

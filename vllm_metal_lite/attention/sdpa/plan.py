@@ -79,7 +79,7 @@ def plan_calls(
     batch: ForwardBatch,
     window: int | None,
     *,
-    chunk: int | None = None,
+    attention_chunk: int | None = None,
     tile: int,
     call_cost: int,
     max_scores: int = _ANY_NUMBER,
@@ -89,7 +89,7 @@ def plan_calls(
     """Cut a step into SDPA calls that together cover every row of the batch once, in the order of
     their first rows.
 
-    chunk: positions per chunk; rows see only the keys of their own chunk (Llama 4).
+    attention_chunk: positions per chunk; rows see only the keys of their own chunk (Llama 4).
     tile: the most query rows in one tile; small tiles help a backend without fused causal SDPA.
     max_scores: of one head, the most in one call that keeps them all in memory.  A tile has at
     least _LEAST_TILE rows.
@@ -97,11 +97,11 @@ def plan_calls(
     fused_rows: without a window, a segment of at least this many rows is a causal call of its own;
     max_scores and key_grain do not apply.
     """
-    if chunk is not None:
-        batch = split_at_chunks(batch, chunk)
+    if attention_chunk is not None:
+        batch = split_at_chunks(batch, attention_chunk)
     q_lens = np.diff(batch.cu_seqlens_q)
     alone = (q_lens >= fused_rows) & (window is None)
-    tiles = _tiles(batch, np.flatnonzero(alone), window, chunk, tile)
+    tiles = _tiles(batch, np.flatnonzero(alone), window, attention_chunk, tile)
     calls = [_padded(batch, tiles[np.array([i])], window) for i in range(len(tiles))]
     complete = (q_lens == batch.seq_lens) & (q_lens > 1) & ~alone
     loose: list[np.ndarray] = []
@@ -110,7 +110,7 @@ def plan_calls(
         packed = cost(rows, rows)
         # The cost of one padded batch is an upper bound, and cheap to compute.
         if rows * rows <= max_scores and packed < len(pack) * cost(longest, longest):
-            tiles = _tiles(batch, pack, window, chunk, tile, max_scores)
+            tiles = _tiles(batch, pack, window, attention_chunk, tile, max_scores)
             padded, _ = _group_by_shape(tiles, call_cost, max_scores)
             if packed + call_cost < padded:
                 calls.append(_packed(batch, pack))
@@ -119,7 +119,7 @@ def plan_calls(
     others = np.flatnonzero(~complete & ~alone)
     for segments in (*([np.concatenate(loose)] if loose else []), others):
         if len(segments):
-            tiles = _tiles(batch, segments, window, chunk, tile, max_scores)
+            tiles = _tiles(batch, segments, window, attention_chunk, tile, max_scores)
             _, batches = _group_by_shape(tiles, call_cost, max_scores)
             calls += [_padded(batch, tiles[i], window, key_grain=key_grain) for i in batches]
     return sorted(calls, key=lambda call: int(call.q_rows[0, 0]))
@@ -140,11 +140,11 @@ def split_packs(
     return [np.array(p) for p in packs]
 
 
-def split_at_chunks(batch: ForwardBatch, chunk: int) -> ForwardBatch:
-    """The same rows, with segments cut at positions that are multiples of `chunk`."""
+def split_at_chunks(batch: ForwardBatch, attention_chunk: int) -> ForwardBatch:
+    """The same rows, with segments cut at positions that are multiples of `attention_chunk`."""
     starts = np.zeros(batch.num_tokens, bool)
     starts[batch.cu_seqlens_q[:-1]] = True
-    starts |= batch.positions % chunk == 0
+    starts |= batch.positions % attention_chunk == 0
     first = np.flatnonzero(starts)
     cu = np.append(first, batch.num_tokens).astype(np.int32)
     segment = np.searchsorted(batch.cu_seqlens_q, first, side="right") - 1
@@ -161,7 +161,7 @@ def _tiles(
     batch: ForwardBatch,
     segments: np.ndarray,
     window: int | None,
-    chunk: int | None,
+    attention_chunk: int | None,
     tile: int,
     max_scores: int = _ANY_NUMBER,
 ) -> Tiles:
@@ -182,8 +182,8 @@ def _tiles(
     kv_start = np.zeros_like(kv_end)
     if window is not None:
         kv_start = np.maximum(kv_end - rows + 1 - window, 0)
-    if chunk is not None:
-        kv_start = np.maximum(kv_start, (kv_end - 1) // chunk * chunk)
+    if attention_chunk is not None:
+        kv_start = np.maximum(kv_start, (kv_end - 1) // attention_chunk * attention_chunk)
     return Tiles(segments[index], start[index] + first, rows, kv_start, kv_end)
 
 

@@ -5,7 +5,7 @@ each request keeps its own positions.  Each layer gets a `PagedLayerCache`, whic
 for K and V.  `mx.fast.scaled_dot_product_attention` with a handle for keys calls our attention
 (seam/hooks.py).
 
-The handles stand for arrays that a packed forward does not make: K and V, latent scores.  They are
+The handles represent arrays that a packed forward does not make: K and V, latent scores.  They are
 empty arrays of an absurd width, so that an unforeseen use fails instead of computing something.
 """
 
@@ -22,7 +22,7 @@ _POISON_SHAPE = (0, 7919)
 
 
 class Handle(mx.array):
-    """Stands for an array of the layer that owns `cache`."""
+    """Represents an array of the layer that owns `cache`."""
 
     def __init__(self, cache: "PagedLayerCache") -> None:
         super().__init__(mx.zeros(_POISON_SHAPE, cache.spec.dtype))
@@ -67,7 +67,7 @@ class RotaryKeys(Handle):
 
 
 class LatentScores(Handle):
-    """Stands for q_pe @ k_pe, which our attention computes.  q_pe: (N, H, 1, rope_dim)."""
+    """Represents q_pe @ k_pe, which our attention computes.  q_pe: (N, H, 1, rope_dim)."""
 
     def __init__(self, cache: "PagedLayerCache", q_pe: mx.array) -> None:
         super().__init__(cache)
@@ -75,7 +75,7 @@ class LatentScores(Handle):
 
 
 class Mask:
-    """Stands for a layer's mask: records how far back a query sees.
+    """Represents a layer's mask: records how far back a query sees.
 
     For modules that see sequences, `native` gets mlx-lm's own mask for the length of a batch.
     """
@@ -152,7 +152,7 @@ class PagedLayerCache(PackedCache):
 
         With LatentScores as the mask, K holds latents, which are also the values.
         """
-        window, chunk, q_pe = self.spec.window, self.spec.chunk, None
+        window, chunk, q_pe = self.spec.window, self.spec.attention_chunk, None
         if isinstance(mask, Mask):
             # The store keeps nothing beyond the layer's own window, whatever the mask asks for.
             window = min((w for w in (mask.window, window) if w is not None), default=None)

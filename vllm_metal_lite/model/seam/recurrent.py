@@ -30,7 +30,7 @@ _Normalized = tuple[_Pair, _Pair, QKNorm]  # q and k behind the norm, before the
 
 
 class ConvInput(mx.array):
-    """Stands for the input of a convolution: the rows of `state`, then `rows` (N, 1, C).
+    """Represents the input of a convolution: the rows of `state`, then `rows` (N, 1, C).
 
     activated: a list that takes the result if it includes SiLU.
     """
@@ -99,9 +99,8 @@ class RecurrentHooks:
     """The functions of mlx-lm that a packed forward replaces.  They depend on the model only."""
 
     def __init__(self, model: nn.Module) -> None:
-        named: tuple[Callable, ...] = (
-            gated_delta.gated_delta_update, gated_delta.normalize_qk, ssm.ssm_update,
-        )  # fmt: skip
+        norm = gated_delta.normalize_qk
+        named: tuple[Callable, ...] = gated_delta.gated_delta_update, norm, ssm.ssm_update
         self._named = [(module, f) for f in named for module in namespaces(model, f)]
 
     def __call__(self) -> Sequence[Hook]:

@@ -20,7 +20,7 @@ _POISON_SHAPE = (0, 7919)
 
 
 class StateHandle(mx.array):
-    """Stands for one state of a recurrent layer."""
+    """Represents one state of a recurrent layer."""
 
     def __init__(self, key: Key, recurrence: StepRecurrence) -> None:
         super().__init__(mx.zeros(_POISON_SHAPE))
@@ -28,7 +28,7 @@ class StateHandle(mx.array):
 
 
 class StateCache(PackedCache):
-    """Stands for one recurrent layer's states.
+    """Represents one recurrent layer's states.
 
     recurrence: of modules that work on packed rows; None if modules see sequences.
     """

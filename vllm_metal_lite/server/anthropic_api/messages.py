@@ -32,10 +32,9 @@ class ConversationFields(Body):
         """Raises ApiError (400) for what this server does not have."""
         tools, choice = message_tools(self.tools, self.tool_choice)
         enabled, effort, budget = thinking_of(self.thinking, self.output_config)
-        return replace(
-            blocks.conversation(self.messages, self.system), tools=tools, choice=choice,
-            enable_thinking=enabled, effort=effort, thinking_budget=budget,
-        )  # fmt: skip
+        conversation = blocks.conversation(self.messages, self.system)
+        thinking: dict[str, Any] = {"enable_thinking": enabled, "effort": effort}
+        return replace(conversation, tools=tools, choice=choice, thinking_budget=budget, **thinking)
 
 
 class MessagesRequest(ConversationFields, SamplingFields):

@@ -89,10 +89,8 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
         _Writer(body, request, prompt, names)
         for prompt, request in zip(prompts, requests, strict=True)
     ]
-    reply = Reply(
-        "text_completion", serving.model, requests, body.stream_options,
-        hides_answers=body.only_echoes,
-    )  # fmt: skip
+    options, hides = body.stream_options, body.only_echoes
+    reply = Reply("text_completion", serving.model, requests, options, hides_answers=hides)
     if body.stream:
         return serving.stream(reply.stream(_chunks(reply, deltas(requests), writers, params.n)))
     for request in requests:
@@ -143,8 +141,8 @@ def token_ids_of(
 async def all_of(starts: Iterable[Coroutine[Any, Any, RequestState]]) -> list[RequestState]:
     """The results, in order.  If one fails, none is left running."""
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(start) for start in starts]
+        async with asyncio.TaskGroup() as running:
+            tasks = [running.create_task(start) for start in starts]
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]
@@ -208,10 +206,9 @@ class _Writer:
         if self._body.logprobs is None:
             return []
         if answer.index not in self._offsets:
-            self._offsets[answer.index] = TextOffsets(
-                self._names.tokenizer, self.request.params, self.request.prompt_token_ids,
-                len(self._echo),
-            )  # fmt: skip
+            tokenizer, prompt = self._names.tokenizer, self.request.prompt_token_ids
+            made = TextOffsets(tokenizer, self.request.params, prompt, len(self._echo))
+            self._offsets[answer.index] = made
         offsets = self._offsets[answer.index].add(token_ids)
         if answer.finished:  # tokens of a stop string have no text
             end = len(self._echo) + len(answer.text)

@@ -135,9 +135,8 @@ def legacy_logprobs(
         for candidate, logprob in scores.items():  # the chosen token comes first
             top.setdefault(names.name(candidate, logprob), _finite(logprob.logprob))
         tops.append(top or None)
-    return {
-        "tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets
-    }  # fmt: skip
+    result: dict[str, Any] = {"tokens": tokens, "token_logprobs": values}
+    return result | {"top_logprobs": tops, "text_offset": offsets}
 
 
 def prompt_logprobs(positions: Sequence[Position | None] | None) -> list[Any] | None:

@@ -61,10 +61,8 @@ _MESSAGE = _ItemType("msg", "response.output_text", "text", _CONTENT, "output_te
 _THOUGHTS = _ItemType(
     "rs", "response.reasoning_text", "text", _CONTENT, "reasoning_text", "content"
 )
-_SUMMARY = _ItemType(
-    "rs", "response.reasoning_summary_text", "text",
-    "response.reasoning_summary_part", "summary_text", "summary",
-)  # fmt: skip
+_PART, _TEXT = "response.reasoning_summary_part", "response.reasoning_summary_text"
+_SUMMARY = _ItemType("rs", _TEXT, "text", _PART, "summary_text", "summary")
 _CALL = _ItemType("fc", "response.function_call_arguments", "arguments")
 _CUSTOM_CALL = _ItemType("ctc", "response.custom_tool_call_input", "input")
 

@@ -115,10 +115,11 @@ class ResponseReply:
         return {
             "input_tokens": num_input,
             "input_tokens_details": {
-                "cached_tokens": request.num_cached_tokens, "cache_write_tokens": 0
+                "cached_tokens": request.num_cached_tokens,
+                "cache_write_tokens": 0,
             },
             "output_tokens": num_output,
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
             "total_tokens": num_input + num_output,
             **request.more_usage,
-        }  # fmt: skip
+        }

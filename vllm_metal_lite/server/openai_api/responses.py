@@ -107,10 +107,9 @@ async def create_response(serving: Serving, body: ResponsesRequest) -> Response:
     parallel = body.parallel_tool_calls is not False
     tools = ResponseTools(body.tools, body.input, body.tool_choice, parallel)
     reasoning = body.reasoning or ReasoningOptions()
-    conversation = ChatRequest(
-        input_messages(body.input, body.instructions), tools=list(tools.tools.values()),
-        choice=tools.choice, effort=reasoning.effort,
-    )  # fmt: skip
+    messages = input_messages(body.input, body.instructions)
+    given, choice, effort = list(tools.tools.values()), tools.choice, reasoning.effort
+    conversation = ChatRequest(messages, tools=given, choice=choice, effort=effort)
     request, deltas = await answer(serving, body, conversation, "resp_")
     names, top = TokenNames(serving.engine.tokenizer), body.top_logprobs or 0
 

@@ -239,7 +239,7 @@ class EngineClient:
         await future
 
     def watch(self, seconds: float) -> None:
-        """Have `on_seen` called from time to time, for so many seconds from now on."""
+        """Have `on_seen` called from time to time, for the next `seconds`."""
         self._outbox.put(Watch(seconds))
 
     async def stop(self) -> None:

@@ -56,7 +56,7 @@ class Compile:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Send Seen from time to time, for so many seconds; a later Watch extends them."""
+    """Send Seen from time to time, for this time; a later Watch extends it."""
 
     seconds: float
 

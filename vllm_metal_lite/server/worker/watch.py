@@ -43,7 +43,7 @@ class Watcher:
         self._num_preemptions: dict[int, int] = {}  # by number of the request
 
     def watch(self, seconds: float) -> None:
-        """Make events for so many seconds from now on.  The next one is due at once."""
+        """Make events for the next `seconds`.  The next one is due at once."""
         now = self._clock()
         if now > self._until:  # there was no watcher
             self._steps.clear()
@@ -76,8 +76,8 @@ class Watcher:
 
         time: in seconds since the watcher was made, as all times here.
         steps: completed since the last event, at most the last `_MAX_STEPS`; of each the start `t`,
-            `ms`, and `segments` of (request number, tokens, context before them), the first
-            `decodes` of which are decodes.
+            `ms`, and `segments` of (request number, tokens, context before them), decodes
+            first; `decodes` is their number.
         num_steps: of the engine so far.  cost: seconds that all events before this one took.
         requests: those with a seat, and the first `_MAX_WAITING` that wait.
         preempted: numbers of the requests preempted since the last event.
