@@ -28,9 +28,9 @@ PHRASES = {
 }
 # Name in the package: the folders and files where it has its meaning, and the word for others.
 _PLANS = "attention kernels recurrence checks fusion/tune engine/scores engine/pooling_calls runner"
-_RANKS = "distributed model runner fusion kernels vllm_plugin sampling engine server outputs"
+_RANKS = "prefix_disk/namespace distributed model runner fusion kernels vllm_plugin sampling engine server outputs"
 _GROUPS = "attention batch kv scheduler vllm_plugin distributed model kernels checks cli"
-_GROUPS += " recurrence runner engine/describe"
+_GROUPS += " recurrence runner engine/describe prefix_disk"
 NAMES = {
     r"plans?|\w+_plans?|\w*Plan": (f"{_PLANS} server/openai_api/pooling", "the thing that it is"),
     r"ranks?|_ranks?": (_RANKS, "priority, order"),

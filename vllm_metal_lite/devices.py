@@ -38,6 +38,10 @@ class DeviceProfile:
     # Simdgroups of a threadgroup of `latent_attention`, the most: with 8, the queries and sums of
     # 512 columns leave a lane of Apple's GPUs no registers.
     latent_simdgroups: int = 16
+    # Registers of 16 bits for the queries and sums of a lane of `varlen_prefill` and
+    # `shared_prefix`; a lane of Apple's GPUs has 256 for everything.  If a head needs more, two
+    # simdgroups share its rows.
+    prefill_registers: int = 160
     # Threadgroups of `shared_prefix` that keep the device busy.  Each uses more memory than one of
     # `paged_decode`, and waits for one tile of keys at a time.
     prefix_fill: int = 128
@@ -125,6 +129,7 @@ CUDA = DeviceProfile(
     decode_sums=64,
     decode_sums_of_four=64,
     latent_simdgroups=8,
+    prefill_registers=1024,  # measured: heads of 256 take 1.2 to 1.7 times as long if shared
     prefix_fill=512,  # guessed
     max_lane_rows=0,  # guessed: products of tensor cores are cheap
     max_normed_weights=1 << 24,  # guessed

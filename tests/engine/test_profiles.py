@@ -21,6 +21,7 @@ LIMITS = {
     "argmax_long": (1 << 10, 1 << 30), "min_saved_tokens": (256, 1 << 22),
     "prefix_row_cost": (0, 1), "rows_as_decodes": (0, 512), "sdpa_call_cost": (1, 1 << 28),
     "key_cost": (1, 1 << 14), "decode_sums": (1, 64), "decode_sums_of_four": (0, 64),
+    "prefill_registers": (0, 1024),
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 

@@ -9,6 +9,8 @@ the two narrow types the result and the weights are rounded to 2^-11 and 2^-8.
 With METAL_LITE_DEVICE=gpu the same cases run on MLX's GPU instead of the host.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from tests.support.attention_oracle import paged_attention
 from tests.support.kernel_cases import TOLERANCE, draw, permuted_blocks, poisoned_store
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels import prefill
 from vllm_metal_lite.kv.store import LayerSpec
 
@@ -116,7 +119,8 @@ def test_head_dims(dim, v_dim, dtype):
 def test_simdgroups_that_share_rows_give_the_same_bits(dim, dtype, monkeypatch):
     case, got = Case(RAGGED, dim=dim, dtype=dtype), []
     for registers in (0, 1000):
-        monkeypatch.setattr(prefill, "_MAX_REGISTERS", registers)
+        device = replace(profile(), prefill_registers=registers)
+        monkeypatch.setattr(prefill, "profile", lambda device=device: device)
         got.append(case.run())
     np.testing.assert_array_equal(*got)
 

@@ -21,8 +21,8 @@ from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.prefix_disk import disk, folder
+from vllm_metal_lite.prefix_disk.chain import Chain
 from vllm_metal_lite.prefix_disk.namespace import namespace
-from vllm_metal_lite.prefix_disk.plan import Chain
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.kv_groups import kv_groups
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_hashes

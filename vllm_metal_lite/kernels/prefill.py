@@ -3,6 +3,7 @@
 import numpy as np
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.arguments import (
     MAX_PREFILL_DIM,
     STORE,
@@ -25,8 +26,6 @@ TILE_ROWS = 32
 # Bytes of threadgroup memory for a tile of K and one of V.  Metal allows 32 KB; with less, one
 # threadgroup of a core can compute while another fetches.
 _TILE_BYTES = 18 << 10
-# Registers of 16 bits for a lane's queries and sums.  A lane has 256 for everything.
-_MAX_REGISTERS = 160
 
 
 def plan_tiles(cu_seqlens_q: np.ndarray, num_rows: int, num_queries_per_kv: int) -> np.ndarray:
@@ -107,10 +106,10 @@ def keys_at_once(k_dim: int, v_dim: int, itemsize: int) -> int:
 
 
 def partners_of(k_dim: int, v_dim: int, dtype: mx.Dtype, held: int = 0) -> int:
-    """Simdgroups that share 8 rows: two, where one would have too few registers on Apple's GPUs.
+    """Simdgroups that share 8 rows: two, where one would have too few registers.
 
     held: registers of 16 bits that a lane needs for the next tile.  Mesa's compiler for these GPUs
     keeps a bfloat16 of a query as a float.
     """
     registers = k_dim // 4 * (1 if dtype == mx.float16 else 2) + v_dim // 2
-    return 2 if registers + held > _MAX_REGISTERS and v_dim % 16 == 0 else 1
+    return 2 if registers + held > profile().prefill_registers and v_dim % 16 == 0 else 1

@@ -1,7 +1,7 @@
 """The cached prefixes of an engine on the disk.
 
-The disk only fills the cache in memory.  A waiting request whose prefix goes on on the disk stays
-in the queue, and others pass it.  Threads read the files; between two steps the blocks are copied
+The disk only fills the cache in memory.  A waiting request whose prefix continues on the disk
+stays in the queue, and others pass it.  Threads read the files; between two steps the blocks are copied
 to the store and named.  Then the request is admitted with an ordinary hit.
 
 Written is what is used a second time, and the prefix before the first checkpoint that a caller
@@ -23,9 +23,9 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import ConfigError, one_line
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
+from vllm_metal_lite.prefix_disk.chain import Chain, Part
 from vllm_metal_lite.prefix_disk.folder import Folder
 from vllm_metal_lite.prefix_disk.namespace import namespace
-from vllm_metal_lite.prefix_disk.plan import Chain, Part
 from vllm_metal_lite.prefix_disk.restore import Data, Restore
 from vllm_metal_lite.prefix_disk.writer import Writer
 from vllm_metal_lite.runner.block_bytes import BlockBytes
@@ -51,7 +51,7 @@ _PATIENCE = 10.0
 _READ_SPEED = 5e8
 
 
-class _Plan(NamedTuple):
+class _Wanted(NamedTuple):
     """parts: of the prefix, those in memory among them.  num_tokens: that the disk adds."""
 
     parts: list[Part]
@@ -107,11 +107,11 @@ class PrefixDisk:
         """Whether a request waits for the disk.  hit: what it finds in memory."""
         if request.wants_restore is None:
             self.writer.refresh()
-            request.wants_restore = self._plan(request, hit) is not None
+            request.wants_restore = self._wanted(request, hit) is not None
             self._asked |= request.wants_restore
         return request.wants_restore
 
-    def _plan(self, request: Request, hit: PrefixHit) -> _Plan | None:
+    def _wanted(self, request: Request, hit: PrefixHit) -> _Wanted | None:
         """The prefix that a request should have from the disk; None if reading is not worth it."""
         size, known = self.kv.block_size, self.folder.known
         most = last_position(request.num_tokens, size) // size
@@ -124,7 +124,7 @@ class PrefixDisk:
             return None
         parts = list(chain.parts(length))
         num_bytes = sum(self.bytes.size(p.group) for p in parts if chain.in_memory(p) is None)
-        return _Plan(parts, num_tokens) if self._is_faster(num_bytes, num_tokens) else None
+        return _Wanted(parts, num_tokens) if self._is_faster(num_bytes, num_tokens) else None
 
     def _is_faster(self, num_bytes: int, num_tokens: int) -> bool:
         speed = self._compute_speed
@@ -137,14 +137,14 @@ class PrefixDisk:
 
     def _start(self, request: Request) -> None:
         """Begin to read a request's prefix, if there is room for it."""
-        plan, kv = self._plan(request, self.kv.find_prefix(request)), self.kv
-        if plan is not None:
+        wanted, kv = self._wanted(request, self.kv.find_prefix(request)), self.kv
+        if wanted is not None:
             spare = self.scheduler.spare_blocks()
             if kv.states is not None:  # each empty seat has a slot in reserve
                 empty = kv.states.num_seats - self.scheduler.num_running
                 spare.append(kv.states.pool.num_available - empty)
-            restore = Restore(request, self.chain(request, 0), plan.num_tokens)
-            if restore.take(plan.parts, spare):
+            restore = Restore(request, self.chain(request, 0), wanted.num_tokens)
+            if restore.take(wanted.parts, spare):
                 restore.copy(self.bytes, self._read)
                 self._restore = restore
         request.wants_restore = self._restore is not None
@@ -156,7 +156,7 @@ class PrefixDisk:
         empty.set_result(memoryview(b""))
         return empty
 
-    def _go_on(self, restore: Restore) -> None:
+    def _continue(self, restore: Restore) -> None:
         """Copy what has been read, and end the restore if it is done or must stop."""
         is_right = restore.copy(self.bytes, self._read)
         if is_right and restore.is_done:
@@ -236,7 +236,7 @@ class PrefixDisk:
         if self._pending and self.writer.has_room:
             self._copy_some()
         if self._restore is not None:
-            self._go_on(self._restore)
+            self._continue(self._restore)
         if self._restore is None and self._asked:
             request = next((r for r in self.scheduler.waiting if r.wants_restore), None)
             self._asked = request is not None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from vllm_metal_lite.prefix_disk.plan import Chain, Part
+from vllm_metal_lite.prefix_disk.chain import Chain, Part
 from vllm_metal_lite.runner.block_bytes import BlockBytes
 from vllm_metal_lite.scheduler.block_pool import BlockPool
 from vllm_metal_lite.scheduler.request import Request
