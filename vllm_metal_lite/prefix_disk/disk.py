@@ -1,11 +1,11 @@
 """The cached prefixes of an engine on the disk.
 
 The disk only fills the cache in memory.  A waiting request whose prefix continues on the disk
-stays in the queue, and others pass it.  Threads read the files; between two steps the blocks are copied
-to the store and named.  Then the request is admitted with an ordinary hit.
+stays in the queue, and others pass it.  Threads read the files; between two steps the blocks are
+copied to the store and named.  Then the request is admitted with an ordinary hit.
 
-Written is what is used a second time, and the prefix before the first checkpoint that a caller
-names.  Between two steps a few blocks are copied; a thread writes them.
+Prefixes are written when they are used a second time; so is the prefix before the first checkpoint
+that a caller names.  Between two steps a few blocks are copied; a thread writes them.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Slots of recurrent states, as a group of vLLM's KV cache with its own block pool.
 
 vLLM's block manager takes the ids of state blocks and of K and V blocks from one pool, so that each
-id stands for one page of bytes.  A state is as large as the K and V of hundreds of tokens, so vLLM
+id means one page of bytes.  A state is as large as the K and V of hundreds of tokens, so vLLM
 makes all blocks that long.  Here the states' ids come from a second pool: block `id` is slot
 `id - 1` of the `StateStore` (block 0 is vLLM's null block).  Blocks of K and V stay small, and we
 choose the number of slots.
