@@ -92,8 +92,8 @@ def test_only_what_a_model_uses_is_checked():
     assert {c.shape[:2] for c in checks if c.kernel == "skinny_gemm"} == {
         (5, (64, 32, None)),
         (64, (64, 96, None)),
-        *((rows, (64, 64, Quantisation(4, 32))) for rows in (3, 4, 5, 64)),
-        *((rows, (9, 64, Quantisation(8, 64))) for rows in (3, 4, 5, 64)),
+        *((rows, (64, 64, Quantisation(4, 32))) for rows in (1, 3, 5, 64)),
+        *((rows, (9, 64, Quantisation(8, 64))) for rows in (1, 3, 5, 64)),
     }
     assert pickle.loads(pickle.dumps(checks)) == checks
 

@@ -221,3 +221,14 @@ def test_through_host_kernels(name):
 def test_the_option_is_checked():
     with pytest.raises(ConfigError, match="speculate must be off or auto, got 'yes'"):
         EngineConfig(speculate="yes")
+
+
+def test_no_step_waits_for_drafts_that_have_no_state_slot():
+    """A segment with drafts needs a second slot; here the only one belongs to the request."""
+    engine = tiny.engine("qwen3_5", max_num_seqs=1, state_cache_gib=0, speculate="auto")
+    wants = engine.speculator.wants
+    asked = []
+    engine.speculator.wants = lambda decodes: asked.append(decodes) or wants(decodes)
+    (output,) = run(engine, [[5, 6, 7, 8] * 6], greedy(24))
+    assert len(output.outputs[0].token_ids) == 24
+    assert not asked

@@ -132,7 +132,7 @@ def make_engine(model: Any, length: int, count: int, speculate: str) -> LLMEngin
     size = 2 * length + _HEADER + 64
     sizes = {"num_blocks": count * (size // 16 + 4), "max_model_len": size, "state_cache_gib": 0}
     how = {"speculate": speculate, "enable_prefix_caching": False}
-    config = EngineConfig(max_num_seqs=max(count, 2), **sizes, **how)
+    config = EngineConfig(max_num_seqs=2 * count, **sizes, **how)
     with trusted():
         return LLMEngine(model, config)
 

@@ -299,7 +299,9 @@ class LLMEngine:
             return False
         if self.prefix_disk is not None and self.prefix_disk.wants_a_pause:
             return False
-        return self.speculator is None or not self.speculator.wants(self.scheduler.decoding)
+        if self.speculator is None or not self.scheduler.drafts.has_room:
+            return True
+        return not self.speculator.wants(self.scheduler.decoding)
 
     def _propose(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
         """The drafts of decodes (`scheduler.drafts`), cut where the request's constraint ends

@@ -28,6 +28,11 @@ class DraftScheduler:
     def __init__(self, kv: KVCacheManager, states: StateScheduler | None) -> None:
         self.kv, self._states = kv, states
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a decode may get drafts: with recurrent layers it needs a second slot."""
+        return self._states is None or self._states.states.pool.num_available > 0
+
     def add(self, out: SchedulerOutput, propose: Propose, budget: int, num_running: int) -> None:
         """Lengthen decodes of a scheduled step whose tokens are all known.
 
@@ -36,7 +41,7 @@ class DraftScheduler:
         decodes = out.segments[: out.num_decodes]
         room = [self._room(segment) for segment in decodes]
         wanted = [(s.request, most) for s, most in zip(decodes, room, strict=True) if most > 0]
-        if not wanted:
+        if not wanted or not self.has_room:
             return
         drafts = {
             request: draft

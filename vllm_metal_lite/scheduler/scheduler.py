@@ -58,7 +58,7 @@ class Scheduler:
             states = StateSlots(num_state_slots, config.max_num_seqs, caching)
         self.kv = KVCacheManager(groups, config.block_size, caching, states)
         self._states = None if states is None else StateScheduler(self.kv, states)
-        self._drafts = DraftScheduler(self.kv, self._states)
+        self.drafts = DraftScheduler(self.kv, self._states)
         # Whether a request waits although there is room, given what it finds in memory.
         self.holds: Callable[[Request, PrefixHit], bool] | None = None
         self.one_by_one = False  # admit a request only if no other prompt is being computed
@@ -161,7 +161,7 @@ class Scheduler:
         if not out.is_empty:
             self._prefilled_last = out.num_decodes < len(out.segments)
             if propose is not None:
-                self._drafts.add(out, propose, self.config.max_num_batched_tokens, self.num_running)
+                self.drafts.add(out, propose, self.config.max_num_batched_tokens, self.num_running)
         # InputBatch.pack wants segments of one token first, prompts' one-token chunks included.
         prefills = out.segments[out.num_decodes :]
         if len(prefills) > 1:
@@ -267,7 +267,7 @@ class Scheduler:
             request = segment.request
             if not segment.draft_token_ids or request.status is not RequestStatus.RUNNING:
                 continue
-            if not self._drafts.settle(segment, output, accepted[request]):
+            if not self.drafts.settle(segment, output, accepted[request]):
                 self._decodes.discard(request)
                 self._partials.add(request)
 
