@@ -114,6 +114,7 @@ class PackedModel:
         self._hooks = RecurrentHooks(model) if layout.states and not in_sequences else tuple
         self._rows = _HeadRows()
         body = body_of(model)
+        self.shows_hidden = body is not None  # whether `with_hidden` gives hidden states
         if body is not None:
             wrap_call(body, self._rows.select)
 
@@ -126,11 +127,6 @@ class PackedModel:
     def reads_store(self) -> bool:
         """Whether attention runs one segment at a time: MLX operations read K and V."""
         return self.by_segment is not None
-
-    @property
-    def shows_hidden(self) -> bool:
-        """Whether `with_hidden` gives hidden states."""
-        return body_of(self.model) is not None
 
     @property
     def no_prefix_cache(self) -> str | None:
