@@ -56,6 +56,20 @@ def closing() -> Iterator[list[LLMEngine]]:
             engine.prefix_disk.close()
 
 
+def restarted(
+    name: str, closing: list[LLMEngine], **options: Any
+) -> tuple[LLMEngine, list[list[int]]]:
+    """An engine that finds what another one kept, and the tokens of that one's requests.
+
+    options: of the second engine.
+    """
+    first = tiny.engine(name, prefix_disk_gib=1)
+    expected = tokens(serve(first, PROMPTS[:2]))
+    again = tiny.engine(name, prefix_disk_gib=1, **options)
+    closing += [first, again]
+    return again, expected
+
+
 def serve(engine: LLMEngine, prompts: list[list[int]], **options: Any) -> list[RequestOutput]:
     """One request after another, so that later ones hit what earlier ones left."""
     done: dict[str, RequestOutput] = {}
@@ -158,11 +172,7 @@ def test_a_bad_file_is_dropped_and_its_tokens_are_computed(damage, closing):
 
 
 def test_others_go_on_while_a_request_waits_for_the_disk(closing, monkeypatch):
-    first = tiny.engine("llama", prefix_disk_gib=1)
-    closing.append(first)
-    expected = tokens(serve(first, PROMPTS[:2]))
-    again = tiny.engine("llama", prefix_disk_gib=1)
-    closing.append(again)
+    again, expected = restarted("llama", closing)
     allowed = Event()
     read = folder.Folder.read
     monkeypatch.setattr(
@@ -183,11 +193,7 @@ def test_others_go_on_while_a_request_waits_for_the_disk(closing, monkeypatch):
 
 @pytest.mark.parametrize("how", ["abort", "reset"])
 def test_a_restore_that_nobody_wants_any_more_leaves_nothing(how, closing):
-    first = tiny.engine("qwen3_next", prefix_disk_gib=1)
-    closing.append(first)
-    expected = tokens(serve(first, PROMPTS[:2]))
-    again = tiny.engine("qwen3_next", prefix_disk_gib=1)
-    closing.append(again)
+    again, expected = restarted("qwen3_next", closing)
     again.add_request("a", LONG, GREEDY)
     while again.prefix_disk._restore is None:
         again.step()
@@ -245,16 +251,12 @@ def test_many_requests_and_restarts_over_few_blocks(name, seed, closing):
 
 
 def test_with_too_few_blocks_nothing_is_restored(closing):
-    first = tiny.engine("llama", prefix_disk_gib=1)
-    closing.append(first)
-    expected = tokens(serve(first, PROMPTS[:2]))[0]
-    again = tiny.engine("llama", prefix_disk_gib=1, num_blocks=16)
-    closing.append(again)
+    again, expected = restarted("llama", closing, num_blocks=16)
     again.add_request("runs", OTHER, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
     again.step()
     again.add_request("waits", LONG, GREEDY)
     done = tiny.run(again)
-    assert done["waits"].outputs[0].token_ids == expected
+    assert done["waits"].outputs[0].token_ids == expected[0]
     assert again.scheduler.num_preemptions == 0
 
 
