@@ -27,12 +27,14 @@ def tokenize(
         text, prompt = prompt, encode(prompt, tokenizer) if prompt else []
     if len(prompt) == 0:
         raise RequestError("the prompt is empty: it must have at least one token")
-    for token in prompt:
-        if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
-            raise RequestError(f"token ids must be integers, got {show(token)}")
+    of_types = {kind: issubclass(kind, (int, np.integer)) for kind in set(map(type, prompt))}
+    if not all(of_types.values()) or bool in of_types:
+        wrong = next(t for t in prompt if isinstance(t, bool) or not of_types[type(t)])
+        raise RequestError(f"token ids must be integers, got {show(wrong)}")
+    for token in (min(prompt), max(prompt)):
         if not 0 <= token < vocab_size:
             raise RequestError(f"token id {show(token)} is outside the vocabulary of {vocab_size}")
-    return text, [int(t) for t in prompt]
+    return text, list(map(int, prompt))
 
 
 def encode(
