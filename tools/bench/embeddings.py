@@ -4,9 +4,10 @@
     python -m tools.bench.embeddings --model 256x2 --texts 40 --rows 256 512 --sizes 1 2 4    a CPU
 
 Lengths are lognormal, median 120 tokens.  Neither side computes logits.  MLX CUDA needs
-MLX_CUDA_SDPA_CACHE_SIZE=16384, or it plans the attention of each shape again in every run.  A size is rows a step
-here, and texts a batch for mlx-lm.  Prints Markdown: texts a second (median, behind one run), the
-part of the rows that is padding, the least cosine to mlx-lm's last size, and the ratio.
+MLX_CUDA_SDPA_CACHE_SIZE=16384, or it plans the attention of each shape again in every run.  A size
+is rows a step here, and texts a batch for mlx-lm.  Prints Markdown: texts a second (median, behind
+one run), the part of the rows that is padding, the least cosine to mlx-lm's last size, and the
+ratio.
 """
 
 import argparse

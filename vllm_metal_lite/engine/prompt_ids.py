@@ -22,19 +22,19 @@ def tokenize(
 ) -> tuple[str | None, list[int]]:
     """(text, token ids) of a prompt: a string, token ids, or a dict with "prompt_token_ids" or
     "prompt".  Raises RequestError for other types and for ids outside the vocabulary."""
-    text, prompt = None, text_or_ids(prompt)
-    if isinstance(prompt, str):
-        text, prompt = prompt, encode(prompt, tokenizer) if prompt else []
-    if len(prompt) == 0:
+    text, ids = None, text_or_ids(prompt)
+    if isinstance(ids, str):
+        text, ids = ids, encode(ids, tokenizer) if ids else []
+    if len(ids) == 0:
         raise RequestError("the prompt is empty: it must have at least one token")
-    of_types = {kind: issubclass(kind, (int, np.integer)) for kind in set(map(type, prompt))}
-    if not all(of_types.values()) or bool in of_types:
-        wrong = next(t for t in prompt if isinstance(t, bool) or not of_types[type(t)])
-        raise RequestError(f"token ids must be integers, got {show(wrong)}")
-    for token in (min(prompt), max(prompt)):
+    for kind in set(map(type, ids)):  # types first: a long prompt has only one
+        if kind is bool or not issubclass(kind, (int, np.integer)):
+            token = next(token for token in ids if type(token) is kind)
+            raise RequestError(f"token ids must be integers, got {show(token)}")
+    for token in (min(ids), max(ids)):
         if not 0 <= token < vocab_size:
             raise RequestError(f"token id {show(token)} is outside the vocabulary of {vocab_size}")
-    return text, list(map(int, prompt))
+    return text, list(map(int, ids))
 
 
 def encode(
