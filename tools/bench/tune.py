@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from tools.bench.lib.tables import table_head
 from tools.dev.run_main import run_main
 from vllm_metal_lite import MetalLiteError, backend
@@ -23,7 +25,18 @@ from vllm_metal_lite.checks.bandwidth import seconds_per_call
 from vllm_metal_lite.devices import profile, using
 from vllm_metal_lite.kernels.arguments import RMSNorm, new_token
 from vllm_metal_lite.kernels.decode import decode_plan, paged_decode
+from vllm_metal_lite.kernels.experts import (
+    Activation,
+    Experts,
+    ExpertWeight,
+    expert_mlp,
+    expert_sum,
+)
+from vllm_metal_lite.kernels.gated_delta import gated_delta
+from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.recurrence import GatedNorm, delta_gates
 from vllm_metal_lite.kernels.registry import REGISTRY
+from vllm_metal_lite.kernels.segments import pack_segments
 from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix
 from vllm_metal_lite.kernels.skinny_gemm import skinny_gemm
 from vllm_metal_lite.kernels.weights import quantised
@@ -93,6 +106,40 @@ class Loads:
 
         return self._seconds(call, x)
 
+    def experts(self, rows: int, width: int, count: int) -> float:
+        """A mixture in 4 bits: a row chooses 8 of `count` experts."""
+        size, top_k = max(128, width // self.divisor), 8
+        of_inner, of_outer = (
+            ExpertWeight(quantised(self._random(count, *shape, scale=0.02), Quantisation(4, 64)))
+            for shape in ((size // 2, size), (size, size // 2))
+        )
+        made = Experts(of_inner, of_inner, of_outer, Activation())
+        indices = (mx.arange(rows * top_k) % count).reshape(rows, top_k).astype(mx.uint32)
+        shares = mx.full((rows, top_k), 1 / top_k)
+
+        def call(x: mx.array) -> mx.array:
+            return expert_sum(expert_mlp(x, indices, made), shares, x.dtype)
+
+        return self._seconds(call, self._random(rows, size))
+
+    def recurrence(self, segments: int, rows: int) -> float:
+        """gated_delta with gates and norms, as Qwen3.5 4B has it: `rows` rows a segment."""
+        k_heads, heads, dim = max(1, 16 // self.divisor), max(2, 32 // self.divisor), 128
+        count = segments * (rows := max(1, rows // self.divisor))
+        widths = k_heads * dim, k_heads * dim, heads, heads
+        q, k, a, b = (Columns(self._random(count, width), 0) for width in widths)
+        gates, slots = delta_gates(a, b, mx.zeros(heads), mx.zeros(heads)), np.arange(segments)
+        packed = pack_segments(np.arange(segments + 1) * rows, slots, slots, count)
+        where = mx.zeros((segments, heads, dim, dim)), mx.array(packed), new_token()
+        mx.eval(where)
+        norm, how = GatedNorm(1e-6, dim**-0.5), {"num_k_heads": k_heads, "max_seqlen": rows}
+
+        def call(v: mx.array) -> mx.array:
+            y, _ = gated_delta(q, k, Columns(v, 0), gates, *where, norm=norm, **how)
+            return y.reshape(count, -1)
+
+        return self._seconds(call, self._random(count, heads * dim))
+
     def argmax(self, rows: int, vocab_size: int) -> float:
         """Not compiled, like the sampler."""
         x = self._random(rows, vocab_size // self.divisor)
@@ -100,14 +147,13 @@ class Loads:
         parts = num_parts(*x.shape)
 
         def call(x: mx.array) -> mx.array:
-            return mx.depends([x], [argmax_in_parts(x, parts) if parts > 1 else mx.argmax(x, -1)])[
-                0
-            ]
+            found = argmax_in_parts(x, parts) if parts > 1 else mx.argmax(x, -1)
+            return mx.depends([x], [found])[0]
 
         return self._seconds(call, x, compiled=False)
 
 
-# Constant: (values, load, its arguments).
+# Constant, or a kernel without constants: (values, load, its arguments).
 CONSTANTS: dict[str, tuple[Sequence[int], Load, Sequence[tuple[Any, ...]]]] = {
     "decode_fill": (_FILLS, Loads.decode, [(1, 4096), (1, 16384), (2, 16384), (8, 4096)]),
     "few_keys": ((128, 256, 512, 1024, 2048), Loads.decode, [(4, 1 << n) for n in range(10, 14)]),
@@ -121,24 +167,28 @@ CONSTANTS: dict[str, tuple[Sequence[int], Load, Sequence[tuple[Any, ...]]]] = {
     ),
     "gemm_fill": ((16, 64, 128, 256), Loads.product, [(8, 1 << n) for n in range(10, 14)]),
     "max_lane_rows": ((0, 4), Loads.product, [(1, 4096, 4), (2, 4096, 4), (4, 4096, 4)]),
+    "max_lane_rows:experts": (
+        (0, 4), Loads.experts, [(1, 2048, 128), (4, 2048, 128), (4, 2048, 8)]
+    ),
     "max_normed_rows": ((0, 64), Loads.product, [(n, 2048, None, True) for n in (8, 16, 32, 64)]),
     "max_normed_weights": (
         (0, 1 << 30), Loads.product, [(8, 1 << n, 4, True) for n in range(10, 14)]
     ),
     "argmax_long": ((1 << 14, 1 << 20), Loads.argmax, [(8, 1 << n) for n in range(14, 19)]),
     "argmax_fill": ((2, 512), Loads.argmax, [(1 << n, 1 << 17) for n in range(2, 9)]),
+    "gated_delta": ((), Loads.recurrence, [(1, 1), (16, 1), (64, 1), (8, 512), (1, 4096)]),
 }  # fmt: skip
 
 
 def sweep(name: str, loads: Loads) -> None:
     """Print the table of a constant."""
     values, load, columns = CONSTANTS[name]
-    now = profile()
-    present = getattr(now, name)
+    constant, now = name.split(":")[0], profile()
+    present = getattr(now, constant, 0)
     print(f"\n### {name}: us a call of `{load.__name__}`\n")
     table_head([name, *(", ".join(map(str, arguments)) for arguments in columns)])
     for value in sorted({*values, present}):
-        with using(replace(now, **{name: value})):
+        with using(replace(now, **{constant: value} if values else {})):
             times = [load(loads, *arguments) for arguments in columns]
         cells = " | ".join(f"{1e6 * seconds:,.1f}" for seconds in times)
         print(f"| {value:,}{' *' if value == present else ''} | {cells} |", flush=True)
@@ -153,8 +203,9 @@ def main() -> int:
     if backend.is_cpu():
         raise MetalLiteError("constants are measured on a GPU, and MLX sees none")
     print(f"{backend.describe()}, MLX {backend.mlx_version()}")
-    of_kernel = REGISTRY[args.kernel].constants if args.kernel else CONSTANTS
-    for name in args.names or [name for name in of_kernel if name in CONSTANTS]:
+    of_kernel = (args.kernel, *REGISTRY[args.kernel].constants) if args.kernel else ()
+    wanted = args.names or [n for n in CONSTANTS if not of_kernel or n.split(":")[0] in of_kernel]
+    for name in wanted:
         sweep(name, Loads(AttentionShape(16, 8, 128, 128, mx.bfloat16)))
     return 0
 
