@@ -43,22 +43,31 @@ def matches_of(tokens):
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 20))
 def test_a_draft_follows_the_longest_match(tokens, most):
-    matches = matches_of(tokens)
-    skipped = 0 if matches else 1
-    matches = matches or matches_of(tokens[:-1])
+    searched = (matches_of(tokens[: len(tokens) - skipped]) for skipped in range(3))
+    skipped, matches = next(((i, found) for i, found in enumerate(searched) if found), (0, {}))
     found = look(tokens, most)
     if not matches:
         assert found == []
         return
     best = max(matches.values())
     end = max(at for at, length in matches.items() if length == best)
+    close = tokens[end : min(end + skipped + 2, len(tokens) - 1)]
+    if skipped and tokens[-1] in close:
+        skipped = close.index(tokens[-1]) + 1
     following = tokens[end + skipped :]
     following = [following[i % len(following)] for i in range(min(most, 2 * best))]
     assert found == following
 
 
-@given(st.permutations(range(40)), st.integers(MIN_MATCH, 38))
-def test_a_draft_goes_on_behind_a_token_that_was_changed(text, changed):
-    tokens = [*text, *text[:changed], 99]
-    following = (text[changed + 1 :] + tokens[len(text) :])[: 2 * min(changed, 32)]
-    assert look(tokens) == np.resize(following, 2 * min(changed, 32)).tolist()
+@pytest.mark.parametrize(("new", "replaced"), [
+    (lambda text, at: [99], 1),
+    (lambda text, at: [98, 99], 2),
+    (lambda text, at: [text[at + 1]], 2),  # one was deleted
+    (lambda text, at: [text[at + 2]], 3),  # two
+    (lambda text, at: [99, text[at]], 1),  # one was inserted
+])  # fmt: skip
+@given(text=st.permutations(range(40)), at=st.integers(MIN_MATCH, 36))
+def test_a_draft_continues_behind_an_edit(new, replaced, text, at):
+    tokens = [*text, *text[:at], *new(text, at)]
+    following = (text[at + replaced :] + tokens[len(text) :])[: 2 * min(at, 32)]
+    assert look(tokens) == np.resize(following, 2 * min(at, 32)).tolist()

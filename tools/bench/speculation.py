@@ -5,16 +5,22 @@
 
 The model computes as always, but its logits are replaced: the token at each position of an answer
 is prepared.  `edit`: the prompt is a text, and the answer says it again with every 20th token
-changed.  `new`: no part of the answer was there before.  `widths`: milliseconds of a step by the
-number of its drafts.  Prints Markdown: tokens a second, median of the runs, and ratios.
+changed.  `moved`: of these tokens one half is deleted, and a new token is put before the others.
+`new`: no part of the answer was there before.  `json`: six tokens that a stand-in for a grammar
+forces and six free ones alternate, beside an engine that samples the forced tokens one by one.
+`widths`: milliseconds of a step by the number of its drafts.  `lookup`: microseconds of the host.
+Prints Markdown: tokens a second, median of the runs, and ratios.
 """
 
 import argparse
 import faulthandler
 import statistics
 import time
+import timeit
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -22,11 +28,15 @@ from tools.bench.lib.models import get_model
 from tools.bench.lib.tables import table_head
 from tools.bench.lib.trust import trusted
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend
+from vllm_metal_lite.engine import constraints
+from vllm_metal_lite.sampling.masks import pack_mask
+from vllm_metal_lite.speculation.lookup import look_up
 
 mx = backend.mx
 
 WIDTHS = (1, 3, 7, 15, 31)
-LOADS = {"edit": (1, 8), "new": (1, 8, 32)}
+LOADS = {"edit": (1, 8), "moved": (1, 8), "new": (1, 8, 32), "json": (1, 8)}
+_RUN = 6  # forced tokens of `json`, and free ones behind them
 _HEADER = 40  # tokens of a prompt before its text
 
 
@@ -56,7 +66,33 @@ def texts(kind: str, length: int, vocab_size: int) -> tuple[list[int], list[int]
     if kind == "edit":
         answer = text.copy()
         answer[::20] = fresh[::20]
+    if kind == "moved":
+        kept = [[fresh[i], t] if i % 40 == 20 else [t] for i, t in enumerate(text) if i % 40]
+        answer = np.concatenate([*kept, fresh])[:length]
     return [*header.tolist(), *text.tolist()], answer.tolist()
+
+
+class Template:
+    """A `Constraint`: every second run of _RUN tokens is forced."""
+
+    def __init__(self, answer: list[int]) -> None:
+        self._answer, self._known = answer, 0
+
+    def fill(self, bits: np.ndarray) -> bool:
+        bits[:] = ~np.uint32(0)
+        if forced := self.forced():
+            bits[:] = pack_mask(forced[:1], 32 * len(bits))
+        return True
+
+    def accept(self, token_id: int) -> None:
+        self._known += 1
+
+    def rollback(self, num_tokens: int) -> None:
+        self._known -= num_tokens
+
+    def forced(self) -> list[int]:
+        run = self._known // _RUN
+        return [] if run % 2 else self._answer[self._known : (run + 1) * _RUN]
 
 
 def measure(engine: LLMEngine, prepared: Prepared, kind: str, count: int, length: int) -> float:
@@ -67,6 +103,8 @@ def measure(engine: LLMEngine, prepared: Prepared, kind: str, count: int, length
     params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
     for i in range(count):
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+        if kind == "json":
+            engine.constraints.add(engine._answers[str(i)].request, Template(answer), params)
     outputs: dict[str, list[int]] = {}
     started = None
     while engine.has_unfinished_requests():
@@ -107,6 +145,19 @@ def widths(model: Any, prepared: Prepared, length: int) -> None:
         print(f"| {count} | {ms} | {compiled} |", flush=True)
 
 
+def lookup(vocab_size: int) -> None:
+    """Microseconds of a proposal, if the context ends like nothing before, and if all repeats."""
+    print("\n### us of a lookup\n")
+    table_head(("tokens", "nothing matches", "64 places match"))
+    for count in (1 << 10, 1 << 13, 1 << 15):
+        tokens = np.random.default_rng(7).integers(10, vocab_size, count).astype(np.int32)
+        cells = []
+        for known in (tokens, np.resize(tokens[:16], count)):
+            times = timeit.repeat(partial(look_up, known, 31), number=100, repeat=5)
+            cells.append(f"{1e4 * min(times):.0f}")
+        print(f"| {count:,} | {' | '.join(cells)} |", flush=True)
+
+
 class Always:
     """Replaces a Speculator: the same number of true drafts for every request."""
 
@@ -144,7 +195,8 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-4b")
     parser.add_argument("--bits")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--only", nargs="+", choices=("widths", *LOADS), default=("widths", *LOADS))
+    parts = ("widths", "lookup", *LOADS)
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--requests", nargs="+", type=int, default=(1, 8, 32))
     parser.add_argument("--length", type=int, default=2000)
     parser.add_argument("--runs", type=int, default=3)
@@ -157,6 +209,8 @@ def main() -> None:
     model = replace(model, fit=model.fit._replace(packed=prepared))
     if "widths" in args.only:
         widths(model, prepared, length)
+    if "lookup" in args.only:
+        lookup(model.vocab_size)
     print(f"\n### {model.name}: tokens a second, answers of {length} tokens\n")
     table_head(("answers", "requests", "without", "with drafts", "ratio", "accepted"))
     for kind in (kind for kind in LOADS if kind in args.only):
@@ -164,9 +218,11 @@ def main() -> None:
             speeds, share = {}, ""
             for speculate in ("off", "auto"):
                 engine = make_engine(model, length, count, speculate)
-                found = [
-                    measure(engine, prepared, kind, count, length) for _ in range(args.runs + 1)
-                ]
+                least = constraints.MIN_FORCED if speculate == "auto" else length
+                with patch.object(constraints, "MIN_FORCED", least):
+                    found = [
+                        measure(engine, prepared, kind, count, length) for _ in range(args.runs + 1)
+                    ]
                 speeds[speculate] = statistics.median(found[1:])
                 if (speculator := engine.speculator) is not None:
                     drafted, accepted = speculator.num_drafted, speculator.num_accepted

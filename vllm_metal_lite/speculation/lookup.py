@@ -8,6 +8,7 @@ import numpy as np
 
 MIN_MATCH = 3  # two tokens match too often by chance
 _MAX_MATCH = 32
+_MAX_EDIT = 2  # newest tokens that may be an edit
 _MAX_PLACES = 64  # matching places that are compared, the latest
 
 
@@ -15,20 +16,28 @@ def look_up(token_ids: np.ndarray, most: int) -> np.ndarray:
     """The tokens that probably follow token_ids, (n,) int32: at most `most`, perhaps none.
 
     They follow the longest match of the last tokens; of equal matches, the latest.  If nothing
-    matches, the newest token may replace another: then the tokens before it are matched.
+    matches, the text may be edited here: then the tokens before the newest one or two are matched.
+    The newest token, if it stands close behind that match, shows what was deleted or inserted.
+    Otherwise the newest tokens replace as many others.
     """
     if most < 1:
         return token_ids[:0]
-    following, length = _match(token_ids, 0)
-    if not length:
-        following, length = _match(token_ids, 1)
+    for skipped in range(_MAX_EDIT + 1):
+        following, length = _match(token_ids, skipped)
+        if length:
+            break
+    else:
+        return token_ids[:0]
+    start, same = skipped, np.flatnonzero(following[:-1][: skipped + 2] == token_ids[-1])
+    if skipped and len(same):
+        start = int(same[0]) + 1
     # A match that overlaps the end repeats itself.
-    return np.resize(following, min(most, 2 * length))
+    return np.resize(following[start:], min(most, 2 * length))
 
 
 def _match(token_ids: np.ndarray, skipped: int) -> tuple[np.ndarray, int]:
-    """What follows the best match of all but the last `skipped` tokens and as many tokens behind
-    it, and the length of the match; 0: none."""
+    """What follows the best match of all but the last `skipped` tokens, and the length of the
+    match; 0: none."""
     n = len(token_ids) - skipped
     if n <= MIN_MATCH:
         return token_ids[:0], 0
@@ -45,4 +54,4 @@ def _match(token_ids: np.ndarray, skipped: int) -> tuple[np.ndarray, int]:
     same = (known[at] == known[n - 1 - back]) & (at >= 0)
     lengths = np.cumprod(same, axis=1).sum(1)
     best = len(places) - 1 - int(lengths[::-1].argmax())
-    return token_ids[places[best] + 1 + skipped :], int(lengths[best])
+    return token_ids[places[best] + 1 :], int(lengths[best])
