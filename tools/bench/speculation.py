@@ -35,7 +35,7 @@ from vllm_metal_lite.speculation.lookup import look_up
 mx = backend.mx
 
 WIDTHS = (1, 3, 7, 15, 31)
-LOADS = {"edit": (1, 8), "moved": (1, 8), "new": (1, 8, 32), "json": (1, 8)}
+LOADS = {"edit": (1, 8), "moved": (1, 8), "new": (1, 8, 32), "json": (1,)}
 _RUN = 6  # forced tokens of `json`, and free ones behind them
 _HEADER = 40  # tokens of a prompt before its text
 
@@ -221,9 +221,9 @@ def main() -> None:
                 least = constraints.MIN_FORCED if speculate == "auto" else length
                 with patch.object(constraints, "MIN_FORCED", least):
                     found = [
-                        measure(engine, prepared, kind, count, length) for _ in range(args.runs + 1)
+                        measure(engine, prepared, kind, count, length) for _ in range(args.runs + 2)
                     ]
-                speeds[speculate] = statistics.median(found[1:])
+                speeds[speculate] = statistics.median(found[2:])
                 if (speculator := engine.speculator) is not None:
                     drafted, accepted = speculator.num_drafted, speculator.num_accepted
                     share = f"{accepted} of {drafted}"

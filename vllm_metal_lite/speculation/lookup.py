@@ -42,11 +42,10 @@ def _match(token_ids: np.ndarray, skipped: int) -> tuple[np.ndarray, int]:
     if n <= MIN_MATCH:
         return token_ids[:0], 0
     known = token_ids[:n]
-    a, b, c = known[-MIN_MATCH:]
-    ends = known[MIN_MATCH - 1 : -1] == c
-    ends &= known[1:-2] == b
-    ends &= known[:-3] == a
-    places = np.flatnonzero(ends)[-_MAX_PLACES:] + MIN_MATCH - 1
+    places = np.flatnonzero(known[MIN_MATCH - 1 : -1] == known[-1]) + MIN_MATCH - 1
+    for back in range(1, MIN_MATCH):
+        places = places[known[places - back] == known[-1 - back]]
+    places = places[-_MAX_PLACES:]
     if not len(places):
         return token_ids[:0], 0
     back = np.arange(min(_MAX_MATCH, n - 1))
