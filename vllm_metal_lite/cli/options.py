@@ -205,7 +205,6 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     text = "measure mlx-lm on the same weights too, in turns"
     add("--compare", action="store_true", help=text)
     add("--report", metavar="FILE", help="write a new JSON file to share")
-    add("--plot", metavar="FILE", help="draw a picture (.png, .svg, .pdf); needs matplotlib")
 
 
 def add_seconds(parser: argparse.ArgumentParser, default: float, what: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from tqdm import tqdm
 
-from vllm_metal_lite.cli.bench.cases import BenchCase, Pace, affordable_new_tokens
+from vllm_metal_lite.cli.bench.cases import BenchCase
 from vllm_metal_lite.cli.bench.timed_case import Engine, Timing, drive, medians, timing
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError, one_line
@@ -31,7 +31,6 @@ class Result:
     """
 
     case: BenchCase
-    new_tokens: int
     timings: dict[str, Timing] = field(default_factory=dict)
     counted: int = 0
     first: bool = False
@@ -56,7 +55,6 @@ class Suite:
     ) -> None:
         self._engines, self._tokens, self._config = engines, tokens, config
         self._capacity, self._seconds, self._stop = capacity, seconds, stop
-        self._paces = {engine.name: Pace() for engine in engines}
         self._random = np.random.default_rng(0)
         self.results: list[Result] = []
 
@@ -70,8 +68,7 @@ class Suite:
             total=len(cases), unit="case", dynamic_ncols=True, disable=not show_bar
         ) as self._bar:
             warm_up = BenchCase(1, min(_WARM_UP_TOKENS, *(case.context for case in cases)))
-            for _ in range(2):  # the second one shows the pace
-                self._turn(warm_up, new_tokens, "warm-up")
+            self._turn(warm_up, new_tokens, "warm-up")
             for case in cases:
                 if self._stop():
                     return
@@ -79,17 +76,11 @@ class Suite:
                 self._bar.update()
 
     def _measure(self, case: BenchCase, new_tokens: int) -> Result:
-        slowest = max(pace.step(case.requests) for pace in self._paces.values())
-        new_tokens = affordable_new_tokens(new_tokens, slowest, self._seconds)
-        result = Result(case, new_tokens)
+        result = Result(case)
         need = case.requests * (case.context + case.max_tokens(new_tokens, self._config))
-        estimate = sum(pace.run(case, new_tokens) for pace in self._paces.values())
         left = self._deadline - time.perf_counter()
         if need > self._capacity:
             why = f"needs K and V of {need:,} tokens, and the memory holds {self._capacity:,}"
-            return replace(result, skipped=why)
-        if estimate > left:
-            why = f"would take about {estimate:,.0f} s, and {max(left, 0):,.0f} s are left"
             return replace(result, skipped=why)
         turns: list[dict[str, Timing]] = []
         spent, longest = 0.0, 0.0
@@ -139,6 +130,4 @@ class Suite:
             if result is None:
                 return None
             turn[engine.name] = result
-            pace = self._paces[engine.name]
-            pace.learn(case, result.prompt_rate, result.decode_rate)
         return turn
