@@ -24,7 +24,6 @@ from vllm_metal_lite.engine.detokenizer import Detokenizer
 from vllm_metal_lite.sampling.constraint import Constraint
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.conversations import ChatRequest
-from vllm_metal_lite.server.divergence import RecentPrompts
 from vllm_metal_lite.server.turns import PreparedTurn, prepare
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.structured_outputs.build import build
@@ -63,12 +62,10 @@ def client_of(family: str, template: str, folder: Path) -> EngineClient:
 
 def client_in(folder: Path) -> EngineClient:
     client = EngineClient.__new__(EngineClient)
-    client.recent = RecentPrompts()
     client.tokenizer = load_tokenizer(folder)
     client.facts = SimpleNamespace(
         name=folder.name, has_states=False, caches_prefixes=True, max_model_len=1 << 16
     )
-    client.recent = RecentPrompts()
     client.longest_token = 1 << 10
     return client
 
