@@ -26,7 +26,6 @@ from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.vllm_plugin import log_through_vllm
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
-from vllm_metal_lite.vllm_plugin.data_parallel import engines_of_host
 from vllm_metal_lite.vllm_plugin.join_ranks import own_device
 from vllm_metal_lite.vllm_plugin.kv_layers import KVLayers
 from vllm_metal_lite.vllm_plugin.lost_states import recompute_states
@@ -102,13 +101,12 @@ class MetalLiteWorker(WorkerBase):
         """Take a device for each worker of this host, or a share of the only device's memory."""
         parallel = self.parallel_config
         workers = parallel.local_world_size
-        # A rank of several must see one device only: NCCL takes the device of the rank's number.
-        sharers = workers * engines_of_host(self.vllm_config)
-        if sharers == 1 and parallel.world_size == 1:
+        if parallel.world_size == 1:
             return
-        own_device((parallel.data_parallel_rank_local or 0) * workers + self.local_rank)
+        # A rank of several must see one device only: NCCL takes the device of the rank's number.
+        own_device(self.local_rank)
         if backend.name() != "cuda":
-            backend.share_device(sharers)
+            backend.share_device(workers)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
@@ -299,8 +297,7 @@ class MetalLiteWorker(WorkerBase):
         mx.synchronize()
 
     def _nothing(self) -> None:
-        """No drafts, encoder or images; data-parallel ranks are engines of their own; a reply means
-        healthy."""
+        """No drafts, encoder, images or data-parallel ranks; a reply means healthy."""
 
     take_draft_token_ids = reset_mm_cache = reset_encoder_cache = _nothing
     execute_dummy_batch = check_health = _nothing
