@@ -266,5 +266,4 @@ def endpoint(
         except Exception as e:
             return error_response(e, request.url.path)
 
-    serve.body_type = body_type  # type: ignore[attr-defined]  # for the description of the API
     return serve
