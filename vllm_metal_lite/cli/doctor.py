@@ -27,7 +27,6 @@ from vllm_metal_lite.checks.popular_shapes import COMMON, full_list
 from vllm_metal_lite.checks.result import CheckResult
 from vllm_metal_lite.cli import doctor_text, log, machine
 from vllm_metal_lite.cli.machine import Report
-from vllm_metal_lite.cli.wrap import wrap
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError, one_line
 from vllm_metal_lite.model.loader import LoadedModel, load
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         """Print a part as soon as it is known."""
         log.clear()
         for line in () if args.json else part(machine.without_names(report, args.model)):
-            print(wrap(line, sys.stdout), flush=True)
+            print(line, flush=True)
 
     try:
         seconds = None if args.full else args.seconds

@@ -9,7 +9,6 @@ import io
 import json
 import logging
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -20,7 +19,6 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli import log
 from vllm_metal_lite.cli.options import UsageError, engine_flag
-from vllm_metal_lite.cli.wrap import wrap
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import (
@@ -75,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({**report, "models": entries}, indent=2))
         return 0
     for line in table(entries):
-        print(wrap(line, sys.stdout))
+        print(line)
     if any(entry["supported"] for entry in entries):
         print("\n" + _LEGEND.format(memory=f"{_gib(memory * fraction)} GiB"))
     return 0
