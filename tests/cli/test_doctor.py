@@ -156,7 +156,7 @@ def no_work(a_gpu, monkeypatch):
     """All is well, found without running anything.  Tests change what is found."""
     monkeypatch.setattr(verdicts, "remember", lambda _: None)
     results = [CheckResult(check, 0.0, 1.0) for check in doctor.checks_for(TINY)]
-    found = {"results": results, "bandwidth": [], "order": [Outcome("one", 9, None)]}
+    found = {"results": results, "bandwidth": {}, "order": [Outcome("one", 9, None)]}
     found["answers"] = compare_tokens.Comparison("kernels", "right", 1, 2, {})
 
     def check(checks, progress, *, timed, known):
@@ -176,12 +176,8 @@ def a_slow_kernel(found):
     found["results"][number] = replace(found["results"][number], speed=Speed(1e-3, 1e-4))
 
 
-def slow_reads(found):
-    found["bandwidth"] = [
-        bandwidth.Bandwidth("a copy", None, 100e9, {}),
-        bandwidth.Bandwidth("decodes", "paged_decode", 10e9, {"a copy": 100e9, "MLX's": 80e9}),
-        bandwidth.Bandwidth("a product", None, 30e9, {"a copy": 100e9}),
-    ]
+def bytes_moved(found):
+    found["bandwidth"] = {"a copy": 100e9, "decodes": 10e9}
 
 
 def launches_out_of_order(found):
@@ -197,10 +193,7 @@ def launches_out_of_order(found):
             "uses the fallback where that is faster; please open an issue",
             "all is right, but something is slow",
         ]),
-        (slow_reads, 0, [
-            "10 GB/s, 10 % of a copy\n  SLOW: 8.0 times slower than a copy and MLX's",
-            "SLOW: 3.3 times slower than a copy\n  This is MLX alone",
-        ]),
+        (bytes_moved, 0, ["100 GB/s, 100 % of a copy\ndecodes: ", " 10 GB/s, 10 % of a copy"]),
         (launches_out_of_order, 1, [
             "Order:     WRONG, all: read 3 saw 1", "use `--attention reference`"
         ]),
@@ -299,7 +292,7 @@ def test_no_check_begins_when_the_time_is_over(a_gpu, monkeypatch, capsys, tmp_p
         return CheckResult(check, 0.0, 1.0)
 
     monkeypatch.setattr(isolated, "run_here", check)
-    monkeypatch.setattr(bandwidth, "measure", lambda *_: [])
+    monkeypatch.setattr(bandwidth, "measure", lambda *_: {})
     found = compare_tokens.Comparison("k", "r", 1, 2, {})
     monkeypatch.setattr(compare_tokens, "compare", lambda *_: found)
     assert run("--seconds", "5", "--report", str(file)) == 0

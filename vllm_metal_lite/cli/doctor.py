@@ -157,13 +157,9 @@ class Examination:
             shape.num_heads, shape.num_kv_heads, shape.k_head_dim, shape.k_head_dim, shape.dtype
         )
         with self._section("bandwidth", "measuring the memory's speed"):
-            found = bandwidth.measure(
+            self.report["bandwidth"] = bandwidth.measure(
                 square, BANDWIDTH_SIZES, lambda what: _say(f"measuring: {what}")
             )
-        self.report["bandwidth"] = [
-            {**asdict(measured), "times_slower": measured.times_slower, "is_slow": measured.is_slow}
-            for measured in found
-        ]
 
     def _check_order(self) -> None:
         with self._section("ordering", "checking the order of launches"):
@@ -206,7 +202,7 @@ def _begin() -> Report:
         "checks": [],
         "not_tried": {"checks": 0, "of_checks": 0},
         "interrupted": False,
-        "bandwidth": [],
+        "bandwidth": {},
         "ordering": [],
         "answers": None,
         "problems": [],
