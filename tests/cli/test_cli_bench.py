@@ -173,7 +173,7 @@ def test_an_engine_that_fails_is_left_empty():
 def test_a_time_limit_skips_and_says_how_long():
     suite = Suite([Script()], range(9), EngineConfig(), 10**9, seconds=-1.0, stop=lambda: False)
     suite._engines[0].step = list  # nothing ever comes
-    suite.run([BenchCase(1, 8)], 4, show_bar=False)
+    suite.run([BenchCase(1, 8)], 4)
     assert suite.results[0].skipped
     assert not suite.results[0].timings
 

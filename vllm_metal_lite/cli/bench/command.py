@@ -4,7 +4,6 @@ Exit code 0; 1 on an error, or if a case failed; 130 after Ctrl-C, which shows t
 """
 
 import argparse
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     with DeferredInterrupt(stopping) as interrupt:
         suite = Suite(engines, tokens, config, capacity, args.seconds, lambda: interrupt.pressed)
         with suppress(KeyboardInterrupt):  # a second Ctrl-C, within a step
-            suite.run(cases, args.new_tokens, sys.stderr.isatty())
+            suite.run(cases, args.new_tokens)
         interrupted = interrupt.pressed
     report |= {
         "model": {
