@@ -3,9 +3,11 @@
     python -m tools.bench.embeddings                                     a GPU, random bfloat16
     python -m tools.bench.embeddings --model 256x2 --texts 40 --rows 256 512 --sizes 1 2 4    a CPU
 
-Lengths are lognormal, median 120 tokens.  Neither side computes logits.  A size is rows a step
-here, and texts a batch for mlx-lm.  Prints Markdown: texts a second (median, behind one run), the
-part of the rows that is padding, the least cosine to mlx-lm's last size, and the ratio.
+Lengths are lognormal, median 120 tokens.  Neither side computes logits.  MLX CUDA needs
+MLX_CUDA_SDPA_CACHE_SIZE=16384, or it plans the attention of each shape again in every run.  A size
+is rows a step here, and texts a batch for mlx-lm.  Prints Markdown: texts a second (median, behind
+one run), the part of the rows that is padding, the least cosine to mlx-lm's last size, and the
+ratio.
 """
 
 import argparse
@@ -50,8 +52,8 @@ def packed(model: LoadedModel, prompts: Texts, rows: int) -> Run:
     def run() -> np.ndarray:
         mx.set_cache_limit(cache_limit)
         found = {}
-        for i, prompt in enumerate(prompts):
-            engine.add_request(str(i), prompt, PoolingParams())
+        for i, prompt in enumerate(prompts):  # in the order of `LLM.embed`
+            engine.add_request(str(i), prompt, PoolingParams(), priority=len(prompt))
         while engine.has_unfinished_requests():
             found |= {o.request_id: o.pooled for o in engine.step() if o.finished}
         return np.stack([found[str(i)] for i in range(len(prompts))])

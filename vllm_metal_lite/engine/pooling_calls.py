@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.pooling import checked
-from vllm_metal_lite.engine.prompt_ids import Prompt, as_list
+from vllm_metal_lite.engine.prompt_ids import Prompt, as_list, text_or_ids
 from vllm_metal_lite.engine.scores import plan_scores
 from vllm_metal_lite.errors import RequestError, show
 from vllm_metal_lite.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
@@ -42,7 +42,7 @@ class PoolingCalls:
                 done.num_cached_tokens,
                 checked(done.pooled, params).tolist(),
             )
-            for done in self.generate(batch, params, use_tqdm=use_tqdm)
+            for done in self._read(batch, params, use_tqdm)
         ]
 
     def score(
@@ -71,7 +71,7 @@ class PoolingCalls:
             self.engine.max_model_len,
             instruction,
         )
-        done = self.generate(plan.prompts, plan.params, use_tqdm=use_tqdm)
+        done = self._read(plan.prompts, plan.params, use_tqdm)
         values = [checked(output.pooled, plan.params) for output in done]
         return [ScoringRequestOutput(i, score) for i, score in enumerate(plan.scores(values))]
 
@@ -83,6 +83,13 @@ class PoolingCalls:
             raise RequestError(f"top_n must be at least 0, got {top_n}")
         scores = self.score(query, documents, **options)
         return sorted(scores, key=lambda output: -output.score)[:top_n]
+
+    def _read(
+        self, prompts: Sequence[Prompt], params: PoolingParams, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        # The shortest goes first: attention pads the prompts of a step to like lengths.
+        lengths = [len(text_or_ids(prompt)) for prompt in prompts]
+        return self.generate(prompts, params, priority=lengths, use_tqdm=use_tqdm)
 
 
 def _checked_params(params: PoolingParams | None) -> PoolingParams:

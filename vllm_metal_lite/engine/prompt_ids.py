@@ -22,17 +22,19 @@ def tokenize(
 ) -> tuple[str | None, list[int]]:
     """(text, token ids) of a prompt: a string, token ids, or a dict with "prompt_token_ids" or
     "prompt".  Raises RequestError for other types and for ids outside the vocabulary."""
-    text, prompt = None, text_or_ids(prompt)
-    if isinstance(prompt, str):
-        text, prompt = prompt, encode(prompt, tokenizer) if prompt else []
-    if len(prompt) == 0:
+    text, ids = None, text_or_ids(prompt)
+    if isinstance(ids, str):
+        text, ids = ids, encode(ids, tokenizer) if ids else []
+    if len(ids) == 0:
         raise RequestError("the prompt is empty: it must have at least one token")
-    for token in prompt:
-        if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
+    for kind in set(map(type, ids)):  # types first: a long prompt has only one
+        if kind is bool or not issubclass(kind, (int, np.integer)):
+            token = next(token for token in ids if type(token) is kind)
             raise RequestError(f"token ids must be integers, got {show(token)}")
+    for token in (min(ids), max(ids)):
         if not 0 <= token < vocab_size:
             raise RequestError(f"token id {show(token)} is outside the vocabulary of {vocab_size}")
-    return text, [int(t) for t in prompt]
+    return text, list(map(int, ids))
 
 
 def encode(

@@ -159,10 +159,13 @@ async def _pool(
             return request
 
     try:
-        requests = await all_of(map(run, token_ids))
+        # The shortest goes first: attention pads the prompts of a step to like lengths.
+        order = sorted(range(len(token_ids)), key=lambda i: len(token_ids[i]))
+        done = await all_of(run(token_ids[i]) for i in order)
     except ContextOverflow as e:
         e.param = param
         raise
+    requests = [request for _, request in sorted(zip(order, done, strict=True))]
     return requests, [checked(request.pooled, params) for request in requests]
 
 
