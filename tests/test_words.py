@@ -35,7 +35,7 @@ _GROUPS += " recurrence runner engine/describe prefix_disk"
 NAMES = {
     r"plans?|\w+_plans?|\w*Plan": (f"{_PLANS} server/openai_api/pooling", "the thing that it is"),
     r"ranks?|_ranks?": (_RANKS, "priority, order"),
-    r"groups?|_groups": (f"{_GROUPS} specs chat_formats/minicpm5", "batch, part, kind"),
+    r"groups?|_groups": (f"{_GROUPS} specs chat_formats/tagged", "batch, part, kind"),
     r"forms?|with_form|check_form|answer_form": ("server structured_outputs", "format, kind"),
     r"ways?|trails?|instead|without_kernels?": ("", "path, trial, fallback"),
     r"attention_chunk": ("attention kernels kv model scheduler specs", "chunk"),

@@ -5,7 +5,7 @@ everywhere.  Numpy's scalars are numbers too; a field that passed holds a plain 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
 from numbers import Integral, Real
 from typing import Any
@@ -16,13 +16,11 @@ from vllm_metal_lite.errors import MetalLiteError, Option, show
 @dataclass(frozen=True)
 class Rule:
     """allowed: in words, as in "must be ...".  take: a value as a plain Python one; raises
-    _REFUSALS if it is not allowed.  optional: None is allowed too, for "not given".
-    schema: the allowed values as a JSON schema."""
+    _REFUSALS if it is not allowed.  optional: None is allowed too, for "not given"."""
 
     allowed: str
     take: Callable[[Any], Any]
     optional: bool = False
-    schema: Mapping[str, Any] = field(default_factory=dict)
 
 
 _REFUSALS = (TypeError, ValueError, OverflowError)
@@ -60,7 +58,7 @@ def integer(
     if allowed is None:
         allowed = "an integer" + (f" from {low} to {high}" if high is not None else "")
         allowed += f" of at least {low}" if low is not None and high is None else ""
-    return Rule(allowed, take, optional, _limits("integer", minimum=low, maximum=high))
+    return Rule(allowed, take, optional)
 
 
 def number(
@@ -78,13 +76,7 @@ def number(
         allowed = f"a number above {low}" + (f" and at most {high}" if high is not None else "")
     else:
         allowed = f"a number from {low} to {high}" if high is not None else f"a number >= {low}"
-    lowest = {"exclusiveMinimum" if above else "minimum": low}
-    return Rule(allowed, take, optional, _limits("number", **lowest, maximum=high))
-
-
-def _limits(kind: str, **limits: float | None) -> dict[str, Any]:
-    given = {name: limit for name, limit in limits.items() if limit is not None}
-    return {"type": kind, **given}
+    return Rule(allowed, take, optional)
 
 
 def choice(*values: Any, optional: bool = False) -> Rule:
@@ -97,7 +89,7 @@ def choice(*values: Any, optional: bool = False) -> Rule:
         return values[values.index(value)]
 
     *names, last = map(str, values)
-    return Rule(f"{', '.join(names)} or {last}", take, optional, {"enum": list(values)})
+    return Rule(f"{', '.join(names)} or {last}", take, optional)
 
 
 def switch() -> Rule:
@@ -108,7 +100,7 @@ def switch() -> Rule:
         _require(isinstance(value, bool) or type(value).__name__ == "bool")
         return bool(value)
 
-    return Rule("true or false", take, schema={"type": "boolean"})
+    return Rule("true or false", take)
 
 
 def token_ids(*, empty: bool = True) -> Rule:
@@ -117,8 +109,7 @@ def token_ids(*, empty: bool = True) -> Rule:
         return tuple(map(_token_id, value))
 
     allowed = "a list of token ids" if empty else "a list of at least one token id"
-    ids = {"type": "array", "items": _limits("integer", minimum=0), "minItems": 0 if empty else 1}
-    return Rule(allowed, take, True, ids)
+    return Rule(allowed, take, True)
 
 
 def biases() -> Rule:
@@ -126,9 +117,7 @@ def biases() -> Rule:
         _require(isinstance(value, Mapping))
         return {_token_id(token): _number(bias) for token, bias in value.items()}
 
-    keys = {"pattern": "^[0-9]+$"}  # of JSON
-    schema = {"type": "object", "propertyNames": keys, "additionalProperties": {"type": "number"}}
-    return Rule("a dict of token ids to finite numbers", take, True, schema)
+    return Rule("a dict of token ids to finite numbers", take, True)
 
 
 def texts(*, alone: bool = False) -> Rule:
@@ -142,17 +131,10 @@ def texts(*, alone: bool = False) -> Rule:
             text.encode()  # fails for half a surrogate pair
         return tuple(map(str, value))
 
-    one = {"type": "string", "minLength": 1}
-    many = {"type": "array", "items": one}
+    allowed = "a list of non-empty strings of valid Unicode"
     if alone:
         allowed = "a non-empty string of valid Unicode, or a list of them"
-        return Rule(allowed, take, True, {"anyOf": [one, many]})
-    return Rule("a list of non-empty strings of valid Unicode", take, True, many)
-
-
-def schema_of(rule: Rule) -> dict[str, Any]:
-    """What a rule allows where null means "not given"."""
-    return {"anyOf": [dict(rule.schema), {"type": "null"}]}
+    return Rule(allowed, take, True)
 
 
 def whole(value: Any) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_metal_lite.errors import Option, SamplingError, one_line, show
-from vllm_metal_lite.rules import Rule, apply_rules, integer, schema_of, switch, texts, token_ids
+from vllm_metal_lite.rules import Rule, apply_rules, integer, switch, texts, token_ids
 
 # Between the parts of JSON: a space, or a line break and an indent.  Without a limit, models that
 # may end nowhere write spaces forever.
@@ -82,21 +82,18 @@ def _schema_text(schema: Mapping[str, Any]) -> str:
         ) from None
 
 
-def _text(*others: str) -> Rule:
-    """others: types in JSON, which the record makes texts of."""
-
+def _text() -> Rule:
     def take(value: Any) -> str:
         if not isinstance(value, str) or not value:
             raise ValueError
         value.encode()
         return value
 
-    schema = {"type": ["string", *others], "minLength": 1}
-    return Rule("a non-empty string of valid Unicode", take, True, schema)
+    return Rule("a non-empty string of valid Unicode", take, True)
 
 
 _STRUCTURED_RULES = {
-    "json": _text("object"),
+    "json": _text(),
     "json_object": switch(),
     "regex": _text(),
     "choice": texts(),
@@ -117,9 +114,7 @@ _RULES = {StructuredOutputsParams: _STRUCTURED_RULES, ThinkingParams: _THINKING_
 
 def record(kind: type) -> Rule:
     """A dataclass of this module, or a dict of its fields."""
-    rules = _RULES[kind]
-    names = list(rules)
-    properties = {name: schema_of(rule) for name, rule in rules.items()}
+    names = list(_RULES[kind])
 
     def take(value: Any) -> Any:
         if isinstance(value, kind):
@@ -133,6 +128,4 @@ def record(kind: type) -> Rule:
             )
         return kind(**value)
 
-    allowed = f"a {kind.__name__} or a dict (JSON object) of its fields"
-    schema = {"type": "object", "properties": properties, "additionalProperties": False}
-    return Rule(allowed, take, True, schema)
+    return Rule(f"a {kind.__name__} or a dict (JSON object) of its fields", take, True)

@@ -154,9 +154,8 @@ json_values = st.recursive(
 )  # fmt: skip
 def test_random_arguments_and_splits(name, call, cuts, before):
     if call not in CALLS:
-        # Gemma's names have no marks around them, M3 does not say which of two empty things it
-        # writes.
-        env = {} if "gemma" in name or name == "minimax_m3" else call[1]["env"]
+        # Gemma's names have no marks around them.
+        env = {} if "gemma" in name else call[1]["env"]
         cmd = call[1]["cmd"]
         if name in RAW_STRINGS:  # without escapes
             cmd = cmd.replace(RAW_STRINGS[name], "").replace("\r", "")
@@ -186,13 +185,3 @@ def test_markers_within_strings_are_text(name):
     marks = " ".join(m for m in form.markers if m != RAW_STRINGS.get(name))
     call = ("run", {"cmd": f"echo {marks} ok"})
     assert check_splits(form, WRITERS[name]([call])).called == [call]
-
-
-def test_markers_that_say_nothing_are_dropped():
-    call = WRITERS["kimi_k3"](CALLS[:1])
-    response = "<|open|>response<|sep|>I look.<|close|>response<|sep|>"
-    text = f"Which file?<|close|>think<|sep|>{response}{call}<|close|>message<|sep|>"
-    said = check_splits(FORMATS["kimi_k3"], text, in_reasoning=True)
-    assert (said.reasoning, said.text, said.called) == ("Which file?", "I look.", CALLS[:1])
-    said = check_splits(FORMATS["minimax_m3"], "</mm:think>Yes.")
-    assert (said.reasoning, said.text) == ("", "Yes.")

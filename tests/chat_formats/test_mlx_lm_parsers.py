@@ -12,7 +12,7 @@ PARSERS = {
     "hermes": "json_tools", "qwen3_coder": "qwen3_coder", "glm45": "glm47", "glm47": "glm47",
     "mistral": "mistral", "kimi_k2": "kimi_k2", "minimax_m2": "minimax_m2", "lfm2": "pythonic",
     "gemma4": "gemma4", "function_gemma": "function_gemma", "longcat": "longcat",
-    "kimi_k3": "kimi_k3", "minicpm5": "minicpm5",
+    "minicpm5": "minicpm5",
 }  # fmt: skip
 CALLS = [
     ("read", {"path": "src/a b.txt", "limit": 3}),

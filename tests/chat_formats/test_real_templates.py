@@ -8,7 +8,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.support.chat_text import check_splits
 from tests.support.real_parts import template, templates
-from tests.support.real_tokenizers import llama_cpp_templates
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.detect import detect
 from vllm_metal_lite.chat_formats.probe import ARGUMENTS, TOOL, reads, written_calls
@@ -30,7 +29,6 @@ MODELS = {
     "deepseek-ai-DeepSeek-V4": "deepseek_v4",
     "moonshotai-Kimi-K2-Thinking": "kimi_k2",
     "MiniMaxAI-MiniMax-M2": "minimax_m2",
-    "MiniMaxAI-MiniMax-M3-MXFP8": "minimax_m3",
     "openbmb-MiniCPM5-1B": "minicpm5",
     "tencent-Hunyuan-7B-Pretrain": "hunyuan",
     "meituan-longcat-LongCat-2.0": "longcat2",
@@ -89,17 +87,6 @@ def test_a_format_reads_what_its_template_writes_or_there_is_none():
     assert counts.total() == 389
     assert len(unread) <= 10, unread
     assert counts["none"] <= 38, counts
-
-
-@pytest.mark.parametrize("name", ["Kimi-K3", "MiniMax-M3"])
-def test_templates_that_are_newer(name):
-    text = llama_cpp_templates()[name]
-    chat_format = detect(text, renderer(text))
-    assert chat_format.name == name.lower().replace("-", "_")
-    said = check_splits(chat_format, called(text, chat_format)[0], tools=[TOOL])
-    assert said.called == [(TOOL.name, ARGUMENTS)]
-    prompt = renderer(text)([USER], [], True)
-    assert chat_format.opens_reasoning(prompt) == (name == "Kimi-K3")
 
 
 # Their texts are those of another format.

@@ -43,15 +43,12 @@ SLIPS = {
         (INVOKE, READ, "a.txt</parameter>", "a.txt", READ[1]),
         (INVOKE, READ, "3</parameter>", "3", READ[1]),
         (DSML, READ, "a.txt</｜DSML｜parameter>", "a.txt", READ[1]),
-        (("kimi_k3",), READ, "a.txt<|close|>argument<|sep|>", "a.txt", READ[1]),
         (("minicpm5",), READ, "a.txt</param>", "a.txt", READ[1]),
-        (("minimax_m3",), READ, "a.txt]<]minimax[>[</path>", "a.txt", READ[1]),
     ],
     "no end of the last value": [
         (QWEN, ("read", PATH), "\n</parameter>\n</function>", "\n</function>", PATH),
         (INVOKE, ("read", PATH), "</parameter>", "", PATH),
         (DSML, ("read", PATH), "</｜DSML｜parameter>", "", PATH),
-        (("kimi_k3",), ("read", PATH), "<|close|>argument<|sep|>", "", PATH),
     ],
     "an end twice": [
         (QWEN, READ, "a.txt\n</parameter>", "a.txt\n</parameter>\n</parameter>", READ[1]),
@@ -68,8 +65,7 @@ SLIPS = {
             (QWEN, "a</function>b"), (QWEN, "<parameter=path>"),
             (GLM, "a</arg_value> b"), (GLM, "a<arg_key>b</arg_key>c"),
             (INVOKE, "a</parameter> b"), (INVOKE, '<parameter name="x">5</parameter>'),
-            (DSML, "a</｜DSML｜parameter> b"), (("kimi_k3",), "a<|close|>argument<|sep|> b"),
-            (("minicpm5",), "a</param> b"), (("minimax_m3",), "a]<]minimax[>[</path> b"),
+            (DSML, "a</｜DSML｜parameter> b"), (("minicpm5",), "a</param> b"),
         ]
     ] + [
         (("minicpm5",), ("read", {"path": "a\nb"}), "a\nb", "a ]]> b", {"path": "a ]]> b"}),
@@ -94,22 +90,19 @@ SLIPS = {
         (INVOKE, READ, '<parameter name="limit">', "<parameter>", None),
         (INVOKE, READ, '<parameter name="limit">', "<parameter", None),
         (DSML, READ, ' name="limit" string="false">', "", None),
-        (("kimi_k3",), READ, 'key="limit" ', "", None),
         (("minicpm5",), READ, '<param name="limit">', "<param name=>", None),
-        (("minimax_m3",), READ, "<limit>", "<>", None),
         (GEMMA, READ, "limit:", ":", None),
     ],
     "an end that is none": [
         (QWEN, READ, "a.txt\n</parameter>", "a.txt\n</parameter> x", None),
         (GLM, READ, "a.txt</arg_value>", 'a.txt</arg_value>"', None),
-        (("kimi_k3",), READ, 'type="string"<|sep|>', 'type="string"', None),
         (("gemma4",), READ, '<|"|>a.txt', "a.txt", None),
         (GLM, READ, "<arg_key>limit", "<arg_key><arg_key>limit", None),
     ],
     # Typed values
     "numbers that JSON has not": [
         (names, run(scale=0.5), "0.5", number, run(scale=number)[1])
-        for names in (QWEN, GLM, INVOKE, DSML, ("kimi_k3", "minicpm5", "minimax_m3"), GEMMA)
+        for names in (QWEN, GLM, INVOKE, DSML, ("minicpm5",), GEMMA)
         for number in ("NaN", "Infinity", "-Infinity", "inf", "1e999")
     ] + [
         (QWEN, run(env={"A": 1}), "1}", "NaN}", run(env='{"A": NaN}')[1]),
@@ -119,9 +112,9 @@ SLIPS = {
     ],
     "Python's constants": [
         (names, run(dry=True), "true<", "True<", run(dry=True)[1])
-        for names in (GLM, INVOKE, DSML, ("kimi_k3", "minicpm5"))
+        for names in (GLM, INVOKE, DSML, ("minicpm5",))
     ] + [
-        ((*QWEN, *GEMMA, "minimax_m3"), run(dry=True), "true", "True", run(dry=True)[1]),
+        ((*QWEN, *GEMMA), run(dry=True), "true", "True", run(dry=True)[1]),
         (QWEN, run(env={"A": True}), '{"A": true}', "{'A': True}", run(env={"A": True})[1]),
         (DSML, run(args=["x"]), '["x"]', "['x']", run(args=["x"])[1]),
         (GEMMA, run(args=[True]), "[true]", "[True]", run(args=[True])[1]),

@@ -8,19 +8,21 @@ import pytest
 
 from metal.host import compiler_available, installed
 from tests.support.declared_order import recording
-from tests.support.mlx_graph import READERS, WRITERS, WRITES_IF_FUSED
-from vllm_metal_lite.checks import ordering, ordering_graph
-from vllm_metal_lite.checks.ordering import BUFFERS, problem, stress
-from vllm_metal_lite.checks.ordering_graph import LATENTS, READS, STATES, WRITES, GraphSizes, build
+from vllm_metal_lite.checks import ordering
+from vllm_metal_lite.checks.ordering import (
+    BUFFERS,
+    READS,
+    STATES,
+    WRITES,
+    GraphSizes,
+    build,
+    problem,
+    stress,
+)
 
 TINY = GraphSizes(launches=24, sequences=2, context=32, num_heads=2, num_kv_heads=1, head_dim=16)
 # Which argument the token is; rope_write takes it by name.
-TOKEN_AT = {
-    "kv_write": 5, "kv_gather": 3, "paged_decode": 5, "varlen_prefill": 7, "latent_attention": 8,
-    "causal_conv": 6, "gated_delta": 6,
-}  # fmt: skip
-# The host's stand-in for another order takes no MLX operation between launches: the merge has one.
-REORDERABLE = tuple(kernel for kernel in READS if kernel != "merge_partitions")
+TOKEN_AT = {"kv_write": 5, "kv_gather": 3, "paged_decode": 5, "causal_conv": 6}
 
 needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -30,19 +32,13 @@ def test_launches_in_order_are_right():
     with installed():
         reads = build(TINY)
         assert problem(reads) is None
-    assert {read.kernel for read in reads} == {*READS, LATENTS[1], *STATES}
-
-
-def test_every_kernel_that_takes_the_token_is_in_the_graph():
-    """The quantised ones take it as the others do."""
-    tried = {*WRITES, *READS, *LATENTS, *STATES}
-    taking = {k.removesuffix("_quantised") for k in WRITERS | WRITES_IF_FUSED | READERS}
-    assert taking == tried - {"merge_partitions", "fused_decode"}
+    assert {read.kernel for read in reads} == {*READS, STATES}
+    assert {*TOKEN_AT, "rope_write"} == {*WRITES, *READS, STATES}
 
 
 def first_problem(pick):
     with recording() as launches:
-        reads = build(TINY, REORDERABLE)
+        reads = build(TINY)
     return problem(reads, launches.run(pick))
 
 
@@ -54,17 +50,17 @@ def test_tokens_order_the_launches_in_every_order_that_a_device_may_take():
 
 
 @needs_compiler
-@pytest.mark.parametrize("kernel", ["rope_write", "latent_write", *TOKEN_AT])
+@pytest.mark.parametrize("kernel", ["rope_write", *TOKEN_AT])
 def test_a_dropped_token_is_noticed(monkeypatch, kernel):
     """The launch gives back the token that it took, so that no later launch waits for it."""
-    launch = getattr(ordering_graph, kernel)
+    launch = getattr(ordering, kernel)
 
     def forgetful(*args, **kwargs):
         result = launch(*args, **kwargs)
         token = kwargs.get("token") if "token" in kwargs else args[TOKEN_AT[kernel]]
         return (*result[:-1], token) if isinstance(result, tuple) else token
 
-    monkeypatch.setattr(ordering_graph, kernel, forgetful)
+    monkeypatch.setattr(ordering, kernel, forgetful)
     assert " must see " in first_problem(max)
 
 

@@ -14,11 +14,7 @@ from vllm_metal_lite.cli.main import main
 USAGE = {
     "": "", "bogus": "", "generate": "", "generate /": "", "generate /nowhere/in.jsonl": "",
     "generate /dev/null -o /nowhere/out.jsonl": "",
-    "--nope": "there is no option --nope (see vllm-metal-lite --help)",
-    "chat --nope": "there is no option --nope (see vllm-metal-lite chat --help)",
-    "generate --nope": "there is no option --nope (see vllm-metal-lite generate --help)",
-    "chat --temprature=1": "there is no option --temprature: did you mean --temperature? (see "
-    "vllm-metal-lite chat --help)",
+    "chat --nope": "unrecognized arguments: --nope (see vllm-metal-lite chat --help)",
     "chat a b": "unrecognized arguments: b (see vllm-metal-lite chat --help)",
     "chat --block-size 7": "--block-size", "chat --block-size many": "--block-size",
     "chat --num-blocks 0": "--num-blocks", "chat --dtype int4": "--dtype",

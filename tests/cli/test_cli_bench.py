@@ -4,19 +4,18 @@ import json
 import os
 import signal
 import sys
-from unittest.mock import ANY, MagicMock, call
 
 import pytest
 
 from tests.support.cli_kit import CONTEXT, model_folder
 from vllm_metal_lite.cli import machine
-from vllm_metal_lite.cli.bench.cases import SETTLE_STEPS, BenchCase, Pace, make_cases
+from vllm_metal_lite.cli.bench.cases import SETTLE_STEPS, BenchCase, make_cases
 from vllm_metal_lite.cli.bench.suite import Suite
 from vllm_metal_lite.cli.bench.table import ratio, table
 from vllm_metal_lite.cli.bench.timed_case import ThisEngine, Timing, drive, medians, timing
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.errors import MetalLiteError, RequestError, install
+from vllm_metal_lite.errors import MetalLiteError, RequestError
 
 SMALL = ["--requests", "1,3", "--context", "16", "--new-tokens", "8", "--seconds", "60"]
 
@@ -96,13 +95,10 @@ def test_what_is_too_long_or_too_large_is_skipped(bench):
         (["--requests", "33"], "--max-num-seqs (32), got 33"),
         (["--seconds", "nan"], "--seconds: must be a number from 1"),
         (["--report", "/nowhere/a.json"], "/nowhere/a.json: No such file"),
-        (["--plot", "a.gif"], "--plot must end in .png"),
-        (["--plot", "none.png"], install("bench")),
     ],
     ids=str,
 )
-def test_bad_flags_are_refused_before_the_model_is_loaded(flags, words, monkeypatch, capsys):
-    monkeypatch.setattr("vllm_metal_lite.cli.bench.plot.find_spec", lambda name: None)
+def test_bad_flags_are_refused_before_the_model_is_loaded(flags, words, capsys):
     assert main(["bench", "no/such-model", *flags]) == 2
     err = capsys.readouterr().err
     assert words in err
@@ -174,22 +170,10 @@ def test_an_engine_that_fails_is_left_empty():
     assert engine.ended
 
 
-def test_the_estimate_is_of_the_nearest_case():
-    pace = Pace()
-    pace.learn(BenchCase(1, 100), prompt_rate=50.0, decode_rate=10.0)
-    assert pace.run(BenchCase(1, 100), 2) == pytest.approx(2 + (SETTLE_STEPS + 2) / 10)
-    assert pace.step(4) == pytest.approx(0.4)
-    pace.learn(BenchCase(8, 100), prompt_rate=50.0, decode_rate=40.0)
-    assert pace.step(8) == pytest.approx(0.2)
-    before = pace.run(BenchCase(8, 100), 2)
-    pace.learn(BenchCase(1, 4000), prompt_rate=1.0, decode_rate=None)
-    assert pace.run(BenchCase(8, 100), 2) == before
-
-
 def test_a_time_limit_skips_and_says_how_long():
     suite = Suite([Script()], range(9), EngineConfig(), 10**9, seconds=-1.0, stop=lambda: False)
     suite._engines[0].step = list  # nothing ever comes
-    suite.run([BenchCase(1, 8)], 4, show_bar=False)
+    suite.run([BenchCase(1, 8)], 4)
     assert suite.results[0].skipped
     assert not suite.results[0].timings
 
@@ -207,7 +191,7 @@ def test_a_ratio_above_1_means_that_ours_is_better():
     assert ratio(timings, "seconds_to_first", more=False) == 2.0
     assert ratio(timings, "prompt_rate", more=True) == 2.0
     assert ratio(timings, "decode_rate", more=True) is None
-    assert table([], 8)
+    assert table([])
 
 
 # Reports
@@ -240,19 +224,3 @@ def test_the_facts_of_a_mac(monkeypatch):
     assert found == ("Apple M3 Max", 40, "macOS 15.1")
     tools["ioreg"] = ""
     assert machine.facts()["gpu_cores"] is None
-
-
-def test_the_picture_has_a_panel_a_column(bench, monkeypatch, tmp_path):
-    """With a stand-in for matplotlib, which the tests do not need."""
-    module = MagicMock()
-    figure = module.Figure.return_value
-    panels = figure.subplots.return_value = [MagicMock() for _ in range(3)]
-    monkeypatch.setitem(sys.modules, "matplotlib", MagicMock())
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", module)
-    monkeypatch.setattr("vllm_metal_lite.cli.bench.plot.find_spec", lambda name: True)
-    path = str(tmp_path / "a.svg")
-    bench("--compare", "--plot", path)
-    figure.savefig.assert_called_once_with(path)
-    lines = [line for panel in panels for line in panel.plot.call_args_list]
-    assert len(lines) == 3 * 2
-    assert lines[0] == call((1, 3), ANY, "o-", color=ANY, label="ours, context 16")

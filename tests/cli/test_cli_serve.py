@@ -30,7 +30,7 @@ HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
         (["--allowed-host", "a:80"], "--allowed-host must be names without a port"),
         (["--allowed-origin", "a.example"], "--allowed-origin must be as browsers send them"),
         (["--max-num-seqs", "0"], "--max-num-seqs must be"),
-        (["--bogus"], "there is no option --bogus"),
+        (["--bogus"], "unrecognized arguments: --bogus"),
         (["demo", "demo"], "unrecognized arguments: demo"),
         (["--model", "=demo"], "--model must be MODEL or NAME=MODEL, got '=demo'"),
         (["--model", "big="], "--model must be MODEL or NAME=MODEL, got 'big='"),

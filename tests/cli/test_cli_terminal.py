@@ -6,7 +6,6 @@ import os
 import readline
 import signal
 import sys
-import termios
 import threading
 
 import pytest
@@ -15,7 +14,6 @@ from tests.support.cli_kit import CONTEXT, Typist, model_folder, pipe
 from vllm_metal_lite import LLM, SamplingParams
 from vllm_metal_lite.cli.conversation import Conversation
 from vllm_metal_lite.cli.main import main
-from vllm_metal_lite.cli.wrap import wrap
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt
 
 PROMPT = r">>> "
@@ -28,38 +26,6 @@ def typist():
     person.wait(PROMPT)
     yield person
     person.close()
-
-
-@pytest.fixture
-def terminal():
-    """Opens a terminal of some columns, as a stream."""
-    opened = []
-
-    def start(columns: int):
-        master, slave = os.openpty()
-        termios.tcsetwinsize(slave, (24, columns))
-        opened.extend([os.fdopen(master, "rb"), os.fdopen(slave, "w")])
-        return opened[-1]
-
-    yield start
-    for file in opened:
-        file.close()
-
-
-@pytest.mark.parametrize("columns", [80, 50])
-def test_notices_are_as_wide_as_the_terminal(terminal, columns, tmp_path):
-    text = (
-        "Model:     demo: qwen3, 2.76M parameters, 10.5 MiB, computes in float32, and so on\n"
-        f"short\n{'word ' * 40}\nerror: {'/a/long/path' * 10}: no such folder"
-    )
-    lines = wrap(text, terminal(columns)).split("\n")
-    assert lines[1].startswith(" " * 11 + ("on" if columns == 80 else "MiB"))
-    assert "short" in lines
-    assert "/a/long/path" * 10 + ":" in lines  # to be copied
-    assert all(len(line) <= columns for line in lines if "path" not in line)
-    assert " ".join(" ".join(lines).split()) == " ".join(text.split())
-    with (tmp_path / "file").open("w") as file:
-        assert wrap(text, file) == text
 
 
 @pytest.mark.skipif("libedit" in (readline.__doc__ or ""), reason="libedit has no pastes")

@@ -156,7 +156,7 @@ def no_work(a_gpu, monkeypatch):
     """All is well, found without running anything.  Tests change what is found."""
     monkeypatch.setattr(verdicts, "remember", lambda _: None)
     results = [CheckResult(check, 0.0, 1.0) for check in doctor.checks_for(TINY)]
-    found = {"results": results, "bandwidth": [], "order": [Outcome("one", 9, None)]}
+    found = {"results": results, "bandwidth": {}, "order": [Outcome("one", 9, None)]}
     found["answers"] = compare_tokens.Comparison("kernels", "right", 1, 2, {})
 
     def check(checks, progress, *, timed, known):
@@ -176,12 +176,8 @@ def a_slow_kernel(found):
     found["results"][number] = replace(found["results"][number], speed=Speed(1e-3, 1e-4))
 
 
-def slow_reads(found):
-    found["bandwidth"] = [
-        bandwidth.Bandwidth("a copy", None, 100e9, {}),
-        bandwidth.Bandwidth("decodes", "paged_decode", 10e9, {"a copy": 100e9, "MLX's": 80e9}),
-        bandwidth.Bandwidth("a product", None, 30e9, {"a copy": 100e9}),
-    ]
+def bytes_moved(found):
+    found["bandwidth"] = {"a copy": 100e9, "decodes": 10e9}
 
 
 def launches_out_of_order(found):
@@ -197,10 +193,7 @@ def launches_out_of_order(found):
             "uses the fallback where that is faster; please open an issue",
             "all is right, but something is slow",
         ]),
-        (slow_reads, 0, [
-            "10 GB/s, 10 % of a copy\n  SLOW: 8.0 times slower than a copy and MLX's",
-            "SLOW: 3.3 times slower than a copy\n  This is MLX alone",
-        ]),
+        (bytes_moved, 0, ["100 GB/s, 100 % of a copy\ndecodes: ", " 10 GB/s, 10 % of a copy"]),
         (launches_out_of_order, 1, [
             "Order:     WRONG, all: read 3 saw 1", "use `--attention reference`"
         ]),
@@ -288,13 +281,10 @@ def test_a_hang_costs_its_deadline_once(a_gpu, monkeypatch, capsys):
     assert re.search("Attention: .*without gather_rows", capsys.readouterr().out)
 
 
-# The time
-
-
-@pytest.fixture
-def slow_checks(a_gpu, monkeypatch):
-    """Each check takes a second of an injected clock.  Returns the checks that were run."""
-    tried = []
+@needs_compiler
+def test_no_check_begins_when_the_time_is_over(a_gpu, monkeypatch, capsys, tmp_path):
+    """Each check takes a second of an injected clock."""
+    tried, file = [], tmp_path / "report.json"
     monkeypatch.setattr(doctor, "monotonic", lambda: len(tried))
 
     def check(check, timed):
@@ -302,53 +292,17 @@ def slow_checks(a_gpu, monkeypatch):
         return CheckResult(check, 0.0, 1.0)
 
     monkeypatch.setattr(isolated, "run_here", check)
-    monkeypatch.setattr(bandwidth, "measure", lambda *_: [])
-    monkeypatch.setattr(
-        compare_tokens, "compare", lambda *_: compare_tokens.Comparison("k", "r", 1, 2, {})
-    )
-    return tried
-
-
-def test_the_checks_keep_to_their_share_of_the_time(slow_checks, capsys, tmp_path):
-    file = tmp_path / "report.json"
-    assert run("--seconds", "30", "--report", str(file)) == 0
-    assert len(slow_checks) == 30 * doctor.CHECKS_SHARE
+    monkeypatch.setattr(bandwidth, "measure", lambda *_: {})
+    found = compare_tokens.Comparison("k", "r", 1, 2, {})
+    monkeypatch.setattr(compare_tokens, "compare", lambda *_: found)
+    assert run("--seconds", "5", "--report", str(file)) == 0
+    assert len(tried) == 5
     report, out = json.loads(file.read_text()), capsys.readouterr().out
     total = report["not_tried"]["of_checks"]
-    left = total - len(slow_checks)
-    assert report["not_tried"] == {"checks": left, "of_checks": total, "parts": []}
-    assert f"not tried for time: {left} of {total} checks; --full tries all" in out
+    assert report["not_tried"] == {"checks": total - 5, "of_checks": total}
+    assert f"not tried for time: {total - 5} of {total} checks; --full tries all" in out
     assert "all that was tried is right" in out
     assert report["problems"] == []
-
-
-def test_each_kernel_is_tried_once_first(slow_checks):
-    run("--seconds", "1000")
-    kernels = [check.kernel for check in slow_checks]
-    own = doctor.checks_for(doctor.load("demo").kernel_use(16))
-    first = len({check.kernel for check in own})
-    assert len(set(kernels[:first])) == first
-    # Then the kernel that the demo does not use.
-    assert kernels[len(own)] == "skinny_gemm"
-
-
-def test_answers_need_the_checks_of_their_model(slow_checks, monkeypatch, capsys):
-    forbid(monkeypatch, "answers")  # its start would check
-    assert run("--seconds", "5") == 0
-    assert "Answers:   not tried for time; --full tries all" in capsys.readouterr().out
-
-
-def test_no_part_begins_when_the_time_is_over(no_work, monkeypatch, capsys):
-    monkeypatch.setattr(doctor.Examination, "is_over", lambda self, share=1.0: share == 1.0)
-    forbid(monkeypatch, "ordering", "bandwidth", "answers")
-    report = report_of(capsys)
-    assert report["not_tried"]["parts"] == ["bandwidth", "ordering", "answers"]
-    assert report["problems"] == []
-
-
-def test_full_has_no_limit(monkeypatch):
-    monkeypatch.setattr(doctor, "monotonic", iter([0.0, 1e9]).__next__)
-    assert not doctor.Examination({}, None, print).is_over()
 
 
 def test_full_adds_shapes(no_work, monkeypatch):

@@ -193,27 +193,6 @@ def test_a_clone_without_its_large_files_says_how_to_get_them(folder):
     assert "\n" not in str(error.value)
 
 
-QUANTIZATIONS = {
-    "gptq": (
-        "quantization_config says gptq, but",
-        {"quantization_config": {"quant_method": "gptq"}},
-    ),
-    "awq": ("quantization_config says awq, but", {"quantization_config": {"quant_method": "awq"}}),
-    "no method": ("quantization_config has no quant_method", {"quantization_config": {"bits": 4}}),
-    "a list": ("quantization_config must be an object", {"quantization_config": []}),
-    "no group size": ("quantization has no group_size", {"quantization": {"bits": 4}}),
-    "text": ("quantization must be an object, got 'q4'", {"quantization": "q4"}),
-}
-
-
-@pytest.mark.parametrize("fault", QUANTIZATIONS)
-def test_a_quantisation_that_does_not_fit_is_named_by_its_key(folder, fault):
-    words, config = QUANTIZATIONS[fault]
-    edit_config(folder, **config)
-    with pytest.raises(ModelLoadError, match=f"{folder}: config.json: {words}"):
-        loader.load(str(folder))
-
-
 def test_a_missing_file_of_weights_is_named(folder):
     names = list(mx.load(str(folder / "model.safetensors")))
     file = "model-00002-of-00002.safetensors"

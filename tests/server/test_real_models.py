@@ -12,7 +12,6 @@ from typing import Any
 import jsonschema
 import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
-from tokenizers import Tokenizer
 
 from tests.support import real_parts, real_tokenizers
 from tests.support.chat_text import TOOLS, Said, gather
@@ -24,7 +23,6 @@ from vllm_metal_lite.engine.detokenizer import Detokenizer
 from vllm_metal_lite.sampling.constraint import Constraint
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.conversations import ChatRequest
-from vllm_metal_lite.server.divergence import RecentPrompts
 from vllm_metal_lite.server.turns import PreparedTurn, prepare
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.structured_outputs.build import build
@@ -63,12 +61,10 @@ def client_of(family: str, template: str, folder: Path) -> EngineClient:
 
 def client_in(folder: Path) -> EngineClient:
     client = EngineClient.__new__(EngineClient)
-    client.recent = RecentPrompts()
     client.tokenizer = load_tokenizer(folder)
     client.facts = SimpleNamespace(
         name=folder.name, has_states=False, caches_prefixes=True, max_model_len=1 << 16
     )
-    client.recent = RecentPrompts()
     client.longest_token = 1 << 10
     return client
 
@@ -210,25 +206,3 @@ def test_closed_thoughts_in_the_prompt_leave_the_answer_none(tmp_path):
         conversation = ChatRequest([{"role": "user", "content": "Go."}], enable_thinking=enabled)
         turn = asyncio.run(prepare(engine, conversation, params))
         assert (turn.params.thinking is not None) == enabled
-
-
-@pytest.mark.parametrize(("name", "tokens", "thoughts"), [
-    ("Kimi-K3", ["<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"],
-     "Hm.<|close|>think<|sep|><|open|>response<|sep|>I look.<|close|>response<|sep|>"),
-    ("MiniMax-M3", ["]<]minimax[>[", "<mm:think>", "</mm:think>", "[e~["],
-     "<mm:think>Hm.</mm:think>I look."),
-])  # fmt: skip
-def test_markers_of_special_tokens_and_text(tmp_path, name, tokens, thoughts):
-    real_tokenizers.tokenizer_folder(
-        tmp_path, "qwen3.5", real_tokenizers.llama_cpp_templates()[name]
-    )
-    path = tmp_path / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.add_special_tokens(tokens)
-    tokenizer.save(str(path))
-    engine = client_in(tmp_path)
-    chat_format = engine.chat_format.name
-    assert chat_format == name.lower().replace("-", "_")
-    answer = f"{thoughts}{WRITERS[chat_format](CALLS)}{tokens[-1]}"
-    said = said_by(engine, turn_of(engine), encode(engine, answer))
-    assert (said.reasoning, said.text, said.called) == ("Hm.", "I look.", CALLS)

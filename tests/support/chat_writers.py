@@ -91,39 +91,6 @@ def _minimax(calls: Calls) -> str:
     return f"<minimax:tool_call>\n{''.join(call(*c) for c in calls)}</minimax:tool_call>"
 
 
-def _minimax_m3(calls: Calls) -> str:
-    tag = "]<]minimax[>["
-
-    def value(value: Any) -> str:
-        if isinstance(value, dict):
-            return "".join(f"{tag}<{k}>{inner(v)}{tag}</{k}>" for k, v in value.items())
-        if isinstance(value, list):
-            return "".join(f"{tag}<item>{inner(v)}{tag}</item>" for v in value)
-        return _text(value)
-
-    inner = value
-    written = "".join(
-        f'{tag}<invoke name="{name}">{inner(arguments)}{tag}</invoke>\n'
-        for name, arguments in calls
-    )
-    return f"{tag}<tool_call>\n{written}{tag}</tool_call>"
-
-
-def _kimi_k3(calls: Calls) -> str:
-    kinds = {bool: "boolean", str: "string", dict: "object", list: "array"}
-
-    def call(number: int, name: str, arguments: dict[str, Any]) -> str:
-        pairs = "".join(
-            f'<|open|>argument key="{k}" type="{kinds.get(type(v), "number")}"<|sep|>{_text(v)}'
-            "<|close|>argument<|sep|>"
-            for k, v in arguments.items()
-        )
-        return f'<|open|>call tool="{name}" index="{number}"<|sep|>{pairs}<|close|>call<|sep|>'
-
-    written = "".join(call(i, *c) for i, c in enumerate(calls, 1))
-    return f"<|open|>tools<|sep|>{written}<|close|>tools<|sep|>"
-
-
 def _minicpm5(calls: Calls) -> str:
     def value(value: Any) -> str:
         is_raw = isinstance(value, str) and not {"<", "&", "\n"}.isdisjoint(value)
@@ -227,9 +194,7 @@ WRITERS: dict[str, Callable[[Calls], str]] = {
     "deepseek_v3": _deepseek("function<｜tool▁sep｜>", "\n```json\n", "\n```", "\n"),
     "deepseek_v31": _deepseek("", "<｜tool▁sep｜>", "", ""),
     "kimi_k2": _kimi,
-    "kimi_k3": _kimi_k3,
     "minimax_m2": _minimax,
-    "minimax_m3": _minimax_m3,
     "minicpm5": _minicpm5,
     "hunyuan": _hunyuan,
     "deepseek_v32": _dsml("function_calls"),
@@ -249,8 +214,7 @@ WRITERS: dict[str, Callable[[Calls], str]] = {
 RAW_STRINGS = {
     "qwen3_coder": "</parameter>", "seed_oss": "</parameter>",
     "glm45": "</arg_value>", "glm47": "</arg_value>",
-    "longcat2": "</longcat_arg_value>", "kimi_k3": "<|close|>argument<|sep|>",
-    "minimax_m3": "]<]minimax[>[</cmd>", "minicpm5": "]]>",
+    "longcat2": "</longcat_arg_value>", "minicpm5": "]]>",
     "minimax_m2": "</parameter>", "deepseek_v32": "</｜DSML｜parameter>",
     "deepseek_v4": "</｜DSML｜parameter>", "gemma4": '<|"|>', "function_gemma": "<escape>",
 }  # fmt: skip

@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh
 
 from vllm import LLM
 from vllm.config import PoolerConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
 
 from tests.vllm_plugin import kit
 from vllm_metal_lite.errors import ConfigError
@@ -132,6 +133,13 @@ def test_what_is_not_supported_is_refused_at_start_by_name(options, named):
     with pytest.raises(Exception, match="vllm-metal-lite does not support") as e:
         kit.engine(**options).__enter__()
     assert named in str(e.value)
+
+
+def test_data_parallel_is_refused():
+    """vLLM's `LLM` refuses it by itself; a server would not."""
+    args = AsyncEngineArgs(str(kit.folder("demo")), data_parallel_size=2)
+    with pytest.raises(Exception, match="--data-parallel-size 2: start a server for each rank"):
+        args.create_engine_config()
 
 
 def test_a_classifier_is_refused_without_an_option(tmp_path):

@@ -236,9 +236,8 @@ def test_a_host_uses_the_interface_towards_the_master(monkeypatch):
 
 def test_a_rank_alone_on_its_host_sees_one_gpu(monkeypatch):
     """MLX's NCCL takes the GPU whose number is the rank's, modulo those that it sees."""
-    options = parallel(nnodes=2, local_world_size=1, world_size=2, data_parallel_rank_local=None)
-    vllm_config = SimpleNamespace(additional_config={})
-    worker = SimpleNamespace(vllm_config=vllm_config, parallel_config=options, local_rank=0)
+    options = parallel(nnodes=2, local_world_size=1, world_size=2)
+    worker = SimpleNamespace(parallel_config=options, local_rank=0)
     monkeypatch.setattr(backend, "name", lambda: "cuda")
     monkeypatch.setenv("METAL_LITE_DEVICE", "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")

@@ -57,28 +57,6 @@ def test_answers_are_those_of_the_model_alone(kernels, monkeypatch, kernel, how,
     assert answers == [kit.alone("llama", p, 12) for p in PROMPTS]
 
 
-@pytest.mark.parametrize(
-    ("kernel", "step"), [("varlen_prefill", 4), ("fused_decode", 4), ("fused_decode", 14)]
-)
-def test_recurrent_states_are_computed_again(kernels, monkeypatch, kernel, step):
-    """They change in place, so the step that fails may have spoilt them."""
-    fault = FailingKernels(monkeypatch, kernel, how="submit")
-    launches = []
-    sample = MetalLiteWorker.sample_tokens
-
-    def counting(self, grammar):
-        launches.append(1)
-        fault.armed = len(launches) > step
-        return sample(self, grammar)
-
-    with kit.engine("qwen3_next", **CHUNKS) as llm:
-        monkeypatch.setattr(MetalLiteWorker, "sample_tokens", counting)
-        answers = kit.tokens(kit.generate(llm, PROMPTS, max_tokens=12))
-        assert len(kit.worker(llm).runner.path.failed_kernels) == 1
-    assert fault.failed
-    assert answers == [kit.alone("qwen3_next", p, 12) for p in PROMPTS]
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_a_kernel_that_fails_while_the_engine_warms_up(kernels, monkeypatch, name):
     fault = FailingKernels(monkeypatch, "fused_decode")

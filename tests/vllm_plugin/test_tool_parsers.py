@@ -44,19 +44,15 @@ SGLANG = {
     "deepseek_v32": ("deepseekv32_detector", "DeepSeekV32Detector"),
     "deepseek_v4": ("deepseekv4_detector", "DeepSeekV4Detector"),
     "kimi_k2": ("kimik2_detector", "KimiK2Detector"),
-    "kimi_k3": ("kimik3_detector", "KimiK3Detector"),
     "minimax_m2": ("minimax_m2", "MinimaxM2Detector"),
-    "minimax_m3": ("minimax_m3", "MinimaxM3Detector"),
     "lfm2": ("lfm2_detector", "Lfm2Detector"),
     "gemma4": ("gemma4_detector", "Gemma4Detector"),
 }
-# Lossy: a number in a list is a string (vLLM's gemma4, MiniMax M3's of both), "false" is "False"
+# Lossy: a number in a list is a string (vLLM's gemma4), "false" is "False"
 # (SGLang's glm45).
 LOSSY = {
     ("vllm", "gemma4", "nested"),
     ("sglang", "glm45", "two"),
-    ("vllm", "minimax_m3", "nested"),
-    ("sglang", "minimax_m3", "nested"),
 }
 _MARKS = re.compile(r"<[^<>\s=\"']*>|<\|\"\|>|\[[A-Z_]+\]|｜DSML｜")
 _ALWAYS = {

@@ -22,7 +22,6 @@ class ChatFormat:
     bare_start: an answer that begins with this character may be a call without a marker.
     adapt: changes earlier messages to the form that the model's templates take.
     read_answer: reads the whole answer, in formats that are not text with markers.
-    dropped: markers without meaning, which are removed from the text.
     thinks_in_channel: thoughts are messages, several in an answer; `grammar` includes them.
     """
 
@@ -35,7 +34,6 @@ class ChatFormat:
     think_end: str = "</think>"
     bare_start: str = ""
     adapt: Adapt | None = None
-    dropped: tuple[str, ...] = ()
     thinks_in_channel: bool = False
     read_answer: "Callable[[Reader, AnswerWriter, ChatFormat, bool], Reading[None]] | None" = None
 
@@ -48,7 +46,7 @@ class ChatFormat:
     def markers(self) -> tuple[str, ...]:
         """All markers.  The parsed text must contain them, also those that are special tokens."""
         thoughts = filter(None, (self.think_start, self.think_end))
-        return (*self.call_starts, *self.call_ends, *thoughts, *self.dropped)
+        return (*self.call_starts, *self.call_ends, *thoughts)
 
     def opens_reasoning(self, prompt: str) -> bool:
         """Whether a rendered prompt ends with the start of thoughts, and not only contains it."""

@@ -4,9 +4,7 @@ from collections.abc import Container, Sequence
 
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.gemma import FUNCTION_GEMMA, GEMMA_4
-from vllm_metal_lite.chat_formats.glm import GLM_4_5, GLM_4_7, LONGCAT_2
 from vllm_metal_lite.chat_formats.harmony import HARMONY
-from vllm_metal_lite.chat_formats.invoke_xml import DEEPSEEK_V3_2, DEEPSEEK_V4, MINIMAX_M2
 from vllm_metal_lite.chat_formats.json_markers import (
     COHERE,
     GRANITE_3,
@@ -17,13 +15,20 @@ from vllm_metal_lite.chat_formats.json_markers import (
     TOOL_CALLS,
 )
 from vllm_metal_lite.chat_formats.json_sections import DEEPSEEK_V3, DEEPSEEK_V3_1, HUNYUAN, KIMI_K2
-from vllm_metal_lite.chat_formats.kimi_k3 import KIMI_K3
-from vllm_metal_lite.chat_formats.minicpm5 import MINICPM_5
-from vllm_metal_lite.chat_formats.minimax_m3 import MINIMAX_M3
 from vllm_metal_lite.chat_formats.mistral import MISTRAL, MISTRAL_LIST
 from vllm_metal_lite.chat_formats.probe import Render, reads, shows_tools, written_calls
 from vllm_metal_lite.chat_formats.pythonic import LFM2, OLMO_3
-from vllm_metal_lite.chat_formats.qwen_xml import QWEN_XML, SEED_OSS
+from vllm_metal_lite.chat_formats.tagged import (
+    DEEPSEEK_V3_2,
+    DEEPSEEK_V4,
+    GLM_4_5,
+    GLM_4_7,
+    LONGCAT_2,
+    MINICPM_5,
+    MINIMAX_M2,
+    QWEN_XML,
+    SEED_OSS,
+)
 
 PLAIN = ChatFormat("plain", think_start="", think_end="")
 THINKING = ChatFormat("thinking")
@@ -31,14 +36,12 @@ THINKING = ChatFormat("thinking")
 # The first format whose texts are all in the template, or in a call that the template writes.
 _SHOWN: Sequence[tuple[ChatFormat, tuple[str, ...]]] = (
     (HARMONY, ("<|channel|>", "<|message|>", "analysis")),
-    (MINIMAX_M3, ("]<]minimax[>[", "<invoke name=")),
     (MINIMAX_M2, ("<minimax:tool_call>", "<invoke name=")),
     (DEEPSEEK_V4, ("｜DSML｜", "tool_calls>")),
     (DEEPSEEK_V3_2, ("｜DSML｜", "function_calls>")),
     (DEEPSEEK_V3, ("<｜tool▁calls▁begin｜>", "```json")),
     (DEEPSEEK_V3_1, ("<｜tool▁calls▁begin｜>",)),
     (KIMI_K2, ("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>")),
-    (KIMI_K3, ("<|open|>", "<|close|>", "<|sep|>")),
     (GEMMA_4, ("<|tool_call>", '<|"|>')),
     (FUNCTION_GEMMA, ("<start_function_call>", "<escape>")),
     (LFM2, ("<|tool_call_start|>",)),

@@ -67,7 +67,7 @@ def read_answer(
     reader: Reader, writer: AnswerWriter, chat_format: ChatFormat, in_reasoning: bool
 ) -> Reading[None]:
     """An answer of text with marked thoughts and calls."""
-    starts = [*chat_format.dropped, *filter(None, [chat_format.think_start])]
+    starts = [*filter(None, [chat_format.think_start])]
     if writer.has_tools:
         starts += chat_format.call_starts
     if in_reasoning:
@@ -83,8 +83,6 @@ def read_answer(
         if marker == chat_format.think_start:
             writer.text.at_marker()
             yield from _thoughts(reader, writer, chat_format)
-        elif marker in chat_format.dropped:
-            writer.text.at_marker()
         else:
             yield from _calls(reader, writer, chat_format, marker, writer.text)
 

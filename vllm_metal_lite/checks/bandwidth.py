@@ -11,31 +11,6 @@ from vllm_metal_lite.kernels.skinny_gemm import skinny_gemm
 from vllm_metal_lite.kernels.weights import quantised
 from vllm_metal_lite.specs import AttentionShape, Quantisation
 
-# Below this share of the slower one of its references, an operation is called slow.
-_SHARE = 0.5
-
-
-@dataclass(frozen=True)
-class Bandwidth:
-    """Bytes per second of one operation, and of the references that it is compared with.
-
-    name: in words.  kernel: as in metal/; None for MLX's own operations.
-    """
-
-    name: str
-    kernel: str | None
-    bytes_per_second: float
-    references: dict[str, float]
-
-    @property
-    def is_slow(self) -> bool:
-        return self.times_slower > 1 / _SHARE
-
-    @property
-    def times_slower(self) -> float:
-        """Than the slower one of its references."""
-        return min(self.references.values(), default=0.0) / self.bytes_per_second
-
 
 @dataclass(frozen=True)
 class BandwidthSizes:
@@ -50,8 +25,8 @@ class BandwidthSizes:
 
 def measure(
     shape: AttentionShape, sizes: BandwidthSizes, progress: Callable[[str], object] = lambda _: None
-) -> list[Bandwidth]:
-    """A copy, decodes from the store, MLX's attention, and products of 8 rows.
+) -> dict[str, float]:
+    """Bytes per second, by name: a copy, decodes from the store, MLX's attention, and products.
 
     shape: with equal head sizes for K and V.
     """
@@ -63,20 +38,17 @@ def measure(
     sdpa, decode = _attention(shape, batch, sizes.context)
     progress("products")
     mlx, by_words, skinny = _products(shape.dtype, sizes.width)
-    references = {"a copy": copy, "MLX's attention": sdpa}
-    found = [
-        Bandwidth("a copy", None, copy, {}),
-        Bandwidth("MLX's attention, contiguous K and V", None, sdpa, {"a copy": copy}),
-        Bandwidth("decodes, K and V of the store", "paged_decode", decode, references),
-        Bandwidth("MLX's product, weights in 16 bits", None, mlx, {"a copy": copy}),
-        Bandwidth("MLX's product, weights in 4 bits", None, by_words, {"a copy": copy}),
-    ]
-    # In 4 bits bound by instructions, so not compared with a copy.
-    others = {"a copy": copy, "MLX's product": mlx}, {"MLX's product of one row": by_words}
-    return found + [
-        Bandwidth(f"products of 8 rows, weights in {bits} bits", "skinny_gemm", speed, beside)
-        for bits, speed, beside in zip((16, 4), skinny, others, strict=False)
-    ]
+    return {
+        "a copy": copy,
+        "MLX's attention, contiguous K and V": sdpa,
+        "decodes, K and V of the store": decode,
+        "MLX's product, weights in 16 bits": mlx,
+        "MLX's product, weights in 4 bits": by_words,
+        **{
+            f"products of 8 rows, weights in {bits} bits": speed
+            for bits, speed in zip((16, 4), skinny, strict=False)
+        },
+    }
 
 
 def seconds_per_call(

@@ -3,7 +3,6 @@
 import argparse
 
 from vllm_metal_lite import envs
-from vllm_metal_lite.cli.model_table import gib
 from vllm_metal_lite.prefix_disk.folder import Folder
 
 
@@ -24,6 +23,6 @@ def run(args: argparse.Namespace) -> int:
         return 1 if dropped else 0
     models = folder.models()
     for model in models:
-        print(f"{gib(model.num_bytes):>8} GiB  {model.num_files:>7,} files  {model.model}")
-    print(f"{gib(sum(model.num_bytes for model in models)):>8} GiB in {path}")
+        print(f"{model.num_bytes / 2**30:8.2f} GiB  {model.num_files:>7,} files  {model.model}")
+    print(f"{sum(model.num_bytes for model in models) / 2**30:8.2f} GiB in {path}")
     return 0

@@ -252,9 +252,9 @@ def _add_doctor(command: Command) -> None:
         help="check the shapes of this model: a folder or a Hugging Face name (default: the shapes "
         "that most models have, and the answers of the demo)",
     )
+    options.add_seconds(doctor, 60.0, "time for the checks of kernels")
     text = "check many more shapes, without a limit: minutes"
     doctor.add_argument("--full", action="store_true", help=text)
-    options.add_seconds(doctor, 60.0, "time to use, after the model is loaded")
     text = "write everything as one JSON file, for an issue"
     doctor.add_argument("--report", metavar="FILE", help=text)
     doctor.add_argument("--json", action="store_true", help="print the same JSON")

@@ -11,10 +11,10 @@ import argparse
 import json
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from math import inf
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -27,7 +27,6 @@ from vllm_metal_lite.checks.popular_shapes import COMMON, full_list
 from vllm_metal_lite.checks.result import CheckResult
 from vllm_metal_lite.cli import doctor_text, log, machine
 from vllm_metal_lite.cli.machine import Report
-from vllm_metal_lite.cli.wrap import wrap
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError, one_line
 from vllm_metal_lite.model.loader import LoadedModel, load
@@ -35,8 +34,6 @@ from vllm_metal_lite.runner.memory import size_store, store_bytes
 from vllm_metal_lite.specs import AttentionShape, KernelUse
 
 _BLOCK = 16
-# The share of the time after which no further check begins; the rest is for speed, order, answers.
-CHECKS_SHARE = 0.6
 BANDWIDTH_SIZES = bandwidth.BandwidthSizes()  # tests make them smaller
 
 
@@ -50,10 +47,10 @@ def run(args: argparse.Namespace) -> int:
         """Print a part as soon as it is known."""
         log.clear()
         for line in () if args.json else part(machine.without_names(report, args.model)):
-            print(wrap(line, sys.stdout), flush=True)
+            print(line, flush=True)
 
     try:
-        seconds = None if args.full else args.seconds
+        seconds = inf if args.full else args.seconds
         Examination(report, seconds, show).run(args.model, args.full)
     except KeyboardInterrupt:
         report["interrupted"] = True
@@ -69,22 +66,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Examination:
-    """Fills a report, part by part, while there is time.
+    """Fills a report, part by part.
 
-    seconds: time limit from now on; None: no limit.  show: prints a part of the text, once the
-    report has the facts of that part.
+    seconds: after which no further check of a kernel begins.  show: prints a part of the text, once
+    the report has the facts of that part.
     """
 
     def __init__(
-        self, report: Report, seconds: float | None, show: Callable[[doctor_text.Part], object]
+        self, report: Report, seconds: float, show: Callable[[doctor_text.Part], object]
     ) -> None:
         self.report, self.seconds, self.show = report, seconds, show
-        self.start = monotonic()
         self.results: list[CheckResult] = []
-
-    def is_over(self, share: float = 1.0) -> bool:
-        """Whether this share of the time is over."""
-        return self.seconds is not None and monotonic() - self.start >= share * self.seconds
 
     def run(self, name: str | None, full: bool) -> None:
         """name: of a model; None: the demo model, then the shapes that most models have.  full:
@@ -109,30 +101,20 @@ class Examination:
         own = checks_for(use)
         try:
             with self._section("checks", "checking the kernels"):
-                all_known = self._check(own, common, full)
+                self._check(own, common, full)
         finally:
             verdicts.remember([result for result in self.results if result.check in own])
             show(doctor_text.describe_checks)
         if not report["problems"]:
-            if not self._is_late("bandwidth"):
-                self._measure_speed((common[0] if common else use).shapes[0])
+            self._measure_speed((common[0] if common else use).shapes[0])
             show(doctor_text.describe_bandwidth)
         # A kernel that hangs or ends its process would do the same in the graph of launches.
-        if not self._is_late("ordering") and not any(result.ended for result in self.results):
+        if not any(result.ended for result in self.results):
             self._check_order()
         show(doctor_text.describe_order)
-        # An engine first makes all missing checks of its model, which takes longer than is left.
-        if not self._is_late("answers", already=not all_known):
-            self._compare_answers(model)
+        self._compare_answers(model)
         show(doctor_text.describe_answers)
         show(doctor_text.describe_verdict)
-
-    def _is_late(self, part: str, already: bool = False) -> bool:
-        """Whether there is no time for a part; notes it."""
-        late = already or self.is_over()
-        if late:
-            self.report["not_tried"]["parts"].append(part)
-        return late
 
     @contextmanager
     def _section(self, name: str, title: str) -> Iterator[None]:
@@ -146,14 +128,11 @@ class Examination:
         finally:
             self.report["seconds"][name] = round(perf_counter() - start, 1)
 
-    def _check(self, own: Sequence[Check], common: Sequence[KernelUse], full: bool) -> bool:
-        """Run checks in order of importance, while there is time.
-
-        A model's own checks and those of the first common use come first, with times, in rounds of
-        one check a kernel.  Returns whether the model's own checks are done.
-        """
-        own = _in_rounds(own)
-        first = dict.fromkeys(own + _in_rounds([c for u in common[:1] for c in checks_for(u)], own))
+    def _check(self, own: Sequence[Check], common: Sequence[KernelUse], full: bool) -> None:
+        """Run checks while there is time: a model's own and those of the first common use first,
+        with times."""
+        end = monotonic() + self.seconds
+        first = dict.fromkeys([*own, *(c for use in common[:1] for c in checks_for(use))])
         rest = [*common[1:], *(full_list() if full else [])]
         more = dict.fromkeys(c for u in rest for c in checks_for(u) if c not in first)
         total, reached = len(first) + len(more), 0
@@ -164,32 +143,23 @@ class Examination:
             _say(f"checking kernels: {reached} of {total}, {check}")
 
         for checks, timed in ((list(first), True), (list(more), False)):
-            if self.is_over(CHECKS_SHARE):
-                break
             known = tuple(self.results)
             with closing(isolated.results(checks, progress, timed=timed, known=known)) as running:
-                for result in running:
+                while monotonic() < end and (result := next(running, None)) is not None:
                     self.results.append(result)
                     self.report["checks"].append(_check_as_json(result))
                     if not result.passed:
                         self.report["problems"].append(str(result))
-                    if self.is_over(CHECKS_SHARE):
-                        break
-        self.report["not_tried"] |= {"checks": total - reached, "of_checks": total}
-        return reached >= len(own)
+        self.report["not_tried"] = {"checks": total - reached, "of_checks": total}
 
     def _measure_speed(self, shape: AttentionShape) -> None:
         square = AttentionShape(
             shape.num_heads, shape.num_kv_heads, shape.k_head_dim, shape.k_head_dim, shape.dtype
         )
         with self._section("bandwidth", "measuring the memory's speed"):
-            found = bandwidth.measure(
+            self.report["bandwidth"] = bandwidth.measure(
                 square, BANDWIDTH_SIZES, lambda what: _say(f"measuring: {what}")
             )
-        self.report["bandwidth"] = [
-            {**asdict(measured), "times_slower": measured.times_slower, "is_slow": measured.is_slow}
-            for measured in found
-        ]
 
     def _check_order(self) -> None:
         with self._section("ordering", "checking the order of launches"):
@@ -219,20 +189,6 @@ class Examination:
             )
 
 
-def _in_rounds(checks: Sequence[Check], before: Sequence[Check] = ()) -> list[Check]:
-    """Sort checks into rounds of one check a kernel.  before: earlier checks, which count.
-
-    The order within a round is kept, so a check still follows those that it needs.
-    """
-    seen = Counter(check.kernel for check in before)
-
-    def round_of(check: Check) -> int:
-        seen[check.kernel] += 1
-        return seen[check.kernel]
-
-    return sorted(checks, key=round_of)
-
-
 def _begin() -> Report:
     """A report with the facts that need no measurement.  problems: reasons for exit code 1."""
     profile = devices.profile()
@@ -244,9 +200,9 @@ def _begin() -> Report:
         "profile": {"constants": asdict(profile)},
         "no_kernels": "there is no GPU, or MLX does not use it" if backend.is_cpu() else None,
         "checks": [],
-        "not_tried": {"checks": 0, "of_checks": 0, "parts": []},
+        "not_tried": {"checks": 0, "of_checks": 0},
         "interrupted": False,
-        "bandwidth": [],
+        "bandwidth": {},
         "ordering": [],
         "answers": None,
         "problems": [],

@@ -7,7 +7,6 @@ from vllm_metal_lite.cli import machine
 from vllm_metal_lite.cli.machine import Report
 from vllm_metal_lite.kernels.registry import REGISTRY
 
-_MORE = "--full tries all"
 _SEND = "please open an issue with the file of `vllm-metal-lite doctor --report report.json`"
 _FASTER = f"The engine uses the fallback where that is faster; {_SEND}"
 
@@ -74,30 +73,22 @@ def describe_checks(report: Report) -> Iterator[str]:
             yield f"  {_FASTER}"
     left, total = report["not_tried"]["checks"], report["not_tried"]["of_checks"]
     if left:
-        yield f"not tried for time: {left} of {total} checks; {_MORE}"
+        yield f"not tried for time: {left} of {total} checks; --full tries all"
 
 
 def describe_bandwidth(report: Report) -> Iterator[str]:
-    bandwidths, late = report["bandwidth"], _not_tried(report, "bandwidth", "Speed")
-    if bandwidths or late:
-        yield from ("", *late)
-    for measured in bandwidths:
-        copy = bandwidths[0]["bytes_per_second"]
-        speed = measured["bytes_per_second"]
-        share = f", {100 * speed / copy:.0f} % of a copy" if measured["references"] else ""
-        yield f"{measured['name'] + ':':40}{speed / 1e9:8,.0f} GB/s{share}"
-        if not measured["is_slow"]:
-            continue
-        beside = " and ".join(measured["references"])
-        yield f"  SLOW: {measured['times_slower']:.1f} times slower than {beside}"
-        alone = "This is MLX alone: does another program use the GPU, or is power saved?"
-        yield f"  {_FASTER if measured['kernel'] else alone}"
+    speeds = report["bandwidth"]
+    if speeds:
+        yield ""
+    for name, speed in speeds.items():
+        share = 100 * speed / speeds["a copy"]
+        yield f"{name + ':':40}{speed / 1e9:8,.0f} GB/s, {share:.0f} % of a copy"
 
 
 def describe_order(report: Report) -> Iterator[str]:
-    outcomes, late = report["ordering"], _not_tried(report, "ordering", "Order")
-    yield from ("", *late)
-    if not outcomes and not late:
+    outcomes = report["ordering"]
+    yield ""
+    if not outcomes:
         yield "Order:     not checked, because a kernel hangs or ends its process"
     for outcome in outcomes:
         if outcome["problem"]:
@@ -108,10 +99,7 @@ def describe_order(report: Report) -> Iterator[str]:
 
 
 def describe_answers(report: Report) -> Iterator[str]:
-    answers, late = report["answers"], _not_tried(report, "answers", "Answers")
-    if late:
-        yield from late
-        return
+    answers = report["answers"]
     if answers["problem"]:
         yield f"Answers:   not compared: {answers['problem']}"
         return
@@ -130,10 +118,9 @@ def describe_answers(report: Report) -> Iterator[str]:
 
 def describe_verdict(report: Report) -> Iterator[str]:
     yield ""
-    slow = [c for c in (*report["checks"], *report["bandwidth"]) if c["is_slow"]]
+    slow = any(check["is_slow"] for check in report["checks"])
     if not report["problems"]:
-        not_tried = report["not_tried"]["checks"] or report["not_tried"]["parts"]
-        all_is = "all that was tried is" if not_tried else "all is"
+        all_is = "all that was tried is" if report["not_tried"]["checks"] else "all is"
         yield f"Verdict:   {all_is} right{', but something is slow: see above' if slow else ''}"
         return
     yield f"Verdict:   {len(report['problems'])} problems"
@@ -150,12 +137,6 @@ def describe_verdict(report: Report) -> Iterator[str]:
 def describe_interrupted(report: Report) -> list[str]:
     problems = [f"  {problem}" for problem in report["problems"]]
     return ["", "Verdict:   interrupted; what is known stands above", *problems]
-
-
-def _not_tried(report: Report, part: str, label: str) -> list[str]:
-    """The line for a part that was skipped for lack of time; [] if it was not."""
-    late = part in report["not_tried"]["parts"]
-    return [f"{label + ':':11}not tried for time; {_MORE}"] if late else []
 
 
 def _gib(size: float) -> str:

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from vllm_metal_lite.cli.wrap import wrap
-
 _LOGGER = logging.getLogger("vllm_metal_lite")
 _CLEAR = "\r\x1b[K"
 
@@ -49,7 +47,7 @@ clear = _lines.clear
 def say(text: str, style: str = "{}") -> None:
     """Print text for people instead of the line of progress.  style: {} is the text."""
     clear()
-    print(style.format(wrap(text, sys.stderr)), file=sys.stderr, flush=True)
+    print(style.format(text), file=sys.stderr, flush=True)
 
 
 def progress(text: str) -> None:

@@ -17,6 +17,7 @@ from vllm_metal_lite.errors import MetalLiteError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
     _open_closed_streams()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         try:
             args = make_parser().parse_args(argv)

@@ -1,21 +1,47 @@
-"""`vllm-metal-lite models`: the models on this machine, and how each would run."""
+"""`vllm-metal-lite models`: the models on this machine, and how each would run.
+
+No weight is read, and nothing is downloaded.
+"""
 
 import argparse
+import gc
+import io
 import json
+import logging
 import os
-import shutil
-import sys
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
+from typing import Any
 
 from vllm_metal_lite import backend
+from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli import log
-from vllm_metal_lite.cli.model_table import gib, table
-from vllm_metal_lite.cli.options import UsageError
+from vllm_metal_lite.cli.options import UsageError, engine_flag
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.errors import shorten
+from vllm_metal_lite.errors import (
+    MetalLiteError,
+    ModelLoadError,
+    OutOfMemoryError,
+    one_line,
+    shorten,
+)
+from vllm_metal_lite.model.files import (
+    DEMO_PATH,
+    hub_names,
+    in_cache,
+    read_config,
+    read_json,
+    weights,
+)
+from vllm_metal_lite.model.loader import LoadedModel, preview
+from vllm_metal_lite.runner.memory import size_store
+from vllm_metal_lite.runner.step_peak import estimated_step_peak
 
+DEPTH = 3  # levels of folders that are searched below a given one
+_HEADINGS = ("name", "type", "size", "bits", "context", "runs", "cache", "fits")
 _LEGEND = """\
 context  tokens that the model was made for
 runs     packed: all requests in one pass; sequences: recurrent layers see a
@@ -25,35 +51,31 @@ cache    whether prefixes of prompts are cached
 fits     tokens of context, of all requests together, that fit into {memory}
          beside the weights (estimated; default options)"""
 
+# What is known of a model, as `--json` prints it.  name, source ("demo", "hub" or "folder"), path,
+# supported and problem are always there, the rest as far as the model can be read.
+Entry = dict[str, Any]
+
 
 def run(args: argparse.Namespace) -> int:
     """Run the command `models`."""
     folders = [_folder(name) for name in args.folders]
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from vllm_metal_lite.cli.model_list import describe, find_models
-
     entries = []
     log.progress("looking for models")
     found = find_models(folders)
     for i, model in enumerate(found):
-        log.progress(f"reading {i + 1} of {len(found)}: {model.name}")
+        log.progress(f"reading {i + 1} of {len(found)}: {model['name']}")
         entries.append(describe(model))
     log.clear()
+    fraction = EngineConfig().memory_fraction or profile().memory_fraction
+    memory = backend.memory_limit()
     if args.json:
-        report = {
-            "backend": backend.name(),
-            "memory_bytes": backend.memory_limit(),
-            "memory_fraction": _fraction(),
-            "models": [asdict(entry) for entry in entries],
-        }
-        print(json.dumps(report, indent=2))
+        report = {"backend": backend.name(), "memory_bytes": memory, "memory_fraction": fraction}
+        print(json.dumps({**report, "models": entries}, indent=2))
         return 0
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for line in table(entries, width):
+    for line in table(entries):
         print(line)
-    if any(entry.supported for entry in entries):
-        memory = f"{gib(backend.memory_limit() * _fraction())} GiB"
-        print("\n" + _LEGEND.format(memory=memory))
+    if any(entry["supported"] for entry in entries):
+        print("\n" + _LEGEND.format(memory=f"{_gib(memory * fraction)} GiB"))
     return 0
 
 
@@ -67,6 +89,185 @@ def _folder(name: str) -> Path:
     raise UsageError(f"{shorten(name)}: no such folder")
 
 
-def _fraction() -> float:
-    """The share of the memory that an engine may use."""
-    return EngineConfig().memory_fraction or profile().memory_fraction
+def find_models(folders: Sequence[Path]) -> list[Entry]:
+    """The demo, the models of the Hugging Face cache, and those in the folders; each once."""
+
+    found = [_found("demo", "demo", DEMO_PATH)]
+    for name in hub_names():
+        try:
+            found.append(_found(name, "hub", in_cache(name)))
+        except (ModelLoadError, OSError) as e:
+            found.append(_found(name, "hub", None, _reason(e, name)))
+    for folder in folders:
+        below = list(_below(folder, DEPTH))
+        found += [_found(str(path), "folder", path) for path in below]
+        if not below:
+            problem = f"no model in it, nor in folders up to {DEPTH} levels below"
+            found.append(_found(str(folder), "folder", None, problem))
+    once = {os.path.realpath(model["path"] or model["name"]): model for model in reversed(found)}
+    return list(reversed(once.values()))
+
+
+def _found(name: str, source: str, path: Path | None, problem: str | None = None) -> Entry:
+    where = None if path is None else str(path)
+    entry = {"name": name, "source": source, "path": where}
+    return {**entry, "supported": False, "problem": problem}
+
+
+def _below(folder: Path, depth: int) -> Iterator[Path]:
+    """The folders of models in a folder, itself included."""
+    try:
+        if _is_candidate(folder):
+            yield folder
+            return
+        children = sorted(c for c in folder.iterdir() if c.is_dir() and c.name[0] != ".")
+    except OSError:
+        return
+    if depth:
+        for child in children:
+            yield from _below(child, depth - 1)
+
+
+def _is_candidate(folder: Path) -> bool:
+    """Whether the folder looks like a model."""
+    config = folder / "config.json"
+    if not config.is_file():
+        return False
+    if next(folder.glob("model*.safetensors"), None) is not None:
+        return True
+    with config.open("rb") as file:
+        return b'"model_type"' in file.read(1 << 20)
+
+
+def describe(found: Entry) -> Entry:
+    """Everything that is known of a model."""
+    if found["path"] is None:
+        return found
+    entry = dict(found)
+    try:
+        with _quiet():
+            _read(entry, Path(found["path"]))
+        entry["supported"] = True
+    except (MetalLiteError, OSError) as e:
+        entry["problem"] = _reason(e, found["name"])
+    gc.collect()  # modules have circles, and hold open files
+    return entry
+
+
+def _read(entry: Entry, folder: Path) -> None:
+    """Add what is known, as far as it goes.
+
+    runs: "packed", "in sequences" or "by segment"; runs_reason: why not packed.  max_model_len: the
+    longest request here.  num_tokens: those of all requests together that fit in memory beside the
+    weights; 0: the model does not fit, and memory_problem says why.
+    """
+
+    entry["size_bytes"] = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+    with suppress(ModelLoadError, OSError):  # also of a model that cannot be loaded
+        model_type = read_json(folder / "config.json").get("model_type")
+        entry["model_type"] = model_type if isinstance(model_type, str) else None
+    config = read_config(folder, entry["name"])
+    quantization = config.get("quantization") or config.get("quantization_config")
+    model = preview(folder, entry["name"])
+    packed = model.packed
+    runs = "in sequences" if packed.in_sequences else "packed"
+    entry |= {
+        "bits": _bits(folder, quantization),
+        "quantization": quantization,
+        "context": model.max_position,
+        "context_guess": model.context_guess,
+        "runs": "by segment" if packed.by_segment else runs,
+        "runs_reason": packed.by_segment or packed.in_sequences,
+        "prefix_cache": packed.no_prefix_cache is None,
+        "prefix_cache_reason": packed.no_prefix_cache,
+        "weight_bytes": model.weight_bytes,
+        "kv_bytes_per_token": model.kv_bytes_per_token,
+        "state_bytes": model.state_bytes,
+        **_memory(model, EngineConfig()),
+    }
+
+
+def _memory(model: LoadedModel, options: EngineConfig) -> Entry:
+    """How much context fits, by the arithmetic with which an engine starts."""
+
+    try:
+        store = size_store(model, options, estimated_step_peak)
+    except OutOfMemoryError as e:
+        problem = e.spelled(engine_flag).removeprefix(f"{model.name} does not fit: ")
+        return {"max_model_len": 0, "num_tokens": 0, "memory_problem": problem}
+    num_tokens = store.groups[0].num_blocks * options.block_size
+    return {"max_model_len": store.max_model_len, "num_tokens": num_tokens}
+
+
+def _bits(folder: Path, quantization: dict[str, Any] | None) -> list[int]:
+    """Bits of a weight, by the configuration, or by the headers of its files."""
+
+    if quantization:
+        layers = [quantization, *(v for v in quantization.values() if isinstance(v, dict))]
+        return sorted({b for layer in layers if isinstance(b := layer.get("bits"), int)})
+    sizes = Counter[int]()
+    for _, weight in weights(folder):
+        if mx.issubdtype(weight.dtype, mx.floating):
+            sizes[8 * weight.itemsize] += weight.nbytes
+    return [bits for bits, _ in sizes.most_common(1)]
+
+
+def _reason(e: MetalLiteError | OSError, name: str) -> str:
+    """The reason alone: the name stands beside it."""
+    message = e.spelled(engine_flag) if isinstance(e, MetalLiteError) else one_line(e)
+    return message.removeprefix(f"{name}: ").removeprefix("cannot load this model: ")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Print no warnings: they concern only users who load the model."""
+    logger = logging.getLogger("vllm_metal_lite")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def table(entries: Sequence[Entry]) -> Iterator[str]:
+    """Lines.  Names of files and words of configurations cannot control the terminal."""
+    rows = [_HEADINGS, *(_cells(entry) for entry in entries if entry["supported"])]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    for title, reason in ("do not fit:", "memory_problem"), ("cannot run:", "problem"):
+        if found := [entry for entry in entries if entry.get(reason)]:
+            lines += ["", title]
+        for entry in found:
+            kind = f" ({entry['model_type']})" if entry.get("model_type") else ""
+            lines += [f"{entry['name']}{kind}", f"    {entry[reason]}"]
+    for line in lines:
+        yield "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+
+
+def _cells(entry: Entry) -> tuple[str, ...]:
+    return (
+        entry["name"],
+        entry["model_type"],
+        f"{_gib(entry['size_bytes'])}G",
+        "+".join(map(str, entry["bits"])) or "?",
+        _count(entry["context"]),
+        {"by segment": "segments", "in sequences": "sequences"}.get(entry["runs"], "packed"),
+        "yes" if entry["prefix_cache"] else "no",
+        _count(entry["num_tokens"]) if entry["num_tokens"] else "no",
+    )
+
+
+def _gib(size: float) -> str:
+    """Bytes in GiB, without the unit."""
+    gib = size / 2**30
+    return f"{gib:.2f}" if gib < 1 else f"{gib:.1f}" if gib < 100 else f"{gib:.0f}"
+
+
+def _count(number: int) -> str:
+    """A number of tokens, such as 512, 40k (of 1024) or 1.0M."""
+    if number < 1024:
+        return str(number)
+    k = number / 1024
+    return f"{k:.0f}k" if k < 1000 else f"{k / 1024:.1f}M"

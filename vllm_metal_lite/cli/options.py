@@ -5,10 +5,9 @@ Nothing here imports MLX: a bad value is refused before a model is loaded.
 """
 
 import argparse
-import difflib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
@@ -26,7 +25,6 @@ class UsageError(MetalLiteError):
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser with one-line errors, like all errors of this program.
 
-    An unknown option is reported before any other error.
     rest: the field that takes the arguments after `--`, which are for another program.
     """
 
@@ -40,28 +38,10 @@ class Parser(argparse.ArgumentParser):
             at = args.index("--")
             args, behind = args[:at], args[at + 1 :]
             self.set_defaults(**{self.rest: behind})
-        for option in self._own(args):
-            self._check(option)
         namespace, extras = super().parse_known_args(args, namespace)
         if extras:
             self.error(f"unrecognized arguments: {' '.join(extras)}")
         return namespace, extras
-
-    def _own(self, args: list[str]) -> Iterator[str]:
-        """The long options that belong to this parser, not to a subcommand."""
-        for arg in args:
-            if arg == "--" or (self._subparsers and not arg.startswith("-")):
-                return
-            if arg.startswith("--") and " " not in arg:  # an argument with a space is a value
-                yield arg.partition("=")[0]
-
-    def _check(self, option: str) -> None:
-        known = list(self._option_string_actions)
-        if any(name.startswith(option) for name in known):
-            return
-        close = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
-        hint = f": did you mean {close[0]}?" if close else ""
-        self.error(f"there is no option {option}{hint}")
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
@@ -205,7 +185,6 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     text = "measure mlx-lm on the same weights too, in turns"
     add("--compare", action="store_true", help=text)
     add("--report", metavar="FILE", help="write a new JSON file to share")
-    add("--plot", metavar="FILE", help="draw a picture (.png, .svg, .pdf); needs matplotlib")
 
 
 def add_seconds(parser: argparse.ArgumentParser, default: float, what: str) -> None:

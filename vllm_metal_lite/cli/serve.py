@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import os
 import signal
 import sys
 import threading
@@ -61,7 +60,6 @@ def run(args: argparse.Namespace) -> int:
             threading.Thread(target=webbrowser.open, args=[url], daemon=True).start()
 
     async def main() -> int:
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         sys.setswitchinterval(0.001)  # the event loop waits less for work on threads
         bound, stopping = listen(config), Stopping()
         models = Models(specs, engine, config.memory_budget_gib)

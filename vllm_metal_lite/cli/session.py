@@ -9,7 +9,6 @@ _HELP = """\
 /help           this list
 /reset          forget the conversation
 /system TEXT    set the system prompt and start over (alone: show it; /system -: remove it)
-/stats          what the engine has done so far
 /quit           leave (also Ctrl-D)
 A line that ends in a backslash continues in the next.  Ctrl-C stops an answer."""
 
@@ -73,7 +72,7 @@ class Session:
                 )
 
     def _obey(self, command: str, text: str = "") -> None:
-        if text and command in ("/help", "/quit", "/reset", "/stats"):
+        if text and command in ("/help", "/quit", "/reset"):
             self._refuse(f"{command} takes no text after it.")
             return
         match command:
@@ -83,8 +82,6 @@ class Session:
                 self._left = True
             case "/reset":
                 self._reset()
-            case "/stats":
-                self._stats()
             case "/system":
                 self._system(text)
             case _:
@@ -102,24 +99,6 @@ class Session:
 
     def _stopping(self) -> None:
         self._terminal.status("\n[stopping after the step that is under way]")
-
-    def _stats(self) -> None:
-        engine = self._conversation.engine
-        m, size = engine.metrics(), engine.config.block_size
-        asked, hit = m["prefix_cache_queried_tokens"], m["prefix_cache_hit_tokens"]
-        share = f"{100 * hit / asked:.0f} %" if asked else "-"
-        self._terminal.notice(
-            f"steps     {m['steps']:,}: {m['prefill_tokens']:,} prompt tokens computed, "
-            f"{m['decode_tokens']:,} decoded\n"
-            f"cache     {hit:,} of {asked:,} prompt tokens found ({share})\n"
-            f"preempted {m['preemptions']:,} times, {m['recomputed_tokens']:,} tokens computed "
-            "again\n"
-            f"blocks    {m['blocks_total']:,} of {size} tokens: {m['blocks_free']:,} free, "
-            f"{m['blocks_cached']:,} cached, {m['blocks_owned']:,} owned "
-            f"(at most {m['blocks_peak_owned']:,})\n"
-            f"requests  {m['requests_running']:,} running, {m['requests_waiting']:,} waiting\n"
-            f"attention {engine.runner.attention.name} ({engine.attention_reason})"
-        )
 
     def _reset(self) -> None:
         self._conversation.reset()

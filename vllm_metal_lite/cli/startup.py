@@ -1,6 +1,5 @@
 """Builds an engine from a model's name, and reports the start."""
 
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -29,7 +28,6 @@ def start_engine(name: str, config: EngineConfig, say: Say, name_after: str) -> 
 
 def load_model(name: str, config: EngineConfig, say: Say) -> "LoadedModel":
     say(f"Loading {name} ...")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from vllm_metal_lite.model.loader import load
 
     return load(name, config.dtype, config.trust_remote_code)

@@ -134,7 +134,6 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
         if not list(folder.glob("model*.safetensors")):
             raise ModelLoadError("not a model folder: it has no model*.safetensors")
         _check_shards(folder)
-        _check_quantization(config, folder)
     except ModelLoadError as e:
         raise ModelLoadError(f"{name}: {e}") from e
     return config
@@ -163,28 +162,6 @@ def _check_shards(folder: Path) -> None:
     if missing:
         raise ModelLoadError(
             f"{len(missing)} of its {len(files)} files of weights are missing, such as {missing[0]}"
-        )
-
-
-def _check_quantization(config: dict[str, Any], folder: Path) -> None:
-    """Raise ModelLoadError where mlx-lm would fail without naming config.json's key."""
-    for key in ("quantization", "quantization_config"):
-        if not isinstance(config.get(key), dict | None):
-            raise ModelLoadError(f"config.json: {key} must be an object, got {show(config[key])}")
-    if config.get("quantization") is not None:
-        key, members = "quantization", ["group_size", "bits"]
-    else:
-        key, members = "quantization_config", ["quant_method"]
-    how = config.get(key) or {}
-    for member in members if how else ():
-        if member not in how:
-            raise ModelLoadError(f"config.json: {key} has no {member}")
-    method = how.get("quant_method")
-    awq = key == "quantization_config" and method in ("awq", "gptq")
-    if awq and not any(name.endswith(".qweight") for name, _ in weights(folder)):
-        raise ModelLoadError(
-            f"config.json: quantization_config says {method}, but the weights are not packed so: "
-            "no name ends with .qweight"
         )
 
 

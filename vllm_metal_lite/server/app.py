@@ -6,12 +6,12 @@ from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_metal_lite.errors import shorten
-from vllm_metal_lite.server import events, openapi, page, status
+from vllm_metal_lite.server import events, page, status
 from vllm_metal_lite.server.anthropic_api import messages
 from vllm_metal_lite.server.errors import ApiError, error_response
 from vllm_metal_lite.server.openai_api import (
@@ -47,13 +47,8 @@ def make_app(server: Server) -> ASGIApp:
     ]
     for room in model_list, events, status:
         routes += room.routes(server)
-    described = openapi.describe(routes)
-
-    async def openapi_json(request: Request) -> Response:
-        return JSONResponse(described)
-
     app = Starlette(
-        routes=[*routes, Route("/openapi.json", openapi_json), *page.ROUTES],
+        routes=[*routes, *page.ROUTES],
         middleware=guards(server.config),
         exception_handlers={HTTPException: _http_error, ApiError: _error, Exception: _error},
     )
@@ -81,7 +76,7 @@ async def _http_error(request: Request, e: Exception) -> Response:
     path = request.url.path
     message = f"{request.method} {shorten(path)}: {e.detail}"
     if e.status_code == 404:
-        message = f"there is no {shorten(path)} here; /openapi.json lists the endpoints"
+        message = f"there is no {shorten(path)} here"
     return error_response(ApiError(e.status_code, message, headers=e.headers), path)
 
 

@@ -16,7 +16,6 @@ from vllm_metal_lite.engine.prompt_ids import (
     render_chat,
 )
 from vllm_metal_lite.errors import PromptTooLong, RequestError
-from vllm_metal_lite.server.divergence import Divergence, find_divergence
 from vllm_metal_lite.server.errors import ContextOverflow
 from vllm_metal_lite.server.limits import num_characters
 from vllm_metal_lite.server.offload import check_wanted, offload
@@ -64,14 +63,10 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """checkpoints: numbers of tokens that other prompts may share before they differ.
-
-    divergence: where the prompt leaves the recent prompt with the longest common beginning.
-    """
+    """checkpoints: numbers of tokens that other prompts may share before they differ."""
 
     token_ids: list[int]
     checkpoints: tuple[int, ...] = ()
-    divergence: Divergence | None = None
 
 
 def join_systems(messages: Sequence[Message]) -> list[Message]:
@@ -102,14 +97,9 @@ async def render(
             most = engine.max_prompt_tokens
             encode = partial(engine.encode_text, most=most, check=check_wanted)
             model = engine.tokenizer, engine.template, facts.name
-            prompt = render_prompt(*model, conversation, with_checkpoints, encode)
+            return render_prompt(*model, conversation, with_checkpoints, encode)
         except PromptTooLong as e:
             raise ContextOverflow(e.num_tokens, facts.max_model_len) from None
-        if not to_run:
-            return prompt
-        token_ids, decode = prompt.token_ids, engine.tokenizer.decode
-        divergence = find_divergence(engine.recent, token_ids, conversation.messages, decode)
-        return replace(prompt, divergence=divergence)
 
     return await offload(make)
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, WithJsonSchema
+from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from vllm_metal_lite.engine.prompt_ids import check_salt
@@ -31,12 +31,10 @@ def _refuse(value: Any) -> None:
 
 
 # The type of a field that this server lacks and that would change the answer.
-Unsupported = Annotated[None, BeforeValidator(_refuse), WithJsonSchema({"enum": list(_NOTHING)})]
+Unsupported = Annotated[None, BeforeValidator(_refuse)]
 # Of `modalities`: text is what this server does anyway.
 OnlyText = Annotated[
-    Unsupported,
-    BeforeValidator(lambda value: None if value == ["text"] else value),
-    WithJsonSchema({"enum": [*_NOTHING, ["text"]]}),
+    Unsupported, BeforeValidator(lambda value: None if value == ["text"] else value)
 ]
 
 

@@ -76,14 +76,10 @@ class Server:
     ) -> AsyncIterator[RequestState]:
         """A request that `engine` has accepted; leaving the block ends it.
 
-        prefix: of the request's id.  Prompts with a cache_salt, and those of pooling requests, are
-        not remembered for the comparison with later prompts.
-
-        Raises ApiError, MetalLiteError or EngineLost.
+        prefix: of the request's id.  Raises ApiError, MetalLiteError or EngineLost.
         """
         self.check_open()
         only_reads = isinstance(params, PoolingParams)
-        remembered = cache_salt is None and not only_reads
         token_ids = prompt.token_ids
         limit = engine.facts.max_model_len
         if len(token_ids) >= limit + only_reads:
@@ -105,17 +101,11 @@ class Server:
                     on_update=count.update,
                 ) as request:
                     count.request = request
-                    if remembered:
-                        request.divergence = prompt.divergence
-                        engine.recent.add(token_ids)
                     self.requests[request_id] = request
                     yield request
         finally:
             self.num_accepted -= 1
             if (ended := self.requests.get(request_id)) is not None:
-                if remembered:
-                    # The last token has no K and V.
-                    engine.recent.add([*token_ids, *ended.answers[0].token_ids[:-1]])
                 self.on_end(ended)
                 del self.requests[request_id]
 
@@ -187,8 +177,6 @@ def summary(request: RequestState) -> str:
     ]
     if times.first_token is not None:
         parts.append(f"first after {times.first_token - times.arrived:.2f} s")
-    if (divergence := request.divergence) is not None:
-        parts.append(f"diverged at token {divergence.token:,}: {divergence.where}")
     return f"{request.request_id}: {', '.join([*parts, *dict.fromkeys(reasons)])}"
 
 
@@ -278,5 +266,4 @@ def endpoint(
         except Exception as e:
             return error_response(e, request.url.path)
 
-    serve.body_type = body_type  # type: ignore[attr-defined]  # for the description of the API
     return serve

@@ -26,12 +26,9 @@ _ANSWER: Message = {"role": "assistant", "content": _USER}
 # Names of the field that holds thoughts, in the order of preference.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 # Variables of templates that requests may set by other names.
-THINKING = frozenset(
-    ("enable_thinking", "reasoning_effort", "thinking", "thinking_effort", "thinking_mode")
-)
+THINKING = frozenset(("enable_thinking", "reasoning_effort", "thinking"))
 SHOWN = THINKING | {"tools"}
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
-_THINKING_EFFORTS = {"minimal": "low", "xhigh": "max"}  # of Kimi K3
 
 
 @dataclass(frozen=True)
@@ -58,12 +55,8 @@ class Template:
         if enabled is not None:
             names = [name for name in ("enable_thinking", "thinking") if name in self.variables]
             found |= dict.fromkeys(names or ["enable_thinking"], enabled)
-            if "thinking_mode" in self.variables:  # of MiniMax M3
-                found["thinking_mode"] = "enabled" if enabled else "disabled"
         if effort not in (None, "none"):
             found["reasoning_effort"] = _EFFORTS.get(str(effort), effort)
-            if "thinking_effort" in self.variables:
-                found["thinking_effort"] = _THINKING_EFFORTS.get(str(effort), effort)
         return found
 
     def prepare(self, messages: Sequence[Message]) -> list[Message]:

@@ -9,7 +9,7 @@ from llguidance import LLMatcher, grammar_from
 from llguidance.gbnf_to_lark import is_lark_syntax
 
 from vllm_metal_lite.errors import Option, SamplingError, one_line, show
-from vllm_metal_lite.structured_outputs.json_schema import Literal, SchemaError, closed, prepared
+from vllm_metal_lite.structured_outputs.json_schema import SchemaError, closed, prepared
 from vllm_metal_lite.structured_params import WHITESPACE, StructuredOutputsParams
 
 # The time to compile grows faster than these sizes.  Within the limits, a hostile grammar takes a
@@ -39,7 +39,7 @@ def grammar_text(params: StructuredOutputsParams) -> str:
         if kind in ("json", "json_object"):
             schema = {"type": "object"}
             if params.json is not None:
-                schema = json.loads(str(params.json), parse_float=Literal)
+                schema = json.loads(str(params.json))
             return schema_text(schema, params)
         if kind == "regex":
             return grammar_from("regex", given)
@@ -77,7 +77,7 @@ def _choice(texts: Collection[str]) -> str:
 
 def _embedded(lark: str) -> str:
     """The grammar with its JSON schemas (`%json {...}`) prepared.  Raises SchemaError."""
-    decoder, pieces, end = json.JSONDecoder(parse_float=Literal), [], 0
+    decoder, pieces, end = json.JSONDecoder(), [], 0
     for found in re.finditer(r"%json\s*(?=\{)", lark):
         if found.start() < end:
             continue

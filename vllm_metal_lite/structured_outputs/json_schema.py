@@ -5,7 +5,7 @@ from decimal import Decimal
 from math import isfinite
 from typing import Any
 
-from vllm_metal_lite.errors import shorten, show
+from vllm_metal_lite.errors import show
 
 # Keywords whose values are schemas: by name, in a list, or one.
 _BY_NAME = ("$defs", "definitions", "properties", "patternProperties")
@@ -31,17 +31,6 @@ class SchemaError(ValueError):
     def __init__(self, place: str, why: str) -> None:
         super().__init__(why)
         self.place = place
-
-
-class Literal(float):
-    """A number as a JSON text writes it: for `json.loads(parse_float=...)`."""
-
-    def __new__(cls, text: str) -> "Literal":
-        literal = super().__new__(cls, text)
-        literal.text = text
-        return literal
-
-    text: str
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[Any, Any, str]]:
@@ -113,28 +102,19 @@ def _carried(value: Any, place: str) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     if isinstance(value, int) or value.is_integer():
-        if abs(value) <= _MOST_INTEGER and (whole := int(value)) == _decimal(value):
-            return whole
+        if abs(value) <= _MOST_INTEGER:
+            return int(value)
     elif isfinite(value):
-        number = _decimal(value).as_tuple()
+        number = Decimal(repr(value)).as_tuple()
         digits = "".join(map(str, number.digits)).rstrip("0")
         exponent = int(number.exponent) + len(number.digits) - len(digits)
         if len(digits) <= _MOST_DIGITS and exponent >= -_MOST_EXPONENT:
             return float(value)
-    written = value.text if isinstance(value, Literal) else show(value)
     raise SchemaError(
         place,
-        f"{shorten(written)} cannot be kept exactly: numbers have at most {_MOST_DIGITS} digits "
+        f"{show(value)} cannot be kept exactly: numbers have at most {_MOST_DIGITS} digits "
         f"and {_MOST_EXPONENT} decimal places, integers are at most {_MOST_INTEGER}",
     )
-
-
-def _decimal(value: float) -> Decimal:
-    """The number that is written."""
-    try:
-        return Decimal(value.text if isinstance(value, Literal) else repr(value))
-    except ArithmeticError:  # an exponent beyond Decimal's
-        return Decimal("NaN")
 
 
 def locate(schema: dict[str, Any], error_of: Callable[[Any], str | None]) -> str:

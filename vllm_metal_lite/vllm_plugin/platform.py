@@ -12,7 +12,6 @@ from vllm.platforms import Platform, PlatformEnum
 from vllm_metal_lite import __version__, envs
 from vllm_metal_lite.errors import MetalLiteError
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
-from vllm_metal_lite.vllm_plugin.data_parallel import separate_engines
 from vllm_metal_lite.vllm_plugin.hosts import EXECUTOR, use_address_towards_master
 from vllm_metal_lite.vllm_plugin.refusals import refuse_unsupported
 from vllm_metal_lite.vllm_plugin.sampling import translate_params
@@ -65,7 +64,6 @@ class MetalLitePlatform(Platform):
         # vLLM reports the platform before it configures its loggers, so that line is lost.
         init_logger("vllm.metal_lite").info_once("vllm-metal-lite %s is active", __version__)
         refuse_unsupported(vllm_config)
-        separate_engines(vllm_config)
         if vllm_config.parallel_config.nnodes > 1:
             use_address_towards_master(vllm_config.parallel_config)
             if vllm_config.parallel_config.node_rank == 0:

@@ -23,7 +23,7 @@ _OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("weight_transfer_config", "--weight-transfer-config", ()),
     ("attention_config.backend", "--attention-backend", ()),
     ("parallel_config.data_parallel_external_lb", "--data-parallel-rank", ()),
-    ("parallel_config.data_parallel_backend", "--data-parallel-backend", ("mp",)),
+    ("parallel_config.data_parallel_size", "--data-parallel-size", (1,)),
     ("parallel_config.prefill_context_parallel_size", "--prefill-context-parallel-size", (1,)),
     ("parallel_config.decode_context_parallel_size", "--decode-context-parallel-size", (1,)),
     ("parallel_config.enable_expert_parallel", "--enable-expert-parallel", ()),
@@ -56,8 +56,10 @@ _OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("profiler_config.profiler", "--profiler-config", ()),
 )
 
+_BALANCER = "start a server for each rank, behind a balancer (docs/scale.md)"
 _HINTS = {
-    "--data-parallel-rank": "start a server for each rank, behind a balancer (docs/scale.md)",
+    "--data-parallel-rank": _BALANCER,
+    "--data-parallel-size": _BALANCER,
     "--block-size": f"take one of {list(BLOCK_SIZES)}",
     "--attention-backend": "METAL_LITE_ATTENTION chooses between kernels and reference",
     "--quantization": "MLX's own weights need no flag",
@@ -77,11 +79,9 @@ def refuse_unsupported(vllm_config: "VllmConfig") -> None:
         if given and given not in allowed:
             raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {given!r}")
     parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        for axis in ("tensor", "data"):
-            if (size := getattr(parallel, f"{axis}_parallel_size")) > 1:
-                hint = f"not with --{axis}-parallel-size {size}"
-                _refuse("--pipeline-parallel-size", parallel.pipeline_parallel_size, hint)
+    if parallel.pipeline_parallel_size > 1 and (size := parallel.tensor_parallel_size) > 1:
+        hint = f"not with --tensor-parallel-size {size}"
+        _refuse("--pipeline-parallel-size", parallel.pipeline_parallel_size, hint)
     model = vllm_config.model_config
     if model is None:  # vLLM's own tools make configs without a model
         return

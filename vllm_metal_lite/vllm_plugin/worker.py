@@ -20,16 +20,13 @@ from vllm_metal_lite.model.adapters.modules import rotation_limit
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.runner import memory as sizing
 from vllm_metal_lite.runner.build import build_runner
-from vllm_metal_lite.runner.pipeline import LaunchedStep, Pipeline
+from vllm_metal_lite.runner.pipeline import Pipeline
 from vllm_metal_lite.runner.runner import ModelRunner, StatesLost
-from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.vllm_plugin import log_through_vllm
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
-from vllm_metal_lite.vllm_plugin.data_parallel import engines_of_host
 from vllm_metal_lite.vllm_plugin.join_ranks import own_device
 from vllm_metal_lite.vllm_plugin.kv_layers import KVLayers
-from vllm_metal_lite.vllm_plugin.lost_states import recompute_states
 from vllm_metal_lite.vllm_plugin.memory import MemorySizes, plan_memory
 from vllm_metal_lite.vllm_plugin.outputs import StepOutput
 from vllm_metal_lite.vllm_plugin.state_slot_manager import no_own_pool
@@ -102,13 +99,12 @@ class MetalLiteWorker(WorkerBase):
         """Take a device for each worker of this host, or a share of the only device's memory."""
         parallel = self.parallel_config
         workers = parallel.local_world_size
-        # A rank of several must see one device only: NCCL takes the device of the rank's number.
-        sharers = workers * engines_of_host(self.vllm_config)
-        if sharers == 1 and parallel.world_size == 1:
+        if parallel.world_size == 1:
             return
-        own_device((parallel.data_parallel_rank_local or 0) * workers + self.local_rank)
+        # A rank of several must see one device only: NCCL takes the device of the rank's number.
+        own_device(self.local_rank)
         if backend.name() != "cuda":
-            backend.share_device(sharers)
+            backend.share_device(workers)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
@@ -245,28 +241,12 @@ class MetalLiteWorker(WorkerBase):
         if step is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
         masks = self.translator.masks(step, grammar_output)
-        launched = self._launch(step, masks)
+        launched = self.pipeline.launch(step.batch, step.num_prompt_logprobs, masks)
         output = StepOutput(step, launched.result)
         if self.scheduler_config.async_scheduling or self.ranks.stages:
             return output  # a stage that is done may start the next step
         launched.result.wait()
         return output.get_output()
-
-    def _launch(self, step: ScheduledStep, masks: TokenMasks | None) -> LaunchedStep:
-        """Submit a step.  The loop ends, because each repetition runs without one more kernel."""
-        lost = False
-        while True:
-            try:
-                if lost:
-                    tokens = self.scheduler_config.max_num_batched_tokens
-                    recompute_states(self.runner, self.translator.inputs, step.batch, tokens)
-                return self.pipeline.launch(step.batch, step.num_prompt_logprobs, masks)
-            except StatesLost as e:
-                # vLLM may have given blocks behind a window to other requests.
-                if any(spec.window is not None for spec in self.model.kv_specs):
-                    raise
-                logger.warning("The states of the step are computed again: %s", e)
-                lost = True
 
     # Sleep: frees K and V; level 2 also frees the weights.
 
@@ -299,8 +279,7 @@ class MetalLiteWorker(WorkerBase):
         mx.synchronize()
 
     def _nothing(self) -> None:
-        """No drafts, encoder or images; data-parallel ranks are engines of their own; a reply means
-        healthy."""
+        """No drafts, encoder, images or data-parallel ranks; a reply means healthy."""
 
     take_draft_token_ids = reset_mm_cache = reset_encoder_cache = _nothing
     execute_dummy_batch = check_health = _nothing

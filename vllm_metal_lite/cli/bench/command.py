@@ -4,7 +4,6 @@ Exit code 0; 1 on an error, or if a case failed; 130 after Ctrl-C, which shows t
 """
 
 import argparse
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,6 @@ import numpy as np
 from vllm_metal_lite.cli import log, machine, options
 from vllm_metal_lite.cli.bench.cases import make_cases
 from vllm_metal_lite.cli.bench.mlx_lm import MlxLm
-from vllm_metal_lite.cli.bench.plot import check_plot, plot
 from vllm_metal_lite.cli.bench.suite import Suite
 from vllm_metal_lite.cli.bench.table import rows, table
 from vllm_metal_lite.cli.bench.timed_case import Engine, ThisEngine
@@ -33,10 +31,8 @@ def run(args: argparse.Namespace) -> int:
             f"--requests must be at most --max-num-seqs ({config.max_num_seqs}), "
             f"got {max(args.requests)}"
         )
-    for name in filter(None, (args.report, args.plot)):
-        machine.check_writable(name)
-    if args.plot:
-        check_plot(args.plot)
+    if args.report:
+        machine.check_writable(args.report)
 
     model = load_model(args.model, config, log.say)
     limit = min(config.max_model_len or model.max_position, model.max_position)
@@ -77,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     with DeferredInterrupt(stopping) as interrupt:
         suite = Suite(engines, tokens, config, capacity, args.seconds, lambda: interrupt.pressed)
         with suppress(KeyboardInterrupt):  # a second Ctrl-C, within a step
-            suite.run(cases, args.new_tokens, sys.stderr.isatty())
+            suite.run(cases, args.new_tokens)
         interrupted = interrupt.pressed
     report |= {
         "model": {
@@ -93,18 +89,15 @@ def run(args: argparse.Namespace) -> int:
             "kv_bits": config.kv_bits,
             "max_num_batched_tokens": config.max_num_batched_tokens,
         },
+        "new_tokens": args.new_tokens,
         "interrupted": interrupted,
         "cases": rows(suite.results),
     }
     if suite.results:
-        print("\n".join(table(suite.results, args.new_tokens)), flush=True)
+        print("\n".join(table(suite.results)), flush=True)
     if args.report:
         machine.write(args.report, report)
         log.say(f"The report is in {args.report}.")
-    if args.plot and any(result.timings for result in suite.results):
-        chip = report["machine"]["gpu"] or report["machine"]["chip"]
-        plot(args.plot, suite.results, f"{report['model']['name']} on {chip}")
-        log.say(f"The picture is in {args.plot}.")
     failed = any(result.failed for result in suite.results)
     return 130 if interrupted else int(failed)
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from tqdm import tqdm
 
-from vllm_metal_lite.cli.bench.cases import BenchCase, Pace, affordable_new_tokens
+from vllm_metal_lite.cli import log
+from vllm_metal_lite.cli.bench.cases import BenchCase
 from vllm_metal_lite.cli.bench.timed_case import Engine, Timing, drive, medians, timing
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError, one_line
@@ -15,7 +15,6 @@ from vllm_metal_lite.errors import MetalLiteError, one_line
 _WARM_UP_TOKENS = 128  # the most of the warm-up's prompt
 _MOST_TURNS = 4  # of a case; the first is not counted if another follows
 _CASE_SHARE = 1 / 40  # the share of the time limit after which a case gets no further turn
-_REFRESH_SECONDS = 0.2  # between updates of the progress bar
 
 
 class EngineFailed(MetalLiteError):
@@ -31,7 +30,6 @@ class Result:
     """
 
     case: BenchCase
-    new_tokens: int
     timings: dict[str, Timing] = field(default_factory=dict)
     counted: int = 0
     first: bool = False
@@ -56,40 +54,29 @@ class Suite:
     ) -> None:
         self._engines, self._tokens, self._config = engines, tokens, config
         self._capacity, self._seconds, self._stop = capacity, seconds, stop
-        self._paces = {engine.name: Pace() for engine in engines}
         self._random = np.random.default_rng(0)
         self.results: list[Result] = []
 
-    def run(self, cases: Sequence[BenchCase], new_tokens: int, show_bar: bool) -> None:
+    def run(self, cases: Sequence[BenchCase], new_tokens: int) -> None:
         """Fill `results`; ends early if the user stops.
 
         An engine that fails spoils its case only; EngineFailed if that is the warm-up.
         """
         self._deadline = time.perf_counter() + self._seconds
-        with tqdm(
-            total=len(cases), unit="case", dynamic_ncols=True, disable=not show_bar
-        ) as self._bar:
-            warm_up = BenchCase(1, min(_WARM_UP_TOKENS, *(case.context for case in cases)))
-            for _ in range(2):  # the second one shows the pace
-                self._turn(warm_up, new_tokens, "warm-up")
-            for case in cases:
-                if self._stop():
-                    return
-                self.results.append(self._measure(case, new_tokens))
-                self._bar.update()
+        warm_up = BenchCase(1, min(_WARM_UP_TOKENS, *(case.context for case in cases)))
+        self._turn(warm_up, new_tokens, "warm-up")
+        for case in cases:
+            if self._stop():
+                break
+            self.results.append(self._measure(case, new_tokens))
+        log.clear()
 
     def _measure(self, case: BenchCase, new_tokens: int) -> Result:
-        slowest = max(pace.step(case.requests) for pace in self._paces.values())
-        new_tokens = affordable_new_tokens(new_tokens, slowest, self._seconds)
-        result = Result(case, new_tokens)
+        result = Result(case)
         need = case.requests * (case.context + case.max_tokens(new_tokens, self._config))
-        estimate = sum(pace.run(case, new_tokens) for pace in self._paces.values())
         left = self._deadline - time.perf_counter()
         if need > self._capacity:
             why = f"needs K and V of {need:,} tokens, and the memory holds {self._capacity:,}"
-            return replace(result, skipped=why)
-        if estimate > left:
-            why = f"would take about {estimate:,.0f} s, and {max(left, 0):,.0f} s are left"
             return replace(result, skipped=why)
         turns: list[dict[str, Timing]] = []
         spent, longest = 0.0, 0.0
@@ -113,32 +100,22 @@ class Suite:
         timings = {name: medians([turn[name] for turn in counted]) for name in turns[0]}
         return replace(result, timings=timings, counted=len(counted), first=len(turns) == 1)
 
+    def _is_over(self) -> bool:
+        return time.perf_counter() > self._deadline or self._stop()
+
     def _turn(self, case: BenchCase, new_tokens: int, note: str) -> dict[str, Timing] | None:
         """Run every engine once, on the same prompts; None if stopped before the last result."""
         prompts = self._random.choice(self._tokens, (case.requests, case.context)).tolist()
         max_tokens = case.max_tokens(new_tokens, self._config)
         turn = {}
         for engine in self._engines:
-            what = f"{engine.name}: {case.requests} x {case.context:,} tokens, {note}"
-            self._bar.set_description_str(what)
-            shown = time.perf_counter()
-
-            def stop() -> bool:
-                nonlocal shown
-                now = time.perf_counter()
-                if now - shown > _REFRESH_SECONDS:
-                    shown = now
-                    self._bar.refresh()
-                return now > self._deadline or self._stop()
-
+            log.progress(f"{engine.name}: {case.requests} x {case.context:,} tokens, {note}")
             try:
-                times = drive(engine, prompts, new_tokens, max_tokens, stop)
+                times = drive(engine, prompts, new_tokens, max_tokens, self._is_over)
             except RuntimeError as e:  # MLX's error for everything
                 raise EngineFailed(f"{engine.name} fails: {one_line(e)}") from e
             result = timing(case, times)
             if result is None:
                 return None
             turn[engine.name] = result
-            pace = self._paces[engine.name]
-            pace.learn(case, result.prompt_rate, result.decode_rate)
         return turn

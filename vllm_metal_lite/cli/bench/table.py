@@ -17,11 +17,8 @@ OURS, PEER = "ours", "mlx-lm"
 _WIDTH = 8  # of a number
 
 
-def table(results: Sequence[Result], new_tokens: int) -> list[str]:
-    """Lines, by context and number of requests; a ratio above 1: ours is better.
-
-    new_tokens: as the user wants them; cases that counted fewer say so.
-    """
+def table(results: Sequence[Result]) -> list[str]:
+    """Lines, by context and number of requests; a ratio above 1: ours is better."""
     compared = any(PEER in result.timings for result in results)
     names = [OURS, PEER, "ratio"] if compared else []
     width = (_WIDTH + 1) * max(len(names), 2)
@@ -36,8 +33,7 @@ def table(results: Sequence[Result], new_tokens: int) -> list[str]:
         for _, field, factor, more in COLUMNS:
             cells = _cells(result.timings, field, factor, more)
             line += "".join(f"{c:>{width // max(len(names), 1)}}" for c in cells)
-        fewer = f" ({result.new_tokens} new)" * (result.new_tokens < new_tokens)
-        lines.append(line + " *" * result.first + fewer)
+        lines.append(line + " *" * result.first)
     if any(result.first for result in results):
         lines.append("*: measured once, for lack of time; compiling kernels may be included")
     if compared:
@@ -59,7 +55,7 @@ def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
     """The results as JSON; the fields are those of Result, Case and Timing."""
     done = []
     for result in results:
-        row = {**asdict(result.case), "new_tokens": result.new_tokens}
+        row = asdict(result.case)
         if result.skipped is not None:
             done.append({**row, "skipped": result.skipped})
             continue

@@ -70,7 +70,6 @@ class MessageReply:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": request.num_tokens,
-            **request.more_usage,
         }
 
     def _ending(self) -> dict[str, Any]:

@@ -105,7 +105,6 @@ class Reply:
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached},
-            **self._requests[0].more_usage,
         }
         if self._num_reasoning_tokens is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self._num_reasoning_tokens}

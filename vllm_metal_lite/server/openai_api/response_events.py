@@ -121,5 +121,4 @@ class ResponseReply:
             "output_tokens": num_output,
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
             "total_tokens": num_input + num_output,
-            **request.more_usage,
         }

@@ -28,7 +28,6 @@ from vllm_metal_lite.errors import ModelLoadError, RequestError
 from vllm_metal_lite.model.loader import load_tokenizer_only
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.server.divergence import RecentPrompts
 from vllm_metal_lite.server.offload import ORIGIN, offload
 from vllm_metal_lite.server.templates import THINKING, Template, probe
 from vllm_metal_lite.server.worker import process
@@ -75,7 +74,6 @@ class EngineClient:
         self.on_seen: Callable[[str], None] = lambda text: None
         self.requests: dict[str, RequestState] = {}  # unfinished, by request id
         self.num_preparing = 0  # requests whose prompts and grammars the server makes
-        self.recent = RecentPrompts()
         self._fair = FairRounds()
         self.ended = asyncio.Event()  # the process has ended
         self.why_ended: str | None = None

@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -16,7 +15,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from vllm_metal_lite.engine.detokenizer import Detokenizer, texts_of
 from vllm_metal_lite.outputs import CompletionOutput, Logprob
 from vllm_metal_lite.pooling_params import PoolingParams
-from vllm_metal_lite.server.divergence import Divergence
 from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, PositionLogprobs, from_wire
 
 
@@ -70,7 +68,6 @@ class RequestState:
         self.pooled: np.ndarray | None = None  # what a finished request has read
         self._scored: list[PositionLogprobs | None] | None = None  # the prompt
         self._texts = texts_of(tokenizer)
-        self.divergence: Divergence | None = None
         self.finished = False
         self.times = Times()
         self._on_update = on_update
@@ -103,11 +100,6 @@ class RequestState:
     def num_tokens(self) -> int:
         """Tokens generated so far, of all answers."""
         return sum(len(answer.token_ids) for answer in self.answers)
-
-    @property
-    def more_usage(self) -> dict[str, Any]:
-        """Fields of `usage` that only this server has."""
-        return {} if self.divergence is None else self.divergence.json()
 
     async def complete(self) -> list[CompletionOutput]:
         """All answers, finished.  Raises EngineLost."""
