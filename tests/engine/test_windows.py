@@ -123,7 +123,7 @@ def stored(kv: KVCacheManager, num_tokens: int) -> Request:
     kv.admit(request, kv.find_prefix(request), 1)
     for start in range(0, num_tokens, 4):
         kv.allocate(request, start, start + 4)
-        kv.publish(request, start, start + 4)
+        kv.name_blocks(request, start, start + 4)
     return request
 
 
@@ -155,7 +155,7 @@ def test_the_longest_prefix_that_all_groups_hold_is_found(evicted, first, second
     blocks = [list(t.block_ids) for t in request.block_tables]
     kv.free(request)
     for group, i in evicted:
-        kv.unpublish([(group, blocks[group][i])])
+        kv.unname([(group, blocks[group][i])])
         held[group].discard(i)
 
     def holds(length: int) -> bool:

@@ -249,7 +249,7 @@ def test_a_preempted_request_finds_its_own_blocks():
     assert engine.scheduler.prefix_hit_tokens == 0  # counts what a request finds at first
 
 
-def test_a_request_may_publish_without_looking_up():
+def test_a_request_may_name_blocks_without_looking_up():
     engine = make(enable_prefix_caching=True)
     engine.add(prompt(8), max_tokens=1)
     engine.run()

@@ -25,7 +25,7 @@ from tests.support.workloads import (
 )
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
-from vllm_metal_lite.scheduler.prefix_hash import extend_block_hashes
+from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
@@ -227,7 +227,7 @@ def check_full_blocks_and_no_others_have_names(play: Play, out: SchedulerOutput)
         segment = scheduled.get(request.request_id)
         full = (_end(segment) if segment else request.num_computed_tokens) // block_size
         names: list[bytes] = []
-        extend_block_hashes(names, request.token_ids, block_size, full)
+        extend_block_names(names, request.token_ids, block_size, full)
         for pool, table in zip(play.engine.scheduler.kv.pools, request.block_tables, strict=True):
             first = table.num_given_back
             for block, name in zip(table.owned, names[first:], strict=False):
@@ -355,14 +355,14 @@ def _hits(request: Request, block_size: int) -> set[tuple[int, int]]:
 
 def _look(play: Play, out: SchedulerOutput) -> None:
     """Count the hard cases, to know that the workloads are worth something."""
-    seen, published = play.seen, set(out.published)
+    seen, named = play.seen, set(out.named)
     moved = {s.request.request_id for s in out.segments}
     block_size = play.workload.block_size
     for request in out.admitted:
         hits = _hits(request, block_size)
         seen["hit"] += bool(hits)
         seen["hit behind a window"] += any(t.num_given_back for t in request.block_tables)
-        seen["hit on a block of the same step"] += bool(published & hits)
+        seen["hit on a block of the same step"] += bool(named & hits)
         seen["hit on its own blocks after preemption"] += bool(
             hits and play.lost[request.request_id]
         )
@@ -371,7 +371,7 @@ def _look(play: Play, out: SchedulerOutput) -> None:
     if len(play.steps) in play.workload.failures:
         seen["failure"] += 1
         seen["failure of a step with a shared block"] += any(
-            published & _hits(r, block_size) for r in out.admitted
+            named & _hits(r, block_size) for r in out.admitted
         )
     for victim in out.preempted:
         seen["partial preempted"] += victim in play.partials

@@ -104,7 +104,7 @@ class DraftScheduler:
             request.num_computed_tokens = segment.num_computed
             return False
         request.num_computed_tokens = end = first + len(accepted)
-        output.published += self.kv.publish(request, first, end)
+        output.named += self.kv.name_blocks(request, first, end)
         if self._states is not None and end % self.kv.block_size == 0 and self.kv.enable_caching:
             assert request.state is not None, "a running request has a state"
             checkpoint = Checkpoint(request, request.state.final, end, rolling=True)

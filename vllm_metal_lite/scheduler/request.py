@@ -68,7 +68,7 @@ class Request:
     # KVCacheManager.num_resets at admission.  After the next reset, its blocks get no names.
     num_resets: int = field(init=False, default=0)
     # Names of the first full blocks; valid after preemption too, since the tokens stay the same.
-    block_hashes: list[bytes] = field(init=False, default_factory=list, repr=False)
+    block_names: list[bytes] = field(init=False, default_factory=list, repr=False)
     # The state slots of the last segment.  None: no recurrent layers, or no seat.
     state: SegmentState | None = field(init=False, default=None)
     # Checkpoints of the known tokens that are still to be computed, in order.

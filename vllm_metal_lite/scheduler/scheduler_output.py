@@ -65,7 +65,7 @@ class SchedulerOutput:
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     # (KV group, block) of the blocks named in this step.
-    published: list[tuple[int, int]] = field(default_factory=list)
+    named: list[tuple[int, int]] = field(default_factory=list)
     # Named by `advance`: the step's states, and where blocks are not shared within a step, its
     # segments' blocks.
     checkpoints: list[Checkpoint] = field(default_factory=list)

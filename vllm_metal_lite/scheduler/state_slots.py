@@ -177,7 +177,7 @@ class StateSlots:
 
         disposable: evicted before others, until a request starts from it.
         """
-        if not self.pool.publish(slot, name):
+        if not self.pool.name(slot, name):
             return False
         self.num_taken += 1
         self._checkpoints[slot] = _Checkpoint(disposable)
@@ -203,5 +203,5 @@ class StateSlots:
     def unname(self, slots: Iterable[int]) -> None:
         """Remove the names of checkpoints."""
         for slot in slots:
-            self.pool.unpublish([slot])
+            self.pool.unname([slot])
             self._checkpoints.pop(slot, None)
