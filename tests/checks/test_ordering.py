@@ -14,8 +14,8 @@ from vllm_metal_lite.checks.ordering import BUFFERS, problem, stress
 from vllm_metal_lite.checks.ordering_graph import LATENTS, READS, STATES, WRITES, GraphSizes, build
 
 TINY = GraphSizes(launches=24, sequences=2, context=32, num_heads=2, num_kv_heads=1, head_dim=16)
-# Which argument the token is; rope_write takes it by name.
-TOKEN_AT = {
+# Which argument the ticket is; rope_write takes it by name.
+TICKET_AT = {
     "kv_write": 5, "kv_gather": 3, "paged_decode": 5, "varlen_prefill": 7, "latent_attention": 8,
     "causal_conv": 6, "gated_delta": 6,
 }  # fmt: skip
@@ -54,15 +54,15 @@ def test_tokens_order_the_launches_in_every_order_that_a_device_may_take():
 
 
 @needs_compiler
-@pytest.mark.parametrize("kernel", ["rope_write", "latent_write", *TOKEN_AT])
+@pytest.mark.parametrize("kernel", ["rope_write", "latent_write", *TICKET_AT])
 def test_a_dropped_token_is_noticed(monkeypatch, kernel):
-    """The launch gives back the token that it took, so that no later launch waits for it."""
+    """The launch gives back the ticket that it took, so that no later launch waits for it."""
     launch = getattr(ordering_graph, kernel)
 
     def forgetful(*args, **kwargs):
         result = launch(*args, **kwargs)
-        token = kwargs.get("token") if "token" in kwargs else args[TOKEN_AT[kernel]]
-        return (*result[:-1], token) if isinstance(result, tuple) else token
+        ticket = kwargs.get("ticket") if "ticket" in kwargs else args[TICKET_AT[kernel]]
+        return (*result[:-1], ticket) if isinstance(result, tuple) else ticket
 
     monkeypatch.setattr(ordering_graph, kernel, forgetful)
     assert " must see " in first_problem(max)

@@ -1,6 +1,6 @@
 """Checks that this device runs the writes and reads of a graph in order.
 
-MLX cannot see a write through an input, so a token orders the launches (kernels/arguments.py).
+MLX cannot see a write through an input, so a ticket orders the launches (kernels/arguments.py).
 Here one graph of many writes and reads (ordering_graph.py) is built, and evaluated at once.
 
 MLX commits launches to the device in command buffers, and orders launches in one buffer by other

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import RMSNorm, new_token
+from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
@@ -108,8 +108,8 @@ class Graph:
         }
         self.kept = dict.fromkeys(self.states, 0)
         self.columns = cycle(((0, 1), (1, 0)))  # of states of the delta rule: written, read
-        self.token = new_token()
-        mx.eval(self.stores, self.states, self.token)
+        self.ticket = new_ticket()
+        mx.eval(self.stores, self.states, self.ticket)
         self.how: dict[str, Any] = {"block_size": _BLOCK, "scale": sizes.head_dim**-0.5}
 
     def write(self, kernel: str, layer: int, number: int) -> None:
@@ -118,17 +118,17 @@ class Graph:
         if kernel == "kv_write":
             shape = self.num_slots, self.sizes.num_kv_heads, self.sizes.head_dim
             k, v = mx.zeros(shape, _DTYPE), mx.full(shape, number, _DTYPE)
-            self.token = kv_write(k, v, where, *store, self.token)
+            self.ticket = kv_write(k, v, where, *store, self.ticket)
             self.slots[layer][:] = number
             return
         half = self.order[number % 2 :: 2]
         where = mx.array(half)
-        how: dict[str, Any] = {"keys": store[0], "values": store[1], "token": self.token}
+        how: dict[str, Any] = {"keys": store[0], "values": store[1], "ticket": self.ticket}
         how |= {"positions": mx.arange(len(half), dtype=mx.int32), "slot_mapping": mx.array(half)}
         if kernel == "latent_write":
-            _, self.token = latent_write(self._new_latents(len(half), number), **how)
+            _, self.ticket = latent_write(self._new_latents(len(half), number), **how)
         else:
-            _, self.token = rope_write(self._new_rows(len(half), number), **how)
+            _, self.ticket = rope_write(self._new_rows(len(half), number), **how)
         self.slots[layer][half] = number
 
     def read(self, kernel: str, layer: int, number: int) -> Read:
@@ -139,7 +139,7 @@ class Graph:
 
     def _kv_gather(self, layer: int, number: int) -> Seen:
         some = np.roll(self.order, 7 * number)[:64]
-        _, values, self.token = kv_gather(mx.array(some), *self.stores[layer], self.token)
+        _, values, self.ticket = kv_gather(mx.array(some), *self.stores[layer], self.ticket)
         return values, np.tile(self.slots[layer][some], len(values))
 
     def _paged_decode(self, layer: int, number: int, splits: int = 1) -> Seen:
@@ -171,8 +171,8 @@ class Graph:
         q, (where, lens) = self._queries(len(tables)), self._where(tables)
         lengths = mx.full((len(tables),), half * _BLOCK, mx.int32)
         arrays = q, where, lens, mx.array([leader], mx.int32), lengths
-        prefix = shared_prefix(*arrays, *self.stores[layer], self.token, splits=2, **self.how)
-        self.token, plan = prefix.lse, DecodePlan(1, 4)
+        prefix = shared_prefix(*arrays, *self.stores[layer], self.ticket, splits=2, **self.how)
+        self.ticket, plan = prefix.lse, DecodePlan(1, 4)
         values = self._attend(paged_decode, layer, q, where, lens, plan=plan, prefix=prefix)
         return values, self._means(layer, tables)
 
@@ -195,7 +195,7 @@ class Graph:
 
     def _attend(self, kernel: Callable[..., Any], layer: int, *args: Any, **how: Any) -> mx.array:
         """Launch a kernel of attention on a layer's store."""
-        values, self.token = kernel(*args, *self.stores[layer], self.token, **self.how, **how)
+        values, self.ticket = kernel(*args, *self.stores[layer], self.ticket, **self.how, **how)
         return values
 
     def _causal_conv(self, layer: int, number: int) -> Seen:
@@ -205,7 +205,7 @@ class Graph:
         weight = mx.repeat(mx.array([[1.0, 0.0]], _DTYPE), _CHANNELS, axis=0)
         where = mx.array(segments), mx.array(plan_conv_tiles(segments))
         states = self.states["causal_conv"]
-        y, self.token = causal_conv(rows, weight, None, states, *where, self.token, silu=False)
+        y, self.ticket = causal_conv(rows, weight, None, states, *where, self.ticket, silu=False)
         return y, before
 
     def _gated_delta(self, layer: int, number: int) -> Seen:
@@ -214,8 +214,8 @@ class Graph:
         rows, ones = len(before), mx.ones((len(before), 1))
         k, q = (_one_hot(rows, column) for column in next(self.columns))
         v, gates, states = _columns(rows, _WIDTH, number), given(ones, ones), self.states
-        arrays = q, k, v, gates, states["gated_delta"], mx.array(segments), self.token
-        y, self.token = gated_delta(*arrays, num_k_heads=1, max_seqlen=1)
+        arrays = q, k, v, gates, states["gated_delta"], mx.array(segments), self.ticket
+        y, self.ticket = gated_delta(*arrays, num_k_heads=1, max_seqlen=1)
         return y, before
 
     def _segments(self) -> np.ndarray:

@@ -30,11 +30,11 @@ def one_by_one() -> Iterator[None]:
     MLX compiles a kernel when the graph of a whole step is evaluated, and its errors may not name
     the kernel.
     """
-    token = _one_by_one.set(True)
+    before = _one_by_one.set(True)
     try:
         yield
     finally:
-        _one_by_one.reset(token)
+        _one_by_one.reset(before)
 
 
 class Kernel:
