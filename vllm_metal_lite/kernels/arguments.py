@@ -36,7 +36,7 @@ MAX_LATENT_DIM, MAX_ROPE_DIM = 512, 64
 
 
 class RMSNorm(NamedTuple):
-    """An RMS norm of the last axis, (.., D).  weight: (D,); None is ones."""
+    """An RMS norm of the last axis, (.., D).  weight: (D,); None: ones."""
 
     weight: mx.array | None
     eps: float

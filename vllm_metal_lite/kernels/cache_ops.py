@@ -25,7 +25,7 @@ def kv_write(
     ticket: mx.array,
     spec: LayerSpec | None = None,
 ) -> mx.array:
-    """Write rows k (N, num_kv_heads, k_head_dim), v likewise, to slots (N or more,); negative:
+    """Write rows k (N, num_kv_heads, k_head_dim) and v to slots (N or more,).  A negative slot is
     skipped."""
     rows, kv_heads, k_dim = k.shape
     arrays = [k, v, slot_mapping, keys, values, ticket]

@@ -67,8 +67,8 @@ def paged_decode(
 ) -> tuple[mx.array, mx.array]:
     """Attention of q (B, H, k_head_dim) to seq_lens (B,) keys -> (B, H, v_head_dim), the ticket.
 
-    q: NewRows (B) instead also write k and v to the last slot of each sequence in the same launch,
-    if no sequence sees another's new slot.
+    q may be NewRows (B): then the launch also writes k and v to the last slot of each sequence.  No
+    sequence may see another's new slot.
     block_tables: (B, max_blocks).  seq_lens may be longer than B.  A seq_len of 0 gives a row of
     zeros.  plan: see `decode_plan`.
     sinks: (H,).  prefix: attention of the same q to a shared prefix, which the kernel skips;

@@ -1,4 +1,4 @@
-"""The gated delta rule over packed rows, and Mamba 2's state space update, a use of it."""
+"""The gated delta rule over packed rows, which also computes Mamba 2's state space update."""
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import TICKET_SHAPE, head_size_problem, unused
@@ -15,7 +15,7 @@ _GATED_DELTA = Kernel(
 
 # The largest rows of q and k, which lie in threadgroup memory, and of v.
 MAX_K_DIM, MAX_V_DIM = 256, 1024
-# Simdgroups of a threadgroup, at most; of one whose tile of rows has elements of many columns.
+# Most simdgroups of a threadgroup: in general, and for tiles of wide keys.
 _SIMDGROUPS, _WIDE_SIMDGROUPS = 4, 8
 
 

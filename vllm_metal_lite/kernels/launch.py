@@ -81,7 +81,7 @@ class Kernel:
         how = arrays, template, grid, threadgroup, shapes, dtypes
         if not _one_by_one.get():
             return self._launch(*how)
-        mx.eval(arrays)  # an error in here is not this kernel's
+        mx.eval(arrays)  # an error here is not this kernel's
         try:
             outputs = self._launch(*how)
             mx.eval(outputs)

@@ -65,9 +65,9 @@ def shared_prefix(
 ) -> SharedPrefixResult:
     """Attention of q (B, H, k_head_dim) to the first prefix_lens[leader] keys of row `leader`.
 
-    q: or NewRows (B), whose queries are first normalised and rotated to the position of their last
-    key.  block_tables: (B, max_blocks).  seq_lens (B,), leader (1,), prefix_lens (B,): int32.  Head
-    dims: multiples of 8 up to 256, else ValueError.  The next ticket is the result's lse.
+    q may be NewRows (B): its queries are first normalised, and rotated to the position of their
+    last key.  block_tables: (B, max_blocks).  seq_lens (B,), leader (1,), prefix_lens (B,): int32.
+    Head dims: multiples of 8 up to 256, else ValueError.  The next ticket is the result's lse.
     """
     k_row, v_row = row_formats(keys, values, spec)
     kv_heads, k_dim, v_dim = keys.shape[1], k_row.dim, v_row.dim

@@ -197,7 +197,7 @@ class Sampler:
         bad_words: Sequence[Sequence[int]] = (),
         logprob_token_ids: Sequence[int] = (),
     ) -> None:
-        """Set up the row of a request that gets a seat, new or resumed after preemption.
+        """Set up the seat of a request, new or resumed after preemption.
 
         token_ids: (n,) int, all tokens known so far.  params should have passed `validate`; ids
         outside the vocabulary have no effect.  seed: any integer; only the low 64 bits count.
@@ -248,7 +248,7 @@ class Sampler:
                 self._ends[req_index] = np.array(known, np.int32), params.min_tokens
 
     def remove(self, req_index: int) -> None:
-        """Free the row; no effect if the row is free."""
+        """Free the seat; no effect if the seat is free."""
         self._version += 1
         self._rows[req_index] = _NEUTRAL
         self._bias.pop(req_index, None)

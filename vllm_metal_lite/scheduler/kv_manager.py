@@ -132,7 +132,7 @@ class KVCacheManager:
         end = end_of_turn(request.num_prompt_tokens, size, named)
         places = [at // size for at in named if size <= at <= hit.num_tokens]
         known = [request.block_names[place - 1] for place in places]
-        self.states.go_on_from(request, end, hit.state, hit.num_tokens, known)
+        self.states.continue_from(request, end, hit.state, hit.num_tokens, known)
 
     def allocate(self, request: Request, start: int, end: int) -> NewBlocks | None:
         """Release blocks behind the windows, then allocate for tokens [start, end) in every group;

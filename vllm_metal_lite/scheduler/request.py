@@ -95,7 +95,7 @@ class Request:
     # Set by Scheduler.add: order among all requests, and the most tokens it can have.
     sort_key: tuple[int, ...] = field(init=False, default=())
     max_length: int = field(init=False, default=0)
-    # Set by the engine: row of the InputBatch.
+    # Set by the engine: the seat in the InputBatch.
     req_index: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:

@@ -423,7 +423,7 @@ class Scheduler:
         return self._states.follows(request, start, out, self._partials, self.num_running)
 
     def _name_blocks(self, output: SchedulerOutput) -> None:
-        """Name the blocks of a step in flight, where they are not shared within it."""
+        """Name the blocks of a step in flight, if requests of one step cannot share them."""
         for segment in output.segments:
             if segment.request.status is RequestStatus.RUNNING:
                 start, end = segment.num_computed, segment.known_end

@@ -32,8 +32,8 @@ Store = tuple[mx.array, mx.array, mx.array]
 class KernelStepAttention:
     """See StepAttention.
 
-    ticket: orders writes and reads across launches.  unused_kernels: by this step.  shares: which
-    layers read a shared prefix once.
+    ticket: orders writes and reads across launches.  unused_kernels: the step uses their fallbacks.
+    shares: which layers read a shared prefix once.
     """
 
     def __init__(
