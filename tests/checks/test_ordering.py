@@ -33,7 +33,7 @@ def test_launches_in_order_are_right():
     assert {read.kernel for read in reads} == {*READS, LATENTS[1], *STATES}
 
 
-def test_every_kernel_that_takes_the_token_is_in_the_graph():
+def test_every_kernel_that_takes_the_ticket_is_in_the_graph():
     """The quantised ones take it as the others do."""
     tried = {*WRITES, *READS, *LATENTS, *STATES}
     taking = {k.removesuffix("_quantised") for k in WRITERS | WRITES_IF_FUSED | READERS}
@@ -55,7 +55,7 @@ def test_tokens_order_the_launches_in_every_order_that_a_device_may_take():
 
 @needs_compiler
 @pytest.mark.parametrize("kernel", ["rope_write", "latent_write", *TICKET_AT])
-def test_a_dropped_token_is_noticed(monkeypatch, kernel):
+def test_a_dropped_ticket_is_noticed(monkeypatch, kernel):
     """The launch gives back the ticket that it took, so that no later launch waits for it."""
     launch = getattr(ordering_graph, kernel)
 

@@ -1,4 +1,4 @@
-"""What goes wrong for a user: one line that names the value and the limit, nobody else harmed."""
+"""Errors for a user: one line that names the value and the limit; no other request is harmed."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A windowed layer costs its window: what is behind it is given back, and never read again."""
+"""A windowed layer stores its window: blocks behind it are released, and never read again."""
 
 import numpy as np
 import pytest
@@ -215,7 +215,7 @@ def test_what_a_window_cannot_take_is_refused():
 
 
 def test_a_prompts_blocks_are_given_back_before_its_first_decode():
-    """Or else whoever needs one would preempt it."""
+    """Otherwise a request that needs a block would preempt it."""
     config = fake_config(4, max_num_batched_tokens=32)
     engine = FakeEngine(config, [KVGroup(num_blocks=40), KVGroup(window=5, num_blocks=12)], 120)
     request = engine.add(list(range(30)), max_tokens=9)

@@ -1,4 +1,4 @@
-"""A router in one launch: the same experts and weights, in whatever way a model writes it."""
+"""A router in one launch: the same experts and weights, however a model writes it."""
 
 from collections import Counter
 
@@ -129,7 +129,7 @@ UNKNOWN["groups"] = lambda x: deepseek(x, groups=2)
 
 
 def by_expert(inds, weights) -> np.ndarray:
-    """The weights (rows, experts) of a choice, in whatever order: a CPU partitions in another."""
+    """The weights (rows, experts) of a choice, in any order: that of a CPU differs."""
     dense = np.zeros((ROWS, EXPERTS))
     flat = np.array(inds).reshape(ROWS, K)
     np.put_along_axis(dense, flat, np.array(weights.astype(mx.float32)).reshape(ROWS, K), -1)

@@ -124,7 +124,7 @@ def test_gates_of_every_kind(kind, tiles, dtype):
 @pytest.mark.parametrize("kind", ["softplus", "bounded", "time"])
 @pytest.mark.parametrize("max_seqlen", [None, 1], ids=["tiles", "rows"])
 def test_nan_of_a_gate_stays_in_its_head(max_seqlen, kind):
-    """And is not limited to a number, which would hide a broken model."""
+    """A limit must not turn it into a number, which would hide a broken model."""
     case = Case(Segments([9, 1], fresh={0}), kind)
     case.a[3, 1] = np.nan
     with np.errstate(invalid="ignore"):

@@ -243,7 +243,7 @@ def test_a_prompt_goes_on_from_a_checkpoint_as_if_it_had_never_stopped():
 
 
 def test_gates_of_zero_forget_everything():
-    """And keys that are all the same, which beta 2 reflects: the largest terms."""
+    """Equal keys, which a beta of 2 reflects, give the largest terms."""
     case = Case(Segments([24], fresh=set()), form="vector")
     case.gates[:] = 1
     case.gates[5, 1] = 0

@@ -109,7 +109,7 @@ def test_no_race_and_no_access_out_of_bounds(dtype, bits, plan, how):
 
 
 @pytest.mark.parametrize(("heads", "plan"), [((1, 1), (1, 4)), ((4, 2), (1, 4)), ((2, 1), (2, 2))])
-def test_a_token_of_few_rows_and_heads_is_written_whole(heads, plan):
+def test_a_ticket_of_few_rows_and_heads_is_written_whole(heads, plan):
     """It has at least 8 elements, and lse is the ticket."""
     with installed(checked=True):
         check([33], heads=heads, plan=plan)

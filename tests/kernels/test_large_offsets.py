@@ -61,7 +61,7 @@ def one_segment(slots: int) -> tuple[mx.array, np.ndarray]:
 
 
 def expert() -> None:
-    """The last of many, with few and long columns, so that little is multiplied."""
+    """The last of many experts, with few and long columns, so that little is multiplied."""
     depth = (1 << 17) + 256
     with huge(1024, 16, depth) as (weight, data):
         data[-1] = 0.5
@@ -96,7 +96,7 @@ def recurrence() -> None:
 
 
 def norm() -> None:
-    """A gate in columns of an array that is so wide."""
+    """A gate in columns of an array of that width."""
     width = BEYOND // 4 + 64
     with huge(5, width) as (z, data):
         data[4, :64] = 60
@@ -110,7 +110,7 @@ CASES = {
     "gated_delta": recurrence,
     "gated_rms_norm": norm,
 }
-# A kernel, a text of its, and the same in 32 bits.
+# Kernel, source text, and the same text with 32 bits.
 FAULTS = [
     ("expert_gemm", "(size_t(expert) * outputs + of)", "(expert * outputs + of)"),
     ("causal_conv", "(size_t(initial) * (K - 1)", "(initial * (K - 1)"),

@@ -76,10 +76,10 @@ def kernels_of(graph: Graph) -> set[str]:
 def check(graph: Graph, **how: Any) -> None:
     """No conflict is unordered, whatever the size of a command buffer."""
     for limits in LIMITS:
-        for tokens_only in (False, True):
-            encoder = Replay(graph, limits, tokens_only=tokens_only, **how).run().encoder
+        for tickets_only in (False, True):
+            encoder = Replay(graph, limits, tickets_only=tickets_only, **how).run().encoder
             assert next(encoder.conflicts(), None), "no launch touches the store"
-            assert not encoder.faults(), (limits, tokens_only)
+            assert not encoder.faults(), (limits, tickets_only)
 
 
 def labels_of(graph: Graph) -> set[str]:
@@ -125,7 +125,7 @@ def test_layers_that_share_arrays():
 
 
 def test_any_order_of_evaluation():
-    """Tokens alone order the launches; MLX's order of evaluation is not needed."""
+    """Tickets alone order the launches; MLX's order of evaluation is not needed."""
     graph = record(make_engine(), arrivals)
     for seed in range(4):
         check(graph, order=any_order(seed))
@@ -190,7 +190,7 @@ def test_a_step_that_mlx_breaks_off_and_its_repetition(failing):
     for after in (8, 16, 32):
         graph = record(make_engine(), drive, fails={failing: after})
         check(graph)
-        replay = Replay(graph, LIMITS[-1], tokens_only=True, waits_after_errors=False)
+        replay = Replay(graph, LIMITS[-1], tickets_only=True, waits_after_errors=False)
         without_waiting += replay.run().encoder.faults()
     # MLX before 0.32.2 does not wait: a first write and its repetition are unordered.
     assert without_waiting
@@ -217,7 +217,7 @@ def test_a_large_store_ends_a_command_buffer_in_each_layer():
 
 def is_noticed(graph: Graph) -> bool:
     """Whether `check` would fail."""
-    return any(Replay(graph, limits, tokens_only=True).run().encoder.faults() for limits in LIMITS)
+    return any(Replay(graph, limits, tickets_only=True).run().encoder.faults() for limits in LIMITS)
 
 
 def with_inputs(graph: Graph, inputs: dict[int, tuple[str, ...]]) -> Graph:
@@ -235,7 +235,7 @@ def users_of_tokens(graph: Graph) -> list[int]:
     return [i for i, node in enumerate(graph.nodes) if "token" in node.parameters]
 
 
-def test_every_token_is_needed():
+def test_every_ticket_is_needed():
     """Each launch in turn takes the ticket from before the first step."""
     graph = record(make_engine(), arrivals)
     first, *others = sorted(users_of_tokens(graph), key=lambda i: graph.nodes[i].turn)

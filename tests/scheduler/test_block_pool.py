@@ -16,7 +16,7 @@ def counts(pool: BlockPool) -> tuple[int, int, int]:
 
 
 def cached(pool: BlockPool, names: list[bytes]) -> list[int]:
-    """Blocks that were named and given back."""
+    """Blocks that were named and released."""
     blocks = pool.allocate(len(names))
     for block, name in zip(blocks, names, strict=True):
         assert pool.name(block, name)
@@ -77,7 +77,7 @@ def test_without_caching_nothing_is_named():
 
 
 class PoolModel(RuleBasedStateMachine):
-    """Any sequence of moves, against the plainest account there can be."""
+    """Any sequence of moves, against a plain model of the pool."""
 
     def __init__(self) -> None:
         super().__init__()

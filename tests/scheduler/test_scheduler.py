@@ -14,7 +14,7 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
 
 def make(num_blocks: int = 64, max_model_len: int = 64, **options) -> FakeEngine:
-    """An engine with blocks of 4 tokens, 8 seats and 32 tokens a step, unless said otherwise."""
+    """An engine with blocks of 4 tokens, 8 seats and 32 tokens a step by default."""
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "enable_prefix_caching": False}
     return FakeEngine(fake_config(**{**defaults, **options}), num_blocks, max_model_len)
 

@@ -1,4 +1,4 @@
-"""The scheduler's invariants, under workloads that nobody thought of.
+"""The scheduler's invariants, under random workloads.
 
 `run` plays a workload through scheduler, InputBatch and FakeModel.  Every function of STEP_CHECKS
 looks at each step between `schedule` and `update`, every one of END_CHECKS at the whole.
@@ -273,7 +273,7 @@ def check_who_is_preempted_ranks_below_all_who_stay(play: Play, out: SchedulerOu
 
 
 def check_nobody_is_preempted_without_need(play: Play, out: SchedulerOutput) -> None:
-    """Only for want of blocks, and for a partial prefill only if nobody can continue."""
+    """Only if blocks are missing; for a partial prefill only if no request can continue."""
     if out.preempted:
         taken = [0] * len(play.num_available)
         for segment in out.segments:
@@ -354,7 +354,7 @@ def _hits(request: Request, block_size: int) -> set[tuple[int, int]]:
 
 
 def _look(play: Play, out: SchedulerOutput) -> None:
-    """Count the hard cases, to know that the workloads are worth something."""
+    """Count the hard cases, which show that the workloads test something."""
     seen, named = play.seen, set(out.named)
     moved = {s.request.request_id for s in out.segments}
     block_size = play.workload.block_size

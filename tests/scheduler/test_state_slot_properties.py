@@ -1,4 +1,4 @@
-"""State slots under workloads that nobody thought of.
+"""State slots under random workloads.
 
 The device is a dict: slot -> the tokens that its state covers.  Each segment must find its own
 prefix, and no other, in its initial slot; each checkpoint must cover the tokens of its name.

@@ -1,4 +1,4 @@
-"""A launch of every kernel, small and with something of everything in it."""
+"""A small launch of every kernel, which uses all of its parts."""
 
 from dataclasses import replace
 
