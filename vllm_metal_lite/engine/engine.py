@@ -128,11 +128,11 @@ class LLMEngine:
     # Requests
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """(text, token ids) of a prompt, see `prompts.tokenize`."""
+        """(text, token ids) of a prompt, see `prompt_ids.tokenize`."""
         return tokenize(prompt, self.model.tokenizer, self.model.vocab_size)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
-        """Token ids of a conversation under the model's template, see `prompts.render_chat`."""
+        """Token ids of a conversation under the model's template, see `prompt_ids.render_chat`."""
         return render_chat(self.model.tokenizer, self.model.name, messages, **options)
 
     def render_turn(

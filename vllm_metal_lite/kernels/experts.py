@@ -110,7 +110,7 @@ def experts_problem(experts: Experts) -> str | None:
     if gate.shape != up.shape or down.shape != (gate.shape[0], gate.shape[2], gate.shape[1]):
         return f"experts of {gate.shape}, {up.shape} and {down.shape} do not fit each other"
     if shape_of(gate) != shape_of(up) or (experts.gate.bias is None) != (other.bias is None):
-        return "gate and up are not of one form"
+        return "gate and up differ in type, quantisation or bias"
     if gate.shape[0] > MAX_EXPERTS:
         return f"{gate.shape[0]} experts are more than {MAX_EXPERTS}"
     return None

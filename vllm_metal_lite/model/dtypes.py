@@ -1,4 +1,4 @@
-"""The types of a model's weights: cast, or expanded from a quantised form."""
+"""The types of a model's weights: cast, or expanded from a quantised format."""
 
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path, tree_unflatten

@@ -297,9 +297,9 @@ class Sampler:
         """Choose the next token of each row; lazy: nothing is evaluated.
 
         logits: (T, V) float32, float16 or bfloat16.  req_indices: (T,) int, the request of each
-        row, all distinct but for drafts.  Counts one more generated token for each.  If any request
-        wants logprobs, all rows get the largest number requested.  grammar: the tokens a grammar
-        allows some rows in this step, applied before logprobs.
+        row, all distinct except for drafts.  Counts one more generated token for each.  If any
+        request wants logprobs, all rows get the largest number requested.  grammar: the tokens a
+        grammar allows some rows in this step, applied before logprobs.
         draft_token_ids: see ForwardBatch; empty: no drafts.  A row behind drafts is sampled as if
         these were the request's tokens.  With drafts nothing is counted: `accept` follows.
         """
