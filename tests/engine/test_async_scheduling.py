@@ -272,7 +272,7 @@ def test_whose_last_token_is_under_way_leaves_its_seat_and_blocks_to_others():
 
 def test_a_waiting_request_joins_the_step_ahead():
     engine, _, _ = running(waiting=2, max_num_seqs=3)
-    engine.abort(engine.unfinished["r2"])  # it was admitted, and its prompt is under way
+    engine.abort(engine.unfinished["r2"])  # it was admitted, and its prompt is in flight
     assert shape(engine.schedule()) == [("r0", 4, 1), ("r1", 4, 1), ("r3", 0, 1)]
 
 

@@ -1,4 +1,4 @@
-"""Embeddings and scores: what mlx-lm's module computes for a prompt alone, whatever else runs."""
+"""Embeddings and scores equal those of mlx-lm's module for each prompt alone."""
 
 import json
 

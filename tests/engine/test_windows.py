@@ -40,7 +40,7 @@ def test_layers_that_see_equally_far_back_form_a_group():
 @given(st.integers(1, 40), st.integers(0, 60), st.integers(1, 30), st.integers(1, 9))
 @settings(max_examples=300)
 def test_most_blocks_is_the_most_that_a_chunk_can_see(window, start, chunk, block_size):
-    """By definition: all blocks with a token that a row of some chunk sees."""
+    """By definition: all blocks with a token that any row of a chunk sees."""
     group = KVGroup(window=window)
     seen = {
         at // block_size

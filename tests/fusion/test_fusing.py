@@ -88,7 +88,7 @@ def test_what_is_joined():
 
 
 def test_projections_of_unlike_weights_stay_apart():
-    """8 bits for k: q goes alone, and so does v, for a group is what follows one another."""
+    """8 bits for k: q stays alone, and so does v, because only neighbours are joined."""
     model = tiny.build(config_of("llama"))
     nn.quantize(model, 32, 4, class_predicate=lambda path, m: "self_attn.v_proj" in path)
     join_projections(model)

@@ -174,7 +174,7 @@ def test_a_known_router_is_one_launch(monkeypatch, name):
 
 
 def test_compiled_functions_of_mlx_lm_stay_as_they_are(monkeypatch):
-    """A forward without kernels, after one with them, launches none."""
+    """A forward without kernels launches none, even after one with kernels."""
     for route in (deepseek, kimi, UNKNOWN["groups"]):
         before = expected(route)
         _, launched = evaluated(monkeypatch, route)

@@ -48,8 +48,8 @@ def model(name="qwen3", dtype=mx.bfloat16):
 
 
 def decided(monkeypatch, packed, attention, wrong=()) -> tuple[range, str]:
-    """The rows whose products go through the kernel, and what is said of it, for a model that
-    passes its trial."""
+    """The rows whose products go through the kernel, and the note, for a model that passes its
+    trial."""
     monkeypatch.setattr(decide._Trials, "problem", lambda *_: None)
     fusion, note = decide.decide(packed, attention, wrong)
     return fusion.skinny_rows, note

@@ -66,7 +66,7 @@ class Case:
             kept = {"keys": store[0], "values": store[1], "ticket": ticket}
             q, ticket = rope_write(q, **where, **kept, spec=s.spec)
         where, prefix = (mx.array(s.block_tables), mx.array(s.seq_lens)), None
-        if self.prefix_len:  # of the longest sequence alone, for what is not shared is the same
+        if self.prefix_len:  # of the longest sequence only: the other rows are the same
             leader, how = int(np.argmax(s.seq_lens)), {**s.how}
             lens = np.zeros(len(s.seq_lens), np.int32)
             lens[leader] = self.prefix_len

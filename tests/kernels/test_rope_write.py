@@ -113,7 +113,7 @@ def test_large_positions_give_what_mlx_gives():
 @pytest.mark.parametrize("traditional", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_against_mlx(dtype, traditional):
-    """MLX's norm, and its rotation in float32, for on the CPU it rounds sines to the type."""
+    """MLX's norm, and its rotation in float32, because on a CPU it rounds sines to the type."""
     case = NewRowsCase(FEW, dtype=dtype, traditional=traditional, rotated=24)
     q = mx.fast.rms_norm(mx.array(case.q).astype(dtype), *case.norms["q"])
     how = {"scale": case.scale, "offset": mx.array(case.positions)}

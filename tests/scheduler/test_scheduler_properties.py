@@ -185,7 +185,7 @@ def check_each_request_has_one_segment_and_one_token_ones_come_first(
 
 
 def check_every_token_is_computed_exactly_once(play: Play, out: SchedulerOutput) -> None:
-    """Unless preempted or rolled back: then, and at first, it starts after what the cache holds."""
+    """At first, and after a preemption or a rollback, a request starts behind its cached tokens."""
     for s in out.segments:
         assert s.num_computed == play.computed[s.request.request_id]
         assert _end(s) <= s.request.num_tokens
