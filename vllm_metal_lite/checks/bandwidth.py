@@ -33,7 +33,7 @@ class Bandwidth:
 
     @property
     def times_slower(self) -> float:
-        """Than the slower one of its references."""
+        """How many times slower than the slower one of its references."""
         return min(self.references.values(), default=0.0) / self.bytes_per_second
 
 
@@ -71,7 +71,7 @@ def measure(
         Bandwidth("MLX's product, weights in 16 bits", None, mlx, {"a copy": copy}),
         Bandwidth("MLX's product, weights in 4 bits", None, by_words, {"a copy": copy}),
     ]
-    # In 4 bits bound by instructions, so not compared with a copy.
+    # Products in 4 bits are bound by instructions, so a copy is no reference.
     others = {"a copy": copy, "MLX's product": mlx}, {"MLX's product of one row": by_words}
     return found + [
         Bandwidth(f"products of 8 rows, weights in {bits} bits", "skinny_gemm", speed, beside)

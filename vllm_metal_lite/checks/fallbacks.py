@@ -43,7 +43,7 @@ Apart = tuple[mx.array, mx.array, mx.array]
 
 
 def _attention(check: Attend, sequences: int, context: int, rows: int = 1, prefix: int = 0) -> Pair:
-    """Prompts by the store or gathered; decodes with the kernel or without."""
+    """Prompts read in place or gathered; decodes with the kernel or without it."""
     load = TimedStore(
         check.shape, sequences, context, rows, prefix=prefix, block_size=check.block_size
     )
@@ -90,7 +90,7 @@ def add_norm(check: Check[NormShape]) -> list[Pair]:
 
 
 def gated_norm(check: Check[GatedNormShape]) -> list[Pair]:
-    """Beside mlx-lm's layers that normalise first; the others have as many launches."""
+    """Timed for the norm before the gate; the other order has as many launches."""
     shape = check.shape
     x = mx.random.normal((_ROWS, shape.groups, shape.dim)).astype(shape.dtype)
     weight, z = mx.ones(shape.dim, shape.dtype), Columns(x.reshape(_ROWS, -1), 0)

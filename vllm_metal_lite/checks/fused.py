@@ -45,7 +45,7 @@ def product(check: Check[ProductShape]) -> Found:
     rows, shape, dtype = check.shape
     outputs, depth, how = shape
     width, rng = min(outputs, _MOST_OUTPUTS) // 2 * 2, np.random.default_rng(0)
-    x = draw(rng, (rows, depth), dtype) / 2  # or rounding errors of gate and up would add up
+    x = draw(rng, (rows, depth), dtype) / 2  # otherwise rounding errors of gate and up add up
     plan = gemm_plan(rows, shape)
     w, weight = draw_weight(rng, (width, depth), dtype, how)
     a = mx.array(x).astype(dtype)
@@ -67,7 +67,7 @@ def product(check: Check[ProductShape]) -> Found:
 
 
 def write(check: Check[AttentionShape]) -> Found:
-    """Few rows and many; of latents few."""
+    """Few rows and many; only few rows of latents."""
     counts = (_ROWS,) if check.kernel == "latent_write" else (_ROWS, profile().rope_many_rows)
     return max(_written(check, count) for count in counts)
 

@@ -73,7 +73,7 @@ class TimedStore:
         return paged_decode(q, self.block_tables, self.seq_lens, *self.kv, ticket, **how)[0]
 
     def by(self, prefill: str, *without: str) -> Callable[[mx.array | NewHeads], mx.array]:
-        """Attention as serving calls it, but for the kernels in `without`.
+        """Attention as serving calls it, without the kernels in `without`.
 
         It takes queries, or the heads of new rows, which it writes too.
         """

@@ -39,7 +39,7 @@ def expand(model: nn.Module) -> None:
 
 
 def _expanded(module: nn.Module) -> nn.Module:
-    scale = module.get("global_scale")  # one an expert, and MLX takes one a call
+    scale = module.get("global_scale")  # one per expert, and MLX takes one per call
     weight = mx.dequantize(
         module.weight,
         module.scales,
