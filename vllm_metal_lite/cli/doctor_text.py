@@ -149,7 +149,7 @@ def describe_verdict(report: Report) -> Iterator[str]:
 
 def describe_interrupted(report: Report) -> list[str]:
     problems = [f"  {problem}" for problem in report["problems"]]
-    return ["", "Verdict:   interrupted; what is known stands above", *problems]
+    return ["", "Verdict:   interrupted; the results so far are above", *problems]
 
 
 def _not_tried(report: Report, part: str, label: str) -> list[str]:
