@@ -108,7 +108,7 @@ class Constraints:
     def _masks_of_drafts(
         self, requests: Sequence[Request], drafts: Sequence[int]
     ) -> TokenMasks | None:
-        """Each row under the constraint, after the drafts before the row."""
+        """Each row under the constraint as it is behind the drafts before the row."""
         rows, masks, depth = [], [], 0
         for row, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
             if (entry := self._of.get(request)) is None:
