@@ -134,7 +134,7 @@ def test_imports_go_down():
 
 
 def test_no_circle_within_a_layer():
-    """Neither of modules nor of the folders they are in."""
+    """No circle of modules, and none of folders."""
 
     def node(module: str) -> str:
         folder = module.rpartition(".")[0]

@@ -48,7 +48,7 @@ def expected() -> list[list[int]]:
 
 @pytest.mark.parametrize("rooms", [*((room,) for room in ROOMS), ROOMS], ids="+".join)
 def test_the_core_runs_without(rooms, tmp_path):
-    """With kernels too where both rooms are gone that check and fuse them."""
+    """With kernels too, if the rooms that check and fuse them are both removed."""
     copy = tmp_path / "vllm_metal_lite"
     skipped = shutil.ignore_patterns("__pycache__", "demo_model", *rooms)
     shutil.copytree(ROOT / "vllm_metal_lite", copy, ignore=skipped)

@@ -14,7 +14,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 # Most tokens of a chunk times tokens of context before it.  One step's attention grows with this
 # product, and macOS kills GPU work that runs for seconds while a display is on.  A chunk of 2,048
-# tokens feels it beyond a context of 32k.
+# tokens is cut beyond a context of 32k.
 MAX_CHUNK_TIMES_CONTEXT = 2048 * 32768
 
 # Seats are rows of host tables, made at start.
@@ -52,11 +52,11 @@ class EngineConfig:
     max_model_len None: the model's own context length, or less if the store cannot hold it.
     long_prefill_token_threshold: most prompt tokens that one request gets in one step; 0 = no
     limit of its own.
-    memory_fraction None: what is safe on the device (see `runner/memory.py`).
+    memory_fraction None: a safe value for the device (see `runner/memory.py`).
     state_cache_gib: memory for state checkpoints of models with recurrent layers, beside one state
     for each of max_num_seqs; None: a share of the memory.
     prefix_disk_gib: quota of the folder that keeps cached prefixes across restarts; 0: none.
-    dtype "auto": what the weights have on a GPU, float32 (quantised weights expanded) on a CPU.
+    dtype "auto": that of the weights on a GPU, float32 (quantised weights expanded) on a CPU.
     kv_bits: keep K and V in 8 or 4 bits a value (see `kv/row_format.py`); None: as they are.
     attention "auto": the kernels of metal/ on a GPU where they agree with the reference there.
     speculate "auto": compute several tokens of an answer in one step where it repeats earlier text

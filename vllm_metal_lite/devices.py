@@ -30,12 +30,12 @@ class DeviceProfile:
     # The fewest keys in a split; the most keys in a split that gets a smaller threadgroup.
     min_split_keys: int = 256
     few_keys: int = 512
-    # Floats of sums that a lane of `paged_decode` keeps, at most: more query heads of a group take
-    # several threadgroups.  And the most beside which a lane asks for four keys at once, not two.
+    # The most floats of sums in a lane of `paged_decode`: more query heads of a group take several
+    # threadgroups.  Then the most beside which a lane loads four keys at once, not two.
     # Mesa's compiler for Apple GPUs has no registers for more (docs/verification.md).
     decode_sums: int = 32
     decode_sums_of_four: int = 16
-    # Simdgroups of a threadgroup of `latent_attention`, the most: with 8, the queries and sums of
+    # The most simdgroups of a threadgroup of `latent_attention`: with 8, the queries and sums of
     # 512 columns leave a lane of Apple's GPUs no registers.
     latent_simdgroups: int = 16
     # Registers of 16 bits for the queries and sums of a lane of `varlen_prefill` and
@@ -82,10 +82,10 @@ class DeviceProfile:
     rows_as_decodes: int = 64
     # Keys: the most that these rows may read beyond their shared prefix, in total.
     max_own_keys: int = 1 << 14
-    # Rows of prompts beside decodes, the most for a step that is padded to repeating shapes and
+    # The most rows of prompts in a step with decodes that is padded to repeating shapes and
     # compiled: a chunk of 512, padded.
     small_rows: int = 768
-    # Scores of a head, the most for such a step where MLX's SDPA serves larger prompts faster than
+    # The most scores of a head in such a step, if MLX's SDPA serves larger prompts faster than
     # `varlen_prefill`: that chunk at a context of 8k.
     small_scores: int = 768 * 8192
     # The least keys of such a step after padding, so that a prompt's first chunks have one shape.
@@ -93,15 +93,15 @@ class DeviceProfile:
 
     # MLX's SDPA, which the reference uses
 
-    # Query rows, the most in a tile.  An unfused SDPA also computes the scores that "causal" hides;
+    # The most query rows in a tile.  An unfused SDPA also computes the scores that "causal" hides;
     # a fused one has nothing to save.
     sdpa_tile: int = _ANY
     # The time of one more call, and of copying one key out of the store, in scores computed.
     sdpa_call_cost: int = 1 << 21
     key_cost: int = 64
-    # Keys, the most that one call gathers: its copy of K and V stays small beside the store.
+    # The most keys that one call gathers: its copy of K and V stays small beside the store.
     max_gathered_keys: int = 1 << 17
-    # Scores of all heads, the most that one call keeps in memory if MLX does not fuse it: 128 MiB
+    # The most scores of all heads that one call keeps in memory if MLX does not fuse it: 128 MiB
     # in 16 bits, and up to three times that for sinks.
     max_scores: int = 1 << 26
 
@@ -113,7 +113,7 @@ class DeviceProfile:
     row_grains: tuple[tuple[int, int], ...] = ((64, 0), (512, 64), (_ANY, 256))
     # Default fraction of `backend.memory_limit()` to use.
     memory_fraction: float = 0.9
-    # Rows, the most in the step that measures peak memory at start; the result is scaled up for
+    # The most rows of the step that measures peak memory at start; the result is scaled up for
     # larger steps.  And the longest context of that step, in tokens.
     profile_rows: int = _ANY
     profile_context: int = 4096

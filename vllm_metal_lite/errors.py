@@ -6,7 +6,7 @@ _LONGEST_VALUE = 100
 
 
 class Option(str):
-    """The name of an option or a parameter, where a message speaks of one."""
+    """The name of an option or a parameter, in a message."""
 
 
 class MetalLiteError(ValueError):
@@ -52,7 +52,7 @@ class ModelLoadError(MetalLiteError):
 
 
 class RemoteCodeError(ModelLoadError):
-    """A model needs Python code of its own, and the user has not said to run that."""
+    """A model needs Python code of its own, and the user has not allowed it."""
 
 
 class OutOfMemoryError(MetalLiteError):

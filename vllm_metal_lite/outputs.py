@@ -29,7 +29,7 @@ class _Text:
         text = vars(output)["_text"]
         if isinstance(text, str):
             return text
-        finished = output.finished  # asked first: another thread may end the answer
+        finished = output.finished  # read first: another thread may end the answer
         text = text()
         if finished:
             vars(output)["_text"] = text
@@ -67,7 +67,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies, which stay as they are: the text, not what it comes from."""
+        """Pickle the decoded text, not the detokenizer."""
         return {**self.__dict__, "_text": self.text}
 
 

@@ -1,4 +1,4 @@
-"""Coding agents from npm, and sessions of them with our server in a closed network."""
+"""Coding agents from npm, and their sessions with our server in a closed network."""
 
 import json
 import os
@@ -55,7 +55,7 @@ class Agent:
 def agent(scratch: Path, kind: str, word: str, kill: bool = False) -> Agent:
     """An agent with a repository of one file, asked to do the task of a word.
 
-    The agent can do what it wants there, and only there has it something to do.
+    The agent may do anything there.
     """
     folder, home = scratch / f"{kind}-{word}", scratch / f"home-{kind}-{word}"
     folder.mkdir(parents=True)

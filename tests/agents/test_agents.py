@@ -97,7 +97,7 @@ def test_agents_side_by_side_do_not_mix_and_killed_ones_leave_nothing(tmp_path):
     model = write_scripted(tmp_path / "model", {**scripts, **endless})
     session = run(model, [*agents, *killed], tmp_path)
     assert session.streaming, session.status
-    # Each kind's answer had begun.
+    # The answer of each kind had begun.
     cut_short = re.findall(r"(msg|resp|chatcmpl)\S+: .* [1-9]\d* new .*cut short", session.log)
     assert set(cut_short) == {"msg", "resp", "chatcmpl"}, session.log
     assert session.codes[len(agents) :] == [-signal.SIGKILL] * len(killed)

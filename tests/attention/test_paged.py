@@ -54,7 +54,7 @@ def test_a_step_of_decodes_prompts_and_chunks(segments, how, prefill):
 @pytest.mark.parametrize("how", [{}, {"window": 11}], ids=str)
 @pytest.mark.parametrize("bits", [None, 8])
 def test_prompts_by_the_calls_that_a_gpu_fuses(monkeypatch, how, bits):
-    """MLX's SDPA takes the gathered keys as they lie; on a CPU no call is given to it."""
+    """MLX's SDPA takes the gathered keys without a copy; on a CPU it gets no call."""
     monkeypatch.setattr(sdpa_run, "unfused", lambda *_: None)
     case = KernelCase(RAGGED, prefill="gather", sinks=True, dim=64, bits=bits)
     check(case, padding=3, **how)
@@ -62,7 +62,7 @@ def test_prompts_by_the_calls_that_a_gpu_fuses(monkeypatch, how, bits):
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_chunks_whose_scores_are_bounded_are_cut_into_tiles_that_share_keys(monkeypatch, window):
-    """A CPU's SDPA is unfused, as any is for heads of 256."""
+    """On a CPU no SDPA is fused, and nowhere for heads of 256."""
     change_device(monkeypatch, max_scores=4 * 40 * 100)
     segments = [(7, 1), (100, 70), (30, 1), (60, 90), (0, 50)]
     check(KernelCase(segments, prefill="gather", sinks=True), padding=3, window=window)

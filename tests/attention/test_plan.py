@@ -178,7 +178,7 @@ def test_one_call_gathers_a_bounded_number_of_keys():
 )
 @settings(max_examples=60)
 def test_the_scores_of_a_call_are_bounded(segments, window, max_scores):
-    """By the limit, but for tiles of the least size."""
+    """By the limit, except for the smallest tiles."""
     batch = make_batch(segments)
     calls = plan_calls(batch, window, tile=1 << 30, call_cost=1 << 21, max_scores=max_scores)
     for g in calls:

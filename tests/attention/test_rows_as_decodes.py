@@ -1,4 +1,4 @@
-"""Rows of prompts in small steps, attended to as decodes that share what is before their chunk."""
+"""Rows of prompts in small steps, attended to as decodes that share the keys before their chunk."""
 
 from dataclasses import replace
 
@@ -115,7 +115,7 @@ def test_decodes_alone_are_what_they_were():
 @settings(max_examples=12)
 @given(st.integers(3, 24), st.integers(0, 3), st.booleans())
 def test_compiled_steps_give_the_same_tokens(budget, seed, scored):
-    """By ArrayAttention: chunks beside decodes and alone, of a few sizes; scored prompts."""
+    """Through ArrayAttention: chunks beside decodes and alone, of a few sizes; scored prompts."""
     prompts = tiny.prompts(5, 3, 40, seed=seed)
     options = {"max_num_batched_tokens": budget, "block_size": 8}
     params = SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=0 if scored else None)
@@ -148,7 +148,7 @@ def test_compiled_steps_give_the_same_tokens(budget, seed, scored):
 
 
 def test_a_prompt_alone_waits_to_be_compiled():
-    """A chunk is not followed by its like as surely as a decode is."""
+    """A chunk is less likely than a decode to be followed by a step of the same shape."""
     with pytest.MonkeyPatch.context() as patch:
         pad_to_powers_of_two(patch)
         engine = compile_on_cpu(tiny.engine("qwen3"), rows_as_decodes=LIMIT)

@@ -79,7 +79,7 @@ def test_every_backend_cuts_the_step_its_own_way_to_the_same_result(monkeypatch,
 
 
 def test_the_packed_form_equals_the_padded_one(monkeypatch):
-    """The same prompts, laid end to end or padded, by the price of a call."""
+    """The same prompts, concatenated or padded, by the cost of a call."""
     case = Case([(0, 60), (0, 3), (0, 5), (0, 2)])
     results, forms = [], []
     for cost in (1 << 20, 0):
@@ -101,7 +101,7 @@ def masks_of(case: Case, dtype: mx.Dtype, window: int | None) -> list[mx.array]:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("where", ["cpu", "metal", "cuda"])
 def test_a_mask_is_never_wider_than_the_queries(monkeypatch, where, dtype):
-    """Bool, but on CUDA, where a bool mask is not fused, the queries' own dtype."""
+    """Bool; on CUDA, where a bool mask is not fused, the queries' dtype."""
     monkeypatch.setattr(backend, "name", lambda: where)
     masks = masks_of(Case(RAGGED), dtype, window=7)
     assert masks
@@ -162,7 +162,7 @@ def test_neural_accelerators_fuse_long_causal_calls_of_large_heads(monkeypatch, 
 
 
 def test_masking_the_last_keys_copies_no_scores():
-    """The weights take the place of the scores, 9 MB; all else is small beside them."""
+    """The weights replace the scores, 9 MB; everything else is small."""
     case = Case([(4096, 256)], heads=2, kv_heads=2)
     case.run()
     mx.clear_cache()

@@ -137,7 +137,7 @@ def cache_of_verdicts(tmp_path_factory):
 
 @pytest.fixture
 def steps(monkeypatch):
-    """Of every step, the prefix of its decodes or None; any that can be is shared."""
+    """The prefix of each step's decodes, or None; every possible prefix is shared."""
     change_device(monkeypatch, min_saved_tokens=BLOCK_SIZE)
     found = []
 
@@ -200,7 +200,7 @@ def test_other_layers(on_kernels, steps, name, options):
 
 
 def test_compiled_steps_that_share(steps, monkeypatch):
-    """By ArrayAttention, which takes the blocks of the prefix from the leader."""
+    """Through ArrayAttention, which takes the blocks of the prefix from the leader."""
     pad_to_powers_of_two(monkeypatch)
     prompts = [PREFIX[:26] + rest for rest in OTHERS] + [OTHERS[3]]
     options = {"max_num_batched_tokens": 24, "block_size": BLOCK_SIZE}

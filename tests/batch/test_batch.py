@@ -16,7 +16,7 @@ MAX_SEQS, MAX_LEN, BLOCK_SIZE, NUM_BLOCKS = 6, 48, 8, 300
 
 @st.composite
 def tables(draw) -> tuple[InputBatch, list[dict]]:
-    """A filled table after some coming and going, and what is in it as plain lists."""
+    """A table after some requests came and went, and its content as plain lists."""
     inputs = InputBatch(MAX_SEQS, MAX_LEN, BLOCK_SIZE, num_kv_groups=draw(st.integers(1, 3)))
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
     blocks = rng.permutation(NUM_BLOCKS).tolist()

@@ -1,4 +1,4 @@
-"""What the check of the experts' kernels finds on the CPU host."""
+"""The results of the check of the experts' kernels on the CPU host."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A kernel fails: only that kernel is done without, and the tokens stay right.
+"""A kernel fails: only that kernel is replaced, and the tokens stay right.
 
 Each kernel is here with a kind of fault, and each kind with a kernel.  All of them:
 `METAL_LITE_DEVICE=cpu python -m tools.prove.break_at_start`.

@@ -1,4 +1,4 @@
-"""Checks in a process of their own: whatever that process does, there is a result or a line."""
+"""Checks in a separate process: whatever that process does, there is a result or a line."""
 
 import os
 import signal
@@ -129,7 +129,7 @@ def test_without_a_python_to_start_checks_run_here(process, monkeypatch, words):
 
 
 def test_the_command_is_that_of_this_python(monkeypatch):
-    """Without a GPU what stands in for one is here; an embedded Python may have no path."""
+    """Without a GPU only this process has a replacement; an embedded Python may have no path."""
     monkeypatch.setattr(backend, "is_cpu", lambda: True)
     assert isolated.command() is None
     monkeypatch.setattr(backend, "is_cpu", lambda: False)

@@ -52,7 +52,7 @@ def test_a_kernel_without_a_fallback_is_replaced_by_the_reference():
     assert {row.name for row in REGISTRY.values() if row.essential} == essential
 
 
-def test_every_kernel_that_takes_the_token_is_known_to_the_replay():
+def test_every_kernel_that_takes_the_ticket_is_known_to_the_replay():
     taking = {kernel.name for kernel in launched() if "token" in kernel.inputs}
     assert taking == WRITERS | WRITES_IF_FUSED | READERS
 

@@ -21,8 +21,8 @@ from vllm_metal_lite.checks.ordering import (
 )
 
 TINY = GraphSizes(launches=24, sequences=2, context=32, num_heads=2, num_kv_heads=1, head_dim=16)
-# Which argument the token is; rope_write takes it by name.
-TOKEN_AT = {"kv_write": 5, "kv_gather": 3, "paged_decode": 5, "causal_conv": 6}
+# Which argument the ticket is; rope_write takes it by name.
+TICKET_AT = {"kv_write": 5, "kv_gather": 3, "paged_decode": 5, "causal_conv": 6}
 
 needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -33,7 +33,7 @@ def test_launches_in_order_are_right():
         reads = build(TINY)
         assert problem(reads) is None
     assert {read.kernel for read in reads} == {*READS, STATES}
-    assert {*TOKEN_AT, "rope_write"} == {*WRITES, *READS, STATES}
+    assert {*TICKET_AT, "rope_write"} == {*WRITES, *READS, STATES}
 
 
 def first_problem(pick):
@@ -43,22 +43,22 @@ def first_problem(pick):
 
 
 @needs_compiler
-def test_tokens_order_the_launches_in_every_order_that_a_device_may_take():
+def test_tickets_order_the_launches_in_every_order_that_a_device_may_take():
     rng = np.random.default_rng(0)
     assert first_problem(max) is None
     assert first_problem(lambda ready: int(rng.choice(ready))) is None
 
 
 @needs_compiler
-@pytest.mark.parametrize("kernel", ["rope_write", *TOKEN_AT])
-def test_a_dropped_token_is_noticed(monkeypatch, kernel):
-    """The launch gives back the token that it took, so that no later launch waits for it."""
+@pytest.mark.parametrize("kernel", ["rope_write", *TICKET_AT])
+def test_a_dropped_ticket_is_noticed(monkeypatch, kernel):
+    """The launch gives back the ticket that it took, so that no later launch waits for it."""
     launch = getattr(ordering, kernel)
 
     def forgetful(*args, **kwargs):
         result = launch(*args, **kwargs)
-        token = kwargs.get("token") if "token" in kwargs else args[TOKEN_AT[kernel]]
-        return (*result[:-1], token) if isinstance(result, tuple) else token
+        ticket = kwargs.get("ticket") if "ticket" in kwargs else args[TICKET_AT[kernel]]
+        return (*result[:-1], ticket) if isinstance(result, tuple) else ticket
 
     monkeypatch.setattr(ordering, kernel, forgetful)
     assert " must see " in first_problem(max)

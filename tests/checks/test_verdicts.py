@@ -41,7 +41,7 @@ def a_gpu(monkeypatch, tmp_path):
 
 @pytest.fixture
 def found(monkeypatch):
-    """Checks are not run: they find what is given, by kernel -> the checks that would have run."""
+    """Checks are not run, but have the given results, by kernel -> the checks that would run."""
     results, ran = {}, []
 
     def run(check, timed):

@@ -22,7 +22,7 @@ SMALL = ["--requests", "1,3", "--context", "16", "--new-tokens", "8", "--seconds
 
 @pytest.fixture
 def bench(tmp_path, capsys):
-    """Runs the command on a toy; returns (stdout, stderr, the report)."""
+    """Runs the command on a tiny model; returns (stdout, stderr, the report)."""
 
     def run(*flags: str) -> tuple[str, str, dict]:
         path = tmp_path / "report.json"
@@ -106,7 +106,7 @@ def test_bad_flags_are_refused_before_the_model_is_loaded(flags, words, capsys):
 
 
 def test_control_c_shows_what_is_measured_so_far(monkeypatch, capsys, tmp_path):
-    """It comes after the first of two cases."""
+    """Ctrl-C comes after the first of two cases."""
 
     def interrupted(timings):
         os.kill(os.getpid(), signal.SIGINT)

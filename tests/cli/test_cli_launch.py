@@ -121,7 +121,7 @@ def test_bad_words():
 
 
 def test_the_server_ends_with_the_agent(tmp_path):
-    """A stand-in for the agent asks the server that was started for it."""
+    """A program instead of the agent asks the server that was started for it."""
     agent = tmp_path / "codex"
     agent.write_text('#!/bin/sh\necho "$@" > args.txt\nexit 7\n')
     agent.chmod(agent.stat().st_mode | stat.S_IEXEC)

@@ -89,7 +89,7 @@ def test_a_missing_extra_says_what_to_install(package):
 
 
 def test_the_command_with_everything(tmp_path):
-    """Names, the key from the environment, a browser, a line a request, and Ctrl-C."""
+    """Names, the key from the environment, a browser, a line per request, and Ctrl-C."""
     browser, opened = tmp_path / "browser", tmp_path / "opened"
     browser.write_text(f'#!/bin/sh\necho "$1" > {opened}\n')
     browser.chmod(0o755)

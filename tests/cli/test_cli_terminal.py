@@ -51,7 +51,7 @@ def test_a_command_with_text_after_it(typist):
 
 
 def test_control_c_in_a_step_is_answered_at_once():
-    """Here the main thread is in C, as in a step, and comes back only when it is answered."""
+    """The main thread is in C, as in a step, and returns only when Ctrl-C is answered."""
     reader, writer = os.pipe()
     late = threading.Timer(20, os.write, [writer, b"late"])
     byte = ctypes.create_string_buffer(1)
@@ -93,7 +93,7 @@ def test_control_c_in_a_long_prompt_stops_at_the_next_chunk(monkeypatch):
 
 
 def test_a_piped_answer_says_that_it_is_cut(capsys, monkeypatch):
-    """Of a cut that was asked for: test_a_pipe_gets_only_the_answer."""
+    """For a cut that was requested: test_a_pipe_gets_only_the_answer."""
     monkeypatch.setattr(sys, "stdin", pipe("hello"))
     assert main(["chat", str(model_folder()), "--temperature", "0", "--max-model-len", "64"]) == 1
     out, err = capsys.readouterr()

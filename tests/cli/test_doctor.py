@@ -153,7 +153,7 @@ def test_a_kernel_that_ends_its_process_does_not_end_doctor(a_gpu, monkeypatch, 
 
 @pytest.fixture
 def no_work(a_gpu, monkeypatch):
-    """All is well, found without running anything.  Tests change what is found."""
+    """All parts pass without running.  Tests change these results."""
     monkeypatch.setattr(verdicts, "remember", lambda _: None)
     results = [CheckResult(check, 0.0, 1.0) for check in doctor.checks_for(TINY)]
     found = {"results": results, "bandwidth": {}, "order": [Outcome("one", 9, None)]}
@@ -266,7 +266,7 @@ def test_ctrl_c_in_the_checks_keeps_the_results_before_it(no_work, monkeypatch, 
 
 @needs_compiler
 def test_a_hang_costs_its_deadline_once(a_gpu, monkeypatch, capsys):
-    """The engine of the answers does not try the kernel again, at the demo's shapes neither."""
+    """The engine of the answers does not try the kernel again, not even at the demo's shapes."""
     tried = []
 
     def check(check, timed):

@@ -1,4 +1,4 @@
-"""One step ahead: whatever comes in between, nobody's tokens and no block's owner change."""
+"""One step ahead: whatever happens between steps, no tokens and no owner of a block change."""
 
 import subprocess
 import sys
@@ -55,7 +55,7 @@ class AsyncFakeEngine(FakeEngine):
         self.launched.append(self._launch(out, after))
 
     def _fail(self) -> None:
-        """Nothing that is under way was written."""
+        """Nothing of the steps in flight was written."""
         for step in self.launched:
             self.model.forget(step.batch)
             for segment in step.out.segments:
@@ -86,7 +86,7 @@ def is_eos(token: int) -> bool:
 
 
 def play(seed: int) -> StoppingEngine:
-    """Random requests, aborts and failures, under pressure of blocks or not."""
+    """Random requests, aborts and failures, with few blocks or many."""
     choose = Random(seed).choice
     config = fake_config(
         choose([1, 2, 4, 5]),
@@ -221,7 +221,7 @@ def test_in_a_load_of_prompts_only_the_first_step_is_not_ahead(policy, max_token
 
 
 def running(num_blocks: int = 100, waiting: int = 0, max_tokens: int = 4, **options) -> tuple:
-    """Two requests that decode, and a step of theirs under way."""
+    """Two requests that decode, with a step in flight."""
     config = fake_config(**{"max_num_batched_tokens": 64, "max_num_seqs": 2, **options})
     engine = AsyncFakeEngine(config, num_blocks, 64)
     requests = [engine.add([i] * 3, max_tokens + i) for i in range(2)]
@@ -272,7 +272,7 @@ def test_whose_last_token_is_under_way_leaves_its_seat_and_blocks_to_others():
 
 def test_a_waiting_request_joins_the_step_ahead():
     engine, _, _ = running(waiting=2, max_num_seqs=3)
-    engine.abort(engine.unfinished["r2"])  # it was admitted, and its prompt is under way
+    engine.abort(engine.unfinished["r2"])  # it was admitted, and its prompt is in flight
     assert shape(engine.schedule()) == [("r0", 4, 1), ("r1", 4, 1), ("r3", 0, 1)]
 
 
@@ -289,7 +289,7 @@ def test_tokens_are_waited_for_when_somebody_must_be_preempted():
 
 
 def test_a_failure_takes_back_both_steps_and_loses_nothing():
-    """A decode, one whose last token was under way, and one admitted in the step ahead."""
+    """A decode, a request whose last token was in flight, and one admitted in the step ahead."""
     engine, (first, second), step = running(waiting=1, max_tokens=2, enable_prefix_caching=True)
     engine.launched.append(step)
     engine._start(engine.schedule(), step)

@@ -310,7 +310,7 @@ def test_ctrl_c_ends_a_blocking_call_between_steps_and_the_engine_goes_on(tmp_pa
         if len(calls) == 3:
             os.kill(os.getpid(), signal.SIGINT)
         outputs = step()
-        finished.append(len(calls))  # the step under way is run to its end
+        finished.append(len(calls))  # the step in flight runs to its end
         return outputs
 
     monkeypatch.setattr(llm.engine, "step", press_ctrl_c)

@@ -27,7 +27,7 @@ SEEDS = 35
 
 @dataclass(frozen=True)
 class Wish:
-    """What one request is, when it comes and, perhaps, when its user goes away."""
+    """A request, the time at which it comes, and perhaps the time at which its user leaves."""
 
     prompt: tuple[int, ...]
     params: SamplingParams

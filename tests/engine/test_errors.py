@@ -1,4 +1,4 @@
-"""What goes wrong for a user: one line that names the value and the limit, nobody else harmed."""
+"""Errors for a user: one line that names the value and the limit; no other request is harmed."""
 
 import json
 import re
@@ -63,7 +63,7 @@ def test_a_bad_request_is_refused_and_others_go_on(fault):
     done = tiny.run(engine)
     assert list(done) == ["good"]
     assert done["good"].outputs[0].token_ids == tiny.alone(tiny.native("llama"), prompt, 8)
-    engine.add_request("bad", prompt, GREEDY)  # the name is still free
+    engine.add_request("bad", prompt, GREEDY)  # the id is still free
     assert tiny.run(engine)["bad"].finished
 
 

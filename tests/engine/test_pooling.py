@@ -1,4 +1,4 @@
-"""Embeddings and scores: what mlx-lm's module computes for a prompt alone, whatever else runs."""
+"""Embeddings and scores equal those of mlx-lm's module for each prompt alone."""
 
 import json
 
@@ -41,7 +41,7 @@ def test_embeddings_in_chunks_equal_those_of_the_model_alone(name, pooling):
 
 
 def test_prompts_of_one_token():
-    """A step whose rows all have logits names none of them."""
+    """If all rows of a step have logits, the step lists none."""
     for prompts in [[[5]], [[5], [6], [7]]]:
         wanted = [alone(tiny.native("llama"), prompt) for prompt in prompts]
         compare(together(tiny.engine(), prompts), wanted)
@@ -69,7 +69,7 @@ def test_beside_decodes_and_preempted(pooling, speculate):
     tiny.submit(engine, chats, 40)
     done = {}
     for i, prompt in enumerate(PROMPTS):
-        # The last chats are preempted for those that come first in rank.
+        # The last chats are preempted for requests of a higher priority.
         params = PoolingParams(pooling=pooling)
         engine.add_request(f"e{i}", prompt, params, priority=i % 3 - 1)
         done |= {o.request_id: o for o in engine.step() if o.finished}

@@ -194,7 +194,7 @@ def talker(stem: int, head: int = 5, **more: Any) -> Chat:
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=8, phases=FIND)
-@example(  # more growth than blocks: the last in rank is preempted
+@example(  # more growth than blocks: the last one is preempted
     chats=[talker(0), talker(1, n=2), talker(0, arrival=3, priority=-1)],
     trouble=Trouble(after={9}),
     options={"num_blocks": 9, "max_num_seqs": 6, "max_num_batched_tokens": 24},

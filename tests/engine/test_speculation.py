@@ -121,7 +121,7 @@ def test_every_parameter_counts_as_without_drafts(name, params):
 
 
 def assert_alike(expected, got):
-    """The same log-probabilities, but for the rounding of rows that lie beside others."""
+    """The same log-probabilities, except for the rounding of rows beside other rows."""
     assert (expected is None) == (got is None)
     for a, b in zip(expected or (), got or (), strict=True):
         assert (a or {}).keys() == (b or {}).keys()

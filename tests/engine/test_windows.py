@@ -1,4 +1,4 @@
-"""A windowed layer costs its window: what is behind it is given back, and never read again."""
+"""A windowed layer stores its window: blocks behind it are released, and never read again."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def test_layers_that_see_equally_far_back_form_a_group():
 @given(st.integers(1, 40), st.integers(0, 60), st.integers(1, 30), st.integers(1, 9))
 @settings(max_examples=300)
 def test_most_blocks_is_the_most_that_a_chunk_can_see(window, start, chunk, block_size):
-    """By definition: all blocks with a token that a row of some chunk sees."""
+    """By definition: all blocks with a token that any row of a chunk sees."""
     group = KVGroup(window=window)
     seen = {
         at // block_size
@@ -123,7 +123,7 @@ def stored(kv: KVCacheManager, num_tokens: int) -> Request:
     kv.admit(request, kv.find_prefix(request), 1)
     for start in range(0, num_tokens, 4):
         kv.allocate(request, start, start + 4)
-        kv.publish(request, start, start + 4)
+        kv.name_blocks(request, start, start + 4)
     return request
 
 
@@ -155,7 +155,7 @@ def test_the_longest_prefix_that_all_groups_hold_is_found(evicted, first, second
     blocks = [list(t.block_ids) for t in request.block_tables]
     kv.free(request)
     for group, i in evicted:
-        kv.unpublish([(group, blocks[group][i])])
+        kv.unname([(group, blocks[group][i])])
         held[group].discard(i)
 
     def holds(length: int) -> bool:
@@ -215,7 +215,7 @@ def test_what_a_window_cannot_take_is_refused():
 
 
 def test_a_prompts_blocks_are_given_back_before_its_first_decode():
-    """Or else whoever needs one would preempt it."""
+    """Otherwise a request that needs a block would preempt it."""
     config = fake_config(4, max_num_batched_tokens=32)
     engine = FakeEngine(config, [KVGroup(num_blocks=40), KVGroup(window=5, num_blocks=12)], 120)
     request = engine.add(list(range(30)), max_tokens=9)

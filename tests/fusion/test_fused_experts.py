@@ -114,7 +114,7 @@ class _Model(experts.nn.Module):
 
 @pytest.mark.parametrize("activation", [None, SwigluOAI()])
 def test_results_products_and_sums_are_mlx_lm_s(building, activation):
-    """In whatever way a model sums, also where the value itself is used."""
+    """However a model sums, also where the value itself is used."""
     how = {} if activation is None else {"activation": activation, "bias": True}
     switch = layer(**how)
     expected = switch(X, CHOSEN)

@@ -44,7 +44,7 @@ QUANTISED = {"llama/q4": ALL, "llama/q6": ALL, "llama/q8": ALL, "llama/mxfp4": A
 
 @pytest.mark.parametrize("name", FUSED | QUANTISED)
 def test_a_model_of_16_bits_computes_the_same(monkeypatch, name):
-    """As near to its own logits as without; its steps have 2 to 7 rows."""
+    """As near to its own logits as without fusion; its steps have 2 to 7 rows."""
     fused, widths = set(), set()
 
     def note(kernel, arrays, template):
@@ -150,7 +150,7 @@ def test_a_sum_of_two_products_and_of_one_with_itself(hooked):
 
 
 def test_a_sum_whose_norm_is_taken_twice(hooked):
-    """By gains of their own, as in models with a branch."""
+    """By weights of their own, as in models with a branch."""
     x, residual, o = draw(3, 1, DEPTH), draw(3, 1, DEPTH, seed=2), linear(DEPTH)
     gain = draw(DEPTH, seed=5)
     total = residual + o(x)

@@ -64,7 +64,7 @@ NOTHING_TO_JOIN = {
 
 @pytest.mark.parametrize("name", [n for n in CONFIGS if n.partition("/")[0] not in CANNOT_RUN])
 def test_a_joined_model_computes_the_same(name):
-    """Every architecture, for on a GPU every one is joined."""
+    """Every architecture, because a GPU joins the projections of all."""
     model = tiny.build(config_of(name))
     adapt(model)
     before = logits(model), sum(w.nbytes for _, w in tree_flatten(model.parameters()))
@@ -88,7 +88,7 @@ def test_what_is_joined():
 
 
 def test_projections_of_unlike_weights_stay_apart():
-    """8 bits for k: q goes alone, and so does v, for a group is what follows one another."""
+    """8 bits for k: q stays alone, and so does v, because only neighbours are joined."""
     model = tiny.build(config_of("llama"))
     nn.quantize(model, 32, 4, class_predicate=lambda path, m: "self_attn.v_proj" in path)
     join_projections(model)
@@ -195,7 +195,7 @@ def test_norms_and_rotations_come_once_and_in_order():
     ],
 )
 def test_a_factor_before_a_rotation_is_part_of_it(scale, dims, factor, split):
-    """However it is written; what is not known to be a factor is computed as it is."""
+    """However it is written; anything else is computed unchanged."""
     rows, at = mx.random.normal((3, 32)), mx.zeros(3, mx.int32)
     heads = Traced(rows[:, None], Columns(rows, 0))
     heads = heads.reshape(3, 1, *((2, 16) if split else (4, 8))).transpose(0, 2, 1, 3)
@@ -273,7 +273,7 @@ def test_a_fused_model_computes_the_same(monkeypatch, name):
 @pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_model_whose_fused_logits_differ_does_without(monkeypatch, caplog, tmp_path, wrong):
-    """As if its rotation were read wrongly: the kernels are right, what they are told is not."""
+    """As if its rotation were read wrongly: the kernels are right, but their arguments are not."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if wrong:
         rotated = Heads.rotated
@@ -366,7 +366,7 @@ def test_products_that_do_not_suit_a_model_are_done_without(monkeypatch, caplog,
 
 @pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 def test_nothing_of_a_forward_is_kept_in_joined_projections(monkeypatch):
-    """Also of one that breaks off between two parts of a product."""
+    """Also if a forward breaks off between two parts of a product."""
     model = tiny.build(config_of("llama"))
     packed, fusion = PackedModel(model, inspect(model, "llama")), fuse(model, joins=True)
     attention = KernelAttention(PagedStore(packed.attention_specs, 4, trial.BLOCK), "gather", ())

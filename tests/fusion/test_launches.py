@@ -103,7 +103,7 @@ def test_a_latent_layer_has_two_between_its_projections(monkeypatch, name, rows)
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
 @pytest.mark.parametrize("rows", [1, 64])
 def test_eight_with_products_of_mlx(monkeypatch, name, rows):
-    """In float32, for a CPU multiplies others by way of it.  The eighth is SwiGLU."""
+    """In float32, because a CPU multiplies other types through float32.  The eighth is SwiGLU."""
     launches = of_a_layer(monkeypatch, name, rows, range(0), mx.float32)
     (swiglu,) = (launch for launch in launches if launch.startswith("CompiledSigmoid"))
     assert launches == {"Matmul": 4, "paged_decode FUSED": 1, "add_rms_norm": 2, swiglu: 1}

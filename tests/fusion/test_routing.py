@@ -1,4 +1,4 @@
-"""A router in one launch: the same experts and weights, in whatever way a model writes it."""
+"""A router in one launch: the same experts and weights, however a model writes it."""
 
 from collections import Counter
 
@@ -129,7 +129,7 @@ UNKNOWN["groups"] = lambda x: deepseek(x, groups=2)
 
 
 def by_expert(inds, weights) -> np.ndarray:
-    """The weights (rows, experts) of a choice, in whatever order: a CPU partitions in another."""
+    """The weights (rows, experts) of a choice, in any order: that of a CPU differs."""
     dense = np.zeros((ROWS, EXPERTS))
     flat = np.array(inds).reshape(ROWS, K)
     np.put_along_axis(dense, flat, np.array(weights.astype(mx.float32)).reshape(ROWS, K), -1)
@@ -174,7 +174,7 @@ def test_a_known_router_is_one_launch(monkeypatch, name):
 
 
 def test_compiled_functions_of_mlx_lm_stay_as_they_are(monkeypatch):
-    """A forward without kernels, after one with them, launches none."""
+    """A forward without kernels launches none, even after one with kernels."""
     for route in (deepseek, kimi, UNKNOWN["groups"]):
         before = expected(route)
         _, launched = evaluated(monkeypatch, route)

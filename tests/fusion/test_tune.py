@@ -48,8 +48,8 @@ def model(name="qwen3", dtype=mx.bfloat16):
 
 
 def decided(monkeypatch, packed, attention, wrong=()) -> tuple[range, str]:
-    """The rows whose products go through the kernel, and what is said of it, for a model that
-    passes its trial."""
+    """The rows whose products go through the kernel, and the note, for a model that passes its
+    trial."""
     monkeypatch.setattr(decide._Trials, "problem", lambda *_: None)
     fusion, note = decide.decide(packed, attention, wrong)
     return fusion.skinny_rows, note
@@ -88,7 +88,7 @@ def test_as_many_rows_as_steps_are_faster_with(monkeypatch, faster, rows, count)
 
 
 def test_a_model_s_weights_are_measured_once(monkeypatch):
-    """Those of another model, if it has more or others, anew."""
+    """Those of another model are measured again, if it has more or other weights."""
     sizes = timed(monkeypatch, 8)
     decided(monkeypatch, *model())
     assert sizes == [1, 2, 4, 32, 16, 8]
@@ -171,7 +171,7 @@ def test_products_that_cannot_be_timed_are_mlx_s(monkeypatch, caplog, tmp_path):
 @needs_compiler
 @pytest.mark.parametrize("name", ["qwen3", "hunyuan_v1_dense", "gemma3_text/w9", "lfm2"])
 def test_timing_leaves_the_store_as_it_is(monkeypatch, name):
-    """Rows that attention would write, and such as kv_write would; two KV groups; states."""
+    """Rows that attention would write, and rows that kv_write would; two KV groups; states."""
     monkeypatch.setattr(tune, "_SIZES", (8,))
     monkeypatch.setattr(tune, "_ENOUGH", 0.0)
     rows = Counter()

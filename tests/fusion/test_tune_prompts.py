@@ -57,7 +57,7 @@ def test_prompts_come_behind_few_rows(monkeypatch, few, prompts, rows):
 
 @pytest.mark.parametrize(("seconds", "faster"), [((1.0, 1.1), True), ((1.0, 1.0), False)])
 def test_the_faster_way_is_remembered(monkeypatch, seconds, faster):
-    """The model's mixtures are all of one form."""
+    """The model's mixtures all have the same shapes."""
     packed, _ = model()
     calls = timed(monkeypatch, *seconds)
     assert [tune.faster_prompts(packed) for _ in range(2)] == [faster, faster]

@@ -1,7 +1,7 @@
 """Faults seeded into kernels that are not ours: each barrier removed in turn, and a few others.
 
 Some barriers order nothing (nobody wrote before, or a later one does their work): they are named
-here, and removing them must not be reported, for the checker is exact in both directions.
+here, and removing them must not be reported: the checker is exact in both directions.
 """
 
 from dataclasses import replace

@@ -18,7 +18,7 @@ from tests.support.recurrent_cases import (
     rounded,
 )
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import new_token
+from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
 from vllm_metal_lite.kernels.new_rows import Columns
 
@@ -47,9 +47,9 @@ class Case:
         """y and the states afterwards."""
         x, weight, bias, states = self.arrays()
         segments = self.segments.array
-        where = mx.array(segments), mx.array(plan_conv_tiles(segments)), new_token()
-        y, token = causal_conv(Columns(x, 0), weight, bias, states, *where, silu=self.silu)
-        mx.eval(y, token)
+        where = mx.array(segments), mx.array(plan_conv_tiles(segments)), new_ticket()
+        y, ticket = causal_conv(Columns(x, 0), weight, bias, states, *where, silu=self.silu)
+        mx.eval(y, ticket)
         assert y.dtype == self.dtype
         return [np.array(a.astype(mx.float32)) for a in (y, states)]
 
@@ -124,7 +124,7 @@ def test_columns_of_a_wider_array():
     x, weight, bias, states = case.arrays()
     wide = mx.concatenate([x + 1, x, x + 2], axis=1)[:, None]
     segments = case.segments.array
-    arrays = mx.array(plan_conv_tiles(segments)), new_token()
+    arrays = mx.array(plan_conv_tiles(segments)), new_ticket()
     y, _ = causal_conv(
         Columns(wide, 40), weight, bias, states, mx.array(segments), *arrays, silu=True
     )
@@ -156,6 +156,6 @@ def test_bad_input_is_named(change, message):
     segments = Segments([2]).array
     arrays = {"x": Columns(mx.zeros((2, 8)), 0), "weight": mx.zeros((8, 4)), "bias": None}
     arrays |= {"states": mx.zeros((5, 3, 8)), "segments": mx.array(segments)}
-    arrays |= {"tiles": mx.array(plan_conv_tiles(segments)), "token": new_token()}
+    arrays |= {"tiles": mx.array(plan_conv_tiles(segments)), "ticket": new_ticket()}
     with pytest.raises(ValueError, match=message):
         causal_conv(**(arrays | change), silu=True)

@@ -106,7 +106,7 @@ def test_large_logits_do_not_overflow(dtype):
 
 
 def test_every_row_has_different_experts_that_exist():
-    """Whatever the logits are."""
+    """For any logits."""
     logits = np.array(logits_of(5, 40))
     logits[0], logits[1], logits[2, 3:], logits[3] = np.nan, -np.inf, np.inf, 7
     for scoring in SCORINGS:

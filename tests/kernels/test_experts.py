@@ -229,7 +229,7 @@ def test_what_is_not_served_is_named():
     odd = replace(experts, down=experts.gate._replace(weight=experts.gate.weight[:, :40]))
     assert "do not fit each other" in (experts_problem(odd) or "")
     biased = replace(experts, up=ExpertWeight(experts.up.weight, mx.zeros((4, 64), mx.bfloat16)))
-    assert "not of one form" in (experts_problem(biased) or "")
+    assert "differ in type, quantisation or bias" in (experts_problem(biased) or "")
     three = draw_experts(4, 64, 64, mx.bfloat16, Quantisation(3, 64))
     assert "do not read" in (experts_problem(three) or "")
     with pytest.raises(ValueError, match="3 bits in groups of 64"):

@@ -21,7 +21,7 @@ from tests.support.kernel_cases import (
 from vllm_metal_lite.attention.paged.decodes import reads_new_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.kernels.arguments import new_token
+from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix
@@ -60,13 +60,13 @@ class Case:
             for a in (s.keys, s.values)
         ]
         mx.eval(store)
-        q, token = rows.new_rows, new_token()
+        q, ticket = rows.new_rows, new_ticket()
         if not fused:
             where = {"positions": mx.array(rows.positions), "slot_mapping": mx.array(rows.slots)}
-            kept = {"keys": store[0], "values": store[1], "token": token}
-            q, token = rope_write(q, **where, **kept, spec=s.spec)
+            kept = {"keys": store[0], "values": store[1], "ticket": ticket}
+            q, ticket = rope_write(q, **where, **kept, spec=s.spec)
         where, prefix = (mx.array(s.block_tables), mx.array(s.seq_lens)), None
-        if self.prefix_len:  # of the longest sequence alone, for what is not shared is the same
+        if self.prefix_len:  # of the longest sequence only: the other rows are the same
             leader, how = int(np.argmax(s.seq_lens)), {**s.how}
             lens = np.zeros(len(s.seq_lens), np.int32)
             lens[leader] = self.prefix_len
@@ -77,16 +77,16 @@ class Case:
                 mx.array([leader], mx.int32),
                 mx.array(lens),
                 *store,
-                token,
+                ticket,
                 splits=2,
                 spec=s.spec,
                 **how,
             )
-            token = prefix.lse
+            ticket = prefix.lse
         sinks = None if s.sinks is None else mx.array(s.sinks)
         how = {"plan": DecodePlan(*s.plan), "prefix": prefix, "sinks": sinks, "spec": s.spec}
-        out, token = paged_decode(q, *where, *store, token, **how, **s.how)
-        mx.eval(out, token)
+        out, ticket = paged_decode(q, *where, *store, ticket, **how, **s.how)
+        mx.eval(out, ticket)
         return [out, *store]
 
     def check(self) -> None:

@@ -17,7 +17,7 @@ from tests.support.recurrent_cases import (
     rounded,
 )
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import new_token
+from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.recurrence import GatedNorm, column_gates, delta_gates, time_gates
@@ -76,10 +76,10 @@ class Case:
         else:
             gates = delta_gates(a, b, a_log, bias, **KINDS[self.kind])
         how = {"max_seqlen": longest, "norm": self.norm, "skip": skip}
-        y, token = gated_delta(
-            q, k, v, gates, states, segments, new_token(), num_k_heads=K_HEADS, **how
+        y, ticket = gated_delta(
+            q, k, v, gates, states, segments, new_ticket(), num_k_heads=K_HEADS, **how
         )
-        mx.eval(y, token)
+        mx.eval(y, ticket)
         return [np.array(array.astype(mx.float32)) for array in (y, states)]
 
     def gates(self):
@@ -124,7 +124,7 @@ def test_gates_of_every_kind(kind, tiles, dtype):
 @pytest.mark.parametrize("kind", ["softplus", "bounded", "time"])
 @pytest.mark.parametrize("max_seqlen", [None, 1], ids=["tiles", "rows"])
 def test_nan_of_a_gate_stays_in_its_head(max_seqlen, kind):
-    """And is not limited to a number, which would hide a broken model."""
+    """A limit must not turn it into a number, which would hide a broken model."""
     case = Case(Segments([9, 1], fresh={0}), kind)
     case.a[3, 1] = np.nan
     with np.errstate(invalid="ignore"):
@@ -218,7 +218,7 @@ def test_bad_input_is_named(change, message):
     arrays = {"a": Columns(mx.zeros((2, 4)), 0), "b": Columns(mx.zeros((2, 4)), 0)}
     arrays |= {"a_log": mx.zeros(4), "dt_bias": mx.zeros(4)}
     rows = Columns(mx.zeros((2, 32)), 0)
-    inputs = mx.zeros((3, 4, 8, 16)), mx.array(Segments([2]).array), new_token()
+    inputs = mx.zeros((3, 4, 8, 16)), mx.array(Segments([2]).array), new_ticket()
     how = {"num_k_heads": 2, "max_seqlen": 2, "norm": NORM}
     with pytest.raises(ValueError, match=message):
         gated_delta(rows, rows, rows, delta_gates(**(arrays | change)), *inputs, **how)

@@ -22,7 +22,7 @@ from tests.support.recurrent_cases import (
 )
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import new_token
+from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.recurrence import given
@@ -79,8 +79,8 @@ class Case:
         segments, skip = mx.array(self.segments.array), self.skip
         how = {"num_k_heads": self.k.shape[1], "max_seqlen": self.max_seqlen}
         how["skip"] = None if skip is None else mx.array(skip)
-        y, token = gated_delta(*columns, given(*gates), states, segments, new_token(), **how)
-        mx.eval(y, token)
+        y, ticket = gated_delta(*columns, given(*gates), states, segments, new_ticket(), **how)
+        mx.eval(y, ticket)
         assert y.dtype == self.dtype
         return [np.array(a.astype(mx.float32)) for a in (y, states)]
 
@@ -243,7 +243,7 @@ def test_a_prompt_goes_on_from_a_checkpoint_as_if_it_had_never_stopped():
 
 
 def test_gates_of_zero_forget_everything():
-    """And keys that are all the same, which beta 2 reflects: the largest terms."""
+    """Equal keys, which a beta of 2 reflects, give the largest terms."""
     case = Case(Segments([24], fresh=set()), form="vector")
     case.gates[:] = 1
     case.gates[5, 1] = 0
@@ -289,7 +289,7 @@ def test_bad_input_is_named(change, message):
     arrays |= {"v": Columns(mx.zeros((2, 32)), 0), "num_k_heads": 2}
     arrays |= {"gates": lambda: given(mx.zeros((2, 4)), mx.zeros((2, 4)))}
     arrays |= {"states": mx.zeros((3, 4, 8, 16)), "segments": mx.array(Segments([2]).array)}
-    arrays |= {"token": new_token()}
+    arrays |= {"ticket": new_ticket()}
     arrays |= change
     make = arrays.pop("gates")
     with pytest.raises(ValueError, match=message):

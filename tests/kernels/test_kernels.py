@@ -22,7 +22,7 @@ from tests.support.kernel_cases import (
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import decode
-from vllm_metal_lite.kernels.arguments import new_token
+from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import (
     decode_plan,
@@ -109,8 +109,8 @@ def test_no_race_and_no_access_out_of_bounds(dtype, bits, plan, how):
 
 
 @pytest.mark.parametrize(("heads", "plan"), [((1, 1), (1, 4)), ((4, 2), (1, 4)), ((2, 1), (2, 2))])
-def test_a_token_of_few_rows_and_heads_is_written_whole(heads, plan):
-    """It has at least 8 elements, and lse is the token."""
+def test_a_ticket_of_few_rows_and_heads_is_written_whole(heads, plan):
+    """It has at least 8 elements, and lse is the ticket."""
     with installed(checked=True):
         check([33], heads=heads, plan=plan)
 
@@ -175,7 +175,7 @@ def test_kv_write_puts_the_bits_that_pack_gives(dtype, dims, bits, checked):
         array[slots[slots >= 0]] = raw(row.pack(new))[slots >= 0]
     mx.eval(store, rows)
     with installed(checked=checked, schedule=5, writable_inputs=STORE):
-        mx.eval(kv_write(*rows, mx.array(slots), *store, new_token(), spec))
+        mx.eval(kv_write(*rows, mx.array(slots), *store, new_ticket(), spec))
     for got, wanted in zip(store, expected, strict=True):
         np.testing.assert_array_equal(raw(got), wanted)
 
@@ -191,7 +191,7 @@ def test_kv_gather_gives_the_values_that_unpack_gives(dtype, dims, bits, checked
     slots = np.random.default_rng(1).integers(0, 64, 74).astype(np.int32)
     mx.eval(store)
     with installed(checked=checked, schedule=5):
-        got = kv_gather(mx.array(slots), *store, new_token(), spec)[:2]
+        got = kv_gather(mx.array(slots), *store, new_ticket(), spec)[:2]
     for copy, row, array in zip(got, formats, store, strict=True):
         wanted = row.unpack(array)[mx.array(slots)].swapaxes(0, 1)
         assert copy.dtype == dtype
@@ -229,7 +229,7 @@ def test_more_rows_than_a_grid_of_cuda_has_in_y(monkeypatch):
     rows = mx.arange(80, dtype=mx.float32).reshape(10, 1, 8)
     index = mx.arange(70_000, dtype=mx.int32) % 10
     with installed():
-        got = [gather_rows(rows, index), *kv_gather(index, rows, -rows, new_token())[:2]]
+        got = [gather_rows(rows, index), *kv_gather(index, rows, -rows, new_ticket())[:2]]
         for out, of in zip(got, (rows, rows, -rows), strict=True):
             assert mx.array_equal(out.reshape(-1, 1, 8), of[index])  # of one head
     assert [grid[1:] for grid in grids] == [(1, 1)] * 2

@@ -15,7 +15,7 @@ from metal.host import compiler_available, installed, memory
 from tests.support.kernel_cases import floats
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import source
-from vllm_metal_lite.kernels.arguments import new_token
+from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
 from vllm_metal_lite.kernels.experts import ExpertWeight, expert_product, plan_experts
 from vllm_metal_lite.kernels.gated_delta import gated_delta
@@ -61,7 +61,7 @@ def one_segment(slots: int) -> tuple[mx.array, np.ndarray]:
 
 
 def expert() -> None:
-    """The last of many, with few and long columns, so that little is multiplied."""
+    """The last of many experts, with few and long columns, so that little is multiplied."""
     depth = (1 << 17) + 256
     with huge(1024, 16, depth) as (weight, data):
         data[-1] = 0.5
@@ -76,7 +76,7 @@ def convolution() -> None:
         data[-1] = 2
         segments, plan = one_segment(slots)
         x, where = Columns(ones(1, 4096), 0), (segments, mx.array(plan_conv_tiles(plan)))
-        y, _ = causal_conv(x, ones(4096, 4), None, states, *where, new_token(), silu=False)
+        y, _ = causal_conv(x, ones(4096, 4), None, states, *where, new_ticket(), silu=False)
         mx.eval(y)
         np.testing.assert_array_equal(data[-1, :, 0], [2, 2, 1])
     np.testing.assert_array_equal(floats(y), 7)
@@ -89,14 +89,14 @@ def recurrence() -> None:
         k, gates = Columns(mx.zeros((1, 8 * 64)), 0), mx.ones((1, 8)) / 2
         q, segments = Columns(mx.ones((1, 8 * 64)), 0), one_segment(slots)[0]
         rows = q, k, k, given(gates, gates)
-        y, _ = gated_delta(*rows, states, segments, new_token(), num_k_heads=8, max_seqlen=1)
+        y, _ = gated_delta(*rows, states, segments, new_ticket(), num_k_heads=8, max_seqlen=1)
         mx.eval(y)
         np.testing.assert_array_equal(data[-1], 0.5)
     np.testing.assert_array_equal(floats(y), 32)
 
 
 def norm() -> None:
-    """A gate in columns of an array that is so wide."""
+    """A gate in columns of an array of that width."""
     width = BEYOND // 4 + 64
     with huge(5, width) as (z, data):
         data[4, :64] = 60
@@ -110,7 +110,7 @@ CASES = {
     "gated_delta": recurrence,
     "gated_rms_norm": norm,
 }
-# A kernel, a text of its, and the same in 32 bits.
+# Kernel, source text, and the same text with 32 bits.
 FAULTS = [
     ("expert_gemm", "(size_t(expert) * outputs + of)", "(expert * outputs + of)"),
     ("causal_conv", "(size_t(initial) * (K - 1)", "(initial * (K - 1)"),

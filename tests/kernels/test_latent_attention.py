@@ -66,12 +66,12 @@ class Case:
         metadata = (self.block_tables, self.cu_seqlens_q, self.seq_lens, tiles)
         arrays = *self.kept, mx.full(8, 41.0)
         how = {"splits": splits, "spec": self.spec}
-        out, token = latent_attention(
+        out, ticket = latent_attention(
             q, q_pe, *map(mx.array, metadata), *arrays, **how, **self.how, **plan
         )
         assert out.dtype == self.dtype
         if splits == 1:
-            assert token.tolist() == [41.0] * 8
+            assert ticket.tolist() == [41.0] * 8
         return np.array(out.astype(mx.float32))
 
     def expected(self) -> np.ndarray:

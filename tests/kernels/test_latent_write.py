@@ -5,7 +5,7 @@ import pytest
 
 from tests.support.kernel_cases import STORE, TOLERANCE, draw, rounded
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import RMSNorm, new_token
+from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import Columns, Rope
 from vllm_metal_lite.kv.store import LayerSpec
@@ -59,11 +59,11 @@ def test_rows_of_two_products(heads, nope, latent_dim, rope, dtype, bits):
     latent, k_pe = Columns(joined, 0), Columns(joined, latent_dim)
     queries = Columns(mx.array(q).astype(dtype), nope)
     new = NewLatents(queries, width, heads, latent, k_pe, norm, rope)
-    how = {"keys": store[0], "values": store[1], "token": new_token(), "spec": spec}
-    out, token = latent_write(
+    how = {"keys": store[0], "values": store[1], "ticket": new_ticket(), "spec": spec}
+    out, ticket = latent_write(
         new, positions=mx.array(positions, mx.int32), slot_mapping=mx.array(slots, mx.int32), **how
     )
-    mx.eval(out, token)
+    mx.eval(out, ticket)
     atol, rtol = TOLERANCE[dtype]
     parts = q.reshape(rows, heads, width)[..., nope:].astype(np.float64)
     expected = turned(parts, positions, rope, dtype)
@@ -96,4 +96,4 @@ def test_columns_outside_of_their_array_are_refused():
     where = {"positions": mx.zeros(8, mx.int32), "slot_mapping": mx.zeros(8, mx.int32)}
     store = {"keys": mx.zeros((8, 1, 16)), "values": mx.zeros((8, 1, 8))}
     with pytest.raises(ValueError, match=r"columns 9 to 25 of .* \(., 24\)"):
-        latent_write(new, **where, **store, token=new_token())
+        latent_write(new, **where, **store, ticket=new_ticket())

@@ -113,7 +113,7 @@ def test_large_positions_give_what_mlx_gives():
 @pytest.mark.parametrize("traditional", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_against_mlx(dtype, traditional):
-    """MLX's norm, and its rotation in float32, for on the CPU it rounds sines to the type."""
+    """MLX's norm, and its rotation in float32, because on a CPU it rounds sines to the type."""
     case = NewRowsCase(FEW, dtype=dtype, traditional=traditional, rotated=24)
     q = mx.fast.rms_norm(mx.array(case.q).astype(dtype), *case.norms["q"])
     how = {"scale": case.scale, "offset": mx.array(case.positions)}
@@ -126,7 +126,7 @@ def test_against_mlx(dtype, traditional):
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 def test_a_norm_alone_gives_the_bits_of_mlx(dtype):
-    """But for rare elements, since squares are added up in another order."""
+    """Except for rare elements, because squares are summed in another order."""
     case = NewRowsCase(FEW, dtype=dtype, rotated=0)
     q = mx.fast.rms_norm(mx.array(case.q).astype(dtype), *case.norms["q"])
     assert (case.run()[0] != np.array(q.astype(mx.float32))).mean() <= 0.01

@@ -15,7 +15,7 @@ from tests.support.kernel_cases import TOLERANCE, draw, permuted_blocks, poisone
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import shared_prefix
-from vllm_metal_lite.kernels.arguments import new_token
+from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.decode import DecodePlan, merge_partitions, paged_decode
 from vllm_metal_lite.kv.store import LayerSpec
 
@@ -68,7 +68,7 @@ class Case:
         leader, lens = mx.array([self.leader], mx.int32), mx.array(self.prefix_lens)
         where = mx.array(self.block_tables), mx.array(self.seq_lens), leader, lens
         how = {"splits": self.splits, "spec": self.spec, **self.how}
-        return shared_prefix.shared_prefix(q, *where, *self.store, new_token(), **how)
+        return shared_prefix.shared_prefix(q, *where, *self.store, new_ticket(), **how)
 
     def run(self) -> np.ndarray:
         prefix = self.attend_to_prefix()
@@ -173,7 +173,7 @@ def test_what_the_kernels_cannot_do_is_refused():
     case = Case([2, 2], 16)
     case.how["window"] = 9
     prefix = shared_prefix.SharedPrefixResult(*map(mx.zeros, ((2, 4, 1, 32), (2, 4, 1), (2,))))
-    arrays = mx.array(case.seq_lens), mx.array(case.keys), mx.array(case.values), new_token()
+    arrays = mx.array(case.seq_lens), mx.array(case.keys), mx.array(case.values), new_ticket()
     how = {"plan": DecodePlan(1, 4), "prefix": prefix}
     with pytest.raises(ValueError, match="without a window"):
         paged_decode(mx.zeros((2, 4, 32)), mx.array(case.block_tables), *arrays, **how, **case.how)

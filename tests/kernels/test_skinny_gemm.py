@@ -62,7 +62,7 @@ def check(
     residual: mx.array | None = None,
     gate: str | None = None,
 ) -> None:
-    """Of each rounding half a step, and a little for sums in float32."""
+    """Half a step for each rounding, and a little for sums in float32."""
     norm = None if gain is None else RMSNorm(gain, EPS)
     how = {"norm": norm, "bias": bias, "residual": residual, "gate": gate}
     plan = plan or gemm_plan(len(x), shape_of(weight))
@@ -184,7 +184,7 @@ def test_random_shapes_of_quantised_weights(rows, outputs, groups, how, dtype, w
 
 @pytest.mark.parametrize("how", READABLE, ids=str)
 def test_every_code_has_its_value(how):
-    """A row of x with a single one gives a column of the weight, to the bit."""
+    """A row of x with one 1 and zeros gives a column of the weight, to the bit."""
     codes = 1 << how.bits
     rows, depth = (16, 16 * how.group_size) if codes == 16 else (codes, 4 * how.group_size)
     rng = np.random.default_rng(3)
@@ -231,7 +231,7 @@ def test_plans(rows, plan):
 
 @pytest.mark.parametrize("rows", [9, 3], ids=["matrices", "lanes"])
 def test_a_norm_is_the_one_that_mlx_computes(rows):
-    """The same bits as normalised by itself, for what is rounded is the same."""
+    """The same bits as a separate norm, because the same values are rounded."""
     x, weight = draw(rows, 40, 512, mx.bfloat16)
     weight = quantised(weight, Quantisation(4, 64))
     gain = with_all(rows, 40, 512, mx.bfloat16)["gain"]

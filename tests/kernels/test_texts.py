@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.serving_session import MODELS, WAYS, Session, count
 
-# An input in the constant address space, other than a shape that MLX adds.
+# An input in the constant address space, except for the shapes that MLX adds.
 CONSTANT = re.compile(r"const constant \w+\* (\w+) ")
 TEXTS = {
     "Qwen3-0.6B": {"gather": 18, "varlen": 16, "gather, skinny_gemm": 37},

@@ -72,8 +72,8 @@ class Case:
         metadata = (self.block_tables, self.cu_seqlens_q, self.seq_lens, tiles)
         arrays = array(self.q), *map(mx.array, metadata), *self.store, mx.full(8, 41.0)
         sinks = None if self.sinks is None else mx.array(self.sinks)
-        out, token = prefill.varlen_prefill(*arrays, sinks=sinks, spec=self.spec, **self.how)
-        assert (out.dtype, token.tolist()) == (self.dtype, [41.0] * 8)
+        out, ticket = prefill.varlen_prefill(*arrays, sinks=sinks, spec=self.spec, **self.how)
+        assert (out.dtype, ticket.tolist()) == (self.dtype, [41.0] * 8)
         return np.array(out.astype(mx.float32))
 
     def expected(self) -> np.ndarray:

@@ -75,7 +75,7 @@ def test_metrics_say_it_too():
     ("where", "what"), [(execute, "_by_products"), (mx, "eval")], ids=["call", "evaluation"]
 )
 def test_why_a_model_that_could_be_packed_is_not_is_said(monkeypatch, caplog, option, where, what):
-    """As if a backend lacked what only packed attention needs: MLX raises, and so does sqrt."""
+    """As on a backend that lacks an operation of packed attention: MLX raises, and so does sqrt."""
     config = tiny.config_of("llama")
     rows = trial.Draw.rows
 

@@ -44,7 +44,7 @@ def test_an_architecture_conforms(name):
     assert name in LISTED[models_table.head(result)], "see below"
 
 
-# One a kind of state; no mixtures of experts: MLX's CPU has them in float32 only.
+# One for each kind of state; no mixtures of experts: MLX's CPU has them in float32 only.
 @pytest.mark.parametrize("name", [
     "llama", "gemma2", "gemma3_text", "gemma3n", "minicpm3", "youtu_llm", "mamba", "rwkv7",
     "qwen3_5", "lfm2", "recurrent_gemma", "gear/softcap",

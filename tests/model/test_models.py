@@ -1,4 +1,4 @@
-"""Wrapping models: what it must not do.  What packed steps compute is test_conformance's."""
+"""Side effects that wrapping a model must not have.  test_conformance tests the results."""
 
 import numpy as np
 import pytest

@@ -126,7 +126,7 @@ def test_a_subclass_of_a_quantised_layer_stays_packed():
 
 
 def scaled_experts(path):
-    """A folder whose nvfp4 experts have a scale each, and the model in mlx-lm."""
+    """A folder with nvfp4 experts, each with its own scale, and the model in mlx-lm."""
     folder = tiny.write_folder(path, "qwen3_moe")
     config = json.loads((folder / "config.json").read_text())
     native = tiny.build(config)

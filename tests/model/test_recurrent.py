@@ -274,7 +274,7 @@ def test_a_pool_without_states_has_no_slots():
 
 @pytest.mark.parametrize(("gib", "slots"), [(0, 8), (1e-4, 8 + 9), (1e308, 8 + 64)])
 def test_checkpoints_have_the_memory_that_they_are_given(gib, slots):
-    """But there is none that no block leads to."""
+    """Every checkpoint is behind a block."""
     model = tiny.packed("qwen3_next")
     assert int(1e-4 * 2**30 / model.state_bytes) == 9
     config = EngineConfig(max_num_seqs=8, num_blocks=64, state_cache_gib=gib, max_model_len=128)

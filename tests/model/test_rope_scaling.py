@@ -41,7 +41,7 @@ _LONG = {
     "original_max_position_embeddings": 16,
 }
 
-# By `initialize_rope`, and what models have in its place.
+# By `initialize_rope`, and by the code of models that do not use it.
 KINDS = {
     "default": {},
     "linear": {"factor": 2.0},

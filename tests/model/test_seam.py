@@ -118,7 +118,7 @@ def test_the_head_sees_only_the_rows_asked_for(name, monkeypatch):
 
 
 def test_rows_are_picked_from_the_logits_where_a_model_has_no_separate_body():
-    """Then the head sees every row, and the result is the same."""
+    """The head then sees every row, and the result is the same."""
     model = tiny.build(tiny.config_of("llama"))
     packed = PackedModel(model, inspect(model, "llama"))
     packed._rows.wanted = None

@@ -21,7 +21,7 @@ from vllm_metal_lite.sampling_params import SamplingParams
 HERE = "tests.model.test_shards"
 # Ranks share its head too, so the vocabulary must divide.
 _EVEN = {"text_config": config_of("qwen3_5")["text_config"] | {"vocab_size": 102}}
-# Each with what its configuration needs so that two ranks can share it.
+# Each with the changes of its configuration that let two ranks share it.
 MODELS = {
     "llama": {}, "llama/q4": {"intermediate_size": 128}, "qwen3": {}, "qwen3_moe": {},
     "gpt_oss": {}, "deepseek_v3": {}, "qwen3_5": _EVEN,

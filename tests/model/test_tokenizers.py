@@ -1,4 +1,4 @@
-"""The chat template of a model's folder, wherever it stands."""
+"""The chat template of a model's folder, in each of its possible places."""
 
 import json
 

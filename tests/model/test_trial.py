@@ -134,7 +134,7 @@ def test_logits_that_are_nan_are_a_misfit_only_if_the_models_own_are_not():
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", "deepseek_v2"])
 def test_a_first_trial_of_tokens_is_enough_for_a_model_that_fits(monkeypatch, name):
-    """And what it costs is one shot of the model itself."""
+    """It costs one forward of the model itself."""
     monkeypatch.setattr(trial, "_DRAWS", 1)
     monkeypatch.setattr(trial.Draw, "noise", property(lambda self: 1 / 0))
     config = config_of(name)

@@ -25,7 +25,7 @@ from vllm_metal_lite.prefix_disk.chain import Chain
 from vllm_metal_lite.prefix_disk.namespace import namespace
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.kv_groups import kv_groups
-from vllm_metal_lite.scheduler.prefix_hash import extend_block_hashes
+from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
 
 # Dense, latents, windows, recurrent layers alone and with attention, experts, shared indexers.
 NAMES = (
@@ -134,7 +134,7 @@ def test_bytes_after_a_restart_are_equal(name, closing):
 def bytes_of(engine: LLMEngine, prefix: list[int]) -> list[bytes]:
     """Of the blocks of a prefix, and of the state behind it."""
     of, names = engine.prefix_disk, []
-    extend_block_hashes(names, prefix, 8, len(prefix) // 8)
+    extend_block_names(names, prefix, 8, len(prefix) // 8)
     chain = Chain(engine.scheduler.kv, of.digest, names)
     parts = chain.parts(len(names))
     found = [bytes(of.bytes.read(part.group, chain.in_memory(part))) for part in parts]

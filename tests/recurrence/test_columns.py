@@ -1,4 +1,4 @@
-"""Rows that know the columns they are."""
+"""Rows that know their columns."""
 
 import numpy as np
 

@@ -106,7 +106,7 @@ def test_a_state_that_grows_has_zeros_in_front(length):
 
 
 def test_of_two_modules_that_set_a_state_the_second_counts():
-    """The first carries it on as it is."""
+    """The first one keeps the state unchanged."""
     state_store = state_store_of(np.ones((3, 2), np.float32))
     states = BatchStates(state_store)
     (seqs,) = sequence_batches(pack([Span(4, 1, Slots(0, 1))]))

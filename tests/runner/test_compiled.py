@@ -86,7 +86,7 @@ def test_tokens_equal_those_of_uncompiled_steps(name, params):
 
 
 def count_traces(engine, monkeypatch) -> list[bool]:
-    """A list that grows by one a forward that is built; True: to be compiled."""
+    """A list that grows by one entry per forward that is built; True: to be compiled."""
     traced, call = [], type(engine.runner.model).__call__
 
     def counting(self, attention, *args):
@@ -110,7 +110,7 @@ def test_a_shape_is_traced_once(monkeypatch):
 
 @pytest.mark.parametrize("prefill", PREFILLS)
 def test_the_kernel_that_ran_last_makes_no_variant(monkeypatch, prefill):
-    """Tokens have the shapes of many kernels; launches are stubs here."""
+    """Tickets have the shapes of many kernels; launches are stubs here."""
     Stubs(monkeypatch)
     engine = tiny.engine("qwen3", max_num_batched_tokens=24)
     groups = {s.num_heads // s.num_kv_heads for s in engine.model.attention_shapes}
@@ -149,7 +149,7 @@ def forwards_with(monkeypatch, name, fuse, **fusion):
 
 
 def test_products_of_few_rows_are_the_kernel_s_in_compiled_steps_too(monkeypatch):
-    """All seven of a layer, of forwards of 2 to 8 rows, and the head's of as many."""
+    """All seven of a layer in forwards of 2 to 8 rows, and the head's."""
     found, layers = forwards_with(monkeypatch, "qwen3", fuse_linears, skinny_rows=range(2, 9))
     for _, rows, logits_rows, launches in found:
         skinny = sum(n for launch, n in launches.items() if launch.startswith("skinny_gemm"))

@@ -29,7 +29,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.kernels import source
-from vllm_metal_lite.kernels.arguments import new_token
+from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import loader
@@ -76,10 +76,10 @@ def kernels_of(graph: Graph) -> set[str]:
 def check(graph: Graph, **how: Any) -> None:
     """No conflict is unordered, whatever the size of a command buffer."""
     for limits in LIMITS:
-        for tokens_only in (False, True):
-            encoder = Replay(graph, limits, tokens_only=tokens_only, **how).run().encoder
+        for tickets_only in (False, True):
+            encoder = Replay(graph, limits, tickets_only=tickets_only, **how).run().encoder
             assert next(encoder.conflicts(), None), "no launch touches the store"
-            assert not encoder.faults(), (limits, tokens_only)
+            assert not encoder.faults(), (limits, tickets_only)
 
 
 def labels_of(graph: Graph) -> set[str]:
@@ -125,7 +125,7 @@ def test_layers_that_share_arrays():
 
 
 def test_any_order_of_evaluation():
-    """Tokens alone order the launches; MLX's order of evaluation is not needed."""
+    """Tickets alone order the launches; MLX's order of evaluation is not needed."""
     graph = record(make_engine(), arrivals)
     for seed in range(4):
         check(graph, order=any_order(seed))
@@ -174,7 +174,7 @@ def test_all_requests_aborted_with_a_step_in_flight():
 
 @pytest.mark.parametrize("failing", [0, 2, 4])
 def test_a_step_that_mlx_breaks_off_and_its_repetition(failing):
-    """The repetition starts from the token of the last step that was submitted whole."""
+    """The repetition starts from the ticket of the last step that was submitted whole."""
 
     def drive(engine: LLMEngine) -> None:
         tiny.submit(engine, PROMPTS, PARAMS)
@@ -190,7 +190,7 @@ def test_a_step_that_mlx_breaks_off_and_its_repetition(failing):
     for after in (8, 16, 32):
         graph = record(make_engine(), drive, fails={failing: after})
         check(graph)
-        replay = Replay(graph, LIMITS[-1], tokens_only=True, waits_after_errors=False)
+        replay = Replay(graph, LIMITS[-1], tickets_only=True, waits_after_errors=False)
         without_waiting += replay.run().encoder.faults()
     # MLX before 0.32.2 does not wait: a first write and its repetition are unordered.
     assert without_waiting
@@ -217,7 +217,7 @@ def test_a_large_store_ends_a_command_buffer_in_each_layer():
 
 def is_noticed(graph: Graph) -> bool:
     """Whether `check` would fail."""
-    return any(Replay(graph, limits, tokens_only=True).run().encoder.faults() for limits in LIMITS)
+    return any(Replay(graph, limits, tickets_only=True).run().encoder.faults() for limits in LIMITS)
 
 
 def with_inputs(graph: Graph, inputs: dict[int, tuple[str, ...]]) -> Graph:
@@ -226,38 +226,38 @@ def with_inputs(graph: Graph, inputs: dict[int, tuple[str, ...]]) -> Graph:
     return replace(graph, nodes=nodes)
 
 
-def with_token(graph: Graph, node: int, token: str) -> tuple[str, ...]:
+def with_ticket(graph: Graph, node: int, ticket: str) -> tuple[str, ...]:
     given = graph.nodes[node].parameters["token"]
-    return tuple(token if name == given else name for name in graph.nodes[node].inputs)
+    return tuple(ticket if name == given else name for name in graph.nodes[node].inputs)
 
 
 def users_of_tokens(graph: Graph) -> list[int]:
     return [i for i, node in enumerate(graph.nodes) if "token" in node.parameters]
 
 
-def test_every_token_is_needed():
-    """Each launch in turn takes the token from before the first step."""
+def test_every_ticket_is_needed():
+    """Each launch in turn takes the ticket from before the first step."""
     graph = record(make_engine(), arrivals)
     first, *others = sorted(users_of_tokens(graph), key=lambda i: graph.nodes[i].turn)
     initial = graph.nodes[first].parameters["token"]
     assert len(others) > 30
     for node in others:
-        changed = with_inputs(graph, {node: with_token(graph, node, initial)})
+        changed = with_inputs(graph, {node: with_ticket(graph, node, initial)})
         assert is_noticed(changed), graph.nodes[node]
 
 
 @pytest.mark.parametrize("name", ["rope_write", "paged_decode", "varlen_prefill"])
-@pytest.mark.parametrize("fault", ["takes no token", "gives the old token"])
+@pytest.mark.parametrize("fault", ["takes no ticket", "gives the old ticket"])
 def test_a_launch_that_breaks_the_chain_is_noticed(monkeypatch, name, fault):
     launch = Kernel.__call__
 
     def broken(kernel: Kernel, arrays: Any, *args: Any) -> list[mx.array]:
-        *others, token = arrays
+        *others, ticket = arrays
         if kernel.name != name:
             return launch(kernel, arrays, *args)
-        if fault == "takes no token":
-            return launch(kernel, [*others, new_token()[:1]], *args)
-        return [*launch(kernel, arrays, *args)[:-1], token]
+        if fault == "takes no ticket":
+            return launch(kernel, [*others, new_ticket()[:1]], *args)
+        return [*launch(kernel, arrays, *args)[:-1], ticket]
 
     monkeypatch.setattr(Kernel, "__call__", broken)
     assert is_noticed(record(make_engine(), arrivals))

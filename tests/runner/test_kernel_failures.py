@@ -290,7 +290,7 @@ def test_products_of_few_rows(monkeypatch):
 
 @pytest.mark.parametrize("kernel", ["expert_topk", "expert_plan", "expert_gemm", "expert_sum"])
 def test_experts_of_few_rows(monkeypatch, kernel):
-    """The experts do without their kernels, or without that of the router only."""
+    """The experts run without their kernels, or only without that of the router."""
     monkeypatch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
 
     def engine(rows):

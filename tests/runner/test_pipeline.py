@@ -1,4 +1,4 @@
-"""Steps under way: one ahead, with tokens that the host does not know."""
+"""Steps in flight: one ahead, with tokens that the host does not know."""
 
 import gc
 import queue
@@ -21,7 +21,7 @@ EXPECTED = [tiny.alone(tiny.native("llama"), p, NUM_TOKENS) for p in PROMPTS]
 
 
 class Bench:
-    """The parts of an engine, with a seat for each of the prompts and nobody who schedules."""
+    """The parts of an engine, with a seat for each prompt and without a scheduler."""
 
     def __init__(self):
         engine = tiny.engine()
@@ -66,7 +66,7 @@ def test_tokens_are_the_same_one_step_ahead(ahead):
 
 
 def test_room_is_made_once():
-    """Steps of nothing do not launch, and nobody has to know how many there are."""
+    """Empty steps do not launch, and no caller needs their number."""
     bench = Bench()
     bench.launch()
     for _ in range(3):

@@ -157,7 +157,7 @@ def test_compiled_steps_sum_over_the_ranks():
 
 
 def ahead(ranks, file):
-    """Rank 1 takes no part before rank 0 has submitted two steps' sums."""
+    """Rank 1 waits until rank 0 has submitted the sums of two steps."""
     file = Path(file)
     if ranks.rank == 1:
         eventually(file.exists)

@@ -21,7 +21,7 @@ def step_of(batch, num_rows):
 
 @pytest.mark.parametrize("num_rows", [6, 8])
 def test_unknown_tokens_are_taken_from_the_step_before(num_rows):
-    """By seat: the order may be another, some have ended, and other rows know their tokens."""
+    """By seat: the order may differ, some requests have ended, and other rows know their tokens."""
     inputs = InputBatch(4, 16, 8)
     for i in range(4):
         inputs.add([i] * 2, 2)

@@ -1,4 +1,4 @@
-"""What may be said next: grammar masks, allowed tokens and bad words, against plain loops."""
+"""Limits on the next token: grammar masks, allowed tokens and bad words, against plain loops."""
 
 import numpy as np
 import pytest

@@ -150,7 +150,7 @@ def test_top_p_weighs_exactly_k_of_the_tokens_that_tie_for_top_k():
     x[0] = 2.0
     mine = SamplingParams(top_k=4, top_p=0.45)
     assert drawn(mine, x) == {0}
-    # However many of these are at hand, for the sake of a neighbour.
+    # However many of these a neighbour needs.
     for neighbour in (SamplingParams(top_k=20), SamplingParams(top_p=0.5)):
         sampler = make(mine, range(50), len(x))
         sampler.add(7, neighbour, 0, EMPTY, 0, EOS)

@@ -1,4 +1,4 @@
-"""What is drawn: its distribution, and that it is a seed's own in any batch."""
+"""Draws: their distribution; a seed gives the same draws in any batch."""
 
 import numpy as np
 import pytest

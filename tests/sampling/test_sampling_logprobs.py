@@ -1,4 +1,4 @@
-"""Log-probabilities, and how little a batch that asks for little computes."""
+"""Log-probabilities, and the operations that a batch without options does not run."""
 
 import shutil
 

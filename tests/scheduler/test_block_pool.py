@@ -1,4 +1,4 @@
-"""Block pool and prefix hashes."""
+"""Block pool and names of prefixes."""
 
 import pytest
 from hypothesis import given, settings
@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.support.pool_accounts import check_pool
 from vllm_metal_lite.scheduler.block_pool import BlockPool
-from vllm_metal_lite.scheduler.prefix_hash import extend_block_hashes
+from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
 
 
 def counts(pool: BlockPool) -> tuple[int, int, int]:
@@ -16,10 +16,10 @@ def counts(pool: BlockPool) -> tuple[int, int, int]:
 
 
 def cached(pool: BlockPool, names: list[bytes]) -> list[int]:
-    """Blocks that were named and given back."""
+    """Blocks that were named and released."""
     blocks = pool.allocate(len(names))
     for block, name in zip(blocks, names, strict=True):
-        assert pool.publish(block, name)
+        assert pool.name(block, name)
     pool.free(blocks)
     return blocks
 
@@ -70,14 +70,14 @@ def test_peak_owned_is_the_most_ever_owned():
 def test_without_caching_nothing_is_named():
     pool = BlockPool(2, enable_caching=False)
     [block] = pool.allocate(1)
-    assert not pool.publish(block, b"a")
+    assert not pool.name(block, b"a")
     assert pool.lookup(b"a") is None
     pool.free([block])
     assert counts(pool) == (2, 0, 0)
 
 
 class PoolModel(RuleBasedStateMachine):
-    """Any sequence of moves, against the plainest account there can be."""
+    """Any sequence of moves, against a plain model of the pool."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,11 +105,11 @@ class PoolModel(RuleBasedStateMachine):
 
     @precondition(lambda self: any(self.tables))
     @rule(i=st.integers(0, 99), name=st.sampled_from([b"a", b"b", b"c", b"d"]))
-    def publish(self, i, name):
+    def name(self, i, name):
         blocks = [b for t in self.tables for b in t if b not in self.names.values()]
         if blocks:
             block = blocks[i % len(blocks)]
-            assert self.pool.publish(block, name) == (name not in self.names)
+            assert self.pool.name(block, name) == (name not in self.names)
             self.names.setdefault(name, block)
 
     @precondition(lambda self: self.names)
@@ -120,8 +120,8 @@ class PoolModel(RuleBasedStateMachine):
         self.tables.append([self.names[name]])
 
     @rule(blocks=st.lists(st.integers(0, 5), max_size=2, unique=True))
-    def unpublish(self, blocks):
-        self.pool.unpublish(blocks)
+    def unname(self, blocks):
+        self.pool.unname(blocks)
         self.names = {k: b for k, b in self.names.items() if b not in blocks}
 
     @rule()
@@ -139,40 +139,40 @@ PoolModel.TestCase.settings = settings(max_examples=100, stateful_step_count=30,
 TestPoolModel = PoolModel.TestCase
 
 
-# Prefix hashes
+# Names of prefixes
 
 
-def hashes(tokens: list[int], block_size: int = 4) -> list[bytes]:
+def names_of(tokens: list[int], block_size: int = 4) -> list[bytes]:
     result: list[bytes] = []
-    extend_block_hashes(result, tokens, block_size, len(tokens) // block_size)
+    extend_block_names(result, tokens, block_size, len(tokens) // block_size)
     return result
 
 
 def test_a_name_stands_for_all_tokens_up_to_the_blocks_end():
-    a, b = hashes([1, 2, 3, 4, 5, 6, 7, 8]), hashes([9, 2, 3, 4, 5, 6, 7, 8])
+    a, b = names_of([1, 2, 3, 4, 5, 6, 7, 8]), names_of([9, 2, 3, 4, 5, 6, 7, 8])
     assert len(set(a + b)) == 4
-    assert hashes([1, 2, 3, 4, 5, 6, 7, 9])[0] == a[0]
+    assert names_of([1, 2, 3, 4, 5, 6, 7, 9])[0] == a[0]
     assert all(len(h) == 16 for h in a)
 
 
 def test_a_block_that_is_not_full_has_no_name():
     with pytest.raises(ValueError, match="7 tokens do not fill 2 blocks of 4"):
-        extend_block_hashes([], [1] * 7, 4, 2)
+        extend_block_names([], [1] * 7, 4, 2)
 
 
-def test_what_is_hashed_is_not_hashed_again():
+def test_a_name_is_not_computed_again():
     names = [b"stands for the first block"]
-    extend_block_hashes(names, [1, 2, 3, 4, 5, 6, 7, 8], 4, 2)
+    extend_block_names(names, [1, 2, 3, 4, 5, 6, 7, 8], 4, 2)
     assert names[0] == b"stands for the first block"
     assert len(names) == 2
-    extend_block_hashes(names, [1, 2, 3, 4], 4, 1)
+    extend_block_names(names, [1, 2, 3, 4], 4, 1)
     assert len(names) == 2
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=40), st.integers(1, 5), st.data())
-def test_hashing_in_parts_is_hashing_at_once(tokens, block_size, data):
+def test_names_in_parts_are_names_at_once(tokens, block_size, data):
     parts: list[bytes] = []
     for n in sorted(data.draw(st.lists(st.integers(0, len(tokens) // block_size), max_size=4))):
-        extend_block_hashes(parts, tokens, block_size, n)
-    extend_block_hashes(parts, tokens, block_size, len(tokens) // block_size)
-    assert parts == hashes(tokens, block_size)
+        extend_block_names(parts, tokens, block_size, n)
+    extend_block_names(parts, tokens, block_size, len(tokens) // block_size)
+    assert parts == names_of(tokens, block_size)

@@ -63,7 +63,7 @@ def play(workload: Workload, seed: int) -> None:
 
 
 def check(engine, out):
-    """What a step with drafts may take."""
+    """The rows and blocks that a step with drafts may take."""
     drafted = [s for s in out.segments if s.draft_token_ids]
     if not drafted:
         return

@@ -14,7 +14,7 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
 
 def make(num_blocks: int = 64, max_model_len: int = 64, **options) -> FakeEngine:
-    """An engine with blocks of 4 tokens, 8 seats and 32 tokens a step, unless said otherwise."""
+    """An engine with blocks of 4 tokens, 8 seats and 32 tokens a step by default."""
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "enable_prefix_caching": False}
     return FakeEngine(fake_config(**{**defaults, **options}), num_blocks, max_model_len)
 
@@ -249,7 +249,7 @@ def test_a_preempted_request_finds_its_own_blocks():
     assert engine.scheduler.prefix_hit_tokens == 0  # counts what a request finds at first
 
 
-def test_a_request_may_publish_without_looking_up():
+def test_a_request_may_name_blocks_without_looking_up():
     engine = make(enable_prefix_caching=True)
     engine.add(prompt(8), max_tokens=1)
     engine.run()

@@ -1,4 +1,4 @@
-"""The scheduler's invariants, under workloads that nobody thought of.
+"""The scheduler's invariants, under random workloads.
 
 `run` plays a workload through scheduler, InputBatch and FakeModel.  Every function of STEP_CHECKS
 looks at each step between `schedule` and `update`, every one of END_CHECKS at the whole.
@@ -25,7 +25,7 @@ from tests.support.workloads import (
 )
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
-from vllm_metal_lite.scheduler.prefix_hash import extend_block_hashes
+from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
@@ -185,7 +185,7 @@ def check_each_request_has_one_segment_and_one_token_ones_come_first(
 
 
 def check_every_token_is_computed_exactly_once(play: Play, out: SchedulerOutput) -> None:
-    """Unless preempted or rolled back: then, and at first, it starts after what the cache holds."""
+    """At first, and after a preemption or a rollback, a request starts behind its cached tokens."""
     for s in out.segments:
         assert s.num_computed == play.computed[s.request.request_id]
         assert _end(s) <= s.request.num_tokens
@@ -227,7 +227,7 @@ def check_full_blocks_and_no_others_have_names(play: Play, out: SchedulerOutput)
         segment = scheduled.get(request.request_id)
         full = (_end(segment) if segment else request.num_computed_tokens) // block_size
         names: list[bytes] = []
-        extend_block_hashes(names, request.token_ids, block_size, full)
+        extend_block_names(names, request.token_ids, block_size, full)
         for pool, table in zip(play.engine.scheduler.kv.pools, request.block_tables, strict=True):
             first = table.num_given_back
             for block, name in zip(table.owned, names[first:], strict=False):
@@ -273,7 +273,7 @@ def check_who_is_preempted_ranks_below_all_who_stay(play: Play, out: SchedulerOu
 
 
 def check_nobody_is_preempted_without_need(play: Play, out: SchedulerOutput) -> None:
-    """Only for want of blocks, and for a partial prefill only if nobody can continue."""
+    """Only if blocks are missing; for a partial prefill only if no request can continue."""
     if out.preempted:
         taken = [0] * len(play.num_available)
         for segment in out.segments:
@@ -354,15 +354,15 @@ def _hits(request: Request, block_size: int) -> set[tuple[int, int]]:
 
 
 def _look(play: Play, out: SchedulerOutput) -> None:
-    """Count the hard cases, to know that the workloads are worth something."""
-    seen, published = play.seen, set(out.published)
+    """Count the hard cases, which show that the workloads test something."""
+    seen, named = play.seen, set(out.named)
     moved = {s.request.request_id for s in out.segments}
     block_size = play.workload.block_size
     for request in out.admitted:
         hits = _hits(request, block_size)
         seen["hit"] += bool(hits)
         seen["hit behind a window"] += any(t.num_given_back for t in request.block_tables)
-        seen["hit on a block of the same step"] += bool(published & hits)
+        seen["hit on a block of the same step"] += bool(named & hits)
         seen["hit on its own blocks after preemption"] += bool(
             hits and play.lost[request.request_id]
         )
@@ -371,7 +371,7 @@ def _look(play: Play, out: SchedulerOutput) -> None:
     if len(play.steps) in play.workload.failures:
         seen["failure"] += 1
         seen["failure of a step with a shared block"] += any(
-            published & _hits(r, block_size) for r in out.admitted
+            named & _hits(r, block_size) for r in out.admitted
         )
     for victim in out.preempted:
         seen["partial preempted"] += victim in play.partials

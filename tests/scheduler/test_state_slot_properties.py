@@ -1,4 +1,4 @@
-"""State slots under workloads that nobody thought of.
+"""State slots under random workloads.
 
 The device is a dict: slot -> the tokens that its state covers.  Each segment must find its own
 prefix, and no other, in its initial slot; each checkpoint must cover the tokens of its name.
@@ -25,7 +25,7 @@ from tests.support.workloads import (
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.scheduler import checkpoints, following
-from vllm_metal_lite.scheduler.prefix_hash import extend_block_hashes
+from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler import Scheduler
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
@@ -199,11 +199,11 @@ class Device:
         assert slots is not None
         size = self.workload.block_size
         for name, slot in slots.pool._by_name.items():
-            hashes: list[bytes] = []
+            names: list[bytes] = []
             tokens = self.states[slot]
-            extend_block_hashes(hashes, tokens, size, len(tokens) // size)
+            extend_block_names(names, tokens, size, len(tokens) // size)
             assert len(tokens) % size == 0, "a checkpoint is not at the end of a block"
-            assert hashes[-1] == name, "a checkpoint covers other tokens"
+            assert names[-1] == name, "a checkpoint covers other tokens"
 
 
 def play(workload: Workload, slots: Slots) -> Device:

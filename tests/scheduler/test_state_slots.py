@@ -68,9 +68,7 @@ def test_a_decode_in_the_middle_of_a_block_stays_in_its_slot():
     request = add(scheduler, "a", list(range(6)))
     step(scheduler)
     first = request.state.final
-    assert request.state.checkpoints == [
-        (4, states(scheduler).pool.lookup(request.block_hashes[0]))
-    ]
+    assert request.state.checkpoints == [(4, states(scheduler).pool.lookup(request.block_names[0]))]
     out = step(scheduler)
     assert (out.segments[0].state.initial, out.segments[0].state.final) == (first, first)
 
@@ -80,7 +78,7 @@ def test_an_answers_last_block_replaces_the_one_before_and_the_prompts_stays():
     request = add(scheduler, "a", list(range(6)))
     for _ in range(8):  # the prompt, then tokens 6 .. 12: blocks end at 8 and 12
         step(scheduler)
-    known = [states(scheduler).pool.lookup(name) is not None for name in request.block_hashes]
+    known = [states(scheduler).pool.lookup(name) is not None for name in request.block_names]
     assert known == [True, False, True]
     assert hit(scheduler, [*request.token_ids, 1]) == 12
 

@@ -55,7 +55,7 @@ def test_systems_at_the_front_become_one():
 def test_checkpoints_lie_behind_the_system_the_last_question_and_the_last_message(tokenizer):
     messages = [SYSTEM, user("Who are you?"), assistant("A lamp."), user("And then?")]
     system, question, end = shown(tokenizer, render(tokenizer, *messages))
-    # Each is one token short of where the text parts: the token may be another one elsewhere.
+    # Each is one token before the texts differ: that token may be part of a longer one.
     before = f"<|system|>{SYSTEM['content']}<|end|>"
     assert system == before
     said = f"{before}<|user|>Who are you?<|end|><|assistant|>A lamp.<|end|>"

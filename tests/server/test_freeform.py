@@ -1,4 +1,4 @@
-"""The input of freeform tools comes out of JSON as it is written, however it is cut."""
+"""The input of freeform tools is read from JSON while it is written, however it is cut."""
 
 import json
 from itertools import pairwise

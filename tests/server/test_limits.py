@@ -1,4 +1,4 @@
-"""Bounds before work: what cannot be served is refused before it costs time or memory."""
+"""Limits before work: a request that cannot be served is refused before it costs time or memory."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Odd definitions of tools, and odd messages about calls: served, or refused with 400."""
+"""Unusual definitions of tools, and unusual messages about calls: served, or refused with 400."""
 
 import http.client
 import json

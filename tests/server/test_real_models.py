@@ -84,7 +84,7 @@ def turn_of(
 
 
 def said_by(engine: EngineClient, turn: PreparedTurn, token_ids: list[int]) -> Said:
-    """The answer that these tokens are, read as each of them comes."""
+    """The answer that these tokens make, read token by token."""
     answer: list[int] = []
     detokenizer = Detokenizer(engine.tokenizer, turn.params, answer, turn.prompt.token_ids)
     parser, events, done = turn.make_parser(), [], 0

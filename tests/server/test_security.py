@@ -21,7 +21,7 @@ BODY = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}'
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    """As it is by default, but for the size of a body."""
+    """With the defaults, except for the size of a body."""
     with serving(config=ServerConfig(port=0, max_body_mib=0.01)) as server:
         yield server
 

@@ -41,7 +41,7 @@ def client(running) -> Iterator[httpx.Client]:
 
 
 def begun(client: httpx.Client, **fields) -> ExitStack:
-    """A stream that has been accepted; its client goes when the stack is closed."""
+    """A stream that has been accepted; its client leaves when the stack is closed."""
     stack = ExitStack()
     answer = stack.enter_context(
         client.stream("POST", PATH, json={**LONG, "stream": True, **fields})

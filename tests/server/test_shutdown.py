@@ -53,7 +53,7 @@ def engine_of(client: httpx.Client) -> int:
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """An engine that makes no tokens, so that no answer ends, however slow all others are."""
+    """An engine that makes no tokens, so no answer ends, however slow the machine is."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Streams of events, and clients that go, with the server's end of a connection played by hand."""
+"""Streams of events, and clients that leave, over a simulated connection."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -225,7 +225,7 @@ def test_ctrl_c_does_not_reach_the_engine(engine):
 
 
 def test_the_engines_log_reaches_the_servers_log(engine, caplog):
-    """With levels, also what is done just now, for a line of progress."""
+    """With levels, and with the lines that show progress."""
     server, theirs = Pipe()
     log = logging.Logger("in the process")
     log.addHandler(ToServer(Sender(theirs)))

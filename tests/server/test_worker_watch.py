@@ -1,4 +1,4 @@
-"""The events that a watched engine makes, and what they cost."""
+"""The events that a watched engine makes, and their costs."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Answers that have a form: whole ones are valid, and other limits meet the grammar."""
+"""Answers that have a form: complete ones are valid, also together with other limits."""
 
 import json
 import re

@@ -154,7 +154,7 @@ def command(kernel: str, kind: str, device: str) -> list[str]:
 
 @contextmanager
 def impatient(kernel: str, kind: str, seconds: float) -> Iterator[None]:
-    """A kernel that hangs is waited for that many seconds.  Nothing else depends on the speed of
+    """Wait this number of seconds for a kernel that hangs.  Nothing else depends on the speed of
     the machine: any other check may take ten minutes."""
     ask = isolated._Child.ask
 

@@ -114,7 +114,7 @@ def check_splits(chat_format: ChatFormat, text: str, **options: Any) -> Said:
 
 
 def check_cuts(chat_format: ChatFormat, text: str, **options: Any) -> None:
-    """A text that ends anywhere: what was called before stays, nothing is made up."""
+    """A text that ends anywhere: earlier calls stay, and nothing is added."""
     whole = parse(chat_format, text, **options)
     for at in range(len(text)):
         said = parse(chat_format, list(text[:at]), **options)

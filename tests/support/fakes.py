@@ -78,7 +78,7 @@ class FakeModel:
         self.numbers = [np.zeros(shapes[g], np.uint64) for g in self.layers]
 
     def poison(self, group: int, block_ids: Sequence[int]) -> None:
-        """Whoever reads these blocks before they are written fails."""
+        """A step that reads these blocks before they are written fails."""
         self.positions[group][block_ids] = _EMPTY
 
     def forget(self, batch: ForwardBatch) -> None:

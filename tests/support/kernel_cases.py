@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.support.attention_oracle import paged_attention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import RMSNorm, new_token
+from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.rope_write import rope_write
@@ -137,7 +137,7 @@ class PagedSequences:
         sinks = None if self.sinks is None else mx.array(self.sinks)
         tables, seq_lens = mx.array(self.block_tables), mx.array(self.seq_lens)
         how = {"plan": DecodePlan(*self.plan), "sinks": sinks, "spec": self.spec}
-        out, _ = paged_decode(q, tables, seq_lens, keys, values, new_token(), **how, **self.how)
+        out, _ = paged_decode(q, tables, seq_lens, keys, values, new_ticket(), **how, **self.how)
         assert out.dtype == self.dtype
         return np.array(out.astype(mx.float32))
 
@@ -234,9 +234,9 @@ class NewRowsCase:
         store = [in_store(r, np.full((SLOTS, self.heads[1], r.dim), np.nan)) for r in formats]
         mx.eval(store)
         how = {"slot_mapping": mx.array(self.slots), "keys": store[0], "values": store[1]}
-        how |= {"token": new_token(), "spec": self.spec}
-        q, token = rope_write(self.new_rows, positions=mx.array(self.positions), **how)
-        mx.eval(token)
+        how |= {"ticket": new_ticket(), "spec": self.spec}
+        q, ticket = rope_write(self.new_rows, positions=mx.array(self.positions), **how)
+        mx.eval(ticket)
         assert q.dtype == self.dtype
         return [q, *store]
 

@@ -1,4 +1,4 @@
-"""A launch of every kernel, small and with something of everything in it."""
+"""A small launch of every kernel, which uses all of its parts."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile, using
 from vllm_metal_lite.kernels import cache_ops, decode, experts, latent_attention
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
-from vllm_metal_lite.kernels.arguments import RMSNorm, new_token
+from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
 from vllm_metal_lite.kernels.decode import DecodePlan
 from vllm_metal_lite.kernels.expert_topk import Routing
@@ -56,7 +56,7 @@ def kv_write(dtype, written=None, spec=None):
     written = written or store(dtype)
     # The slots 94 and 95 are the last two: what goes beyond a row goes beyond the store.
     slots = mx.array([7, 94, -1, 95, 40], mx.int32)
-    return [*written, cache_ops.kv_write(*rows, slots, *written, new_token(), spec)]
+    return [*written, cache_ops.kv_write(*rows, slots, *written, new_ticket(), spec)]
 
 
 def wide_kv_write(dtype):
@@ -65,12 +65,12 @@ def wide_kv_write(dtype):
     written = [spec.k_row.pack(draw(8, 5, 520, seed=seed, dtype=dtype)) for seed in (1, 2)]
     rows = [draw(3, 5, 520, seed=seed, dtype=dtype) for seed in (3, 4)]
     slots = mx.array([7, -1, 2], mx.int32)
-    return [*written, cache_ops.kv_write(*rows, slots, *written, new_token(), spec)]
+    return [*written, cache_ops.kv_write(*rows, slots, *written, new_ticket(), spec)]
 
 
 def kv_gather(dtype, kept=None, spec=None):
     slots = mx.array([95, 3, 4, 0, 94, 95], mx.int32)
-    return list(cache_ops.kv_gather(slots, *(kept or store(dtype)), new_token(), spec))
+    return list(cache_ops.kv_gather(slots, *(kept or store(dtype)), new_ticket(), spec))
 
 
 def paged_decode(dtype, kept=None, spec=None, prefix=None, plan=(1, 2)):
@@ -78,7 +78,7 @@ def paged_decode(dtype, kept=None, spec=None, prefix=None, plan=(1, 2)):
     tables = mx.array([[11, 10, 2], [0, 0, 0], [4, 5, 0]], mx.int32)
     q = draw(3, KV_HEADS * GROUP, DIM, seed=5, dtype=dtype)
     with using(replace(profile(), decode_sums=64)):  # in float32 two tiles, the second a head short
-        arrays = q, tables, mx.array([21, 0, 9], mx.int32), *(kept or store(dtype)), new_token()
+        arrays = q, tables, mx.array([21, 0, 9], mx.int32), *(kept or store(dtype)), new_ticket()
         how = {"block_size": BLOCK_SIZE, "scale": 0.2, "spec": spec}
         out, _ = decode.paged_decode(*arrays, plan=DecodePlan(*plan), prefix=prefix, **how)
     return [out]
@@ -92,7 +92,7 @@ def fused_decode(dtype, written=None, spec=None, factor=1.0):
     columns = [Columns(rows, n * DIM) for n in (0, heads, heads + KV_HEADS)]
     norm, written = RMSNorm(draw(DIM, seed=10, dtype=dtype), 1e-5), written or store(dtype)
     new = NewRows(*columns, heads, Rope(40, False, 1e4, 1.0, None, factor), norm, norm)
-    arrays = new, tables, mx.array([21, 0, 9], mx.int32), *written, new_token()
+    arrays = new, tables, mx.array([21, 0, 9], mx.int32), *written, new_ticket()
     how = {"block_size": BLOCK_SIZE, "scale": 0.2, "spec": spec}
     out, _ = decode.paged_decode(*arrays, plan=DecodePlan(2, 2), **how)
     return [*written, out]
@@ -105,7 +105,7 @@ def shared_prefix_rows(dtype, q=None, dim=DIM, kept=None, spec=None):
     tables = mx.array([[4] * 6, blocks, blocks], mx.int32)
     lens = [mx.array(n, mx.int32) for n in ([8, 46, 48], [1], [0, 45, 45])]
     q = draw(3, KV_HEADS * GROUP, dim, seed=5, dtype=dtype) if q is None else q
-    arrays = q, tables, *lens, *(kept or store(dtype, dim)), new_token()
+    arrays = q, tables, *lens, *(kept or store(dtype, dim)), new_ticket()
     how = {"block_size": BLOCK_SIZE, "scale": 0.2, "spec": spec}
     partial, lse, _ = shared_prefix(*arrays, splits=2, **how)
     return [partial, lse]
@@ -154,7 +154,7 @@ def varlen_prefill_rows(dtype, kept=None, spec=None):
     q = draw(30, KV_HEADS * GROUP, DIM, seed=6, dtype=dtype)
     where = tables, mx.array(cu_seqlens_q), mx.array([1, 22, 45], mx.int32), tiles
     how = {"block_size": BLOCK_SIZE, "scale": 0.2, "spec": spec}
-    out, _ = varlen_prefill(q, *where, *(kept or store(dtype)), new_token(), **how)
+    out, _ = varlen_prefill(q, *where, *(kept or store(dtype)), new_ticket(), **how)
     return [out]
 
 
@@ -172,7 +172,7 @@ def latent_rows(dtype, splits=1, dims=(64, 16), bits=None):
     tiles = mx.array(plan_tiles(cu_seqlens_q, 12, GROUP))
     where = tables, mx.array(cu_seqlens_q), mx.array([1, 5, 48], mx.int32), tiles
     how = {"block_size": BLOCK_SIZE, "scale": 0.2, "splits": splits, "spec": spec}
-    out, lse = latent_attention.latent_attention(q, q_pe, *where, *kept, new_token(), **how)
+    out, lse = latent_attention.latent_attention(q, q_pe, *where, *kept, new_ticket(), **how)
     return [out, lse]
 
 
@@ -192,7 +192,7 @@ def new_latents(dtype, bits=None, factor=1.0):
         slot_mapping=mx.array([7, 94, -1, 95, 40], mx.int32),
         keys=written[0],
         values=written[1],
-        token=new_token(),
+        ticket=new_ticket(),
         spec=spec,
     )
     mx.eval(q_pe)  # MLX does not know that the store is written
@@ -211,7 +211,7 @@ def rope_write_rows(dtype, written=None, spec=None, factor=1.0):
         slot_mapping=mx.array([7, 94, -1, 95, 40], mx.int32),
         keys=written[0],
         values=written[1],
-        token=new_token(),
+        ticket=new_ticket(),
         spec=spec,
     )
     return [*written, q]
@@ -380,7 +380,7 @@ def causal_conv_rows(dtype):
     )
     states = mx.array(step.states(3, 300)).astype(dtype)
     where = mx.array(step.array), mx.array(plan_conv_tiles(step.array))
-    y, _ = causal_conv(Columns(x, 0), weight, bias, states, *where, new_token(), silu=True)
+    y, _ = causal_conv(Columns(x, 0), weight, bias, states, *where, new_ticket(), silu=True)
     mx.eval(y)  # MLX does not know that the state store is written
     return [mx.nan_to_num(states), y]
 
@@ -406,7 +406,7 @@ def recurrent_rows(dtype, form):
         gates = time_gates(time, draw(4, seed=25), mx.ones(4), (0.5, 2.0))
     how = {"max_seqlen": step.max_seqlen, "norm": norm, "skip": skip}
     y, _ = gated_delta(
-        *wide, gates, states, mx.array(step.array), new_token(), num_k_heads=2, **how
+        *wide, gates, states, mx.array(step.array), new_ticket(), num_k_heads=2, **how
     )
     mx.eval(y)  # MLX does not know that the state store is written
     return [mx.nan_to_num(states), y]

@@ -11,8 +11,8 @@ primitives are approximated:
 - The host never waits.  MLX does if it is 10 command buffers ahead, and commits once more then.
 
 So counts of launches, barriers and commits are estimates.  Proofs do not rest on them: with
-`tokens_only`, the encoder sees of each launch no arrays but the token that the launch takes and the
-outputs of kernels that take one.  More declared arrays only add barriers and fences.
+`tickets_only`, the encoder sees of each launch only its ticket, and the outputs of kernels that
+take one.  More declared arrays only add barriers and fences.
 """
 
 import math
@@ -67,12 +67,12 @@ class Replay:
         graph: Graph,
         limits: Limits | None = None,
         *,
-        tokens_only: bool = False,
+        tickets_only: bool = False,
         waits_after_errors: bool = True,
         order: Order = evaluation_order,
     ) -> None:
         self.graph, self.encoder = graph, Encoder(limits or Limits())
-        self.tokens_only, self.waits_after_errors = tokens_only, waits_after_errors
+        self.tickets_only, self.waits_after_errors = tickets_only, waits_after_errors
         self._order = order
         self.steps: list[Step] = []
         self._held: dict[str, _Held] = {}
@@ -144,7 +144,7 @@ class Replay:
         if read:
             of_names = (frozenset(self._array(n).buffer for n in ns) for ns in (read, written))
             truth = Truth(*of_names, node.turn)
-        if self.tokens_only:
+        if self.tickets_only:
             position = list(node.parameters).index("token") if read else None
             inputs = [] if position is None else [inputs[position]]
             outputs = outputs if read else []
@@ -155,7 +155,7 @@ class Replay:
         outputs = [self._new(name) for name in node.outputs]
         if self._store & {a.buffer for a in inputs}:
             raise AssertionError(f"{node.label}, an operation of MLX, reads the store")
-        if self.tokens_only:
+        if self.tickets_only:
             inputs, outputs = [], []
         if node.op == "Concatenate" and inputs:
             with self.encoder.concurrently():
@@ -187,7 +187,7 @@ class Replay:
     def _copy(self, a: _Held, name: str) -> _Held:
         self._buffers += 1
         copy = _Held(self._buffers, self.graph.shapes[name].size)
-        self._launch("copy", *([], []) if self.tokens_only else ([a], [copy]))
+        self._launch("copy", *([], []) if self.tickets_only else ([a], [copy]))
         self.encoder.add_temporary(copy.buffer)
         return copy
 

@@ -1,4 +1,4 @@
-"""NaN where nobody may read."""
+"""NaN in slots that no request may read."""
 
 from collections.abc import Collection, Sequence
 from typing import Any

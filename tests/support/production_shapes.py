@@ -12,7 +12,7 @@ from tests.support import recurrent_shapes
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.popular_shapes import YARN_FACTOR
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
-from vllm_metal_lite.kernels.arguments import RMSNorm, new_token
+from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import DecodePlan, merge_partitions, paged_decode
 from vllm_metal_lite.kernels.expert_topk import Routing, expert_topk
@@ -105,7 +105,7 @@ def decode(
         shared = SharedPrefixResult(out, lse, _ints(ROWS))
     how = {"block_size": BLOCK_SIZE, "scale": of.dim**-0.5, "window": of.window}
     how |= {"softcap": of.softcap, "plan": DecodePlan(splits, simdgroups), "prefix": shared}
-    paged_decode(q, _ints(ROWS, BLOCKS), _ints(ROWS), *store, new_token(), spec=spec, **how)
+    paged_decode(q, _ints(ROWS, BLOCKS), _ints(ROWS), *store, new_ticket(), spec=spec, **how)
 
 
 def prefill(of: Heads, dtype: mx.Dtype, *, bits: int | None = None) -> None:
@@ -113,7 +113,7 @@ def prefill(of: Heads, dtype: mx.Dtype, *, bits: int | None = None) -> None:
     q = mx.zeros((512, of.heads, of.dim), dtype)
     where = _ints(8, BLOCKS), _ints(9), _ints(8), _ints(40, 2)
     how = {"block_size": BLOCK_SIZE, "scale": of.dim**-0.5, "window": of.window}
-    varlen_prefill(q, *where, *store, new_token(), spec=spec, softcap=of.softcap, **how)
+    varlen_prefill(q, *where, *store, new_ticket(), spec=spec, softcap=of.softcap, **how)
 
 
 def latents(
@@ -130,7 +130,7 @@ def latents(
     q, q_pe = (mx.zeros((ROWS, heads, dim), dtype) for dim in (latent_dim, rope))
     where = _ints(ROWS, BLOCKS), _ints(ROWS + 1), _ints(ROWS), _ints(40, 2)
     how = {"block_size": BLOCK_SIZE, "scale": 0.1, "splits": splits, "spec": spec}
-    latent_attention(q, q_pe, *where, *store, new_token(), **how)
+    latent_attention(q, q_pe, *where, *store, new_ticket(), **how)
 
 
 def latent_rows(
@@ -142,7 +142,7 @@ def latent_rows(
     norm, new_rope = RMSNorm(mx.zeros(latent_dim, dtype), 1e-6), Rope(rope, True, 1e6, 1.0, None)
     columns = Columns(kv, 0), Columns(kv, latent_dim)
     new = NewLatents(Columns(q, 192), 256, heads, *columns, norm, new_rope)
-    kept = {"keys": store[0], "values": store[1], "token": new_token(), "spec": spec}
+    kept = {"keys": store[0], "values": store[1], "ticket": new_ticket(), "spec": spec}
     latent_write(new, positions=_ints(ROWS), slot_mapping=_ints(ROWS), **kept)
 
 
@@ -152,24 +152,24 @@ def prefix(of: Heads, dtype: mx.Dtype, *, fused: bool = False, bits: int | None 
     how = {"spec": spec, "block_size": BLOCK_SIZE, "scale": of.dim**-0.5, "splits": 4}
     how |= {"softcap": of.softcap}
     shared_prefix(
-        q, _ints(ROWS, BLOCKS), _ints(ROWS), _ints(1), _ints(ROWS), *store, new_token(), **how
+        q, _ints(ROWS, BLOCKS), _ints(ROWS), _ints(1), _ints(ROWS), *store, new_ticket(), **how
     )
 
 
 def write(of: Heads, dtype: mx.Dtype, *, bits: int | None = None) -> None:
     store, spec = _store(of, dtype, bits)
     rows = [mx.zeros((ROWS, of.kv_heads, of.dim), dtype) for _ in "kv"]
-    kv_write(*rows, _ints(ROWS), *store, new_token(), spec)
+    kv_write(*rows, _ints(ROWS), *store, new_ticket(), spec)
 
 
 def gather(of: Heads, dtype: mx.Dtype, *, bits: int | None = None) -> None:
     store, spec = _store(of, dtype, bits)
-    kv_gather(_ints(512), *store, new_token(), spec)
+    kv_gather(_ints(512), *store, new_ticket(), spec)
 
 
 def rope(of: Heads, dtype: mx.Dtype, *, rows: int = ROWS, bits: int | None = None) -> None:
     store, spec = _store(of, dtype, bits)
-    how = {"keys": store[0], "values": store[1], "token": new_token(), "spec": spec}
+    how = {"keys": store[0], "values": store[1], "ticket": new_ticket(), "spec": spec}
     rope_write(_new_rows(of, dtype, rows), positions=_ints(rows), slot_mapping=_ints(rows), **how)
 
 

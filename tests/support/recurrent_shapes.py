@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import new_token
+from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.causal_conv import causal_conv
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
@@ -58,7 +58,7 @@ def _recurrence(
         "fused delta": lambda: delta_gates(logits, logits, of_heads, bias),
         "fused ssm": lambda: time_gates(logits, of_heads, bias, (0.0, 1.0)),
     }
-    arrays = mx.zeros((SLOTS, heads, dim, k_dim)), _segments(), new_token()
+    arrays = mx.zeros((SLOTS, heads, dim, k_dim)), _segments(), new_ticket()
     how = {"num_k_heads": k_heads, "max_seqlen": max_seqlen}
     how |= {"norm": GatedNorm(1e-6, k_dim**-0.5) if form == "fused delta" else None}
     how |= {"skip": {"ssm": of_heads, "fused ssm": bias}.get(form)}
@@ -75,7 +75,7 @@ def _conv(channels: int, size: int, bias: bool, silu: bool, dtype: mx.Dtype) -> 
     weight, biases = mx.zeros((channels, size, 1), dtype), mx.zeros(channels, dtype)
     states, tiles = mx.zeros((SLOTS, size - 1, channels), dtype), mx.zeros((ROWS + 2, 2), mx.int32)
     x, where = Columns(mx.zeros((ROWS, channels), dtype), 0), (_segments(), tiles)
-    causal_conv(x, weight, biases if bias else None, states, *where, new_token(), silu=silu)
+    causal_conv(x, weight, biases if bias else None, states, *where, new_ticket(), silu=silu)
 
 
 def _cases() -> dict[str, Callable[[], None]]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.kernels.arguments import new_token
+from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kv.state_store import Key, StateSpec, StateStore
 from vllm_metal_lite.recurrence.base import StepRecurrence
 from vllm_metal_lite.recurrence.kernels import KernelRecurrence, SegmentPlan
@@ -148,7 +148,7 @@ class _Order:
     """What kernels launched on one store share."""
 
     def __init__(self) -> None:
-        self.token = new_token()
+        self.ticket = new_ticket()
 
 
 def reference(step: PackedSpans, state_store: StateStore) -> StepRecurrence:

@@ -1,4 +1,4 @@
-"""Steps of a runner by hand, over a model and a store of one's own."""
+"""Steps of a runner by hand, over a given model and store."""
 
 import numpy as np
 

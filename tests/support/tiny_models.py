@@ -94,7 +94,7 @@ _GAINS = (
 
 @cache
 def native(name: str) -> nn.Module:
-    """The model as mlx-lm runs it, never touched by us: the oracle."""
+    """The model as mlx-lm runs it, unchanged: the oracle."""
     return build(config_of(name))
 
 

@@ -1,4 +1,4 @@
-"""Random workloads of a scheduler: who comes when, what they want, how little there is of it."""
+"""Random workloads of a scheduler: arrivals, requests, and few blocks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -57,7 +57,7 @@ class Workload:
 
 
 def make_workload(choose: Choose, calm: bool = False, pressed: bool = False) -> Workload:
-    """calm: nobody aborts and nothing fails.  pressed: many want more blocks than there are."""
+    """calm: no request aborts and no step fails.  pressed: many need more blocks than there are."""
 
     def arrival() -> Arrival:
         return Arrival(

@@ -1,4 +1,4 @@
-"""What the workflow says of Apple's compiler, with a stand-in for it."""
+"""The workflow's report on Apple's compiler, with a replacement for the compiler."""
 
 import os
 import subprocess

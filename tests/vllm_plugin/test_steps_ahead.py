@@ -88,7 +88,7 @@ def test_every_step_of_a_load_but_the_first_is_ahead():
 
 
 def test_prompts_are_scored_again_when_what_is_under_way_is_thrown_away():
-    """vLLM drops the outputs of steps under way when it preempts all for a reset, and the requests
+    """vLLM drops the outputs of steps in flight when it preempts all for a reset, and the requests
     are back in the very next step."""
     with kit.engine(max_num_batched_tokens=32) as llm:
         for steps in range(1, 6):

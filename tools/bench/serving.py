@@ -193,7 +193,7 @@ def add_roofline(model: LoadedModel, load: Load, medians: dict[str, Metrics]) ->
 def newcomer(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> dict:
     """Measure a prompt that arrives while others decode, under each way to share the steps."""
     prompt = len(load.prompts[-1])
-    steps = [n for n in STEPS[slice(0, 5, 2) if args.quick else slice(None)] if n < prompt]
+    steps = [n for n in (STEPS[:5:2] if args.quick else STEPS) if n < prompt]
     engines: list[Engine] = []
     for tokens in steps:
         options = {**args.ours, "max_num_batched_tokens": tokens}

@@ -23,7 +23,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import load as stores
 from vllm_metal_lite.checks.bandwidth import seconds_per_call
 from vllm_metal_lite.devices import profile, using
-from vllm_metal_lite.kernels.arguments import RMSNorm, new_token
+from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
 from vllm_metal_lite.kernels.decode import decode_plan, paged_decode
 from vllm_metal_lite.kernels.experts import (
     Activation,
@@ -65,13 +65,13 @@ class Loads:
 
     def decode(self, batch: int, context: int) -> float:
         load = stores.TimedStore(self.shape, batch, max(32, context // self.divisor))
-        token = new_token()
-        return self._seconds(lambda q: load.attend(q, load.plan, token), load.queries())
+        ticket = new_ticket()
+        return self._seconds(lambda q: load.attend(q, load.plan, ticket), load.queries())
 
     def prefix(self, rows: int, tokens: int) -> float:
         """Decodes behind one prefix, which is read once if that saves enough."""
         s, tokens = self.shape, max(2 * _BLOCK, tokens // self.divisor)
-        load, token = stores.TimedStore(s, 1, tokens + rows * _OWN), new_token()
+        load, ticket = stores.TimedStore(s, 1, tokens + rows * _OWN), new_ticket()
         first, blocks = tokens // _BLOCK, load.block_tables[0]
         shared = mx.broadcast_to(blocks[:first], (rows, first))
         tables = mx.concatenate([shared, blocks[first:].reshape(rows, -1)], axis=1)
@@ -86,8 +86,8 @@ class Loads:
 
         def call(q: mx.array) -> mx.array:
             args = tables, lens
-            part = shared_prefix(q, *args, begin, end, *store, token, splits=splits, **how)
-            last, prefix = (part.lse, part) if once else (token, None)
+            part = shared_prefix(q, *args, begin, end, *store, ticket, splits=splits, **how)
+            last, prefix = (part.lse, part) if once else (ticket, None)
             return paged_decode(q, *args, *store, last, plan=plan, prefix=prefix, **how)[0]
 
         return self._seconds(call, self._random(rows, s.num_heads, s.k_head_dim))

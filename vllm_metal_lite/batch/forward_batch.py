@@ -29,7 +29,7 @@ class ForwardBatch:
     while the previous step is still sampling it.
     seq_lens: (S,) int32, context including this step's tokens.
     block_tables: (S, max_blocks) int32; entries behind a window are meaningless.
-    req_indices: (S,) int32, rows of the InputBatch (the requests' seats).  num_decodes: leading
+    req_indices: (S,) int32, the requests' seats in the InputBatch.  num_decodes: leading
     segments of length 1; 0 in a step with drafts, so that its shapes repeat.
     initial_slots, final_slots: (S,) int32, where recurrent layers read the state before a segment
     (EMPTY_SLOT: zeros), and write the state after it.  checkpoints: (C, 3) int32, (segment, packed
@@ -37,7 +37,7 @@ class ForwardBatch:
     logits_indices: (T + P,) int32, rows that get logits: first the last row of each *terminal*
     segment (one that reaches the last known token) and the rows of its drafts, then the rows that
     score the next prompt token for prompt log-probabilities.
-    sample_segments: (T,) int32, the terminal segments, in order, once a row.
+    sample_segments: (T,) int32, the terminal segment of each sampled row.
     draft_token_ids: (T,) int32, the draft that the row after this one holds, or NO_DRAFT behind the
     last row of a segment; empty for a step without drafts.
     prompt_targets: (P,) int32, the token that each of the P extra rows scores;

@@ -79,14 +79,14 @@ class InputBatch:
         self.num_tokens[req_indices] = at + 1
 
     def fill_tokens(self, req_indices: np.ndarray, token_ids: np.ndarray) -> None:
-        """Replace a final UNKNOWN_TOKEN by the sampled token.  A row that ends in another token now
+        """Replace a final UNKNOWN_TOKEN by the sampled token.  A seat with another last token now
         belongs to another request and stays unchanged."""
         at = self.num_tokens[req_indices] - 1
         last = self.token_ids[req_indices, at]
         self.token_ids[req_indices, at] = np.where(last == UNKNOWN_TOKEN, token_ids, last)
 
     def replace_unknown(self, req_index: int, token_ids: Sequence[int]) -> None:
-        """Replace a final UNKNOWN_TOKEN by one or more tokens.  A row that ends in another token
+        """Replace a final UNKNOWN_TOKEN by one or more tokens.  A seat with another last token
         stays unchanged."""
         start = self.num_tokens[req_index] - 1
         if self.token_ids[req_index, start] != UNKNOWN_TOKEN:
@@ -96,7 +96,7 @@ class InputBatch:
         self.num_tokens[req_index] = end
 
     def set_tokens(self, req_index: int, start: int, token_ids: Sequence[int]) -> None:
-        """Overwrite tokens from position `start` on; the row does not grow."""
+        """Overwrite tokens from position `start` on; their number stays the same."""
         self.token_ids[req_index, start : start + len(token_ids)] = token_ids
 
     def pack(

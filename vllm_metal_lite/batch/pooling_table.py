@@ -16,7 +16,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(slots=True)
 class _Pooling:
-    """sum: of the hidden states since the prompt's first row was computed last."""
+    """sum: of the hidden states since the prompt's first row was last computed."""
 
     params: PoolingParams
     num_prompt_tokens: int

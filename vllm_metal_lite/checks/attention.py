@@ -13,7 +13,7 @@ from vllm_metal_lite.checks.case import CONTEXTS, Case, case_of, draw, padded, r
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.new_rows import new_rows, tolerance
 from vllm_metal_lite.checks.result import TOLERANCE, Found, largest, largest_error
-from vllm_metal_lite.kernels.arguments import new_token
+from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
@@ -39,7 +39,7 @@ def write(check: Check[AttentionShape]) -> Found:
     target[::3] = -1
     k, v = (case.array(drawn[case.owned]) for drawn in case.drawn)
     mx.eval(keys, values, k, v)
-    mx.eval(kv_write(k, v, mx.array(target), keys, values, new_token(), case.spec))
+    mx.eval(kv_write(k, v, mx.array(target), keys, values, new_ticket(), case.spec))
     expected = [np.zeros_like(drawn) for drawn in case.drawn]
     for rows, drawn in zip(expected, case.drawn, strict=True):
         rows[target[target >= 0]] = drawn[target[target >= 0]]
@@ -51,7 +51,7 @@ def gather(check: Check[AttentionShape]) -> Found:
     """Slots in random order."""
     case = case_of(check.shape, check.block_size)
     slots = np.random.default_rng(1).choice(case.owned, 74).astype(np.int32)
-    got = kv_gather(mx.array(slots), *case.store(), new_token(), case.spec)[:2]
+    got = kv_gather(mx.array(slots), *case.store(), new_ticket(), case.spec)[:2]
     expected = [rows[slots].swapaxes(0, 1) for rows in (case.keys, case.values)]
     return largest(got, expected), TOLERANCE[check.shape.dtype] if check.shape.kv_bits else 0.0
 
@@ -77,19 +77,19 @@ def decode(check: Check[AttentionShape]) -> Found:
         q = rounded(fresh_q[:-1], check.shape.dtype)
         store, after = _newest(case, fresh)
         mx.eval(rows.arrays)
-    where, how, token, prefix = decode_arrays(batch), case.how(), new_token(), None
+    where, how, ticket, prefix = decode_arrays(batch), case.how(), new_ticket(), None
     if shares:
         of_prefix = {name: how[name] for name in ("block_size", "scale", "softcap")}
         leader, lens_of_rows = mx.array([len(CONTEXTS) - 1], mx.int32), mx.array(padded(lens))
         of_prefix |= {"splits": PREFIX_SPLITS, "spec": case.spec}
-        prefix = shared_prefix(rows, *where, leader, lens_of_rows, *store, token, **of_prefix)
-        token = prefix.lse
-    out, token = paged_decode(
-        rows, *where, *store, token, plan=plan, prefix=prefix, spec=case.spec, **how
+        prefix = shared_prefix(rows, *where, leader, lens_of_rows, *store, ticket, **of_prefix)
+        ticket = prefix.lse
+    out, ticket = paged_decode(
+        rows, *where, *store, ticket, plan=plan, prefix=prefix, spec=case.spec, **how
     )
     if check.rope is None:
         return _compare(case, batch, q, out)
-    mx.eval(out, token)
+    mx.eval(out, ticket)
     stored = [
         np.array(row.unpack(kept).astype(mx.float32))
         for row, kept in zip(case.formats, store, strict=True)
@@ -127,7 +127,7 @@ def prefill(check: Check[AttentionShape]) -> Found:
     if shape.latent:
         return _latents(case, batch, where, splits=1)
     out, _ = varlen_prefill(
-        case.array(q), *where, *case.store(), new_token(), spec=case.spec, **case.how()
+        case.array(q), *where, *case.store(), new_ticket(), spec=case.spec, **case.how()
     )
     return _compare(case, batch, case.q, out)
 
@@ -142,7 +142,7 @@ def _latent_decodes(check: Check[AttentionShape], splits: int) -> Found:
 def _latents(case: Case, batch: ForwardBatch, where: Where, splits: int) -> Found:
     assert case.q_pe is not None
     q, q_pe = case.q[: batch.num_tokens], case.q_pe[: batch.num_tokens]
-    arrays = case.array(padded(q)), case.array(padded(q_pe)), *where, *case.store(), new_token()
+    arrays = case.array(padded(q)), case.array(padded(q_pe)), *where, *case.store(), new_ticket()
     size, scale = case.block_size, case.how()["scale"]
     out, _ = latent_attention(*arrays, block_size=size, scale=scale, splits=splits, spec=case.spec)
     return _compare(case, batch, q, out)

@@ -68,7 +68,7 @@ class Comparison:
 def compare(model: LoadedModel, progress: Callable[[str], object] = lambda _: None) -> Comparison:
     """Answer the same prompts with the reference and with what "auto" chooses on this device.
 
-    progress: gets what begins.
+    progress: gets the name of the part that begins.
     """
     prompts = _prompts(model)
     seconds = {}

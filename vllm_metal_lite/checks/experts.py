@@ -23,7 +23,7 @@ from vllm_metal_lite.specs import Quantisation
 
 _ROWS, _MANY_ROWS, _TOP_K = 20, 300, 4
 _PADDING = 2  # rows, the last ones
-# Of many rows, and of as few as are multiplied without matrices.
+# Tiles of many rows, and of few, which are multiplied without matrices.
 _TILES = 32, MAX_LANE_ROWS
 # Fewer experts and columns than the model has, but its depth: the kernel's text is the same.
 _EXPERTS, _OUTPUTS = 5, 200
@@ -37,7 +37,7 @@ _ROUTINGS = (
 
 
 def expert_plan(check: Check[MixtureShape]) -> Found:
-    """Equal to the bit, with padding, and with one expert that has several tiles.  For few rows,
+    """Plans, equal to the bit, with padding and one expert that has several tiles.  For few rows,
     and for more than threadgroup memory holds at once."""
     count, got, expected = check.shape.experts.experts, [], []
     for rows in _ROWS, _MANY_ROWS:
@@ -53,7 +53,7 @@ def product(check: Check[MixtureShape]) -> Found:
     (shape, dtype), rng = check.shape, np.random.default_rng(0)
     indices = _indices(_EXPERTS)
     pairs, rows = indices.reshape(-1), np.arange(_ROWS).repeat(_TOP_K)
-    # Or rounding errors of gate and up would add up.
+    # Halved: otherwise rounding errors of gate and up add up.
     x = rounded(draw(rng, (_ROWS, shape.hidden), dtype) / 2, dtype)
     clamped = shape.activation == "clamped_swiglu"
     activation = _CLAMPED if clamped else Activation(shape.activation)

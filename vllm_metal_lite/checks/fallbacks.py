@@ -18,7 +18,7 @@ from vllm_metal_lite.checks.check import Check, NormShape
 from vllm_metal_lite.checks.load import TimedStore
 from vllm_metal_lite.checks.new_rows import drawn, new_rows
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
-from vllm_metal_lite.kernels.arguments import new_token
+from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_write
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.gather_rows import gather_rows
@@ -43,7 +43,7 @@ Apart = tuple[mx.array, mx.array, mx.array]
 
 
 def _attention(check: Attend, sequences: int, context: int, rows: int = 1, prefix: int = 0) -> Pair:
-    """Prompts by the store or gathered; decodes with the kernel or without."""
+    """Prompts read in place or gathered; decodes with the kernel or without it."""
     load = TimedStore(
         check.shape, sequences, context, rows, prefix=prefix, block_size=check.block_size
     )
@@ -90,7 +90,7 @@ def add_norm(check: Check[NormShape]) -> list[Pair]:
 
 
 def gated_norm(check: Check[GatedNormShape]) -> list[Pair]:
-    """Beside mlx-lm's layers that normalise first; the others have as many launches."""
+    """Timed for the norm before the gate; the other order has as many launches."""
     shape = check.shape
     x = mx.random.normal((_ROWS, shape.groups, shape.dim)).astype(shape.dtype)
     weight, z = mx.ones(shape.dim, shape.dtype), Columns(x.reshape(_ROWS, -1), 0)
@@ -116,19 +116,19 @@ def write(check: Attend) -> list[Pair]:
     positions, spec = np.arange(_ROWS), spec_of(check.shape)
     launch, new, _ = drawn(check, positions)
     store = PagedStore([spec], -(-_ROWS // 16), 16)
-    keys, values, token = store.keys[0], store.values[0], new_token()
+    keys, values, ticket = store.keys[0], store.values[0], new_ticket()
     where = mx.array(positions.astype(np.int32))
-    mx.eval([columns.array for columns in new if isinstance(columns, Columns)], where, token)
+    mx.eval([columns.array for columns in new if isinstance(columns, Columns)], where, ticket)
 
     def separately() -> object:
         if isinstance(new, NewLatents):
             q, k, v = _latents_apart(new, check.shape, where)
         else:
             q, k, v = _rows_apart(new, check.shape, where)
-        return q, kv_write(k, v, where, keys, values, token, spec)
+        return q, kv_write(k, v, where, keys, values, ticket, spec)
 
     place, kept = {"positions": where, "slot_mapping": where}, {"keys": keys, "values": values}
-    together = partial(launch, new, **place, **kept, token=token, spec=spec)
+    together = partial(launch, new, **place, **kept, ticket=ticket, spec=spec)
     return [(together, separately)]
 
 

@@ -14,7 +14,7 @@ from vllm_metal_lite.checks.new_rows import EPS, drawn, last_position, rms_norm,
 from vllm_metal_lite.checks.result import TOLERANCE, Found, largest, largest_error
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
-from vllm_metal_lite.kernels.arguments import RMSNorm, new_token
+from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
 from vllm_metal_lite.kernels.experts import Activation
 from vllm_metal_lite.kernels.skinny_gemm import gemm_plan, skinny_gemm
 from vllm_metal_lite.specs import AttentionShape
@@ -45,7 +45,7 @@ def product(check: Check[ProductShape]) -> Found:
     rows, shape, dtype = check.shape
     outputs, depth, how = shape
     width, rng = min(outputs, _MOST_OUTPUTS) // 2 * 2, np.random.default_rng(0)
-    x = draw(rng, (rows, depth), dtype) / 2  # or rounding errors of gate and up would add up
+    x = draw(rng, (rows, depth), dtype) / 2  # otherwise rounding errors of gate and up add up
     plan = gemm_plan(rows, shape)
     w, weight = draw_weight(rng, (width, depth), dtype, how)
     a = mx.array(x).astype(dtype)
@@ -67,7 +67,7 @@ def product(check: Check[ProductShape]) -> Found:
 
 
 def write(check: Check[AttentionShape]) -> Found:
-    """Few rows and many; of latents few."""
+    """Few rows and many; only few rows of latents."""
     counts = (_ROWS,) if check.kernel == "latent_write" else (_ROWS, profile().rope_many_rows)
     return max(_written(check, count) for count in counts)
 
@@ -86,9 +86,9 @@ def _written(check: Check[AttentionShape], rows: int) -> Found:
     ]
     mx.eval(store)
     place = {"positions": mx.array(positions.astype(np.int32)), "slot_mapping": mx.array(slots)}
-    arrays = {"keys": store[0], "values": store[1], "token": new_token()}
-    out, token = launch(new, **place, **arrays, spec=spec)
-    mx.eval(out, token)
+    arrays = {"keys": store[0], "values": store[1], "ticket": new_ticket()}
+    out, ticket = launch(new, **place, **arrays, spec=spec)
+    mx.eval(out, ticket)
     expected = [np.zeros_like(a) for a in fresh]
     for empty, a in zip(expected, fresh, strict=True):
         empty[slots[slots >= 0]] = a[slots >= 0]

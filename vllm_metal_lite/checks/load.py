@@ -66,14 +66,14 @@ class TimedStore:
         mx.eval(q)
         return q
 
-    def attend(self, q: mx.array, plan: DecodePlan, token: mx.array) -> mx.array:
+    def attend(self, q: mx.array, plan: DecodePlan, ticket: mx.array) -> mx.array:
         """paged_decode, with the merge if the context is split."""
         how: dict[str, Any] = {"block_size": self.block_size, "scale": self.scale, "plan": plan}
         how |= {"window": self.shape.window, "softcap": self.shape.softcap, "spec": self.spec}
-        return paged_decode(q, self.block_tables, self.seq_lens, *self.kv, token, **how)[0]
+        return paged_decode(q, self.block_tables, self.seq_lens, *self.kv, ticket, **how)[0]
 
     def by(self, prefill: str, *without: str) -> Callable[[mx.array | NewHeads], mx.array]:
-        """Attention as serving calls it, but for the kernels in `without`.
+        """Attention as serving calls it, without the kernels in `without`.
 
         It takes queries, or the heads of new rows, which it writes too.
         """

@@ -36,7 +36,7 @@ def tolerance(check: Check[AttentionShape], last: int) -> float:
 
 
 def _is_exact(check: Check[AttentionShape]) -> bool:
-    """Whether sines and cosines are all that rounds."""
+    """Whether only sines and cosines are rounded."""
     assert check.rope is not None
     return check.rope.base is None and check.rope.scale == 1
 

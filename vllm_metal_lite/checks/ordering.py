@@ -1,11 +1,11 @@
 """Checks that this device runs the writes and reads of a graph in order.
 
-MLX cannot see a write through an input, so a token orders the launches (kernels/arguments.py).
+MLX cannot see a write through an input, so a ticket orders the launches (kernels/arguments.py).
 Here one graph of many writes and reads is built, and evaluated at once.
 
 All keys are zero, so attention gives them equal weight; write n stores the number n as values.  A
 convolution stores n as its state, and returns the number that its state had before.  So each result
-is known without computing attention.  A few kernels are enough: all declare the token alike, and
+is known without computing attention.  A few kernels are enough: all declare the ticket alike, and
 tests replay every kernel.
 
 MLX commits launches to the device in command buffers, and orders launches in one buffer by other
@@ -26,7 +26,7 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.isolated import environment
 from vllm_metal_lite.errors import one_line
-from vllm_metal_lite.kernels.arguments import new_token
+from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
@@ -87,26 +87,26 @@ class _Graph:
         self._store = mx.zeros(shape, _DTYPE), mx.zeros(shape, _DTYPE)
         self._slots = np.zeros(len(self._order))
         self._states, self._state = mx.zeros((sizes.sequences, 1, _CHANNELS), _DTYPE), 0
-        self._token = new_token()
-        mx.eval(self._store, self._states, self._token)
+        self._ticket = new_ticket()
+        mx.eval(self._store, self._states, self._ticket)
 
     def write(self, kernel: str, number: int) -> None:
         """Store `number` in all slots (kv_write) or in a half of them (rope_write)."""
         keys, values = self._store
         if kernel == "kv_write":
             k, v, where = mx.zeros_like(keys), mx.full(values.shape, number, _DTYPE), self._order
-            self._token = kv_write(k, v, mx.array(where), keys, values, self._token)
+            self._ticket = kv_write(k, v, mx.array(where), keys, values, self._ticket)
         else:
             where = self._order[number % 2 :: 2]
             positions = mx.arange(len(where), dtype=mx.int32)
             rows = self._new_rows(len(where), number)
-            _, self._token = rope_write(
+            _, self._ticket = rope_write(
                 rows,
                 positions=positions,
                 slot_mapping=mx.array(where),
                 keys=keys,
                 values=values,
-                token=self._token,
+                ticket=self._ticket,
             )
         self._slots[where] = number
 
@@ -114,15 +114,15 @@ class _Graph:
         """Launch one read.  number: of the write before it."""
         if kernel == "kv_gather":
             some = np.roll(self._order, 7 * number)[:64]
-            _, values, self._token = kv_gather(mx.array(some), *self._store, self._token)
+            _, values, self._ticket = kv_gather(mx.array(some), *self._store, self._ticket)
             expected = np.tile(self._slots[some], len(values))
         elif kernel == "paged_decode":
             sizes, plan = self._sizes, DecodePlan(1, 4)
             rows, how = len(self._tables), {"block_size": _BLOCK, "scale": sizes.head_dim**-0.5}
             q = mx.ones((rows, sizes.num_heads, sizes.head_dim), _DTYPE)
             where = mx.array(self._tables), mx.full((rows,), sizes.context, mx.int32)
-            values, self._token = paged_decode(
-                q, *where, *self._store, self._token, plan=plan, **how
+            values, self._ticket = paged_decode(
+                q, *where, *self._store, self._ticket, plan=plan, **how
             )
             slots = self._tables[:, :, None] * _BLOCK + np.arange(_BLOCK)
             expected = self._slots[slots.reshape(rows, -1)].mean(1)
@@ -137,8 +137,8 @@ class _Graph:
         weight = mx.repeat(mx.array([[1.0, 0.0]], _DTYPE), _CHANNELS, axis=0)
         where = mx.array(segments), mx.array(plan_conv_tiles(segments))
         rows, before = _columns(len(slots), _CHANNELS, number), self._state
-        y, self._token = causal_conv(
-            rows, weight, None, self._states, *where, self._token, silu=False
+        y, self._ticket = causal_conv(
+            rows, weight, None, self._states, *where, self._ticket, silu=False
         )
         self._state = number
         return y, np.full(len(slots), before)

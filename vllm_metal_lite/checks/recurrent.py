@@ -18,7 +18,7 @@ from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.checks.case import draw
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.result import TOLERANCE, Found, largest, largest_error
-from vllm_metal_lite.kernels.arguments import new_token
+from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kv.state_store import Key, StateSpec, StateStore
@@ -137,12 +137,12 @@ def _compare(
     work: Work, states: np.ndarray, kept: mx.Dtype, dtype: mx.Dtype, fused: bool = True
 ) -> Found:
     """Both steps by the kernels, and by the reference.  states: of _GIVEN, kept in that type."""
-    batches, order = list(map(_batch, _STEPS)), SimpleNamespace(token=new_token())
+    batches, order = list(map(_batch, _STEPS)), SimpleNamespace(ticket=new_ticket())
     state_store, got = _state_store(states, kept), []
     for step, (batch, count) in enumerate(zip(batches, _NUM_ROWS, strict=True)):
         plan = SegmentPlan.plan(batch, count, batch.num_segments + 1)
         got.append(work(KernelRecurrence(state_store, plan, order, fused=fused), step, dtype))
-    mx.eval(got, order.token)
+    mx.eval(got, order.ticket)
     mx.disable_compile()  # on a CPU it needs a C++ compiler
     try:
         with mx.stream(mx.cpu):

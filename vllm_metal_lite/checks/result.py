@@ -14,7 +14,7 @@ from vllm_metal_lite.checks.check import Check
 TOLERANCE = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 1.5e-2}
 
 
-# The largest error and what is allowed.
+# The largest error, and the allowed one.
 Found = tuple[float, float]
 
 # A kernel is replaced if its fallback takes less than 1 / _SLOWER of its time.  Medians of short

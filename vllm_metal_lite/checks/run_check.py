@@ -22,7 +22,7 @@ from vllm_metal_lite.kernels.registry import REGISTRY
 
 
 def run(check: Check, timed: bool = False) -> CheckResult:
-    """timed: if the kernel is right, also time it and what replaces it."""
+    """timed: if the kernel is right, also time it and its fallback."""
     module, function = REGISTRY[check.kernel].check.split(".")
     try:
         checks = import_module(f"vllm_metal_lite.checks.{module}")
@@ -31,7 +31,7 @@ def run(check: Check, timed: bool = False) -> CheckResult:
         return CheckResult(check, failure=one_line(e))
     result = CheckResult(check, error, tolerance)
     if timed and result.passed:
-        with suppress(Exception):  # such as too little memory left by a model
+        with suppress(Exception):  # for example, a model has left too little memory
             return replace(result, speed=speed.measure(check))
     return result
 

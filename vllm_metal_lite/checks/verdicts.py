@@ -74,7 +74,7 @@ def _recall(found: Findings, check: Check) -> CheckResult | None:
 def _verdict(
     use: KernelUse, results: Sequence[CheckResult], remarks: Mapping[Check, str]
 ) -> Verdict:
-    """remarks: what the line of a failure says at its end."""
+    """remarks: the end of a failure's line."""
     failures: dict[str, str] = {}
     varlen = 0  # shapes whose prompts the kernel serves, and serves faster
     for result in results:

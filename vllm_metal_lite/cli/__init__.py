@@ -1,1 +1,1 @@
-"""The command line, `vllm-metal-lite`: chat, serve, launch, generate, models, bench and doctor."""
+"""Commands of `vllm-metal-lite`: chat, serve, launch, generate, models, bench, doctor and cache."""

@@ -1,6 +1,6 @@
 """`vllm-metal-lite doctor`: examines the machine, and checks and times the kernels.
 
-Each part is printed when it is known, and Ctrl-C keeps what is known (exit code 130).
+Each part is printed when it is known, and Ctrl-C keeps the results so far (exit code 130).
 
 Exit code 0: all is well, or there is no GPU and so nothing to check.  1: a kernel is wrong,
 launches run out of order, or the kernels give other tokens than the reference.  A slow kernel is

@@ -136,7 +136,7 @@ def describe_verdict(report: Report) -> Iterator[str]:
 
 def describe_interrupted(report: Report) -> list[str]:
     problems = [f"  {problem}" for problem in report["problems"]]
-    return ["", "Verdict:   interrupted; what is known stands above", *problems]
+    return ["", "Verdict:   interrupted; the results so far are above", *problems]
 
 
 def _gib(size: float) -> str:

@@ -60,7 +60,7 @@ _ENGINE = (
     ("max_model_len", "N", "longest context in tokens (default: the model's own)"),
     ("long_prefill_token_threshold", "N", "prompt tokens a request gets in one step; 0: any"),
     ("prefill_policy", "NAME", _allowed("prefill_policy")),
-    ("memory_fraction", "F", "share of the memory to use (default: what is safe)"),
+    ("memory_fraction", "F", "share of the memory to use (default: a safe value)"),
     ("state_cache_gib", "N", "GiB for state checkpoints of recurrent layers (default: a share)"),
     ("prefix_disk_gib", "N", "GiB on the disk for prefixes that survive a restart"),
     ("dtype", "NAME", _allowed("dtype")),
@@ -89,7 +89,7 @@ _SERVER = (
     ("max_logprobs", "N", "log-probabilities a token that a request may ask for"),
     ("drain", "S", "seconds that running requests get at the end"),
     ("keep_alive", "S", "seconds without a token, after which a stream gets a sign of life"),
-    ("memory_budget_gib", "N", "GiB for all models together (default: what is safe)"),
+    ("memory_budget_gib", "N", "GiB for all models together (default: a safe value)"),
 )
 _TEXTS = ("host", "api_key")  # also where they look like numbers
 _REPEATED = {"allowed_hosts": "--allowed-host", "allowed_origins": "--allowed-origin"}

@@ -15,7 +15,7 @@ class Answer:
     """Connects the scheduler's Request to the output that the user sees.
 
     The `n` answers of a request share `result`, which is updated in place.
-    bad_words: token ids of the texts that must not come.
+    bad_words: token ids of the texts that must not appear.
     """
 
     def __init__(

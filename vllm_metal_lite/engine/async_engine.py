@@ -54,7 +54,7 @@ class _Stream:
         self._news.clear()
         output = self._output
         finished = output is not None and output.finished
-        if self._error is not None:  # asked last, see `fail`
+        if self._error is not None:  # checked last, see `fail`
             raise self._error
         assert output is not None, "only `fail` gives no state"
         return output, finished

@@ -1,7 +1,7 @@
 """Finds where the prompts of conversations with one beginning diverge.
 
-Messages alone do not show it: many templates write earlier messages differently from the last one.
-So such conversations are rendered too, and their texts are compared.
+Messages alone do not show this place: many templates write earlier messages differently from the
+last one.  So such conversations are rendered too, and their texts are compared.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,7 +73,7 @@ def turn_checkpoints(
 
 
 def num_systems(messages: Sequence[Message]) -> int:
-    """How many system messages stand at the front."""
+    """The number of leading system messages."""
     return sum(1 for _ in takewhile(lambda message: message.get("role") == "system", messages))
 
 

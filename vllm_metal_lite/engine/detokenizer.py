@@ -165,7 +165,7 @@ _pieces_of = lru_cache(maxsize=8)(_Pieces)  # slow to make; requests share it
 
 
 class _Texts(dict[int, str]):
-    """What each token is by itself, as log-probabilities show it."""
+    """The text of each token by itself, as log-probabilities show it."""
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._tokenizer = tokenizer

@@ -128,11 +128,11 @@ class LLMEngine:
     # Requests
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """(text, token ids) of a prompt, see `prompts.tokenize`."""
+        """(text, token ids) of a prompt, see `prompt_ids.tokenize`."""
         return tokenize(prompt, self.model.tokenizer, self.model.vocab_size)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
-        """Token ids of a conversation under the model's template, see `prompts.render_chat`."""
+        """Token ids of a conversation under the model's template, see `prompt_ids.render_chat`."""
         return render_chat(self.model.tokenizer, self.model.name, messages, **options)
 
     def render_turn(
@@ -280,7 +280,7 @@ class LLMEngine:
             raise
 
     def rest(self) -> bool:
-        """Do a little of what can wait until there is no request; whether more is left."""
+        """Do a little work that can wait for a pause; returns whether more is left."""
         if self.prefix_disk is None or self._requests or self._outputs:
             return False
         return self.prefix_disk.rest()
@@ -389,9 +389,9 @@ class LLMEngine:
         self.constraints.accept(output, result)
         finished = RequestStatus.FINISHED
         # False: the request ended while the step was in flight; ignore its row.
-        goes_on = [request.status is not finished for request in output.terminal]
+        continues = [request.status is not finished for request in output.terminal]
         num_accepted = self._record(output, result)
-        num_dropped = output.num_decodes - sum(goes_on[: output.num_decodes])
+        num_dropped = output.num_decodes - sum(continues[: output.num_decodes])
         self._count(output, num_accepted - num_dropped)
         if result.prompt_logprobs is not None:
             for row, i in enumerate(batch.prompt_segments.tolist()):
@@ -404,7 +404,7 @@ class LLMEngine:
             self._answers[request.request_id].result.pooled = values
         reports: dict[str, RequestOutput] = {}
         for i, request in enumerate(output.terminal):
-            if not goes_on[i]:
+            if not continues[i]:
                 continue
             answer = self._answers[request.request_id]
             if self._extend(answer, result, result.live_rows[i]):
@@ -419,7 +419,7 @@ class LLMEngine:
 
     def _record(self, output: SchedulerOutput, result: StepResult) -> int:
         """Tell the scheduler the step's tokens, and the sampler those of a step with drafts;
-        returns how many drafts came true."""
+        returns the number of accepted drafts."""
         tokens, now = result.token_ids.tolist(), time.monotonic()
         if not output.has_drafts:
             self.scheduler.update(output, tokens)
@@ -456,7 +456,7 @@ class LLMEngine:
         return False
 
     def _seat(self, output: SchedulerOutput) -> None:
-        """Give admitted requests rows in the table and the sampler; append new blocks."""
+        """Give admitted requests seats in the table and the sampler; append new blocks."""
         for request in output.admitted:
             answer = self._answers[request.request_id]
             tokens = np.array(request.token_ids, np.int32)
@@ -505,7 +505,7 @@ class LLMEngine:
             del self._requests[result.request_id]
 
     def _count(self, output: SchedulerOutput, num_more: int) -> None:
-        """num_more: decoded tokens beside one a decode."""
+        """num_more: decoded tokens beyond one per decode."""
         prefills = output.segments[output.num_decodes :]
         again = sum(s.num_computed >= s.request.num_prompt_tokens for s in prefills)
         decodes = output.num_decodes + again  # again: resumed past the prompt, after preemption

@@ -1,4 +1,4 @@
-"""Who ends after a step failed: the request at fault, where it can be found.
+"""Finds the requests that must end after a step failed: only the one at fault, if possible.
 
 A failed step of several requests ends none of them at once: they return to the queue, and the
 scheduler admits them one by one.  Each step then computes at most one prompt, the one at fault if

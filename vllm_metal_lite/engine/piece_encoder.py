@@ -112,7 +112,7 @@ class PieceEncoder:
 
 
 def _any_of(names: Sequence[str]) -> re.Pattern[str]:
-    """The longest name at a place wins."""
+    """A pattern of these names.  The longest one at a place wins."""
     longest_first = sorted(filter(None, names), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 

@@ -29,7 +29,7 @@ def resolved(params: PoolingParams, model: LoadedModel) -> PoolingParams:
 
 
 def checked(pooled: np.ndarray | None, params: PoolingParams) -> np.ndarray:
-    """What a finished request has read, float32.  Raises RequestError if that is of no use."""
+    """The values of a finished request, float32.  Raises RequestError if they are of no use."""
     if pooled is None or not np.isfinite(pooled).all():
         raise RequestError("the model computes no finite values for this prompt")
     asked = params.dimensions or 0

@@ -1,4 +1,4 @@
-"""What `LLM` does beside writing: embeddings and scores."""
+"""The calls of `LLM` that generate no text: embeddings and scores."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -12,7 +12,7 @@ from vllm_metal_lite.errors import RequestError, show
 from vllm_metal_lite.model.pooling_config import PoolingConfig
 from vllm_metal_lite.pooling_params import PoolingParams
 
-# The form that Qwen3-Reranker was trained with.
+# The format that Qwen3-Reranker was trained with.
 _BEFORE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
     'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
@@ -24,8 +24,8 @@ INSTRUCTION = "Given a web search query, retrieve relevant passages that answer 
 
 @dataclass(frozen=True)
 class ScorePlan:
-    """prompts: the pooling requests to run, all with `params`.  scores: of each pair, from what
-    these requests read, in order."""
+    """prompts: the pooling requests to run, all with `params`.  scores: makes the score of each
+    pair, in order, from the values of these requests."""
 
     prompts: list[Prompt]
     params: PoolingParams
@@ -91,5 +91,5 @@ def _named(pooling: PoolingConfig, name: str) -> str:
 
 
 def _probability(logits: np.ndarray) -> float:
-    """Of "yes" among "yes" and "no"; logits: of these, float32."""
+    """The probability of "yes"; logits: of "yes" and "no", float32."""
     return float(1 / (1 + np.exp(np.float64(logits[1]) - np.float64(logits[0]))))

@@ -25,11 +25,11 @@ _current: ContextVar[Current] = ContextVar("current", default=_NOTHING)
 @contextmanager
 def fusing(current: Current) -> Iterator[None]:
     """Held while a fused forward is built."""
-    token = _current.set(current)
+    before = _current.set(current)
     try:
         yield
     finally:
-        _current.reset(token)
+        _current.reset(before)
 
 
 def current() -> Current:

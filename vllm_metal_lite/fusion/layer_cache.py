@@ -38,7 +38,7 @@ class FusedLayerCache(PagedLayerCache):
         return Traced(out[:, :, None], Attended(out))
 
     def _rotary_queries(self, scaled: mx.array, scale: float) -> mx.array:
-        """In one launch with the pending latents, if the kernel takes them."""
+        """The queries, in one launch with the pending latents if the kernel takes these."""
         origin = origin_of(scaled)
         if self._pending is not None and isinstance(origin, Scaled) and origin.wholly_by(scale):
             latents, k_pe = map(origin_of, self._pending)

@@ -64,7 +64,7 @@ def faster_rows(
 def faster_expert_rows(
     packed: PackedModel, attention: Attention, fusion: FusedLaunches, ranks: RankGroup = ALONE
 ) -> range:
-    """The same of `fusion.expert_rows` and the kernels of mixtures of experts.
+    """The same for `fusion.expert_rows` and the kernels of mixtures of experts.
 
     Steps of more rows are prompts, which are timed if the kernels win up to there.
     """

@@ -6,7 +6,7 @@ from vllm_metal_lite.kernels.launch import Kernel, Template
 
 _ADD_RMS_NORM = Kernel("add_rms_norm", ["x", "y", "weight", "y_weight"], ["sum", "normed"])
 
-# Threads of a threadgroup, at most: a longer row needs more registers than 1,024 threads have.
+# Most threads of a threadgroup.  For a long row, 1,024 threads do not have enough registers.
 _THREADS, _LONG_ROW, _THREADS_OF_LONG_ROWS = 1024, 12288, 512
 
 
@@ -15,10 +15,10 @@ def add_rms_norm(
 ) -> tuple[mx.array, mx.array]:
     """x + y, and mx.fast.rms_norm(x + y, weight, eps), for rows x, y of at least 8 elements.
 
-    x, y: (N, D) or (N, 1, D), of one floating type.  weight: (D,), of any floating type; None is
-    ones.  post_norm: added to x is this norm of y.  Both results have the shape of x.  The sum has
-    the type of x.  The norm has the type that mx.fast.rms_norm returns: that of x, or float32 if
-    weight has another type.  Raises ValueError for other shapes or types.
+    x, y: (N, D) or (N, 1, D), of one floating type.  weight: (D,), of any floating type; None:
+    ones.  post_norm: x + this norm of y replaces x + y.  Both results have the shape of x.  The sum
+    has the type of x.  The norm has the type that mx.fast.rms_norm returns: that of x, or float32
+    if weight has another type.  Raises ValueError for other shapes or types.
     """
     dim = x.shape[-1]
     if dim < MIN_ELEMENTS or x.shape != y.shape or x.dtype != y.dtype:

@@ -1,7 +1,7 @@
 """Shared parts of the kernels' wrappers.
 
-Every function that uses the store takes a token and returns the next one.  Pass each function
-exactly the token that the previous one returned (metal/kv_write.metal says why).  A token is a
+Every function that uses the store takes a ticket and returns the next one.  Pass each function
+exactly the ticket that the previous one returned (metal/kv_write.metal says why).  A ticket is a
 float32 array of any shape; its values mean nothing.
 
 Shapes: keys (slots, num_kv_heads, k_head_dim) and values (slots, num_kv_heads, v_head_dim) are one
@@ -21,14 +21,14 @@ from vllm_metal_lite.kv.row_format import RowFormat
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.specs import AttentionShape
 
-# The last inputs of a kernel that uses the store.
+# The last inputs of a kernel that uses the store; the Metal source calls the ticket "token".
 STORE = ("keys", "values", "token")
 # Most splits of a context.
 MAX_SPLITS = 64
 # MLX passes shorter arrays to a kernel in another address space, for which the kernel would have to
 # be compiled again.  So arrays whose length varies have at least this many elements.
 MIN_ELEMENTS = 8
-TOKEN_SHAPE = (MIN_ELEMENTS,)
+TICKET_SHAPE = (MIN_ELEMENTS,)
 # Largest head sizes.
 MAX_DECODE_DIM, MAX_PREFILL_DIM = 576, 256
 # Largest latent and rotary key.
@@ -36,7 +36,7 @@ MAX_LATENT_DIM, MAX_ROPE_DIM = 512, 64
 
 
 class RMSNorm(NamedTuple):
-    """An RMS norm of the last axis, (.., D).  weight: (D,); None is ones."""
+    """An RMS norm of the last axis, (.., D).  weight: (D,); None: ones."""
 
     weight: mx.array | None
     eps: float
@@ -84,9 +84,9 @@ def latent_problem(latent_dim: int, rope: int) -> str | None:
     return None
 
 
-def new_token() -> mx.array:
-    """The first token of a store, before any write."""
-    return mx.zeros(TOKEN_SHAPE)
+def new_ticket() -> mx.array:
+    """The first ticket of a store, before any write."""
+    return mx.zeros(TICKET_SHAPE)
 
 
 @cache

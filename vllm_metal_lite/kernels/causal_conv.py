@@ -3,7 +3,7 @@
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, TOKEN_SHAPE, grid_for, unused
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, TICKET_SHAPE, grid_for, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import Columns, columns_template
 from vllm_metal_lite.kernels.segments import check_pool
@@ -47,11 +47,11 @@ def causal_conv(
     states: mx.array,
     segments: mx.array,
     tiles: mx.array,
-    token: mx.array,
+    ticket: mx.array,
     *,
     silu: bool,
 ) -> tuple[mx.array, mx.array]:
-    """Depthwise causal convolution of C columns of N packed rows -> (N, C), the token.
+    """Depthwise causal convolution of C columns of N packed rows -> (N, C), the ticket.
 
     weight: (C, K) of the type of x, K from 2 to 8; or (C, K, 1), as `mx.conv1d` takes it.
     bias: (C,) or None.
@@ -74,7 +74,7 @@ def causal_conv(
     template: Template = columns | {"T": dtype, "CHANNELS": channels, "K": size, "ROWS": TILE_ROWS}
     template |= {"BIAS": bias is not None, "SILU": silu}
     bias = unused() if bias is None else bias
-    inputs = [x.array, weight, bias, segments, tiles, states, token]
-    grid, shapes = (groups, tiles.shape[0], 1), [(rows, channels), TOKEN_SHAPE]
-    y, token = _CAUSAL_CONV(inputs, template, grid, threads, shapes, [dtype, mx.float32])
-    return y, token
+    inputs = [x.array, weight, bias, segments, tiles, states, ticket]
+    grid, shapes = (groups, tiles.shape[0], 1), [(rows, channels), TICKET_SHAPE]
+    y, ticket = _CAUSAL_CONV(inputs, template, grid, threads, shapes, [dtype, mx.float32])
+    return y, ticket

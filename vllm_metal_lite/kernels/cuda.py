@@ -1,6 +1,6 @@
 """Converts Metal kernels to CUDA, so that one source also runs on NVIDIA GPUs.
 
-There, importing this module also mends two functions of MLX's CUDA backend.
+On such a GPU, the import of this module also mends two functions of MLX's CUDA backend.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ def to_cuda(header: str, body: str) -> tuple[str, str]:
 
 
 def as_files(name: str, header: str, body: str) -> tuple[str, str]:
-    """A CUDA kernel's text as `#include`s of files with the text.
+    """Write a CUDA kernel's text to files; returns `#include`s of these files.
 
     MLX hashes the whole text at each launch: 3 us for 11 KB, as much as the launch itself.  MLX
     also searches the text for the shapes that a kernel uses, so a comment names them.  File names
@@ -79,7 +79,7 @@ def _text_folder() -> Path:
 
 @cache
 def _own_folder() -> TemporaryDirectory:
-    """A folder until the process ends, for a home that is not writable."""
+    """A folder that lasts until the process ends, if the home folder is not writable."""
     return TemporaryDirectory(prefix="vllm_metal_lite-")
 
 

@@ -9,7 +9,7 @@ from vllm_metal_lite.kernels.arguments import (
     MAX_SPLITS,
     MIN_ELEMENTS,
     STORE,
-    TOKEN_SHAPE,
+    TICKET_SHAPE,
     bits,
     format_template,
     num_splits,
@@ -54,7 +54,7 @@ def paged_decode(
     seq_lens: mx.array,
     keys: mx.array,
     values: mx.array,
-    token: mx.array,
+    ticket: mx.array,
     *,
     block_size: int,
     scale: float,
@@ -65,10 +65,10 @@ def paged_decode(
     spec: LayerSpec | None = None,
     prefix: SharedPrefixResult | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Attention of q (B, H, k_head_dim) to seq_lens (B,) keys -> (B, H, v_head_dim), the token.
+    """Attention of q (B, H, k_head_dim) to seq_lens (B,) keys -> (B, H, v_head_dim), the ticket.
 
-    q: NewRows (B) instead also write k and v to the last slot of each sequence in the same launch,
-    if no sequence sees another's new slot.
+    q may be NewRows (B): then the launch also writes k and v to the last slot of each sequence.  No
+    sequence may see another's new slot.
     block_tables: (B, max_blocks).  seq_lens may be longer than B.  A seq_len of 0 gives a row of
     zeros.  plan: see `decode_plan`.
     sinks: (H,).  prefix: attention of the same q to a shared prefix, which the kernel skips;
@@ -104,11 +104,11 @@ def paged_decode(
     template |= {"LANES": lanes, "KW": k_width, "VW": v_width}
     template |= {"UNROLL": 4 if many else 2, "SIMDGROUPS": simdgroups}
     lse_shape: tuple[int, ...] = (batch, heads, splits)
-    if math.prod(lse_shape) < MIN_ELEMENTS:  # it is the next token too
-        lse_shape = TOKEN_SHAPE
+    if math.prod(lse_shape) < MIN_ELEMENTS:  # it is the next ticket too
+        lse_shape = TICKET_SHAPE
     sinks = unused() if sinks is None else sinks.astype(dtype)
     shared = prefix or (unused(), unused(), seq_lens)
-    inputs = [*arrays, block_tables, seq_lens, sinks, *shared, keys, values, token]
+    inputs = [*arrays, block_tables, seq_lens, sinks, *shared, keys, values, ticket]
     grid, threads = (kv_heads * tiles, batch, splits), 32 * simdgroups
     shapes = [(batch, heads, splits, v_dim) if partial else (batch, heads, v_dim), lse_shape]
     out, lse = _PAGED_DECODE(inputs, template, grid, threads, shapes, [out_dtype, mx.float32])

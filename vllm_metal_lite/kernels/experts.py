@@ -33,7 +33,7 @@ _SUM = Kernel("expert_sum", ["x", "weights"], ["y"])
 MAX_ROWS, MAX_EXPERTS = 1 << 14, 1024
 # The kernels count the elements of x in 32 bits.
 _MAX_ELEMENTS = (1 << 31) - 1
-# Pairs of a tile: more take registers, fewer read an expert again.
+# Pairs of a tile: a large tile needs more registers, a small one reads an expert more often.
 _TILES = (1, MAX_LANE_ROWS, 8, 16, 32)
 _COLUMNS = 16
 # ExpertActivation in metal/expert_gemm.metal.
@@ -65,7 +65,7 @@ class ExpertWeight(NamedTuple):
 class Experts:
     """gate and up: (experts, intermediate, hidden); down: (experts, hidden, intermediate).
 
-    up: None if the activation is of one product, that of `gate`.
+    up: None if the activation takes only the product of `gate`.
     """
 
     gate: ExpertWeight
@@ -92,7 +92,7 @@ class Experts:
 class ExpertPlan(NamedTuple):
     """Pairs sorted by expert, and their tiles (metal/expert_plan.metal).
 
-    array: int32.  num_tiles: the most that there can be.  tile: pairs, the most in one.
+    array: int32.  num_tiles: the most that are possible.  tile: the most pairs of a tile.
     """
 
     array: mx.array
@@ -110,7 +110,7 @@ def experts_problem(experts: Experts) -> str | None:
     if gate.shape != up.shape or down.shape != (gate.shape[0], gate.shape[2], gate.shape[1]):
         return f"experts of {gate.shape}, {up.shape} and {down.shape} do not fit each other"
     if shape_of(gate) != shape_of(up) or (experts.gate.bias is None) != (other.bias is None):
-        return "gate and up are not of one form"
+        return "gate and up differ in type, quantisation or bias"
     if gate.shape[0] > MAX_EXPERTS:
         return f"{gate.shape[0]} experts are more than {MAX_EXPERTS}"
     return None
@@ -166,7 +166,7 @@ def expert_mlp(
 def plan_experts(
     indices: mx.array, num_experts: int, num_live: mx.array | None = None
 ) -> ExpertPlan:
-    """The plan for indices (rows, top_k), in each row different.  num_live: see `expert_mlp`."""
+    """The plan for indices (rows, top_k), distinct in each row.  num_live: see `expert_mlp`."""
     num_rows, top_k = indices.shape
     pairs = indices.size
     if num_rows == 1:  # no padding, and each pair is a tile: nothing depends on the device
@@ -208,8 +208,8 @@ def _single(pairs: int) -> mx.array:
 def product_plan(tile: int, weight: WeightShape) -> GemmPlan:
     """The plan for tiles of at most `tile` pairs.
 
-    There are many threadgroups, so each has few simdgroups, at most one a load.  With many pairs,
-    rows of x need the registers of loads.
+    There are many threadgroups, so each has few simdgroups, and no more than it has loads.  With
+    many pairs, the rows of x take the registers for loads.
     """
     spread = spread_of(weight)
     loads = max(1, weight.depth // (32 * spread))
@@ -232,8 +232,8 @@ def expert_product(
 ) -> mx.array:
     """The product (pairs, outputs) of each pair's row of x with its expert's weight.
 
-    x: (pairs / share, depth).  indices: (pairs,).  activation: of the product.  up: the result is
-    that times the product with `up`.
+    x: (pairs / share, depth).  indices: (pairs,).  activation: applied to the product.  up: the
+    result is then multiplied by the product with `up`.
     """
     _, outputs, depth = weight.weight.shape
     plan = plan or product_plan(expert_plan.tile, shape_of(weight.weight))

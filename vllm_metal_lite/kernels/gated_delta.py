@@ -1,7 +1,7 @@
-"""The gated delta rule over packed rows, and Mamba 2's state space update, a use of it."""
+"""The gated delta rule over packed rows, which also computes Mamba 2's state space update."""
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import TOKEN_SHAPE, head_size_problem, unused
+from vllm_metal_lite.kernels.arguments import TICKET_SHAPE, head_size_problem, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import Columns, columns_template
 from vllm_metal_lite.kernels.recurrence import GatedNorm, Gates
@@ -15,7 +15,7 @@ _GATED_DELTA = Kernel(
 
 # The largest rows of q and k, which lie in threadgroup memory, and of v.
 MAX_K_DIM, MAX_V_DIM = 256, 1024
-# Simdgroups of a threadgroup, at most; of one whose tile of rows has elements of many columns.
+# Most simdgroups of a threadgroup: in general, and for tiles of wide keys.
 _SIMDGROUPS, _WIDE_SIMDGROUPS = 4, 8
 
 
@@ -35,14 +35,14 @@ def gated_delta(
     gates: Gates,
     states: mx.array,
     segments: mx.array,
-    token: mx.array,
+    ticket: mx.array,
     *,
     num_k_heads: int,
     max_seqlen: int,
     norm: GatedNorm | None = None,
     skip: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """The gated delta rule over N packed rows -> y (N, Hv, Dv), the token.
+    """The gated delta rule over N packed rows -> y (N, Hv, Dv), the ticket.
 
     For each row t of a segment and each head of v, with S the state (Dv, Dk):
 
@@ -87,8 +87,8 @@ def gated_delta(
     template |= {"K_DIM": k_dim, "V_DIM": v_dim, "DELTA": skip is None, "SKIP": skip is not None}
     template |= {"TILES": tiles, "SIMDGROUPS": simdgroups}
     skip = unused() if skip is None else skip
-    inputs = [q.array, k.array, v.array, *arrays, skip, segments, states, token]
+    inputs = [q.array, k.array, v.array, *arrays, skip, segments, states, ticket]
     grid, threads = (-(-v_dim // (8 * simdgroups)), v_heads, segments.shape[0]), 32 * simdgroups
-    shapes, dtypes = [(rows, v_heads, v_dim), TOKEN_SHAPE], [dtype, mx.float32]
-    y, token = _GATED_DELTA(inputs, template, grid, threads, shapes, dtypes)
-    return y, token
+    shapes, dtypes = [(rows, v_heads, v_dim), TICKET_SHAPE], [dtype, mx.float32]
+    y, ticket = _GATED_DELTA(inputs, template, grid, threads, shapes, dtypes)
+    return y, ticket

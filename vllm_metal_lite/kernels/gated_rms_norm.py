@@ -25,7 +25,7 @@ def gated_rms_norm(
 ) -> mx.array:
     """rms_norm(x) * weight * silu(z) for rows of x, normalised in groups of dim -> like x.
 
-    x: (N, ...) of one row each.  z: the gate, as many columns as x has.  weight: (dim,), or one
+    x: (N, ...), N rows.  z: the gate, with as many columns as x.  weight: (dim,), or one
     for all elements of a row.  gate_first: rms_norm(x * silu(z)) * weight instead.  sigmoid: not
     SiLU.  metal/gated_rms_norm.metal says what is rounded.  Raises ValueError for other
     shapes, and unless x, z and weight are of one type.

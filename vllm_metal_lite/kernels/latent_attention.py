@@ -10,7 +10,7 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.arguments import (
     MIN_ELEMENTS,
     STORE,
-    TOKEN_SHAPE,
+    TICKET_SHAPE,
     bits,
     format_template,
     latent_problem,
@@ -53,7 +53,7 @@ def latent_attention(
     tiles: mx.array,
     keys: mx.array,
     values: mx.array,
-    token: mx.array,
+    ticket: mx.array,
     *,
     block_size: int,
     scale: float,
@@ -61,13 +61,13 @@ def latent_attention(
     spec: LayerSpec | None = None,
     simdgroups: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Causal attention of q (N, H, latent_dim), q_pe (N, H, rope) -> (N, H, latent_dim), the token.
+    """Causal attention of q (N, H, latent), q_pe (N, H, rope) -> (N, H, latent), the ticket.
 
     keys hold one latent a slot, values its rotary key.  A score is (q . latent + q_pe . rotary key)
-    * scale, its value the latent.  block_tables, cu_seqlens_q, seq_lens: as of `varlen_prefill`.
-    tiles: (T, 2), of `plan_tiles` with H queries per KV head, or `decode_tiles`.  splits: of each
-    context.
-    The kernel reads q as (H, N, latent_dim), which products per head make: others are copied.
+    * scale, and its value is the latent.  block_tables, cu_seqlens_q, seq_lens: as of
+    `varlen_prefill`.  tiles: (T, 2), of `plan_tiles` with H queries per KV head, or `decode_tiles`.
+    splits: of each context.
+    The kernel reads q as (H, N, latent_dim), the layout of products per head; others are copied.
     simdgroups: of a threadgroup, `latent_simdgroups` if None; 16 serve 16-bit types only.
     Padding rows give zeros.  ValueError if `latent_problem` finds one.
     """
@@ -84,9 +84,9 @@ def latent_attention(
     template |= {"PARTIAL": partial, "SIMDGROUPS": simdgroups}
     lse_shape: tuple[int, ...] = (rows, heads, splits)
     if not partial or math.prod(lse_shape) < MIN_ELEMENTS:
-        lse_shape = TOKEN_SHAPE
+        lse_shape = TICKET_SHAPE
     context = [block_tables, cu_seqlens_q, seq_lens, tiles]
-    inputs = [q.swapaxes(0, 1), q_pe, *context, keys, values, token]
+    inputs = [q.swapaxes(0, 1), q_pe, *context, keys, values, ticket]
     out_shape = (rows, heads, splits, latent_dim) if partial else (rows, heads, latent_dim)
     shapes, dtypes = [out_shape, lse_shape], [dtype, mx.float32]
     grid, threads = (tiles.shape[0], splits, 1), 32 * simdgroups
@@ -99,7 +99,7 @@ def latent_attention(
 def latent_simdgroups(latent_dim: int, itemsize: int) -> int:
     """The most simdgroups, up to 8, that share a latent's columns evenly, each a multiple of 8.
 
-    Large latents in 16 bits may have 16; the scores of as many would not fit beside float32.
+    Large latents in 16 bits may have 16; beside float32, the scores of 16 would not fit.
     """
     most = profile().latent_simdgroups if latent_dim >= 512 and itemsize == 2 else 8
     return next(n for n in (16, 8, 4, 2, 1) if n <= most and latent_dim // 8 % n == 0)

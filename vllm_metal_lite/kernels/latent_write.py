@@ -6,7 +6,7 @@ from typing import NamedTuple
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import (
     STORE,
-    TOKEN_SHAPE,
+    TICKET_SHAPE,
     RMSNorm,
     bits,
     format_template,
@@ -48,11 +48,11 @@ def latent_write(
     slot_mapping: mx.array,
     keys: mx.array,
     values: mx.array,
-    token: mx.array,
+    ticket: mx.array,
     spec: LayerSpec | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Write latents and rotary keys to their slots -> rotary queries (N, num_heads, rope), the next
-    token.
+    ticket.
 
     positions, slot_mapping: (N or more,) int32; a negative slot writes nothing.  spec: of a
     quantised store.  Raises ValueError if columns lie outside their array or do not have the
@@ -73,8 +73,8 @@ def latent_write(
     template |= columns_template("p", rows.k_pe, v_row.dim, dtype)
     freqs = unused() if rope.freqs is None else rope.freqs.astype(mx.float32)
     inputs = [rows.q.array, rows.latent.array, rows.k_pe.array, weight, freqs]
-    inputs += [positions, slot_mapping, keys, values, token]
+    inputs += [positions, slot_mapping, keys, values, ticket]
     grid = -(-(heads + 2) // _SIMDGROUPS), count, 1
-    shapes, dtypes = [(count, heads, v_row.dim), TOKEN_SHAPE], [dtype, mx.float32]
-    out, token = _LATENT_WRITE(inputs, template, grid, 32 * _SIMDGROUPS, shapes, dtypes)
-    return out, token
+    shapes, dtypes = [(count, heads, v_row.dim), TICKET_SHAPE], [dtype, mx.float32]
+    out, ticket = _LATENT_WRITE(inputs, template, grid, 32 * _SIMDGROUPS, shapes, dtypes)
+    return out, ticket

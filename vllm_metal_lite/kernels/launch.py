@@ -30,11 +30,11 @@ def one_by_one() -> Iterator[None]:
     MLX compiles a kernel when the graph of a whole step is evaluated, and its errors may not name
     the kernel.
     """
-    token = _one_by_one.set(True)
+    before = _one_by_one.set(True)
     try:
         yield
     finally:
-        _one_by_one.reset(token)
+        _one_by_one.reset(before)
 
 
 class Kernel:
@@ -81,7 +81,7 @@ class Kernel:
         how = arrays, template, grid, threadgroup, shapes, dtypes
         if not _one_by_one.get():
             return self._launch(*how)
-        mx.eval(arrays)  # an error in here is not this kernel's
+        mx.eval(arrays)  # an error here is not this kernel's
         try:
             outputs = self._launch(*how)
             mx.eval(outputs)

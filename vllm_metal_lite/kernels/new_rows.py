@@ -49,7 +49,7 @@ class Rope(NamedTuple):
     dims: leading elements of each head that are rotated, even, at most head_dim.  traditional:
     pairs are (2i, 2i + 1), not (i, i + dims / 2).  The angle of pair i is scale * position * f with
     f = base^(-2i / dims), or 1 / freqs[i] where freqs (dims / 2,) float32 is given instead of base.
-    factor: of these elements before they are rotated (YaRN, LongRoPE).  Factor and products are
+    factor: multiplies these elements before the rotation (YaRN, LongRoPE).  Factor and products are
     rounded to the type of x, as MLX rounds them.
     """
 

@@ -7,7 +7,7 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.arguments import (
     MAX_PREFILL_DIM,
     STORE,
-    TOKEN_SHAPE,
+    TICKET_SHAPE,
     bits,
     format_template,
     head_size_problem,
@@ -21,7 +21,7 @@ _ROWS = ("q", "block_tables", "cu_seqlens_q", "seq_lens", "tiles", "sinks")
 _VARLEN_PREFILL = Kernel("varlen_prefill", [*_ROWS, *STORE], ["out", "next_token"])
 
 # (token, head) pairs per threadgroup, 8 per simdgroup, as in MLX's attention.  More would save
-# fetches, but registers limit the simdgroups of a core, whatever their tile.
+# fetches, but registers limit the simdgroups of a core.
 TILE_ROWS = 32
 # Bytes of threadgroup memory for a tile of K and one of V.  Metal allows 32 KB; with less, one
 # threadgroup of a core can compute while another fetches.
@@ -64,7 +64,7 @@ def varlen_prefill(
     tiles: mx.array,
     keys: mx.array,
     values: mx.array,
-    token: mx.array,
+    ticket: mx.array,
     *,
     block_size: int,
     scale: float,
@@ -73,7 +73,7 @@ def varlen_prefill(
     sinks: mx.array | None = None,
     spec: LayerSpec | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Causal attention of packed q (N, H, k_head_dim) -> (N, H, v_head_dim), the token.
+    """Causal attention of packed q (N, H, k_head_dim) -> (N, H, v_head_dim), the ticket.
 
     block_tables: (S, max_blocks).  cu_seqlens_q: (S+1,).  seq_lens: (S,) keys of each segment,
     including this step's rows.  tiles: (T, 2), from `plan_tiles`.
@@ -92,11 +92,11 @@ def varlen_prefill(
     template |= {"KEYS": keys_at_once(k_dim, v_dim, q.dtype.size), "SIMDGROUPS": simdgroups}
     template["PARTNERS"] = partners
     sinks = unused() if sinks is None else sinks.astype(q.dtype)
-    inputs = [q, block_tables, cu_seqlens_q, seq_lens, tiles, sinks, keys, values, token]
+    inputs = [q, block_tables, cu_seqlens_q, seq_lens, tiles, sinks, keys, values, ticket]
     grid, threads = (kv_heads, tiles.shape[0], 1), 32 * simdgroups
-    shapes, dtypes = [(rows, heads, v_dim), TOKEN_SHAPE], [q.dtype, mx.float32]
-    out, token = _VARLEN_PREFILL(inputs, template, grid, threads, shapes, dtypes)
-    return out, token
+    shapes, dtypes = [(rows, heads, v_dim), TICKET_SHAPE], [q.dtype, mx.float32]
+    out, ticket = _VARLEN_PREFILL(inputs, template, grid, threads, shapes, dtypes)
+    return out, ticket
 
 
 def keys_at_once(k_dim: int, v_dim: int, itemsize: int) -> int:

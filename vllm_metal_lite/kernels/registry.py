@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# What replaces all kernels if one fails that has no fallback of its own.
+# Replaces all kernels if a kernel without a fallback of its own fails.
 REFERENCE = "the reference attention is used, which is slower"
 _OPERATIONS = "attention and recurrent layers use MLX operations, which is slower"
 _GATHER = "prompts use kv_gather and MLX's SDPA"
@@ -18,12 +18,12 @@ _EXPERTS = "mlx-lm's experts are used"
 
 @dataclass(frozen=True)
 class KernelRow:
-    """name: in results of checks and in warnings; of a kernel, its file in metal/.
+    """name: in results of checks and in warnings.  A kernel is named like its file in metal/.
 
     fallback: what replaces it, as a warning words it.
     check: "module.function" in checks/.
-    timed_against: the function of checks/fallbacks.py that times the kernel beside what replaces
-        it; "": the kernel is not timed.
+    timed_against: the function of checks/fallbacks.py that times the kernel beside its
+        fallback; "": the kernel is not timed.
     needs: kernels without which this one is neither used nor checked.
     base: the kernel that this is a use of; template: the values that the use sets.
     essential: nothing but the reference replaces the kernel, because no MLX operation may touch

@@ -6,7 +6,7 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.arguments import (
     MAX_DECODE_DIM,
     STORE,
-    TOKEN_SHAPE,
+    TICKET_SHAPE,
     format_template,
     head_size_problem,
     row_formats,
@@ -49,10 +49,10 @@ def rope_write(
     slot_mapping: mx.array,
     keys: mx.array,
     values: mx.array,
-    token: mx.array,
+    ticket: mx.array,
     spec: LayerSpec | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Write k and v to their slots -> q (N, num_heads, k_head_dim), the next token.
+    """Write k and v to their slots -> q (N, num_heads, k_head_dim), the next ticket.
 
     q, k, v and the values of the store have one floating type.  positions, slot_mapping: (N or
     more,) int32; a negative slot skips the row's k and v.  spec: of a quantised store.
@@ -65,8 +65,8 @@ def rope_write(
     template: Template = {"T": k_row.dtype, "Q_HEADS": heads, "KV_HEADS": kv_heads}
     template |= format_template(k_row, v_row) | {"SIMDGROUPS": _SIMDGROUPS}
     template |= rows.template(kv_heads, k_row, v_row)
-    inputs = [*rows.arrays, positions, slot_mapping, keys, values, token]
+    inputs = [*rows.arrays, positions, slot_mapping, keys, values, ticket]
     grid, threads = (groups, count, 1), 32 * _SIMDGROUPS
-    shapes, dtypes = [(count, heads, k_row.dim), TOKEN_SHAPE], [k_row.dtype, mx.float32]
-    q, token = _ROPE_WRITE(inputs, template, grid, threads, shapes, dtypes)
-    return q, token
+    shapes, dtypes = [(count, heads, k_row.dim), TICKET_SHAPE], [k_row.dtype, mx.float32]
+    q, ticket = _ROPE_WRITE(inputs, template, grid, threads, shapes, dtypes)
+    return q, ticket

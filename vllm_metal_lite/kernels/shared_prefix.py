@@ -55,7 +55,7 @@ def shared_prefix(
     prefix_lens: mx.array,
     keys: mx.array,
     values: mx.array,
-    token: mx.array,
+    ticket: mx.array,
     *,
     block_size: int,
     scale: float,
@@ -65,9 +65,9 @@ def shared_prefix(
 ) -> SharedPrefixResult:
     """Attention of q (B, H, k_head_dim) to the first prefix_lens[leader] keys of row `leader`.
 
-    q: or NewRows (B), whose queries are first normalised and rotated to the position of their last
-    key.  block_tables: (B, max_blocks).  seq_lens (B,), leader (1,), prefix_lens (B,): int32.  Head
-    dims: multiples of 8 up to 256, else ValueError.  The next token is the result's lse.
+    q may be NewRows (B): its queries are first normalised, and rotated to the position of their
+    last key.  block_tables: (B, max_blocks).  seq_lens (B,), leader (1,), prefix_lens (B,): int32.
+    Head dims: multiples of 8 up to 256, else ValueError.  The next ticket is the result's lse.
     """
     k_row, v_row = row_formats(keys, values, spec)
     kv_heads, k_dim, v_dim = keys.shape[1], k_row.dim, v_row.dim
@@ -89,7 +89,7 @@ def shared_prefix(
     template |= {"BLOCK_SIZE": block_size, "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0)}
     template |= {"KEYS": keys_at_once(k_dim, v_dim, k_row.dtype.size), "SIMDGROUPS": simdgroups}
     template["PARTNERS"] = partners
-    inputs = [*arrays, block_tables, seq_lens, leader, prefix_lens, keys, values, token]
+    inputs = [*arrays, block_tables, seq_lens, leader, prefix_lens, keys, values, ticket]
     grid = kv_heads, -(-rows * group // TILE_ROWS), splits
     shapes, dtypes = [(rows, heads, splits, v_dim), (rows, heads, splits)], [mx.float32] * 2
     partial, lse = _SHARED_PREFIX(inputs, template, grid, 32 * simdgroups, shapes, dtypes)

@@ -110,7 +110,7 @@ def readable(weight: Weight) -> bool:
 
 
 def inputs_of(weight: Weight) -> tuple[list[mx.array], Template]:
-    """The inputs w, scales and biases of a kernel, and template values but for SPREAD."""
+    """The inputs w, scales and biases of a kernel, and template values except SPREAD."""
     if not isinstance(weight, QuantisedWeight):
         plain: Template = {"FORM": _WHOLE_VALUES, "BITS": 16, "GROUP_SIZE": 32}
         return [weight, unused(), unused()], plain

@@ -1,8 +1,8 @@
-"""The stored form of one head's row of K or V: as it is, or quantised to 8 or 4 bits per value.
+"""The stored format of one head's row of K or V: as it is, or quantised to 8 or 4 bits per value.
 
 A quantised row of `dim` values is split into groups.  The store keeps each group's smallest value
 `low` and a `scale` in the model's dtype, and each value as the integer q whose scale * q + low is
-nearest: MLX's affine form.  Differences from `mx.quantize` (errors measured on normal values in
+nearest: as MLX's affine mode.  Differences from `mx.quantize` (errors measured on normal values in
 bfloat16: docs/benchmarks.md):
 
 - low is exactly the smallest value, so all 2^bits integers are used.  `mx.quantize` adjusts the
@@ -28,7 +28,7 @@ TINY = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """Stored form of one head's row of `dim` values of `dtype`.  bits None: not quantised.
+    """Stored format of one head's row of `dim` values of `dtype`.  bits None: not quantised.
 
     If quantised, dim is a multiple of 8.
     """
@@ -63,7 +63,7 @@ class RowFormat:
         return self.width * self.kept_dtype.size
 
     def pack(self, rows: mx.array) -> mx.array:
-        """Convert rows (..., dim) to their stored form (..., width)."""
+        """Convert rows (..., dim) to their stored format (..., width)."""
         if self.bits is None or not self.dim:
             return rows.astype(self.kept_dtype)
         rows = rows.astype(self.dtype).astype(mx.float32)

@@ -104,7 +104,7 @@ class PagedStore:
         return sum({id(a): a.nbytes for a in self.arrays}.values())
 
     def write(self, layer: int, k: mx.array, v: mx.array, slots: mx.array) -> None:
-        """Write rows k (N, num_kv_heads, k_head_dim), v likewise, at slots (N,).
+        """Write rows k (N, num_kv_heads, k_head_dim) and v to slots (N,).
 
         MLX scatters in place only while nothing else holds the array.  So read only after the last
         write of a step, and evaluate before the next step.

@@ -1,4 +1,4 @@
-"""The types of a model's weights: cast, or expanded from a quantised form."""
+"""The types of a model's weights: cast, or expanded from a quantised format."""
 
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path, tree_unflatten
@@ -39,7 +39,7 @@ def expand(model: nn.Module) -> None:
 
 
 def _expanded(module: nn.Module) -> nn.Module:
-    scale = module.get("global_scale")  # one an expert, and MLX takes one a call
+    scale = module.get("global_scale")  # one per expert, and MLX takes one per call
     weight = mx.dequantize(
         module.weight,
         module.scales,

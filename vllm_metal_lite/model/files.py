@@ -1,4 +1,4 @@
-"""A model's folder: finds the folder by the model's name, and reads what it says of itself.
+"""A model's folder: finds the folder by the model's name, and reads its configuration.
 
 A name is "demo" (shipped in the package), a local folder, or a Hugging Face repository.
 """
@@ -18,7 +18,7 @@ from vllm_metal_lite.errors import ModelLoadError, one_line, shorten, show
 
 DEMO_PATH = Path(__file__).parent.parent / "demo_model"
 
-# What is downloaded, without code and texts for people.
+# The files to download: no code, and no texts for people.
 _READ_PATTERNS = [p for p in DEFAULT_ALLOW_PATTERNS if p not in ("*.py", "*.txt")]
 _READ_PATTERNS += ["merges.txt", "vocab.txt"]
 

@@ -88,8 +88,8 @@ class Layout:
             self.num_recurrent_layers += 1
             return StateLayer(layer, len(cache.cache))
         if cache.keys is None:
-            # With an offset, a layer of another stage, whose cache the model asks for masks and
-            # positions; the first layer's are the same.  Without, a layer that keeps nothing.
+            # An offset: a layer of another stage, whose cache gives the model masks and positions;
+            # the first layer's are the same.  No offset: a layer that keeps nothing.
             return PagedLayer(0, cache.template) if cache.offset else None
         _, heads, _, k_dim = cache.keys.shape
         v_dim = cache.values.shape[-1]

@@ -136,7 +136,7 @@ class LoadedModel:
     def no_embeddings(self) -> str | None:
         """Why the model gives no embeddings, or None if it does."""
         if not self.packed.shows_hidden or self.ranks.stages:
-            return "its hidden states are not at hand"
+            return "its hidden states cannot be read"
         return self.pooling.problem
 
     @property

@@ -20,11 +20,11 @@ _MODES = {
 
 @dataclass(frozen=True)
 class PoolingConfig:
-    """What a model's folder says of pooling.
+    """The pooling that a model's folder describes.
 
-    pooling: "last" or "mean".  prompts: texts before a text, by name.  default_prompt_name: the
-    one of texts that name none.
-    score_token_ids: of a reranker that answers "yes" or "no", these tokens.
+    pooling: "last" or "mean".  prompts: texts before a text, by name.  default_prompt_name:
+    for texts that name none.
+    score_token_ids: the tokens "yes" and "no" of a reranker.
     problem: why the model gives no embeddings, in a few words.
     """
 
@@ -35,7 +35,7 @@ class PoolingConfig:
     problem: str | None = None
 
     def prompt(self, name: str | None) -> str:
-        """The text of a prompt; that of no name is the default.  Raises RequestError."""
+        """The text of a prompt; None: of the default.  Raises RequestError."""
         name = self.default_prompt_name if name is None else name
         if name is None:
             return ""

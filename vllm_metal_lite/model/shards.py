@@ -110,7 +110,7 @@ def _plain(module: Any, ranks: RankGroup) -> nn.Module | None:
     ):
         how = module.group_size, module.bits, module.mode
         linear = nn.QuantizedLinear(module.group_size, 1, False, *how)
-        linear.pop("biases", None)  # its mode has them or not
+        linear.pop("biases", None)  # not every mode has them
     else:
         return None
     for name in ("weight", "scales", "biases"):

@@ -1,4 +1,4 @@
-"""What a model uses besides attention: rotations, norms, and products of few rows.
+"""The operations of a model besides attention: rotations, norms, and products of few rows.
 
 Observed while the model runs: its modules differ, but all call mx.fast.rope and mx.fast.rms_norm.
 """
@@ -71,7 +71,7 @@ class Usage:
         return rope
 
     def _factor(self, x: mx.array, dims: int) -> float:
-        """What the first `dims` elements of x were multiplied by."""
+        """The factor of the first `dims` elements of x."""
         if self._scaled is None:
             return 1.0
         scaled, count, factor = self._scaled

@@ -81,7 +81,7 @@ class Restore:
                 return False
             store.write(part.group, place, data)
             if part.group < len(kv.groups):
-                kv.pools[part.group].publish(place, part.name)
+                kv.pools[part.group].name(place, part.name)
             elif kv.states is not None:
                 kv.states.name(place, part.name)
             self.num_bytes += len(data)

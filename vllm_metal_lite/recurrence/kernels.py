@@ -68,15 +68,15 @@ class SegmentPlan(NamedTuple):
 
 
 class Ordered(Protocol):
-    """The token that orders launches on one store: each launch takes it and returns the next."""
+    """The ticket that orders launches on one store: each launch takes it and returns the next."""
 
-    token: mx.array
+    ticket: mx.array
 
 
 class KernelRecurrence:
     """See StepRecurrence.
 
-    order: holds the token.  fused: the kernel computes gates and norms.
+    order: holds the ticket.  fused: the kernel computes gates and norms.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class KernelRecurrence:
         self.state_store, self.plan, self.order, self.fused = state_store, plan, order, fused
 
     def causal_conv(self, key: Key, conv: CausalConv) -> mx.array:
-        where = self.state_store[key], self.plan.segments, self.plan.tiles, self.order.token
+        where = self.state_store[key], self.plan.segments, self.plan.tiles, self.order.ticket
         x = columns_of(conv.x)
-        y, self.order.token = causal_conv(x, conv.weight, conv.bias, *where, silu=conv.silu)
+        y, self.order.ticket = causal_conv(x, conv.weight, conv.bias, *where, silu=conv.silu)
         return y
 
     def gated_delta(self, key: Key, delta: GatedDelta) -> mx.array:
@@ -126,6 +126,6 @@ class KernelRecurrence:
         """columns: q, k and v.  how: the options of the kernel."""
         (q, k, v), plan = columns, self.plan
         how |= {"num_k_heads": num_k_heads, "max_seqlen": plan.max_seqlen}
-        where = self.state_store[key], plan.segments, self.order.token
-        y, self.order.token = gated_delta(q, k, v, gates, *where, **how)
+        where = self.state_store[key], plan.segments, self.order.ticket
+        y, self.order.ticket = gated_delta(q, k, v, gates, *where, **how)
         return y

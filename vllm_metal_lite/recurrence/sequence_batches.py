@@ -84,7 +84,7 @@ class BatchStates:
 
     def __init__(self, state_store: StateStore) -> None:
         self._state_store = state_store
-        # By the batch's index.  A module may carry on a state that another module then changes.
+        # By the batch's index.  A later module may replace a state that an earlier one has set.
         self._new: dict[Key, dict[int, tuple[SequenceBatch, mx.array]]] = {}
 
     def get(self, seqs: SequenceBatch, key: Key) -> mx.array | None:
@@ -99,7 +99,7 @@ class BatchStates:
             for i, slot in enumerate(earlier.final_slots.tolist())
         }
         slots = seqs.initial_slots.tolist()
-        if not at.keys() >= set(slots):  # of the same layer, and a later module's
+        if not at.keys() >= set(slots):  # a later module of the layer sets some
             return None
         return mx.concatenate([at[slot] for slot in slots])
 
@@ -120,7 +120,7 @@ class BatchStates:
         return mx.pad(state, [(0, 0), *front])
 
     def commit(self) -> None:
-        """Write the new states to the store, once for each state, behind all that reads it."""
+        """Write the new states to the store, once for each state, after all reads."""
         for key, of_batches in self._new.items():
             parts = of_batches.values()
             slots = np.concatenate([seqs.final_slots for seqs, _ in parts]).astype(np.int32)

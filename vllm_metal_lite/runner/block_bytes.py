@@ -17,7 +17,7 @@ class BlockBytes:
     """
 
     def __init__(self, store: PagedStore) -> None:
-        # The arrays of each group, and their rows a place.  The order of the layers is part of
+        # The arrays of each group, and the rows of a place.  The order of the layers is part of
         # what the bytes mean.
         self._groups: list[tuple[list[mx.array], int]] = []
         for group in range(len(store.num_blocks)):
@@ -44,7 +44,7 @@ class BlockBytes:
             at += array.shape[1]
 
     def close(self) -> None:
-        """Let go of the store, before the next step: MLX does not write to what others hold."""
+        """Let go of the store, because MLX does not write to arrays that others hold."""
         self._open.clear()
 
     def _bytes_of(self, group: int) -> list[np.ndarray]:

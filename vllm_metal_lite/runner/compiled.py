@@ -62,7 +62,7 @@ class CompiledSteps:
         elif model.sees_sequences:
             self.reason = "some layers of this model see sequences"
         self._variants: OrderedDict[tuple, Forward] = OrderedDict()
-        self._seen: OrderedDict[tuple, None] = OrderedDict()  # once, not compiled
+        self._seen: OrderedDict[tuple, None] = OrderedDict()  # ran once, not compiled
 
     def __call__(self, step: Step, state: State) -> Result | None:
         """What `build` gives for the step.  None: the caller must run the step uncompiled."""

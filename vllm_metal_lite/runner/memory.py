@@ -156,7 +156,7 @@ def _most_owned(group: KVGroup, config: EngineConfig, max_model_len: int) -> int
 def _beside(num_blocks: int, group: KVGroup, config: EngineConfig, max_model_len: int) -> int:
     """Blocks of a windowed group when the first group has num_blocks.
 
-    The share that an average request needs, at most what the group can ever own.  An average
+    The share is that of an average request, but at most what the group can ever own.  An average
     request is some windows long, at most half of the longest.  A larger share favours short
     requests, a smaller share long contexts.  One request and a step of its tokens always fit.
     """

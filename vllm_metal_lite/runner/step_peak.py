@@ -59,7 +59,7 @@ def longer_context_bytes(model: LoadedModel, rows: int, context: int, max_model_
 
 
 def _scores_bytes(model: LoadedModel, rows: int, context: int) -> int:
-    """The scores that one call keeps in memory, at most, with copies; 0 if MLX fuses all calls.
+    """The most scores that one call keeps in memory, with copies; 0 if MLX fuses all calls.
 
     rows: of one request.
     """

@@ -190,8 +190,8 @@ def _weights(
     floor: mx.array,
     temperature: mx.array,
 ) -> mx.array:
-    # Cut by rank, not by value: other rows decide how many of the tokens that tie with the k-th are
-    # among the candidates.
+    # Cut by order, not by value: other rows decide how many of the tokens that tie with the k-th
+    # are among the candidates.
     out = (order < top_k) | (s < floor)
     return mx.where(out, 0.0, mx.exp((s - best) / temperature))
 

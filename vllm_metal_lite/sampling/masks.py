@@ -79,7 +79,7 @@ class Tokenizer(Protocol):
 def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
     """Token ids of words, at the start of a text and after a space, as in vLLM.
 
-    The second form counts only if its first token differs and its length is the same.
+    The second list counts only if its first token differs and its length is the same.
     """
     sequences = []
     for word in words:

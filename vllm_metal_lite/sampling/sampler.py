@@ -197,7 +197,7 @@ class Sampler:
         bad_words: Sequence[Sequence[int]] = (),
         logprob_token_ids: Sequence[int] = (),
     ) -> None:
-        """Set up the row of a request that gets a seat, new or resumed after preemption.
+        """Set up the seat of a request, new or resumed after preemption.
 
         token_ids: (n,) int, all tokens known so far.  params should have passed `validate`; ids
         outside the vocabulary have no effect.  seed: any integer; only the low 64 bits count.
@@ -248,7 +248,7 @@ class Sampler:
                 self._ends[req_index] = np.array(known, np.int32), params.min_tokens
 
     def remove(self, req_index: int) -> None:
-        """Free the row; no effect if the row is free."""
+        """Free the seat; no effect if the seat is free."""
         self._version += 1
         self._rows[req_index] = _NEUTRAL
         self._bias.pop(req_index, None)
@@ -297,9 +297,9 @@ class Sampler:
         """Choose the next token of each row; lazy: nothing is evaluated.
 
         logits: (T, V) float32, float16 or bfloat16.  req_indices: (T,) int, the request of each
-        row, all distinct but for drafts.  Counts one more generated token for each.  If any request
-        wants logprobs, all rows get the largest number requested.  grammar: the tokens a grammar
-        allows some rows in this step, applied before logprobs.
+        row, all distinct except for drafts.  Counts one more generated token for each.  If any
+        request wants logprobs, all rows get the largest number requested.  grammar: the tokens a
+        grammar allows some rows in this step, applied before logprobs.
         draft_token_ids: see ForwardBatch; empty: no drafts.  A row behind drafts is sampled as if
         these were the request's tokens.  With drafts nothing is counted: `accept` follows.
         """

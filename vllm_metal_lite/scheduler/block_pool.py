@@ -88,13 +88,13 @@ class BlockPool:
     def has_name(self, block_id: int) -> bool:
         return self._name[block_id] is not None
 
-    def lookup(self, block_hash: bytes) -> int | None:
+    def lookup(self, name: bytes) -> int | None:
         """The block with this name, owned or cached; None if there is none."""
-        return self._by_name.get(block_hash)
+        return self._by_name.get(name)
 
-    def named(self, block_hash: bytes) -> int:
+    def named(self, name: bytes) -> int:
         """Like `lookup`, but the name must exist."""
-        return self._by_name[block_hash]
+        return self._by_name[name]
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Add one owner to each block; `lookup` found them."""
@@ -130,17 +130,17 @@ class BlockPool:
             if block in self._cached:
                 self._cached.move_to_end(block)
 
-    def publish(self, block_id: int, block_hash: bytes) -> bool:
+    def name(self, block_id: int, name: bytes) -> bool:
         """Name an owned, full block; False if another block already has this name."""
-        if not self.enable_caching or block_hash in self._by_name:
+        if not self.enable_caching or name in self._by_name:
             return False
         assert self._ref[block_id] > 0, f"block {block_id} has no owner"
         assert self._name[block_id] is None, f"block {block_id} has a name"
-        self._by_name[block_hash] = block_id
-        self._name[block_id] = block_hash
+        self._by_name[name] = block_id
+        self._name[block_id] = name
         return True
 
-    def unpublish(self, block_ids: Iterable[int]) -> None:
+    def unname(self, block_ids: Iterable[int]) -> None:
         """Remove the names of these blocks; blocks without a name stay unchanged."""
         for block in block_ids:
             if self._name[block] is not None:
@@ -151,7 +151,7 @@ class BlockPool:
 
     def reset(self) -> None:
         """Forget every name; owners keep their blocks."""
-        self.unpublish(list(self._by_name.values()))
+        self.unname(list(self._by_name.values()))
 
     def _forget(self, block: int) -> None:
         name = self._name[block]

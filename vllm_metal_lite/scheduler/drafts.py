@@ -1,13 +1,13 @@
-"""Lengthens decodes by drafts, and keeps those that came true.
+"""Lengthens decodes by drafts, and keeps the accepted ones.
 
 A decode with k drafts is a segment of 1 + k rows.  All rows are sampled.  The tokens of the first
-row and of each row behind a draft that came true are the request's; K and V of the other rows are
+row and of each row behind an accepted draft are the request's; K and V of the other rows are
 overwritten by the next step.  So a draft costs rows, and blocks until then, and nothing else.
 
 A recurrent state cannot be overwritten in part.  The segment reads one slot and writes another: if
-all drafts came true the request continues from the second, otherwise from the first, and the next
-step computes the accepted tokens again, as a chunk.  Drafts end where a block ends, so that its
-state can be a checkpoint.
+all drafts are accepted, the request continues from the second, otherwise from the first, and the
+next step computes the accepted tokens again, as a chunk.  Drafts end where a block ends, so that
+its state can be a checkpoint.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,7 +68,7 @@ class DraftScheduler:
             out.num_decodes, out.has_drafts = len(plain), True
 
     def _room(self, segment: Segment) -> int:
-        """The most drafts of a decode: the request ends with the token behind them."""
+        """The most drafts of a decode; the token behind them may be the request's last."""
         request, size = segment.request, self.kv.block_size
         if request.token_ids[-1] == UNKNOWN_TOKEN:
             return 0
@@ -93,7 +93,7 @@ class DraftScheduler:
         segment.draft_token_ids = draft
 
     def settle(self, segment: Segment, output: SchedulerOutput, accepted: Sequence[int]) -> bool:
-        """Keep the drafts that came true.  accepted: the tokens behind the first sampled one.
+        """Keep the accepted drafts.  accepted: the tokens behind the first sampled one.
 
         False: the request must compute its tokens again, from the segment's start.
         """
@@ -104,7 +104,7 @@ class DraftScheduler:
             request.num_computed_tokens = segment.num_computed
             return False
         request.num_computed_tokens = end = first + len(accepted)
-        output.published += self.kv.publish(request, first, end)
+        output.named += self.kv.name_blocks(request, first, end)
         if self._states is not None and end % self.kv.block_size == 0 and self.kv.enable_caching:
             assert request.state is not None, "a running request has a state"
             checkpoint = Checkpoint(request, request.state.final, end, rolling=True)

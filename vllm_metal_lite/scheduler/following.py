@@ -35,7 +35,7 @@ def find_leader(
     """
     best, at = None, start + WORTH_WAITING - 1
     for leader in leaders:
-        blocks = common_blocks(request.block_hashes, leader.block_hashes)
+        blocks = common_blocks(request.block_names, leader.block_names)
         position = min(blocks * block_size, end)
         if position > at and position > leader.num_computed_tokens:
             best, at = leader, position

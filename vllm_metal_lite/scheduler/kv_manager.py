@@ -14,7 +14,7 @@ from vllm_metal_lite.scheduler.checkpoints import (
     plan_checkpoints,
 )
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
-from vllm_metal_lite.scheduler.prefix_hash import extend_block_hashes
+from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.state_slots import StateSlots
 
@@ -131,8 +131,8 @@ class KVCacheManager:
         size, named = self.block_size, request.checkpoint_positions
         end = end_of_turn(request.num_prompt_tokens, size, named)
         places = [at // size for at in named if size <= at <= hit.num_tokens]
-        known = [request.block_hashes[place - 1] for place in places]
-        self.states.go_on_from(request, end, hit.state, hit.num_tokens, known)
+        known = [request.block_names[place - 1] for place in places]
+        self.states.continue_from(request, end, hit.state, hit.num_tokens, known)
 
     def allocate(self, request: Request, start: int, end: int) -> NewBlocks | None:
         """Release blocks behind the windows, then allocate for tokens [start, end) in every group;
@@ -188,38 +188,37 @@ class KVCacheManager:
         most = 0
         if self.enable_caching and not request.skip_prefix_cache_read:
             most = last_position(request.num_tokens, self.block_size) // self.block_size
-            self._hash(request, most)
-        hashes = request.block_hashes
-        in_blocks = length = self._whole_windows(hashes, self._known_blocks(hashes, most))
+        names = self.block_names(request, most * self.block_size)
+        in_blocks = length = self._whole_windows(names, self._known_blocks(names, most))
         state = None
         if self.states is not None:
-            while length and (state := self.states.pool.lookup(hashes[length - 1])) is None:
-                length = self._whole_windows(hashes, length - 1)
+            while length and (state := self.states.pool.lookup(names[length - 1])) is None:
+                length = self._whole_windows(names, length - 1)
         tables = []
         for pool, group in zip(self.pools, self.groups, strict=True):
             first = group.first_block(length * self.block_size, self.block_size)
-            blocks = [pool.named(h) for h in hashes[first:length]]
+            blocks = [pool.named(name) for name in names[first:length]]
             tables.append(BlockTable([0] * first + blocks, first))
         return PrefixHit(tables, length * self.block_size, in_blocks * self.block_size, state)
 
-    def _known_blocks(self, hashes: Sequence[bytes], most: int) -> int:
+    def _known_blocks(self, names: Sequence[bytes], most: int) -> int:
         """How many of the first `most` blocks every group without a window knows."""
         for pool, group in zip(self.pools, self.groups, strict=True):
             if group.window is None:
                 found = 0
-                while found < most and pool.lookup(hashes[found]) is not None:
+                while found < most and pool.lookup(names[found]) is not None:
                     found += 1
                 most = found
         return most
 
-    def _whole_windows(self, hashes: Sequence[bytes], length: int) -> int:
+    def _whole_windows(self, names: Sequence[bytes], length: int) -> int:
         """The most blocks, at most `length`, behind which every group knows its whole window."""
         before = None
         while length != before:
             before = length
             for _, group, pool in self._windowed:
                 end = range(group.first_block(length * self.block_size, self.block_size), length)
-                missing = (i for i in reversed(end) if pool.lookup(hashes[i]) is None)
+                missing = (i for i in reversed(end) if pool.lookup(names[i]) is None)
                 length = next(missing, length)
         return length
 
@@ -228,7 +227,7 @@ class KVCacheManager:
         its admission."""
         return self.enable_caching and request.num_resets == self.num_resets
 
-    def publish(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:
+    def name_blocks(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:
         """Name the blocks that tokens [start, end) complete; returns the new (group, block) pairs.
 
         The blocks are not written yet.  Every layer writes all rows of a step before it reads any,
@@ -237,18 +236,18 @@ class KVCacheManager:
         first, last = start // self.block_size, end // self.block_size
         if last == first or not self.may_name(request):
             return []
-        self._hash(request, last)
+        names = self.block_names(request, end)
         return [
             (g, table.block_ids[i])
             for g, (pool, table) in enumerate(zip(self.pools, request.block_tables, strict=True))
             for i in range(first, last)
-            if pool.publish(table.block_ids[i], request.block_hashes[i])
+            if pool.name(table.block_ids[i], names[i])
         ]
 
-    def unpublish(self, blocks: Iterable[tuple[int, int]]) -> None:
-        """Remove names that `publish` gave."""
+    def unname(self, blocks: Iterable[tuple[int, int]]) -> None:
+        """Remove names that `name_blocks` gave."""
         for group, block in blocks:
-            self.pools[group].unpublish([block])
+            self.pools[group].unname([block])
 
     def reset(self) -> None:
         """Forget all cached prefixes, and what running requests would add to them."""
@@ -260,10 +259,8 @@ class KVCacheManager:
 
     def block_names(self, request: Request, num_tokens: int) -> list[bytes]:
         """The names of all full blocks of the first num_tokens, and perhaps of more."""
-        self._hash(request, num_tokens // self.block_size)
-        return request.block_hashes
-
-    def _hash(self, request: Request, num_blocks: int) -> None:
-        if num_blocks > len(request.block_hashes):
-            hashes, salt = request.block_hashes, request.cache_salt
-            extend_block_hashes(hashes, request.token_ids, self.block_size, num_blocks, salt)
+        names, num_blocks = request.block_names, num_tokens // self.block_size
+        if num_blocks > len(names):
+            tokens, salt = request.token_ids, request.cache_salt
+            extend_block_names(names, tokens, self.block_size, num_blocks, salt)
+        return names

@@ -34,7 +34,7 @@ def longest(request: Request, config: EngineConfig, max_model_len: int, kv: KVCa
             f"{name} ({size}) needs {sizes[0]} blocks of {config.block_size} tokens, "
             f"the store has {sizes[1]}"
         )
-    # Preempted before its last token, it must recompute all its tokens in one step.
+    # After a preemption before its last token, one step computes all its tokens again.
     if request.atomic and num_stored > config.max_num_batched_tokens:
         raise RequestError(
             f"{name} is atomic and may need {num_stored} tokens ({size}) in one step; ",

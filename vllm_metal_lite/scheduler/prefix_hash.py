@@ -12,28 +12,28 @@ from hashlib import blake2b
 _DIGEST_BYTES = 16
 
 
-def extend_block_hashes(
-    hashes: list[bytes],
+def extend_block_names(
+    names: list[bytes],
     token_ids: Sequence[int],
     block_size: int,
     num_blocks: int,
     salt: str | None = None,
 ) -> None:
-    """Extend `hashes` in place until it names the first `num_blocks` blocks of `token_ids`.
+    """Extend `names` in place to the first `num_blocks` blocks of `token_ids`.
 
     salt: part of the first name, and so of all: names under different salts are never equal.
-    Existing hashes are kept.  Raises ValueError if a block is not full: its contents could still
+    Names that exist are kept.  Raises ValueError if a block is not full: its contents could still
     change.
     """
     end = num_blocks * block_size
     if end > len(token_ids):
         raise ValueError(f"{len(token_ids)} tokens do not fill {num_blocks} blocks of {block_size}")
-    data = array("i", token_ids[len(hashes) * block_size : end]).tobytes()
-    parent = hashes[-1] if hashes else _root(salt)
+    data = array("i", token_ids[len(names) * block_size : end]).tobytes()
+    parent = names[-1] if names else _root(salt)
     width = 4 * block_size
     for at in range(0, len(data), width):
         parent = blake2b(parent + data[at : at + width], digest_size=_DIGEST_BYTES).digest()
-        hashes.append(parent)
+        names.append(parent)
 
 
 def _root(salt: str | None) -> bytes:

@@ -68,7 +68,7 @@ class Request:
     # KVCacheManager.num_resets at admission.  After the next reset, its blocks get no names.
     num_resets: int = field(init=False, default=0)
     # Names of the first full blocks; valid after preemption too, since the tokens stay the same.
-    block_hashes: list[bytes] = field(init=False, default_factory=list, repr=False)
+    block_names: list[bytes] = field(init=False, default_factory=list, repr=False)
     # The state slots of the last segment.  None: no recurrent layers, or no seat.
     state: SegmentState | None = field(init=False, default=None)
     # Checkpoints of the known tokens that are still to be computed, in order.
@@ -95,7 +95,7 @@ class Request:
     # Set by Scheduler.add: order among all requests, and the most tokens it can have.
     sort_key: tuple[int, ...] = field(init=False, default=())
     max_length: int = field(init=False, default=0)
-    # Set by the engine: row of the InputBatch.
+    # Set by the engine: the seat in the InputBatch.
     req_index: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:

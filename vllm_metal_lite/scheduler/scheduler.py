@@ -190,7 +190,7 @@ class Scheduler:
         if self._states is not None:
             self._states.name(output)
         if not self.shares_in_step:
-            self._publish(output)
+            self._name_blocks(output)
         num_decodes, running = output.num_decodes, RequestStatus.RUNNING
         terminal = [s.request for s in output.segments[:num_decodes]]
         for request in terminal:
@@ -255,7 +255,7 @@ class Scheduler:
         for ahead, request in self._unnamed:
             if request.status is RequestStatus.RUNNING:
                 end = request.num_tokens
-                ahead.published += self.kv.publish(request, end - 1, end)
+                ahead.named += self.kv.name_blocks(request, end - 1, end)
         self._unnamed.clear()
         self.num_recomputed_tokens += output.num_recomputed_tokens
         self.prefix_hit_tokens += output.prefix_hit_tokens
@@ -276,7 +276,7 @@ class Scheduler:
         preempted.  Blocks that they completed lose their names: they may be unwritten."""
         self._unnamed.clear()
         for output in reversed(outputs):
-            self.kv.unpublish(output.published)
+            self.kv.unname(output.named)
             if self.kv.states is not None:
                 self.kv.states.unname(output.named_states)
             for segment in output.segments:
@@ -314,7 +314,7 @@ class Scheduler:
                 if request.token_ids[-1] == UNKNOWN_TOKEN:
                     self._unnamed.append((out, request))
                 else:
-                    out.published += self.kv.publish(request, start, start + 1)
+                    out.named += self.kv.name_blocks(request, start, start + 1)
         out.num_decodes = out.total_num_scheduled_tokens = len(out.segments)
 
     def _schedule_prefills(self, out: SchedulerOutput) -> None:
@@ -410,7 +410,7 @@ class Scheduler:
         again = min(end, request.num_computed_before) - start
         out.num_recomputed_tokens += max(again, 0)
         if self.shares_in_step:
-            out.published += self.kv.publish(request, start, end)
+            out.named += self.kv.name_blocks(request, start, end)
         state = None
         if self._states is not None:
             state = self._states.slots_of_chunk(request, end, out, self.num_running)
@@ -422,12 +422,12 @@ class Scheduler:
             return False
         return self._states.follows(request, start, out, self._partials, self.num_running)
 
-    def _publish(self, output: SchedulerOutput) -> None:
-        """Name the blocks of a step in flight, where they are not shared within it."""
+    def _name_blocks(self, output: SchedulerOutput) -> None:
+        """Name the blocks of a step in flight, if requests of one step cannot share them."""
         for segment in output.segments:
             if segment.request.status is RequestStatus.RUNNING:
                 start, end = segment.num_computed, segment.known_end
-                output.published += self.kv.publish(segment.request, start, end)
+                output.named += self.kv.name_blocks(segment.request, start, end)
 
     def _num_new_tokens(self, request: Request, start: int, out: SchedulerOutput) -> int:
         """How many tokens from `start` on the request may compute in this step; 0: none."""

@@ -65,9 +65,8 @@ class SchedulerOutput:
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     # (KV group, block) of the blocks named in this step.
-    published: list[tuple[int, int]] = field(default_factory=list)
-    # Named by `advance`: the step's states, and where blocks are not shared within a step, its
-    # segments' blocks.
+    named: list[tuple[int, int]] = field(default_factory=list)
+    # Named by `advance`, as are the segments' blocks if requests of one step cannot share them.
     checkpoints: list[Checkpoint] = field(default_factory=list)
     named_states: list[int] = field(default_factory=list)
     has_drafts: bool = False

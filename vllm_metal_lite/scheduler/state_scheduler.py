@@ -28,7 +28,7 @@ class StateScheduler:
         conversation starts there, if the answer ends before another block does."""
         size = self.kv.block_size
         if start % size == 0 or not request.in_place:
-            self.states.go_on(request, num_running)
+            self.states.next_segment(request, num_running)
         state = request.state
         if (start + 1) % size == 0 and self.kv.enable_caching and state is not None:
             out.checkpoints.append(Checkpoint(request, state.final, start + 1, rolling=True))
@@ -39,7 +39,7 @@ class StateScheduler:
     ) -> SegmentState:
         """The state slots of a chunk that ends at `end`, with its planned checkpoints."""
         if request not in out.admitted:
-            self.states.go_on(request, num_running)
+            self.states.next_segment(request, num_running)
         state = request.state
         assert state is not None, "a running request has a state"
         while request.planned and request.planned[0].position <= end:

@@ -29,7 +29,7 @@ from vllm_metal_lite.scheduler.request import ConversationCheckpoints, Request
 @dataclass(slots=True)
 class _Checkpoint:
     """disposable: evicted before others.  is_found: a request has started from it.  owner: the
-    ones that it belongs to."""
+    checkpoints of its conversation."""
 
     disposable: bool = False
     is_found: bool = False
@@ -63,12 +63,12 @@ class StateSlots:
         """Whether a slot is available beside the reserve."""
         return self.pool.num_available > self.num_seats - num_running
 
-    def go_on_from(
+    def continue_from(
         self, request: Request, end: int, hit: int | None, position: int, named: Iterable[bytes]
     ) -> None:
-        """Record whose checkpoints a request continues, as it starts from `hit`, at `position`.
+        """Record which conversation a request continues; it starts from `hit`, at `position`.
 
-        end: of its own checkpoints.  named: the checkpoints at positions that the request names.
+        end: of its own checkpoints.  named: the checkpoints at its checkpoint_positions.
         """
         if request.own_checkpoints is None:
             request.own_checkpoints = ConversationCheckpoints(end)
@@ -86,13 +86,13 @@ class StateSlots:
                 self.pool.evict_last([slot])
 
     def _take_over(self, slot: int, request: Request) -> None:
-        """Make one of the checkpoints that a request continues its own."""
+        """Move a checkpoint of the earlier turn to the request's own."""
         checkpoint = self._checkpoints[slot]
         if checkpoint.owner is not None and checkpoint.owner is request.earlier_checkpoints:
             checkpoint.owner = request.own_checkpoints
 
     def add_own_checkpoint(self, request: Request, name: bytes, is_new: bool) -> None:
-        """Add a checkpoint of a request.  Those that it continues are evicted first."""
+        """Add a checkpoint of a request; those of the earlier turn are then evicted first."""
         slot = self.pool.lookup(name)
         if slot is None or request.own_checkpoints is None:
             return
@@ -128,7 +128,7 @@ class StateSlots:
             self.unname([hit])
             request.state = SegmentState(hit, hit)
 
-    def go_on(self, request: Request, num_running: int) -> SegmentState:
+    def next_segment(self, request: Request, num_running: int) -> SegmentState:
         """The slots of a running request's next segment."""
         state = request.state
         assert state is not None, "a running request has a state"
@@ -144,9 +144,9 @@ class StateSlots:
         return state
 
     def draft(self, request: Request) -> SegmentState | None:
-        """The slots of a decode with drafts, after `go_on`: the state before them stays until the
-        next step.  None: no slot is left.  An empty seat's slot will do: this step admits nobody
-        any more, and the next one has the slot back."""
+        """The slots of a decode with drafts, after `next_segment`: the state before them stays
+        until the next step.  None: no slot is left.  An empty seat's slot will do: this step admits
+        nobody any more, and the next one has the slot back."""
         state = request.state
         assert state is not None, "a running request has a state"
         if state.initial == state.final:
@@ -177,7 +177,7 @@ class StateSlots:
 
         disposable: evicted before others, until a request starts from it.
         """
-        if not self.pool.publish(slot, name):
+        if not self.pool.name(slot, name):
             return False
         self.num_taken += 1
         self._checkpoints[slot] = _Checkpoint(disposable)
@@ -203,5 +203,5 @@ class StateSlots:
     def unname(self, slots: Iterable[int]) -> None:
         """Remove the names of checkpoints."""
         for slot in slots:
-            self.pool.unpublish([slot])
+            self.pool.unname([slot])
             self._checkpoints.pop(slot, None)

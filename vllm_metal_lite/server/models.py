@@ -129,7 +129,7 @@ class _Unwanted(Exception):
 class Models:
     """Loads and unloads models, and hands out their engines.  Use from one event loop.
 
-    budget_gib: memory for all models together; None: what is safe on the device.
+    budget_gib: memory for all models together; None: a safe value for the device.
     start: `EngineClient.start`.
     Raises ConfigError if the budget exceeds the device's memory.
     """

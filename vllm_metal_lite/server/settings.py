@@ -33,7 +33,7 @@ class ServerConfig:
     max_logprobs: most log-probabilities a token that a request may ask for.
     drain: seconds that running requests get after SIGTERM.  keep_alive: seconds without a token
     after which a stream gets a sign of life.  memory_budget_gib: for all models together; None:
-    what is safe on the device.
+    a safe value for the device.
     """
 
     host: str = "127.0.0.1"

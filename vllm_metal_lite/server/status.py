@@ -17,7 +17,7 @@ from vllm_metal_lite.server.templates import SHOWN
 
 
 def model_status(model: Model) -> dict[str, Any]:
-    """A model's state; of a loaded one, also what is known of it and its engine's metrics."""
+    """A model's state; for a loaded one, also its facts and its engine's metrics."""
     client = model.client
     status: dict[str, Any] = {
         **(dataclasses.asdict(client.facts) if client is not None else {}),

@@ -17,7 +17,7 @@ def build(
     vocab_size: int,
     eos_token_ids: Sequence[int],
 ) -> Constraint | None:
-    """What limits an answer with these parameters; None: nothing does.
+    """The limits of an answer with these parameters; None: there are none.
 
     vocab_size: of the model's logits.  Raises SamplingError for a grammar that cannot be used.
     """

@@ -23,7 +23,7 @@ class GrammarConstraint:
     def __init__(self, matcher: LLMatcher, num_tokens: int) -> None:
         self._matcher = matcher
         self._mask = np.zeros(-(-num_tokens // 32), np.uint32)
-        self._num_behind = 0  # tokens after the grammar's end, where a request ignores EOS
+        self._num_behind = 0  # tokens after the grammar's end, if a request ignores EOS
 
     def fill(self, bits: np.ndarray) -> bool:
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)

@@ -34,7 +34,7 @@ class SchemaError(ValueError):
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[Any, Any, str]]:
-    """The schemas right within a schema: what holds each, under which key, and its place."""
+    """The schemas directly within a schema: the holder of each, its key and its place."""
     for key in _BY_NAME:
         if isinstance(named := schema.get(key), dict):
             yield from ((named, name, f".{key}.{name}") for name in named)

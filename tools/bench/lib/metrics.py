@@ -146,8 +146,8 @@ def agree(model: LoadedModel, ours: Run, theirs: Run, most: int = 8) -> Agreemen
             ties.append(abs(ours_below - theirs_below))
             noises.append(float((again - logits).std()))
     largest = (max(of_one) for of_one in zip(*below, strict=True))
-    mean, most = statistics.mean(shares), (max(ties), max(noises))
-    return Agreement(len(shares), equal, mean, *most, len(ties) - 1, *largest)
+    mean, farthest = statistics.mean(shares), (max(ties), max(noises))
+    return Agreement(len(shares), equal, mean, *farthest, len(ties) - 1, *largest)
 
 
 def _last_logits(model: nn.Module, tokens: mx.array) -> tuple[mx.array, mx.array]:

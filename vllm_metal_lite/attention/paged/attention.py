@@ -20,7 +20,7 @@ from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import MAX_PREFILL_DIM, head_size_problem, new_token
+from vllm_metal_lite.kernels.arguments import MAX_PREFILL_DIM, head_size_problem, new_ticket
 from vllm_metal_lite.kernels.registry import REGISTRY, unused_kernels
 from vllm_metal_lite.kv.store import PagedStore
 
@@ -28,7 +28,7 @@ PREFILLS = ("varlen", "gather")
 
 
 class KernelAttention:
-    """Only kernels write and read the store.  The state is the token that orders the kernels.
+    """Only kernels write and read the store.  The state is the ticket that orders the kernels.
 
     prefill: the path of large prompts, "varlen" or "gather".  queries_per_kv: query heads per KV
     head, over all layers; empty: no prompt uses `varlen_prefill`.  failed_kernels: replaced as the
@@ -84,7 +84,7 @@ class KernelAttention:
         return other
 
     def new_state(self) -> list[mx.array]:
-        state = [new_token()]
+        state = [new_ticket()]
         mx.eval(state)
         return state
 
@@ -100,8 +100,8 @@ class KernelAttention:
         return PagedPlan(decodes, prompts, positions, recurrent).step(batch, num_rows)
 
     def begin(self, step: Step, state: list[mx.array]) -> KernelStepAttention:
-        (token,) = state
-        return KernelStepAttention(self.store, step, token, self._unused, self.shares)
+        (ticket,) = state
+        return KernelStepAttention(self.store, step, ticket, self._unused, self.shares)
 
     def _plan_prompts(
         self, batch: ForwardBatch, first: int, num_rows: int

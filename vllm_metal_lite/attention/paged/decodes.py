@@ -137,7 +137,7 @@ def as_decodes(batch: ForwardBatch) -> ForwardBatch:
 
 def reads_new_rows(batch: ForwardBatch) -> bool:
     """Whether a decode reads a row that another decode writes in this step: the last row of a block
-    shared in the same step (`KVCacheManager.publish`; only full blocks are shared)."""
+    shared in the same step (`KVCacheManager.name_blocks`; only full blocks are shared)."""
     decodes = slice(batch.num_decodes)
     seq_lens = batch.seq_lens[decodes]
     whole = np.flatnonzero(seq_lens % batch.block_size == 0)

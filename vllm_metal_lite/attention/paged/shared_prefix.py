@@ -82,7 +82,7 @@ def find_shared_prefix(
     differ = blocks[1:] != blocks[:-1]
     shared = np.where(differ.any(axis=1), differ.argmax(axis=1), differ.shape[1])
     shared = np.minimum(shared // len(block_tables), np.minimum(own[1:], own[:-1]))
-    # In a run of rows that share `few` blocks, only one row must read them.
+    # In a run of rows that share `few` blocks, one row reads them for all.
     best, length, members, row_cost = min_saved, 0, long, profile().prefix_row_cost
     for few in np.unique(shared[shared >= fewest]):
         edges = np.flatnonzero(np.diff(np.concatenate(([0], shared >= few, [0]))))

@@ -25,26 +25,26 @@ from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.kernels import KernelRecurrence
 from vllm_metal_lite.specs import AttentionShape
 
-# K and V of a layer, and the token that orders their writes.
+# K and V of a layer, and the ticket that orders their writes.
 Store = tuple[mx.array, mx.array, mx.array]
 
 
 class KernelStepAttention:
     """See StepAttention.
 
-    token: orders writes and reads across launches.  unused_kernels: by this step.  shares: which
-    layers read a shared prefix once.
+    ticket: orders writes and reads across launches.  unused_kernels: the step uses their fallbacks.
+    shares: which layers read a shared prefix once.
     """
 
     def __init__(
         self,
         store: PagedStore,
         step: Step,
-        token: mx.array,
+        ticket: mx.array,
         unused_kernels: Collection[str],
         shares: Sequence[bool],
     ) -> None:
-        self.store, self.step, self.token = store, step, token
+        self.store, self.step, self.ticket = store, step, ticket
         self.plan: PagedPlan = step.plan
         self.unused_kernels, self.shares = unused_kernels, shares
 
@@ -57,12 +57,12 @@ class KernelStepAttention:
     @property
     def state(self) -> list[mx.array]:
         # One shape for every kernel: compiled steps depend on shapes.
-        return [self.token.reshape(-1)[:MIN_ELEMENTS]]
+        return [self.ticket.reshape(-1)[:MIN_ELEMENTS]]
 
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
         spec, slot_mapping = self.store.specs[layer], self._slot_mapping(layer)
         rows = k.astype(spec.dtype), v.astype(spec.dtype)
-        self.token = kv_write(*rows, slot_mapping, *self._kv(layer), self.token, spec)
+        self.ticket = kv_write(*rows, slot_mapping, *self._kv(layer), self.ticket, spec)
 
     def rope_write(self, layer: int, q: Heads, k: Heads, v: Heads) -> mx.array | NewRows | None:
         """Norm and rotate q and k, write k and v -> q (num_rows, H, D), for `attend`.
@@ -88,8 +88,8 @@ class KernelStepAttention:
         assert self.plan.positions is not None
         keys, values = self._kv(layer)
         place = {"positions": self.plan.positions, "slot_mapping": self._slot_mapping(layer)}
-        store = {"keys": keys, "values": values, "token": self.token}
-        rows, self.token = rope_write(new, **place, **store, spec=spec)
+        store = {"keys": keys, "values": values, "ticket": self.ticket}
+        rows, self.ticket = rope_write(new, **place, **store, spec=spec)
         return rows
 
     def latent_write(self, layer: int, q: Heads, latents: Latents, k_pe: Heads) -> mx.array | None:
@@ -117,8 +117,8 @@ class KernelStepAttention:
         new = NewLatents(columns[0], stride, q.num_heads, *columns[1:], norm, rope)
         keys, values = self._kv(layer)
         place = {"positions": positions, "slot_mapping": self._slot_mapping(layer)}
-        store = {"keys": keys, "values": values, "token": self.token}
-        rows, self.token = latent_write(new, **place, **store, spec=spec)
+        store = {"keys": keys, "values": values, "ticket": self.ticket}
+        rows, self.ticket = latent_write(new, **place, **store, spec=spec)
         return rows
 
     def attend(self, q: mx.array | NewRows, call: AttentionCall) -> mx.array:
@@ -153,7 +153,7 @@ class KernelStepAttention:
         store, options = self._common(call)
         options |= {"window": call.window, "softcap": call.softcap, "sinks": call.sinks}
         options |= {"plan": plans[spec.num_kv_heads], "prefix": prefix}
-        out, self.token = paged_decode(q, tables, seq_lens, *store, **options)
+        out, self.ticket = paged_decode(q, tables, seq_lens, *store, **options)
         return out
 
     def _prefix(
@@ -167,7 +167,7 @@ class KernelStepAttention:
         rows = decodes.seq_lens, shared.leader, shared.lens
         options |= {"softcap": call.softcap, "splits": splits}
         prefix = shared_prefix(q, tables, *rows, *store, **options)
-        self.token = prefix.lse
+        self.ticket = prefix.lse
         return prefix
 
     def _varlen(self, q: mx.array, prompts: VarlenPrompts, call: AttentionCall) -> mx.array:
@@ -180,7 +180,7 @@ class KernelStepAttention:
         store, options = self._common(call)
         options |= {"window": call.window, "softcap": call.softcap, "sinks": call.sinks}
         where = tables, prompts.cu_seqlens_q, prompts.seq_lens, tiles
-        out, self.token = varlen_prefill(q, *where, *store, **options)
+        out, self.ticket = varlen_prefill(q, *where, *store, **options)
         return out
 
     def _latents(
@@ -188,7 +188,7 @@ class KernelStepAttention:
     ) -> mx.array:
         """where: block tables, cu_seqlens_q, seq_lens and tiles of decodes or of prompts."""
         store, options = self._common(call)
-        out, self.token = latent_attention(q, q_pe, *where, *store, splits=splits, **options)
+        out, self.ticket = latent_attention(q, q_pe, *where, *store, splits=splits, **options)
         return out
 
     def _sdpa(self, q: mx.array, prompts: SdpaPlan, call: AttentionCall) -> mx.array:
@@ -199,7 +199,7 @@ class KernelStepAttention:
     def _gather(self, call: AttentionCall, calls: SdpaCalls) -> Iterator[tuple[mx.array, mx.array]]:
         spec = self.store.specs[call.layer]
         for slots, parts in calls.gathers:
-            k, v, self.token = kv_gather(slots, *self._kv(call.layer), self.token, spec)
+            k, v, self.ticket = kv_gather(slots, *self._kv(call.layer), self.ticket, spec)
             if call.q_pe is not None:  # latents and rotary keys; the values are the latents
                 k, v = mx.concatenate([k, v], axis=-1), k
             yield from zip(parts.cut(k, axis=1), parts.cut(v, axis=1), strict=True)
@@ -210,7 +210,7 @@ class KernelStepAttention:
     def _common(self, call: AttentionCall) -> tuple[Store, dict[str, Any]]:
         """The last arrays of each attention kernel, and the options that all of them have."""
         options = {"block_size": self.store.block_size, "spec": self.store.specs[call.layer]}
-        return (*self._kv(call.layer), self.token), {"scale": call.scale, **options}
+        return (*self._kv(call.layer), self.ticket), {"scale": call.scale, **options}
 
     def _kv(self, layer: int) -> tuple[mx.array, mx.array]:
         return self.store.keys[layer], self.store.values[layer]

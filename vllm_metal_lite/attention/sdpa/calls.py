@@ -63,7 +63,7 @@ class DeviceCall:
 
     @cached_property
     def visible(self) -> mx.array:
-        """Bool (B, 1, Lq, Lk - num_visible): whether a row sees a key after those that all see."""
+        """Bool (B, 1, Lq, Lk - num_visible): whether rows see keys behind num_visible."""
         return self._visible(self.host.num_visible)
 
     def _visible(self, first: int) -> mx.array:

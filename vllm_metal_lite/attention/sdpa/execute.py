@@ -32,7 +32,7 @@ def execute_calls(
 ) -> mx.array:
     """Attention of q (num_rows, H, D) -> (num_rows, H, Dv).
 
-    kv_group: of the layer.  call.q_pe: of the last num_rows rows.  gather: keys and values of
+    kv_group: of the layer.  call.q_pe: its last num_rows rows count.  gather: keys and values of
     each SDPA call, (B, num_kv_heads, Lk, head_dim).  take: selects rows of queries and of results.
     """
     if call.q_pe is not None:

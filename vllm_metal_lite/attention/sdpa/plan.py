@@ -91,8 +91,8 @@ def plan_calls(
 
     attention_chunk: positions per chunk; rows see only the keys of their own chunk (Llama 4).
     tile: the most query rows in one tile; small tiles help a backend without fused causal SDPA.
-    max_scores: of one head, the most in one call that keeps them all in memory.  A tile has at
-    least _LEAST_TILE rows.
+    max_scores: the most scores of one head in a call that keeps all scores in memory.  A tile has
+    at least _LEAST_TILE rows.
     key_grain: keys of a padded batch are padded to a multiple of it.
     fused_rows: without a window, a segment of at least this many rows is a causal call of its own;
     max_scores and key_grain do not apply.

@@ -61,7 +61,7 @@ class ReferenceStepAttention:
     def _gather(self, call: AttentionCall, calls: SdpaCalls) -> Iterator[tuple[mx.array, mx.array]]:
         """Keys and values of each call, (B, num_kv_heads, Lk, head_dim).
 
-        Of latent attention, keys are the latents concatenated with the rotary keys; values are the
+        For latent attention, keys are the latents concatenated with the rotary keys; values are the
         latents.
         """
         spec = self.store.specs[call.layer]

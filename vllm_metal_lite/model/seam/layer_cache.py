@@ -6,7 +6,7 @@ for K and V.  `mx.fast.scaled_dot_product_attention` with a handle for keys call
 (seam/hooks.py).
 
 The handles represent arrays that a packed forward does not make: K and V, latent scores.  They are
-empty arrays of an absurd width, so that an unforeseen use fails instead of computing something.
+empty arrays of an absurd width, so that an unforeseen use fails and computes no wrong result.
 """
 
 from typing import Any

@@ -7,8 +7,8 @@ mlx-lm's recurrent layers differ in their projections and norms, but share three
     ssm_update(x, A_log, B, C, ..., state)         mamba2, nemotron_h, granite, falcon_h1, plamo2
 
 A state is a StateHandle of the layer's cache.  An operation that receives one continues the states
-of all segments (recurrence/).  Any other use of a handle fails, and the trial at load then shows
-these modules sequences instead.
+of all segments (recurrence/).  Any other use of a handle fails; then the trial at load gives
+these modules sequences.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +40,7 @@ class ConvInput(mx.array):
         self.state, self.rows, self.activated = state, rows, activated
 
     def __getitem__(self, index: Any) -> "ConvInput":
-        """The rows to carry, which the recurrence keeps."""
+        """The rows for the next segment, which the recurrence keeps."""
         return self
 
 

@@ -58,10 +58,10 @@ class StateCache(PackedCache):
         return StateHandle((self.layer, index), self.recurrence)
 
     def __setitem__(self, index: int, state: mx.array) -> None:
-        """The recurrence has written the state."""
+        """Nothing to do: the recurrence has written the state."""
 
     def advance(self, num_tokens: int) -> None:
-        """Positions are those of the rows."""
+        """Nothing to do: positions are those of the rows."""
 
     # For modules that see sequences
 
