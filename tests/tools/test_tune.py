@@ -15,7 +15,7 @@ TINY = Loads(AttentionShape(2, 1, 16, 16, mx.bfloat16), divisor=32, chain=1)
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_a_row_for_each_value_and_one_for_the_present(name, capsys):
     values, _, loads = CONSTANTS[name]
-    present = getattr(profile(), name)
+    present = getattr(profile(), name.split(":")[0], 0)  # 0: a kernel without constants
     with installed():
         sweep(name, TINY)
     _, *rows = capsys.readouterr().out.strip().splitlines()[2:]

@@ -12,7 +12,10 @@ Qwen3 models, in bfloat16.  Check the kernels first: `vllm-metal-lite doctor`.
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from tools.bench.lib.tables import table_head
 from tools.dev.run_main import run_main
@@ -23,7 +26,12 @@ from vllm_metal_lite.checks.bandwidth import seconds_per_call
 from vllm_metal_lite.devices import profile, using
 from vllm_metal_lite.kernels.arguments import RMSNorm, new_token
 from vllm_metal_lite.kernels.decode import decode_plan, paged_decode
+from vllm_metal_lite.kernels.experts import Activation, Experts, ExpertWeight, expert_mlp
+from vllm_metal_lite.kernels.gated_delta import gated_delta
+from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.recurrence import GatedNorm, delta_gates
 from vllm_metal_lite.kernels.registry import REGISTRY
+from vllm_metal_lite.kernels.segments import pack_segments
 from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix
 from vllm_metal_lite.kernels.skinny_gemm import skinny_gemm
 from vllm_metal_lite.kernels.weights import quantised
@@ -40,10 +48,8 @@ class Loads:
     """divisor: of contexts, widths and vocabularies; above 1 only in tests.  chain: of calls."""
 
     def __init__(self, shape: AttentionShape, divisor: int = 1, chain: int = 100) -> None:
-        self.shape, self.divisor, self.chain = shape, divisor, chain
-
-    def _seconds(self, call: Callable[[mx.array], mx.array], x: mx.array, **how: Any) -> float:
-        return seconds_per_call(call, x, self.chain, **how)
+        self.shape, self.divisor = shape, divisor
+        self.seconds = partial(seconds_per_call, chain=chain)
 
     def _random(self, *size: int, scale: float = 1.0) -> mx.array:
         x = (mx.random.normal(size) * scale).astype(self.shape.dtype)
@@ -53,7 +59,7 @@ class Loads:
     def decode(self, batch: int, context: int) -> float:
         load = stores.TimedStore(self.shape, batch, max(32, context // self.divisor))
         token = new_token()
-        return self._seconds(lambda q: load.attend(q, load.plan, token), load.queries())
+        return self.seconds(lambda q: load.attend(q, load.plan, token), load.queries())
 
     def prefix(self, rows: int, tokens: int) -> float:
         """Decodes behind one prefix, which is read once if that saves enough."""
@@ -77,7 +83,7 @@ class Loads:
             last, prefix = (part.lse, part) if once else (token, None)
             return paged_decode(q, *args, *store, last, plan=plan, prefix=prefix, **how)[0]
 
-        return self._seconds(call, self._random(rows, s.num_heads, s.k_head_dim))
+        return self.seconds(call, self._random(rows, s.num_heads, s.k_head_dim))
 
     def product(self, rows: int, width: int, bits: int | None = None, norm: bool = False) -> float:
         """skinny_gemm with a square weight.  norm: before it, fused if the profile fuses."""
@@ -91,7 +97,32 @@ class Loads:
             normed = mx.fast.rms_norm(x, gain, 1e-5) if norm and not inside else x
             return skinny_gemm(normed, weight, norm=inside)
 
-        return self._seconds(call, x)
+        return self.seconds(call, x)
+
+    def experts(self, rows: int, width: int, count: int) -> float:
+        """Square weights in 4 bits, three an expert; a row has 8 experts.  Sums are left out."""
+        size, how = max(64, width // self.divisor), Quantisation(4, 64)
+        weights = [quantised(self._random(count, size, size, scale=0.02), how) for _ in range(3)]
+        indices = mx.arange(rows * 8, dtype=mx.uint32).reshape(rows, 8) % count
+        mx.eval(weights, indices)
+        mixture, x = Experts(*map(ExpertWeight, weights), Activation()), self._random(rows, size)
+        return self.seconds(lambda x: expert_mlp(x, indices, mixture)[:rows], x)
+
+    def recurrence(self, segments: int, rows: int) -> float:
+        """gated_delta as Qwen3.5 4B has it, `rows` rows a segment; one array is q and k."""
+        heads, rows = max(2, 32 // self.divisor), max(1, rows // self.divisor)
+        count, slots = segments * rows, np.arange(segments + 1)
+        q, a = (Columns(self._random(count, n), 0) for n in (heads // 2 * 128, heads))
+        packed = mx.array(pack_segments(slots * rows, slots[:-1], slots[:-1], count))
+        states, zeros = mx.zeros((segments, heads, 128, 128)), mx.zeros(heads)
+        mx.eval(states, packed, zeros)
+        how = {"norm": GatedNorm(1e-6, 128**-0.5), "num_k_heads": heads // 2, "max_seqlen": rows}
+
+        def call(v: mx.array) -> mx.array:
+            given = Columns(v, 0), delta_gates(a, a, zeros, zeros), states, packed, new_token()
+            return gated_delta(q, q, *given, **how)[0].flatten(1)
+
+        return self.seconds(call, self._random(count, heads * 128))
 
     def argmax(self, rows: int, vocab_size: int) -> float:
         """Not compiled, like the sampler."""
@@ -100,14 +131,13 @@ class Loads:
         parts = num_parts(*x.shape)
 
         def call(x: mx.array) -> mx.array:
-            return mx.depends([x], [argmax_in_parts(x, parts) if parts > 1 else mx.argmax(x, -1)])[
-                0
-            ]
+            found = argmax_in_parts(x, parts) if parts > 1 else mx.argmax(x, -1)
+            return mx.depends([x], [found])[0]
 
-        return self._seconds(call, x, compiled=False)
+        return self.seconds(call, x, compiled=False)
 
 
-# Constant: (values, load, its arguments).
+# Constant, or a kernel without constants: (values, load, its arguments).
 CONSTANTS: dict[str, tuple[Sequence[int], Load, Sequence[tuple[Any, ...]]]] = {
     "decode_fill": (_FILLS, Loads.decode, [(1, 4096), (1, 16384), (2, 16384), (8, 4096)]),
     "few_keys": ((128, 256, 512, 1024, 2048), Loads.decode, [(4, 1 << n) for n in range(10, 14)]),
@@ -121,24 +151,28 @@ CONSTANTS: dict[str, tuple[Sequence[int], Load, Sequence[tuple[Any, ...]]]] = {
     ),
     "gemm_fill": ((16, 64, 128, 256), Loads.product, [(8, 1 << n) for n in range(10, 14)]),
     "max_lane_rows": ((0, 4), Loads.product, [(1, 4096, 4), (2, 4096, 4), (4, 4096, 4)]),
+    "max_lane_rows:experts": (
+        (0, 4), Loads.experts, [(1, 2048, 128), (4, 2048, 128), (4, 2048, 8)]
+    ),
     "max_normed_rows": ((0, 64), Loads.product, [(n, 2048, None, True) for n in (8, 16, 32, 64)]),
     "max_normed_weights": (
         (0, 1 << 30), Loads.product, [(8, 1 << n, 4, True) for n in range(10, 14)]
     ),
     "argmax_long": ((1 << 14, 1 << 20), Loads.argmax, [(8, 1 << n) for n in range(14, 19)]),
     "argmax_fill": ((2, 512), Loads.argmax, [(1 << n, 1 << 17) for n in range(2, 9)]),
+    "gated_delta": ((), Loads.recurrence, [(1, 1), (16, 1), (64, 1), (8, 512), (1, 4096)]),
 }  # fmt: skip
 
 
 def sweep(name: str, loads: Loads) -> None:
     """Print the table of a constant."""
     values, load, columns = CONSTANTS[name]
-    now = profile()
-    present = getattr(now, name)
+    constant, now = name.split(":")[0], profile()
+    present = getattr(now, constant, 0)
     print(f"\n### {name}: us a call of `{load.__name__}`\n")
     table_head([name, *(", ".join(map(str, arguments)) for arguments in columns)])
     for value in sorted({*values, present}):
-        with using(replace(now, **{name: value})):
+        with using(replace(now, **{constant: value} if values else {})):
             times = [load(loads, *arguments) for arguments in columns]
         cells = " | ".join(f"{1e6 * seconds:,.1f}" for seconds in times)
         print(f"| {value:,}{' *' if value == present else ''} | {cells} |", flush=True)
@@ -153,8 +187,9 @@ def main() -> int:
     if backend.is_cpu():
         raise MetalLiteError("constants are measured on a GPU, and MLX sees none")
     print(f"{backend.describe()}, MLX {backend.mlx_version()}")
-    of_kernel = REGISTRY[args.kernel].constants if args.kernel else CONSTANTS
-    for name in args.names or [name for name in of_kernel if name in CONSTANTS]:
+    of_kernel = (args.kernel, *REGISTRY[args.kernel].constants) if args.kernel else ()
+    wanted = args.names or [n for n in CONSTANTS if not of_kernel or n.split(":")[0] in of_kernel]
+    for name in wanted:
         sweep(name, Loads(AttentionShape(16, 8, 128, 128, mx.bfloat16)))
     return 0
 
