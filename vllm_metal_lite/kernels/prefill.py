@@ -32,7 +32,7 @@ def plan_tiles(cu_seqlens_q: np.ndarray, num_rows: int, num_queries_per_kv: int)
     """Split a packed batch into tiles (T, 2) int32 for `varlen_prefill`, vectorised over segments.
 
     cu_seqlens_q: (S+1,), empty segments allowed.  num_rows: rows of q, padding included.
-    num_queries_per_kv: query heads per KV head.  A tile is (segment, first of its TILE_ROWS (token,
+    num_queries_per_kv: query heads per KV head.  A tile is (segment, first of its TILE_ROWS (row,
     head) pairs in the segment).  Padding rows are in tiles of segment -1, which give zeros; their
     first pair counts from row 0.  Raises ValueError if cu_seqlens_q ends beyond num_rows.
 
