@@ -62,7 +62,7 @@ def main() -> int:
             said = "equal" if known[key] else "DIFFER"
             said += "" if right else ", UNEXPECTED failures"
             print(f"| {kernel} | {kind} | {found} | {seconds:.1f} | {said} |", flush=True)
-    print(f"\n{wrong or 'no'} cases did not end as they should")
+    print(f"\n{wrong} cases ended otherwise than they should")
     return 1 if wrong else 0
 
 
