@@ -1,7 +1,7 @@
 // add_rms_norm: a residual sum and its RMS norm, in one launch and one pass over memory; if Y_NORM with
 // the norm of the addend (post norms, as Gemma's and OLMo's).
 //
-//   x, y       (rows, DIM) of T           the residual stream, and what a layer adds to it
+//   x, y       (rows, DIM) of T           the residual stream, and a layer's result
 //   weight     (DIM,) of any float type   not read unless WEIGHT
 //   y_weight   the same, of the norm of y; not read unless Y_WEIGHT
 //   sum        (rows, DIM) of T           x + y; if Y_NORM x + y / sqrt(mean(y^2) + Y_EPS) * y_weight
@@ -26,7 +26,7 @@
 // Where a turn reaches past the row, a thread neither reads nor writes, but takes part in collectives.
 //
 // Cost.  Reads x and y and writes sum and normed once, 4 * rows * DIM * sizeof(T) bytes.  Apart they
-// are two launches, or three, of which each but the first reads again what the one before wrote.
+// are two launches, or three, and each but the first reads again the rows that the one before wrote.
 #include "rms_norm.h"
 #include "words.h"
 

@@ -26,11 +26,11 @@
 // Why it is correct.  All of a threadgroup's branches on the plan go the same way for its threads.  A
 // pair past the last one of a tile repeats the last and is not stored; a row of w likewise.  Each
 // simdgroup leaves its sums in threadgroup memory, and each thread adds those of one element in order,
-// so a pair's result depends on its row and its expert's weight only: not on what else is in its tile.
-// What would be an array between two launches is rounded to T where it would be.
+// so a pair's result depends on its row and its expert's weight only: not on the other pairs of its
+// tile.  A value that would be an array between two launches is rounded to T there.
 //
 // Cost.  w of each used expert once, again for every ROW_TILES * 8 pairs of it; eights of pairs that a
-// tile does not have cost no product.  LANE_ROWS (1 or 4): no more pairs a tile than so many, and products
+// tile does not have cost no product.  LANE_ROWS (1 or 4): at most that many pairs a tile, and products
 // without matrices (lane_products.h).
 #include "activations.h"
 #include "lane_products.h"

@@ -22,7 +22,7 @@
 // Why it is correct.  A thread's output depends on experts and counts only, which no thread changes
 // between the barriers, and the places of two experts do not meet.  So the plan is the same in every
 // order of threads.  The number of tiles is known on the device only: the array has room for the most
-// that there can be, `room`, and what is behind the last tile is marked.
+// that there can be, `room`, and the places behind the last tile are marked.
 //
 // Cost.  One launch; a thread reads 2 pairs + EXPERTS words of threadgroup memory for each expert.
 

@@ -1,6 +1,6 @@
 // expert_sum: the weighted sum of each row's experts.
 //
-//   x          (rows * TOP_K, columns) of T    what expert_gemm returns; columns a multiple of 4
+//   x          (rows * TOP_K, columns) of T    results of expert_gemm; columns a multiple of 4
 //   weights    (rows, TOP_K)                   float32 or 16-bit floats
 //   y          (rows, columns) of Y
 //

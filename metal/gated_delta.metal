@@ -5,7 +5,7 @@
 //                                            array may be all three.  K_HEADS heads of K_DIM in q and
 //                                            in k, V_HEADS of V_DIM in v: V_HEADS / K_HEADS share one of k
 //   gates     (N, G_WIDTH) of G              V_HEADS columns from G_START on, with VECTOR V_HEADS * K_DIM:
-//                                            what the state is multiplied by, or its logit (GATE)
+//                                            the state's factor, or its logit (GATE)
 //   beta      (N, B_WIDTH) of B              V_HEADS columns from B_START on: how much of a row goes into
 //                                            the state, or its logit (BETA); not read if GATE is GATE_TIME
 //   a_log, bias  (V_HEADS,) of float types   not read if GATE is GATE_GIVEN
@@ -17,10 +17,10 @@
 //   token     float32 -> next_token (8,)     orders this launch among those that use the store
 //   y         (N, V_HEADS, V_DIM) of T       zeros in rows of padding
 //
-// recurrence.h says what is computed.  Mamba 2 calls q, k, v, beta: C, B, x, dt.  K_DIM is a multiple of
+// recurrence.h has the equations.  Mamba 2 calls q, k, v, beta: C, B, x, dt.  K_DIM is a multiple of
 // 16, V_DIM one of 8.
 //
-// Rounding.  Gates, beta and what NORM makes of q and k stay in float32.  mlx-lm, which has launches for
+// Rounding.  Gates, beta and, with NORM, q and k stay in float32.  mlx-lm, which has launches for
 // each of them, rounds them to T on the way.
 //
 // Layout.  Grid: x: SIMDGROUPS * 8 rows of a state, y: head of v, z: segment.  A simdgroup owns 8 rows of
@@ -40,7 +40,7 @@
 //
 // Why it is correct.
 //   - Every row goes through advance_row, in one order of sums.  So neither y nor a state depends on where
-//     a prompt is cut, on checkpoints, or on what else is in the step (but for products and sums that a
+//     a prompt is cut, on checkpoints, or on other segments of the step (but for products and sums that a
 //     compiler joins in one of the two forms only).
 //   - Each element of a slot is read and written by one lane, which reads first.  No slot that one
 //     segment writes is used by another in the same launch, and the token orders launches as it does

@@ -1,4 +1,4 @@
-// gated_rms_norm: the norm of what a recurrent layer gives, and the gate beside it, in one launch.
+// gated_rms_norm: the norm of a recurrent layer's result, and the gate beside it, in one launch.
 //
 //   x       (N, GROUPS, DIM) of T        results of the recurrence; each group is normalised by itself
 //   z       (N, Z_WIDTH) of T            the gate: GROUPS * DIM columns from Z_START on

@@ -40,7 +40,7 @@ METAL_FUNC void ask_part(const device uint* row, int at, thread uint* held) {
   }
 }
 
-// What was asked for, as elements of T.
+// The words that were asked for, as elements of T.
 template <typename T, int BITS>
 METAL_FUNC void put_part(const thread uint* held, threadgroup uint4* to) {
   if (BITS >= 16) {
@@ -82,8 +82,8 @@ struct PartsOf {
   }
 };
 
-// COUNT parts of KEYS rows of one KV head, of which this thread's first is `first`.  Ask for several before
-// the first is put to the tile, since latency is what they cost.
+// COUNT parts of KEYS rows of one KV head; this thread's first is `first`.  Ask for several before the
+// first is put to the tile: their cost is latency.
 template <typename T, int BITS, int DIM, int GROUP_SIZE, int KEYS, int THREADS, int COUNT>
 METAL_FUNC void ask_rows(const device uint* store, const threadgroup int* slots, int kv_heads,
                          int kv_head, int first, thread uint* held) {
@@ -130,7 +130,7 @@ METAL_FUNC void fetch_rows(const device uint* store, const threadgroup int* slot
   }
 }
 
-// One step of the online softmax, in base 2: the tile k, v of keys `base` .. base + KEYS - 1, of which
+// One step of the online softmax, in base 2: the tile k, v of keys `base` .. base + KEYS - 1;
 // this lane's row sees those from `from` to `to` - 1.  m, l and o are of its row; a lane adds its own
 // part to l.  A score is the product times `scale`; if CAPPED, `cap` times the tanh of that.  All threads
 // call it together; where `used` is false, rows do not exist.

@@ -3,7 +3,7 @@
 //   keys, values  (slots, KV_HEADS, DIM)   the store; a head has K_WORDS and V_WORDS words
 //   kv_slots      (N,) int32               the slot of each key wanted; every one must be valid
 //   token         float32 -> next_token (8,) read after the writes before it, before those after it
-//   k, v          (KV_HEADS, N, DIM)       outputs, of which each SDPA call takes views; the keys of a
+//   k, v          (KV_HEADS, N, DIM)       outputs; each SDPA call takes views of them; the keys of a
 //                                          head follow each other, as matrix products need them
 //
 // Besides attention this is the only reader of the store: an MLX operation must not read it, for MLX

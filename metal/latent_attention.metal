@@ -8,7 +8,7 @@
 //   block_tables  (S, max_blocks) int32   the blocks of each segment, in order
 //   cu_seqlens_q  (S + 1,) int32          segment s has rows cu_seqlens_q[s] .. [s + 1] - 1
 //   seq_lens      (S,) int32              its keys, those of its own rows included
-//   tiles         (T, 2) int32            segment, first (token, head) pair; see plan_tiles
+//   tiles         (T, 2) int32            segment, first (row, head) pair; see plan_tiles
 //   token         float32                 read after the writes before it
 //   SCALE         the bits of a float (a template value is an integer)
 //   out           (N, HEADS, LATENT_DIM) of T; zeros in rows of no segment
@@ -19,8 +19,8 @@
 // A score is (q . latent + q_pe . rotary key) * scale, its value the latent.  Row i of a segment with
 // q_len rows sits at position seq_len - q_len + i and sees the keys up to there.
 //
-// Layout.  All heads share one latent a token, so a segment's rows are q_len * HEADS pairs (token,
-// head), token by token, and a tile is 32 of them, in BLOCKS of 8.  A decode is a segment of one row.
+// Layout.  All heads share one latent a token, so a segment's rows make q_len * HEADS pairs (row,
+// head), row by row, and a tile is 32 of them, in BLOCKS of 8.  A decode is a segment of one row.
 // Grid: x: tile, y: split of its keys.  For a tile of KEYS = 8 latents, with 8 simdgroups:
 //
 //   store --> threadgroup memory    | latent, LATENT_DIM      | rotary, ROPE |   8 rows
@@ -28,7 +28,7 @@
 //   scores   simdgroup s takes depth  0     1     2   (matrices s, s + 8, ...), all 32 pairs
 //            its parts of the 32 x 8 scores --> threadgroup memory
 //   softmax  thread t adds up the parts of score t: 8 lanes are a pair, one key each
-//            weights (32 x 8 of T) and what fades each pair's sums --> threadgroup memory
+//            weights (32 x 8 of T) and the factors that fade sums --> threadgroup memory
 //   values   simdgroup s takes columns s * LATENT_DIM / 8 .. of the latents, all 32 pairs
 //
 // So each element of a latent is read once from the store for 32 pairs, and from threadgroup memory
@@ -42,14 +42,14 @@
 //     not see scores MASKED, so far below LOWEST, where every maximum starts, that its weight is 0.  No
 //     slot that the tile's last pair does not see is read.  Any other may hold NaN.
 //   - Tiles of keys begin at multiples of KEYS, and one that a pair does not see changes none of its
-//     sums: in one split a prompt in chunks gives, bit for bit, what it gives at once.
+//     sums: in one split a prompt in chunks gives the same bits as a whole one.
 //   - A pair past the segment's end repeats the last one and is not stored.
 //   - A tile of padding is one of a segment with no keys over all the rows: no loop, l = 0, zeros.
 //   - Every thread takes the same path around barriers, every lane of a simdgroup around products
 //     and shuffles: a simdgroup's 32 scores lie in one block of pairs.
 //
-// Cost, at LATENT_DIM 512 and ROPE 64.  Bytes: 1,152 a key in 16 bits, once for 32 pairs; what tiles
-// share comes from the cache.  Flops: 2 * (576 + 512) a pair and key: 30 for each byte with 16 heads,
+// Cost, at LATENT_DIM 512 and ROPE 64.  Bytes: 1,152 a key in 16 bits, once for 32 pairs; latents
+// that tiles share come from the cache.  Flops: 2 * (576 + 512) a pair and key: 30 for each byte with 16 heads,
 // so a decode of many heads is bound by arithmetic.  Threadgroup memory: 8 latents of 584 elements, 9.1 KB
 // (18.3 KB in float32), 8 KB of scores, 0.6 KB of weights.  Registers of a lane: 64 floats of sums, 72
 // elements of queries (36 registers in 16 bits; in float32 more than Apple's GPUs have, not measured);
@@ -270,7 +270,7 @@ for (int base = begin; base < end; base += KEYS) {
       o, weight, used, (const threadgroup T*)tile + simdgroup_index * COLUMNS * 8, row, col);
 }
 
-// All have used the fades; they become what divides each pair's sums.
+// All have used the fades; they become the divisors of each pair's sums.
 threadgroup_barrier(mem_flags::mem_threadgroup);
 #pragma unroll
 for (int i = 0; i < OWN; i++) {

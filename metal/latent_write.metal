@@ -11,11 +11,11 @@
 //   slot_mapping  (N,) int32               slot = block * block_size + offset; negative: write nothing
 //   keys, values  (slots, 1, LATENT_DIM or ROPE) the store; declared as inputs, and written;
 //                                          a value has BITS bits: those of T, or 8 or 4 as in quantised.h
-//   token         float32 -> next_token (8,) what orders this write before the reads that follow
+//   token         float32 -> next_token (8,) orders this write before the reads that follow
 //   out           (N, HEADS, ROPE) of T    rotary parts of queries, turned
 //   ROPE_SCALE, LOG2_BASE, FACTOR, EPS     the bits of floats (a template value is an integer)
 //
-// rope.h says what is computed, and which lane holds which pair.
+// rope.h has the equations, and the lane of each pair.
 //
 // Who does what.  Grid (simdgroups for the parts of a row, N).  The parts of a row are its HEADS rotary
 // queries, its latent and its rotary key; a simdgroup takes one.
@@ -24,8 +24,8 @@
 // are distinct; a part is the same for all lanes of a simdgroup, and so are the branches.  Quantised
 // rows lie in threadgroup memory first, rounded to T.
 //
-// Cost.  Reads and writes each byte of the three once.  What it saves is launches: a norm, two rotations,
-// a write, and the copies that slice two products, in one.
+// Cost.  Reads and writes each byte of the three once.  It replaces the launches of a norm, two rotations and a
+// write, and the copies that slice two products.
 #include "quantised.h"
 #include "rope.h"
 

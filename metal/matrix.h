@@ -1,7 +1,7 @@
 // Which elements of an 8x8 simdgroup_matrix a lane holds.
 //
 // A lane has two neighbours of one row, (row, col) and (row, col + 1), as thread_elements()[0] and
-// [1].  Apple does not document which; this is what MLX's kernels assume, on every chip so far:
+// [1].  Apple does not document this; MLX's kernels assume it, on every chip so far:
 //
 //            col 0,1  2,3  4,5  6,7       row = bits 4 2 1 of the lane
 //   row 0       0     1    8    9         col = bits 3 0, times 2
@@ -80,7 +80,7 @@ METAL_FUNC void multiply_each(thread metal::simdgroup_matrix<float, 8, 8>* sums,
   }
 }
 
-// The same with several left sides, of which `used` count: sums[b * COUNT + i] is of left[b].  A matrix
+// The same with several left sides, the first `used`: sums[b * COUNT + i] is of left[b].  A matrix
 // is fetched once for all of them.
 template <int BLOCKS, int COUNT, int NEXT, int STRIDE, bool TRANSPOSED, typename T>
 METAL_FUNC void multiply_blocks(thread metal::simdgroup_matrix<float, 8, 8>* sums,

@@ -11,7 +11,7 @@
 // Why it is correct.  Attention over a union of key sets is the mean of the attentions over each,
 // weighted by their sums of exponentials: out = sum_p 2^(lse_p - top) partial_p / sum_p 2^(lse_p - top)
 // (flash-decoding).  An empty split has weight 0 by a comparison, never by arithmetic on infinities; a
-// row of which every split is empty gives 0, never 0 / 0.  The fast exp2 does: its arguments are finite
+// row whose splits are all empty gives 0, never 0 / 0.  The fast exp2 is enough: its arguments are finite
 // and not above 0.
 //
 // Cost.  4 * rows * splits * V_DIM bytes, small beside the context that was read.

@@ -1,5 +1,5 @@
 // paged_decode: attention of one query row a sequence over its blocks of the paged store; if FUSED
-// with what rope_write does before it (metal/rope_write.metal), for a step of decodes in one launch.
+// with the work of rope_write before it (metal/rope_write.metal), for a step of decodes in one launch.
 //
 //   q             (B, KV_HEADS * GROUP, K_DIM)  one row a sequence; GROUP query heads share a KV head
 //                 of T; if FUSED rows of *_WIDTH columns, as k and v are: heads from *_START on
@@ -11,8 +11,8 @@
 //   seq_lens      (B,) int32                    keys of each sequence, the newest is that of this step;
 //                                               0 = a row of padding, gives 0, writes nothing
 //   sinks         (KV_HEADS * GROUP,) of T      one logit a head; has a weight, but no value
-//   prefix, prefix_lse, prefix_lens             read if PREFIX: what shared_prefix made of
-//                 each sequence's first prefix_lens[sequence] keys, in so many splits; 0 = of none
+//   prefix, prefix_lse, prefix_lens             read if PREFIX: the results of shared_prefix
+//                 for each sequence's first prefix_lens[sequence] keys, by split; 0 = no such keys
 //   token         float32                       read after the writes before it
 //   out           (B, heads, splits, V_DIM) of OUT_T: T if there is one split; if there are more,
 //                 float, and merge_partitions adds them up by
@@ -35,7 +35,7 @@
 //           one key            | next key     (c * LANES + l) * W ... + W - 1, for each c
 //
 // With 16-byte loads, LANES lanes read a row of K in one coalesced run; UNROLL rows of K and of V are
-// asked for before any is used, because memory latency, not arithmetic, is what a decode waits for.
+// asked for before any is used, because a decode waits for memory latency, not for arithmetic.
 //
 // Registers.  A lane keeps its part of o for all heads, the words under way and the scores of a chunk.  Its
 // part of the queries lies in threadgroup memory, scaled, and is read for PAIRED keys at a time: beside
@@ -64,7 +64,7 @@
 //     hold anything, NaN too) and their weight is set to 0.
 //   - m starts at LOWEST, a finite number: a difference of two maxima is never inf - inf, and a
 //     group that saw no key has l = 0 and adds nothing.
-//   - FUSED: no threadgroup reads from the store what another one writes in this launch: its own newest
+//   - FUSED: no threadgroup reads rows of the store that another one writes in this launch: its own newest
 //     row it has itself, and the caller rules out rows of others (reads_new_rows).
 //   - Loops around shuffles and barriers have the same trip count for every lane (simdgroup).
 //

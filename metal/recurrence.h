@@ -1,7 +1,7 @@
 // A linear recurrence with a state of 8 rows in the registers of a simdgroup:
 //
 //   S = S gate_t + d_t k_t^T        y_t = S q_t        S (8 rows of V_DIM, K_DIM)
-//   d_t = beta_t (v_t - S gate_t k_t)   with DELTA, the gated delta rule: what k_t reads so far is replaced
+//   d_t = beta_t (v_t - S gate_t k_t)   with DELTA, the gated delta rule: k_t's old value is replaced
 //   d_t = beta_t v_t                    without, as in Mamba 2
 //
 // gate_t scales S as a whole, or column by column (VECTOR).  gated_delta.metal says who does what.

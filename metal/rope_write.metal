@@ -9,11 +9,11 @@
 //   slot_mapping  (N,) int32               slot = block * block_size + offset; negative: skip k and v
 //   keys, values  (slots, KV_HEADS, DIM)   the store; declared as inputs, and written; a value
 //                                          has BITS bits: those of T, or 8 or 4 as in quantised.h
-//   token         float32 -> next_token (8,) what orders this write before the reads that follow
+//   token         float32 -> next_token (8,) orders this write before the reads that follow
 //   out           (N, Q_HEADS, K_DIM) of T queries, rotated
 //   ROPE_SCALE, LOG2_BASE, FACTOR, Q_EPS, K_EPS  the bits of floats (a template value is an integer)
 //
-// rope.h says what is computed, and which lane holds which pair.
+// rope.h has the equations, and the lane of each pair.
 //
 // Who does what.  Grid (simdgroups for the heads of a row, N).  The heads of a row are counted through
 // q, k and v; the simdgroups of a row share them, and one takes its heads one after another.  One head
@@ -26,11 +26,10 @@
 // Why it is correct.  Every element is read and written by one thread.  Slots of one step are distinct,
 // so no two threads write the same element of the store, and the token orders the launch as it does
 // that of kv_write (metal/kv_write.metal).  A head is the same for all lanes of a simdgroup, and so are
-// the branches around what rope_head and quantise_row share.
+// the branches around simd_sum in rope_head and shuffles in quantise_row.
 //
-// Cost.  Reads and writes each byte of q, k and v once.  What it saves is launches: two norms, two
-// multiplications by a factor, two rotations and a write, and the copies that slice a joined projection,
-// in one.
+// Cost.  Reads and writes each byte of q, k and v once.  It replaces the launches of two norms, two
+// multiplications by a factor, two rotations and a write, and the copies that slice a joined projection.
 #include "quantised.h"
 #include "rope.h"
 

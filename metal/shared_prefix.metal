@@ -39,7 +39,7 @@
 //   - A pair past the last repeats it and is not stored.
 //   - Every lane takes the same path around barriers, every lane of a simdgroup around products.
 //
-// Cost.  Bytes: the prefix once a tile of pairs, what tiles share comes from the cache; B * heads *
+// Cost.  Bytes: the prefix once a tile of pairs, then from the cache; B * heads *
 // splits * V_DIM floats written, and read again by paged_decode.
 #include "key_tile.h"
 #include "rope.h"
@@ -170,7 +170,7 @@ for (int base = begin; base < end; base += KEYS) {
     block = block_tables[table + key / BLOCK_SIZE];
   }
 
-  // A simdgroup of which no pair exists has nothing to do.
+  // A simdgroup without pairs has nothing to do.
   attend_tile<T, K_DIM, V_DIM, KEYS, K_STRIDE, V_STRIDE, SOFTCAP != 0, PARTNERS>(
       query, (const threadgroup T*)k_tile, (const threadgroup T*)v_tile, sg_first < pairs,
       simdgroup_index, scores, base, begin, end, s_scale, softcap * LOG2_E, row, col, m, l, o);

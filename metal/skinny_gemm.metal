@@ -1,5 +1,5 @@
-// skinny_gemm: the product of a few rows with a weight, y = x w^T, whose cost is reading w; and what a
-// decode step would do to the rows in launches of their own before it and after it.
+// skinny_gemm: the product of a few rows with a weight, y = x w^T, whose cost is reading w; and the
+// operations of a decode step before it and after it, which would be launches of their own.
 //
 //   x          (rows, DEPTH) of T     rows <= ROW_TILES * 8, FULL: just as many; DEPTH a multiple of 32
 //   w          (weights, DEPTH)       16-bit floats T, or quantised: words of BITS a weight, with
@@ -31,15 +31,15 @@
 // Why it is correct.  Each simdgroup sums other elements of the depth, in float32, and leaves its
 // sums in threadgroup memory; after the barrier each thread adds those of one element of y, in
 // order, so the result does not depend on their order of arrival.  That memory holds HELD eights of
-// rows, so it is done for so many at a time.  A row past the last one of w, or of x, repeats the
-// last and is not stored.  All lanes of a simdgroup take the same turns.  What would be an array
-// between two launches is rounded to T where it would be: the weight, the normalised row, the
+// rows, so the rows are added HELD eights at a time.  A row past the last one of w, or of x, repeats the
+// last and is not stored.  All lanes of a simdgroup take the same turns.  A value that would be
+// an array between two launches is rounded to T there: the weight, the normalised row, the
 // product, gate, its activation and up.
 //
 // Cost.  w once; x once a threadgroup, twice with NORM; one launch of few arrays, which is cheap for
 // the host.  Instructions a weight, for each 8 rows of x, by count: 8 in the products; with NORM about
 // 80 / COLUMNS for the normalised x.  Once a weight: unpacking (weights.h), 3.5 for 4 bits.  An Apple
-// GPU has 7 to 9 for each weight of 4 bits that its memory brings, and 30 for one of 16 bits.  So in
+// GPU has 7 to 10 for each weight of 4 bits that its memory brings, and 30 or more for one of 16 bits.  So in
 // 4 bits matrix products of 1 to 8 rows are bound by instructions rather than by bytes, at about 1.5 times
 // the time that the bytes take.  LANE_ROWS (1, or 4 for 2 to 4 rows): products without matrices
 // (lane_products.h), of 4 instructions a weight for one row, and 1.5 more for each other row.

@@ -6,7 +6,7 @@
 //   block_tables  (S, max_blocks) int32         the blocks of each segment, in order
 //   cu_seqlens_q  (S + 1,) int32                segment s has rows cu_seqlens_q[s] .. [s + 1] - 1
 //   seq_lens      (S,) int32                    its keys, those of its own rows included
-//   tiles         (T, 2) int32                  segment, first (token, head) pair; see plan_tiles
+//   tiles         (T, 2) int32                  segment, first (row, head) pair; see plan_tiles
 //   sinks         (KV_HEADS * GROUP,) of T      one logit a head; has a weight, but no value
 //   token         float32 -> next_token (8,)    read after the writes before it
 //   SCALE, SOFTCAP  the bits of two floats (a template value is an integer); SOFTCAP 0 = none
@@ -15,8 +15,8 @@
 // Row i of a segment with q_len rows sits at position seq_len - q_len + i and sees the keys up to
 // there, the last WINDOW of them if WINDOW > 0.  K_DIM and V_DIM are multiples of 8.
 //
-// Layout.  The query rows of one KV head in one segment are its q_len * GROUP pairs (token, head),
-// token by token.  A tile is ROWS pairs in a row, so a short segment fills it with heads (GQA), and
+// Layout.  The query rows of one KV head in one segment are its q_len * GROUP pairs (row, head),
+// row by row.  A tile is the next ROWS pairs, so a short segment fills it with heads (GQA), and
 // each key that is fetched serves all of them.  Grid: x: KV head, y: tile.
 //
 //                   begin                  end
@@ -25,7 +25,7 @@
 //     8 pairs         |######:#######       |
 //   simdgroup 1       | #####:#######:#     |      All simdgroups bring a tile of keys (K and V) to
 //     8 pairs         |   ###:#######:###   |        threadgroup memory, then each computes with it
-//   simdgroup 2 ...   |     #:#######:#######        what its 8 pairs need
+//   simdgroup 2 ...   |     #:#######:#######        the keys of its 8 pairs
 //
 // A simdgroup owns 8 pairs for the whole loop.  Their queries (8 x K_DIM of T) and their sums of
 // values (8 x V_DIM float) stay in its registers as 8x8 matrices; S = Q K^T and O += P V are
@@ -38,7 +38,7 @@
 // that a matrix takes, nor the columns of K (K^T is read, never stored), meet in a bank.
 //
 // Quantised rows become T on the way to the tile, rounded as kv_gather_quantised rounds them: half or a
-// quarter of the bytes is fetched, and what follows does not know.
+// quarter of the bytes is fetched, and the code that follows is the same.
 //
 // Online softmax as in paged_decode, in base 2 (FlashAttention-2, Dao 2023).
 //
@@ -48,13 +48,13 @@
 //   - A key that a row must not see scores MASKED, so far below LOWEST, where every maximum starts,
 //     that 2^(MASKED - m) is 0: for a row too that has seen nothing yet.  Both are finite.
 //   - Where a tile of keys begins depends on nothing but KEYS, and one that a row does not see
-//     changes none of its sums.  So a prompt in chunks gives, bit for bit, what it gives at once.
+//     changes none of its sums.  So a prompt in chunks gives the same bits as a whole one.
 //   - A pair past the segment's end repeats the last one and is not stored.
 //   - A tile of padding is one of a segment with no keys over all the rows: no loop, l = 0, zeros.
 //   - Every lane takes the same path around barriers, every lane of a simdgroup around products.
 //
-// Cost.  Bytes: a tile of pairs fetches each key from `begin` to `end` once, 1 / ROWS of what pairs
-// on their own would; what tiles share comes from the cache.  Flops: 2 * (K_DIM + V_DIM) a pair and
+// Cost.  Bytes: a tile of pairs fetches each key from `begin` to `end` once, 1 / ROWS of the
+// bytes of single pairs; keys that tiles share come from the cache.  Flops: 2 * (K_DIM + V_DIM) a pair and
 // key, of tiles of keys that are seen in part too.  For 8 keys a lane issues (K_DIM + V_DIM) / 8
 // products and 2 exp2.  Registers of a lane: K_DIM / 4 elements of T, V_DIM / 4 / PARTNERS + KEYS / 4 floats.
 #include "key_tile.h"
@@ -135,7 +135,7 @@ for (int base = begin / KEYS * KEYS; base < end; base += KEYS) {
       (const device uint*)values, slots, KV_HEADS, kv_head, thread_index, v_tile);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  // A simdgroup of which no pair exists has nothing to do: a segment may be short.
+  // A simdgroup without pairs has nothing to do: a segment may be short.
   attend_tile<T, K_DIM, V_DIM, KEYS, K_STRIDE, V_STRIDE, SOFTCAP != 0, PARTNERS>(
       query, (const threadgroup T*)k_tile, (const threadgroup T*)v_tile, sg_first < pairs,
       simdgroup_index, scores, base, from, position + 1, s_scale, softcap * LOG2_E, row, col, m, l, o);

@@ -41,8 +41,8 @@ METAL_FUNC I matrix_col(I lane) { return lane % 4 * 2; }
 template <typename I>
 METAL_FUNC I matrix_lane(I row, I col) { return row * 4 + col / 2; }
 
-// For matrix.h, of 16-bit types.  The tensor cores take 16 rows of the left side, of which the lower 8
-// are zeros here, and want the right side by columns: a lane holds elements (lane % 4 * 2, lane / 4) and
+// For matrix.h, of 16-bit types.  The tensor cores take 16 rows of the left side, the lower 8 are
+// zeros here, and want the right side by columns: a lane holds elements (lane % 4 * 2, lane / 4) and
 // the one below it.  `ldmatrix` brings four matrices at once, each row by the lane that names where it
 // lies; as they lie, they are their transposes by columns.
 #define METAL_LOAD_FOUR(TRANS)                                                                     \

@@ -90,9 +90,9 @@ def report() -> list[str]:
 
 
 def missed_lines(text: str, rows: dict[int, bytes]) -> list[int]:
-    """The numbers of the lines that hold code of which some never ran.
+    """The numbers of the lines with code that never ran, all or in part.
 
-    What nothing instantiates, a function or a branch of `if constexpr`, has no regions: statements
+    A function or a branch of `if constexpr` that nothing instantiates has no regions: statements
     there are known by their look.
     """
     missed = []

@@ -32,7 +32,7 @@ def run_metal(
     source: a whole Metal source; quoted includes are looked up in `include_dirs`.  name: what
     messages call it.
     function: the kernel, with template arguments if it has any: "softmax_single_row<float>".
-    buffers: what is bound to [[buffer(i)]], by index or in order: a C-contiguous numpy or MLX
+    buffers: of [[buffer(i)]], by index or in order: a C-contiguous numpy or MLX
     array, used where it lies; a numpy scalar, or bytes; None for a buffer that is absent.
     grid_threads: the size of the grid in threads: threadgroups times threads_per_threadgroup.
     constants: numpy scalars (np.bool_, np.int32 ...) by [[function_constant(i)]].

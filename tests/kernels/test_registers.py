@@ -13,12 +13,12 @@ pytest.importorskip("ziglang", reason="clang is needed")
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_array_of_a_thread_is_left_in_memory(case):
-    for kernel, text, _ in texts_of(case):
+    for kernel, text, _ in texts_of(CASES[case]):
         assert left_in_memory(text) == [], kernel
 
 
 def test_every_kernel_is_tried():
-    tried = {kernel for case in CASES for kernel, *_ in texts_of(case)}
+    tried = {kernel for case in CASES.values() for kernel, *_ in texts_of(case)}
     assert tried == {f"metal_lite_{name}" for name in source.names()}
 
 
@@ -58,7 +58,7 @@ WITH_ARRAYS = (
 @pytest.mark.parametrize("kernel", WITH_ARRAYS)
 def test_a_kernel_without_its_pragmas_is_noticed(kernel):
     case = next(case for case in CASES if case.startswith(kernel + " "))
-    text = texts_of(case)[0].text
+    text = texts_of(CASES[case])[0].text
     assert left_in_memory(text.replace("#pragma unroll", ""))
 
 

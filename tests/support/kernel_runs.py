@@ -386,8 +386,9 @@ def causal_conv_rows(dtype):
 
 
 def recurrent_rows(dtype, form):
-    """Two heads of k, more rows of a state than a threadgroup has; gates of some form."""
-    step, k_dim = Segments(**RAGGED), 48
+    """Two heads of k, more rows of a state than a threadgroup has; gates of some form.  No row is
+    padding in one form: a read past the last row leaves the array."""
+    step, k_dim = Segments(**RAGGED | {"padding": 0 if form == "ssm of logits" else 3}), 48
     rows = step.num_rows
     joined = draw(rows, 4 * k_dim + 4 * 72, seed=18, dtype=dtype) / k_dim**0.5
     wide = [Columns(joined, start) for start in (0, 2 * k_dim, 4 * k_dim)]

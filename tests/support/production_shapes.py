@@ -345,13 +345,13 @@ def _cases() -> dict[str, Callable[[], None]]:
 CASES = _cases() | recurrent_shapes.CASES
 
 
-def texts_of(name: str) -> list[KernelText]:
+def texts_of(case: Callable[[], object]) -> list[KernelText]:
     """The texts that a case launches."""
     with recorded() as recording:
-        CASES[name]()
+        case()
         return recording.texts()
 
 
 def all_texts() -> list[KernelText]:
     """The distinct texts of all cases."""
-    return list(dict.fromkeys(text for name in CASES for text in texts_of(name)))
+    return list(dict.fromkeys(text for case in CASES.values() for text in texts_of(case)))

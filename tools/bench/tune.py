@@ -12,6 +12,7 @@ Qwen3 models, in bfloat16.  Check the kernels first: `vllm-metal-lite doctor`.
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,13 +26,7 @@ from vllm_metal_lite.checks.bandwidth import seconds_per_call
 from vllm_metal_lite.devices import profile, using
 from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
 from vllm_metal_lite.kernels.decode import decode_plan, paged_decode
-from vllm_metal_lite.kernels.experts import (
-    Activation,
-    Experts,
-    ExpertWeight,
-    expert_mlp,
-    expert_sum,
-)
+from vllm_metal_lite.kernels.experts import Activation, Experts, ExpertWeight, expert_mlp
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.recurrence import GatedNorm, delta_gates
@@ -53,10 +48,8 @@ class Loads:
     """divisor: of contexts, widths and vocabularies; above 1 only in tests.  chain: of calls."""
 
     def __init__(self, shape: AttentionShape, divisor: int = 1, chain: int = 100) -> None:
-        self.shape, self.divisor, self.chain = shape, divisor, chain
-
-    def _seconds(self, call: Callable[[mx.array], mx.array], x: mx.array, **how: Any) -> float:
-        return seconds_per_call(call, x, self.chain, **how)
+        self.shape, self.divisor = shape, divisor
+        self.seconds = partial(seconds_per_call, chain=chain)
 
     def _random(self, *size: int, scale: float = 1.0) -> mx.array:
         x = (mx.random.normal(size) * scale).astype(self.shape.dtype)
@@ -66,7 +59,7 @@ class Loads:
     def decode(self, batch: int, context: int) -> float:
         load = stores.TimedStore(self.shape, batch, max(32, context // self.divisor))
         ticket = new_ticket()
-        return self._seconds(lambda q: load.attend(q, load.plan, ticket), load.queries())
+        return self.seconds(lambda q: load.attend(q, load.plan, ticket), load.queries())
 
     def prefix(self, rows: int, tokens: int) -> float:
         """Decodes behind one prefix, which is read once if that saves enough."""
@@ -90,7 +83,7 @@ class Loads:
             last, prefix = (part.lse, part) if once else (ticket, None)
             return paged_decode(q, *args, *store, last, plan=plan, prefix=prefix, **how)[0]
 
-        return self._seconds(call, self._random(rows, s.num_heads, s.k_head_dim))
+        return self.seconds(call, self._random(rows, s.num_heads, s.k_head_dim))
 
     def product(self, rows: int, width: int, bits: int | None = None, norm: bool = False) -> float:
         """skinny_gemm with a square weight.  norm: before it, fused if the profile fuses."""
@@ -104,41 +97,32 @@ class Loads:
             normed = mx.fast.rms_norm(x, gain, 1e-5) if norm and not inside else x
             return skinny_gemm(normed, weight, norm=inside)
 
-        return self._seconds(call, x)
+        return self.seconds(call, x)
 
     def experts(self, rows: int, width: int, count: int) -> float:
-        """A mixture in 4 bits: a row chooses 8 of `count` experts."""
-        size, top_k = max(128, width // self.divisor), 8
-        of_inner, of_outer = (
-            ExpertWeight(quantised(self._random(count, *shape, scale=0.02), Quantisation(4, 64)))
-            for shape in ((size // 2, size), (size, size // 2))
-        )
-        made = Experts(of_inner, of_inner, of_outer, Activation())
-        indices = (mx.arange(rows * top_k) % count).reshape(rows, top_k).astype(mx.uint32)
-        shares = mx.full((rows, top_k), 1 / top_k)
-
-        def call(x: mx.array) -> mx.array:
-            return expert_sum(expert_mlp(x, indices, made), shares, x.dtype)
-
-        return self._seconds(call, self._random(rows, size))
+        """Square weights in 4 bits, three an expert; a row has 8 experts.  Sums are left out."""
+        size, how = max(64, width // self.divisor), Quantisation(4, 64)
+        weights = [quantised(self._random(count, size, size, scale=0.02), how) for _ in range(3)]
+        indices = mx.arange(rows * 8, dtype=mx.uint32).reshape(rows, 8) % count
+        mx.eval(weights, indices)
+        mixture, x = Experts(*map(ExpertWeight, weights), Activation()), self._random(rows, size)
+        return self.seconds(lambda x: expert_mlp(x, indices, mixture)[:rows], x)
 
     def recurrence(self, segments: int, rows: int) -> float:
-        """gated_delta with gates and norms, as Qwen3.5 4B has it: `rows` rows a segment."""
-        k_heads, heads, dim = max(1, 16 // self.divisor), max(2, 32 // self.divisor), 128
-        count = segments * (rows := max(1, rows // self.divisor))
-        widths = k_heads * dim, k_heads * dim, heads, heads
-        q, k, a, b = (Columns(self._random(count, width), 0) for width in widths)
-        gates, slots = delta_gates(a, b, mx.zeros(heads), mx.zeros(heads)), np.arange(segments)
-        packed = pack_segments(np.arange(segments + 1) * rows, slots, slots, count)
-        where = mx.zeros((segments, heads, dim, dim)), mx.array(packed), new_token()
-        mx.eval(where)
-        norm, how = GatedNorm(1e-6, dim**-0.5), {"num_k_heads": k_heads, "max_seqlen": rows}
+        """gated_delta as Qwen3.5 4B has it, `rows` rows a segment; one array is q and k."""
+        heads, rows = max(2, 32 // self.divisor), max(1, rows // self.divisor)
+        count, slots = segments * rows, np.arange(segments + 1)
+        q, a = (Columns(self._random(count, n), 0) for n in (heads // 2 * 128, heads))
+        packed = mx.array(pack_segments(slots * rows, slots[:-1], slots[:-1], count))
+        states, zeros = mx.zeros((segments, heads, 128, 128)), mx.zeros(heads)
+        mx.eval(states, packed, zeros)
+        how = {"norm": GatedNorm(1e-6, 128**-0.5), "num_k_heads": heads // 2, "max_seqlen": rows}
 
         def call(v: mx.array) -> mx.array:
-            y, _ = gated_delta(q, k, Columns(v, 0), gates, *where, norm=norm, **how)
-            return y.reshape(count, -1)
+            given = Columns(v, 0), delta_gates(a, a, zeros, zeros), states, packed, new_ticket()
+            return gated_delta(q, q, *given, **how)[0].flatten(1)
 
-        return self._seconds(call, self._random(count, heads * dim))
+        return self.seconds(call, self._random(count, heads * 128))
 
     def argmax(self, rows: int, vocab_size: int) -> float:
         """Not compiled, like the sampler."""
@@ -150,7 +134,7 @@ class Loads:
             found = argmax_in_parts(x, parts) if parts > 1 else mx.argmax(x, -1)
             return mx.depends([x], [found])[0]
 
-        return self._seconds(call, x, compiled=False)
+        return self.seconds(call, x, compiled=False)
 
 
 # Constant, or a kernel without constants: (values, load, its arguments).

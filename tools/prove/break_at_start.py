@@ -19,13 +19,7 @@ from contextlib import nullcontext
 
 import vllm_metal_lite.backend  # noqa: F401  (a fast BLAS, before anybody imports MLX)
 from tests.support import tiny_models as tiny
-from tests.support.broken_machine import (
-    cases,
-    command,
-    consequence,
-    impatient,
-    use_of,
-)
+from tests.support.broken_machine import cases, command, consequence, impatient, use_of
 from tools.prove.cpu_host import on_host
 from vllm_metal_lite import SamplingParams, backend
 from vllm_metal_lite.attention.select import Verdict
@@ -42,9 +36,7 @@ def main() -> int:
     parser.add_argument("--kind")
     args = parser.parse_args()
     device = "host" if backend.is_cpu() else "gpu"
-    print(
-        f"{backend.describe()}\n\n| kernel | fault | failures | s | tokens |\n|---|---|---|---|---|"
-    )
+    print(f"{backend.describe()}\n\n| kernel | fault | failures | s | tokens |\n{'| --- ' * 5}|")
     # One folder for all: MLX CUDA includes texts that lie in it.
     home = tempfile.TemporaryDirectory()
     os.environ["XDG_CACHE_HOME"] = home.name
@@ -67,13 +59,10 @@ def main() -> int:
             if key not in known:
                 known[key] = tokens(verdict, "auto") == expected
             wrong += not (right and known[key])
-            said = ("equal" if known[key] else "DIFFER") + (
-                "" if right else ", UNEXPECTED failures"
-            )
+            said = "equal" if known[key] else "DIFFER"
+            said += "" if right else ", UNEXPECTED failures"
             print(f"| {kernel} | {kind} | {found} | {seconds:.1f} | {said} |", flush=True)
-    print(
-        f"\n{wrong} cases did not end as they should" if wrong else "\nall cases end as they should"
-    )
+    print(f"\n{wrong} cases ended otherwise than they should")
     return 1 if wrong else 0
 
 

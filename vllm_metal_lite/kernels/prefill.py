@@ -20,8 +20,8 @@ from vllm_metal_lite.kv.store import LayerSpec
 _ROWS = ("q", "block_tables", "cu_seqlens_q", "seq_lens", "tiles", "sinks")
 _VARLEN_PREFILL = Kernel("varlen_prefill", [*_ROWS, *STORE], ["out", "next_token"])
 
-# (token, head) pairs per threadgroup, 8 per simdgroup, as in MLX's attention.  More would save
-# fetches, but registers limit the simdgroups of a core.
+# (row, head) pairs per threadgroup, 8 per simdgroup, as in MLX's attention.  More would save
+# fetches, but registers limit the simdgroups of a core, whatever their tile.
 TILE_ROWS = 32
 # Bytes of threadgroup memory for a tile of K and one of V.  Metal allows 32 KB; with less, one
 # threadgroup of a core can compute while another fetches.
@@ -32,7 +32,7 @@ def plan_tiles(cu_seqlens_q: np.ndarray, num_rows: int, num_queries_per_kv: int)
     """Split a packed batch into tiles (T, 2) int32 for `varlen_prefill`, vectorised over segments.
 
     cu_seqlens_q: (S+1,), empty segments allowed.  num_rows: rows of q, padding included.
-    num_queries_per_kv: query heads per KV head.  A tile is (segment, first of its TILE_ROWS (token,
+    num_queries_per_kv: query heads per KV head.  A tile is (segment, first of its TILE_ROWS (row,
     head) pairs in the segment).  Padding rows are in tiles of segment -1, which give zeros; their
     first pair counts from row 0.  Raises ValueError if cu_seqlens_q ends beyond num_rows.
 

@@ -59,7 +59,7 @@ unsigned grain_of(size_t element) { return element >= 8 ? 3 : element >= 4 ? 2 :
 
 size_t count_cells(const Region& r) { return (r.bytes >> r.grain) + 1; }
 
-// Zeros, of which only what is touched takes memory.
+// Zeros; only pages that are touched take memory.
 template <class T>
 T* make(size_t count) {
   void* p = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE,

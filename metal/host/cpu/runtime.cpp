@@ -86,7 +86,7 @@ unsigned choose(unsigned mask) {
   }
 }
 
-// The next fiber to run, or none. The simdgroup that ran last goes on as long as it can.
+// The next fiber to run, or none. The simdgroup that ran last runs as long as it can.
 Fiber* next_fiber() {
   if (!groups_runnable) return nullptr;
   if (launch->schedule == kRandom || !simdgroups[last_simdgroup].runnable)

@@ -127,9 +127,7 @@ def three_kinds(s: Sizes, count: int = 16) -> list[Load]:
     return [
         _at_once("uniform", [s.tokens(long // 4) for _ in range(count)], [out] * count),
         _at_once(
-            "mixed lengths",
-            [s.tokens(int(n)) for n in lengths],
-            s.between(out // 8, out, count),
+            "mixed lengths", [s.tokens(int(n)) for n in lengths], s.between(out // 8, out, count)
         ),
         _at_once(
             "shared prefix",

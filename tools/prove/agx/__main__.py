@@ -17,12 +17,13 @@ from pathlib import Path
 
 import tests.conftest  # noqa: F401  (the CPU, before anything imports MLX)
 from metal.host.texts import KernelText
+from tests.support.production_shapes import texts_of
 from tools.dev.run_main import parser_of, run_main
 from tools.prove.agx import mlx_kernels
 from tools.prove.agx.chain import AgxError, Code, compile_all
 from tools.prove.agx.limits import faults
 from tools.prove.agx.loops import report
-from tools.prove.agx.shapes import CASES, texts_of
+from tools.prove.agx.shapes import CASES
 
 AT_ONCE = 8
 # A text that must be found: it spills, or does not fit.
@@ -72,19 +73,15 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--loops", action="store_true")
     args = parser.parse_args()
-    try:
-        return check(args.folder, cases(args.words), args.check, args.loops)
-    except AgxError as e:
-        print(e, file=sys.stderr)
-        return 2
-
-
-def check(folder: Path, asked: dict[KernelText, str], strictly: bool, loops: bool) -> int:
-    """Print a table; returns the exit code."""
-    if loops:
-        for line in report(folder):
+    if args.loops:
+        for line in report(args.folder):
             print(line, flush=True)
         return 0
+    return check(args.folder, cases(args.words), args.check)
+
+
+def check(folder: Path, asked: dict[KernelText, str], strictly: bool) -> int:
+    """Print a table; returns the exit code."""
     if strictly:
         asked = CONTROLS | asked
     wrong = 0

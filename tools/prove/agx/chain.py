@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from metal.host.texts import KernelText
 from metal.host.translate import without_comments
+from vllm_metal_lite import MetalLiteError
 
 HERE = Path(__file__).parent
 _LANGUAGE = ("-x", "clcpp", "-cl-std=clc++2021", "-cl-single-precision-constant")
@@ -57,7 +58,7 @@ _LINE = re.compile(
 )
 
 
-class AgxError(Exception):
+class AgxError(MetalLiteError):
     """A kernel that the chain cannot compile, or a chain that is not there."""
 
 

@@ -29,8 +29,7 @@ LIMITS = (
     Limit(("gated_delta", "Kimi Linear float32"), 27, "gates of a row beside its state"),
     Limit(("varlen_prefill", "of 256", "bfloat16"), 42, _QUERIES),
     Limit(("varlen_prefill", "of 256", "float32"), 30, "queries and sums are 192 of 256"),
-    Limit(("shared_prefix", "of 256", "bfloat16"), 56, _QUERIES),
-    Limit(("shared_prefix", "of 256"), 20, "while queries are normalised and rotated"),
+    Limit(("shared_prefix", "of 256", "bfloat16"), 46, _QUERIES),
     Limit(("skinny_gemm 64", "norm swiglu"), 21, "8 tiles of rows with a norm, seldom fused"),
 )
 

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.support.production_shapes import texts_of
 from tools.prove.agx import mlx_kernels
 from tools.prove.agx.chain import listing_of
-from tools.prove.agx.shapes import CASES, texts_of
+from tools.prove.agx.shapes import CASES
 
 _LINE = re.compile(r"^ *([0-9a-f]+): [0-9a-f]+ +(\S+) *(.*)$", re.M)
 _SLOW = ("shl", "shr", "asr", "extr", "bfeil", "bfi", "imul", "imadd", "exp2", "log2")

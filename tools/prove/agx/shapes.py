@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import partial
 
-from metal.host.texts import KernelText, recorded
 from tests.support import production_shapes as tests
 from tests.support.production_shapes import Heads
 from vllm_metal_lite.backend import mx
@@ -20,13 +19,6 @@ _HEADS = (
     Heads("Gemma 4, 8 of 512", 16, 2, 512),
 )
 _BITS = Quantisation(4, 64)
-
-
-def texts_of(launch: Callable[[], object]) -> list[KernelText]:
-    """The texts of a case."""
-    with recorded() as recording:
-        launch()
-        return recording.texts()
 
 
 def _cases() -> dict[str, Callable[[], object]]:
