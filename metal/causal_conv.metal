@@ -8,7 +8,7 @@
 //   tiles     (T, 2) int32               segment, first row of a tile; see plan_tiles in causal_conv.py
 //   states    (slots, K - 1, CHANNELS) of T  the store: the last K - 1 rows of a request, oldest first;
 //                                        declared as an input, and written
-//   token     float32 -> next_token (8,) orders this launch among those that use the store
+//   ticket     float32 -> next_ticket (8,) orders this launch among those that use the store
 //   y         (N, CHANNELS) of T         zeros in rows of padding
 //
 //   y[t, c] = act(bias[c] + sum over j of weight[c, j] * x[t - K + 1 + j, c])     act: SiLU or nothing
@@ -26,7 +26,7 @@
 // Why it is correct.  The rows in the store are read and replaced by one thread: that of tile 0, which
 // reads them first.  Tile 0 needs no other thread for the end of the segment, for it copies the last
 // rows out of x.  ROWS is at least K - 1, so later tiles find all earlier rows in x.  No slot that one
-// segment writes is used by another in the same launch, and the token orders launches as it does that
+// segment writes is used by another in the same launch, and the ticket orders launches as it does that
 // of kv_write (metal/kv_write.metal).
 //
 // Cost.  Reads x 1 + (K - 1) / ROWS times and writes y once; the slots of each segment once each way.
@@ -107,5 +107,5 @@ if (channel < CHANNELS && initial != PADDING) {
   }
 }
 if (thread_position_in_grid.y == 0 && channel < 8) {
-  next_token[channel] = token[0];
+  next_ticket[channel] = ticket[0];
 }

@@ -14,7 +14,7 @@
 //   segments  (S, 2 + 2 M) int32             begin, initial slot, M pairs (end, slot); see
 //                                            kernels/segments.py
 //   states    (slots, V_HEADS, V_DIM, K_DIM) float32  the store; declared as an input, and written
-//   token     float32 -> next_token (8,)     orders this launch among those that use the store
+//   ticket     float32 -> next_ticket (8,)     orders this launch among those that use the store
 //   y         (N, V_HEADS, V_DIM) of T       zeros in rows of padding
 //
 // recurrence.h has the equations.  Mamba 2 calls q, k, v, beta: C, B, x, dt.  K_DIM is a multiple of
@@ -43,7 +43,7 @@
 //     a prompt is cut, on checkpoints, or on other segments of the step (but for products and sums that a
 //     compiler joins in one of the two forms only).
 //   - Each element of a slot is read and written by one lane, which reads first.  No slot that one
-//     segment writes is used by another in the same launch, and the token orders launches as it does
+//     segment writes is used by another in the same launch, and the ticket orders launches as it does
 //     that of kv_write (metal/kv_write.metal).
 //   - Barriers stand in loops whose bounds are those of the segment, equal for the whole threadgroup.
 //     A simdgroup past V_DIM takes part in them and touches no state.
@@ -211,5 +211,5 @@ for (int pair = at + 2; pair <= last; pair += 2) {
   }
 }
 if (threadgroup_position_in_grid.x == 0 && head == 0 && at == 0 && simdgroup == 0 && lane < 8) {
-  next_token[lane] = token[0];
+  next_ticket[lane] = ticket[0];
 }

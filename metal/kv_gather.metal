@@ -2,7 +2,7 @@
 //
 //   keys, values  (slots, KV_HEADS, DIM)   the store; a head has K_WORDS and V_WORDS words
 //   kv_slots      (N,) int32               the slot of each key wanted; every one must be valid
-//   token         float32 -> next_token (8,) read after the writes before it, before those after it
+//   ticket         float32 -> next_ticket (8,) read after the writes before it, before those after it
 //   k, v          (KV_HEADS, N, DIM)       outputs; each SDPA call takes views of them; the keys of a
 //                                          head follow each other, as matrix products need them
 //
@@ -36,5 +36,5 @@ if (at < KV_HEADS * V_WORDS) {
   store_words<W>((device uint*)v + row * V_WORDS + at % V_WORDS, words);
 }
 if (threadgroup_position_in_grid.y == 0 && key == 0 && thread_position_in_threadgroup.x < 8) {
-  next_token[thread_position_in_threadgroup.x] = token[0];
+  next_ticket[thread_position_in_threadgroup.x] = ticket[0];
 }

@@ -2,7 +2,7 @@
 //
 //   keys, values  (slots, KV_HEADS, ROW) uint   the store; rows as in quantised.h
 //   kv_slots      (N,) int32                    the slot of each key wanted; every one must be valid
-//   token         float32 -> next_token (8,)    as in kv_gather
+//   ticket         float32 -> next_ticket (8,)    as in kv_gather
 //   k, v          (KV_HEADS, N, DIM) of T       outputs, as in kv_gather
 //
 // Who does what.  Grid (N, threadgroups of THREADS for the words of the longer of the two rows).
@@ -52,5 +52,5 @@ const size_t slot = size_t(kv_slots[key]);
 gather_word<T, BITS, KV_HEADS, K_DIM, K_GROUP>(keys, (device uint*)k, slot, key, num_keys, at);
 gather_word<T, BITS, KV_HEADS, V_DIM, V_GROUP>(values, (device uint*)v, slot, key, num_keys, at);
 if (threadgroup_position_in_grid.y == 0 && key == 0 && thread_position_in_threadgroup.x < 8) {
-  next_token[thread_position_in_threadgroup.x] = token[0];
+  next_ticket[thread_position_in_threadgroup.x] = ticket[0];
 }

@@ -3,7 +3,7 @@
 //   k, v          (N, KV_HEADS, DIM)       this step's rows, packed
 //   slot_mapping  (N,) int32               slot = block * block_size + offset; negative: skip the row
 //   keys, values  (slots, KV_HEADS, DIM)   the store; declared as inputs, and written
-//   token         float32 -> next_token (8,) orders this write before the reads that follow
+//   ticket         float32 -> next_ticket (8,) orders this write before the reads that follow
 //
 // Layout.  Both sides are row-contiguous, so a row of K is one run of K_WORDS words of 32 bits and a
 // copy needs no head arithmetic and no element type: bytes go over as they are.
@@ -13,8 +13,8 @@
 //
 // Why it is correct.  Slots of one step are distinct, so no two threads write the same word.  MLX
 // does not know that `keys` and `values` are written: it orders kernels by the buffers that they
-// declare.  So `next_token` is our declared output, every kernel that reads the store takes it as an
-// input, and gives a token of its own to the next write.
+// declare.  So `next_ticket` is our declared output, every kernel that reads the store takes it as an
+// input, and gives a ticket of its own to the next write.
 //
 // Cost.  Reads and writes each byte of K and V once: 2 * N * KV_HEADS * (K_DIM + V_DIM) * sizeof(T).
 #include "words.h"
@@ -41,5 +41,5 @@ if (slot >= 0 && at < V_WORDS) {
   store_words<W>(to, words);
 }
 if (row == 0 && thread_position_in_grid.x < 8) {
-  next_token[thread_position_in_grid.x] = token[0];
+  next_ticket[thread_position_in_grid.x] = ticket[0];
 }

@@ -3,7 +3,7 @@
 //   k, v          (N, KV_HEADS, DIM) of T       this step's rows, packed
 //   slot_mapping  (N,) int32                    negative: skip the row
 //   keys, values  (slots, KV_HEADS, ROW) uint   the store; written through; rows as in quantised.h
-//   token         float32 -> next_token (8,)    as in kv_write
+//   ticket         float32 -> next_ticket (8,)    as in kv_write
 //
 // Who does what.  Grid (simdgroups for the heads of K and of V, N).  A simdgroup quantises one head's row
 // (quantise_row), which it reads and writes in one run.
@@ -34,5 +34,5 @@ if (slot >= 0 && head < KV_HEADS) {
       const_cast<device uint*>(values) + (size_t(slot) * KV_HEADS + head - KV_HEADS) * V_ROW);
 }
 if (row == 0 && head == 0 && lane < 8) {
-  next_token[lane] = token[0];
+  next_ticket[lane] = ticket[0];
 }

@@ -9,12 +9,12 @@
 //   cu_seqlens_q  (S + 1,) int32          segment s has rows cu_seqlens_q[s] .. [s + 1] - 1
 //   seq_lens      (S,) int32              its keys, those of its own rows included
 //   tiles         (T, 2) int32            segment, first (row, head) pair; see plan_tiles
-//   token         float32                 read after the writes before it
+//   ticket         float32                 read after the writes before it
 //   SCALE         the bits of a float (a template value is an integer)
 //   out           (N, HEADS, LATENT_DIM) of T; zeros in rows of no segment
 //                 if PARTIAL (N, HEADS, splits, LATENT_DIM) float32, each split normalised
 //   lse           if PARTIAL (N, HEADS, splits) float32, log2 of the sum of exponentials, LOWEST = no
-//                 key seen; else 8 elements.  Also the next token: it has 8 elements or more
+//                 key seen; else 8 elements.  Also the next ticket: it has 8 elements or more
 //
 // A score is (q . latent + q_pe . rotary key) * scale, its value the latent.  Row i of a segment with
 // q_len rows sits at position seq_len - q_len + i and sees the keys up to there.
@@ -297,8 +297,8 @@ for (int b = 0; b < BLOCKS; b++) {
     }
   }
 }
-// Elements of the token beyond the sums.
+// Elements of the ticket beyond the sums.
 if (threadgroup_position_in_grid.x == 0 && split == 0 && thread_index < 8 &&
     (!PARTIAL || thread_index >= q_pe_shape[0] * HEADS * splits)) {
-  lse[thread_index] = token[0];
+  lse[thread_index] = ticket[0];
 }

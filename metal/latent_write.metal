@@ -11,7 +11,7 @@
 //   slot_mapping  (N,) int32               slot = block * block_size + offset; negative: write nothing
 //   keys, values  (slots, 1, LATENT_DIM or ROPE) the store; declared as inputs, and written;
 //                                          a value has BITS bits: those of T, or 8 or 4 as in quantised.h
-//   token         float32 -> next_token (8,) orders this write before the reads that follow
+//   ticket         float32 -> next_ticket (8,) orders this write before the reads that follow
 //   out           (N, HEADS, ROPE) of T    rotary parts of queries, turned
 //   ROPE_SCALE, LOG2_BASE, FACTOR, EPS     the bits of floats (a template value is an integer)
 //
@@ -88,5 +88,5 @@ if (part == HEADS) {
   }
 }
 if (row == 0 && part == 0 && lane < 8) {
-  next_token[lane] = token[0];
+  next_ticket[lane] = ticket[0];
 }

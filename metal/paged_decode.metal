@@ -13,11 +13,11 @@
 //   sinks         (KV_HEADS * GROUP,) of T      one logit a head; has a weight, but no value
 //   prefix, prefix_lse, prefix_lens             read if PREFIX: the results of shared_prefix
 //                 for each sequence's first prefix_lens[sequence] keys, by split; 0 = no such keys
-//   token         float32                       read after the writes before it
+//   ticket         float32                       read after the writes before it
 //   out           (B, heads, splits, V_DIM) of OUT_T: T if there is one split; if there are more,
 //                 float, and merge_partitions adds them up by
 //   lse           (B, heads, splits) float32, log2 of the sum of exponentials, LOWEST = no key seen;
-//                 also the next token: a later write takes it, and so comes after this read; a token
+//                 also the next ticket: a later write takes it, and so comes after this read; a ticket
 //                 has 8 elements or more, so where lse would have fewer, LOWEST follows
 //   SCALE, SOFTCAP  the bits of two floats (a template value is an integer); SOFTCAP 0 = none.
 //                 So are ROPE_SCALE, LOG2_BASE, FACTOR, Q_EPS and K_EPS

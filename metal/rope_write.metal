@@ -9,7 +9,7 @@
 //   slot_mapping  (N,) int32               slot = block * block_size + offset; negative: skip k and v
 //   keys, values  (slots, KV_HEADS, DIM)   the store; declared as inputs, and written; a value
 //                                          has BITS bits: those of T, or 8 or 4 as in quantised.h
-//   token         float32 -> next_token (8,) orders this write before the reads that follow
+//   ticket         float32 -> next_ticket (8,) orders this write before the reads that follow
 //   out           (N, Q_HEADS, K_DIM) of T queries, rotated
 //   ROPE_SCALE, LOG2_BASE, FACTOR, Q_EPS, K_EPS  the bits of floats (a template value is an integer)
 //
@@ -24,7 +24,7 @@
 // far apart, and one of quantise_row has 8 neighbours.
 //
 // Why it is correct.  Every element is read and written by one thread.  Slots of one step are distinct,
-// so no two threads write the same element of the store, and the token orders the launch as it does
+// so no two threads write the same element of the store, and the ticket orders the launch as it does
 // that of kv_write (metal/kv_write.metal).  A head is the same for all lanes of a simdgroup, and so are
 // the branches around simd_sum in rope_head and shuffles in quantise_row.
 //
@@ -102,5 +102,5 @@ for (int head = first; head < last; head++) {
   simdgroup_barrier(mem_flags::mem_threadgroup);  // the next head takes the same memory
 }
 if (row == 0 && first == 0 && lane < 8) {
-  next_token[lane] = token[0];
+  next_ticket[lane] = ticket[0];
 }

@@ -11,12 +11,12 @@
 //   leader        (1,) int32                    a sequence that has the prefix: its blocks are read
 //   seq_lens      (B,) int32                    read if FUSED: a row's position is one less
 //   prefix_lens   (B,) int32                    prefix_lens[leader] is the prefix's length
-//   token         float32                       read after the writes before it
+//   ticket         float32                       read after the writes before it
 //   SCALE, SOFTCAP  the bits of two floats (a template value is an integer); SOFTCAP 0 = none.
 //                 So are ROPE_SCALE, LOG2_BASE, FACTOR and Q_EPS
 //   partial       (B, heads, splits, V_DIM) float32  attention over each split, normalised in itself
 //   lse           (B, heads, splits) float32    log2 of its sum of exponentials; LOWEST = it saw no key
-//                 also the next token
+//                 also the next ticket
 //
 // paged_decode takes partial and lse, and adds the keys that are a sequence's own.  Rows that do not
 // have the prefix are computed like the others and are not used.

@@ -8,7 +8,7 @@
 //   seq_lens      (S,) int32                    its keys, those of its own rows included
 //   tiles         (T, 2) int32                  segment, first (row, head) pair; see plan_tiles
 //   sinks         (KV_HEADS * GROUP,) of T      one logit a head; has a weight, but no value
-//   token         float32 -> next_token (8,)    read after the writes before it
+//   ticket         float32 -> next_ticket (8,)    read after the writes before it
 //   SCALE, SOFTCAP  the bits of two floats (a template value is an integer); SOFTCAP 0 = none
 //   out           (N, KV_HEADS * GROUP, V_DIM)  of T; zeros in rows of no segment
 //
@@ -152,5 +152,5 @@ if (sg_first + row < pairs) {
   }
 }
 if (kv_head == 0 && threadgroup_position_in_grid.y == 0 && thread_index < 8) {
-  next_token[thread_index] = token[0];
+  next_ticket[thread_index] = ticket[0];
 }

@@ -53,7 +53,7 @@ def test_a_kernel_without_a_fallback_is_replaced_by_the_reference():
 
 
 def test_every_kernel_that_takes_the_ticket_is_known_to_the_replay():
-    taking = {kernel.name for kernel in launched() if "token" in kernel.inputs}
+    taking = {kernel.name for kernel in launched() if "ticket" in kernel.inputs}
     assert taking == WRITERS | WRITES_IF_FUSED | READERS
 
 

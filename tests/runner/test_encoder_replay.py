@@ -227,19 +227,19 @@ def with_inputs(graph: Graph, inputs: dict[int, tuple[str, ...]]) -> Graph:
 
 
 def with_ticket(graph: Graph, node: int, ticket: str) -> tuple[str, ...]:
-    given = graph.nodes[node].parameters["token"]
+    given = graph.nodes[node].parameters["ticket"]
     return tuple(ticket if name == given else name for name in graph.nodes[node].inputs)
 
 
 def users_of_tokens(graph: Graph) -> list[int]:
-    return [i for i, node in enumerate(graph.nodes) if "token" in node.parameters]
+    return [i for i, node in enumerate(graph.nodes) if "ticket" in node.parameters]
 
 
 def test_every_ticket_is_needed():
     """Each launch in turn takes the ticket from before the first step."""
     graph = record(make_engine(), arrivals)
     first, *others = sorted(users_of_tokens(graph), key=lambda i: graph.nodes[i].turn)
-    initial = graph.nodes[first].parameters["token"]
+    initial = graph.nodes[first].parameters["ticket"]
     assert len(others) > 30
     for node in others:
         changed = with_inputs(graph, {node: with_ticket(graph, node, initial)})
@@ -275,7 +275,7 @@ def test_the_lists_of_writers_and_readers_are_those_of_the_sources():
             r"const_cast<[^>]*>\((keys|values|states)\)|\(device \w+\*\)(keys|values)", text
         ):
             writers.add(name)
-        if re.search(r"\b(keys|values|states)\b.*\btoken\b|\bnext_token\b", text):
+        if re.search(r"\b(keys|values|states)\b.*\bticket\b|\bnext_ticket\b", text):
             users.add(name)
     assert writers == WRITERS | WRITES_IF_FUSED
     assert users <= WRITERS | WRITES_IF_FUSED | READERS

@@ -145,7 +145,7 @@ class Replay:
             of_names = (frozenset(self._array(n).buffer for n in ns) for ns in (read, written))
             truth = Truth(*of_names, node.turn)
         if self.tickets_only:
-            position = list(node.parameters).index("token") if read else None
+            position = list(node.parameters).index("ticket") if read else None
             inputs = [] if position is None else [inputs[position]]
             outputs = outputs if read else []
         self._launch(node.label, inputs, outputs, truth)

@@ -97,7 +97,7 @@ READERS = {
 def touched(node: Node) -> tuple[set[str], set[str]]:
     """(read, written): the store arrays that a kernel touches in truth; a writer reads too."""
     kernel = (node.kernel or "").removeprefix(OURS)
-    if "token" not in node.parameters:
+    if "ticket" not in node.parameters:
         return set(), set()
     names = {"keys", "values", "states"} & node.parameters.keys()
     store = {node.parameters[name] for name in names}

@@ -105,7 +105,8 @@ class Loads:
         weights = [quantised(self._random(count, size, size, scale=0.02), how) for _ in range(3)]
         indices = mx.arange(rows * 8, dtype=mx.uint32).reshape(rows, 8) % count
         mx.eval(weights, indices)
-        mixture, x = Experts(*map(ExpertWeight, weights), Activation()), self._random(rows, size)
+        gate, up, down = map(ExpertWeight, weights)
+        mixture, x = Experts(gate, up, down, Activation()), self._random(rows, size)
         return self.seconds(lambda x: expert_mlp(x, indices, mixture)[:rows], x)
 
     def recurrence(self, segments: int, rows: int) -> float:

@@ -21,8 +21,8 @@ from vllm_metal_lite.kv.row_format import RowFormat
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.specs import AttentionShape
 
-# The last inputs of a kernel that uses the store; the Metal source calls the ticket "token".
-STORE = ("keys", "values", "token")
+# The last inputs of a kernel that uses the store.
+STORE = ("keys", "values", "ticket")
 # Most splits of a context.
 MAX_SPLITS = 64
 # MLX passes shorter arrays to a kernel in another address space, for which the kernel would have to

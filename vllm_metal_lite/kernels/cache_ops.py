@@ -7,8 +7,8 @@ from vllm_metal_lite.kernels.arguments import STORE, TICKET_SHAPE, format_templa
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kv.store import LayerSpec
 
-_KV_WRITE = Kernel("kv_write", ["k", "v", "slot_mapping", *STORE], ["next_token"])
-_KV_GATHER = Kernel("kv_gather", ["kv_slots", *STORE], ["k", "v", "next_token"])
+_KV_WRITE = Kernel("kv_write", ["k", "v", "slot_mapping", *STORE], ["next_ticket"])
+_KV_GATHER = Kernel("kv_gather", ["kv_slots", *STORE], ["k", "v", "next_ticket"])
 _KV_WRITE_QUANTISED = Kernel("kv_write_quantised", _KV_WRITE.inputs, _KV_WRITE.outputs)
 _KV_GATHER_QUANTISED = Kernel("kv_gather_quantised", _KV_GATHER.inputs, _KV_GATHER.outputs)
 

@@ -10,8 +10,8 @@ from vllm_metal_lite.kernels.segments import check_pool
 
 _CAUSAL_CONV = Kernel(
     "causal_conv",
-    ["x", "weight", "bias", "segments", "tiles", "states", "token"],
-    ["y", "next_token"],
+    ["x", "weight", "bias", "segments", "tiles", "states", "ticket"],
+    ["y", "next_ticket"],
 )
 
 # Rows of a tile: enough that reading the rows before it costs little.

@@ -9,8 +9,8 @@ from vllm_metal_lite.kernels.segments import check_pool
 
 _GATED_DELTA = Kernel(
     "gated_delta",
-    ["q", "k", "v", "gates", "beta", "a_log", "bias", "skip", "segments", "states", "token"],
-    ["y", "next_token"],
+    ["q", "k", "v", "gates", "beta", "a_log", "bias", "skip", "segments", "states", "ticket"],
+    ["y", "next_ticket"],
 )
 
 # The largest rows of q and k, which lie in threadgroup memory, and of v.

@@ -19,7 +19,7 @@ from vllm_metal_lite.kernels.new_rows import Columns, Rope, columns_template
 from vllm_metal_lite.kv.store import LayerSpec
 
 _ROWS = ("q", "latent", "k_pe", "weight", "freqs", "positions", "slot_mapping")
-_LATENT_WRITE = Kernel("latent_write", [*_ROWS, *STORE], ["out", "next_token"])
+_LATENT_WRITE = Kernel("latent_write", [*_ROWS, *STORE], ["out", "next_ticket"])
 
 _SIMDGROUPS = 8
 

@@ -18,7 +18,7 @@ from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kv.store import LayerSpec
 
 _ROWS = ("q", "block_tables", "cu_seqlens_q", "seq_lens", "tiles", "sinks")
-_VARLEN_PREFILL = Kernel("varlen_prefill", [*_ROWS, *STORE], ["out", "next_token"])
+_VARLEN_PREFILL = Kernel("varlen_prefill", [*_ROWS, *STORE], ["out", "next_ticket"])
 
 # (row, head) pairs per threadgroup, 8 per simdgroup, as in MLX's attention.  More would save
 # fetches, but registers limit the simdgroups of a core, whatever their tile.

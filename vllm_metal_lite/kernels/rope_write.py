@@ -17,7 +17,7 @@ from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.specs import AttentionShape
 
 _ROWS = ("q", "k", "v", "q_weight", "k_weight", "freqs", "positions", "slot_mapping")
-_ROPE_WRITE = Kernel("rope_write", [*_ROWS, *STORE], ["out", "next_token"])
+_ROPE_WRITE = Kernel("rope_write", [*_ROWS, *STORE], ["out", "next_ticket"])
 
 _SIMDGROUPS = 8
 # Heads per simdgroup, one after another, in steps of many rows.

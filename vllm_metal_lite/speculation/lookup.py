@@ -42,7 +42,7 @@ def _match(token_ids: np.ndarray, skipped: int) -> tuple[np.ndarray, int]:
     if n <= MIN_MATCH:
         return token_ids[:0], 0
     known = token_ids[:n]
-    places = np.flatnonzero(known[MIN_MATCH - 1 : -1] == known[-1]) + MIN_MATCH - 1
+    places: np.ndarray = np.flatnonzero(known[MIN_MATCH - 1 : -1] == known[-1]) + MIN_MATCH - 1
     for back in range(1, MIN_MATCH):
         places = places[known[places - back] == known[-1 - back]]
     places = places[-_MAX_PLACES:]
