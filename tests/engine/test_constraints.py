@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import tiny_models as tiny
-from tests.support.slots import SlotConstraint, alone, draw_slots
+from tests.support.guesses import Guesses
+from tests.support.slots import SlotConstraint, draw_slots
+from tests.support.slots import alone as tokens_alone
 from tests.support.tiny_models import greedy
 from vllm_metal_lite.engine import constraints
 from vllm_metal_lite.engine import engine as engines
@@ -60,6 +62,10 @@ def test_tokens_are_those_of_mlx_lm_under_the_same_limits(seed, name):
     }
     wanted = {name: int(rng.integers(1, 30)) for name in slots}
     constrained(engine, slots)
+    limits = zip(slots, prompts, strict=True)
+    alone = {r: tokens_alone(tiny.native(name), p, slots[r], wanted[r]) for r, p in limits}
+    if rng.integers(2):
+        engine.speculator = Guesses(engine, alone, seed)
     forward, failing = engine.runner._run, set(rng.integers(0, 60, 2).tolist())
     count = iter(range(10**6))
 
@@ -77,9 +83,7 @@ def test_tokens_are_those_of_mlx_lm_under_the_same_limits(seed, name):
             done |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
         except MemoryError:
             continue
-    for request_id, prompt in zip(slots, prompts, strict=True):
-        tokens = alone(tiny.native(name), prompt, slots[request_id], wanted[request_id])
-        assert done[request_id] == tokens
+    assert done == alone
     assert engine.metrics()["blocks_owned"] == 0
     assert not engine.constraints._of
 

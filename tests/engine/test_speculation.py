@@ -7,12 +7,12 @@ import pytest
 
 from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
+from tests.support.guesses import Guesses
 from tests.support.kernel_engine import engine_with_kernels
 from tests.support.pool_accounts import check_accounts
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.speculation.speculator import Speculator
 
 # Every kind of attention and of recurrent state: full, windows, chunks, sinks, latents, experts,
 # shared K and V; kernels' recurrences, those computed by MLX, and layers that see sequences.
@@ -24,27 +24,6 @@ NAMES = [
     "plamo2", "olmo_hybrid", "mamba", "rwkv7", "recurrent_gemma", "jamba", "baichuan_m1",
     "gpt_bigcode", "deepseek_v32",
 ]  # fmt: skip
-
-
-class Guesses(Speculator):
-    """Drafts that are the true answers with errors, of random lengths, in random steps."""
-
-    def __init__(self, engine, truth, seed=0, right=0.8):
-        super().__init__(engine._tokens_of)
-        self.truth, self.random, self.right = truth, Random(seed), right
-
-    def wants(self, decodes):
-        return self.random.random() < 0.7
-
-    def propose(self, wanted):
-        return [self._guess(request, most) for request, most in wanted]
-
-    def _guess(self, request, most):
-        known = self._tokens_of(request).tolist()
-        answer = self.truth.get(request.request_id, [])[len(known) - request.num_prompt_tokens :]
-        length = min(most, self.random.randrange(7))
-        choose = self.random.random
-        return [t if choose() < self.right else self.random.randrange(90) for t in answer[:length]]
 
 
 def run(engine, prompts, params, truth=None, **how):

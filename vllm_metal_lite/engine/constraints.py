@@ -65,19 +65,21 @@ class Constraints:
     def __contains__(self, request: Request) -> bool:
         return request in self._of
 
-    def num_allowed(self, request: Request, draft: Sequence[int]) -> int:
-        """How many tokens of a draft a request's constraint accepts."""
+    def continued(self, request: Request, draft: Sequence[int], most: int) -> list[int]:
+        """The part of a draft that a request's constraint accepts, and the forced tokens behind
+        it: at most `most`."""
         if (entry := self._of.get(request)) is None:
-            return len(draft)
+            return list(draft)
         constraint, bits, count = entry.constraint, self._no_bits(), 0
         for token in draft:
             if constraint.fill(bits) and not bits[token // 32] >> (token % 32) & 1:
                 break
             constraint.accept(token)
             count += 1
+        found = [*draft[:count], *constraint.forced()][:most]
         if count:
             constraint.rollback(count)
-        return count
+        return found
 
     def _no_bits(self) -> np.ndarray:
         return np.zeros(-(-self._vocab_size // 32), np.uint32)
@@ -88,34 +90,21 @@ class Constraints:
 
         Sets `forced_token_ids` of requests whose next tokens are known.
         """
-        if len(drafts):
-            return self._masks_of_drafts(requests, drafts)
-        rows, masks = [], []
+        rows, masks, depth = [], [], 0
         for row, request in enumerate(requests):
             if (entry := self._of.get(request)) is None:
                 continue
-            forced = entry.constraint.forced() if entry.packs else []
+            draft = drafts[row] if len(drafts) else NO_DRAFT
+            # Behind drafts, the next tokens depend on which of them come true.
+            packs = entry.packs and draft == NO_DRAFT and not depth
+            forced = entry.constraint.forced() if packs else []
             request.forced_token_ids = forced if len(forced) >= MIN_FORCED else []
             bits = self._no_bits()
             if request.forced_token_ids:
-                bits = pack_mask(forced[:1], self._vocab_size)
-            elif not entry.constraint.fill(bits):
-                continue
-            rows.append(row)
-            masks.append(bits)
-        return TokenMasks(np.array(rows), np.stack(masks)) if rows else None
-
-    def _masks_of_drafts(
-        self, requests: Sequence[Request], drafts: Sequence[int]
-    ) -> TokenMasks | None:
-        """Each row under the constraint as it is behind the drafts before the row."""
-        rows, masks, depth = [], [], 0
-        for row, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
-            if (entry := self._of.get(request)) is None:
-                continue
-            request.forced_token_ids = []
-            bits = self._no_bits()
-            if entry.constraint.fill(bits):
+                bits, is_limited = pack_mask(forced[:1], self._vocab_size), True
+            else:
+                is_limited = entry.constraint.fill(bits)
+            if is_limited:
                 rows.append(row)
                 masks.append(bits)
             if draft != NO_DRAFT:
