@@ -102,6 +102,30 @@ def test_a_run_of_forced_tokens_takes_two_steps_and_not_twenty(monkeypatch):
     assert steps == {2: 4, 10**6: 23}
 
 
+@pytest.mark.parametrize(("drafted", "num_steps"), [("other", 4), ("r", 3)])
+def test_forced_tokens_do_not_pause_in_steps_with_drafts(drafted, num_steps):
+    """They are drafts themselves, behind one of their own request or beside another one's."""
+    slots = [[1, 2], [3, 4], *([t] for t in range(10, 30)), [5, 6], [7, 8]]
+    prompt, model = [7, 8, 9], tiny.native("llama")
+    truth = {"r": tokens_alone(model, prompt, slots, 24), "other": tiny.alone(model, prompt, 40)}
+    engine = tiny.engine()
+    constrained(engine, {"r": slots, "other": []})
+    engine.speculator = Guesses(engine, truth, right=1.0)
+
+    def one_draft(wanted):
+        counts = {r: r.num_tokens - r.num_prompt_tokens for r, _ in wanted}
+        return [truth[drafted][n : n + 1] * (r.request_id == drafted) for r, n in counts.items()]
+
+    engine.speculator.propose = one_draft
+    engine.speculator.wants = lambda decodes: True
+    for request_id, tokens in truth.items():
+        engine.add_request(request_id, prompt, greedy(len(tokens), ignore_eos=True))
+    for _ in range(num_steps):
+        outputs = engine.step()
+    done = {o.request_id: o.outputs[0].token_ids for o in outputs if o.finished}
+    assert done == {"r": truth["r"]}
+
+
 def test_tokens_known_at_the_start_are_computed_with_the_prompt():
     engine = tiny.engine()
     constrained(engine, {"r": [[10], [11], [12], [1, 2]]})
