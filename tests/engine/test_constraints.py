@@ -111,17 +111,14 @@ def test_forced_tokens_do_not_pause_in_steps_with_drafts(drafted, num_steps):
     engine = tiny.engine()
     constrained(engine, {"r": slots, "other": []})
     engine.speculator = Guesses(engine, truth, right=1.0)
-
-    def one_draft(wanted):
-        counts = {r: r.num_tokens - r.num_prompt_tokens for r, _ in wanted}
-        return [truth[drafted][n : n + 1] * (r.request_id == drafted) for r, n in counts.items()]
-
-    engine.speculator.propose = one_draft
+    engine.speculator.propose = lambda wanted: [
+        truth[drafted][r.num_tokens - 3 : r.num_tokens - 2] * (r.request_id == drafted)
+        for r, _ in wanted
+    ]
     engine.speculator.wants = lambda decodes: True
     for request_id, tokens in truth.items():
         engine.add_request(request_id, prompt, greedy(len(tokens), ignore_eos=True))
-    for _ in range(num_steps):
-        outputs = engine.step()
+    outputs = [engine.step() for _ in range(num_steps)][-1]
     done = {o.request_id: o.outputs[0].token_ids for o in outputs if o.finished}
     assert done == {"r": truth["r"]}
 

@@ -57,6 +57,7 @@ _OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
 )
 
 _HINTS = {
+    "--speculative-config": "only the server without vLLM speculates, by --speculate auto",
     "--data-parallel-rank": "start a server for each rank, behind a balancer (docs/scale.md)",
     "--block-size": f"take one of {list(BLOCK_SIZES)}",
     "--attention-backend": "METAL_LITE_ATTENTION chooses between kernels and reference",
