@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import tiny_models as tiny
-from tests.support.slots import SlotConstraint, alone, draw_slots
+from tests.support.guesses import Guesses
+from tests.support.slots import SlotConstraint, draw_slots
+from tests.support.slots import alone as tokens_alone
 from tests.support.tiny_models import greedy
 from vllm_metal_lite.engine import constraints
 from vllm_metal_lite.engine import engine as engines
@@ -60,6 +62,10 @@ def test_tokens_are_those_of_mlx_lm_under_the_same_limits(seed, name):
     }
     wanted = {name: int(rng.integers(1, 30)) for name in slots}
     constrained(engine, slots)
+    limits = zip(slots, prompts, strict=True)
+    alone = {r: tokens_alone(tiny.native(name), p, slots[r], wanted[r]) for r, p in limits}
+    if rng.integers(2):
+        engine.speculator = Guesses(engine, alone, seed)
     forward, failing = engine.runner._run, set(rng.integers(0, 60, 2).tolist())
     count = iter(range(10**6))
 
@@ -77,9 +83,7 @@ def test_tokens_are_those_of_mlx_lm_under_the_same_limits(seed, name):
             done |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
         except MemoryError:
             continue
-    for request_id, prompt in zip(slots, prompts, strict=True):
-        tokens = alone(tiny.native(name), prompt, slots[request_id], wanted[request_id])
-        assert done[request_id] == tokens
+    assert done == alone
     assert engine.metrics()["blocks_owned"] == 0
     assert not engine.constraints._of
 
@@ -96,6 +100,27 @@ def test_a_run_of_forced_tokens_takes_two_steps_and_not_twenty(monkeypatch):
         assert tokens[1:21] == list(range(10, 30))
         steps[fewest] = engine.metrics()["steps"]
     assert steps == {2: 4, 10**6: 23}
+
+
+@pytest.mark.parametrize(("drafted", "num_steps"), [("other", 4), ("r", 3)])
+def test_forced_tokens_do_not_pause_in_steps_with_drafts(drafted, num_steps):
+    """They are drafts themselves, behind one of their own request or beside another one's."""
+    slots = [[1, 2], [3, 4], *([t] for t in range(10, 30)), [5, 6], [7, 8]]
+    prompt, model = [7, 8, 9], tiny.native("llama")
+    truth = {"r": tokens_alone(model, prompt, slots, 24), "other": tiny.alone(model, prompt, 40)}
+    engine = tiny.engine()
+    constrained(engine, {"r": slots, "other": []})
+    engine.speculator = Guesses(engine, truth, right=1.0)
+    engine.speculator.propose = lambda wanted: [
+        truth[drafted][r.num_tokens - 3 : r.num_tokens - 2] * (r.request_id == drafted)
+        for r, _ in wanted
+    ]
+    engine.speculator.wants = lambda decodes: True
+    for request_id, tokens in truth.items():
+        engine.add_request(request_id, prompt, greedy(len(tokens), ignore_eos=True))
+    outputs = [engine.step() for _ in range(num_steps)][-1]
+    done = {o.request_id: o.outputs[0].token_ids for o in outputs if o.finished}
+    assert done == {"r": truth["r"]}
 
 
 def test_tokens_known_at_the_start_are_computed_with_the_prompt():

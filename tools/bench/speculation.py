@@ -5,22 +5,21 @@
 
 The model computes as always, but its logits are replaced: the token at each position of an answer
 is prepared.  `edit`: the prompt is a text, and the answer says it again with every 20th token
-changed.  `moved`: of these tokens one half is deleted, and a new token is put before the others.
-`new`: no part of the answer was there before.  `json`: six tokens that a stand-in for a grammar
-forces and six free ones alternate, beside an engine that samples the forced tokens one by one.
-`widths`: milliseconds of a step by the number of its drafts.  `lookup`: microseconds of the host.
-Prints Markdown: tokens a second, median of the runs, and ratios.
+changed.  `patch`: every 20th token is replaced, or one is inserted before or removed, in turn.
+`json`: a schema forces about half of the answer; `unforced` is the engine that samples these tokens
+like others.  `new`: no part of the answer was there before.  Prints Markdown: tokens a second,
+median of the runs, and ratios; and the microseconds that a lookup takes.
 """
 
 import argparse
 import faulthandler
+import json
 import statistics
 import time
 import timeit
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
@@ -28,15 +27,24 @@ from tools.bench.lib.models import get_model
 from tools.bench.lib.tables import table_head
 from tools.bench.lib.trust import trusted
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend
-from vllm_metal_lite.engine import constraints
-from vllm_metal_lite.sampling.masks import pack_mask
+from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.speculation.lookup import look_up
+from vllm_metal_lite.speculation.speculator import MAX_DRAFT
+from vllm_metal_lite.structured_params import StructuredOutputsParams
 
 mx = backend.mx
 
-WIDTHS = (1, 3, 7, 15, 31)
-LOADS = {"edit": (1, 8), "moved": (1, 8), "new": (1, 8, 32), "json": (1,)}
-_RUN = 6  # forced tokens of `json`, and free ones behind them
+LOADS = {"edit": (1, 8), "patch": (1, 8), "json": (1,), "new": (1, 8, 32)}
+MODES = ("unforced", "off", "auto")
+CONTEXTS = (1_000, 8_000, 32_000)
+FIELDS = {"description": "string", "approximate_price": "integer", "is_available": "boolean"}
+THING = {
+    "type": "object",
+    "properties": {name: {"type": kind} for name, kind in FIELDS.items()},
+    "required": list(FIELDS),
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "array", "items": THING}
 _HEADER = 40  # tokens of a prompt before its text
 
 
@@ -58,53 +66,46 @@ class Prepared:
         return mx.put_along_axis(quiet, said, mx.full(said.shape, 100.0, quiet.dtype), axis=1)
 
 
-def texts(kind: str, length: int, vocab_size: int) -> tuple[list[int], list[int]]:
+def texts(kind: str, length: int, model: LoadedModel) -> tuple[list[int], list[int]]:
     """(prompt, answer) of `length` tokens each."""
     rng = np.random.default_rng(7)
-    text, header, fresh = (rng.integers(10, vocab_size - 10, n) for n in (length, _HEADER, length))
-    answer = fresh.copy()
-    if kind == "edit":
-        answer = text.copy()
-        answer[::20] = fresh[::20]
-    if kind == "moved":
-        kept = [[fresh[i], t] if i % 40 == 20 else [t] for i, t in enumerate(text) if i % 40]
-        answer = np.concatenate([*kept, fresh])[:length]
-    return [*header.tolist(), *text.tolist()], answer.tolist()
+    draw = partial(rng.integers, 10, model.vocab_size - 10)
+    text, header, fresh = (draw(n).tolist() for n in (length, _HEADER, length))
+    answer: list[int] = fresh
+    if kind in ("edit", "patch"):
+        answer = []
+        for i, (old, new) in enumerate(zip(text, fresh, strict=True)):
+            change = i // 20 % 3 if kind == "patch" else 0
+            answer += [old] if i % 20 else ([new], [new, old], [])[change]
+        answer = [*answer, *fresh][:length]
+    elif kind == "json":
+        words = ["".join(map(chr, rng.integers(97, 123, 9))) for _ in range(length // 10)]
+        things = [
+            {"description": w, "approximate_price": int(rng.integers(1e6)), "is_available": True}
+            for w in words
+        ]
+        answer = model.tokenizer._tokenizer.encode(json.dumps(things))[:length]
+    return [*header, *text], answer
 
 
-class Template:
-    """A `Constraint`: every second run of _RUN tokens is forced."""
-
-    def __init__(self, answer: list[int]) -> None:
-        self._answer, self._known = answer, 0
-
-    def fill(self, bits: np.ndarray) -> bool:
-        bits[:] = ~np.uint32(0)
-        if forced := self.forced():
-            bits[:] = pack_mask(forced[:1], 32 * len(bits))
-        return True
-
-    def accept(self, token_id: int) -> None:
-        self._known += 1
-
-    def rollback(self, num_tokens: int) -> None:
-        self._known -= num_tokens
-
-    def forced(self) -> list[int]:
-        run = self._known // _RUN
-        return [] if run % 2 else self._answer[self._known : (run + 1) * _RUN]
-
-
-def measure(engine: LLMEngine, prepared: Prepared, kind: str, count: int, length: int) -> float:
+def measure(
+    engine: LLMEngine, prepared: Prepared, kind: str, count: int, length: int, mode: str
+) -> float:
     """Tokens a second of `count` answers, prompts not counted."""
-    prompt, answer = texts(kind, length, engine.model.vocab_size)
+    prompt, answer = texts(kind, length, engine.model)
     prepared.tokens = mx.array([0, *prompt[1:], *answer, 0])
     mx.eval(prepared.tokens)
-    params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+    grammar = StructuredOutputsParams(json=SCHEMA) if kind == "json" else None
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=length,
+        ignore_eos=True,
+        structured_outputs=grammar,
+    )
     for i in range(count):
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
-        if kind == "json":
-            engine.constraints.add(engine._answers[str(i)].request, Template(answer), params)
+    for entry in engine.constraints._of.values() if mode == "unforced" else ():
+        entry.packs = False
     outputs: dict[str, list[int]] = {}
     started = None
     while engine.has_unfinished_requests():
@@ -117,72 +118,23 @@ def measure(engine: LLMEngine, prepared: Prepared, kind: str, count: int, length
     return (count * length - known) / (time.perf_counter() - started)
 
 
-def widths(model: Any, prepared: Prepared, length: int) -> None:
-    """Milliseconds a step by the number of drafts of each request; all drafts are right."""
-    print(f"\n### {model.name}: ms a step behind {length} tokens, drafts that all come true\n")
-    table_head(("requests", "one ahead", *(f"{k} drafts" for k in WIDTHS), "compiled"))
-    for count in (1, 8):
-        cells, compiled = [], []
-        for k in (None, *WIDTHS):
-            engine = make_engine(model, length, count, "off" if k is None else "auto")
-            prompt, answer = texts("new", length, model.vocab_size)
-            prepared.tokens = mx.array([0, *prompt[1:], *answer, 0])
-            if k is not None:
-                engine.speculator = Always(engine, prompt + answer, k)
-            params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
-            for i in range(count):
-                engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
-            while engine.scheduler.num_waiting or len(engine.scheduler.decoding) < count:
-                engine.step()
-            times: list[float] = []
-            while len(times) < 24 and engine.has_unfinished_requests():
-                started = time.perf_counter()
-                engine.step()
-                times.append(time.perf_counter() - started)
-            cells.append(1e3 * statistics.median(times[8:]) if times[8:] else float("nan"))
-            compiled.append(engine.metrics()["compiled_steps"])
-        ms = " | ".join(f"{cell:.1f}" for cell in cells)
-        print(f"| {count} | {ms} | {compiled} |", flush=True)
-
-
-def lookup(vocab_size: int) -> None:
-    """Microseconds of a proposal, if the context ends like nothing before, and if all repeats."""
-    print("\n### us of a lookup\n")
-    table_head(("tokens", "nothing matches", "64 places match"))
-    for count in (1 << 10, 1 << 13, 1 << 15):
-        tokens = np.random.default_rng(7).integers(10, vocab_size, count).astype(np.int32)
+def lookups() -> None:
+    """Microseconds of a lookup by the length of the context."""
+    table_head(("us a lookup", *(f"{n:,} tokens" for n in CONTEXTS)))
+    kinds = {"finds nothing": CONTEXTS[-1], "finds a copy": 450, "finds itself everywhere": 1}
+    for kind, period in kinds.items():
         cells = []
-        for known in (tokens, np.resize(tokens[:16], count)):
-            times = timeit.repeat(partial(look_up, known, 31), number=100, repeat=5)
-            cells.append(f"{1e4 * min(times):.0f}")
-        print(f"| {count:,} | {' | '.join(cells)} |", flush=True)
+        for count in CONTEXTS:
+            run = partial(look_up, np.arange(count, dtype=np.int32) % period, MAX_DRAFT)
+            times = timeit.repeat(run, number=20, repeat=20)
+            cells.append(f"{1e6 * statistics.median(times) / 20:.0f}")
+        print(f"| {kind} | {' | '.join(cells)} |", flush=True)
 
 
-class Always:
-    """Replaces a Speculator: the same number of true drafts for every request."""
-
-    num_drafted = num_accepted = 0
-
-    def __init__(self, engine: LLMEngine, tokens: list[int], count: int) -> None:
-        self._tokens, self._count = tokens, count
-        self._known = engine._tokens_of
-
-    def wants(self, decodes: Any) -> bool:
-        return True
-
-    def propose(self, wanted: Any) -> list[list[int]]:
-        starts = [len(self._known(request)) for request, _ in wanted]
-        return [self._tokens[at : at + self._count] for at in starts]
-
-    def note(self, *_: Any) -> None: ...
-
-    def forget(self, request: Any) -> None: ...
-
-
-def make_engine(model: Any, length: int, count: int, speculate: str) -> LLMEngine:
+def make_engine(model: Any, length: int, count: int, mode: str) -> LLMEngine:
     size = 2 * length + _HEADER + 64
     sizes = {"num_blocks": count * (size // 16 + 4), "max_model_len": size, "state_cache_gib": 0}
-    how = {"speculate": speculate, "enable_prefix_caching": False}
+    how = {"speculate": "auto" if mode == "auto" else "off", "enable_prefix_caching": False}
     config = EngineConfig(max_num_seqs=2 * count, **sizes, **how)
     with trusted():
         return LLMEngine(model, config)
@@ -195,8 +147,9 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-4b")
     parser.add_argument("--bits")
     parser.add_argument("--tiny", action="store_true")
-    parts = ("widths", "lookup", *LOADS)
-    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
+    parser.add_argument(
+        "--only", nargs="+", choices=("lookups", *LOADS), default=("lookups", *LOADS)
+    )
     parser.add_argument("--requests", nargs="+", type=int, default=(1, 8, 32))
     parser.add_argument("--length", type=int, default=2000)
     parser.add_argument("--runs", type=int, default=3)
@@ -207,33 +160,32 @@ def main() -> None:
     model = get_model(name, bits=args.bits)
     prepared = Prepared(model.packed)
     model = replace(model, fit=model.fit._replace(packed=prepared))
-    if "widths" in args.only:
-        widths(model, prepared, length)
-    if "lookup" in args.only:
-        lookup(model.vocab_size)
+    if "lookups" in args.only:
+        lookups()
     print(f"\n### {model.name}: tokens a second, answers of {length} tokens\n")
-    table_head(("answers", "requests", "without", "with drafts", "ratio", "accepted"))
+    table_head(("answers", "requests", "unforced", "without", "with drafts", "ratio", "accepted"))
     for kind in (kind for kind in LOADS if kind in args.only):
+        speaks = load("demo") if kind == "json" else model
+        tokens = {"tokenizer": speaks.tokenizer, "eos_token_ids": speaks.eos_token_ids}
+        answering = replace(model, **tokens)
         for count in (count for count in LOADS[kind] if count in args.requests):
-            speeds, share = {}, ""
-            for speculate in ("off", "auto"):
-                engine = make_engine(model, length, count, speculate)
-                least = constraints.MIN_FORCED if speculate == "auto" else length
-                with patch.object(constraints, "MIN_FORCED", least):
-                    found = [
-                        measure(engine, prepared, kind, count, length) for _ in range(args.runs + 2)
-                    ]
-                speeds[speculate] = statistics.median(found[2:])
-                if (speculator := engine.speculator) is not None:
-                    drafted, accepted = speculator.num_drafted, speculator.num_accepted
-                    share = f"{accepted} of {drafted}"
+            speeds = {}
+            for mode in MODES[kind != "json" :]:
+                engine = make_engine(answering, length, count, mode)
+                found = [
+                    measure(engine, prepared, kind, count, length, mode)
+                    for _ in range(args.runs + 2)
+                ]
+                speeds[mode] = statistics.median(found[2:])
+                counts = engine.metrics()
                 del engine
                 mx.clear_cache()
-            off, auto = speeds["off"], speeds["auto"]
-            print(
-                f"| {kind} | {count} | {off:.0f} | {auto:.0f} | **{auto / off:.2f}** | {share} |",
-                flush=True,
+            cells = " | ".join(f"{speeds[mode]:.0f}" if mode in speeds else "" for mode in MODES)
+            ratios = " ".join(
+                f"**{speeds['auto'] / speed:.2f}**" for speed in list(speeds.values())[:-1]
             )
+            share = f"{counts['accepted_tokens']} of {counts['draft_tokens']}"
+            print(f"| {kind} | {count} | {cells} | {ratios} | {share} |", flush=True)
 
 
 if __name__ == "__main__":

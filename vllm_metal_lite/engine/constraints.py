@@ -8,7 +8,7 @@ first of them under its mask.  The next step computes all of them as the rows of
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -26,11 +26,13 @@ MIN_FORCED = 2
 
 @dataclass(slots=True)
 class _Constrained:
-    """num_accepted: tokens that the constraint has seen.  packs: forced tokens become a segment."""
+    """num_accepted: tokens that the constraint has seen.  packs: forced tokens become a segment.
+    masks: by the number of the request's drafts before a row; None: any token."""
 
     constraint: Constraint
     packs: bool
     num_accepted: int = 0
+    masks: list[np.ndarray | None] = field(default_factory=list)
 
     def accept(self, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:
@@ -65,22 +67,30 @@ class Constraints:
     def __contains__(self, request: Request) -> bool:
         return request in self._of
 
-    def num_allowed(self, request: Request, draft: Sequence[int]) -> int:
-        """How many tokens of a draft a request's constraint accepts."""
+    def continued(self, request: Request, draft: Sequence[int], most: int) -> list[int]:
+        """The part of a draft that a request's constraint accepts, and the forced tokens behind
+        it: at most `most`.  Keeps the masks of their rows."""
         if (entry := self._of.get(request)) is None:
-            return len(draft)
-        constraint, bits, count = entry.constraint, self._no_bits(), 0
-        for token in draft:
-            if constraint.fill(bits) and not bits[token // 32] >> (token % 32) & 1:
+            return list(draft)
+        constraint, pending = entry.constraint, list(draft)
+        found: list[int] = []
+        entry.masks = []
+        while True:
+            entry.masks.append(bits := self._bits(constraint))
+            if bits is not None and pending and not bits[pending[0] // 32] >> pending[0] % 32 & 1:
+                pending = []
+            pending = pending or constraint.forced()[: most - len(found)]
+            if not pending:
                 break
-            constraint.accept(token)
-            count += 1
-        if count:
-            constraint.rollback(count)
-        return count
+            constraint.accept(token := pending.pop(0))
+            found.append(token)
+        if found:
+            constraint.rollback(len(found))
+        return found
 
-    def _no_bits(self) -> np.ndarray:
-        return np.zeros(-(-self._vocab_size // 32), np.uint32)
+    def _bits(self, constraint: Constraint) -> np.ndarray | None:
+        bits = np.zeros(-(-self._vocab_size // 32), np.uint32)
+        return bits if constraint.fill(bits) else None
 
     def masks(self, requests: Sequence[Request], drafts: Sequence[int] = ()) -> TokenMasks | None:
         """The tokens that the rows of a step may sample.  requests: of each row.  drafts: see
@@ -88,42 +98,23 @@ class Constraints:
 
         Sets `forced_token_ids` of requests whose next tokens are known.
         """
-        if len(drafts):
-            return self._masks_of_drafts(requests, drafts)
-        rows, masks = [], []
+        rows, masks, depth = [], [], 0
         for row, request in enumerate(requests):
             if (entry := self._of.get(request)) is None:
                 continue
-            forced = entry.constraint.forced() if entry.packs else []
-            request.forced_token_ids = forced if len(forced) >= MIN_FORCED else []
-            bits = self._no_bits()
-            if request.forced_token_ids:
-                bits = pack_mask(forced[:1], self._vocab_size)
-            elif not entry.constraint.fill(bits):
-                continue
-            rows.append(row)
-            masks.append(bits)
-        return TokenMasks(np.array(rows), np.stack(masks)) if rows else None
-
-    def _masks_of_drafts(
-        self, requests: Sequence[Request], drafts: Sequence[int]
-    ) -> TokenMasks | None:
-        """Each row under the constraint as it is behind the drafts before the row."""
-        rows, masks, depth = [], [], 0
-        for row, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
-            if (entry := self._of.get(request)) is None:
-                continue
+            has_draft = len(drafts) > 0 and drafts[row] != NO_DRAFT
             request.forced_token_ids = []
-            bits = self._no_bits()
-            if entry.constraint.fill(bits):
+            if has_draft or depth:
+                bits = entry.masks[depth]
+                depth = depth + 1 if has_draft else 0
+            elif entry.packs and len(forced := entry.constraint.forced()) >= MIN_FORCED:
+                request.forced_token_ids = forced
+                bits = pack_mask(forced[:1], self._vocab_size)
+            else:
+                bits = self._bits(entry.constraint)
+            if bits is not None:
                 rows.append(row)
                 masks.append(bits)
-            if draft != NO_DRAFT:
-                entry.constraint.accept(draft)
-                depth += 1
-            elif depth:
-                entry.constraint.rollback(depth)
-                depth = 0
         return TokenMasks(np.array(rows), np.stack(masks)) if rows else None
 
     def accept(self, output: SchedulerOutput, result: StepResult) -> None:

@@ -304,12 +304,15 @@ class LLMEngine:
         return not self.speculator.wants(self.scheduler.decoding)
 
     def _propose(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
-        """The drafts of decodes (`scheduler.drafts`), cut where the request's constraint ends
-        them."""
+        """The drafts of decodes (`scheduler.drafts`), within the requests' constraints."""
         assert self.speculator is not None, "drafts are asked for"
         drafts = self.speculator.propose(wanted)
-        known = [(request, draft) for (request, _), draft in zip(wanted, drafts, strict=True)]
-        return [draft[: self.constraints.num_allowed(request, draft)] for request, draft in known]
+        if not any(drafts):
+            return drafts
+        return [
+            self.constraints.continued(request, draft, most)
+            for (request, most), draft in zip(wanted, drafts, strict=True)
+        ]
 
     def _tokens_of(self, request: Request) -> np.ndarray:
         seat = request.req_index

@@ -42,9 +42,9 @@ def _match(token_ids: np.ndarray, skipped: int) -> tuple[np.ndarray, int]:
     if n <= MIN_MATCH:
         return token_ids[:0], 0
     known = token_ids[:n]
-    places: np.ndarray = np.flatnonzero(known[MIN_MATCH - 1 : -1] == known[-1]) + MIN_MATCH - 1
-    for back in range(1, MIN_MATCH):
-        places = places[known[places - back] == known[-1 - back]]
+    places = np.flatnonzero(known[MIN_MATCH - 1 : -1] == known[-1]) + MIN_MATCH - 1
+    for i in range(1, MIN_MATCH):
+        places = places[known[places - i] == known[-1 - i]]
     places = places[-_MAX_PLACES:]
     if not len(places):
         return token_ids[:0], 0

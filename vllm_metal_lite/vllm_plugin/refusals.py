@@ -58,6 +58,7 @@ _OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
 
 _BALANCER = "start a server for each rank, behind a balancer (docs/scale.md)"
 _HINTS = {
+    "--speculative-config": "only the server without vLLM speculates, by --speculate auto",
     "--data-parallel-rank": _BALANCER,
     "--data-parallel-size": _BALANCER,
     "--block-size": f"take one of {list(BLOCK_SIZES)}",
