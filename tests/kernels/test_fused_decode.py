@@ -22,9 +22,7 @@ from vllm_metal_lite.attention.paged.decodes import reads_new_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.kernels.arguments import new_token
-from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.rope_write import rope_write
-from vllm_metal_lite.kernels.shared_prefix import shared_prefix
 
 pytestmark = pytest.mark.usefixtures("host")
 WRITTEN = STORE
@@ -52,40 +50,24 @@ class Case:
     def run(self, fused: bool) -> list[mx.array]:
         """Attention, and the keys and values in the store."""
         s, rows = self.sequences, self.rows
-        empty = np.zeros(s.keys.shape[0], bool)
+        empty = np.zeros(s.store[0].shape[0], bool)
         empty[rows.slots[rows.slots >= 0]] = True
         poison = float("nan") if s.spec.bits is None else 0xFFFFFFFF
         store = [
-            mx.where(mx.array(empty)[:, None, None], poison, a).astype(a.dtype)
-            for a in (s.keys, s.values)
+            mx.where(mx.array(empty)[:, None, None], poison, a).astype(a.dtype) for a in s.store
         ]
         mx.eval(store)
-        q, token = rows.new_rows, new_token()
+        q, token, prefix = rows.new_rows, new_token(), None
         if not fused:
             where = {"positions": mx.array(rows.positions), "slot_mapping": mx.array(rows.slots)}
             kept = {"keys": store[0], "values": store[1], "token": token}
             q, token = rope_write(q, **where, **kept, spec=s.spec)
-        where, prefix = (mx.array(s.block_tables), mx.array(s.seq_lens)), None
         if self.prefix_len:  # of the longest sequence alone, for what is not shared is the same
-            leader, how = int(np.argmax(s.seq_lens)), {**s.how}
             lens = np.zeros(len(s.seq_lens), np.int32)
-            lens[leader] = self.prefix_len
-            del how["window"]
-            prefix = shared_prefix(
-                q,
-                *where,
-                mx.array([leader], mx.int32),
-                mx.array(lens),
-                *store,
-                token,
-                splits=2,
-                spec=s.spec,
-                **how,
-            )
+            lens[np.argmax(s.seq_lens)] = self.prefix_len
+            prefix = s.attend_to_prefix(q, lens, store, token)
             token = prefix.lse
-        sinks = None if s.sinks is None else mx.array(s.sinks)
-        how = {"plan": DecodePlan(*s.plan), "prefix": prefix, "sinks": sinks, "spec": s.spec}
-        out, token = paged_decode(q, *where, *store, token, **how, **s.how)
+        out, token = s.attend(q, store, token, prefix)
         mx.eval(out, token)
         return [out, *store]
 
