@@ -14,13 +14,7 @@ from tests.support import tiny_models as tiny
 from tests.support import workloads as workloads_of
 from tests.support.fakes import FakeEngine, FakeStep, expected, fake_config
 from tests.support.pool_accounts import check_accounts
-from tests.support.workloads import (
-    MAX_MODEL_LEN,
-    Workload,
-    make_config,
-    seeded_workload,
-    workloads,
-)
+from tests.support.workloads import MAX_MODEL_LEN, Workload, make_config, seeded_workload, workloads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.runner.result import StepResult

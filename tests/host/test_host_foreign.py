@@ -142,67 +142,20 @@ def test_affine_matmul(dtype):
     check_close(y / columns**0.5, expected / columns**0.5, dtype)
 
 
-# --- norms and rotations: MLX's own (from a checkout) and mlx-lm's --------------------------------
+# --- norms and rotations of mlx-lm ----------------------------------------------------------------
 
 
 def rms_norm(x, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
 
 
-def rotate(x, positions, base, *, interleaved):
-    """RoPE of (..., dim) at `positions`, which broadcasts against all but the last axis."""
+def rotate(x, positions, base):
+    """RoPE of (..., dim), neighbours turned together, at `positions`, which broadcasts against all
+    but the last axis."""
     half = x.shape[-1] // 2
-    angle = positions[..., None] * base ** (-np.arange(half) / half)
-    pairs = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
-    turned = (
-        pairs[0] * np.cos(angle) - pairs[1] * np.sin(angle),
-        pairs[0] * np.sin(angle) + pairs[1] * np.cos(angle),
-    )
-    out = np.stack(turned, -1) if interleaved else np.concatenate(turned, -1)
-    return out.reshape(x.shape)
-
-
-@dtypes
-@pytest.mark.parametrize("looped", [False, True])
-def test_rms_norm(dtype, looped):
-    source = foreign.text("rms_norm.metal")
-    width = 300
-    x, x64 = random((3, width), dtype)
-    w, w64 = random((width,), dtype, 1)
-    (y,) = run_mlx(
-        source,
-        f"{'rms_looped' if looped else 'rms_single_row'}<{dtype}>",
-        [x, w, (x.shape, x.dtype), np.float32(1e-5), np.uint32(width), np.uint32(1)],
-        (3, 1, 1),
-        (32 if looped else 96, 1, 1),
-        checked=dtype == "float",
-    )
-    check_close(y / 2, rms_norm(x64, 1e-5) * w64 / 2, dtype)
-
-
-@dtypes
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rope(dtype, interleaved):
-    source = foreign.text("rope.metal")
-    batch, heads, length, dim = 2, 3, 5, 64
-    x, x64 = random((batch, heads, length, dim), dtype)
-    offsets = np.array([3, 11], np.int32)
-    strides = np.array([length * dim, dim, 1], np.int64)
-    per_batch = 4 * -(-heads // 4)
-    (y,) = run_mlx(
-        source,
-        f"rope<{dtype}, int32_t>",
-        [
-            *(x, (x.shape, x.dtype), offsets, np.float32(1), strides, strides),
-            *(np.int64(1), np.int32(heads), None, None, np.float32(np.log2(1e4))),
-        ],
-        (1, length, batch * per_batch // 4),
-        (dim // 2, 1, 1),
-        constants={1: np.bool_(True), 2: np.bool_(interleaved), 3: np.bool_(False)},
-        checked=dtype == "float",
-    )
-    positions = offsets[:, None, None] + np.arange(length)
-    check_close(y, rotate(x64, positions, 1e4, interleaved=interleaved), dtype)
+    turn = np.exp(1j * positions[..., None] * base ** (-np.arange(half) / half))
+    turned = (x[..., ::2] + 1j * x[..., 1::2]) * turn
+    return np.stack([turned.real, turned.imag], -1).reshape(x.shape)
 
 
 def run_mlx_lm(name, dtype):
@@ -217,7 +170,7 @@ def test_mlx_lm_qk_norm_rope(dtype):
     (qkvg, scale, eps, offsets, *_), (q, k) = run_mlx_lm("qk_norm_rope", dtype)
     heads = rms_norm(qkvg.reshape(2, 5, 12, 64)[:, :, :6], eps)
     positions = (offsets[:, None] + np.arange(5))[..., None]
-    turned = rotate(heads, positions, 1e4, interleaved=True)
+    turned = rotate(heads, positions, 1e4)
     # The norm is rounded before it is scaled and turned, so an error of each adds.
     check_close(q / 4, turned[:, :, :4] * scale / 4, dtype)
     check_close(k / 2, turned[:, :, 4:] / 2, dtype)

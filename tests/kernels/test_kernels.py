@@ -11,23 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal.host import compiler_available, installed
-from tests.support.kernel_cases import (
-    RAGGED,
-    STORE,
-    TOLERANCE,
-    PagedSequences,
-    draw,
-    raw,
-)
+from tests.support.kernel_cases import RAGGED, STORE, TOLERANCE, PagedSequences, draw, raw
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import decode
 from vllm_metal_lite.kernels.arguments import new_token
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
-from vllm_metal_lite.kernels.decode import (
-    decode_plan,
-    merge_partitions,
-)
+from vllm_metal_lite.kernels.decode import decode_plan, merge_partitions
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import LayerSpec
