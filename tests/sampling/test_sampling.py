@@ -47,7 +47,7 @@ def sampling_params(draw, vocab_size):
     )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(st.data())
 def test_mixed_batches_match_the_reference(data):
     vocab_size = data.draw(st.sampled_from([8, 65, 333, 4096]))

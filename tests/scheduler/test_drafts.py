@@ -74,7 +74,7 @@ def check(engine, out):
 
 
 @given(workloads(), st.integers(0, 100))
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_tokens_are_those_of_the_request_alone(workload, seed):
     play(workload, seed)
 
