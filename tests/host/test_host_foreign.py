@@ -10,45 +10,34 @@ import pytest
 
 from metal.host import compiler_available
 from tests.support import foreign_kernels as foreign
-from tests.support.foreign_runs import DTYPES, check_close, exact, in_every_way, random, run_mlx
+from tests.support.foreign_runs import (
+    DTYPES,
+    check_close,
+    exact,
+    in_every_way,
+    random,
+    run_mlx,
+    softmax,
+    sort,
+)
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
-# --- rows: softmax, logsumexp ---------------------------------------------------------------------
+# --- rows: softmax, logsumexp, sort ---------------------------------------------------------------
 
 
 @dtypes
 @pytest.mark.parametrize("width", [1, 33, 1000])
 def test_softmax(dtype, width):
-    source = foreign.metal("softmax.h", before=("defines.h",))
-    x, x64 = random((3, width), dtype)
-    threads = (-(-width // 128) * 32, 1, 1)
-    (y,) = run_mlx(
-        source,
-        f"softmax_single_row<{dtype}, float>",
-        [x, (x.shape, x.dtype), np.int32(width)],
-        (3, 1, 1),
-        threads,
-        checked=dtype == "float",
-    )
-    e = np.exp(x64 - x64.max(-1, keepdims=True))
-    check_close(y, e / e.sum(-1, keepdims=True), dtype)
+    dispatch, expected = softmax(dtype, 3, width)
+    check_close(*in_every_way(dispatch.run, checked=dtype == "float"), expected, dtype)
 
 
 def test_softmax_looped():
-    source = foreign.metal("softmax.h", before=("defines.h",))
-    x, x64 = random((2, 5003), "float")
-    (y,) = run_mlx(
-        source,
-        "softmax_looped<float, float>",
-        [x, (x.shape, x.dtype), np.int32(5003)],
-        (2, 1, 1),
-        (1024, 1, 1),
-    )
-    e = np.exp(x64 - x64.max(-1, keepdims=True))
-    check_close(y, e / e.sum(-1, keepdims=True), "float")
+    dispatch, expected = softmax("float", 2, 5003, looped=True)
+    check_close(*in_every_way(dispatch.run), expected, "float")
 
 
 @dtypes
@@ -65,20 +54,11 @@ def test_logsumexp(dtype):
     check_close(y, np.log(np.exp(x64).sum(-1)), dtype)
 
 
-# --- sort: merges in threadgroup memory -----------------------------------------------------------
-
-
 @pytest.mark.parametrize("width", [5, 200, 256])
 def test_sort(width):
-    x, x64 = random((3, width), "half")
-    (y,) = run_mlx(
-        foreign.metal("sort.h"),
-        "block_sort<half, half, false, 64, 4>",
-        [x, (x.shape, x.dtype), *(np.int32(n) for n in (width, 1, 1, width, width))],
-        (1, 3, 1),
-        (64, 1, 1),
-    )
-    assert np.array_equal(exact(y), np.sort(x64, -1))
+    dispatch, expected = sort(3, width)
+    (y,) = in_every_way(dispatch.run)
+    assert np.array_equal(exact(y), expected)
 
 
 # --- affine quantised matrices --------------------------------------------------------------------

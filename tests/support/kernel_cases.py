@@ -66,6 +66,22 @@ def powers_of_two(count: int) -> np.ndarray:
     return np.exp2(np.arange(count) % 12).astype(np.float32)
 
 
+def turned(x: np.ndarray, positions: np.ndarray, rope: Rope, dtype: mx.Dtype) -> np.ndarray:
+    """Heads rotated by definition: pairs are complex numbers, and a rotation is a product.  The
+    factor before it is rounded to the type, and so is what it gives."""
+    x, i = x.copy(), np.arange(rope.dims // 2)
+    if rope.factor != 1:
+        factor = rounded(np.array(rope.factor), dtype)
+        x[..., : rope.dims] = rounded(factor * x[..., : rope.dims], dtype)
+    given = rope.freqs is not None
+    rates = 1 / np.array(rope.freqs) if given else rope.base ** (-2.0 * i / rope.dims)
+    turn = np.exp(1j * rope.scale * positions[:, None, None] * rates)
+    at = (2 * i, 2 * i + 1) if rope.traditional else (i, i + rope.dims // 2)
+    pairs = (x[..., at[0]] + 1j * x[..., at[1]]) * turn
+    x[..., at[0]], x[..., at[1]] = pairs.real, pairs.imag
+    return x
+
+
 def permuted_blocks(
     rng: np.random.Generator, seq_lens: np.ndarray, block_size: int
 ) -> tuple[np.ndarray, int]:
@@ -240,11 +256,10 @@ class NewRowsCase:
             rounded(rng.standard_normal((rows, *shape)), dtype) for shape in shapes
         )
         self.k[self.slots < 0] = self.v[self.slots < 0] = np.nan
-        self.freqs = powers_of_two(rotated // 2) if freqs else None
         self.rope = None
         if rotated:
-            arrays = mx.array(self.freqs) if freqs else None, factor
-            self.rope = Rope(rotated, traditional, None if freqs else base, scale, *arrays)
+            given = mx.array(powers_of_two(rotated // 2)) if freqs else None
+            self.rope = Rope(rotated, traditional, None if freqs else base, scale, given, factor)
         # "qk": both are normalised; upper case: without a weight.
         self.norms = {}
         for name in "qk":
@@ -308,27 +323,9 @@ class NewRowsCase:
         x = rounded(x / np.sqrt((x**2).mean(-1, keepdims=True) + norm.eps), result)
         return rounded(x * np.array(weight.astype(mx.float32)), result).astype(np.float64)
 
-    def scaled(self, name: str) -> np.ndarray:
-        """q or k, normalised, the elements to rotate multiplied and rounded as MLX rounds."""
-        x, result = self.normed(name), self.result(name)
-        if self.rope is not None and self.rope.factor != 1:
-            factor, dims = rounded(np.array(self.rope.factor), result), self.rope.dims
-            x[..., :dims] = rounded(factor * x[..., :dims], result)
-        return x
-
     def rotated(self, name: str) -> np.ndarray:
-        """By definition: pairs are complex numbers, and a rotation is a product."""
-        x = self.scaled(name)
-        if self.rope is None:
-            return x
-        dims = self.rope.dims
-        i = np.arange(dims // 2)
-        rates = 1 / self.freqs if self.rope.base is None else self.rope.base ** (-2.0 * i / dims)
-        turn = np.exp(1j * self.scale * self.positions[:, None, None] * rates)
-        at = (2 * i, 2 * i + 1) if self.rope.traditional else (i, i + dims // 2)
-        turned = (x[..., at[0]] + 1j * x[..., at[1]]) * turn
-        x[..., at[0]], x[..., at[1]] = turned.real, turned.imag
-        return x
+        x = self.normed(name)
+        return x if self.rope is None else turned(x, self.positions, self.rope, self.result(name))
 
     def expected(self) -> list[np.ndarray]:
         written = self.slots >= 0
