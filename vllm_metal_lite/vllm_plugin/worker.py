@@ -253,7 +253,7 @@ class MetalLiteWorker(WorkerBase):
         return output.get_output()
 
     def _launch(self, step: ScheduledStep, masks: TokenMasks | None) -> LaunchedStep:
-        """Submit a step.  The loop ends, because each repetition runs without one more kernel."""
+        """Submit a step; again, without the kernel that failed, as often as states are lost."""
         lost = False
         while True:
             try:
