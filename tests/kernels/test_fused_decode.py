@@ -136,6 +136,14 @@ def test_every_way_of_rotating(how):
     check(RAGGED, **how)
 
 
+# The last turn of a split is not full; memory for 8, 8 and 2 queries of a simdgroup.
+OF_SIZES = [
+    {"dims": (128, 128), "rotated": 64, "heads": (8, 2), "dtype": mx.bfloat16},
+    {"dims": (72, 40), "rotated": 36, "heads": (18, 1), "dtype": mx.float16},
+    {"dims": (256, 256), "rotated": 128, "heads": (4, 4)},
+]
+
+
 @pytest.mark.parametrize(
     "how",
     [
@@ -143,25 +151,12 @@ def test_every_way_of_rotating(how):
         {"freqs": True, "scale": 0.5},
         {"norms": ""},
         {"factor": 1.3466, "rotated": 12},
+        *({**sizes, "plan": (2, 4), "sinks": True} for sizes in OF_SIZES),
     ],
     ids=str,
 )
-def test_rotating_behind_a_prefix(how):
+def test_behind_a_prefix(how):
     check(RAGGED, prefix_len=70, **how)
-
-
-@pytest.mark.parametrize(
-    ("dims", "heads", "dtype"),
-    [((128, 128), (8, 2), mx.bfloat16), ((72, 40), (18, 1), mx.float16),
-     ((256, 256), (4, 4), mx.float32)],
-    ids=str,
-)  # fmt: skip
-def test_behind_a_prefix(dims, heads, dtype):
-    """The last turn of a split is not full; memory for 8, 8 and 2 queries of a simdgroup."""
-    how = {"plan": (2, 4), "sinks": True}
-    check(
-        RAGGED, heads=heads, dims=dims, rotated=dims[0] // 4 * 2, dtype=dtype, prefix_len=70, **how
-    )
 
 
 @pytest.mark.parametrize("plan", [(1, 4), (4, 2), (2, 1)], ids=str)

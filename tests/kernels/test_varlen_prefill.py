@@ -66,7 +66,9 @@ def test_head_dims(dim, v_dim, dtype):
     check([(1, 40), (40, 57)], dim=dim, v_dim=v_dim, dtype=dtype, heads=(2, 1), window=11)
 
 
-@pytest.mark.parametrize(("dim", "dtype"), [(48, mx.float16), (256, mx.float16), (160, mx.float32)])
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(48, mx.float16), (256, mx.float16), (160, mx.float32), (80, mx.bfloat16)]
+)
 def test_simdgroups_that_share_rows_give_the_same_bits(dim, dtype, monkeypatch):
     case, got = Case(RAGGED, dim=dim, dtype=dtype), []
     for registers in (0, 1000):
@@ -86,7 +88,7 @@ def test_quantised_head_dims(dim, v_dim, dtype, bits):
     check([(1, 40), (40, 57)], dim=dim, v_dim=v_dim, dtype=dtype, heads=(2, 1), bits=bits)
 
 
-@pytest.mark.parametrize("heads", [(1, 1), (7, 1), (71, 1)])
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (7, 1), (71, 1)])
 def test_any_number_of_query_heads_a_kv_head(heads):
     check(RAGGED, heads=heads)
 

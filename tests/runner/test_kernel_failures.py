@@ -257,7 +257,8 @@ def test_an_error_that_no_launch_repeats_is_raised(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "fused"), [("varlen_prefill", True), ("fused_decode", True), ("kv_write", False)]
+    ("kernel", "fused"),
+    [("varlen_prefill", True), ("fused_decode", True), ("kv_write", False), ("rope_write", True)],
 )
 def test_recurrent_states_are_those_of_the_step_before(monkeypatch, kernel, fused):
     kind = ("qwen3_next", fused, "varlen", {})
