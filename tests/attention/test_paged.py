@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compile
 
 
 @pytest.fixture(autouse=True)
-def host(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def host(monkeypatch):
+    monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}, "varlen"))
     change_device(monkeypatch, small_rows=0)  # or "gather" would be for large steps only
     with installed():
         yield

@@ -22,6 +22,8 @@ from tests.support.device import change_device, pad_to_powers_of_two
 from vllm_metal_lite import SamplingParams, backend
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.paged.decodes import as_decodes
+from vllm_metal_lite.attention.select import Verdict
+from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.devices import profile
 
 needs_host = pytest.mark.skipif(
@@ -164,9 +166,9 @@ def test_a_prompt_alone_waits_to_be_compiled():
     "name",
     ["qwen3", *(pytest.param(n, marks=pytest.mark.long) for n in ("gemma2", "llama/window"))],
 )
-def test_tokens_through_kernels(monkeypatch, tmp_path, name):
+def test_tokens_through_kernels(monkeypatch, name):
     """A pool that preempts requests, chunks of unlike size, and a newcomer."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}, "gather"))
     change_device(monkeypatch, min_saved_for_prompts=8)
     prompts = tiny.prompts(4, 10, 40, seed=7)
     with installed():

@@ -40,7 +40,7 @@ def tables(draw) -> tuple[InputBatch, list[dict]]:
 
 
 @given(tables(), st.data())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_pack_equals_a_plain_loop(filled, data):
     inputs, requests = filled
     chosen = data.draw(st.permutations(requests))[: data.draw(st.integers(1, len(requests)))]

@@ -159,10 +159,7 @@ def test_a_pipe_gets_only_the_answer(capsys, monkeypatch):
     assert main(["chat", str(model_folder()), *flags]) == 0
     out, err = capsys.readouterr()
     assert err == "The answer is cut at 30 tokens (--max-tokens).\n"
-    messages = [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": message},
-    ]
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": message}]
     llm = LLM(str(model_folder()), max_num_seqs=1)
     answer = llm.chat(messages, SamplingParams(temperature=0, max_tokens=30))[0].outputs[0].text
     assert out == answer + "\n"

@@ -197,7 +197,7 @@ def poison(engine: AsyncEngine, at: str) -> None:
     runner.execute = poisoned
 
 
-@pytest.mark.parametrize("seats", [1, 3, 8])
+@pytest.mark.parametrize("seats", [1, 3])
 @pytest.mark.parametrize("at", ["launch", "read"])
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_a_prompt_whose_forward_fails_harms_no_other_request(name, at, seats):

@@ -1,24 +1,24 @@
-"""One step ahead: whatever happens between steps, no tokens and no owner of a block change."""
+"""One step ahead: whatever comes in between, nobody's tokens and no block's owner change."""
 
 import subprocess
 import sys
 from dataclasses import replace
-from random import Random
+from functools import partial
+from itertools import count
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from tests.support import tiny_models as tiny
+from tests.support import workloads as workloads_of
 from tests.support.fakes import FakeEngine, FakeStep, expected, fake_config
 from tests.support.pool_accounts import check_accounts
-from tests.support.workloads import MAX_MODEL_LEN, STEMS, Workload, make_config, workloads
+from tests.support.workloads import MAX_MODEL_LEN, Workload, make_config, seeded_workload, workloads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
-from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
@@ -55,7 +55,7 @@ class AsyncFakeEngine(FakeEngine):
         self.launched.append(self._launch(out, after))
 
     def _fail(self) -> None:
-        """Nothing of the steps in flight was written."""
+        """Nothing that is under way was written."""
         for step in self.launched:
             self.model.forget(step.batch)
             for segment in step.out.segments:
@@ -86,54 +86,21 @@ def is_eos(token: int) -> bool:
 
 
 def play(seed: int) -> StoppingEngine:
-    """Random requests, aborts and failures, with few blocks or many."""
-    choose = Random(seed).choice
-    config = fake_config(
-        choose([1, 2, 4, 5]),
-        max_num_seqs=choose([1, 2, 4, 8]),
-        max_num_batched_tokens=choose([1, 3, 8, 21, 64]),
-        long_prefill_token_threshold=choose([0, 0, 2, 7]),
-        prefill_policy=choose(["mixed", "alternate", "whole"]),
-        enable_prefix_caching=choose([True, True, False]),
-    )
-    windows = choose([(None,), (None,), (None, 6), (None, 1), (9, 3)])
-    size = config.block_size
-    groups = []
-    for window in windows:
-        num_blocks = choose([40, 45, 60, 400]) // size
-        if window is not None:  # as few as let anybody finish
-            num_blocks = choose([KVGroup(window=window).most_blocks(40, 1, size), num_blocks])
-        groups.append(KVGroup(window=window, num_blocks=num_blocks))
-    engine = StoppingEngine(config, groups, 40)
-    stems = [[i * 50 + j for j in range(12)] for i in range(2)]
-    aborted: set[str] = set()
-    for now in range(600):
-        if now < 40 and choose([True, False]):
-            prompt = [
-                *choose(stems)[: choose(range(13))],
-                *[choose([200, 201])] * choose([1, 1, 9]),
-            ]
-            try:
-                engine.add(
-                    prompt,
-                    choose([1, 2, 5, 9, 17, 30]),
-                    priority=choose([0, 0, 1]),
-                    atomic=choose([False] * 5 + [True]),
-                    max_chunk=choose([0, 0, 0, 2]),
-                    skip_prefix_cache_read=choose([False] * 5 + [True]),
-                )
-            except RequestError:
-                continue
-        if engine.unfinished and choose([True] + [False] * 19):
-            request = choose(list(engine.unfinished.values()))
-            aborted.add(request.request_id)
+    """Random requests, aborts and failures, under pressure of blocks or not."""
+    workload = seeded_workload(seed, pressed=seed % 2 == 0)
+    config, groups = make_config(workload)
+    engine, steps, aborted = StoppingEngine(config, groups, MAX_MODEL_LEN), count(), set()
+
+    def abort(name: str) -> None:
+        if request := engine.unfinished.get(name):
+            aborted.add(name)
             engine.abort(request)
-        if engine.unfinished:
-            engine.step(fail=choose([True] + [False] * 29))
-            engine.check_blocks()
-        elif now >= 40:
-            break
-    assert not engine.unfinished, "a request does not finish"
+
+    def step() -> None:
+        engine.step(fail=next(steps) in workload.failures)
+        engine.check_blocks()
+
+    workloads_of.play(workload, engine.scheduler, partial(workloads_of.add, engine), abort, step)
     for name, request in engine.requests.items():
         answer, expected = request.output_token_ids, engine.expected(request)
         assert answer == (expected[: len(answer)] if name in aborted else expected)
@@ -142,11 +109,11 @@ def play(seed: int) -> StoppingEngine:
 
 
 def test_any_workload_gives_every_request_its_own_tokens():
-    engines = [play(seed) for seed in range(200)]
-    assert sum(e.num_ahead for e in engines) > 9000
-    assert sum(e.num_dropped for e in engines) > 200
-    assert sum(e.scheduler.num_preemptions for e in engines) > 50
-    assert sum(e.scheduler.prefix_hit_tokens for e in engines) > 3000
+    engines = [play(seed) for seed in range(400)]
+    assert sum(e.num_ahead for e in engines) > 8000
+    assert sum(e.num_dropped for e in engines) > 150
+    assert sum(e.scheduler.num_preemptions for e in engines) > 20
+    assert sum(e.scheduler.prefix_hit_tokens for e in engines) > 800
 
 
 def steps_of(engine: FakeEngine, workload: Workload) -> list[list[tuple[str, int, int]]]:
@@ -157,9 +124,7 @@ def steps_of(engine: FakeEngine, workload: Workload) -> list[list[tuple[str, int
     def arrive() -> None:
         for i, a in enumerate(workload.arrivals):
             if a.step <= len(steps) and str(i) not in engine.requests:
-                prompt = STEMS[a.stem][: a.shared] + [200 + i // 2] * a.own
-                options = {"priority": a.priority, "max_chunk": a.max_chunk, "request_id": str(i)}
-                engine.add(prompt, a.max_tokens, atomic=a.atomic, **options)
+                workloads_of.add(engine, i, a)
 
     def scheduling() -> SchedulerOutput:
         arrive()
@@ -196,32 +161,8 @@ def test_steps_are_those_of_an_engine_that_waits_for_tokens(workload):
         assert request.output_token_ids == expected(request, MAX_MODEL_LEN, workload.windows)
 
 
-@pytest.mark.parametrize("policy", ["mixed", "alternate", "whole"])
-@pytest.mark.parametrize("max_tokens", [1, 5])
-def test_in_a_load_of_prompts_only_the_first_step_is_not_ahead(policy, max_tokens):
-    """Whole prompts and chunks; with one token each, seats change hands in every step."""
-    config = fake_config(
-        max_num_seqs=4,
-        max_num_batched_tokens=24,
-        long_prefill_token_threshold=16,
-        prefill_policy=policy,
-    )
-    engine = AsyncFakeEngine(config, 100, 64)
-    for i in range(20):
-        engine.add([i] * (5 + 13 * i % 31), max_tokens)
-    starts = []
-    engine._launch = lambda out, after=None: (
-        starts.append(after is not None),
-        FakeEngine._launch(engine, out, after),
-    )[1]
-    engine.run()
-    assert starts == [False] + [True] * (len(starts) - 1)
-    for request in engine.requests.values():
-        assert request.output_token_ids == expected(request, 64)
-
-
 def running(num_blocks: int = 100, waiting: int = 0, max_tokens: int = 4, **options) -> tuple:
-    """Two requests that decode, with a step in flight."""
+    """Two requests that decode, and a step of theirs under way."""
     config = fake_config(**{"max_num_batched_tokens": 64, "max_num_seqs": 2, **options})
     engine = AsyncFakeEngine(config, num_blocks, 64)
     requests = [engine.add([i] * 3, max_tokens + i) for i in range(2)]
@@ -272,7 +213,7 @@ def test_whose_last_token_is_under_way_leaves_its_seat_and_blocks_to_others():
 
 def test_a_waiting_request_joins_the_step_ahead():
     engine, _, _ = running(waiting=2, max_num_seqs=3)
-    engine.abort(engine.unfinished["r2"])  # it was admitted, and its prompt is in flight
+    engine.abort(engine.unfinished["r2"])  # it was admitted, and its prompt is under way
     assert shape(engine.schedule()) == [("r0", 4, 1), ("r1", 4, 1), ("r3", 0, 1)]
 
 
@@ -289,7 +230,7 @@ def test_tokens_are_waited_for_when_somebody_must_be_preempted():
 
 
 def test_a_failure_takes_back_both_steps_and_loses_nothing():
-    """A decode, a request whose last token was in flight, and one admitted in the step ahead."""
+    """A decode, one whose last token was under way, and one admitted in the step ahead."""
     engine, (first, second), step = running(waiting=1, max_tokens=2, enable_prefix_caching=True)
     engine.launched.append(step)
     engine._start(engine.schedule(), step)
@@ -370,10 +311,15 @@ def test_the_host_reads_a_steps_tokens_when_the_next_one_is_built(monkeypatch):
     assert order == ["run", *["run", "read"] * 2, "read"]  # a prompt and two decodes
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "granitemoehybrid", "gpt_oss"])
-def test_in_a_load_of_prompts_every_step_but_the_first_is_ahead(name):
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [("llama", "mixed"), ("llama", "alternate"), ("llama", "whole"), ("gemma3_text", "mixed"),
+     ("granitemoehybrid", "mixed"), ("gpt_oss", "mixed")],
+)  # fmt: skip
+def test_in_a_load_of_prompts_every_step_but_the_first_is_ahead(name, policy):
     """Chunks, mixed steps, fewer seats than prompts; nobody waits for a token."""
-    engine = tiny.engine(name, num_blocks=40, max_num_batched_tokens=24, max_num_seqs=3)
+    options = {"num_blocks": 40, "max_num_batched_tokens": 24, "long_prefill_token_threshold": 16}
+    engine = tiny.engine(name, max_num_seqs=3, prefill_policy=policy, **options)
     prompts = tiny.prompts(9, 3, 40, seed=5)
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=1 + i % 4))

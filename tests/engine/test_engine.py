@@ -27,13 +27,6 @@ def tokens_of(engine, prompts, params, **how) -> list[list[int]]:
 PROMPTS = tiny.prompts(7, 1, 60, seed=5)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama/window", "mixtral", "gemma2"])
-@pytest.mark.parametrize("policy", ["mixed", "alternate", "whole"])
-def test_greedy_tokens_equal_the_model_alone(name, policy):
-    engine = tiny.engine(name, prefill_policy=policy, max_num_batched_tokens=24, max_num_seqs=4)
-    assert tokens_of(engine, PROMPTS, greedy(12)) == all_alone(name, PROMPTS, 12)
-
-
 @pytest.mark.parametrize("name", ["llama", "llama/window", "mixtral"])
 @pytest.mark.parametrize("caching", [True, False])
 def test_preempted_requests_get_the_same_tokens(name, caching):
@@ -133,38 +126,6 @@ def test_the_names_of_answers_are_taken_too():
         assert [o.token_ids for o in done[request_id].outputs] == [expected] * len(
             done[request_id].outputs
         )
-
-
-def test_urgent_requests_go_first():
-    engine = tiny.engine(max_num_seqs=1)
-    for name, priority in (("late", 5), ("soon", 0), ("now", -3)):
-        engine.add_request(name, PROMPTS[0], greedy(2), priority=priority)
-    assert list(tiny.run(engine)) == ["now", "soon", "late"]
-
-
-def test_atomic_prompts_are_never_chunked():
-    engine = tiny.engine(max_num_batched_tokens=32, long_prefill_token_threshold=8)
-    prompts = tiny.prompts(3, 20, 24, seed=2)
-    scheduled = []
-    execute = engine.runner.execute
-
-    def record(batch, *args):
-        scheduled.extend(np.diff(batch.cu_seqlens_q).tolist())
-        return execute(batch, *args)
-
-    engine.runner.execute = record
-    assert tokens_of(engine, prompts, greedy(5), atomic=True) == all_alone("llama", prompts, 5)
-    assert sorted(s for s in scheduled if s > 1) == sorted(map(len, prompts))
-
-
-@pytest.mark.parametrize("max_tokens", [None, 1000])
-def test_an_answer_ends_where_the_context_does(max_tokens):
-    engine = tiny.engine(max_model_len=40)
-    prompt = tiny.prompts(1, 30, 30)[0]
-    engine.add_request("a", prompt, SamplingParams(temperature=0, max_tokens=max_tokens))
-    output = tiny.run(engine)["a"].outputs[0]
-    assert output.token_ids == tiny.alone(tiny.native("llama"), prompt, 10)
-    assert output.finish_reason == "length"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])

@@ -10,11 +10,7 @@ from tests.support import tiny_models as tiny
 from tests.support.counts import counts
 from vllm_metal_lite import LLM
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.errors import (
-    ModelLoadError,
-    RequestError,
-    SamplingError,
-)
+from vllm_metal_lite.errors import ModelLoadError, RequestError, SamplingError
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.model.generation_config import sampling_defaults
 from vllm_metal_lite.sampling_params import SamplingParams

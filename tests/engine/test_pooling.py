@@ -305,27 +305,27 @@ def encode_all(text: str) -> list[int]:
 
 # The folder
 
-_TYPES = "sentence_transformers.models."
+
+def _module(kind: str, path: str) -> list[dict[str, str]]:
+    return [{"type": f"sentence_transformers.models.{kind}", "path": path}]
+
+
+_MEAN, _LAST = {"pooling_mode_mean_tokens": True}, {"pooling_mode": "lasttoken"}
+_RERANKER, _YES = {"modules.json": _module("LogitScore", "1_L")}, {"true_token_id": 7}
 
 
 @pytest.mark.parametrize(
     ("files", "wanted"),
     [
         ({}, PoolingConfig()),
-        ({"1_Pooling/config.json": {"pooling_mode": "lasttoken"}}, PoolingConfig()),
+        ({"1_Pooling/config.json": _LAST}, PoolingConfig()),
         ({"1_Pooling/config.json": {"pooling_mode": "mean"}}, PoolingConfig("mean")),
         (
-            {
-                "modules.json": [{"type": f"{_TYPES}Pooling", "path": "2_P"}],
-                "2_P/config.json": {"pooling_mode_mean_tokens": True},
-            },
+            {"modules.json": _module("Pooling", "2_P"), "2_P/config.json": _MEAN},
             PoolingConfig("mean"),
         ),
         (
-            {
-                "modules.json": [{"type": f"{_TYPES}LogitScore", "path": "1_L"}],
-                "1_L/config.json": {"true_token_id": 7, "false_token_id": 8},
-            },
+            {**_RERANKER, "1_L/config.json": {**_YES, "false_token_id": 8}},
             PoolingConfig(score_token_ids=(7, 8)),
         ),
     ],
@@ -345,17 +345,11 @@ def test_a_model_that_is_no_decoder_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"modules.json": [{"type": f"{_TYPES}Dense", "path": "2_Dense"}]}, "Dense"),
+        ({"modules.json": _module("Dense", "2_Dense")}, "Dense"),
         ({"1_Pooling/config.json": {"pooling_mode_cls_token": True}}, "neither"),
         ({"config.json": {"use_bidirectional_attention": True}}, "causal"),
         ({"modules.json": {"type": 3}}, "cannot be read"),
-        (
-            {
-                "modules.json": [{"type": f"{_TYPES}LogitScore", "path": "1_L"}],
-                "1_L/config.json": {"true_token_id": 9},
-            },
-            "reranker",
-        ),
+        ({**_RERANKER, "1_L/config.json": {"true_token_id": 9}}, "reranker"),
     ],
 )
 def test_folders_that_give_no_embeddings(tmp_path, files, words):

@@ -6,40 +6,17 @@ import pytest
 
 from metal.host import (
     HostError,
-    HostKernel,
     HostOptions,
     KernelFault,
     compiler_available,
     installed,
     run_metal,
 )
+from tests.support.host_launch import launch
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
 SCHEDULES = ["forward", "reverse", 1, 2]
-
-
-def launch(
-    source, inputs, out, grid, threadgroup, template=None, header="", options=None, **kwargs
-):
-    """Runs a kernel with inputs a, b, c ... and one output: (shape, dtype)."""
-    kernel = HostKernel(
-        name="test",
-        input_names=list("abcd"[: len(inputs)]),
-        output_names=["out"],
-        source=source,
-        header=header,
-        **kwargs,
-    )
-    return kernel(
-        inputs=inputs,
-        template=template,
-        grid=grid,
-        threadgroup=threadgroup,
-        output_shapes=[out[0]],
-        output_dtypes=[out[1]],
-        options=options,
-    )[0]
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16, mx.int32, mx.uint8])
@@ -158,16 +135,8 @@ def test_atomics_count_every_thread(schedule):
             atomic_fetch_add_explicit(&out[0], n, memory_order_relaxed);
         }
     """
-    kernel = HostKernel("count", ["a"], ["out"], source, atomic_outputs=True)
-    (out,) = kernel(
-        inputs=[mx.zeros(1)],
-        grid=(256, 1, 1),
-        threadgroup=(64, 1, 1),
-        output_shapes=[(1,)],
-        output_dtypes=[mx.uint32],
-        init_value=0,
-        options=HostOptions(schedule=schedule),
-    )
+    how = {"options": HostOptions(schedule=schedule), "init_value": 0, "atomic_outputs": True}
+    out = launch(source, [mx.zeros(1)], ((1,), mx.uint32), (256, 1, 1), (64, 1, 1), **how)
     assert out.item() == 512
 
 

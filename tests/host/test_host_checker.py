@@ -4,8 +4,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal.host import HostKernel, HostOptions, KernelFault, compiler_available
+from metal.host import HostOptions, KernelFault, compiler_available
 from metal.host.toolchain import is_clang
+from tests.support.host_launch import launch
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -14,14 +15,14 @@ N = 64
 
 def run(source, schedule="forward", a=None, threads=N, groups=1, **options):
     """Runs a kernel of input a (N floats) and output out (N floats), checked."""
-    kernel = HostKernel("k", ["a"], ["out"], f"uint t = thread_index_in_threadgroup;\n{source}")
-    (out,) = kernel(
-        inputs=[mx.arange(N).astype(mx.float32) if a is None else a],
-        grid=(threads * groups, 1, 1),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[(N,)],
-        output_dtypes=[mx.float32],
+    out = launch(
+        f"uint t = thread_index_in_threadgroup;\n{source}",
+        [mx.arange(N).astype(mx.float32) if a is None else a],
+        ((N,), mx.float32),
+        (threads * groups, 1, 1),
+        (threads, 1, 1),
         options=HostOptions(checked=True, schedule=schedule, **options),
+        name="k",
     )
     return np.array(out)
 

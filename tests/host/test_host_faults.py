@@ -6,7 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal.host import HostKernel, HostOptions, KernelFault, compiler_available
+from metal.host import HostOptions, KernelFault, compiler_available
+from tests.support.host_launch import launch
 from tests.support.seeded_faults import read_faults
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
@@ -114,20 +115,9 @@ CHECKED = (
 
 
 def run(body: str, options: HostOptions) -> np.ndarray:
-    kernel = HostKernel(
-        name="seeded",
-        input_names=["x", "n"],
-        output_names=["y"],
-        source=PRELUDE + body,
-        options=options,
-    )
-    (y,) = kernel(
-        inputs=[mx.arange(N, dtype=mx.float32), mx.array([3], mx.int32)],
-        grid=(N, 1, 1),
-        threadgroup=(THREADS, 1, 1),
-        output_shapes=[(N,)],
-        output_dtypes=[mx.float32],
-    )
+    inputs, names = [mx.arange(N, dtype=mx.float32), mx.array([3], mx.int32)], ["x", "n"]
+    how = {"input_names": names, "output_names": ["y"], "options": options}
+    y = launch(PRELUDE + body, inputs, ((N,), mx.float32), (N, 1, 1), (THREADS, 1, 1), **how)
     return np.array(y)
 
 

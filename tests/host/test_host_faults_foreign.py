@@ -8,40 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from metal.host import HostOptions, KernelFault, compiler_available
-from tests.support import foreign_kernels as foreign
 from tests.support.foreign_attention import sdpa_vector, steel_attention, two_pass_second
-from tests.support.foreign_runs import Dispatch, random
+from tests.support.foreign_runs import random, softmax, sort
 from tests.support.seeded_faults import read_faults
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
-
-
-def softmax(function, threads):
-    x, _ = random((2, 300), "float")
-    return Dispatch(
-        foreign.metal("softmax.h", before=("defines.h",)),
-        f"{function}<float, float>",
-        [x, (x.shape, x.dtype), np.int32(300)],
-        (2, 1, 1),
-        (threads, 1, 1),
-    )
-
-
-def sort():
-    x, _ = random((1, 250), "half")
-    return Dispatch(
-        foreign.metal("sort.h"),
-        "block_sort<half, half, false, 64, 4>",
-        [x, (x.shape, x.dtype), *(np.int32(n) for n in (250, 1, 1, 250, 250))],
-        (1, 1, 1),
-        (64, 1, 1),
-    )
 
 
 def second_pass():
@@ -51,11 +27,11 @@ def second_pass():
 
 # The call, which barriers of the text its kernel has, and which of them order nothing.
 CASES = {
-    "softmax": (lambda: softmax("softmax_single_row", 96), range(5), ()),
-    "softmax_looped": (lambda: softmax("softmax_looped", 1024), range(5, 7), ()),
+    "softmax": (lambda: softmax("float", 2, 300)[0], range(5), ()),
+    "softmax_looped": (lambda: softmax("float", 2, 300, looped=True)[0], range(5, 7), ()),
     "sdpa_vector": (lambda: sdpa_vector("float", "none", 1, 1, 1, 40, 64)[0], range(3), ()),
     "second_pass": (second_pass, range(4, 6), ()),
-    "sort": (sort, range(5), ()),
+    "sort": (lambda: sort(1, 250)[0], range(5), ()),
     "steel_attention": (
         lambda: steel_attention("float", False, 1, 1, 33, 70, 64)[0],
         (0, 1, 2, 5, 6),

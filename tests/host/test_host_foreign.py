@@ -10,45 +10,34 @@ import pytest
 
 from metal.host import compiler_available
 from tests.support import foreign_kernels as foreign
-from tests.support.foreign_runs import DTYPES, check_close, exact, in_every_way, random, run_mlx
+from tests.support.foreign_runs import (
+    DTYPES,
+    check_close,
+    exact,
+    in_every_way,
+    random,
+    run_mlx,
+    softmax,
+    sort,
+)
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
-# --- rows: softmax, logsumexp ---------------------------------------------------------------------
+# --- rows: softmax, logsumexp, sort ---------------------------------------------------------------
 
 
 @dtypes
 @pytest.mark.parametrize("width", [1, 33, 1000])
 def test_softmax(dtype, width):
-    source = foreign.metal("softmax.h", before=("defines.h",))
-    x, x64 = random((3, width), dtype)
-    threads = (-(-width // 128) * 32, 1, 1)
-    (y,) = run_mlx(
-        source,
-        f"softmax_single_row<{dtype}, float>",
-        [x, (x.shape, x.dtype), np.int32(width)],
-        (3, 1, 1),
-        threads,
-        checked=dtype == "float",
-    )
-    e = np.exp(x64 - x64.max(-1, keepdims=True))
-    check_close(y, e / e.sum(-1, keepdims=True), dtype)
+    dispatch, expected = softmax(dtype, 3, width)
+    check_close(*in_every_way(dispatch.run, checked=dtype == "float"), expected, dtype)
 
 
 def test_softmax_looped():
-    source = foreign.metal("softmax.h", before=("defines.h",))
-    x, x64 = random((2, 5003), "float")
-    (y,) = run_mlx(
-        source,
-        "softmax_looped<float, float>",
-        [x, (x.shape, x.dtype), np.int32(5003)],
-        (2, 1, 1),
-        (1024, 1, 1),
-    )
-    e = np.exp(x64 - x64.max(-1, keepdims=True))
-    check_close(y, e / e.sum(-1, keepdims=True), "float")
+    dispatch, expected = softmax("float", 2, 5003, looped=True)
+    check_close(*in_every_way(dispatch.run), expected, "float")
 
 
 @dtypes
@@ -65,20 +54,11 @@ def test_logsumexp(dtype):
     check_close(y, np.log(np.exp(x64).sum(-1)), dtype)
 
 
-# --- sort: merges in threadgroup memory -----------------------------------------------------------
-
-
 @pytest.mark.parametrize("width", [5, 200, 256])
 def test_sort(width):
-    x, x64 = random((3, width), "half")
-    (y,) = run_mlx(
-        foreign.metal("sort.h"),
-        "block_sort<half, half, false, 64, 4>",
-        [x, (x.shape, x.dtype), *(np.int32(n) for n in (width, 1, 1, width, width))],
-        (1, 3, 1),
-        (64, 1, 1),
-    )
-    assert np.array_equal(exact(y), np.sort(x64, -1))
+    dispatch, expected = sort(3, width)
+    (y,) = in_every_way(dispatch.run)
+    assert np.array_equal(exact(y), expected)
 
 
 # --- affine quantised matrices --------------------------------------------------------------------
@@ -142,67 +122,20 @@ def test_affine_matmul(dtype):
     check_close(y / columns**0.5, expected / columns**0.5, dtype)
 
 
-# --- norms and rotations: MLX's own (from a checkout) and mlx-lm's --------------------------------
+# --- norms and rotations of mlx-lm ----------------------------------------------------------------
 
 
 def rms_norm(x, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
 
 
-def rotate(x, positions, base, *, interleaved):
-    """RoPE of (..., dim) at `positions`, which broadcasts against all but the last axis."""
+def rotate(x, positions, base):
+    """RoPE of (..., dim), neighbours turned together, at `positions`, which broadcasts against all
+    but the last axis."""
     half = x.shape[-1] // 2
-    angle = positions[..., None] * base ** (-np.arange(half) / half)
-    pairs = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
-    turned = (
-        pairs[0] * np.cos(angle) - pairs[1] * np.sin(angle),
-        pairs[0] * np.sin(angle) + pairs[1] * np.cos(angle),
-    )
-    out = np.stack(turned, -1) if interleaved else np.concatenate(turned, -1)
-    return out.reshape(x.shape)
-
-
-@dtypes
-@pytest.mark.parametrize("looped", [False, True])
-def test_rms_norm(dtype, looped):
-    source = foreign.text("rms_norm.metal")
-    width = 300
-    x, x64 = random((3, width), dtype)
-    w, w64 = random((width,), dtype, 1)
-    (y,) = run_mlx(
-        source,
-        f"{'rms_looped' if looped else 'rms_single_row'}<{dtype}>",
-        [x, w, (x.shape, x.dtype), np.float32(1e-5), np.uint32(width), np.uint32(1)],
-        (3, 1, 1),
-        (32 if looped else 96, 1, 1),
-        checked=dtype == "float",
-    )
-    check_close(y / 2, rms_norm(x64, 1e-5) * w64 / 2, dtype)
-
-
-@dtypes
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rope(dtype, interleaved):
-    source = foreign.text("rope.metal")
-    batch, heads, length, dim = 2, 3, 5, 64
-    x, x64 = random((batch, heads, length, dim), dtype)
-    offsets = np.array([3, 11], np.int32)
-    strides = np.array([length * dim, dim, 1], np.int64)
-    per_batch = 4 * -(-heads // 4)
-    (y,) = run_mlx(
-        source,
-        f"rope<{dtype}, int32_t>",
-        [
-            *(x, (x.shape, x.dtype), offsets, np.float32(1), strides, strides),
-            *(np.int64(1), np.int32(heads), None, None, np.float32(np.log2(1e4))),
-        ],
-        (1, length, batch * per_batch // 4),
-        (dim // 2, 1, 1),
-        constants={1: np.bool_(True), 2: np.bool_(interleaved), 3: np.bool_(False)},
-        checked=dtype == "float",
-    )
-    positions = offsets[:, None, None] + np.arange(length)
-    check_close(y, rotate(x64, positions, 1e4, interleaved=interleaved), dtype)
+    turn = np.exp(1j * positions[..., None] * base ** (-np.arange(half) / half))
+    turned = (x[..., ::2] + 1j * x[..., 1::2]) * turn
+    return np.stack([turned.real, turned.imag], -1).reshape(x.shape)
 
 
 def run_mlx_lm(name, dtype):
@@ -217,7 +150,7 @@ def test_mlx_lm_qk_norm_rope(dtype):
     (qkvg, scale, eps, offsets, *_), (q, k) = run_mlx_lm("qk_norm_rope", dtype)
     heads = rms_norm(qkvg.reshape(2, 5, 12, 64)[:, :, :6], eps)
     positions = (offsets[:, None] + np.arange(5))[..., None]
-    turned = rotate(heads, positions, 1e4, interleaved=True)
+    turned = rotate(heads, positions, 1e4)
     # The norm is rounded before it is scaled and turned, so an error of each adds.
     check_close(q / 4, turned[:, :, :4] * scale / 4, dtype)
     check_close(k / 2, turned[:, :, 4:] / 2, dtype)

@@ -15,8 +15,7 @@ from metal.host import HostKernel, HostOptions, KernelFault, compiler_available
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
-# The threads that act, in each of two threadgroups: two of each simdgroup.
-ACTORS = (0, 1, 32, 33)
+# Four threads act in each of two threadgroups: 0, 1, 32 and 33, two of each simdgroup.
 NOTHING, READ, WRITE, ATOMIC = range(4)
 ACCESS, GROUP, GROUP_OTHER_MEMORY, SIMDGROUP = range(4)
 

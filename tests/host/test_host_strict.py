@@ -1,5 +1,7 @@
 """The strict front end: every refused snippet for its own reason, every valid one accepted."""
 
+from pathlib import Path
+
 import mlx.core as mx
 import pytest
 
@@ -24,172 +26,14 @@ def kernel(body: str, before: str = "") -> str:
     return f"{before}{HEAD}  {body}\n}}\n"
 
 
-# name: (rule, what the message says, body of the kernel, what stands before it)
-REFUSED = {
-    # address spaces
-    "device_to_threadgroup": (
-        "compiler",
-        "cannot initialize",
-        "threadgroup float* p = y; p[0] = 1;",
-    ),
-    "device_to_thread": ("compiler", "cannot initialize", "thread float* p = y; p[0] = 1;"),
-    "constant_to_device": (
-        "compiler",
-        "cannot initialize",
-        "const device float* p = table; y[i] = p[0];",
-    ),
-    "threadgroup_to_device": (
-        "compiler",
-        "cannot initialize",
-        "threadgroup float a[4]; device float* p = a; p[0] = 1;",
-    ),
-    "cast_across_spaces": (
-        "compiler",
-        "address space",
-        "threadgroup float* p = (threadgroup float*)y; p[0] = 1;",
-    ),
-    "argument_of_another_space": (
-        "compiler",
-        "no matching function",
-        "threadgroup float a[4]; f(a);",
-        "void f(device float* p) { p[0] = 1; }\n",
-    ),
-    "reference_of_another_space": ("compiler", "address space", "thread float& r = y[i]; r = 1;"),
-    "write_to_const": ("compiler", "read-only", "device float* p = y; x[i] = p[i];"),
-    "drops_const": ("compiler", "cannot initialize", "device float* p = x; p[i] = 1;"),
-    "write_to_constant": ("compiler", "read-only", "y[i] = 1; table[0] = 1;"),
-    "bare_pointer": ("address-space", "`p` needs an address space", "float* p = y; p[i] = 1;"),
-    "bare_reference": ("address-space", "`r` needs an address space", "float& r = y[i]; r = 1;"),
-    "bare_parameter": (
-        "address-space",
-        "`p` needs an address space",
-        "f(y);",
-        "template <typename T> void f(T* p) { p[0] = T(1); }\n",
-    ),
-    "bare_field": (
-        "address-space",
-        "`p` needs an address space",
-        "S s; s.p = y; s.p[i] = 1;",
-        "struct S { float* p; };\n",
-    ),
-    "bare_result": (
-        "address-space",
-        "`f` needs an address space",
-        "f(y)[i] = 1;",
-        "float* f(device float* p) { return p; }\n",
-    ),
-    "method_of_a_device_object": (
-        "address-space",
-        "is not for an object in device",
-        "device S* s = (device S*)y; y[i] = s->get();",
-        "struct S { float a; float get() const { return a; } };\n",
-    ),
-    "program_scope_variable": ("compiler", "constant address space", "y[i] = a;", "float a = 1;\n"),
-    "static_local": ("compiler", "static local variable", "static int a; y[i] = a;"),
-    # threadgroup memory
-    "threadgroup_in_a_function": (
-        "threadgroup",
-        "at the top of a kernel",
-        "f(y);",
-        "void f(device float* p) { threadgroup float a[4]; a[0] = 1; p[0] = a[0]; }\n",
-    ),
-    "threadgroup_in_a_block": (
-        "threadgroup",
-        "at the top of a kernel",
-        "if (n > 1) { threadgroup float a[4]; a[0] = 1; y[i] = a[0]; }",
-    ),
-    "threadgroup_initialised": (
-        "threadgroup",
-        "at the top of a kernel",
-        "threadgroup float a[2] = {0};",
-    ),
-    "threadgroup_too_large": (
-        "threadgroup",
-        "too much threadgroup memory: expression evaluates to '32784 <= 32768'",
-        "threadgroup float a[8192]; threadgroup half c[1]; a[0] = c[0]; y[i] = a[0];",
-    ),
-    # C++ that Metal does not have
-    "double": ("compiler", "'double'", "double d = x[i]; y[i] = d;"),
-    "virtual": ("compiler", "virtual", "S s; y[i] = s.f();", "struct S { virtual int f(); };\n"),
-    "try": ("compiler", "exceptions", "try { y[i] = 1; } catch (...) { }"),
-    "throw": ("compiler", "exceptions", "throw 1;"),
-    "new": ("compiler", "'default new'", "thread float* p = new float; y[i] = *p;"),
-    "delete": ("compiler", "'default delete'", "thread float* p = nullptr; delete p;"),
-    "dynamic_cast": ("compiler", "dynamic_cast", "y[i] = dynamic_cast<int&>(i);"),
-    "typeid": ("compiler", "typeid", "y[i] = typeid(i) == typeid(n);"),
-    "function_pointer": (
-        "compiler",
-        "pointers to functions",
-        "float (*g)(float) = f; y[i] = g(x[i]);",
-        "float f(float a) { return a; }\n",
-    ),
-    "variable_length_array": ("compiler", "not a constant expression", "float a[n]; y[i] = a[0];"),
-    "variadic_function": ("compiler", "variadic", "y[i] = f(1, 2);", "int f(int a, ...);\n"),
-    "thread_local": ("compiler", "'thread_local'", "thread_local int a = 1; y[i] = a;"),
-    "std": ("compiler", "'std'", "y[i] = std::exp(x[i]);"),
-    "recursion": (
-        "recursion",
-        "`f` calls itself",
-        "y[i] = f(n);",
-        "int f(int a) { return a > 0 ? f(a - 1) : 0; }\n",
-    ),
-    "mutual_recursion": (
-        "recursion",
-        "`g` calls itself",
-        "y[i] = f(n);",
-        "int g(int a);\nint f(int a) { return g(a); }\nint g(int a) { return a ? f(a - 1) : 0; }\n",
-    ),
-    "recursion_of_a_template": (
-        "recursion",
-        "`f` calls itself",
-        "y[i] = f(x[i]);",
-        "template <typename T> T f(T a) { return a > T(0) ? f(a - T(1)) : a; }\n",
-    ),
-    "goto": ("goto", "`goto`", "goto end; end: y[i] = 1;"),
-    "asm": ("asm", "`asm`", 'asm("nop"); y[i] = 1;'),
-    "lambda": ("lambda", "`[&](`", "auto f = [&](int a) { return a + n; }; y[i] = f(1);"),
-    "kernel_with_a_result": (
-        "kernel",
-        "[[kernel]] int",
-        "y[i] = 1;",
-        "[[kernel]] int f(device int* y) { return 1; }\n",
-    ),
-    # types and their library
-    "float_to_bfloat": ("bfloat", "'bfloat16_t'", "b[i] = x[i] * 2;"),
-    "float_to_bfloat_in_place": ("bfloat", "bfloat16_t'", "b[i] += 1.0f;"),
-    "half_to_bfloat": ("compiler", "incompatible type", "half a = half(x[i]); b[i] = a;"),
-    "bfloat_to_half": ("compiler", "incompatible type", "h[i] = b[i];"),
-    "long_shift": ("shift", "by 40", "y[i] = 1 << 40;"),
-    "narrowed_constant": ("compiler", "changes value", "uchar a = 300; y[i] = a;"),
-    "float_remainder": ("compiler", "invalid operands", "y[i] = x[i] % 2.0f;"),
-    "vector_narrowed": ("compiler", "no viable conversion", "half4 a = float4(1); y[i] = a.x;"),
-    "vector_parts": ("compiler", "no matching", "float4 a = float4(float2(1), 2.0f); y[i] = a.x;"),
-    "vector_as_condition": ("compiler", "bool", "if (float2(x[i]) < float2(1)) { y[i] = 1; }"),
-    "repeated_swizzle": ("compiler", "no setter", "float2 a(1, 2); a.xx = a; y[i] = a.x;"),
-    "swizzle_of_opencl": ("compiler", "no member named", "float4 a(1); y[i] = a.s0;"),
-    "vector_of_opencl": ("compiler", "unused", "float2 a = (float2)(x[i], 1.0f); y[i] = a.x;"),
-    "space_of_opencl": ("opencl", "`__global`", "__global float* p = y; p[i] = 1;"),
-    "ambiguous_max": ("compiler", "ambiguous", "y[i] = max(n, x[i]);"),
-    "as_type_of_another_size": ("compiler", "one size", "y[i] = as_type<ushort>(x[i]);"),
-    "simd_sum_of_64_bits": ("compiler", "ambiguous", "y[i] = metal::simd_sum(ulong(i));"),
-    "matrix_of_int": ("compiler", "float, half or bfloat", "simdgroup_matrix<int, 8, 8> m;"),
-    "matrix_of_another_shape": ("compiler", "8 x 8", "simdgroup_matrix<float, 4, 4> m;"),
-    "matrix_from_thread_memory": (
-        "compiler",
-        "no matching function",
-        "float a[64]; simdgroup_float8x8 m; simdgroup_load(m, a);",
-    ),
-    "acquire": (
-        "compiler",
-        "undeclared",
-        "device atomic_int* a = (device atomic_int*)y;\n"
-        "atomic_load_explicit(a, memory_order_acquire);",
-    ),
-    "cuda": ("compiler", "undeclared", "__syncthreads(); y[i] = 1;"),
-    "uninitialised": ("compiler", "uninitialized", "float a; y[i] = a;"),
-    "no_return": ("compiler", "return", "y[i] = f(1);", "int f(int a) { if (a) return 1; }\n"),
-    "header_of_c": ("compiler", "not found", "y[i] = 1;", "#include <vector>\n"),
-}
+def read_refused() -> dict[str, list[str]]:
+    """The snippets of the text file beside this module, by name."""
+    lines = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
+    snippets = (line.split(" | ") for line in lines if line and not line.startswith("#"))
+    return {name: [part.replace("\\n", "\n") for part in parts] for name, *parts in snippets}
+
+
+REFUSED = read_refused()
 
 
 @pytest.mark.parametrize("name", REFUSED)

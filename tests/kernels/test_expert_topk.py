@@ -6,13 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.expert_topk import (
-    MAX_EXPERTS,
-    MAX_TOP_K,
-    Routing,
-    expert_topk,
-    fits,
-)
+from vllm_metal_lite.kernels.expert_topk import MAX_EXPERTS, MAX_TOP_K, Routing, expert_topk, fits
 
 pytestmark = pytest.mark.usefixtures("host")
 

@@ -11,20 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.kernel_cases import (
-    RAGGED,
-    STORE,
-    NewRowsCase,
-    PagedSequences,
-    raw,
-)
+from tests.support.kernel_cases import RAGGED, STORE, NewRowsCase, PagedSequences, raw
 from vllm_metal_lite.attention.paged.decodes import reads_new_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.kernels.arguments import new_ticket
-from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.rope_write import rope_write
-from vllm_metal_lite.kernels.shared_prefix import shared_prefix
 
 pytestmark = pytest.mark.usefixtures("host")
 WRITTEN = STORE
@@ -52,40 +44,24 @@ class Case:
     def run(self, fused: bool) -> list[mx.array]:
         """Attention, and the keys and values in the store."""
         s, rows = self.sequences, self.rows
-        empty = np.zeros(s.keys.shape[0], bool)
+        empty = np.zeros(s.store[0].shape[0], bool)
         empty[rows.slots[rows.slots >= 0]] = True
         poison = float("nan") if s.spec.bits is None else 0xFFFFFFFF
         store = [
-            mx.where(mx.array(empty)[:, None, None], poison, a).astype(a.dtype)
-            for a in (s.keys, s.values)
+            mx.where(mx.array(empty)[:, None, None], poison, a).astype(a.dtype) for a in s.store
         ]
         mx.eval(store)
-        q, ticket = rows.new_rows, new_ticket()
+        q, ticket, prefix = rows.new_rows, new_ticket(), None
         if not fused:
             where = {"positions": mx.array(rows.positions), "slot_mapping": mx.array(rows.slots)}
             kept = {"keys": store[0], "values": store[1], "ticket": ticket}
             q, ticket = rope_write(q, **where, **kept, spec=s.spec)
-        where, prefix = (mx.array(s.block_tables), mx.array(s.seq_lens)), None
-        if self.prefix_len:  # of the longest sequence only: the other rows are the same
-            leader, how = int(np.argmax(s.seq_lens)), {**s.how}
+        if self.prefix_len:  # of the longest sequence alone, for what is not shared is the same
             lens = np.zeros(len(s.seq_lens), np.int32)
-            lens[leader] = self.prefix_len
-            del how["window"]
-            prefix = shared_prefix(
-                q,
-                *where,
-                mx.array([leader], mx.int32),
-                mx.array(lens),
-                *store,
-                ticket,
-                splits=2,
-                spec=s.spec,
-                **how,
-            )
+            lens[np.argmax(s.seq_lens)] = self.prefix_len
+            prefix = s.attend_to_prefix(q, lens, store, ticket)
             ticket = prefix.lse
-        sinks = None if s.sinks is None else mx.array(s.sinks)
-        how = {"plan": DecodePlan(*s.plan), "prefix": prefix, "sinks": sinks, "spec": s.spec}
-        out, ticket = paged_decode(q, *where, *store, ticket, **how, **s.how)
+        out, ticket = s.attend(q, store, ticket, prefix)
         mx.eval(out, ticket)
         return [out, *store]
 
@@ -160,6 +136,14 @@ def test_every_way_of_rotating(how):
     check(RAGGED, **how)
 
 
+# The last turn of a split is not full; memory for 8, 8 and 2 queries of a simdgroup.
+OF_SIZES = [
+    {"dims": (128, 128), "rotated": 64, "heads": (8, 2), "dtype": mx.bfloat16},
+    {"dims": (72, 40), "rotated": 36, "heads": (18, 1), "dtype": mx.float16},
+    {"dims": (256, 256), "rotated": 128, "heads": (4, 4)},
+]
+
+
 @pytest.mark.parametrize(
     "how",
     [
@@ -167,25 +151,12 @@ def test_every_way_of_rotating(how):
         {"freqs": True, "scale": 0.5},
         {"norms": ""},
         {"factor": 1.3466, "rotated": 12},
+        *({**sizes, "plan": (2, 4), "sinks": True} for sizes in OF_SIZES),
     ],
     ids=str,
 )
-def test_rotating_behind_a_prefix(how):
+def test_behind_a_prefix(how):
     check(RAGGED, prefix_len=70, **how)
-
-
-@pytest.mark.parametrize(
-    ("dims", "heads", "dtype"),
-    [((128, 128), (8, 2), mx.bfloat16), ((72, 40), (18, 1), mx.float16),
-     ((256, 256), (4, 4), mx.float32)],
-    ids=str,
-)  # fmt: skip
-def test_behind_a_prefix(dims, heads, dtype):
-    """The last turn of a split is not full; memory for 8, 8 and 2 queries of a simdgroup."""
-    how = {"plan": (2, 4), "sinks": True}
-    check(
-        RAGGED, heads=heads, dims=dims, rotated=dims[0] // 4 * 2, dtype=dtype, prefix_len=70, **how
-    )
 
 
 @pytest.mark.parametrize("plan", [(1, 4), (4, 2), (2, 1)], ids=str)

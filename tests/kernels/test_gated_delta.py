@@ -1,7 +1,8 @@
 """gated_delta on the CPU host, under the checker, as the gated delta rule and as Mamba 2's state
-space update: against definitions in float64, mlx-lm's functions and MLX's.
+space update: of gates that are given, and of a layer's logits with q and k before their norm.
 
-With METAL_LITE_DEVICE=gpu the same cases run on MLX's GPU instead of the host.
+Against definitions in float64, mlx-lm's functions and MLX's.  With METAL_LITE_DEVICE=gpu the same
+cases run on MLX's GPU instead of the host.
 """
 
 import numpy as np
@@ -9,8 +10,8 @@ import pytest
 from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
-from mlx_lm.models.gated_delta import gated_delta_ops
-from mlx_lm.models.ssm import ssm_attn
+from mlx_lm.models.gated_delta import gated_delta_ops, gated_delta_update, normalize_qk
+from mlx_lm.models.ssm import ssm_attn, ssm_update
 
 from tests.support.recurrent_cases import (
     DTYPES,
@@ -25,105 +26,168 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kernels.recurrence import given
+from vllm_metal_lite.kernels.recurrence import (
+    GatedNorm,
+    column_gates,
+    delta_gates,
+    given,
+    time_gates,
+)
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")
 WRITTEN = ("states",)
-# A gate per head, or per column of the state; the state space update.
-FORMS = ("scalar", "vector", "ssm")
-LIMITS = (0.001, 100.0)
+# Gates that are given: one per head, or per column of the state; the state space update.
+GIVEN = ("scalar", "vector", "ssm")
+# Gates of logits, or given per column; the last is the state space update.
+FUSED = {
+    "softplus": {}, "columns": {}, "bounded": {"lower_bound": -5.0}, "negative": {"beta_scale": 2},
+    "time": None,
+}  # fmt: skip
+KINDS = (*GIVEN, *FUSED)
+FUSED_SIZES = {"dims": (48, 24)}
+LIMITS = (0.1, 1.5)
+# Gates are exponentials of float32 exponents of some units.
+GATES = (2e-5, 1e-5)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
 
 
 class Case:
-    """Heads (of k, of v) with rows of `dims` (of k, of v); keys have length 1, as in the models."""
+    """Heads (of k, of v) with rows of `dims` (of k, of v).
+
+    edge: columns before the rows, which then are in one array; None: each is an array.
+    """
 
     def __init__(
-        self, segments, heads=(2, 4), dims=(32, 16), *, form="scalar", dtype=mx.float32, tiles=True
+        self, segments, kind="scalar", heads=(2, 4), dims=(32, 16), dtype=mx.float32, tiles=True
     ):
         rng = np.random.default_rng(segments.seed)
         (k_heads, v_heads), (k_dim, v_dim), rows = heads, dims, segments.num_rows
-        self.segments, self.form, self.dtype, self.edge = segments, form, dtype, 0
+        self.segments, self.kind, self.dtype, self.dims = segments, kind, dtype, dims
         self.max_seqlen = segments.max_seqlen if tiles else 1
+        self.edge = 8 if kind in FUSED else None
+        self.delta, self.norm = kind not in ("ssm", "time"), None
         q, k = rng.standard_normal((2, rows, k_heads, k_dim))
-        norms = np.linalg.norm(k, axis=-1, keepdims=True)
-        self.q, self.k = rounded(q * k_dim**-0.5, dtype), rounded(k / norms, dtype)
+        if kind in FUSED and self.delta:
+            self.norm = GatedNorm(1e-6, k_dim**-0.5)
+        else:  # keys have length 1, as in the models
+            q, k = q * k_dim**-0.5, k / np.linalg.norm(k, axis=-1, keepdims=True)
+        self.q, self.k = rounded(q, dtype), rounded(k, dtype)
         self.v = rounded(rng.standard_normal((rows, v_heads, v_dim)), dtype)
-        gates = rng.uniform(0.3, 1, (rows, v_heads, k_dim) if form == "vector" else (rows, v_heads))
-        self.gates = gates.astype(np.float32)
+        columns = (k_dim,) if kind in ("vector", "columns") else ()
+        self.gates = rng.uniform(0.3, 1, (rows, v_heads, *columns)).astype(np.float32)
         self.beta = rounded(rng.uniform(0, 1, (rows, v_heads)), dtype)
-        self.skip = None
-        if form == "ssm":
-            self.skip = rng.standard_normal(v_heads).astype(np.float32)
-            self.a_log = np.log(rng.uniform(0.05, 2, v_heads)).astype(np.float32)
-            self.time = rounded(rng.standard_normal((rows, v_heads)), dtype)
-            self.beta = np.clip(np.logaddexp(self.time, 0), *LIMITS).astype(np.float32)
+        self.a, self.b = rounded(2 * rng.standard_normal((2, rows, v_heads)), dtype)
+        self.a_log = np.log(rng.uniform(0.1, 3, v_heads)).astype(np.float32)
+        self.bias, self.skip = rounded(rng.standard_normal((2, v_heads)), dtype)
+        if kind == "ssm":
+            self.beta = np.clip(np.logaddexp(self.a, 0), *LIMITS).astype(np.float32)
             self.gates = np.exp(-np.exp(self.a_log) * self.beta)
         self.states = segments.states(v_heads, v_dim, k_dim)
 
+    def columns(self):
+        parts = [a.reshape(len(a), -1) for a in (self.q, self.k, self.v, self.a, self.b)]
+        if self.edge is None:
+            return [Columns(mx.array(part).astype(self.dtype), 0) for part in parts]
+        starts = np.cumsum([self.edge, *(part.shape[1] for part in parts)]).tolist()
+        edge = np.zeros((len(self.q), self.edge), np.float32)
+        joined = mx.array(np.concatenate([edge, *parts, edge], axis=1)).astype(self.dtype)
+        return [Columns(joined[:, None], start) for start in starts[:5]]
+
     def inputs(self):
-        wide = [mx.array(a).astype(self.dtype) for a in (self.q, self.k, self.v)]
+        """Rows, and gates and beta that are given."""
+        rows = [mx.array(a).astype(self.dtype) for a in (self.q, self.k, self.v)]
         beta = mx.array(self.beta)
-        beta = beta if self.form == "ssm" else beta.astype(self.dtype)
-        return [*wide, mx.array(self.gates), beta]
+        beta = beta if self.kind == "ssm" else beta.astype(self.dtype)
+        return [*rows, mx.array(self.gates), beta]
+
+    def gates_of(self, a, b):
+        a_log, bias = mx.array(self.a_log), mx.array(self.bias).astype(self.dtype)
+        if self.kind in GIVEN:
+            return given(*self.inputs()[3:])
+        if self.kind == "time":
+            return time_gates(a, a_log, bias, LIMITS)
+        if self.kind == "columns":
+            return column_gates(mx.array(self.gates), b)
+        return delta_gates(a, b, a_log, bias, **FUSED[self.kind])
 
     def run(self):
         """y and the states afterwards."""
-        states = mx.array(self.states)
-        rows, gates = self.inputs()[:3], self.inputs()[3:]
-        columns = [Columns(a.reshape(len(a), -1), 0) for a in rows]
-        if self.edge:
-            starts = np.cumsum([self.edge, *(c.array.shape[1] for c in columns)])
-            edge = mx.zeros((len(rows[0]), self.edge), self.dtype)
-            joined = mx.concatenate([edge, *(c.array for c in columns), edge], axis=1)
-            columns = [Columns(joined[:, None], int(start)) for start in starts[:3]]
-        segments, skip = mx.array(self.segments.array), self.skip
-        how = {"num_k_heads": self.k.shape[1], "max_seqlen": self.max_seqlen}
-        how["skip"] = None if skip is None else mx.array(skip)
-        y, ticket = gated_delta(*columns, given(*gates), states, segments, new_ticket(), **how)
+        *rows, a, b = self.columns()
+        arrays = mx.array(self.states), mx.array(self.segments.array), new_ticket()
+        how = {"num_k_heads": self.k.shape[1], "max_seqlen": self.max_seqlen, "norm": self.norm}
+        how |= {"skip": None if self.delta else mx.array(self.skip)}
+        y, ticket = gated_delta(*rows, self.gates_of(a, b), *arrays, **how)
         mx.eval(y, ticket)
         assert y.dtype == self.dtype
-        return [np.array(a.astype(mx.float32)) for a in (y, states)]
+        return [np.array(array.astype(mx.float32)) for array in (y, arrays[0])]
+
+    def exact_gates(self):
+        """The gate and beta, in float64."""
+        a, b = self.a.astype(np.float64) + self.bias, sigmoid(self.b.astype(np.float64))
+        rate, time = np.exp(self.a_log.astype(np.float64)), np.logaddexp(a, 0)
+        if self.kind in GIVEN:
+            return self.gates, self.beta
+        if self.kind == "columns":
+            return self.gates, b
+        if self.kind == "bounded":
+            return np.exp(-5 * sigmoid(rate * a)), b
+        if self.kind == "time":
+            time = np.clip(time, *LIMITS)
+            return np.exp(-rate * time), time
+        return np.exp(-rate * time), FUSED[self.kind].get("beta_scale", 1) * b
 
     def expected(self):
-        rows = self.q, self.k, self.v, self.gates, self.beta
-        delta = self.form != "ssm"
-        y, states = recurrence_by_definition(self.segments, self.states, *rows, delta=delta)
-        return (y if self.skip is None else y + self.skip[:, None] * self.v[: len(y)]), states
+        q, k = self.q.astype(np.float64), self.k.astype(np.float64)
+        if self.norm:
+            q, k = (x / np.sqrt((x**2).sum(-1, keepdims=True) + self.norm.eps) for x in (q, k))
+            q = q * self.norm.q_scale
+        rows = q, k, self.v, *self.exact_gates()
+        y, states = recurrence_by_definition(self.segments, self.states, *rows, delta=self.delta)
+        return (y if self.delta else y + self.skip[:, None] * self.v[: len(y)]), states
 
     def check(self):
         y, states = self.run()
         expected, after = self.expected()
-        rows = len(expected)
-        np.testing.assert_allclose(y[:rows], expected, *TOLERANCE[self.dtype])
-        assert not y[rows:].any()
-        np.testing.assert_allclose(states, after, *TOLERANCE[mx.float32])
-        return y
+        (rtol, atol), of_state = TOLERANCE[self.dtype], TOLERANCE[mx.float32]
+        if self.kind in FUSED:
+            rtol, atol, of_state = rtol + GATES[0], atol + GATES[1], GATES
+        np.testing.assert_allclose(y[: len(expected)], expected, rtol, atol)
+        assert not y[len(expected) :].any()
+        np.testing.assert_allclose(states, after, *of_state)
 
     def rows(self, begin, end, segments):
         """The same rows from begin to end, as another case."""
-        part = Case(segments, form=self.form)
-        part.skip = self.skip
-        for name in ("q", "k", "v", "gates", "beta"):
+        part = Case(segments, self.kind, dims=self.dims)
+        part.a_log, part.bias, part.skip = self.a_log, self.bias, self.skip
+        for name in ("q", "k", "v", "gates", "beta", "a", "b"):
             setattr(part, name, getattr(self, name)[begin:end])
         return part
 
 
+def case_of(kind, segments, **how):
+    """With the sizes that its form is tried at."""
+    return Case(segments, kind, **(FUSED_SIZES if kind in FUSED else {}), **how)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tiles", [False, True], ids=["rows", "tiles"])
-def test_ragged_segments(tiles, form, dtype):
-    Case(Segments(**RAGGED), form=form, dtype=dtype, tiles=tiles).check()
+def test_ragged_segments(tiles, kind, dtype):
+    case_of(kind, Segments(**RAGGED), dtype=dtype, tiles=tiles).check()
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", GIVEN)
 @pytest.mark.parametrize(
     ("heads", "dims"),
     [((1, 1), (128, 128)), ((2, 2), (128, 8)), ((1, 3), (16, 72)), ((2, 4), (48, 24)),
      ((1, 1), (256, 64)), ((3, 6), (48, 8)), ((2, 2), (16, 80))],
 )  # fmt: skip
-def test_heads_and_head_sizes(heads, dims, form):
+def test_heads_and_head_sizes(heads, dims, kind):
     segments = Segments([9, 1], fresh={0}, padding=1)
-    Case(segments, heads, dims, form=form).check()
+    Case(segments, kind, heads, dims).check()
 
 
 @pytest.mark.parametrize("tiles", [False, True], ids=["rows", "tiles"])
@@ -137,28 +201,28 @@ def test_columns_of_one_array(edge, tiles):
 
 def test_one_row_of_few_heads():
     """Fewer gates than an array in device memory has."""
-    Case(Segments([1]), (1, 2), (16, 8)).check()
+    Case(Segments([1]), "scalar", (1, 2), (16, 8)).check()
 
 
 @drawn(
     st.lists(st.tuples(st.integers(0, 20), st.booleans(), st.booleans()), min_size=1, max_size=4),
     st.integers(1, 9),
-    st.sampled_from(FORMS),
+    st.sampled_from(GIVEN),
     st.integers(0, 99),
 )
 @settings(max_examples=30)
-def test_random_segments(parts, padding, form, seed):
+def test_random_segments(parts, padding, kind, seed):
     lengths, fresh, moved = zip(*parts, strict=True)
     chosen = [{s for s, is_so in enumerate(of) if is_so} for of in (fresh, moved)]
     half = [(s, n // 2) for s, n in enumerate(lengths)]
     segments = Segments([*lengths], chosen[0], padding, half, chosen[1], seed)
-    Case(segments, (1, 2), (16, 8), form=form).check()
+    Case(segments, kind, (1, 2), (16, 8)).check()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", ["scalar", "vector"])
-def test_the_same_as_mlx_lm_s_operations(form, dtype):
-    case = Case(Segments([19]), form=form, dtype=dtype)
+@pytest.mark.parametrize("kind", ["scalar", "vector"])
+def test_the_same_as_mlx_lm_s_operations(kind, dtype):
+    case = Case(Segments([19]), kind=kind, dtype=dtype)
     slot = int(case.segments.final[0])
     batch = [a[None] for a in case.inputs()]
     theirs, state = gated_delta_ops(*batch, mx.array(case.states[slot])[None])
@@ -170,10 +234,10 @@ def test_the_same_as_mlx_lm_s_operations(form, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_same_as_mlx_lm_s_state_space_update(dtype):
-    case = Case(Segments([19]), form="ssm", dtype=dtype)
+    case = Case(Segments([19]), kind="ssm", dtype=dtype)
     slot = int(case.segments.final[0])
     c, b, x = (a[None] for a in case.inputs()[:3])
-    a_log, skip, time = mx.array(case.a_log), mx.array(case.skip), mx.array(case.time)
+    a_log, skip, time = mx.array(case.a_log), mx.array(case.skip), mx.array(case.a)
     before = mx.array(case.states[slot])[None]
     rows = x, a_log, b, c, skip, time.astype(dtype)[None]
     theirs, state = ssm_attn(*rows, mx.zeros(4), before, LIMITS, step=8)
@@ -196,29 +260,31 @@ def test_the_same_as_mlx_s_chunked_form():
     np.testing.assert_allclose(states[case.segments.final[0]], np.array(state[0]), rtol, 4 * atol)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cut", [1, 8, 13, 19, 20])
-def test_a_prompt_in_two_chunks_is_the_whole_prompt(cut, form):
-    """Bit for bit, wherever it is cut."""
-    whole = Case(Segments([21], fresh={0}), form=form)
+def test_a_prompt_in_chunks_is_the_whole_prompt(cut, kind):
+    """Bit for bit, wherever it is cut, and with one row by itself."""
+    whole = case_of(kind, Segments([21], fresh={0}))
     y, states = whole.run()
-    head = whole.rows(0, cut, Segments([cut], fresh={0}))
-    first, head_states = head.run()
-    tail = whole.rows(cut, 21, Segments([21 - cut]))
-    tail.states[tail.segments.initial[0]] = head_states[head.segments.final[0]]
-    second, tail_states = tail.run()
-    np.testing.assert_array_equal(np.concatenate([first, second]), y)
-    np.testing.assert_array_equal(
-        tail_states[tail.segments.final[0]], states[whole.segments.final[0]]
-    )
+    results, state = [], None
+    for begin, end in ((0, cut), (cut, cut + 1), (cut + 1, 21)):
+        if begin < end:
+            part = whole.rows(begin, end, Segments([end - begin], fresh=set() if begin else {0}))
+            if begin:
+                part.states[part.segments.initial[0]] = state
+            result, after = part.run()
+            results.append(result)
+            state = after[part.segments.final[0]]
+    np.testing.assert_array_equal(np.concatenate(results), y)
+    np.testing.assert_array_equal(state, states[whole.segments.final[0]])
 
 
 @pytest.mark.skipif(not backend.is_cpu(), reason="compilers may join a product and a sum")
-@pytest.mark.parametrize("form", FORMS)
-def test_tiles_give_the_bits_of_rows_alone(form):
+@pytest.mark.parametrize("kind", GIVEN)
+def test_tiles_give_the_bits_of_rows_alone(kind):
     """So tokens that are decoded leave the state of a prompt with these tokens."""
     segments = Segments(**RAGGED)
-    tiles, alone = (Case(segments, form=form, tiles=is_so) for is_so in (True, False))
+    tiles, alone = (Case(segments, kind=kind, tiles=is_so) for is_so in (True, False))
     for got, wanted in zip(tiles.run(), alone.run(), strict=True):
         np.testing.assert_array_equal(got, wanted)
 
@@ -243,8 +309,8 @@ def test_a_prompt_goes_on_from_a_checkpoint_as_if_it_had_never_stopped():
 
 
 def test_gates_of_zero_forget_everything():
-    """Equal keys, which a beta of 2 reflects, give the largest terms."""
-    case = Case(Segments([24], fresh=set()), form="vector")
+    """And keys that are all the same, which beta 2 reflects: the largest terms."""
+    case = Case(Segments([24], fresh=set()), kind="vector")
     case.gates[:] = 1
     case.gates[5, 1] = 0
     case.gates[9:12, :, ::2] = 0
@@ -252,6 +318,71 @@ def test_gates_of_zero_forget_everything():
     case.k[:] = case.k[:1]
     case.beta[:] = 2
     case.check()
+
+
+# Logits
+
+
+@pytest.mark.parametrize("kind", ["softplus", "bounded", "time"])
+@pytest.mark.parametrize("tiles", [False, True], ids=["rows", "tiles"])
+def test_nan_of_a_gate_stays_in_its_head(tiles, kind):
+    """And is not limited to a number, which would hide a broken model."""
+    case = case_of(kind, Segments([9, 1], fresh={0}), tiles=tiles)
+    case.a[3, 1] = np.nan
+    with np.errstate(invalid="ignore"):
+        expected = case.expected()
+    for got, wanted in zip(case.run(), expected, strict=True):
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(wanted))
+
+
+def test_logits_that_are_large():
+    """Gates of 0 and of 1, and a beta of 0."""
+    case = case_of("softplus", Segments([9, 1], fresh={0}))
+    case.a[::2], case.a[1::2] = 60, -60
+    case.b[3] = -90
+    case.check()
+
+
+def test_rows_of_zeros_have_a_norm():
+    case = case_of("softplus", Segments([9]))
+    case.q[:], case.k[3] = 0, 0
+    y, states = case.run()
+    assert not y.any()
+    np.testing.assert_allclose(states, case.expected()[1], *GATES)
+
+
+def test_logits_of_one_row():
+    """Fewer logits than an array in device memory has."""
+    case = case_of("softplus", Segments([1]))
+    whole = case.run()
+    case.edge = None
+    for got, wanted in zip(case.run(), whole, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FUSED if kind != "columns"])
+def test_logits_give_the_same_as_mlx_lm_s_functions(kind):
+    case = case_of(kind, Segments([19]))
+    slot = int(case.segments.final[0])
+    names = ("q", "k", "v", "a", "b", "a_log", "bias", "skip")
+    q, k, v, a, b, a_log, bias, skip = (mx.array(getattr(case, name)) for name in names)
+    q, k, v, a, b = (x[None] for x in (q, k, v, a, b))
+    state = mx.array(case.states[slot])[None]
+    if kind == "time":
+        theirs, state = ssm_update(v, a_log, k, q, skip, a, bias, state, LIMITS)
+    else:
+        q, k = normalize_qk(q, k, inv_scale=case.norm.q_scale, eps=case.norm.eps)
+        how = {k: v for k, v in FUSED[kind].items() if k == "lower_bound"}
+        negative = "beta_scale" in FUSED[kind]
+        theirs, state = gated_delta_update(
+            q, k, v, a, b, a_log, bias, state, allow_neg_eigval=negative, **how
+        )
+    y, states = case.run()
+    np.testing.assert_allclose(y, np.array(theirs[0]), *GATES)
+    np.testing.assert_allclose(states[slot], np.array(state[0]), *GATES)
+
+
+# What is refused
 
 
 @pytest.mark.parametrize(
@@ -294,3 +425,22 @@ def test_bad_input_is_named(change, message):
     make = arrays.pop("gates")
     with pytest.raises(ValueError, match=message):
         gated_delta(**arrays, gates=make(), max_seqlen=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"a": Columns(mx.zeros((2, 4)), 2)}, r"g is columns 2 to 6 of .* \(2, 4\)"),
+        ({"b": Columns(mx.zeros((3, 4)), 0)}, "beta of 3 rows are not of 2 rows"),
+        ({"a_log": mx.zeros(3)}, r"a_log \(3,\) is not \(4,\)"),
+        ({"dt_bias": mx.zeros((4, 16))}, r"bias \(4, 16\) is not \(4,\)"),
+    ],
+)
+def test_bad_logits_are_named(change, message):
+    arrays = {"a": Columns(mx.zeros((2, 4)), 0), "b": Columns(mx.zeros((2, 4)), 0)}
+    arrays |= {"a_log": mx.zeros(4), "dt_bias": mx.zeros(4)}
+    rows = Columns(mx.zeros((2, 32)), 0)
+    inputs = mx.zeros((3, 4, 8, 16)), mx.array(Segments([2]).array), new_ticket()
+    how = {"num_k_heads": 2, "max_seqlen": 2, "norm": GatedNorm(1e-6, 0.25)}
+    with pytest.raises(ValueError, match=message):
+        gated_delta(rows, rows, rows, delta_gates(**(arrays | change)), *inputs, **how)

@@ -68,6 +68,7 @@ def test_the_order_of_threads_changes_nothing(kernel):
         assert all(map(np.array_equal, outcome(kernel, schedule), right(kernel)))
 
 
+@pytest.mark.thorough  # `.ci/run` tries all of them
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_seeded_fault_is_noticed(name, monkeypatch):
     fault = FAULTS[name]

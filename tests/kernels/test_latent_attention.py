@@ -12,67 +12,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.attention_oracle import paged_attention
-from tests.support.kernel_cases import TOLERANCE, draw, permuted_blocks, poisoned_store
+from tests.support.kernel_cases import TOLERANCE, AttentionCase
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import latent_problem
 from vllm_metal_lite.kernels.latent_attention import decode_tiles, latent_attention
 from vllm_metal_lite.kernels.prefill import TILE_ROWS, plan_tiles
-from vllm_metal_lite.kv.store import LayerSpec
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")
 
 DTYPES = list(TOLERANCE)
 
 
-class Case:
-    """Segments (rows of this step, keys) packed, `padding` rows after them, blocks permuted."""
-
-    def __init__(
-        self,
-        segments,
-        *,
-        heads=5,
-        latent_dim=64,
-        rope=16,
-        dtype=mx.float32,
-        block_size=16,
-        bits=None,
-        padding=3,
-        seed=0,
-    ) -> None:
-        rng = np.random.default_rng(seed)
-        q_lens, self.seq_lens = np.array(segments, np.int32).reshape(-1, 2).T
-        self.cu_seqlens_q = np.append(0, np.cumsum(q_lens)).astype(np.int32)
-        self.dtype, self.heads, self.padding = dtype, heads, padding
-        self.how = {"block_size": block_size, "scale": (latent_dim + rope) ** -0.5}
-
-        rows, self.spec = q_lens.sum(), LayerSpec(1, latent_dim, rope, dtype, bits=bits)
-        self.q, self.q_pe = (
-            draw(rng, rows + padding, heads, size, dtype=dtype) for size in (latent_dim, rope)
-        )
-        self.q[rows:] = self.q_pe[rows:] = np.nan
-        self.block_tables, slots = permuted_blocks(rng, self.seq_lens, block_size)
-        self.kept, self.values = poisoned_store(
-            rng, self.spec, self.block_tables, self.seq_lens, slots, block_size
-        )
+class Case(AttentionCase):
+    def __init__(self, segments, *, heads=5, latent_dim=64, rope=16, **how) -> None:
+        super().__init__(segments, heads=(heads, 1), dim=latent_dim, v_dim=rope, **how)
+        self.q_pe = self.draw_rows(rope)
+        self.how = {"block_size": self.how["block_size"], "scale": (latent_dim + rope) ** -0.5}
 
     @property
     def tiles(self) -> np.ndarray:
-        return plan_tiles(self.cu_seqlens_q, len(self.q), self.heads)
+        return plan_tiles(self.cu_seqlens_q, len(self.q), self.heads[0])
 
     def run(self, splits: int = 1, tiles: np.ndarray | None = None, **plan) -> np.ndarray:
         tiles = self.tiles if tiles is None else tiles
-        q, q_pe = (mx.array(a).astype(self.dtype) for a in (self.q, self.q_pe))
         metadata = (self.block_tables, self.cu_seqlens_q, self.seq_lens, tiles)
-        arrays = *self.kept, mx.full(8, 41.0)
-        how = {"splits": splits, "spec": self.spec}
-        out, ticket = latent_attention(
-            q, q_pe, *map(mx.array, metadata), *arrays, **how, **self.how, **plan
-        )
-        assert out.dtype == self.dtype
+        arrays = *map(mx.array, metadata), *self.store, mx.full(8, 41.0)
+        how = {"splits": splits, "spec": self.spec, **self.how, **plan}
+        q_pe = mx.array(self.q_pe).astype(self.dtype)
+        out, ticket = latent_attention(self.queries(), q_pe, *arrays, **how)
         if splits == 1:
             assert ticket.tolist() == [41.0] * 8
-        return np.array(out.astype(mx.float32))
+        return self.floats(out)
 
     def expected(self) -> np.ndarray:
         latents, rotary = self.values
@@ -155,7 +125,7 @@ def test_in_chunks_a_prompt_gives_the_same_bits_as_at_once(split):
     expected = whole.run()
     chunks = Case([(split, split)]), Case([(45 - split, 45)])
     for chunk, rows in zip(chunks, (slice(0, split), slice(split, 45)), strict=True):
-        chunk.q, chunk.q_pe, chunk.kept = whole.q[rows], whole.q_pe[rows], whole.kept
+        chunk.q, chunk.q_pe, chunk.store = whole.q[rows], whole.q_pe[rows], whole.store
         chunk.block_tables = whole.block_tables
         np.testing.assert_array_equal(chunk.run(), expected[rows])
 

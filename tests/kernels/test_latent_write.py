@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.support.kernel_cases import STORE, TOLERANCE, draw, rounded
+from tests.support.kernel_cases import STORE, TOLERANCE, draw, rounded, turned
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
@@ -14,24 +14,6 @@ pytestmark = pytest.mark.usefixtures("host")
 WRITTEN = STORE
 
 SLOTS, EPS = 24, 1e-5
-
-
-def turned(x: np.ndarray, positions: np.ndarray, rope: Rope, dtype: mx.Dtype) -> np.ndarray:
-    """By definition: pairs are complex numbers, and a rotation is a product.  The factor before it
-    is rounded to the type, and so is what it gives."""
-    x = x.copy()
-    if rope.factor != 1:
-        factor = rounded(np.array(rope.factor), dtype)
-        x[..., : rope.dims] = rounded(factor * x[..., : rope.dims], dtype)
-    i = np.arange(rope.dims // 2)
-    given = rope.freqs is not None
-    rates = 1 / np.array(rope.freqs) if given else rope.base ** (-2.0 * i / rope.dims)
-    turn = np.exp(1j * rope.scale * positions[:, None, None] * rates)
-    at = (2 * i, 2 * i + 1) if rope.traditional else (i, i + rope.dims // 2)
-    pairs = (x[..., at[0]] + 1j * x[..., at[1]]) * turn
-    out = x.copy()
-    out[..., at[0]], out[..., at[1]] = pairs.real, pairs.imag
-    return out
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])

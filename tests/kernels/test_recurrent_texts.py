@@ -3,13 +3,12 @@ would refuse."""
 
 import pytest
 
-from tests.support.production_shapes import texts_of
-from tests.support.recurrent_shapes import CASES
+from tests.support.production_shapes import RECURRENT, texts_of
 
 pytest.importorskip("ziglang", reason="the strict front end needs clang")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", RECURRENT)
 def test_accepted_by_the_strict_front_end(case):
     from metal.host.strict import check
 

@@ -12,11 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.device import change_device
-from tests.support.kernel_cases import (
-    STORE,
-    TOLERANCE,
-    NewRowsCase,
-)
+from tests.support.kernel_cases import STORE, TOLERANCE, NewRowsCase
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import rope_write as rope
 from vllm_metal_lite.kernels.new_rows import Rope

@@ -17,8 +17,7 @@ def plan(cu_seqlens, initial, final, num_rows, checkpoints=()):
 def test_a_row_has_its_slots_and_its_ends():
     segments = plan([0, 1, 5, 5], [3, EMPTY, 2], [3, 0, EMPTY], 8)
     np.testing.assert_array_equal(
-        segments,
-        [[0, 3, 1, 3], [1, EMPTY, 5, 0], [5, 2, 5, EMPTY], [5, PADDING, 8, EMPTY]],
+        segments, [[0, 3, 1, 3], [1, EMPTY, 5, 0], [5, 2, 5, EMPTY], [5, PADDING, 8, EMPTY]]
     )
 
 

@@ -10,92 +10,44 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.attention_oracle import paged_attention
-from tests.support.kernel_cases import TOLERANCE, draw, permuted_blocks, poisoned_store
+from tests.support.kernel_cases import TOLERANCE, PagedSequences
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels import shared_prefix
 from vllm_metal_lite.kernels.arguments import new_ticket
-from vllm_metal_lite.kernels.decode import DecodePlan, merge_partitions, paged_decode
-from vllm_metal_lite.kv.store import LayerSpec
+from vllm_metal_lite.kernels.decode import merge_partitions
+from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, prefix_splits
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")
 
 
-class Case:
+class Case(PagedSequences):
     """Rows of `own` keys each behind a prefix, which is in the same blocks; where `own` is negative
-    the row has -own keys and no prefix, where it is 0 the row is padding.  Blocks are permuted."""
+    the row has -own keys and no prefix, where it is 0 the row is padding."""
 
-    def __init__(
-        self,
-        own,
-        prefix_len,
-        *,
-        heads=(4, 2),
-        dim=32,
-        v_dim=None,
-        dtype=mx.float32,
-        block_size=16,
-        softcap=None,
-        sinks=False,
-        splits=4,
-        plan=(1, 4),
-        seed=0,
-        bits=None,
-    ) -> None:
-        rng = np.random.default_rng(seed)
+    def __init__(self, own, prefix_len, *, splits=4, **how) -> None:
         own = np.array(own, np.int32)
-        self.dtype, self.splits, self.plan = dtype, splits, plan
-        self.how = {"block_size": block_size, "scale": dim**-0.5, "softcap": softcap}
-        self.spec = LayerSpec(heads[1], dim, v_dim or dim, dtype, bits=bits)
+        self.splits, self.prefix_len = splits, prefix_len
         self.prefix_lens = np.where(own > 0, prefix_len, 0).astype(np.int32)
-        self.leader = int(np.argmax(self.prefix_lens))
-        self.seq_lens = abs(own) + self.prefix_lens
+        super().__init__(abs(own) + self.prefix_lens, **how)
 
-        self.block_tables, slots = permuted_blocks(rng, self.seq_lens, block_size)
-        # Whole blocks, as in a step; a prefix that ends within one leaves the rest of it unread.
-        blocks = -(-prefix_len // block_size)
-        own_blocks = self.block_tables[self.prefix_lens > 0, :blocks]
-        self.block_tables[self.prefix_lens > 0, :blocks] = own_blocks[:1]
-        self.q = draw(rng, len(own), heads[0], dim, dtype=dtype)
-        self.sinks = 2 * draw(rng, heads[0], dtype=dtype) if sinks else None
-        self.store, (self.keys, self.values) = poisoned_store(
-            rng, self.spec, self.block_tables, self.seq_lens, slots, block_size
-        )
+    def draw_blocks(self, block_size: int) -> tuple[np.ndarray, int]:
+        """Whole blocks are shared; a prefix that ends within one leaves the rest of it unread."""
+        tables, slots = super().draw_blocks(block_size)
+        blocks, having = -(-self.prefix_len // block_size), np.flatnonzero(self.prefix_lens)
+        tables[having, :blocks] = tables[having[0], :blocks]
+        return tables, slots
 
-    def attend_to_prefix(self) -> shared_prefix.SharedPrefixResult:
-        q = mx.array(self.q).astype(self.dtype)
-        leader, lens = mx.array([self.leader], mx.int32), mx.array(self.prefix_lens)
-        where = mx.array(self.block_tables), mx.array(self.seq_lens), leader, lens
-        how = {"splits": self.splits, "spec": self.spec, **self.how}
-        return shared_prefix.shared_prefix(q, *where, *self.store, new_ticket(), **how)
+    def prefix(self) -> SharedPrefixResult:
+        arrays = self.prefix_lens, self.store, new_ticket(), self.splits
+        return self.attend_to_prefix(self.queries(), *arrays)
 
     def run(self) -> np.ndarray:
-        prefix = self.attend_to_prefix()
-        q = mx.array(self.q).astype(self.dtype)
-        where = mx.array(self.block_tables), mx.array(self.seq_lens)
-        sinks = None if self.sinks is None else mx.array(self.sinks)
-        how = {"plan": DecodePlan(*self.plan), "prefix": prefix, "spec": self.spec, **self.how}
-        out, _ = paged_decode(q, *where, *self.store, prefix.lse, sinks=sinks, **how)
-        assert out.dtype == self.dtype
-        return np.array(out.astype(mx.float32))
-
-    def expected(self, seq_lens=None, tables=None, sinks=None) -> np.ndarray:
-        seq_lens = self.seq_lens if seq_lens is None else seq_lens
-        tables = self.block_tables if tables is None else tables
-        real = seq_lens > 0
-        out = np.zeros((*self.q.shape[:2], self.values.shape[2]))
-        arrays = np.arange(real.sum() + 1), seq_lens[real]
-        out[real] = paged_attention(
-            self.q[real], self.keys, self.values, tables[real], *arrays, sinks=sinks, **self.how
-        )
-        return out
+        prefix = self.prefix()
+        return self.floats(self.attend(self.queries(), self.store, prefix.lse, prefix)[0])
 
 
 def check(*args, **kwargs) -> None:
-    case = Case(*args, **kwargs)
-    atol, rtol = TOLERANCE[case.dtype]
-    np.testing.assert_allclose(case.run(), case.expected(sinks=case.sinks), rtol, atol)
+    Case(*args, **kwargs).check()
 
 
 # A newcomer and a row of padding before the first that has the prefix; more keys of its own than
@@ -105,10 +57,11 @@ ROWS = [-9, 0, 1, 16, 5, -40, 130, 0]
 
 def test_attention_to_the_prefix_alone():
     case = Case(ROWS, 100, heads=(18, 2), splits=4)
-    prefix = case.attend_to_prefix()
+    prefix = case.prefix()
     got = np.array(merge_partitions(prefix.partial, prefix.lse, mx.float32))
-    lens, tables = np.full(len(ROWS), 100), np.tile(case.block_tables[case.leader], (len(ROWS), 1))
-    np.testing.assert_allclose(got, case.expected(lens, tables), 1e-5, 1e-5)
+    case.seq_lens[:] = 100
+    case.block_tables[:] = case.block_tables[np.argmax(case.prefix_lens)]
+    np.testing.assert_allclose(got, case.expected(), 1e-5, 1e-5)
     assert prefix.partial.shape == (*case.q.shape[:2], 4, 32)
 
 
@@ -172,11 +125,8 @@ def test_what_the_kernels_cannot_do_is_refused():
         Case([2, 2], 16, v_dim=264).run()
     case = Case([2, 2], 16)
     case.how["window"] = 9
-    prefix = shared_prefix.SharedPrefixResult(*map(mx.zeros, ((2, 4, 1, 32), (2, 4, 1), (2,))))
-    arrays = mx.array(case.seq_lens), mx.array(case.keys), mx.array(case.values), new_ticket()
-    how = {"plan": DecodePlan(1, 4), "prefix": prefix}
     with pytest.raises(ValueError, match="without a window"):
-        paged_decode(mx.zeros((2, 4, 32)), mx.array(case.block_tables), *arrays, **how, **case.how)
+        case.run()
 
 
 @given(
@@ -188,6 +138,6 @@ def test_what_the_kernels_cannot_do_is_refused():
 def test_splits_are_a_power_of_two_within_their_limits(num_rows, heads, prefix_len, where):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "name", lambda: where)
-        splits = shared_prefix.prefix_splits(num_rows, *heads, prefix_len)
+        splits = prefix_splits(num_rows, *heads, prefix_len)
     assert splits in (1, 2, 4, 8, 16, 32, 64)
     assert splits == 1 or prefix_len / splits >= 128

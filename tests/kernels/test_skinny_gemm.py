@@ -93,18 +93,6 @@ def check(
     assert (error <= allowed).all(), (error / allowed).max()
 
 
-@given(
-    st.integers(1, MAX_ROWS),
-    st.integers(1, 70),
-    st.integers(1, 40),
-    st.sampled_from(DTYPES),
-    st.integers(0, 99),
-)
-@settings(max_examples=20)
-def test_random_shapes(rows, outputs, chunks, dtype, seed):
-    check(*draw(rows, outputs, 32 * chunks, dtype, seed))
-
-
 def with_all(rows: int, outputs: int, depth: int, dtype: mx.Dtype, seed: int = 0) -> dict:
     """gain, bias of a gated product, and a residual of this number of columns."""
     rng = np.random.default_rng(seed + 1000)
@@ -119,22 +107,24 @@ NEIGHBOURS = st.sets(st.sampled_from(["gain", "bias", "residual"]))
 
 
 @given(
-    st.integers(1, MAX_ROWS),
-    st.integers(1, 40),
-    st.integers(1, 40),
-    st.sampled_from(DTYPES),
-    NEIGHBOURS,
-    GATES,
-    st.integers(0, 99),
-)
-@settings(max_examples=14)
-def test_what_comes_before_and_after(rows, outputs, chunks, dtype, what, gate, seed):
-    """A norm, a bias, a gate, a residual sum, alone and together."""
-    x, weight = draw(rows, outputs * (2 if gate else 1), 32 * chunks, dtype, seed)
-    given = with_all(rows, outputs, 32 * chunks, dtype, seed)
+    st.integers(1, MAX_ROWS), st.integers(1, 60), st.integers(1, 40),
+    st.sampled_from([*[None] * 2 * len(READABLE), *READABLE]), st.sampled_from(DTYPES),
+    NEIGHBOURS, GATES, st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=48)
+def test_random_shapes(rows, outputs, chunks, how, dtype, what, gate, seed):
+    """A norm, a bias, a gate, a residual sum, alone and together; nothing but the product."""
+    if how is not None:
+        outputs, chunks = max(outputs, 8), -(-chunks // 4)
+    depth = chunks * (32 if how is None else 64 if how.bits == 6 else max(32, how.group_size))
+    x, weight = draw(rows, outputs * (2 if gate else 1), depth, dtype, seed)
+    given = with_all(rows, outputs, depth, dtype, seed)
     given["bias"] = given["bias"][: len(weight)]
-    given = {name: array for name, array in given.items() if name in what}
-    check(x, (weight / chunks**0.5).astype(dtype), gate=gate, **given)
+    if how is not None:
+        weight = quantised((weight / depth**0.5).astype(dtype), how)
+    elif what or gate:
+        weight = (weight / chunks**0.5).astype(dtype)
+    check(x, weight, gate=gate, **{name: given[name] for name in what})
 
 
 # Quantised weights
@@ -160,26 +150,6 @@ def test_every_quantisation_of_few_rows(how, dtype):
         x, weight = draw(rows, 42, depth, dtype)
         check(x, quantised(weight, how), plan)
         check(x, quantised(weight / 32, how), plan, **with_all(rows, 21, depth, dtype), gate="silu")
-
-
-@given(
-    st.integers(1, MAX_ROWS),
-    st.integers(4, 30),
-    st.integers(1, 16),
-    st.sampled_from(READABLE),
-    st.sampled_from(DTYPES),
-    NEIGHBOURS,
-    GATES,
-    st.integers(0, 99),
-)
-@settings(max_examples=14)
-def test_random_shapes_of_quantised_weights(rows, outputs, groups, how, dtype, what, gate, seed):
-    depth = groups * (64 if how.bits == 6 else max(32, how.group_size))
-    x, weight = draw(rows, 2 * outputs, depth, dtype, seed)
-    given = with_all(rows, outputs if gate else 2 * outputs, depth, dtype, seed)
-    given["bias"] = given["bias"][: 2 * outputs]
-    given = {name: array for name, array in given.items() if name in what}
-    check(x, quantised((weight / depth**0.5).astype(dtype), how), gate=gate, **given)
 
 
 @pytest.mark.parametrize("how", READABLE, ids=str)

@@ -16,78 +16,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.attention_oracle import paged_attention
-from tests.support.kernel_cases import TOLERANCE, draw, permuted_blocks, poisoned_store
+from tests.support.kernel_cases import TOLERANCE, AttentionCase
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels import prefill
-from vllm_metal_lite.kv.store import LayerSpec
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")
 
 DTYPES = list(TOLERANCE)
 
 
-class Case:
-    """Segments (rows of this step, keys) packed, `padding` rows after them, blocks permuted."""
-
-    def __init__(
-        self,
-        segments,
-        *,
-        heads=(4, 2),
-        dim=32,
-        v_dim=None,
-        dtype=mx.float32,
-        block_size=16,
-        window=None,
-        softcap=None,
-        sinks=False,
-        padding=3,
-        seed=0,
-        bits=None,
-    ) -> None:
-        rng = np.random.default_rng(seed)
-        q_lens, self.seq_lens = np.array(segments, np.int32).reshape(-1, 2).T
-        self.cu_seqlens_q = np.append(0, np.cumsum(q_lens)).astype(np.int32)
-        self.dtype, self.heads, self.padding = dtype, heads, padding
-        self.spec = LayerSpec(heads[1], dim, v_dim or dim, dtype, bits=bits)
-        self.how = {"block_size": block_size, "scale": dim**-0.5}
-        self.how |= {"window": window, "softcap": softcap}
-
-        rows = q_lens.sum()
-        self.q = draw(rng, rows + padding, heads[0], dim, dtype=dtype)
-        self.q[rows:] = np.nan
-        self.sinks = 2 * draw(rng, heads[0], dtype=dtype) if sinks else None
-        self.block_tables, slots = permuted_blocks(rng, self.seq_lens, block_size)
-        where = self.block_tables, self.seq_lens, slots, block_size
-        seen = self.seq_lens - q_lens - window + 1 if window else 0
-        self.store, self.values = poisoned_store(rng, self.spec, *where, seen)
-
+class Case(AttentionCase):
     def run(self) -> np.ndarray:
-        def array(a: np.ndarray) -> mx.array:
-            return mx.array(a).astype(self.dtype)
-
         tiles = prefill.plan_tiles(self.cu_seqlens_q, len(self.q), self.heads[0] // self.heads[1])
         metadata = (self.block_tables, self.cu_seqlens_q, self.seq_lens, tiles)
-        arrays = array(self.q), *map(mx.array, metadata), *self.store, mx.full(8, 41.0)
-        sinks = None if self.sinks is None else mx.array(self.sinks)
-        out, ticket = prefill.varlen_prefill(*arrays, sinks=sinks, spec=self.spec, **self.how)
-        assert (out.dtype, ticket.tolist()) == (self.dtype, [41.0] * 8)
-        return np.array(out.astype(mx.float32))
-
-    def expected(self) -> np.ndarray:
-        arrays = self.cu_seqlens_q, self.seq_lens
-        return paged_attention(
-            self.q, *self.values, self.block_tables, *arrays, sinks=self.sinks, **self.how
-        )
+        arrays = self.queries(), *map(mx.array, metadata), *self.store, mx.full(8, 41.0)
+        how = {"sinks": self.sinks_of_heads(), "spec": self.spec, **self.how}
+        out, ticket = prefill.varlen_prefill(*arrays, **how)
+        assert ticket.tolist() == [41.0] * 8
+        return self.floats(out)
 
 
 def check(*args, **kwargs) -> None:
-    case = Case(*args, **kwargs)
-    got, (atol, rtol) = case.run(), TOLERANCE[case.dtype]
-    np.testing.assert_allclose(got, case.expected(), rtol, atol)
-    assert not got[len(got) - case.padding :].any()
+    Case(*args, **kwargs).check()
 
 
 # One row, less than a tile of keys, whole tiles, contexts before the rows, more than one tile.
@@ -115,7 +66,9 @@ def test_head_dims(dim, v_dim, dtype):
     check([(1, 40), (40, 57)], dim=dim, v_dim=v_dim, dtype=dtype, heads=(2, 1), window=11)
 
 
-@pytest.mark.parametrize(("dim", "dtype"), [(48, mx.float16), (256, mx.float16), (160, mx.float32)])
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(48, mx.float16), (256, mx.float16), (160, mx.float32), (80, mx.bfloat16)]
+)
 def test_simdgroups_that_share_rows_give_the_same_bits(dim, dtype, monkeypatch):
     case, got = Case(RAGGED, dim=dim, dtype=dtype), []
     for registers in (0, 1000):
@@ -135,7 +88,7 @@ def test_quantised_head_dims(dim, v_dim, dtype, bits):
     check([(1, 40), (40, 57)], dim=dim, v_dim=v_dim, dtype=dtype, heads=(2, 1), bits=bits)
 
 
-@pytest.mark.parametrize("heads", [(1, 1), (7, 1), (71, 1)])
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (7, 1), (71, 1)])
 def test_any_number_of_query_heads_a_kv_head(heads):
     check(RAGGED, heads=heads)
 

@@ -8,6 +8,7 @@ a step, and with them its logits must be ours.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import mlx.nn as nn
@@ -92,29 +93,33 @@ def test_the_memory_that_a_token_takes(bits, gain):
 # Whole models
 
 
-def rounding_caches(bits: int) -> Callable[[nn.Module], list]:
-    """mlx-lm's own caches of a model, but that rows are rounded before they are kept."""
+Rows = Sequence[mx.array]
 
-    def make(model: nn.Module) -> list:
-        caches = make_prompt_cache(model)
-        for cache in caches:
-            _round(cache)
-        return caches
 
-    def _round(cache: Any) -> None:
+def changed_caches(model: nn.Module, changes: Iterator[Callable[[Rows], Rows]]) -> list:
+    """mlx-lm's own caches of a model, but that rows are changed before they are kept; changes: of
+    each cache."""
+
+    def change(cache: Any) -> None:
         for member in cache.caches if isinstance(cache, CacheList) else ():
-            _round(member)
+            change(member)
         base = type(cache)
-        if not hasattr(base, "update_and_fetch"):  # a recurrent state
-            return
+        if hasattr(base, "update_and_fetch"):  # no recurrent state
+            of_rows = next(changes, None)
+            update = lambda self, *rows: base.update_and_fetch(self, *of_rows(rows))  # noqa: E731
+            cache.__class__ = type(base.__name__, (base,), {"update_and_fetch": update})
 
-        def update_and_fetch(self, *rows: mx.array):
-            rounded = (RowFormat(a.shape[-1], a.dtype, bits).rounded(a) for a in rows)
-            return base.update_and_fetch(self, *rounded)
+    caches = make_prompt_cache(model)
+    for cache in caches:
+        change(cache)
+    return caches
 
-        cache.__class__ = type(base.__name__, (base,), {"update_and_fetch": update_and_fetch})
 
-    return make
+def rounding_caches(bits: int) -> Callable[[nn.Module], list]:
+    def rounded(rows: Rows) -> Rows:
+        return [RowFormat(a.shape[-1], a.dtype, bits).rounded(a) for a in rows]
+
+    return lambda model: changed_caches(model, repeat(rounded))
 
 
 def logits_of(model: nn.Module, make_caches: Callable = make_prompt_cache) -> list[np.ndarray]:
@@ -178,28 +183,20 @@ def replay(model: nn.Module, life: Life, bits: int) -> tuple[float, list[float]]
     """
     moved: list[float] = []
 
-    def member(cache: Any, layers: Iterator) -> None:
-        for inner in cache.caches if isinstance(cache, CacheList) else ():
-            member(inner, layers)
-        base = type(cache)
-        if not hasattr(base, "update_and_fetch"):  # a recurrent state
-            return
-        kept, seen = next(layers, None), 0
+    def change(kept: list[np.ndarray]) -> Callable[[Rows], Rows]:
+        seen = 0
 
-        def update_and_fetch(self, *own: mx.array):
+        def rows_of_store(own: Rows) -> Rows:
             nonlocal seen
             at = slice(seen, seen := seen + own[0].shape[2])
             rows = [mx.array(x[at].swapaxes(0, 1)[None]).astype(own[0].dtype) for x in kept]
             moved.extend(steps(a, b, bits) for a, b in zip(own, rows, strict=True) if a.size)
-            return base.update_and_fetch(self, *rows)
+            return rows
 
-        cache.__class__ = type(base.__name__, (base,), {"update_and_fetch": update_and_fetch})
+        return rows_of_store
 
     def make_caches(model: nn.Module) -> list:
-        caches, layers = make_prompt_cache(model), iter(life.rows)
-        for cache in caches:
-            member(cache, layers)
-        return caches
+        return changed_caches(model, map(change, life.rows))
 
     tokens = conformance.SEQUENCES[life.request][: max(life.logits)]
     prompt = conformance.PROMPT_LENGTHS[life.request]

@@ -87,10 +87,7 @@ def config(name: str, **changes) -> dict:
     scaling = {"rope_scaling": MODELS[name], "max_position_embeddings": TRAINED}
     if module == "phi3":
         rotated = len(MODELS[name].get("long_factor", ())) or 8
-        scaling |= {
-            "partial_rotary_factor": rotated / 8,
-            "original_max_position_embeddings": 16,
-        }
+        scaling |= {"partial_rotary_factor": rotated / 8, "original_max_position_embeddings": 16}
     return {**config_of(module), **scaling, **changes}
 
 

@@ -14,15 +14,7 @@ from tests.support import tiny_models as tiny
 from tests.support.arch_configs import config_of
 from tests.support.metal_encoder import Encoder, Limits
 from tests.support.metal_replay import Replay
-from tests.support.mlx_graph import (
-    OURS,
-    READERS,
-    WRITERS,
-    WRITES_IF_FUSED,
-    Graph,
-    Shape,
-    any_order,
-)
+from tests.support.mlx_graph import OURS, READERS, WRITERS, WRITES_IF_FUSED, Graph, Shape, any_order
 from tests.support.recorded_steps import kernel_engine, record
 from vllm_metal_lite import devices
 from vllm_metal_lite.backend import mx

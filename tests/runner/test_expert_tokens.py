@@ -10,11 +10,9 @@ from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from tests.support.device import pad_to_powers_of_two
 from tests.support.expert_cases import EXPERT_KERNELS
+from tests.support.kernel_engine import as_on_a_gpu
 from tests.support.rounding import of_16_bits
-from vllm_metal_lite import backend
-from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.kernels.experts import MAX_ROWS
 from vllm_metal_lite.kernels.launch import Kernel
@@ -30,9 +28,7 @@ PROMPTS, COUNTS, TOP_K = tiny.prompts(3, 5, 11, seed=9), (4, 6, 8), 2
 def host(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, installed():
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(backend, "is_cpu", lambda: False)
-        patch.setattr(backend, "memory_limit", lambda: 1 << 30)
-        patch.setattr(verdicts, "verify", lambda *_: Verdict({}, "gather"))
+        as_on_a_gpu(patch)
         patch.setattr(decide, "faster_rows", lambda *_: range(0))
         patch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
         pad_to_powers_of_two(patch)

@@ -13,12 +13,11 @@ import pytest
 from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from tests.support.device import change_device
+from tests.support.kernel_engine import as_on_a_gpu
 from tests.support.kernel_faults import MESSAGE, FailingKernels
 from tests.support.rounding import of_16_bits
-from vllm_metal_lite import backend
 from vllm_metal_lite.attention.select import Verdict, select
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.engine.async_engine import AsyncEngine
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.fusion import decide
@@ -78,9 +77,7 @@ def unchecked(monkeypatch):
 def engine_of(kind, option="auto", **more):
     name, fused, prefill, options = kind
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "is_cpu", lambda: False)
-        patch.setattr(backend, "memory_limit", lambda: 1 << 30)
-        patch.setattr(verdicts, "verify", lambda *_: Verdict({}, prefill))
+        as_on_a_gpu(patch, Verdict({}, prefill))
         if not fused:
             patch.setattr(decide, "decide", lambda *_: (NO_FUSION, ""))
         how = {"max_num_batched_tokens": 24, **options, **more}
@@ -260,7 +257,8 @@ def test_an_error_that_no_launch_repeats_is_raised(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "fused"), [("varlen_prefill", True), ("fused_decode", True), ("kv_write", False)]
+    ("kernel", "fused"),
+    [("varlen_prefill", True), ("fused_decode", True), ("kv_write", False), ("rope_write", True)],
 )
 def test_recurrent_states_are_those_of_the_step_before(monkeypatch, kernel, fused):
     kind = ("qwen3_next", fused, "varlen", {})

@@ -1,4 +1,4 @@
-"""Steps in flight: one ahead, with tokens that the host does not know."""
+"""Steps under way: one ahead, with tokens that the host does not know."""
 
 import gc
 import queue
@@ -10,29 +10,20 @@ import numpy as np
 import pytest
 
 from tests.support import tiny_models as tiny
+from tests.support.runner_bench import RunnerBench
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.runner.result import StepResult
-from vllm_metal_lite.sampling_params import SamplingParams
 
 PROMPTS = tiny.prompts(3, 4, 20, seed=3)
 NUM_TOKENS = 12
 EXPECTED = [tiny.alone(tiny.native("llama"), p, NUM_TOKENS) for p in PROMPTS]
 
 
-class Bench:
-    """The parts of an engine, with a seat for each prompt and without a scheduler."""
-
+class Bench(RunnerBench):
     def __init__(self):
-        engine = tiny.engine()
-        self.inputs, self.pipeline = engine.inputs, engine.pipeline
-        self.rows, self.computed = [], np.zeros(len(PROMPTS), np.int32)
-        for i, prompt in enumerate(PROMPTS):
-            self.rows.append(self.inputs.add(prompt, len(prompt)))
-            self.inputs.append_blocks(self.rows[i], list(range(8 * i, 8 * i + 8)))
-            greedy = SamplingParams(temperature=0)
-            engine.sampler.add(self.rows[i], greedy, 0, np.array(prompt), len(prompt), ())
-        self.rows = np.array(self.rows)
+        super().__init__(PROMPTS)
+        self.computed = np.zeros(len(PROMPTS), np.int32)
 
     def launch(self):
         """The next step of all of them: to the end of the tokens that have room."""
@@ -66,7 +57,7 @@ def test_tokens_are_the_same_one_step_ahead(ahead):
 
 
 def test_room_is_made_once():
-    """Empty steps do not launch, and no caller needs their number."""
+    """Steps of nothing do not launch, and nobody has to know how many there are."""
     bench = Bench()
     bench.launch()
     for _ in range(3):

@@ -16,12 +16,11 @@ from tests.support import tiny_models as tiny
 from tests.support.array_attention import compile_on_cpu
 from tests.support.device import change_device, pad_to_powers_of_two
 from tests.support.expert_cases import EXPERT_KERNELS
+from tests.support.kernel_engine import as_on_a_gpu
 from tests.support.rounding import of_16_bits
 from tests.support.serve_command import eventually
-from vllm_metal_lite import backend
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.distributed import ALONE
 from vllm_metal_lite.engine.engine import LLMEngine
@@ -63,9 +62,7 @@ def use_kernels(patch: pytest.MonkeyPatch, rank: int) -> set[str]:
     verdict = Verdict({"add_rms_norm": "wrong"} if rank else {}, "varlen")
     few_rows = lambda packed, attention, fusion, ranks: range(1, ranks.first(9 - 8 * rank))  # noqa: E731
     patch.setattr(Kernel, "__call__", noting)
-    patch.setattr(backend, "is_cpu", lambda: False)
-    patch.setattr(backend, "memory_limit", lambda: 1 << 30)
-    patch.setattr(verdicts, "verify", lambda *_: verdict)
+    as_on_a_gpu(patch, verdict)
     patch.setattr(decide, "faster_rows", few_rows)
     patch.setattr(decide, "faster_expert_rows", few_rows)
     patch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))

@@ -47,7 +47,7 @@ def sampling_params(draw, vocab_size):
     )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(st.data())
 def test_mixed_batches_match_the_reference(data):
     vocab_size = data.draw(st.sampled_from([8, 65, 333, 4096]))
@@ -85,14 +85,6 @@ def test_greedy_is_argmax_and_a_tie_goes_to_the_lowest_id():
     tokens = np.array(sampler(mx.array(x), np.arange(5)).token_ids)
     assert (x == x.max(1, keepdims=True)).sum(1).max() > 1
     np.testing.assert_array_equal(tokens, x.argmax(1))
-
-
-def test_greedy_row_is_greedy_among_random_rows():
-    x = random_logits(1, 4, 500).round(1)
-    sampler = make(SamplingParams(temperature=2.0, top_p=0.9), range(4), 500)
-    sampler.add(2, SamplingParams(temperature=0, top_k=3, top_p=0.1, min_p=0.5), 2, EMPTY, 0, EOS)
-    for _ in range(20):
-        assert np.array(sampler(mx.array(x), np.arange(4)).token_ids)[2] == x[2].argmax()
 
 
 def test_penalty_state_is_updated_in_place():

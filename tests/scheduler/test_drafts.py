@@ -1,15 +1,17 @@
 """Drafts in the scheduler change no token, take no block that others need, and delay nobody."""
 
 from contextlib import suppress
+from functools import partial
+from itertools import count
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import workloads as workloads_of
 from tests.support.fakes import FakeEngine, StepFailed, expected, fake_config
-from tests.support.workloads import MAX_MODEL_LEN, STEMS, Workload, make_config, workloads
-from vllm_metal_lite.errors import RequestError
+from tests.support.workloads import MAX_MODEL_LEN, Workload, make_config, workloads
 
 
 def guesses(engine, random, right=0.8):
@@ -31,30 +33,23 @@ def play(workload: Workload, seed: int) -> None:
     config, groups = make_config(workload)
     engine, random = FakeEngine(config, groups, MAX_MODEL_LEN), Random(seed)
     engine.propose = guesses(engine, random)
-    now, last = 0, max(a.step for a in workload.arrivals)
-    aborted, scheduler = set(), engine.scheduler
-    while now <= last or scheduler.has_unfinished():
-        for number, a in enumerate(workload.arrivals):
-            if a.step == now:
-                prompt = STEMS[a.stem][: a.shared] + [200 + number // 2] * a.own
-                try:
-                    how = {"atomic": a.atomic, "max_chunk": a.max_chunk}
-                    engine.add(
-                        prompt, a.max_tokens, request_id=str(number), priority=a.priority, **how
-                    )
-                except RequestError:
-                    aborted.add(str(number))
-            if a.abort_at == now and (request := engine.unfinished.get(str(number))):
-                aborted.add(str(number))
-                engine.abort(request)
-        if scheduler.has_unfinished():
-            out = engine.schedule()
-            check(engine, out)
-            with suppress(StepFailed):
-                engine.execute(out, fail=now in workload.failures)
-            engine.check_blocks()
-        now += 1
-        assert now < 2000, "a request does not finish"
+    steps = count()
+
+    def step() -> None:
+        out = engine.schedule()
+        check(engine, out)
+        with suppress(StepFailed):
+            engine.execute(out, fail=next(steps) in workload.failures)
+        engine.check_blocks()
+
+    aborted = set()
+
+    def abort(name: str) -> None:
+        if request := engine.unfinished.get(name):
+            aborted.add(name)
+            engine.abort(request)
+
+    workloads_of.play(workload, engine.scheduler, partial(workloads_of.add, engine), abort, step)
     for number, request in engine.requests.items():
         if number not in aborted:
             assert request.output_token_ids[: request.max_tokens] == expected(
@@ -79,7 +74,7 @@ def check(engine, out):
 
 
 @given(workloads(), st.integers(0, 100))
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_tokens_are_those_of_the_request_alone(workload, seed):
     play(workload, seed)
 

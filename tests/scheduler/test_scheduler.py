@@ -76,14 +76,6 @@ def test_what_just_fits_is_served(atomic):
     assert request.num_tokens == 17
 
 
-def test_a_finished_requests_id_may_be_used_again():
-    engine = make()
-    engine.add([1, 2], request_id="a")
-    run_and_check(engine)
-    engine.add([1, 2], request_id="a")
-    run_and_check(engine)
-
-
 # One step
 
 
@@ -277,9 +269,9 @@ def test_reset_forgets_prefixes_and_disturbs_nobody():
 # Prefill policies
 
 
-def kinds(policy: str, **options) -> str:
+def kinds(policy: str) -> str:
     """One letter a step while two prompts of 12 tokens meet a decode: d, p(refill) or m(ixed)."""
-    engine = make(prefill_policy=policy, max_num_batched_tokens=4, **options)
+    engine = make(prefill_policy=policy, max_num_batched_tokens=4)
     engine.add([1], max_tokens=12)
     engine.step()
     engine.step()
@@ -291,16 +283,13 @@ def kinds(policy: str, **options) -> str:
     )
 
 
-def test_mixed_steps_carry_decodes_and_prefills():
-    assert kinds("mixed") == "mmmmmmmmdd"
-
-
-def test_alternate_takes_turns():
-    assert kinds("alternate") == "pdpdpdpdpdpddddd"
-
-
-def test_whole_runs_a_prompts_chunks_back_to_back():
-    assert kinds("whole") == "pppdpppddddddddd"
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [("mixed", "mmmmmmmmdd"), ("alternate", "pdpdpdpdpdpddddd"), ("whole", "pppdpppddddddddd")],
+)
+def test_what_steps_carry(policy, expected):
+    """Both; by turns; a prompt's chunks back to back."""
+    assert kinds(policy) == expected
 
 
 def test_whole_admits_in_a_turn_only_what_ends_in_it():

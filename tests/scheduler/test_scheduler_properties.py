@@ -6,6 +6,7 @@ looks at each step between `schedule` and `update`, every one of END_CHECKS at t
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import pool_accounts
+from tests.support import workloads as workloads_of
 from tests.support.fakes import FakeEngine, StepFailed, alone, expected, fake_config
 from tests.support.workloads import (
     MAX_MODEL_LEN,
@@ -23,7 +25,6 @@ from tests.support.workloads import (
     seeded_workload,
     workloads,
 )
-from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
@@ -66,41 +67,24 @@ def run(workload: Workload) -> Play:
     """Play a workload to its end, with all checks."""
     config, groups = make_config(workload)
     play = Play(workload, FakeEngine(config, groups, MAX_MODEL_LEN))
-    engine, scheduler = play.engine, play.engine.scheduler
-    tokens = sum(a.num_stored for a in workload.arrivals)
-    limit = 50 + tokens * (1 + len(workload.arrivals) + len(workload.failures))
-    now, last_arrival = 0, max(a.step for a in workload.arrivals)
-    while now <= last_arrival or scheduler.has_unfinished():
-        for number, arrival in enumerate(workload.arrivals):
-            if arrival.step == now:
-                _add(play, number, arrival)
-            if arrival.abort_at == now and (request := engine.unfinished.get(str(number))):
-                play.seen[f"aborted while {request.status.name}"] += 1
-                play.aborted.add(request.request_id)
-                engine.abort(request)
-        if scheduler.has_unfinished():
-            _step(play)
-        now += 1
-        assert now < limit, "a request does not finish"
+    how = partial(_add, play), partial(_abort, play), partial(_step, play)
+    workloads_of.play(workload, play.engine.scheduler, *how)
     for check in END_CHECKS:
         check(play)
     return play
 
 
 def _add(play: Play, number: int, a: Arrival) -> None:
-    waiting = play.engine.scheduler.num_waiting
-    prompt = (
-        STEMS[a.stem][: a.shared] + [200 + number // 2] * a.own
-    )  # two by two, some are alike to the end
-    try:
-        how = {"priority": a.priority, "atomic": a.atomic, "skip_prefix_cache_read": a.skip_read}
-        how |= {"max_chunk": a.max_chunk}
-        play.engine.add(prompt, a.max_tokens, request_id=str(number), arrival=number // 2, **how)
-    except RequestError:
-        assert a.atomic, "the store was made for the largest request"
+    if not workloads_of.add(play.engine, number, a):
         assert a.num_stored > play.workload.budget
-        assert play.engine.scheduler.num_waiting == waiting
         play.refused.add(number)
+
+
+def _abort(play: Play, name: str) -> None:
+    if request := play.engine.unfinished.get(name):
+        play.seen[f"aborted while {request.status.name}"] += 1
+        play.aborted.add(name)
+        play.engine.abort(request)
 
 
 def _step(play: Play) -> None:

@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import workloads as workloads_of
 from tests.support.pool_accounts import check_accounts
 from tests.support.workloads import (
     MAX_MODEL_LEN,
-    STEMS,
     Arrival,
     Workload,
     make_config,
+    request_of,
     seeded_workload,
     workloads,
 )
@@ -80,6 +81,7 @@ class Device:
     states: list[tuple[int, ...]] = field(init=False)
     truth: dict[str, list[int]] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
+    aborted: set[str] = field(default_factory=set)
     flying: deque[SchedulerOutput] = field(default_factory=deque)
     num_launched: int = 0
     seen: set[str] = field(default_factory=set)
@@ -92,19 +94,23 @@ class Device:
         self.states = [UNWRITTEN] * num_slots
 
     def add(self, number: int, a: Arrival) -> None:
-        prompt = STEMS[a.stem][: a.shared] + [200 + number // 2] * a.own
-        how = {"atomic": a.atomic, "skip_prefix_cache_read": a.skip_read, "max_chunk": a.max_chunk}
-        how |= {"checkpoint_positions": tuple(p for p in self.slots.named if p <= len(prompt))}
-        request = Request(
-            str(number), prompt, a.max_tokens, priority=a.priority, arrival=number // 2, **how
-        )
+        prompt, max_tokens, how = request_of(number, a)
+        how["checkpoint_positions"] = tuple(p for p in self.slots.named if p <= len(prompt))
+        request = Request(how.pop("request_id"), prompt, max_tokens, **how)
         try:
             self.scheduler.add(request)
         except RequestError:
             assert a.atomic, "the store was made for the largest request"
             return
         self.requests[request.request_id] = request
-        self.truth[request.request_id] = answer(prompt, a.max_tokens)
+        self.truth[request.request_id] = answer(prompt, max_tokens)
+
+    def abort(self, name: str) -> None:
+        request = self.requests.get(name)
+        if request and request.status is not RequestStatus.FINISHED:
+            self.aborted.add(name)
+            self.scheduler.finish(request)
+            self.check()
 
     def launch(self) -> None:
         out = self.scheduler.schedule()
@@ -208,23 +214,8 @@ class Device:
 
 def play(workload: Workload, slots: Slots) -> Device:
     device = Device(workload, slots)
-    scheduler, now = device.scheduler, 0
-    last = max(a.step for a in workload.arrivals)
-    tokens = sum(a.num_stored for a in workload.arrivals)
-    limit = 50 + 2 * tokens * (1 + len(workload.arrivals) + len(workload.failures))
-    aborted = set()
-    while now <= last or scheduler.has_unfinished():
-        for number, a in enumerate(workload.arrivals):
-            if a.step == now:
-                device.add(number, a)
-            request = device.requests.get(str(number))
-            if a.abort_at == now and request and request.status is not RequestStatus.FINISHED:
-                aborted.add(str(number))
-                scheduler.finish(request)
-                device.check()
-        device.step()
-        now += 1
-        assert now < limit, "a request does not finish"
+    scheduler = device.scheduler
+    workloads_of.play(workload, scheduler, device.add, device.abort, device.step)
     device.flying.clear()
     assert scheduler.schedule().is_empty
     device.check()
@@ -232,7 +223,7 @@ def play(workload: Workload, slots: Slots) -> Device:
     assert states is not None
     assert states.pool.num_owned == 0, "a slot is lost"
     for name, request in device.requests.items():
-        if name not in aborted:
+        if name not in device.aborted:
             assert request.token_ids == device.truth[name]
     return device
 

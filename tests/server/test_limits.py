@@ -93,12 +93,7 @@ def test_texts_of_a_field_have_a_limit(client, unread, field, value, most):
 
 
 @pytest.mark.parametrize(
-    "body",
-    [
-        {"n": 129},
-        {"logprobs": True, "top_logprobs": 21},
-        {"prompt_logprobs": 21},
-    ],
+    "body", [{"n": 129}, {"logprobs": True, "top_logprobs": 21}, {"prompt_logprobs": 21}]
 )
 def test_numbers_have_a_limit(client, unread, body):
     name, value = next(reversed(body.items()))

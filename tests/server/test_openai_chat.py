@@ -88,9 +88,7 @@ def test_usage_in_a_stream_comes_when_asked_for(client):
     assert last.usage.completion_tokens == whole.completion_tokens == 5
 
     *chunks, last = chat(
-        client,
-        **options,
-        stream_options={"include_usage": True, "continuous_usage_stats": True},
+        client, **options, stream_options={"include_usage": True, "continuous_usage_stats": True}
     )
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert counts == sorted(set(counts))

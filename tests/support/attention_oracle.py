@@ -22,14 +22,14 @@ def paged_attention(
     """Causal attention of packed q (N, H, K) to a store keys (slots, H_kv, K), values (.., V).
 
     Row i of segment s is at position seq_lens[s] - q_len + i.  Returns (N, H, V) float64; rows of
-    no segment are zeros.  A decode batch is one of cu_seqlens_q = 0, 1, 2, ...
+    no segment, or of one without keys, are zeros.  Decodes have cu_seqlens_q = 0, 1, 2, ...
     """
     q, keys, values = (a.astype(np.float64) for a in (q, keys, values))
     num_heads, group = q.shape[1], q.shape[1] // keys.shape[1]
     sinks = np.full(num_heads, -np.inf) if sinks is None else sinks.astype(np.float64)
     out = np.zeros((*q.shape[:2], values.shape[2]))
     for s, (start, stop) in enumerate(pairwise(cu_seqlens_q)):
-        if start == stop:
+        if start == stop or not seq_lens[s]:
             continue
         row_at = seq_lens[s] - (stop - start) + np.arange(stop - start)
         # From the first key that any row sees: those before it may be anybody's.

@@ -1,14 +1,14 @@
 """A crowd of clients: all APIs, streamed and not; some hang up, some send nonsense."""
 
 import asyncio
-import contextlib
 import json
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
-from urllib.parse import urlsplit
+
+import httpx
 
 _FACTS = ("The key is under the red mat.", "Anna walks to the old mill.", "It rained on Monday.")
 
@@ -125,38 +125,14 @@ async def send(
     url: str, method: str, path: str, body: bytes = b"", leaves_after: float | None = None
 ) -> Reply | None:
     """The reply to a request; None if the client has left before its end."""
-    parts = urlsplit(url)
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    try:
-        head = (
-            f"{method} {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        writer.write(head.encode() + body)
+    headers = {"Content-Type": "application/json"}
+    async with httpx.AsyncClient(base_url=url, timeout=None, verify=False) as client:
         try:
             async with asyncio.timeout(leaves_after):
-                return parse(await reader.read())
+                reply = await client.request(method, path, content=body, headers=headers)
         except TimeoutError:
             return None
-    finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
-
-
-def parse(reply: bytes) -> Reply:
-    """An HTTP/1.1 reply that has ended."""
-    head, gap, body = reply.partition(b"\r\n\r\n")
-    assert gap, f"no HTTP reply: {reply[:100]!r}"
-    if b"transfer-encoding: chunked" in head.lower():
-        rest, body = body, b""
-        while True:
-            size, _, rest = rest.partition(b"\r\n")
-            length = int(size, 16)
-            body, rest = body + rest[:length], rest[length + 2 :]
-            if not length:
-                break
-    return Reply(int(head.split(b" ", 2)[1]), body)
+    return Reply(reply.status_code, reply.content)
 
 
 async def get(url: str, path: str) -> Any:

@@ -1,14 +1,12 @@
 """Metal kernels that are not ours, as text: MLX's own, and those that mlx-lm makes.
 
 Every wheel of MLX carries the headers of its Metal kernels, on Linux too, so nothing is downloaded
-and nothing is copied here.  MLX keeps rms_norm and rope in `.metal` files, which no wheel has:
-those two run if METAL_LITE_MLX_SOURCE names a checkout of MLX.
+and nothing is copied here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -30,11 +28,8 @@ _KERNELS = Path("mlx/backend/metal/kernels")
 
 
 def text(header: str) -> str:
-    """One of MLX's kernel headers, or `.metal` files; skips the test by name if it is not there."""
-    for root in (INCLUDE, os.environ.get("METAL_LITE_MLX_SOURCE")):
-        if root and (path := Path(root) / _KERNELS / header).exists():
-            return path.read_text()
-    pytest.skip(f"this MLX wheel has no {header} (a checkout: METAL_LITE_MLX_SOURCE)")
+    """One of MLX's kernel headers."""
+    return (Path(INCLUDE) / _KERNELS / header).read_text()
 
 
 def instantiate(function: str, *arguments: object) -> str:

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal.host import HostOptions, run_metal
-from tests.support.foreign_kernels import INCLUDE, normal
+from tests.support.foreign_kernels import INCLUDE, metal, normal
 
 DTYPES = {"float": mx.float32, "half": mx.float16, "bfloat16_t": mx.bfloat16}
 # (atol, rtol) of values around 1.
@@ -90,3 +90,28 @@ class Dispatch:
 def run_mlx(*arguments: Any, checked: bool = True, **named: Any) -> list[mx.array]:
     """Run a Dispatch of these arguments in every way."""
     return in_every_way(Dispatch(*arguments, **named).run, checked=checked)
+
+
+def softmax(dtype: str, rows: int, width: int, looped: bool = False) -> tuple[Dispatch, np.ndarray]:
+    """Also what it has to give."""
+    x, x64 = random((rows, width), dtype)
+    function = "softmax_looped" if looped else "softmax_single_row"
+    e = np.exp(x64 - x64.max(-1, keepdims=True))
+    dispatch = Dispatch(
+        metal("softmax.h", before=("defines.h",)),
+        f"{function}<{dtype}, float>",
+        [x, (x.shape, x.dtype), np.int32(width)],
+        (rows, 1, 1),
+        (1024 if looped else -(-width // 128) * 32, 1, 1),
+    )
+    return dispatch, e / e.sum(-1, keepdims=True)
+
+
+def sort(rows: int, width: int) -> tuple[Dispatch, np.ndarray]:
+    """Merges in threadgroup memory.  Also what it has to give."""
+    x, x64 = random((rows, width), "half")
+    numbers = (np.int32(n) for n in (width, 1, 1, width, width))
+    buffers = [x, (x.shape, x.dtype), *numbers]
+    function = "block_sort<half, half, false, 64, 4>"
+    dispatch = Dispatch(metal("sort.h"), function, buffers, (1, rows, 1), (64, 1, 1))
+    return dispatch, np.sort(x64, -1)

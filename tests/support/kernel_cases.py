@@ -11,6 +11,7 @@ from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.rope_write import rope_write
+from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, shared_prefix
 from vllm_metal_lite.kv.row_format import RowFormat
 from vllm_metal_lite.kv.store import LayerSpec
 
@@ -65,6 +66,22 @@ def powers_of_two(count: int) -> np.ndarray:
     return np.exp2(np.arange(count) % 12).astype(np.float32)
 
 
+def turned(x: np.ndarray, positions: np.ndarray, rope: Rope, dtype: mx.Dtype) -> np.ndarray:
+    """Heads rotated by definition: pairs are complex numbers, and a rotation is a product.  The
+    factor before it is rounded to the type, and so is what it gives."""
+    x, i = x.copy(), np.arange(rope.dims // 2)
+    if rope.factor != 1:
+        factor = rounded(np.array(rope.factor), dtype)
+        x[..., : rope.dims] = rounded(factor * x[..., : rope.dims], dtype)
+    given = rope.freqs is not None
+    rates = 1 / np.array(rope.freqs) if given else rope.base ** (-2.0 * i / rope.dims)
+    turn = np.exp(1j * rope.scale * positions[:, None, None] * rates)
+    at = (2 * i, 2 * i + 1) if rope.traditional else (i, i + rope.dims // 2)
+    pairs = (x[..., at[0]] + 1j * x[..., at[1]]) * turn
+    x[..., at[0]], x[..., at[1]] = pairs.real, pairs.imag
+    return x
+
+
 def permuted_blocks(
     rng: np.random.Generator, seq_lens: np.ndarray, block_size: int
 ) -> tuple[np.ndarray, int]:
@@ -101,12 +118,13 @@ def poisoned_store(
     return kept, values
 
 
-class PagedSequences:
-    """Sequences of seq_lens keys, their blocks permuted over a store poisoned elsewhere."""
+class AttentionCase:
+    """Segments (rows of this step, keys) packed, `padding` rows after them, blocks permuted over a
+    store that is poisoned wherever no row may read.  Rows of padding are NaN too."""
 
     def __init__(
         self,
-        seq_lens,
+        segments,
         *,
         heads=(4, 2),
         dim=32,
@@ -116,44 +134,89 @@ class PagedSequences:
         window=None,
         softcap=None,
         sinks=False,
-        plan=(1, 4),
+        padding=3,
         seed=0,
         bits=None,
     ) -> None:
-        rng = np.random.default_rng(seed)
-        self.seq_lens, self.dtype, self.plan = np.array(seq_lens, np.int32), dtype, plan
+        self.rng = rng = np.random.default_rng(seed)
+        q_lens, self.seq_lens = np.array(segments, np.int32).reshape(-1, 2).T
+        self.cu_seqlens_q = np.append(0, np.cumsum(q_lens)).astype(np.int32)
+        self.dtype, self.heads, self.padding = dtype, heads, padding
+        self.spec = LayerSpec(heads[1], dim, v_dim or dim, dtype, bits=bits)
         self.how = {"block_size": block_size, "scale": dim**-0.5}
         self.how |= {"window": window, "softcap": softcap}
-        self.q = draw(rng, len(seq_lens), heads[0], dim, dtype=dtype)
-        self.spec = LayerSpec(heads[1], dim, v_dim or dim, dtype, bits=bits)
-        self.sinks = 2 * draw(rng, heads[0]) if sinks else None
-        self.block_tables, slots = permuted_blocks(rng, self.seq_lens, block_size)
+        self.q = self.draw_rows(dim)
+        self.sinks = 2 * draw(rng, heads[0], dtype=dtype) if sinks else None
+        self.block_tables, slots = self.draw_blocks(block_size)
         where = self.block_tables, self.seq_lens, slots, block_size
-        seen = self.seq_lens - window if window else 0
-        (self.keys, self.values), self.floats = poisoned_store(rng, self.spec, *where, seen)
+        seen = self.seq_lens - q_lens - window + 1 if window else 0
+        self.store, self.values = poisoned_store(rng, self.spec, *where, seen)
 
-    def run(self) -> np.ndarray:
-        q, keys, values = mx.array(self.q).astype(self.dtype), self.keys, self.values
-        sinks = None if self.sinks is None else mx.array(self.sinks)
-        tables, seq_lens = mx.array(self.block_tables), mx.array(self.seq_lens)
-        how = {"plan": DecodePlan(*self.plan), "sinks": sinks, "spec": self.spec}
-        out, _ = paged_decode(q, tables, seq_lens, keys, values, new_ticket(), **how, **self.how)
+    def draw_rows(self, dim: int) -> np.ndarray:
+        """Parts of queries."""
+        count = self.cu_seqlens_q[-1]
+        rows = draw(self.rng, count + self.padding, self.heads[0], dim, dtype=self.dtype)
+        rows[count:] = np.nan
+        return rows
+
+    def draw_blocks(self, block_size: int) -> tuple[np.ndarray, int]:
+        return permuted_blocks(self.rng, self.seq_lens, block_size)
+
+    def queries(self) -> mx.array:
+        return mx.array(self.q).astype(self.dtype)
+
+    def sinks_of_heads(self) -> mx.array | None:
+        return None if self.sinks is None else mx.array(self.sinks)
+
+    def floats(self, out: mx.array) -> np.ndarray:
         assert out.dtype == self.dtype
         return np.array(out.astype(mx.float32))
 
     def expected(self) -> np.ndarray:
-        rows = (self.seq_lens > 0).astype(int)
-        cu = np.append(0, np.cumsum(rows))
-        out = np.zeros((*self.q.shape[:2], self.spec.v_head_dim))
-        arrays = cu, self.seq_lens
-        out[rows > 0] = paged_attention(
-            self.q[rows > 0], *self.floats, self.block_tables, *arrays, sinks=self.sinks, **self.how
-        )
-        return out
+        where = self.block_tables, self.cu_seqlens_q, self.seq_lens
+        return paged_attention(self.q, *self.values, *where, sinks=self.sinks, **self.how)
 
     def check(self) -> None:
-        atol, rtol = TOLERANCE[self.dtype]
-        np.testing.assert_allclose(self.run(), self.expected(), rtol, atol)
+        got, (atol, rtol) = self.run(), TOLERANCE[self.dtype]
+        np.testing.assert_allclose(got, self.expected(), rtol, atol)
+        assert not got[len(got) - self.padding :].any()
+
+
+class PagedSequences(AttentionCase):
+    """Decodes of seq_lens keys; one without keys is a row of padding."""
+
+    def __init__(self, seq_lens, *, plan=(1, 4), **how) -> None:
+        super().__init__([(1, n) for n in seq_lens], padding=0, **how)
+        self.plan = plan
+
+    def run(self) -> np.ndarray:
+        return self.floats(self.attend(self.queries(), self.store, new_ticket())[0])
+
+    def attend(
+        self,
+        q: mx.array | NewRows,
+        store: list[mx.array],
+        ticket: mx.array,
+        prefix: SharedPrefixResult | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        """By paged_decode."""
+        where = mx.array(self.block_tables), mx.array(self.seq_lens)
+        how = {"plan": DecodePlan(*self.plan), "sinks": self.sinks_of_heads(), "prefix": prefix}
+        return paged_decode(q, *where, *store, ticket, spec=self.spec, **how, **self.how)
+
+    def attend_to_prefix(
+        self,
+        q: mx.array | NewRows,
+        lens: np.ndarray,
+        store: list[mx.array],
+        ticket: mx.array,
+        splits: int = 2,
+    ) -> SharedPrefixResult:
+        """By shared_prefix: the first `lens` keys of each row, which are in the same blocks."""
+        leader = mx.array([int(np.argmax(lens))], mx.int32)
+        where = mx.array(self.block_tables), mx.array(self.seq_lens), leader, mx.array(lens)
+        how = {name: self.how[name] for name in ("block_size", "scale", "softcap")}
+        return shared_prefix(q, *where, *store, ticket, splits=splits, spec=self.spec, **how)
 
 
 class NewRowsCase:
@@ -193,11 +256,10 @@ class NewRowsCase:
             rounded(rng.standard_normal((rows, *shape)), dtype) for shape in shapes
         )
         self.k[self.slots < 0] = self.v[self.slots < 0] = np.nan
-        self.freqs = powers_of_two(rotated // 2) if freqs else None
         self.rope = None
         if rotated:
-            arrays = mx.array(self.freqs) if freqs else None, factor
-            self.rope = Rope(rotated, traditional, None if freqs else base, scale, *arrays)
+            given = mx.array(powers_of_two(rotated // 2)) if freqs else None
+            self.rope = Rope(rotated, traditional, None if freqs else base, scale, given, factor)
         # "qk": both are normalised; upper case: without a weight.
         self.norms = {}
         for name in "qk":
@@ -261,27 +323,9 @@ class NewRowsCase:
         x = rounded(x / np.sqrt((x**2).mean(-1, keepdims=True) + norm.eps), result)
         return rounded(x * np.array(weight.astype(mx.float32)), result).astype(np.float64)
 
-    def scaled(self, name: str) -> np.ndarray:
-        """q or k, normalised, the elements to rotate multiplied and rounded as MLX rounds."""
-        x, result = self.normed(name), self.result(name)
-        if self.rope is not None and self.rope.factor != 1:
-            factor, dims = rounded(np.array(self.rope.factor), result), self.rope.dims
-            x[..., :dims] = rounded(factor * x[..., :dims], result)
-        return x
-
     def rotated(self, name: str) -> np.ndarray:
-        """By definition: pairs are complex numbers, and a rotation is a product."""
-        x = self.scaled(name)
-        if self.rope is None:
-            return x
-        dims = self.rope.dims
-        i = np.arange(dims // 2)
-        rates = 1 / self.freqs if self.rope.base is None else self.rope.base ** (-2.0 * i / dims)
-        turn = np.exp(1j * self.scale * self.positions[:, None, None] * rates)
-        at = (2 * i, 2 * i + 1) if self.rope.traditional else (i, i + dims // 2)
-        turned = (x[..., at[0]] + 1j * x[..., at[1]]) * turn
-        x[..., at[0]], x[..., at[1]] = turned.real, turned.imag
-        return x
+        x = self.normed(name)
+        return x if self.rope is None else turned(x, self.positions, self.rope, self.result(name))
 
     def expected(self) -> list[np.ndarray]:
         written = self.slots >= 0

@@ -15,12 +15,17 @@ from vllm_metal_lite.model.packed import NO_FUSION
 _RIGHT = Verdict({}, "gather")
 
 
+def as_on_a_gpu(patch: pytest.MonkeyPatch, verdict: Verdict = _RIGHT) -> None:
+    """Engines use kernels, as the verdict says; nothing is checked."""
+    patch.setattr(backend, "is_cpu", lambda: False)
+    patch.setattr(backend, "memory_limit", lambda: 1 << 30)
+    patch.setattr(verdicts, "verify", lambda *_: verdict)
+
+
 def engine_with_kernels(name: str, verdict: Verdict = _RIGHT, **options: Any) -> LLMEngine:
     """The engine over the tiny model `name`, within `metal.host.installed`: no kernel is checked,
     and nothing is fused."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "is_cpu", lambda: False)
-        patch.setattr(backend, "memory_limit", lambda: 1 << 30)
-        patch.setattr(verdicts, "verify", lambda *_: verdict)
+        as_on_a_gpu(patch, verdict)
         patch.setattr(decide, "decide", lambda *_: (NO_FUSION, ""))
         return tiny.engine(name, **options)

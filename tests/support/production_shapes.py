@@ -8,12 +8,12 @@ from functools import partial
 from typing import NamedTuple
 
 from metal.host.texts import KernelText, recorded
-from tests.support import recurrent_shapes
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.popular_shapes import YARN_FACTOR
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
 from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
+from vllm_metal_lite.kernels.causal_conv import causal_conv
 from vllm_metal_lite.kernels.decode import DecodePlan, merge_partitions, paged_decode
 from vllm_metal_lite.kernels.expert_topk import Routing, expert_topk
 from vllm_metal_lite.kernels.experts import (
@@ -23,11 +23,14 @@ from vllm_metal_lite.kernels.experts import (
     expert_mlp,
     expert_sum,
 )
+from vllm_metal_lite.kernels.gated_delta import gated_delta
+from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_attention import latent_attention
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.prefill import varlen_prefill
+from vllm_metal_lite.kernels.recurrence import GatedNorm, delta_gates, given, time_gates
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, shared_prefix
 from vllm_metal_lite.kernels.skinny_gemm import skinny_gemm
@@ -35,7 +38,7 @@ from vllm_metal_lite.kernels.weights import QuantisedWeight, quantised
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.specs import Quantisation
 
-ROWS, SLOTS, BLOCKS, BLOCK_SIZE = 16, 4096, 64, 16
+ROWS, SLOTS, STATE_SLOTS, BLOCKS, BLOCK_SIZE = 16, 4096, 20, 64, 16
 
 
 class Heads(NamedTuple):
@@ -71,10 +74,14 @@ def _ints(*shape: int) -> mx.array:
     return mx.zeros(shape, mx.int32)
 
 
+def _arrays(spec: LayerSpec) -> list[mx.array]:
+    rows = spec.k_row, spec.v_row
+    return [mx.zeros((SLOTS, spec.num_kv_heads, r.width), r.kept_dtype) for r in rows]
+
+
 def _store(of: Heads, dtype: mx.Dtype, bits: int | None = None) -> tuple[list, LayerSpec]:
     spec = LayerSpec(of.kv_heads, of.dim, of.dim, dtype, of.window, bits=bits)
-    rows = spec.k_row, spec.v_row
-    return [mx.zeros((SLOTS, of.kv_heads, r.width), r.kept_dtype) for r in rows], spec
+    return _arrays(spec), spec
 
 
 def _new_rows(of: Heads, dtype: mx.Dtype, rows: int, norm: bool = True) -> NewRows:
@@ -126,7 +133,7 @@ def latents(
     splits: int = 1,
 ) -> None:
     spec = LayerSpec(1, latent_dim, rope, dtype, bits=bits)
-    store = [mx.zeros((SLOTS, 1, r.width), r.kept_dtype) for r in (spec.k_row, spec.v_row)]
+    store = _arrays(spec)
     q, q_pe = (mx.zeros((ROWS, heads, dim), dtype) for dim in (latent_dim, rope))
     where = _ints(ROWS, BLOCKS), _ints(ROWS + 1), _ints(ROWS), _ints(40, 2)
     how = {"block_size": BLOCK_SIZE, "scale": 0.1, "splits": splits, "spec": spec}
@@ -137,7 +144,7 @@ def latent_rows(
     heads: int, latent_dim: int, rope: int, dtype: mx.Dtype, *, bits: int | None = None
 ) -> None:
     spec = LayerSpec(1, latent_dim, rope, dtype, bits=bits)
-    store = [mx.zeros((SLOTS, 1, r.width), r.kept_dtype) for r in (spec.k_row, spec.v_row)]
+    store = _arrays(spec)
     q, kv = mx.zeros((ROWS, heads * 256), dtype), mx.zeros((ROWS, latent_dim + rope), dtype)
     norm, new_rope = RMSNorm(mx.zeros(latent_dim, dtype), 1e-6), Rope(rope, True, 1e6, 1.0, None)
     columns = Columns(kv, 0), Columns(kv, latent_dim)
@@ -244,6 +251,95 @@ def merge(of: Heads, dtype: mx.Dtype) -> None:
     merge_partitions(mx.zeros((ROWS, of.heads, 4, of.dim)), mx.zeros((ROWS, of.heads, 4)), dtype)
 
 
+# Recurrent layers
+
+# Of k, of v; their sizes; a gate per column.
+DELTA = {
+    "Qwen3-Next": (16, 32, 128, 128, False),
+    "Kimi Linear": (32, 32, 128, 128, True),
+    "heads of 96 and 192": (30, 30, 96, 192, False),
+    "heads of 256": (8, 16, 256, 256, False),
+}
+# Groups, heads, state and head size.
+SSM = {"Mamba 2": (1, 80, 128, 64), "Nemotron-H": (8, 128, 128, 64), "Falcon-H1": (1, 24, 256, 128)}
+# Channels, kernel size, bias, SiLU.
+CONV = {
+    "Qwen3-Next": (8192, 4, False, True),
+    "Mamba 2": (5376, 4, True, True),
+    "LFM2": (2048, 3, False, False),
+}
+# Size and number of groups; whether the gate comes first.
+NORMS = {"Qwen3-Next": (128, 32, False), "Nemotron-H": (1024, 8, True), "Mamba 2": (5120, 1, True)}
+
+
+def _columns(heads: int, dim: int, dtype: mx.Dtype) -> Columns:
+    return Columns(mx.zeros((ROWS, heads * dim), dtype), 0)
+
+
+def _recurrence(
+    k_heads: int, heads: int, k_dim: int, dim: int, form: str, dtype: mx.Dtype, max_seqlen: int
+) -> None:
+    of_k, of_rows, of_heads = (
+        _columns(k_heads, k_dim, dtype),
+        mx.zeros((ROWS, heads)),
+        mx.zeros(heads),
+    )
+    logits, bias = _columns(heads, 1, dtype), of_heads.astype(dtype)
+    gates = {
+        "delta": lambda: given(of_rows, of_rows.astype(dtype)),
+        "vector": lambda: given(mx.zeros((ROWS, heads, k_dim)), of_rows.astype(dtype)),
+        "ssm": lambda: given(of_rows, of_rows),
+        "fused delta": lambda: delta_gates(logits, logits, of_heads, bias),
+        "fused ssm": lambda: time_gates(logits, of_heads, bias, (0.0, 1.0)),
+    }
+    arrays = mx.zeros((STATE_SLOTS, heads, dim, k_dim)), _ints(ROWS + 1, 4), new_ticket()
+    how = {"num_k_heads": k_heads, "max_seqlen": max_seqlen}
+    how |= {"norm": GatedNorm(1e-6, k_dim**-0.5) if form == "fused delta" else None}
+    how |= {"skip": {"ssm": of_heads, "fused ssm": bias}.get(form)}
+    gated_delta(of_k, of_k, _columns(heads, dim, dtype), gates[form](), *arrays, **how)
+
+
+def _norm(dim: int, groups: int, gate_first: bool, dtype: mx.Dtype) -> None:
+    x, z = mx.zeros((ROWS, groups, dim), dtype), _columns(groups, dim, dtype)
+    weight = mx.zeros(dim * groups if gate_first else dim, dtype)
+    gated_rms_norm(x, z, weight, 1e-6, dim=dim, gate_first=gate_first)
+
+
+def _conv(channels: int, size: int, bias: bool, silu: bool, dtype: mx.Dtype) -> None:
+    weight, biases = mx.zeros((channels, size, 1), dtype), mx.zeros(channels, dtype)
+    states, tiles = (
+        mx.zeros((STATE_SLOTS, size - 1, channels), dtype),
+        mx.zeros((ROWS + 2, 2), mx.int32),
+    )
+    x, where = Columns(mx.zeros((ROWS, channels), dtype), 0), (_ints(ROWS + 1, 4), tiles)
+    causal_conv(x, weight, biases if bias else None, states, *where, new_ticket(), silu=silu)
+
+
+def _recurrent_cases() -> dict[str, Callable[[], None]]:
+    cases: dict[str, Callable[[], None]] = {}
+    for dtype in (mx.bfloat16, mx.float16, mx.float32):
+        name = str(dtype).removeprefix("mlx.core.")
+        for model, shape in CONV.items():
+            cases[f"causal_conv {model} {name}"] = partial(_conv, *shape, dtype)
+        for model, norm in NORMS.items():
+            cases[f"gated_rms_norm {model} {name}"] = partial(_norm, *norm, dtype)
+        for form, rows in (("rows", 1), ("tiles", 512)):
+            for model, (*shape, vector) in DELTA.items():
+                key = f"gated_delta {model} {name} {form}"
+                own = "vector" if vector else "delta"
+                cases[key] = partial(_recurrence, *shape, own, dtype, rows)
+                if not vector:
+                    cases[f"{key} fused"] = partial(_recurrence, *shape, "fused delta", dtype, rows)
+            for model, shape in SSM.items():
+                key = f"gated_delta {model} {name} {form}"
+                cases[key] = partial(_recurrence, *shape, "ssm", dtype, rows)
+                cases[f"{key} fused"] = partial(_recurrence, *shape, "fused ssm", dtype, rows)
+    return cases
+
+
+# All
+
+
 def _cases() -> dict[str, Callable[[], None]]:
     half, bf16, f32 = mx.float16, mx.bfloat16, mx.float32
     cases: dict[str, Callable[[], None]] = {}
@@ -342,7 +438,8 @@ def _cases() -> dict[str, Callable[[], None]]:
     return cases
 
 
-CASES = _cases() | recurrent_shapes.CASES
+RECURRENT = _recurrent_cases()
+CASES = _cases() | RECURRENT
 
 
 def texts_of(case: Callable[[], object]) -> list[KernelText]:

@@ -234,4 +234,3 @@ _FAMILIES: dict[str, _Family] = {
         lambda: template("unsloth-gpt-oss-20b"),
     ),
 }
-FAMILIES = tuple(_FAMILIES)

@@ -7,9 +7,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.support.fakes import fake_config
+from tests.support.fakes import FakeEngine, fake_config
 from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
+from vllm_metal_lite.scheduler.scheduler import Scheduler
 
 MAX_MODEL_LEN = 32
 Choose = Callable[[Sequence], Any]
@@ -116,3 +118,50 @@ def make_config(workload: Workload) -> tuple[EngineConfig, list[KVGroup]]:
         ]
         groups.append(replace(group, num_blocks=max(needs) + workload.extra_blocks))
     return config, groups
+
+
+def request_of(number: int, a: Arrival) -> tuple[list[int], int, dict[str, Any]]:
+    """Prompt, max_tokens and options of a request; two by two, some are alike to the end."""
+    prompt = STEMS[a.stem][: a.shared] + [200 + number // 2] * a.own
+    how = {"request_id": str(number), "arrival": number // 2, "priority": a.priority}
+    how |= {"atomic": a.atomic, "max_chunk": a.max_chunk, "skip_prefix_cache_read": a.skip_read}
+    return prompt, a.max_tokens, how
+
+
+def add(engine: FakeEngine, number: int, a: Arrival) -> bool:
+    """Whether a request is taken: only an atomic one may be too large."""
+    prompt, max_tokens, how = request_of(number, a)
+    waiting = engine.scheduler.num_waiting
+    try:
+        engine.add(prompt, max_tokens, **how)
+    except RequestError:
+        assert a.atomic, "the store was made for the largest request"
+        assert engine.scheduler.num_waiting == waiting
+        return False
+    return True
+
+
+def play(
+    workload: Workload,
+    scheduler: Scheduler,
+    add: Callable[[int, Arrival], object],
+    abort: Callable[[str], object],
+    step: Callable[[], object],
+) -> None:
+    """Requests come, are aborted, and are stepped to the end.
+
+    add: a request, by its number.  abort: a request that may have ended.
+    """
+    tokens = sum(a.num_stored for a in workload.arrivals)
+    limit = 50 + 2 * tokens * (1 + len(workload.arrivals) + len(workload.failures))
+    now, last = 0, max(a.step for a in workload.arrivals)
+    while now <= last or scheduler.has_unfinished():
+        for number, a in enumerate(workload.arrivals):
+            if a.step == now:
+                add(number, a)
+            if a.abort_at == now:
+                abort(str(number))
+        if scheduler.has_unfinished():
+            step()
+        now += 1
+        assert now < limit, "a request does not finish"
