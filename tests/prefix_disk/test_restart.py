@@ -20,9 +20,10 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.outputs import RequestOutput
-from vllm_metal_lite.prefix_disk import disk, folder
-from vllm_metal_lite.prefix_disk.chain import Chain
+from vllm_metal_lite.prefix_disk import folder
 from vllm_metal_lite.prefix_disk.namespace import namespace
+from vllm_metal_lite.prefix_disk.parts import Parts
+from vllm_metal_lite.prefix_disk.restore import Reader
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.kv_groups import kv_groups
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_hashes
@@ -35,16 +36,16 @@ NAMES = (
 LONG, OTHER = tiny.prompts(2, 60, 60, seed=5)
 # The first is used again, as a whole and in part.
 PROMPTS = [LONG, LONG, LONG[:48] + OTHER[:10]]
-IS_FASTER = disk.PrefixDisk._is_faster
+IS_FASTER = Reader._is_faster
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(disk, "MIN_TOKENS", 8)
-    monkeypatch.setattr(folder, "FREE_MARGIN", 0)  # the disk of a test machine may be full
-    monkeypatch.setattr(disk.PrefixDisk, "_is_faster", lambda *_: True)  # whatever the speed here
+    monkeypatch.setattr(Parts, "min_tokens", 8)
+    monkeypatch.setattr(folder.Folder, "free_margin", 0)  # the disk of a test machine may be full
+    monkeypatch.setattr(Reader, "_is_faster", lambda *_: True)  # whatever the speed here
 
 
 @pytest.fixture
@@ -52,8 +53,7 @@ def closing() -> Iterator[list[LLMEngine]]:
     engines: list[LLMEngine] = []
     yield engines
     for engine in engines:
-        if engine.prefix_disk is not None:
-            engine.prefix_disk.close()
+        engine.prefix_disk.folder.close()
 
 
 def restarted(
@@ -101,6 +101,7 @@ def test_tokens_after_a_restart_are_those_computed(name, options, closing):
     restored = serve(again, PROMPTS)
     assert tokens(restored) == tokens(expected)
     assert restored[0].num_cached_tokens == 56  # of 60, in blocks of 8
+    assert [output.num_restored_tokens for output in restored[:2]] == [56, 0]
     metrics = again.metrics()
     assert metrics["prefix_disk_restored_tokens"] >= 56
     assert metrics["prefix_disk_errors"] == 0
@@ -135,9 +136,8 @@ def bytes_of(engine: LLMEngine, prefix: list[int]) -> list[bytes]:
     """Of the blocks of a prefix, and of the state behind it."""
     of, names = engine.prefix_disk, []
     extend_block_hashes(names, prefix, 8, len(prefix) // 8)
-    chain = Chain(engine.scheduler.kv, of.digest, names)
-    parts = chain.parts(len(names))
-    found = [bytes(of.bytes.read(part.group, chain.in_memory(part))) for part in parts]
+    parts = of.parts.of(names)
+    found = [bytes(of.bytes.read(part.group, of.parts.in_memory(part))) for part in parts]
     of.bytes.close()
     return found
 
@@ -195,12 +195,12 @@ def test_others_go_on_while_a_request_waits_for_the_disk(closing, monkeypatch):
 def test_a_restore_that_nobody_wants_any_more_leaves_nothing(how, closing):
     again, expected = restarted("qwen3_next", closing)
     again.add_request("a", LONG, GREEDY)
-    while again.prefix_disk._restore is None:
+    while again.prefix_disk.reader._restore is None:
         again.step()
     if how == "abort":
         again.abort("a")
         again.prefix_disk.between_steps()
-        while again.prefix_disk._restore is not None:
+        while again.prefix_disk.reader._restore is not None:
             again.prefix_disk.wait()
             again.prefix_disk.between_steps()
         check_accounts(again.scheduler.kv, ())
@@ -322,7 +322,7 @@ def test_the_prefix_before_a_named_checkpoint_is_kept_at_its_first_use(closing):
 def test_reading_that_takes_longer_than_computing_is_left_out(closing):
     engine = tiny.engine("llama", prefix_disk_gib=1)
     closing.append(engine)
-    of = engine.prefix_disk
+    of = engine.prefix_disk.reader
     of._read_speed, of._compute_speed = 1e9, 1e3
     is_faster = IS_FASTER.__get__(of)
     assert is_faster(10**9, 2000)

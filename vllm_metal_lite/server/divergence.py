@@ -20,8 +20,8 @@ class Divergence:
     where: str
 
     def json(self) -> dict[str, Any]:
-        """As a field of `usage`."""
-        return {"metal_lite": {"diverged_at": self.token, "diverged_in": self.where}}
+        """As fields of `usage`."""
+        return {"diverged_at": self.token, "diverged_in": self.where}
 
 
 class RecentPrompts:
