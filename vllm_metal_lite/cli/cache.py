@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{good:,} files are right, {dropped:,} were dropped")
         return 1 if dropped else 0
     models = folder.models()
-    for model in models:
-        print(f"{gib(model.num_bytes):>8} GiB  {model.num_files:>7,} files  {model.model}")
-    print(f"{gib(sum(model.num_bytes for model in models)):>8} GiB in {path}")
+    for name, num_files, num_bytes in models:
+        print(f"{gib(num_bytes):>8} GiB  {num_files:>7,} files  {name}")
+    print(f"{gib(sum(num_bytes for *_, num_bytes in models)):>8} GiB in {path}")
     return 0

@@ -8,6 +8,7 @@ disk would wear from what nobody reads.
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import closing
 
 from vllm_metal_lite import backend, envs
 from vllm_metal_lite.backend import mx
@@ -86,17 +87,17 @@ class PrefixDisk:
         """Copy blocks from and to the store.  No step is in flight."""
         if self.wants_a_pause:
             mx.synchronize()
-            if self.writer.is_ready:
-                self.writer.copy()
-            self.reader.copy()
-            self.bytes.close()
+            with closing(self.bytes):
+                if self.writer.is_ready:
+                    self.writer.copy()
+                self.reader.copy()
 
     def rest(self) -> bool:
         """Copy on while there are no requests; whether more is left."""
-        if self.writer.has_more:
+        if self.writer.waiting:
             self.writer.flush(0.05)
         self.between_steps()
-        return self.writer.has_more or self.reader.is_busy
+        return bool(self.writer.waiting) or self.reader.restore is not None
 
     def wait(self) -> None:
         """Wait a moment for the disk: there is no step to run meanwhile."""

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from vllm_metal_lite.prefix_disk.folder import Folder
 from vllm_metal_lite.prefix_disk.parts import Part, Parts
@@ -26,58 +27,26 @@ _READ_AHEAD = 256 << 20
 # Seconds that a request waits for the disk at most, beside what computing takes.
 _PATIENCE = 10.0
 # Assumed until measured: bytes and tokens a second.
-_READ_SPEED, _COMPUTE_SPEED = 5e8, 1e3
+_READ_SPEED, _COMPUTE_SPEED = 5e8, 300.0
 
 
+@dataclass(eq=False)
 class Restore:
     """One prefix.  It owns all blocks until its end: what is in memory stays, and what was copied
     has a name by then.
 
-    needed: the parts of the prefix.  num_tokens: that the disk adds.
+    num_tokens: that the disk adds.  needed: the parts of the prefix, those in memory among them.
+    unread: those that are not.  places: of all parts, once they are owned.
     """
 
-    def __init__(
-        self, request: Request, parts: Parts, needed: Sequence[Part], num_tokens: int
-    ) -> None:
-        self.request, self.num_tokens = request, num_tokens
-        self.begun, self.num_bytes = time.monotonic(), 0
-        self.num_resets = parts.kv.num_resets
-        self._parts, self._needed = parts, needed
-        self.unread = deque(part for part in needed if parts.in_memory(part) is None)
-        self.reads: deque[tuple[Part, Future[memoryview | None]]] = deque()
-        self.places: dict[Part, int] = {}  # of all parts, once they are owned
-
-    def take(self, spare: Sequence[int]) -> bool:
-        """Own the places of all parts; False, and none is taken, if a pool has too few.
-
-        spare: places by pool that may be taken.
-        """
-        pools, find = self._parts.pools, self._parts.in_memory
-        known = {part: place for part in self._needed if (place := find(part)) is not None}
-        cost = Counter(part.group for part in self.unread)
-        cost.update(p.group for p, place in known.items() if not pools[p.group].is_owned(place))
-        if any(cost[group] > left for group, left in enumerate(spare)):
-            return False
-        for part, place in known.items():
-            pools[part.group].touch([place])
-        for part in self.unread:
-            taken = pools[part.group].allocate(1)
-            assert taken is not None, "spare places are available"
-            known[part] = taken[0]
-        self.places = {part: known[part] for part in self._needed}
-        return True
-
-    @property
-    def is_done(self) -> bool:
-        return not self.reads and not self.unread
-
-    def end(self) -> None:
-        """Leave the blocks to the cache, which evicts the first of the prefix last."""
-        for _, data in self.reads:
-            data.cancel()
-        for part, place in reversed(self.places.items()):
-            self._parts.pools[part.group].free([place])
-        self.request.wants_restore = False
+    request: Request
+    num_tokens: int
+    needed: Sequence[Part]
+    unread: deque[Part]
+    reads: deque[tuple[Part, Future[memoryview | None]]] = field(default_factory=deque)
+    places: dict[Part, int] = field(default_factory=dict)
+    num_bytes: int = 0
+    begun: float = field(default_factory=time.monotonic)
 
 
 class Reader:
@@ -93,10 +62,10 @@ class Reader:
         self._folder, self._parts, self._store = folder, parts, store
         self._scheduler, self._kv = scheduler, scheduler.kv
         self._threads = ThreadPoolExecutor(_THREADS, "prefix-disk-reader")
-        self._restore: Restore | None = None
+        self.restore: Restore | None = None
         self._asked = False  # whether some waiting request may want one
         self._read_speed = _READ_SPEED
-        self._compute_speed: float | None = None
+        self._compute_speed = _COMPUTE_SPEED
         self._last_end = 0.0
 
     def wants(self, request: Request, hit: PrefixHit) -> bool:
@@ -117,39 +86,35 @@ class Reader:
         num_tokens = length * size - hit.num_tokens
         if num_tokens < parts.min_tokens:
             return None
-        restore = Restore(request, parts, list(parts.of(names[:length])), num_tokens)
-        num_bytes = sum(self._store.size(part.group) for part in restore.unread)
-        return restore if self._is_faster(num_bytes, num_tokens) else None
+        needed = list(parts.of(names[:length]))
+        unread = deque(part for part in needed if parts.in_memory(part) is None)
+        num_bytes = sum(self._store.size(part.group) for part in unread)
+        is_faster = self._is_faster(num_bytes, num_tokens)
+        return Restore(request, num_tokens, needed, unread) if is_faster else None
 
     def _is_faster(self, num_bytes: int, num_tokens: int) -> bool:
-        speed = self._compute_speed
-        return speed is None or num_bytes / self._read_speed < num_tokens / speed
+        return num_bytes / self._read_speed < num_tokens / self._compute_speed
 
     def learn(self, output: SchedulerOutput) -> None:
         """Time a completed step, if most of its rows are of prompts."""
         now, rows = time.monotonic(), output.total_num_scheduled_tokens
         if rows >= self._parts.min_tokens and rows > 2 * output.num_decodes:
             speed = rows / (now - max(output.launched_at, self._last_end) + 1e-6)
-            before = self._compute_speed
-            self._compute_speed = speed if before is None else 0.7 * before + 0.3 * speed
+            self._compute_speed = 0.7 * self._compute_speed + 0.3 * speed
         self._last_end = now
-
-    @property
-    def is_busy(self) -> bool:
-        return self._restore is not None
 
     @property
     def is_ready(self) -> bool:
         """Whether `copy` has something to do."""
-        restore = self._restore
+        restore = self.restore
         if restore is None:
             return self._asked
         return not restore.reads or restore.reads[0][1].done() or self._must_stop(restore)
 
     def copy(self) -> None:
         """Copy what has been read to the store, or begin with the next prefix."""
-        if self._restore is not None:
-            self._continue(self._restore)
+        if self.restore is not None:
+            self._continue(self.restore)
         elif request := next((r for r in self._scheduler.waiting if r.wants_restore), None):
             self._start(request)
         else:
@@ -157,44 +122,55 @@ class Reader:
 
     def _start(self, request: Request) -> None:
         """Begin to read a request's prefix, if there is room for it."""
-        restore, kv = self._restore_of(request, self._kv.find_prefix(request)), self._kv
-        spare = self._scheduler.spare_blocks()
-        if kv.states is not None:  # each empty seat has a slot in reserve
-            empty = kv.states.num_seats - self._scheduler.num_running
-            spare.append(kv.states.pool.num_available - empty)
-        request.wants_restore = restore is not None and restore.take(spare)
+        restore = self._restore_of(request, self._kv.find_prefix(request))
+        request.wants_restore = restore is not None and self._take(restore)
         if restore is not None and request.wants_restore:
-            self._restore = restore
+            self.restore = restore
             self._read_on(restore)
+
+    def _take(self, restore: Restore) -> bool:
+        """Own the places of all parts; False, and none is taken, if a pool has too few."""
+        pools, find, states = self._parts.pools, self._parts.in_memory, self._kv.states
+        spare = self._scheduler.spare_blocks()
+        if states is not None:  # each empty seat has a slot in reserve
+            empty = states.num_seats - self._scheduler.num_running
+            spare.append(states.pool.num_available - empty)
+        known = {part: place for part in restore.needed if (place := find(part)) is not None}
+        cost = Counter(part.group for part in restore.unread)
+        cost.update(p.group for p, place in known.items() if not pools[p.group].is_owned(place))
+        if any(cost[group] > left for group, left in enumerate(spare)):
+            return False
+        for part, place in known.items():
+            pools[part.group].touch([place])
+        for part in restore.unread:
+            taken = pools[part.group].allocate(1)
+            assert taken is not None, "spare places are available"
+            known[part] = taken[0]
+        restore.places = {part: known[part] for part in restore.needed}
+        return True
 
     def _continue(self, restore: Restore) -> None:
         """Copy what has been read, and end the restore if it is done or must stop."""
-        is_right = self._copy_read(restore)
-        if is_right:
-            self._read_on(restore)
-        if is_right and restore.is_done:
-            self._read_speed = restore.num_bytes / max(time.monotonic() - restore.begun, 1e-6)
-            self.num_tokens += restore.num_tokens
-            restore.request.num_restored_tokens = restore.num_tokens
-        if restore.is_done or not is_right or self._must_stop(restore):
-            self.stop()
-
-    def _copy_read(self, restore: Restore) -> bool:
-        """False if the prefix ends at a file that is bad or gone, or was forgotten."""
-        kv = self._kv
         while restore.reads and restore.reads[0][1].done():
             part, reading = restore.reads.popleft()
             data = None if reading.exception() else reading.result()
-            if data is None or kv.num_resets != restore.num_resets:
-                return False
-            place = restore.places[part]
-            self._store.write(part.group, place, data)
-            if part.group < len(kv.groups):
-                kv.pools[part.group].publish(place, part.name)
-            elif kv.states is not None:
-                kv.states.name(place, part.name)
+            if data is None:  # the file is bad or gone, and the prefix ends here
+                self.stop()
+                return
+            self._store.write(part.group, restore.places[part], data)
+            if self._kv.states is not None and part.group == len(self._kv.groups):
+                self._kv.states.name(restore.places[part], part.name)
+            else:
+                self._parts.pools[part.group].publish(restore.places[part], part.name)
             restore.num_bytes += len(data)
-        return True
+        self._read_on(restore)
+        is_done = not restore.reads
+        if is_done:
+            self._read_speed = restore.num_bytes / max(time.monotonic() - restore.begun, 1e-6)
+            self.num_tokens += restore.num_tokens
+            restore.request.num_restored_tokens = restore.num_tokens
+        if is_done or self._must_stop(restore):
+            self.stop()
 
     def _read_on(self, restore: Restore) -> None:
         ahead = sum(self._store.size(part.group) for part, _ in restore.reads)
@@ -209,18 +185,22 @@ class Reader:
     def _must_stop(self, restore: Restore) -> bool:
         """Whether nobody wants it, it takes too long, or running requests may need the blocks."""
         is_wanted = restore.request.status is not RequestStatus.FINISHED
-        computing = restore.num_tokens / (self._compute_speed or _COMPUTE_SPEED)
+        computing = restore.num_tokens / self._compute_speed
         is_late = time.monotonic() > restore.begun + computing + _PATIENCE
         return is_late or not is_wanted or self._kv.num_available < self._scheduler.num_running
 
     def stop(self) -> None:
-        """End the restore; its request finds what was copied."""
-        if self._restore is not None:
-            self._restore.end()
-            self._restore = None
+        """End the restore.  The blocks are left to the cache, which evicts the first ones last."""
+        if (restore := self.restore) is not None:
+            for _, data in restore.reads:
+                data.cancel()
+            for part, place in reversed(restore.places.items()):
+                self._parts.pools[part.group].free([place])
+            restore.request.wants_restore = False
+            self.restore = None
 
     def wait(self) -> None:
         """Wait a moment for the next bytes."""
-        if self._restore is not None and self._restore.reads:
+        if self.restore is not None and self.restore.reads:
             with suppress(TimeoutError):
-                self._restore.reads[0][1].exception(0.05)
+                self.restore.reads[0][1].exception(0.05)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
 from vllm_metal_lite.errors import one_line
-from vllm_metal_lite.prefix_disk.block_file import Bytes
 from vllm_metal_lite.prefix_disk.folder import Folder
 from vllm_metal_lite.prefix_disk.parts import Part, Parts
 from vllm_metal_lite.runner.block_bytes import BlockBytes
@@ -25,12 +24,12 @@ _MOST_WAITING = 16
 
 
 class Writer:
-    """The engine's thread calls it."""
+    """The engine's thread calls it.  waiting: prefixes, or the rest of one."""
 
     def __init__(self, folder: Folder, parts: Parts, store: BlockBytes) -> None:
         self.num_bytes = self.num_errors = 0
         self._folder, self._parts, self._store = folder, parts, store
-        self._waiting: deque[deque[Part]] = deque()
+        self.waiting: deque[deque[Part]] = deque()
         self._is_new = True  # nothing of the first one was copied
         self._thread = ThreadPoolExecutor(1, "prefix-disk-writer")
         self._work = self._thread.submit(folder.refresh)
@@ -39,21 +38,17 @@ class Writer:
     def add(self, names: Sequence[bytes]) -> None:
         """Write a prefix, or count it as used."""
         is_long = len(names) * self._parts.kv.block_size >= self._parts.min_tokens
-        if is_long and len(self._waiting) < _MOST_WAITING:
-            self._waiting.append(deque(self._parts.of(names)))
-
-    @property
-    def has_more(self) -> bool:
-        return bool(self._waiting)
+        if is_long and len(self.waiting) < _MOST_WAITING:
+            self.waiting.append(deque(self._parts.of(names)))
 
     @property
     def is_ready(self) -> bool:
         """Whether `copy` has something to do."""
-        return bool(self._waiting) and self._work.done()
+        return bool(self.waiting) and self._work.done()
 
     def copy(self) -> None:
         """Copy blocks of the first prefix for the thread."""
-        parts, files, num_bytes = self._waiting[0], [], 0
+        parts, files, num_bytes = self.waiting[0], [], 0
         chain = [part.key for part in parts] if self._is_new else []
         while parts and num_bytes < _COPIED:
             part = parts.popleft()
@@ -64,9 +59,9 @@ class Writer:
         self._work = self._thread.submit(self._write, chain, files)
         self._is_new = not parts
         if not parts:
-            self._waiting.popleft()
+            self.waiting.popleft()
 
-    def _write(self, chain: Sequence[bytes], files: Sequence[tuple[bytes, Bytes]]) -> None:
+    def _write(self, chain: Sequence[bytes], files: Sequence[tuple[bytes, memoryview]]) -> None:
         try:
             if chain:
                 self._folder.refresh()
@@ -87,7 +82,7 @@ class Writer:
 
     def clear(self) -> None:
         """Leave out what was not copied yet."""
-        self._waiting.clear()
+        self.waiting.clear()
         self._is_new = True
 
     def flush(self, seconds: float | None = None) -> None:
