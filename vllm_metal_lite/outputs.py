@@ -97,6 +97,7 @@ class RequestOutput:
     """A request's state after a step: everything generated so far.
 
     num_cached_tokens: prompt tokens that the prefix cache held when the request was admitted.
+    num_restored_tokens: those of them that came from the disk, for this request.
     prompt_logprobs: one entry a prompt token, None for the first.
     pooled: of a finished pooling request, float32: the embedding, or the logits of its tokens.
     """
@@ -107,6 +108,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = False
     num_cached_tokens: int = 0
+    num_restored_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     pooled: np.ndarray | None = None
 

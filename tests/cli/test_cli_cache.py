@@ -12,9 +12,10 @@ KEYS = [bytes([number]) * 16 for number in range(3)]
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = Folder(envs.prefix_folder(), 1 << 30, free_margin=0)
-    folder.enter_namespace(b"digest", "the-model")
-    folder.write([(key, bytes(1 << 20)) for key in KEYS], folder.use(KEYS))
+    folder = Folder(envs.prefix_folder(), 1 << 30, "the-model")
+    folder.free_margin = 0
+    folder.use(KEYS)
+    folder.write([(key, bytes(1 << 20)) for key in KEYS])
     return folder
 
 

@@ -12,6 +12,6 @@ pytest.importorskip("ziglang", reason="the strict front end needs clang")
 def test_accepted_by_the_strict_front_end(case):
     from metal.host.strict import check
 
-    (text,) = texts_of(CASES[case])
+    (text,) = texts_of(RECURRENT[case])
     assert text.kernel == f"metal_lite_{case.split()[0]}"
     assert check(text.text) == []

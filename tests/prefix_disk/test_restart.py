@@ -5,7 +5,7 @@ The oracle is an engine that computes everything, and mlx-lm which runs each req
 
 import errno
 import random
-from collections.abc import Iterator
+from functools import partial
 from threading import Event
 from typing import Any
 
@@ -18,11 +18,14 @@ from tests.support.pool_accounts import check_accounts, check_slots
 from vllm_metal_lite import envs
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.engine.llm import LLM
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.outputs import RequestOutput
-from vllm_metal_lite.prefix_disk import disk, folder
-from vllm_metal_lite.prefix_disk.chain import Chain
+from vllm_metal_lite.prefix_disk import folder
 from vllm_metal_lite.prefix_disk.namespace import namespace
+from vllm_metal_lite.prefix_disk.parts import Parts
+from vllm_metal_lite.prefix_disk.restore import Reader
+from vllm_metal_lite.runner.block_bytes import BlockBytes
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.kv_groups import kv_groups
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
@@ -35,39 +38,26 @@ NAMES = (
 LONG, OTHER = tiny.prompts(2, 60, 60, seed=5)
 # The first is used again, as a whole and in part.
 PROMPTS = [LONG, LONG, LONG[:48] + OTHER[:10]]
-IS_FASTER = disk.PrefixDisk._is_faster
+IS_FASTER = Reader._is_faster
+start = partial(tiny.engine, prefix_disk_gib=1)  # an engine that keeps prefixes
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(disk, "MIN_TOKENS", 8)
-    monkeypatch.setattr(folder, "FREE_MARGIN", 0)  # the disk of a test machine may be full
-    monkeypatch.setattr(disk.PrefixDisk, "_is_faster", lambda *_: True)  # whatever the speed here
+    monkeypatch.setattr(Parts, "min_tokens", 8)
+    monkeypatch.setattr(folder.Folder, "free_margin", 0)  # the disk of a test machine may be full
+    monkeypatch.setattr(Reader, "_is_faster", lambda *_: True)  # whatever the speed here
 
 
-@pytest.fixture
-def closing() -> Iterator[list[LLMEngine]]:
-    engines: list[LLMEngine] = []
-    yield engines
-    for engine in engines:
-        if engine.prefix_disk is not None:
-            engine.prefix_disk.close()
-
-
-def restarted(
-    name: str, closing: list[LLMEngine], **options: Any
-) -> tuple[LLMEngine, list[list[int]]]:
+def restarted(name: str, **options: Any) -> tuple[LLMEngine, list[list[int]]]:
     """An engine that finds what another one kept, and the tokens of that one's requests.
 
     options: of the second engine.
     """
-    first = tiny.engine(name, prefix_disk_gib=1)
-    expected = tokens(serve(first, PROMPTS[:2]))
-    again = tiny.engine(name, prefix_disk_gib=1, **options)
-    closing += [first, again]
-    return again, expected
+    expected = tokens(serve(start(name), PROMPTS[:2]))
+    return start(name, **options), expected
 
 
 def serve(engine: LLMEngine, prompts: list[list[int]], **options: Any) -> list[RequestOutput]:
@@ -76,12 +66,16 @@ def serve(engine: LLMEngine, prompts: list[list[int]], **options: Any) -> list[R
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, GREEDY, **options)
         done |= tiny.run(engine)
+    rest(engine)
+    return [done[str(i)] for i in range(len(prompts))]
+
+
+def rest(engine: LLMEngine) -> None:
+    while engine.rest():
+        pass
     if engine.prefix_disk is not None:
-        while engine.rest():
-            pass
         engine.prefix_disk.writer.flush()
     check_accounts(engine.scheduler.kv, ())
-    return [done[str(i)] for i in range(len(prompts))]
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -90,28 +84,24 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 @pytest.mark.parametrize("options", [{}, {"kv_bits": 8}], ids=["", "8 bits"])
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_after_a_restart_are_those_computed(name, options, closing):
-    first = tiny.engine(name, prefix_disk_gib=1, **options)
-    closing.append(first)
-    expected = serve(first, PROMPTS)
+def test_tokens_after_a_restart_are_those_computed(name, options):
+    expected = serve(start(name, **options), PROMPTS)
     if not options:
         assert tokens(expected)[0] == tiny.alone(tiny.native(name), LONG, 8)
-    again = tiny.engine(name, prefix_disk_gib=1, **options)
-    closing.append(again)
-    restored = serve(again, PROMPTS)
+    restored = serve(again := start(name, **options), PROMPTS)
     assert tokens(restored) == tokens(expected)
     assert restored[0].num_cached_tokens == 56  # of 60, in blocks of 8
+    assert [output.num_restored_tokens for output in restored[:2]] == [56, 0]
     metrics = again.metrics()
     assert metrics["prefix_disk_restored_tokens"] >= 56
     assert metrics["prefix_disk_errors"] == 0
 
 
-def test_tokens_after_a_restart_through_kernels(closing):
+def test_tokens_after_a_restart_through_kernels():
     if not compiler_available():
         pytest.skip("no compiler for the host kernels")
     with installed():
         engines = [engine_with_kernels("qwen3", prefix_disk_gib=1) for _ in range(2)]
-        closing += engines
         expected, _ = serve(engines[0], PROMPTS[:2])
         engines[1].prefix_disk.folder.refresh()
         (restored,) = serve(engines[1], PROMPTS[:1])
@@ -120,11 +110,10 @@ def test_tokens_after_a_restart_through_kernels(closing):
 
 
 @pytest.mark.parametrize("name", ["gemma3/w9", "qwen3_next"])
-def test_bytes_after_a_restart_are_equal(name, closing):
+def test_bytes_after_a_restart_are_equal(name):
     kept = []
     for _ in range(2):
-        engine = tiny.engine(name, prefix_disk_gib=1)
-        closing.append(engine)
+        engine = start(name)
         serve(engine, PROMPTS[:2])
         kept.append(bytes_of(engine, LONG[:56]))
     assert len(kept[0]) >= 8
@@ -135,9 +124,8 @@ def bytes_of(engine: LLMEngine, prefix: list[int]) -> list[bytes]:
     """Of the blocks of a prefix, and of the state behind it."""
     of, names = engine.prefix_disk, []
     extend_block_names(names, prefix, 8, len(prefix) // 8)
-    chain = Chain(engine.scheduler.kv, of.digest, names)
-    parts = chain.parts(len(names))
-    found = [bytes(of.bytes.read(part.group, chain.in_memory(part))) for part in parts]
+    parts = of.parts.of(names)
+    found = [bytes(of.bytes.read(part.group, of.parts.in_memory(part))) for part in parts]
     of.bytes.close()
     return found
 
@@ -147,9 +135,8 @@ def files_of(engine: LLMEngine) -> list:
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "foreign", "missing"])
-def test_a_bad_file_is_dropped_and_its_tokens_are_computed(damage, closing):
-    first = tiny.engine("llama", prefix_disk_gib=1)
-    closing.append(first)
+def test_a_bad_file_is_dropped_and_its_tokens_are_computed(damage):
+    first = start("llama")
     expected = tokens(serve(first, PROMPTS))
     files = files_of(first)
     contents = [file.read_bytes() for file in files]
@@ -163,16 +150,15 @@ def test_a_bad_file_is_dropped_and_its_tokens_are_computed(damage, closing):
             file.write_bytes(contents[i - 1])
         else:
             file.unlink()
-    again = tiny.engine("llama", prefix_disk_gib=1)
-    closing.append(again)
+    again = start("llama")
     assert tokens(serve(again, PROMPTS)) == expected
     metrics = again.metrics()
     assert metrics["prefix_disk_restored_tokens"] == 0
     assert (metrics["prefix_disk_errors"] > 0) == (damage != "missing")
 
 
-def test_others_go_on_while_a_request_waits_for_the_disk(closing, monkeypatch):
-    again, expected = restarted("llama", closing)
+def test_others_go_on_while_a_request_waits_for_the_disk(monkeypatch):
+    again, expected = restarted("llama")
     allowed = Event()
     read = folder.Folder.read
     monkeypatch.setattr(
@@ -191,16 +177,41 @@ def test_others_go_on_while_a_request_waits_for_the_disk(closing, monkeypatch):
     assert tokens([held]) == expected[:1]
 
 
-@pytest.mark.parametrize("how", ["abort", "reset"])
-def test_a_restore_that_nobody_wants_any_more_leaves_nothing(how, closing):
-    again, expected = restarted("qwen3_next", closing)
+def test_an_interrupt_during_a_restore(monkeypatch):
+    again, expected = restarted("gemma3/w9")
+    write = BlockBytes.write
+
+    def interrupted(self: BlockBytes, *args: Any) -> None:
+        write(self, *args)
+        raise KeyboardInterrupt
+
     again.add_request("a", LONG, GREEDY)
-    while again.prefix_disk._restore is None:
+    monkeypatch.setattr(BlockBytes, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tiny.run(again)
+    monkeypatch.setattr(BlockBytes, "write", write)
+    assert tokens([tiny.run(again)["a"]]) == expected[:1]
+    assert tokens(serve(again, [LONG])) == expected[:1]
+
+
+def test_what_generate_leaves_is_on_the_disk():
+    for restored in 0, 48:
+        llm = LLM(prefix_disk_gib=1, num_blocks=64, max_num_seqs=2)
+        (output,) = llm.generate({"prompt_token_ids": LONG}, GREEDY)
+        assert output.num_restored_tokens == restored
+        llm.generate({"prompt_token_ids": LONG}, GREEDY)
+
+
+@pytest.mark.parametrize("how", ["abort", "reset"])
+def test_a_restore_that_nobody_wants_any_more_leaves_nothing(how):
+    again, expected = restarted("qwen3_next")
+    again.add_request("a", LONG, GREEDY)
+    while again.prefix_disk.reader.restore is None:
         again.step()
     if how == "abort":
         again.abort("a")
         again.prefix_disk.between_steps()
-        while again.prefix_disk._restore is not None:
+        while again.prefix_disk.reader.restore is not None:
             again.prefix_disk.wait()
             again.prefix_disk.between_steps()
         check_accounts(again.scheduler.kv, ())
@@ -212,17 +223,16 @@ def test_a_restore_that_nobody_wants_any_more_leaves_nothing(how, closing):
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 3))])
 @pytest.mark.parametrize("name", ["llama", "gemma3/w9", "qwen3_next", "mamba2"])
-def test_many_requests_and_restarts_over_few_blocks(name, seed, closing):
+def test_many_requests_and_restarts_over_few_blocks(name, seed):
     """Prefixes come and go in memory, and requests are preempted and aborted meanwhile."""
     numbers = random.Random(seed)
     stems = tiny.prompts(3, 60, 60, seed=11)
     restored = 0
     for _ in range(3):
-        engine = tiny.engine(
-            name, prefix_disk_gib=1, num_blocks=numbers.choice([16, 24, 40]), max_num_seqs=3,
+        engine = start(
+            name, num_blocks=numbers.choice([16, 24, 40]), max_num_seqs=3,
             state_cache_gib=numbers.choice([None, 0.0001]),
         )  # fmt: skip
-        closing.append(engine)
         wanted, done = {}, {}
         for i in range(12):
             prompt = [*numbers.choice(stems)[: numbers.randrange(9, 60)], i]
@@ -236,10 +246,7 @@ def test_many_requests_and_restarts_over_few_blocks(name, seed, closing):
                 engine.abort(str(i))
                 wanted.pop(str(i))
         done |= tiny.run(engine)
-        while engine.rest():
-            pass
-        engine.prefix_disk.writer.flush()
-        check_accounts(engine.scheduler.kv, ())
+        rest(engine)
         if engine.scheduler.kv.states is not None:
             check_slots(engine.scheduler.kv.states, [])
         for request_id, prompt in wanted.items():
@@ -250,8 +257,8 @@ def test_many_requests_and_restarts_over_few_blocks(name, seed, closing):
     assert restored > 0
 
 
-def test_with_too_few_blocks_nothing_is_restored(closing):
-    again, expected = restarted("llama", closing, num_blocks=16)
+def test_with_too_few_blocks_nothing_is_restored():
+    again, expected = restarted("llama", num_blocks=16)
     again.add_request("runs", OTHER, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
     again.step()
     again.add_request("waits", LONG, GREEDY)
@@ -268,14 +275,11 @@ def test_with_too_few_blocks_nothing_is_restored(closing):
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
-def test_another_model_form_or_salt_never_hits(change, closing):
-    first = tiny.engine("llama", prefix_disk_gib=1)
-    closing.append(first)
-    serve(first, PROMPTS[:2])
+def test_another_model_form_or_salt_never_hits(change):
+    serve(start("llama"), PROMPTS[:2])
     change = {"name": "llama", **change}
     salt = change.pop("salt", None)
-    other = tiny.engine(prefix_disk_gib=1, **change)
-    closing.append(other)
+    other = start(**change)
     other.add_request("a", {"prompt_token_ids": LONG, "cache_salt": salt}, GREEDY)
     assert tiny.run(other)["a"].num_cached_tokens == 0
 
@@ -287,15 +291,13 @@ def test_other_weights_have_another_namespace():
     assert found[0] == found[2] != found[1]
 
 
-def test_a_full_disk_costs_nothing_but_the_cache(closing, monkeypatch, caplog):
+def test_a_full_disk_costs_nothing_but_the_cache(monkeypatch, caplog):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(folder, "write_file", full)
-    engine = tiny.engine("llama", prefix_disk_gib=1)
-    closing.append(engine)
-    expected = tiny.alone(tiny.native("llama"), LONG, 8)
-    assert tokens(serve(engine, PROMPTS))[:2] == [expected, expected]
+    engine = start("llama")
+    assert tokens(serve(engine, PROMPTS))[:2] == [tiny.alone(tiny.native("llama"), LONG, 8)] * 2
     assert not engine.prefix_disk.folder.known
     assert not engine.prefix_disk.folder.models()
     assert "No space left on device" in caplog.text
@@ -304,25 +306,22 @@ def test_a_full_disk_costs_nothing_but_the_cache(closing, monkeypatch, caplog):
 def test_a_folder_that_cannot_be_used_costs_nothing_but_the_cache(tmp_path, caplog):
     envs.cache_folder().mkdir(parents=True)
     envs.prefix_folder().write_text("in the way")
-    engine = tiny.engine("llama", prefix_disk_gib=1)
+    engine = start("llama")
     assert engine.prefix_disk is None
     assert tokens(serve(engine, [LONG])) == [tiny.alone(tiny.native("llama"), LONG, 8)]
     assert "prefixes are not kept on the disk" in caplog.text
 
 
-def test_the_prefix_before_a_named_checkpoint_is_kept_at_its_first_use(closing):
-    first, again = (tiny.engine("qwen3_next", prefix_disk_gib=1) for _ in range(2))
-    closing += [first, again]
+def test_the_prefix_before_a_named_checkpoint_is_kept_at_its_first_use():
+    first, again = (start("qwen3_next") for _ in range(2))
     serve(first, [LONG], checkpoints=[24, 40])
     again.prefix_disk.folder.refresh()
     (output,) = serve(again, [LONG[:26] + OTHER])
     assert output.num_cached_tokens == 24
 
 
-def test_reading_that_takes_longer_than_computing_is_left_out(closing):
-    engine = tiny.engine("llama", prefix_disk_gib=1)
-    closing.append(engine)
-    of = engine.prefix_disk
+def test_reading_that_takes_longer_than_computing_is_left_out():
+    of = start("llama").prefix_disk.reader
     of._read_speed, of._compute_speed = 1e9, 1e3
     is_faster = IS_FASTER.__get__(of)
     assert is_faster(10**9, 2000)

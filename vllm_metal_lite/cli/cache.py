@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{good:,} files are right, {dropped:,} were dropped")
         return 1 if dropped else 0
     models = folder.models()
-    for model in models:
-        print(f"{model.num_bytes / 2**30:8.2f} GiB  {model.num_files:>7,} files  {model.model}")
-    print(f"{sum(model.num_bytes for model in models) / 2**30:8.2f} GiB in {path}")
+    for name, num_files, num_bytes in models:
+        print(f"{num_bytes / 2**30:8.2f} GiB  {num_files:>7,} files  {name}")
+    print(f"{sum(num_bytes for *_, num_bytes in models) / 2**30:8.2f} GiB in {path}")
     return 0

@@ -69,11 +69,10 @@ class LLMEngine:
         states, size = model.packed.state_store(self.num_state_slots), self.config.block_size
         store = PagedStore(model.kv_specs, self.kv_groups, size, states=states)
         caching = self.config.enable_prefix_caching and model.packed.no_prefix_cache is None
-        # Cached prefixes that survive a restart; None: there is no folder for them.
-        self.prefix_disk = None
-        if caching and config.prefix_disk_gib and (disk := room("prefix_disk.disk")):
+        folder, disk = None, room("prefix_disk.disk") if config.prefix_disk_gib else None
+        if caching and disk is not None:
             # Before anything is fused: the folder knows a model by its weights.
-            self.prefix_disk = disk.open_disk(model, self.kv_groups, config)
+            folder = disk.open_folder(model, self.kv_groups, config)
         self.sampler = Sampler(seats, model.vocab_size)
         runner = build_runner(model, store, self.sampler, self.config.attention)
         self.inputs = InputBatch(
@@ -88,8 +87,8 @@ class LLMEngine:
             num_state_slots=self.num_state_slots,
             shares_in_step=not model.packed.reads_store,
         )
-        if self.prefix_disk is not None:
-            self.prefix_disk.attach(self.scheduler, store)
+        # Cached prefixes that survive a restart; None: there is no folder for them.
+        self.prefix_disk = disk and folder and disk.PrefixDisk(*folder, self.scheduler, store)
         self.failed_steps = FailedSteps(self.scheduler)
         self.constraints = Constraints(model.vocab_size)
         self.pooling = PoolingTable()
@@ -469,6 +468,8 @@ class LLMEngine:
             self._sample(request)
             if answer.output.index == 0:
                 answer.result.num_cached_tokens = request.num_cached_tokens
+                restored = min(request.num_restored_tokens, request.num_cached_tokens)
+                answer.result.num_restored_tokens = restored
         for segment in output.segments:
             if segment.new_block_ids:
                 seat = segment.request.req_index

@@ -1,6 +1,7 @@
 """The Python API for offline use, with vLLM's names."""
 
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.sampling_params import SamplingParams
 
 Message = dict[str, Any]
+# Seconds after the answers in which an engine may still copy prefixes to the disk.
+_LONGEST_REST = 2.0
 
 
 class LLM(PoolingCalls):
@@ -127,6 +130,9 @@ class LLM(PoolingCalls):
                         bar.update()
                 if interrupt.pressed:
                     raise KeyboardInterrupt
+            until = time.monotonic() + _LONGEST_REST
+            while time.monotonic() < until and not interrupt.pressed and self.engine.rest():
+                pass
         return [done[i] for i in ids]
 
 

@@ -7,6 +7,9 @@ file, which the next one removes, and rows without files, which are dropped when
 
 Files are used in the order of a counter, not of a clock, which may jump.  Those of one chain of
 blocks are used at once, and the last goes first: a block is useless without those before it.
+
+A file holds one block of one KV group, or one checkpoint.  So the rules of the cache in memory
+(hits, windows, least recently used) apply as they are.
 """
 
 import fcntl
@@ -19,90 +22,111 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
-
-from vllm_metal_lite.prefix_disk.block_file import BadFile, Bytes, file_size, read_file, write_file
 
 logger = logging.getLogger(__name__)
 
-# Bytes that stay free on the disk.
-FREE_MARGIN = 4 << 30
-# A file takes whole pages of the disk, and a row of the index.
+_MAGIC = b"VMLPFX01"
+_HEADER = len(_MAGIC) + 32
+# A file takes whole pages of the disk, and a row of the index, in which names are cut.
 _PAGE, _ROW = 4096, 512
-# The uses of the files of one chain differ in these bits.
-_CHAIN_BITS = 20
-_FORMAT = 1
+_FORMAT = 2
+
+File = tuple[bytes, bytes | memoryview]  # the key, and what the file holds
+# used: larger is later.
 _TABLES = f"""
-CREATE TABLE namespaces (id INTEGER PRIMARY KEY, digest BLOB UNIQUE, model TEXT);
-CREATE TABLE files (key BLOB PRIMARY KEY, namespace INTEGER, bytes INTEGER, used INTEGER)
-WITHOUT ROWID;
-CREATE INDEX by_use ON files (used);
-CREATE TABLE totals (bytes INTEGER, uses INTEGER);
-INSERT INTO totals VALUES (0, 0);
+CREATE TABLE files (key BLOB PRIMARY KEY, model TEXT, bytes INTEGER, used INTEGER) WITHOUT ROWID;
+CREATE INDEX by_use ON files (used, bytes);
 PRAGMA user_version = {_FORMAT};
 """
 
 
-class ModelUsage(NamedTuple):
-    """num_bytes: in the quota."""
+def write_file(path: Path, key: bytes, data: bytes | memoryview) -> None:
+    """Create a file and have the disk keep it.  Raises OSError."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(fd, "wb") as file:
+        file.write(_header(key, data))
+        file.write(data)
+        file.flush()
+        os.fsync(fd)
 
-    model: str
-    num_files: int
-    num_bytes: int
+
+def read_file(path: Path, key: bytes, num_bytes: int | None) -> memoryview:
+    """The num_bytes of a file; None: all.  Raises OSError, or ValueError for a bad file."""
+    content = memoryview(path.read_bytes())
+    data = content[_HEADER:]
+    if num_bytes is not None and len(data) != num_bytes:
+        raise ValueError("its size is wrong")
+    if content[:_HEADER] != _header(key, data):
+        raise ValueError("its checksum is wrong")
+    return data
+
+
+def _header(key: bytes, data: bytes | memoryview) -> bytes:
+    # CPUs have instructions for SHA-256: twice as fast as BLAKE2b where it was timed.
+    digest = sha256(key)
+    digest.update(data)
+    return _MAGIC + digest.digest()
 
 
 class Folder:
     """Files by key, at most `quota` bytes of them, temporary files and rows of the index included.
 
-    known: the keys of one namespace; other processes change them with a delay (`refresh`).
-    Any thread may call any method; sqlite3.Error and OSError pass through.
+    model: whose files it writes, for people: keys of two models never meet.
+    known: the keys; other processes change them with a delay (`refresh`).
+    Any thread may call any method, one of them `use` and `write`; sqlite3.Error and OSError pass.
     """
 
-    def __init__(self, path: Path, quota: int, free_margin: int | None = None) -> None:
+    # Bytes that stay free on the disk.
+    free_margin = 4 << 30
+
+    def __init__(self, path: Path, quota: int, model: str = "") -> None:
         self.path, self.quota = path, quota
-        self.free_margin = FREE_MARGIN if free_margin is None else free_margin
         self.known: set[bytes] = set()
         self.num_bad = 0
-        self._namespace = 0
+        self._model = model[-100:]
+        self._uses: dict[bytes, int] = {}  # of the chain used last
         self._version = -1
         if not path.exists():
             path.mkdir(0o700, parents=True, exist_ok=True)
             (path / "CACHEDIR.TAG").write_text("Signature: 8a477f597d28d172789f06886806bc55\n")
             _keep_out_of_backups(path)
         (path / "tmp").mkdir(0o700, exist_ok=True)
+        self._new = path / "tmp" / "new"
         self._thread_lock = threading.Lock()
-        self._process_lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        (path / "lock").touch(0o600)
+        self._process_lock = (path / "lock").open("ab")
         with self._alone():
             self._db = self._open_index()
             with self._db:
-                self._make_room(0, 1 << 62)
+                self._make_room(0, None)
+        self.refresh()
 
     def _open_index(self) -> sqlite3.Connection:
         path = self.path / "index.db"
-        db = self._connect(path)
-        try:
-            (version,) = db.execute("PRAGMA user_version").fetchone()
-            if version == _FORMAT:
-                return db
-        except sqlite3.DatabaseError as e:
-            logger.warning(f"the prefix cache starts empty: its index is damaged ({e})")
-        db.close()
+        connect = partial(sqlite3.connect, path, timeout=30, check_same_thread=False)
+        # A file of the index must not be opened and closed: SQLite's locks of another engine in
+        # this process would end.
+        if path.exists():
+            try:
+                db = connect()
+                if db.execute("PRAGMA user_version").fetchone() == (_FORMAT,):
+                    return db
+            except sqlite3.DatabaseError as e:
+                logger.warning(f"the prefix cache starts empty: its index is damaged ({e})")
         for old in (path, self.path / "index.db-journal", *self._files()):
             old.unlink(missing_ok=True)
-        db = self._connect(path)
+        path.touch(0o600)
+        db = connect()
         db.executescript(_TABLES)
         return db
-
-    @staticmethod
-    def _connect(path: Path) -> sqlite3.Connection:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-        return sqlite3.connect(path, timeout=30, check_same_thread=False)
 
     def close(self) -> None:
         with self._thread_lock:
             self._db.close()
-            os.close(self._process_lock)
+            self._process_lock.close()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -110,23 +134,10 @@ class Folder:
         with self._thread_lock:
             fcntl.flock(self._process_lock, fcntl.LOCK_EX)
             try:
-                for left in (self.path / "tmp").iterdir():  # by a process that was killed
-                    left.unlink()
+                self._new.unlink(missing_ok=True)  # by a process that was killed
                 yield
             finally:
                 fcntl.flock(self._process_lock, fcntl.LOCK_UN)
-
-    # Keys
-
-    def enter_namespace(self, digest: bytes, model: str) -> None:
-        """Choose the namespace of `known` and of what is written."""
-        with self._alone(), self._db as db:
-            values = digest, model
-            db.execute("INSERT OR IGNORE INTO namespaces (digest, model) VALUES (?, ?)", values)
-            row = db.execute("SELECT id FROM namespaces WHERE digest = ?", (digest,))
-            (self._namespace,) = row.fetchone()
-        self._version = -1
-        self.refresh()
 
     def refresh(self) -> None:
         """Learn what other processes wrote and removed."""
@@ -134,18 +145,7 @@ class Folder:
             (version,) = self._db.execute("PRAGMA data_version").fetchone()
             if version != self._version:
                 self._version = version
-                of = (self._namespace,)
-                rows = self._db.execute("SELECT key FROM files WHERE namespace = ?", of)
-                self.known = {key for (key,) in rows}
-
-    def use(self, keys: Sequence[bytes]) -> int:
-        """Count the files of a chain as used just now; returns the number of this use."""
-        with self._alone(), self._db as db:
-            (use,) = db.execute("UPDATE totals SET uses = uses + 1 RETURNING uses").fetchone()
-            last = (use + 1 << _CHAIN_BITS) - 1
-            uses = [(last - i, key) for i, key in enumerate(keys)]
-            db.executemany("UPDATE files SET used = ? WHERE key = ?", uses)
-        return int(use)
+                self.known = {key for (key,) in self._db.execute("SELECT key FROM files")}
 
     # Files
 
@@ -156,42 +156,45 @@ class Folder:
     def read(self, key: bytes, num_bytes: int | None) -> memoryview | None:
         """The num_bytes of a file (None: all); None if there is none, or a bad one, which is
         removed."""
+        path = self.path_of(key)
         try:
-            return read_file(self.path_of(key), key, num_bytes)
-        except (BadFile, OSError) as e:
-            self._drop(key, e)
+            return read_file(path, key, num_bytes)
+        except (ValueError, OSError) as e:
+            with self._alone(), self._db:
+                is_missing = isinstance(e, FileNotFoundError)
+                if not is_missing:
+                    self.num_bad += 1
+                    logger.warning(f"the prefix cache drops {path}: {e}")
+                if not is_missing or not path.exists():  # another process may have just written it
+                    self._remove(key)
             return None
 
-    def _drop(self, key: bytes, reason: Exception) -> None:
-        path = self.path_of(key)
-        with self._alone(), self._db:
-            if isinstance(reason, FileNotFoundError):
-                if path.exists():  # another process has just written it
-                    return
-            else:
-                self.num_bad += 1
-                logger.warning(f"the prefix cache drops {path}: {reason}")
-            self._remove(key)
+    def use(self, chain: Sequence[bytes]) -> None:
+        """Count the files of a chain as used just now, also those that `write` will write."""
+        with self._alone(), self._db as db:
+            (latest,) = db.execute("SELECT COALESCE(MAX(used), 0) FROM files").fetchone()
+            self._uses = {key: latest + len(chain) - i for i, key in enumerate(chain)}
+            rows = ((use, key) for key, use in self._uses.items())
+            db.executemany("UPDATE files SET used = ? WHERE key = ?", rows)
 
-    def write(self, files: Sequence[tuple[bytes, Bytes]], use: int) -> int:
-        """Write files of one chain, in its order; returns how many bytes it wrote.
+    def write(self, files: Sequence[File]) -> int:
+        """Write files of the chain used last, in its order; returns how many bytes it wrote.
 
-        use: of the chain.  It stops where only files of this chain could make room.
+        It stops where only files of this chain could make room.
         """
         num_bytes = 0
         with self._alone():
-            counted = self._count(files, use)
+            counted = self._count(files)
             try:
-                for number, (key, data) in enumerate(counted):
-                    new, path = self.path / "tmp" / str(number), self.path_of(key)
+                for key, data in counted:
+                    path = self.path_of(key)
                     path.parent.mkdir(0o700, exist_ok=True)
-                    write_file(new, key, data)
-                    new.rename(path)
+                    write_file(self._new, key, data)
+                    self._new.rename(path)
                     self.known.add(key)
                     num_bytes += len(data)
             except OSError:
-                for left in (self.path / "tmp").iterdir():
-                    left.unlink()
+                self._new.unlink(missing_ok=True)
                 with self._db:
                     for key, _ in counted:
                         if key not in self.known:
@@ -199,36 +202,30 @@ class Folder:
                 raise
         return num_bytes
 
-    def _count(
-        self, files: Sequence[tuple[bytes, Bytes]], use: int
-    ) -> Sequence[tuple[bytes, Bytes]]:
+    def _count(self, files: Sequence[File]) -> list[File]:
         """Count files that are to be written; returns those that are new and fit."""
-        counted, first = [], use << _CHAIN_BITS
+        counted, first = [], min(self._uses.values())
         with self._db as db:
             free = shutil.disk_usage(self.path).free - self.free_margin
-            row = db.execute("SELECT COUNT(*) FROM files WHERE used >= ?", (first,))
-            (used,) = row.fetchone()
             for key, data in files:
+                size = -(-(_HEADER + len(data)) // _PAGE) * _PAGE + _ROW
+                row = key, self._model, size, self._uses[key]
                 if db.execute("SELECT 1 FROM files WHERE key = ?", (key,)).fetchone():
                     continue
-                size = -(-file_size(len(data)) // _PAGE) * _PAGE + _ROW
                 free -= size
                 if free < 0 or not self._make_room(size, first):
                     break
-                used += 1
-                values = key, self._namespace, size, (use + 1 << _CHAIN_BITS) - used
-                db.execute("INSERT INTO files VALUES (?, ?, ?, ?)", values)
-                db.execute("UPDATE totals SET bytes = bytes + ?", (size,))
+                db.execute("INSERT INTO files VALUES (?, ?, ?, ?)", row)
                 counted.append((key, data))
         return counted
 
-    def _make_room(self, size: int, before: int) -> bool:
+    def _make_room(self, size: int, before: int | None) -> bool:
         """Remove the files used least recently, and before `before`, until `size` bytes fit."""
-        (total,) = self._db.execute("SELECT bytes FROM totals").fetchone()
-        oldest = "SELECT key, bytes FROM files WHERE used < ? ORDER BY used LIMIT 1"
+        (total,) = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()
+        oldest = "SELECT key, bytes, used FROM files ORDER BY used LIMIT 1"
         while total + size > self.quota:
-            row = self._db.execute(oldest, (before,)).fetchone()
-            if row is None:
+            row = self._db.execute(oldest).fetchone()
+            if row is None or (before is not None and row[2] >= before):
                 return False
             self._remove(row[0])
             total -= row[1]
@@ -238,25 +235,21 @@ class Folder:
         """Remove a file, then its row."""
         self.path_of(key).unlink(missing_ok=True)
         self.known.discard(key)
-        row = self._db.execute("DELETE FROM files WHERE key = ? RETURNING bytes", (key,)).fetchone()
-        if row is not None:
-            self._db.execute("UPDATE totals SET bytes = bytes - ?", row)
+        self._db.execute("DELETE FROM files WHERE key = ?", (key,))
 
     # For people
 
-    def models(self) -> list[ModelUsage]:
-        """What each model takes, the largest first."""
+    def models(self) -> list[tuple[str, int, int]]:
+        """Of each model, the largest first: its name, its files, and their bytes in the quota."""
         with self._thread_lock:
-            rows = self._db.execute(
-                "SELECT model, COUNT(*), SUM(bytes) AS size FROM files "
-                "JOIN namespaces ON namespace = id GROUP BY id ORDER BY size DESC"
+            return self._db.execute(
+                "SELECT model, COUNT(*), SUM(bytes) FROM files GROUP BY model ORDER BY 3 DESC"
             ).fetchall()
-        return [ModelUsage(*row) for row in rows]
 
     def verify(self) -> tuple[int, int]:
         """Read every file, and drop what is bad or foreign; returns (good, dropped)."""
-        with self._thread_lock:
-            keys = [key for (key,) in self._db.execute("SELECT key FROM files")]
+        self.refresh()
+        keys = list(self.known)
         good = sum(self.read(key, None) is not None for key in keys)
         dropped = len(keys) - good
         with self._alone():
@@ -269,9 +262,8 @@ class Folder:
 
     def clear(self) -> None:
         """Remove all files."""
-        with self._alone(), self._db as db:
-            for (key,) in db.execute("SELECT key FROM files").fetchall():
-                self._remove(key)
+        with self._alone(), self._db:
+            self._make_room(self.quota + 1, None)
 
     def _files(self) -> list[Path]:
         return [file for file in self.path.glob("*/*") if file.is_file()]

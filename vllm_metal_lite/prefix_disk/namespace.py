@@ -6,7 +6,6 @@ in its values only is a model whose training changed single numbers.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, is_dataclass
 from hashlib import blake2b
 from importlib.metadata import version
 from typing import Any
@@ -33,7 +32,7 @@ def namespace(model: LoadedModel, groups: Sequence[KVGroup], block_size: int) ->
         "format": _FORMAT,
         "versions": (__version__, version("mlx"), version("mlx-lm")),
         "type": model.model_type,
-        "args": _plain(args),
+        "args": getattr(args, "__dict__", args),
         "rows": model.kv_specs,
         "groups": [(group.layers, group.window) for group in groups],
         "states": [(a.shape, a.dtype) for a in state_store.arrays],
@@ -48,13 +47,6 @@ def namespace(model: LoadedModel, groups: Sequence[KVGroup], block_size: int) ->
         digest.update(f"{name} {array.shape} {array.dtype}".encode())
         digest.update(np.array(sample).tobytes())
     return digest.digest()
-
-
-def _plain(args: Any) -> Any:
-    """A model's arguments, without addresses of objects."""
-    if is_dataclass(args) and not isinstance(args, type):
-        return asdict(args)
-    return vars(args) if hasattr(args, "__dict__") else args
 
 
 def _sample(array: mx.array) -> mx.array:

@@ -1,100 +1,206 @@
-"""One prefix on its way from the disk to the store."""
+"""Prefixes on their way from the disk to the store, one after the other.
+
+A waiting request whose prefix continues on the disk stays in the queue, and others pass it.
+Threads read the files; between two steps the blocks are copied to the store and named.  Then the
+request is admitted with an ordinary hit.
+"""
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import NamedTuple
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
 
-from vllm_metal_lite.prefix_disk.chain import Chain, Part
+from vllm_metal_lite.prefix_disk.folder import Folder
+from vllm_metal_lite.prefix_disk.parts import Part, Parts
 from vllm_metal_lite.runner.block_bytes import BlockBytes
-from vllm_metal_lite.scheduler.block_pool import BlockPool
-from vllm_metal_lite.scheduler.request import Request
+from vllm_metal_lite.scheduler.checkpoints import last_position
+from vllm_metal_lite.scheduler.kv_manager import PrefixHit
+from vllm_metal_lite.scheduler.request import Request, RequestStatus
+from vllm_metal_lite.scheduler.scheduler import Scheduler
+from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
+_THREADS = 4
 # Bytes that are read ahead of the copies to the store.
 _READ_AHEAD = 256 << 20
-
-Data = Future[memoryview | None]
-# Reads a key's bytes, of this size; None: there is no such file, or a bad one.
-Read = Callable[[bytes, int], Data]
-
-
-class _Reading(NamedTuple):
-    part: Part
-    place: int
-    data: Data
+# Seconds that a request waits for the disk at most, beside what computing takes.
+_PATIENCE = 10.0
+# Assumed until measured: bytes and tokens a second.
+_READ_SPEED, _COMPUTE_SPEED = 5e8, 300.0
 
 
+@dataclass(eq=False)
 class Restore:
-    """Reads the parts that are not in memory.  It owns all blocks of the prefix until its end: what
-    is in memory stays, and what was copied has a name by then.
+    """One prefix.  It owns all blocks until its end: what is in memory stays, and what was copied
+    has a name by then.
 
-    num_tokens: that the disk adds.
+    num_tokens: that the disk adds.  needed: the parts of the prefix, those in memory among them.
+    unread: those that are not.  places: of all parts, once they are owned.
     """
 
-    def __init__(self, request: Request, chain: Chain, num_tokens: int) -> None:
-        self.request, self.num_tokens = request, num_tokens
-        self.reads: deque[_Reading] = deque()
-        self.begun, self.num_bytes = time.monotonic(), 0
-        self._chain = chain
-        self._owned: list[tuple[BlockPool, list[int]]] = []
-        self._unread: deque[tuple[Part, int]] = deque()
-        self._num_resets = chain.kv.num_resets
+    request: Request
+    num_tokens: int
+    needed: Sequence[Part]
+    unread: deque[Part]
+    reads: deque[tuple[Part, Future[memoryview | None]]] = field(default_factory=deque)
+    places: dict[Part, int] = field(default_factory=dict)
+    num_bytes: int = 0
+    begun: float = field(default_factory=time.monotonic)
 
-    def take(self, parts: Sequence[Part], spare: Sequence[int]) -> bool:
-        """Own the places of the parts; False, and none is taken, if a pool has too few.
 
-        spare: places by pool that may be taken.
-        """
-        chain = self._chain
-        by_pool = [[p for p in parts if p.group == g] for g in range(len(chain.pools))]
-        for pool, of, left in zip(chain.pools, by_pool, spare, strict=True):
-            places = map(chain.in_memory, of)
-            if sum(place is None or not pool.is_owned(place) for place in places) > left:
-                return False
-        for pool, of in zip(chain.pools, by_pool, strict=True):
-            known = {p: place for p in of if (place := chain.in_memory(p)) is not None}
-            pool.touch(known.values())
-            taken = pool.allocate(len(of) - len(known))
-            assert taken is not None, "spare places are available"
-            missing = dict(zip((p for p in of if p not in known), taken, strict=True))
-            self._unread += missing.items()
-            self._owned.append((pool, [(known | missing)[p] for p in of]))
-        return True
+class Reader:
+    """Decides which requests get their prefix from the disk.  The engine's thread calls it.
+
+    num_tokens: that requests did not compute because they were on the disk.
+    """
+
+    def __init__(
+        self, folder: Folder, parts: Parts, store: BlockBytes, scheduler: Scheduler
+    ) -> None:
+        self.num_tokens = 0
+        self._folder, self._parts, self._store = folder, parts, store
+        self._scheduler, self._kv = scheduler, scheduler.kv
+        self._threads = ThreadPoolExecutor(_THREADS, "prefix-disk-reader")
+        self.restore: Restore | None = None
+        self._asked = False  # whether some waiting request may want one
+        self._read_speed = _READ_SPEED
+        self._compute_speed = _COMPUTE_SPEED
+        self._last_end = 0.0
+
+    def wants(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether a request waits for the disk.  hit: what it finds in memory."""
+        if request.wants_restore is None:
+            request.wants_restore = self._restore_of(request, hit) is not None
+            self._asked |= request.wants_restore
+        return request.wants_restore
+
+    def _restore_of(self, request: Request, hit: PrefixHit) -> Restore | None:
+        """What brings a request's prefix; None if reading is not worth it."""
+        parts, size, known = self._parts, self._kv.block_size, self._folder.known
+        most = last_position(request.num_tokens, size)
+        if request.skip_prefix_cache_read or not known or not most:
+            return None
+        names = parts.names(request, most)
+        length = parts.longest(names, known)
+        num_tokens = length * size - hit.num_tokens
+        if num_tokens < parts.min_tokens:
+            return None
+        needed = list(parts.of(names[:length]))
+        unread = deque(part for part in needed if parts.in_memory(part) is None)
+        num_bytes = sum(self._store.size(part.group) for part in unread)
+        is_faster = self._is_faster(num_bytes, num_tokens)
+        return Restore(request, num_tokens, needed, unread) if is_faster else None
+
+    def _is_faster(self, num_bytes: int, num_tokens: int) -> bool:
+        return num_bytes / self._read_speed < num_tokens / self._compute_speed
+
+    def learn(self, output: SchedulerOutput) -> None:
+        """Time a completed step, if most of its rows are of prompts."""
+        now, rows = time.monotonic(), output.total_num_scheduled_tokens
+        if rows >= self._parts.min_tokens and rows > 2 * output.num_decodes:
+            speed = rows / (now - max(output.launched_at, self._last_end) + 1e-6)
+            self._compute_speed = 0.7 * self._compute_speed + 0.3 * speed
+        self._last_end = now
 
     @property
     def is_ready(self) -> bool:
-        """Whether something has been read."""
-        return not self.reads or self.reads[0].data.done()
+        """Whether `copy` has something to do."""
+        restore = self.restore
+        if restore is None:
+            return self._asked
+        return not restore.reads or restore.reads[0][1].done() or self._must_stop(restore)
 
-    @property
-    def is_done(self) -> bool:
-        return not self.reads and not self._unread
+    def copy(self) -> None:
+        """Copy what has been read to the store, or begin with the next prefix."""
+        if self.restore is not None:
+            self._continue(self.restore)
+        elif request := next((r for r in self._scheduler.waiting if r.wants_restore), None):
+            self._start(request)
+        else:
+            self._asked = False
 
-    def copy(self, store: BlockBytes, read: Read) -> bool:
-        """Copy to the store what has been read, and read on; False if the prefix ends here."""
-        kv = self._chain.kv
-        while self.reads and self.reads[0].data.done():
-            part, place, reading = self.reads.popleft()
-            data = None if reading.exception() else reading.result()
-            if data is None or kv.num_resets != self._num_resets:
-                return False
-            store.write(part.group, place, data)
-            if part.group < len(kv.groups):
-                kv.pools[part.group].name(place, part.name)
-            elif kv.states is not None:
-                kv.states.name(place, part.name)
-            self.num_bytes += len(data)
-        ahead = sum(store.size(reading.part.group) for reading in self.reads)
-        while self._unread and ahead < _READ_AHEAD:
-            part, place = self._unread.popleft()
-            self.reads.append(_Reading(part, place, read(part.key, store.size(part.group))))
-            ahead += store.size(part.group)
+    def _start(self, request: Request) -> None:
+        """Begin to read a request's prefix, if there is room for it."""
+        restore = self._restore_of(request, self._kv.find_prefix(request))
+        request.wants_restore = restore is not None and self._take(restore)
+        if restore is not None and request.wants_restore:
+            self.restore = restore
+            self._read_on(restore)
+
+    def _take(self, restore: Restore) -> bool:
+        """Own the places of all parts; False, and none is taken, if a pool has too few."""
+        pools, find, states = self._parts.pools, self._parts.in_memory, self._kv.states
+        spare = self._scheduler.spare_blocks()
+        if states is not None:  # each empty seat has a slot in reserve
+            empty = states.num_seats - self._scheduler.num_running
+            spare.append(states.pool.num_available - empty)
+        known = {part: place for part in restore.needed if (place := find(part)) is not None}
+        cost = Counter(part.group for part in restore.unread)
+        cost.update(p.group for p, place in known.items() if not pools[p.group].is_owned(place))
+        if any(cost[group] > left for group, left in enumerate(spare)):
+            return False
+        for part, place in known.items():
+            pools[part.group].touch([place])
+        for part in restore.unread:
+            taken = pools[part.group].allocate(1)
+            assert taken is not None, "spare places are available"
+            known[part] = taken[0]
+        restore.places = {part: known[part] for part in restore.needed}
         return True
 
-    def end(self) -> None:
-        """Leave the blocks to the cache."""
-        for reading in self.reads:
-            reading.data.cancel()
-        for pool, places in self._owned:
-            pool.free(places)
+    def _continue(self, restore: Restore) -> None:
+        """Copy what has been read, and end the restore if it is done or must stop."""
+        while restore.reads and restore.reads[0][1].done():
+            part, reading = restore.reads.popleft()
+            data = None if reading.exception() else reading.result()
+            if data is None:  # the file is bad or gone, and the prefix ends here
+                self.stop()
+                return
+            self._store.write(part.group, restore.places[part], data)
+            if self._kv.states is not None and part.group == len(self._kv.groups):
+                self._kv.states.name(restore.places[part], part.name)
+            else:
+                self._parts.pools[part.group].name(restore.places[part], part.name)
+            restore.num_bytes += len(data)
+        self._read_on(restore)
+        is_done = not restore.reads
+        if is_done:
+            self._read_speed = restore.num_bytes / max(time.monotonic() - restore.begun, 1e-6)
+            self.num_tokens += restore.num_tokens
+            restore.request.num_restored_tokens = restore.num_tokens
+        if is_done or self._must_stop(restore):
+            self.stop()
+
+    def _read_on(self, restore: Restore) -> None:
+        ahead = sum(self._store.size(part.group) for part, _ in restore.reads)
+        while restore.unread and ahead < _READ_AHEAD:
+            part = restore.unread.popleft()
+            size = self._store.size(part.group)
+            # Without attention layers, blocks only count tokens, and have no files.
+            job = (self._folder.read, part.key, size) if size else (memoryview, b"")
+            restore.reads.append((part, self._threads.submit(*job)))
+            ahead += size
+
+    def _must_stop(self, restore: Restore) -> bool:
+        """Whether nobody wants it, it takes too long, or running requests may need the blocks."""
+        is_wanted = restore.request.status is not RequestStatus.FINISHED
+        computing = restore.num_tokens / self._compute_speed
+        is_late = time.monotonic() > restore.begun + computing + _PATIENCE
+        return is_late or not is_wanted or self._kv.num_available < self._scheduler.num_running
+
+    def stop(self) -> None:
+        """End the restore.  The blocks are left to the cache, which evicts the first ones last."""
+        if (restore := self.restore) is not None:
+            for _, data in restore.reads:
+                data.cancel()
+            for part, place in reversed(restore.places.items()):
+                self._parts.pools[part.group].free([place])
+            restore.request.wants_restore = False
+            self.restore = None
+
+    def wait(self) -> None:
+        """Wait a moment for the next bytes."""
+        if self.restore is not None and self.restore.reads:
+            with suppress(TimeoutError):
+                self.restore.reads[0][1].exception(0.05)

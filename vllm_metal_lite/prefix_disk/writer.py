@@ -1,71 +1,90 @@
-"""A thread that writes files.  What waits for it is bounded: a step never waits for the disk."""
+"""Prefixes on their way to the disk: blocks are copied between two steps, and a thread writes them.
+
+A step never waits for the disk, and little memory does: the next blocks are copied when the last
+ones are written.  Until then they are in the store only, where the cache may evict them.
+"""
 
 import logging
 import sqlite3
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from vllm_metal_lite.errors import one_line
-from vllm_metal_lite.prefix_disk.block_file import Bytes
 from vllm_metal_lite.prefix_disk.folder import Folder
+from vllm_metal_lite.prefix_disk.parts import Part, Parts
+from vllm_metal_lite.runner.block_bytes import BlockBytes
 
 logger = logging.getLogger(__name__)
 
-# Bytes that may wait for the disk.
-_MOST_WAITING = 256 << 20
-
-Files = Sequence[tuple[bytes, Bytes]]
+# Bytes that are copied at once.
+_COPIED = 16 << 20
+# Prefixes that wait to be copied; further ones are dropped.
+_MOST_WAITING = 16
 
 
 class Writer:
-    """Writes the files of chains in order.  One thread calls it."""
+    """The engine's thread calls it.  waiting: prefixes, or the rest of one."""
 
-    def __init__(self, folder: Folder) -> None:
-        self.folder = folder
+    def __init__(self, folder: Folder, parts: Parts, store: BlockBytes) -> None:
         self.num_bytes = self.num_errors = 0
+        self._folder, self._parts, self._store = folder, parts, store
+        self.waiting: deque[deque[Part]] = deque()
+        self._is_new = True  # nothing of the first one was copied
         self._thread = ThreadPoolExecutor(1, "prefix-disk-writer")
-        self._waiting: deque[tuple[Future[None], list[bytes], int]] = deque()  # keys, bytes
-        self._chain: Sequence[bytes] = ()
-        self._use = 0
+        self._work = self._thread.submit(folder.refresh)
         self._is_failing = False
 
-    def waiting(self) -> set[bytes]:
-        """The keys of the files that wait."""
-        while self._waiting and self._waiting[0][0].done():
-            self._waiting.popleft()
-        return {key for _, keys, _ in self._waiting for key in keys}
+    def add(self, names: Sequence[bytes]) -> None:
+        """Write a prefix, or count it as used."""
+        is_long = len(names) * self._parts.kv.block_size >= self._parts.min_tokens
+        if is_long and len(self.waiting) < _MOST_WAITING:
+            self.waiting.append(deque(self._parts.of(names)))
 
     @property
-    def has_room(self) -> bool:
-        return sum(n for write, _, n in self._waiting if not write.done()) < _MOST_WAITING
+    def is_ready(self) -> bool:
+        """Whether `copy` has something to do."""
+        return bool(self.waiting) and self._work.done()
 
-    def add(self, chain: Sequence[bytes], files: Files) -> None:
-        """Count the keys of a chain as used, and write some of its files."""
-        keys, num_bytes = [key for key, _ in files], sum(len(data) for _, data in files)
-        self._waiting.append((self._thread.submit(self._write, chain, files), keys, num_bytes))
+    def copy(self) -> None:
+        """Copy blocks of the first prefix for the thread."""
+        parts, files, num_bytes = self.waiting[0], [], 0
+        chain = [part.key for part in parts] if self._is_new else []
+        while parts and num_bytes < _COPIED:
+            part = parts.popleft()
+            place, size = self._parts.in_memory(part), self._store.size(part.group)
+            if place is not None and size and part.key not in self._folder.known:
+                files.append((part.key, self._store.read(part.group, place)))
+                num_bytes += size
+        self._work = self._thread.submit(self._write, chain, files)
+        self._is_new = not parts
+        if not parts:
+            self.waiting.popleft()
 
-    def refresh(self) -> None:
-        """Learn what other processes wrote."""
-        self._thread.submit(self._write, (), ())
-
-    def _write(self, chain: Sequence[bytes], files: Files) -> None:
+    def _write(self, chain: Sequence[bytes], files: Sequence[tuple[bytes, memoryview]]) -> None:
         try:
-            self.folder.refresh()
-            if chain is not self._chain and chain:
-                self._use, self._chain = self.folder.use(chain), chain
-            self.num_bytes += self.folder.write(files, self._use) if files else 0
-            self._is_failing &= not files
+            if chain:
+                self._folder.refresh()
+                self._folder.use(chain)
+            if files:
+                self.num_bytes += self._folder.write(files)
+                self._is_failing = False
         except (sqlite3.Error, OSError) as e:
             self.num_errors += 1
             if not self._is_failing:  # one line until it works again
                 logger.warning(f"the prefix cache cannot write: {one_line(e)}")
             self._is_failing = True
 
-    def flush(self, seconds: float | None = None) -> None:
-        """Wait until everything is written, or for some seconds."""
-        wait([write for write, *_ in self._waiting], seconds)
+    def refresh(self) -> None:
+        """Learn what other processes wrote, unless the thread is writing."""
+        if self._work.done():
+            self._work = self._thread.submit(self._folder.refresh)
 
-    def close(self) -> None:
-        """Stop after the files that are being written."""
-        self._thread.shutdown(cancel_futures=True)
+    def clear(self) -> None:
+        """Leave out what was not copied yet."""
+        self.waiting.clear()
+        self._is_new = True
+
+    def flush(self, seconds: float | None = None) -> None:
+        """Wait until what was copied is written, or for some seconds."""
+        wait([self._work], seconds)

@@ -4,7 +4,7 @@ A request's block tables have the same length in every group.  As the context gr
 group's window are released; their entries stay in the table but are no longer read.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_metal_lite.scheduler.block_pool import BlockPool, BlockTable
@@ -20,6 +20,8 @@ from vllm_metal_lite.scheduler.state_slots import StateSlots
 
 # Blocks to append to a request's block tables, one sequence per group; empty: none.
 NewBlocks = Sequence[Sequence[int]]
+# What is known by a name; None: nothing.
+Find = Callable[[bytes], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +190,11 @@ class KVCacheManager:
         most = 0
         if self.enable_caching and not request.skip_prefix_cache_read:
             most = last_position(request.num_tokens, self.block_size) // self.block_size
-        names = self.block_names(request, most * self.block_size)
-        in_blocks = length = self._whole_windows(names, self._known_blocks(names, most))
-        state = None
-        if self.states is not None:
-            while length and (state := self.states.pool.lookup(names[length - 1])) is None:
-                length = self._whole_windows(names, length - 1)
+        names = self.block_names(request, most * self.block_size)[:most]
+        find = [pool.lookup for pool in self.pools]
+        find_state = None if self.states is None else self.states.pool.lookup
+        in_blocks, length = self.longest_prefix(names, find, find_state)
+        state = find_state(names[length - 1]) if find_state is not None and length else None
         tables = []
         for pool, group in zip(self.pools, self.groups, strict=True):
             first = group.first_block(length * self.block_size, self.block_size)
@@ -201,24 +202,30 @@ class KVCacheManager:
             tables.append(BlockTable([0] * first + blocks, first))
         return PrefixHit(tables, length * self.block_size, in_blocks * self.block_size, state)
 
-    def _known_blocks(self, names: Sequence[bytes], most: int) -> int:
-        """How many of the first `most` blocks every group without a window knows."""
-        for pool, group in zip(self.pools, self.groups, strict=True):
-            if group.window is None:
-                found = 0
-                while found < most and pool.lookup(names[found]) is not None:
-                    found += 1
-                most = found
-        return most
+    def longest_prefix(
+        self, names: Sequence[bytes], find: Sequence[Find], find_state: Find | None
+    ) -> tuple[int, int]:
+        """How many of the named blocks can be used again: by the blocks, and by the states too.
 
-    def _whole_windows(self, names: Sequence[bytes], length: int) -> int:
+        find: of the blocks of each group.  find_state: None if there are no states.
+        """
+        length = len(names)
+        for group, found in zip(self.groups, find, strict=True):
+            if group.window is None:
+                length = next((i for i in range(length) if found(names[i]) is None), length)
+        in_blocks = length = self._whole_windows(names, length, find)
+        while find_state is not None and length and find_state(names[length - 1]) is None:
+            length = self._whole_windows(names, length - 1, find)
+        return in_blocks, length
+
+    def _whole_windows(self, names: Sequence[bytes], length: int, find: Sequence[Find]) -> int:
         """The most blocks, at most `length`, behind which every group knows its whole window."""
         before = None
         while length != before:
             before = length
-            for _, group, pool in self._windowed:
+            for g, group, _ in self._windowed:
                 end = range(group.first_block(length * self.block_size, self.block_size), length)
-                missing = (i for i in reversed(end) if pool.lookup(names[i]) is None)
+                missing = (i for i in reversed(end) if find[g](names[i]) is None)
                 length = next(missing, length)
         return length
 

@@ -86,8 +86,9 @@ class Request:
     # (following.py).
     leader: "tuple[Request, int] | None" = field(init=False, default=None, repr=False)
     num_followed: int = field(init=False, default=0)
-    # Whether a part of its prefix is to be read from a disk; None: not known yet.
+    # Whether a part of its prefix is to be read from a disk; None: not known yet.  What came.
     wants_restore: bool | None = field(init=False, default=None)
+    num_restored_tokens: int = field(init=False, default=0)
     status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
     num_preemptions: int = field(init=False, default=0)
     # Tokens known before the step in flight samples the first of them; `advance` appends them.

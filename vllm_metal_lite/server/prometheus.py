@@ -51,6 +51,7 @@ _COUNTERS = {
     "spec_decode_num_accepted_tokens": "Those of them that became tokens of an answer.",
     "prompt_tokens": "Prompt tokens of requests that got their first token, cached ones included.",
     "prompt_tokens_cached": "Those of them that were cached.",
+    "external_prefix_cache_hits": "Those of the cached ones that came from the disk.",
     "generation_tokens": "Generated tokens.",
 }
 _OF_THE_ENGINE = {  # name of a counter -> of the engine's own
@@ -168,6 +169,7 @@ class RequestCount:
             metrics = self._metrics
             metrics["prompt_tokens"].inc(len(request.prompt_token_ids) * request.params.n)
             metrics["prompt_tokens_cached"].inc(request.num_cached_tokens)
+            metrics["external_prefix_cache_hits"].inc(request.num_restored_tokens)
             metrics["time_to_first_token_seconds"].observe(now - request.times.arrived)
         else:
             self._observe_gap(now - self._at)

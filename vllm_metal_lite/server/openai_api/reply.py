@@ -100,11 +100,12 @@ class Reply:
         if self._hides_answers:
             generated = 0
         cached = sum(g.num_cached_tokens for g in self._requests)
+        restored = sum(g.num_restored_tokens for g in self._requests)  # from the disk
         usage = {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens_details": {"cached_tokens": cached, "restored_tokens": restored},
         }
         if self._num_reasoning_tokens is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self._num_reasoning_tokens}

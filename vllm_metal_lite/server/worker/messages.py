@@ -178,6 +178,7 @@ class AnswerUpdate(NamedTuple):
     logprobs: list[PositionLogprobs] | None = None
     scheduled_at: float | None = None
     num_cached_tokens: int | None = None
+    num_restored_tokens: int = 0
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     pooled: np.ndarray | None = None
 

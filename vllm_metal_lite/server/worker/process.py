@@ -238,6 +238,7 @@ class _Progress:
             updates[0] = updates[0]._replace(
                 scheduled_at=self.scheduled_at,
                 num_cached_tokens=output.num_cached_tokens,
+                num_restored_tokens=output.num_restored_tokens,
                 pooled=output.pooled,
                 prompt_logprobs=None
                 if scored is None

@@ -63,7 +63,7 @@ class RequestState:
     ) -> None:
         self.request_id, self.params = request.request_id, request.sampling
         self.prompt_token_ids, self.fair_round = request.prompt_token_ids, request.fair_round
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = self.num_restored_tokens = 0
         self.only_reads = isinstance(request.params, PoolingParams)
         self.pooled: np.ndarray | None = None  # what a finished request has read
         self._scored: list[PositionLogprobs | None] | None = None  # the prompt
@@ -118,6 +118,7 @@ class RequestState:
         for update in updates:
             if update.num_cached_tokens is not None:
                 self.num_cached_tokens = update.num_cached_tokens
+                self.num_restored_tokens = update.num_restored_tokens
                 self._scored = update.prompt_logprobs
                 self.pooled = update.pooled
                 self.times.scheduled = update.scheduled_at

@@ -1,0 +1,67 @@
+"""The files that make up a prefix, and which of them are in memory."""
+
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from hashlib import blake2b
+from typing import NamedTuple
+
+from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
+from vllm_metal_lite.scheduler.request import Request
+
+
+class Part(NamedTuple):
+    """One file: a block of a KV group, or the state behind a block, in the "group" behind the last
+    one.  name: of the block."""
+
+    key: bytes
+    group: int
+    name: bytes
+
+
+class Parts:
+    """The parts of prefixes, which are given as the names of their blocks.
+
+    digest: of the namespace.  pools: of the KV groups, and of the states if the model keeps any.
+    """
+
+    # Below, a prefix is computed, and not written.
+    min_tokens = 256
+
+    def __init__(self, kv: KVCacheManager, digest: bytes) -> None:
+        self.kv, self.digest = kv, digest
+        self.pools = list(kv.pools) + ([] if kv.states is None else [kv.states.pool])
+
+    def names(self, request: Request, num_tokens: int) -> list[bytes]:
+        """Of the full blocks of a request's first tokens."""
+        names = self.kv.block_names(request, num_tokens)
+        return names[: num_tokens // self.kv.block_size]
+
+    def of(self, names: Sequence[bytes]) -> Iterator[Part]:
+        """What a request needs to start behind a prefix."""
+        size, length = self.kv.block_size, len(names)
+        for g, group in enumerate(self.kv.groups):
+            for at in range(group.first_block(length * size, size), length):
+                yield self._part(g, names[at])
+        if self.kv.states is not None:
+            yield self._part(len(self.kv.groups), names[-1])
+
+    def _part(self, group: int, name: bytes) -> Part:
+        key = blake2b(self.digest + bytes([group]) + name, digest_size=16).digest()
+        return Part(key, group, name)
+
+    def in_memory(self, part: Part) -> int | None:
+        """The block or slot that holds a part; None if none does."""
+        return self.pools[part.group].lookup(part.name)
+
+    def longest(self, names: Sequence[bytes], on_disk: Collection[bytes]) -> int:
+        """The most blocks whose parts are all in memory or on the disk."""
+
+        def find(group: int, name: bytes) -> bool | None:
+            part = self._part(group, name)
+            # Blocks without layers only count tokens, and have no files.
+            is_empty = group < len(self.kv.groups) and not self.kv.groups[group].layers
+            return is_empty or part.key in on_disk or self.in_memory(part) is not None or None
+
+        by_group = [partial(find, group) for group in range(len(self.pools))]
+        state = None if self.kv.states is None else by_group.pop()
+        return self.kv.longest_prefix(names, by_group, state)[1]
