@@ -9,7 +9,7 @@ PREFILL_POLICIES = ("mixed", "alternate", "whole")
 BLOCK_SIZES = (8, 16, 32)
 ATTENTION = ("auto", "reference", "kernels")
 KV_BITS = (8, 4)
-SPECULATE = ("auto", "off")
+SPECULATE = ("off", "auto")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 # Most tokens of a chunk times tokens of context before it.  One step's attention grows with this
@@ -78,7 +78,7 @@ class EngineConfig:
     dtype: str = "auto"
     kv_bits: int | None = None
     attention: str = "auto"
-    speculate: str = "auto"
+    speculate: str = "off"
     seed: int = 0
     trust_remote_code: bool = False
 

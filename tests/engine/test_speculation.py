@@ -194,7 +194,7 @@ def test_through_host_kernels(name):
 
 
 def test_the_option_is_checked():
-    with pytest.raises(ConfigError, match="speculate must be auto or off, got 'yes'"):
+    with pytest.raises(ConfigError, match="speculate must be off or auto, got 'yes'"):
         EngineConfig(speculate="yes")
 
 

@@ -131,9 +131,9 @@ def alone(model: nn.Module, prompt: Sequence[int], n: int) -> list[int]:
 
 
 def engine(name: str = "llama", dtype: mx.Dtype | None = None, **options: Any) -> LLMEngine:
-    """A small engine over the tiny model `name`, `packed`.  No drafts: they depend on times."""
+    """A small engine over the tiny model `name`, `packed`."""
     defaults = {"block_size": 8, "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    defaults |= {"max_model_len": min(128, 8 * options.get("num_blocks", 64)), "speculate": "off"}
+    defaults |= {"max_model_len": min(128, 8 * options.get("num_blocks", 64))}
     return LLMEngine(packed(name, dtype), EngineConfig(**{**defaults, **options}))
 
 
