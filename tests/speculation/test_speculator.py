@@ -19,6 +19,8 @@ def speculator(count=1, length=100):
 def tell(speculator, requests, rows, seconds, times=4, drafts=0, accepted=0):
     """Note steps of these requests, each with as many drafts."""
     for _ in range(times):
+        for request in requests:
+            speculator._record(request).proposed = [1] * drafts
         segments = [
             Segment(request, 10, 1 + drafts, (), draft_token_ids=[1] * drafts)
             for request in requests
@@ -99,3 +101,14 @@ def test_nothing_is_kept_of_a_request_that_ended():
     for request in requests:
         drafting.forget(request)
     assert not drafting._records
+
+
+def test_tokens_that_a_constraint_puts_behind_a_draft_are_not_its_merit():
+    drafting, (request,) = speculator()
+    (draft,) = drafting.propose([(request, 3)])
+    before = drafting._record(request).rate
+    segment = Segment(request, 10, 9, (), draft_token_ids=[*draft, 7, 7, 7, 7, 7])
+    drafting.note(SchedulerOutput([segment], 0, 9), [1], None)
+    assert drafting._record(request).rate < before
+    drafting.note(SchedulerOutput([segment], 0, 9), [8], None)
+    assert drafting._record(request).true == pytest.approx((4 * 0.9 + 1) * 0.9 + 3)

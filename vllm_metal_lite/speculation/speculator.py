@@ -1,6 +1,7 @@
 """Decides which decodes get drafts: those where the expected tokens a second rise."""
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 import numpy as np
 
@@ -23,12 +24,13 @@ _RECOVER = 0.02  # share of the way back to the first counts, per step without a
 
 
 class _Record:
-    """How a request's drafts fared."""
+    """How a request's drafts fared.  proposed: the last draft; a constraint may add to it."""
 
-    __slots__ = ("false", "true")
+    __slots__ = ("false", "proposed", "true")
 
     def __init__(self) -> None:
         self.true, self.false = _TRUE, _FALSE
+        self.proposed: Sequence[int] = ()
 
     @property
     def rate(self) -> float:
@@ -83,6 +85,8 @@ class Speculator:
         requests = [request for request, _ in wanted]
         drafts = [self._draft(request, min(most, MAX_DRAFT)) for request, most in wanted]
         cap = self._best_cap(requests, drafts, len(wanted))
+        for request, draft in zip(requests, drafts, strict=True):
+            self._record(request).proposed = draft[:cap]
         return [draft[:cap] for draft in drafts]
 
     def _draft(self, request: Request, most: int) -> list[int]:
@@ -115,12 +119,15 @@ class Speculator:
         seconds: None if they say nothing about steps without prompts."""
         drafted = [s for s in output.segments if s.draft_token_ids]
         for segment, count in zip(drafted, accepted, strict=True):
-            self._record(segment.request).note(count, len(segment.draft_token_ids))
+            record = self._record(segment.request)
+            pairs = zip(record.proposed, segment.draft_token_ids, strict=False)
+            own = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            record.note(min(count, own), own)
             self.num_drafted += len(segment.draft_token_ids)
             self.num_accepted += count
         for segment in output.segments[: output.num_decodes]:
-            if (record := self._records.get(segment.request)) is not None:
-                record.recover()
+            if segment.request in self._records:
+                self._records[segment.request].recover()
         if seconds is not None and output.num_decodes + len(drafted) == len(output.segments):
             rows = output.total_num_scheduled_tokens
             self.pace.note(rows, bool(drafted), seconds)
