@@ -66,7 +66,8 @@ def install(extra: str) -> str:
 
 def one_line(e: BaseException) -> str:
     """What an exception says, or its type if it says nothing, for a message of one line."""
-    return (" ".join(str(e).split()) or type(e).__name__)[:300]
+    text = f"no key {e}" if isinstance(e, KeyError) else str(e)
+    return (" ".join(text.split()) or type(e).__name__)[:300]
 
 
 def show(value: object) -> str:

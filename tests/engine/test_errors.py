@@ -212,3 +212,14 @@ def test_what_is_not_a_folder(tmp_path):
         with pytest.raises(ModelLoadError, match=words) as error:
             loader.load(name)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("config", "words"), [
+    ({"quantization_config": []}, "config.json: quantization_config must be an object"),
+    ({"quantization": "q4"}, "config.json: quantization must be an object, got 'q4'"),
+    ({"quantization_config": {"bits": 4}}, "cannot load this model: no key 'quant_method'"),
+])  # fmt: skip
+def test_a_quantisation_that_does_not_fit_is_named_by_its_key(folder, config, words):
+    edit_config(folder, **config)
+    with pytest.raises(ModelLoadError, match=f"{folder}: {words}"):
+        loader.load(str(folder))

@@ -134,6 +134,9 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
         if not list(folder.glob("model*.safetensors")):
             raise ModelLoadError("not a model folder: it has no model*.safetensors")
         _check_shards(folder)
+        for key in ("quantization", "quantization_config"):
+            if not isinstance(how := config.get(key), dict | None):
+                raise ModelLoadError(f"config.json: {key} must be an object, got {show(how)}")
     except ModelLoadError as e:
         raise ModelLoadError(f"{name}: {e}") from e
     return config
