@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import select
 import stat
 import sys
 import threading
@@ -71,7 +72,7 @@ class LineReader:
 class OrderedWriter:
     """Writes numbered results in the order of their numbers, each as soon as that order allows.
 
-    No line waits in a buffer.
+    Output is unbuffered, and a file never ends in a partial line, even on a full disk.
     """
 
     def __init__(self, name: str, input_file: BinaryIO) -> None:
@@ -86,11 +87,12 @@ class OrderedWriter:
         self._failed = False
         self.num_written = 0
         if self._path is None:
-            self._file = sys.stdout.buffer
+            stdout = sys.stdout.buffer
+            self._file = getattr(stdout, "raw", stdout)
             return
         try:
             self._created = not self._path.exists()
-            self._file = open(self._path, "ab")  # noqa: SIM115
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
         except (OSError, ValueError) as e:
             raise _unusable(name, e) from None
         ours, theirs = (os.fstat(f.fileno()) for f in (self._file, input_file))
@@ -127,14 +129,31 @@ class OrderedWriter:
             return
         try:
             for result in results:
-                self._file.write(json.dumps(result, ensure_ascii=False).encode() + b"\n")
+                self._write_line(json.dumps(result, ensure_ascii=False).encode() + b"\n")
                 self.num_written += 1
-            self._file.flush()
         except OSError as e:
             self._failed = True
             if isinstance(e, BrokenPipeError):
                 raise
             raise MetalLiteError(f"the output cannot be written: {e.strerror}") from None
+
+    def _write_line(self, line: bytes) -> None:
+        done = 0
+        try:
+            while done < len(line):
+                count = self._file.write(line[done:])
+                if count is None:  # a pipe that does not block, and is full
+                    select.select([], [self._file], [])
+                done += count or 0
+        except OSError:
+            self._take_back(done)
+            raise
+
+    def _take_back(self, num_bytes: int) -> None:
+        """Remove the last bytes written, if the output is a regular file."""
+        with suppress(OSError):
+            if num_bytes and stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                self._file.truncate(os.lseek(self._file.fileno(), 0, os.SEEK_CUR) - num_bytes)
 
 
 def _unreadable(e: OSError) -> MetalLiteError:
