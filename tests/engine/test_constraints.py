@@ -123,6 +123,30 @@ def test_forced_tokens_do_not_pause_in_steps_with_drafts(drafted, num_steps):
     assert done == {"r": truth["r"]}
 
 
+def test_forced_tokens_without_room_for_drafts_are_counted_once():
+    """A chunk in a step that has another request's drafts."""
+    choices = ([t, t + 1] for t in range(40, 60, 2))
+    slots = [[1, 2], *([t] for t in range(10, 30)), *choices]
+    params = SamplingParams(max_tokens=31, seed=3, frequency_penalty=1.0, ignore_eos=True)
+    truth = {"other": tiny.alone(tiny.native("llama"), [7, 8, 9], 60)}
+
+    def answer(drafts):
+        engine = tiny.engine()
+        constrained(engine, {"r": slots, "other": []})
+        if drafts:
+            engine.speculator = Guesses(engine, truth, right=1.0)
+            engine.speculator.wants = lambda decodes: True
+            room = engine.scheduler.drafts._room
+            engine.scheduler.drafts._room = lambda segment: (
+                room(segment) if segment.request.request_id == "other" else 0
+            )
+        engine.add_request("r", [7, 8, 9], params)
+        engine.add_request("other", [7, 8, 9], greedy(60, ignore_eos=True))
+        return tiny.run(engine)["r"]
+
+    assert answer(drafts=True) == answer(drafts=False)
+
+
 def test_tokens_known_at_the_start_are_computed_with_the_prompt():
     engine = tiny.engine()
     constrained(engine, {"r": [[10], [11], [12], [1, 2]]})

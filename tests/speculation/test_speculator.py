@@ -7,6 +7,7 @@ from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
 from vllm_metal_lite.speculation.pace import Pace, width
 from vllm_metal_lite.speculation.speculator import MAX_DRAFT, Speculator
+from vllm_metal_lite.speculation.speculator import _Record as Record
 
 
 def speculator(count=1, length=100):
@@ -112,3 +113,10 @@ def test_tokens_that_a_constraint_puts_behind_a_draft_are_not_its_merit():
     assert drafting._record(request).rate < before
     drafting.note(SchedulerOutput([segment], 0, 9), [8], None)
     assert drafting._record(request).true == pytest.approx((4 * 0.9 + 1) * 0.9 + 3)
+
+
+def test_drafts_that_always_come_true_leave_a_rate_below_one():
+    record = Record()
+    for _ in range(1000):
+        record.note(31, 31)
+    assert 30.9 < record.expected(31) < 31

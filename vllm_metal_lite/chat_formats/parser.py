@@ -67,7 +67,7 @@ def read_answer(
     reader: Reader, writer: AnswerWriter, chat_format: ChatFormat, in_reasoning: bool
 ) -> Reading[None]:
     """An answer of text with marked thoughts and calls."""
-    starts = [*filter(None, [chat_format.think_start])]
+    starts = [chat_format.think_start] if chat_format.think_start else []
     if writer.has_tools:
         starts += chat_format.call_starts
     if in_reasoning:

@@ -46,7 +46,7 @@ from vllm_metal_lite.scheduler.counts import count
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler import Scheduler
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
-from vllm_metal_lite.speculation.speculator import Speculator
+from vllm_metal_lite.speculation.speculator import MAX_DRAFT, Speculator
 
 logger = logging.getLogger(__name__)
 
@@ -309,7 +309,7 @@ class LLMEngine:
         if not any(drafts):
             return drafts
         return [
-            self.constraints.continued(request, draft, most)
+            self.constraints.continued(request, draft, min(most, MAX_DRAFT))
             for (request, most), draft in zip(wanted, drafts, strict=True)
         ]
 
@@ -434,8 +434,9 @@ class LLMEngine:
                 for request, rows in zip(output.terminal, live, strict=True)
             }
             self.scheduler.update(output, first, {r: tokens[1:] for r, tokens in drawn.items()})
+            forced = {request for request, _ in output.forced}  # the sampler knows their tokens
             for request, known in drawn.items():
-                if request.req_index is not None:
+                if request.req_index is not None and request not in forced:
                     self.sampler.accept(request.req_index, known)
             drafted = (s.request for s in output.segments if s.draft_token_ids)
             counts = [max(len(drawn[request]) - 1, 0) for request in drafted]

@@ -131,8 +131,9 @@ class LLM(PoolingCalls):
                 if interrupt.pressed:
                     raise KeyboardInterrupt
             until = time.monotonic() + _LONGEST_REST
-            while time.monotonic() < until and not interrupt.pressed and self.engine.rest():
-                pass
+            while time.monotonic() < until and self.engine.rest():
+                if interrupt.pressed:
+                    raise KeyboardInterrupt
         return [done[i] for i in ids]
 
 

@@ -48,6 +48,10 @@ class Writer:
 
     def copy(self) -> None:
         """Copy blocks of the first prefix for the thread."""
+        if self._is_failing and not self._is_new:  # the rest of this prefix is left out
+            self.waiting.popleft()
+            self._is_new = True
+            return
         parts, files, num_bytes = self.waiting[0], [], 0
         chain = [part.key for part in parts] if self._is_new else []
         while parts and num_bytes < _COPIED:

@@ -19,6 +19,7 @@ _MARGIN = 1.05  # expected gain below which drafts are not worth their noise
 _LOOKUPS = 8  # requests looked at before a step is launched ahead
 # A request starts with these counts of drafts that came true and of first ones that did not.
 _TRUE, _FALSE = 4.0, 1.0
+_LEAST_FALSE = 1e-3  # a rate stays below 1
 _FADE = 0.9  # of the counts, per draft
 _RECOVER = 0.02  # share of the way back to the first counts, per step without a draft
 
@@ -39,7 +40,7 @@ class _Record:
 
     def note(self, num_accepted: int, num_drafts: int) -> None:
         self.true = self.true * _FADE + num_accepted
-        self.false = self.false * _FADE + (num_accepted < num_drafts)
+        self.false = max(self.false * _FADE + (num_accepted < num_drafts), _LEAST_FALSE)
 
     def recover(self) -> None:
         """After a step without drafts: the text may have become another."""
@@ -122,7 +123,8 @@ class Speculator:
             record = self._record(segment.request)
             pairs = zip(record.proposed, segment.draft_token_ids, strict=False)
             own = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-            record.note(min(count, own), own)
+            if own:
+                record.note(min(count, own), own)
             self.num_drafted += len(segment.draft_token_ids)
             self.num_accepted += count
         for segment in output.segments[: output.num_decodes]:

@@ -25,7 +25,7 @@ export function fields(sampling) {
   if (schema) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
   if (sampling.thinking === false) body.reasoning_effort = "none";
   if (sampling.thinking === true) {  // models differ in the name
-    body.chat_template_kwargs = { enable_thinking: true, thinking: true, thinking_mode: "enabled" };
+    body.chat_template_kwargs = { enable_thinking: true, thinking: true };
   }
   return body;
 }

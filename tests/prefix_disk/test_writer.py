@@ -1,0 +1,36 @@
+"""Prefixes on their way to the disk, over a folder that fails."""
+
+import sqlite3
+from types import SimpleNamespace
+
+from vllm_metal_lite.prefix_disk.writer import Writer
+
+
+def test_the_rest_of_a_prefix_that_cannot_be_used_is_left_out():
+    written, errors = [], [sqlite3.OperationalError("locked")]
+
+    def use(chain):
+        if errors:
+            raise errors.pop()
+
+    def write(files):
+        written.extend(key for key, _ in files)
+        return 1
+
+    folder = SimpleNamespace(known=(), refresh=lambda: None, use=use, write=write)
+    store = SimpleNamespace(size=lambda group: 16 << 20, read=lambda group, place: b"")
+    parts = SimpleNamespace(
+        kv=SimpleNamespace(block_size=16),
+        min_tokens=16,
+        of=lambda names: [SimpleNamespace(key=name, group=0) for name in names],
+        in_memory=lambda part: 0,
+    )
+    writer = Writer(folder, parts, store)
+    writer.add([b"a", b"b", b"c"])
+    writer.add([b"d", b"e"])
+    while writer.waiting:
+        writer.flush()
+        writer.copy()
+    writer.flush()
+    assert written == [b"d", b"e"]
+    assert writer.num_errors == 1
