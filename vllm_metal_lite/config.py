@@ -20,6 +20,10 @@ MAX_CHUNK_TIMES_CONTEXT = 2048 * 32768
 # Seats are rows of host tables, made at start.
 MAX_NUM_SEQS = 16384
 
+MAX_DRAFT = 31
+# Most rows that a step with drafts samples: logits take memory, a vocabulary for each row.
+_MAX_DRAFTED_ROWS = 256
+
 # Longest pack of prompts that shares one block-diagonal mask: the mask grows with its square.
 MAX_PACKED_PREFILL_TOKENS = 4096
 
@@ -78,7 +82,7 @@ class EngineConfig:
     dtype: str = "auto"
     kv_bits: int | None = None
     attention: str = "auto"
-    speculate: str = "off"
+    speculate: str = "auto"
     seed: int = 0
     trust_remote_code: bool = False
 
@@ -91,3 +95,9 @@ class EngineConfig:
         if threshold and self.max_model_len is not None and threshold > self.max_model_len:
             most = f" ({self.max_model_len}), got {threshold}"
             raise ConfigError(name, " must be at most ", Option("max_model_len"), most)
+
+    @property
+    def max_sampled_rows(self) -> int:
+        """The most rows that a step samples: one for each request, or more with drafts."""
+        most = self.max_num_seqs * (1 if self.speculate == "off" else 1 + MAX_DRAFT)
+        return max(self.max_num_seqs, min(most, _MAX_DRAFTED_ROWS))

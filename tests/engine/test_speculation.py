@@ -10,6 +10,7 @@ from tests.support import tiny_models as tiny
 from tests.support.guesses import Guesses
 from tests.support.kernel_engine import engine_with_kernels
 from tests.support.pool_accounts import check_accounts
+from vllm_metal_lite import config
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -45,6 +46,10 @@ def tokens_of(outputs):
     return [answer.token_ids for output in outputs for answer in output.outputs]
 
 
+def drafting(name, **options):
+    return tiny.engine(name, speculate="auto", **options)
+
+
 def greedy(max_tokens, **more):
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **more)
 
@@ -53,7 +58,7 @@ def greedy(max_tokens, **more):
 def test_tokens_equal_the_model_alone(name):
     prompts = tiny.prompts(4, 1, 30, seed=3)
     alone = [tiny.alone(tiny.native(name), prompt, 40) for prompt in prompts]
-    engine = tiny.engine(name, num_blocks=34, max_model_len=100, max_num_batched_tokens=32)
+    engine = drafting(name, num_blocks=34, max_model_len=100, max_num_batched_tokens=32)
     assert tokens_of(run(engine, prompts, greedy(40), alone, seed=1)) == alone
     assert engine.speculator.num_accepted > 20
     assert engine.speculator.num_accepted < engine.speculator.num_drafted
@@ -63,7 +68,7 @@ def test_tokens_equal_the_model_alone(name):
 def test_true_drafts_save_steps(name):
     prompts = tiny.prompts(2, 5, 9, seed=4)
     alone = [tiny.alone(tiny.native(name), prompt, 60) for prompt in prompts]
-    plain, drafted = tiny.engine(name), tiny.engine(name)
+    plain, drafted = tiny.engine(name), drafting(name)
     assert tokens_of(run(plain, prompts, greedy(60))) == alone
     assert tokens_of(run(drafted, prompts, greedy(60), alone, right=1.0)) == alone
     assert drafted.metrics()["steps"] < 0.7 * plain.metrics()["steps"]
@@ -88,7 +93,7 @@ def test_every_parameter_counts_as_without_drafts(name, params):
     plain = run(tiny.engine(name), prompts, params)
     truth = tokens_of(plain)
     for seed in range(2):
-        drafted = run(tiny.engine(name), prompts, params, truth, seed=seed)
+        drafted = run(drafting(name), prompts, params, truth, seed=seed)
         assert tokens_of(drafted) == truth
         for a, b in zip(plain, drafted, strict=True):
             assert_alike(a.prompt_logprobs, b.prompt_logprobs)
@@ -133,7 +138,7 @@ def test_aborts_failures_preemption_and_the_prefix_cache(name, seed):
     stem = tiny.prompts(1, 20, 20, seed=8)[0]
     prompts = [stem[: random.randrange(1, 20)] + p for p in tiny.prompts(7, 1, 12, seed=seed)]
     alone = [tiny.alone(tiny.native(name), prompt, 30) for prompt in prompts]
-    engine = tiny.engine(
+    engine = drafting(
         name, num_blocks=14, max_model_len=80, max_num_seqs=4, max_num_batched_tokens=24
     )
     engine.speculator = Guesses(engine, {str(i): t for i, t in enumerate(alone)}, seed)
@@ -187,10 +192,24 @@ def test_through_host_kernels(name):
     prompts = tiny.prompts(3, 2, 20, seed=9)
     alone = [tiny.alone(tiny.native(name), prompt, 16) for prompt in prompts]
     with installed():
-        engine = engine_with_kernels(name)
+        engine = engine_with_kernels(name, speculate="auto")
         assert engine.attention_reason.startswith("the kernels") or engine.runner.path.uses_kernels
         assert tokens_of(run(engine, prompts, greedy(16), alone)) == alone
         assert engine.speculator.num_accepted > 5
+
+
+@pytest.mark.parametrize("num_rows", [10, 4])
+def test_a_step_samples_no_more_rows_than_the_memory_plan_counts(monkeypatch, num_rows):
+    monkeypatch.setattr(config, "_MAX_DRAFTED_ROWS", num_rows)
+    prompts = tiny.prompts(3, 4, 9, seed=2)
+    alone = [tiny.alone(tiny.native("llama"), prompt, 30) for prompt in prompts]
+    engine, rows = drafting("llama", max_num_seqs=3), []
+    engine.on_step = lambda out: rows.append([1 + len(s.draft_token_ids) for s in out.segments])
+    assert tokens_of(run(engine, prompts, greedy(30), alone, right=1.0)) == alone
+    assert max(map(sum, rows)) == num_rows
+    assert any(len(row) == 3 and max(row) - min(row) < 2 < max(row) for row in rows) == (
+        num_rows > 8
+    )
 
 
 def test_the_option_is_checked():
@@ -200,7 +219,7 @@ def test_the_option_is_checked():
 
 def test_no_step_waits_for_drafts_that_have_no_state_slot():
     """A segment with drafts needs a second slot; here the only one belongs to the request."""
-    engine = tiny.engine("qwen3_5", max_num_seqs=1, state_cache_gib=0, speculate="auto")
+    engine = drafting("qwen3_5", max_num_seqs=1, state_cache_gib=0)
     wants = engine.speculator.wants
     asked = []
     engine.speculator.wants = lambda decodes: asked.append(decodes) or wants(decodes)

@@ -131,9 +131,10 @@ def alone(model: nn.Module, prompt: Sequence[int], n: int) -> list[int]:
 
 
 def engine(name: str = "llama", dtype: mx.Dtype | None = None, **options: Any) -> LLMEngine:
-    """A small engine over the tiny model `name`, `packed`."""
+    """A small engine over the tiny model `name`, `packed`.  Drafts depend on times, so: none."""
     defaults = {"block_size": 8, "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    defaults |= {"max_model_len": min(128, 8 * options.get("num_blocks", 64))}
+    longest = min(128, 8 * options.get("num_blocks", 64))
+    defaults |= {"max_model_len": longest, "speculate": "off"}
     return LLMEngine(packed(name, dtype), EngineConfig(**{**defaults, **options}))
 
 

@@ -27,9 +27,9 @@ from tools.bench.lib.models import get_model
 from tools.bench.lib.tables import table_head
 from tools.bench.lib.trust import trusted
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend
+from vllm_metal_lite.config import MAX_DRAFT
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.speculation.lookup import look_up
-from vllm_metal_lite.speculation.speculator import MAX_DRAFT
 from vllm_metal_lite.structured_params import StructuredOutputsParams
 
 mx = backend.mx

@@ -153,7 +153,8 @@ def _engine(
     model: LoadedModel, batch: int, options: dict[str, Any], with_kernels: bool
 ) -> LLMEngine:
     sizes = {"num_blocks": 4 * batch + 8, "max_num_batched_tokens": 16 * batch}
-    config = EngineConfig(max_num_seqs=batch, max_model_len=64, **sizes, **options)
+    sizes |= {"max_num_seqs": batch, "max_model_len": 64}
+    config = EngineConfig(speculate="off", **sizes, **options)
     make = partial(LLMEngine, config=config)
     if not with_kernels:
         return make(model)

@@ -101,6 +101,7 @@ def _engine(model: LoadedModel, attention: str) -> LLMEngine:
             max_num_batched_tokens=_CHUNK,
             max_model_len=longest,
             attention=attention,
+            speculate="off",
         ),
     )
 

@@ -15,7 +15,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.batch.pooling_table import PoolingTable
-from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.config import MAX_DRAFT, EngineConfig
 from vllm_metal_lite.engine.answer import Answer
 from vllm_metal_lite.engine.chat_checkpoints import turn_checkpoints
 from vllm_metal_lite.engine.constraints import Constraints
@@ -46,7 +46,7 @@ from vllm_metal_lite.scheduler.counts import count
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler import Scheduler
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
-from vllm_metal_lite.speculation.speculator import MAX_DRAFT, Speculator
+from vllm_metal_lite.speculation.speculator import Speculator
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,9 @@ class LLMEngine:
         self.failed_steps = FailedSteps(self.scheduler)
         self.constraints = Constraints(model.vocab_size)
         self.pooling = PoolingTable()
-        self.speculator = Speculator(self._tokens_of) if self.config.speculate == "auto" else None
+        # Ranks, which measure their own times, would choose different drafts.
+        speculates = self.config.speculate == "auto" and model.ranks.size == 1
+        self.speculator = Speculator(self._tokens_of) if speculates else None
         self._last_end: float | None = None  # when the last step ended, while there is work
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id
         self._requests: dict[str, list[Answer]] = {}  # unfinished, by the user's request id

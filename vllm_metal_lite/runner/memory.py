@@ -221,8 +221,8 @@ def _states(model: LoadedModel, config: EngineConfig, num_slots: int) -> str:
 def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int) -> int:
     """Bytes that a full step needs beyond weights, states and store, measured by running one.
 
-    The step has one chunk with earlier context, and logits for every seat.  One repeated block
-    holds the whole context, so the store is tiny.
+    The step has one chunk with earlier context, and logits for as many rows as may be sampled.  One
+    repeated block holds the whole context, so the store is tiny.
     """
     device = profile()
     rows = min(config.max_num_batched_tokens, max_model_len, device.profile_rows)
@@ -246,7 +246,7 @@ def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int
     gc.collect()  # what is freed later would hide a part of the peak
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    _run(model, attention, batch)
+    _run(model, attention, batch, min(config.max_sampled_rows, rows))
     peak = mx.get_peak_memory() - before
     del store, attention
     mx.clear_cache()
@@ -256,10 +256,12 @@ def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int
     )
 
 
-def _run(model: LoadedModel, attention: ReferenceAttention, batch: ForwardBatch) -> None:
+def _run(
+    model: LoadedModel, attention: ReferenceAttention, batch: ForwardBatch, num_sampled: int
+) -> None:
     step = attention.prepare(batch, batch.num_tokens)
     bound = attention.begin(step, attention.new_state())
-    logits = model.packed(bound, mx.array(batch.logits_indices))
+    logits = model.packed(bound, mx.arange(num_sampled))
     mx.eval(mx.softmax(logits.astype(mx.float32), axis=-1), attention.store.states.arrays)
 
 

@@ -20,13 +20,13 @@ def estimated_step_peak(model: LoadedModel, config: EngineConfig, max_model_len:
     """As `memory.step_peak_bytes`, from the shapes of the model's weights; nothing runs.
 
     Counts the outputs of a layer's products, twice to cover the values between them; the K and V
-    of one layer's context and the scores of a call that keeps them; the logits of every seat, their
-    float32 copy and its softmax.
+    of one layer's context and the scores of a call that keeps them; the logits of all sampled rows,
+    their float32 copy and its softmax.
     """
     device, module = profile(), model.packed.model
     rows = min(config.max_num_batched_tokens, max_model_len)
     scale = rows / min(rows, device.profile_rows)
-    seats = min(config.max_num_seqs, rows, device.profile_rows)
+    sampled = min(config.max_sampled_rows, rows, device.profile_rows)
     context = max(min(max_model_len, device.profile_context), rows / scale)
     item = model.dtype.size
     modules = [m for _, m in module.named_modules()]
@@ -42,7 +42,7 @@ def estimated_step_peak(model: LoadedModel, config: EngineConfig, max_model_len:
     copies = item + 8 if item < 4 else 8
     kept = max((s.bytes_per_token for s in model.kv_specs), default=0)
     peak = 2 * rows * item * layer
-    peak += scale * (context * kept + seats * model.vocab_size * copies)
+    peak += scale * (context * kept + sampled * model.vocab_size * copies)
     peak += _scores_bytes(model, rows, int(context))
     return int(peak) + longer_context_bytes(model, rows, int(context), max_model_len)
 

@@ -36,17 +36,20 @@ class DraftScheduler:
     def add(self, out: SchedulerOutput, propose: Propose, budget: int, num_running: int) -> None:
         """Lengthen decodes of a scheduled step whose tokens are all known.
 
-        budget: tokens of a step.  num_running: requests that have a seat.
+        budget: the most drafts.  num_running: requests that have a seat.
         """
         decodes = out.segments[: out.num_decodes]
         room = [self._room(segment) for segment in decodes]
         wanted = [(s.request, most) for s, most in zip(decodes, room, strict=True) if most > 0]
-        if not wanted or not self.has_room:
+        if budget < 1 or not wanted or not self.has_room:
             return
+        proposed = propose(wanted)
+        lengths = [len(draft) for draft in proposed]
+        cap = max(lengths)
+        while sum(min(length, cap) for length in lengths) > budget:
+            cap -= 1  # the longest drafts lose most
         drafts = {
-            request: draft
-            for (request, _), draft in zip(wanted, propose(wanted), strict=True)
-            if draft
+            request: draft[:cap] for (request, _), draft in zip(wanted, proposed, strict=True)
         }
         # A block stays for each running request, so that a draft never causes a preemption.
         spare = self.kv.num_available - num_running
@@ -55,7 +58,7 @@ class DraftScheduler:
             draft = drafts.get(segment.request, ())
             owned = segment.request.num_blocks
             most = (owned + max(spare, 0)) * self.kv.block_size - segment.end
-            draft = draft[: min(most, budget - out.total_num_scheduled_tokens)]
+            draft = draft[:most]
             if not draft or not self._take_state(segment):
                 continue
             self._lengthen(segment, draft)

@@ -161,7 +161,9 @@ class Scheduler:
         if not out.is_empty:
             self._prefilled_last = out.num_decodes < len(out.segments)
             if propose is not None:
-                self.drafts.add(out, propose, self.config.max_num_batched_tokens, self.num_running)
+                tokens = self.config.max_num_batched_tokens - out.total_num_scheduled_tokens
+                rows = self.config.max_sampled_rows - len(out.segments)
+                self.drafts.add(out, propose, min(tokens, rows), self.num_running)
         # InputBatch.pack wants segments of one token first, prompts' one-token chunks included.
         prefills = out.segments[out.num_decodes :]
         if len(prefills) > 1:

@@ -5,6 +5,7 @@ from itertools import takewhile
 
 import numpy as np
 
+from vllm_metal_lite.config import MAX_DRAFT
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 from vllm_metal_lite.speculation.lookup import look_up
@@ -13,7 +14,6 @@ from vllm_metal_lite.speculation.pace import Pace
 # (the request's tokens (n,) int32, the most tokens) -> the tokens that probably follow.
 Proposer = Callable[[np.ndarray, int], np.ndarray]
 
-MAX_DRAFT = 31
 _CAPS = (MAX_DRAFT, 15, 7, 3)  # lengths that are weighed against each other
 _MARGIN = 1.05  # expected gain below which drafts are not worth their noise
 _LOOKUPS = 8  # requests looked at before a step is launched ahead

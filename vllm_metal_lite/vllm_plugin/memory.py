@@ -44,6 +44,7 @@ def plan_memory(
         block_size=cache.block_size,
         max_num_seqs=seats,
         max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        speculate="off",
     )
     limit, asked = backend.memory_limit(), cache.kv_cache_memory_bytes
     fraction = cache.gpu_memory_utilization

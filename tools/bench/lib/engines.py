@@ -152,6 +152,7 @@ class ThisEngine:
         sizes = load.sizes
         config = {
             "max_num_seqs": len(sizes),
+            "speculate": "off",  # random weights repeat themselves
             "max_model_len": min(load.longest, model.max_position),
             "num_blocks": sum(-(-size // block_size) for size in sizes) + 1,
             **(options or {}),

@@ -51,7 +51,7 @@ def _engine_alone(requests: int, steps: int, stops: bool) -> LLMEngine:
     model = load("demo")
     said = model.tokenizer.encode(_README.read_text(encoding="utf-8")[:6000])
     sizes = {"num_blocks": requests * 40, "max_num_batched_tokens": 8192, "max_model_len": 640}
-    config = EngineConfig(max_num_seqs=requests, **sizes)
+    config = EngineConfig(max_num_seqs=requests, speculate="off", **sizes)
     engine = LLMEngine(model, config)
     engine.pipeline.runner = NoModel(said)
     stop = "\n\n\n" if stops else None
