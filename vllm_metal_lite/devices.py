@@ -4,8 +4,6 @@ The numbers here affect speed, not results.  Metal's own limits (threadgroup mem
 tiles) stay with their kernels.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from vllm_metal_lite import backend
@@ -158,14 +156,3 @@ PROFILES = {"metal": METAL, "cuda": CUDA, "cpu": CPU}
 def profile() -> DeviceProfile:
     """The profile of MLX's current backend."""
     return PROFILES[backend.name()]
-
-
-@contextmanager
-def using(changed: DeviceProfile) -> Iterator[None]:
-    """While open, `profile` gives another profile."""
-    name, before = backend.name(), profile()
-    PROFILES[name] = changed
-    try:
-        yield
-    finally:
-        PROFILES[name] = before

@@ -2,7 +2,7 @@
 
 import json as json_format
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm_metal_lite.errors import Option, SamplingError, one_line, show
@@ -109,12 +109,11 @@ _THINKING_RULES = {
     "budget": integer(0, optional=True),
     "is_channel": switch(),
 }
-_RULES = {StructuredOutputsParams: _STRUCTURED_RULES, ThinkingParams: _THINKING_RULES}
 
 
 def record(kind: type) -> Rule:
     """A dataclass of this module, or a dict of its fields."""
-    names = list(_RULES[kind])
+    names = [field.name for field in fields(kind)]
 
     def take(value: Any) -> Any:
         if isinstance(value, kind):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from vllm_metal_lite import MetalLiteError, backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import load as stores
 from vllm_metal_lite.checks.bandwidth import seconds_per_call
-from vllm_metal_lite.devices import profile, using
+from vllm_metal_lite.devices import PROFILES, profile
 from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
 from vllm_metal_lite.kernels.decode import decode_plan, paged_decode
 from vllm_metal_lite.kernels.experts import Activation, Experts, ExpertWeight, expert_mlp
@@ -173,7 +174,8 @@ def sweep(name: str, loads: Loads) -> None:
     print(f"\n### {name}: us a call of `{load.__name__}`\n")
     table_head([name, *(", ".join(map(str, arguments)) for arguments in columns)])
     for value in sorted({*values, present}):
-        with using(replace(now, **{constant: value} if values else {})):
+        changed = {backend.name(): replace(now, **{constant: value} if values else {})}
+        with patch.dict(PROFILES, changed):
             times = [load(loads, *arguments) for arguments in columns]
         cells = " | ".join(f"{1e6 * seconds:,.1f}" for seconds in times)
         print(f"| {value:,}{' *' if value == present else ''} | {cells} |", flush=True)
