@@ -80,8 +80,8 @@ class RecurrenceShape:
 
     delta: the gated delta rule; otherwise Mamba 2's state space update, whose groups are k_heads
     and whose head is v_dim by a state of k_dim.  vector: a gate per column of the state, not per
-    head.  fused: the kernel also makes beta, gates unless they are vectors, and with delta the norm
-    of keys and queries.  dtype: of the rows; states are float32.
+    head.  fused: the kernel also computes beta, the gates unless they are vectors, and with delta
+    the norms of keys and queries.  dtype: of the rows; states are float32.
     """
 
     k_heads: int

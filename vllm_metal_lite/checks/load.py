@@ -48,7 +48,7 @@ class TimedStore:
         rotary = (self.batch.num_tokens, shape.num_heads, shape.v_head_dim)
         self.q_pe = mx.random.normal(rotary).astype(shape.dtype) if shape.latent else None
         self.block_tables = mx.array(self.batch.block_tables)
-        # As long as serving makes it: MLX passes shorter arrays to another text of the kernel.
+        # As long as serving makes it: for shorter arrays MLX compiles another source of the kernel.
         self.seq_lens = mx.full((max(sequences, 8),), context, mx.int32)
         mx.eval(store.arrays, self.block_tables, self.seq_lens, *[self.q_pe] * shape.latent)
 

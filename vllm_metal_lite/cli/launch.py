@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
             "stop it, or give another --port",
             file=sys.stderr,
         )
-    if args.print:  # as a shell takes it
+    if args.print:  # for a shell
         setup = make(running or Served(url, args.model or "demo", None, key))
         env = [f"{name}={shlex.quote(value)}" for name, value in setup.env.items()]
         print(" \\\n  ".join([*env, shlex.join([*setup.command, *args.agent_args])]))
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
         # Ctrl-C goes to the agent, which is in this terminal too; we wait for its end.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         code = agent.wait()
-    return code if code >= 0 else 128 - code  # as a shell has it
+    return code if code >= 0 else 128 - code  # a signal, in a shell's exit code
 
 
 def _asked(url: str, key: str, name: str | None) -> Served | None:

@@ -100,7 +100,7 @@ def refuse_unsupported(vllm_config: "VllmConfig") -> None:
 
 
 def _refuse_pooling(model: Any, parallel: Any) -> None:
-    """Refuse what is no embedding by a decoder, the last token or the mean, on one device."""
+    """Allow only embeddings by a decoder, of the last token or the mean, on one device."""
     option = "--runner" if model.runner != "auto" else "a model for"
     if model.convert_type != "embed" or model.attn_type == "encoder_only":
         _refuse(option, model.runner_type, "except for embeddings by a decoder")
