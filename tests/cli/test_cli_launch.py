@@ -100,6 +100,19 @@ def test_engine_options_that_a_running_server_does_not_get_are_named():
     assert "warning" not in plain.stderr
 
 
+@pytest.mark.parametrize("reply", ["SSH-2.0-x\r\n", 'HTTP/1.0 200 OK\r\n\r\n{"data": [{}]}'])
+def test_a_server_of_something_else_is_named(reply):
+    def answer():
+        with s.accept()[0] as connection:
+            connection.recv(4096)
+            connection.sendall(reply.encode())
+
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        Thread(target=answer, daemon=True).start()
+        done = run_cli("launch", "claude", "--port", str(s.getsockname()[1]), "--print")
+    assert "is no server of models" in done.stderr
+
+
 @pytest.mark.parametrize("agent", ["claude", "codex", "opencode"])
 def test_print_shows_a_command_for_a_shell(agent):
     done = run_cli("launch", agent, "--port", "1", "--print", "--", "-p", "a b")

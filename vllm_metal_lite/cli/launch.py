@@ -16,13 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 from vllm_metal_lite import envs
 from vllm_metal_lite.cli import options
-from vllm_metal_lite.errors import MetalLiteError, show
+from vllm_metal_lite.errors import MetalLiteError, one_line, show
 
 
 @dataclass(frozen=True)
@@ -159,11 +160,11 @@ def _asked(url: str, key: str, name: str | None) -> Served | None:
     try:
         with urlopen(request, timeout=5) as reply:
             models: list[dict[str, Any]] = json.load(reply)["data"]
+        names = [model["id"] for model in models]
     except (URLError, ConnectionError, TimeoutError):
         return None
-    except (ValueError, KeyError, TypeError) as e:
-        raise MetalLiteError(f"{url} is no server of models: {show(str(e))}") from None
-    names = [model["id"] for model in models]
+    except (HTTPException, ValueError, KeyError, TypeError) as e:
+        raise MetalLiteError(f"{url} is no server of models: {one_line(e)}") from None
     found = next((m for m in models if name in (None, m["id"], m.get("root"))), None)
     if found is None:
         raise MetalLiteError(
