@@ -41,8 +41,7 @@ def expected():
 @pytest.fixture(params=[0, 1], ids=["least", "largest"])
 def extreme(request, expected, monkeypatch):
     """Every constant of LIMITS at its least or largest value."""
-    changed = {name: limits[request.param] for name, limits in LIMITS.items()}
-    change_device(monkeypatch, **changed)
+    change_device(monkeypatch, **{name: limits[request.param] for name, limits in LIMITS.items()})
 
 
 def test_the_reference(expected, extreme):

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
-from math import inf
+from math import inf, isfinite
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -237,7 +237,7 @@ def _check_as_json(result: CheckResult) -> dict[str, Any]:
     return {
         "kernel": result.kernel,
         "check": str(result.check),
-        "error": result.error if result.failure is None else None,
+        "error": result.error if isfinite(result.error) else None,  # JSON has no infinity
         "tolerance": result.tolerance,
         "passed": result.passed,
         "failure": result.failure,

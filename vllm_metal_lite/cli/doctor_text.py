@@ -1,6 +1,7 @@
 """The report of `doctor` for people: short lines, and for each bad one what to do next."""
 
 from collections.abc import Callable, Iterable, Iterator
+from math import inf
 from typing import Any
 
 from vllm_metal_lite.cli import machine
@@ -146,7 +147,8 @@ def _gib(size: float) -> str:
 def _failure(check: dict[str, Any]) -> str:
     if check["failure"] is not None:
         return f"{check['check']}: {check['failure']}"
-    return f"{check['check']}: error {check['error']:.2g}, allowed {check['tolerance']:.2g}"
+    error = inf if check["error"] is None else check["error"]
+    return f"{check['check']}: error {error:.2g}, allowed {check['tolerance']:.2g}"
 
 
 def _times_slower(check: dict[str, Any]) -> float:
