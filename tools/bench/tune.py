@@ -59,14 +59,13 @@ class Loads:
 
     def decode(self, batch: int, context: int) -> float:
         load = stores.TimedStore(self.shape, batch, max(32, context // self.divisor))
-        ticket = new_ticket()
-        return self.seconds(lambda q: load.attend(q, load.plan, ticket), load.queries())
+        return self.seconds(load.by("gather"), load.queries())
 
     def prefix(self, rows: int, tokens: int) -> float:
         """Decodes behind one prefix, which is read once if that saves enough."""
         s, tokens = self.shape, max(2 * _BLOCK, tokens // self.divisor)
         load, ticket = stores.TimedStore(s, 1, tokens + rows * _OWN), new_ticket()
-        first, blocks = tokens // _BLOCK, load.block_tables[0]
+        first, blocks = tokens // _BLOCK, mx.array(load.batch.block_tables[0])
         shared = mx.broadcast_to(blocks[:first], (rows, first))
         tables = mx.concatenate([shared, blocks[first:].reshape(rows, -1)], axis=1)
         lens = mx.full((max(rows, 8),), tokens + _OWN, mx.int32)
@@ -76,7 +75,8 @@ class Loads:
         once = saved >= device.min_saved_tokens // self.divisor
         splits = prefix_splits(rows, s.num_heads, s.num_kv_heads, tokens)
         plan = decode_plan(rows, s.num_kv_heads, _OWN if once else tokens + _OWN)
-        store, how = load.kv, {"block_size": _BLOCK, "scale": load.scale}
+        store = load.store.keys[0], load.store.values[0]
+        how = {"block_size": _BLOCK, "scale": load.scale}
 
         def call(q: mx.array) -> mx.array:
             args = tables, lens
