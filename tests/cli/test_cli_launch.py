@@ -21,10 +21,8 @@ from vllm_metal_lite.errors import MetalLiteError
 
 
 def run_cli(*args: str, env: dict[str, str] | None = None, cwd=None) -> subprocess.CompletedProcess:
-    how = {"env": {**os.environ, **(env or {})}, "stdin": subprocess.DEVNULL}
-    return subprocess.run(
-        [*COMMAND, *args], capture_output=True, text=True, timeout=SAFETY, cwd=cwd, **how
-    )
+    how = {"env": {**os.environ, **(env or {})}, "stdin": subprocess.DEVNULL, "cwd": cwd}
+    return subprocess.run([*COMMAND, *args], capture_output=True, text=True, timeout=SAFETY, **how)
 
 
 CLAUDE = "launch", "claude", "--print", "--port"
@@ -112,11 +110,13 @@ def test_a_server_of_something_else_is_named(reply):
 
 
 @pytest.mark.parametrize("agent", ["claude", "codex", "opencode"])
-def test_print_shows_a_command_for_a_shell(agent):
-    done = run_cli("launch", agent, "--port", "1", "--print", "--", "-p", "a b")
+def test_print_shows_a_command_for_a_shell(agent, tmp_path):
+    model = "--model", str(tmp_path)  # `serve` names a folder's model after the folder alone
+    done = run_cli("launch", agent, "--port", "1", *model, "--print", "--", "-p", "a b")
     assert done.returncode == 0
     words = shlex.split(done.stdout.replace("\\\n", " "))
     assert agent in words
+    assert str(tmp_path) not in done.stdout
     assert words[-2:] == ["-p", "a b"]
 
 

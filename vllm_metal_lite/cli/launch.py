@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     if args.print:  # for a shell
-        setup = make(running or Served(url, args.model or "demo", None, key))
+        setup = make(running or Served(url, options.name_of(args.model or "demo"), None, key))
         env = [f"{name}={shlex.quote(value)}" for name, value in setup.env.items()]
         print(" \\\n  ".join([*env, shlex.join([*setup.command, *args.agent_args])]))
         return 0

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from vllm_metal_lite.config import ENGINE_RULES, EngineConfig
@@ -111,6 +112,12 @@ def add_model(parser: argparse.ArgumentParser, name: str = "model", note: str = 
     nargs = None if name.startswith("--") else "?"
     text = f"'demo' (default{note}), a folder, or a Hugging Face name"
     parser.add_argument(name, default="demo", metavar="MODEL", help=text, nargs=nargs)
+
+
+def name_of(source: str) -> str:
+    """A folder's own name, as `serve` has it; a name on the hub as it is."""
+    folder = Path(source).expanduser()
+    return folder.resolve().name if source != "demo" and folder.is_dir() else source
 
 
 def add_engine_options(parser: argparse.ArgumentParser, max_num_seqs: int) -> None:
