@@ -216,7 +216,7 @@ def _describe_model(name: str, model: LoadedModel) -> dict[str, Any]:
     described: dict[str, Any] = {
         "name": machine.public_name(name),
         "type": model.model_type,
-        "dtype": str(model.dtype).removeprefix("mlx.core."),
+        "dtype": backend.dtype_name(model.dtype),
         "weight_bytes": model.weight_bytes,
         "max_model_len": None,
         "kv_store_tokens": None,

@@ -124,7 +124,7 @@ def describe_verdict(report: Report) -> Iterator[str]:
         all_is = "all that was tried is" if report["not_tried"]["checks"] else "all is"
         yield f"Verdict:   {all_is} right{', but something is slow: see above' if slow else ''}"
         return
-    yield f"Verdict:   {len(report['problems'])} problems"
+    yield f"Verdict:   problems: {len(report['problems'])}"
     if any(not check["passed"] for check in report["checks"]):
         yield "  The engine leaves a wrong kernel out by itself, and answers stay right."
     ordered = not any(outcome["problem"] for outcome in report["ordering"])

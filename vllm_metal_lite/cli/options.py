@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -66,7 +67,7 @@ _ENGINE = (
     ("prefix_disk_gib", "N", "GiB on the disk for prefixes that survive a restart"),
     ("dtype", "NAME", _allowed("dtype")),
     ("kv_bits", "N", f"keep K and V in {_allowed('kv_bits')} bits a value (default: as they are)"),
-    ("attention", "NAME", _allowed("attention")),
+    ("attention", "NAME", f"{_allowed('attention')}; auto: on a GPU, kernels that pass checks"),
     ("speculate", "NAME", f"{_allowed('speculate')}: several tokens a step where text repeats"),
     ("seed", "N", "seed of requests that have none of their own"),
 )
@@ -134,9 +135,8 @@ def add_engine_options(parser: argparse.ArgumentParser, max_num_seqs: int) -> No
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The engine's options from parsed flags; UsageError if one is out of range."""
-    fields = [field for field, *_ in _ENGINE] + ["enable_prefix_caching", "trust_remote_code"]
     try:
-        return EngineConfig(**{field: getattr(args, field) for field in fields})
+        return EngineConfig(**{f.name: getattr(args, f.name) for f in fields(EngineConfig)})
     except ConfigError as e:
         raise UsageError(e.spelled(engine_flag)) from None
 
