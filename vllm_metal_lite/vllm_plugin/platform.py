@@ -127,6 +127,10 @@ class MetalLitePlatform(Platform):
         return True
 
     @classmethod
+    def inference_mode(cls) -> Any:
+        return torch.no_grad()
+
+    @classmethod
     def _nothing(cls, *_: Any) -> None:
         """MLX owns the only device, and torch holds no memory of it.  Noise follows from each
         request's seed.  vLLM's compiled kernels and attention backends are not used."""
