@@ -73,6 +73,10 @@ def leaves(tree: Any) -> list[Any]:
     return list(dict(tree_flatten(tree)).values())
 
 
+def dtype_name(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")
+
+
 def mlx_version() -> str:
     return version("mlx")
 

@@ -4,8 +4,6 @@ The numbers here affect speed, not results.  Metal's own limits (threadgroup mem
 tiles) stay with their kernels.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from vllm_metal_lite import backend
@@ -30,8 +28,8 @@ class DeviceProfile:
     # The fewest keys in a split; the most keys in a split that gets a smaller threadgroup.
     min_split_keys: int = 256
     few_keys: int = 512
-    # The most floats of sums in a lane of `paged_decode`: more query heads of a group take several
-    # threadgroups.  Then the most beside which a lane loads four keys at once, not two.
+    # The most floats of sums in a lane of `paged_decode` (a group of more query heads takes several
+    # threadgroups), and the most with which a lane loads four keys at once, not two.
     # Mesa's compiler for Apple GPUs has no registers for more (docs/verification.md).
     decode_sums: int = 32
     decode_sums_of_four: int = 16
@@ -52,12 +50,12 @@ class DeviceProfile:
     rope_many_rows: int = 256
     # Threadgroups of `skinny_gemm`, of 8 simdgroups each, that keep the device busy.
     gemm_fill: int = 128
-    # The most rows that `skinny_gemm` multiplies with quantised weights without matrices, at most
-    # 4; guessed by counting instructions.
+    # The most rows that `skinny_gemm` multiplies with quantised weights without instructions for
+    # matrices, at most 4; guessed by counting instructions.
     max_lane_rows: int = 4
-    # The most rows that each threadgroup of `skinny_gemm` normalises by itself, and the most values
-    # of a quantised weight beside which it does so.  The norm costs instructions for each value,
-    # and products in few bits have none to spare.
+    # The most rows, and the most values of a quantised weight, with which each threadgroup of
+    # `skinny_gemm` normalises the rows by itself.  The norm costs instructions for each value, and
+    # products in few bits have none to spare.
     max_normed_rows: int = 16
     max_normed_weights: int = 1 << 21
     # Rows of logits from which MLX's argmax, one threadgroup per row, needs no parts.
@@ -86,7 +84,7 @@ class DeviceProfile:
     # compiled: a chunk of 512, padded.
     small_rows: int = 768
     # The most scores of a head in such a step, if MLX's SDPA serves larger prompts faster than
-    # `varlen_prefill`: that chunk at a context of 8k.
+    # `varlen_prefill`: those of 768 rows at a context of 8k.
     small_scores: int = 768 * 8192
     # The least keys of such a step after padding, so that a prompt's first chunks have one shape.
     min_keys: int = 1024
@@ -158,14 +156,3 @@ PROFILES = {"metal": METAL, "cuda": CUDA, "cpu": CPU}
 def profile() -> DeviceProfile:
     """The profile of MLX's current backend."""
     return PROFILES[backend.name()]
-
-
-@contextmanager
-def using(changed: DeviceProfile) -> Iterator[None]:
-    """While open, `profile` gives another profile."""
-    name, before = backend.name(), profile()
-    PROFILES[name] = changed
-    try:
-        yield
-    finally:
-        PROFILES[name] = before

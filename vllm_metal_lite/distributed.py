@@ -81,7 +81,8 @@ class Links(NamedTuple):
     """How ranks are connected.
 
     backend: of mx.distributed; "jaccl-ring" is JACCL without a cable between each two hosts.
-    ips: by rank, where it listens (the ring: a connection for each); none: one that it chooses.
+    ips: by rank, the addresses at which it listens (the ring makes a connection for each); without
+    any, the rank chooses one.
     devices: by rank, its RDMA device for each other rank; None where there is none (JACCL).
     """
 

@@ -19,8 +19,8 @@ class Logprob:
 class _Text:
     """A field that may be given a function: reading the field calls it.
 
-    The last call is that of a finished answer, whose text is kept.  (A descriptor as a default is
-    a dataclass's own way to have such a field; the default is what the class gives.)
+    The text of a finished answer is kept, and the function is not called again.  (A dataclass takes
+    the field's default from the class, where `__get__` gives "".)
     """
 
     def __get__(self, output: "CompletionOutput | None", owner: type) -> str:
@@ -48,8 +48,8 @@ class CompletionOutput:
     "length" (max_tokens or the context is reached), "abort" or "error".
     error: why no further token could be sampled, in one line; None unless finish_reason is "error".
     stop_reason: the stop string or the stop token id that ended it, None for end of sequence.
-    num_shown_tokens: leading tokens that the text shows, once it is finished; None before, and
-    where a stop string cut the text within a token.
+    num_shown_tokens: leading tokens that the text of a finished answer shows; None before the end,
+    and where a stop string cut the text within a token.
     """
 
     index: int

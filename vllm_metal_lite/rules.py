@@ -48,7 +48,7 @@ def integer(
     allowed: str | None = None,
     optional: bool = False,
 ) -> Rule:
-    """An integer from low to high; True and False are none."""
+    """An integer from low to high, and not a bool."""
 
     def take(value: Any) -> int:
         value = _integer(value)
@@ -121,7 +121,7 @@ def biases() -> Rule:
 
 
 def texts(*, alone: bool = False) -> Rule:
-    """Strings that are not empty and can be encoded.  alone: one need not be in a list."""
+    """Strings that are not empty and can be encoded.  alone: a single string needs no list."""
 
     def take(value: Any) -> tuple[str, ...]:
         value = (value,) if alone and isinstance(value, str) else value

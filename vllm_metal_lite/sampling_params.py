@@ -43,7 +43,7 @@ class SamplingParams:
     (0: only the chosen one); they are taken from the model's raw logits, as in vLLM.
     allowed_token_ids: nothing else is sampled.  bad_words: strings that are never completed.
     structured_outputs: the form of the answer, or a dict of its fields.  thinking: where the form
-    begins, if the model thinks first, and how long it may.
+    begins if the model thinks first, and how long the model may think.
     """
 
     n: int = 1
@@ -80,7 +80,7 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return tuple(self.stop or ())
 
     @property
     def greedy(self) -> bool:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from vllm_metal_lite.backend import mx
+from vllm_metal_lite.backend import dtype_name, mx
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class AttentionShape:
     def __str__(self) -> str:
         dims = {self.k_head_dim: None, self.v_head_dim: None}
         text = f"{self.num_heads}/{self.num_kv_heads} heads of {'/'.join(map(str, dims))} "
-        text += str(self.dtype).removeprefix("mlx.core.")
+        text += dtype_name(self.dtype)
         text += f", window {self.window}" if self.window is not None else ""
         text += f", softcap {self.softcap:g}" if self.softcap is not None else ""
         text += f", chunks of {self.attention_chunk}" if self.attention_chunk is not None else ""
@@ -69,8 +69,7 @@ class ConvShape:
     dtype: mx.Dtype
 
     def __str__(self) -> str:
-        text = f"{self.channels} channels by {self.kernel_size} rows "
-        text += str(self.dtype).removeprefix("mlx.core.")
+        text = f"{self.channels} channels by {self.kernel_size} rows {dtype_name(self.dtype)}"
         return text + (", bias" if self.bias else "") + (", SiLU" if self.silu else "")
 
 
@@ -80,8 +79,8 @@ class RecurrenceShape:
 
     delta: the gated delta rule; otherwise Mamba 2's state space update, whose groups are k_heads
     and whose head is v_dim by a state of k_dim.  vector: a gate per column of the state, not per
-    head.  fused: the kernel also makes beta, gates unless they are vectors, and with delta the norm
-    of keys and queries.  dtype: of the rows; states are float32.
+    head.  fused: the kernel also computes beta, the gates unless they are vectors, and with delta
+    the norms of keys and queries.  dtype: of the rows; states are float32.
     """
 
     k_heads: int
@@ -96,7 +95,7 @@ class RecurrenceShape:
     def __str__(self) -> str:
         text = "gated delta rule" if self.delta else "state space"
         text += f", {self.k_heads}/{self.v_heads} heads of {self.k_dim}x{self.v_dim} "
-        text += str(self.dtype).removeprefix("mlx.core.")
+        text += dtype_name(self.dtype)
         return text + (", vector gates" if self.vector else "")
 
 
@@ -114,7 +113,7 @@ class GatedNormShape:
     sigmoid: bool = False
 
     def __str__(self) -> str:
-        text = f"{self.groups} groups of {self.dim} {self.dtype}".replace("mlx.core.", "")
+        text = f"{self.groups} groups of {self.dim} {dtype_name(self.dtype)}"
         text += ", gate first" if self.gate_first else ""
         return text + (", sigmoid" if self.sigmoid else "")
 

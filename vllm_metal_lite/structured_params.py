@@ -2,14 +2,14 @@
 
 import json as json_format
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm_metal_lite.errors import Option, SamplingError, one_line, show
 from vllm_metal_lite.rules import Rule, apply_rules, integer, switch, texts, token_ids
 
-# Between the parts of JSON: a space, or a line break and an indent.  Without a limit, models that
-# may end nowhere write spaces forever.
+# Between the parts of JSON: a space, or a line break and an indent.  Without a limit, a model may
+# write spaces forever.
 WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
@@ -20,9 +20,9 @@ class StructuredOutputsParams:
 
     json: a JSON schema, as a dict or a string.  json_object: any JSON object.  regex: of the whole
     answer.  choice: one of these strings.  grammar: Lark (llguidance's dialect) or GBNF.
-    disable_any_whitespace: JSON without spaces and line breaks.  whitespace_pattern: else, a regex
-    of what may stand between the parts of JSON.  disable_additional_properties: of objects whose
-    schema does not speak of them.
+    disable_any_whitespace: JSON without spaces and line breaks.  whitespace_pattern: if they are
+    allowed, a regex of what may stand between the parts of JSON.  disable_additional_properties: an
+    object has no other properties, unless its schema names additionalProperties.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -60,7 +60,7 @@ class ThinkingParams:
     start, end: token ids of the markers.  is_open: the prompt ends within thoughts.  budget: most
     tokens of thoughts; then `end` is written for the model.
     is_channel: thoughts may begin at any place, end with the first token of `end`, and are part of
-    the form, if there is one; the budget is that of all of them.
+    the form, if there is one; the budget is for all thoughts together.
     """
 
     start: tuple[int, ...] | list[int]
@@ -109,12 +109,11 @@ _THINKING_RULES = {
     "budget": integer(0, optional=True),
     "is_channel": switch(),
 }
-_RULES = {StructuredOutputsParams: _STRUCTURED_RULES, ThinkingParams: _THINKING_RULES}
 
 
 def record(kind: type) -> Rule:
     """A dataclass of this module, or a dict of its fields."""
-    names = list(_RULES[kind])
+    names = [field.name for field in fields(kind)]
 
     def take(value: Any) -> Any:
         if isinstance(value, kind):

@@ -68,11 +68,11 @@ def child(*lines):
     return [sys.executable, "-c", "\n".join(("import json, os, sys, time", *lines))]
 
 
-def test_each_process_gets_its_variables():
+def test_each_process_gets_its_variables(monkeypatch):
     told = "print(json.dumps({'reads': 1, 'problem': os.environ['MLX_MAX_OPS_PER_BUFFER']}))"
-    outcomes = list(stress(command=child(told)))
-    assert [o.buffers for o in outcomes] == list(BUFFERS)
-    assert [o.problem for o in outcomes] == ["1", "10000"]
+    monkeypatch.setattr(ordering, "COMMAND", child(told))
+    found = {o.buffers: o.problem for o in stress()}
+    assert found == dict(zip(BUFFERS, ("1", "10000"), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -85,15 +85,15 @@ def test_each_process_gets_its_variables():
         ("print('{}')", "the process failed"),
     ],
 )
-def test_a_process_that_gives_no_result_is_a_problem(lines, words):
-    deadline = 5.0 if "sleep" in lines else 600.0
-    outcome = next(stress(deadline=deadline, command=child(lines)))
-    assert words in outcome.problem
+def test_a_process_that_gives_no_result_is_a_problem(lines, words, monkeypatch):
+    monkeypatch.setattr(ordering, "DEADLINE", 5.0 if "sleep" in lines else 600.0)
+    monkeypatch.setattr(ordering, "COMMAND", child(lines))
+    assert words in next(stress()).problem
 
 
-def test_a_python_that_cannot_be_started_is_a_problem():
-    outcome = next(stress(command=["/nowhere/python"]))
-    assert "no process can be started" in outcome.problem
+def test_a_python_that_cannot_be_started_is_a_problem(monkeypatch):
+    monkeypatch.setattr(ordering, "COMMAND", ["/nowhere/python"])
+    assert "no process can be started" in next(stress()).problem
 
 
 def test_the_module_prints_its_outcome(monkeypatch, capsys):

@@ -7,9 +7,10 @@ import socket
 import stat
 import subprocess
 import tomllib
+from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from socketserver import BaseRequestHandler, TCPServer
 from threading import Thread
 
 import pytest
@@ -20,13 +21,13 @@ from vllm_metal_lite.errors import MetalLiteError
 
 
 def run_cli(*args: str, env: dict[str, str] | None = None, cwd=None) -> subprocess.CompletedProcess:
-    how = {"env": {**os.environ, **(env or {})}, "stdin": subprocess.DEVNULL}
-    return subprocess.run(
-        [*COMMAND, *args], capture_output=True, text=True, timeout=SAFETY, cwd=cwd, **how
-    )
+    how = {"env": {**os.environ, **(env or {})}, "stdin": subprocess.DEVNULL, "cwd": cwd}
+    return subprocess.run([*COMMAND, *args], capture_output=True, text=True, timeout=SAFETY, **how)
 
 
+CLAUDE = "launch", "claude", "--print", "--port"
 ROOT = Path(__file__).parents[2]
+HTTP = "HTTP/1.0 200 OK\r\n\r\n"
 MODEL = Served("http://127.0.0.1:8000", "a/b", 32768, "key")
 
 
@@ -78,34 +79,44 @@ def test_an_opencode_variable_that_is_no_object_is_named(own, monkeypatch):
         opencode(MODEL)
 
 
-def test_engine_options_that_a_running_server_does_not_get_are_named():
-    body = json.dumps({"data": [{"id": "a/b", "max_model_len": 512}]}).encode()
+@contextmanager
+def answering(reply):
+    """The port of a server that gives this reply to each request."""
 
-    class Models(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
+    class Handler(BaseRequestHandler):
+        def handle(self):
+            self.request.recv(4096)
+            self.request.sendall(reply.encode())
 
-    with HTTPServer(("127.0.0.1", 0), Models) as server:
+    with TCPServer(("127.0.0.1", 0), Handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
-        port = str(server.server_port)
-        flags = "--max-model-len", "4096", "--no-prefix-caching"
-        given, plain = (
-            run_cli("launch", "claude", "--port", port, "--print", *some) for some in (flags, ())
-        )
+        yield str(server.server_address[1])
         server.shutdown()
+
+
+def test_engine_options_that_a_running_server_does_not_get_are_named():
+    flags = "--max-model-len", "4096", "--no-prefix-caching"
+    with answering(HTTP + '{"data": [{"id": "a/b", "max_model_len": 512}]}') as port:
+        given, plain = run_cli(*CLAUDE, port, *flags), run_cli(*CLAUDE, port)
     assert f"does not get {' '.join(flags)}: stop it, or give another --port" in given.stderr
     assert given.stdout == plain.stdout
     assert "warning" not in plain.stderr
 
 
+@pytest.mark.parametrize("reply", ["SSH-2.0-x\r\n", HTTP + '{"data": [{}]}'])
+def test_a_server_of_something_else_is_named(reply):
+    with answering(reply) as port:
+        assert "is no server of models" in run_cli(*CLAUDE, port).stderr
+
+
 @pytest.mark.parametrize("agent", ["claude", "codex", "opencode"])
-def test_print_shows_a_command_for_a_shell(agent):
-    done = run_cli("launch", agent, "--port", "1", "--print", "--", "-p", "a b")
+def test_print_shows_a_command_for_a_shell(agent, tmp_path):
+    model = "--model", str(tmp_path)  # `serve` names a folder's model after the folder alone
+    done = run_cli("launch", agent, "--port", "1", *model, "--print", "--", "-p", "a b")
     assert done.returncode == 0
     words = shlex.split(done.stdout.replace("\\\n", " "))
     assert agent in words
+    assert str(tmp_path) not in done.stdout
     assert words[-2:] == ["-p", "a b"]
 
 

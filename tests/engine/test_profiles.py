@@ -1,15 +1,12 @@
 """Tokens do not depend on the numbers of devices.py."""
 
-from dataclasses import replace
-from functools import cache
-
 import pytest
 
 from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
+from tests.support.device import change_device
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import verdicts
-from vllm_metal_lite.devices import profile, using
 
 # Alike for three blocks; long enough for splits where those are short; more rows than one decodes.
 PREFIX = [1 + i % 50 for i in range(90)]
@@ -36,25 +33,23 @@ def tokens(attention):
     return first + rest
 
 
-@cache
+@pytest.fixture(scope="module")
 def expected():
     return tokens("reference")
 
 
-def extreme(end):
-    """Every constant of LIMITS at its least (0) or largest (1) value."""
-    return replace(profile(), **{name: limits[end] for name, limits in LIMITS.items()})
+@pytest.fixture(params=[0, 1], ids=["least", "largest"])
+def extreme(request, expected, monkeypatch):
+    """Every constant of LIMITS at its least or largest value."""
+    change_device(monkeypatch, **{name: limits[request.param] for name, limits in LIMITS.items()})
 
 
-@pytest.mark.parametrize("end", [0, 1], ids=["least", "largest"])
-def test_the_reference(end):
-    with using(extreme(end)):
-        assert tokens("reference") == expected()
+def test_the_reference(expected, extreme):
+    assert tokens("reference") == expected
 
 
 @pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
-@pytest.mark.parametrize("end", [0, 1], ids=["least", "largest"])
-def test_the_kernels(end, monkeypatch):
+def test_the_kernels(expected, extreme, monkeypatch):
     monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}, "varlen"))
-    with installed(), using(extreme(end)):
-        assert tokens("kernels") == expected()
+    with installed():
+        assert tokens("kernels") == expected

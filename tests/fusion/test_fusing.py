@@ -15,6 +15,7 @@ from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from tests.support.arch_configs import CANNOT_RUN, CONFIGS, VOCAB, config_of
 from tests.support.launches import watch
+from tools.bench.lib.mlx_lm import separate
 from vllm_metal_lite.attention.heads import Heads, same_rope
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.select import Verdict
@@ -103,7 +104,7 @@ def test_a_part_can_be_taken_out_again(name):
     join_projections(model)
     for path, module in model.named_modules():
         if path in expected:
-            apart = module.separate()
+            apart = separate(module)
             assert isinstance(apart, nn.Linear | nn.QuantizedLinear)
             np.testing.assert_allclose(apart(mx.ones((1, 64))), expected[path], rtol=1e-5)
 

@@ -1,13 +1,12 @@
 """A small launch of every kernel, which uses all of its parts."""
 
-from dataclasses import replace
-
 import numpy as np
+import pytest
 
+from tests.support.device import change_device
 from tests.support.expert_cases import draw_experts, plan_of
 from tests.support.recurrent_cases import RAGGED, Segments
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.devices import profile, using
 from vllm_metal_lite.kernels import cache_ops, decode, experts, latent_attention
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
 from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
@@ -77,7 +76,8 @@ def paged_decode(dtype, kept=None, spec=None, prefix=None, plan=(1, 2)):
     """Sequences of 21, 0 and 9 keys, the first two blocks of the first at the end of the store."""
     tables = mx.array([[11, 10, 2], [0, 0, 0], [4, 5, 0]], mx.int32)
     q = draw(3, KV_HEADS * GROUP, DIM, seed=5, dtype=dtype)
-    with using(replace(profile(), decode_sums=64)):  # in float32 two tiles, the second a head short
+    with pytest.MonkeyPatch.context() as patch:
+        change_device(patch, decode_sums=64)  # in float32 two tiles, the second a head short
         arrays = q, tables, mx.array([21, 0, 9], mx.int32), *(kept or store(dtype)), new_ticket()
         how = {"block_size": BLOCK_SIZE, "scale": 0.2, "spec": spec}
         out, _ = decode.paged_decode(*arrays, plan=DecodePlan(*plan), prefix=prefix, **how)
@@ -219,7 +219,8 @@ def rope_write_rows(dtype, written=None, spec=None, factor=1.0):
 
 def rope_write_in_turns(dtype):
     """Of as many rows as a long prompt has: a simdgroup takes several heads, one after another."""
-    with using(replace(profile(), rope_many_rows=4)):
+    with pytest.MonkeyPatch.context() as patch:
+        change_device(patch, rope_many_rows=4)
         return rope_write_rows(dtype, *quantised(dtype))
 
 

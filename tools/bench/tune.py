@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from vllm_metal_lite import MetalLiteError, backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import load as stores
 from vllm_metal_lite.checks.bandwidth import seconds_per_call
-from vllm_metal_lite.devices import profile, using
+from vllm_metal_lite.devices import PROFILES, profile
 from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
 from vllm_metal_lite.kernels.decode import decode_plan, paged_decode
 from vllm_metal_lite.kernels.experts import Activation, Experts, ExpertWeight, expert_mlp
@@ -58,14 +59,13 @@ class Loads:
 
     def decode(self, batch: int, context: int) -> float:
         load = stores.TimedStore(self.shape, batch, max(32, context // self.divisor))
-        ticket = new_ticket()
-        return self.seconds(lambda q: load.attend(q, load.plan, ticket), load.queries())
+        return self.seconds(load.by("gather"), load.queries())
 
     def prefix(self, rows: int, tokens: int) -> float:
         """Decodes behind one prefix, which is read once if that saves enough."""
         s, tokens = self.shape, max(2 * _BLOCK, tokens // self.divisor)
         load, ticket = stores.TimedStore(s, 1, tokens + rows * _OWN), new_ticket()
-        first, blocks = tokens // _BLOCK, load.block_tables[0]
+        first, blocks = tokens // _BLOCK, mx.array(load.batch.block_tables[0])
         shared = mx.broadcast_to(blocks[:first], (rows, first))
         tables = mx.concatenate([shared, blocks[first:].reshape(rows, -1)], axis=1)
         lens = mx.full((max(rows, 8),), tokens + _OWN, mx.int32)
@@ -75,7 +75,8 @@ class Loads:
         once = saved >= device.min_saved_tokens // self.divisor
         splits = prefix_splits(rows, s.num_heads, s.num_kv_heads, tokens)
         plan = decode_plan(rows, s.num_kv_heads, _OWN if once else tokens + _OWN)
-        store, how = load.kv, {"block_size": _BLOCK, "scale": load.scale}
+        store = load.store.keys[0], load.store.values[0]
+        how = {"block_size": _BLOCK, "scale": load.scale}
 
         def call(q: mx.array) -> mx.array:
             args = tables, lens
@@ -173,7 +174,8 @@ def sweep(name: str, loads: Loads) -> None:
     print(f"\n### {name}: us a call of `{load.__name__}`\n")
     table_head([name, *(", ".join(map(str, arguments)) for arguments in columns)])
     for value in sorted({*values, present}):
-        with using(replace(now, **{constant: value} if values else {})):
+        changed = {backend.name(): replace(now, **{constant: value} if values else {})}
+        with patch.dict(PROFILES, changed):
             times = [load(loads, *arguments) for arguments in columns]
         cells = " | ".join(f"{1e6 * seconds:,.1f}" for seconds in times)
         print(f"| {value:,}{' *' if value == present else ''} | {cells} |", flush=True)

@@ -83,7 +83,8 @@ def short_contexts() -> AbstractContextManager[None]:
     """Contexts are split, and prefixes shared, at the lengths of these prompts."""
     small = {"min_split_context": 64, "min_split_keys": 32, "min_saved_tokens": 8}
     small |= {"rows_as_decodes": 0, "min_keys": 64, "small_scores": 0}
-    return devices.using(replace(devices.profile(), **small))
+    changed = {backend.name(): replace(devices.profile(), **small)}
+    return patch.dict(devices.PROFILES, changed)
 
 
 @contextmanager

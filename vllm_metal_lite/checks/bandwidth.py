@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.load import TimedStore
 from vllm_metal_lite.kernels import timing
-from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.skinny_gemm import skinny_gemm
 from vllm_metal_lite.kernels.weights import quantised
 from vllm_metal_lite.specs import AttentionShape, Quantisation
@@ -82,19 +81,19 @@ def copy_bandwidth(size: int = 1 << 30) -> float:
 
 def _attention(shape: AttentionShape, batch: int, context: int) -> tuple[float, float]:
     """Bytes of K and V per second: MLX's own attention, on contiguous K and V, and decodes."""
-    load, ticket = TimedStore(shape, batch, context), new_ticket()
+    load = TimedStore(shape, batch, context)
     q = load.queries()
     of_sdpa = q[:, :, None]
     dims = batch, shape.num_kv_heads, context, shape.k_head_dim
     k, v = (mx.random.normal(dims).astype(shape.dtype) for _ in range(2))
-    mx.eval(k, v, of_sdpa, ticket)
+    mx.eval(k, v, of_sdpa)
 
     def sdpa(q: mx.array) -> mx.array:
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=load.scale)
 
     size = batch * context * load.spec.bytes_per_token
     by_mlx = min(seconds_per_call(sdpa, of_sdpa, compiled=compiled) for compiled in (True, False))
-    ours = seconds_per_call(lambda q: load.attend(q, load.plan, ticket), q)
+    ours = seconds_per_call(load.by("gather"), q)
     return size / by_mlx, size / ours
 
 

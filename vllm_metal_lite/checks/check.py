@@ -4,7 +4,7 @@ import copyreg
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from vllm_metal_lite.backend import mx
+from vllm_metal_lite.backend import dtype_name, mx
 from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.specs import (
     AttentionShape,
@@ -19,11 +19,7 @@ def _dtype(name: str) -> mx.Dtype:
     return getattr(mx, name)
 
 
-def _name(dtype: mx.Dtype) -> str:
-    return str(dtype).removeprefix("mlx.core.")
-
-
-copyreg.pickle(mx.Dtype, lambda dtype: (_dtype, (_name(dtype),)))  # checks cross processes
+copyreg.pickle(mx.Dtype, lambda dtype: (_dtype, (dtype_name(dtype),)))  # checks cross processes
 
 
 class NormShape(NamedTuple):
@@ -33,7 +29,7 @@ class NormShape(NamedTuple):
     dtype: mx.Dtype
 
     def __str__(self) -> str:
-        return f"{self.size} {_name(self.dtype)}"
+        return f"{self.size} {dtype_name(self.dtype)}"
 
 
 class ProductShape(NamedTuple):
@@ -45,7 +41,7 @@ class ProductShape(NamedTuple):
 
     def __str__(self) -> str:
         outputs, depth, how = self.weight
-        text = f"{self.rows} x {outputs} x {depth} {_name(self.dtype)}"
+        text = f"{self.rows} x {outputs} x {depth} {dtype_name(self.dtype)}"
         return f"{text}, {how}" if how else text
 
 
@@ -56,7 +52,7 @@ class MixtureShape(NamedTuple):
     dtype: mx.Dtype
 
     def __str__(self) -> str:
-        return f"{self.experts}, {_name(self.dtype)}"
+        return f"{self.experts}, {dtype_name(self.dtype)}"
 
 
 Shape = AttentionShape | NormShape | ProductShape | MixtureShape | RecurrentShape

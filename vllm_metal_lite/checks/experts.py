@@ -23,7 +23,7 @@ from vllm_metal_lite.specs import Quantisation
 
 _ROWS, _MANY_ROWS, _TOP_K = 20, 300, 4
 _PADDING = 2  # rows, the last ones
-# Tiles of many rows, and of few, which are multiplied without matrices.
+# Tiles of many rows, and of few, which take no instructions for matrices.
 _TILES = 32, MAX_LANE_ROWS
 # Fewer experts and columns than the model has, but its depth: the kernel's text is the same.
 _EXPERTS, _OUTPUTS = 5, 200

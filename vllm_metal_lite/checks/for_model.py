@@ -21,8 +21,8 @@ from vllm_metal_lite.specs import (
 # Rows of the products with the least and with the greatest depth.  Five rows do not fill a tile.
 # The two checks fuse different operations with the product.
 PRODUCT_ROWS = (5, MAX_ROWS)
-# Rows of quantised weights that are multiplied without matrices.  One row has a
-# text of its own; 2 to 4 share one.
+# Rows that are multiplied with quantised weights without instructions for matrices.  One row has a
+# kernel source of its own; 2 to 4 share one.
 LANE_ROWS = (1, 3)
 
 

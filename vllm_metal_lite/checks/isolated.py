@@ -53,17 +53,15 @@ def results(
     progress: Progress | None = None,
     *,
     timed: bool = False,
-    deadline: float | None = None,
     known: Sequence[CheckResult] = (),
 ) -> Generator[CheckResult, None, None]:
     """Run checks in order; yields a result for each check that is not left out.
 
     A check is left out if a kernel that it needs failed before, or if its own kernel hung or ended
-    the process before.  timed: time the kernels that are right.  deadline: seconds for one check,
-    by default DEADLINE.  known: earlier results, which also leave checks out.
+    the process before.  timed: time the kernels that are right.  known: earlier results, which also
+    leave checks out.
     """
     found: list[CheckResult] = []
-    deadline = DEADLINE if deadline is None else deadline
     child: _Child | None = None
     alone = False
     try:
@@ -75,7 +73,7 @@ def results(
             if child is None and not alone:
                 child = _start()
                 alone = child is None
-            result = child.ask(check, timed, deadline) if child else run_here(check, timed)
+            result = child.ask(check, timed, DEADLINE) if child else run_here(check, timed)
             found.append(result)
             yield result
             if result.ended and child is not None:

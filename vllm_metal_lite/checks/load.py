@@ -1,7 +1,6 @@
 """Sequences in a store of one layer, with random K and V, for timing."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -10,7 +9,6 @@ from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.case import Sequences, spec_of
-from vllm_metal_lite.kernels.decode import DecodePlan, decode_plan, paged_decode
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.specs import AttentionShape
 
@@ -34,7 +32,7 @@ class TimedStore:
         prefix: int = 0,
         block_size: int = 16,
     ) -> None:
-        self.shape, self.context, self.block_size = shape, context, block_size
+        self.shape = shape
         made = Sequences([context] * sequences, block_size, np.random.default_rng(0), prefix=prefix)
         self.batch = made.batch(np.full(sequences, rows))
         self.spec = spec_of(shape)
@@ -47,30 +45,13 @@ class TimedStore:
         # Rotary parts of queries to latents.
         rotary = (self.batch.num_tokens, shape.num_heads, shape.v_head_dim)
         self.q_pe = mx.random.normal(rotary).astype(shape.dtype) if shape.latent else None
-        self.block_tables = mx.array(self.batch.block_tables)
-        # As long as serving makes it: MLX passes shorter arrays to another text of the kernel.
-        self.seq_lens = mx.full((max(sequences, 8),), context, mx.int32)
-        mx.eval(store.arrays, self.block_tables, self.seq_lens, *[self.q_pe] * shape.latent)
-
-    @property
-    def kv(self) -> tuple[mx.array, mx.array]:
-        return self.store.keys[0], self.store.values[0]
-
-    @property
-    def plan(self) -> DecodePlan:
-        return decode_plan(self.batch.num_segments, self.shape.num_kv_heads, self.context)
+        mx.eval(store.arrays, *[self.q_pe] * shape.latent)
 
     def queries(self) -> mx.array:
         q = mx.random.normal((self.batch.num_tokens, self.shape.num_heads, self.shape.k_head_dim))
         q = q.astype(self.shape.dtype)
         mx.eval(q)
         return q
-
-    def attend(self, q: mx.array, plan: DecodePlan, ticket: mx.array) -> mx.array:
-        """paged_decode, with the merge if the context is split."""
-        how: dict[str, Any] = {"block_size": self.block_size, "scale": self.scale, "plan": plan}
-        how |= {"window": self.shape.window, "softcap": self.shape.softcap, "spec": self.spec}
-        return paged_decode(q, self.block_tables, self.seq_lens, *self.kv, ticket, **how)[0]
 
     def by(self, prefill: str, *without: str) -> Callable[[mx.array | NewHeads], mx.array]:
         """Attention as serving calls it, without the kernels in `without`.

@@ -39,6 +39,8 @@ BUFFERS = {
     "one launch a command buffer": {"MLX_MAX_OPS_PER_BUFFER": "1"},
     "all launches in one": {"MLX_MAX_OPS_PER_BUFFER": "10000", "MLX_MAX_MB_PER_BUFFER": "10000"},
 }
+# A process that runs the graph, and the seconds that it may take.
+COMMAND, DEADLINE = [sys.executable, "-P", "-m", __spec__.name], 120.0
 WRITES = "kv_write", "rope_write"
 READS = "kv_gather", "paged_decode"
 STATES = "causal_conv"  # writes and reads
@@ -194,28 +196,21 @@ class Outcome:
     problem: str | None
 
 
-def stress(deadline: float = 120.0, command: Sequence[str] = ()) -> Iterator[Outcome]:
-    """Run the graph once for each of BUFFERS, in a process of its own.
-
-    deadline: seconds that a process may take.  command: starts such a process, by default this
-    module.
-    """
-    command = command or (sys.executable, "-P", "-m", __spec__.name)
+def stress() -> Iterator[Outcome]:
+    """Run the graph once for each of BUFFERS, in a process of its own."""
     for buffers, variables in BUFFERS.items():
-        yield _in_process(buffers, command, environment() | variables, deadline)
+        yield _in_process(buffers, environment() | variables)
 
 
-def _in_process(
-    buffers: str, command: Sequence[str], variables: Mapping[str, str], deadline: float
-) -> Outcome:
+def _in_process(buffers: str, variables: Mapping[str, str]) -> Outcome:
     try:
         done = subprocess.run(
-            command, env=variables, capture_output=True, text=True, timeout=deadline, check=False
+            COMMAND, env=variables, capture_output=True, text=True, timeout=DEADLINE, check=False
         )
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return Outcome(buffers, found["reads"], found["problem"])
     except subprocess.TimeoutExpired:
-        return Outcome(buffers, 0, f"no result after {deadline:.0f} s")
+        return Outcome(buffers, 0, f"no result after {DEADLINE:.0f} s")
     except OSError as e:
         return Outcome(buffers, 0, f"no process can be started: {one_line(e)}")
     except (LookupError, TypeError, ValueError):  # the process ended before its result

@@ -12,7 +12,7 @@ def run(args: argparse.Namespace) -> int:
     if not path.exists():
         print(f"no prefixes are kept in {path}")
         return 0
-    folder = Folder(path, quota=1 << 62)  # nothing must go because someone looks
+    folder = Folder(path, quota=1 << 62)  # a look must evict nothing
     if args.action == "clear":
         folder.clear()
         print(f"cleared {path}")

@@ -12,10 +12,6 @@ from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.sampling_params import SamplingParams
 
 
-class ContextFull(RequestError):
-    """The conversation, with the message that was refused, is longer than the context."""
-
-
 @dataclass(frozen=True)
 class Turn:
     """The result of a turn.  max_model_len: tokens that the context holds."""
@@ -89,12 +85,12 @@ class Conversation:
         long prompt can take seconds.
 
         Ctrl-C ends the answer; the conversation keeps the text so far.  If the message is refused
-        or fails (RequestError, ContextFull), the conversation is unchanged.
+        or fails (RequestError), the conversation is unchanged.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt, checkpoints = self.engine.render_turn(messages, **self._template)
         if len(prompt) >= self.engine.max_model_len:
-            raise ContextFull(
+            raise RequestError(
                 f"the conversation would have {len(prompt)} tokens, "
                 f"and the context holds {self.engine.max_model_len}"
             )

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
-from math import inf
+from math import inf, isfinite
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -216,7 +216,7 @@ def _describe_model(name: str, model: LoadedModel) -> dict[str, Any]:
     described: dict[str, Any] = {
         "name": machine.public_name(name),
         "type": model.model_type,
-        "dtype": str(model.dtype).removeprefix("mlx.core."),
+        "dtype": backend.dtype_name(model.dtype),
         "weight_bytes": model.weight_bytes,
         "max_model_len": None,
         "kv_store_tokens": None,
@@ -237,7 +237,7 @@ def _check_as_json(result: CheckResult) -> dict[str, Any]:
     return {
         "kernel": result.kernel,
         "check": str(result.check),
-        "error": result.error if result.failure is None else None,
+        "error": result.error if isfinite(result.error) else None,  # JSON has no infinity
         "tolerance": result.tolerance,
         "passed": result.passed,
         "failure": result.failure,

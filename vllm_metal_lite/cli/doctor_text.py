@@ -1,6 +1,7 @@
 """The report of `doctor` for people: short lines, and for each bad one what to do next."""
 
 from collections.abc import Callable, Iterable, Iterator
+from math import inf
 from typing import Any
 
 from vllm_metal_lite.cli import machine
@@ -123,7 +124,7 @@ def describe_verdict(report: Report) -> Iterator[str]:
         all_is = "all that was tried is" if report["not_tried"]["checks"] else "all is"
         yield f"Verdict:   {all_is} right{', but something is slow: see above' if slow else ''}"
         return
-    yield f"Verdict:   {len(report['problems'])} problems"
+    yield f"Verdict:   problems: {len(report['problems'])}"
     if any(not check["passed"] for check in report["checks"]):
         yield "  The engine leaves a wrong kernel out by itself, and answers stay right."
     ordered = not any(outcome["problem"] for outcome in report["ordering"])
@@ -146,7 +147,8 @@ def _gib(size: float) -> str:
 def _failure(check: dict[str, Any]) -> str:
     if check["failure"] is not None:
         return f"{check['check']}: {check['failure']}"
-    return f"{check['check']}: error {check['error']:.2g}, allowed {check['tolerance']:.2g}"
+    error = inf if check["error"] is None else check["error"]
+    return f"{check['check']}: error {error:.2g}, allowed {check['tolerance']:.2g}"
 
 
 def _times_slower(check: dict[str, Any]) -> float:

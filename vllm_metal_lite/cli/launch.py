@@ -16,13 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 from vllm_metal_lite import envs
 from vllm_metal_lite.cli import options
-from vllm_metal_lite.errors import MetalLiteError, show
+from vllm_metal_lite.errors import MetalLiteError, one_line, show
 
 
 @dataclass(frozen=True)
@@ -135,8 +136,8 @@ def run(args: argparse.Namespace) -> int:
             "stop it, or give another --port",
             file=sys.stderr,
         )
-    if args.print:  # as a shell takes it
-        setup = make(running or Served(url, args.model or "demo", None, key))
+    if args.print:  # for a shell
+        setup = make(running or Served(url, options.name_of(args.model or "demo"), None, key))
         env = [f"{name}={shlex.quote(value)}" for name, value in setup.env.items()]
         print(" \\\n  ".join([*env, shlex.join([*setup.command, *args.agent_args])]))
         return 0
@@ -147,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
         # Ctrl-C goes to the agent, which is in this terminal too; we wait for its end.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         code = agent.wait()
-    return code if code >= 0 else 128 - code  # as a shell has it
+    return code if code >= 0 else 128 - code  # a signal, in a shell's exit code
 
 
 def _asked(url: str, key: str, name: str | None) -> Served | None:
@@ -159,11 +160,11 @@ def _asked(url: str, key: str, name: str | None) -> Served | None:
     try:
         with urlopen(request, timeout=5) as reply:
             models: list[dict[str, Any]] = json.load(reply)["data"]
+        names = [model["id"] for model in models]
     except (URLError, ConnectionError, TimeoutError):
         return None
-    except (ValueError, KeyError, TypeError) as e:
-        raise MetalLiteError(f"{url} is no server of models: {show(str(e))}") from None
-    names = [model["id"] for model in models]
+    except (HTTPException, ValueError, KeyError, TypeError) as e:
+        raise MetalLiteError(f"{url} is no server of models: {one_line(e)}") from None
     found = next((m for m in models if name in (None, m["id"], m.get("root"))), None)
     if found is None:
         raise MetalLiteError(

@@ -40,10 +40,11 @@ def new_report(kind: str) -> Report:
 
 def facts() -> dict[str, Any]:
     """This machine: memory in bytes; gpu_cores is None if no tool of the system reports it."""
+    gpu = {} if backend.is_cpu() else {"device_name": "unknown", **mx.device_info()}
     return {
         "chip": _chip(),
-        "gpu": None if backend.is_cpu() else str(mx.device_info().get("device_name", "unknown")),
-        "gpu_architecture": _architecture(),
+        "gpu": gpu.get("device_name"),
+        "gpu_architecture": gpu.get("architecture"),  # such as "applegpu_g15s"
         "gpu_cores": _gpu_cores(),
         "cpu_cores": os.cpu_count(),
         "system": _system(),
@@ -143,12 +144,6 @@ def _system() -> str:
     if sys.platform == "darwin":
         return f"macOS {platform.mac_ver()[0]}"
     return f"{platform.system()} {platform.release()}"
-
-
-def _architecture() -> str | None:
-    """The GPU's family as MLX names it, such as "applegpu_g15s"."""
-    value = None if backend.is_cpu() else mx.device_info().get("architecture")
-    return None if value is None else str(value)
 
 
 def _chip() -> str:

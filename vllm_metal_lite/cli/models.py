@@ -91,7 +91,6 @@ def _folder(name: str) -> Path:
 
 def find_models(folders: Sequence[Path]) -> list[Entry]:
     """The demo, the models of the Hugging Face cache, and those in the folders; each once."""
-
     found = [_found("demo", "demo", DEMO_PATH)]
     for name in hub_names():
         try:
@@ -161,7 +160,6 @@ def _read(entry: Entry, folder: Path) -> None:
     longest request here.  num_tokens: those of all requests together that fit in memory beside the
     weights; 0: the model does not fit, and memory_problem says why.
     """
-
     entry["size_bytes"] = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
     with suppress(ModelLoadError, OSError):  # also of a model that cannot be loaded
         model_type = read_json(folder / "config.json").get("model_type")
@@ -189,7 +187,6 @@ def _read(entry: Entry, folder: Path) -> None:
 
 def _memory(model: LoadedModel, options: EngineConfig) -> Entry:
     """How much context fits, by the arithmetic with which an engine starts."""
-
     try:
         store = size_store(model, options, estimated_step_peak)
     except OutOfMemoryError as e:
@@ -201,7 +198,6 @@ def _memory(model: LoadedModel, options: EngineConfig) -> Entry:
 
 def _bits(folder: Path, quantization: dict[str, Any] | None) -> list[int]:
     """Bits of a weight, by the configuration, or by the headers of its files."""
-
     if quantization:
         layers = [quantization, *(v for v in quantization.values() if isinstance(v, dict))]
         return sorted({b for layer in layers if isinstance(b := layer.get("bits"), int)})

@@ -9,6 +9,8 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from vllm_metal_lite.config import ENGINE_RULES, EngineConfig
@@ -56,16 +58,16 @@ _ENGINE = (
     ("block_size", "N", f"tokens a block of the KV store holds: {_allowed('block_size')}"),
     ("num_blocks", "N", "blocks of the KV store (default: what the memory holds)"),
     ("max_num_seqs", "N", "requests that run at the same time"),
-    ("max_num_batched_tokens", "N", "tokens of one step; of serve on a CPU 256"),
+    ("max_num_batched_tokens", "N", "tokens of one step (serve on a CPU: 256)"),
     ("max_model_len", "N", "longest context in tokens (default: the model's own)"),
     ("long_prefill_token_threshold", "N", "prompt tokens a request gets in one step; 0: any"),
-    ("prefill_policy", "NAME", _allowed("prefill_policy")),
+    ("prefill_policy", "NAME", f"prompts beside decodes: {_allowed('prefill_policy')}"),
     ("memory_fraction", "F", "share of the memory to use (default: a safe value)"),
     ("state_cache_gib", "N", "GiB for state checkpoints of recurrent layers (default: a share)"),
     ("prefix_disk_gib", "N", "GiB on the disk for prefixes that survive a restart"),
     ("dtype", "NAME", _allowed("dtype")),
     ("kv_bits", "N", f"keep K and V in {_allowed('kv_bits')} bits a value (default: as they are)"),
-    ("attention", "NAME", _allowed("attention")),
+    ("attention", "NAME", f"{_allowed('attention')}; auto: on a GPU, kernels that pass checks"),
     ("speculate", "NAME", f"{_allowed('speculate')}: several tokens a step where text repeats"),
     ("seed", "N", "seed of requests that have none of their own"),
 )
@@ -113,6 +115,12 @@ def add_model(parser: argparse.ArgumentParser, name: str = "model", note: str = 
     parser.add_argument(name, default="demo", metavar="MODEL", help=text, nargs=nargs)
 
 
+def name_of(source: str) -> str:
+    """A folder's own name, as `serve` has it; a name on the hub as it is."""
+    folder = Path(source).expanduser()
+    return folder.resolve().name if source != "demo" and folder.is_dir() else source
+
+
 def add_engine_options(parser: argparse.ArgumentParser, max_num_seqs: int) -> None:
     """Add the engine's flags; `max_num_seqs` is this command's default."""
     group = parser.add_argument_group("engine options")
@@ -127,9 +135,8 @@ def add_engine_options(parser: argparse.ArgumentParser, max_num_seqs: int) -> No
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The engine's options from parsed flags; UsageError if one is out of range."""
-    fields = [field for field, *_ in _ENGINE] + ["enable_prefix_caching", "trust_remote_code"]
     try:
-        return EngineConfig(**{field: getattr(args, field) for field in fields})
+        return EngineConfig(**{f.name: getattr(args, f.name) for f in fields(EngineConfig)})
     except ConfigError as e:
         raise UsageError(e.spelled(engine_flag)) from None
 

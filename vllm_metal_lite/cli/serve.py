@@ -8,7 +8,6 @@ import threading
 import webbrowser
 from collections.abc import Mapping
 from dataclasses import fields
-from pathlib import Path
 
 from vllm_metal_lite import backend, envs
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
@@ -88,12 +87,12 @@ def _named(args: argparse.Namespace) -> dict[str, str]:
     sources: dict[str, str] = {}
     if args.model is not None or not args.models:
         source = args.model or "demo"
-        sources[args.served_model_name or _name_of(source)] = source
+        sources[args.served_model_name or options.name_of(source)] = source
     elif args.served_model_name:
         raise options.UsageError("--served-model-name names MODEL; use --model NAME=MODEL")
     for entry in args.models or ():
         name, equals, source = entry.partition("=")
-        name, source = (name, source) if equals else (_name_of(entry), entry)
+        name, source = (name, source) if equals else (options.name_of(entry), entry)
         if not name or not source:
             raise options.UsageError(f"--model must be MODEL or NAME=MODEL, got {entry!r}")
         if name in sources:
@@ -121,9 +120,3 @@ def _chat_formats(args: argparse.Namespace, named: Mapping[str, str]) -> dict[st
             raise options.UsageError(f"--chat-format must be one of {known}, got {chosen!r}")
         formats[name] = FORMATS[chosen]
     return formats
-
-
-def _name_of(source: str) -> str:
-    """A folder's own name; a name on the hub as it is."""
-    folder = Path(source).expanduser()
-    return folder.resolve().name if source != "demo" and folder.is_dir() else source

@@ -1,5 +1,6 @@
 """The loop of a chat: messages and commands, until the user leaves."""
 
+from vllm_metal_lite.cli import log
 from vllm_metal_lite.cli.conversation import Conversation, Turn
 from vllm_metal_lite.cli.options import engine_flag
 from vllm_metal_lite.cli.terminal import Terminal
@@ -51,11 +52,11 @@ class Session:
             return 130
         if turn.is_cut and turn.fills_context:
             limit = turn.max_model_len
-            self._terminal.warn(f"error: the answer is cut: the context of {limit} tokens is full")
+            log.say(f"error: the answer is cut: the context of {limit} tokens is full")
             return 1
         if turn.is_cut:
             max_tokens = self._conversation.params.max_tokens
-            self._terminal.warn(f"The answer is cut at {max_tokens} tokens (--max-tokens).")
+            log.say(f"The answer is cut at {max_tokens} tokens (--max-tokens).")
         return 0
 
     def _take(self, message: str) -> None:

@@ -42,11 +42,7 @@ class Terminal:
     def notice(self, text: str) -> None:
         """Something the user should know, on stderr."""
         if not self._quiet:
-            self.warn(text)
-
-    def warn(self, text: str) -> None:
-        """Something the user must know; shown even if notices are off."""
-        log.say(text)
+            log.say(text)
 
     def status(self, text: str) -> None:
         """Something the user may know: dim."""

@@ -9,7 +9,7 @@ from vllm_metal_lite.engine.engine import LLMEngine
 def describe(engine: LLMEngine) -> Iterator[str]:
     """Lines about the model, the device, the store and the attention path."""
     model, config = engine.model, engine.config
-    dtype = str(model.dtype).removeprefix("mlx.core.")
+    dtype = backend.dtype_name(model.dtype)
     first, size = engine.kv_groups[0], config.block_size
     store = _size(engine.runner.attention.store.nbytes)
     if config.kv_bits is not None:

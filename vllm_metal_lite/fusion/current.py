@@ -18,8 +18,8 @@ class Current(NamedTuple):
     num_live: mx.array | None = None
 
 
-_NOTHING = Current()
-_current: ContextVar[Current] = ContextVar("current", default=_NOTHING)
+_current: ContextVar[Current] = ContextVar("current", default=Current())  # noqa: B039
+current = _current.get
 
 
 @contextmanager
@@ -30,7 +30,3 @@ def fusing(current: Current) -> Iterator[None]:
         yield
     finally:
         _current.reset(before)
-
-
-def current() -> Current:
-    return _current.get()

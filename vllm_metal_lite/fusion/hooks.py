@@ -7,6 +7,7 @@ with its gate.
 """
 
 from collections.abc import Callable, Collection
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -43,34 +44,39 @@ def fused_functions(
     """positions: of the step's rows.  For the other arguments see FusedLaunches."""
     fast = mx.fast
     return [
-        (fast, "rms_norm", _rms_norm(fast.rms_norm, skinny_rows, adds_norms)),
-        (fast, "rope", _rope(fast.rope, positions)),
-        (nn, "gelu_approx", _gelu_approx(nn.gelu_approx)),
-        (mx, "split", _split(mx.split)),
-        (mx, "expand_dims", _expand_dims(mx.expand_dims)),
-        *((module, name, _NAMED[name](getattr(module, name))) for module, name in named),
+        (fast, "rms_norm", partial(_rms_norm, fast.rms_norm, skinny_rows, adds_norms)),
+        (fast, "rope", partial(_rope, fast.rope, positions)),
+        (nn, "gelu_approx", partial(_gelu_approx, nn.gelu_approx)),
+        (mx, "split", partial(_split, mx.split)),
+        (mx, "expand_dims", partial(_expand_dims, mx.expand_dims)),
+        *((m, name, partial(_NAMED[name], getattr(m, name))) for m, name in named),
     ]
 
 
-def _rms_norm(original: Function, skinny_rows: range, adds_norms: bool) -> Function:
-    def rms_norm(x: mx.array, weight: mx.array | None, eps: float, **kwargs: Any) -> mx.array:
-        origin, shape, rows = origin_of(x), x.shape[:-1], x.size // x.shape[-1]
-        if isinstance(origin, Sum) and origin.total is None:
-            # With few rows, the next products compute the norm; the sum joins the product before.
-            few = rows in skinny_rows and rows <= profile().max_normed_rows
-            total = _with_product(origin) if few else None
-            if total is not None:
-                origin.total = as_view(total, shape)
-            elif adds_norms:
-                one, other, of_other = _summands(origin)
-                total, out = add_rms_norm(one, other, weight, eps, of_other)
-                origin.total = as_view(total, shape)
-                return as_view(out, shape)
-        x = up_to_date(x)
-        out, normed = original(x, weight, eps, **kwargs), _normed(x, RMSNorm(weight, eps))
-        return out if normed is None else Traced(out, normed)
-
-    return rms_norm
+def _rms_norm(
+    original: Function,
+    skinny_rows: range,
+    adds_norms: bool,
+    x: mx.array,
+    weight: mx.array | None,
+    eps: float,
+    **kwargs: Any,
+) -> mx.array:
+    origin, shape, rows = origin_of(x), x.shape[:-1], x.size // x.shape[-1]
+    if isinstance(origin, Sum) and origin.total is None:
+        # With few rows, the next products compute the norm; the sum joins the product before.
+        few = rows in skinny_rows and rows <= profile().max_normed_rows
+        total = _with_product(origin) if few else None
+        if total is not None:
+            origin.total = as_view(total, shape)
+        elif adds_norms:
+            one, other, of_other = _summands(origin)
+            total, out = add_rms_norm(one, other, weight, eps, of_other)
+            origin.total = as_view(total, shape)
+            return as_view(out, shape)
+    x = up_to_date(x)
+    out, normed = original(x, weight, eps, **kwargs), _normed(x, RMSNorm(weight, eps))
+    return out if normed is None else Traced(out, normed)
 
 
 def _normed(x: mx.array, norm: RMSNorm) -> Latents | Heads | Normed | None:
@@ -94,13 +100,9 @@ def _summands(origin: Sum) -> tuple[mx.array, mx.array, RMSNorm | None]:
     return rows_of(origin.x), rows_of(origin.y), None
 
 
-def _clip_residual(original: Function) -> Function:
+def _clip_residual(original: Function, x: mx.array, y: mx.array) -> mx.array:
     """Gemma 3's residual sum, which clips in float16 only."""
-
-    def clip_residual(x: mx.array, y: mx.array) -> mx.array:
-        return original(x, y) if x.dtype == mx.float16 else x + y
-
-    return clip_residual
+    return original(x, y) if x.dtype == mx.float16 else x + y
 
 
 def _with_product(origin: Sum) -> mx.array | None:
@@ -112,96 +114,85 @@ def _with_product(origin: Sum) -> mx.array | None:
     return None
 
 
-def _rope(original: Function, positions: mx.array) -> Function:
-    def rope(x: mx.array, dims: int, **how: Any) -> mx.array:
-        out = original(x, dims, **how)
-        if how["offset"] is not positions or x.ndim != 4 or x.shape[2] != 1:
-            return out
-        origin, factor = origin_of(x), 1.0
-        if isinstance(origin, Scaled) and origin.dims == dims:
-            factor, origin = origin.factor, origin.heads
-        angles = how["traditional"], how["base"], how["scale"], how.get("freqs")
-        heads = origin if isinstance(origin, Heads) else heads_of(x)
-        rotated = heads.rotated(Rope(dims, *angles, factor))
-        return out if rotated is None else Traced(out, rotated)
-
-    return rope
+def _rope(original: Function, positions: mx.array, x: mx.array, dims: int, **how: Any) -> mx.array:
+    out = original(x, dims, **how)
+    if how["offset"] is not positions or x.ndim != 4 or x.shape[2] != 1:
+        return out
+    origin, factor = origin_of(x), 1.0
+    if isinstance(origin, Scaled) and origin.dims == dims:
+        factor, origin = origin.factor, origin.heads
+    angles = how["traditional"], how["base"], how["scale"], how.get("freqs")
+    heads = origin if isinstance(origin, Heads) else heads_of(x)
+    rotated = heads.rotated(Rope(dims, *angles, factor))
+    return out if rotated is None else Traced(out, rotated)
 
 
-def _split(original: Callable[..., Any]) -> Callable[..., Any]:
+def _split(
+    original: Callable[..., Any],
+    x: mx.array,
+    indices_or_sections: Any,
+    axis: int = 0,
+    **kwargs: Any,
+) -> list[mx.array]:
     """Parts of packed rows (N, 1, K), and of heads (N, H, 1, D), know their columns."""
-
-    def split(
-        x: mx.array, indices_or_sections: Any, axis: int = 0, **kwargs: Any
-    ) -> list[mx.array]:
-        parts = original(x, indices_or_sections, axis, **kwargs)
-        at_indices = isinstance(indices_or_sections, list | tuple) and axis in (-1, x.ndim - 1)
-        # Parts for recurrent layers know their columns already.
-        if not at_indices or any(type(part) is not mx.array for part in parts):
-            return parts
-        starts = (0, *indices_or_sections)
-        if x.ndim == 3 and x.shape[1] == 1:
-            known = origin_of(x)
-            rows = known if isinstance(known, Columns) else Columns(rows_of(x), 0)
-            return [
-                Traced(part, Slice(rows.array, rows.start + start))
-                for part, start in zip(parts, starts, strict=True)
-            ]
-        if x.ndim == 4 and x.shape[2] == 1:
-            heads = heads_of(x)
-            if heads.norm is None and heads.rope is None:
-                array, first, *_ = heads.columns
-                stride = heads.stride or heads.head_dim
-                for i, (part, at) in enumerate(zip(parts, starts, strict=True)):
-                    columns, dim = Columns(array, first + at), part.shape[-1]
-                    parts[i] = Traced(part, Heads(columns, heads.num_heads, dim, stride=stride))
+    parts = original(x, indices_or_sections, axis, **kwargs)
+    at_indices = isinstance(indices_or_sections, list | tuple) and axis in (-1, x.ndim - 1)
+    # Parts for recurrent layers know their columns already.
+    if not at_indices or any(type(part) is not mx.array for part in parts):
         return parts
-
-    return split
-
-
-def _expand_dims(original: Function) -> Function:
-    def expand_dims(x: mx.array, axis: Any, **kwargs: Any) -> mx.array:
-        value, origin = original(x, axis, **kwargs), origin_of(x)
-        return Traced(value, origin) if isinstance(origin, Latents) and axis == 1 else value
-
-    return expand_dims
-
-
-def _gated_norm(original: Function) -> Function:
-    def precise_swiglu(h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
-        """silu(gate) * x, where x is a norm of h."""
-        origin = origin_of(x)
-        of_h = isinstance(origin, Normed) and origin.x is h and origin.norm.weight is not None
-        if not of_h or gate.shape != h.shape:
-            return original(h, gate, x)
-        known = origin_of(gate)
-        plain = known.plain if isinstance(known, Heads) else None
-        z = plain or Columns(gate.reshape(len(gate), -1), 0)
-        if z.array.dtype != h.dtype:
-            return original(h, gate, x)
-        rows = h.reshape(len(h), -1)
-        return gated_rms_norm(rows, z, *origin.norm, dim=h.shape[-1]).reshape(h.shape)
-
-    return precise_swiglu
+    starts = (0, *indices_or_sections)
+    if x.ndim == 3 and x.shape[1] == 1:
+        known = origin_of(x)
+        rows = known if isinstance(known, Columns) else Columns(rows_of(x), 0)
+        return [
+            Traced(part, Slice(rows.array, rows.start + start))
+            for part, start in zip(parts, starts, strict=True)
+        ]
+    if x.ndim == 4 and x.shape[2] == 1:
+        heads = heads_of(x)
+        if heads.norm is None and heads.rope is None:
+            array, first, *_ = heads.columns
+            stride = heads.stride or heads.head_dim
+            for i, (part, at) in enumerate(zip(parts, starts, strict=True)):
+                columns, dim = Columns(array, first + at), part.shape[-1]
+                parts[i] = Traced(part, Heads(columns, heads.num_heads, dim, stride=stride))
+    return parts
 
 
-def _swiglu(original: Function) -> Function:
-    def swiglu(gate: mx.array, up: mx.array) -> mx.array:
-        fused = gated_by(origin_of(gate), origin_of(up), "silu", gate.shape)
-        return original(gate, up) if fused is None else fused
-
-    return swiglu
+def _expand_dims(original: Function, x: mx.array, axis: Any, **kwargs: Any) -> mx.array:
+    value, origin = original(x, axis, **kwargs), origin_of(x)
+    return Traced(value, origin) if isinstance(origin, Latents) and axis == 1 else value
 
 
-def _gelu_approx(original: Function) -> Function:
-    def gelu_approx(x: mx.array) -> mx.array:
-        columns = origin_of(x)
-        joined = isinstance(columns, Columns) and isinstance(columns.origin, Multiplied)
-        return Traced(original(x), Activated(columns, "gelu_approx")) if joined else original(x)
+def _gated_norm(original: Function, h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
+    """silu(gate) * x, where x is a norm of h."""
+    origin = origin_of(x)
+    of_h = isinstance(origin, Normed) and origin.x is h and origin.norm.weight is not None
+    if not of_h or gate.shape != h.shape:
+        return original(h, gate, x)
+    known = origin_of(gate)
+    plain = known.plain if isinstance(known, Heads) else None
+    z = plain or Columns(gate.reshape(len(gate), -1), 0)
+    if z.array.dtype != h.dtype:
+        return original(h, gate, x)
+    rows = h.reshape(len(h), -1)
+    return gated_rms_norm(rows, z, *origin.norm, dim=h.shape[-1]).reshape(h.shape)
 
-    return gelu_approx
+
+def _swiglu(original: Function, gate: mx.array, up: mx.array) -> mx.array:
+    fused = gated_by(origin_of(gate), origin_of(up), "silu", gate.shape)
+    return original(gate, up) if fused is None else fused
+
+
+def _gelu_approx(original: Function, x: mx.array) -> mx.array:
+    columns = origin_of(x)
+    joined = isinstance(columns, Columns) and isinstance(columns.origin, Multiplied)
+    return Traced(original(x), Activated(columns, "gelu_approx")) if joined else original(x)
 
 
 # By mlx-lm's names of the functions that they replace.
-_NAMED = {"swiglu": _swiglu, "precise_swiglu": _gated_norm, "clip_residual": _clip_residual}
+_NAMED: dict[str, Function] = {
+    "swiglu": _swiglu,
+    "precise_swiglu": _gated_norm,
+    "clip_residual": _clip_residual,
+}

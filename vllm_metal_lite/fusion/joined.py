@@ -5,7 +5,6 @@ concatenated.  The first projection called computes the joined product; each ret
 Fewer products mean fewer launches, and a decode step consists mostly of small products.
 """
 
-import copy
 from collections import Counter
 from itertools import groupby
 from typing import Any
@@ -70,20 +69,8 @@ class JoinedPart(nn.Module):
 
     @property
     def weight(self) -> mx.array:
-        return self._own("weight")
-
-    def _own(self, name: str) -> mx.array:
-        """This projection's rows of a joined parameter."""
         start, end = self.product.ends[self.index : self.index + 2]
-        return self.product.linear[name][start:end]
-
-    def separate(self) -> nn.Module:
-        """The original projection, with its own copy of the weights."""
-        linear = copy.copy(self.product.linear)
-        linear.update(
-            {name: mx.contiguous(self._own(name)) for name in _BY_OUTPUT if name in linear}
-        )
-        return linear
+        return self.product.linear["weight"][start:end]
 
 
 def joined_projections(model: nn.Module) -> list[JoinedProjection]:

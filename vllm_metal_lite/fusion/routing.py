@@ -13,6 +13,7 @@ a launch whose results are unused.
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -183,33 +184,29 @@ def scores_of(x: Any) -> RouterScores | None:
 
 def routing_functions(selectors: Collection[Selector]) -> list[Hook]:
     """MLX's functions, and a model's compiled ones, that record scores and choices."""
-    hooks: list[Hook] = [(mx, name, make(getattr(mx, name))) for name, make in _RECORDING.items()]
+    hooks: list[Hook] = [
+        (mx, name, partial(record, getattr(mx, name))) for name, record in _RECORDING.items()
+    ]
     return hooks + [(m, name, _selecting(getattr(m, name))) for m, name in selectors]
 
 
 Function = Callable[..., mx.array]
 
 
-def _softmax(original: Function) -> Function:
-    def softmax(x: mx.array, axis: Any = None, **kwargs: Any) -> mx.array:
-        value = original(x, axis, **kwargs)
-        if type(x) is not Traced or axis not in (-1, x.ndim - 1):
-            return value
-        # MLX's softmax of 16 bits sums in 16 bits.
-        if not kwargs.get("precise") and x.dtype != mx.float32:
-            return value
-        if isinstance(x.origin, Gathered):
-            return x.origin.on_softmax(value)
-        return _scored(value, x, "softmax")
-
-    return softmax
+def _softmax(original: Function, x: mx.array, axis: Any = None, **kwargs: Any) -> mx.array:
+    value = original(x, axis, **kwargs)
+    if type(x) is not Traced or axis not in (-1, x.ndim - 1):
+        return value
+    # MLX's softmax of 16 bits sums in 16 bits.
+    if not kwargs.get("precise") and x.dtype != mx.float32:
+        return value
+    if isinstance(x.origin, Gathered):
+        return x.origin.on_softmax(value)
+    return _scored(value, x, "softmax")
 
 
-def _sigmoid(original: Function) -> Function:
-    def sigmoid(x: mx.array, **kwargs: Any) -> mx.array:
-        return _scored(original(x, **kwargs), x, "sigmoid")
-
-    return sigmoid
+def _sigmoid(original: Function, x: mx.array, **kwargs: Any) -> mx.array:
+    return _scored(original(x, **kwargs), x, "sigmoid")
 
 
 def _scored(value: mx.array, x: mx.array, scoring: Scoring) -> mx.array:
@@ -219,49 +216,41 @@ def _scored(value: mx.array, x: mx.array, scoring: Scoring) -> mx.array:
     return Traced(value, replace(logits, scoring=scoring))
 
 
-def _argpartition(original: Function) -> Function:
-    def argpartition(x: mx.array, kth: int, axis: Any = -1, **kwargs: Any) -> mx.array:
-        value, scores = original(x, kth, axis, **kwargs), scores_of(x)
-        # A kth from the other end cuts out the lowest scores.
-        if scores is None or axis not in (-1, x.ndim - 1) or (kth >= 0) != scores.negated:
-            return value
-        return Traced(value, Partition(scores, kth))
-
-    return argpartition
-
-
-def _take_along_axis(original: Function) -> Function:
-    def take_along_axis(x: mx.array, indices: mx.array, axis: Any, **kwargs: Any) -> mx.array:
-        value, choice = original(x, indices, axis, **kwargs), origin_of(indices)
-        if not isinstance(choice, Choice) or axis not in (-1, x.ndim - 1):
-            return value
-        scores = scores_of(x)
-        weighs = scores is not None and scores.weighs(choice) and scores.dtype == value.dtype
-        if not weighs:
-            return value
-        return as_view(choice.weights, value.shape[:-1], Gathered(choice, choice.routing))
-
-    return take_along_axis
+def _argpartition(
+    original: Function, x: mx.array, kth: int, axis: Any = -1, **kwargs: Any
+) -> mx.array:
+    value, scores = original(x, kth, axis, **kwargs), scores_of(x)
+    # A kth from the other end cuts out the lowest scores.
+    if scores is None or axis not in (-1, x.ndim - 1) or (kth >= 0) != scores.negated:
+        return value
+    return Traced(value, Partition(scores, kth))
 
 
-def _stop_gradient(original: Function) -> Function:
-    def stop_gradient(x: mx.array, **kwargs: Any) -> mx.array:
-        known = isinstance(origin_of(x), Partition | Choice)
-        return x if known else original(x, **kwargs)
-
-    return stop_gradient
-
-
-def _sum(original: Function) -> Function:
-    def sum(x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        if isinstance(origin_of(x), Gathered):
-            return x.sum(*args, **kwargs)
-        return original(x, *args, **kwargs)
-
-    return sum
+def _take_along_axis(
+    original: Function, x: mx.array, indices: mx.array, axis: Any, **kwargs: Any
+) -> mx.array:
+    value, choice = original(x, indices, axis, **kwargs), origin_of(indices)
+    if not isinstance(choice, Choice) or axis not in (-1, x.ndim - 1):
+        return value
+    scores = scores_of(x)
+    weighs = scores is not None and scores.weighs(choice) and scores.dtype == value.dtype
+    if not weighs:
+        return value
+    return as_view(choice.weights, value.shape[:-1], Gathered(choice, choice.routing))
 
 
-_RECORDING = {
+def _stop_gradient(original: Function, x: mx.array, **kwargs: Any) -> mx.array:
+    known = isinstance(origin_of(x), Partition | Choice)
+    return x if known else original(x, **kwargs)
+
+
+def _sum(original: Function, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+    if isinstance(origin_of(x), Gathered):
+        return x.sum(*args, **kwargs)
+    return original(x, *args, **kwargs)
+
+
+_RECORDING: dict[str, Function] = {
     "softmax": _softmax,
     "sigmoid": _sigmoid,
     "argpartition": _argpartition,

@@ -9,7 +9,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from vllm_metal_lite import envs
-from vllm_metal_lite.backend import mx
+from vllm_metal_lite.backend import dtype_name, mx
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
@@ -125,7 +125,7 @@ def _kv_cache_spec(spec: LayerSpec, block_size: int) -> "KVCacheSpec":
         "num_kv_heads": spec.num_kv_heads,
         "head_size": spec.k_row.width,
         "head_size_v": spec.v_row.width,
-        "dtype": getattr(torch, str(spec.k_row.kept_dtype).removeprefix("mlx.core.")),
+        "dtype": getattr(torch, dtype_name(spec.k_row.kept_dtype)),
     }
     if spec.window is None:
         return FullAttentionSpec(**kwargs)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_metal_lite import envs
 from vllm_metal_lite.config import ATTENTION, BLOCK_SIZES, KV_BITS
-from vllm_metal_lite.errors import ConfigError
+from vllm_metal_lite.errors import ConfigError, shorten
 from vllm_metal_lite.vllm_plugin import hosts
 from vllm_metal_lite.vllm_plugin.compat import get
 
@@ -100,7 +100,7 @@ def refuse_unsupported(vllm_config: "VllmConfig") -> None:
 
 
 def _refuse_pooling(model: Any, parallel: Any) -> None:
-    """Refuse what is no embedding by a decoder, the last token or the mean, on one device."""
+    """Allow only embeddings by a decoder, of the last token or the mean, on one device."""
     option = "--runner" if model.runner != "auto" else "a model for"
     if model.convert_type != "embed" or model.attn_type == "encoder_only":
         _refuse(option, model.runner_type, "except for embeddings by a decoder")
@@ -111,11 +111,6 @@ def _refuse_pooling(model: Any, parallel: Any) -> None:
 
 
 def _refuse(option: str, value: Any, hint: str | None = None) -> None:
-    text = option if value is True else f"{option} {_short(value)}"
+    text = option if value is True else f"{option} {shorten(str(value))}"
     hint = hint or _HINTS.get(option)
     raise ConfigError(f"vllm-metal-lite does not support {text}" + (f": {hint}" if hint else ""))
-
-
-def _short(value: Any) -> str:
-    text = " ".join(str(value).split())
-    return text if len(text) <= 60 else text[:60] + "..."

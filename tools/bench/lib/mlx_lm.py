@@ -45,6 +45,15 @@ class Settings:
 _NATIVE: dict[int, nn.Module] = {}
 
 
+def separate(part: JoinedPart) -> nn.Module:
+    """The projection as mlx-lm has it, with its own copy of the weights."""
+    linear, (start, end) = part.product.linear, part.product.ends[part.index : part.index + 2]
+    names = [name for name in ("weight", "scales", "biases", "bias") if name in linear]
+    own = copy.copy(linear)
+    own.update({name: mx.contiguous(linear[name][start:end]) for name in names})
+    return own
+
+
 def native(model: LoadedModel) -> nn.Module:
     """A copy of a model with separate projections, as in mlx-lm: this engine joins them."""
     ours = model.packed.model
@@ -53,7 +62,7 @@ def native(model: LoadedModel) -> nn.Module:
     if id(model) not in _NATIVE:
         theirs = copy.deepcopy(ours)
         parts = [(path, m) for path, m in theirs.named_modules() if isinstance(m, JoinedPart)]
-        theirs.update_modules(tree_unflatten([(path, part.separate()) for path, part in parts]))
+        theirs.update_modules(tree_unflatten([(path, separate(part)) for path, part in parts]))
         mx.eval(theirs.parameters())
         _NATIVE[id(model)] = theirs
     return _NATIVE[id(model)]

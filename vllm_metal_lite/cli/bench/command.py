@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 
+from vllm_metal_lite.backend import dtype_name
 from vllm_metal_lite.cli import log, machine, options
 from vllm_metal_lite.cli.bench.cases import make_cases
 from vllm_metal_lite.cli.bench.mlx_lm import MlxLm
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
             "type": model.model_type,
             "parameters": model.num_parameters,
             "weight_bytes": model.weight_bytes,
-            "dtype": str(model.dtype).removeprefix("mlx.core."),
+            "dtype": dtype_name(model.dtype),
         },
         "engine": {
             "attention": engine.runner.attention.name,
