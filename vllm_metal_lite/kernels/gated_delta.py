@@ -54,9 +54,9 @@ def gated_delta(
 
     q, k: num_k_heads heads of Dk, normalised and scaled by the caller unless norm is given;
     num_k_heads divides Hv.  v: Hv heads of Dv.  states: the store (slots, Hv, Dv, Dk) float32,
-    written in place.  segments: from `pack_segments`.  max_seqlen: rows of the longest segment; a
-    step of single rows loads no tiles.  Neither max_seqlen nor how a prompt is cut changes the
-    sums.  Sums are in float32, y is rounded once, to the type of v.  Rows of padding give zeros.
+    written in place.  segments: from `pack_segments`.  max_seqlen: 1 if no segment has more rows,
+    and then no tiles are loaded.  Neither max_seqlen nor how a prompt is cut changes the sums.
+    Sums are in float32, y is rounded once, to the type of v.  Rows of padding give zeros.
 
     Raises ValueError unless Dk is a multiple of 16 up to 256 and Dv of 8 up to 1024, and for shapes
     and types that do not fit together.  Sources: Yang, Kautz and Hatamizadeh (2024), Gated Delta

@@ -18,7 +18,7 @@ from vllm_metal_lite.errors import ModelLoadError, one_line, shorten, show
 
 DEMO_PATH = Path(__file__).parent.parent / "demo_model"
 
-# The files to download: no code, and no texts for people.
+# The files that loading reads: no code, and no texts for people.
 _READ_PATTERNS = [p for p in DEFAULT_ALLOW_PATTERNS if p not in ("*.py", "*.txt")]
 _READ_PATTERNS += ["merges.txt", "vocab.txt"]
 

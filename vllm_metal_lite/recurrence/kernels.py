@@ -41,7 +41,7 @@ class SegmentPlan(NamedTuple):
     """A step's segments, as the kernels read them (kernels/segments.py).
 
     segments: (S + 1 or more, 2 + 2 M) int32.  tiles: (T, 2) int32, of the convolutions.
-    max_seqlen: at least the rows of the longest segment; one of two values, so that steps repeat.
+    max_seqlen: 1 if no segment has more rows, else 2, so that steps repeat.
     """
 
     segments: mx.array

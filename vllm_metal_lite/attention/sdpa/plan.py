@@ -20,7 +20,7 @@ from vllm_metal_lite.devices import profile
 
 NEVER = np.iinfo(np.int32).max  # position of a padding key: after every query
 _ANY_NUMBER = np.iinfo(np.int64).max
-# Rows of a tile, however long its context.
+# The fewest rows of a tile, however long its context.
 _LEAST_TILE = 32
 
 Lengths = TypeVar("Lengths", int, np.ndarray)

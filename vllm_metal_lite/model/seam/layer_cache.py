@@ -98,8 +98,8 @@ class PagedLayerCache(PackedCache):
     """The cache of one attention layer during one forward.
 
     offset: (N,) positions of the rows, as `mx.fast.rope` takes them.
-    template, sequences: mlx-lm's own empty cache, and the step as sequences, for modules that must
-    see sequences (sequences/step.py); None if there are no such modules.
+    template: mlx-lm's own empty cache.  sequences: the step as sequences, for modules that must see
+    these (sequences/step.py); None if there are no such modules.
     """
 
     def __init__(
