@@ -30,7 +30,7 @@ from vllm_metal_lite.kernels.decode import decode_plan, paged_decode
 from vllm_metal_lite.kernels.experts import Activation, Experts, ExpertWeight, expert_mlp
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kernels.recurrence import GatedNorm, delta_gates
+from vllm_metal_lite.kernels.recurrence import QKNorm, delta_gates
 from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.kernels.segments import pack_segments
 from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix
@@ -118,7 +118,7 @@ class Loads:
         packed = mx.array(pack_segments(slots * rows, slots[:-1], slots[:-1], count))
         states, zeros = mx.zeros((segments, heads, 128, 128)), mx.zeros(heads)
         mx.eval(states, packed, zeros)
-        how = {"norm": GatedNorm(1e-6, 128**-0.5), "num_k_heads": heads // 2, "max_seqlen": rows}
+        how = {"norm": QKNorm(128**-0.5, 1e-6), "num_k_heads": heads // 2, "max_seqlen": rows}
 
         def call(v: mx.array) -> mx.array:
             given = Columns(v, 0), delta_gates(a, a, zeros, zeros), states, packed, new_ticket()
