@@ -65,13 +65,7 @@ class Layout:
     states: list[StateSpec] = field(default_factory=list)
     kv_users: dict[str, nn.Module] = field(default_factory=dict)
     state_users: dict[str, nn.Module] = field(default_factory=dict)
-
     num_recurrent_layers: int = 0
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of recurrent state per request."""
-        return sum(state.nbytes for state in self.states)
 
     def add(self, cache: Any) -> Node:
         """The node for a cache that holds some tokens."""

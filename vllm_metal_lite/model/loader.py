@@ -142,7 +142,7 @@ class LoadedModel:
     @property
     def state_bytes(self) -> int:
         """Bytes of recurrent state per request, independent of the length."""
-        return self.packed.layout.state_bytes
+        return sum(state.nbytes for state in self.packed.layout.states)
 
 
 def load(
