@@ -82,8 +82,8 @@ class Layout:
             self.num_recurrent_layers += 1
             return StateLayer(layer, len(cache.cache))
         if cache.keys is None:
-            # An offset: a layer of another stage, whose cache gives the model masks and positions;
-            # the first layer's are the same.  No offset: a layer that keeps nothing.
+            # With an offset: a layer of another stage.  The model asks its cache for masks and
+            # positions, which are those of the first layer.  Else the layer keeps nothing.
             return PagedLayer(0, cache.template) if cache.offset else None
         _, heads, _, k_dim = cache.keys.shape
         v_dim = cache.values.shape[-1]
