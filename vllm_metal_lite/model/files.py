@@ -67,6 +67,8 @@ def _download(name: str) -> Path:
             )
         elif isinstance(e, errors.RepositoryNotFoundError):
             text = f"{shown}: there is no such model on the Hugging Face Hub"
+        elif isinstance(e, OSError) and e.errno:  # such as a full disk
+            text = f"{shown}: cannot be downloaded: {why}"
         raise ModelLoadError(text) from e
 
 
