@@ -44,8 +44,8 @@ METAL_FUNC float inverse_rms_of(float square, float eps, threadgroup float* squa
   return metal::precise::rsqrt(square / float(DIM) + eps);
 }
 
-// Whether a turn of STEP elements reaches element `at` of a row.  Of a whole turn the compiler knows, so that
-// no branch keeps registers.
+// Whether element `at`, of a turn of STEP elements, lies in the row.  For a whole turn this is a constant, so
+// no branch costs registers.
 template <int DIM, int STEP>
 METAL_FUNC bool in_row(int turn, int at) {
   return (turn + 1) * STEP <= DIM || at < DIM;

@@ -5,7 +5,7 @@
 //   weight    (CHANNELS, K) of T         weight[c, K - 1] meets the row itself, weight[c, 0] the oldest
 //   bias      (CHANNELS,) of T           not read unless BIAS
 //   segments  (S, 2 + 2 M) int32         begin, initial slot, M pairs (end, slot); see kernels/segments.py
-//   tiles     (T, 2) int32               segment, first row of a tile; see plan_tiles in causal_conv.py
+//   tiles     (T, 2) int32               segment, first row of a tile; see plan_conv_tiles
 //   states    (slots, K - 1, CHANNELS) of T  the store: the last K - 1 rows of a request, oldest first;
 //                                        declared as an input, and written
 //   ticket     float32 -> next_ticket (8,) orders this launch among those that use the store

@@ -31,7 +31,7 @@
 //
 // Cost.  w of each used expert once, again for every ROW_TILES * 8 pairs of it; eights of pairs that a
 // tile does not have cost no product.  LANE_ROWS (1 or 4): at most that many pairs a tile, and products
-// without matrices (lane_products.h).
+// without matrix instructions (lane_products.h).
 #include "activations.h"
 #include "lane_products.h"
 

@@ -16,8 +16,8 @@
 //   order      3 1 4 0 2 5
 //   tiles      (0, 1) (1, 2) (3, 3)
 //
-// Padding.  Pairs of padding rows are of an expert that is none, with number EXPERTS, so they are last in
-// the order, and no expert is read for them.
+// Padding.  Pairs of padding rows have the number EXPERTS, which no expert has.  So they are last in the
+// order, and no expert is read for them.
 //
 // Why it is correct.  A thread's output depends on experts and counts only, which no thread changes
 // between the barriers, and the places of two experts do not meet.  So the plan is the same in every

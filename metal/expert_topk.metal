@@ -20,15 +20,15 @@
 // TOP_K times, each lane offers its best expert, and five exchanges find the best of all lanes.  Its key
 // becomes 0, which no expert has.
 //
-// Order.  As MLX sorts: best first, and of equal scores the lower index; with LATE, which a model has that
-// takes the end of an ascending order, best last, and of equal scores the higher index is chosen.
+// Order.  As MLX sorts: best first, and of equal scores the lower index.  LATE is for models that take the
+// end of an ascending order: best last, and of equal scores the higher index.
 //
 // Rounding.  Scores, sums and weights are rounded to W wherever a model's own operations round, and scores
 // with a bias to S.
 //
 // Why it is correct.  A key is as large as its score: the bits of a float are ordered like an integer once
 // those of negative numbers are turned.  NaN is larger than all, as in MLX's sort, so there are always TOP_K
-// different indices below EXPERTS, and no kernel reads an expert that is none.  Lanes agree on the best:
+// different indices below EXPERTS, and no kernel reads an expert that does not exist.  Lanes agree on the best:
 // keys are compared, then indices, so the order of exchanges does not matter.
 //
 // Cost.  One launch, for softmax, partition, gather, sum and quotient.

@@ -40,8 +40,8 @@
 //
 // Why it is correct.
 //   - Every row goes through advance_row, in one order of sums.  So neither y nor a state depends on where
-//     a prompt is cut, on checkpoints, or on other segments of the step (but for products and sums that a
-//     compiler joins in one of the two forms only).
+//     a prompt is cut, on checkpoints, or on other segments of the step.  One exception: a compiler may
+//     fuse a product and a sum with TILED and not without.
 //   - Each element of a slot is read and written by one lane, which reads first.  No slot that one
 //     segment writes is used by another in the same launch, and the ticket orders launches as it does
 //     that of kv_write (metal/kv_write.metal).
@@ -50,8 +50,8 @@
 //   - The first barrier of a tile: all have used the tile before.  The second: the tile is whole.
 //
 // Cost.  A segment moves its states in and out once, 8 * V_HEADS * V_DIM * K_DIM bytes: a decode is
-// nothing else.  Flops a row and element of the state: 7, where each row waits for one sum over lanes, or
-// rather two at a time.  Registers of a lane: K_DIM / 4 floats of state, and with TILES K_DIM / 8 of the
+// nothing else.  Flops a row and element of the state: 7.  Each row waits for two sums over lanes, which run
+// side by side.  Registers of a lane: K_DIM / 4 floats of state, and with TILES K_DIM / 8 of the
 // next tile (K_DIM * 3 / 16 with VECTOR; half as many beyond K_DIM 128).  Threadgroup memory: 64 *
 // (K_DIM + 16) bytes, 96 * (K_DIM + 16) with VECTOR, at most 26 KB, only with TILES.
 #include "recurrence.h"

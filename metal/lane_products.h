@@ -1,8 +1,8 @@
-// Products of 1 to 4 rows with quantised weights, without matrices.
+// Products of 1 to 4 rows with quantised weights, without matrix instructions.
 //
-// A matrix has 8 rows of x, however few there are, and 8 products a weight are as many instructions as an
-// Apple GPU has for a weight of 4 bits.  So with few rows each lane multiplies for itself the 8 weights
-// that it has of a row and chunk (weights.h) with the same 8 elements of each row of x:
+// A matrix product always computes 8 rows of x.  These 8 products a weight take all the instructions for
+// which an Apple GPU has time while it reads 4 bits.  So with few rows each lane multiplies its own 8 weights
+// of a row and chunk (weights.h) with the same 8 elements of each row of x:
 //
 //   chunk j of a row of w   | lane 0: 8 weights | lane 1 ..      | lane 2 ..      | lane 3 ..      |
 //   a row of x              | its 8 elements    |                |                |                |

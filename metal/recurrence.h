@@ -37,14 +37,14 @@
 
 #define TILE 8  // rows: as many as lanes have in a matrix
 
-// What is given instead of the gate and beta of a row.
-#define GATE_GIVEN 0     // the gate; the same in the others is a gate a head
+// GATE: what `gates` holds.  Only finished gates may differ by column (VECTOR).
+#define GATE_GIVEN 0     // the finished gate
 #define GATE_SOFTPLUS 1  // a: gate = exp(-exp(a_log) softplus(a + bias))
 #define GATE_BOUNDED 2   // a: gate = exp(low sigmoid(exp(a_log) (a + bias)))
 #define GATE_TIME 3      // dt: beta = softplus(dt + bias), limited to low ... high; gate = exp(-exp(a_log) beta)
 
-// Makes gate and beta of what is given in their places.  BETA: 0, beta is given; else its logit, and
-// BETA is what the sigmoid is multiplied by.  rate: exp(a_log).
+// Turns what the inputs hold into gate and beta.  BETA: 0, beta is finished; else it is a logit, and BETA
+// multiplies its sigmoid.  rate: exp(a_log).
 template <int GATE, int BETA>
 METAL_FUNC void make_gates(thread float& gate, thread float& beta, float rate, float bias, float low,
                            float high) {
@@ -168,8 +168,8 @@ METAL_FUNC void measure_row(const device T* q, const device T* k, const threadgr
   of_q = NORM ? q_scale * metal::precise::rsqrt(row_sum(square_q) + eps) : 1.0f;
 }
 
-// One row: HELD elements of the state, q and k of a head, its gate or, with VECTOR, its gates, and v of this lane's row of the state.
-// beta: times of_k.  both: k . q.  Returns S q behind the row, not times of_q.
+// One row advances HELD elements of the state.  v: of this lane's row of the state.  beta: times of_k.
+// both: k . q.  Returns S q after the row, not yet times of_q.
 template <typename T, typename G, int HELD, int VEC, bool DELTA, bool VECTOR, bool TILED>
 METAL_FUNC float advance_row(thread float* state, const device T* q,
                              const device T* k, const device G* gates,

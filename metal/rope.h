@@ -9,7 +9,7 @@
 //
 // FACTOR, the bits of a float, multiplies a and b before they turn (YaRN, LongRoPE); elements from DIMS
 // on keep their size.  Factor and product are rounded as a multiplication of MLX rounds them, to the
-// type of a head before it turns: R of its norm, or T.  1 multiplies nothing.
+// type of a head before it turns: R of its norm, or T.  A FACTOR of 1 changes nothing.
 //
 // Layout.  A head is DIM / 2 pairs, and pair i belongs to lane i % 32, which so holds both elements
 // that a rotation needs.  Elements from DIMS on are pairs too, of neighbours, that do not turn:
@@ -59,7 +59,7 @@ METAL_FUNC float rope_scaled(float x) {
 
 // Copy a head of DIM elements of T from `from` to `to`, in any address space: normalised if NORM, its
 // first DIMS elements multiplied and turned.  R is T without a norm.  All lanes of a simdgroup call it
-// together.  No branch in turns that all lanes take: a compiler does not know that a lane is below 32.
+// together.  A turn that all lanes take has no branch: compilers do not know that a lane is below 32.
 template <typename T, typename R, int DIM, int DIMS, bool TRADITIONAL, int FACTOR, bool NORM,
           bool WEIGHT, typename W, typename P>
 METAL_FUNC void rope_head(const device T* from, const device W* weight, float eps,

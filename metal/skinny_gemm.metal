@@ -41,7 +41,7 @@
 // 80 / COLUMNS for the normalised x.  Once a weight: unpacking (weights.h), 3.5 for 4 bits.  An Apple
 // GPU has 7 to 10 for each weight of 4 bits that its memory brings, and 30 or more for one of 16 bits.  So in
 // 4 bits matrix products of 1 to 8 rows are bound by instructions rather than by bytes, at about 1.5 times
-// the time that the bytes take.  LANE_ROWS (1, or 4 for 2 to 4 rows): products without matrices
+// the time that the bytes take.  LANE_ROWS (1, or 4 for 2 to 4 rows): products without matrix instructions
 // (lane_products.h), of 4 instructions a weight for one row, and 1.5 more for each other row.
 #include "lane_products.h"
 

@@ -2,7 +2,7 @@
 //
 //   FORM          a weight                words of 32 bits         a group of GROUP_SIZE weights has
 //   WHOLE_VALUES  T itself                as they lie              nothing
-//   AFFINE        scale * q + bias        q of 2 to 6, or 8 bits   scale and bias of T
+//   AFFINE        scale * q + bias        q of 4, 6 or 8 bits      scale and bias of T
 //   E8M0          scale * e               e2m1 (4), e4m3 (8 bits)  scale, a power of two, in 8 bits
 //   E4M3          scale * e               e2m1                     scale, a small float, in 8 bits
 //
@@ -127,7 +127,7 @@ METAL_FUNC void unpack_codes(const thread uint* words, int j, thread float* to) 
   }
 }
 
-// A group's scale, and what is added: a code is scale * code + low.
+// A group's scale, and what is added: a weight is scale * code + low.
 template <typename T, int FORM, int BITS>
 METAL_FUNC void unpack_group(uint scale, uint bias, thread float* to) {
   to[1] = 0.0f;

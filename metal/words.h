@@ -88,7 +88,7 @@ METAL_FUNC uint pack<bfloat16_t>(const thread float* from) {
       (uint(as_type<ushort>(bfloat16_t(from[1]))) << 16);
 }
 
-// Four elements, which take sizeof(T) words, or one.
+// VEC elements as floats, and back: 4, in one load of sizeof(T) words, or 1.
 template <typename T, int VEC>
 METAL_FUNC void load_run(const device T* from, thread float* to) {
   if (VEC == 1) {

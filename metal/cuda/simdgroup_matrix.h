@@ -11,7 +11,7 @@ struct simdgroup_matrix {
   T elements[2];
 };
 
-// By definition.  What our kernels do with 16-bit types is faster, below.
+// The product as it is defined.  For 16-bit types the functions below are faster.
 template <typename T>
 METAL_FUNC void simdgroup_multiply_accumulate(
     simdgroup_matrix<float, 8, 8>& d, simdgroup_matrix<T, 8, 8> a, simdgroup_matrix<T, 8, 8> b,
@@ -41,10 +41,10 @@ METAL_FUNC I matrix_col(I lane) { return lane % 4 * 2; }
 template <typename I>
 METAL_FUNC I matrix_lane(I row, I col) { return row * 4 + col / 2; }
 
-// For matrix.h, of 16-bit types.  The tensor cores take 16 rows of the left side, the lower 8 are
-// zeros here, and want the right side by columns: a lane holds elements (lane % 4 * 2, lane / 4) and
-// the one below it.  `ldmatrix` brings four matrices at once, each row by the lane that names where it
-// lies; as they lie, they are their transposes by columns.
+// For matrix.h, of 16-bit types.  The tensor cores take 16 rows of the left side, of which the lower 8
+// are zeros here.  They take the right side by columns: a lane holds elements (lane % 4 * 2, lane / 4) and
+// the one below it.  `ldmatrix` loads four matrices at once; each lane names the address of one row.
+// Without .trans, rows in memory become columns.
 #define METAL_LOAD_FOUR(TRANS)                                                                     \
   asm volatile("ldmatrix.sync.aligned.m8n8.x4" TRANS ".shared.b16 {%0, %1, %2, %3}, [%4];"         \
                : "=r"(cols[0]), "=r"(cols[1]), "=r"(cols[2]), "=r"(cols[3])                        \

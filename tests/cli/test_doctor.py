@@ -10,6 +10,7 @@ import pytest
 
 from metal.host import compiler_available
 from tests.support import broken_machine
+from tests.support import tiny_models as tiny
 from tests.support.miscompiled import miscompile, seeming_gpu
 from vllm_metal_lite import devices
 from vllm_metal_lite.backend import mx
@@ -280,6 +281,17 @@ def test_a_hang_costs_its_deadline_once(a_gpu, monkeypatch, capsys):
     assert run(*LONG) == 1
     assert tried.count("gather_rows") == 1
     assert re.search("Attention: .*without gather_rows", capsys.readouterr().out)
+
+
+@needs_compiler
+def test_a_model_without_attention_is_checked(a_gpu, monkeypatch, capsys, tmp_path):
+    folder = tiny.write_folder(tmp_path / "mamba", "mamba2")
+    monkeypatch.setattr(isolated, "run_here", lambda check, timed: CheckResult(check, 0.0, 1.0))
+    found = compare_tokens.Comparison("k", "r", 1, 2, {})
+    monkeypatch.setattr(compare_tokens, "compare", lambda *_: found)
+    report = report_of(capsys, str(folder), *LONG)
+    assert {"causal_conv", "gated_delta"} <= {check["kernel"] for check in report["checks"]}
+    assert report["bandwidth"], "of the shape that most models have"
 
 
 @needs_compiler

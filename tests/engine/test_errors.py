@@ -1,8 +1,10 @@
 """Errors for a user: one line that names the value and the limit; no other request is harmed."""
 
+import errno
 import json
 import re
 
+import huggingface_hub
 import numpy as np
 import pytest
 
@@ -212,6 +214,15 @@ def test_what_is_not_a_folder(tmp_path):
         with pytest.raises(ModelLoadError, match=words) as error:
             loader.load(name)
         assert "\n" not in str(error.value)
+
+
+def test_a_full_disk_is_no_missing_network(monkeypatch):
+    def fails(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fails)
+    with pytest.raises(ModelLoadError, match=r"some-model: cannot be downloaded: .*No space left"):
+        loader.load("someone/some-model")
 
 
 @pytest.mark.parametrize(("config", "words"), [

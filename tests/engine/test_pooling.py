@@ -349,6 +349,8 @@ def test_a_model_that_is_no_decoder_is_refused_by_name(tmp_path):
         ({"1_Pooling/config.json": {"pooling_mode_cls_token": True}}, "neither"),
         ({"config.json": {"use_bidirectional_attention": True}}, "causal"),
         ({"modules.json": {"type": 3}}, "cannot be read"),
+        ({"modules.json": [{}]}, "cannot be read: 'type'"),
+        ({"config_sentence_transformers.json": {"prompts": {"query": 5}}}, "cannot be read"),
         ({**_RERANKER, "1_L/config.json": {"true_token_id": 9}}, "reranker"),
     ],
 )

@@ -298,7 +298,7 @@ def test_products_of_few_rows_go_through_the_kernel(monkeypatch, name):
     Launches run at once here, also those of products that then are computed with their sum.
     """
     launches, forwards, forward = Counter(), Counter(), PackedModel.__call__
-    layers = len(tiny.packed(name, mx.bfloat16).packed.attention_specs)
+    layers = len(tiny.packed(name, mx.bfloat16).packed.layout.specs)
 
     def count(kernel, arrays, template):
         if kernel == "skinny_gemm" and len(arrays[1]) != VOCAB:
@@ -349,7 +349,7 @@ def test_products_that_do_not_suit_a_model_are_done_without(monkeypatch, caplog,
 
     monkeypatch.setattr(Kernel, "__call__", launching)
     packed = tiny.packed("qwen3", mx.bfloat16).packed
-    store = PagedStore(packed.attention_specs, 1, 8)
+    store = PagedStore(packed.layout.specs, 1, 8)
     attention = KernelAttention(store, "gather", ())
     monkeypatch.setattr(decide, "faster_rows", lambda *_: range(1, 65))
     with installed():
@@ -357,7 +357,7 @@ def test_products_that_do_not_suit_a_model_are_done_without(monkeypatch, caplog,
     assert isinstance(fusion, FusedLaunches)
     assert fusion.skinny_rows == (range(0) if wrong else range(1, 65))
     assert ["products by skinny_gemm" in m for m in caplog.messages] == [True] * bool(wrong)
-    layers = len(packed.attention_specs)
+    layers = len(packed.layout.specs)
     # Tried with MLX's products; with the kernel these few rows have their norms and sums in it.
     assert launches["add_rms_norm"] == 2 * layers * len(trial.STEPS)
 
@@ -370,7 +370,7 @@ def test_nothing_of_a_forward_is_kept_in_joined_projections(monkeypatch):
     """Also if a forward breaks off between two parts of a product."""
     model = tiny.build(config_of("llama"))
     packed, fusion = PackedModel(model, inspect(model, "llama")), fuse(model, joins=True)
-    attention = KernelAttention(PagedStore(packed.attention_specs, 4, trial.BLOCK), "gather", ())
+    attention = KernelAttention(PagedStore(packed.layout.specs, 4, trial.BLOCK), "gather", ())
     assert fusion.joined
     part, countdown = JoinedProjection.part, [0]
 

@@ -39,7 +39,7 @@ def a_gpu(monkeypatch, tmp_path):
 def model(name="qwen3", dtype=mx.bfloat16):
     """A packed model, and attention by kernels."""
     packed = tiny.packed(name, dtype).packed
-    specs, groups = packed.attention_specs, {}
+    specs, groups = packed.layout.specs, {}
     for layer, spec in enumerate(specs):
         groups.setdefault(spec.window, []).append(layer)
     blocks = [KVGroup(tuple(layers), num_blocks=4) for layers in groups.values()]

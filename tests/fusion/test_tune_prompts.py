@@ -27,7 +27,7 @@ def remembers_nothing(monkeypatch, tmp_path):
 def model(name="qwen3_moe"):
     packed = tiny.packed(name, mx.bfloat16).packed
     fuse(packed.model, joins=False)
-    store = PagedStore(packed.attention_specs, 4, 8, states=packed.state_store(1))
+    store = PagedStore(packed.layout.specs, 4, 8, states=packed.state_store(1))
     return packed, KernelAttention(store, "gather", ())
 
 

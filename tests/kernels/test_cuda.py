@@ -49,7 +49,7 @@ def test_gathers_of_many_pairs_are_split(monkeypatch, pairs):
         sizes.append(rhs_indices.size)
         return mx.gather_qmm(x, *arrays, rhs_indices=rhs_indices, **how)
 
-    got = cuda.split_gathers(gather_qmm)(x, words, scales, biases, rhs_indices=indices, **how)
+    got = cuda.split_gathers(gather_qmm, x, words, scales, biases, rhs_indices=indices, **how)
     expected = mx.gather_qmm(x, words, scales, biases, rhs_indices=indices, **how)
     assert max(sizes) <= 7
     assert sum(sizes) == pairs

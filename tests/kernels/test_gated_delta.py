@@ -27,7 +27,7 @@ from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.recurrence import (
-    GatedNorm,
+    QKNorm,
     column_gates,
     delta_gates,
     given,
@@ -71,7 +71,7 @@ class Case:
         self.delta, self.norm = kind not in ("ssm", "time"), None
         q, k = rng.standard_normal((2, rows, k_heads, k_dim))
         if kind in FUSED and self.delta:
-            self.norm = GatedNorm(1e-6, k_dim**-0.5)
+            self.norm = QKNorm(k_dim**-0.5, 1e-6)
         else:  # keys have length 1, as in the models
             q, k = q * k_dim**-0.5, k / np.linalg.norm(k, axis=-1, keepdims=True)
         self.q, self.k = rounded(q, dtype), rounded(k, dtype)
@@ -143,7 +143,7 @@ class Case:
         q, k = self.q.astype(np.float64), self.k.astype(np.float64)
         if self.norm:
             q, k = (x / np.sqrt((x**2).sum(-1, keepdims=True) + self.norm.eps) for x in (q, k))
-            q = q * self.norm.q_scale
+            q = q * self.norm.inv_scale
         rows = q, k, self.v, *self.exact_gates()
         y, states = recurrence_by_definition(self.segments, self.states, *rows, delta=self.delta)
         return (y if self.delta else y + self.skip[:, None] * self.v[: len(y)]), states
@@ -371,7 +371,7 @@ def test_logits_give_the_same_as_mlx_lm_s_functions(kind):
     if kind == "time":
         theirs, state = ssm_update(v, a_log, k, q, skip, a, bias, state, LIMITS)
     else:
-        q, k = normalize_qk(q, k, inv_scale=case.norm.q_scale, eps=case.norm.eps)
+        q, k = normalize_qk(q, k, inv_scale=case.norm.inv_scale, eps=case.norm.eps)
         how = {k: v for k, v in FUSED[kind].items() if k == "lower_bound"}
         negative = "beta_scale" in FUSED[kind]
         theirs, state = gated_delta_update(
@@ -441,6 +441,6 @@ def test_bad_logits_are_named(change, message):
     arrays |= {"a_log": mx.zeros(4), "dt_bias": mx.zeros(4)}
     rows = Columns(mx.zeros((2, 32)), 0)
     inputs = mx.zeros((3, 4, 8, 16)), mx.array(Segments([2]).array), new_ticket()
-    how = {"num_k_heads": 2, "max_seqlen": 2, "norm": GatedNorm(1e-6, 0.25)}
+    how = {"num_k_heads": 2, "max_seqlen": 2, "norm": QKNorm(0.25, 1e-6)}
     with pytest.raises(ValueError, match=message):
         gated_delta(rows, rows, rows, delta_gates(**(arrays | change)), *inputs, **how)

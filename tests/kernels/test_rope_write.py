@@ -4,8 +4,6 @@ NaN is in columns that belong to no head, in keys and values of rows without a s
 store before.  The checker watches for races and for accesses out of bounds.
 """
 
-import re
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,9 +12,6 @@ from hypothesis import strategies as st
 from tests.support.device import change_device
 from tests.support.kernel_cases import STORE, TOLERANCE, NewRowsCase
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels import rope_write as rope
-from vllm_metal_lite.kernels.new_rows import Rope
-from vllm_metal_lite.specs import AttentionShape
 
 pytestmark = pytest.mark.usefixtures("host")
 WRITTEN = STORE
@@ -187,29 +182,3 @@ def test_rope_write_puts_the_bits_that_pack_gives_of_what_it_puts_otherwise(dtyp
     for kept, row, array in zip(store, formats, rows, strict=True):
         packed = mx.where(written, row.pack(array), 0xFFFFFFFF)
         np.testing.assert_array_equal(np.array(kept), np.array(packed))
-
-
-# What it does not serve
-
-SHAPE = AttentionShape(4, 2, 64, 64, mx.float16)
-
-
-@pytest.mark.parametrize(
-    ("shape", "asked", "reason"),
-    [
-        (SHAPE, None, None),
-        (SHAPE, Rope(64, False, 1e4, 1.0, None), None),
-        (SHAPE, Rope(20, True, None, 1.0, mx.ones(10)), None),
-        (AttentionShape(4, 2, 60, 64, mx.float16), None, "head size 60 is not a multiple of 8"),
-        (AttentionShape(4, 2, 64, 64, mx.float16, latent=True), None, "no latent attention"),
-        (AttentionShape(4, 2, 64, 64, mx.int32), None, "no kernels for mlx.core.int32"),
-        (SHAPE, Rope(66, False, 1e4, 1.0, None), "rotated dims 66 .* up to head size 64"),
-        (SHAPE, Rope(7, False, 1e4, 1.0, None), "rotated dims 7"),
-        (SHAPE, Rope(64, False, None, 1.0, None), "either a base or freqs"),
-        (SHAPE, Rope(64, False, 1e4, 1.0, mx.ones(32)), "either a base or freqs"),
-        (SHAPE, Rope(64, False, None, 1.0, mx.ones(31)), r"shape \(31,\), not \(32,\)"),
-    ],
-)
-def test_what_is_not_served(shape, asked, reason):
-    found = rope.rope_unsupported(shape, asked)
-    assert found == reason if reason is None else re.search(reason, found)

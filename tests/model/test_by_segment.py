@@ -38,7 +38,7 @@ def test_who_needs_it_and_what_follows(name, monkeypatch):
     packed = model.packed
     assert packed.by_segment
     assert (packed.no_prefix_cache is None) == (not packed.layout.states)
-    store = PagedStore(packed.attention_specs, 4, 8)
+    store = PagedStore(packed.layout.specs, 4, 8)
     monkeypatch.setattr("vllm_metal_lite.backend.is_cpu", lambda: False)
     path = choose_attention(model, store, "auto")
     assert path.attention.name == "reference"

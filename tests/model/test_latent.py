@@ -93,7 +93,7 @@ def test_scores_of_another_layer_are_refused(cache):
     ["deepseek_v3", "glm4_moe_lite", "kimi_vl", "mistral4", "deepseek_v2", "minicpm3", "youtu_llm"],
 )
 def test_the_store_holds_one_latent_and_one_rotary_key_a_token(name):
-    specs = tiny.packed(name).packed.attention_specs
+    specs = tiny.packed(name).packed.layout.specs
     assert {(s.num_kv_heads, s.k_head_dim, s.v_head_dim) for s in specs} == {(1, RANK, ROPE)}
 
 
@@ -107,7 +107,7 @@ def test_up_projections_that_are_quantised_are_absorbed_too():
         loader.from_model(tiny.build(config), None, config, "v2"),
         EngineConfig(num_blocks=4, max_model_len=32),
     )
-    assert engine.model.packed.attention_specs[0].k_head_dim == 32
+    assert engine.model.packed.layout.specs[0].k_head_dim == 32
     greedy = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
     engine.add_request("a", tokens, greedy)
     (logprobs,) = tiny.run(engine)["a"].outputs[0].logprobs
@@ -221,7 +221,7 @@ def test_steps_of_latents_are_compiled(monkeypatch):
     monkeypatch.setattr("vllm_metal_lite.backend.is_cpu", lambda: False)
     monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}, "varlen"))
     model = tiny.packed("deepseek_v3")
-    store = PagedStore(model.packed.attention_specs, 4, 8)
+    store = PagedStore(model.packed.layout.specs, 4, 8)
     path = choose_attention(model, store, "kernels")
     assert "latent_attention" in path.reason
     assert CompiledSteps(model.packed, path.attention).reason is None

@@ -149,12 +149,12 @@ def test_fused_launches_rotate_alike(launches, name, joins):
     assert (factor != 1) is (name in (*SCALED, *SCALED_LATENTS) or "yarn" in name or "long" in name)
     # The checks of kernels try the same factor.
     assert {r.factor for r in loaded.fit.usage.ropes} == {factor}
-    store, latents = PagedStore(packed.attention_specs, 4, trial.BLOCK), name in SCALED_LATENTS
+    store, latents = PagedStore(packed.layout.specs, 4, trial.BLOCK), name in SCALED_LATENTS
     attention = KernelAttention(store, "gather", (), latents=latents)
     draw, fusion = trial.Draw(packed.model, tiny.VOCAB), fuse(packed.model, joins=joins)
     with installed():
         assert max(row.error for row in draw.rows(packed, attention, fusion)) < 1e-4
-    assert sum(launches.values()) == len(trial.STEPS) * len(packed.attention_specs)
+    assert sum(launches.values()) == len(trial.STEPS) * len(packed.layout.specs)
     names = {"latent_write"} if latents else {"rope_write", "fused"}
     assert set(launches) == {(kernel, bits(factor)) for kernel in names}
 

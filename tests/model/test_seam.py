@@ -111,7 +111,7 @@ def test_the_head_sees_only_the_rows_asked_for(name, monkeypatch):
             return out
 
         monkeypatch.setattr(module, method, call)
-    attention = ReferenceAttention(PagedStore(packed.attention_specs, 4, 8))
+    attention = ReferenceAttention(PagedStore(packed.layout.specs, 4, 8))
     logits = packed(one_step(attention, list(range(20))), mx.array([19, 3]))
     assert logits.shape == (2, tiny.VOCAB)
     assert seen == [2]
@@ -124,7 +124,7 @@ def test_rows_are_picked_from_the_logits_where_a_model_has_no_separate_body():
     packed._rows.wanted = None
     del_wrapped = type(model.model).__mro__[1]
     model.model.__class__ = del_wrapped  # undo the selection of rows
-    attention = ReferenceAttention(PagedStore(packed.attention_specs, 4, 8))
+    attention = ReferenceAttention(PagedStore(packed.layout.specs, 4, 8))
     tokens = list(range(20))
     logits = packed(one_step(attention, tokens), mx.array([19, 3]))
     expected = tiny.logits_alone(tiny.native("llama"), tokens)[[19, 3]]
@@ -132,11 +132,11 @@ def test_rows_are_picked_from_the_logits_where_a_model_has_no_separate_body():
 
 
 def test_layers_know_their_windows_and_shapes():
-    windows = [s.window for s in tiny.packed("gpt_oss").packed.attention_specs]
+    windows = [s.window for s in tiny.packed("gpt_oss").packed.layout.specs]
     assert windows == [WINDOW, None, WINDOW, None]
-    wide = tiny.packed("mimo_v2_flash").packed.attention_specs[0]
+    wide = tiny.packed("mimo_v2_flash").packed.layout.specs[0]
     assert (wide.k_head_dim, wide.v_head_dim) == (32, 16)
     assert wide.bytes_per_token == 2 * (32 + 16) * 4
     shared = tiny.packed("gemma4_text/shared_kv")
-    assert len(shared.packed.attention_specs) == 2, "layers that share K and V keep nothing"
+    assert len(shared.packed.layout.specs) == 2, "layers that share K and V keep nothing"
     assert tiny.packed("gpt2").max_position == 512

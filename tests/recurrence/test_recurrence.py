@@ -24,11 +24,11 @@ from tests.support.recurrent_steps import (
 )
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
+from vllm_metal_lite.kernels.recurrence import QKNorm
 from vllm_metal_lite.kv.state_store import Key
 from vllm_metal_lite.recurrence.base import (
     CausalConv,
     GatedDelta,
-    QKNorm,
     StateSpace,
     StepRecurrence,
 )

@@ -39,7 +39,7 @@ def fast_skinny_gemm(monkeypatch):
 
 def assemble(name="qwen3", dtype=None, option="kernels"):
     model = tiny.packed(name, dtype)
-    store = PagedStore(model.packed.attention_specs, 8, 8)
+    store = PagedStore(model.packed.layout.specs, 8, 8)
     return build_runner(model, store, Sampler(4, model.vocab_size), option)
 
 
@@ -117,7 +117,7 @@ def test_the_core_works_without_the_rooms_on_top_of_it(a_gpu, monkeypatch, caplo
 
 def test_a_room_that_lacks_one_of_its_modules_is_a_fault(monkeypatch):
     model = tiny.packed("qwen3")
-    store = PagedStore(model.packed.attention_specs, 8, 8)
+    store = PagedStore(model.packed.layout.specs, 8, 8)
     monkeypatch.delitem(sys.modules, "vllm_metal_lite.checks.verdicts")
     for name in ("for_model", "isolated", "run_check"):
         monkeypatch.delitem(sys.modules, f"vllm_metal_lite.checks.{name}", raising=False)

@@ -412,7 +412,7 @@ def test_a_kernel_that_fails_in_a_compiled_step_is_replaced_and_steps_stay_compi
     monkeypatch, how
 ):
     """It is no sign that the model cannot be traced."""
-    monkeypatch.setattr(Kernel, "_launch", lambda self, arrays, *_: list(arrays))
+    monkeypatch.setattr(Kernel, "_launcher", lambda self: lambda inputs, **_: inputs)
     fault, kernel = FailingKernels(monkeypatch, how=how), Kernel("paged_decode", ["x"], ["y"])
     engine = make_engine()
     expected = tokens_of(make_engine())

@@ -1,5 +1,7 @@
 """Kernels that fail in mid-serving, as when MLX cannot compile an instantiation."""
 
+from functools import partial
+
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import launch as launches
 from vllm_metal_lite.kernels import registry
@@ -21,21 +23,22 @@ class FailingKernels:
     ) -> None:
         self.armed, self.launched, self.failed = False, 0, 0
         self.error = error or RuntimeError(MESSAGE)
-        original = Kernel._launch
+        original = Kernel._launcher
 
-        def launch(self_, arrays, template, *rest):
-            if kernels and registry.launched(self_.name, template) not in kernels:
-                return original(self_, arrays, template, *rest)
+        def launch(kernel, **given):
+            outputs = original(kernel)(**given)
+            if kernels and registry.launched(kernel.name, dict(given["template"])) not in kernels:
+                return outputs
             self.launched += 1
             if not self.armed:
-                return original(self_, arrays, template, *rest)
+                return outputs
             self.failed += 1
             if how == "call":
                 raise self.error
             if how == "submit" and not launches._one_by_one.get():
                 self._is_in_step = True
-                return original(self_, arrays, template, *rest)
-            return mx.depends(original(self_, arrays, template, *rest), [raises_in_eval()])
+                return outputs
+            return mx.depends(outputs, [raises_in_eval()])
 
         async_eval, self._is_in_step = mx.async_eval, False
 
@@ -43,7 +46,7 @@ class FailingKernels:
             fails, self._is_in_step = self._is_in_step, False
             async_eval(*arrays, *([raises_in_eval()] if fails else []))
 
-        monkeypatch.setattr(Kernel, "_launch", launch)
+        monkeypatch.setattr(Kernel, "_launcher", lambda kernel: partial(launch, kernel))
         monkeypatch.setattr(mx, "async_eval", submit)
 
 

@@ -21,7 +21,7 @@ from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
-from vllm_metal_lite.kernels.recurrence import GatedNorm, delta_gates, given, time_gates
+from vllm_metal_lite.kernels.recurrence import QKNorm, delta_gates, given, time_gates
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, shared_prefix
 from vllm_metal_lite.kernels.skinny_gemm import GemmPlan, skinny_gemm
@@ -402,7 +402,7 @@ def recurrent_rows(dtype, form):
     elif form == "logits":
         a, b = (Columns(draw(rows, 12, seed=n, dtype=dtype), 4) for n in (23, 24))
         gates = delta_gates(a, b, draw(4, seed=25), draw(4, seed=26, dtype=dtype), beta_scale=2)
-        norm = GatedNorm(1e-3, 0.3)
+        norm = QKNorm(0.3, 1e-3)
     else:
         time = Columns(draw(rows, 12, seed=23), 4)
         gates = time_gates(time, draw(4, seed=25), mx.ones(4), (0.5, 2.0))

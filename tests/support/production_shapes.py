@@ -30,7 +30,7 @@ from vllm_metal_lite.kernels.latent_attention import latent_attention
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.prefill import varlen_prefill
-from vllm_metal_lite.kernels.recurrence import GatedNorm, delta_gates, given, time_gates
+from vllm_metal_lite.kernels.recurrence import QKNorm, delta_gates, given, time_gates
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, shared_prefix
 from vllm_metal_lite.kernels.skinny_gemm import skinny_gemm
@@ -294,7 +294,7 @@ def _recurrence(
     }
     arrays = mx.zeros((STATE_SLOTS, heads, dim, k_dim)), _ints(ROWS + 1, 4), new_ticket()
     how = {"num_k_heads": k_heads, "max_seqlen": max_seqlen}
-    how |= {"norm": GatedNorm(1e-6, k_dim**-0.5) if form == "fused delta" else None}
+    how |= {"norm": QKNorm(k_dim**-0.5, 1e-6) if form == "fused delta" else None}
     how |= {"skip": {"ssm": of_heads, "fused ssm": bias}.get(form)}
     gated_delta(of_k, of_k, _columns(heads, dim, dtype), gates[form](), *arrays, **how)
 

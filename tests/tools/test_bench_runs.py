@@ -43,7 +43,7 @@ def test_runs_are_written_one_by_one_and_an_engine_that_fails_is_left_out(tmp_pa
 
 def test_a_trusted_engine_uses_every_kernel_for_all_rows(monkeypatch):
     model = tiny.packed("qwen3", mx.bfloat16)
-    store = PagedStore(model.packed.attention_specs, 4, 8)
+    store = PagedStore(model.packed.layout.specs, 4, 8)
     monkeypatch.setattr(decide.Trial, "problem", lambda *_: pytest.fail("a trial"))
     with trusted("varlen"):
         verdict = verdicts.verify(None)

@@ -19,6 +19,7 @@ from unittest.mock import patch
 import numpy as np
 
 from tools.bench.lib.tables import table_head
+from tools.dev.kernels_table import NUMBERS
 from tools.dev.run_main import run_main
 from vllm_metal_lite import MetalLiteError, backend
 from vllm_metal_lite.backend import mx
@@ -30,7 +31,7 @@ from vllm_metal_lite.kernels.decode import decode_plan, paged_decode
 from vllm_metal_lite.kernels.experts import Activation, Experts, ExpertWeight, expert_mlp
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kernels.recurrence import GatedNorm, delta_gates
+from vllm_metal_lite.kernels.recurrence import QKNorm, delta_gates
 from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.kernels.segments import pack_segments
 from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix
@@ -118,7 +119,7 @@ class Loads:
         packed = mx.array(pack_segments(slots * rows, slots[:-1], slots[:-1], count))
         states, zeros = mx.zeros((segments, heads, 128, 128)), mx.zeros(heads)
         mx.eval(states, packed, zeros)
-        how = {"norm": GatedNorm(1e-6, 128**-0.5), "num_k_heads": heads // 2, "max_seqlen": rows}
+        how = {"norm": QKNorm(128**-0.5, 1e-6), "num_k_heads": heads // 2, "max_seqlen": rows}
 
         def call(v: mx.array) -> mx.array:
             given = Columns(v, 0), delta_gates(a, a, zeros, zeros), states, packed, new_ticket()
@@ -190,7 +191,7 @@ def main() -> int:
     if backend.is_cpu():
         raise MetalLiteError("constants are measured on a GPU, and MLX sees none")
     print(f"{backend.describe()}, MLX {backend.mlx_version()}")
-    of_kernel = (args.kernel, *REGISTRY[args.kernel].constants) if args.kernel else ()
+    of_kernel = (args.kernel, *NUMBERS.get(args.kernel, ())) if args.kernel else ()
     wanted = args.names or [n for n in CONSTANTS if not of_kernel or n.split(":")[0] in of_kernel]
     for name in wanted:
         sweep(name, Loads(AttentionShape(16, 8, 128, 128, mx.bfloat16)))

@@ -21,11 +21,11 @@ from vllm_metal_lite.checks.result import TOLERANCE, Found, largest, largest_err
 from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.recurrence import QKNorm
 from vllm_metal_lite.kv.state_store import Key, StateSpec, StateStore
 from vllm_metal_lite.recurrence.base import (
     CausalConv,
     GatedDelta,
-    QKNorm,
     StateSpace,
     StepRecurrence,
 )

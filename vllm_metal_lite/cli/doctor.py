@@ -90,7 +90,7 @@ class Examination:
             show(doctor_text.describe_model)
         if not backend.is_cpu():
             report["no_kernels"] = model and no_kernels(
-                "auto", model.attention_shapes, model.packed.by_segment
+                "auto", model.attention_shapes, model.packed.by_segment, model.fit.recurrences
             )
         if report["no_kernels"]:
             show(doctor_text.describe_no_kernels)
@@ -106,7 +106,8 @@ class Examination:
             verdicts.remember([result for result in self.results if result.check in own])
             show(doctor_text.describe_checks)
         if not report["problems"]:
-            self._measure_speed((common[0] if common else use).shapes[0])
+            shapes = () if common else use.shapes
+            self._measure_speed((shapes or next(iter(COMMON.values())).shapes)[0])
             show(doctor_text.describe_bandwidth)
         # A kernel that hangs or ends its process would do the same in the graph of launches.
         if not any(result.ended for result in self.results):

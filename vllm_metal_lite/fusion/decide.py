@@ -52,7 +52,7 @@ def decide(
     if problem := trials.problem(fusion):
         logger.warning(f"fused launches do not suit this model: {problem.text}")
         return NO_FUSION, ""
-    if all(s.dtype == mx.float32 for s in packed.attention_specs):
+    if all(s.dtype == mx.float32 for s in packed.layout.specs):
         return fusion, ""
     # Steps of many rows use neither kernel, so fusion had to pass without them first.
     for what, kernel, rows, most, served, faster in (
@@ -90,7 +90,7 @@ class _Trials:
         if self._trial is None:
             self._trial = Trial(self.packed.model, self.packed.layout.vocab_size, self.ranks)
         states, size = self.packed.state_store(2), self.attention.store.block_size
-        store = PagedStore(self.packed.attention_specs, 4, size, states=states)
+        store = PagedStore(self.packed.layout.specs, 4, size, states=states)
         attention = self.attention.over(store)
         problem = self._trial.problem(self.packed, attention, fusion)
         if problem is not None:

@@ -54,7 +54,7 @@ def faster_rows(
     Measured once for each set of weight shapes, then remembered.  If timing fails, MLX's products
     are used, with a warning.  ranks: the leader's timing counts, since all must run the same steps.
     """
-    dtypes = {spec.dtype for spec in packed.attention_specs}  # the kernel was checked with these
+    dtypes = {spec.dtype for spec in packed.layout.specs}  # the kernel was checked with these
     weights = [w for w in product_weights(packed.model) if w.dtype is None or w.dtype in dtypes]
     steps = _Steps(packed, attention, fusion, replace(fusion, skinny_rows=NONE), ranks)
     weight_types = [_weight_type(weight) for weight in weights]
@@ -183,7 +183,7 @@ def faster_prompts(packed: PackedModel, ranks: RankGroup = ALONE) -> bool:
     for _, layer in packed.model.named_modules():
         if isinstance(layer, MIXTURES) and (experts := served(layer)):
             layers.setdefault(experts.shape, layer)
-    dtype = packed.attention_specs[0].dtype
+    dtype = packed.layout.specs[0].dtype
     return all(_faster_prompt(layer, shape, dtype, ranks) for shape, layer in layers.items())
 
 

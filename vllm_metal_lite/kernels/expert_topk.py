@@ -1,6 +1,6 @@
 """The experts of each row, and their weights, from the logits of a router."""
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, bits, unused
@@ -15,8 +15,7 @@ _PACK = 4
 Scoring = Literal["logits", "softmax", "sigmoid"]
 Weights = Literal["scores", "renormalized", "softmax"]
 # SCORING and WEIGHTS in metal/expert_topk.metal.
-_SCORINGS: tuple[Scoring, ...] = ("logits", "softmax", "sigmoid")
-_WEIGHTS: tuple[Weights, ...] = ("scores", "renormalized", "softmax")
+_SCORINGS, _WEIGHTS = get_args(Scoring), get_args(Weights)
 
 
 class Routing(NamedTuple):

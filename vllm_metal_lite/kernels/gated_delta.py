@@ -4,7 +4,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import TICKET_SHAPE, head_size_problem, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import Columns, columns_template
-from vllm_metal_lite.kernels.recurrence import GatedNorm, Gates
+from vllm_metal_lite.kernels.recurrence import Gates, QKNorm
 from vllm_metal_lite.kernels.segments import check_pool
 
 _GATED_DELTA = Kernel(
@@ -39,7 +39,7 @@ def gated_delta(
     *,
     num_k_heads: int,
     max_seqlen: int,
-    norm: GatedNorm | None = None,
+    norm: QKNorm | None = None,
     skip: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """The gated delta rule over N packed rows -> y (N, Hv, Dv), the ticket.
@@ -54,9 +54,9 @@ def gated_delta(
 
     q, k: num_k_heads heads of Dk, normalised and scaled by the caller unless norm is given;
     num_k_heads divides Hv.  v: Hv heads of Dv.  states: the store (slots, Hv, Dv, Dk) float32,
-    written in place.  segments: from `pack_segments`.  max_seqlen: rows of the longest segment; a
-    step of single rows loads no tiles.  Neither max_seqlen nor how a prompt is cut changes the
-    sums.  Sums are in float32, y is rounded once, to the type of v.  Rows of padding give zeros.
+    written in place.  segments: from `pack_segments`.  max_seqlen: 1 if no segment has more rows,
+    and then no tiles are loaded.  Neither max_seqlen nor how a prompt is cut changes the sums.
+    Sums are in float32, y is rounded once, to the type of v.  Rows of padding give zeros.
 
     Raises ValueError unless Dk is a multiple of 16 up to 256 and Dv of 8 up to 1024, and for shapes
     and types that do not fit together.  Sources: Yang, Kautz and Hatamizadeh (2024), Gated Delta
@@ -82,7 +82,7 @@ def gated_delta(
     template: Template = columns_template("q", q, num_k_heads * k_dim, dtype)
     template |= columns_template("k", k, num_k_heads * k_dim, dtype)
     template |= columns_template("v", v, v_heads * v_dim, dtype)
-    template |= of_gates | GatedNorm.template(norm)
+    template |= of_gates | QKNorm.template(norm)
     template |= {"T": dtype, "K_HEADS": num_k_heads, "V_HEADS": v_heads}
     template |= {"K_DIM": k_dim, "V_DIM": v_dim, "DELTA": skip is None, "SKIP": skip is not None}
     template |= {"TILES": tiles, "SIMDGROUPS": simdgroups}

@@ -99,7 +99,7 @@ def latent_attention(
 def latent_simdgroups(latent_dim: int, itemsize: int) -> int:
     """The most simdgroups, up to 8, that share a latent's columns evenly, each a multiple of 8.
 
-    Large latents in 16 bits may have 16; beside float32, the scores of 16 would not fit.
+    Large latents in 16 bits may have 16; in float32, the scores of 16 would not fit.
     """
     most = profile().latent_simdgroups if latent_dim >= 512 and itemsize == 2 else 8
     return next(n for n in (16, 8, 4, 2, 1) if n <= most and latent_dim // 8 % n == 0)

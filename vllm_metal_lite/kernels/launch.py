@@ -78,31 +78,22 @@ class Kernel:
         arrays: in the order of `inputs`, row-contiguous (MLX copies others, which is ruinous for a
         store).  shapes, dtypes: of the outputs.
         """
-        how = arrays, template, grid, threadgroup, shapes, dtypes
-        if not _one_by_one.get():
-            return self._launch(*how)
-        mx.eval(arrays)  # an error here is not this kernel's
+        one_by_one = _one_by_one.get()
+        if one_by_one:
+            mx.eval(arrays)  # an error here is not this kernel's
         try:
-            outputs = self._launch(*how)
-            mx.eval(outputs)
+            outputs = self._launcher()(
+                inputs=list(arrays),
+                template=list(template.items()),
+                grid=(grid[0] * threadgroup, grid[1], grid[2]),
+                threadgroup=(threadgroup, 1, 1),
+                output_shapes=list(shapes),
+                output_dtypes=list(dtypes),
+            )
+            if one_by_one:
+                mx.eval(outputs)
         except Exception as e:
+            if not one_by_one:
+                raise
             raise KernelError(registry.launched(self.name, template), e) from e
         return outputs
-
-    def _launch(
-        self,
-        arrays: Sequence[mx.array],
-        template: Template,
-        grid: tuple[int, int, int],
-        threadgroup: int,
-        shapes: Sequence[tuple[int, ...]],
-        dtypes: Sequence[mx.Dtype],
-    ) -> list[mx.array]:
-        return self._launcher()(
-            inputs=list(arrays),
-            template=list(template.items()),
-            grid=(grid[0] * threadgroup, grid[1], grid[2]),
-            threadgroup=(threadgroup, 1, 1),
-            output_shapes=list(shapes),
-            output_dtypes=list(dtypes),
-        )

@@ -108,8 +108,8 @@ def keys_at_once(k_dim: int, v_dim: int, itemsize: int) -> int:
 def partners_of(k_dim: int, v_dim: int, dtype: mx.Dtype, held: int = 0) -> int:
     """Simdgroups that share 8 rows: two, where one would have too few registers.
 
-    held: registers of 16 bits that a lane needs for the next tile.  Mesa's compiler for these GPUs
-    keeps a bfloat16 of a query as a float.
+    held: registers of 16 bits that a lane needs for the next tile.  Mesa's compiler for Apple
+    GPUs keeps a bfloat16 of a query as a float.
     """
     registers = k_dim // 4 * (1 if dtype == mx.float16 else 2) + v_dim // 2
     return 2 if registers + held > profile().prefill_registers and v_dim % 16 == 0 else 1

@@ -15,16 +15,16 @@ _GIVEN, _SOFTPLUS, _BOUNDED, _TIME = range(4)  # as in metal/recurrence.h
 _LARGEST = 3e38  # replaces infinite limits, because a compiler may assume finite numbers
 
 
-class GatedNorm(NamedTuple):
-    """q and k of a head become q_scale * q / sqrt(sum(q^2) + eps) and k / sqrt(sum(k^2) + eps), as
-    by `normalize_qk` of mlx-lm with inv_scale = q_scale = head size^-0.5."""
+class QKNorm(NamedTuple):
+    """q and k of a head become inv_scale * q / sqrt(sum(q^2) + eps) and k / sqrt(sum(k^2) + eps),
+    as by `normalize_qk` of mlx-lm with inv_scale = head size^-0.5."""
 
+    inv_scale: float
     eps: float
-    q_scale: float
 
     @staticmethod
-    def template(norm: "GatedNorm | None") -> Template:
-        eps, scale = norm or (0.0, 1.0)
+    def template(norm: "QKNorm | None") -> Template:
+        scale, eps = norm or (1.0, 0.0)
         return {"NORM": norm is not None, "EPS": bits(eps), "Q_SCALE": bits(scale)}
 
 

@@ -28,7 +28,7 @@ def pack_segments(
     num_rows: int,
     checkpoints: Iterable[tuple[int, int, int]] = (),
 ) -> np.ndarray:
-    """The segments (S + 1, 2 + 2 M) int32 of a step with S segments.
+    """The segments (S + 1 or more, 2 + 2 M) int32 of a step with S segments.
 
     cu_seqlens: (S+1,), empty segments allowed.  initial_slots: (S,), the slot whose state a segment
     starts from, or EMPTY.  final_slots: (S,), the slot that takes the state after the segment, or
@@ -38,8 +38,8 @@ def pack_segments(
 
     A row of the result is begin, initial slot, and M pairs (end, slot) in order of their ends.  The
     last pair is the segment's own end; a segment with fewer checkpoints than others has pairs
-    (begin, EMPTY) first.  The last segment is the padding.  All columns are fixed by the step, so
-    one array serves all layers.
+    (begin, EMPTY) first.  The padding is segment S; segments behind it have no rows.  All columns
+    are fixed by the step, so one array serves all layers.
     """
     ends, begins = cu_seqlens[1:], cu_seqlens[:-1]
     inside = {s: list(of) for s, of in groupby(sorted(checkpoints), key=itemgetter(0))}

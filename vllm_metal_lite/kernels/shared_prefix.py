@@ -22,10 +22,6 @@ from vllm_metal_lite.kv.store import LayerSpec
 _ROWS = ("q", "q_weight", "freqs", "block_tables", "seq_lens", "leader", "prefix_lens")
 _SHARED_PREFIX = Kernel("shared_prefix", [*_ROWS, *STORE], ["partial", "lse"])
 
-# The template values of NewRows that this kernel takes.
-_OF_ROPE = ("DIMS", "TRADITIONAL", "ROPE_SCALE", "LOG2_BASE", "FREQS", "FACTOR")
-_OF_QUERIES = (*_OF_ROPE, "Q_WIDTH", "Q_START", "Q_NORM", "Q_WEIGHT", "Q_EPS", "Q_R")
-
 
 class SharedPrefixResult(NamedTuple):
     """Attention to a shared prefix, from which `paged_decode` continues.
@@ -84,7 +80,8 @@ def shared_prefix(
     group, partners = heads // kv_heads, partners_of(k_dim, v_dim, k_row.dtype, held=64)
     simdgroups = TILE_ROWS // 8 * partners
     template: Template = {"T": k_row.dtype, "FUSED": fused}
-    template |= {name: new[name] for name in _OF_QUERIES}
+    # The kernel has no new keys and values.
+    template |= {name: value for name, value in new.items() if name[:2] not in ("K_", "V_")}
     template |= {"KV_HEADS": kv_heads, "GROUP": group, **format_template(k_row, v_row)}
     template |= {"BLOCK_SIZE": block_size, "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0)}
     template |= {"KEYS": keys_at_once(k_dim, v_dim, k_row.dtype.size), "SIMDGROUPS": simdgroups}

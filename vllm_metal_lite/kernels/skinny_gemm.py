@@ -27,7 +27,7 @@ Gate = Literal["silu", "gelu_approx"]
 MAX_ROWS = 64
 # Fewest rows of the weight per threadgroup.
 _COLUMNS = 16
-# The most rows whose products are made without matrices.
+# The most rows whose products are made without matrix instructions.
 MAX_LANE_ROWS = 4
 # Bytes of threadgroup memory for sums.  Metal allows 32 KB for everything.
 _SUM_BYTES = 31 << 10
@@ -35,7 +35,7 @@ _SUM_BYTES = 31 << 10
 
 class GemmPlan(NamedTuple):
     """simdgroups: share the depth.  at_once: loads in flight, of `spread` chunks of 32 weights.
-    columns: rows of the weight per threadgroup, 16 or 32.  in_lanes: without matrices,
+    columns: rows of the weight per threadgroup, 16 or 32.  in_lanes: without matrix instructions,
     for at most MAX_LANE_ROWS rows."""
 
     simdgroups: int
@@ -63,7 +63,7 @@ def gemm_plan(rows: int, weight: WeightShape) -> GemmPlan:
     simdgroups = min(simdgroups, 1 << (loads.bit_length() - 1))
     in_lanes = multiplies_in_lanes(rows, weight)
     if weight.outputs >= 2 * profile().gemm_fill * _COLUMNS and rows <= 32 and not in_lanes:
-        # Such weights have fewer bytes than x, which a threadgroup reads, and normalises, once.
+        # Each threadgroup reads and normalises all of x, which has more bytes than 16 columns.
         # (In lanes, columns take registers.)
         return GemmPlan(simdgroups, 1, spread, 2 * _COLUMNS)
     at_once = min(2 if rows <= 32 else 1, loads // simdgroups)
@@ -71,7 +71,7 @@ def gemm_plan(rows: int, weight: WeightShape) -> GemmPlan:
 
 
 def multiplies_in_lanes(rows: int, weight: WeightShape) -> bool:
-    """Whether `rows` rows are multiplied with the weight without matrices."""
+    """Whether `rows` rows are multiplied without matrix instructions."""
     return weight.quantisation is not None and rows <= profile().max_lane_rows
 
 

@@ -32,11 +32,6 @@ def strip_comments(text: str) -> str:
     return re.sub(r"[ \t]*//.*", "", text)
 
 
-def names() -> list[str]:
-    """The names of all kernels."""
-    return sorted(file.stem for file in FOLDER.glob("*.metal"))
-
-
 @cache
 def digest() -> str:
     """A hash of this package: its kernels, and the Python that launches and checks them."""

@@ -85,14 +85,9 @@ def described(weight: Weight) -> str:
     return f"{weight.shape} {weight.dtype}" + (f" ({how})" if how else "")
 
 
-def bits_of(shape: WeightShape) -> int:
-    """Bits of a value, without its share of scales."""
-    return shape.quantisation.bits if shape.quantisation else 16
-
-
 def spread_of(shape: WeightShape) -> int:
     """Chunks of 32 weights that a lane loads at once."""
-    return _SPREAD[bits_of(shape)]
+    return _SPREAD[shape.quantisation.bits if shape.quantisation else 16]
 
 
 def readable(weight: Weight) -> bool:

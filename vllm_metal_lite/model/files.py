@@ -18,7 +18,7 @@ from vllm_metal_lite.errors import ModelLoadError, one_line, shorten, show
 
 DEMO_PATH = Path(__file__).parent.parent / "demo_model"
 
-# The files to download: no code, and no texts for people.
+# The files that loading reads: no code, and no texts for people.
 _READ_PATTERNS = [p for p in DEFAULT_ALLOW_PATTERNS if p not in ("*.py", "*.txt")]
 _READ_PATTERNS += ["merges.txt", "vocab.txt"]
 
@@ -67,6 +67,8 @@ def _download(name: str) -> Path:
             )
         elif isinstance(e, errors.RepositoryNotFoundError):
             text = f"{shown}: there is no such model on the Hugging Face Hub"
+        elif isinstance(e, OSError) and e.errno:  # such as a full disk
+            text = f"{shown}: cannot be downloaded: {why}"
         raise ModelLoadError(text) from e
 
 

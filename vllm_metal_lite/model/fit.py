@@ -10,7 +10,6 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import mlx.nn as nn
@@ -40,23 +39,22 @@ class _Observer(ReferenceAttention):
         self.recurrences: dict[RecurrentShape, None] = {}
 
     def begin(self, step: Step, state: list[mx.array]) -> "_ObserverStep":
-        bound = _ObserverStep(self.store, step, self.shapes)
-        bound.recurrence.shapes = self.recurrences
+        bound = _ObserverStep(self.store, step)
+        bound.shapes, bound.recurrence.shapes = self.shapes, self.recurrences
         return bound
 
 
 class _ObserverStep(ReferenceStepAttention):
-    def __init__(self, store: PagedStore, step: Step, shapes: dict[AttentionShape, None]) -> None:
-        super().__init__(store, step)
-        self._shapes = shapes
+    shapes: dict[AttentionShape, None]
 
     def attend(self, q: mx.array, call: AttentionCall) -> mx.array:
         spec = self.store.specs[call.layer]
         heads, dims = (q.shape[1], spec.num_kv_heads), (spec.k_head_dim, spec.v_head_dim)
-        sinks, latent = call.sinks is not None, call.q_pe is not None
-        shape = AttentionShape(*heads, *dims, q.dtype, call.window, call.softcap, sinks, latent)
-        shape = replace(shape, attention_chunk=call.attention_chunk)
-        self._shapes[shape] = None
+        sinks, latent, chunk = call.sinks is not None, call.q_pe is not None, call.attention_chunk
+        shape = AttentionShape(
+            *heads, *dims, q.dtype, call.window, call.softcap, sinks, latent, chunk
+        )
+        self.shapes[shape] = None
         return super().attend(q, call)
 
 

@@ -65,13 +65,7 @@ class Layout:
     states: list[StateSpec] = field(default_factory=list)
     kv_users: dict[str, nn.Module] = field(default_factory=dict)
     state_users: dict[str, nn.Module] = field(default_factory=dict)
-
     num_recurrent_layers: int = 0
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of recurrent state per request."""
-        return sum(state.nbytes for state in self.states)
 
     def add(self, cache: Any) -> Node:
         """The node for a cache that holds some tokens."""
@@ -88,8 +82,8 @@ class Layout:
             self.num_recurrent_layers += 1
             return StateLayer(layer, len(cache.cache))
         if cache.keys is None:
-            # An offset: a layer of another stage, whose cache gives the model masks and positions;
-            # the first layer's are the same.  No offset: a layer that keeps nothing.
+            # With an offset: a layer of another stage.  The model asks its cache for masks and
+            # positions, which are those of the first layer.  Else the layer keeps nothing.
             return PagedLayer(0, cache.template) if cache.offset else None
         _, heads, _, k_dim = cache.keys.shape
         v_dim = cache.values.shape[-1]

@@ -142,7 +142,7 @@ class LoadedModel:
     @property
     def state_bytes(self) -> int:
         """Bytes of recurrent state per request, independent of the length."""
-        return self.packed.layout.state_bytes
+        return sum(state.nbytes for state in self.packed.layout.states)
 
 
 def load(
@@ -205,7 +205,7 @@ def _explained(name: str, folder: Path, trust_remote_code: bool) -> Iterator[Non
     Refuses a folder that cannot be loaded before the block runs.
     """
     config = read_config(folder, name)
-    _refuse_untrusted(name, str(config.get("model_type")))
+    _refuse_wrong(name, str(config.get("model_type")))
     if config.get("model_file") and not trust_remote_code:
         raise _remote_code_error(name, "architecture", folder)
     try:
@@ -290,7 +290,7 @@ def from_model(
     fit: chooses the mode.  ranks: the model is this rank's shard.
     """
     model_type = str(config.get("model_type"))
-    _refuse_untrusted(name, model_type)
+    _refuse_wrong(name, model_type)
     num_parameters = sum(w.size for w in backend.leaves(model.parameters()))
     adapt(model)
     layout = inspect(model, model_type)
@@ -338,6 +338,6 @@ def _not_quantisable(specs: list[LayerSpec]) -> str | None:
     return None
 
 
-def _refuse_untrusted(name: str, model_type: str) -> None:
+def _refuse_wrong(name: str, model_type: str) -> None:
     if model_type in _REFUSED:
         raise ModelLoadError(f"{name}: {model_type} is not supported: {_REFUSED[model_type]}")

@@ -9,14 +9,13 @@ import mlx.nn as nn
 from vllm_metal_lite.attention.base import Step, StepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.state_store import StateStore
-from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.calls import wrap_call
 from vllm_metal_lite.model.layout import Layout, Node, PagedLayer, StateLayer, is_part, outermost
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
 from vllm_metal_lite.model.seam.recurrent import RecurrentHooks
 from vllm_metal_lite.model.seam.state_cache import StateCache
-from vllm_metal_lite.model.sequences.step import CacheMembers, SequenceStep, call_by_batches
+from vllm_metal_lite.model.sequences.step import SequenceStep, call_by_batches
 
 
 class _HeadRows:
@@ -76,7 +75,7 @@ def _map_leaves(cache: Callable[[Any], Any], node: Node) -> Any:
     step's arrays until Python's garbage collector runs.
     """
     if isinstance(node, tuple):
-        return CacheMembers(_map_leaves(cache, member) for member in node)
+        return tuple(_map_leaves(cache, member) for member in node)
     return None if node is None else cache(node)
 
 
@@ -111,6 +110,7 @@ class PackedModel:
         self.by_segment: str | None = None
         if any(is_part(kv, path) for path in users for kv in layout.kv_users):
             self.by_segment = by_segment or "modules that keep K and V keep a state too"
+        # Called for each forward; `tuple` makes no hooks.
         self._hooks = RecurrentHooks(model) if layout.states and not in_sequences else tuple
         self._rows = _HeadRows()
         body = body_of(model)
@@ -134,11 +134,6 @@ class PackedModel:
         if self.layout.states and self.reads_store:
             return "its attention runs a segment at a time, and its recurrent layers keep states"
         return None
-
-    @property
-    def attention_specs(self) -> list[LayerSpec]:
-        """The layers that keep K and V, in order: the store's layers."""
-        return self.layout.specs
 
     def state_store(self, num_slots: int) -> StateStore:
         """A store for this model's recurrent states."""

@@ -49,7 +49,7 @@ def pooling_config(folder: Path, name: str, vocab: Mapping[str, int]) -> Pooling
     """The settings in a model's folder.  What cannot be read becomes the `problem`."""
     try:
         return _read(folder, name, vocab)
-    except (ModelLoadError, OSError, ValueError, TypeError, AttributeError) as e:
+    except (ModelLoadError, OSError, LookupError, ValueError, TypeError, AttributeError) as e:
         return PoolingConfig(problem=f"its settings cannot be read: {e}")
 
 
@@ -60,6 +60,9 @@ def _read(folder: Path, name: str, vocab: Mapping[str, int]) -> PoolingConfig:
     texts = read_json(folder / "config_sentence_transformers.json")
     pooling = read_json(folder / kinds.get("Pooling", "1_Pooling") / "config.json")
     problem = _problem(read_json(folder / "config.json"), kinds, pooling)
+    prompts = dict(texts.get("prompts") or {})
+    if not all(isinstance(prompt, str) for prompt in prompts.values()):
+        raise ValueError("a prompt is not a text")
     labels = tuple(vocab[word] for word in ("yes", "no") if word in vocab)
     if "LogitScore" in kinds:
         scores = read_json(folder / kinds["LogitScore"] / "config.json")
@@ -68,7 +71,7 @@ def _read(folder: Path, name: str, vocab: Mapping[str, int]) -> PoolingConfig:
     is_reranker = "LogitScore" in kinds or "qwen3-reranker" in name.lower()
     return PoolingConfig(
         pooling=_mode(pooling) or "last",
-        prompts=dict(texts.get("prompts") or {}),
+        prompts=prompts,
         default_prompt_name=texts.get("default_prompt_name"),
         score_token_ids=labels if is_reranker and len(labels) == 2 else None,
         problem=problem,

@@ -6,6 +6,7 @@ Observed while the model runs: its modules differ, but all call mx.fast.rope and
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.nn as nn
@@ -40,8 +41,8 @@ class Usage:
         """Record the calls of everything that runs meanwhile."""
         fast, array = mx.fast, mx.array
         hooks: list[Hook] = [
-            (fast, "rms_norm", self._rms_norm(fast.rms_norm)),
-            (fast, "rope", self._rope(fast.rope)),
+            (fast, "rms_norm", partial(self._rms_norm, fast.rms_norm)),
+            (fast, "rope", partial(self._rope, fast.rope)),
             (array, "at", self._at(array.at)),
             *((array, name, self._mul(getattr(array, name))) for name in ("__mul__", "__rmul__")),
         ]
@@ -51,24 +52,20 @@ class Usage:
         finally:
             self._scaled = None
 
-    def _rms_norm(self, original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        def rms_norm(x: mx.array, weight: mx.array | None, eps: float, **kwargs: Any) -> mx.array:
-            if x.ndim == 4:
-                self._head_norms[x.shape[-1]] = eps
-            else:
-                self.hidden_sizes[x.shape[-1]] = None
-            return original(x, weight, eps, **kwargs)
+    def _rms_norm(
+        self, original: Callable, x: mx.array, weight: mx.array | None, eps: float, **kwargs: Any
+    ) -> mx.array:
+        if x.ndim == 4:
+            self._head_norms[x.shape[-1]] = eps
+        else:
+            self.hidden_sizes[x.shape[-1]] = None
+        return original(x, weight, eps, **kwargs)
 
-        return rms_norm
-
-    def _rope(self, original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        def rope(x: mx.array, dims: int, **how: Any) -> mx.array:
-            angles = how["traditional"], how["base"], how["scale"]
-            rope = RopeShape(dims, *angles, factor=self._factor(x, dims))
-            self._ropes[x.shape[-1], rope] = None
-            return original(x, dims, **how)
-
-        return rope
+    def _rope(self, original: Callable, x: mx.array, dims: int, **how: Any) -> mx.array:
+        angles = how["traditional"], how["base"], how["scale"]
+        rope = RopeShape(dims, *angles, factor=self._factor(x, dims))
+        self._ropes[x.shape[-1], rope] = None
+        return original(x, dims, **how)
 
     def _factor(self, x: mx.array, dims: int) -> float:
         """The factor of the first `dims` elements of x."""

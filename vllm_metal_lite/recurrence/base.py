@@ -5,12 +5,13 @@ state, which `key` names in the state store.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g, normalize_qk
 from mlx_lm.models.ssm import compute_dt
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.recurrence import QKNorm
 from vllm_metal_lite.kv.state_store import Key
 from vllm_metal_lite.specs import ConvShape, RecurrenceShape
 
@@ -31,13 +32,6 @@ class CausalConv:
     def shape(self) -> ConvShape:
         channels, size, _ = self.weight.shape
         return ConvShape(channels, size, self.bias is not None, self.silu, self.x.dtype)
-
-
-class QKNorm(NamedTuple):
-    """The arguments of mlx-lm's `normalize_qk`."""
-
-    inv_scale: float
-    eps: float
 
 
 @dataclass(frozen=True)
@@ -76,8 +70,7 @@ class GatedDelta:
         """q and k behind their norm."""
         if self.norm is None:
             return self.q, self.k
-        inv_scale, eps = self.norm
-        return normalize_qk(self.q, self.k, inv_scale=inv_scale, eps=eps)
+        return normalize_qk(self.q, self.k, **self.norm._asdict())
 
     @property
     def gates(self) -> mx.array:

@@ -11,7 +11,6 @@ from vllm_metal_lite.kernels.causal_conv import MAX_KERNEL_SIZE, causal_conv, pl
 from vllm_metal_lite.kernels.gated_delta import gated_delta, recurrence_problem
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.recurrence import (
-    GatedNorm,
     Gates,
     column_gates,
     delta_gates,
@@ -41,7 +40,7 @@ class SegmentPlan(NamedTuple):
     """A step's segments, as the kernels read them (kernels/segments.py).
 
     segments: (S + 1 or more, 2 + 2 M) int32.  tiles: (T, 2) int32, of the convolutions.
-    max_seqlen: at least the rows of the longest segment; one of two values, so that steps repeat.
+    max_seqlen: 1 if no segment has more rows, else 2, so that steps repeat.
     """
 
     segments: mx.array
@@ -96,8 +95,7 @@ class KernelRecurrence:
         else:
             (q, k), norm = delta.normalized, None
         columns = columns_of(q), columns_of(k), columns_of(delta.v)
-        of_norm = norm and GatedNorm(norm.eps, norm.inv_scale)
-        return self._launch(key, columns, self._gates(delta), q.shape[-2], norm=of_norm)
+        return self._launch(key, columns, self._gates(delta), q.shape[-2], norm=norm)
 
     def _gates(self, delta: GatedDelta) -> Gates:
         if not self.fused:

@@ -36,7 +36,7 @@ class KVLayers:
 
     def __init__(self, model: LoadedModel, ranks: RankGroup) -> None:
         self.specs = model.kv_specs or [_TOKEN_COUNTER]
-        self._num_attention_layers = len(model.packed.attention_specs)
+        self._num_attention_layers = len(model.packed.layout.specs)
         self._ranks = ranks
 
     def kv_cache_specs(

@@ -19,11 +19,10 @@ from vllm_metal_lite.kernels.latent_attention import Where, decode_tiles, latent
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.prefill import varlen_prefill
-from vllm_metal_lite.kernels.rope_write import rope_unsupported, rope_write
+from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, prefix_splits, shared_prefix
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.kernels import KernelRecurrence
-from vllm_metal_lite.specs import AttentionShape
 
 # K and V of a layer, and the ticket that orders their writes.
 Store = tuple[mx.array, mx.array, mx.array]
@@ -77,9 +76,6 @@ class KernelStepAttention:
             return None
         if any(h.stride or h.columns.array.dtype != spec.dtype for h in (q, k, v)):
             return None
-        shape = AttentionShape(q.num_heads, *kept[0], spec.v_head_dim, spec.dtype)
-        if rope_unsupported(shape, k.rope) is not None:
-            return None
         new = NewRows(q.columns, k.columns, v.columns, q.num_heads, k.rope, q.norm, k.norm)
         if self.plan.writes_late:
             return new
@@ -109,9 +105,6 @@ class KernelStepAttention:
             return None
         columns = q.columns, latents.columns, k_pe.columns
         if any(c.array.dtype != spec.dtype for c in columns):
-            return None
-        shape = AttentionShape(q.num_heads, 1, spec.v_head_dim, spec.v_head_dim, spec.dtype)
-        if rope_unsupported(shape, rope) is not None:
             return None
         stride = q.stride or q.head_dim
         new = NewLatents(columns[0], stride, q.num_heads, *columns[1:], norm, rope)
@@ -174,12 +167,11 @@ class KernelStepAttention:
         tables = prompts.block_tables[self.store.group_of[call.layer]]
         spec = self.store.specs[call.layer]
         tiles = prompts.tiles[q.shape[1] // spec.num_kv_heads]
+        where = tables, prompts.cu_seqlens_q, prompts.seq_lens, tiles
         if call.q_pe is not None:
-            where = tables, prompts.cu_seqlens_q, prompts.seq_lens, tiles
             return self._latents(q, call.q_pe[-len(q) :], where, call)
         store, options = self._common(call)
         options |= {"window": call.window, "softcap": call.softcap, "sinks": call.sinks}
-        where = tables, prompts.cu_seqlens_q, prompts.seq_lens, tiles
         out, self.ticket = varlen_prefill(q, *where, *store, **options)
         return out
 

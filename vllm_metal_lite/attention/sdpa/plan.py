@@ -20,7 +20,7 @@ from vllm_metal_lite.devices import profile
 
 NEVER = np.iinfo(np.int32).max  # position of a padding key: after every query
 _ANY_NUMBER = np.iinfo(np.int64).max
-# Rows of a tile, however long its context.
+# The fewest rows of a tile, however long its context.
 _LEAST_TILE = 32
 
 Lengths = TypeVar("Lengths", int, np.ndarray)
@@ -187,9 +187,7 @@ def _tiles(
     return Tiles(segments[index], start[index] + first, rows, kv_start, kv_end)
 
 
-def _group_by_shape(
-    tiles: Tiles, call_cost: int, max_scores: int = _ANY_NUMBER
-) -> tuple[int, list[np.ndarray]]:
+def _group_by_shape(tiles: Tiles, call_cost: int, max_scores: int) -> tuple[int, list[np.ndarray]]:
     """The cheapest split of tiles into padded batches: its cost, and the tiles of each batch.
 
     Dynamic programming: tiles in a batch are neighbours in the order from longest to shortest, so

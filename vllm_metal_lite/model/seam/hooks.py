@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -51,17 +52,14 @@ def modules_of(model: nn.Module) -> list[ModuleType]:
 @contextmanager
 def building(hooks: Sequence[Hook] = ()) -> Iterator[None]:
     """Held while a packed forward is built.  hooks: in addition to attention's."""
-    attend = _attend(mx.fast.scaled_dot_product_attention)
-    with _LOCK, hooked([(mx.fast, attend.__name__, attend), *hooks]):
+    attend = partial(_attend, mx.fast.scaled_dot_product_attention)
+    with _LOCK, hooked([(mx.fast, "scaled_dot_product_attention", attend), *hooks]):
         yield
 
 
-def _attend(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    def scaled_dot_product_attention(
-        q: mx.array, k: mx.array, v: mx.array, *, scale: float, **how: Any
-    ) -> mx.array:
-        if not isinstance(k, KVHandle):
-            return original(q, k, v, scale=scale, **how)
-        return k.cache.attend(q, scale, how.get("mask"), how.get("sinks"))
-
-    return scaled_dot_product_attention
+def _attend(
+    original: Callable, q: mx.array, k: mx.array, v: mx.array, *, scale: float, **how: Any
+) -> mx.array:
+    if not isinstance(k, KVHandle):
+        return original(q, k, v, scale=scale, **how)
+    return k.cache.attend(q, scale, how.get("mask"), how.get("sinks"))

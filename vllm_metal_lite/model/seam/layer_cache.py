@@ -18,14 +18,14 @@ from vllm_metal_lite.model.sequences.kv_segments import rebuild
 from vllm_metal_lite.model.sequences.step import PackedCache, SequenceStep
 from vllm_metal_lite.recurrence.sequence_batches import SequenceBatch
 
-_POISON_SHAPE = (0, 7919)
+POISON_SHAPE = (0, 7919)
 
 
 class Handle(mx.array):
     """Represents an array of the layer that owns `cache`."""
 
     def __init__(self, cache: "PagedLayerCache") -> None:
-        super().__init__(mx.zeros(_POISON_SHAPE, cache.spec.dtype))
+        super().__init__(mx.zeros(POISON_SHAPE, cache.spec.dtype))
         self.cache = cache
 
 
@@ -98,8 +98,8 @@ class PagedLayerCache(PackedCache):
     """The cache of one attention layer during one forward.
 
     offset: (N,) positions of the rows, as `mx.fast.rope` takes them.
-    template, sequences: mlx-lm's own empty cache, and the step as sequences, for modules that must
-    see sequences (sequences/step.py); None if there are no such modules.
+    template: mlx-lm's own empty cache.  sequences: the step as sequences, for modules that must see
+    these (sequences/step.py); None if there are no such modules.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class PagedLayerCache(PackedCache):
         if not self._written:
             return
         k, v = (
-            self.steps.pack([a[0].swapaxes(0, 1) for a in rows])
+            self.steps.rows.pack([a[0].swapaxes(0, 1) for a in rows])
             for rows in zip(*self._written, strict=True)
         )
         # Read the store before the write; otherwise MLX would copy the store.

@@ -13,6 +13,7 @@ these modules sequences.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import mlx.nn as nn
@@ -20,9 +21,10 @@ from mlx_lm.models import gated_delta, ssm
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.recurrence import QKNorm
 from vllm_metal_lite.model.seam.hooks import Hook, hooked, namespaces
 from vllm_metal_lite.model.seam.state_cache import StateHandle
-from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, QKNorm, StateSpace
+from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace
 from vllm_metal_lite.recurrence.columns import ColumnsOf, columns_of
 
 _Pair = tuple[mx.array, mx.array]
@@ -108,116 +110,101 @@ class RecurrentHooks:
         activated: list[mx.array] = []
         normalized: list[_Normalized] = []
         replaced: dict[Callable, Callable] = {
-            gated_delta.normalize_qk: _normalize_qk(normalized),
-            gated_delta.gated_delta_update: _gated_delta(normalized),
-            ssm.ssm_update: _state_space(ssm.ssm_update),
+            gated_delta.normalize_qk: _normalize_qk,
+            gated_delta.gated_delta_update: _gated_delta,
+            ssm.ssm_update: _state_space,
         }
         return [
-            (mx, "concatenate", _concatenate(mx.concatenate, activated)),
-            (mx, "split", _split(mx.split)),
-            (nn, "silu", _silu(nn.silu, activated)),
-            *((module, f.__name__, replaced[f]) for module, f in self._named),
+            (mx, "concatenate", partial(_concatenate, mx.concatenate, activated)),
+            (mx, "split", partial(_split, mx.split)),
+            (nn, "silu", partial(_silu, nn.silu, activated)),
+            *((m, f.__name__, partial(replaced[f], f, normalized)) for m, f in self._named),
         ]
 
 
-def _concatenate(original: Callable, activated: list[mx.array]) -> Callable:
-    def concatenate(arrays: Sequence[mx.array], *args: Any, **kwargs: Any) -> mx.array:
-        state = arrays[0] if arrays else None
-        if isinstance(state, StateHandle):
-            _, rows = arrays
-            return ConvInput(state, rows, activated)
-        return original(arrays, *args, **kwargs)
+def _concatenate(
+    original: Callable,
+    activated: list[mx.array],
+    arrays: Sequence[mx.array],
+    *args: Any,
+    **kwargs: Any,
+) -> mx.array:
+    state = arrays[0] if arrays else None
+    if isinstance(state, StateHandle):
+        _, rows = arrays
+        return ConvInput(state, rows, activated)
+    return original(arrays, *args, **kwargs)
 
-    return concatenate
 
-
-def _split(original: Callable) -> Callable:
+def _split(
+    original: Callable, x: mx.array, indices_or_sections: Any, axis: int = 0, **kwargs: Any
+) -> list[mx.array]:
     """Parts of packed rows (N, 1, C) know their columns."""
-
-    def split(
-        x: mx.array, indices_or_sections: Any, axis: int = 0, **kwargs: Any
-    ) -> list[mx.array]:
-        parts = original(x, indices_or_sections, axis, **kwargs)
-        if x.ndim != 3 or x.shape[1] != 1 or axis not in (-1, 2):
-            return parts
-        array, start, *rest = columns_of(x)
-        for i, part in enumerate(parts):
-            parts[i] = ColumnsOf(part, Columns(array, start, *rest))
-            start += part.shape[-1]
+    parts = original(x, indices_or_sections, axis, **kwargs)
+    if x.ndim != 3 or x.shape[1] != 1 or axis not in (-1, 2):
         return parts
-
-    return split
-
-
-def _silu(original: Callable, activated: list[mx.array]) -> Callable:
-    def silu(x: mx.array) -> mx.array:
-        return x if any(x is y for y in activated) else original(x)
-
-    return silu
+    array, start, *rest = columns_of(x)
+    for i, part in enumerate(parts):
+        parts[i] = ColumnsOf(part, Columns(array, start, *rest))
+        start += part.shape[-1]
+    return parts
 
 
-def _normalize_qk(normalized: list[_Normalized]) -> Callable:
+def _silu(original: Callable, activated: list[mx.array], x: mx.array) -> mx.array:
+    return x if any(x is y for y in activated) else original(x)
+
+
+def _normalize_qk(
+    original: Callable, normalized: list[_Normalized], q: mx.array, k: mx.array, **how: float
+) -> tuple[mx.array, mx.array]:
     """mlx-lm's function, which also records q and k before the norm, for the fused kernel."""
-
-    def normalize_qk(
-        q: mx.array, k: mx.array, *, inv_scale: float, eps: float
-    ) -> tuple[mx.array, mx.array]:
-        qk = gated_delta.normalize_qk(q, k, inv_scale=inv_scale, eps=eps)
-        normalized[:] = [(qk, (q, k), QKNorm(inv_scale, eps))]
-        return qk
-
-    return normalize_qk
+    qk = original(q, k, **how)
+    normalized[:] = [(qk, (q, k), QKNorm(**how))]
+    return qk
 
 
-def _gated_delta(normalized: list[_Normalized]) -> Callable:
-    original = gated_delta.gated_delta_update
-
-    def gated_delta_update(
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        a: mx.array,
-        b: mx.array,
-        A_log: mx.array,
-        dt_bias: mx.array,
-        state: Any = None,
-        mask: Any = None,
-        **how: Any,
-    ) -> tuple[mx.array, Any]:
-        if type(state) is not StateHandle:
-            return original(q, k, v, a, b, A_log, dt_bias, state, mask, **how)
-        how.pop("use_kernel", None)
-        norm = None
-        for qk, raw, of_raw in normalized:
-            if q is qk[0] and k is qk[1]:
-                (q, k), norm = raw, of_raw
-                break
-        delta = GatedDelta(q, k, v, a, b, A_log, dt_bias, norm=norm, **how)
-        return state.recurrence.gated_delta(state.key, delta)[:, None], state
-
-    return gated_delta_update
+def _gated_delta(
+    original: Callable,
+    normalized: list[_Normalized],
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    a: mx.array,
+    b: mx.array,
+    A_log: mx.array,
+    dt_bias: mx.array,
+    state: Any = None,
+    mask: Any = None,
+    **how: Any,
+) -> tuple[mx.array, Any]:
+    if type(state) is not StateHandle:
+        return original(q, k, v, a, b, A_log, dt_bias, state, mask, **how)
+    how.pop("use_kernel", None)
+    norm = None
+    for qk, raw, of_raw in normalized:
+        if q is qk[0] and k is qk[1]:
+            (q, k), norm = raw, of_raw
+    delta = GatedDelta(q, k, v, a, b, A_log, dt_bias, norm=norm, **how)
+    return state.recurrence.gated_delta(state.key, delta)[:, None], state
 
 
-def _state_space(original: Callable) -> Callable:
-    def ssm_update(
-        hidden_states: mx.array,
-        A_log: mx.array,
-        B: mx.array,
-        C: mx.array,
-        D: mx.array,
-        dt: mx.array,
-        dt_bias: mx.array,
-        state: Any = None,
-        time_step_limit: tuple[float, float] = StateSpace.time_step_limit,
-        mask: Any = None,
-        lengths: Any = None,
-    ) -> tuple[mx.array, Any]:
-        if type(state) is not StateHandle:
-            return original(
-                hidden_states, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask, lengths
-            )
-        low, high = time_step_limit
-        update = StateSpace(hidden_states, A_log, B, C, D, dt, dt_bias, (low, high))
-        return state.recurrence.state_space(state.key, update)[:, None], state
-
-    return ssm_update
+def _state_space(
+    original: Callable,
+    _: list[_Normalized],
+    x: mx.array,
+    A_log: mx.array,
+    B: mx.array,
+    C: mx.array,
+    D: mx.array,
+    dt: mx.array,
+    dt_bias: mx.array,
+    state: Any = None,
+    time_step_limit: tuple[float, float] = StateSpace.time_step_limit,
+    *args: Any,
+    **how: Any,
+) -> tuple[mx.array, Any]:
+    if type(state) is not StateHandle:
+        return original(x, A_log, B, C, D, dt, dt_bias, state, time_step_limit, *args, **how)
+    low, high = time_step_limit
+    update = StateSpace(x, A_log, B, C, D, dt, dt_bias, (low, high))
+    return state.recurrence.state_space(state.key, update)[:, None], state

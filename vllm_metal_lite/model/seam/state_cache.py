@@ -11,19 +11,17 @@ from mlx_lm.models.cache import ArraysCache
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.state_store import Key
+from vllm_metal_lite.model.seam.layer_cache import POISON_SHAPE
 from vllm_metal_lite.model.sequences.step import PackedCache, SequenceStep
 from vllm_metal_lite.recurrence.base import StepRecurrence
 from vllm_metal_lite.recurrence.sequence_batches import SequenceBatch
-
-# Arrays of this absurd shape fail if a module computes with them.
-_POISON_SHAPE = (0, 7919)
 
 
 class StateHandle(mx.array):
     """Represents one state of a recurrent layer."""
 
     def __init__(self, key: Key, recurrence: StepRecurrence) -> None:
-        super().__init__(mx.zeros(_POISON_SHAPE))
+        super().__init__(mx.zeros(POISON_SHAPE))
         self.key, self.recurrence = key, recurrence
 
 

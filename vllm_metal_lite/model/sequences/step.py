@@ -33,7 +33,7 @@ class SequenceStep:
         self.step, self.alone = step, alone
         self.batches = sequence_batches(step.batch, alone)
         self.states = BatchStates(state_store)
-        self._rows = RowOrder(self.batches, step.num_rows)
+        self.rows = RowOrder(self.batches, step.num_rows)
 
     def to_sequences(self, x: mx.array, seqs: SequenceBatch) -> mx.array | int:
         """Packed rows (N, 1, ...) or (N, H, 1, D) of a batch as (B, L, ...) or (B, H, L, D).
@@ -48,7 +48,7 @@ class SequenceStep:
             return x
         if x.ndim == 1:
             return x[mx.array(seqs.rows[:, 0])]
-        rows = self._rows.take(x, seqs)
+        rows = self.rows.take(x, seqs)
         if axis == 1:
             return rows.squeeze(2)
         return rows.squeeze(3).swapaxes(1, 2)
@@ -61,12 +61,8 @@ class SequenceStep:
             return parts[0]
         batches = self.batches
         if all(p.shape[1] == r.length for p, r in zip(parts, batches, strict=True)):
-            return self.pack([p.reshape(-1, 1, *p.shape[2:]) for p in parts])
+            return self.rows.pack([p.reshape(-1, 1, *p.shape[2:]) for p in parts])
         return self.to_rows([p.swapaxes(1, 2) for p in parts]).swapaxes(1, 2)
-
-    def pack(self, parts: Sequence[mx.array]) -> mx.array:
-        """Rows of the batches, (B * L, ...) each, in the order of the step, padded to its rows."""
-        return self._rows.pack(parts)
 
 
 class PackedCache:
@@ -92,10 +88,6 @@ class PackedCache:
     def steps(self) -> SequenceStep:
         assert self.sequences is not None, "a module that sees sequences, in a step without them"
         return self.sequences
-
-
-class CacheMembers(tuple):
-    """A layer's several caches, in mlx-lm's order."""
 
 
 def call_by_batches(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
