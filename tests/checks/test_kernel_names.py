@@ -33,7 +33,7 @@ def test_every_kernel_and_every_use_of_one_is_checked():
     uses = {row.name for row in REGISTRY.values() if row.template}
     assert {kernel.name for kernel in launched()} == FILES
     for use in uses:
-        text = (ROOT / "metal" / f"{REGISTRY[use].base}.metal").read_text()
+        text = (ROOT / "metal" / f"{REGISTRY[use].text}.metal").read_text()
         assert all(value in text for value in REGISTRY[use].template)
     assert set(KERNELS) == FILES | uses
 
@@ -63,8 +63,8 @@ def test_a_row_names_what_exists():
         module, function = row.check.split(".")
         assert callable(getattr(import_module(f"{checks.__name__}.{module}"), function))
         assert not row.timed_against or callable(getattr(fallbacks, row.timed_against))
-        assert {row.base or row.name, *row.needs} <= REGISTRY.keys()
-        assert constants.issuperset(kernels_table.NUMBERS.get(row.name, ()))
+        assert {row.text, *row.needs} <= REGISTRY.keys()
+        assert constants.issuperset(row.constants)
 
 
 def test_the_docs_have_the_rows():

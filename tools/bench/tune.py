@@ -19,7 +19,6 @@ from unittest.mock import patch
 import numpy as np
 
 from tools.bench.lib.tables import table_head
-from tools.dev.kernels_table import NUMBERS
 from tools.dev.run_main import run_main
 from vllm_metal_lite import MetalLiteError, backend
 from vllm_metal_lite.backend import mx
@@ -191,7 +190,7 @@ def main() -> int:
     if backend.is_cpu():
         raise MetalLiteError("constants are measured on a GPU, and MLX sees none")
     print(f"{backend.describe()}, MLX {backend.mlx_version()}")
-    of_kernel = (args.kernel, *NUMBERS.get(args.kernel, ())) if args.kernel else ()
+    of_kernel = (args.kernel, *REGISTRY[args.kernel].constants) if args.kernel else ()
     wanted = args.names or [n for n in CONSTANTS if not of_kernel or n.split(":")[0] in of_kernel]
     for name in wanted:
         sweep(name, Loads(AttentionShape(16, 8, 128, 128, mx.bfloat16)))

@@ -91,7 +91,7 @@ def short_contexts() -> AbstractContextManager[None]:
 def broken(name: str, wrong: str) -> Iterator[None]:
     """From now on, the kernel's text does not compile where `wrong` holds."""
     original = source.read
-    file = REGISTRY[name].base or name
+    file = REGISTRY[name].text
 
     def read(which: str) -> tuple[str, str]:
         header, body = original(which)

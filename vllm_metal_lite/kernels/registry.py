@@ -29,6 +29,7 @@ class KernelRow:
     essential: nothing but the reference replaces the kernel, because no MLX operation may touch
         what kernels write.
     prefill: as `Verdict.prefill`, if the kernel is a part of it.
+    constants: the numbers in devices.py that its launches depend on.
     """
 
     name: str
@@ -40,6 +41,12 @@ class KernelRow:
     template: tuple[str, ...] = ()
     essential: bool = False
     prefill: Literal["varlen", "gather"] | None = None
+    constants: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The name of its file in metal/."""
+        return self.base or self.name
 
 
 _ROWS = (
@@ -50,7 +57,18 @@ _ROWS = (
         "kv_gather_quantised", "prompts use varlen_prefill", "attention.gather", prefill="gather"
     ),
     KernelRow(
-        "paged_decode", "decodes are computed as prompts of one token", "attention.decode", "decode"
+        "paged_decode",
+        "decodes are computed as prompts of one token",
+        "attention.decode",
+        "decode",
+        constants=(
+            "decode_fill",
+            "min_split_context",
+            "min_split_keys",
+            "few_keys",
+            "decode_sums",
+            "decode_sums_of_four",
+        ),
     ),
     KernelRow(
         "latent_attention", "all rows use kv_gather and MLX's SDPA", "attention.decode", "decode"
@@ -77,11 +95,22 @@ _ROWS = (
         "attention.decode",
         "prefix",
         needs=("paged_decode",),
+        constants=(
+            "prefix_fill",
+            "min_prefix_split_keys",
+            "min_saved_tokens",
+            "min_saved_for_prompts",
+            "prefix_row_cost",
+        ),
     ),
     KernelRow("varlen_prefill", _GATHER, "attention.prefill", "prompts", prefill="varlen"),
     KernelRow("gather_rows", "MLX's own operations are used", "attention.rows", "rows"),
     KernelRow(
-        "rope_write", "prompts use MLX's norm and rotation, and kv_write", "fused.write", "write"
+        "rope_write",
+        "prompts use MLX's norm and rotation, and kv_write",
+        "fused.write",
+        "write",
+        constants=("rope_many_rows",),
     ),
     KernelRow(
         "fused_decode",
@@ -96,7 +125,12 @@ _ROWS = (
         "latent_write", "MLX's norm and rotation, and kv_write, are used", "fused.write", "write"
     ),
     KernelRow("add_rms_norm", "MLX's sum and norm are used", "fused.add_norm", "add_norm"),
-    KernelRow("skinny_gemm", "MLX's product is used", "fused.product"),
+    KernelRow(
+        "skinny_gemm",
+        "MLX's product is used",
+        "fused.product",
+        constants=("gemm_fill", "max_lane_rows", "max_normed_rows", "max_normed_weights"),
+    ),
     KernelRow("expert_topk", "MLX's operations choose experts", "experts.topk"),
     KernelRow("expert_plan", _EXPERTS, "experts.expert_plan"),
     KernelRow("expert_gemm", _EXPERTS, "experts.product", needs=("expert_plan", "expert_sum")),
