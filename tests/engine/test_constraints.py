@@ -53,6 +53,7 @@ def test_tokens_are_those_of_mlx_lm_under_the_same_limits(seed, name):
         max_num_seqs=int(rng.integers(1, 5)),
         max_num_batched_tokens=int(rng.choice([8, 64])),
         prefill_policy=str(rng.choice(["mixed", "mixed", "whole", "alternate"])),
+        speculate="auto",
     )
     engine.async_scheduling = bool(rng.integers(4))
     prompts = tiny.prompts(5, 1, 30, seed=seed % 1000)
@@ -64,8 +65,7 @@ def test_tokens_are_those_of_mlx_lm_under_the_same_limits(seed, name):
     constrained(engine, slots)
     limits = zip(slots, prompts, strict=True)
     alone = {r: tokens_alone(tiny.native(name), p, slots[r], wanted[r]) for r, p in limits}
-    if rng.integers(2):
-        engine.speculator = Guesses(engine, alone, seed)
+    engine.speculator = Guesses(engine, alone, seed) if rng.integers(2) else None
     forward, failing = engine.runner._run, set(rng.integers(0, 60, 2).tolist())
     count = iter(range(10**6))
 
@@ -108,7 +108,7 @@ def test_forced_tokens_do_not_pause_in_steps_with_drafts(drafted, num_steps):
     slots = [[1, 2], [3, 4], *([t] for t in range(10, 30)), [5, 6], [7, 8]]
     prompt, model = [7, 8, 9], tiny.native("llama")
     truth = {"r": tokens_alone(model, prompt, slots, 24), "other": tiny.alone(model, prompt, 40)}
-    engine = tiny.engine()
+    engine = tiny.engine(speculate="auto")
     constrained(engine, {"r": slots, "other": []})
     engine.speculator = Guesses(engine, truth, right=1.0)
     engine.speculator.propose = lambda wanted: [
@@ -131,7 +131,7 @@ def test_forced_tokens_without_room_for_drafts_are_counted_once():
     truth = {"other": tiny.alone(tiny.native("llama"), [7, 8, 9], 60)}
 
     def answer(drafts):
-        engine = tiny.engine()
+        engine = tiny.engine(speculate="auto" if drafts else "off")
         constrained(engine, {"r": slots, "other": []})
         if drafts:
             engine.speculator = Guesses(engine, truth, right=1.0)

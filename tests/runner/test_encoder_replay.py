@@ -43,8 +43,8 @@ def make_engine(
 ) -> LLMEngine:
     config = config_of(name)
     model = loader.from_model(tiny.build(config), None, config, name)
-    defaults = {"block_size": 8, "num_blocks": 64, "max_num_seqs": 8}
-    defaults |= {"max_num_batched_tokens": 128, "max_model_len": 128}
+    defaults = {"block_size": 8, "num_blocks": 64, "max_num_seqs": 8, "max_model_len": 128}
+    defaults |= {"max_num_batched_tokens": 128, "speculate": "off"}
     options = {**defaults, **options}
     how = {"fused": fused, "rows_as_decodes": rows_as_decodes}
     return kernel_engine(

@@ -25,7 +25,8 @@ class Clock:
 
 def watched(clock: Clock | None = None, **config) -> tuple[LLMEngine, Watcher, Clock]:
     clock = clock or Clock()
-    engine = LLMEngine(MODEL, EngineConfig(**{"num_blocks": 64, "max_num_seqs": 4, **config}))
+    config = {"num_blocks": 64, "max_num_seqs": 4, "speculate": "off", **config}
+    engine = LLMEngine(MODEL, EngineConfig(**config))
     watcher = Watcher(engine, clock)
     engine.on_step = watcher.saw
     return engine, watcher, clock

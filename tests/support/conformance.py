@@ -263,7 +263,7 @@ def modes_of(packed: PackedModel) -> set[str]:
 def serve(model: LoadedModel, kv_bits: int | None = None) -> tuple[list[list[int]], dict[str, int]]:
     """The engine's greedy tokens of each prompt, over too few blocks for all; its counters."""
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
-    options["kv_bits"] = kv_bits
+    options |= {"kv_bits": kv_bits, "speculate": "off"}
     engine = LLMEngine(model, EngineConfig(block_size=BLOCK_SIZE, num_blocks=10, **options))
     poison_free_blocks(engine)
     params = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True)
