@@ -82,6 +82,7 @@ def test_each_agent_does_its_task(tmp_path, template, hybrid, thoughts):
     assert all(hit >= 0.9 for hit in hits[-9:]), session.log
 
 
+@pytest.mark.thorough
 def test_agents_side_by_side_do_not_mix_and_killed_ones_leave_nothing(tmp_path):
     """Eight at once: five that work, and one of each kind that is killed in mid-stream."""
     installed()

@@ -103,7 +103,12 @@ def test_both_dialects_of_the_scheduler_with_and_without_async_scheduling(
 
 
 @pytest.mark.parametrize(
-    ("executor", "name"), [("uni", "llama"), ("mp", "llama"), ("mp", "qwen3_next")]
+    ("executor", "name"),
+    [
+        ("uni", "llama"),
+        pytest.param("mp", "llama", marks=pytest.mark.thorough),
+        ("mp", "qwen3_next"),
+    ],
 )
 def test_the_engine_in_a_process_of_its_own(executor, name):
     """`LLM` as users call it: the engine (and with "mp" also the worker) is another process."""

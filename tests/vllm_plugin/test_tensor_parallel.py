@@ -85,9 +85,8 @@ def test_two_ranks_answer_as_one():
     check_as_one(*found)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("gpt_oss", marks=pytest.mark.thorough), "qwen3_5/tied"]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5/tied"])
 def test_windows_and_states(name):
     kit.skip_if_vllm_cannot_read(name)
     options = {**TIGHT, "enable_prefix_caching": True, "tensor_parallel_size": 2}
