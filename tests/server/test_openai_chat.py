@@ -222,6 +222,12 @@ def test_null_is_not_given(running):
     assert answer.status_code == 200, answer.text
 
 
+def test_a_variable_of_the_template_may_have_any_name(client):
+    names = dict.fromkeys(["encode_text", "render", "variables"], 1)
+    said = chat(client, max_tokens=2, extra_body={"chat_template_kwargs": names})
+    assert said.usage.completion_tokens == 2
+
+
 def test_an_integer_may_be_written_as_a_float(running):
     """As JSON Schema says."""
     with httpx.Client(base_url=running.url, timeout=60) as http:

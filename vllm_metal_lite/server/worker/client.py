@@ -24,6 +24,7 @@ from vllm_metal_lite.chat_formats.detect import PLAIN, detect
 from vllm_metal_lite.chat_formats.grammars import marks_of
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.piece_encoder import PieceEncoder
+from vllm_metal_lite.engine.prompt_ids import by_template
 from vllm_metal_lite.errors import ModelLoadError, RequestError
 from vllm_metal_lite.model.loader import load_tokenizer_only
 from vllm_metal_lite.pooling_params import PoolingParams
@@ -148,13 +149,8 @@ class EngineClient:
         if not tokenizer.has_chat_template:
             return PLAIN
 
-        def render(
-            messages: list[dict[str, Any]], tools: list[dict[str, Any]], generation: bool
-        ) -> str:
-            text: str = tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=generation
-            )
-            return text
+        def render(messages: Any, tools: Any, generation: bool) -> str:
+            return by_template(tokenizer, messages, generation, {"tools": tools})
 
         template = tokenizer.chat_template
         return detect(template if isinstance(template, str) else "", render, self.grammar_tokens)
