@@ -32,11 +32,11 @@ class CallWriter:
         """Whether the request has a tool of this name."""
         return isinstance(name, str) and name in self._tools
 
-    def begin(self, name: Any, call_id: str | None = None) -> Tool:
+    def begin(self, name: Any) -> Tool:
         """A call's name is read.  Raises Malformed for a tool that the request does not have."""
         if not self.knows(name):
             raise Malformed
-        self._send(ToolCall(name, call_id))
+        self._send(ToolCall(name))
         self.is_open, self.names, self._parts = True, [], []
         return self._tools[name]
 

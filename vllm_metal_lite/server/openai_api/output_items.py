@@ -176,8 +176,8 @@ class OutputItems:
                 yield from self._grow(_MESSAGE, message, text, logprobs)
             case Reasoning(text):
                 yield from self._grow(self._thoughts, {"type": "reasoning", "summary": []}, text)
-            case ToolCall(name, call_id):
-                yield from self._begin_call(self._callees[name], call_id)
+            case ToolCall(name):
+                yield from self._begin_call(self._callees[name])
             case Arguments(text):
                 if self._open is not None:
                     new = text if self._input is None else self._input.feed(text)
@@ -207,8 +207,8 @@ class OutputItems:
         assert self._open is not None
         yield from self._open.grow(text, logprobs or [])
 
-    def _begin_call(self, callee: Callee, call_id: str | None) -> Iterator[bytes]:
-        call_id = call_id or f"call_{uuid.uuid4().hex[:24]}"
+    def _begin_call(self, callee: Callee) -> Iterator[bytes]:
+        call_id = f"call_{uuid.uuid4().hex[:24]}"
         fields: dict[str, Any] = {"call_id": call_id, "name": callee.name}
         if callee.namespace is not None:
             fields["namespace"] = callee.namespace
