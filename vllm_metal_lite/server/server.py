@@ -70,13 +70,12 @@ class Server:
         prefix: str,
         prompt: RenderedPrompt,
         params: SamplingParams | PoolingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        **options: Any,
     ) -> AsyncIterator[RequestState]:
         """A request that `engine` has accepted; leaving the block ends it.
 
-        prefix: of the request's id.  Raises ApiError, MetalLiteError or EngineLost.
+        prefix: of the request's id.  options: as `ScheduledBody.scheduling` makes them.
+        Raises ApiError, MetalLiteError or EngineLost.
         """
         self.check_open()
         only_reads = isinstance(params, PoolingParams)
@@ -95,10 +94,9 @@ class Server:
                     request_id,
                     token_ids,
                     params,
-                    priority=priority,
                     checkpoints=prompt.checkpoints,
-                    cache_salt=cache_salt,
                     on_update=count.update,
+                    **options,
                 ) as request:
                     count.request = request
                     self.requests[request_id] = request
