@@ -130,8 +130,8 @@ def json_call(
 ) -> Reading[None]:
     """A call as a JSON object with a name and arguments, in any order; other keys are ignored.
 
-    end: the text after the object, whose last bracket may be missing or doubled.  Raises Malformed,
-    CutShort.
+    end: the text after the object.  The object's last bracket may be missing or doubled.  Raises
+    Malformed, CutShort.
     """
     yield from reader.expect("{")
     early: list[str] = []  # arguments that came before the name

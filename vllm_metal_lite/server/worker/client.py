@@ -67,7 +67,7 @@ class EngineClient:
 
     facts: ModelFacts
     tokenizer: TokenizerWrapper
-    longest_token: int  # in characters; tokens that are bytes count as characters
+    longest_token: int  # the most characters of text that a token can be
 
     def __init__(self, name: str, check: EngineConfig | None = None) -> None:
         """Start the process.  `start` also loads the model.  check: see there."""
@@ -134,7 +134,7 @@ class EngineClient:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """The tokens of a longer prompt are not all counted."""
+        """Counting the tokens of a prompt stops here."""
         return max(2 * self.facts.max_model_len, _LEAST_COUNTED)
 
     @property
