@@ -44,7 +44,6 @@ from vllm_metal_lite.server.worker.messages import (
     Log,
     Lost,
     ModelFacts,
-    Refused,
     Seen,
     Stop,
     Watch,
@@ -302,10 +301,9 @@ class EngineClient:
         elif isinstance(message, Accepted):
             if future := self._waiting(message.request_id):
                 future.set_result(None)
-        elif isinstance(message, Refused):
-            self._fail([message.request_id], RequestError(message.message))
         elif isinstance(message, Lost):
-            self._fail(message.request_ids, EngineLost(message.message))
+            error = RequestError if message.is_refused else EngineLost
+            self._fail(message.request_ids, error(message.message))
         elif isinstance(message, Seen):
             self.on_seen(message.text)
         elif isinstance(message, Log):
