@@ -362,7 +362,7 @@ def test_conversations_fork_behind_their_system_prompt(tmp_path):
         for text in ("Who are you?", "And then?")
     )
     assert first.num_cached_tokens == 0
-    shared = len(llm.engine.render_chat([system], add_generation_prompt=False))
+    shared = len(llm.engine.render_turn([system], add_generation_prompt=False)[0])
     assert other.num_cached_tokens >= shared - 8
 
 

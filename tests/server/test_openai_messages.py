@@ -72,10 +72,10 @@ def test_the_older_form_of_a_call():
     assert result == {"role": "tool", "name": "f", "content": "ok"}
 
 
-def test_arguments_that_are_not_json_stay_as_they_are():
-    call = {"function": {"name": "f", "arguments": '{"x": '}}
-    [message] = chat_messages([{"role": "assistant", "tool_calls": [call]}])
-    assert message["tool_calls"][0]["function"]["arguments"] == '{"x": '
+def test_arguments_that_are_not_json_stay_as_they_are_and_null_is_an_empty_object():
+    calls = [{"function": {"name": "f", "arguments": text}} for text in ('{"x": ', "null")]
+    [message] = chat_messages([{"role": "assistant", "tool_calls": calls}])
+    assert [c["function"]["arguments"] for c in message["tool_calls"]] == ['{"x": ', {}]
 
 
 @pytest.mark.parametrize("calls", [5, [5], [{}], [{"function": {"name": 1}}]])

@@ -115,6 +115,7 @@ def test_rerank_and_score(url, llm):
     assert [item["index"] for item in results] == sorted(range(3), key=lambda i: -wanted[i])[:2]
     assert results[0]["document"] == {"text": TEXTS[results[0]["index"]]}
     assert results[0]["relevance_score"] == pytest.approx(max(wanted), abs=1e-5)
+    assert len(post(url, "rerank", **{**body, "top_n": 0}).json()["results"]) == 3  # as vLLM's
 
 
 @pytest.mark.parametrize(

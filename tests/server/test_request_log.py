@@ -5,21 +5,20 @@ import re
 import httpx
 
 from tests.support.server_kit import serving
-from vllm_metal_lite.server.server import summary
 
 
-def test_a_line_has_the_tokens_and_the_end():
+def test_a_line_has_the_tokens_and_the_end(capsys):
     body = {
         "messages": [{"role": "user", "content": "Hello there"}],
         "max_tokens": 4,
         "temperature": 0,
     }
     with serving() as running:
-        lines = []
-        running.server.on_end = lambda request: lines.append(summary(request))
+        running.server.logs_requests = True
         reply = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60).json()
     usage, reason = reply["usage"], reply["choices"][0]["finish_reason"]
     tokens = f"{usage['prompt_tokens']} prompt tokens (0 cached), {usage['completion_tokens']} new"
     assert re.fullmatch(
-        rf"chatcmpl-\w+: {re.escape(tokens)} in [\d.]+ s, first after [\d.]+ s, {reason}", lines[0]
+        rf"chatcmpl-\w+: {re.escape(tokens)} in [\d.]+ s, first after [\d.]+ s, {reason}\n",
+        capsys.readouterr().out,
     )

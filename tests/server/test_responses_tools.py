@@ -9,7 +9,9 @@ from pydantic import BaseModel
 
 from tests.support.clients import OPTIONS
 from tests.support.scripted_answers import hermes_call as call
-from vllm_metal_lite.chat_formats.events import ToolCall
+from vllm_metal_lite.chat_formats.detect import FORMATS
+from vllm_metal_lite.chat_formats.parser import ChatParser
+from vllm_metal_lite.chat_formats.tool import Tool
 from vllm_metal_lite.server.openai_api.output_items import EventWriter, OutputItems
 from vllm_metal_lite.server.openai_api.response_tools import Callee
 
@@ -113,10 +115,13 @@ def test_the_events_of_each_item(client, script, answer, summary, expected, pref
     assert indexes == list(range(len(done)))
 
 
-def test_a_call_keeps_the_models_id():
+def test_calls_have_different_ids_though_those_of_the_model_repeat():
     output = OutputItems(EventWriter(), "1", {"wait": Callee("function", "wait")}, False)
-    list(output.take(ToolCall("wait", "x:0"), []))
-    assert output.items[0]["call_id"] == "x:0"
+    call = "<|tool_call_begin|>functions.wait:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    answer = f"<|tool_calls_section_begin|>{2 * call}<|tool_calls_section_end|>"
+    for event in ChatParser(FORMATS["kimi_k2"], [Tool("wait")]).feed(answer):
+        list(output.take(event, []))
+    assert len({item["call_id"] for item in output.items}) == len(output.items) == 2
 
 
 def test_parsed_arguments(client, script):

@@ -127,7 +127,7 @@ def test_unknown_fields_are_logged_once_in_short_lines(client, caplog):
 
 
 def test_each_request_may_be_logged(running, client, capfd):
-    running.server.log_requests()
+    running.server.logs_requests = True
     reply = client.post(PATH, json=HI).json()
     begun(client).close()
     eventually(lambda: not running.server.requests)

@@ -42,7 +42,6 @@ class Call:
     name: str
     text: str = ""
     is_whole: bool | None = None  # None: never ended
-    call_id: str | None = None
 
     @property
     def arguments(self) -> Any:
@@ -72,7 +71,7 @@ def gather(events: Iterable[Event]) -> Said:
             said.reasoning += event.text
         elif isinstance(event, ToolCall):
             assert not said.calls or said.calls[-1].is_whole is not None, "calls overlap"
-            said.calls.append(Call(event.name, call_id=event.call_id))
+            said.calls.append(Call(event.name))
         elif isinstance(event, Arguments):
             assert event.text
             assert said.calls[-1].is_whole is None, "arguments behind the end of their call"

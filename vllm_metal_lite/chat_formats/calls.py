@@ -32,11 +32,11 @@ class CallWriter:
         """Whether the request has a tool of this name."""
         return isinstance(name, str) and name in self._tools
 
-    def begin(self, name: Any, call_id: str | None = None) -> Tool:
+    def begin(self, name: Any) -> Tool:
         """A call's name is read.  Raises Malformed for a tool that the request does not have."""
         if not self.knows(name):
             raise Malformed
-        self._send(ToolCall(name, call_id))
+        self._send(ToolCall(name))
         self.is_open, self.names, self._parts = True, [], []
         return self._tools[name]
 
@@ -130,8 +130,8 @@ def json_call(
 ) -> Reading[None]:
     """A call as a JSON object with a name and arguments, in any order; other keys are ignored.
 
-    end: the text after the object, whose last bracket may be missing or doubled.  Raises Malformed,
-    CutShort.
+    end: the text after the object.  The object's last bracket may be missing or doubled.  Raises
+    Malformed, CutShort.
     """
     yield from reader.expect("{")
     early: list[str] = []  # arguments that came before the name

@@ -16,10 +16,9 @@ class Reasoning(NamedTuple):
 
 
 class ToolCall(NamedTuple):
-    """A call begins.  call_id: only of formats that write one."""
+    """A call begins.  Ids that models write are left out, because they repeat."""
 
     name: str
-    call_id: str | None = None
 
 
 class Arguments(NamedTuple):

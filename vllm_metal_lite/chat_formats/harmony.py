@@ -32,7 +32,10 @@ _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 def _read(
     reader: Reader, writer: AnswerWriter, chat_format: ChatFormat, in_reasoning: bool
 ) -> Reading[None]:
-    begun = yield from _recipient_first(reader)
+    begun: str | None = None
+    with suppress(CutShort):
+        if (yield from reader.begins(_TO)):  # the answer continues the header of the prompt
+            begun = _TO
     while True:
         if begun is None or begun in _ENDS:  # text without a header is for the user
             begun = yield from reader.pass_until([_START, _CHANNEL, *_ENDS], writer.text)
@@ -44,14 +47,6 @@ def _read(
                 writer.text("".join(header))
                 return
             begun = yield from _body(reader, writer, "".join(header))
-
-
-def _recipient_first(reader: Reader) -> Reading[str | None]:
-    """The recipient mark if the answer continues the header that the prompt began, else None."""
-    try:
-        return _TO if (yield from reader.begins(_TO)) else None
-    except CutShort:
-        return None
 
 
 def _body(reader: Reader, writer: AnswerWriter, header: str) -> Reading[str | None]:

@@ -82,7 +82,7 @@ def _kimi(reader: Reader, calls: CallWriter) -> Reading[None]:
     """The name is in the id, `functions.NAME:0`."""
     call_id, found = yield from reader.name(_ARGUMENTS, _KIMI_END)
     name, _, _ = call_id.removeprefix("functions.").rpartition(":")
-    calls.begin(name, call_id)
+    calls.begin(name)
     if found == _ARGUMENTS:
         yield from json_arguments(reader, calls.arguments)
         yield from reader.expect(_KIMI_END)

@@ -54,9 +54,8 @@ def reads(chat_format: ChatFormat, answer: str) -> bool:
     """Whether a format finds the call in an answer."""
     parser = ChatParser(chat_format, [TOOL])
     events = [*parser.feed(answer), *parser.close()]
-    if [event for event in events if isinstance(event, ToolCall | ToolCallEnd)][1:] != [
-        ToolCallEnd()
-    ]:
+    calls = [event for event in events if isinstance(event, ToolCall | ToolCallEnd)]
+    if calls != [ToolCall(TOOL.name), ToolCallEnd()]:
         return False
     said = "".join(event.text for event in events if isinstance(event, Arguments))
     return bool(json.loads(said) == ARGUMENTS)

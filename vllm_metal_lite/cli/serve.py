@@ -53,8 +53,7 @@ def run(args: argparse.Namespace) -> int:
             f"Anthropic's at {url}",
             flush=True,
         )
-        if args.log_requests:
-            server.log_requests()
+        server.logs_requests = args.log_requests
         if args.open:  # in a thread: a browser may run in this terminal until it is closed
             threading.Thread(target=webbrowser.open, args=[url], daemon=True).start()
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-
 Message = Mapping[str, Any]
 
 # A user's message that differs from others in its first character.
@@ -43,33 +41,6 @@ def chat_checkpoints(
         # The token at the end may be part of a longer one in yet another conversation.
         positions.add(num_tokens - 1)
     return tuple(sorted(at for at in positions if at > 0))
-
-
-def turn_checkpoints(
-    tokenizer: TokenizerWrapper,
-    messages: Sequence[Message],
-    token_ids: Sequence[int],
-    add_generation_prompt: bool = True,
-    **kwargs: Any,
-) -> tuple[int, ...]:
-    """`chat_checkpoints` of a conversation under a tokenizer's own chat template.
-
-    token_ids: of the rendered conversation.  kwargs: more variables for the template.
-    """
-    others = {k: v for k, v in kwargs.items() if k != "continue_final_message"}
-
-    def render(messages: Sequence[Message], **options: Any) -> str:
-        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-        return text
-
-    return chat_checkpoints(
-        render(messages, add_generation_prompt=add_generation_prompt, **kwargs),
-        token_ids,
-        messages,
-        add_generation_prompt,
-        lambda alike: render(alike, add_generation_prompt=False, **others),
-        lambda text: tokenizer.encode(text, add_special_tokens=False),
-    )
 
 
 def num_systems(messages: Sequence[Message]) -> int:

@@ -17,7 +17,6 @@ from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.batch.pooling_table import PoolingTable
 from vllm_metal_lite.config import MAX_DRAFT, EngineConfig
 from vllm_metal_lite.engine.answer import Answer
-from vllm_metal_lite.engine.chat_checkpoints import turn_checkpoints
 from vllm_metal_lite.engine.constraints import Constraints
 from vllm_metal_lite.engine.failed_steps import FailedSteps
 from vllm_metal_lite.engine.intake import (
@@ -28,7 +27,7 @@ from vllm_metal_lite.engine.intake import (
     make_answers,
 )
 from vllm_metal_lite.engine.pooling import ONE_TOKEN, resolved, truncate
-from vllm_metal_lite.engine.prompt_ids import Prompt, cache_salt, encode, render_chat, tokenize
+from vllm_metal_lite.engine.prompt_ids import Prompt, cache_salt, encode, render_turn, tokenize
 from vllm_metal_lite.errors import ConfigError, RequestError, one_line, show
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel, load
@@ -132,22 +131,24 @@ class LLMEngine:
         """(text, token ids) of a prompt, see `prompt_ids.tokenize`."""
         return tokenize(prompt, self.model.tokenizer, self.model.vocab_size)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
-        """Token ids of a conversation under the model's template, see `prompt_ids.render_chat`."""
-        return render_chat(self.model.tokenizer, self.model.name, messages, **options)
-
     def render_turn(
-        self, messages: Sequence[Mapping[str, Any]], /, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
     ) -> tuple[list[int], tuple[int, ...]]:
-        """(Token ids, `checkpoints`) of a conversation, as `render_chat`.
-
-        Models without recurrent layers need no checkpoints, and get none.
-        """
-        token_ids = self.render_chat(messages, **options)
-        tokenizer, caches = self.model.tokenizer, self.scheduler.config.enable_prefix_caching
-        if tokenizer is None or not (self.num_state_slots and caches):
-            return token_ids, ()
-        return token_ids, turn_checkpoints(tokenizer, messages, token_ids, **options)
+        """(Token ids, `checkpoints`) of a conversation under the model's chat template."""
+        caches = self.num_state_slots and self.scheduler.config.enable_prefix_caching
+        return render_turn(
+            self.model.tokenizer,
+            self.model.name,
+            messages,
+            add_generation_prompt,
+            variables,
+            with_checkpoints=bool(caches),
+        )
 
     def add_request(
         self,

@@ -90,7 +90,7 @@ class LLM(PoolingCalls):
             raise RequestError(
                 f"chat_template_kwargs must be a dict with names as keys, got {show(kwargs)}"
             )
-        # Anything but a list of lists is one conversation, which render_chat validates.
+        # Anything but a list of lists is one conversation, which render_turn validates.
         is_many = isinstance(messages, (list, tuple)) and any(
             isinstance(m, (list, tuple)) for m in messages
         )

@@ -5,16 +5,20 @@ Servers make token ids outside of the engine, so these functions need a tokenize
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from vllm_metal_lite.engine.chat_checkpoints import chat_checkpoints
 from vllm_metal_lite.errors import RequestError, one_line, show
 
 # Roles that chat templates know; a template may name others.
 _ROLES = ("system", "user", "assistant", "tool")
 Prompt = str | list[int] | Mapping[str, Any]
+# A conversation as text, of (messages, add_generation_prompt, more variables).
+Render = Callable[[Sequence[Mapping[str, Any]], bool, Mapping[str, Any]], str]
 
 
 def tokenize(
@@ -50,20 +54,22 @@ def encode(
         raise RequestError(f"the tokenizer refuses the prompt: {one_line(e)}") from e
 
 
-def render_chat(
+def render_turn(
     tokenizer: TokenizerWrapper | None,
     model: str,
     messages: Sequence[Mapping[str, Any]],
-    /,
+    add_generation_prompt: bool,
+    variables: Mapping[str, Any],
     *,
-    add_generation_prompt: bool = True,
+    with_checkpoints: bool,
+    render: Render | None = None,
     encode_text: Callable[[str], list[int]] | None = None,
-    **kwargs: Any,
-) -> list[int]:
-    """Token ids of a conversation under the chat template of `tokenizer`, that of `model`.
+) -> tuple[list[int], tuple[int, ...]]:
+    """(Token ids, `chat_checkpoints`) of a conversation under the chat template of `model`.
 
-    encode_text: makes the token ids, as a PieceEncoder does; None: the tokenizer.  kwargs: more
-    variables for the template.  Raises RequestError, with the template's own words.
+    variables: more of the template's.  with_checkpoints: False for models without recurrent layers.
+    render: None: by the template of `tokenizer`.  encode_text: makes the token ids, as a
+    PieceEncoder does; None: the tokenizer.  Raises RequestError, with the template's own words.
     """
     if not isinstance(messages, (list, tuple)) or not all(
         isinstance(message, Mapping) and isinstance(message.get("role"), str)
@@ -83,23 +89,48 @@ def render_chat(
             f"{model} has no chat template, so it takes no messages: "
             "give it a prompt (text or token ids)"
         )
+    render = render or partial(by_template, tokenizer)
+    encode_text = encode_text or partial(tokenizer.encode, add_special_tokens=False)
     try:
-        check_messages(tokenizer, messages)
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
-        )
-        if isinstance(text, str):
-            if encode_text is not None:
-                return encode_text(text)
-            return tokenizer.encode(text, add_special_tokens=False)
+        _check_messages(tokenizer, messages)
+        text = render(messages, add_generation_prompt, variables)
+        token_ids = encode_text(text) if isinstance(text, str) else None
     except RequestError:
         raise
     except Exception as e:  # templates raise any error, as for unknown roles
-        raise refused_by_template(e) from e
-    raise RequestError(f"the chat template gives {show(text)}, asked with {show(kwargs)}")
+        raise RequestError(f"the chat template refuses these messages: {one_line(e)}") from e
+    if token_ids is None:
+        raise RequestError(f"the chat template gives {show(text)}, asked with {show(variables)}")
+    if not with_checkpoints:
+        return token_ids, ()
+    others = {k: v for k, v in variables.items() if k != "continue_final_message"}
+    return token_ids, chat_checkpoints(
+        text,
+        token_ids,
+        messages,
+        add_generation_prompt,
+        lambda alike: render(alike, False, others),
+        encode_text,
+    )
 
 
-def check_messages(tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, Any]]) -> None:
+def by_template(
+    tokenizer: TokenizerWrapper,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    variables: Mapping[str, Any],
+) -> str:
+    """A conversation as text.  Raises what the template raises."""
+    text: str = tokenizer.apply_chat_template(
+        list(messages),
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+        **variables,
+    )
+    return text
+
+
+def _check_messages(tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, Any]]) -> None:
     """Raise RequestError for a role that the chat template does not name, because many templates
     leave such messages out, and for text that cannot be encoded."""
     template = tokenizer.chat_template
@@ -111,11 +142,6 @@ def check_messages(tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, 
                 f"the role of a message must be one of {', '.join(_ROLES)}, got {show(role)}"
             )
     check_text("messages", messages)
-
-
-def refused_by_template(error: Exception) -> RequestError:
-    """The error to raise for a conversation that its template refused with `error`."""
-    return RequestError(f"the chat template refuses these messages: {one_line(error)}")
 
 
 def text_or_ids(prompt: Any) -> Any:

@@ -47,7 +47,7 @@ def arguments_of(arguments: Any) -> Any:
     """The arguments of a call as an object for templates, or as the text if they are not JSON."""
     if isinstance(arguments, str) and arguments:
         with suppress(ValueError, RecursionError):
-            return json.loads(arguments)
+            arguments = json.loads(arguments)
     return arguments or {}
 
 
@@ -64,9 +64,9 @@ def function_call(
 
 
 def tool_message(
-    fields: Mapping[str, Any], id_name: str, name: str, names: Mapping[Any, str], where: str
+    fields: Mapping[str, Any], id_name: str, text_name: str, names: Mapping[Any, str], where: str
 ) -> dict[str, Any]:
-    """A tool's result as a message: the field `name` holds it, the field `id_name` the call's id.
+    """A tool's result as a message.  text_name: the field that holds it.  id_name: its call's id.
 
     names: the tools' names by call id.  Raises ApiError (400).
     """
@@ -74,7 +74,7 @@ def tool_message(
     message = {"role": "tool", "tool_call_id": call_id}
     if call_id in names:
         message["name"] = names[call_id]
-    return {**message, "content": result_text(fields.get(name), f"{where}.{name}")}
+    return {**message, "content": result_text(fields.get(text_name), f"{where}.{text_name}")}
 
 
 def part_text(part: Any, where: str) -> str:

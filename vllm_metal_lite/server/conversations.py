@@ -8,18 +8,13 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
-from vllm_metal_lite.engine.chat_checkpoints import chat_checkpoints, num_systems
-from vllm_metal_lite.engine.prompt_ids import (
-    check_messages,
-    encode,
-    refused_by_template,
-    render_chat,
-)
-from vllm_metal_lite.errors import PromptTooLong, RequestError
+from vllm_metal_lite.engine.chat_checkpoints import num_systems
+from vllm_metal_lite.engine.prompt_ids import encode, render_turn
+from vllm_metal_lite.errors import PromptTooLong
 from vllm_metal_lite.server.errors import ContextOverflow
 from vllm_metal_lite.server.limits import num_characters
 from vllm_metal_lite.server.offload import check_wanted, offload
-from vllm_metal_lite.server.templates import Template, has_system_in_middle, render_text
+from vllm_metal_lite.server.templates import Template, render_text
 from vllm_metal_lite.server.worker.client import EngineClient
 
 Message = dict[str, Any]
@@ -133,40 +128,14 @@ def render_prompt(
 ) -> RenderedPrompt:
     """with_checkpoints: for models with recurrent layers.  encode_text: makes token ids of a text
     with special tokens.  Raises RequestError."""
-    conversation = replace(conversation, messages=template.prepare(conversation.messages))
-    if template.system_in_middle == "native" or not has_system_in_middle(conversation.messages):
-        token_ids = render_chat(
-            tokenizer,
-            model,
-            list(conversation.messages),
-            add_generation_prompt=conversation.add_generation_prompt,
-            encode_text=encode_text,
-            **conversation.variables(template),
-        )
-    else:
-        try:
-            check_messages(tokenizer, conversation.messages)
-            text = _text(tokenizer, template, conversation)
-        except RequestError:
-            raise
-        except Exception as e:
-            raise refused_by_template(e) from e
-        token_ids = encode_text(text)
-    if not with_checkpoints:
-        return RenderedPrompt(token_ids)
-    variables = {k: v for k, v in conversation.template.items() if k != "continue_final_message"}
-    plain = replace(conversation, template=variables, add_generation_prompt=False)
-
-    def render(messages: Sequence[Mapping[str, Any]]) -> str:
-        alike = [dict(message) for message in messages]
-        return _text(tokenizer, template, replace(plain, messages=alike))
-
-    text, messages = _text(tokenizer, template, conversation), conversation.messages
-    begins = conversation.add_generation_prompt
-    checkpoints = chat_checkpoints(text, token_ids, messages, begins, render, encode_text)
+    token_ids, checkpoints = render_turn(
+        tokenizer,
+        model,
+        template.prepare(conversation.messages),
+        conversation.add_generation_prompt,
+        conversation.variables(template),
+        with_checkpoints=with_checkpoints,
+        render=partial(render_text, tokenizer, template),
+        encode_text=encode_text,
+    )
     return RenderedPrompt(token_ids, checkpoints)
-
-
-def _text(tokenizer: TokenizerWrapper, template: Template, conversation: ChatRequest) -> str:
-    begins, variables = conversation.add_generation_prompt, conversation.variables(template)
-    return render_text(tokenizer, template, conversation.messages, begins, variables)

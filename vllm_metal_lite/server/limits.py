@@ -26,7 +26,7 @@ MAX_ENTRIES = {
     "allowed_token_ids": 32_768,
 }
 MAX_OTHER_ENTRIES = 1_024  # tools, stop_token_ids, documents, metadata, ...
-_FORM = 200_000  # MAX_CHARACTERS of `structured_outputs.grammar_text`; that module needs the extra
+_FORM = 200_000  # as MAX_CHARACTERS in `grammar_text`, which imports an optional package
 # Characters of all texts within a field.
 MAX_CHARACTERS = {
     "tools": 1_000_000,

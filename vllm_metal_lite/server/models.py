@@ -245,7 +245,7 @@ class Models:
 
     async def _load(self, model: Model) -> None:
         """Load a model for the requests that wait for it."""
-        error: ModelLoadError | None = ModelLoadError("the server is shutting down")
+        error: ModelLoadError | None = ModelLoadError("the server is shutting down")  # if cancelled
         try:
             async with self._loading:
                 if model.client is None:

@@ -98,7 +98,7 @@ class SamplingFields(ScheduledBody):
         return fields | ({"structured_outputs": guided} if guided else {})
 
     def names(self) -> dict[str, str]:
-        """The API's name of each field that has another name in SamplingParams, by the latter."""
+        """The API's names of fields, by their names in SamplingParams, where these differ."""
         fields = type(self).model_fields
         names = {own: name for name, own in RENAMED.items() if name in fields}
         names = {own: name for own, name in names.items() if getattr(self, name) is not None}

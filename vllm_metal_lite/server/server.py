@@ -58,8 +58,7 @@ class Server:
         self.ended = asyncio.Event()  # requests that are still open get an error
         self.num_accepted = 0  # requests that drain
         self.requests: dict[str, RequestState] = {}
-        # Called at the end of each request, also of one that is cut short.
-        self.on_end: Callable[[RequestState], None] = lambda request: None
+        self.logs_requests = False  # by a line at the end of each, also of one that is cut short
         self.metrics = Metrics(models)
         self._unknown_fields: set[tuple[str, str]] = set()  # by endpoint
 
@@ -70,13 +69,12 @@ class Server:
         prefix: str,
         prompt: RenderedPrompt,
         params: SamplingParams | PoolingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        **options: Any,
     ) -> AsyncIterator[RequestState]:
         """A request that `engine` has accepted; leaving the block ends it.
 
-        prefix: of the request's id.  Raises ApiError, MetalLiteError or EngineLost.
+        prefix: of the request's id.  options: as `ScheduledBody.scheduling` makes them.
+        Raises ApiError, MetalLiteError or EngineLost.
         """
         self.check_open()
         only_reads = isinstance(params, PoolingParams)
@@ -95,10 +93,9 @@ class Server:
                     request_id,
                     token_ids,
                     params,
-                    priority=priority,
                     checkpoints=prompt.checkpoints,
-                    cache_salt=cache_salt,
                     on_update=count.update,
+                    **options,
                 ) as request:
                     count.request = request
                     self.requests[request_id] = request
@@ -106,7 +103,9 @@ class Server:
         finally:
             self.num_accepted -= 1
             if (ended := self.requests.get(request_id)) is not None:
-                self.on_end(ended)
+                if self.logs_requests:
+                    with suppress(OSError):  # the reader of our output is gone
+                        print(summary(ended), flush=True)
                 del self.requests[request_id]
 
     def check_open(self) -> None:
@@ -138,15 +137,6 @@ class Server:
                 f"the request has {num_bytes:,} bytes, and with the context of the models here at "
                 f"most {limit:,} are allowed",
             )
-
-    def log_requests(self) -> None:
-        """Print a line at the end of each request."""
-
-        def log(request: RequestState) -> None:
-            with suppress(OSError):  # the reader of our output is gone
-                print(summary(request), flush=True)
-
-        self.on_end = log
 
     def end_all(self) -> None:
         """End all requests, because the server stops."""

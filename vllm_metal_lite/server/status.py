@@ -43,20 +43,13 @@ def model_status(model: Model) -> dict[str, Any]:
     return status
 
 
-def count(server: Server) -> tuple[int, int]:
-    """(running, waiting) answers, if each engine runs as many as it has seats."""
-    running = waiting = 0
-    for client in server.models.loaded.values():
-        seated = min(client.num_unfinished, client.facts.max_num_seqs)
-        running, waiting = running + seated, waiting + client.num_unfinished - seated
-    return running, waiting
-
-
 def routes(server: Server) -> list[Route]:
     started = time.monotonic()
 
     async def status(request: Request) -> Response:
-        running, waiting = count(server)
+        clients = server.models.loaded.values()
+        # Answers, if each engine runs as many as it has seats.
+        running = sum(min(c.num_unfinished, c.facts.max_num_seqs) for c in clients)
         return JSONResponse(
             {
                 "version": __version__,
@@ -65,7 +58,7 @@ def routes(server: Server) -> list[Route]:
                 "models": [model_status(model) for model in server.models.models.values()],
                 "server": {
                     "running": running,
-                    "waiting": waiting,
+                    "waiting": sum(c.num_unfinished for c in clients) - running,
                     "max_waiting": server.config.max_waiting,
                 },
             }

@@ -16,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.chat_checkpoints import num_common
+from vllm_metal_lite.engine.prompt_ids import by_template
 
 Message = dict[str, Any]
 Variables = Mapping[str, Any]
@@ -79,10 +80,10 @@ def render_text(
     variables: Variables,
 ) -> str:
     """A conversation as text.  Raises what the template raises."""
-    if template.system_in_middle != "inserted" or not has_system_in_middle(messages):
-        if template.system_in_middle == "in user turn":
+    if template.system_in_middle != "inserted" or not _has_system_in_middle(messages):
+        if template.system_in_middle == "in user turn" and _has_system_in_middle(messages):
             messages = _in_user_turns(messages)
-        return _rendered(tokenizer, messages, variables, add_generation_prompt)
+        return by_template(tokenizer, messages, add_generation_prompt, variables)
     kept: list[Message] = []
     late: list[tuple[int, str]] = []  # messages before a system message, and its text
     for i, message in enumerate(messages):
@@ -90,7 +91,7 @@ def render_text(
             late.append((len(kept), message["content"]))
         else:
             kept.append(message)
-    text = _rendered(tokenizer, kept, variables, add_generation_prompt)
+    text = by_template(tokenizer, kept, add_generation_prompt, variables)
     plain = {k: v for k, v in variables.items() if k != "continue_final_message"}
 
     def end_of(count: int) -> int:
@@ -99,7 +100,7 @@ def render_text(
         templates render messages differently once a user's message follows."""
         longest = 0
         for continuation in ([], [_OTHER], [_ANSWER]) if count < len(kept) else ([],):
-            whole = _rendered(tokenizer, [*kept[:count], *continuation], plain)
+            whole = by_template(tokenizer, [*kept[:count], *continuation], False, plain)
             end = num_common(text, whole)
             if end < len(whole):
                 common = text[:end]
@@ -115,19 +116,7 @@ def render_text(
     return text
 
 
-def _rendered(
-    tokenizer: TokenizerWrapper,
-    messages: Sequence[Message],
-    variables: Variables,
-    generation: bool = False,
-) -> str:
-    text: str = tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=generation, **variables
-    )
-    return text
-
-
-def has_system_in_middle(messages: Sequence[Message]) -> bool:
+def _has_system_in_middle(messages: Sequence[Message]) -> bool:
     roles = [message.get("role") for message in messages]
     return any(a != "system" and b == "system" for a, b in pairwise(roles))
 
@@ -156,7 +145,7 @@ def probe(tokenizer: TokenizerWrapper) -> Template:
 
     def render(*messages: Message) -> str | None:
         try:
-            return _rendered(tokenizer, messages, {})
+            return by_template(tokenizer, messages, False, {})
         except Exception:  # templates raise any error
             return None
 

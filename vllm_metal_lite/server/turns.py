@@ -63,7 +63,7 @@ async def prepare(
         params = replace(params, bad_words=banned)
     budget = conversation.thinking_budget
     if chat_format.thinks_in_channel and conversation.thinks_not:
-        budget = 0  # templates of such formats offer nothing else
+        budget = 0  # the templates of such formats cannot turn thoughts off
     if (form is not None or budget is not None) and not is_over:
         params = replace(params, thinking=_thinking(engine, in_reasoning, budget))
     special = engine.special_tokens

@@ -10,8 +10,9 @@ from vllm_metal_lite.server.errors import must_be
 from vllm_metal_lite.server.fields import type_of
 
 Blocks = list[Mapping[str, Any]]
-# A header that Claude Code adds to its system prompt; its text changes with each request.
-_BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
+# A header that Claude Code puts before its system prompt.  Its text changes with each request, so
+# no two prompts would share a prefix.
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
 
 def conversation(messages: list[dict[str, Any]], system: Any) -> ChatRequest:
@@ -20,8 +21,11 @@ def conversation(messages: list[dict[str, Any]], system: Any) -> ChatRequest:
     Raises ApiError (400) for blocks that cannot be rendered.
     """
     rendered: list[Message] = []
-    if system := _for_the_model(system):
-        rendered.append({"role": "system", "content": text_of(system, "system")})
+    if system:
+        text = text_of(system, "system")
+        kept = _BILLING.sub("", text)
+        if kept or kept == text:
+            rendered.append({"role": "system", "content": kept})
     names: dict[Any, str] = {}
     for i, message in enumerate(messages):
         rendered += _messages(message, f"messages.{i}", names)
@@ -30,24 +34,6 @@ def conversation(messages: list[dict[str, Any]], system: Any) -> ChatRequest:
         template = {"continue_final_message": True}
         return ChatRequest(join_systems(rendered), template, add_generation_prompt=False)
     return ChatRequest(join_systems(rendered))
-
-
-def _for_the_model(system: Any) -> Any:
-    """The system prompt without billing headers, with which no two prompts share a prefix."""
-    if isinstance(system, str):
-        found = _BILLING.match(system)
-        return system[found.end() :] if found else system
-    if not isinstance(system, list):
-        return system
-    kept = []
-    for block in system:
-        text = block.get("text") if type_of(block) == "text" else None
-        if isinstance(text, str) and (found := _BILLING.match(text)):
-            if found.end() == len(text):
-                continue
-            block = {**block, "text": text[found.end() :]}
-        kept.append(block)
-    return kept
 
 
 def _messages(message: Mapping[str, Any], where: str, names: dict[Any, str]) -> Iterator[Message]:

@@ -30,7 +30,6 @@ class ContentBlocks:
         self.blocks: list[dict[str, Any]] = []
         self._texts: list[str] = []  # of the open block
         self._kind = ""  # of the open block; "": none is open
-        self._head = ""  # the constant part of its deltas: there is one for each token
 
     def take(self, news: Event) -> Iterator[bytes]:
         """An answer's event as events of the stream."""
@@ -72,17 +71,13 @@ class ContentBlocks:
         index, block = len(self.blocks), {"type": kind, **fields}
         self._kind, self._texts = kind, []
         self.blocks.append(block)
-        delta, name = _FORMS[kind]
-        fields = {"type": "content_block_delta", "index": index}
-        self._head = (
-            f"event: content_block_delta\ndata: {encode(fields)[:-1]},"
-            f'"delta":{{"type":"{delta}","{name}":'
-        )
         yield event("content_block_start", index=index, content_block=block)
 
     def _delta(self, text: str) -> bytes:
         self._texts.append(text)
-        return f"{self._head}{encode(text)}}}}}\n\n".encode()
+        kind, name = _FORMS[self._kind]
+        delta = {"type": kind, name: text}
+        return event("content_block_delta", index=len(self.blocks) - 1, delta=delta)
 
 
 def _object(text: str) -> dict[str, Any]:

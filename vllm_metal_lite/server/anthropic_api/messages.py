@@ -16,7 +16,7 @@ from vllm_metal_lite.server.turns import answer
 
 
 class ConversationFields(Body):
-    """system: checked with the messages.  Other fields of any type have no effect."""
+    """system: checked with the messages.  context_management: has no effect."""
 
     messages: list[dict[str, Any]]
     system: Any = None

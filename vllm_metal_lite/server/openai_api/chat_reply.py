@@ -68,7 +68,7 @@ class _Message:
 
 
 def call_head(event: ToolCall) -> dict[str, Any]:
-    """A call whose arguments are still to come.  Ids are ours: those of a model repeat."""
+    """A call whose arguments are still to come."""
     call_id = f"call_{uuid.uuid4().hex[:24]}"
     return {"id": call_id, "type": "function", "function": {"name": event.name, "arguments": ""}}
 

@@ -9,12 +9,12 @@ PARAMETER = "input"
 _START = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 # A unit is decoded at once: plain characters, or one escape.
 _UNIT = re.compile(
-    r'[^"\\]+'
-    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # a surrogate pair
-    r"|\\u[0-9a-fA-F]{4}"
-    r'|\\["\\/bfnrt]'
+    r'(?P<end>")'
+    r'|(?P<begun>\\(?:u[^"]{0,9})?\Z)'  # an escape that may grow, at most to a surrogate pair
+    r"|(?P<escape>\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    r'|\\u[0-9a-fA-F]{4}|\\["\\/bfnrt])'
+    r'|[^"\\]+|\\'  # JSON does not have every escape
 )
-_LEN_PAIR = len(r"\ud83d\ude00")
 
 
 class FreeformInput:
@@ -55,19 +55,12 @@ class FreeformInput:
 
     def _decoded(self) -> str:
         """Decode whole units; the rest waits."""
-        raw, at, text = self._raw, 0, []
-        while at < len(raw):
-            if raw[at] == '"':
-                self._ended = True
+        at, text = 0, []
+        for unit in _UNIT.finditer(self._raw):
+            self._ended = unit["end"] is not None
+            if self._ended or unit["begun"] is not None:
                 break
-            left = raw[at:]
-            if left == "\\" or (
-                left.startswith("\\u") and len(left) < _LEN_PAIR and '"' not in left
-            ):
-                break
-            unit = _UNIT.match(raw, at)
-            piece = unit[0] if unit else raw[at]  # JSON does not have every escape
-            text.append(json.loads(f'"{piece}"') if unit and piece[0] == "\\" else piece)
-            at += len(piece)
-        self._raw = raw[at:]
+            text.append(json.loads(f'"{unit[0]}"') if unit["escape"] else unit[0])
+            at = unit.end()
+        self._raw = self._raw[at:]
         return "".join(text)

@@ -143,18 +143,13 @@ def prompt_logprobs(positions: Sequence[Position | None] | None) -> list[Any] | 
     """`prompt_logprobs`, a field of vLLM's."""
     if positions is None:
         return None
-    return [position and _by_id(position) for position in positions]
+    return [
+        position and {str(t): _scored(p) for t, p in position.items()} for position in positions
+    ]
 
 
-def _by_id(position: Position) -> dict[str, Any]:
-    return {
-        str(token_id): {
-            "logprob": _finite(logprob.logprob),
-            "rank": logprob.rank,
-            "decoded_token": logprob.decoded_token,
-        }
-        for token_id, logprob in position.items()
-    }
+def _scored(p: Logprob) -> dict[str, Any]:
+    return {"logprob": _finite(p.logprob), "rank": p.rank, "decoded_token": p.decoded_token}
 
 
 def _finite(logprob: float) -> float:

@@ -16,8 +16,8 @@ def routes(server: Server) -> list[Route]:
     created = int(time.time())
 
     def entry(model: Model) -> dict[str, Any]:
-        """max_model_len is vLLM's name, None unless the model is loaded.  context_length is that of
-        other servers: of a model that is not loaded, what its files say.
+        """max_model_len: vLLM's name; None until the model is loaded.  context_length: the name of
+        other servers; until the model is loaded, what its files say.
         thinking: whether the chat template knows of thoughts; None until the model is loaded."""
         name = model.spec.name
         limit = model.client.facts.max_model_len if model.client else None

@@ -23,21 +23,9 @@ class EventWriter:
         self._sequence_number = -1
 
     def event(self, kind: str, **fields: Any) -> bytes:
-        number = self._next()
-        return sse(encode({"type": kind, "sequence_number": number, **fields}), kind)
-
-    def delta(self, head: str, text: str, tail: str = "") -> bytes:
-        """head: of `delta_head`.  tail: more fields, encoded."""
-        return f'{head}{self._next()},"delta":{encode(text)}{tail}}}\n\n'.encode()
-
-    def _next(self) -> int:
         self._sequence_number += 1
-        return self._sequence_number
-
-
-def delta_head(kind: str, at: Mapping[str, Any]) -> str:
-    """The constant part of a delta's event: there is one for each token."""
-    return f"event: {kind}\ndata: " + encode({"type": kind, **at})[:-1] + ',"sequence_number":'
+        number = self._sequence_number
+        return sse(encode({"type": kind, "sequence_number": number, **fields}), kind)
 
 
 @dataclass(frozen=True)
@@ -83,7 +71,6 @@ class _Item:
         self._at: dict[str, Any] = {"item_id": self.fields["id"], "output_index": index}
         if item_type.parts:
             self._at["summary_index" if item_type is _SUMMARY else "content_index"] = 0
-        self._head = delta_head(f"{item_type.text}.delta", self._at)
         self._logprobs: Logprobs = []
 
     def open(self) -> Iterator[bytes]:
@@ -94,12 +81,10 @@ class _Item:
 
     def grow(self, text: str, logprobs: Logprobs) -> Iterator[bytes]:
         self._texts.append(text)
-        if self.type is not _MESSAGE:
-            if text:
-                yield self._writer.delta(self._head, text)
-        elif text or logprobs:
+        scored = {"logprobs": logprobs} if self.type is _MESSAGE else {}
+        if text or any(scored.values()):
             self._logprobs += logprobs
-            yield self._writer.delta(self._head, text, f',"logprobs":{encode(logprobs)}')
+            yield self._writer.event(f"{self.type.text}.delta", **self._at, delta=text, **scored)
 
     def close(self, status: str) -> Iterator[bytes]:
         """Complete `fields`, and end the item's events.
@@ -176,8 +161,8 @@ class OutputItems:
                 yield from self._grow(_MESSAGE, message, text, logprobs)
             case Reasoning(text):
                 yield from self._grow(self._thoughts, {"type": "reasoning", "summary": []}, text)
-            case ToolCall(name, call_id):
-                yield from self._begin_call(self._callees[name], call_id)
+            case ToolCall(name):
+                yield from self._begin_call(self._callees[name])
             case Arguments(text):
                 if self._open is not None:
                     new = text if self._input is None else self._input.feed(text)
@@ -207,8 +192,8 @@ class OutputItems:
         assert self._open is not None
         yield from self._open.grow(text, logprobs or [])
 
-    def _begin_call(self, callee: Callee, call_id: str | None) -> Iterator[bytes]:
-        call_id = call_id or f"call_{uuid.uuid4().hex[:24]}"
+    def _begin_call(self, callee: Callee) -> Iterator[bytes]:
+        call_id = f"call_{uuid.uuid4().hex[:24]}"
         fields: dict[str, Any] = {"call_id": call_id, "name": callee.name}
         if callee.namespace is not None:
             fields["namespace"] = callee.namespace

@@ -65,7 +65,7 @@ class EmbeddingRequest(PoolingBody):
 
 
 class RerankRequest(PoolingBody):
-    """instruction: what a reranker judges."""
+    """top_n: 0 or None: all.  instruction: what a reranker judges."""
 
     query: str
     documents: list[str]
@@ -106,7 +106,7 @@ async def embeddings(serving: Serving, body: EmbeddingRequest) -> Response:
 
 async def rerank(serving: Serving, body: RerankRequest) -> Response:
     scores, common = await _scores(serving, body, body.query, body.documents)
-    best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
+    best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
     results: list[dict[str, Any]] = [
         {"index": i, "relevance_score": scores[i]}
         | ({} if body.return_documents is False else {"document": {"text": body.documents[i]}})

@@ -42,7 +42,10 @@ class Reply:
             "system_fingerprint": _FINGERPRINT,
         }
         self._with_usage = bool(options and options.include_usage)
-        self._always = self._with_usage and bool(options and options.continuous_usage_stats)
+        # Chunks without news too: special tokens and partial characters have no text.
+        self.sends_every_delta = self._with_usage and bool(
+            options and options.continuous_usage_stats
+        )
         self._head = encode(self._common)[:-1] + ',"choices":[{"index":'
         self._tail = ',"usage":null' if self._with_usage else ""
 
@@ -69,14 +72,10 @@ class Reply:
             many = len(next(iter(logprobs.values())) or ()) > _MANY
             scores = encode_slowly(logprobs) if many else encode(logprobs)
         ended = '"finish_reason":null' if end is None else encode(end)[1:-1]
-        usage = f',"usage":{encode(self.usage(num_unshown))}' if self._always else self._tail
+        usage = (
+            f',"usage":{encode(self.usage(num_unshown))}' if self.sends_every_delta else self._tail
+        )
         return sse(f'{self._head}{index},{content},"logprobs":{scores},{ended}}}]{usage}}}')
-
-    @property
-    def sends_every_delta(self) -> bool:
-        """Whether a client wants chunks without news: special tokens and partial characters have
-        no text."""
-        return self._always
 
     async def stream(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Chunks, the usage if it is asked for, and the end; an error becomes an event."""

@@ -36,7 +36,7 @@ class ReasoningOptions(BaseModel):
 
 
 class ResponsesRequest(SamplingFields):
-    """Fields of any type are repeated in the response and have no effect."""
+    """Fields that no method reads have no effect; `echo` repeats some."""
 
     input: Any
     instructions: str | None = None

@@ -67,7 +67,7 @@ function checkSchema(field) {
   field.setCustomValidity(good ? "" : "This is no JSON object.");
 }
 
-/** Buttons with data-value close their dialog with it; those of a form only if its fields are valid. */
+/** Buttons with data-close close their dialog without a value, whatever its fields hold. */
 export function prepare() {
   for (const button of document.querySelectorAll("dialog [data-close]")) {
     button.addEventListener("click", () => button.closest("dialog").close());

@@ -68,9 +68,9 @@ async function remove(conversation) {
 
 /** Read what another tab has changed.  What is answered here stays as it is. */
 async function reload(changed) {
-  const kept = await store.all();
+  const stored = await store.all();
   const mine = new Map(conversations.map((c) => [c.id, c]));
-  conversations = kept.map((c) => {
+  conversations = stored.map((c) => {
     const known = mine.get(c.id);
     return known && (c.id !== changed || chat.running.has(c.id)) ? known : mend(c);
   });

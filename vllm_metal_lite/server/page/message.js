@@ -14,7 +14,7 @@ export function parts(message) {
 }
 
 /** What an answer cost, in words. */
-export function cost(message) {
+function cost(message) {
   const { usage, firstAt, endedAt, startedAt } = message;
   const shown = [];
   if (usage) {
@@ -35,7 +35,7 @@ export function cost(message) {
   return shown;
 }
 
-/** The view of a message.  actions: edit, send, regenerate, show, all of a message. */
+/** The view of a message.  actions: edit, regenerate, show, all of a message. */
 export class MessageView {
   constructor(conversation, message, actions) {
     this.message = message;

@@ -24,6 +24,7 @@ from vllm_metal_lite.chat_formats.detect import PLAIN, detect
 from vllm_metal_lite.chat_formats.grammars import marks_of
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.piece_encoder import PieceEncoder
+from vllm_metal_lite.engine.prompt_ids import by_template
 from vllm_metal_lite.errors import ModelLoadError, RequestError
 from vllm_metal_lite.model.loader import load_tokenizer_only
 from vllm_metal_lite.pooling_params import PoolingParams
@@ -43,7 +44,6 @@ from vllm_metal_lite.server.worker.messages import (
     Log,
     Lost,
     ModelFacts,
-    Refused,
     Seen,
     Stop,
     Watch,
@@ -66,7 +66,7 @@ class EngineClient:
 
     facts: ModelFacts
     tokenizer: TokenizerWrapper
-    longest_token: int  # in characters; tokens that are bytes count as characters
+    longest_token: int  # the most characters of text that a token can be
 
     def __init__(self, name: str, check: EngineConfig | None = None) -> None:
         """Start the process.  `start` also loads the model.  check: see there."""
@@ -133,7 +133,7 @@ class EngineClient:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """The tokens of a longer prompt are not all counted."""
+        """Counting the tokens of a prompt stops here."""
         return max(2 * self.facts.max_model_len, _LEAST_COUNTED)
 
     @property
@@ -148,13 +148,8 @@ class EngineClient:
         if not tokenizer.has_chat_template:
             return PLAIN
 
-        def render(
-            messages: list[dict[str, Any]], tools: list[dict[str, Any]], generation: bool
-        ) -> str:
-            text: str = tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=generation
-            )
-            return text
+        def render(messages: Any, tools: Any, generation: bool) -> str:
+            return by_template(tokenizer, messages, generation, {"tools": tools})
 
         template = tokenizer.chat_template
         return detect(template if isinstance(template, str) else "", render, self.grammar_tokens)
@@ -306,10 +301,9 @@ class EngineClient:
         elif isinstance(message, Accepted):
             if future := self._waiting(message.request_id):
                 future.set_result(None)
-        elif isinstance(message, Refused):
-            self._fail([message.request_id], RequestError(message.message))
         elif isinstance(message, Lost):
-            self._fail(message.request_ids, EngineLost(message.message))
+            error = RequestError if message.is_refused else EngineLost
+            self._fail(message.request_ids, error(message.message))
         elif isinstance(message, Seen):
             self.on_seen(message.text)
         elif isinstance(message, Log):

@@ -20,7 +20,7 @@ from vllm_metal_lite.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Queue a request.  The engine's process answers Accepted or Refused.
+    """Queue a request.  The engine's process answers Accepted or Lost.
 
     fair_round: within a priority, see `fair_rounds.py`.
     """
@@ -130,14 +130,6 @@ class Accepted:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The engine refused a request: a message of one line."""
-
-    request_id: str
-    message: str
-
-
 class PositionLogprobs(NamedTuple):
     """The log-probabilities of a position, without texts: lists are pickled fast."""
 
@@ -192,10 +184,14 @@ class EngineMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Requests that an error has ended, such as a step that failed."""
+    """Requests that an error has ended, such as a step that failed.  message: one line.
+
+    is_refused: the requests can never be served.
+    """
 
     message: str
     request_ids: list[str]
+    is_refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,6 @@ from vllm_metal_lite.server.worker.messages import (
     Log,
     Lost,
     ModelFacts,
-    Refused,
     Seen,
     Stop,
     Watch,
@@ -172,7 +171,7 @@ class Worker:
                 checkpoints=message.checkpoints,
             )  # fmt: skip
         except MetalLiteError as e:
-            self._send(Refused(request_id, str(e)))
+            self._send(Lost(str(e), [request_id], is_refused=True))
         except Exception as e:
             logger.exception("a request cannot be added")
             self._send(Lost(f"the engine failed: {one_line(e)}", [request_id]))

@@ -103,11 +103,8 @@ class RequestState:
 
     async def complete(self) -> list[CompletionOutput]:
         """All answers, finished.  Raises EngineLost."""
-        while not self.finished:
-            await self.news.wait()
-            self.news.clear()
-        if self.error is not None:
-            raise self.error
+        async for _ in changes([self]):
+            pass
         return self.answers
 
     # For EngineClient

@@ -21,7 +21,7 @@ _SECONDS = 0.25  # least time between events
 _PATIENCE = 200  # least time between events, in costs of an event
 _MAX_STEPS = 100  # the latest steps of an event
 _MAX_WAITING = 100  # the first requests of the queue
-_MAX_CELLS, _ROUND = 1024, 256
+_MAX_CELLS, _ROUND = 1024, 256  # of the map; the blocks that it shows are a multiple of _ROUND
 
 # Codes of cells; a code > 0 is the number of the request that alone owns the block.
 FREE, CACHED, SHARED = 0, -1, -2
