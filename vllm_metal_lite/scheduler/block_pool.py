@@ -97,7 +97,7 @@ class BlockPool:
         return self._by_name[name]
 
     def touch(self, block_ids: Iterable[int]) -> None:
-        """Add one owner to each block; `lookup` found them."""
+        """Add one owner to each block; each is owned or cached."""
         for block in block_ids:
             if self._ref[block] == 0:
                 del self._cached[block]

@@ -95,7 +95,7 @@ class KVCacheManager:
 
     @property
     def num_available(self) -> int:
-        """How many times every group can allocate one block."""
+        """How many blocks every group can allocate."""
         return min(pool.num_available for pool in self.pools)
 
     def room(self, request: Request) -> int:

@@ -145,8 +145,8 @@ class StateSlots:
 
     def draft(self, request: Request) -> SegmentState | None:
         """The slots of a decode with drafts, after `next_segment`: the state before them stays
-        until the next step.  None: no slot is left.  An empty seat's slot will do: this step admits
-        nobody any more, and the next one has the slot back."""
+        until the next step.  None: no slot is left.  It may use the reserve of an empty seat: this
+        step admits no more requests, and the next step has the slot back."""
         state = request.state
         assert state is not None, "a running request has a state"
         if state.initial == state.final:
