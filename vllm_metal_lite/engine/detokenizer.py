@@ -11,6 +11,7 @@ from mlx_lm.tokenizer_utils import (
     TokenizerWrapper,
 )
 
+from vllm_metal_lite.engine.chat_checkpoints import num_common
 from vllm_metal_lite.sampling_params import SamplingParams
 
 _MAX_BYTES = 4  # of a character, so also the most tokens
@@ -124,7 +125,7 @@ class Detokenizer:
         # If not, the answer completes, or may still complete, a character of the prompt.
         is_closed = text.startswith(self._prompt_text)
         prompt_text = self._prompt_text if is_closed else self._whole_text
-        start = _num_shared(prompt_text, text)
+        start = num_common(prompt_text, text)
         if self._pieces.known:
             self._text += text[max(start, before) :]
             self._settled = len(text) > before
@@ -176,12 +177,6 @@ class _Texts(dict[int, str]):
 
 
 texts_of = lru_cache(maxsize=8)(_Texts)
-
-
-def _num_shared(a: str, b: str) -> int:
-    """Length of the common prefix."""
-    both = zip(a, b, strict=False)
-    return next((i for i, (x, y) in enumerate(both) if x != y), min(len(a), len(b)))
 
 
 def _special_ids(tokenizer: TokenizerWrapper) -> frozenset[int]:

@@ -113,12 +113,6 @@ class Request:
         return len(self.block_tables[0].block_ids) if self.block_tables else 0
 
     @property
-    def in_place(self) -> bool:
-        """Whether its last segment read and wrote one slot, and no other."""
-        state = self.state
-        return state is not None and state.initial == state.final and not state.checkpoints
-
-    @property
     def output_token_ids(self) -> list[int]:
         """The tokens sampled so far.  Copies them: too slow for every step."""
         return self.token_ids[self.num_prompt_tokens :]

@@ -93,9 +93,7 @@ class StateSlots:
 
     def add_own_checkpoint(self, request: Request, name: bytes, is_new: bool) -> None:
         """Add a checkpoint of a request; those of the earlier turn are then evicted first."""
-        slot = self.pool.lookup(name)
-        if slot is None or request.own_checkpoints is None:
-            return
+        slot = self.pool.named(name)
         if not is_new:
             self._take_over(slot, request)
             return
