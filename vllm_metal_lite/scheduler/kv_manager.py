@@ -54,7 +54,7 @@ class KVCacheManager:
         self.groups, self.block_size, self.enable_caching = groups, block_size, enable_caching
         self.states = states
         self.num_resets = 0
-        self.pools = [BlockPool(g.num_blocks, enable_caching) for g in groups]
+        self.pools = [BlockPool(g.num_blocks) for g in groups]
         self._windowed = [
             (g, group, pool)
             for g, (group, pool) in enumerate(zip(groups, self.pools, strict=True))

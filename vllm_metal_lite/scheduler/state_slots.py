@@ -42,10 +42,10 @@ class StateSlots:
     num_taken: checkpoints so far.
     """
 
-    def __init__(self, num_slots: int, num_seats: int, enable_caching: bool) -> None:
+    def __init__(self, num_slots: int, num_seats: int) -> None:
         if num_slots < num_seats:
             raise ValueError(f"{num_slots} state slots are fewer than {num_seats} requests")
-        self.pool = BlockPool(num_slots, enable_caching)
+        self.pool = BlockPool(num_slots)
         self.num_seats = num_seats
         self.num_taken = 0
         self._held: list[int] = []
@@ -164,7 +164,7 @@ class StateSlots:
 
     def reserve(self, num_running: int) -> int | None:
         """A slot for a state inside a segment of this step; None if none is left."""
-        if not self.pool.enable_caching or not self.has_spare(num_running):
+        if not self.has_spare(num_running):
             return None
         slot = self._allocate()
         self._held.append(slot)
