@@ -56,7 +56,7 @@ _COUNTS = ("steps", "prefill_tokens", "decode_tokens", "forced_tokens")
 class LLMEngine:
     """Accepts requests at any time; each `step` runs one packed forward and reports its tokens.
 
-    Not thread-safe: one thread adds, aborts and steps (servers use `AsyncEngine`).
+    Not thread-safe: one thread adds, aborts and steps (coroutines use `AsyncEngine`).
     async_scheduling: submit one step ahead; the tokens do not change.
     """
 

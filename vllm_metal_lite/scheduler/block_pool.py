@@ -120,12 +120,6 @@ class BlockPool:
             if block in self._cached:
                 self._cached.move_to_end(block, last=False)
 
-    def evict_last(self, block_ids: Iterable[int]) -> None:
-        """Count cached blocks as used just now."""
-        for block in block_ids:
-            if block in self._cached:
-                self._cached.move_to_end(block)
-
     def name(self, block_id: int, name: bytes) -> bool:
         """Name an owned, full block; False if another block already has this name."""
         if name in self._by_name:
