@@ -55,6 +55,7 @@ def test_control_c_in_a_step_is_answered_at_once():
     reader, writer = os.pipe()
     late = threading.Timer(20, os.write, [writer, b"late"])
     byte = ctypes.create_string_buffer(1)
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     with DeferredInterrupt(lambda: os.write(writer, b"!")) as interrupt:
         signal.siginterrupt(signal.SIGINT, False)
         main_thread = threading.main_thread().ident
@@ -66,6 +67,7 @@ def test_control_c_in_a_step_is_answered_at_once():
         assert byte.raw == b"!"
         press.join()
         assert interrupt.pressed
+    assert signal.signal(signal.SIGINT, before) is signal.SIG_DFL
     for fd in (reader, writer):
         os.close(fd)
 

@@ -9,6 +9,7 @@ from mlx_lm.utils import load_tokenizer
 from tests.support import tiny_models as tiny
 from tests.support.sampling_oracle import log_softmax
 from vllm_metal_lite import LLM, SamplingParams
+from vllm_metal_lite.engine import describe
 from vllm_metal_lite.engine.detokenizer import Detokenizer
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.model.files import DEMO_PATH
@@ -397,3 +398,8 @@ def test_bad_checkpoints_are_refused(llm, checkpoints, message):
 def test_checkpoints_in_any_order_or_twice_are_fine(llm):
     llm.generate("abc", greedy(1), checkpoints=[3, 1, 3])
     llm.generate("abc", greedy(1), checkpoints=(np.int64(2),))
+
+
+def test_a_count_that_rounds_to_the_next_unit():
+    counts = 999_885_952, 999_400_000, 999
+    assert list(map(describe._count, counts)) == ["1B", "999M", "999"]

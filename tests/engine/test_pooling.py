@@ -270,7 +270,7 @@ def test_scores_of_embeddings_are_cosines(llm):
     texts = ["Paris", "A fish", "Berlin is a town"]
     query, *documents = llm.embed(["Q: Where?", *texts])
     wanted = [float(np.dot(query.embedding, d.embedding)) for d in documents]
-    scores = llm.score("Where?", texts)
+    scores = llm.score("Where?", texts, pooling_params=PoolingParams(normalize=False))
     np.testing.assert_allclose([s.score for s in scores], wanted, atol=1e-5)
     best = llm.rerank("Where?", texts, top_n=2)
     assert [s.index for s in best] == sorted(range(3), key=lambda i: -wanted[i])[:2]

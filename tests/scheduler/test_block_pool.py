@@ -51,15 +51,6 @@ def test_peak_owned_is_the_most_ever_owned():
     assert pool.peak_owned == 4
 
 
-def test_without_caching_nothing_is_named():
-    pool = BlockPool(2, enable_caching=False)
-    [block] = pool.allocate(1)
-    assert not pool.name(block, b"a")
-    assert pool.lookup(b"a") is None
-    pool.free([block])
-    assert counts(pool) == (2, 0, 0)
-
-
 class PoolModel(RuleBasedStateMachine):
     """Any sequence of moves, against a plain model of the pool."""
 

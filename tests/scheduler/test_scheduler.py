@@ -202,6 +202,15 @@ def test_full_blocks_are_found_again():
     assert engine.scheduler.prefix_queried_tokens == 20
 
 
+def test_without_caching_nothing_is_named():
+    engine = make()
+    engine.add(prompt(10), max_tokens=1)
+    run_and_check(engine)
+    assert engine.scheduler.kv.pools[0].num_free == 64
+    assert engine.add(prompt(10), max_tokens=1).num_cached_tokens == 0
+    assert shape(engine.step()) == [("r1", 0, 10)]
+
+
 @pytest.mark.parametrize("length", [8, 9])
 def test_a_full_hit_still_computes_its_last_token(length):
     engine = make(enable_prefix_caching=True)

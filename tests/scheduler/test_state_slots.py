@@ -48,7 +48,7 @@ def hit(scheduler: Scheduler, prompt: list[int]) -> int:
 
 
 def test_a_checkpoint_that_a_step_reads_is_not_given_out_in_that_step():
-    slots = StateSlots(3, 2, enable_caching=True)
+    slots = StateSlots(3, 2)
     donor, heir = Request("donor", [1], 1), Request("heir", [1], 1)
     slots.admit(donor, None, 1)
     slot = donor.state.final

@@ -33,7 +33,7 @@ class ForwardBatch:
     segments of length 1; 0 in a step with drafts, so that its shapes repeat.
     initial_slots, final_slots: (S,) int32, where recurrent layers read the state before a segment
     (EMPTY_SLOT: zeros), and write the state after it.  checkpoints: (C, 3) int32, (segment, packed
-    row, slot): `slot` also takes the segment's state before this row, which is not its first.
+    row, slot): `slot` also takes the state before this row, which is not the segment's first.
     logits_indices: (T + P,) int32, rows that get logits: first the last row of each *terminal*
     segment (one that reaches the last known token) and the rows of its drafts, then the rows that
     score the next prompt token for prompt log-probabilities.

@@ -9,7 +9,7 @@ import numpy as np
 class PooledRows:
     """The hidden states and the logits that a step reads.
 
-    segments: (Q,) int32; a segment of the step for each range.
+    segments: (Q,) int32, the segment of each range.
     ranges: (Q, 2) int32, first packed row and end; the hidden states of these rows are summed.
     scored: (L,) int32, segments with scores; score_rows: (L,) int32, their places among the T
     sampled rows; score_token_ids: (L, K) int32, the tokens whose logits are read there.

@@ -26,7 +26,6 @@ class Answer:
         index: int,
         tokenizer: TokenizerWrapper | None,
         eos_token_ids: tuple[int, ...],
-        max_model_len: int,
         seed: int,
         bad_words: list[list[int]],
     ) -> None:
@@ -49,8 +48,6 @@ class Answer:
             self.output.text = self._detokenizer.text  # a method: text is made when read
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stop_ids = self._eos.union(params.stop_token_ids or ())
-        room = max_model_len - request.num_prompt_tokens
-        self._max_tokens = min(params.max_tokens or room, room)
 
     @property
     def prompt_logprobs_from(self) -> int | None:
@@ -80,7 +77,7 @@ class Answer:
             self.output.text = self._stop_finder.shown
             if stop is not None:
                 return self._finish("stop", stop)
-        if len(tokens) < self._max_tokens:
+        if self.request.num_prompt_tokens + len(tokens) < self.request.max_length:
             return False
         self._end_text(len(tokens))
         return self._finish("length")

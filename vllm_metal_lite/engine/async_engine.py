@@ -1,4 +1,4 @@
-"""The engine for servers: one thread runs steps, coroutines stream outputs.
+"""The engine for coroutines, which stream outputs while one thread runs steps.
 
 The thread owns the engine.  Other code queues calls, which the thread runs between steps, so an
 abort takes effect by the next step.

@@ -47,7 +47,7 @@ def describe(engine: LLMEngine) -> Iterator[str]:
 
 def _count(number: int) -> str:
     for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= size:
+        if number >= 0.9995 * size:  # three digits round up to this unit
             return f"{number / size:.3g}{unit}"
     return str(number)
 

@@ -11,9 +11,10 @@ from mlx_lm.tokenizer_utils import (
     TokenizerWrapper,
 )
 
+from vllm_metal_lite.engine.chat_checkpoints import num_common
 from vllm_metal_lite.sampling_params import SamplingParams
 
-_CHARACTER = 4  # most bytes of a character, so also most tokens
+_MAX_BYTES = 4  # of a character, so also the most tokens
 _BROKEN = "\ufffd"
 
 
@@ -54,11 +55,11 @@ class Detokenizer:
     def _read_prompt(self, token_ids: Sequence[int]) -> None:
         """Feed the end of the prompt to the stream; its text so far belongs to the prompt."""
         known = (t for t in reversed(token_ids) if t < self._pieces.vocab_size)
-        tail = list(islice(known, 2 * _CHARACTER))[::-1]
+        tail = list(islice(known, 2 * _MAX_BYTES))[::-1]
         # Start at whole characters: a partial one could corrupt the text after it.
-        start, end = max(len(tail) - _CHARACTER, 0), len(tail)
-        ends = range(end, max(end - _CHARACTER, 0), -1)
-        for last, length in product(ends, range(1, _CHARACTER + 1)):
+        start, end = max(len(tail) - _MAX_BYTES, 0), len(tail)
+        ends = range(end, max(end - _MAX_BYTES, 0), -1)
+        for last, length in product(ends, range(1, _MAX_BYTES + 1)):
             first = max(last - length, 0)
             text = self._text_of(tail[first:last])
             if text.removeprefix(self._pieces.seed) and _BROKEN not in text:
@@ -124,7 +125,7 @@ class Detokenizer:
         # If not, the answer completes, or may still complete, a character of the prompt.
         is_closed = text.startswith(self._prompt_text)
         prompt_text = self._prompt_text if is_closed else self._whole_text
-        start = _num_shared(prompt_text, text)
+        start = num_common(prompt_text, text)
         if self._pieces.known:
             self._text += text[max(start, before) :]
             self._settled = len(text) > before
@@ -176,12 +177,6 @@ class _Texts(dict[int, str]):
 
 
 texts_of = lru_cache(maxsize=8)(_Texts)
-
-
-def _num_shared(a: str, b: str) -> int:
-    """Length of the common prefix."""
-    both = zip(a, b, strict=False)
-    return next((i for i, (x, y) in enumerate(both) if x != y), min(len(a), len(b)))
 
 
 def _special_ids(tokenizer: TokenizerWrapper) -> frozenset[int]:

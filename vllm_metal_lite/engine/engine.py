@@ -33,7 +33,7 @@ from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.pooling_params import PoolingParams
-from vllm_metal_lite.runner.build import build_runner, room
+from vllm_metal_lite.runner.build import build_runner, optional_module
 from vllm_metal_lite.runner.memory import set_memory_limits, size_store
 from vllm_metal_lite.runner.pipeline import LaunchedStep, Pipeline
 from vllm_metal_lite.runner.result import StepResult
@@ -55,7 +55,7 @@ _COUNTS = ("steps", "prefill_tokens", "decode_tokens", "forced_tokens")
 class LLMEngine:
     """Accepts requests at any time; each `step` runs one packed forward and reports its tokens.
 
-    Not thread-safe: one thread adds, aborts and steps (servers use `AsyncEngine`).
+    Not thread-safe: one thread adds, aborts and steps (coroutines use `AsyncEngine`).
     async_scheduling: submit one step ahead; the tokens do not change.
     """
 
@@ -68,7 +68,8 @@ class LLMEngine:
         states, size = model.packed.state_store(self.num_state_slots), self.config.block_size
         store = PagedStore(model.kv_specs, self.kv_groups, size, states=states)
         caching = self.config.enable_prefix_caching and model.packed.no_prefix_cache is None
-        folder, disk = None, room("prefix_disk.disk") if config.prefix_disk_gib else None
+        folder, keeps = None, config.prefix_disk_gib > 0
+        disk = optional_module("prefix_disk.disk") if keeps else None
         if caching and disk is not None:
             # Before anything is fused: the folder knows a model by its weights.
             folder = disk.open_folder(model, self.kv_groups, config)

@@ -97,9 +97,7 @@ def make_answers(
             request.skip_prefix_cache_read = True
             request.max_chunk = 0 if request.atomic else _PROMPT_LOGPROBS_CHUNK
         tokenizer, ends, seed_of = model.tokenizer, model.eos_token_ids, seed + index
-        answer = Answer(
-            request, params, result, index, tokenizer, ends, max_model_len, seed_of, bad_words
-        )
+        answer = Answer(request, params, result, index, tokenizer, ends, seed_of, bad_words)
         answers.append(answer)
     result.outputs = [answer.output for answer in answers]
     return answers

@@ -43,7 +43,9 @@ class DeferredInterrupt:
         if self._active:
             if self._on_press is not None:
                 self._unwatch()
-            signal.signal(signal.SIGINT, self._previous or signal.default_int_handler)
+            foreign = self._previous is None  # not installed from Python
+            handler = signal.default_int_handler if foreign else self._previous
+            signal.signal(signal.SIGINT, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.pressed:

@@ -65,7 +65,8 @@ def plan_scores(
         return ScorePlan(
             [ids(queries[i], documents[j]) for i, j in pairs],
             replace(params, score_token_ids=pooling.score_token_ids),
-            lambda values: [_probability(logits) for logits in values],
+            # The probabilities of "yes", from the logits of "yes" and "no".
+            lambda values: [float(1 / (1 + np.exp(n - y))) for y, n in np.array(values, float)],
         )
     texts = [_named(pooling, "query") + query for query in queries]
     texts += [_named(pooling, "document") + document for document in documents]
@@ -73,7 +74,7 @@ def plan_scores(
     def cosines(values: Sequence[np.ndarray]) -> list[float]:
         return [float(values[i] @ values[len(queries) + j]) for i, j in pairs]
 
-    return ScorePlan(list(texts), params, cosines)
+    return ScorePlan(list(texts), replace(params, normalize=True), cosines)
 
 
 def _texts(name: str, texts: Any) -> list[str]:
@@ -88,8 +89,3 @@ def _texts(name: str, texts: Any) -> list[str]:
 
 def _named(pooling: PoolingConfig, name: str) -> str:
     return pooling.prompt(name if name in pooling.prompts else None)
-
-
-def _probability(logits: np.ndarray) -> float:
-    """The probability of "yes"; logits: of "yes" and "no", float32."""
-    return float(1 / (1 + np.exp(np.float64(logits[1]) - np.float64(logits[0]))))

@@ -2,11 +2,11 @@
 
 The quota is hard.  One process at a time changes the folder, under a lock that ends with it.  It
 counts the bytes of a file before it creates the file, and removes a file before it stops counting
-it.  So a process that is killed at any moment leaves too few bytes, never too many: a temporary
-file, which the next one removes, and rows without files, which are dropped when they are read.
+it.  So a process that is killed at any moment leaves fewer bytes than it counted: a temporary file,
+which the next process removes, and rows without files, which are dropped when they are read.
 
-Files are used in the order of a counter, not of a clock, which may jump.  Those of one chain of
-blocks are used at once, and the last goes first: a block is useless without those before it.
+A counter orders the uses of files, because a clock may jump.  A chain of blocks is used at once,
+and its last block is removed first: a block is useless without those before it.
 
 A file holds one block of one KV group, or one checkpoint.  So the rules of the cache in memory
 (hits, windows, least recently used) apply as they are.
@@ -76,7 +76,7 @@ class Folder:
 
     model: whose files it writes, for people: keys of two models never meet.
     known: the keys; other processes change them with a delay (`refresh`).
-    Any thread may call any method, one of them `use` and `write`; sqlite3.Error and OSError pass.
+    Any thread may call any method, but only one `use` and `write`.  Raise sqlite3.Error, OSError.
     """
 
     # Bytes that stay free on the disk.

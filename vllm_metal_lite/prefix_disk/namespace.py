@@ -1,8 +1,8 @@
 """The namespace of a model: a digest of everything that the bytes of a block depend on.
 
 The weights are sampled as they lie in memory, after they were cast, merged or quantised: a few
-hundred values of every array, with its name, shape and dtype.  A model that differs anywhere else
-in its values only is a model whose training changed single numbers.
+hundred values of every array, with its name, shape and dtype.  Only models that differ in a few
+values, and in none of these, get one namespace.
 """
 
 from collections.abc import Sequence

@@ -24,7 +24,7 @@ class Parts:
     digest: of the namespace.  pools: of the KV groups, and of the states if the model keeps any.
     """
 
-    # Below, a prefix is computed, and not written.
+    # Shorter prefixes are neither written nor restored.
     min_tokens = 256
 
     def __init__(self, kv: KVCacheManager, digest: bytes) -> None:

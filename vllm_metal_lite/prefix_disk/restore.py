@@ -24,7 +24,7 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 _THREADS = 4
 # Bytes that are read ahead of the copies to the store.
 _READ_AHEAD = 256 << 20
-# Seconds that a request waits for the disk at most, beside what computing takes.
+# The most seconds that a restore may take beyond the time that computing takes.
 _PATIENCE = 10.0
 # Assumed until measured: bytes and tokens a second.
 _READ_SPEED, _COMPUTE_SPEED = 5e8, 300.0
@@ -35,8 +35,8 @@ class Restore:
     """One prefix.  It owns all blocks until its end: what is in memory stays, and what was copied
     has a name by then.
 
-    num_tokens: that the disk adds.  needed: the parts of the prefix, those in memory among them.
-    unread: those that are not.  places: of all parts, once they are owned.
+    num_tokens: that the disk adds.  needed: all parts of the prefix.  unread: those that are not in
+    memory.  places: of all parts, once they are owned.
     """
 
     request: Request

@@ -1,7 +1,7 @@
 """Prefixes on their way to the disk: blocks are copied between two steps, and a thread writes them.
 
-A step never waits for the disk, and little memory does: the next blocks are copied when the last
-ones are written.  Until then they are in the store only, where the cache may evict them.
+A step never waits for the disk, and the copies need little memory: the next blocks are copied when
+the last ones are written.  Until then they are in the store only, where the cache may evict them.
 """
 
 import logging

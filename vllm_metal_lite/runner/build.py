@@ -25,7 +25,7 @@ def build_runner(
     attention_option: "auto", "kernels" or "reference", see `attention.select`.
     """
     path = choose_attention(model, store, attention_option)
-    fusing = room("fusion.decide")
+    fusing = optional_module("fusion.decide")
     while fusing is not None:
         try:
             fusion, note = fusing.decide(
@@ -44,7 +44,7 @@ def choose_attention(model: LoadedModel, store: PagedStore, option: str) -> Step
     reason = no_kernels(option, shapes, model.packed.by_segment, model.fit.recurrences)
     if reason is not None:
         return StepPath(ReferenceAttention(store), reason, option, shapes)
-    if checks := room("checks.verdicts"):
+    if checks := optional_module("checks.verdicts"):
         verdict = _by_all(checks, model, store.block_size)
     return StepPath(*select(option, store, shapes, verdict), option, shapes, verdict)
 
@@ -59,7 +59,7 @@ def _by_all(checks: ModuleType, model: LoadedModel, block_size: int) -> Verdict:
     return Verdict.of_all([Verdict(**found) for found in model.ranks.gather(asdict(own))])
 
 
-def room(name: str) -> ModuleType | None:
+def optional_module(name: str) -> ModuleType | None:
     """A module of an optional package; None if the package is not installed."""
     package = f"vllm_metal_lite.{name.partition('.')[0]}"
     try:

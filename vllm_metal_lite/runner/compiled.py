@@ -85,7 +85,6 @@ class CompiledSteps:
 
     def _waits(self, step: Step) -> bool:
         """Whether a new variant must repeat before it is compiled."""
-        assert step.variant is not None
         variant = _key(step)
         if step.batch.num_decodes == step.batch.num_segments or variant in self._seen:
             self._seen.pop(variant, None)

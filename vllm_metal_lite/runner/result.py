@@ -16,8 +16,7 @@ from vllm_metal_lite.sampling.logits import Logprobs
 class StepResult:
     """A submitted step; reading a value waits for the step to end.
 
-    token_ids: (T,) int32, one per terminal segment.  logprobs, prompt_logprobs: None unless
-    requested.
+    token_ids: (T,) int32, one per sampled row.  logprobs, prompt_logprobs: None unless requested.
     no_token: row -> `no_token.MASKED` or NAN, for rows without a token; their token_ids are 0.
     draft_token_ids: see ForwardBatch.
     for_host: the tokens that the host reads; the next step reads `sampled`.

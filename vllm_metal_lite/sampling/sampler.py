@@ -37,7 +37,7 @@ from vllm_metal_lite.sampling_params import SamplingParams
 # another row needs leaves this row unchanged.
 _ROW = np.dtype(
     [
-        ("seed", np.uint64),  # mixed
+        ("seed", np.uint64),  # after `_mix`
         ("num_generated", np.int32),
         ("num_logprobs", np.int32),  # -1: not requested
         ("temperature", np.float32),  # 0: greedy

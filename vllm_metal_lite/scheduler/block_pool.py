@@ -30,14 +30,10 @@ class BlockTable:
 
 
 class BlockPool:
-    """Allocates block ids 0 .. num_blocks - 1 and looks up full blocks by name.
+    """Allocates block ids 0 .. num_blocks - 1 and looks up full blocks by name."""
 
-    enable_caching False: no block is ever named, so every block is free or owned.
-    """
-
-    def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.enable_caching = enable_caching
         self.peak_owned = self.num_evicted = 0
         self._ref = [0] * num_blocks
         self._name: list[bytes | None] = [None] * num_blocks
@@ -97,7 +93,7 @@ class BlockPool:
         return self._by_name[name]
 
     def touch(self, block_ids: Iterable[int]) -> None:
-        """Add one owner to each block; `lookup` found them."""
+        """Add one owner to each block; each is owned or cached."""
         for block in block_ids:
             if self._ref[block] == 0:
                 del self._cached[block]
@@ -124,15 +120,9 @@ class BlockPool:
             if block in self._cached:
                 self._cached.move_to_end(block, last=False)
 
-    def evict_last(self, block_ids: Iterable[int]) -> None:
-        """Count cached blocks as used just now."""
-        for block in block_ids:
-            if block in self._cached:
-                self._cached.move_to_end(block)
-
     def name(self, block_id: int, name: bytes) -> bool:
         """Name an owned, full block; False if another block already has this name."""
-        if not self.enable_caching or name in self._by_name:
+        if name in self._by_name:
             return False
         assert self._ref[block_id] > 0, f"block {block_id} has no owner"
         assert self._name[block_id] is None, f"block {block_id} has a name"

@@ -54,7 +54,7 @@ class KVCacheManager:
         self.groups, self.block_size, self.enable_caching = groups, block_size, enable_caching
         self.states = states
         self.num_resets = 0
-        self.pools = [BlockPool(g.num_blocks, enable_caching) for g in groups]
+        self.pools = [BlockPool(g.num_blocks) for g in groups]
         self._windowed = [
             (g, group, pool)
             for g, (group, pool) in enumerate(zip(groups, self.pools, strict=True))
@@ -95,7 +95,7 @@ class KVCacheManager:
 
     @property
     def num_available(self) -> int:
-        """How many times every group can allocate one block."""
+        """How many blocks every group can allocate."""
         return min(pool.num_available for pool in self.pools)
 
     def room(self, request: Request) -> int:
@@ -116,7 +116,8 @@ class KVCacheManager:
         request.block_tables = list(hit.tables)
         request.num_resets = self.num_resets
         if self.states is not None:
-            self._continue_turn(request, hit)
+            if self.enable_caching:
+                self._continue_turn(request, hit, self.states)
             self.states.admit(request, hit.state, num_running)
         if self.enable_caching:
             wanted, found = request.checkpoint_positions, max(hit.num_in_blocks, hit.num_tokens)
@@ -126,15 +127,13 @@ class KVCacheManager:
             request.kept_positions = [p.position for p in planned if not p.disposable]
             request.planned = [] if self.states is None else planned
 
-    def _continue_turn(self, request: Request, hit: PrefixHit) -> None:
+    def _continue_turn(self, request: Request, hit: PrefixHit, states: StateSlots) -> None:
         """Record which conversation a request continues, and which checkpoints it still needs."""
-        if not self.enable_caching or self.states is None:
-            return
         size, named = self.block_size, request.checkpoint_positions
         end = end_of_turn(request.num_prompt_tokens, size, named)
         places = [at // size for at in named if size <= at <= hit.num_tokens]
         known = [request.block_names[place - 1] for place in places]
-        self.states.continue_from(request, end, hit.state, hit.num_tokens, known)
+        states.continue_from(request, end, hit.state, hit.num_tokens, known)
 
     def allocate(self, request: Request, start: int, end: int) -> NewBlocks | None:
         """Release blocks behind the windows, then allocate for tokens [start, end) in every group;

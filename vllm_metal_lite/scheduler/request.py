@@ -75,7 +75,7 @@ class Request:
     planned: list[PlannedCheckpoint] = field(init=False, default_factory=list, repr=False)
     # Positions that later prompts may start from: blocks of windows before them are kept longest.
     kept_positions: list[int] = field(init=False, default_factory=list, repr=False)
-    # The name of the last whole block's state while decoding.
+    # While decoding: the name of the state at the end of the last whole block.
     rolling: bytes | None = field(init=False, default=None)
     # Its checkpoints for the next turn, and those of the turn before (state_slots.py).
     own_checkpoints: ConversationCheckpoints | None = field(init=False, default=None, repr=False)
@@ -86,7 +86,7 @@ class Request:
     # (following.py).
     leader: "tuple[Request, int] | None" = field(init=False, default=None, repr=False)
     num_followed: int = field(init=False, default=0)
-    # Whether a part of its prefix is to be read from a disk; None: not known yet.  What came.
+    # Whether a disk is to give a part of its prefix (None: not known yet); how many tokens it gave.
     wants_restore: bool | None = field(init=False, default=None)
     num_restored_tokens: int = field(init=False, default=0)
     status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
@@ -111,12 +111,6 @@ class Request:
     def num_blocks(self) -> int:
         """Length of each block table."""
         return len(self.block_tables[0].block_ids) if self.block_tables else 0
-
-    @property
-    def in_place(self) -> bool:
-        """Whether its last segment read and wrote one slot, and no other."""
-        state = self.state
-        return state is not None and state.initial == state.final and not state.checkpoints
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -53,9 +53,8 @@ class Scheduler:
         self.config = config
         self.max_model_len = max_model_len
         self.shares_in_step = shares_in_step
-        caching, states = config.enable_prefix_caching, None
-        if num_state_slots:
-            states = StateSlots(num_state_slots, config.max_num_seqs, caching)
+        states = StateSlots(num_state_slots, config.max_num_seqs) if num_state_slots else None
+        caching = config.enable_prefix_caching
         self.kv = KVCacheManager(groups, config.block_size, caching, states)
         self._states = None if states is None else StateScheduler(self.kv, states)
         self.drafts = DraftScheduler(self.kv, self._states)

@@ -23,14 +23,11 @@ class StateScheduler:
 
     def decode(
         self, request: Request, start: int, out: SchedulerOutput, num_running: int
-    ) -> SegmentState | None:
+    ) -> SegmentState:
         """The state slots of a decode.  The state at a block's end is kept: the next turn of a
         conversation starts there, if the answer ends before another block does."""
-        size = self.kv.block_size
-        if start % size == 0 or not request.in_place:
-            self.states.next_segment(request, num_running)
-        state = request.state
-        if (start + 1) % size == 0 and self.kv.enable_caching and state is not None:
+        state = self.states.next_segment(request, num_running)
+        if (start + 1) % self.kv.block_size == 0 and self.kv.enable_caching:
             out.checkpoints.append(Checkpoint(request, state.final, start + 1, rolling=True))
         return state
 

@@ -42,10 +42,10 @@ class StateSlots:
     num_taken: checkpoints so far.
     """
 
-    def __init__(self, num_slots: int, num_seats: int, enable_caching: bool) -> None:
+    def __init__(self, num_slots: int, num_seats: int) -> None:
         if num_slots < num_seats:
             raise ValueError(f"{num_slots} state slots are fewer than {num_seats} requests")
-        self.pool = BlockPool(num_slots, enable_caching)
+        self.pool = BlockPool(num_slots)
         self.num_seats = num_seats
         self.num_taken = 0
         self._held: list[int] = []
@@ -83,7 +83,8 @@ class StateSlots:
             if (slot := self.pool.lookup(name)) is not None:
                 self._take_over(slot, request)
                 self._checkpoints[slot].disposable = False
-                self.pool.evict_last([slot])
+                self.pool.touch([slot])
+                self.pool.free([slot])  # used just now, so it is evicted last
 
     def _take_over(self, slot: int, request: Request) -> None:
         """Move a checkpoint of the earlier turn to the request's own."""
@@ -93,9 +94,7 @@ class StateSlots:
 
     def add_own_checkpoint(self, request: Request, name: bytes, is_new: bool) -> None:
         """Add a checkpoint of a request; those of the earlier turn are then evicted first."""
-        slot = self.pool.lookup(name)
-        if slot is None or request.own_checkpoints is None:
-            return
+        slot = self.pool.named(name)
         if not is_new:
             self._take_over(slot, request)
             return
@@ -145,8 +144,8 @@ class StateSlots:
 
     def draft(self, request: Request) -> SegmentState | None:
         """The slots of a decode with drafts, after `next_segment`: the state before them stays
-        until the next step.  None: no slot is left.  An empty seat's slot will do: this step admits
-        nobody any more, and the next one has the slot back."""
+        until the next step.  None: no slot is left.  It may use the reserve of an empty seat: this
+        step admits no more requests, and the next step has the slot back."""
         state = request.state
         assert state is not None, "a running request has a state"
         if state.initial == state.final:
@@ -166,7 +165,7 @@ class StateSlots:
 
     def reserve(self, num_running: int) -> int | None:
         """A slot for a state inside a segment of this step; None if none is left."""
-        if not self.pool.enable_caching or not self.has_spare(num_running):
+        if not self.has_spare(num_running):
             return None
         slot = self._allocate()
         self._held.append(slot)

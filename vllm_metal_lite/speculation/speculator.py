@@ -17,7 +17,7 @@ Proposer = Callable[[np.ndarray, int], np.ndarray]
 _CAPS = (MAX_DRAFT, 15, 7, 3)  # lengths that are weighed against each other
 _MARGIN = 1.05  # expected gain below which drafts are not worth their noise
 _LOOKUPS = 8  # requests looked at before a step is launched ahead
-# A request starts with these counts of drafts that came true and of first ones that did not.
+# A request starts with these counts: drafts that came true, and steps in which one did not.
 _TRUE, _FALSE = 4.0, 1.0
 _LEAST_FALSE = 1e-3  # a rate stays below 1
 _FADE = 0.9  # of the counts, per draft
