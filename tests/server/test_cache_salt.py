@@ -3,8 +3,6 @@
 import httpx
 import pytest
 
-from tests.support.server_kit import serving
-
 TEXT = "The lantern in the rain, " * 12
 CHAT = [{"role": "user", "content": TEXT}]
 BODIES = {
@@ -13,12 +11,6 @@ BODIES = {
     "responses": {"input": TEXT, "max_output_tokens": 1},
     "messages": {"messages": CHAT, "max_tokens": 1},
 }
-
-
-@pytest.fixture(scope="module")
-def running():
-    with serving() as running:
-        yield running
 
 
 def ask(running, api: str, salt) -> httpx.Response:

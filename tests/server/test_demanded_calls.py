@@ -10,7 +10,6 @@ import openai
 import pytest
 
 from tests.support.clients import OPTIONS
-from tests.support.server_kit import serving
 from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.server.worker.client import EngineClient
 
@@ -36,18 +35,6 @@ FORMAT_NAMES = [
     "deepseek_v31",
     "glm45",
 ]
-
-
-@pytest.fixture(scope="module")
-def running():
-    with serving() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(running):
-    with openai.OpenAI(base_url=f"{running.url}/v1", **OPTIONS) as client:
-        yield client
 
 
 @pytest.fixture(params=FORMAT_NAMES)

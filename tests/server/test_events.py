@@ -9,18 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-import pytest
 
 from tests.support.cli_kit import SAFETY
 from tests.support.server_kit import Running, serving
 
 LONG = {"messages": [{"role": "user", "content": "tell me a story"}], "max_tokens": 200}
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    with serving() as server:
-        yield server
 
 
 @contextmanager

@@ -1,13 +1,11 @@
 """Limits before work: a request that cannot be served is refused before it costs time or memory."""
 
 import json
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 import httpx
 import pytest
 
-from tests.support.server_kit import Running, serving
 from vllm_metal_lite import SamplingParams
 from vllm_metal_lite.server import limits
 from vllm_metal_lite.server.errors import ApiError
@@ -15,18 +13,6 @@ from vllm_metal_lite.server.errors import ApiError
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    with serving() as server:
-        yield server
-
-
-@pytest.fixture
-def client(running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=running.url, timeout=60) as client:
-        yield client
 
 
 @pytest.fixture
@@ -42,9 +28,9 @@ def unread(running, monkeypatch):
     monkeypatch.setattr(engine, "encode_text", reads)
 
 
-def refused(client: httpx.Client, path: str, body: dict | bytes) -> dict:
+def refused(http: httpx.Client, path: str, body: dict | bytes) -> dict:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    answer = client.post(path, content=raw, headers={"content-type": "application/json"})
+    answer = http.post(path, content=raw, headers={"content-type": "application/json"})
     assert answer.status_code == 400, answer.text
     return answer.json()["error"]
 
@@ -67,12 +53,12 @@ def refused(client: httpx.Client, path: str, body: dict | bytes) -> dict:
         (CHAT, "logit_bias", {}, 4_096),
     ],
 )
-def test_lists_have_a_limit(client, unread, path, field, value, entries):
+def test_lists_have_a_limit(http, unread, path, field, value, entries):
     if isinstance(value, list):
         many = value * (entries + 1)
     else:
         many = dict.fromkeys(map(str, range(entries + 1)), 1)
-    error = refused(client, path, {"messages": HI, "max_tokens": 1, field: many})
+    error = refused(http, path, {"messages": HI, "max_tokens": 1, field: many})
     assert path == MESSAGES or error["param"] == field
     assert error["message"] == f"{field} may have at most {entries:,} entries, got {entries + 1:,}"
 
@@ -87,23 +73,23 @@ def test_lists_have_a_limit(client, unread, path, field, value, entries):
         ("response_format", {"json_schema": {"schema": {"x" * 200_001: 1}}}, 200_000),
     ],
 )
-def test_texts_of_a_field_have_a_limit(client, unread, field, value, most):
-    error = refused(client, CHAT, {"messages": HI, field: value})
+def test_texts_of_a_field_have_a_limit(http, unread, field, value, most):
+    error = refused(http, CHAT, {"messages": HI, field: value})
     assert error["message"].startswith(f"{field} may hold at most {most:,} characters, got ")
 
 
 @pytest.mark.parametrize(
     "body", [{"n": 129}, {"logprobs": True, "top_logprobs": 21}, {"prompt_logprobs": 21}]
 )
-def test_numbers_have_a_limit(client, unread, body):
+def test_numbers_have_a_limit(http, unread, body):
     name, value = next(reversed(body.items()))
-    error = refused(client, CHAT, {"messages": HI, **body})
+    error = refused(http, CHAT, {"messages": HI, **body})
     assert f"{name} must be an integer from" in error["message"]
     assert str(value) in error["message"]
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, "/v1/responses", "/tokenize", "/v1/completions"])
-def test_a_text_that_no_tokens_could_hold_is_refused_unread(client, running, unread, path):
+def test_a_text_that_no_tokens_could_hold_is_refused_unread(http, running, unread, path):
     engine = running.server.models.loaded["demo"]
     text = "a" * (engine.max_characters + 1)
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
@@ -111,7 +97,7 @@ def test_a_text_that_no_tokens_could_hold_is_refused_unread(client, running, unr
         body = {"input": text}
     elif path == "/v1/completions":
         body = {"prompt": text}
-    message = refused(client, path, body)["message"]
+    message = refused(http, path, body)["message"]
     if path == MESSAGES:
         assert message.startswith("prompt is too long: ")
     else:
@@ -120,7 +106,7 @@ def test_a_text_that_no_tokens_could_hold_is_refused_unread(client, running, unr
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
-def test_a_long_text_is_encoded_no_further_than_needed(client, running, monkeypatch, path):
+def test_a_long_text_is_encoded_no_further_than_needed(http, running, monkeypatch, path):
     engine = running.server.models.loaded["demo"]
     encode, sizes = engine.tokenizer._tokenizer.encode, []
 
@@ -131,14 +117,14 @@ def test_a_long_text_is_encoded_no_further_than_needed(client, running, monkeypa
     monkeypatch.setattr(engine.tokenizer._tokenizer, "encode", counted)
     text = "0 1 2 3 " * (engine.max_characters // 9)
     body = {"messages": [{"role": "user", "content": text}], "prompt": text}
-    error = refused(client, path, body)
+    error = refused(http, path, body)
     assert error["code"] == "context_length_exceeded"
     assert sum(sizes) < len(text) / 2
     num_tokens = int(error["message"].split("request has ")[1].split()[0])  # an estimate
     assert num_tokens == pytest.approx(len(encode(text)), rel=0.1)
 
 
-def test_many_small_messages_are_encoded_no_further_than_needed(client, running, monkeypatch):
+def test_many_small_messages_are_encoded_no_further_than_needed(http, running, monkeypatch):
     engine = running.server.models.loaded["demo"]
     encode, count = engine.tokenizer._tokenizer.encode, 0
 
@@ -150,13 +136,13 @@ def test_many_small_messages_are_encoded_no_further_than_needed(client, running,
 
     monkeypatch.setattr(engine.tokenizer._tokenizer, "encode", counted)
     many = [{"role": "user", "content": f"{i} and more words " * 3} for i in range(2_000)]
-    error = refused(client, CHAT, {"messages": many})
+    error = refused(http, CHAT, {"messages": many})
     assert error["code"] == "context_length_exceeded"
     assert count < 1.2 * engine.max_prompt_tokens
 
 
-def test_a_body_that_fits_no_context_is_not_parsed(client):
-    error = refused(client, CHAT, b'{"messages":"' + b"a" * (9 << 20) + b'"}')
+def test_a_body_that_fits_no_context_is_not_parsed(http):
+    error = refused(http, CHAT, b'{"messages":"' + b"a" * (9 << 20) + b'"}')
     assert error["message"].startswith("the request has 9,437,")
 
 
@@ -168,8 +154,8 @@ def test_a_body_that_fits_no_context_is_not_parsed(client):
         (b"1," * 1_100_000, "commas between values, and at most 1,000,000"),
     ],
 )
-def test_values_of_a_body_have_a_limit(client, value, what):
-    assert what in refused(client, CHAT, b'{"messages":[' + value + b"1]}")["message"]
+def test_values_of_a_body_have_a_limit(http, value, what):
+    assert what in refused(http, CHAT, b'{"messages":[' + value + b"1]}")["message"]
 
 
 @pytest.mark.parametrize("inside", ["[{,", 'a "[{,', 'b\\"[', "\\\\\\"])

@@ -4,12 +4,10 @@ import asyncio
 import time
 from types import SimpleNamespace
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.cli_kit import SAFETY
-from tests.support.server_kit import serving
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.conversations import RenderedPrompt
 from vllm_metal_lite.server.prometheus import Metrics
@@ -33,21 +31,9 @@ DASHBOARDS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def running():
-    with serving() as running:
-        yield running
-
-
-@pytest.fixture
-def client(running):
-    with httpx.Client(base_url=running.url, timeout=60) as client:
-        yield client
-
-
-def scrape(client):
+def scrape(http):
     """Values by name and, if there are any, labels beside the model's name."""
-    response = client.get("/metrics")
+    response = http.get("/metrics")
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("text/plain")
     values = {}
@@ -59,13 +45,13 @@ def scrape(client):
     return values
 
 
-def since(client, before):
-    return {name: value - before.get(name, 0) for name, value in scrape(client).items()}
+def since(http, before):
+    return {name: value - before.get(name, 0) for name, value in scrape(http).items()}
 
 
-def ask(client, content, max_tokens):
+def ask(http, content, max_tokens):
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": max_tokens}
-    assert client.post(CHAT, json=body).status_code == 200
+    assert http.post(CHAT, json=body).status_code == 200
 
 
 def generate(running, prompt, params, take=None):
@@ -88,16 +74,16 @@ def generate(running, prompt, params, take=None):
     return asyncio.run_coroutine_threadsafe(run(), running.loop).result(60)
 
 
-def test_every_name_of_the_dashboards_is_there_before_the_first_request(client):
-    names = {name.partition(":")[0] for name in scrape(client)}
+def test_every_name_of_the_dashboards_is_there_before_the_first_request(http):
+    names = {name.partition(":")[0] for name in scrape(http)}
     assert names >= DASHBOARDS
 
 
-def test_the_counts_of_requests_add_up(running, client):
-    before = scrape(client)
+def test_the_counts_of_requests_add_up(running, http):
+    before = scrape(http)
     for i, max_tokens in enumerate((1, 5, 7)):
-        ask(client, f"{i} hello", max_tokens)
-    got = since(client, before)
+        ask(http, f"{i} hello", max_tokens)
+    got = since(http, before)
     ends = sum(got[f"request_success_total:{reason}"] for reason in ("stop", "length"))
     assert ends == 3
     for name in ("e2e_request_latency", "time_to_first_token", "request_queue_time"):
@@ -113,11 +99,11 @@ def test_the_counts_of_requests_add_up(running, client):
     assert parts == pytest.approx(got["e2e_request_latency_seconds_sum"])
 
 
-def test_each_answer_counts_as_a_request_of_its_own(running, client):
-    before = scrape(client)
+def test_each_answer_counts_as_a_request_of_its_own(running, http):
+    before = scrape(http)
     params = SamplingParams(max_tokens=4, n=3, ignore_eos=True)
     generate(running, list(range(1, 11)), params)
-    got = since(client, before)
+    got = since(http, before)
     assert got["request_success_total:length"] == 3
     assert got["generation_tokens_total"] == 12
     assert got["prompt_tokens_total"] == 30
@@ -125,13 +111,13 @@ def test_each_answer_counts_as_a_request_of_its_own(running, client):
     assert got["e2e_request_latency_seconds_count"] == 1
 
 
-def test_a_prefix_that_was_cached(running, client):
+def test_a_prefix_that_was_cached(running, http):
     prompt = [7, 9] * 40
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     generate(running, prompt, params)
-    before = scrape(client)
+    before = scrape(http)
     request = generate(running, prompt, params)
-    got = since(client, before)
+    got = since(http, before)
     assert request.num_cached_tokens >= 64
     assert got["prefix_cache_hits_total"] == request.num_cached_tokens
     assert got["prefix_cache_queries_total"] == len(prompt)
@@ -140,11 +126,11 @@ def test_a_prefix_that_was_cached(running, client):
     assert got["request_prefill_kv_computed_tokens_sum"] == computed
 
 
-def test_a_request_whose_client_goes_counts_its_tokens_and_no_end(running, client):
-    before = scrape(client)
+def test_a_request_whose_client_goes_counts_its_tokens_and_no_end(running, http):
+    before = scrape(http)
     params = SamplingParams(max_tokens=2000, ignore_eos=True)
     request = generate(running, [3, 4, 5], params, take=3)
-    got = since(client, before)
+    got = since(http, before)
     assert not request.finished
     assert got["generation_tokens_total"] == request.num_tokens >= 3
     assert got["prompt_tokens_total"] == 3
@@ -152,16 +138,16 @@ def test_a_request_whose_client_goes_counts_its_tokens_and_no_end(running, clien
     assert got["e2e_request_latency_seconds_count"] == 0
 
 
-def test_gauges_are_0_when_nothing_runs(client):
-    ask(client, "hello", 2)
+def test_gauges_are_0_when_nothing_runs(http):
+    ask(http, "hello", 2)
     deadline = time.monotonic() + SAFETY
-    while (now := scrape(client))["num_requests_running"] and time.monotonic() < deadline:
+    while (now := scrape(http))["num_requests_running"] and time.monotonic() < deadline:
         time.sleep(0.05)
     assert now["num_requests_running"] == now["num_requests_waiting"] == 0
     assert now["kv_cache_usage_perc"] == 0
 
 
-def test_gauges_while_requests_run(running, client):
+def test_gauges_while_requests_run(running, http):
     async def look():
         server = running.server
         params = SamplingParams(max_tokens=3000, ignore_eos=True)

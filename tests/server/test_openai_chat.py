@@ -3,31 +3,11 @@
 import json
 
 import httpx
-import openai
 import pytest
 
-from tests.support.clients import OPTIONS
-from tests.support.server_kit import serving
-from vllm_metal_lite import LLM, SamplingParams
+from vllm_metal_lite import SamplingParams
 
 ASK = [{"role": "user", "content": "Tell me about a lantern in the rain."}]
-
-
-@pytest.fixture(scope="module")
-def running():
-    with serving() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(running):
-    with openai.OpenAI(base_url=f"{running.url}/v1", **OPTIONS) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def llm():
-    return LLM("demo", num_blocks=256, max_num_seqs=8, max_num_batched_tokens=512)
 
 
 def embedded(llm, messages, **options):

@@ -5,27 +5,11 @@ import openai
 import pytest
 
 from tests.support.serve_command import eventually
-from tests.support.server_kit import serving
-from vllm_metal_lite import LLM, SamplingParams
+from vllm_metal_lite import SamplingParams
 from vllm_metal_lite.server.openai_api.completions import split_prompts
 
 PROMPT = "The lantern in the rain"
 OPTIONS = {"max_retries": 0, "timeout": 60}
-
-
-@pytest.fixture(scope="module")
-def running():
-    with serving() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(running):
-    url = f"{running.url}/v1"
-    with openai.OpenAI(
-        base_url=url, api_key="x", _strict_response_validation=True, **OPTIONS
-    ) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +18,6 @@ def lenient(running):
     token of a prompt.  OpenAI's own server sends both."""
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", **OPTIONS) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def llm():
-    return LLM("demo", num_blocks=256, max_num_seqs=8, max_num_batched_tokens=512)
 
 
 def embedded(llm, prompt, **options):

@@ -3,7 +3,6 @@
 from datetime import UTC, datetime, timedelta
 
 import anthropic
-import httpx
 import openai
 import pytest
 
@@ -18,12 +17,6 @@ HI = [{"role": "user", "content": "hi"}]
 def running():
     with serving([ModelSpec("tiny/demo", "demo")]) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def http(running):
-    with httpx.Client(base_url=running.url, timeout=60) as http:
-        yield http
 
 
 def test_the_models_and_one_of_them(running):

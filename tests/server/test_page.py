@@ -20,12 +20,6 @@ needs_chromium = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def running():
-    with serving() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def browser():
     with chromium() as browser:
         yield browser

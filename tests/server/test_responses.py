@@ -5,11 +5,9 @@ import json
 from contextlib import AsyncExitStack
 from typing import Literal
 
-import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.support.clients import OPTIONS
 from tests.support.server_kit import serving
 from vllm_metal_lite import SamplingParams
 from vllm_metal_lite.chat_formats.detect import PLAIN
@@ -30,12 +28,6 @@ LIMITS = {"temperature": 0, "max_output_tokens": 12}
 def running():
     with serving(config=ServerConfig(port=0, keep_alive=0.001)) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def client(running):
-    with openai.OpenAI(base_url=f"{running.url}/v1", **OPTIONS) as client:
-        yield client
 
 
 def chat(client, *messages, **options):

@@ -10,7 +10,6 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.support.server_kit import serving
 from vllm_metal_lite.errors import install
 
 ASK = [{"role": "user", "content": "Tell me about a lantern in the rain."}]
@@ -23,12 +22,6 @@ class Lantern(BaseModel):
 
 SCHEMA = {**Lantern.model_json_schema(), "additionalProperties": False}
 NESTED = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-
-
-@pytest.fixture(scope="module")
-def running():
-    with serving() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

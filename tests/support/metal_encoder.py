@@ -54,7 +54,6 @@ class Launch:
     """
 
     name: str
-    step: int
     encoder: int
     epoch: int
     truth: "Truth"
@@ -67,7 +66,6 @@ class Encoder:
         self.limits = limits
         self.launches: list[Launch] = []
         self.barriers = self.commits = 0
-        self.step = 0
         self._encoders = 0
         self._is_open = self._concurrent = self._needs_barrier = False
         self._epoch = 0
@@ -119,7 +117,7 @@ class Encoder:
         self._next_inputs, self._next_outputs = set(), set()
         self._ops += 1
         number = self._encoders - 1
-        self.launches.append(Launch(name, self.step, number, self._epoch, truth))
+        self.launches.append(Launch(name, number, self._epoch, truth))
 
     @contextmanager
     def concurrently(self) -> Iterator[None]:
@@ -138,7 +136,6 @@ class Encoder:
 
     def end_eval(self) -> None:
         self._commit()
-        self.step += 1
 
     def synchronize(self) -> None:
         """The host commits, and waits for everything."""

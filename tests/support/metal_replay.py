@@ -21,9 +21,6 @@ from typing import NamedTuple
 from tests.support.metal_encoder import NOTHING, Encoder, Limits, Truth
 from tests.support.mlx_graph import OURS, Graph, Node, Order, evaluation_order, touched
 
-# MLX's: command buffers in flight, beside the one that is encoded.
-_MAX_ACTIVE_TASKS = 10
-
 _VIEWS = {
     "AsStrided", "Broadcast", "BroadcastAxes", "Contiguous", "Copy", "Depends", "ExpandDims",
     "Flatten", "Reshape", "Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten",
@@ -41,17 +38,10 @@ class _Held(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one eval did.
-
-    held: the most bytes of its results that exist at once if the GPU is slower than the host.  A
-    result lives until the command buffer of its last use is done.
-    """
+    """The command buffers that one eval ended."""
 
     label: str
-    launches: int
-    barriers: int
     commits: int
-    held: int
 
 
 class Replay:
@@ -87,23 +77,17 @@ class Replay:
         done: set[int] = set()
         encoder = self.encoder
         for label, wanted, fails_after in self.graph.evals:
-            before = len(encoder.launches), encoder.barriers, encoder.commits
-            order = self._order(self.graph, wanted, done)[:fails_after]
-            in_buffer = []  # the command buffer of each primitive
-            for i in order:
+            launches, commits = len(encoder.launches), encoder.commits
+            for i in self._order(self.graph, wanted, done)[:fails_after]:
                 self._run(self.graph.nodes[i])
-                in_buffer.append(encoder.commits)
                 encoder.end_primitive()
                 done.add(i)
             if fails_after is None:
                 encoder.end_eval()
             elif self.waits_after_errors:
                 encoder.synchronize()
-            after = len(encoder.launches), encoder.barriers, encoder.commits
-            launches, barriers, commits = (b - a for a, b in zip(before, after, strict=True))
-            if launches:
-                held = self._most_held(order, in_buffer)
-                self.steps.append(Step(label, launches, barriers, commits, held))
+            if len(encoder.launches) > launches:
+                self.steps.append(Step(label, encoder.commits - commits))
         return self
 
     def _run(self, node: Node) -> None:
@@ -115,22 +99,6 @@ class Replay:
             self._view(node)
         else:
             self._primitive(node)
-
-    def _most_held(self, order: list[int], in_buffer: list[int]) -> int:
-        """See Step.held.  in_buffer: the command buffer of each node."""
-        made_in: dict[int, tuple[int, int]] = {}  # buffer -> (command buffer, bytes)
-        last_use: dict[int, int] = {}
-        for i, place in zip(order, in_buffer, strict=True):
-            node = self.graph.nodes[i]
-            for name in (*node.inputs, *node.outputs):
-                last_use[self._held[name].buffer] = place
-            for name in () if node.op in _VIEWS else node.outputs:
-                made_in[self._held[name].buffer] = place, self.graph.shapes[name].nbytes
-        held = [0] * (in_buffer[-1] + 1)
-        for buffer, (place, nbytes) in made_in.items():
-            for at in range(place, min(last_use[buffer] + 1 + _MAX_ACTIVE_TASKS, len(held))):
-                held[at] += nbytes
-        return max(held)
 
     def _kernel(self, node: Node) -> None:
         """As `CustomKernel::eval_gpu`: fresh outputs; rows that are not contiguous are copied."""

@@ -22,15 +22,10 @@ END, TURN = "END", "TURN"
 
 class Shape(NamedTuple):
     dims: tuple[int, ...]
-    itemsize: int
 
     @property
     def size(self) -> int:
         return math.prod(self.dims)
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.itemsize
 
 
 @dataclass(frozen=True)

@@ -111,10 +111,10 @@ def record(
 def fill(graph: Graph, events: Sequence[dict[str, Any]]) -> None:
     for event in events:
         for kind in ("inputs", "outputs"):
-            for name, dims, dtype in event.get(kind, ()):
-                graph.shapes[name] = Shape(tuple(dims), dtype.size)
+            for name, dims, _ in event.get(kind, ()):
+                graph.shapes[name] = Shape(tuple(dims))
         for name, array in event.get("constants", ()):
-            graph.shapes[name] = Shape(tuple(array.shape), array.dtype.size)
+            graph.shapes[name] = Shape(tuple(array.shape))
         if event["type"] == "primitive":
             names = (tuple(n for n, *_ in event[kind]) for kind in ("inputs", "outputs"))
             graph.nodes.append(Node(event["name"], *names, event["arguments"]))

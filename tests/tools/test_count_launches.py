@@ -25,7 +25,7 @@ def test_experts_windows_and_latents_are_counted(name):
 
 def test_elementwise_operations_of_a_compiled_step_are_one_launch():
     """c = (a + b) * a; d is used twice, by its chain and by a sum."""
-    graph = Graph(dict.fromkeys("abcdefg", Shape((4,), 4)))
+    graph = Graph(dict.fromkeys("abcdefg", Shape((4,))))
     graph.nodes += [
         Node("Add", ("a", "b"), ("c",), []),
         Node("Multiply", ("c", "a"), ("d",), []),
