@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tests.support.broken_machine import impatient
+from tests.support.serve_command import eventually, is_alive
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated
@@ -169,20 +169,7 @@ def test_a_kernel_that_hangs_ends_with_its_parent(tmp_path, number):
         stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
-    child = int(_soon(lambda: file.exists() and file.read_text().strip()))
+    child = int(eventually(lambda: file.exists() and file.read_text().strip()))
     parent.send_signal(number)
     parent.wait(600)
-    _soon(lambda: not _runs(child))
-
-
-def _soon(what):
-    for _ in range(12_000):
-        if found := what():
-            return found
-        time.sleep(0.05)
-    pytest.fail("not within ten minutes")
-
-
-def _runs(pid: int) -> bool:
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
-    return state.stdout.strip()[:1] not in ("", "Z")  # a zombie has ended
+    eventually(lambda: not is_alive(child))

@@ -1,19 +1,17 @@
 """Every kernel has a check, a fault that tools seed, and a fallback: none can be forgotten."""
 
-import pkgutil
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
-from tests.support.broken_machine import KERNELS, MISCOMPILED
+from tests.support.broken_machine import KERNELS, MISCOMPILED, all_kernels
 from tests.support.kernel_runs import RUN
 from tests.support.mlx_graph import READERS, WRITERS, WRITES_IF_FUSED
 from tools.dev import kernels_table
 from tools.prove import break_in_serving as break_kernels_in_serving
-from vllm_metal_lite import checks, kernels
+from vllm_metal_lite import checks
 from vllm_metal_lite.checks import fallbacks
 from vllm_metal_lite.devices import DeviceProfile
-from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kernels.registry import REGISTRY
 
 ROOT = Path(__file__).parents[2]
@@ -21,17 +19,9 @@ ROOT = Path(__file__).parents[2]
 FILES = {path.stem for path in (ROOT / "metal").glob("*.metal")}
 
 
-def launched() -> list[Kernel]:
-    modules = (
-        import_module(f"{kernels.__name__}.{m.name}")
-        for m in pkgutil.iter_modules(kernels.__path__)
-    )
-    return [k for module in modules for k in vars(module).values() if isinstance(k, Kernel)]
-
-
 def test_every_kernel_and_every_use_of_one_is_checked():
     uses = {row.name for row in REGISTRY.values() if row.template}
-    assert {kernel.name for kernel in launched()} == FILES
+    assert {kernel.name for kernel in all_kernels()} == FILES
     for use in uses:
         text = (ROOT / "metal" / f"{REGISTRY[use].text}.metal").read_text()
         assert all(value in text for value in REGISTRY[use].template)
@@ -53,7 +43,7 @@ def test_a_kernel_without_a_fallback_is_replaced_by_the_reference():
 
 
 def test_every_kernel_that_takes_the_ticket_is_known_to_the_replay():
-    taking = {kernel.name for kernel in launched() if "ticket" in kernel.inputs}
+    taking = {kernel.name for kernel in all_kernels() if "ticket" in kernel.inputs}
     assert taking == WRITERS | WRITES_IF_FUSED | READERS
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import socket
 import stat
 import subprocess
 import tomllib
@@ -16,6 +15,7 @@ from threading import Thread
 import pytest
 
 from tests.support.cli_kit import COMMAND, SAFETY
+from tools.bench.lib.servers import free_port
 from vllm_metal_lite.cli.launch import Served, claude, codex, opencode
 from vllm_metal_lite.errors import MetalLiteError
 
@@ -137,12 +137,9 @@ def test_the_server_ends_with_the_agent(tmp_path):
     agent.write_text('#!/bin/sh\necho "$@" > args.txt\nexit 7\n')
     agent.chmod(agent.stat().st_mode | stat.S_IEXEC)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
     flags = ("--num-blocks", "64", "--max-num-seqs", "2", "--max-model-len", "512")
     how = {"env": {"PATH": path, "PYTHONPATH": str(ROOT)}, "cwd": tmp_path}
-    done = run_cli("launch", "codex", "--port", port, *flags, "--", "exec", "go", **how)
+    done = run_cli("launch", "codex", "--port", str(free_port()), *flags, "--", "exec", "go", **how)
     assert done.returncode == 7, done.stderr
     args = (tmp_path / "args.txt").read_text()
     assert args.endswith("exec go\n")

@@ -10,16 +10,13 @@ import time
 import pytest
 
 from tests.support import tiny_models as tiny
+from tests.support.tiny_models import greedy
 from vllm_metal_lite.engine.async_engine import AsyncEngine
 from vllm_metal_lite.errors import RequestError, SamplingError
 from vllm_metal_lite.sampling_params import SamplingParams
 
 PROMPTS = tiny.prompts(12, 3, 40, seed=31)
 SAFETY = 600  # seconds after which a run hangs, however busy the machine is
-
-
-def greedy(max_tokens: int = 12, **more) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, **more)
 
 
 def expected(i: int, n: int = 12, name: str = "llama") -> list[int]:

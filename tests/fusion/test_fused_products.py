@@ -9,6 +9,7 @@ import pytest
 from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from tests.support.arch_configs import CONFIGS, config_of
+from tests.support.kernel_cases import floats
 from tests.support.launches import watch
 from tests.support.rounding import medians, of_16_bits, quantised_of_16_bits
 from vllm_metal_lite.attention.paged.attention import KernelAttention
@@ -112,10 +113,6 @@ def linear(outputs: int, seed: int = 1) -> nn.Linear:
     layer.weight = draw(outputs, DEPTH, seed=seed) / 8
     fuse_linears(layer)
     return layer
-
-
-def floats(x: mx.array) -> np.ndarray:
-    return np.array(x).astype(np.float64)
 
 
 def close(got: mx.array, expected: np.ndarray) -> None:

@@ -13,13 +13,13 @@ from tests.support import foreign_kernels as foreign
 from tests.support.foreign_runs import (
     DTYPES,
     check_close,
-    exact,
     in_every_way,
     random,
     run_mlx,
     softmax,
     sort,
 )
+from tests.support.kernel_cases import floats
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -58,7 +58,7 @@ def test_logsumexp(dtype):
 def test_sort(width):
     dispatch, expected = sort(3, width)
     (y,) = in_every_way(dispatch.run)
-    assert np.array_equal(exact(y), expected)
+    assert np.array_equal(floats(y), expected)
 
 
 # --- affine quantised matrices --------------------------------------------------------------------
@@ -70,8 +70,8 @@ def quantised(rows, columns, group, bits, dtype):
     packed, scales, biases = mx.quantize(w, group_size=group, bits=bits)
     scales, biases = scales.astype(DTYPES[dtype]), biases.astype(DTYPES[dtype])
     one = mx.ones(scales.shape)
-    levels = exact(mx.dequantize(packed, one, 0 * one, group_size=group, bits=bits))
-    spread = [np.repeat(exact(a), group, -1) for a in (scales, biases)]
+    levels = floats(mx.dequantize(packed, one, 0 * one, group_size=group, bits=bits))
+    spread = [np.repeat(floats(a), group, -1) for a in (scales, biases)]
     return (packed, scales, biases), levels * spread[0] + spread[1]
 
 
@@ -142,7 +142,7 @@ def run_mlx_lm(name, dtype):
     """Run one of mlx-lm's kernels in every way; its inputs in float64 and its outputs."""
     call = foreign.mlx_lm_call(name, DTYPES[dtype])
     outputs = in_every_way(lambda way: call.kernel(**call.arguments, options=way))
-    return [exact(a) for a in call.inputs], outputs
+    return [floats(a) for a in call.inputs], outputs
 
 
 @pytest.mark.parametrize("dtype", ["float", "bfloat16_t"])

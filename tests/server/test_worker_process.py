@@ -7,13 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from contextlib import suppress
 
 import httpx
 import pytest
 
 from tests.support.cli_kit import SAFETY
+from tests.support.serve_command import eventually, is_alive
 from tests.support.server_kit import SMALL, serving, start_engine
 from vllm_metal_lite import EngineConfig, SamplingParams
 from vllm_metal_lite.errors import ModelLoadError
@@ -58,23 +57,6 @@ def run(work):
     return asyncio.run(limited())
 
 
-def is_alive(pid: int) -> bool:
-    with suppress(OSError):
-        os.kill(pid, 0)
-        if sys.platform == "linux":  # a process that has ended, and that nobody has asked for
-            with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
-                return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-        return True
-    return False
-
-
-def eventually(holds) -> bool:
-    deadline = time.monotonic() + SAFETY
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return holds()
-
-
 def no_threads() -> bool:
     """No thread of any client continues; they end a moment after the engine."""
     return not [t for t in threading.enumerate() if t.name.startswith(("to ", "from "))]
@@ -87,7 +69,7 @@ def test_an_engine_ends_with_its_server(moment):
         pid = int(server.stdout.readline())
         assert is_alive(pid)
         server.kill()
-    assert eventually(lambda: not is_alive(pid))
+    eventually(lambda: not is_alive(pid))
 
 
 def test_an_engine_that_is_killed_fails_its_requests_at_once_and_is_started_again():
@@ -141,11 +123,11 @@ def test_starts_and_stops_leak_nothing(monkeypatch):
         await client.stop()  # twice does no harm
 
     run(once())  # Python's own helper process starts with the first
-    assert eventually(no_threads)
+    eventually(no_threads)
     before = len(os.listdir("/dev/fd"))
     run(once())
     run(once())
-    assert eventually(no_threads)
+    eventually(no_threads)
     assert len(os.listdir("/dev/fd")) == before
 
 
@@ -160,13 +142,13 @@ def test_a_start_that_fails_says_why_in_one_line(config, reason):
     with pytest.raises(ModelLoadError, match=reason) as failure:
         run(start_engine("demo", config))
     assert "\n" not in str(failure.value)
-    assert eventually(no_threads)
+    eventually(no_threads)
 
 
 def test_a_model_that_is_not_there_leaves_nothing():
     with pytest.raises(ModelLoadError, match="no such folder"):
         run(start_engine("/no/such/model", SMALL))
-    assert eventually(no_threads)
+    eventually(no_threads)
 
 
 def test_a_folder_without_a_model_says_so(tmp_path):
@@ -197,4 +179,4 @@ def test_a_start_may_be_cancelled_or_its_process_killed():
         return client.pid
 
     assert not is_alive(run(cancelled()))
-    assert eventually(no_threads)
+    eventually(no_threads)

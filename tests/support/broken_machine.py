@@ -5,13 +5,15 @@ machine.  DEVICE "host": the CPU host stands in for a GPU; "gpu": the GPU of thi
 """
 
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from unittest.mock import patch
 
-from vllm_metal_lite import backend
+from vllm_metal_lite import backend, kernels
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated, run_check, speed
 from vllm_metal_lite.checks.result import Speed
@@ -138,6 +140,13 @@ if (seeded == 12345u) {
   return;
 }
 """
+
+
+def all_kernels() -> list[Kernel]:
+    """Those of all modules of the package."""
+    names = [f"{kernels.__name__}.{found.name}" for found in pkgutil.iter_modules(kernels.__path__)]
+    values = [value for name in names for value in vars(import_module(name)).values()]
+    return [value for value in values if isinstance(value, Kernel)]
 
 
 def cases() -> list[tuple[str, str]]:

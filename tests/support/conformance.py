@@ -389,11 +389,9 @@ def native_logits(
     return out
 
 
-def native_greedy(
-    model: nn.Module, prompt: list[int], make_caches: Callable = make_prompt_cache
-) -> list[int]:
+def native_greedy(model: nn.Module, prompt: list[int]) -> list[int]:
     """mlx-lm's greedy tokens of one prompt."""
-    caches, tokens = make_caches(model), list(prompt)
+    caches, tokens = make_prompt_cache(model), list(prompt)
     for _ in range(GENERATED):
         step = tokens if len(tokens) == len(prompt) else tokens[-1:]
         tokens.append(mx.argmax(model(mx.array([step]), cache=caches)[0, -1]).item())

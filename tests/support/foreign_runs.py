@@ -11,6 +11,7 @@ import numpy as np
 
 from metal.host import HostOptions, run_metal
 from tests.support.foreign_kernels import INCLUDE, metal, normal
+from tests.support.kernel_cases import floats
 
 DTYPES = {"float": mx.float32, "half": mx.float16, "bfloat16_t": mx.bfloat16}
 # (atol, rtol) of values around 1.
@@ -22,17 +23,12 @@ CHECKED = (HostOptions(checked=True, schedule=7), HostOptions(checked=True, sche
 def random(shape: tuple[int, ...], dtype: str, seed: int = 0) -> tuple[mx.array, np.ndarray]:
     """Normal values that `dtype` can hold, as an MLX array and in float64."""
     array = normal(*shape, seed=seed, dtype=DTYPES[dtype])
-    return array, exact(array)
-
-
-def exact(array: mx.array) -> np.ndarray:
-    """An array's values in float64."""
-    return np.array(array.astype(mx.float32)).astype(np.float64)
+    return array, floats(array)
 
 
 def check_close(array: mx.array, expected: np.ndarray, dtype: str) -> None:
     atol, rtol = TOLERANCES[dtype]
-    np.testing.assert_allclose(exact(array), expected, atol=atol, rtol=rtol)
+    np.testing.assert_allclose(floats(array), expected, atol=atol, rtol=rtol)
 
 
 def in_every_way(

@@ -7,27 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from metal.host import installed
-from tests.support.broken_machine import MISCOMPILED, edit
+from tests.support.broken_machine import MISCOMPILED, all_kernels, edit
 from vllm_metal_lite import backend
 from vllm_metal_lite.checks import isolated, speed
-from vllm_metal_lite.kernels import (
-    add_rms_norm,
-    cache_ops,
-    decode,
-    experts,
-    gather_rows,
-    prefill,
-    rope_write,
-    shared_prefix,
-    skinny_gemm,
-    source,
-)
-from vllm_metal_lite.kernels.launch import Kernel
-
-_MODULES = (
-    add_rms_norm, cache_ops, decode, experts, gather_rows, prefill, rope_write, shared_prefix,
-    skinny_gemm,
-)  # fmt: skip
+from vllm_metal_lite.kernels import source
 
 
 @contextmanager
@@ -45,7 +28,5 @@ def seeming_gpu(monkeypatch, cache: Path):
 def miscompile(monkeypatch, name: str) -> None:
     text, wrong = MISCOMPILED[name]
     monkeypatch.setattr(source, "read", edit(name, lambda whole: whole.replace(text, wrong)))
-    for module in _MODULES:
-        for kernel in vars(module).values():
-            if isinstance(kernel, Kernel):
-                monkeypatch.setattr(kernel, "_launchers", {})
+    for kernel in all_kernels():
+        monkeypatch.setattr(kernel, "_launchers", {})

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from vllm_metal_lite.backend import mx
+from tests.support.kernel_cases import floats
 from vllm_metal_lite.kernels.weights import QuantisedWeight
 
 
@@ -14,7 +14,7 @@ def dequantised(weight: QuantisedWeight) -> np.ndarray:
     if mode != "affine":
         return scales * _small_floats(codes, *((2, 1) if bits == 4 else (4, 3)))
     assert weight.biases is not None
-    return scales * codes + _floats(weight.biases).repeat(group_size, 1)
+    return scales * codes + floats(weight.biases).repeat(group_size, 1)
 
 
 def _codes(words: np.ndarray, bits: int) -> np.ndarray:
@@ -36,10 +36,6 @@ def _small_floats(codes: np.ndarray, exponent_bits: int, mantissa_bits: int) -> 
 def _scales(weight: QuantisedWeight) -> np.ndarray:
     mode = weight.quantisation.mode
     if mode == "affine":
-        return _floats(weight.scales)
+        return floats(weight.scales)
     codes = np.array(weight.scales).astype(int)
     return _small_floats(codes, 4, 3) if mode == "nvfp4" else 2.0 ** (codes - 127)
-
-
-def _floats(array: mx.array) -> np.ndarray:
-    return np.array(array.astype(mx.float32)).astype(np.float64)

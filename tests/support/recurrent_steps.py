@@ -113,17 +113,13 @@ def pack(spans: Iterable[Span]) -> ForwardBatch:
 
 
 @st.composite
-def packed_spans(draw: Any, max_length: int = 21) -> PackedSpans:
+def packed_spans(draw: Any) -> PackedSpans:
     """Steps of decodes, whole prompts and chunks; some leave their initial slot as it is, some
     leave checkpoints.  FREE slots belong to nobody."""
     count = draw(st.integers(1, 5))
     seed = draw(st.integers(0, 2**16))
     lengths = sorted(
-        draw(
-            st.lists(
-                st.one_of(st.just(1), st.integers(1, max_length)), min_size=count, max_size=count
-            )
-        ),
+        draw(st.lists(st.one_of(st.just(1), st.integers(1, 21)), min_size=count, max_size=count)),
         key=lambda length: length > 1,
     )
     num_slots = count * 4 + FREE

@@ -15,19 +15,19 @@ EPSILON = 2**-9  # of bfloat16
 _PRODUCTS = (nn.Linear, SwitchLinear, MultiLinear)
 
 
-def rounding(model: nn.Module, epsilon: float = EPSILON) -> nn.Module:
+def rounding(model: nn.Module) -> nn.Module:
     """The model, whose products now have an error that depends on the shape of the result."""
     for number, (_, module) in enumerate(model.named_modules()):
         if type(module) in _PRODUCTS:
-            module.__class__ = _rounded(type(module), number, epsilon)
+            module.__class__ = _rounded(type(module), number)
     return model
 
 
-def _rounded(base: type, number: int, epsilon: float) -> type:
+def _rounded(base: type, number: int) -> type:
     def call(self, x, *args, **kwargs):
         y = base.__call__(self, x, *args, **kwargs)
         key = mx.random.key(1000 * number + sum(7**i * n for i, n in enumerate(y.shape)))
-        return y * (1 + epsilon * mx.random.normal(y.shape, key=key)).astype(y.dtype)
+        return y * (1 + EPSILON * mx.random.normal(y.shape, key=key)).astype(y.dtype)
 
     return type(base.__name__, (base,), {"__call__": call})
 

@@ -35,14 +35,13 @@ def write_scripted(
     folder: Path,
     scripts: Mapping[str, Sequence[Message | str]],
     *,
-    other: str = "Hello.",
     template: str = "Qwen-Qwen3-4B-Instruct-2507",
     hybrid: bool = False,
 ) -> Path:
     """Write a model folder.
 
     scripts: by the word that names the task (of TASKS): the answer after as many results of tools
-    as its index says.  A string is written as it is.  other: the answer to prompts without a task.
+    as its index says.  A string is written as it is.  Prompts without a task get a greeting.
     """
     tokenizer_folder(folder, template)
     tokenizer = load_tokenizer(folder)
@@ -54,7 +53,7 @@ def write_scripted(
     header = tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True)
     (start,) = tokenizer.encode("<|im_start|>", add_special_tokens=False)
     before = header[::-1].index(start)  # tokens between the start of the message and the answer
-    answers = [[other], *scripts.values()]
+    answers = [["Hello."], *scripts.values()]
     said = [[_tokens(tokenizer, a) for a in turns] for turns in answers]
     shape = [len(said), max(map(len, said)), before + max(len(s) for t in said for s in t) + 1]
     eos = tokenizer.eos_token_id

@@ -6,9 +6,10 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -88,11 +89,19 @@ def serve_command(err: Path, *args: str, env: dict[str, str] | None = None) -> I
         command.close()
 
 
-def eventually(holds) -> None:
+def eventually(holds: Callable[[], Any]) -> Any:
+    """Wait until something holds; returns what it gives."""
     deadline = time.monotonic() + SAFETY
-    while not holds():
+    while not (found := holds()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """A process that has ended is not, even if nobody has asked for its exit code."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return state.stdout.strip()[:1] not in ("", "Z")
 
 
 def wait_until_draining(client: httpx.Client) -> None:

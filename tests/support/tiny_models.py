@@ -148,7 +148,7 @@ def run(engine: LLMEngine, max_steps: int = 2000) -> dict[str, Any]:
     raise AssertionError(f"requests are left after {max_steps} steps")
 
 
-def greedy(max_tokens: int, **more: Any) -> SamplingParams:
+def greedy(max_tokens: int = 12, **more: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, **more)
 
 

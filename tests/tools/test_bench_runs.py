@@ -7,7 +7,6 @@ import pytest
 
 from tests.support import tiny_models as tiny
 from tools.bench import serving as bench_serving
-from tools.bench.lib.configs import PARTS, SHAPES
 from tools.bench.lib.engines import Run
 from tools.bench.lib.loads import Load, Wave
 from tools.bench.lib.trust import trusted
@@ -16,11 +15,6 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.kv.store import PagedStore
-
-
-def test_every_part_has_a_shape():
-    for part in PARTS:
-        assert part.shape in SHAPES
 
 
 def test_runs_are_written_one_by_one_and_an_engine_that_fails_is_left_out(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 import gc
 import importlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 
 from tests.support import tiny_models as tiny
+from tools.bench.lib.servers import free_port
 from vllm_metal_lite.model.files import DEMO_PATH
 
 # Our tiny model -> the name of its architecture in vLLM.
@@ -103,10 +103,7 @@ def engine(name: str = "llama", **options: Any) -> Iterator[LLM]:
 
 def two_hosts() -> dict[str, Any]:
     """Options of two hosts on the loopback; this process is the first."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    return {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": port}
+    return {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": free_port()}
 
 
 @contextmanager

@@ -2,10 +2,8 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -16,6 +14,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh
 
 import torch.distributed as dist
 
+from tests.support.serve_command import eventually
+from tools.bench.lib.servers import free_port
 from vllm_metal_lite import backend
 from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ConfigError
@@ -45,18 +45,10 @@ def ranks(store, monkeypatch):
         one.leave()
 
 
-def wait_until(happened):
-    for _ in range(6000):
-        if happened():
-            return
-        time.sleep(0.05)
-    raise AssertionError("it has not happened within five minutes")
-
-
 def test_a_silent_rank_is_named_by_all_others(ranks):
     made, heard = ranks
     made[1]._leaving.set()  # its thread ends, its watchdog does not know
-    wait_until(lambda: heard[0] and heard[2])
+    eventually(lambda: heard[0] and heard[2])
     silent = "rank 1 of 3 has been silent for 6 s: it has ended or hangs, or its host is away"
     assert heard == [[silent], [], [silent]]
 
@@ -112,7 +104,7 @@ def test_the_end_of_rank_0(sent, told):
 
 def test_a_rank_whose_vllm_is_gone_ends(ranks, monkeypatch):
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    wait_until(lambda: ranks[1][1])
+    eventually(lambda: ranks[1][1])
     assert ranks[1][1] == ["rank 1 of 3 has lost its vLLM process"]
 
 
@@ -158,12 +150,6 @@ def test_a_rank_that_does_not_start_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(join_ranks, "START", 0.2)
     with pytest.raises(RankError, match=r"rank 1 of 2 has not started \(limit: 0 s\)"):
         join_ranks.join_workers(0, parallel(), f"file://{tmp_path / 'store'}", print)
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def test_a_host_that_does_not_start_is_named(monkeypatch):

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from tests.vllm_plugin import kit
+from tools.bench.lib.servers import free_port
 from vllm_metal_lite import __version__
 
 pytestmark = pytest.mark.xdist_group("server")  # of one worker: they share a server
@@ -34,9 +34,7 @@ def environment():
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     log = tmp_path_factory.mktemp("serve") / "log"
     command = [VLLM, "serve", kit.DEMO_PATH, "--port", str(port), "--served-model-name", "demo"]
     command += ["--max-model-len", "512", "--num-gpu-blocks-override", str(NUM_BLOCKS)]

@@ -252,15 +252,15 @@ class Bench:
         return how, *self.others.longest_since(started), seconds
 
     def run(self, case: Case) -> bool:
-        """Run the cases; returns whether all passed."""
+        """Run a case; returns whether it passes."""
         plain = self._beside_plain(case.tokens)
         how, gap, health, seconds = self._gap(case)
         memory = self.memory()
         grown = max(now - before for now, before in zip(memory, self.known or memory, strict=True))
         left = self._left()
-        limits = {"gap": gap > plain + GAP, "health": health > HEALTH}
-        limits |= {"memory": grown > MEMORY, "left": left > 0}
-        faults = [name for name, passed in limits.items() if passed]
+        exceeded = {"gap": gap > plain + GAP, "health": health > HEALTH}
+        exceeded |= {"memory": grown > MEMORY, "left": left > 0}
+        faults = [name for name, is_so in exceeded.items() if is_so]
         print(
             f"{case.name:30} {how:>6} {seconds:6.1f} s  gap {gap:5.2f} (plain {plain:4.2f})  "
             f"health {1e3 * health:5.0f} ms  {memory[0]:5.0f} and {memory[1]:5.0f} MiB  "

@@ -25,7 +25,7 @@ from mlx.utils import tree_map
 from mlx_lm.models import activations, gated_delta, gemma3_text, qwen3_next, ssm
 
 from tests.support.recorded_steps import kernel_engine, record, stand_in
-from tools.bench.lib.configs import BY_NAME, PARTS, SHAPES, Part
+from tools.bench.lib.configs import SHAPES
 from tools.bench.lib.models import unmade
 from tools.bench.lib.tables import table_head
 from tools.count.replay import StepReplay
@@ -45,6 +45,31 @@ _FEW = range(1, 65)
 _TOKENS = (4, 8)
 # A period of gpt-oss and Gemma 3, as it is counted.
 _KINDS_OF_LAYERS = ("sliding_attention", "full_attention")
+
+
+class Part(NamedTuple):
+    """A common shape with weights of some bits, None for bfloat16.  kv_bits: of K and V."""
+
+    shape: str
+    bits: str | None
+    kv_bits: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape}-{self.bits or 'bf16'}"
+
+
+_PARTS = (
+    Part("qwen3-0.6b", "4"),
+    Part("qwen3-30b-a3b", "4"),
+    Part("glm-4.7-flash", "4"),
+    Part("gpt-oss-20b", "mxfp4"),
+    Part("gemma3-4b", "4", kv_bits=8),
+    Part("qwen3-4b", "4"),
+    Part("qwen3-30b-a3b", None),
+    Part("glm-4.7-flash", None),
+)
+PARTS = {part.name: part for part in _PARTS}
 
 
 class Count(NamedTuple):
@@ -89,7 +114,7 @@ def ours(part: Part, batch: int) -> Count:
         by_gather = any(unsupported(shape) for shape in model.attention_shapes)
         runs = []
         for tokens in _TOKENS:
-            engine = _engine(model, batch, part.options or {}, with_kernels=not by_gather)
+            engine = _engine(model, batch, part.kv_bits, with_kernels=not by_gather)
             drive = partial(_drive, batch=batch, tokens=tokens)
             with launched_on_metal():
                 graph = record(engine, drive, weights=True)
@@ -149,12 +174,10 @@ def _dequantise(w: mx.array, scales: mx.array, *others: Any, **how: Any) -> mx.a
     return kernel([w, scales, *(a for a in others if a is not None)], shape, mx.bfloat16)
 
 
-def _engine(
-    model: LoadedModel, batch: int, options: dict[str, Any], with_kernels: bool
-) -> LLMEngine:
+def _engine(model: LoadedModel, batch: int, kv_bits: int | None, with_kernels: bool) -> LLMEngine:
     sizes = {"num_blocks": 4 * batch + 8, "max_num_batched_tokens": 16 * batch}
     sizes |= {"max_num_seqs": batch, "max_model_len": 64}
-    config = EngineConfig(speculate="off", **sizes, **options)
+    config = EngineConfig(kv_bits=kv_bits, speculate="off", **sizes)
     make = partial(LLMEngine, config=config)
     if not with_kernels:
         return make(model)
@@ -178,12 +201,12 @@ def _drive(engine: LLMEngine, batch: int, tokens: int) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="+", choices=list(BY_NAME), metavar="PART")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     parser.add_argument("--batch", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--ops", action="store_true", help="list the launches")
     args = parser.parse_args(argv)
     table_head(["shape", "requests", "launches a layer", "besides"])
-    for part in [BY_NAME[name] for name in args.only] if args.only else PARTS:
+    for part in [PARTS[name] for name in args.only]:
         for batch in args.batch:
             layer, besides = ours(part, batch)
             print(f"| {part.name} | {batch} | {layer.total():g} | {besides:g} |", flush=True)

@@ -12,7 +12,6 @@ latents and recurrent layers.  Prints a row per kernel; exit status 0 only if al
 
 import faulthandler
 import logging
-import pkgutil
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -22,15 +21,15 @@ from unittest.mock import patch
 
 import numpy as np
 
+from tests.support.broken_machine import all_kernels, edit
 from tools.dev.run_main import parser_of, run_main
 from tools.prove.cpu_host import on_host
-from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend, devices, kernels
+from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend, devices
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.kernels import source
-from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.model.packed import NO_FUSION
@@ -90,20 +89,12 @@ def short_contexts() -> AbstractContextManager[None]:
 @contextmanager
 def broken(name: str, wrong: str) -> Iterator[None]:
     """From now on, the kernel's text does not compile where `wrong` holds."""
-    original = source.read
-    file = REGISTRY[name].text
-
-    def read(which: str) -> tuple[str, str]:
-        header, body = original(which)
-        return header, f'static_assert(!({wrong}), "broken");\n{body}' if which == file else body
-
-    modules = pkgutil.iter_modules(kernels.__path__)
-    parts = [vars(import_module(f"{kernels.__name__}.{module.name}")) for module in modules]
-    found = [k for part in parts for k in part.values() if isinstance(k, Kernel) and k.name == file]
-    assert found, f"there is no kernel {file}"
+    line = f'{source.MARKER}static_assert(!({wrong}), "broken");\n'
+    read = edit(name, lambda text: text.replace(source.MARKER, line))
     with patch.object(source, "read", read), ExitStack() as stack:
-        for kernel in found:
-            stack.enter_context(patch.object(kernel, "_launchers", {}))
+        for kernel in all_kernels():
+            if kernel.name == REGISTRY[name].text:
+                stack.enter_context(patch.object(kernel, "_launchers", {}))
         yield
 
 

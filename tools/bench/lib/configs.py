@@ -1,8 +1,8 @@
-"""Shapes of real models, of tiny ones of the same form, and the parts of several tools' tables."""
+"""Shapes of real models, and of tiny ones of the same form."""
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 _READ = json.loads(Path(__file__).with_name("shapes.json").read_text("utf-8"))
 
@@ -26,31 +26,3 @@ def random_config(name: str) -> dict[str, Any]:
     config |= {"intermediate_size": 3 * hidden, "num_attention_heads": heads, "head_dim": 64}
     config |= {"num_key_value_heads": kv_heads, "vocab_size": 8192}
     return config | {"max_position_embeddings": 8192}
-
-
-class Part(NamedTuple):
-    """A common shape in one format of weights.
-
-    bits: of random weights, None for bfloat16.  options: fields of EngineConfig.
-    """
-
-    shape: str
-    bits: str | None
-    options: dict[str, Any] | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.shape}-{self.bits or 'bf16'}"
-
-
-PARTS = (
-    Part("qwen3-0.6b", "4"),
-    Part("qwen3-30b-a3b", "4"),
-    Part("glm-4.7-flash", "4"),
-    Part("gpt-oss-20b", "mxfp4"),
-    Part("gemma3-4b", "4", options={"kv_bits": 8}),
-    Part("qwen3-4b", "4"),
-    Part("qwen3-30b-a3b", None),
-    Part("glm-4.7-flash", None),
-)
-BY_NAME = {part.name: part for part in PARTS}

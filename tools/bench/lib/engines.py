@@ -136,7 +136,7 @@ def _reusable(load: Load, run: Run) -> int:
 class ThisEngine:
     """LLMEngine, with a store that is large enough for the load and no larger.
 
-    options: fields of EngineConfig.  keep_prefixes: runs share one prefix cache.
+    options: fields of EngineConfig.
     """
 
     def __init__(
@@ -145,9 +145,8 @@ class ThisEngine:
         load: Load,
         options: dict[str, Any] | None = None,
         name: str = "ours",
-        keep_prefixes: bool = False,
     ) -> None:
-        self.name, self.way, self.keep_prefixes = name, "ours", keep_prefixes
+        self.name, self.way = name, "ours"
         block_size = (options or {}).get("block_size", EngineConfig.block_size)
         sizes = load.sizes
         config = {
@@ -164,8 +163,7 @@ class ThisEngine:
 
     def begin(self, load: Load) -> None:
         mx.set_cache_limit(self._limit)
-        if not self.keep_prefixes:
-            self.engine.reset_prefix_cache()
+        self.engine.reset_prefix_cache()
         self._shared = load.prefix_length
         self._cached: dict[int, int] = {}
         self._seen: dict[str, int] = {}

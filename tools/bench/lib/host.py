@@ -14,6 +14,7 @@ from vllm_metal_lite.runner.result import StepResult
 mx = backend.mx
 
 _README = Path(__file__).resolve().parents[3] / "README.md"  # the text of all answers
+_REQUESTS, _STEPS = 256, 400
 _TEXTS = ("text that nobody reads", "text, read at each step", "and a stop string")
 
 
@@ -30,14 +31,14 @@ class NoModel:
         return StepResult(req_indices, mx.array(tokens), None, None)
 
 
-def host(requests: int = 256, steps: int = 400) -> dict[str, float]:
+def host() -> dict[str, float]:
     """Milliseconds of CPU time per step of decodes; the text is the demo model's."""
-    print(f"\n### Host work of {requests} requests, CPU ms a step (median of {steps})\n")
+    print(f"\n### Host work of {_REQUESTS} requests, CPU ms a step (median of {_STEPS})\n")
     table_head(_TEXTS)
     found = {}
     for text in _TEXTS:
-        engine, times = _engine_alone(requests, steps, text == _TEXTS[2]), []
-        for _ in range(steps):
+        engine, times = _engine_alone(text == _TEXTS[2]), []
+        for _ in range(_STEPS):
             start = time.thread_time()
             for output in engine.step():
                 _ = output.outputs[0].text if text != _TEXTS[0] else ""
@@ -47,17 +48,17 @@ def host(requests: int = 256, steps: int = 400) -> dict[str, float]:
     return found
 
 
-def _engine_alone(requests: int, steps: int, stops: bool) -> LLMEngine:
+def _engine_alone(stops: bool) -> LLMEngine:
     model = load("demo")
     said = model.tokenizer.encode(_README.read_text(encoding="utf-8")[:6000])
-    sizes = {"num_blocks": requests * 40, "max_num_batched_tokens": 8192, "max_model_len": 640}
-    config = EngineConfig(max_num_seqs=requests, speculate="off", **sizes)
+    sizes = {"num_blocks": _REQUESTS * 40, "max_num_batched_tokens": 8192, "max_model_len": 640}
+    config = EngineConfig(max_num_seqs=_REQUESTS, speculate="off", **sizes)
     engine = LLMEngine(model, config)
     engine.pipeline.runner = NoModel(said)
     stop = "\n\n\n" if stops else None
-    params = SamplingParams(temperature=0, max_tokens=steps + 50, ignore_eos=True, stop=stop)
+    params = SamplingParams(temperature=0, max_tokens=_STEPS + 50, ignore_eos=True, stop=stop)
     rng = np.random.default_rng(0)
-    for i in range(requests):
+    for i in range(_REQUESTS):
         engine.add_request(str(i), rng.integers(32, model.vocab_size, 100).tolist(), params)
     for _ in range(20):
         engine.step()

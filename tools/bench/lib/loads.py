@@ -119,9 +119,9 @@ def newcomer(s: Sizes) -> list[Load]:
     return [Load("newcomer", [decodes, late], ends_with_last_wave=True)]
 
 
-def three_kinds(s: Sizes, count: int = 16) -> list[Load]:
+def three_kinds(s: Sizes) -> list[Load]:
     """G: prompts of 128; of 16 to 512; and 16 tokens behind a shared prefix of 512."""
-    long, out = s(512, 32), s(64, 8)
+    long, out, count = s(512, 32), s(64, 8), 16
     lengths = s.rng.integers(long // 32, long + 1, count)
     prefix = s.tokens(long)
     return [
