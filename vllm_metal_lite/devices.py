@@ -30,7 +30,7 @@ class DeviceProfile:
     few_keys: int = 512
     # The most floats of sums in a lane of `paged_decode` (a group of more query heads takes several
     # threadgroups), and the most with which a lane loads four keys at once, not two.
-    # Mesa's compiler for Apple GPUs has no registers for more (docs/verification.md).
+    # Mesa's compiler for Apple GPUs has no registers for more (docs/agx.md).
     decode_sums: int = 32
     decode_sums_of_four: int = 16
     # The most simdgroups of a threadgroup of `latent_attention`: with 8, the queries and sums of
