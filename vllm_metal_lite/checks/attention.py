@@ -12,7 +12,7 @@ from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.checks.case import CONTEXTS, Case, case_of, draw, padded, rounded
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.new_rows import new_rows, tolerance
-from vllm_metal_lite.checks.result import TOLERANCE, Found, largest, largest_error
+from vllm_metal_lite.checks.result import TOLERANCE, ErrorAndLimit, largest, largest_error
 from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
@@ -31,7 +31,7 @@ WHOLE, SPLIT = DecodePlan(1, 8), DecodePlan(4, 4)
 SHARING, PREFIX_SPLITS = 3, 16
 
 
-def write(check: Check[AttentionShape]) -> Found:
+def write(check: Check[AttentionShape]) -> ErrorAndLimit:
     """Rows written to an empty store; every third row has a negative slot."""
     case = case_of(check.shape, check.block_size)
     keys, values = map(mx.zeros_like, case.store())
@@ -47,7 +47,7 @@ def write(check: Check[AttentionShape]) -> Found:
     return error, 1.0 if case.shape.kv_bits else 0.0
 
 
-def gather(check: Check[AttentionShape]) -> Found:
+def gather(check: Check[AttentionShape]) -> ErrorAndLimit:
     """Slots in random order."""
     case = case_of(check.shape, check.block_size)
     slots = np.random.default_rng(1).choice(case.owned, 74).astype(np.int32)
@@ -56,7 +56,7 @@ def gather(check: Check[AttentionShape]) -> Found:
     return largest(got, expected), TOLERANCE[check.shape.dtype] if check.shape.kv_bits else 0.0
 
 
-def decode(check: Check[AttentionShape]) -> Found:
+def decode(check: Check[AttentionShape]) -> ErrorAndLimit:
     """One query per sequence, and a row of padding.
 
     With a rotation, decodes normalise, rotate and write their own rows.  With `shared_prefix` some
@@ -116,7 +116,7 @@ def _newest(
     return (keys, values), after
 
 
-def prefill(check: Check[AttentionShape]) -> Found:
+def prefill(check: Check[AttentionShape]) -> ErrorAndLimit:
     """Whole prompts and chunks, with one row of padding."""
     case, shape = case_of(check.shape, check.block_size), check.shape
     batch, q = case.prompts, padded(case.q)
@@ -132,14 +132,14 @@ def prefill(check: Check[AttentionShape]) -> Found:
     return _compare(case, batch, case.q, out)
 
 
-def _latent_decodes(check: Check[AttentionShape], splits: int) -> Found:
+def _latent_decodes(check: Check[AttentionShape], splits: int) -> ErrorAndLimit:
     case = case_of(check.shape, check.block_size)
     tables, seq_lens = decode_arrays(case.decodes)
     cu_seqlens_q, tiles = decode_tiles(len(CONTEXTS) + 1, check.shape.num_heads)
     return _latents(case, case.decodes, (tables, cu_seqlens_q, seq_lens, tiles), splits)
 
 
-def _latents(case: Case, batch: ForwardBatch, where: Where, splits: int) -> Found:
+def _latents(case: Case, batch: ForwardBatch, where: Where, splits: int) -> ErrorAndLimit:
     assert case.q_pe is not None
     q, q_pe = case.q[: batch.num_tokens], case.q_pe[: batch.num_tokens]
     arrays = case.array(padded(q)), case.array(padded(q_pe)), *where, *case.store(), new_ticket()
@@ -148,7 +148,7 @@ def _latents(case: Case, batch: ForwardBatch, where: Where, splits: int) -> Foun
     return _compare(case, batch, q, out)
 
 
-def rows(check: Check[AttentionShape]) -> Found:
+def rows(check: Check[AttentionShape]) -> ErrorAndLimit:
     """Queries in random order, some of them more than once."""
     shape, rng = check.shape, np.random.default_rng(0)
     q = draw(rng, (50, shape.num_heads, shape.k_head_dim), shape.dtype)
@@ -162,7 +162,7 @@ def decode_arrays(batch: ForwardBatch) -> tuple[mx.array, mx.array]:
     return mx.array(padded(batch.block_tables)), mx.array(padded(batch.seq_lens))
 
 
-def _compare(case: Case, batch: ForwardBatch, q: np.ndarray, out: mx.array) -> Found:
+def _compare(case: Case, batch: ForwardBatch, q: np.ndarray, out: mx.array) -> ErrorAndLimit:
     expected = padded(case.expected(batch, q, case.keys, case.values))
     return largest_error(out, expected), TOLERANCE[case.shape.dtype]
 
@@ -173,7 +173,7 @@ def of_store(
     spec: LayerSpec,
     expected: Sequence[np.ndarray],
     tolerance: float,
-) -> Found:
+) -> ErrorAndLimit:
     """The larger of `error` (of rows outside the store) and the store's error, and the tolerance.
 
     If the store is quantised, both are fractions of what is allowed.

@@ -7,7 +7,7 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.case import activated, draw, draw_weight, rounded
 from vllm_metal_lite.checks.check import Check, MixtureShape
-from vllm_metal_lite.checks.result import TOLERANCE, Found, largest
+from vllm_metal_lite.checks.result import TOLERANCE, ErrorAndLimit, largest
 from vllm_metal_lite.kernels.expert_topk import Routing, expert_topk
 from vllm_metal_lite.kernels.experts import (
     Activation,
@@ -36,7 +36,7 @@ _ROUTINGS = (
 )
 
 
-def expert_plan(check: Check[MixtureShape]) -> Found:
+def expert_plan(check: Check[MixtureShape]) -> ErrorAndLimit:
     """Plans, equal to the bit, with padding and one expert that has several tiles.  For few rows,
     and for more than threadgroup memory holds at once."""
     count, got, expected = check.shape.experts.experts, [], []
@@ -47,7 +47,7 @@ def expert_plan(check: Check[MixtureShape]) -> Found:
     return largest(got, expected), 0.0
 
 
-def product(check: Check[MixtureShape]) -> Found:
+def product(check: Check[MixtureShape]) -> ErrorAndLimit:
     """Gate and up with the activation, and down.  For many rows, and for one row, whose short
     arrays MLX passes in another address space."""
     (shape, dtype), rng = check.shape, np.random.default_rng(0)
@@ -84,7 +84,7 @@ def product(check: Check[MixtureShape]) -> Found:
     return largest(got, expected), TOLERANCE[dtype]
 
 
-def topk(check: Check[MixtureShape]) -> Found:
+def topk(check: Check[MixtureShape]) -> ErrorAndLimit:
     """Each way to score and to weigh, in both orders; equal scores, and a bias for half of them.
     Half of the rows are so large that their exponentials overflow."""
     count, dtype, rng = check.shape.experts.experts, check.shape.dtype, np.random.default_rng(0)
@@ -131,7 +131,7 @@ def _softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum(-1, keepdims=True)
 
 
-def weighted_sum(check: Check[MixtureShape]) -> Found:
+def weighted_sum(check: Check[MixtureShape]) -> ErrorAndLimit:
     dtype, rng = check.shape.dtype, np.random.default_rng(0)
     x = draw(rng, (_ROWS * _TOP_K, check.shape.experts.hidden), dtype)
     weights = rng.random((_ROWS, _TOP_K)).astype(np.float32) / _TOP_K

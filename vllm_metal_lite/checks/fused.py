@@ -11,7 +11,7 @@ from vllm_metal_lite.checks.attention import of_store
 from vllm_metal_lite.checks.case import activated, draw, draw_weight, rounded, spec_of
 from vllm_metal_lite.checks.check import Check, NormShape, ProductShape
 from vllm_metal_lite.checks.new_rows import EPS, drawn, last_position, rms_norm, tolerance
-from vllm_metal_lite.checks.result import TOLERANCE, Found, largest, largest_error
+from vllm_metal_lite.checks.result import TOLERANCE, ErrorAndLimit, largest, largest_error
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
 from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
@@ -23,7 +23,7 @@ _ROWS = 9  # see case.CONTEXTS
 _MOST_OUTPUTS = 256
 
 
-def add_norm(check: Check[NormShape]) -> Found:
+def add_norm(check: Check[NormShape]) -> ErrorAndLimit:
     """Rows of the model's hidden size, with and without a norm of one summand."""
     (dim, dtype), rng = check.shape, np.random.default_rng(0)
     x, y = (draw(rng, (_ROWS, dim), dtype) for _ in range(2))
@@ -37,7 +37,7 @@ def add_norm(check: Check[NormShape]) -> Found:
     return error, TOLERANCE[dtype]
 
 
-def product(check: Check[ProductShape]) -> Found:
+def product(check: Check[ProductShape]) -> ErrorAndLimit:
     """With norm, SwiGLU and residual, or with bias and gelu (PRODUCT_ROWS in for_model.py).
 
     The plan is that of the weight's own number of outputs; the product has fewer.
@@ -66,13 +66,13 @@ def product(check: Check[ProductShape]) -> Found:
     return largest_error(fused, expected), TOLERANCE[dtype]
 
 
-def write(check: Check[AttentionShape]) -> Found:
+def write(check: Check[AttentionShape]) -> ErrorAndLimit:
     """Few rows and many; only few rows of latents."""
     counts = (_ROWS,) if check.kernel == "latent_write" else (_ROWS, profile().rope_many_rows)
     return max(_written(check, count) for count in counts)
 
 
-def _written(check: Check[AttentionShape], rows: int) -> Found:
+def _written(check: Check[AttentionShape], rows: int) -> ErrorAndLimit:
     """New rows written to an empty store; every third row has no slot."""
     last = last_position(check)
     positions = np.linspace(0, last, rows).astype(np.int64)

@@ -17,7 +17,7 @@ from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.checks.case import draw
 from vllm_metal_lite.checks.check import Check
-from vllm_metal_lite.checks.result import TOLERANCE, Found, largest, largest_error
+from vllm_metal_lite.checks.result import TOLERANCE, ErrorAndLimit, largest, largest_error
 from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns
@@ -65,7 +65,7 @@ _NUM_ROWS = [sum(segment.rows for segment in step) + _PADDING for step in _STEPS
 Work = Callable[[StepRecurrence, int, mx.Dtype], mx.array]
 
 
-def convolution(check: Check[ConvShape]) -> Found:
+def convolution(check: Check[ConvShape]) -> ErrorAndLimit:
     shape, rng = check.shape, np.random.default_rng(0)
     channels, size = shape.channels, shape.kernel_size
     weight = draw(rng, (channels, size, 1), shape.dtype)
@@ -81,7 +81,7 @@ def convolution(check: Check[ConvShape]) -> Found:
     return _compare(work, states, shape.dtype, shape.dtype)
 
 
-def recurrence(check: Check[RecurrenceShape]) -> Found:
+def recurrence(check: Check[RecurrenceShape]) -> ErrorAndLimit:
     """fused: with the logits of gates, and with the norm of the delta rule."""
     shape, rng = check.shape, np.random.default_rng(0)
     normed = shape.fused and shape.delta
@@ -115,7 +115,7 @@ def recurrence(check: Check[RecurrenceShape]) -> Found:
     return _compare(work, states, mx.float32, shape.dtype, fused=shape.fused)
 
 
-def gated_norm(check: Check[GatedNormShape]) -> Found:
+def gated_norm(check: Check[GatedNormShape]) -> ErrorAndLimit:
     """Nine rows; the gate has columns of a wider array."""
     shape, rng = check.shape, np.random.default_rng(0)
     dtype, width = shape.dtype, shape.groups * shape.dim
@@ -135,7 +135,7 @@ def gated_norm(check: Check[GatedNormShape]) -> Found:
 
 def _compare(
     work: Work, states: np.ndarray, kept: mx.Dtype, dtype: mx.Dtype, fused: bool = True
-) -> Found:
+) -> ErrorAndLimit:
     """Both steps by the kernels, and by the reference.  states: of _GIVEN, kept in that type."""
     batches, order = list(map(_batch, _STEPS)), SimpleNamespace(ticket=new_ticket())
     state_store, got = _state_store(states, kept), []

@@ -15,7 +15,7 @@ TOLERANCE = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 1.5e-2}
 
 
 # The largest error, and the allowed one.
-Found = tuple[float, float]
+ErrorAndLimit = tuple[float, float]
 
 # A kernel is replaced if its fallback takes less than 1 / _SLOWER of its time.  Medians of short
 # launches differ by up to a third between two runs; below this factor a change gains little.

@@ -40,13 +40,13 @@ from vllm_metal_lite.server.worker.messages import (
     Compile,
     EngineMetrics,
     Failed,
-    Found,
     Log,
     Lost,
     ModelFacts,
-    Seen,
+    ModelFiles,
     Stop,
     Watch,
+    WatcherEvent,
 )
 from vllm_metal_lite.server.worker.request_state import EngineLost, RequestState
 
@@ -79,7 +79,7 @@ class EngineClient:
         self.why_ended: str | None = None
         self._is_stopping = False
         self._loop = asyncio.get_running_loop()
-        self._found: asyncio.Future[Found] = self._loop.create_future()
+        self._found: asyncio.Future[ModelFiles] = self._loop.create_future()
         self._ready: asyncio.Future[ModelFacts] = self._loop.create_future()
         self._accepting: dict[str, asyncio.Future[None]] = {}  # by request id
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -304,11 +304,11 @@ class EngineClient:
         elif isinstance(message, Lost):
             error = RequestError if message.is_refused else EngineLost
             self._fail(message.request_ids, error(message.message))
-        elif isinstance(message, Seen):
+        elif isinstance(message, WatcherEvent):
             self.on_seen(message.text)
         elif isinstance(message, Log):
             logger.log(message.level, message.message, extra={"transient": message.transient})
-        elif isinstance(message, Found):
+        elif isinstance(message, ModelFiles):
             if not self._found.done():  # as it is if the start was cancelled
                 self._found.set_result(message)
         elif isinstance(message, ModelFacts):

@@ -56,7 +56,7 @@ class Compile:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Send Seen from time to time, for this time; a later Watch extends it."""
+    """Send WatcherEvent from time to time, for this time; a later Watch extends it."""
 
     seconds: float
 
@@ -106,7 +106,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ModelFiles:
     """The model's files are in a folder here.  The process waits for an EngineConfig.
 
     weight_bytes: size of the weight files.
@@ -195,7 +195,7 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class WatcherEvent:
     """What the engine did, for its watchers (`watch.py`): JSON."""
 
     text: str

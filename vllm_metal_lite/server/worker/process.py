@@ -29,13 +29,13 @@ from vllm_metal_lite.server.worker.messages import (
     Compile,
     EngineMetrics,
     Failed,
-    Found,
     Log,
     Lost,
     ModelFacts,
-    Seen,
+    ModelFiles,
     Stop,
     Watch,
+    WatcherEvent,
     to_wire,
 )
 from vllm_metal_lite.server.worker.watch import Watcher
@@ -63,7 +63,7 @@ def main(pipe: Connection, name: str, check: EngineConfig | None = None) -> None
             if check is not None:
                 preview(path, name, check.dtype, check.trust_remote_code)
             weight_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-            sender.send(Found(str(path), weight_bytes))
+            sender.send(ModelFiles(str(path), weight_bytes))
             engine = LLMEngine.from_name(name, pipe.recv())
         except MetalLiteError as e:
             sender.send(Failed(e.parts))
@@ -115,7 +115,7 @@ class Worker:
                 while engine.rest() and not self._pipe.poll():
                     pass
                 while not self._pipe.poll(self._watcher.wait()):
-                    self._send(Seen(self._watcher.event()))
+                    self._send(WatcherEvent(self._watcher.event()))
                 message = self._pipe.recv()
                 if isinstance(message, Stop):
                     return
@@ -127,7 +127,7 @@ class Worker:
                 continue
             self._report(outputs)
             if self._watcher.wait() == 0:
-                self._send(Seen(self._watcher.event()))
+                self._send(WatcherEvent(self._watcher.event()))
 
     def _fail(self, e: Exception) -> None:
         """End the requests at fault for a failed step; SystemExit if no step succeeds."""
