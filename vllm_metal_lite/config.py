@@ -20,6 +20,7 @@ MAX_CHUNK_TIMES_CONTEXT = 2048 * 32768
 # Seats are rows of host tables, made at start.
 MAX_NUM_SEQS = 16384
 
+# Most drafts of a request in a step.
 MAX_DRAFT = 31
 # Most rows that a step with drafts samples: logits take memory, a vocabulary for each row.
 _MAX_DRAFTED_ROWS = 256
