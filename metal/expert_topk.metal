@@ -20,8 +20,8 @@
 // TOP_K times, each lane offers its best expert, and five exchanges find the best of all lanes.  Its key
 // becomes 0, which no expert has.
 //
-// Order.  As MLX sorts: best first, and of equal scores the lower index.  LATE is for models that take the
-// end of an ascending order: best last, and of equal scores the higher index.
+// Order.  MLX's sort puts the best first, and of equal scores the lower index.  LATE is for models that take
+// the end of an ascending order: the best is last, and of equal scores the higher index.
 //
 // Rounding.  Scores, sums and weights are rounded to W wherever a model's own operations round, and scores
 // with a bias to S.

@@ -1,7 +1,7 @@
 // Products of 1 to 4 rows with quantised weights, without matrix instructions.
 //
-// A matrix product always computes 8 rows of x.  These 8 products a weight take all the instructions for
-// which an Apple GPU has time while it reads 4 bits.  So with few rows each lane multiplies its own 8 weights
+// A matrix instruction always computes 8 rows of x.  Its 8 products a weight take all the time that an
+// Apple GPU needs to read the 4 bits.  So with few rows each lane multiplies its own 8 weights
 // of a row and chunk (weights.h) with the same 8 elements of each row of x:
 //
 //   chunk j of a row of w   | lane 0: 8 weights | lane 1 ..      | lane 2 ..      | lane 3 ..      |

@@ -7,8 +7,8 @@
 //   k = i, 4 + i | 8 + i, 12 + i | 16 + i, 20 + i | 24 + i, 28 + i        i = 0 .. 3
 //   in col 0, 1  |    col 2, 3   |     col 4, 5   |     col 6, 7
 //
-// So one load of a simdgroup takes 64 bytes of each of 8 rows; of matrices as they lie it would take 16.
-// What a lane needs of a row of x, transposed, lies together too: elements 4 row .. 4 row + 3.
+// So one load of a simdgroup takes 64 bytes of each of 8 rows.  Without this order it would take 16.
+// The elements of a row of x that a lane needs, transposed, lie together too: 4 row .. 4 row + 3.
 // Quantised weights lie SPREAD times as far apart in w (weights.h), and so do the pairs in x:
 // elements 8 SPREAD (row / 2) + 4 (row % 2) and on, and 8 more for the next chunk.
 //

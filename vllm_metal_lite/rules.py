@@ -121,7 +121,7 @@ def biases() -> Rule:
 
 
 def texts(*, alone: bool = False) -> Rule:
-    """Strings that are not empty and can be encoded.  alone: a single string needs no list."""
+    """Strings that are not empty and can be encoded.  alone: one string needs no list."""
 
     def take(value: Any) -> tuple[str, ...]:
         value = (value,) if alone and isinstance(value, str) else value

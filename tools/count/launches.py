@@ -48,7 +48,7 @@ _KINDS_OF_LAYERS = ("sliding_attention", "full_attention")
 
 
 class Part(NamedTuple):
-    """A common shape with weights of some bits, None for bfloat16.  kv_bits: of K and V."""
+    """A popular shape.  bits: a weight's, None for bfloat16.  kv_bits: a value's of K and V."""
 
     shape: str
     bits: str | None

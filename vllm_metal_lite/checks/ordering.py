@@ -113,7 +113,7 @@ class _Graph:
         self._slots[where] = number
 
     def read(self, kernel: str, number: int) -> Read:
-        """Launch one read.  number: of the write before it."""
+        """Launch one read.  number: that of the write before it."""
         if kernel == "kv_gather":
             some = np.roll(self._order, 7 * number)[:64]
             _, values, self._ticket = kv_gather(mx.array(some), *self._store, self._ticket)

@@ -84,7 +84,7 @@ def make_answers(
 ) -> list[Answer]:
     """One answer per name; fills in `result`.
 
-    seed: of the first answer.  bad_words: their token ids.  of_request: arguments of each Request.
+    seed: the first answer's.  bad_words: their token ids.  of_request: arguments of each Request.
     """
     if params.prompt_logprobs is not None:
         result.prompt_logprobs = [None]

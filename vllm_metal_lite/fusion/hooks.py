@@ -41,7 +41,7 @@ def fused_functions(
     skinny_rows: range,
     adds_norms: bool,
 ) -> list[Hook]:
-    """positions: of the step's rows.  For the other arguments see FusedLaunches."""
+    """positions: those of the step's rows.  For the other arguments see FusedLaunches."""
     fast = mx.fast
     return [
         (fast, "rms_norm", partial(_rms_norm, fast.rms_norm, skinny_rows, adds_norms)),

@@ -66,7 +66,7 @@ def latent_attention(
     keys hold one latent a slot, values its rotary key.  A score is (q . latent + q_pe . rotary key)
     * scale, and its value is the latent.  block_tables, cu_seqlens_q, seq_lens: as of
     `varlen_prefill`.  tiles: (T, 2), of `plan_tiles` with H queries per KV head, or `decode_tiles`.
-    splits: of each context.
+    splits: the parts of each context.
     The kernel reads q as (H, N, latent_dim), the layout of products per head; others are copied.
     simdgroups: of a threadgroup, `latent_simdgroups` if None; 16 serve 16-bit types only.
     Padding rows give zeros.  ValueError if `latent_problem` finds one.

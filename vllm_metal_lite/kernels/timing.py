@@ -23,7 +23,7 @@ def seconds_alternating(
 ) -> list[float]:
     """Seconds per call of each candidate: the median of several rounds.
 
-    The candidates alternate, because clocks drift.  calls: of a candidate in a round.  There are
+    The candidates alternate, because clocks drift.  calls: a candidate's in a round.  There are
     fewer rounds, then fewer calls, if a candidate would take more than `enough` seconds.  warm:
     calls before, which trace, compile and capture.  ranks: the leader's times count: all ranks
     must make the same calls.

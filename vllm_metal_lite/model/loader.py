@@ -286,7 +286,7 @@ def from_model(
 ) -> LoadedModel:
     """Wrap an mlx-lm model already in memory; ModelLoadError if packed steps cannot run it.
 
-    folder: of the generation_config.json to follow.
+    folder: the place of the generation_config.json to follow.
     fit: chooses the mode.  ranks: the model is this rank's shard.
     """
     model_type = str(config.get("model_type"))

@@ -11,7 +11,7 @@ from vllm_metal_lite.scheduler.request import Request
 
 class Part(NamedTuple):
     """One file: a block of a KV group, or the state behind a block, in the "group" behind the last
-    one.  name: of the block."""
+    one.  name: the block's name."""
 
     key: bytes
     group: int
@@ -21,7 +21,7 @@ class Part(NamedTuple):
 class Parts:
     """The parts of prefixes, which are given as the names of their blocks.
 
-    digest: of the namespace.  pools: of the KV groups, and of the states if the model keeps any.
+    digest: the namespace's.  pools: the KV groups', and the states' if the model keeps any.
     """
 
     # Shorter prefixes are neither written nor restored.

@@ -61,7 +61,7 @@ def longer_context_bytes(model: LoadedModel, rows: int, context: int, max_model_
 def _scores_bytes(model: LoadedModel, rows: int, context: int) -> int:
     """The most scores that one call keeps in memory, with copies; 0 if MLX fuses all calls.
 
-    rows: of one request.
+    rows: those of one request.
     """
     most = 0.0
     for shape in model.attention_shapes:

@@ -2,8 +2,8 @@
 
 All viewers get the same events.  An engine sends events only for some seconds after a `Watch`.
 
-An engine sends nothing during a step, or once the engine has ended.  So this process adds events
-with the state of each model and the number of its requests.
+An engine sends no event during a step, and none after its process has ended.  So the server adds
+events with the state of each model and the number of its requests.
 """
 
 import asyncio

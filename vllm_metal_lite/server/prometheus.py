@@ -149,7 +149,7 @@ class Metrics:
 
 
 class RequestCount:
-    """Counts one request.  metrics: of its model.  request: None until it is accepted."""
+    """Counts one request.  metrics: its model's.  request: None until it is accepted."""
 
     def __init__(self, metrics: dict[str, Any]) -> None:
         self.request: RequestState | None = None

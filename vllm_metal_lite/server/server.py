@@ -73,7 +73,7 @@ class Server:
     ) -> AsyncIterator[RequestState]:
         """A request that `engine` has accepted; leaving the block ends it.
 
-        prefix: of the request's id.  options: as `ScheduledBody.scheduling` makes them.
+        prefix: the start of the request's id.  options: as `ScheduledBody.scheduling` makes them.
         Raises ApiError, MetalLiteError or EngineLost.
         """
         self.check_open()

@@ -21,7 +21,7 @@ _TAIL = 16  # tokens at a prompt's end that may open thoughts
 
 @dataclass(frozen=True)
 class PreparedTurn:
-    """A conversation made ready for its answer.  make_parser: of one answer."""
+    """A conversation made ready for its answer.  make_parser: makes the parser of an answer."""
 
     prompt: RenderedPrompt
     params: SamplingParams
@@ -31,7 +31,7 @@ class PreparedTurn:
 async def answer(
     serving: Serving, body: SamplingFields, conversation: ChatRequest, prefix: str
 ) -> tuple[RequestState, AsyncIterator[Delta]]:
-    """The request for a conversation's next answer, and its deltas.  prefix: of its id."""
+    """The request for a conversation's next answer, and its deltas.  prefix: its id's start."""
     with serving.preparing():
         params = await sampling_params(serving, body)
         turn = await prepare(serving.engine, conversation, params)

@@ -25,7 +25,7 @@ _RECOVER = 0.02  # share of the way back to the first counts, per step without a
 
 
 class _Record:
-    """How a request's drafts fared.  proposed: the last draft; a constraint may add to it."""
+    """The fate of a request's drafts.  proposed: the last draft, without a constraint's."""
 
     __slots__ = ("false", "proposed", "true")
 

@@ -48,7 +48,7 @@ def no_own_pool() -> str | None:
 class StateSlotSpec(MambaSpec):
     """A layer of states, which takes no bytes of vLLM's pool for K and V.
 
-    num_slots: of the `StateStore`, for all recurrent layers together.
+    num_slots: the slots of the `StateStore`, for all recurrent layers together.
     """
 
     num_slots: int = 0
@@ -58,7 +58,7 @@ class StateSlotSpec(MambaSpec):
 
 
 def state_slot_spec(num_slots: int, block_size: int, page_bytes: int) -> StateSlotSpec:
-    """page_bytes: of a block of one attention layer, as vLLM wants pages of one size."""
+    """page_bytes: the size of a block of one attention layer, as vLLM wants pages of one size."""
     return StateSlotSpec(
         block_size=block_size,
         shapes=((page_bytes,),),

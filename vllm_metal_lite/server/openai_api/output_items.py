@@ -127,7 +127,7 @@ class _Item:
 class OutputItems:
     """Events of an answer to items of a response.
 
-    suffix: of the items' ids.  callees, with_summary: see ResponseReply.
+    suffix: the end of the items' ids.  callees, with_summary: see ResponseReply.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class OutputItems:
         return any(item.is_broken for item in self._items)
 
     def take(self, event: Event, logprobs: Logprobs) -> Iterator[bytes]:
-        """logprobs: of the tokens of a Text."""
+        """logprobs: those of a Text's tokens."""
         match event:
             case Text(text):
                 message = {"type": "message", "role": "assistant", "content": []}

@@ -60,7 +60,7 @@ class EngineClient:
     """An engine in a process of its own.  Use from one event loop.
 
     metrics: the latest `LLMEngine.metrics()`, at most about a second old while steps run.
-    pid: of the process.  why_ended: one line, once `ended` is set.
+    pid: the process's id.  why_ended: one line, once `ended` is set.
     on_seen: gets the JSON of `watch.py`, after `watch`.
     """
 

@@ -78,7 +78,7 @@ class Watcher:
         steps: completed since the last event, at most the last `_MAX_STEPS`; of each the start `t`,
             `ms`, and `segments` of (request number, tokens, context before them), decodes
             first; `decodes` is their number.
-        num_steps: of the engine so far.  cost: seconds that all events before this one took.
+        num_steps: the engine's steps so far.  cost: seconds that all events before this one took.
         requests: those with a seat, and the first `_MAX_WAITING` that wait.
         preempted: numbers of the requests preempted since the last event.
         blocks: see `block_map`.  metrics: LLMEngine.metrics().
