@@ -314,9 +314,8 @@ def test_an_error_while_the_engine_rests_ends_no_thread_and_no_call(monkeypatch,
     served = AsyncEngine(engine)
 
     async def answer() -> list[int]:
-        async for output in served.generate(LONG, GREEDY):
-            pass
-        return output.outputs[0].token_ids
+        outputs = [output async for output in served.generate(LONG, GREEDY)]
+        return outputs[-1].outputs[0].token_ids
 
     try:
         for _ in range(2):  # each answer is followed by a rest

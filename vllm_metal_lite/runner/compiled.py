@@ -33,10 +33,9 @@ Forward = Callable[[list[mx.array], State], Result]
 
 def build(model: PackedModel, attention: StepAttention, fusion: Fusion, pools: bool) -> Result:
     """Build the forward of a step.  pools: read the hidden states too."""
-    rows = attention.step.logits_indices
+    logits, hidden = model(attention, attention.step.logits_indices, fusion)
     if not pools:
-        return model(attention, rows, fusion), [], attention.state
-    logits, hidden = model.with_hidden(attention, rows, fusion)
+        return logits, [], attention.state
     if hidden is None:
         raise RuntimeError("this model's head takes no hidden states that can be read")
     return logits, [hidden], attention.state

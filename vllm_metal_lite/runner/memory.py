@@ -13,9 +13,8 @@ import numpy as np
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.batch.forward_batch import ForwardBatch, SegmentState
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, Option, OutOfMemoryError, one_line
@@ -261,7 +260,7 @@ def _run(
 ) -> None:
     step = attention.prepare(batch, batch.num_tokens)
     bound = attention.begin(step, attention.new_state())
-    logits = model.packed(bound, mx.arange(num_sampled))
+    logits, _ = model.packed(bound, mx.arange(num_sampled))
     mx.eval(mx.softmax(logits.astype(mx.float32), axis=-1), attention.store.states.arrays)
 
 
