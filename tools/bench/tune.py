@@ -23,8 +23,8 @@ from tools.dev.run_main import run_main
 from vllm_metal_lite import MetalLiteError, backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import load as stores
-from vllm_metal_lite.checks.bandwidth import seconds_per_call
 from vllm_metal_lite.devices import PROFILES, profile
+from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
 from vllm_metal_lite.kernels.decode import decode_plan, paged_decode
 from vllm_metal_lite.kernels.experts import Activation, Experts, ExpertWeight, expert_mlp
@@ -43,6 +43,28 @@ _BLOCK, _OWN = 16, 128  # of a store; keys of a row behind a shared prefix
 _FILLS = (16, 64, 128, 256, 512)
 
 Load = Callable[..., float]  # seconds of a call, under the profile in use
+
+
+def seconds_per_call(
+    call: Callable[[mx.array], mx.array], x: mx.array, chain: int, compiled: bool = True
+) -> float:
+    """Seconds of x = call(x), in chains, which keep the stream busy.
+
+    Compiled, as decode steps are, the time excludes building the graph.
+    """
+
+    def run(x: mx.array) -> mx.array:
+        for _ in range(chain):
+            x = call(x)
+        return x
+
+    run = mx.compile(run) if compiled else run
+
+    def chains(count: int) -> None:
+        for _ in range(count):
+            mx.eval(run(x))
+
+    return timing.seconds_alternating([chains])[0] / chain
 
 
 class Loads:

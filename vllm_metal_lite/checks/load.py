@@ -35,9 +35,9 @@ class TimedStore:
         self.shape = shape
         made = Sequences([context] * sequences, block_size, np.random.default_rng(0), prefix=prefix)
         self.batch = made.batch(np.full(sequences, rows))
-        self.spec = spec_of(shape)
-        self.store = store = PagedStore([self.spec], made.num_blocks, block_size)
-        formats = self.spec.k_row, self.spec.v_row
+        spec = spec_of(shape)
+        self.store = store = PagedStore([spec], made.num_blocks, block_size)
+        formats = spec.k_row, spec.v_row
         for arrays, row in zip((store.keys, store.values), formats, strict=True):
             drawn = mx.random.normal((len(arrays[0]), shape.num_kv_heads, row.dim))
             arrays[0] = row.pack(drawn.astype(shape.dtype))

@@ -31,10 +31,9 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError, one_line
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.runner.memory import size_store, store_bytes
-from vllm_metal_lite.specs import AttentionShape, KernelUse
+from vllm_metal_lite.specs import KernelUse
 
 _BLOCK = 16
-BANDWIDTH_SIZES = bandwidth.BandwidthSizes()  # tests make them smaller
 
 
 def run(args: argparse.Namespace) -> int:
@@ -97,8 +96,7 @@ class Examination:
             return
         common = [] if model is not None else list(COMMON.values())
         model = model or load("demo")
-        use = model.kernel_use(_BLOCK)
-        own = checks_for(use)
+        own = checks_for(model.kernel_use(_BLOCK))
         try:
             with self._section("checks", "checking the kernels"):
                 self._check(own, common, full)
@@ -106,8 +104,8 @@ class Examination:
             verdicts.remember([result for result in self.results if result.check in own])
             show(doctor_text.describe_checks)
         if not report["problems"]:
-            shapes = () if common else use.shapes
-            self._measure_speed((shapes or next(iter(COMMON.values())).shapes)[0])
+            with self._section("bandwidth", "measuring the memory's speed"):
+                report["copy_bytes_per_second"] = bandwidth.copy_bandwidth()
             show(doctor_text.describe_bandwidth)
         # A kernel that hangs or ends its process would do the same in the graph of launches.
         if not any(result.ended for result in self.results):
@@ -153,15 +151,6 @@ class Examination:
                         self.report["problems"].append(str(result))
         self.report["not_tried"] = {"checks": total - reached, "of_checks": total}
 
-    def _measure_speed(self, shape: AttentionShape) -> None:
-        square = AttentionShape(
-            shape.num_heads, shape.num_kv_heads, shape.k_head_dim, shape.k_head_dim, shape.dtype
-        )
-        with self._section("bandwidth", "measuring the memory's speed"):
-            self.report["bandwidth"] = bandwidth.measure(
-                square, BANDWIDTH_SIZES, lambda what: _say(f"measuring: {what}")
-            )
-
     def _check_order(self) -> None:
         with self._section("ordering", "checking the order of launches"):
             outcomes = list(ordering.stress())
@@ -203,7 +192,7 @@ def _begin() -> Report:
         "checks": [],
         "not_tried": {"checks": 0, "of_checks": 0},
         "interrupted": False,
-        "bandwidth": {},
+        "copy_bytes_per_second": None,
         "ordering": [],
         "answers": None,
         "problems": [],
