@@ -92,24 +92,6 @@ def test_what_is_too_long_or_too_large_is_skipped(bench):
     assert "the memory holds" in report["cases"][2]["skipped"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--requests", "0"], "--requests: must be an integer from 1"),
-        (["--requests", "1,x"], "got 'x'"),
-        (["--requests", "33"], "--max-num-seqs (32), got 33"),
-        (["--seconds", "nan"], "--seconds: must be a number from 1"),
-        (["--report", "/nowhere/a.json"], "/nowhere/a.json: No such file"),
-    ],
-    ids=str,
-)
-def test_bad_flags_are_refused_before_the_model_is_loaded(flags, words, capsys):
-    assert main(["bench", "no/such-model", *flags]) == 2
-    err = capsys.readouterr().err
-    assert words in err
-    assert "Loading" not in err
-
-
 def test_control_c_shows_what_is_measured_so_far(monkeypatch, capsys, tmp_path):
     """Ctrl-C comes after the first of two cases."""
 
