@@ -66,7 +66,7 @@ def test_the_report_is_the_json(capsys, tmp_path):
 
 
 def test_a_report_that_cannot_be_written_is_refused_first(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor.Examination, "run", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr(doctor, "_examine", lambda *_: pytest.fail("too late"))
     assert run("--report", str(tmp_path / "none" / "report.json")) == 2
     assert "none" in capsys.readouterr().err
 
