@@ -198,7 +198,7 @@ def test_mlxs_own_gated_delta_rule_agrees(step):
     given = asked.given
     for index, (_, _, slots) in enumerate(step.spans):
         part = step.rows_of(index)
-        packed = given.q, given.k, given.v, given.gates, given.beta
+        packed = given.q, given.k, given.v, given.gates, mx.sigmoid(given.b)
         inputs = (x.squeeze(1)[part][None] for x in packed)
         fresh = slots.initial == EMPTY_SLOT
         state = mx.zeros((1, *LINEAR)) if fresh else mx.array(before[slots.initial])[None]

@@ -1,7 +1,7 @@
 """The inputs of `gated_delta` for gates, keys and queries.
 
-A layer gives finished gates, or the columns of its projection from which the kernel computes gates
-in float32.
+The kernel computes gates and beta in float32 from columns of a layer's projection.  Only gates per
+column of the state are finished before.
 """
 
 from typing import NamedTuple
@@ -70,18 +70,6 @@ class Gates(NamedTuple):
         template |= {"BETA": self.beta_scale, "LOW": bits(self.low), "HIGH": bits(self.high)}
         rest = (unused() if a is None else a for a in (self.a_log, self.bias))
         return [_long(self.gates.array), _long(beta.array), *rest], template
-
-
-def given(gates: mx.array, beta: mx.array) -> Gates:
-    """gates: (N, V) float32, or (N, V, K) for a gate per column of the state.  beta: (N, V).
-
-    Raises ValueError for others.
-    """
-    if gates.shape[:2] != beta.shape or gates.dtype != mx.float32:
-        raise ValueError(
-            f"gates {gates.shape} {gates.dtype} are not {beta.shape}, as beta is, in float32"
-        )
-    return Gates(Columns(gates.reshape(len(gates), -1), 0), Columns(beta, 0), gates.ndim == 3)
 
 
 def delta_gates(

@@ -50,8 +50,7 @@ class KernelStepAttention:
     @property
     def recurrence(self) -> KernelRecurrence:
         assert self.plan.recurrent is not None, "a step without recurrent states"
-        fused = "fused_recurrence" not in self.unused_kernels
-        return KernelRecurrence(self.store.states, self.plan.recurrent, self, fused=fused)
+        return KernelRecurrence(self.store.states, self.plan.recurrent, self)
 
     @property
     def state(self) -> list[mx.array]:
