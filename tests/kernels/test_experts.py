@@ -1,6 +1,7 @@
 """The kernels of mixtures of experts on the CPU host, under the checker, against float64, rounded
 where mlx-lm's operations round."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -222,17 +223,14 @@ def test_what_is_not_served_is_named():
     x, indices = rows_of(5, 64, mx.bfloat16), mx.zeros((5, 2), mx.uint32)
     assert fits(x, indices, experts)
     many = MAX_ROWS + 1
-    with pytest.raises(ValueError, match=rf"x \({many}, 64\) .* at most {MAX_ROWS} rows"):
-        expert_mlp(mx.zeros((many, 64), mx.bfloat16), mx.zeros((many, 2), mx.uint32), experts)
-    with pytest.raises(ValueError, match=r"float16 with indices"):
-        expert_mlp(x.astype(mx.float16), indices, experts)
+    assert not fits(mx.zeros((many, 64), mx.bfloat16), mx.zeros((many, 2), mx.uint32), experts)
+    assert not fits(x.astype(mx.float16), indices, experts)
     odd = replace(experts, down=experts.gate._replace(weight=experts.gate.weight[:, :40]))
     assert "do not fit each other" in (experts_problem(odd) or "")
     biased = replace(experts, up=ExpertWeight(experts.up.weight, mx.zeros((4, 64), mx.bfloat16)))
     assert "differ in type, quantisation or bias" in (experts_problem(biased) or "")
     three = draw_experts(4, 64, 64, mx.bfloat16, Quantisation(3, 64))
-    assert "do not read" in (experts_problem(three) or "")
-    with pytest.raises(ValueError, match="3 bits in groups of 64"):
-        expert_mlp(x, indices, three)
-    with pytest.raises(ValueError, match=r"x \(9, 8\) must have a row"):
+    assert re.search("do not read .* 3 bits in groups of 64", experts_problem(three) or "")
+    assert not fits(x, indices, three)
+    with pytest.raises(ValueError, match=r"x must be \(10, 8\), not \(9, 8\)"):
         expert_sum(mx.zeros((9, 8)), mx.zeros((5, 2)))
