@@ -105,7 +105,7 @@ def make_engine(model: str, case: Case, attention: str, few: bool = True) -> LLM
         for name in ("faster_rows", "faster_expert_rows"):
             stack.enter_context(patch.object(decide, name, lambda *_: rows))
         if not case.fused:
-            stack.enter_context(patch.object(decide, "decide", lambda *_: (NO_FUSION, "")))
+            stack.enter_context(patch.object(decide, "decide", lambda *_: NO_FUSION))
         verdict = Verdict({}, case.prefill)
         stack.enter_context(patch.object(verdicts, "verify", lambda *_: verdict))
         return LLMEngine(loaded, config)

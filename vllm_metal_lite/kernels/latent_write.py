@@ -43,7 +43,6 @@ class NewLatents(NamedTuple):
 
 def latent_write(
     rows: NewLatents,
-    *,
     positions: mx.array,
     slot_mapping: mx.array,
     keys: mx.array,

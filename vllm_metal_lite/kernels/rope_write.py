@@ -23,7 +23,6 @@ _HEADS = 4
 
 def rope_write(
     rows: NewRows,
-    *,
     positions: mx.array,
     slot_mapping: mx.array,
     keys: mx.array,

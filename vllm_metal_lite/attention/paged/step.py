@@ -81,10 +81,8 @@ class KernelStepAttention:
         if "rope_write" in self.unused_kernels:
             return None
         assert self.plan.positions is not None
-        keys, values = self._kv(layer)
-        place = {"positions": self.plan.positions, "slot_mapping": self._slot_mapping(layer)}
-        store = {"keys": keys, "values": values, "ticket": self.ticket}
-        rows, self.ticket = rope_write(new, **place, **store, spec=spec)
+        where = self.plan.positions, self._slot_mapping(layer), *self._kv(layer)
+        rows, self.ticket = rope_write(new, *where, self.ticket, spec)
         return rows
 
     def latent_write(self, layer: int, q: Heads, latents: Latents, k_pe: Heads) -> mx.array | None:
@@ -107,10 +105,8 @@ class KernelStepAttention:
             return None
         stride = q.stride or q.head_dim
         new = NewLatents(columns[0], stride, q.num_heads, *columns[1:], norm, rope)
-        keys, values = self._kv(layer)
-        place = {"positions": positions, "slot_mapping": self._slot_mapping(layer)}
-        store = {"keys": keys, "values": values, "ticket": self.ticket}
-        rows, self.ticket = latent_write(new, **place, **store, spec=spec)
+        where = positions, self._slot_mapping(layer), *self._kv(layer)
+        rows, self.ticket = latent_write(new, *where, self.ticket, spec)
         return rows
 
     def attend(self, q: mx.array | NewRows, call: AttentionCall) -> mx.array:
