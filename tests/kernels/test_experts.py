@@ -21,6 +21,7 @@ from tests.support.expert_cases import (
 )
 from tests.support.kernel_cases import floats
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels import experts as module
 from vllm_metal_lite.kernels.experts import (
     MAX_ROWS,
     Experts,
@@ -46,8 +47,8 @@ def rows_of(count: int, hidden: int, dtype: mx.Dtype, seed: int = 0) -> mx.array
     return mx.array(values.astype(np.float32)).astype(dtype)
 
 
-def check(x: mx.array, indices: np.ndarray, experts: Experts, plans=(None, None)) -> mx.array:
-    got = expert_mlp(x, mx.array(indices), experts, plans)
+def check(x: mx.array, indices: np.ndarray, experts: Experts) -> mx.array:
+    got = expert_mlp(x, mx.array(indices), experts)
     assert got.dtype == x.dtype
     allowed, expected = allowed_and_expected(x, indices, experts)
     error = np.abs(floats(got) - expected)
@@ -109,12 +110,17 @@ def test_random_shapes(rows, top_k, hidden, inner, dtype, activation, bias, seed
 
 
 @pytest.mark.parametrize("how", READABLE, ids=str)
-def test_every_quantisation(how):
+def test_every_quantisation(how, monkeypatch):
     """Loads at once, alone, and of fewer chunks than others; gpt-oss's activation, with biases."""
     hidden, inner = (640, 128) if how.group_size == 128 else (704, 64)
     experts = draw_experts(2, hidden, inner, mx.bfloat16, how, OAI, bias=True)
-    plan = GemmPlan(2, 2, 4)
-    check(rows_of(5, hidden, mx.bfloat16), indices_of(5, 1, 2, 1), experts, (plan, None))
+    plan, of_down = GemmPlan(2, 2, 4), module.product_plan
+
+    def by_depth(tile, weight):
+        return plan if weight.depth == hidden else of_down(tile, weight)
+
+    monkeypatch.setattr(module, "product_plan", by_depth)
+    check(rows_of(5, hidden, mx.bfloat16), indices_of(5, 1, 2, 1), experts)
 
 
 def test_gelu_gates():
@@ -150,9 +156,10 @@ def test_all_rows_have_one_expert(rows):
 
 
 @pytest.mark.parametrize("plan", [GemmPlan(8, 1), GemmPlan(4, 4), GemmPlan(1, 2), GemmPlan(3, 3)])
-def test_plans(plan):
+def test_plans(plan, monkeypatch):
+    monkeypatch.setattr(module, "product_plan", lambda *_: plan)
     experts = draw_experts(4, 1120, 32, mx.bfloat16)
-    check(rows_of(33, 1120, mx.bfloat16), indices_of(33, 1, 4, 0), experts, (plan, plan))
+    check(rows_of(33, 1120, mx.bfloat16), indices_of(33, 1, 4, 0), experts)
 
 
 def test_a_row_does_not_depend_on_the_others():

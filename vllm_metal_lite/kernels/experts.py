@@ -131,27 +131,19 @@ def fits(x: mx.array, indices: mx.array, experts: Experts) -> bool:
 
 
 def expert_mlp(
-    x: mx.array,
-    indices: mx.array,
-    experts: Experts,
-    plans: tuple[GemmPlan | None, GemmPlan | None] = (None, None),
-    num_live: mx.array | None = None,
+    x: mx.array, indices: mx.array, experts: Experts, num_live: mx.array | None = None
 ) -> mx.array:
     """The result of each row's experts (rows * top_k, hidden), in the order of `indices`.
 
     x: (rows, hidden).  indices: (rows, top_k) integers, the experts of each row.  `fits` says which
-    are served.  plans: of gate and up, and of down; by default `product_plan`'s.
-    num_live: (1,) int32, 1 or more: the number of leading rows that are not padding; by default
-    all.  Padding rows read no expert; their result is zero.  Sums are in float32; results are
-    rounded where mlx-lm's operations round, quantised weights as by `mx.dequantize`.
+    are served.  num_live: (1,) int32, 1 or more: the number of leading rows that are not padding;
+    by default all.  Padding rows read no expert; their result is zero.  Sums are in float32;
+    results are rounded where mlx-lm's operations round, quantised weights as by `mx.dequantize`.
     """
-    top_k, expert_plan = indices.shape[1], plan_experts(indices, experts.count, num_live)
-    indices = indices.reshape(-1)
-    (first, last), up, activation = plans, experts.up, experts.activation
-    inner = expert_product(
-        x, indices, expert_plan, experts.gate, up=up, activation=activation, share=top_k, plan=first
-    )
-    return expert_product(inner, indices, expert_plan, experts.down, plan=last)
+    where = indices.reshape(-1), plan_experts(indices, experts.count, num_live)
+    up, activation, top_k = experts.up, experts.activation, indices.shape[1]
+    inner = expert_product(x, *where, experts.gate, up=up, activation=activation, share=top_k)
+    return expert_product(inner, *where, experts.down)
 
 
 def plan_experts(

@@ -58,7 +58,6 @@ def latent_attention(
     scale: float,
     splits: int = 1,
     spec: LayerSpec | None = None,
-    simdgroups: int | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Causal attention of q (N, H, latent), q_pe (N, H, rope) -> (N, H, latent), the ticket.
 
@@ -67,13 +66,12 @@ def latent_attention(
     `varlen_prefill`.  tiles: (T, 2), of `plan_tiles` with H queries per KV head, or `decode_tiles`.
     splits: the parts of each context.
     The kernel reads q as (H, N, latent_dim), the layout of products per head; others are copied.
-    simdgroups: of a threadgroup, `latent_simdgroups` if None; 16 serve 16-bit types only.
     Padding rows give zeros.  Sizes: those for which `latent_problem` finds none.
     """
     rows, heads, latent_dim = q.shape
     rope = q_pe.shape[2]
     store = format_template(*row_formats(keys, values, spec))
-    partial, simdgroups = splits > 1, simdgroups or latent_simdgroups(latent_dim, q.dtype.size)
+    partial, simdgroups = splits > 1, latent_simdgroups(latent_dim, q.dtype.size)
     dtype = mx.float32 if partial else q.dtype
     template: Template = {"T": q.dtype, "OUT_T": dtype, "HEADS": heads, "LATENT_DIM": latent_dim}
     template |= {"ROPE": rope, **{name: store[name] for name in ("BITS", "K_GROUP", "V_GROUP")}}
