@@ -64,7 +64,7 @@ def _of_a_step(
     batch = inputs.pack(added, np.zeros_like(added), np.ones_like(added))
     stubs.needed()  # what was built while the model was looked at
     bound = attention.begin(attention.prepare(batch, rows), attention.new_state())
-    logits = packed(bound, mx.arange(rows), fusion)
+    logits, _ = packed(bound, mx.arange(rows), fusion)
     return stubs.needed(logits, *bound.state)
 
 

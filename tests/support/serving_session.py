@@ -130,7 +130,7 @@ class Session:
                 batch = _batch(requests, len(self.attention.store.num_blocks))
                 step = self.attention.prepare(batch, bucket(batch.num_tokens))
                 bound = self.attention.begin(step, state)
-                logits = self.packed(bound, step.logits_indices, self.fusion)
+                logits, _ = self.packed(bound, step.logits_indices, self.fusion)
                 found |= dict.fromkeys(recording.texts(logits, *bound.state))
                 # The next step needs the shape of the state, not its history.
                 state = [mx.zeros(a.shape, a.dtype) for a in bound.state]

@@ -67,8 +67,7 @@ def _recurrence(shape: RecurrentShape) -> list[Check]:
         return [Check("causal_conv", shape)]
     if isinstance(shape, GatedNormShape):
         return [Check("gated_rms_norm", shape)]
-    checks = [Check("gated_delta", replace(shape, fused=False))]
-    return checks + [Check("fused_recurrence", shape)] * shape.fused
+    return [Check("gated_delta", shape)]
 
 
 def _heads_only(shape: AttentionShape) -> AttentionShape:

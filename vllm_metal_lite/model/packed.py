@@ -114,7 +114,7 @@ class PackedModel:
         self._hooks = RecurrentHooks(model) if layout.states and not in_sequences else tuple
         self._rows = _HeadRows()
         body = body_of(model)
-        self.shows_hidden = body is not None  # whether `with_hidden` gives hidden states
+        self.shows_hidden = body is not None  # whether a forward gives hidden states
         if body is not None:
             wrap_call(body, self._rows.select)
 
@@ -141,18 +141,13 @@ class PackedModel:
 
     def __call__(
         self, attention: StepAttention, logits_indices: mx.array | None, fusion: Fusion = NO_FUSION
-    ) -> mx.array:
-        """Build the forward of a step; returns logits (R, vocab_size) of rows `logits_indices`.
-
-        None selects all rows, padding included.
-        """
-        return self.with_hidden(attention, logits_indices, fusion)[0]
-
-    def with_hidden(
-        self, attention: StepAttention, logits_indices: mx.array | None, fusion: Fusion = NO_FUSION
     ) -> tuple[mx.array, mx.array | None]:
-        """The logits, and the hidden states (N, 1, hidden_size) of all rows below the head; None if
-        the model hides them."""
+        """Build the forward of a step; returns logits (R, vocab_size) of rows `logits_indices`, and
+        the hidden states (N, 1, hidden_size) of all rows below the head.
+
+        logits_indices: None selects all rows, padding included.  Hidden states: None if the model
+        hides them.
+        """
         step, sequences, recurrence = attention.step, None, None
         if self.sees_sequences:
             sequences = SequenceStep(step, attention.store.states, self.reads_store)

@@ -139,7 +139,7 @@ def built_steps(
         batch = inputs.pack(seats[now], np.array(computed)[now], counts[now])
         step = attention.prepare(batch, batch.num_tokens)
         bound = attention.begin(step, state)
-        logits = packed(bound, mx.arange(batch.num_tokens), fusion)
+        logits, _ = packed(bound, mx.arange(batch.num_tokens), fusion)
         state = bound.state
         yield computed, scheduled, logits, state
 

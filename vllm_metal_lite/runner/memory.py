@@ -261,7 +261,7 @@ def _run(
 ) -> None:
     step = attention.prepare(batch, batch.num_tokens)
     bound = attention.begin(step, attention.new_state())
-    logits = model.packed(bound, mx.arange(num_sampled))
+    logits, _ = model.packed(bound, mx.arange(num_sampled))
     mx.eval(mx.softmax(logits.astype(mx.float32), axis=-1), attention.store.states.arrays)
 
 
