@@ -12,9 +12,11 @@ import sys
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from vllm_metal_lite import envs
+from vllm_metal_lite.errors import ConfigError
 
 _LIBRARIES = {
     "MKL": ("libmkl_rt.so.2", "libmkl_rt.so.3", "libmkl_rt.so"),
@@ -89,6 +91,24 @@ def name() -> str:
 
 def is_cpu() -> bool:
     return name() == "cpu"
+
+
+def _run_kernels_on_cuda() -> None:
+    """On MLX's CUDA backend, let metal/cuda translate the kernels.  Only a checkout has it."""
+    if name() != "cuda":
+        return
+    if (Path(__file__).parents[1] / "metal" / "cuda").is_dir():
+        from metal import cuda
+
+        cuda.install()
+    elif envs.device() == "cuda":
+        raise ConfigError(
+            "METAL_LITE_DEVICE=cuda needs a checkout of vllm-metal-lite: an installed package has "
+            "no kernels for CUDA"
+        )
+
+
+_run_kernels_on_cuda()
 
 
 @cache

@@ -10,7 +10,8 @@ DEVICES = ("auto", "cpu", "cuda", "gpu")
 
 def device() -> str | None:
     """METAL_LITE_DEVICE: "cpu" keeps MLX off the GPU; "cpu" or "cuda" starts the plugin for vLLM
-    on machines that are not Apple silicon.  "auto", "gpu" or empty: MLX's choice.
+    on machines that are not Apple silicon.  "cuda" needs a checkout on NVIDIA.  "auto", "gpu" or
+    empty: MLX's choice.
 
     Raises ConfigError for any other value.
     """

@@ -79,8 +79,7 @@ class RecurrenceShape:
 
     delta: the gated delta rule; otherwise Mamba 2's state space update, whose groups are k_heads
     and whose head is v_dim by a state of k_dim.  vector: a gate per column of the state, not per
-    head.  fused: the kernel also computes beta, the gates unless they are vectors, and with delta
-    the norms of keys and queries.  dtype: that of the rows; states are float32.
+    head.  dtype: that of the rows; states are float32.
     """
 
     k_heads: int
@@ -90,7 +89,6 @@ class RecurrenceShape:
     dtype: mx.Dtype
     delta: bool = True
     vector: bool = False
-    fused: bool = False
 
     def __str__(self) -> str:
         text = "gated delta rule" if self.delta else "state space"

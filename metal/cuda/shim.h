@@ -1,7 +1,7 @@
 // Lets a kernel of metal/ compile as CUDA: what MSL means, in CUDA's words.
 //
 // A simdgroup is a warp and threadgroup memory is shared memory.  Address spaces are rewritten by the
-// launcher (kernels/cuda.py), not by macros: `device` is part of what __device__ expands to.
+// launcher (translate.py), not by macros: `device` is part of what __device__ expands to.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -57,7 +57,6 @@ KINDS_OF = {
     "expert_sum": "is wrong",
     "causal_conv": "is wrong, does not compile",
     "gated_delta": "is wrong, raises",
-    "fused_recurrence": "is wrong, does not compile",
     "gated_rms_norm": "is wrong",
 }
 CASES = [(kernel, kind) for kernel, kinds in KINDS_OF.items() for kind in kinds.split(", ")]
@@ -109,8 +108,6 @@ MODELS = {
 }  # fmt: skip
 PAIRS = [(name, k) for name, uses in MODELS.items() for k in KERNELS if use_of(k) in uses]
 PAIRS.append(("deepseek_v3", "merge_partitions"))
-# gated_delta is launched in its other use.
-NOT_USED += [("qwen3_next", "gated_delta")]
 
 
 @pytest.mark.parametrize(("name", "kernel"), PAIRS)

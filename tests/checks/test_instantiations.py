@@ -39,7 +39,7 @@ QWEN35 = KernelUse(
     16,
     recurrences=(
         ConvShape(8192, 4, False, True, mx.bfloat16),
-        RecurrenceShape(16, 32, 128, 128, mx.bfloat16, fused=True),
+        RecurrenceShape(16, 32, 128, 128, mx.bfloat16),
     ),
 )
 

@@ -12,13 +12,16 @@ from tests.support.miscompiled import miscompile, seeming_gpu
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated
+from vllm_metal_lite.checks.check import Check, MixtureShape
 from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.popular_shapes import YARN_FACTOR
 from vllm_metal_lite.checks.result import CheckResult, Speed
+from vllm_metal_lite.checks.run_check import run
 from vllm_metal_lite.checks.verdicts import verify
 from vllm_metal_lite.specs import (
     AttentionShape,
     ConvShape,
+    ExpertShape,
     KernelUse,
     Quantisation,
     RecurrenceShape,
@@ -271,3 +274,14 @@ def test_a_factor_that_a_kernel_gets_wrong_is_found(monkeypatch, name, shape, te
         use = KernelUse((shape,), 16, (RopeShape(dims, factor=factor),))
         failed = list(verify(use).failures)
         assert failed == ([name] if factor != 1 else [])
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [6, 60])
+def test_large_logits_that_overflow_are_noticed(count, dtype, monkeypatch):
+    check = Check("expert_topk", MixtureShape(ExpertShape(count, 64, 64), dtype))
+    assert run(check).passed
+    fault = "scores[s] - top)", "scores[s] - 0.5f * top)"
+    monkeypatch.setitem(MISCOMPILED, "expert_topk", fault)
+    miscompile(monkeypatch, "expert_topk")
+    assert not run(check).passed

@@ -4,15 +4,18 @@ import json
 import os
 import signal
 import sys
+from statistics import median
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support.cli_kit import CONTEXT, model_folder
 from vllm_metal_lite.cli import machine
+from vllm_metal_lite.cli.bench import suite
 from vllm_metal_lite.cli.bench.cases import SETTLE_STEPS, BenchCase, make_cases
-from vllm_metal_lite.cli.bench.suite import Suite
+from vllm_metal_lite.cli.bench.engines import ThisEngine
+from vllm_metal_lite.cli.bench.suite import Suite, Timing, drive, medians
 from vllm_metal_lite.cli.bench.table import ratio, table
-from vllm_metal_lite.cli.bench.timed_case import ThisEngine, Timing, drive, medians, timing
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError, RequestError
@@ -38,14 +41,16 @@ def bench(tmp_path, capsys):
 class Script:
     """An engine that does in each step what a script says: the requests that get a token."""
 
-    def __init__(self, *steps: list[int], name: str = "ours") -> None:
-        self._steps, self.name, self.ended = iter(steps), name, False
+    name = "ours"
+
+    def __init__(self, *steps: list[int]) -> None:
+        self.steps, self.ended = iter(steps), False
 
     def begin(self, prompts, max_tokens) -> None:
         self.ended = False
 
     def step(self) -> list[int]:
-        return next(self._steps)
+        return next(self.steps)
 
     def end(self) -> None:
         self.ended = True
@@ -58,7 +63,7 @@ def test_both_engines_are_measured_and_the_report_says_so(bench):
     assert [(c["requests"], c["context"]) for c in report["cases"]] == [(1, 16), (3, 16)]
     for case in report["cases"]:
         for engine in "ours", "mlx_lm":
-            assert all(case[engine][field] > 0 for field in Timing.__dataclass_fields__)
+            assert all(case[engine][field] > 0 for field in Timing._fields)
         assert case["ratios"]["decode_rate"] == pytest.approx(
             case["ours"]["decode_rate"] / case["mlx_lm"]["decode_rate"]
         )
@@ -85,24 +90,6 @@ def test_what_is_too_long_or_too_large_is_skipped(bench):
     _, _, report = bench("--num-blocks", "12", "--requests", "1,2,30", "--max-model-len", "100")
     assert [("skipped" in case) for case in report["cases"]] == [False, False, True]
     assert "the memory holds" in report["cases"][2]["skipped"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--requests", "0"], "--requests: must be an integer from 1"),
-        (["--requests", "1,x"], "got 'x'"),
-        (["--requests", "33"], "--max-num-seqs (32), got 33"),
-        (["--seconds", "nan"], "--seconds: must be a number from 1"),
-        (["--report", "/nowhere/a.json"], "/nowhere/a.json: No such file"),
-    ],
-    ids=str,
-)
-def test_bad_flags_are_refused_before_the_model_is_loaded(flags, words, capsys):
-    assert main(["bench", "no/such-model", *flags]) == 2
-    err = capsys.readouterr().err
-    assert words in err
-    assert "Loading" not in err
 
 
 def test_control_c_shows_what_is_measured_so_far(monkeypatch, capsys, tmp_path):
@@ -140,27 +127,40 @@ def test_an_engine_that_fails_spoils_its_case_only(monkeypatch, capsys):
 # Measuring
 
 
-def test_decodes_count_while_all_requests_decode():
+class Ticks(Script):
+    """A script whose steps take half a second each of an injected clock."""
+
+    def __init__(self, monkeypatch, *steps: list[int]) -> None:
+        super().__init__(*steps)
+        self.now = 0.0
+        monkeypatch.setattr(suite, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def step(self) -> list[int]:
+        self.now += 0.5
+        return super().step()
+
+
+def test_decodes_count_while_all_requests_decode(monkeypatch):
     """Request 0 has three tokens before request 1 has its first."""
-    times = [[1.0, 2.0, 3.0], [4.0]]
-    for step in range(1, 21):
-        for request in times:
-            request.append(4.0 + 0.5 * step)
-    result = timing(BenchCase(2, 100), times)
-    assert result.seconds_to_first == 2.5
-    assert result.prompt_rate == 200 / 4.0
-    assert result.decode_rate == pytest.approx(2 / 0.5)
-    assert timing(BenchCase(2, 4), [[1.0], [2.0]]).decode_rate is None
-    assert timing(BenchCase(2, 4), [[1.0], []]) is None
-
-
-def test_a_run_ends_after_the_counted_steps_or_when_told():
-    together = [[0, 1]] * 100
-    engine = Script([], [0], [0], *together)
-    times = drive(engine, [[1], [2]], 5, 50, lambda: False)
-    assert list(map(len, times)) == [3 + SETTLE_STEPS + 5, 1 + SETTLE_STEPS + 5]
+    together = [[0, 1]] * (SETTLE_STEPS + 5)
+    engine = Ticks(monkeypatch, [], [0], [0], [0], [1], *together)
+    result = drive(engine, [[1] * 100] * 2, 5, 50, lambda: False)
+    assert result == Timing(median([1.0, 2.5]), 200 / 2.5, 2 / 0.5)
     assert engine.ended
-    assert list(map(len, drive(engine, [[1], [2]], 5, 50, lambda: True))) == [0, 0]
+    assert next(engine.steps, None) is None, "all steps are needed"
+
+
+@pytest.mark.parametrize(("max_tokens", "most_seconds"), [(50, 5), (SETTLE_STEPS + 3, 50)])
+def test_a_run_that_is_too_short_has_no_decode_rate(monkeypatch, max_tokens, most_seconds):
+    engine = Ticks(monkeypatch, *[[0, 1]] * (SETTLE_STEPS + 3))
+    result = drive(engine, [[1], [1]], 5, max_tokens, lambda: engine.now >= most_seconds)
+    assert result == Timing(0.5, 4.0, None)
+
+
+def test_a_run_without_all_first_tokens_has_no_result(monkeypatch):
+    engine = Ticks(monkeypatch, [0], [0])
+    assert drive(engine, [[1], [1]], 5, 50, lambda: engine.now >= 1) is None
+    assert engine.ended
 
 
 def test_an_engine_that_fails_is_left_empty():
@@ -171,17 +171,18 @@ def test_an_engine_that_fails_is_left_empty():
 
 
 def test_a_time_limit_skips_and_says_how_long():
-    suite = Suite([Script()], range(9), EngineConfig(), 10**9, seconds=-1.0, stop=lambda: False)
-    suite._engines[0].step = list  # nothing ever comes
-    suite.run([BenchCase(1, 8)], 4)
-    assert suite.results[0].skipped
-    assert not suite.results[0].timings
+    silent = Script()
+    silent.step = list  # nothing ever comes
+    tried = Suite([silent], range(9), 4, 10**9, seconds=-1.0)
+    tried.run([BenchCase(1, 8, 50)], stop=lambda: False)
+    assert tried.results[0].skipped == "did not end within the time limit"
+    assert not tried.results[0].timings
 
 
 def test_cases_begin_with_the_fewest_tokens_and_fit_the_context():
     cases = make_cases([1, 4], [8, 500], 8, 100, EngineConfig())
-    assert cases == sorted(cases, key=lambda case: case.prompt_tokens)
-    assert all(c.context + c.max_tokens(8, EngineConfig()) <= 100 for c in cases)
+    assert cases == sorted(cases, key=lambda case: case.requests * case.context)
+    assert all(case.context + case.max_tokens <= 100 for case in cases)
     with pytest.raises(RequestError, match="context of 10 tokens"):
         make_cases([1], [8], 8, 10, EngineConfig())
 

@@ -1,9 +1,14 @@
 """`vllm-metal-lite chat`: as a person at a terminal meets it, and in a pipe."""
 
+import ctypes
+import logging
 import os
 import re
+import readline
 import shutil
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +17,7 @@ from tests.support import tiny_models
 from tests.support.cli_kit import CONTEXT, CONTROL_C, ENDLESS, Typist, model_folder, pipe
 from vllm_metal_lite.cli.conversation import Conversation
 from vllm_metal_lite.cli.main import main
+from vllm_metal_lite.engine.interrupt import DeferredInterrupt
 from vllm_metal_lite.engine.llm import LLM
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -152,6 +158,74 @@ def test_control_c_while_the_model_loads(typist, tmp_path):
     assert "Traceback" not in me.seen
 
 
+@pytest.mark.skipif("libedit" in (readline.__doc__ or ""), reason="libedit has no pastes")
+def test_a_pasted_text_is_one_message(typist):
+    me = typist("--max-tokens", "8")
+    me.wait(PROMPT)
+    assert "\x1b[?2004h" in me.seen  # asks the terminal to put brackets around what is pasted
+    me.press("\x1b[200~one\rtwo\rthree\x1b[201~")
+    me.wait("three")
+    me.press("\r")
+    seen = me.wait(PROMPT)
+    assert f"[{1 + len('one two three') + 2} prompt tokens" in seen
+    assert seen.count("prompt tokens") == 1
+
+
+def test_a_command_with_text_after_it(typist):
+    me = typist("--max-tokens", "8")
+    me.wait(PROMPT)
+    me.type("/quit now")
+    assert "/quit takes no text after it" in me.wait(PROMPT)
+    me.type("  /quit ")  # after a space it is a message
+    assert "prompt tokens" in me.wait(PROMPT)
+    me.type("/quit ")
+    assert me.leave() == 0
+
+
+def test_control_c_in_a_step_is_answered_at_once():
+    """The main thread is in C, as in a step, and returns only when Ctrl-C is answered."""
+    reader, writer = os.pipe()
+    late = threading.Timer(20, os.write, [writer, b"late"])
+    byte = ctypes.create_string_buffer(1)
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with DeferredInterrupt(lambda: os.write(writer, b"!")) as interrupt:
+        signal.siginterrupt(signal.SIGINT, False)
+        main_thread = threading.main_thread().ident
+        press = threading.Timer(0.1, signal.pthread_kill, [main_thread, signal.SIGINT])
+        press.start()
+        late.start()
+        ctypes.CDLL(None).read(reader, byte, 1)
+        late.cancel()
+        assert byte.raw == b"!"
+        press.join()
+        assert interrupt.pressed
+    assert signal.signal(signal.SIGINT, before) is signal.SIG_DFL
+    for fd in (reader, writer):
+        os.close(fd)
+
+
+def test_control_c_in_a_long_prompt_stops_at_the_next_chunk(monkeypatch):
+    llm = LLM(str(model_folder()), max_num_seqs=1, max_num_batched_tokens=32)
+    conversation = Conversation(llm.engine, SamplingParams(temperature=0, max_tokens=4))
+    step, said = llm.engine.step, threading.Event()
+
+    def interrupted():
+        signal.raise_signal(signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    written = []
+    turn = conversation.ask("x" * (CONTEXT // 2), written.append, said.set)
+    assert not "".join(written)
+    assert said.is_set()
+    assert not turn.kept
+    assert conversation.messages == []
+    assert llm.metrics()["prefill_tokens"] <= 64  # one step, and one that was submitted ahead
+    monkeypatch.undo()
+    assert conversation.ask("go on", written.append, pytest.fail).kept
+    assert "".join(written)
+
+
 def test_a_pipe_gets_only_the_answer(capsys, monkeypatch):
     message = "hello\nwörld 🎉"
     flags = ["--temperature", "0", "--max-tokens", "30", "--system", "be brief"]
@@ -178,6 +252,14 @@ def test_a_pipe_gets_only_the_answer(capsys, monkeypatch):
     assert f"the context holds {CONTEXT}" in err
 
 
+def test_a_piped_answer_says_that_it_is_cut(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", pipe("hello"))
+    assert main(["chat", str(model_folder()), "--temperature", "0", "--max-model-len", "64"]) == 1
+    out, err = capsys.readouterr()
+    assert out
+    assert err == "error: the answer is cut: the context of 64 tokens is full\n"
+
+
 def test_a_recurrent_model_keeps_its_system_prompt_when_the_conversation_starts_over(tmp_path):
     folder = tiny_models.write_folder(tmp_path / "hybrid", "qwen3_next")
     engine = LLM(str(folder), num_blocks=64, block_size=8, max_num_batched_tokens=64).engine
@@ -187,3 +269,20 @@ def test_a_recurrent_model_keeps_its_system_prompt_when_the_conversation_starts_
     conversation.reset()
     turn = conversation.ask("And then?", lambda text: None)
     assert turn.output.num_cached_tokens >= 48
+
+
+def test_transformers_does_not_warn_of_a_limit_that_is_ours():
+    warned = []
+    logger = logging.getLogger("transformers")
+    handler, level = logging.Handler(), logger.level
+    handler.emit = warned.append
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    try:
+        llm = LLM("demo", num_blocks=8)
+        with pytest.raises(ValueError, match="room for"):
+            llm.generate("a b " * 3000, SamplingParams(max_tokens=1))
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert not warned

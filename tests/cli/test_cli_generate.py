@@ -153,6 +153,15 @@ def test_answers_of_a_form(generate):
     assert "structured_outputs.regex" in results[2]["error"]
 
 
+def test_a_line_of_messages_needs_a_chat_template(capsys, tmp_path):
+    lines = tmp_path / "in.jsonl"
+    lines.write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
+    assert main(["generate", str(lines), "--model", str(model_folder(template=False))]) == 1
+    out, _ = capsys.readouterr()
+    assert "has no chat template, so it takes no messages: give it a prompt" in out
+    assert "generate" not in out
+
+
 def test_the_input_is_not_overwritten(tmp_path, capsys):
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "x"}\n')

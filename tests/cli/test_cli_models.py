@@ -304,8 +304,3 @@ def test_names_cannot_control_the_terminal(folders):
     text = "".join(table([entry, {**entry, "supported": False, "problem": odd}]))
     assert text.count("a�[2Jb�") == 5
     assert text.isprintable()
-
-
-def test_a_folder_that_does_not_exist(capsys):
-    assert main(["models", "/nowhere/at/all"]) == 2
-    assert capsys.readouterr().err == "error: /nowhere/at/all: no such folder\n"

@@ -317,7 +317,7 @@ def test_products_of_few_rows_go_through_the_kernel(monkeypatch, name):
             engine = tiny.engine(name, mx.bfloat16, attention="kernels", max_num_batched_tokens=70)
             assert isinstance(engine.runner.fusion, FusedLaunches)
             fusion = replace(engine.runner.fusion, skinny_rows=few)
-            engine.runner.path = replace(engine.runner.path, fusion=fusion)
+            engine.runner._take(replace(engine.runner.path, fusion=fusion))
             launches.clear(), forwards.clear()
             for i, prompt in enumerate(tiny.prompts(5, 3, 20, seed=3)):
                 params = SamplingParams(temperature=0, max_tokens=4 + i)
@@ -353,7 +353,7 @@ def test_products_that_do_not_suit_a_model_are_done_without(monkeypatch, caplog,
     attention = KernelAttention(store, "gather", ())
     monkeypatch.setattr(decide, "faster_rows", lambda *_: range(1, 65))
     with installed():
-        fusion, _ = decide.decide(packed, attention)
+        fusion = decide.decide(packed, attention)
     assert isinstance(fusion, FusedLaunches)
     assert fusion.skinny_rows == (range(0) if wrong else range(1, 65))
     assert ["products by skinny_gemm" in m for m in caplog.messages] == [True] * bool(wrong)

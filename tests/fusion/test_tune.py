@@ -51,8 +51,8 @@ def decided(monkeypatch, packed, attention, wrong=()) -> tuple[range, str]:
     """The rows whose products go through the kernel, and the note, for a model that passes its
     trial."""
     monkeypatch.setattr(decide._Trials, "problem", lambda *_: None)
-    fusion, note = decide.decide(packed, attention, wrong)
-    return fusion.skinny_rows, note
+    fusion = decide.decide(packed, attention, wrong)
+    return fusion.skinny_rows, fusion.note
 
 
 def timed(monkeypatch, *faster) -> list[int]:
@@ -139,7 +139,7 @@ def test_products_of_quantised_weights_are_timed(monkeypatch, name):
 def test_nothing_is_timed_where_fused_launches_are_wrong(monkeypatch, caplog):
     sizes = timed(monkeypatch, 1, 8)
     monkeypatch.setattr(decide._Trials, "problem", lambda *_: Problem("wrong logits"))
-    assert decide.decide(*model()) == (NO_FUSION, "")
+    assert decide.decide(*model()) is NO_FUSION
     assert "fused launches do not suit this model: wrong logits" in caplog.text
     assert sizes == []
 

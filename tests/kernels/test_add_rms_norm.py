@@ -120,14 +120,14 @@ def test_rows_do_not_touch_each_other():
     assert not floats(normed[2]).any()
 
 
-@pytest.mark.parametrize("other", [mx.ones((2, 7)), mx.ones((2, 16), mx.float16)])
+@pytest.mark.parametrize("other", [mx.ones((1, 16)), mx.ones((2, 16), mx.float16)])
 def test_bad_input_is_named(other):
-    with pytest.raises(ValueError, match="of one shape and type, with at least 8"):
-        add_rms_norm(mx.ones((2, other.shape[1])), other, None, 1e-5)
+    with pytest.raises(ValueError, match=r"y must be \(2, 16\) mlx.core.float32, not \(\d, 16\)"):
+        add_rms_norm(mx.ones((2, 16)), other, None, 1e-5)
 
 
 def test_a_post_norm_of_another_type_is_refused():
     """Its result would not have the type of the rows."""
     x = mx.ones((2, 16), mx.float16)
-    with pytest.raises(ValueError, match=r"a post norm is mlx\.core\.float32, and its rows mlx"):
+    with pytest.raises(ValueError, match=r"post norm must be \(16,\) mlx.core.float16, not"):
         add_rms_norm(x, x, None, 1e-5, RMSNorm(mx.ones(16), 1e-5))

@@ -142,14 +142,12 @@ def test_large_values_do_not_overflow():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weight": mx.zeros((8, 9))}, "kernel size 9 is not from 2 to 8"),
         ({"weight": mx.zeros((9, 4))}, r"x is columns 0 to 9 of .* but its array is \(2, 8\)"),
         ({"x": Columns(mx.zeros((2, 8), mx.float16), 0)}, r"array is \(2, 8\) mlx.core.float16"),
         ({"x": Columns(mx.zeros((2, 15)), 8)}, r"8 to 16 of .* is \(2, 15\)"),
-        ({"bias": mx.zeros(8, mx.float16)}, r"bias \(8,\) mlx.core.float16 is not \(8,\) mlx"),
-        ({"bias": mx.zeros(9)}, r"bias \(9,\) mlx.core.float32 is not \(8,\)"),
-        ({"states": mx.zeros((5, 4, 8))}, r"not \(slots, 3, 8\) mlx.core.float32"),
-        ({"weight": mx.zeros((7, 4))}, "7 channels are fewer than 8"),
+        ({"bias": mx.zeros(8, mx.float16)}, r"bias must be \(8,\) .*, not \(8,\) mlx.core.float16"),
+        ({"bias": mx.zeros(9)}, r"bias must be \(8,\) mlx.core.float32, not \(9,\)"),
+        ({"states": mx.zeros((5, 4, 8))}, r"states must be \(5, 3, 8\) .*, not \(5, 4, 8\)"),
     ],
 )
 def test_bad_input_is_named(change, message):

@@ -94,12 +94,10 @@ def test_nearly_the_same_as_nemotron_h_s_layer(dtype):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dim": 24}, r"x \(2, 4, 16\) and a gate of 2 rows do not fit groups of 24"),
-        ({"dim": 4}, "8 or more"),
-        ({"z": Columns(mx.zeros((3, 64)), 0)}, "a gate of 3 rows"),
+        ({"z": Columns(mx.zeros((3, 64)), 0)}, r"z is columns 0 to 64 of 2 rows .* \(3, 64\)"),
         ({"z": Columns(mx.zeros((2, 64)), 1)}, r"z is columns 1 to 65 of .* \(2, 64\)"),
-        ({"weight": mx.zeros(32)}, r"weight \(32,\) mlx.core.float32 is not \(16,\) or \(64,\)"),
-        ({"weight": mx.zeros(16, mx.float16)}, "float16 is not"),
+        ({"weight": mx.zeros(32)}, r"weight must be \(64,\) mlx.core.float32, not \(32,\)"),
+        ({"weight": mx.zeros(16, mx.float16)}, r"must be \(16,\) .*, not \(16,\) mlx.core.float16"),
     ],
 )
 def test_bad_input_is_named(change, message):

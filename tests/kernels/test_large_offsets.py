@@ -13,6 +13,7 @@ import pytest
 
 from metal.host import compiler_available, installed, memory
 from tests.support.kernel_cases import floats
+from tests.support.recurrent_cases import given
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import source
 from vllm_metal_lite.kernels.arguments import new_ticket
@@ -21,7 +22,6 @@ from vllm_metal_lite.kernels.experts import ExpertWeight, expert_product, plan_e
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kernels.recurrence import given
 from vllm_metal_lite.kernels.segments import pack_segments
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")

@@ -120,15 +120,6 @@ def test_scores_far_apart_do_not_overflow():
     assert np.isfinite(case.run()).all()
 
 
-def test_what_the_kernels_cannot_do_is_refused():
-    with pytest.raises(ValueError, match="head size 264"):
-        Case([2, 2], 16, v_dim=264).run()
-    case = Case([2, 2], 16)
-    case.how["window"] = 9
-    with pytest.raises(ValueError, match="without a window"):
-        case.run()
-
-
 @given(
     st.integers(1, 1024),
     st.sampled_from([(8, 8), (16, 8), (71, 1)]),

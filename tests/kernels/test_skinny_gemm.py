@@ -307,20 +307,20 @@ BAD_QUANTISED = {
 
 
 @pytest.mark.parametrize("bad", BAD_QUANTISED)
-def test_a_bad_quantised_weight_is_named(bad):
+def test_a_bad_quantised_weight_is_not_served(bad):
     how, depth, dtype, of_weight = BAD_QUANTISED[bad]
     x, weight = mx.ones((2, depth), dtype), quantised(mx.ones((7, depth), of_weight), how)
     assert not fits(x, weight)
-    with pytest.raises(ValueError, match=rf"weight \(7, {depth}\) .*{how.bits} bits in groups of"):
-        skinny_gemm(x, weight)
 
 
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_input_is_named(bad):
     *shapes, dtype, other = BAD[bad]
     x, weight = mx.zeros(shapes[0], dtype), mx.zeros(shapes[1], other)
-    assert fits(x, weight) is (bad == "unlike depths")  # which no layer has
-    with pytest.raises(ValueError, match=r"x \(.* must be of one 16-bit .* at most 64 rows"):
+    if bad != "unlike depths":  # which no layer has
+        assert not fits(x, weight)
+        return
+    with pytest.raises(ValueError, match=r"x must be \(\d+, \d+\) .*, not \("):
         skinny_gemm(x, weight)
 
 
@@ -328,14 +328,7 @@ def test_bad_company_is_named():
     x, weight, gain = mx.zeros((2, 32), mx.float16), mx.zeros((8, 32), mx.float16), mx.zeros(32)
     with pytest.raises(ValueError, match=r"norm's weight must be \(32,\) mlx.core.float16, not"):
         skinny_gemm(x, weight, norm=RMSNorm(gain, EPS))
-    with pytest.raises(ValueError, match="norm of a product must have a weight"):
-        skinny_gemm(x, weight, norm=RMSNorm(None, EPS))
     with pytest.raises(ValueError, match=r"residual must be \(2, 4\) .* not \(2, 8\)"):
         skinny_gemm(x, weight, residual=mx.zeros((2, 8), mx.float16), gate="silu")
     with pytest.raises(ValueError, match=r"bias must be \(8,\) .* not \(4,\)"):
         skinny_gemm(x, weight, bias=mx.zeros(4, mx.float16))
-    with pytest.raises(ValueError, match="as many weights for gate as for up"):
-        skinny_gemm(x, weight[:7], gate="silu")
-    few, five = quantised(mx.zeros((8, 64)), Quantisation(4, 32, "mxfp4")), mx.zeros((5, 64))
-    with pytest.raises(ValueError, match="5 rows are more than 4, the most without matrices"):
-        skinny_gemm(five.astype(mx.float16), few, plan=GemmPlan(1, 1, 1, 16, True))

@@ -206,8 +206,8 @@ def test_an_abort_and_a_step_that_fails_leave_the_others_states_alone(monkeypatc
 @pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("how", ["call", "eval", "submit"])
 @pytest.mark.parametrize(("name", "kernel"), [
-    ("qwen3_next", "fused_recurrence"), ("qwen3_next", "causal_conv"),
-    ("nemotron_h", "fused_recurrence"),
+    ("qwen3_next", "gated_delta"), ("qwen3_next", "causal_conv"),
+    ("nemotron_h", "gated_delta"),
     ("lfm2", "causal_conv"), ("lfm2", "paged_decode"),
 ])  # fmt: skip
 def test_a_kernel_that_fails_costs_states_and_no_token(name, kernel, how, monkeypatch):

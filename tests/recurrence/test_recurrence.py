@@ -32,6 +32,8 @@ from vllm_metal_lite.recurrence.base import (
     StateSpace,
     StepRecurrence,
 )
+from vllm_metal_lite.recurrence.kernels import recurrence_unsupported
+from vllm_metal_lite.specs import ConvShape, RecurrenceShape
 
 needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -198,10 +200,23 @@ def test_mlxs_own_gated_delta_rule_agrees(step):
     given = asked.given
     for index, (_, _, slots) in enumerate(step.spans):
         part = step.rows_of(index)
-        packed = given.q, given.k, given.v, given.gates, given.beta
+        packed = given.q, given.k, given.v, given.gates, mx.sigmoid(given.b)
         inputs = (x.squeeze(1)[part][None] for x in packed)
         fresh = slots.initial == EMPTY_SLOT
         state = mx.zeros((1, *LINEAR)) if fresh else mx.array(before[slots.initial])[None]
         y, last = mx.fast.gated_delta_update(*inputs, state)
         close(np.array(y[0]), y_rows[part])
         close(np.array(last[0]), after[slots.final])
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (ConvShape(64, 9, False, True, mx.float16), "there is no kernel for a 64 channels by 9"),
+        (ConvShape(7, 4, False, True, mx.float16), "there is no kernel for a 7 channels"),
+        (ConvShape(64, 4, False, True, mx.int32), "there are no kernels for mlx.core.int32"),
+        (RecurrenceShape(2, 4, 24, 8, mx.float16), "key size 24 is not"),
+    ],
+)
+def test_layers_that_no_kernel_serves_are_named(shape, message):
+    assert message in recurrence_unsupported(shape)

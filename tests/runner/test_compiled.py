@@ -130,10 +130,10 @@ def forwards_with(monkeypatch, name, fuse, **fusion):
 
     def noting(self, attention, *args):
         stubs.needed()
-        logits, step = call(self, attention, *args), attention.step
+        (logits, hidden), step = call(self, attention, *args), attention.step
         launches = stubs.needed(logits, *attention.state)
         found.append((step.batch is None, len(step.token_ids), len(logits), launches))
-        return logits
+        return logits, hidden
 
     engine = tiny.engine(name, mx.bfloat16, max_num_batched_tokens=24)
     monkeypatch.setattr(PackedModel, "__call__", noting)

@@ -79,7 +79,7 @@ def engine_of(kind, option="auto", **more):
     with pytest.MonkeyPatch.context() as patch:
         as_on_a_gpu(patch, Verdict({}, prefill))
         if not fused:
-            patch.setattr(decide, "decide", lambda *_: (NO_FUSION, ""))
+            patch.setattr(decide, "decide", lambda *_: NO_FUSION)
         how = {"max_num_batched_tokens": 24, **options, **more}
         return tiny.engine(name, attention=option, **how)
 

@@ -65,8 +65,7 @@ MISCOMPILED = {
     # The first row of a segment is not carried on; a row does not see itself.
     "causal_conv": ("from + j >= begin ?", "from + j > begin ?"),
     "gated_delta": ("y + delta * both", "y"),
-    # A bias that is forgotten; the gate of another group.
-    "fused_recurrence": ("softplus(gate + bias)", "softplus(gate)"),
+    # The gate of another group.
     "gated_rms_norm": ("Z_START + group * DIM", "Z_START + group / 2 * DIM"),
 }
 # Uses of kernels that are checked by themselves: when they are launched.
@@ -74,7 +73,7 @@ FORMS = {row.name: " || ".join(row.template) for row in REGISTRY.values() if row
 KINDS = ("does not compile", "is wrong", "raises", "hangs", "ends the process", "is slow")
 # Kernels without a fallback to compare with.
 _NOT_TIMED = (
-    "kv_write", "kv_gather", "skinny_gemm", "causal_conv", "gated_delta", "fused_recurrence",
+    "kv_write", "kv_gather", "skinny_gemm", "causal_conv", "gated_delta",
     "expert_topk", "expert_plan", "expert_gemm", "expert_sum", "kv_write_quantised",
     "kv_gather_quantised",
 )  # fmt: skip
@@ -108,7 +107,7 @@ RECURRENT = KernelUse(
     recurrences=(
         ConvShape(40, 4, False, True, mx.float32),
         GatedNormShape(8, 3, mx.float32),
-        RecurrenceShape(1, 2, 16, 8, mx.float32, fused=True),
+        RecurrenceShape(1, 2, 16, 8, mx.float32),
     ),
 )
 QUANTISED = KernelUse((replace(SHAPE, kv_bits=8),), 16)
@@ -117,9 +116,7 @@ _USE_OF = {
     **dict.fromkeys(("latent_attention", "latent_write"), LATENT),
     **dict.fromkeys(("kv_write_quantised", "kv_gather_quantised"), QUANTISED),
     **dict.fromkeys(("expert_topk", "expert_plan", "expert_gemm", "expert_sum"), EXPERTS),
-    **dict.fromkeys(
-        ("causal_conv", "gated_delta", "fused_recurrence", "gated_rms_norm"), RECURRENT
-    ),
+    **dict.fromkeys(("causal_conv", "gated_delta", "gated_rms_norm"), RECURRENT),
 }
 
 

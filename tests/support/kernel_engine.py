@@ -27,5 +27,5 @@ def engine_with_kernels(name: str, verdict: Verdict = _RIGHT, **options: Any) ->
     and nothing is fused."""
     with pytest.MonkeyPatch.context() as patch:
         as_on_a_gpu(patch, verdict)
-        patch.setattr(decide, "decide", lambda *_: (NO_FUSION, ""))
+        patch.setattr(decide, "decide", lambda *_: NO_FUSION)
         return tiny.engine(name, **options)

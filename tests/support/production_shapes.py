@@ -8,6 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from metal.host.texts import KernelText, recorded
+from tests.support.recurrent_cases import given
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.popular_shapes import YARN_FACTOR
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
@@ -30,7 +31,7 @@ from vllm_metal_lite.kernels.latent_attention import latent_attention
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.prefill import varlen_prefill
-from vllm_metal_lite.kernels.recurrence import QKNorm, delta_gates, given, time_gates
+from vllm_metal_lite.kernels.recurrence import QKNorm, delta_gates, time_gates
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, shared_prefix
 from vllm_metal_lite.kernels.skinny_gemm import skinny_gemm

@@ -9,6 +9,8 @@ import numpy as np
 
 from tests.support.kernel_cases import rounded
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.recurrence import Gates
 from vllm_metal_lite.kernels.segments import EMPTY, pack_segments
 
 # (rtol, atol): results are rounded once to their type, and sums of some hundred terms of size 1 are
@@ -92,6 +94,14 @@ RAGGED = {
     "moved": {2, 3},
     "checkpoints": [(1, 8), (1, 13), (3, 16), (3, 0), (0, 1)],
 }
+
+
+def given(gates: mx.array, beta: mx.array) -> Gates:
+    """Finished gates (N, V) float32, or (N, V, K) for each column of the state; beta (N, V).
+
+    No model gives these to the kernel, but then a test needs no tolerance for gates.
+    """
+    return Gates(Columns(gates.reshape(len(gates), -1), 0), Columns(beta, 0), gates.ndim == 3)
 
 
 def conv_by_definition(

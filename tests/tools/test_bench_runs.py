@@ -41,6 +41,6 @@ def test_a_trusted_engine_uses_every_kernel_for_all_rows(monkeypatch):
     monkeypatch.setattr(decide.Trial, "problem", lambda *_: pytest.fail("a trial"))
     with trusted("varlen"):
         verdict = verdicts.verify(None)
-        fusion, _ = decide.decide(model.packed, KernelAttention(store, verdict.prefill, ()))
+        fusion = decide.decide(model.packed, KernelAttention(store, verdict.prefill, ()))
     assert not verdict.failures
     assert fusion.skinny_rows == range(1, 65)

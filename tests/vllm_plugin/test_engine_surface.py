@@ -19,11 +19,15 @@ from tests.vllm_plugin import kit
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.model import loader
-from vllm_metal_lite.model.packed import NO_FUSION
+from vllm_metal_lite.model.packed import Fusion
 from vllm_metal_lite.vllm_plugin import worker
 from vllm_metal_lite.vllm_plugin.worker import _check_rotation
 
 PROMPTS = tiny.prompts(8, 3, 40, seed=9)
+
+
+class NoFusion(Fusion):
+    note = "; nothing fused"
 
 
 def run(llm, steps=10_000):
@@ -86,9 +90,7 @@ def test_sleep_gives_memory_back_and_waking_up_changes_no_token(level):
 def test_what_is_fused_is_decided_for_each_store(monkeypatch):
     """At the start, and when a worker that slept gets a new one."""
     seen, said = [], []
-    monkeypatch.setattr(
-        decide, "decide", lambda *args: (seen.append(args[:2]), (NO_FUSION, "; nothing fused"))[1]
-    )
+    monkeypatch.setattr(decide, "decide", lambda *args: (seen.append(args[:2]), NoFusion())[1])
     monkeypatch.setattr(worker.logger, "info", lambda text, *args: said.append(text % args))
     with kit.engine(enable_sleep_mode=True) as llm:
         for count in (1, 2):

@@ -38,7 +38,7 @@ def kernels(monkeypatch):
 @pytest.mark.parametrize("async_scheduling", [True, False])
 def test_answers_are_those_of_the_model_alone(kernels, monkeypatch, kernel, how, async_scheduling):
     if kernel == "kv_write":  # fused launches do without
-        monkeypatch.setattr("vllm_metal_lite.fusion.decide.decide", lambda *_: (NO_FUSION, ""))
+        monkeypatch.setattr("vllm_metal_lite.fusion.decide.decide", lambda *_: NO_FUSION)
     fault = FailingKernels(monkeypatch, kernel, how=how)
     launches = []
     sample = MetalLiteWorker.sample_tokens

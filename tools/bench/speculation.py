@@ -11,7 +11,6 @@ like others.  `new`: no part of the answer was there before.  Prints Markdown: t
 median of the runs, and ratios; and the microseconds that a lookup takes.
 """
 
-import argparse
 import faulthandler
 import json
 import statistics
@@ -26,6 +25,7 @@ import numpy as np
 from tools.bench.lib.models import get_model
 from tools.bench.lib.tables import table_head
 from tools.bench.lib.trust import trusted
+from tools.dev.run_main import parser_of
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend
 from vllm_metal_lite.config import MAX_DRAFT
 from vllm_metal_lite.model.loader import LoadedModel, load
@@ -141,9 +141,7 @@ def make_engine(model: Any, length: int, count: int, mode: str) -> LLMEngine:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="qwen3-4b")
     parser.add_argument("--bits")
     parser.add_argument("--tiny", action="store_true")

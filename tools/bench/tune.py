@@ -22,9 +22,9 @@ from tools.bench.lib.tables import table_head
 from tools.dev.run_main import run_main
 from vllm_metal_lite import MetalLiteError, backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import load as stores
-from vllm_metal_lite.checks.bandwidth import seconds_per_call
+from vllm_metal_lite.checks.fallbacks import TimedStore
 from vllm_metal_lite.devices import PROFILES, profile
+from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
 from vllm_metal_lite.kernels.decode import decode_plan, paged_decode
 from vllm_metal_lite.kernels.experts import Activation, Experts, ExpertWeight, expert_mlp
@@ -45,6 +45,28 @@ _FILLS = (16, 64, 128, 256, 512)
 Load = Callable[..., float]  # seconds of a call, under the profile in use
 
 
+def seconds_per_call(
+    call: Callable[[mx.array], mx.array], x: mx.array, chain: int, compiled: bool = True
+) -> float:
+    """Seconds of x = call(x), in chains, which keep the stream busy.
+
+    Compiled, as decode steps are, the time excludes building the graph.
+    """
+
+    def run(x: mx.array) -> mx.array:
+        for _ in range(chain):
+            x = call(x)
+        return x
+
+    run = mx.compile(run) if compiled else run
+
+    def chains(count: int) -> None:
+        for _ in range(count):
+            mx.eval(run(x))
+
+    return timing.seconds_alternating([chains])[0] / chain
+
+
 class Loads:
     """divisor: of contexts, widths and vocabularies; above 1 only in tests.  chain: of calls."""
 
@@ -58,13 +80,13 @@ class Loads:
         return x
 
     def decode(self, batch: int, context: int) -> float:
-        load = stores.TimedStore(self.shape, batch, max(32, context // self.divisor))
+        load = TimedStore(self.shape, batch, max(32, context // self.divisor))
         return self.seconds(load.by("gather"), load.queries())
 
     def prefix(self, rows: int, tokens: int) -> float:
         """Decodes behind one prefix, which is read once if that saves enough."""
         s, tokens = self.shape, max(2 * _BLOCK, tokens // self.divisor)
-        load, ticket = stores.TimedStore(s, 1, tokens + rows * _OWN), new_ticket()
+        load, ticket = TimedStore(s, 1, tokens + rows * _OWN), new_ticket()
         first, blocks = tokens // _BLOCK, mx.array(load.batch.block_tables[0])
         shared = mx.broadcast_to(blocks[:first], (rows, first))
         tables = mx.concatenate([shared, blocks[first:].reshape(rows, -1)], axis=1)

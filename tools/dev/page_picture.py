@@ -6,12 +6,12 @@ behind a shared prefix, and asks two questions in the page's own chat.  Needs Ch
 extra `dev`.  Without FILE: docs/images/engine.png, which README shows.
 """
 
-import sys
 from pathlib import Path
 
 from tests.support.page_kit import Shown, chromium, chromium_path, load
 from tests.support.server_kit import serving
-from vllm_metal_lite import EngineConfig
+from tools.dev.run_main import parser_of, run_main
+from vllm_metal_lite import EngineConfig, MetalLiteError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,24 +48,22 @@ def take(path: Path, dark: bool) -> None:
             page.locator("#engine-state").wait_for(state="hidden")  # no long step is under way
             page.screenshot(path=path)
         if shown.complaints:
-            raise SystemExit(f"page_picture: {'; '.join(shown.complaints)}")
+            raise MetalLiteError("; ".join(shown.complaints))
 
 
-def main(arguments: list[str]) -> int:
-    """Run the command line; returns the exit code."""
-    files = [argument for argument in arguments if argument != "--dark"]
-    if len(files) > 1 or any(name.startswith("-") for name in files):
-        print(__doc__, file=sys.stderr)
-        return 2
+def main() -> int:
+    parser = parser_of(__doc__)
+    picture = ROOT / "docs" / "images" / "engine.png"
+    parser.add_argument("file", type=Path, nargs="?", default=picture)
+    parser.add_argument("--dark", action="store_true")
+    args = parser.parse_args()
     if chromium_path() is None:
-        print("page_picture: there is no Chromium or Chrome here", file=sys.stderr)
-        return 1
-    path = Path(files[0]) if files else ROOT / "docs" / "images" / "engine.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    take(path, "--dark" in arguments)
-    print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
+        raise MetalLiteError("there is no Chromium or Chrome here")
+    args.file.parent.mkdir(parents=True, exist_ok=True)
+    take(args.file, args.dark)
+    print(f"{args.file}: {args.file.stat().st_size / 1e3:.0f} kB")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)

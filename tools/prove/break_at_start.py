@@ -16,12 +16,13 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
+from unittest.mock import patch
 
 import vllm_metal_lite.backend  # noqa: F401  (a fast BLAS, before anybody imports MLX)
 from tests.support import tiny_models as tiny
 from tests.support.broken_machine import cases, command, consequence, impatient, use_of
 from tools.prove.cpu_host import on_host
-from vllm_metal_lite import SamplingParams, backend
+from vllm_metal_lite import backend
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import isolated, verdicts
 from vllm_metal_lite.kernels.findings import Findings
@@ -83,15 +84,9 @@ def as_expected(kernel: str, kind: str, verdict: Verdict) -> bool:
 
 
 def tokens(verdict: Verdict, attention: str) -> list[list[int]]:
-    original, verdicts.verify = verdicts.verify, lambda _: verdict
-    try:
+    with patch.object(verdicts, "verify", lambda _: verdict):
         engine = tiny.engine("qwen3", attention=attention, num_blocks=64, max_num_batched_tokens=32)
-        for i, prompt in enumerate(tiny.prompts(4, 20, 40)):
-            engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=12))
-        done = tiny.run(engine)
-        return [done[str(i)].outputs[0].token_ids for i in range(4)]
-    finally:
-        verdicts.verify = original
+    return tiny.answers(engine, tiny.prompts(4, 20, 40), 12)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,6 @@ class Case:
 
     tiny: the architecture whose tiny model launches the kernel; None: any model.
     wrong: a condition on the kernel's template values under which the text does not compile.
-    without: a kernel that is not used from the start, so that this one is launched.
     """
 
     prefill: str = "varlen"
@@ -56,7 +55,6 @@ class Case:
     dtype: str = "float32"
     tiny: str | None = None
     wrong: str = "true"
-    without: str | None = None
 
 
 _PLAIN = Case("gather", fused=False)
@@ -72,9 +70,7 @@ CASES = {
     "skinny_gemm": Case(dtype="bfloat16"),
     **dict.fromkeys(("expert_topk", "expert_plan", "expert_gemm", "expert_sum"), _EXPERTS),
     **dict.fromkeys(("latent_attention", "latent_write"), _LATENTS),
-    **dict.fromkeys(("causal_conv", "gated_rms_norm"), _RECURRENT),
-    "gated_delta": replace(_RECURRENT, wrong="!(GATE || NORM)", without="fused_recurrence"),
-    "fused_recurrence": replace(_RECURRENT, wrong="GATE || NORM"),
+    **dict.fromkeys(("causal_conv", "gated_delta", "gated_rms_norm"), _RECURRENT),
 }
 
 
@@ -105,13 +101,12 @@ def make_engine(model: str, case: Case, attention: str, few: bool = True) -> LLM
     config = EngineConfig(max_num_batched_tokens=256, **sizes, **how)
     loaded = load(model, config.dtype) if case.tiny is None else _tiny(case.tiny, config.dtype)
     rows = range(1, 65) if few else range(0)
-    failures = {case.without: "not wanted"} if case.without else {}
     with ExitStack() as stack:
         for name in ("faster_rows", "faster_expert_rows"):
             stack.enter_context(patch.object(decide, name, lambda *_: rows))
         if not case.fused:
-            stack.enter_context(patch.object(decide, "decide", lambda *_: (NO_FUSION, "")))
-        verdict = Verdict(failures, case.prefill)
+            stack.enter_context(patch.object(decide, "decide", lambda *_: NO_FUSION))
+        verdict = Verdict({}, case.prefill)
         stack.enter_context(patch.object(verdicts, "verify", lambda *_: verdict))
         return LLMEngine(loaded, config)
 

@@ -63,6 +63,7 @@ class Step(NamedTuple):
     logits_indices: (R,) int32, the batch's indices, then padding; None: all rows get logits.
     plan: of the attention path, which alone reads it.  Two steps of one variant differ only in the
     values of their arrays.
+    pools: the forward also gives hidden states.
     variant: what a compiled step depends on, apart from its arrays' values; None if not compiled.
     """
 
@@ -74,6 +75,7 @@ class Step(NamedTuple):
     num_live: mx.array
     logits_indices: mx.array | None
     plan: Any
+    pools: bool
     variant: tuple | None = None
 
 
@@ -113,6 +115,7 @@ def make_step(
         mx.array([batch.num_tokens], mx.int32),
         logits_indices,
         plan,
+        batch.pooled is not None,
     )
 
 

@@ -28,26 +28,23 @@ LANE_ROWS = (1, 3)
 
 def checks_for(use: KernelUse) -> list[Check]:
     """Each kernel at the model's shapes, in the order in which they build on each other."""
-    checks: dict[Check, None] = {}
+    checks: list[Check] = []
     for shape in use.shapes:
-        checks |= dict.fromkeys(_attention(shape, use))
+        checks += _attention(shape, use)
     for shape, rope in _pairs(use):
-        checks |= dict.fromkeys(_new_rows(shape, rope, use))
-    for shape, rope in _latent_pairs(use):
-        checks[Check("latent_write", shape, 0, rope)] = None
+        checks += _new_rows(shape, rope, use)
+    checks += [Check("latent_write", shape, 0, rope) for shape, rope in _latent_pairs(use)]
     for recurrence in use.recurrences:
-        checks |= dict.fromkeys(_recurrence(recurrence))
-    if not use.shapes:
-        return list(checks)
-    dtype = use.shapes[0].dtype
-    for size in use.hidden_sizes:
-        checks[Check("add_rms_norm", NormShape(size, dtype))] = None
+        checks += _recurrence(recurrence)
+    dtype = use.shapes[0].dtype if use.shapes else mx.float32
+    if use.shapes:
+        checks += [Check("add_rms_norm", NormShape(size, dtype)) for size in use.hidden_sizes]
     if dtype != mx.float32:
-        checks |= dict.fromkeys(_products(use.weights, dtype))
-        for experts in use.experts:
-            for kernel in ("expert_topk", "expert_plan", "expert_gemm", "expert_sum"):
-                checks[Check(kernel, MixtureShape(experts, dtype))] = None
-    return list(checks)
+        checks += _products(use.weights, dtype)
+        kernels = "expert_topk", "expert_plan", "expert_gemm", "expert_sum"
+        mixtures = [MixtureShape(experts, dtype) for experts in use.experts]
+        checks += [Check(kernel, mixture) for mixture in mixtures for kernel in kernels]
+    return list(dict.fromkeys(checks))
 
 
 def _products(weights: Sequence[WeightShape], dtype: mx.Dtype) -> list[Check]:
@@ -70,8 +67,7 @@ def _recurrence(shape: RecurrentShape) -> list[Check]:
         return [Check("causal_conv", shape)]
     if isinstance(shape, GatedNormShape):
         return [Check("gated_rms_norm", shape)]
-    checks = [Check("gated_delta", replace(shape, fused=False))]
-    return checks + [Check("fused_recurrence", shape)] * shape.fused
+    return [Check("gated_delta", shape)]
 
 
 def _heads_only(shape: AttentionShape) -> AttentionShape:

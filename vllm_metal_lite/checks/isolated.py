@@ -108,7 +108,9 @@ class _Child:
     """One process.  Raises OSError if it cannot be started."""
 
     def __init__(self, words: list[str]) -> None:
-        self._errors = _scratch()
+        self._errors: IO[bytes] | None = None  # what the process prints, if the disk has room
+        with suppress(OSError):
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._pipe, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
@@ -166,13 +168,6 @@ class _Child:
         said = ""
         if self._errors is not None:
             self._errors.seek(0)
-            said = next((s for s in reversed(self._errors.read().splitlines()) if s.strip()), "")
+            lines = self._errors.read().decode(errors="replace").splitlines()
+            said = next((line for line in reversed(lines) if line.strip()), "")
         return f"{how} ({said.strip()[:200]})" if said else how
-
-
-def _scratch() -> IO[str] | None:
-    """A file for what the process prints, where the disk has room for one."""
-    try:
-        return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
-    except OSError:
-        return None

@@ -82,11 +82,11 @@ COMMON: dict[str, KernelUse] = {
         (), _BLOCK,
         recurrences=(
             ConvShape(8192, 4, False, True, mx.bfloat16),
-            RecurrenceShape(16, 32, 128, 128, mx.bfloat16, fused=True),
+            RecurrenceShape(16, 32, 128, 128, mx.bfloat16),
             GatedNormShape(128, 32, mx.bfloat16),
             ConvShape(2048, 3, False, False, mx.bfloat16),
             ConvShape(10240, 4, True, True, mx.bfloat16),
-            RecurrenceShape(8, 128, 128, 64, mx.bfloat16, delta=False, fused=True),
+            RecurrenceShape(8, 128, 128, 64, mx.bfloat16, delta=False),
             GatedNormShape(1024, 8, mx.bfloat16, gate_first=True),
         ),
     ),
@@ -126,7 +126,7 @@ def full_list() -> list[KernelUse]:
         recurrences: list[RecurrentShape] = [
             *(ConvShape(*shape, dtype)
               for shape in ((64, 2, False, False), (300, 3, True, False), (2048, 4, False, True))),
-            *(RecurrenceShape(*heads, dtype, delta, vector, True)
+            *(RecurrenceShape(*heads, dtype, delta, vector)
               for heads in ((1, 3, 64, 64), (4, 8, 128, 128), (2, 2, 256, 40))
               for delta, vector in ((True, False), (True, True), (False, False))),
             *(GatedNormShape(dim, groups, dtype, first, not first)

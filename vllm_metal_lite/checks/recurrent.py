@@ -81,13 +81,12 @@ def convolution(check: Check[ConvShape]) -> ErrorAndLimit:
 
 
 def recurrence(check: Check[RecurrenceShape]) -> ErrorAndLimit:
-    """fused: with the logits of gates, and with the norm of the delta rule."""
+    """With the logits of gates, and with the norm of the delta rule."""
     shape, rng = check.shape, np.random.default_rng(0)
-    normed = shape.fused and shape.delta
     # Keys have about unit length.  Behind a norm results are small, so values are large instead.  A
     # power of 2 rounds nothing.
     unit = 2.0 ** round(np.log2(shape.k_dim) / 2)
-    k_scale, v_scale = (1, unit) if normed else (1 / unit, 1)
+    k_scale, v_scale = (1, unit) if shape.delta else (1 / unit, 1)
     of_k, heads = (shape.k_heads, shape.k_dim), (shape.v_heads,)
     of_gates = (*heads, shape.k_dim) if shape.vector else heads
     sizes = of_k, of_k, (*heads, shape.v_dim), of_gates, heads
@@ -100,18 +99,15 @@ def recurrence(check: Check[RecurrenceShape]) -> ErrorAndLimit:
     a_log = rng.uniform(-2, 0.5, heads).reshape(*heads, *[1] * shape.vector)
 
     def work(recurrence: StepRecurrence, step: int, dtype: mx.Dtype) -> mx.array:
-        q, k, v = (mx.array(x).astype(dtype) for x in rows[step][:3])
-        # Without `fused` MLX makes gates, and rounds to the type of the logits.
-        logits = dtype if shape.fused else mx.float32
-        a, b = (mx.array(x).astype(logits) for x in rows[step][3:])
+        q, k, v, a, b = (mx.array(x).astype(dtype) for x in rows[step])
         rate, offset, d = (mx.array(x.astype(np.float32)) for x in (a_log, bias, skip))
         if not shape.delta:
             return recurrence.state_space(_KEY, StateSpace(v, rate, k, q, d, a, offset))
-        norm = QKNorm(shape.k_dim**-0.5, 1e-6) if normed else None
+        norm = QKNorm(shape.k_dim**-0.5, 1e-6)
         return recurrence.gated_delta(_KEY, GatedDelta(q, k, v, a, b, rate, offset, norm=norm))
 
     states = rng.standard_normal((len(_GIVEN), *heads, shape.v_dim, shape.k_dim)) * v_scale
-    return _compare(work, states, mx.float32, shape.dtype, fused=shape.fused)
+    return _compare(work, states, mx.float32, shape.dtype)
 
 
 def gated_norm(check: Check[GatedNormShape]) -> ErrorAndLimit:
@@ -132,15 +128,13 @@ def gated_norm(check: Check[GatedNormShape]) -> ErrorAndLimit:
     return largest_error(got, expected if shape.gate_first else expected * act), TOLERANCE[dtype]
 
 
-def _compare(
-    work: Work, states: np.ndarray, kept: mx.Dtype, dtype: mx.Dtype, fused: bool = True
-) -> ErrorAndLimit:
+def _compare(work: Work, states: np.ndarray, kept: mx.Dtype, dtype: mx.Dtype) -> ErrorAndLimit:
     """Both steps by the kernels, and by the reference.  states: of _GIVEN, kept in that type."""
     batches, order = list(map(_batch, _STEPS)), SimpleNamespace(ticket=new_ticket())
     state_store, got = _state_store(states, kept), []
     for step, (batch, count) in enumerate(zip(batches, _NUM_ROWS, strict=True)):
         plan = SegmentPlan.plan(batch, count, batch.num_segments + 1)
-        got.append(work(KernelRecurrence(state_store, plan, order, fused=fused), step, dtype))
+        got.append(work(KernelRecurrence(state_store, plan, order), step, dtype))
     mx.eval(got, order.ticket)
     mx.disable_compile()  # on a CPU it needs a C++ compiler
     try:

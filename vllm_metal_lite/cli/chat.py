@@ -3,7 +3,7 @@
 import argparse
 
 from vllm_metal_lite.cli import options
-from vllm_metal_lite.cli.startup import start_engine
+from vllm_metal_lite.cli.startup import build_engine, load_model
 from vllm_metal_lite.cli.terminal import Terminal
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -16,16 +16,16 @@ def run(args: argparse.Namespace) -> int:
     message = "" if terminal.interactive else terminal.read_all()
     if not (terminal.interactive or message):
         raise RequestError("there is no message on stdin")
-    engine = start_engine(args.model, config, terminal.status, "vllm-metal-lite chat")
-    tokenizer = engine.model.tokenizer
-    if tokenizer is None or not tokenizer.has_chat_template:
+    model = load_model(args.model, config, terminal.status)
+    engine = build_engine(model, config, terminal.status, "vllm-metal-lite chat")
+    if model.tokenizer is None or not model.tokenizer.has_chat_template:
         raise RequestError(
             f"{args.model} has no chat template, so it cannot chat; it completes text with "
             "`vllm-metal-lite generate`"
         )
     from vllm_metal_lite.cli.session import Conversation, Session  # they import MLX
 
-    params = SamplingParams(**{**engine.model.sampling_defaults, "max_tokens": None, **given})
+    params = SamplingParams(**{**model.sampling_defaults, "max_tokens": None, **given})
     # An argument that is not UTF-8 arrives with lone surrogates, which tokenizers reject.
     system = (args.system or "").encode(errors="surrogateescape").decode(errors="replace")
     conversation = Conversation(engine, params, system or None, thinking=not args.no_thinking)

@@ -240,7 +240,7 @@ def _add_doctor(command: Command) -> None:
         "doctor",
         help="check this machine",
         description="Check every kernel against the reference on this machine, in a process of its "
-        "own; measure its speed beside MLX's own operations; check that launches run in order; and "
+        "own; time it beside its fallback; check that launches run in order; and "
         "compare the tokens of a model with the reference's.  Exit code 1 if a kernel is wrong, "
         "launches run out of order or tokens differ; 0 also without a GPU.",
         epilog=_DOCTOR_EXAMPLES,

@@ -31,10 +31,11 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError, one_line
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.runner.memory import size_store, store_bytes
-from vllm_metal_lite.specs import AttentionShape, KernelUse
+from vllm_metal_lite.specs import KernelUse
 
 _BLOCK = 16
-BANDWIDTH_SIZES = bandwidth.BandwidthSizes()  # tests make them smaller
+# Prints a part of the text, once the report has its facts.
+Show = Callable[[doctor_text.Part], object]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,8 +51,7 @@ def run(args: argparse.Namespace) -> int:
             print(line, flush=True)
 
     try:
-        seconds = inf if args.full else args.seconds
-        Examination(report, seconds, show).run(args.model, args.full)
+        _examine(report, args, show)
     except KeyboardInterrupt:
         report["interrupted"] = True
         show(doctor_text.describe_interrupted)
@@ -65,129 +65,109 @@ def run(args: argparse.Namespace) -> int:
     return 130 if report["interrupted"] else int(bool(report["problems"]))
 
 
-class Examination:
-    """Fills a report, part by part.
-
-    seconds: after which no further check of a kernel begins.  show: prints a part of the text, once
-    the report has the facts of that part.
-    """
-
-    def __init__(
-        self, report: Report, seconds: float, show: Callable[[doctor_text.Part], object]
-    ) -> None:
-        self.report, self.seconds, self.show = report, seconds, show
-        self.results: list[CheckResult] = []
-
-    def run(self, name: str | None, full: bool) -> None:
-        """name: of a model; None: the demo model, then the shapes that most models have.  full:
-        many more shapes."""
-        model, report, show = None, self.report, self.show
-        show(doctor_text.describe_machine)
-        if name is not None:
-            with self._section("model", f"loading {name}"):
-                model = load(name)
-                report["model"] = _describe_model(name, model)
-            show(doctor_text.describe_model)
-        if not backend.is_cpu():
-            report["no_kernels"] = model and no_kernels(
-                "auto", model.attention_shapes, model.packed.by_segment, model.fit.recurrences
-            )
-        if report["no_kernels"]:
-            show(doctor_text.describe_no_kernels)
-            return
-        common = [] if model is not None else list(COMMON.values())
-        model = model or load("demo")
-        use = model.kernel_use(_BLOCK)
-        own = checks_for(use)
-        try:
-            with self._section("checks", "checking the kernels"):
-                self._check(own, common, full)
-        finally:
-            verdicts.remember([result for result in self.results if result.check in own])
-            show(doctor_text.describe_checks)
-        if not report["problems"]:
-            shapes = () if common else use.shapes
-            self._measure_speed((shapes or next(iter(COMMON.values())).shapes)[0])
-            show(doctor_text.describe_bandwidth)
-        # A kernel that hangs or ends its process would do the same in the graph of launches.
-        if not any(result.ended for result in self.results):
-            self._check_order()
-        show(doctor_text.describe_order)
-        self._compare_answers(model)
-        show(doctor_text.describe_answers)
-        show(doctor_text.describe_verdict)
-
-    @contextmanager
-    def _section(self, name: str, title: str) -> Iterator[None]:
-        """Notes how many seconds a part takes."""
-        if not sys.stderr.isatty():
-            print(f"doctor: {title}", file=sys.stderr, flush=True)
-        _say(title)
-        start = perf_counter()
-        try:
-            yield
-        finally:
-            self.report["seconds"][name] = round(perf_counter() - start, 1)
-
-    def _check(self, own: Sequence[Check], common: Sequence[KernelUse], full: bool) -> None:
-        """Run checks while there is time: a model's own and those of the first common use first,
-        with times."""
-        end = monotonic() + self.seconds
-        first = dict.fromkeys([*own, *(c for use in common[:1] for c in checks_for(use))])
-        rest = [*common[1:], *(full_list() if full else [])]
-        more = dict.fromkeys(c for u in rest for c in checks_for(u) if c not in first)
-        total, reached = len(first) + len(more), 0
-
-        def progress(_: int, __: int, check: Check) -> None:
-            nonlocal reached
-            reached += 1
-            _say(f"checking kernels: {reached} of {total}, {check}")
-
-        for checks, timed in ((list(first), True), (list(more), False)):
-            known = tuple(self.results)
-            with closing(isolated.results(checks, progress, timed=timed, known=known)) as running:
-                while monotonic() < end and (result := next(running, None)) is not None:
-                    self.results.append(result)
-                    self.report["checks"].append(_check_as_json(result))
-                    if not result.passed:
-                        self.report["problems"].append(str(result))
-        self.report["not_tried"] = {"checks": total - reached, "of_checks": total}
-
-    def _measure_speed(self, shape: AttentionShape) -> None:
-        square = AttentionShape(
-            shape.num_heads, shape.num_kv_heads, shape.k_head_dim, shape.k_head_dim, shape.dtype
+def _examine(report: Report, args: argparse.Namespace, show: Show) -> None:
+    """Fill the report, part by part: for a model, or for the demo and the shapes that most models
+    have."""
+    model = None
+    show(doctor_text.describe_machine)
+    if args.model is not None:
+        with _section(report, "model", f"loading {args.model}"):
+            model = load(args.model)
+            report["model"] = _describe_model(args.model, model)
+        show(doctor_text.describe_model)
+    if not backend.is_cpu():
+        report["no_kernels"] = model and no_kernels(
+            "auto", model.attention_shapes, model.packed.by_segment, model.fit.recurrences
         )
-        with self._section("bandwidth", "measuring the memory's speed"):
-            self.report["bandwidth"] = bandwidth.measure(
-                square, BANDWIDTH_SIZES, lambda what: _say(f"measuring: {what}")
-            )
-
-    def _check_order(self) -> None:
-        with self._section("ordering", "checking the order of launches"):
+    if report["no_kernels"]:
+        show(doctor_text.describe_no_kernels)
+        return
+    common = [] if model is not None else list(COMMON.values())
+    model = model or load("demo")
+    own, results = checks_for(model.kernel_use(_BLOCK)), list[CheckResult]()
+    try:
+        with _section(report, "checks", "checking the kernels"):
+            for result in _results(report, own, common, args):
+                results.append(result)
+                report["checks"].append(_check_as_json(result))
+                if not result.passed:
+                    report["problems"].append(str(result))
+    finally:
+        verdicts.remember([result for result in results if result.check in own])
+        show(doctor_text.describe_checks)
+    if not report["problems"]:
+        with _section(report, "bandwidth", "measuring the memory's speed"):
+            report["copy_bytes_per_second"] = bandwidth.copy_bandwidth()
+        show(doctor_text.describe_bandwidth)
+    # A kernel that hangs or ends its process would do the same in the graph of launches.
+    if not any(result.ended for result in results):
+        with _section(report, "ordering", "checking the order of launches"):
             outcomes = list(ordering.stress())
-        self.report["ordering"] = [asdict(outcome) for outcome in outcomes]
-        self.report["problems"] += [
+        report["ordering"] = [asdict(outcome) for outcome in outcomes]
+        report["problems"] += [
             f"order of launches, {o.buffers}: {o.problem}" for o in outcomes if o.problem
         ]
+    show(doctor_text.describe_order)
+    with _section(report, "answers", "comparing answers"):
+        _compare_answers(report, model)
+    show(doctor_text.describe_answers)
+    show(doctor_text.describe_verdict)
 
-    def _compare_answers(self, model: LoadedModel) -> None:
-        report = self.report
-        with self._section("answers", "comparing answers"):
-            try:
-                found = compare_tokens.compare(model, lambda what: _say(f"comparing: {what}"))
-            except MetalLiteError as e:  # too little memory
-                report["answers"] = {"model": None, "problem": one_line(e)}
-                report["problems"].append(f"answers: {one_line(e)}")
-                return
-        name = report["model"]["name"] if report["model"] else "demo"
-        more = {"model": name, "problem": None, "agrees": found.agrees}
-        report["answers"] = {**asdict(found), **more}
-        if not found.agrees:
-            count = sum(not d.is_tie for d in found.differences)
-            report["problems"].append(
-                f"answers: {count} of {found.answers} differ from the reference's by more than "
-                "rounding"
-            )
+
+@contextmanager
+def _section(report: Report, name: str, title: str) -> Iterator[None]:
+    """Notes how many seconds a part takes."""
+    if not sys.stderr.isatty():
+        print(f"doctor: {title}", file=sys.stderr, flush=True)
+    _say(title)
+    start = perf_counter()
+    try:
+        yield
+    finally:
+        report["seconds"][name] = round(perf_counter() - start, 1)
+
+
+def _results(
+    report: Report, own: Sequence[Check], common: Sequence[KernelUse], args: argparse.Namespace
+) -> Iterator[CheckResult]:
+    """Run checks while there is time: a model's own and those of the first common use first, with
+    times."""
+    end = monotonic() + (inf if args.full else args.seconds)
+    first = dict.fromkeys([*own, *(c for use in common[:1] for c in checks_for(use))])
+    rest = [*common[1:], *(full_list() if args.full else [])]
+    more = dict.fromkeys(c for u in rest for c in checks_for(u) if c not in first)
+    total, reached = len(first) + len(more), 0
+
+    def progress(_: int, __: int, check: Check) -> None:
+        nonlocal reached
+        reached += 1
+        _say(f"checking kernels: {reached} of {total}, {check}")
+
+    known: list[CheckResult] = []
+    for checks, timed in ((list(first), True), (list(more), False)):
+        before = tuple(known)
+        with closing(isolated.results(checks, progress, timed=timed, known=before)) as running:
+            while monotonic() < end and (result := next(running, None)) is not None:
+                known.append(result)
+                yield result
+    report["not_tried"] = {"checks": total - reached, "of_checks": total}
+
+
+def _compare_answers(report: Report, model: LoadedModel) -> None:
+    try:
+        found = compare_tokens.compare(model, lambda what: _say(f"comparing: {what}"))
+    except MetalLiteError as e:  # too little memory
+        report["answers"] = {"model": None, "problem": one_line(e)}
+        report["problems"].append(f"answers: {one_line(e)}")
+        return
+    name = report["model"]["name"] if report["model"] else "demo"
+    more = {"model": name, "problem": None, "agrees": found.agrees}
+    report["answers"] = {**asdict(found), **more}
+    if not found.agrees:
+        count = sum(not d.is_tie for d in found.differences)
+        report["problems"].append(
+            f"answers: {count} of {found.answers} differ from the reference's by more than rounding"
+        )
 
 
 def _begin() -> Report:
@@ -203,7 +183,7 @@ def _begin() -> Report:
         "checks": [],
         "not_tried": {"checks": 0, "of_checks": 0},
         "interrupted": False,
-        "bandwidth": {},
+        "copy_bytes_per_second": None,
         "ordering": [],
         "answers": None,
         "problems": [],

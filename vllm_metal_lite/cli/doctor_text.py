@@ -77,13 +77,8 @@ def describe_checks(report: Report) -> Iterator[str]:
         yield f"not tried for time: {left} of {total} checks; --full tries all"
 
 
-def describe_bandwidth(report: Report) -> Iterator[str]:
-    speeds = report["bandwidth"]
-    if speeds:
-        yield ""
-    for name, speed in speeds.items():
-        share = 100 * speed / speeds["a copy"]
-        yield f"{name + ':':40}{speed / 1e9:8,.0f} GB/s, {share:.0f} % of a copy"
+def describe_bandwidth(report: Report) -> list[str]:
+    return ["", f"Bandwidth: a copy moves {report['copy_bytes_per_second'] / 1e9:,.0f} GB/s"]
 
 
 def describe_order(report: Report) -> Iterator[str]:

@@ -5,7 +5,7 @@ import sys
 
 from vllm_metal_lite.cli import log, options
 from vllm_metal_lite.cli.files import LineReader, OrderedWriter, count_lines, open_input
-from vllm_metal_lite.cli.startup import start_engine
+from vllm_metal_lite.cli.startup import build_engine, load_model
 
 _MAX_TOKENS = 256
 # Requests in the engine per seat: enough to keep every seat busy, in bounded memory.
@@ -18,10 +18,11 @@ def run(args: argparse.Namespace) -> int:
     source = open_input(args.input)
     writer = OrderedWriter(args.output, source)
     try:
-        engine = start_engine(args.model, config, log.say, "--model")
+        model = load_model(args.model, config, log.say)
+        engine = build_engine(model, config, log.say, "--model")
         from vllm_metal_lite.cli.batch import Batch  # it imports MLX
 
-        defaults = {**engine.model.sampling_defaults, "max_tokens": _MAX_TOKENS, **given}
+        defaults = {**model.sampling_defaults, "max_tokens": _MAX_TOKENS, **given}
         window = _WINDOW * config.max_num_seqs
         total = count_lines(source)
         writer.start()

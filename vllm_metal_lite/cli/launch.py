@@ -130,12 +130,12 @@ def run(args: argparse.Namespace) -> int:
     running = _asked(url, key, args.model)
     if running is not None:
         print(f"Using the server at {url}", file=sys.stderr)
-    if running is not None and flags:
-        print(
-            f"warning: that server has its own options, and does not get {shlex.join(flags)}: "
-            "stop it, or give another --port",
-            file=sys.stderr,
-        )
+        if flags:
+            print(
+                f"warning: that server has its own options, and does not get {shlex.join(flags)}: "
+                "stop it, or give another --port",
+                file=sys.stderr,
+            )
     if args.print:  # for a shell
         setup = make(running or Served(url, options.name_of(args.model or "demo"), None, key))
         env = [f"{name}={shlex.quote(value)}" for name, value in setup.env.items()]

@@ -18,14 +18,6 @@ DEMO = (  # {}: the command line up to a model's name
 Say = Callable[[str], None]  # gets the lines for the user
 
 
-def start_engine(name: str, config: EngineConfig, say: Say, name_after: str) -> "LLMEngine":
-    """Load a model and build its engine.
-
-    name_after: the words before a model's name on the command line, for a usage hint.
-    """
-    return build_engine(load_model(name, config, say), config, say, name_after)
-
-
 def load_model(name: str, config: EngineConfig, say: Say) -> "LoadedModel":
     say(f"Loading {name} ...")
     from vllm_metal_lite.model.loader import load
@@ -36,7 +28,7 @@ def load_model(name: str, config: EngineConfig, say: Say) -> "LoadedModel":
 def build_engine(
     model: "LoadedModel", config: EngineConfig, say: Say, name_after: str
 ) -> "LLMEngine":
-    """The second half of `start_engine`."""
+    """name_after: the words before a model's name on the command line, for a usage hint."""
     from vllm_metal_lite.engine.describe import describe
     from vllm_metal_lite.engine.engine import LLMEngine
 

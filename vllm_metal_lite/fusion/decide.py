@@ -35,8 +35,8 @@ def decide(
     attention: Attention,
     failed_kernels: Collection[str] = (),
     ranks: RankGroup = ALONE,
-) -> tuple[Fusion, str]:
-    """The fusion for a model's steps, and its part of the start-up line.
+) -> Fusion:
+    """The fusion for a model's steps.
 
     failed_kernels: on this device.  ranks: all of them decide as one.
 
@@ -45,15 +45,15 @@ def decide(
     trial.  Changes the model in place; forwards without fusion are unaffected.
     """
     if not isinstance(attention, KernelAttention):
-        return NO_FUSION, ""
+        return NO_FUSION
     # On a CPU the products dominate, and columns of a joined product are not contiguous.
     fusion = fuse(packed.model, joins=not backend.is_cpu()).without(failed_kernels)
     trials = _Trials(packed, attention, ranks)
     if problem := trials.problem(fusion):
         logger.warning(f"fused launches do not suit this model: {problem.text}")
-        return NO_FUSION, ""
+        return NO_FUSION
     if all(s.dtype == mx.float32 for s in packed.layout.specs):
-        return fusion, ""
+        return fusion
     # Steps of many rows use neither kernel, so fusion had to pass without them first.
     for what, kernel, rows, most, served, faster in (
         ("products", "skinny_gemm", "skinny_rows", MAX_ROWS, product_weights, faster_rows),
@@ -68,7 +68,7 @@ def decide(
         else:
             chosen[rows] = faster(packed, attention, ours, ranks)
             fusion = replace(fusion, **chosen)
-    return fusion, fusion.note
+    return fusion
 
 
 class _Trials:

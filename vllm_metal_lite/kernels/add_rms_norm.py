@@ -1,7 +1,7 @@
 """A residual sum and its RMS norm in one launch."""
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, RMSNorm, bits, norm_dtype, unused
+from vllm_metal_lite.kernels.arguments import RMSNorm, bits, check_array, norm_dtype, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 
 _ADD_RMS_NORM = Kernel("add_rms_norm", ["x", "y", "weight", "y_weight"], ["sum", "normed"])
@@ -18,17 +18,13 @@ def add_rms_norm(
     x, y: (N, D) or (N, 1, D), of one floating type.  weight: (D,), of any floating type; None:
     ones.  post_norm: x + this norm of y replaces x + y.  Both results have the shape of x.  The sum
     has the type of x.  The norm has the type that mx.fast.rms_norm returns: that of x, or float32
-    if weight has another type.  Raises ValueError for other shapes or types.
+    if weight has another type.
     """
     dim = x.shape[-1]
-    if dim < MIN_ELEMENTS or x.shape != y.shape or x.dtype != y.dtype:
-        raise ValueError(
-            f"x {x.shape} {x.dtype} and y {y.shape} {y.dtype} must be of one shape and type, "
-            f"with at least {MIN_ELEMENTS} elements a row"
-        )
     y_weight, y_eps = post_norm or RMSNorm(None, 0.0)
-    if y_weight is not None and y_weight.dtype != x.dtype:
-        raise ValueError(f"the weight of a post norm is {y_weight.dtype}, and its rows {x.dtype}")
+    check_array("y", y, x.shape, x.dtype)
+    check_array("weight", weight, (dim,))
+    check_array("weight of the post norm", y_weight, (dim,), x.dtype)
     vector = 4 if dim % 4 == 0 else 1  # elements that a thread reads at once
     result = norm_dtype(x.dtype, weight)
     most = _THREADS if dim <= _LONG_ROW else _THREADS_OF_LONG_ROWS

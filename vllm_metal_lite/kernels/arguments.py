@@ -35,6 +35,20 @@ MAX_DECODE_DIM, MAX_PREFILL_DIM = 576, 256
 MAX_LATENT_DIM, MAX_ROPE_DIM = 512, 64
 
 
+def check_array(
+    name: str, array: mx.array | None, shape: tuple[int, ...], dtype: mx.Dtype | None = None
+) -> None:
+    """Raise ValueError unless an array, if given, has this shape, and this type, if given.
+
+    A kernel would read or write outside of another array, without an error.
+    """
+    if array is None:
+        return
+    if array.shape != shape or (dtype is not None and array.dtype != dtype):
+        wanted = shape if dtype is None else f"{shape} {dtype}"
+        raise ValueError(f"{name} must be {wanted}, not {array.shape} {array.dtype}")
+
+
 class RMSNorm(NamedTuple):
     """An RMS norm of the last axis, (.., D).  weight: (D,); None: ones."""
 

@@ -3,7 +3,13 @@
 import math
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import STORE, TICKET_SHAPE, format_template, grid_for
+from vllm_metal_lite.kernels.arguments import (
+    STORE,
+    TICKET_SHAPE,
+    format_template,
+    grid_for,
+    row_formats,
+)
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kv.store import LayerSpec
 
@@ -27,20 +33,19 @@ def kv_write(
 ) -> mx.array:
     """Write rows k (N, num_kv_heads, k_head_dim) and v to slots (N or more,).  A negative slot is
     skipped."""
-    rows, kv_heads, k_dim = k.shape
-    arrays = [k, v, slot_mapping, keys, values, ticket]
-    if spec and spec.bits:
-        simdgroups = min(2 * kv_heads, _SIMDGROUPS)
-        template: Template = {"T": k.dtype, "KV_HEADS": kv_heads, "SIMDGROUPS": simdgroups}
-        template |= format_template(spec.k_row, spec.v_row)
-        grid = -(-2 * kv_heads // simdgroups), rows, 1
-        threads, shapes = 32 * simdgroups, [TICKET_SHAPE]
-        return _KV_WRITE_QUANTISED(arrays, template, grid, threads, shapes, [mx.float32])[0]
-    k_words, v_words = _words(kv_heads * k_dim, k), _words(kv_heads * v.shape[2], v)
-    width = math.gcd(k_words, v_words, 4)
-    threads, groups = grid_for(max(k_words, v_words) // width)
-    template = {"T": k.dtype, "KV_HEADS": kv_heads, "K_DIM": k_dim, "V_DIM": v.shape[2], "W": width}
-    return _KV_WRITE(arrays, template, (groups, rows, 1), threads, [TICKET_SHAPE], [mx.float32])[0]
+    (rows, kv_heads, _), (k_row, v_row) = k.shape, row_formats(keys, values, spec)
+    template: Template = {"T": k.dtype, "KV_HEADS": kv_heads}
+    if k_row.bits:
+        kernel, simdgroups = _KV_WRITE_QUANTISED, min(2 * kv_heads, _SIMDGROUPS)
+        threads, groups = 32 * simdgroups, -(-2 * kv_heads // simdgroups)
+        template |= {"SIMDGROUPS": simdgroups, **format_template(k_row, v_row)}
+    else:
+        kernel, words = _KV_WRITE, [kv_heads * row.value_words for row in (k_row, v_row)]
+        width = math.gcd(*words, 4)
+        threads, groups = grid_for(max(words) // width)
+        template |= {"K_DIM": k_row.dim, "V_DIM": v_row.dim, "W": width}
+    inputs, grid = [k, v, slot_mapping, keys, values, ticket], (groups, rows, 1)
+    return kernel(inputs, template, grid, threads, [TICKET_SHAPE], [mx.float32])[0]
 
 
 def kv_gather(
@@ -51,30 +56,19 @@ def kv_gather(
     spec: LayerSpec | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Read slots (N,) from the store -> K and V (num_kv_heads, N, head_dim), the ticket."""
-    num_keys, arrays = len(kv_slots), [kv_slots, keys, values, ticket]
-    if spec and spec.bits:
-        heads, k_row, v_row = spec.num_kv_heads, spec.k_row, spec.v_row
-        threads, groups = grid_for(heads * max(k_row.value_words, v_row.value_words))
-        template: Template = {"T": spec.dtype, "KV_HEADS": heads, "THREADS": threads}
+    k_row, v_row = row_formats(keys, values, spec)
+    num_keys, kv_heads, dtype = len(kv_slots), keys.shape[1], k_row.dtype
+    template: Template = {"T": dtype, "KV_HEADS": kv_heads}
+    words, width = (k_row.value_words, v_row.value_words), 1
+    if k_row.bits:
+        kernel = _KV_GATHER_QUANTISED
         template |= format_template(k_row, v_row)
-        shapes = [(heads, num_keys, row.dim) for row in (k_row, v_row)] + [TICKET_SHAPE]
-        dtypes = [spec.dtype, spec.dtype, mx.float32]
-        grid = num_keys, groups, 1
-        k, v, ticket = _KV_GATHER_QUANTISED(arrays, template, grid, threads, shapes, dtypes)
-        return k, v, ticket
-    _, kv_heads, k_dim = keys.shape
-    v_dim = values.shape[2]
-    k_words, v_words = _words(k_dim, keys), _words(v_dim, values)
-    width = math.gcd(k_words, v_words, 4)
-    threads, groups = grid_for(kv_heads * max(k_words, v_words) // width)
-    template = {"T": keys.dtype, "KV_HEADS": kv_heads, "K_WORDS": k_words, "V_WORDS": v_words}
-    template |= {"W": width, "THREADS": threads}
-    shapes = [(kv_heads, num_keys, k_dim), (kv_heads, num_keys, v_dim), TICKET_SHAPE]
-    dtypes = [keys.dtype, keys.dtype, mx.float32]
-    k, v, ticket = _KV_GATHER(arrays, template, (num_keys, groups, 1), threads, shapes, dtypes)
+    else:
+        kernel, width = _KV_GATHER, math.gcd(*words, 4)
+        template |= {"K_WORDS": words[0], "V_WORDS": words[1], "W": width}
+    threads, groups = grid_for(kv_heads * max(words) // width)
+    template["THREADS"] = threads
+    inputs, grid = [kv_slots, keys, values, ticket], (num_keys, groups, 1)
+    shapes = [(kv_heads, num_keys, row.dim) for row in (k_row, v_row)] + [TICKET_SHAPE]
+    k, v, ticket = kernel(inputs, template, grid, threads, shapes, [dtype, dtype, mx.float32])
     return k, v, ticket
-
-
-def _words(elements: int, array: mx.array) -> int:
-    """32-bit words of a row."""
-    return elements * array.dtype.size // 4

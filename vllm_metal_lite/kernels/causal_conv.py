@@ -3,10 +3,15 @@
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, TICKET_SHAPE, grid_for, unused
+from vllm_metal_lite.kernels.arguments import (
+    MIN_ELEMENTS,
+    TICKET_SHAPE,
+    check_array,
+    grid_for,
+    unused,
+)
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import Columns, columns_template
-from vllm_metal_lite.kernels.segments import check_pool
 
 _CAUSAL_CONV = Kernel(
     "causal_conv",
@@ -58,18 +63,12 @@ def causal_conv(
     states: the store (slots, K - 1, C), written in place: the rows before a segment are read from
     its initial slot, and its last rows, older ones included, go to the slots that `segments` names.
     segments: from `pack_segments`.  tiles: from `plan_conv_tiles`.  silu: apply x * sigmoid(x) to
-    the result, which is rounded once.  Rows of padding give zeros.  Raises ValueError for other
-    shapes, or arrays of unlike types.
+    the result, which is rounded once.  Rows of padding give zeros.
     """
     (rows, channels, size), dtype = (len(x.array), *weight.shape[:2]), weight.dtype
-    columns = columns_template("x", x, channels, dtype)
-    if not 2 <= size <= MAX_KERNEL_SIZE:
-        raise ValueError(f"kernel size {size} is not from 2 to {MAX_KERNEL_SIZE}")
-    if bias is not None and (bias.shape, bias.dtype) != ((channels,), dtype):
-        raise ValueError(f"bias {bias.shape} {bias.dtype} is not ({channels},) {dtype}")
-    if channels < MIN_ELEMENTS:
-        raise ValueError(f"{channels} channels are fewer than {MIN_ELEMENTS}")
-    check_pool(states, (size - 1, channels), dtype)
+    columns = columns_template("x", x, rows, channels, dtype)
+    check_array("bias", bias, (channels,), dtype)
+    check_array("states", states, (len(states), size - 1, channels), dtype)
     threads, groups = grid_for(channels)
     template: Template = columns | {"T": dtype, "CHANNELS": channels, "K": size, "ROWS": TILE_ROWS}
     template |= {"BIAS": bias is not None, "SILU": silu}

@@ -71,8 +71,8 @@ def paged_decode(
     sequence may see another's new slot.
     block_tables: (B, max_blocks).  seq_lens may be longer than B.  A seq_len of 0 gives a row of
     zeros.  plan: see `decode_plan`.
-    sinks: (H,).  prefix: attention of the same q to a shared prefix, which the kernel skips;
-    ValueError with a window.
+    sinks: (H,).  prefix: attention of the same q to a shared prefix, which the kernel skips; not
+    with a window.
     """
     k_row, v_row = row_formats(keys, values, spec)
     kv_heads, k_dim, v_dim = keys.shape[1], k_row.dim, v_row.dim
@@ -82,8 +82,6 @@ def paged_decode(
     else:
         batch, heads = len(q.q.array), q.num_heads
         arrays, new = q.arrays, q.template(kv_heads, k_row, v_row)
-    if prefix and window:
-        raise ValueError(f"a shared prefix needs attention without a window, got {window}")
     dtype = arrays[0].dtype
     group = heads // kv_heads
     aligned = (_load_words(row) for row in (k_row, v_row))

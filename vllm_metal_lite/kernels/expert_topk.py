@@ -3,7 +3,7 @@
 from typing import Literal, NamedTuple, get_args
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, bits, unused
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, bits, check_array, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 
 _TOPK = Kernel("expert_topk", ["logits", "bias"], ["indices", "weights"])
@@ -55,18 +55,12 @@ def expert_topk(
 ) -> tuple[mx.array, mx.array]:
     """The chosen experts (rows, top_k) in uint32, and their weights (rows, top_k).
 
-    logits: (rows, experts).  dtype: of scores and weights, by default that of logits.  bias:
-    (experts,), added to the scores that choose; the sum is rounded to sum_dtype.
-    metal/expert_topk.metal says what else is rounded.  Raises ValueError for other shapes, types
-    and sizes.
+    logits: (rows, experts) that `fits` allows.  dtype: of scores and weights, by default that of
+    logits.  bias: (experts,), added to the scores that choose; the sum is rounded to sum_dtype.
+    metal/expert_topk.metal says what else is rounded.
     """
-    if not fits(logits, top_k) or (bias is not None and bias.shape != logits.shape[1:]):
-        with_bias = "" if bias is None else f" and bias {bias.shape}"
-        raise ValueError(
-            f"logits {logits.shape} {logits.dtype}{with_bias} with {top_k} choices must be rows of "
-            f"floats, {MIN_ELEMENTS} or more, for {MAX_TOP_K} of {MAX_EXPERTS} experts at most"
-        )
     rows, experts = logits.shape
+    check_array("bias", bias, (experts,))
     dtype = dtype or logits.dtype
     scoring, kind = _SCORINGS.index(routing.scoring), _WEIGHTS.index(routing.weights)
     template: Template = {"W": dtype, "S": sum_dtype, "EXPERTS": experts, "TOP_K": top_k}

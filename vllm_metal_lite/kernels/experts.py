@@ -5,7 +5,7 @@ from functools import cache
 from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, bits, unused
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, bits, check_array, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS, GemmPlan, multiplies_in_lanes
 from vllm_metal_lite.kernels.weights import (
@@ -131,36 +131,19 @@ def fits(x: mx.array, indices: mx.array, experts: Experts) -> bool:
 
 
 def expert_mlp(
-    x: mx.array,
-    indices: mx.array,
-    experts: Experts,
-    plans: tuple[GemmPlan | None, GemmPlan | None] = (None, None),
-    num_live: mx.array | None = None,
+    x: mx.array, indices: mx.array, experts: Experts, num_live: mx.array | None = None
 ) -> mx.array:
     """The result of each row's experts (rows * top_k, hidden), in the order of `indices`.
 
-    x: (rows, hidden) in float16 or bfloat16, at most MAX_ROWS.  indices: (rows, top_k) integers,
-    the experts of each row.  plans: of gate and up, and of down; by default `product_plan`'s.
-    num_live: (1,) int32, 1 or more: the number of leading rows that are not padding; by default
-    all.  Padding rows read no expert; their result is zero.  Sums are in float32; results are
-    rounded where mlx-lm's operations round, quantised weights as by `mx.dequantize`.  Raises
-    ValueError for other shapes or types.
+    x: (rows, hidden).  indices: (rows, top_k) integers, the experts of each row.  `fits` says which
+    are served.  num_live: (1,) int32, 1 or more: the number of leading rows that are not padding;
+    by default all.  Padding rows read no expert; their result is zero.  Sums are in float32;
+    results are rounded where mlx-lm's operations round, quantised weights as by `mx.dequantize`.
     """
-    if not fits(x, indices, experts) or indices.ndim != 2 or len(indices) != len(x):
-        why = experts_problem(experts)
-        raise ValueError(
-            f"x {x.shape} {x.dtype} with indices {indices.shape} and experts "
-            f"{described(experts.gate.weight)} must be of one 16-bit float type and depth, at most "
-            f"{MAX_ROWS} rows, and have {_MAX_ELEMENTS} elements in all pairs"
-            + (f": {why}" if why else "")
-        )
-    top_k, expert_plan = indices.shape[1], plan_experts(indices, experts.count, num_live)
-    indices = indices.reshape(-1)
-    (first, last), up, activation = plans, experts.up, experts.activation
-    inner = expert_product(
-        x, indices, expert_plan, experts.gate, up=up, activation=activation, share=top_k, plan=first
-    )
-    return expert_product(inner, indices, expert_plan, experts.down, plan=last)
+    where = indices.reshape(-1), plan_experts(indices, experts.count, num_live)
+    up, activation, top_k = experts.up, experts.activation, indices.shape[1]
+    inner = expert_product(x, *where, experts.gate, up=up, activation=activation, share=top_k)
+    return expert_product(inner, *where, experts.down)
 
 
 def plan_experts(
@@ -264,10 +247,7 @@ def expert_sum(x: mx.array, weights: mx.array, dtype: mx.Dtype | None = None) ->
     hidden: a multiple of 4.
     """
     rows, top_k = weights.shape
-    if len(x) != rows * top_k or x.shape[1] % 4:
-        raise ValueError(
-            f"x {x.shape} must have a row, a multiple of 4, for each of {weights.shape}"
-        )
+    check_array("x", x, (rows * top_k, x.shape[1]))
     product = x.dtype if weights.dtype == x.dtype else mx.float32
     threads = min(256, -(-x.shape[1] // 128) * 32)
     result = dtype or product

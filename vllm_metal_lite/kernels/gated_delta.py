@@ -1,11 +1,10 @@
 """The gated delta rule over packed rows, which also computes Mamba 2's state space update."""
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import TICKET_SHAPE, head_size_problem, unused
+from vllm_metal_lite.kernels.arguments import TICKET_SHAPE, check_array, head_size_problem, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import Columns, columns_template
 from vllm_metal_lite.kernels.recurrence import Gates, QKNorm
-from vllm_metal_lite.kernels.segments import check_pool
 
 _GATED_DELTA = Kernel(
     "gated_delta",
@@ -58,30 +57,21 @@ def gated_delta(
     and then no tiles are loaded.  Neither max_seqlen nor how a prompt is cut changes the sums.
     Sums are in float32, y is rounded once, to the type of v.  Rows of padding give zeros.
 
-    Raises ValueError unless Dk is a multiple of 16 up to 256 and Dv of 8 up to 1024, and for shapes
-    and types that do not fit together.  Sources: Yang, Kautz and Hatamizadeh (2024), Gated Delta
-    Networks; Dao and Gu (2024), Transformers are SSMs.
+    Sizes and types: those for which `recurrence_problem` finds none.  Sources: Yang, Kautz and
+    Hatamizadeh (2024), Gated Delta Networks; Dao and Gu (2024), Transformers are SSMs.
     """
     rows, dtype = len(v.array), v.array.dtype
     _, v_heads, v_dim, k_dim = states.shape
-    check_pool(states, (v_heads, v_dim, k_dim), mx.float32)
-    if skip is not None and skip.shape != (v_heads,):
-        raise ValueError(f"skip {skip.shape} is not ({v_heads},)")
-    if v_heads % num_k_heads or not len(q.array) == len(k.array) == rows:
-        raise ValueError(
-            f"q of {len(q.array)} rows, k of {len(k.array)}, both of {num_k_heads} heads, and v of "
-            f"{rows} rows of {v_heads} heads do not fit together"
-        )
-    if problem := recurrence_problem(k_dim, v_dim, dtype):
-        raise ValueError(problem)
+    check_array("states", states, states.shape, mx.float32)
+    check_array("skip", skip, (v_heads,))
     arrays, of_gates = gates.launch(rows, v_heads, k_dim)
     tiles = max_seqlen > 1
     # All simdgroups load a tile, those without rows of a state too.
     tiled = _WIDE_SIMDGROUPS if k_dim > 128 else _SIMDGROUPS
     simdgroups = tiled if tiles else min(_SIMDGROUPS, v_dim // 8)
-    template: Template = columns_template("q", q, num_k_heads * k_dim, dtype)
-    template |= columns_template("k", k, num_k_heads * k_dim, dtype)
-    template |= columns_template("v", v, v_heads * v_dim, dtype)
+    template: Template = columns_template("q", q, rows, num_k_heads * k_dim, dtype)
+    template |= columns_template("k", k, rows, num_k_heads * k_dim, dtype)
+    template |= columns_template("v", v, rows, v_heads * v_dim, dtype)
     template |= of_gates | QKNorm.template(norm)
     template |= {"T": dtype, "K_HEADS": num_k_heads, "V_HEADS": v_heads}
     template |= {"K_DIM": k_dim, "V_DIM": v_dim, "DELTA": skip is None, "SKIP": skip is not None}

@@ -1,7 +1,7 @@
 """The norm behind a recurrence and its gate, in one launch."""
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, bits
+from vllm_metal_lite.kernels.arguments import bits, check_array
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import Columns, columns_template
 
@@ -27,20 +27,11 @@ def gated_rms_norm(
 
     x: (N, ...), N rows.  z: the gate, with as many columns as x.  weight: (dim,), or one
     for all elements of a row.  gate_first: rms_norm(x * silu(z)) * weight instead.  sigmoid: not
-    SiLU.  metal/gated_rms_norm.metal says what is rounded.  Raises ValueError for other
-    shapes, and unless x, z and weight are of one type.
+    SiLU.  x, z and weight are of one type.  metal/gated_rms_norm.metal says what is rounded.
     """
     rows, width, dtype = len(x), x.size // max(len(x), 1), x.dtype
-    columns = columns_template("z", z, width, dtype)
-    if dim < MIN_ELEMENTS or width % dim or len(z.array) != rows:
-        raise ValueError(
-            f"x {x.shape} and a gate of {len(z.array)} rows do not fit groups of {dim} elements, "
-            f"{MIN_ELEMENTS} or more"
-        )
-    if weight.shape not in ((dim,), (width,)) or weight.dtype != dtype:
-        raise ValueError(
-            f"weight {weight.shape} {weight.dtype} is not ({dim},) or ({width},) {dtype}"
-        )
+    columns, wide = columns_template("z", z, rows, width, dtype), weight.size > dim
+    check_array("weight", weight, (width if wide else dim,), dtype)
     apart = dim, z.start, z.array.shape[-1]
     vector = 4 if all(n % 4 == 0 for n in apart) else 1  # elements that a thread reads at once
     groups, threads = width // dim, min(_THREADS, -(-dim // (32 * vector)) * 32)
@@ -48,7 +39,7 @@ def gated_rms_norm(
     if dim <= _SIMDGROUP_DIM:
         threads, pack = 32, min(groups, _PACKED_THREADS // 32)
     template: Template = columns | {"T": dtype, "DIM": dim, "GROUPS": groups, "VEC": vector}
-    template |= {"THREADS": threads, "PACK": pack, "WIDE": weight.size > dim}
+    template |= {"THREADS": threads, "PACK": pack, "WIDE": wide}
     template |= {"GATE_FIRST": gate_first, "SIGMOID": sigmoid, "EPS": bits(eps)}
     inputs, grid = [x, z.array, weight], (-(-groups // pack), rows, 1)
     (y,) = _GATED_RMS_NORM(inputs, template, grid, threads * pack, [x.shape], [dtype])

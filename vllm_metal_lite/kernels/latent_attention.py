@@ -13,7 +13,6 @@ from vllm_metal_lite.kernels.arguments import (
     TICKET_SHAPE,
     bits,
     format_template,
-    latent_problem,
     row_formats,
 )
 from vllm_metal_lite.kernels.decode import merge_partitions
@@ -59,7 +58,6 @@ def latent_attention(
     scale: float,
     splits: int = 1,
     spec: LayerSpec | None = None,
-    simdgroups: int | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Causal attention of q (N, H, latent), q_pe (N, H, rope) -> (N, H, latent), the ticket.
 
@@ -68,15 +66,12 @@ def latent_attention(
     `varlen_prefill`.  tiles: (T, 2), of `plan_tiles` with H queries per KV head, or `decode_tiles`.
     splits: the parts of each context.
     The kernel reads q as (H, N, latent_dim), the layout of products per head; others are copied.
-    simdgroups: of a threadgroup, `latent_simdgroups` if None; 16 serve 16-bit types only.
-    Padding rows give zeros.  ValueError if `latent_problem` finds one.
+    Padding rows give zeros.  Sizes: those for which `latent_problem` finds none.
     """
     rows, heads, latent_dim = q.shape
     rope = q_pe.shape[2]
-    if problem := latent_problem(latent_dim, rope):
-        raise ValueError(problem)
     store = format_template(*row_formats(keys, values, spec))
-    partial, simdgroups = splits > 1, simdgroups or latent_simdgroups(latent_dim, q.dtype.size)
+    partial, simdgroups = splits > 1, latent_simdgroups(latent_dim, q.dtype.size)
     dtype = mx.float32 if partial else q.dtype
     template: Template = {"T": q.dtype, "OUT_T": dtype, "HEADS": heads, "LATENT_DIM": latent_dim}
     template |= {"ROPE": rope, **{name: store[name] for name in ("BITS", "K_GROUP", "V_GROUP")}}

@@ -43,7 +43,6 @@ class NewLatents(NamedTuple):
 
 def latent_write(
     rows: NewLatents,
-    *,
     positions: mx.array,
     slot_mapping: mx.array,
     keys: mx.array,
@@ -55,8 +54,7 @@ def latent_write(
     ticket.
 
     positions, slot_mapping: (N or more,) int32; a negative slot writes nothing.  spec: of a
-    quantised store.  Raises ValueError if columns lie outside their array or do not have the
-    store's type.
+    quantised store.
     """
     k_row, v_row = row_formats(keys, values, spec)
     dtype, rope, weight = k_row.dtype, rows.rope, rows.norm.weight
@@ -68,9 +66,9 @@ def latent_write(
     template |= {"K_GROUP": store["K_GROUP"], "V_GROUP": store["V_GROUP"]}
     template |= {"Q_STRIDE": rows.stride, "EPS": bits(rows.norm.eps), **rope.template}
     template |= {"SIMDGROUPS": _SIMDGROUPS}
-    template |= columns_template("q", rows.q, (heads - 1) * rows.stride + v_row.dim, dtype)
-    template |= columns_template("l", rows.latent, k_row.dim, dtype)
-    template |= columns_template("p", rows.k_pe, v_row.dim, dtype)
+    template |= columns_template("q", rows.q, count, (heads - 1) * rows.stride + v_row.dim, dtype)
+    template |= columns_template("l", rows.latent, count, k_row.dim, dtype)
+    template |= columns_template("p", rows.k_pe, count, v_row.dim, dtype)
     freqs = unused() if rope.freqs is None else rope.freqs.astype(mx.float32)
     inputs = [rows.q.array, rows.latent.array, rows.k_pe.array, weight, freqs]
     inputs += [positions, slot_mapping, keys, values, ticket]

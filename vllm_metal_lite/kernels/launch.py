@@ -1,14 +1,13 @@
-"""Launches the kernels of metal/ on MLX's device, Metal or CUDA."""
+"""Launches the kernels of metal/."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import one_line
-from vllm_metal_lite.kernels import cuda, registry, source
+from vllm_metal_lite.kernels import registry, source
 
 Template = dict[str, int | mx.Dtype]
 
@@ -49,12 +48,9 @@ class Kernel:
 
     def _launcher(self) -> Any:
         # Keyed by the factory, because tests replace mx.fast.metal_kernel.
-        on_cuda = backend.name() == "cuda"
-        make = mx.fast.cuda_kernel if on_cuda else mx.fast.metal_kernel
+        make = mx.fast.metal_kernel
         if make not in self._launchers:
             header, body = source.read(self.name)
-            if on_cuda:
-                header, body = cuda.as_files(self.name, *cuda.to_cuda(header, body))
             self._launchers[make] = make(
                 name=f"metal_lite_{self.name}",
                 input_names=self.inputs,

@@ -29,15 +29,17 @@ class Columns(NamedTuple):
     origin: Any = None
 
 
-def columns_template(name: str, columns: Columns, size: int, dtype: mx.Dtype) -> Template:
+def columns_template(
+    name: str, columns: Columns, rows: int, size: int, dtype: mx.Dtype
+) -> Template:
     """Template values for `size` columns of the input `name`: NAME_WIDTH and NAME_START.
 
-    Raises ValueError if the columns lie outside their array or are not of dtype.
+    Raises ValueError if the columns lie outside their array, which has `rows` rows of dtype.
     """
     (array, start, _), width = columns, columns.array.shape[-1]
-    if not 0 <= start <= width - size or array.dtype != dtype:
+    if not 0 <= start <= width - size or len(array) != rows or array.dtype != dtype:
         raise ValueError(
-            f"{name} is columns {start} to {start + size} of {dtype}, "
+            f"{name} is columns {start} to {start + size} of {rows} rows of {dtype}, "
             f"but its array is {array.shape} {array.dtype}"
         )
     return {f"{name.upper()}_WIDTH": width, f"{name.upper()}_START": start}
@@ -98,15 +100,12 @@ class NewRows(NamedTuple):
         return arrays + [unused() if a is None else a for a in given]
 
     def template(self, kv_heads: int, k_row: RowFormat, v_row: RowFormat) -> Template:
-        """Template values for a store of rows of these formats.
-
-        Raises ValueError if columns lie outside their array or do not have the store's type.
-        """
-        k_dim, dtype = k_row.dim, k_row.dtype
+        """Template values for a store of rows of these formats."""
+        k_dim, dtype, rows = k_row.dim, k_row.dtype, len(self.q.array)
         template = dict(_STILL if self.rope is None else self.rope.template)
         sizes = self.num_heads * k_dim, kv_heads * k_dim, kv_heads * v_row.dim
         for name, columns, size in zip("qkv", (self.q, self.k, self.v), sizes, strict=True):
-            template |= columns_template(name, columns, size, dtype)
+            template |= columns_template(name, columns, rows, size, dtype)
         for name, norm in (("Q", self.q_norm), ("K", self.k_norm)):
             weight, eps = norm or (None, 0.0)
             template[f"{name}_NORM"] = norm is not None

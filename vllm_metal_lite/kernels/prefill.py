@@ -5,12 +5,10 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.arguments import (
-    MAX_PREFILL_DIM,
     STORE,
     TICKET_SHAPE,
     bits,
     format_template,
-    head_size_problem,
     row_formats,
     unused,
 )
@@ -34,14 +32,12 @@ def plan_tiles(cu_seqlens_q: np.ndarray, num_rows: int, num_queries_per_kv: int)
     cu_seqlens_q: (S+1,), empty segments allowed.  num_rows: rows of q, padding included.
     num_queries_per_kv: query heads per KV head.  A tile is (segment, first of its TILE_ROWS (row,
     head) pairs in the segment).  Padding rows are in tiles of segment -1, which give zeros; their
-    first pair counts from row 0.  Raises ValueError if cu_seqlens_q ends beyond num_rows.
+    first pair counts from row 0.
 
     T depends only on S, num_rows and num_queries_per_kv.  The last rows of a segment come first:
     they see the most keys, and tiles that start last should be short.
     """
     used = int(cu_seqlens_q[-1])
-    if not 0 <= used <= num_rows:
-        raise ValueError(f"cu_seqlens_q ends at {used}, beyond the {num_rows} rows of q")
     pairs = np.append(np.diff(cu_seqlens_q), num_rows - used).astype(np.int64) * num_queries_per_kv
     counts = -(-pairs // TILE_ROWS)
     total = num_rows * num_queries_per_kv // TILE_ROWS + len(counts)
@@ -77,13 +73,11 @@ def varlen_prefill(
 
     block_tables: (S, max_blocks).  cu_seqlens_q: (S+1,).  seq_lens: (S,) keys of each segment,
     including this step's rows.  tiles: (T, 2), from `plan_tiles`.
-    Padding rows give zeros.  sinks: (H,).  Head dims: multiples of 8 up to 256, else ValueError.
+    Padding rows give zeros.  sinks: (H,).  Head dims: multiples of 8 up to MAX_PREFILL_DIM.
     """
     rows, heads, _ = q.shape
     k_row, v_row = row_formats(keys, values, spec)
     kv_heads, k_dim, v_dim = keys.shape[1], k_row.dim, v_row.dim
-    if problem := head_size_problem((k_dim, v_dim), MAX_PREFILL_DIM):
-        raise ValueError(problem)
     partners = partners_of(k_dim, v_dim, q.dtype)
     simdgroups = TILE_ROWS // 8 * partners
     template: Template = {"T": q.dtype, "KV_HEADS": kv_heads, "GROUP": heads // kv_heads}

@@ -1,13 +1,13 @@
 """The inputs of `gated_delta` for gates, keys and queries.
 
-A layer gives finished gates, or the columns of its projection from which the kernel computes gates
-in float32.
+The kernel computes gates and beta in float32 from columns of a layer's projection.  Only gates per
+column of the state are finished before.
 """
 
 from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, bits, unused
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, bits, check_array, unused
 from vllm_metal_lite.kernels.launch import Template
 from vllm_metal_lite.kernels.new_rows import Columns, columns_template
 
@@ -31,14 +31,14 @@ class QKNorm(NamedTuple):
 class Gates(NamedTuple):
     """The gate and beta of each row and head, or the columns from which the kernel computes them.
 
-    gates: V columns, or V * K for a gate per column of the state (vector).  beta: V columns, or
-    None if the kernel computes beta too.  a_log, bias: (V,), if the kernel computes the gate.
-    beta_scale: 0 if beta is finished; else beta is a logit, and beta_scale multiplies its sigmoid.
+    gates: V columns, or V * K for a gate per column of the state (vector).  beta: V columns, which
+    the kernel does not read if it computes beta from gates.  a_log, bias: (V,), if the kernel
+    computes the gate.  beta_scale: 0, or beta is a logit, and beta_scale multiplies its sigmoid.
     low, high: see the functions below.
     """
 
     gates: Columns
-    beta: Columns | None
+    beta: Columns
     vector: bool = False
     kind: int = _GIVEN
     a_log: mx.array | None = None
@@ -48,40 +48,17 @@ class Gates(NamedTuple):
     high: float = 0.0
 
     def launch(self, rows: int, v_heads: int, k_dim: int) -> tuple[list[mx.array], Template]:
-        """The inputs gates, beta, a_log and bias, and the template values of all.
-
-        Raises ValueError if they do not fit `rows` rows of these heads.
-        """
+        """The inputs gates, beta, a_log and bias, and the template values of all."""
         width = v_heads * k_dim if self.vector else v_heads
-        beta = self.beta or Columns(unused(), 0)
-        if len(self.gates.array) != rows or (self.beta and len(beta.array) != rows):
-            raise ValueError(
-                f"gates of {len(self.gates.array)} and beta of {len(beta.array)} rows are not of "
-                f"{rows} rows"
-            )
-        for name, array in (("a_log", self.a_log), ("bias", self.bias)):
-            if self.kind != _GIVEN and (array is None or array.shape != (v_heads,)):
-                shape = None if array is None else array.shape
-                raise ValueError(f"{name} {shape} is not ({v_heads},)")
-        dtype = self.gates.array.dtype
-        template: Template = columns_template("g", self.gates, width, dtype)
-        template |= columns_template("b", beta, v_heads if self.beta else 0, beta.array.dtype)
-        template |= {"G": dtype, "B": beta.array.dtype, "VECTOR": self.vector, "GATE": self.kind}
+        check_array("a_log", self.a_log, (v_heads,))
+        check_array("bias", self.bias, (v_heads,))
+        dtype, of_beta = self.gates.array.dtype, self.beta.array.dtype
+        template: Template = columns_template("g", self.gates, rows, width, dtype)
+        template |= columns_template("b", self.beta, rows, v_heads, of_beta)
+        template |= {"G": dtype, "B": of_beta, "VECTOR": self.vector, "GATE": self.kind}
         template |= {"BETA": self.beta_scale, "LOW": bits(self.low), "HIGH": bits(self.high)}
         rest = (unused() if a is None else a for a in (self.a_log, self.bias))
-        return [_long(self.gates.array), _long(beta.array), *rest], template
-
-
-def given(gates: mx.array, beta: mx.array) -> Gates:
-    """gates: (N, V) float32, or (N, V, K) for a gate per column of the state.  beta: (N, V).
-
-    Raises ValueError for others.
-    """
-    if gates.shape[:2] != beta.shape or gates.dtype != mx.float32:
-        raise ValueError(
-            f"gates {gates.shape} {gates.dtype} are not {beta.shape}, as beta is, in float32"
-        )
-    return Gates(Columns(gates.reshape(len(gates), -1), 0), Columns(beta, 0), gates.ndim == 3)
+        return [_long(self.gates.array), _long(self.beta.array), *rest], template
 
 
 def delta_gates(
@@ -115,7 +92,7 @@ def time_gates(
     Source: `compute_dt` and `ssm_update` of mlx-lm.
     """
     low, high = (max(-_LARGEST, min(_LARGEST, limit)) for limit in limits)
-    return Gates(dt, None, False, _TIME, a_log, dt_bias, low=low, high=high)
+    return Gates(dt, dt, False, _TIME, a_log, dt_bias, low=low, high=high)
 
 
 def _long(array: mx.array) -> mx.array:

@@ -138,14 +138,6 @@ _ROWS = (
     KernelRow("causal_conv", _OPERATIONS, "recurrent.convolution", essential=True),
     KernelRow("gated_delta", _OPERATIONS, "recurrent.recurrence", essential=True),
     KernelRow(
-        "fused_recurrence",
-        "MLX's operations make gates and norms for gated_delta",
-        "recurrent.recurrence",
-        needs=("gated_delta",),
-        base="gated_delta",
-        template=("GATE", "NORM"),
-    ),
-    KernelRow(
         "gated_rms_norm", "MLX's norm and product are used", "recurrent.gated_norm", "gated_norm"
     ),
 )

@@ -23,7 +23,6 @@ _HEADS = 4
 
 def rope_write(
     rows: NewRows,
-    *,
     positions: mx.array,
     slot_mapping: mx.array,
     keys: mx.array,
@@ -35,7 +34,6 @@ def rope_write(
 
     q, k, v and the values of the store have one floating type.  positions, slot_mapping: (N or
     more,) int32; a negative slot skips the row's k and v.  spec: of a quantised store.
-    Raises ValueError if columns lie outside their array or do not have the store's type.
     """
     count, heads = rows.q.array.shape[0], rows.num_heads
     kv_heads, (k_row, v_row) = keys.shape[1], row_formats(keys, values, spec)

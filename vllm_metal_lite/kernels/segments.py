@@ -11,7 +11,6 @@ from operator import itemgetter
 
 import numpy as np
 
-from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
 from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS
 
@@ -57,12 +56,3 @@ def pack_segments(
     nothing = np.full((missing, segments.shape[1]), EMPTY, np.int32)
     nothing[:, 1], nothing[:, 0], nothing[:, 2::2] = PADDING, num_rows, num_rows
     return np.concatenate([segments, nothing])
-
-
-def check_pool(states: mx.array, shape: tuple[int, ...], dtype: mx.Dtype) -> None:
-    """Raise ValueError unless the state store is (slots, *shape) of dtype."""
-    if states.shape[1:] != shape or states.dtype != dtype:
-        wanted = ", ".join(map(str, shape))
-        raise ValueError(
-            f"the state store is {states.shape} {states.dtype}, not (slots, {wanted}) {dtype}"
-        )

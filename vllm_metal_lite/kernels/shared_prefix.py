@@ -5,11 +5,9 @@ from typing import NamedTuple
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.arguments import (
-    MAX_PREFILL_DIM,
     STORE,
     bits,
     format_template,
-    head_size_problem,
     num_splits,
     row_formats,
     unused,
@@ -63,7 +61,7 @@ def shared_prefix(
 
     q may be NewRows (B): its queries are first normalised, and rotated to the position of their
     last key.  block_tables: (B, max_blocks).  seq_lens (B,), leader (1,), prefix_lens (B,): int32.
-    Head dims: multiples of 8 up to 256, else ValueError.  The next ticket is the result's lse.
+    Head dims: multiples of 8 up to MAX_PREFILL_DIM.  The next ticket is the result's lse.
     """
     k_row, v_row = row_formats(keys, values, spec)
     kv_heads, k_dim, v_dim = keys.shape[1], k_row.dim, v_row.dim
@@ -75,8 +73,6 @@ def shared_prefix(
         first, _, _, weight, _, freqs = q.arrays
         arrays, new = [first, weight, freqs], q.template(kv_heads, k_row, v_row)
     fused = new is not NONE_NEW
-    if problem := head_size_problem((k_dim, v_dim), MAX_PREFILL_DIM):
-        raise ValueError(problem)
     group, partners = heads // kv_heads, partners_of(k_dim, v_dim, k_row.dtype, held=64)
     simdgroups = TILE_ROWS // 8 * partners
     template: Template = {"T": k_row.dtype, "FUSED": fused}

@@ -4,11 +4,10 @@ from typing import Literal, NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import RMSNorm, bits, unused
+from vllm_metal_lite.kernels.arguments import RMSNorm, bits, check_array, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.weights import (
     Weight,
-    described,
     inputs_of,
     readable,
     shape_of,
@@ -97,19 +96,20 @@ def skinny_gemm(
 ) -> mx.array:
     """x (rows, depth) @ weight (outputs, depth).T, in 16-bit floats, summed in float32.
 
-    At most MAX_ROWS rows, and a depth that is a multiple of 32 (6 bits: 64).  norm: applied to x
-    first.  bias: (outputs,), is added to the product.  gate: the result is the activation of
-    y[:, :outputs / 2] times y[:, outputs / 2:].  residual: of the result's shape, added last.
-    Rounds where the separate operations would; a quantised weight as `mx.dequantize`, or not at all
-    if the plan is `in_lanes`.  plan: by default `gemm_plan`'s.  Raises ValueError for other shapes
-    or types.
+    `fits` says which are served.  norm: applied to x first; with a weight.  bias: (outputs,), is
+    added to the product.  gate: the result is the activation of y[:, :outputs / 2] times y[:,
+    outputs / 2:].  residual: of the result's shape, added last.  Rounds where the separate
+    operations would; a quantised weight as `mx.dequantize`, or not at all if the plan is
+    `in_lanes`.  plan: by default `gemm_plan`'s.
     """
     rows, (outputs, depth) = len(x), weight.shape
     width = outputs // 2 if gate else outputs
-    _check(x, weight, norm, bias, residual, (rows, width), gate is not None and outputs % 2 == 1)
+    gain = norm and norm.weight
+    check_array("x", x, (rows, depth), weight.dtype)
+    check_array("norm's weight", gain, (depth,), x.dtype)
+    check_array("bias", bias, (outputs,), x.dtype)
+    check_array("residual", residual, (rows, width), x.dtype)
     simdgroups, at_once, spread, columns, in_lanes = plan or gemm_plan(rows, shape_of(weight))
-    if in_lanes and rows > MAX_LANE_ROWS:
-        raise ValueError(f"{rows} rows are more than {MAX_LANE_ROWS}, the most without matrices")
     tiles = -(-rows // 8)
     # The kernel pads each row of sums by four floats.
     room = _SUM_BYTES // (simdgroups * 8 * (columns + 4) * 4)
@@ -121,38 +121,7 @@ def skinny_gemm(
     template |= {"COLUMNS": columns, "SIMDGROUPS": simdgroups, "AT_ONCE": at_once, "HELD": held}
     template |= {"NORM": norm is not None, "EPS": bits(norm.eps if norm else 0.0)}
     template |= {"BIAS": bias is not None, "RESIDUAL": residual is not None, "GATE": _GATES[gate]}
-    gain = unused() if norm is None or norm.weight is None else norm.weight
-    more = [unused() if a is None else a for a in (bias, residual)]
+    more = [unused() if a is None else a for a in (gain, bias, residual)]
     out_columns = columns // 2 if gate else columns
-    inputs, grid = [x, *arrays, gain, *more], (-(-width // out_columns), 1, 1)
+    inputs, grid = [x, *arrays, *more], (-(-width // out_columns), 1, 1)
     return _SKINNY_GEMM(inputs, template, grid, 32 * simdgroups, [(rows, width)], [x.dtype])[0]
-
-
-def _check(
-    x: mx.array,
-    weight: Weight,
-    norm: RMSNorm | None,
-    bias: mx.array | None,
-    residual: mx.array | None,
-    result: tuple[int, int],
-    odd: bool,
-) -> None:
-    if not fits(x, weight) or x.shape[1] != weight.shape[1] or odd:
-        raise ValueError(
-            f"x {x.shape} {x.dtype} and weight {described(weight)} must be of one 16-bit "
-            f"float type and depth, a multiple of 32, with at most {MAX_ROWS} rows of x"
-            + ", and as many weights for gate as for up"
-            * odd
-        )
-    if norm is not None and norm.weight is None:
-        raise ValueError("the norm of a product must have a weight")
-    wanted = {
-        "norm's weight": (norm and norm.weight, x.shape[1:]),
-        "bias": (bias, weight.shape[:1]),
-        "residual": (residual, result),
-    }
-    for name, (array, shape) in wanted.items():
-        if array is not None and (array.shape != shape or array.dtype != x.dtype):
-            raise ValueError(
-                f"the {name} must be {shape} {x.dtype}, not {array.shape} {array.dtype}"
-            )

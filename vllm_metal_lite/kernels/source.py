@@ -8,6 +8,7 @@ the arrays given at launch.
 import hashlib
 import re
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 MARKER = "// --- kernel body ---\n"
@@ -35,7 +36,8 @@ def strip_comments(text: str) -> str:
 @cache
 def digest() -> str:
     """A hash of this package: its kernels, and the Python that launches and checks them."""
-    files = [*_PACKAGE.rglob("*.py"), *FOLDER.glob("*.metal"), *FOLDER.glob("*.h")]
+    kernels = (FOLDER.glob(pattern) for pattern in ("*.metal", "*.h", "cuda/*.*"))
+    files = [*_PACKAGE.rglob("*.py"), *chain.from_iterable(kernels)]
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in sorted(files))).hexdigest()
 
 

@@ -142,11 +142,11 @@ class PackedModel:
     def __call__(
         self, attention: StepAttention, logits_indices: mx.array | None, fusion: Fusion = NO_FUSION
     ) -> tuple[mx.array, mx.array | None]:
-        """Build the forward of a step.
+        """Build the forward of a step; returns logits (R, vocab_size) of rows `logits_indices`, and
+        the hidden states (N, 1, hidden_size) of all rows below the head.
 
-        Returns the logits (R, vocab_size) of rows `logits_indices` (None: all rows, padding
-        included), and the hidden states (N, 1, hidden_size) of all rows below the head; None if the
-        model hides them.
+        logits_indices: None selects all rows, padding included.  Hidden states: None if the model
+        hides them.
         """
         step, sequences, recurrence = attention.step, None, None
         if self.sees_sequences:

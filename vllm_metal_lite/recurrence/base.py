@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g, normalize_qk
-from mlx_lm.models.ssm import compute_dt
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.recurrence import QKNorm
@@ -61,9 +60,7 @@ class GatedDelta:
     @property
     def shape(self) -> RecurrenceShape:
         (k_heads, k_dim), (v_heads, v_dim) = self.k.shape[2:], self.v.shape[2:]
-        return RecurrenceShape(
-            k_heads, v_heads, k_dim, v_dim, self.v.dtype, vector=self.is_vector, fused=True
-        )
+        return RecurrenceShape(k_heads, v_heads, k_dim, v_dim, self.v.dtype, vector=self.is_vector)
 
     @property
     def normalized(self) -> tuple[mx.array, mx.array]:
@@ -80,12 +77,6 @@ class GatedDelta:
         else:
             gates = compute_lower_bound_g(self.A_log, self.a, self.dt_bias, self.lower_bound)
         return gates.astype(mx.float32)
-
-    @property
-    def beta(self) -> mx.array:
-        """How much of each row goes into the state, (N, 1, Hv)."""
-        beta = mx.sigmoid(self.b)
-        return beta * 2.0 if self.allow_neg_eigval else beta
 
 
 @dataclass(frozen=True)
@@ -107,12 +98,7 @@ class StateSpace:
     @property
     def shape(self) -> RecurrenceShape:
         (groups, k_dim), (heads, v_dim) = self.b.shape[2:], self.x.shape[2:]
-        return RecurrenceShape(groups, heads, k_dim, v_dim, self.x.dtype, delta=False, fused=True)
-
-    @property
-    def time_steps(self) -> mx.array:
-        """dt after its bias, softplus and limits, (N, 1, H) float32."""
-        return compute_dt(self.dt, self.dt_bias, self.time_step_limit)
+        return RecurrenceShape(groups, heads, k_dim, v_dim, self.x.dtype, delta=False)
 
 
 class StepRecurrence(Protocol):

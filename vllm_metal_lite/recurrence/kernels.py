@@ -10,13 +10,7 @@ from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS
 from vllm_metal_lite.kernels.causal_conv import MAX_KERNEL_SIZE, causal_conv, plan_conv_tiles
 from vllm_metal_lite.kernels.gated_delta import gated_delta, recurrence_problem
 from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kernels.recurrence import (
-    Gates,
-    column_gates,
-    delta_gates,
-    given,
-    time_gates,
-)
+from vllm_metal_lite.kernels.recurrence import Gates, column_gates, delta_gates, time_gates
 from vllm_metal_lite.kernels.segments import pack_segments
 from vllm_metal_lite.kv.state_store import Key, StateStore
 from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace
@@ -73,15 +67,10 @@ class Ordered(Protocol):
 
 
 class KernelRecurrence:
-    """See StepRecurrence.
+    """See StepRecurrence.  order: holds the ticket."""
 
-    order: holds the ticket.  fused: the kernel computes gates and norms.
-    """
-
-    def __init__(
-        self, state_store: StateStore, plan: SegmentPlan, order: Ordered, *, fused: bool = True
-    ) -> None:
-        self.state_store, self.plan, self.order, self.fused = state_store, plan, order, fused
+    def __init__(self, state_store: StateStore, plan: SegmentPlan, order: Ordered) -> None:
+        self.state_store, self.plan, self.order = state_store, plan, order
 
     def causal_conv(self, key: Key, conv: CausalConv) -> mx.array:
         where = self.state_store[key], self.plan.segments, self.plan.tiles, self.order.ticket
@@ -90,31 +79,19 @@ class KernelRecurrence:
         return y
 
     def gated_delta(self, key: Key, delta: GatedDelta) -> mx.array:
-        if self.fused or delta.norm is None:
-            q, k, norm = delta.q, delta.k, delta.norm
-        else:
-            (q, k), norm = delta.normalized, None
-        columns = columns_of(q), columns_of(k), columns_of(delta.v)
-        return self._launch(key, columns, self._gates(delta), q.shape[-2], norm=norm)
-
-    def _gates(self, delta: GatedDelta) -> Gates:
-        if not self.fused:
-            return given(delta.gates.squeeze(1), delta.beta.squeeze(1))
+        columns = columns_of(delta.q), columns_of(delta.k), columns_of(delta.v)
         b, scale = columns_of(delta.b), 2 if delta.allow_neg_eigval else 1
         if delta.is_vector:
-            return column_gates(delta.gates.squeeze(1), b, beta_scale=scale)
-        rate, bias = delta.A_log.reshape(-1), delta.dt_bias.reshape(-1)
-        a, low = columns_of(delta.a), delta.lower_bound
-        return delta_gates(a, b, rate, bias, lower_bound=low, beta_scale=scale)
+            gates = column_gates(delta.gates.squeeze(1), b, beta_scale=scale)
+        else:
+            rate, bias = delta.A_log.reshape(-1), delta.dt_bias.reshape(-1)
+            a, low = columns_of(delta.a), delta.lower_bound
+            gates = delta_gates(a, b, rate, bias, lower_bound=low, beta_scale=scale)
+        return self._launch(key, columns, gates, delta.q.shape[-2], norm=delta.norm)
 
     def state_space(self, key: Key, update: StateSpace) -> mx.array:
-        if self.fused:
-            limits = update.time_step_limit
-            gates = time_gates(columns_of(update.dt), update.A_log, update.dt_bias, limits)
-        else:
-            steps = update.time_steps.squeeze(1)
-            decays = mx.exp(steps * -mx.exp(update.A_log.astype(mx.float32)))
-            gates = given(decays, steps)
+        limits = update.time_step_limit
+        gates = time_gates(columns_of(update.dt), update.A_log, update.dt_bias, limits)
         columns = columns_of(update.c), columns_of(update.b), columns_of(update.x)
         return self._launch(key, columns, gates, update.b.shape[-2], skip=update.d)
 

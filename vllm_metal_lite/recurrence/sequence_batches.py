@@ -109,15 +109,11 @@ class BatchStates:
 
     def set(self, seqs: SequenceBatch, key: Key, state: mx.array) -> None:
         """Keep the states (B, ...) after a batch, in place of those kept before."""
-        missing = self._state_store[key].shape[1:] != state.shape[1:]
-        state = self._grown(key, state) if missing else state
+        shape, now = self._state_store[key].shape[1:], state.shape[1:]
+        if now != shape:  # an n-gram's context starts short
+            front = [(full - part, 0) for full, part in zip(shape, now, strict=True)]
+            state = mx.pad(state, [(0, 0), *front])
         self._new.setdefault(key, {})[seqs.index] = seqs, state
-
-    def _grown(self, key: Key, state: mx.array) -> mx.array:
-        """The state with zeros in front, because an n-gram's context starts short."""
-        shape = self._state_store[key].shape[1:]
-        front = [(full - now, 0) for full, now in zip(shape, state.shape[1:], strict=True)]
-        return mx.pad(state, [(0, 0), *front])
 
     def commit(self) -> None:
         """Write the new states to the store, once for each state, after all reads."""

@@ -28,10 +28,8 @@ def build_runner(
     fusing = optional_module("fusion.decide")
     while fusing is not None:
         try:
-            fusion, note = fusing.decide(
-                model.packed, path.attention, path.failed_kernels, model.ranks
-            )
-            path = replace(path, fusion=fusion, fusion_note=note)
+            fusion = fusing.decide(model.packed, path.attention, path.failed_kernels, model.ranks)
+            path = replace(path, fusion=fusion)
             break
         except KernelError as e:  # in the trial of the fused launches
             path = path.fallback(e)

@@ -16,7 +16,7 @@ from itertools import repeat
 from typing import Any
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.base import Attention, Step, StepAttention, arrays_of, with_arrays
+from vllm_metal_lite.attention.base import Attention, Step, arrays_of, with_arrays
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
@@ -31,28 +31,22 @@ Result = tuple[mx.array, list[mx.array], State]
 Forward = Callable[[list[mx.array], State], Result]
 
 
-def build(model: PackedModel, attention: StepAttention, fusion: Fusion, pools: bool) -> Result:
-    """Build the forward of a step.  pools: read the hidden states too."""
-    logits, hidden = model(attention, attention.step.logits_indices, fusion)
-    if not pools:
-        return logits, [], attention.state
-    if hidden is None:
-        raise RuntimeError("this model's head takes no hidden states that can be read")
-    return logits, [hidden], attention.state
-
-
 class CompiledSteps:
-    """A model's forward for steps that have a `variant`.
+    """A model's forward; compiled for steps that have a `variant`.
 
     reason: why steps run uncompiled, None if they may be compiled.  Whether a model can be traced
     is discovered on the first attempt.  num_steps: steps that ran compiled.
     """
 
     def __init__(
-        self, model: PackedModel, attention: Attention, fusion: Fusion = NO_FUSION
+        self,
+        model: PackedModel,
+        attention: Attention,
+        fusion: Fusion = NO_FUSION,
+        num_steps: int = 0,
     ) -> None:
         self.model, self.attention, self.fusion = model, attention, fusion
-        self.num_steps = 0
+        self.num_steps = num_steps
         self.reason: str | None = None
         if backend.is_cpu():
             self.reason = "on a CPU"
@@ -63,8 +57,18 @@ class CompiledSteps:
         self._variants: OrderedDict[tuple, Forward] = OrderedDict()
         self._seen: OrderedDict[tuple, None] = OrderedDict()  # ran once, not compiled
 
+    def build(self, step: Step, state: State) -> Result:
+        """Build the forward of a step."""
+        attention = self.attention.begin(step, state)
+        logits, hidden = self.model(attention, step.logits_indices, self.fusion)
+        if not step.pools:
+            return logits, [], attention.state
+        if hidden is None:
+            raise RuntimeError("this model's head takes no hidden states that can be read")
+        return logits, [hidden], attention.state
+
     def __call__(self, step: Step, state: State) -> Result | None:
-        """What `build` gives for the step.  None: the caller must run the step uncompiled."""
+        """What `build` gives for the step, compiled.  None: the caller must `build` the step."""
         if self.reason is not None or step.variant is None:
             return None
         forward = self._variants.get(_key(step))
@@ -94,19 +98,17 @@ class CompiledSteps:
     def _compile(self, step: Step) -> Forward:
         # The closure keeps no array of this step.  Traced code must not read the batch.
         no_batch: Any = None
-        pools = step.batch.pooled is not None
         like = with_arrays(step._replace(batch=no_batch), repeat(mx.array(0)))
 
         def forward(arrays: list[mx.array], state: State) -> Result:
-            attention = self.attention.begin(with_arrays(like, arrays), state)
-            return build(self.model, attention, self.fusion, pools)
+            return self.build(with_arrays(like, arrays), state)
 
         return mx.compile(forward)
 
 
 def _key(step: Step) -> tuple:
     """The cache key of a variant.  MLX keeps traces per thread."""
-    return threading.get_ident(), step.variant, step.batch.pooled is not None
+    return threading.get_ident(), step.variant
 
 
 def _keep(entries: OrderedDict, key: tuple, value: Forward | None) -> None:

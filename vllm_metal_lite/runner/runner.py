@@ -20,8 +20,8 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.kernels.launch import KernelError, one_by_one
 from vllm_metal_lite.model.packed import Fusion, PackedModel
-from vllm_metal_lite.runner.compiled import CompiledSteps, Result, build
-from vllm_metal_lite.runner.pooled import Pooled, pool
+from vllm_metal_lite.runner.compiled import CompiledSteps
+from vllm_metal_lite.runner.pooled import pool
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.step_path import StepPath
 from vllm_metal_lite.sampling.masks import TokenMasks
@@ -53,11 +53,13 @@ class ModelRunner:
         self, model: PackedModel, path: StepPath, sampler: Sampler, ranks: RankGroup = ALONE
     ) -> None:
         self.model, self.sampler, self.ranks = model, sampler, ranks
-        self._take(path, CompiledSteps(model, path.attention, path.fusion))
+        self._take(path)
         self._last: StepResult | None = None
 
-    def _take(self, path: StepPath, compiled: CompiledSteps) -> None:
+    def _take(self, path: StepPath, num_compiled: int = 0) -> None:
+        """Run the next steps by this path.  num_compiled: steps that ran compiled before."""
         state = path.attention.new_state()
+        compiled = CompiledSteps(self.model, path.attention, path.fusion, num_compiled)
         self.path, self.compiled, self._state = path, compiled, state
 
     @property
@@ -107,17 +109,14 @@ class ModelRunner:
         culprit = self._find_culprit(batch, after)
         if culprit is None or _OUT_OF_MEMORY.search(culprit.why):
             return False
-        path = self.path.fallback(culprit)
-        compiled = CompiledSteps(self.model, path.attention, path.fusion)
-        compiled.num_steps = self.compiled.num_steps
-        self._take(path, compiled)
+        self._take(self.path.fallback(culprit), self.compiled.num_steps)
         return True
 
     def _find_culprit(self, batch: ForwardBatch, after: StepResult | None) -> KernelError | None:
         """Run a failed step's forward again, launch by launch; returns a kernel's error."""
         try:
             with one_by_one():
-                self._run(self._prepare(batch, after))
+                self.compiled.build(self._prepare(batch, after), self._state)
         except KernelError as e:
             return e
         except Exception:  # the error is not a kernel's
@@ -143,7 +142,9 @@ class ModelRunner:
         before, req_indices = self.sampler.state, batch.sampled_rows
         try:
             step = self._prepare(batch, after)
-            logits, state, pooled = self._forward(step)
+            built = self.compiled(step, self._state) or self.compiled.build(step, self._state)
+            logits, hidden, state = built
+            pooled = None if batch.pooled is None else pool(batch.pooled, hidden[0], logits)
             if not self.ranks.has_logits:
                 result = StepResult(req_indices, None, None, None, written=[logits])
                 self._submit(result, state)
@@ -172,18 +173,6 @@ class ModelRunner:
             self.sampler.state = before
             raise
         return result
-
-    def _forward(self, step: Step) -> tuple[mx.array, list[mx.array], Pooled | None]:
-        """Logits of the batch's `logits_indices`, in order, perhaps padded; the next state; the
-        values for pooling requests."""
-        logits, hidden, state = self.compiled(step, self._state) or self._run(step)
-        pooled = step.batch.pooled
-        return logits, state, None if pooled is None else pool(pooled, hidden[0], logits)
-
-    def _run(self, step: Step) -> Result:
-        """The forward, uncompiled."""
-        attention = self.attention.begin(step, self._state)
-        return build(self.model, attention, self.fusion, step.batch.pooled is not None)
 
     def _start(self, *arrays: Any) -> None:
         """Have the device compute a step's arrays."""

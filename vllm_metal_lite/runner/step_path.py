@@ -13,6 +13,7 @@ from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.attention.select import Verdict, select
 from vllm_metal_lite.errors import ConfigError, Option
 from vllm_metal_lite.kernels.launch import KernelError
+from vllm_metal_lite.kernels.registry import REFERENCE
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion
 from vllm_metal_lite.specs import AttentionShape
 
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepPath:
-    """attention_reason: why this attention was chosen.  fusion_note: fusion's part of `reason`.
+    """attention_reason: why this attention was chosen.
 
     option, shapes, verdict: the arguments of `attention.select` that led to this attention.
     """
@@ -32,12 +33,11 @@ class StepPath:
     shapes: Sequence[AttentionShape] = ()
     verdict: Verdict = field(default_factory=lambda: Verdict({}))
     fusion: Fusion = NO_FUSION
-    fusion_note: str = ""
 
     @property
     def reason(self) -> str:
         """Why this attention was chosen, and which operations are fused."""
-        return self.attention_reason + self.fusion_note
+        return self.attention_reason + self.fusion.note
 
     @property
     def uses_kernels(self) -> bool:
@@ -56,18 +56,13 @@ class StepPath:
         kernel, store, known = error.kernel, self.attention.store, self.verdict.failures
         line = f"{kernel} fails in a step: {error.why}"
         verdict = replace(self.verdict, failures={**known, kernel: line})
-        if kernel in known:  # the fallback runs this kernel too
-            attention, reason = _no_kernels(self.option, self.attention, line)
-        else:
+        if kernel not in known:
             attention, reason = select(self.option, store, self.shapes, verdict, known)
+        elif self.option == "kernels":
+            raise ConfigError(Option("attention"), f"='kernels' is not possible: {line}")
+        else:  # the fallback runs this kernel too
+            logger.warning(f"{line}; {REFERENCE}")
+            attention, reason = ReferenceAttention(store), f"a kernel fails: {line}"
         path = replace(self, attention=attention, attention_reason=reason, verdict=verdict)
         fusion = self.fusion.without(path.failed_kernels) if path.uses_kernels else NO_FUSION
-        return replace(path, fusion=fusion, fusion_note=fusion.note)
-
-
-def _no_kernels(option: str, attention: Attention, line: str) -> tuple[Attention, str]:
-    """The reference attention, for a kernel that fails and has no other fallback."""
-    if option == "kernels":
-        raise ConfigError(Option("attention"), f"='kernels' is not possible: {line}")
-    logger.warning(f"{line}; the reference attention is used, which is slower")
-    return ReferenceAttention(attention.store), f"a kernel fails: {line}"
+        return replace(path, fusion=fusion)

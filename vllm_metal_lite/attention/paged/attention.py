@@ -11,7 +11,7 @@ from copy import copy
 
 import numpy as np
 
-from vllm_metal_lite.attention.base import Step
+from vllm_metal_lite.attention.base import Step, make_step, variant_of
 from vllm_metal_lite.attention.paged.decodes import DecodePlanner, reads_new_rows
 from vllm_metal_lite.attention.paged.plan import PagedPlan, plan_recurrent
 from vllm_metal_lite.attention.paged.step import KernelStepAttention
@@ -20,7 +20,12 @@ from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import MAX_PREFILL_DIM, head_size_problem, new_ticket
+from vllm_metal_lite.kernels.arguments import (
+    MAX_PREFILL_DIM,
+    MIN_ELEMENTS,
+    head_size_problem,
+    new_ticket,
+)
 from vllm_metal_lite.kernels.registry import REGISTRY, unused_kernels
 from vllm_metal_lite.kv.store import PagedStore
 
@@ -97,7 +102,10 @@ class KernelAttention:
         late = decodes is not None and self._writes_late(batch)
         recurrent = plan_recurrent(batch, num_rows) if self.store.states.num_slots else None
         positions = None if late else padded(batch.positions, num_rows)
-        return PagedPlan(decodes, prompts, positions, recurrent).step(batch, num_rows)
+        plan = PagedPlan(decodes, prompts, positions, recurrent)
+        num_logits = plan.num_logits(batch)
+        step = make_step(batch, num_rows, plan, num_slots=MIN_ELEMENTS, num_logits=num_logits)
+        return step._replace(variant=variant_of(step[1:])) if plan.repeats else step
 
     def begin(self, step: Step, state: list[mx.array]) -> KernelStepAttention:
         (ticket,) = state

@@ -8,7 +8,7 @@ import numpy as np
 
 from vllm_metal_lite.attention.paged.shared_prefix import PrefixSearch, SharedPrefixRows
 from vllm_metal_lite.attention.paged.varlen_prompts import pad_tables, padded
-from vllm_metal_lite.attention.sdpa.plan import power_of_two
+from vllm_metal_lite.attention.sdpa.plan import power_of_two, split_at_chunks
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
@@ -122,17 +122,7 @@ def as_decodes(batch: ForwardBatch) -> ForwardBatch:
 
     Rows of one original segment read keys that this same step writes.
     """
-    lengths = np.diff(batch.cu_seqlens_q)
-    tables, *other_tables = (np.repeat(t, lengths, axis=0) for t in batch.tables)
-    return replace(
-        batch,
-        cu_seqlens_q=np.arange(batch.num_tokens + 1, dtype=np.int32),
-        seq_lens=batch.positions + 1,
-        block_tables=tables,
-        other_tables=tuple(other_tables),
-        req_indices=np.repeat(batch.req_indices, lengths),
-        num_decodes=batch.num_tokens,
-    )
+    return replace(split_at_chunks(batch, 1), num_decodes=batch.num_tokens)
 
 
 def reads_new_rows(batch: ForwardBatch) -> bool:

@@ -2,14 +2,12 @@
 
 from typing import NamedTuple
 
-from vllm_metal_lite.attention.base import Step, make_step, variant_of
 from vllm_metal_lite.attention.paged.decodes import Decodes
 from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.attention.sdpa.plan import power_of_two
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
-from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS
 from vllm_metal_lite.recurrence.kernels import SegmentPlan
 
 
@@ -39,17 +37,11 @@ class PagedPlan(NamedTuple):
         """Whether steps of the same shapes are likely to repeat, so that compiling one pays."""
         return self.prompts is None or self.prompts.repeats
 
-    def step(self, batch: ForwardBatch, num_rows: int) -> Step:
-        """The step of this plan, of num_rows rows."""
+    def num_logits(self, batch: ForwardBatch) -> int:
+        """The fewest rows that get logits, rounded so that shapes repeat: one per segment, terminal
+        or not, and more if prompts are scored."""
         if not self.repeats:
-            return make_step(batch, num_rows, self, num_slots=MIN_ELEMENTS)
-        num_logits = self._num_logits(batch)
-        step = make_step(batch, num_rows, self, num_slots=MIN_ELEMENTS, num_logits=num_logits)
-        return step._replace(variant=variant_of(step[1:]))
-
-    def _num_logits(self, batch: ForwardBatch) -> int:
-        """Rows that get logits, rounded so that shapes repeat: one per segment, terminal or not,
-        and more if prompts are scored."""
+            return 1
         first = self.num_decodes if self.prompts else 0
         num_logits = first + power_of_two(batch.num_segments - first)
         wanted = len(batch.logits_indices)

@@ -20,7 +20,7 @@ from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.prefill import varlen_prefill
 from vllm_metal_lite.kernels.rope_write import rope_write
-from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, prefix_splits, shared_prefix
+from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.kernels import KernelRecurrence
 
@@ -50,8 +50,7 @@ class KernelStepAttention:
     @property
     def recurrence(self) -> KernelRecurrence:
         assert self.plan.recurrent is not None, "a step without recurrent states"
-        fused = "fused_recurrence" not in self.unused_kernels
-        return KernelRecurrence(self.store.states, self.plan.recurrent, self, fused=fused)
+        return KernelRecurrence(self.store.states, self.plan.recurrent, self)
 
     @property
     def state(self) -> list[mx.array]:
@@ -82,10 +81,8 @@ class KernelStepAttention:
         if "rope_write" in self.unused_kernels:
             return None
         assert self.plan.positions is not None
-        keys, values = self._kv(layer)
-        place = {"positions": self.plan.positions, "slot_mapping": self._slot_mapping(layer)}
-        store = {"keys": keys, "values": values, "ticket": self.ticket}
-        rows, self.ticket = rope_write(new, **place, **store, spec=spec)
+        where = self.plan.positions, self._slot_mapping(layer), *self._kv(layer)
+        rows, self.ticket = rope_write(new, *where, self.ticket, spec)
         return rows
 
     def latent_write(self, layer: int, q: Heads, latents: Latents, k_pe: Heads) -> mx.array | None:
@@ -108,10 +105,8 @@ class KernelStepAttention:
             return None
         stride = q.stride or q.head_dim
         new = NewLatents(columns[0], stride, q.num_heads, *columns[1:], norm, rope)
-        keys, values = self._kv(layer)
-        place = {"positions": positions, "slot_mapping": self._slot_mapping(layer)}
-        store = {"keys": keys, "values": values, "ticket": self.ticket}
-        rows, self.ticket = latent_write(new, **place, **store, spec=spec)
+        where = positions, self._slot_mapping(layer), *self._kv(layer)
+        rows, self.ticket = latent_write(new, *where, self.ticket, spec)
         return rows
 
     def attend(self, q: mx.array | NewRows, call: AttentionCall) -> mx.array:
@@ -140,28 +135,20 @@ class KernelStepAttention:
             splits = decodes.plans[spec.num_kv_heads].splits
             where = tables, cu_seqlens_q, seq_lens, tiles
             return self._latents(q, call.q_pe[: len(q)], where, call, splits)
-        prefix, plans = None, decodes.plans
-        if decodes.prefix and self.shares[call.layer] and call.window is None:
-            prefix, plans = self._prefix(q, tables, decodes, call), decodes.prefix.plans
+        prefix, plans, shared = None, decodes.plans, decodes.prefix
         store, options = self._common(call)
-        options |= {"window": call.window, "softcap": call.softcap, "sinks": call.sinks}
-        options |= {"plan": plans[spec.num_kv_heads], "prefix": prefix}
-        out, self.ticket = paged_decode(q, tables, seq_lens, *store, **options)
+        options["softcap"] = call.softcap
+        if shared and self.shares[call.layer] and call.window is None:
+            plans = shared.plans
+            num_heads = q.num_heads if isinstance(q, NewRows) else q.shape[1]
+            splits = prefix_splits(decodes.num_rows, num_heads, spec.num_kv_heads, shared.length)
+            rows = seq_lens, shared.leader, shared.lens
+            prefix = shared_prefix(q, tables, *rows, *store, splits=splits, **options)
+            store = *store[:2], prefix.lse
+        options |= {"window": call.window, "sinks": call.sinks, "prefix": prefix}
+        plan = plans[spec.num_kv_heads]
+        out, self.ticket = paged_decode(q, tables, seq_lens, *store, plan=plan, **options)
         return out
-
-    def _prefix(
-        self, q: mx.array | NewRows, tables: mx.array, decodes: Decodes, call: AttentionCall
-    ) -> SharedPrefixResult:
-        spec, shared = self.store.specs[call.layer], decodes.prefix
-        assert shared is not None
-        num_heads = q.num_heads if isinstance(q, NewRows) else q.shape[1]
-        splits = prefix_splits(decodes.num_rows, num_heads, spec.num_kv_heads, shared.length)
-        store, options = self._common(call)
-        rows = decodes.seq_lens, shared.leader, shared.lens
-        options |= {"softcap": call.softcap, "splits": splits}
-        prefix = shared_prefix(q, tables, *rows, *store, **options)
-        self.ticket = prefix.lse
-        return prefix
 
     def _varlen(self, q: mx.array, prompts: VarlenPrompts, call: AttentionCall) -> mx.array:
         tables = prompts.block_tables[self.store.group_of[call.layer]]

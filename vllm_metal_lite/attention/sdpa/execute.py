@@ -45,20 +45,14 @@ def execute_calls(
             mask = one.mask(q.dtype)
             out = _sdpa(queries, k, v, scale=call.scale, mask=mask, sinks=call.sinks)
         else:
-            out = _by_products(queries, k, v, one, call.scale, call.softcap, call.sinks)
+            out = _by_products(queries, k, v, one, call)
         outputs.append(out.swapaxes(1, 2).flatten(0, 1))
     out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     return out if calls.place is None else take(out, calls.place)
 
 
 def _by_products(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    call: DeviceCall,
-    scale: float,
-    softcap: float | None,
-    sinks: mx.array | None,
+    q: mx.array, k: mx.array, v: mx.array, one: DeviceCall, call: AttentionCall
 ) -> mx.array:
     """Attention that keeps its scores in memory; shapes are SDPA's.
 
@@ -66,17 +60,17 @@ def _by_products(
     heads that share a KV head, and the mask covers only keys that some row does not see.
     """
     b, heads, rows, dim = q.shape
-    shared = b, k.shape[1], -1
-    q = (q * scale).reshape(*shared, dim)
+    shared, softcap, sinks = (b, k.shape[1], -1), call.softcap, call.sinks
+    q = (q * call.scale).reshape(*shared, dim)
 
     def scores_of(k: mx.array) -> mx.array:
         scores = (q @ k.swapaxes(-1, -2)).reshape(b, heads, rows, -1)
         return scores if softcap is None else softcap * mx.tanh(scores / softcap)
 
     def masked(scores: mx.array) -> mx.array:
-        return mx.where(call.visible, scores, mx.array(-float("inf"), scores.dtype))
+        return mx.where(one.visible, scores, mx.array(-float("inf"), scores.dtype))
 
-    scores, first = scores_of(k), call.host.num_visible
+    scores, first = scores_of(k), one.host.num_visible
     if first == 0:
         scores = masked(scores)
     elif first < k.shape[2]:

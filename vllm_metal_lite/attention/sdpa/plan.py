@@ -153,6 +153,7 @@ def split_at_chunks(batch: ForwardBatch, attention_chunk: int) -> ForwardBatch:
         cu_seqlens_q=cu,
         seq_lens=batch.positions[cu[1:] - 1] + 1,
         block_tables=batch.block_tables[segment],
+        other_tables=tuple(tables[segment] for tables in batch.other_tables),
         req_indices=batch.req_indices[segment],
     )
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import RequestError
@@ -10,27 +10,15 @@ from vllm_metal_lite.errors import RequestError
 SETTLE_STEPS = 8  # decode steps after the last first token that are not counted
 
 
-@dataclass(frozen=True)
-class BenchCase:
-    """`requests` prompts of `context` tokens each that arrive together."""
+class BenchCase(NamedTuple):
+    """`requests` prompts of `context` tokens each that arrive together.
+
+    max_tokens: new tokens after which a request may end.
+    """
 
     requests: int
     context: int
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self.requests * self.context
-
-    def max_tokens(self, new_tokens: int, config: EngineConfig) -> int:
-        """New tokens after which a request may end.
-
-        The first request decodes while the other prompts are computed, and must not end before
-        all requests have decoded `new_tokens` together.
-        """
-        a_step = max(config.max_num_batched_tokens - self.requests, 1)
-        a_chunk = min(config.long_prefill_token_threshold or self.context, self.context)
-        waiting = math.ceil(self.prompt_tokens / a_step) + math.ceil(self.context / a_chunk)
-        return new_tokens + SETTLE_STEPS + waiting + self.requests
+    max_tokens: int
 
 
 def make_cases(
@@ -45,11 +33,21 @@ def make_cases(
     A context that leaves no room for new tokens below max_model_len is cut.  Raises RequestError if
     no token of a prompt fits.
     """
-    longest = BenchCase(max(requests), max(contexts)).max_tokens(new_tokens, config)
+
+    def max_tokens(count: int, context: int) -> int:
+        """The first request decodes while the other prompts are computed, and must not end before
+        all requests have decoded `new_tokens` together."""
+        a_step = max(config.max_num_batched_tokens - count, 1)
+        a_chunk = min(config.long_prefill_token_threshold or context, context)
+        waiting = math.ceil(count * context / a_step) + math.ceil(context / a_chunk)
+        return new_tokens + SETTLE_STEPS + waiting + count
+
+    longest = max_tokens(max(requests), max(contexts))
     room = max_model_len - longest
     if room < 1:
         raise RequestError(
             f"the context of {max_model_len} tokens cannot hold a prompt and {longest} new tokens"
         )
-    cases = {BenchCase(n, min(context, room)) for n in requests for context in contexts}
-    return sorted(cases, key=lambda case: (case.prompt_tokens, case.requests))
+    pairs = {(count, min(context, room)) for count in requests for context in contexts}
+    cases = [BenchCase(*pair, max_tokens(*pair)) for pair in pairs]
+    return sorted(cases, key=lambda case: (case.requests * case.context, case.requests))

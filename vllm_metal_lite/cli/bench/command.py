@@ -13,10 +13,9 @@ import numpy as np
 from vllm_metal_lite.backend import dtype_name
 from vllm_metal_lite.cli import log, machine, options
 from vllm_metal_lite.cli.bench.cases import make_cases
-from vllm_metal_lite.cli.bench.mlx_lm import MlxLm
+from vllm_metal_lite.cli.bench.engines import Engine, MlxLm, ThisEngine
 from vllm_metal_lite.cli.bench.suite import Suite
 from vllm_metal_lite.cli.bench.table import rows, table
-from vllm_metal_lite.cli.bench.timed_case import Engine, ThisEngine
 from vllm_metal_lite.cli.startup import build_engine, load_model
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
             f"{limit:,} tokens of the context"
         )
     if given.max_model_len is None:
-        needed = max(c.context + c.max_tokens(args.new_tokens, config) for c in cases)
+        needed = max(case.context + case.max_tokens for case in cases)
         config = replace(config, max_model_len=min(needed, limit))
     engines: list[Engine] = []
     if args.compare:
@@ -70,11 +69,10 @@ def run(args: argparse.Namespace) -> int:
     )
     capacity = engine.kv_groups[0].num_blocks * config.block_size
     stopping = partial(log.say, "\nStopping after the step that is under way ...")
-    tokens = _vocabulary(model)
+    suite = Suite(engines, _vocabulary(model), args.new_tokens, capacity, args.seconds)
     with DeferredInterrupt(stopping) as interrupt:
-        suite = Suite(engines, tokens, config, capacity, args.seconds, lambda: interrupt.pressed)
         with suppress(KeyboardInterrupt):  # a second Ctrl-C, within a step
-            suite.run(cases, args.new_tokens)
+            suite.run(cases, stop=lambda: interrupt.pressed)
         interrupted = interrupt.pressed
     report |= {
         "model": {

@@ -1,11 +1,9 @@
 """The results of `bench` as a table for people, and as rows of a report."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
-from vllm_metal_lite.cli.bench.suite import Result
-from vllm_metal_lite.cli.bench.timed_case import Timing
+from vllm_metal_lite.cli.bench.suite import Result, Timing
 
 # heading, field of Timing, factor, whether more is better
 COLUMNS = (
@@ -31,10 +29,14 @@ def table(results: Sequence[Result]) -> list[str]:
             lines.append(f"{line}   skipped: {result.skipped}")
             continue
         for _, field, factor, more in COLUMNS:
-            cells = _cells(result.timings, field, factor, more)
-            line += "".join(f"{c:>{width // max(len(names), 1)}}" for c in cells)
-        lines.append(line + " *" * result.first)
-    if any(result.first for result in results):
+            values = [getattr(t, field) for t in result.timings.values()]
+            cells = ["-" if v is None else f"{v * factor:,.0f}" for v in values]
+            if compared:
+                times = ratio(result.timings, field, more)
+                cells.append("-" if times is None else f"{times:.2f}")
+            line += "".join(f"{cell:>{width // len(cells)}}" for cell in cells)
+        lines.append(line + " *" * (result.turns == 1))
+    if any(result.turns == 1 for result in results):
         lines.append("*: measured once, for lack of time; compiling kernels may be included")
     if compared:
         lines.append("ratio: how many times better ours is")
@@ -43,8 +45,6 @@ def table(results: Sequence[Result]) -> list[str]:
 
 def ratio(timings: dict[str, Timing], field: str, more: bool) -> float | None:
     """How many times better ours is; None if one of the two has no number."""
-    if PEER not in timings:
-        return None
     ours, theirs = (getattr(timings[name], field) for name in (OURS, PEER))
     if not (ours and theirs):
         return None
@@ -52,25 +52,17 @@ def ratio(timings: dict[str, Timing], field: str, more: bool) -> float | None:
 
 
 def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """The results as JSON; the fields are those of Result, Case and Timing."""
+    """The results as JSON."""
     done = []
     for result in results:
-        row = asdict(result.case)
+        row: dict[str, Any] = {"requests": result.case.requests, "context": result.case.context}
         if result.skipped is not None:
             done.append({**row, "skipped": result.skipped})
             continue
-        row |= {"turns_counted": result.counted, "compiling_included": result.first}
-        row |= {name.replace("-", "_"): asdict(t) for name, t in result.timings.items()}
-        if PEER in result.timings:
-            row["ratios"] = {f: ratio(result.timings, f, more) for _, f, _, more in COLUMNS}
+        once, timings = result.turns == 1, result.timings
+        row |= {"turns_counted": result.turns - (not once), "compiling_included": once}
+        row |= {name.replace("-", "_"): timing._asdict() for name, timing in timings.items()}
+        if PEER in timings:
+            row["ratios"] = {f: ratio(timings, f, more) for _, f, _, more in COLUMNS}
         done.append(row)
     return done
-
-
-def _cells(timings: dict[str, Timing], field: str, factor: float, more: bool) -> list[str]:
-    values = [getattr(t, field) for t in timings.values()]
-    cells = ["-" if v is None else f"{v * factor:,.0f}" for v in values]
-    if len(timings) > 1:
-        times = ratio(timings, field, more)
-        cells.append("-" if times is None else f"{times:.2f}")
-    return cells

@@ -1,4 +1,7 @@
-"""mlx-lm as an engine of `bench`: the same weights, driven as its own programs drive it."""
+"""The engines that `bench` measures: this one, and mlx-lm as its own programs drive it.
+
+An engine decodes greedily and ignores the end of sequence.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -8,7 +11,46 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator, generate_step, wired_limit
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.cli.bench.timed_case import cache_limit
+from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.sampling_params import SamplingParams
+
+
+def _cache_limit() -> int:
+    """Bytes of freed buffers that MLX keeps."""
+    limit = mx.set_cache_limit(0)
+    mx.set_cache_limit(limit)
+    return limit
+
+
+class ThisEngine:
+    """LLMEngine."""
+
+    name = "ours"
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine, self._cache_limit = engine, _cache_limit()
+
+    def begin(self, prompts: Sequence[list[int]], max_tokens: int) -> None:
+        """Take the requests of a run, without cached prefixes of the last run."""
+        mx.set_cache_limit(self._cache_limit)
+        self._engine.reset_prefix_cache()
+        self._seen = [0] * len(prompts)
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        for i, prompt in enumerate(prompts):
+            self._engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+
+    def step(self) -> list[int]:
+        """Do some work; returns the request's index for each new token."""
+        new: list[int] = []
+        for output in self._engine.step():
+            i, count = int(output.request_id), len(output.outputs[0].token_ids)
+            new += [i] * (count - self._seen[i])
+            self._seen[i] = count
+        return new
+
+    def end(self) -> None:
+        """Drop the requests that still run."""
+        self._engine.abort([str(i) for i in range(len(self._seen))])
 
 
 class MlxLm:
@@ -25,7 +67,7 @@ class MlxLm:
         before an engine lowers MLX's cache limit."""
         # A copy of the modules: the arrays are shared.
         self._model = copy.deepcopy(model)
-        self._cache_limit = cache_limit()
+        self._cache_limit = _cache_limit()
 
     def begin(self, prompts: Sequence[list[int]], max_tokens: int) -> None:
         mx.set_cache_limit(self._cache_limit)
@@ -48,3 +90,6 @@ class MlxLm:
     def end(self) -> None:
         self._open.close()
         del self._next  # it holds the caches
+
+
+Engine = ThisEngine | MlxLm
