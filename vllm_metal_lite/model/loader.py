@@ -152,10 +152,8 @@ def load(
 
     trust_remote_code: run Python code from the model's folder, if the tokenizer or the architecture
     needs that.
-
     dtype "auto": on a GPU the type of the weights; on a CPU float32, with quantised weights
     expanded, because MLX's CPU backend is fast only in float32.
-
     ranks: load this rank's shard or stage; all ranks must load the model at once.
     """
     folder, name = find(name), str(name)

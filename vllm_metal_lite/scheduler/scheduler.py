@@ -66,7 +66,7 @@ class Scheduler:
         self.prefix_queried_tokens = 0
         self.prefix_lost_tokens = 0  # in blocks, but without a state behind them
         self._block_size = config.block_size
-        self._unfinished: set[Request] = set()
+        self._requests: dict[str, Request] = {}
         # Each unfinished request is in one of these queues, or ended by `advance`.
         self._waiting = RequestQueue()
         self._partials = RequestQueue()
@@ -100,7 +100,7 @@ class Scheduler:
         return list(self._waiting)
 
     def has_unfinished(self) -> bool:
-        return bool(self._unfinished)
+        return bool(self._requests)
 
     # Add and remove requests
 
@@ -110,14 +110,14 @@ class Scheduler:
         # The count orders requests of equal arrival (the n answers of one prompt).
         request.sort_key = (request.priority, request.fair_round, request.arrival, self._num_added)
         self._num_added += 1
-        self._unfinished.add(request)
+        self._requests[request.request_id] = request
         self._waiting.add(request)
 
     def finish(self, request: Request) -> None:
         """Remove a request from its queue and release its blocks; unknown ones are ignored."""
-        if request not in self._unfinished:
+        if self._requests.get(request.request_id) is not request:
             return
-        self._unfinished.remove(request)
+        del self._requests[request.request_id]
         request.forget_unknown()
         if request.status is RequestStatus.RUNNING:
             self._unseat(request)

@@ -12,7 +12,6 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOutput
 
-from vllm_metal_lite.batch.pooling_table import PoolingTable
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.sampling import no_token
 from vllm_metal_lite.sampling.logits import Logprobs
@@ -29,33 +28,21 @@ class StepOutput(AsyncModelRunnerOutput):
 
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the step's results.  Chunks inside a prompt sample no token."""
-        if self._step.pooling is not None:
-            return self._embeddings(self._step.pooling)
-        req_ids = self._step.req_ids
+        step, req_ids = self._step, self._step.req_ids
+        output = ModelRunnerOutput(req_ids, {req_id: i for i, req_id in enumerate(req_ids)})
+        if step.pooling is not None:  # the embedding of each prompt that ends with the step
+            read = dict(step.pooling.take(step.batch, req_ids, self._result.pooled))
+            found = [torch.from_numpy(read[name]) if name in read else None for name in req_ids]
+            output.pooler_output = found
+            return output
         sampled: list[list[int]] = [[] for _ in req_ids]
-        logprobs = None
-        if segments := self._step.batch.sample_segments.tolist():
+        output.sampled_token_ids = sampled
+        if segments := step.batch.sample_segments.tolist():
             for segment, token in zip(segments, self._tokens(segments), strict=True):
                 sampled[segment] = [token]
-            logprobs = _logprobs(self._result.logprobs, sampled)
-        return ModelRunnerOutput(
-            req_ids=req_ids,
-            req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
-            sampled_token_ids=sampled,
-            logprobs=logprobs,
-            prompt_logprobs_dict=self._prompt_logprobs(),
-        )
-
-    def _embeddings(self, pooling: PoolingTable) -> ModelRunnerOutput:
-        """The embedding of each prompt that ends with the step."""
-        req_ids = self._step.req_ids
-        read = dict(pooling.take(self._step.batch, req_ids, self._result.pooled))
-        found = [torch.from_numpy(read[name]) if name in read else None for name in req_ids]
-        return ModelRunnerOutput(
-            req_ids=req_ids,
-            req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
-            pooler_output=found,
-        )
+            output.logprobs = _logprobs(self._result.logprobs, sampled)
+        output.prompt_logprobs_dict = self._prompt_logprobs()
+        return output
 
     def get_kv_connector_output(self) -> None:
         """No connector.  (vLLM calls this since 0.33.)"""

@@ -97,14 +97,12 @@ class MetalLiteWorker(WorkerBase):
 
     def _take_device(self) -> None:
         """Take a device for each worker of this host, or a share of the only device's memory."""
-        parallel = self.parallel_config
-        workers = parallel.local_world_size
-        if parallel.world_size == 1:
+        if self.parallel_config.world_size == 1:
             return
         # A rank of several must see one device only: NCCL takes the device of the rank's number.
         own_device(self.local_rank)
         if backend.name() != "cuda":
-            backend.share_device(workers)
+            backend.share_device(self.parallel_config.local_world_size)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
