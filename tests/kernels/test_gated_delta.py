@@ -26,13 +26,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kernels.recurrence import (
-    QKNorm,
-    column_gates,
-    delta_gates,
-    given,
-    time_gates,
-)
+from vllm_metal_lite.kernels.recurrence import QKNorm, column_gates, delta_gates, given, time_gates
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")
 WRITTEN = ("states",)

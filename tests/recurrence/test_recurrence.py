@@ -26,12 +26,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
 from vllm_metal_lite.kernels.recurrence import QKNorm
 from vllm_metal_lite.kv.state_store import Key
-from vllm_metal_lite.recurrence.base import (
-    CausalConv,
-    GatedDelta,
-    StateSpace,
-    StepRecurrence,
-)
+from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace, StepRecurrence
 
 needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
