@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.device import change_device
 from tests.support.expert_cases import draw_experts, plan_of
+from tests.support.kernel_cases import normal
 from tests.support.recurrent_cases import RAGGED, Segments
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import cache_ops, decode, experts, latent_attention
@@ -42,8 +43,7 @@ NEW_SLOTS, POSITIONS = (mx.array(n, mx.int32) for n in ([7, 94, -1, 95, 40], [0,
 
 
 def draw(*shape, seed, dtype=mx.float32):
-    values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-    return mx.array(values).astype(dtype)
+    return normal(np.random.default_rng(seed), *shape, dtype=dtype)
 
 
 def spec_of(dtype, bits=None, dim=DIM):
