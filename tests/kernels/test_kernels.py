@@ -67,7 +67,7 @@ def test_head_sizes_and_types(dims, dtype, bits):
     st.sampled_from(BITS),
     st.integers(0, 9),
 )
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_random_sequences(seq_lens, heads, block_size, window, softcap, sinks, plan, bits, seed):
     how = {"sinks": sinks, "plan": plan, "bits": bits, "seed": seed}
     check(seq_lens, heads=heads, block_size=block_size, window=window, softcap=softcap, **how)
