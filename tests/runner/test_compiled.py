@@ -263,12 +263,8 @@ def test_log_probabilities_of_prompts(prefill, monkeypatch):
             (output.outputs[0].logprobs, got[name].outputs[0].logprobs),
         ):
             assert [list(p) for p in theirs] == [list(p) for p in ours]
-            np.testing.assert_allclose(
-                [x.logprob for p in theirs for x in p.values()],
-                [x.logprob for p in ours for x in p.values()],
-                1e-4,
-                1e-4,
-            )
+            scores = ([x.logprob for p in side for x in p.values()] for side in (theirs, ours))
+            np.testing.assert_allclose(*scores, 1e-4, 1e-4)
 
 
 @pytest.mark.parametrize("prefill", PREFILLS)
