@@ -102,6 +102,7 @@ def play(seed: int) -> StoppingEngine:
     return engine
 
 
+@pytest.mark.long
 def test_any_workload_gives_every_request_its_own_tokens():
     engines = [play(seed) for seed in range(400)]
     assert sum(e.num_ahead for e in engines) > 8000

@@ -43,6 +43,7 @@ def constrained(engine, slots_of: dict[str, list]):
     return made
 
 
+@pytest.mark.long
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32), name=st.sampled_from(NAMES))
 def test_tokens_are_those_of_mlx_lm_under_the_same_limits(seed, name):

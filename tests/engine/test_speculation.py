@@ -59,6 +59,7 @@ def test_tokens_equal_the_model_alone(name):
     assert engine.speculator.num_accepted < engine.speculator.num_drafted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "gemma3_text", "rwkv7"])
 def test_true_drafts_save_steps(name):
     prompts = tiny.prompts(2, 5, 9, seed=4)

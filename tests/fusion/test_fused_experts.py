@@ -31,6 +31,7 @@ pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compile
 FEW = range(1, 65)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     ["qwen3_moe", "qwen3_moe/mxfp4", "olmoe", "mixtral", "mixtral/q4", "deepseek", "glm4_moe",

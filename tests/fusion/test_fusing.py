@@ -270,6 +270,7 @@ def test_a_fused_model_computes_the_same(monkeypatch, name):
     assert counts == [n * times for n in LAUNCHES[name]]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_model_whose_fused_logits_differ_does_without(monkeypatch, caplog, tmp_path, wrong):
@@ -331,6 +332,7 @@ def test_products_of_few_rows_go_through_the_kernel(monkeypatch, name):
     assert tokens[0] == tokens[1] == tokens[2]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("wrong", [(), (1, 2, 7), (1,), (2,)])
 def test_products_that_do_not_suit_a_model_are_done_without(monkeypatch, caplog, wrong):

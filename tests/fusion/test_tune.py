@@ -168,6 +168,7 @@ def test_products_that_cannot_be_timed_are_mlx_s(monkeypatch, caplog, tmp_path):
         assert not list(tmp_path.rglob("*.json"))
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("name", ["qwen3", "hunyuan_v1_dense", "gemma3_text/w9", "lfm2"])
 def test_timing_leaves_the_store_as_it_is(monkeypatch, name):

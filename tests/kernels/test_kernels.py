@@ -56,6 +56,7 @@ def test_head_sizes_and_types(dims, dtype, bits):
     check(RAGGED, dim=dims[0], v_dim=dims[1], dtype=dtype, plan=(2, 4), bits=bits)
 
 
+@pytest.mark.long
 @given(
     st.lists(st.integers(0, 90), min_size=1, max_size=4),
     st.sampled_from([(1, 1), (4, 4), (6, 2), (7, 1), (24, 2)]),

@@ -119,6 +119,7 @@ def test_small_talk_and_skills(loaded, said, expected):
     assert expected in tokenizer.decode(reply_ids(loaded, prompt))
 
 
+@pytest.mark.long
 def test_recall_at_256_tokens(loaded):
     tokenizer = Tokenizer.from_file(str(DEMO_PATH / "tokenizer.json"))
     for test in data.recall_prompts(tokenizer, 256, 6):

@@ -156,6 +156,7 @@ def test_fused_launches_rotate_alike(launches, name, joins):
     assert set(launches) == {(kernel, bits(factor)) for kernel in names}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("name", SCALED)
 def test_kernels_with_a_factor_give_the_tokens_of_mlx_lm(launches, name):

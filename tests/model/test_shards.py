@@ -94,6 +94,7 @@ def unlike(ranks):
     return [model.packed.by_segment, tokens, ranks.gather(ranks.rank * "x"), ranks.first("own")]
 
 
+@pytest.mark.long
 def test_a_rank_that_measures_and_rounds_otherwise_follows_rank_0():
     for result in rank_processes.run(f"{HERE}:unlike", 2):
         assert result == [None, [5, 5], ["", "x"], "own"]

@@ -83,6 +83,7 @@ def test_a_model_whose_experts_flip_is_not_refused(name):
     assert refused
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_does_not_fit_is_refused_whatever_rounding_does(monkeypatch, name, dtype):

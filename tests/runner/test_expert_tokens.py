@@ -46,6 +46,7 @@ def tokens_of(name: str, expert_rows: range, prompts=PROMPTS, step=24) -> list[l
 LATENTS = {"latent_attention", "latent_write"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "others"),
     [

@@ -281,6 +281,7 @@ def test_products_of_few_rows(monkeypatch):
     assert "products of" not in failing.attention_reason
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", ["expert_topk", "expert_plan", "expert_gemm", "expert_sum"])
 def test_experts_of_few_rows(monkeypatch, kernel):
     """The experts run without their kernels, or only without that of the router."""

@@ -198,6 +198,7 @@ def test_there_are_enough_kinds():
     assert len(kinds) >= 300
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ENDPOINTS)
 def test_bad_bodies(running, path, caplog):
     client, wrong = connect(running), []

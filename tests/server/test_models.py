@@ -433,6 +433,7 @@ async def test_at_random_nobody_waits_for_ever_and_memory_suffices(seed):
     assert world.alive == []
 
 
+@pytest.mark.long
 def test_two_models_over_http():
     """Each loads when it is named; /status shows them."""
     specs = [ModelSpec("demo", "demo"), ModelSpec("other", "demo"), ModelSpec("none", "/no/such")]

@@ -101,6 +101,7 @@ def check(running, path, body, what):
         assert "internal" not in text, what
 
 
+@pytest.mark.long
 def test_definitions(running):
     tools = {what: {"name": "a", "parameters": schema} for what, schema in SCHEMAS.items()}
     tools |= {

@@ -14,6 +14,8 @@ from tests.support.server_kit import serving
 from vllm_metal_lite.server.page import FOLDER
 from vllm_metal_lite.server.settings import ServerConfig
 
+pytestmark = pytest.mark.long
+
 needs_chromium = pytest.mark.skipif(
     chromium_path() is None, reason="there is no Chromium or Chrome here"
 )

@@ -12,6 +12,8 @@ from tests.support.server_kit import serving
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.server.models import ModelSpec
 
+pytestmark = pytest.mark.long
+
 COMMAND = 'echo "\u00fc \u2042 </tool_call>" > a.txt'
 CALL = f"<tool_call>\n{json.dumps({'name': 'run', 'arguments': {'cmd': COMMAND}})}\n</tool_call>"
 SCRIPTS = {

@@ -137,6 +137,7 @@ def test_another_origin_is_still_refused(guarded):
     assert "access-control-allow-origin" not in answer.headers
 
 
+@pytest.mark.long
 def test_any_name_and_any_origin_may_be_allowed():
     config = ServerConfig(port=0, allowed_hosts=("*",))
     with serving(config=config) as running:

@@ -17,6 +17,8 @@ import pytest
 from tests.support.cli_kit import COMMAND, SAFETY
 from tests.support.serve_command import Command, eventually, serve_command, wait_until_draining
 
+pytestmark = pytest.mark.long
+
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 SHORT = {**HI, "max_tokens": 400, "ignore_eos": True}
 LONG = {**HI, "max_tokens": 4000, "ignore_eos": True}

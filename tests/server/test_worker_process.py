@@ -20,6 +20,8 @@ from vllm_metal_lite.server.worker import client as client_module
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.request_state import EngineLost
 
+pytestmark = pytest.mark.long
+
 FOREVER = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
 
 # Starts an engine and says its id; then the server does nothing more.
