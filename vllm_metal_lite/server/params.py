@@ -89,8 +89,8 @@ class SamplingFields(ScheduledBody):
     def names(self) -> dict[str, str]:
         """The API's names of fields, by their names in SamplingParams, where these differ."""
         fields = type(self).model_fields
-        names = {own: name for name, own in RENAMED.items() if name in fields}
-        names = {own: name for own, name in names.items() if getattr(self, name) is not None}
+        given = [name for name in RENAMED if name in fields and getattr(self, name) is not None]
+        names = {RENAMED[name]: name for name in given}
         return names | ({"logprobs": "top_logprobs"} if "top_logprobs" in fields else {})
 
     def form(self) -> tuple[Any, str]:

@@ -26,6 +26,7 @@ from vllm_metal_lite.server.prometheus import Metrics
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import COMMENT, ClientGone, EventStream, unless, until_gone
 from vllm_metal_lite.server.worker.client import EngineClient
+from vllm_metal_lite.server.worker.messages import Add
 from vllm_metal_lite.server.worker.request_state import RequestState, ShuttingDown
 
 logger = logging.getLogger(__name__)
@@ -92,17 +93,11 @@ class Server:
         if isinstance(params, SamplingParams):
             limits.check_logprobs(len(token_ids), limit, params)
         request_id = f"{prefix}{uuid.uuid4().hex}"
+        add = Add(request_id, token_ids, params, checkpoints=prompt.checkpoints, **options)
         self.num_accepted += 1
         try:
             with self.metrics.counting(engine) as count:
-                async with engine.generate(
-                    request_id,
-                    token_ids,
-                    params,
-                    checkpoints=prompt.checkpoints,
-                    on_update=count.update,
-                    **options,
-                ) as request:
+                async with engine.generate(add, count.update) as request:
                     count.request = request
                     self.requests[request_id] = request
                     yield request
