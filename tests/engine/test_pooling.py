@@ -315,6 +315,14 @@ def test_settings_of_a_folder(tmp_path, files, wanted):
     assert pooling_config(_write(tmp_path, files), "m", {"yes": 7, "no": 8}) == wanted
 
 
+def test_a_default_prompt_that_the_folder_lacks_is_ignored(tmp_path, caplog):
+    texts = {"prompts": {"query": "q: "}, "default_prompt_name": "passage"}
+    folder = _write(tmp_path, {"config_sentence_transformers.json": texts})
+    config = pooling_config(folder, "m", {})
+    assert (config.prompt(None), config.prompt("query")) == ("", "q: ")
+    assert "m: its default prompt 'passage' is ignored: its prompts are query" in caplog.text
+
+
 def test_a_model_that_is_no_decoder_is_refused_by_name(tmp_path):
     folder = tiny.write_folder(tmp_path / "encoder", "qwen3", use_bidirectional_attention=True)
     llm = LLM(str(folder), **OPTIONS)

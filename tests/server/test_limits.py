@@ -141,11 +141,6 @@ def test_many_small_messages_are_encoded_no_further_than_needed(http, running, m
     assert count < 1.2 * engine.max_prompt_tokens
 
 
-def test_a_body_that_fits_no_context_is_not_parsed(http):
-    error = refused(http, CHAT, b'{"messages":"' + b"a" * (9 << 20) + b'"}')
-    assert error["message"].startswith("the request has 9,437,")
-
-
 @pytest.mark.parametrize(
     ("value", "what"),
     [

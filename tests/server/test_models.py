@@ -4,6 +4,7 @@ import asyncio
 import random
 import shutil
 from contextlib import asynccontextmanager
+from math import inf
 
 import httpx
 import pytest
@@ -428,7 +429,7 @@ async def test_at_random_nobody_waits_for_ever_and_memory_suffices(seed):
     for model in models.models.values():
         assert not model.waiters
         assert not model.is_loading
-        assert model.engine is None or (model.engine.users, model.engine.going) == (0, False)
+        assert model.engine is None or (model.engine.users, model.engine.ends_at) == (0, inf)
     await models.stop()
     assert world.alive == []
 

@@ -61,19 +61,19 @@ def test_the_anthropic_client_parses(running):
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
 @pytest.mark.parametrize(
-    "fields",
+    "form",
     [
-        {"structured_outputs": {"choice": ["yes", "no"]}},
-        {"guided_choice": ["yes", "no"]},
-        {"guided_regex": "yes|no"},
-        {"guided_grammar": 'root ::= "yes" | "no"'},
-        {"guided_json": {"enum": ["yes", "no"]}},
+        {"choice": ["yes", "no"]},
+        {"regex": "yes|no"},
+        {"grammar": 'root ::= "yes" | "no"'},
+        {"json": {"enum": ["yes", "no"]}},
     ],
-    ids=lambda fields: next(iter(fields)),
+    ids=lambda form: next(iter(form)),
 )
-def test_vllms_fields(running, path, fields):
+def test_vllms_field(running, path, form):
     asked = {"completions": {"prompt": "x"}, "responses": {"input": "x"}}
-    reply = post(running, path, **asked.get(path, {"messages": ASK}), **fields).json()
+    prompt = asked.get(path, {"messages": ASK})
+    reply = post(running, path, **prompt, structured_outputs=form).json()
     text = {
         "chat/completions": lambda: reply["choices"][0]["message"]["content"],
         "completions": lambda: reply["choices"][0]["text"],
@@ -120,7 +120,6 @@ def json_schema(schema):
             {"response_format": {"type": "json_object"}, "structured_outputs": STRUCTURED},
             "response_format", "cannot both",
         ),
-        ({"guided_regex": "a", "structured_outputs": STRUCTURED}, "guided_regex", "cannot both"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed group"),
         ({"structured_outputs": {"regexp": "a"}}, None, "'regexp' is no field"),
         ({"structured_outputs": {"structural_tag": "a"}}, None, "'structural_tag' is no field"),
@@ -143,6 +142,6 @@ def test_a_form_without_the_extra(running, monkeypatch):
     for name in "compiler", "grammar_text":
         module = f"vllm_metal_lite.structured_outputs.{name}"
         monkeypatch.delitem(sys.modules, module, raising=False)
-    reply = post(running, "chat/completions", messages=ASK, guided_regex="a")
+    reply = post(running, "chat/completions", messages=ASK, structured_outputs={"regex": "a"})
     assert reply.status_code == 400
     assert install("structured") in reply.json()["error"]["message"]

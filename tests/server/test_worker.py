@@ -64,7 +64,7 @@ def engine() -> Iterator[Engine]:
 async def answer(
     client: EngineClient, name: str, params: SamplingParams, prompt: list[int] = PROMPT
 ) -> list[list[int]]:
-    async with client.generate(name, prompt, params) as request:
+    async with client.generate(Add(name, prompt, params)) as request:
         return [a.token_ids for a in await request.complete()]
 
 
@@ -111,7 +111,7 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing(engine, moment, n):
 
     async def request(reached: asyncio.Event) -> None:
         prompt = long if moment == "prefilling" else PROMPT
-        async with client.generate("leaves", prompt, params) as request:
+        async with client.generate(Add("leaves", prompt, params)) as request:
             if moment in ("accepted", "waiting"):
                 reached.set()
             elif moment == "prefilling":
@@ -149,7 +149,7 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing(engine, moment, n):
 
 def test_a_slow_reader_gets_several_tokens_at_once(engine):
     async def test() -> None:
-        async with engine.client.generate("slow", PROMPT, short(30)) as request:
+        async with engine.client.generate(Add("slow", PROMPT, short(30))) as request:
             while not request.finished:
                 await asyncio.sleep(0.01)
             (delta,) = [delta async for delta in deltas([request])]
@@ -166,7 +166,7 @@ def test_the_deltas_of_all_answers_add_up(engine, stop):
     params = SamplingParams(n=3, max_tokens=25, seed=7, logprobs=2, stop=stop)
 
     async def test() -> None:
-        async with engine.client.generate("n", PROMPT, params) as request:
+        async with engine.client.generate(Add("n", PROMPT, params)) as request:
             texts, tokens, logprobs = [""] * 3, [[] for _ in range(3)], [[] for _ in range(3)]
             async for delta in deltas([request]):
                 index = delta.answer.index
@@ -300,8 +300,8 @@ def test_lost_requests_fail_and_others_go_on(engine):
 
     async def test() -> None:
         async with (
-            client.generate("lost", PROMPT, FOREVER) as lost,
-            client.generate("other", PROMPT, short()) as other,
+            client.generate(Add("lost", PROMPT, FOREVER)) as lost,
+            client.generate(Add("other", PROMPT, short())) as other,
         ):
             client._take(Lost("a step failed", ["lost"]))
             with pytest.raises(EngineLost, match="a step failed"):

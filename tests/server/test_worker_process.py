@@ -18,6 +18,7 @@ from vllm_metal_lite import EngineConfig, SamplingParams
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.server.worker import client as client_module
 from vllm_metal_lite.server.worker.client import EngineClient
+from vllm_metal_lite.server.worker.messages import Add
 from vllm_metal_lite.server.worker.request_state import EngineLost
 
 pytestmark = pytest.mark.long
@@ -29,6 +30,7 @@ SERVER = """
 import asyncio, sys
 from vllm_metal_lite import EngineConfig, SamplingParams
 from vllm_metal_lite.server.worker.client import EngineClient
+from vllm_metal_lite.server.worker.messages import Add
 from vllm_metal_lite.server.worker.request_state import changes
 
 async def configure(weight_bytes):
@@ -42,7 +44,7 @@ async def main():
     else:
         client = await EngineClient.start("demo", configure)
         params = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
-        async with client.generate("a", [1, 2, 3], params) as request:
+        async with client.generate(Add("a", [1, 2, 3], params)) as request:
             async for _ in changes([request]):
                 print(client.pid, flush=True)
                 break
@@ -108,7 +110,7 @@ def test_starts_and_stops_leak_nothing(monkeypatch):
         client = await start_engine()
 
         async def ask() -> None:
-            async with client.generate("a", [1, 2, 3], FOREVER) as request:
+            async with client.generate(Add("a", [1, 2, 3], FOREVER)) as request:
                 streaming.set()
                 await request.complete()
 
@@ -119,7 +121,7 @@ def test_starts_and_stops_leak_nothing(monkeypatch):
         with pytest.raises(EngineLost, match="has ended with exit code 0"):
             await asking
         with pytest.raises(EngineLost):
-            async with client.generate("b", [1], FOREVER):
+            async with client.generate(Add("b", [1], FOREVER)):
                 pass
         assert not is_alive(client.pid)
         await client.stop()  # twice does no harm

@@ -48,28 +48,18 @@ def scripted(chat_format: ChatFormat = HERMES) -> Iterator[Script]:
     """A server, and the script of its answers."""
 
     @asynccontextmanager
-    async def generate(
-        engine,
-        request_id,
-        prompt_token_ids,
-        params,
-        *,
-        priority=0,
-        checkpoints=(),
-        on_update=None,
-        **_,
-    ):
+    async def generate(engine, add, on_update=None):
         # Only of a request with stop strings does the text come from the engine.
-        add = Add(request_id, prompt_token_ids, replace(params, stop=["\0"]), priority, checkpoints)
+        add = replace(add, params=replace(add.params, stop=["\0"]))
         script.requests.append(add)
         request = RequestState(add, engine.tokenizer, on_update)
-        engine.requests[request_id] = request
-        answers = [script.pieces() for _ in range(params.n)]
+        engine.requests[add.request_id] = request
+        answers = [script.pieces() for _ in range(add.params.n)]
         writing = asyncio.ensure_future(write(request, answers, script.end))
         try:
             yield request
         finally:
-            engine.requests.pop(request_id)
+            engine.requests.pop(add.request_id)
             writing.cancel()
 
     async def write(request, answers, end):
