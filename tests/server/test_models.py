@@ -106,6 +106,16 @@ class World:
             self.num_loading -= 1
 
 
+def two_with_room_for_one() -> tuple[World, Models]:
+    world = World(memory=10, a=7, b=7)
+    return world, world.models("a", "b")
+
+
+def state_of(models: Models, name: str) -> tuple[str, str | None]:
+    model = models.models[name]
+    return model.state, model.error
+
+
 @asynccontextmanager
 async def held(models: Models, name: str):
     async with models.use(name) as (_, engine):
@@ -158,8 +168,7 @@ async def test_the_least_recently_used_makes_room():
 
 @in_loop
 async def test_a_model_in_use_stays_until_its_requests_end_and_gets_no_new_ones():
-    world = World(memory=10, a=7, b=7)
-    models = world.models("a", "b")
+    world, models = two_with_room_for_one()
     async with held(models, "a") as first:
         b = asyncio.ensure_future(once(models, "b"))
         await settle()
@@ -176,9 +185,8 @@ async def test_a_model_in_use_stays_until_its_requests_end_and_gets_no_new_ones(
 
 @in_loop
 async def test_a_model_whose_files_are_broken_takes_no_room():
-    world = World(memory=10, a=7, b=7)
+    world, models = two_with_room_for_one()
     world.broken["b"] = "its weights are cut"
-    models = world.models("a", "b")
     async with held(models, "a") as first:
         for _ in range(3):
             with pytest.raises(ApiError, match="its weights are cut"):
@@ -191,18 +199,14 @@ async def test_a_model_whose_files_are_broken_takes_no_room():
 
 @in_loop
 async def test_a_model_that_fails_once_it_has_room_rarely_takes_it_again():
-    world = World(memory=10, a=7, b=7)
+    world, models = two_with_room_for_one()
     world.failing["b"] = "the trial failed"
-    models = world.models("a", "b")
     for _ in range(720):  # an hour of requests for both
         await once(models, "a")
         with pytest.raises(ApiError, match="the trial failed") as failure:
             await once(models, "b")
         assert 1 <= int(failure.value.headers["Retry-After"]) <= 600
-        assert (models.models["b"].state, models.models["b"].error) == (
-            "failed",
-            "the trial failed",
-        )
+        assert state_of(models, "b") == ("failed", "the trial failed")
         world.now += 5
     # Minutes of the failures: 0, 1, 3, 7, 15, 25, 35, 45 and 55.
     assert world.started == ["a"] * 10
@@ -221,9 +225,8 @@ async def test_a_model_that_fails_once_it_has_room_rarely_takes_it_again():
 @in_loop
 async def test_requests_of_two_models_in_turn_do_not_load_in_turn():
     """Four clients, two a model, each with ten requests, one after the other, of a second each."""
-    world = World(memory=10, a=7, b=7)
+    world, models = two_with_room_for_one()
     world.seconds = 5
-    models = world.models("a", "b")
 
     async def client(name: str) -> None:
         for _ in range(10):
@@ -240,9 +243,8 @@ async def test_requests_of_two_models_in_turn_do_not_load_in_turn():
 @in_loop
 async def test_a_turn_ends():
     """Requests that overlap without end do not keep another model out."""
-    world = World(memory=10, a=7, b=7)
+    world, models = two_with_room_for_one()
     world.seconds = 5
-    models = world.models("a", "b")
     b = None
     for _ in range(100):
         async with models.use("a"):
@@ -260,8 +262,7 @@ async def test_a_turn_ends():
 
 @in_loop
 async def test_who_waits_and_leaves_costs_nothing():
-    world = World(memory=10, a=7, b=7)
-    models = world.models("a", "b")
+    world, models = two_with_room_for_one()
     async with held(models, "a") as first:
         b = asyncio.ensure_future(once(models, "b"))
         await settle()
@@ -306,16 +307,13 @@ async def test_a_failure_is_told_and_tried_again_later():
         await once(models, "b")
     assert failure.value.status == 503
     assert failure.value.headers["Retry-After"] == "5"
-    assert (models.models["b"].state, models.models["b"].error) == (
-        "failed",
-        "the weights are broken",
-    )
+    assert state_of(models, "b") == ("failed", "the weights are broken")
     world.failing.clear()
     with pytest.raises(ApiError, match="broken"):
         await once(models, "b")
     world.now += 5
     await once(models, "b")
-    assert (models.models["b"].state, models.models["b"].error) == ("loaded", None)
+    assert state_of(models, "b") == ("loaded", None)
 
 
 @in_loop
@@ -339,8 +337,7 @@ async def test_a_model_that_never_fits_beside_the_pinned_ones():
 
 @in_loop
 async def test_an_engine_that_ended_is_loaded_again():
-    world = World(memory=10, a=7, b=7)
-    models = world.models("a", "b")
+    world, models = two_with_room_for_one()
     async with held(models, "a") as engine:
         engine.end("the engine's process has ended by SIGKILL")
         assert models.models["a"].state == "failed"
@@ -356,8 +353,7 @@ async def test_an_engine_that_ended_is_loaded_again():
 
 @in_loop
 async def test_a_stop_ends_those_that_load_and_those_that_wait():
-    world = World(memory=10, a=7, b=7)
-    models = world.models("a", "b")
+    world, models = two_with_room_for_one()
     async with held(models, "a"):
         waiting = asyncio.ensure_future(once(models, "b"))
         await settle()
@@ -439,29 +435,25 @@ def test_two_models_over_http():
     with serving(specs) as running, httpx.Client(base_url=running.url, timeout=120) as client:
 
         def ask(model: str) -> httpx.Response:
-            body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-            return client.post("/v1/chat/completions", json={**body, "model": model})
+            body = {"prompt": "hi", "max_tokens": 4, "model": model}
+            return client.post("/v1/completions", json=body)
 
-        def states() -> list[str]:
+        def states_and_contexts() -> list[tuple[str, int | None]]:
             known = client.get("/v1/models").json()["data"]
             status = client.get("/status").json()["models"]
-            assert [(m["state"], m["error"]) for m in known] == [
-                (m["state"], m["error"]) for m in status
-            ]
-            return [model["state"] for model in status]
+            for field in "state", "error":
+                assert [model[field] for model in known] == [model[field] for model in status]
+            return [(model["state"], model["context_length"]) for model in known]
 
-        def contexts() -> list[int | None]:
-            return [m["context_length"] for m in client.get("/v1/models").json()["data"]]
-
-        assert states() == ["loaded", "unloaded", "unloaded"]
-        assert contexts() == [4096, 4608, None]  # 4,608 by its files; 4,096 fit
+        # 4,608 by its files; 4,096 fit.
+        before = [("loaded", 4096), ("unloaded", 4608), ("unloaded", None)]
+        assert states_and_contexts() == before
         assert ask("other").status_code == 200
         failed = ask("none")
         assert failed.status_code == 503
         assert "no such folder" in failed.text
         assert ask("demo").status_code == 200
-        assert states() == ["loaded", "loaded", "failed"]
-        assert contexts() == [4096, 4096, None]
+        assert states_and_contexts() == [("loaded", 4096), ("loaded", 4096), ("failed", None)]
         status = client.get("/status").json()
         assert status["server"] == {"running": 0, "waiting": 0, "max_waiting": 256}
         assert "no such folder" in status["models"][2]["error"]
