@@ -128,6 +128,13 @@ async def once(models: Models, name: str) -> FakeEngine:
         return engine
 
 
+async def asked_for(models: Models, name: str) -> asyncio.Future[FakeEngine]:
+    """A request that has come as far as it can."""
+    request = asyncio.ensure_future(once(models, name))
+    await settle()
+    return request
+
+
 async def settle() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
@@ -170,12 +177,10 @@ async def test_the_least_recently_used_makes_room():
 async def test_a_model_in_use_stays_until_its_requests_end_and_gets_no_new_ones():
     world, models = two_with_room_for_one()
     async with held(models, "a") as first:
-        b = asyncio.ensure_future(once(models, "b"))
-        await settle()
+        b = await asked_for(models, "b")
         assert not b.done()
         assert models.models["b"].state == "loading"
-        again = asyncio.ensure_future(once(models, "a"))
-        await settle()
+        again = await asked_for(models, "a")
         assert not again.done()  # or b would wait for ever
     await b
     assert first.ended.is_set()
@@ -249,8 +254,7 @@ async def test_a_turn_ends():
     for _ in range(100):
         async with models.use("a"):
             b = b or asyncio.ensure_future(once(models, "b"))
-            overlapping = asyncio.ensure_future(once(models, "a"))
-            await settle()
+            overlapping = await asked_for(models, "a")
             world.now += 1
         if b.done():
             break
@@ -264,10 +268,8 @@ async def test_a_turn_ends():
 async def test_who_waits_and_leaves_costs_nothing():
     world, models = two_with_room_for_one()
     async with held(models, "a") as first:
-        b = asyncio.ensure_future(once(models, "b"))
-        await settle()
-        a = asyncio.ensure_future(once(models, "a"))
-        await settle()
+        b = await asked_for(models, "b")
+        a = await asked_for(models, "a")
         b.cancel()
         assert (await a) is first
     assert world.started == ["a"]
@@ -279,8 +281,7 @@ async def test_who_leaves_while_a_model_loads_leaves_it_loaded():
     world = World()
     models = world.models("a")
     world.hold.clear()
-    waiting = asyncio.ensure_future(once(models, "a"))
-    await settle()
+    waiting = await asked_for(models, "a")
     waiting.cancel()
     await settle()
     world.hold.set()
@@ -355,8 +356,7 @@ async def test_an_engine_that_ended_is_loaded_again():
 async def test_a_stop_ends_those_that_load_and_those_that_wait():
     world, models = two_with_room_for_one()
     async with held(models, "a"):
-        waiting = asyncio.ensure_future(once(models, "b"))
-        await settle()
+        waiting = await asked_for(models, "b")
         await models.stop()
         with pytest.raises(ApiError, match="shutting down"):
             await waiting
@@ -430,8 +430,9 @@ async def test_at_random_nobody_waits_for_ever_and_memory_suffices(seed):
 
 
 def test_two_models_over_http():
-    """Each loads when it is named; /status shows them."""
-    specs = [ModelSpec("demo", "demo"), ModelSpec("other", "demo"), ModelSpec("none", "/no/such")]
+    """Each loads when it is named; /status shows them.  The user chooses the format of one."""
+    other = ModelSpec("other", "demo", chat_format=FORMATS["kimi_k2"])
+    specs = [ModelSpec("demo", "demo"), other, ModelSpec("none", "/no/such")]
     with serving(specs) as running, httpx.Client(base_url=running.url, timeout=120) as client:
 
         def ask(model: str) -> httpx.Response:
@@ -455,11 +456,14 @@ def test_two_models_over_http():
         assert ask("demo").status_code == 200
         assert states_and_contexts() == [("loaded", 4096), ("loaded", 4096), ("failed", None)]
         status = client.get("/status").json()
+        demo, kimi, _ = status["models"]
+        assert (demo["chat_format"], demo["tool_calls"]) == ("plain", False)
+        assert (kimi["chat_format"], kimi["tool_calls"]) == ("kimi_k2", True)
         assert status["server"] == {"running": 0, "waiting": 0, "max_waiting": 256}
         assert "no such folder" in status["models"][2]["error"]
-        first, second = (m["metrics"] for m in status["models"][:2])
-        assert first["requests_running"] == second["requests_running"] == 0
-        assert status["models"][0]["max_model_len"] == status["models"][1]["max_model_len"]
+        for model in demo, kimi:
+            assert model["metrics"]["requests_running"] == 0
+            assert model["max_model_len"] == 4096
 
 
 def test_a_broken_model_leaves_the_loaded_one_in_its_room(tmp_path, caplog):
@@ -483,13 +487,3 @@ def test_a_broken_model_leaves_the_loaded_one_in_its_room(tmp_path, caplog):
         assert pid() == before
     assert "the model demo is loaded, in " in caplog.text
     assert "makes room" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("chosen", "expected"), [("kimi_k2", ("kimi_k2", True)), (None, ("plain", False))]
-)
-def test_a_chat_format_that_the_user_chooses_or_not(chosen, expected):
-    spec = ModelSpec("demo", "demo", chat_format=FORMATS[chosen] if chosen else None)
-    with serving([spec]) as running:
-        [status] = httpx.get(f"{running.url}/status", timeout=60).json()["models"]
-    assert (status["chat_format"], status["tool_calls"]) == expected

@@ -322,6 +322,7 @@ def test_errors_have_the_shape_of_their_api(running, method, path, status):
     if path.startswith(MESSAGES):
         assert whole["type"] == "error"
         assert set(whole["error"]) == {"type", "message"}
+        assert answer.headers["request-id"] == answer.headers["x-request-id"]
     else:
         assert set(whole) == {"error"}
         assert set(whole["error"]) == {"message", "type", "param", "code"}

@@ -234,11 +234,17 @@ def messages(script):
 
 def test_the_beta_client(messages, script):
     script.says(ANSWER)
-    betas = ["interleaved-thinking-2025-05-14", "fine-grained-tool-streaming-2025-05-14"]
-    asked, beta = {**messages.request(), "betas": betas}, messages.client.beta.messages
-    assert messages.read(beta.create(**asked)).parts == PARTS
+    betas = ["interleaved-thinking-2025-05-14", "effort-2025-11-24"]
+    asked = {**messages.request(), "betas": betas, "thinking": {"type": "adaptive"}}
+    beta = messages.client.beta.messages
+    whole = beta.create(**asked)
+    assert messages.read(whole).parts == PARTS
     with beta.stream(**asked) as stream:
-        assert messages.read(stream.get_final_message()).parts == PARTS
+        final = stream.get_final_message()
+    assert messages.read(final).parts == PARTS
+    assert final.stop_reason == whole.stop_reason == "tool_use"
+    del asked["max_tokens"]
+    assert beta.count_tokens(**asked).input_tokens == whole.usage.input_tokens
 
 
 def test_the_clients_own_loop_runs_tools_and_gives_results_back(messages, script):

@@ -88,7 +88,8 @@ class Chat(Api):
         asked |= {"parallel_tool_calls": parallel}
         return asked | choice_of(choice, {"type": "function", "function": {"name": choice}})
 
-    def read(self, completion) -> Reply:
+    @staticmethod
+    def read(completion) -> Reply:
         [choice], usage = completion.choices, completion.usage
         message, calls = choice.message, choice.message.tool_calls or []
         thoughts = getattr(message, "reasoning", None)
