@@ -234,7 +234,8 @@ def messages(script):
 
 def test_the_beta_client(messages, script):
     script.says(ANSWER)
-    betas = ["interleaved-thinking-2025-05-14", "effort-2025-11-24"]
+    betas = ["interleaved-thinking-2025-05-14", "fine-grained-tool-streaming-2025-05-14"]
+    betas += ["effort-2025-11-24"]
     asked = {**messages.request(), "betas": betas, "thinking": {"type": "adaptive"}}
     beta = messages.client.beta.messages
     whole = beta.create(**asked)
