@@ -149,6 +149,7 @@ BAD = {
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens must be"),
         ({"thinking": {"type": "maybe"}}, "thinking.type must be"),
         ({"thinking": True}, "thinking"),
+        ({"model": "other"}, "`other` does not exist"),
     ]),
     "/tokenize": ({}, [
         ({}, "prompt or messages must be given"),

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.support.server_kit import Running, serving
-from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.json_markers import HERMES
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.worker.client import EngineClient
@@ -44,7 +43,7 @@ def hermes_call(name: str, **arguments: Any) -> str:
 
 
 @contextmanager
-def scripted(chat_format: ChatFormat = HERMES) -> Iterator[Script]:
+def scripted() -> Iterator[Script]:
     """A server, and the script of its answers."""
 
     @asynccontextmanager
@@ -77,5 +76,5 @@ def scripted(chat_format: ChatFormat = HERMES) -> Iterator[Script]:
     with pytest.MonkeyPatch.context() as patch, serving(config=ServerConfig(port=0)) as running:
         script = Script(running)
         patch.setattr(EngineClient, "generate", generate)
-        patch.setattr(EngineClient, "chat_format", chat_format)
+        patch.setattr(EngineClient, "chat_format", HERMES)
         yield script
