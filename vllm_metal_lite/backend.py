@@ -33,11 +33,9 @@ def _preload_blas() -> str | None:
         return None
     for name, files in _LIBRARIES.items():
         for file in files:
-            try:
+            with suppress(OSError):
                 ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL)
-            except OSError:
-                continue
-            return name
+                return name
     return None
 
 

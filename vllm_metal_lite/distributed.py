@@ -80,7 +80,8 @@ ALONE = RankGroup()
 class Links(NamedTuple):
     """How ranks are connected.
 
-    backend: of mx.distributed; "jaccl-ring" is JACCL without a cable between each two hosts.
+    backend: a backend of mx.distributed; "jaccl-ring" is JACCL without a cable between each two
+    hosts.
     ips: by rank, the addresses at which it listens (the ring makes a connection for each); without
     any, the rank chooses one.
     devices: by rank, its RDMA device for each other rank; None where there is none (JACCL).
@@ -94,7 +95,8 @@ class Links(NamedTuple):
 def links(size: int, hostfile: str | None) -> Links:
     """The links of `size` ranks: as `hostfile` says, else NCCL on NVIDIA, else the ring over TCP.
 
-    hostfile: of MLX's `mlx.distributed_config`; its hosts are the ranks.  Raises ConfigError.
+    hostfile: a file of MLX's `mlx.distributed_config`; its hosts are the ranks.  Raises
+    ConfigError.
     """
     if hostfile is None:
         nccl = backend.name() == "cuda" and mx.distributed.is_available("nccl")

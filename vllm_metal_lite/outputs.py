@@ -99,7 +99,8 @@ class RequestOutput:
     num_cached_tokens: prompt tokens that the prefix cache held when the request was admitted.
     num_restored_tokens: those of them that came from the disk, for this request.
     prompt_logprobs: one entry a prompt token, None for the first.
-    pooled: of a finished pooling request, float32: the embedding, or the logits of its tokens.
+    pooled: the values of a finished pooling request, float32: the embedding, or the logits of its
+    tokens.
     """
 
     request_id: str
@@ -125,8 +126,8 @@ class EmbeddingRequestOutput:
 
 @dataclass(slots=True)
 class ScoringRequestOutput:
-    """index: of the pair.  score: the probability that its texts match, or the cosine of their
-    embeddings."""
+    """index: the number of the pair.  score: the probability that its texts match, or the cosine of
+    their embeddings."""
 
     index: int
     score: float

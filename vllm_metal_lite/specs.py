@@ -38,8 +38,8 @@ class RopeShape:
     """How a model prepares the heads of a layer before attention.
 
     dims, traditional, base, scale: the arguments of mx.fast.rope; base None: frequencies are given.
-    eps: of an RMS norm of each head before the rotation; None: there is no norm.
-    factor: of the rotated elements, before the rotation.
+    eps: the epsilon of an RMS norm of each head before the rotation; None: there is no norm.
+    factor: what the rotated elements are multiplied by before the rotation.
     """
 
     dims: int
@@ -79,7 +79,7 @@ class RecurrenceShape:
 
     delta: the gated delta rule; otherwise Mamba 2's state space update, whose groups are k_heads
     and whose head is v_dim by a state of k_dim.  vector: a gate per column of the state, not per
-    head.  dtype: of the rows; states are float32.
+    head.  dtype: that of the rows; states are float32.
     """
 
     k_heads: int
@@ -143,7 +143,8 @@ ExpertActivation = Literal["swiglu", "clamped_swiglu", "geglu", "relu2"]
 
 
 class ExpertShape(NamedTuple):
-    """A mixture of experts.  quantisation: of gate and up; down: of down; None: floats."""
+    """A mixture of experts.  quantisation: the format of gate and up; down: that of down; None:
+    floats."""
 
     experts: int
     hidden: int
@@ -165,9 +166,9 @@ class ExpertShape(NamedTuple):
 class KernelUse:
     """What one model asks of the kernels.
 
-    hidden_sizes: elements of the rows whose residual sum is normalised.  weights: of
-    the linear layers that `skinny_gemm` could serve.  shares_prefix: requests may share blocks.
-    recurrences: of the layers that keep states.  experts: of the mixtures of experts.
+    hidden_sizes: elements of the rows whose residual sum is normalised.  weights: those of the
+    linear layers that `skinny_gemm` could serve.  shares_prefix: requests may share blocks.
+    recurrences: the layers that keep states.  experts: the mixtures of experts.
     """
 
     shapes: tuple[AttentionShape, ...]

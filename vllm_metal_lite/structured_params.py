@@ -18,8 +18,8 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar")
 class StructuredOutputsParams:
     """The form of an answer, under vLLM's names: exactly one of the first five.
 
-    json: a JSON schema, as a dict or a string.  json_object: any JSON object.  regex: of the whole
-    answer.  choice: one of these strings.  grammar: Lark (llguidance's dialect) or GBNF.
+    json: a JSON schema, as a dict or a string.  json_object: any JSON object.  regex: a pattern of
+    the whole answer.  choice: one of these strings.  grammar: Lark (llguidance's dialect) or GBNF.
     disable_any_whitespace: JSON without spaces and line breaks.  whitespace_pattern: if they are
     allowed, a regex of what may stand between the parts of JSON.  disable_additional_properties: an
     object has no other properties, unless its schema names additionalProperties.

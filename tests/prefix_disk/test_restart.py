@@ -3,6 +3,7 @@
 The oracle is an engine that computes everything, and mlx-lm which runs each request alone.
 """
 
+import asyncio
 import errno
 import random
 from functools import partial
@@ -17,6 +18,7 @@ from tests.support.kernel_engine import engine_with_kernels
 from tests.support.pool_accounts import check_accounts, check_slots
 from vllm_metal_lite import envs
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.engine.async_engine import AsyncEngine
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.llm import LLM
 from vllm_metal_lite.model import loader
@@ -303,6 +305,27 @@ def test_a_full_disk_costs_nothing_but_the_cache(monkeypatch, caplog):
     assert not engine.prefix_disk.folder.known
     assert not engine.prefix_disk.folder.models()
     assert "No space left on device" in caplog.text
+
+
+def test_an_error_while_the_engine_rests_ends_no_thread_and_no_call(monkeypatch, caplog):
+    def fails() -> bool:
+        raise RuntimeError("no memory for a copy")
+
+    engine = start("llama")
+    monkeypatch.setattr(engine.prefix_disk, "rest", fails)
+    served = AsyncEngine(engine)
+
+    async def answer() -> list[int]:
+        outputs = [output async for output in served.generate(LONG, GREEDY)]
+        return outputs[-1].outputs[0].token_ids
+
+    try:
+        for _ in range(2):  # each answer is followed by a rest
+            found = asyncio.run(asyncio.wait_for(answer(), 300))
+            assert found == tiny.alone(tiny.native("llama"), LONG, 8)
+    finally:
+        served.shutdown()
+    assert "the engine's rest failed: no memory for a copy" in caplog.text
 
 
 def test_a_folder_that_cannot_be_used_costs_nothing_but_the_cache(tmp_path, caplog):

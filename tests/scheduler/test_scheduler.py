@@ -41,12 +41,9 @@ def run_and_check(engine: FakeEngine) -> list[SchedulerOutput]:
 @pytest.mark.parametrize(
     ("length", "options", "message"),
     [
-        (0, {}, "request 'x' has an empty prompt: it must have at least one token"),
         (20, {}, r"prompt of 20 tokens; max_model_len \(20\) leaves room for 19"),
-        (5, {"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
         (10, {"max_tokens": 8}, r"10 prompt tokens \+ max_tokens 8\) needs 5 blocks of 4.* has 4"),
         (9, {"max_tokens": 5, "atomic": True}, "atomic and may need 13 tokens .* is 12"),
-        (3, {"request_id": "old"}, "'old' is already in use"),
     ],
 )
 def test_what_can_never_finish_is_refused(length, options, message):

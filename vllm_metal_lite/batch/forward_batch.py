@@ -4,8 +4,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from vllm_metal_lite.batch.pooled_rows import PooledRows
-
 PAD_SLOT = -1  # slot_mapping value of a row whose K and V are not kept
 
 # A token that a step in flight samples: the host does not have it yet.
@@ -19,6 +17,38 @@ EMPTY_SLOT = -1
 
 _NONE = np.zeros(0, np.int32)
 _NO_CHECKPOINTS = np.zeros((0, 3), np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentState:
+    """The slots of a segment's recurrent state.
+
+    initial: read at its start, or EMPTY_SLOT.  final: written at its end.  checkpoints: (position,
+    slot) pairs; `slot` takes the state after the request's first `position` tokens.
+    """
+
+    initial: int
+    final: int
+    checkpoints: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """The hidden states and the logits that a step reads for pooling requests.
+
+    segments: (Q,) int32, the segment of each range.
+    ranges: (Q, 2) int32, first packed row and end; the hidden states of these rows are summed.
+    scored: (L,) int32, segments with scores; score_rows: (L,) int32, their places among the T
+    sampled rows; score_token_ids: (L, K) int32, the tokens whose logits are read there.
+    samples_nothing: no row of the step needs a token.
+    """
+
+    segments: np.ndarray
+    ranges: np.ndarray
+    scored: np.ndarray
+    score_rows: np.ndarray
+    score_token_ids: np.ndarray
+    samples_nothing: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +129,8 @@ class ForwardBatch:
         return len(self.seq_lens)
 
     def validate(self, *num_blocks: int, num_state_slots: int = 0) -> None:
-        """Raise ValueError for an inconsistent batch; num_blocks: the store's, per KV group.
-        num_state_slots: of recurrent states; 0: there is none.
+        """Raise ValueError for an inconsistent batch; num_blocks: the blocks of each KV
+        group in the store.  num_state_slots: the slots of recurrent states; 0: there is none.
 
         An index outside the store would corrupt memory without an error on the device.
         """

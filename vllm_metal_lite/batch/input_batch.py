@@ -9,8 +9,8 @@ from vllm_metal_lite.batch.forward_batch import (
     NO_DRAFT,
     UNKNOWN_TOKEN,
     ForwardBatch,
+    SegmentState,
 )
-from vllm_metal_lite.batch.segment_state import SegmentState
 
 _NONE = np.zeros(0, np.int32)
 _NO_CHECKPOINTS = np.zeros((0, 3), np.int32)

@@ -7,8 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from vllm_metal_lite.batch.forward_batch import ForwardBatch
-from vllm_metal_lite.batch.pooled_rows import PooledRows
+from vllm_metal_lite.batch.forward_batch import ForwardBatch, PooledRows
 from vllm_metal_lite.pooling_params import PoolingParams
 
 Key = TypeVar("Key", bound=Hashable)
@@ -16,7 +15,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(slots=True)
 class _Pooling:
-    """sum: of the hidden states since the prompt's first row was last computed."""
+    """sum: the sum of the hidden states since the prompt's first row was last computed."""
 
     params: PoolingParams
     num_prompt_tokens: int
@@ -36,7 +35,7 @@ class PoolingTable:
         self._poolings.pop(key, None)
 
     def extend(self, batch: ForwardBatch, keys: Sequence[Hashable]) -> ForwardBatch:
-        """A step's batch, with what its pooling requests read.  keys: of its segments."""
+        """A step's batch, with what its pooling requests read.  keys: the key of each segment."""
         if not self._poolings:
             return batch
         row_of = {segment: row for row, segment in enumerate(batch.sample_segments.tolist())}

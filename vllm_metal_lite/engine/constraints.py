@@ -93,8 +93,8 @@ class Constraints:
         return bits if constraint.fill(bits) else None
 
     def masks(self, requests: Sequence[Request], drafts: Sequence[int] = ()) -> TokenMasks | None:
-        """The tokens that the rows of a step may sample.  requests: of each row.  drafts: see
-        ForwardBatch.draft_token_ids.
+        """The tokens that the rows of a step may sample.  requests: the request of each row.
+        drafts: see ForwardBatch.draft_token_ids.
 
         Sets `forced_token_ids` of requests whose next tokens are known.
         """

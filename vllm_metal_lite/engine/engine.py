@@ -283,10 +283,17 @@ class LLMEngine:
             raise
 
     def rest(self) -> bool:
-        """Do a little work that can wait for a pause; returns whether more is left."""
+        """Do a little work that can wait for a pause; returns whether more is left.
+
+        An error is logged, not raised: it concerns no request.
+        """
         if self.prefix_disk is None or self._requests or self._outputs:
             return False
-        return self.prefix_disk.rest()
+        try:
+            return self.prefix_disk.rest()
+        except Exception as e:
+            logger.warning(f"the engine's rest failed: {one_line(e)}")
+            return False
 
     @property
     def requests_at_fault(self) -> list[str]:

@@ -16,9 +16,8 @@ import numpy as np
 
 from vllm_metal_lite.attention.base import Attention, Step
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, PAD_SLOT
+from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, PAD_SLOT, SegmentState
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.fusion.current import Current, fusing
 from vllm_metal_lite.fusion.launches import FusedLaunches

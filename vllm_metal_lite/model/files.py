@@ -191,8 +191,6 @@ def _refuse_pointers(folder: Path) -> None:
 
 
 def _is_pointer(file: Path) -> bool:
-    try:
-        with file.open("rb") as f:
-            return f.read(len(_LFS_FIRST_WORDS)) == _LFS_FIRST_WORDS
-    except OSError:  # loading the model reports the reason
-        return False
+    with suppress(OSError), file.open("rb") as f:  # loading the model reports the error
+        return f.read(len(_LFS_FIRST_WORDS)) == _LFS_FIRST_WORDS
+    return False

@@ -54,8 +54,8 @@ Node = PagedLayer | StateLayer | tuple | None
 class Layout:
     """nodes: one per cache in the model's list.  specs: the store's layers, in order.
 
-    states: of all recurrent layers.  kv_users, state_users: the modules that use K and V, or
-    states, by path.
+    states: the states of all recurrent layers.  kv_users, state_users: the modules that use K and
+    V, or states, by path.
     """
 
     vocab_size: int

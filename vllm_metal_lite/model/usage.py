@@ -63,16 +63,11 @@ class Usage:
 
     def _rope(self, original: Callable, x: mx.array, dims: int, **how: Any) -> mx.array:
         angles = how["traditional"], how["base"], how["scale"]
-        rope = RopeShape(dims, *angles, factor=self._factor(x, dims))
+        scaled, count, factor = self._scaled or (None, 0, 1.0)
+        factor = factor if scaled is x and count == dims else 1.0  # of the first `dims` elements
+        rope = RopeShape(dims, *angles, factor=factor)
         self._ropes[x.shape[-1], rope] = None
         return original(x, dims, **how)
-
-    def _factor(self, x: mx.array, dims: int) -> float:
-        """The factor of the first `dims` elements of x."""
-        if self._scaled is None:
-            return 1.0
-        scaled, count, factor = self._scaled
-        return factor if scaled is x and count == dims else 1.0
 
     def _note(self, scaled: mx.array, dims: int, factor: float) -> mx.array:
         self._scaled = scaled, dims, factor

@@ -36,7 +36,7 @@ class Restore:
     has a name by then.
 
     num_tokens: that the disk adds.  needed: all parts of the prefix.  unread: those that are not in
-    memory.  places: of all parts, once they are owned.
+    memory.  places: the block or slot of each part, once owned.
     """
 
     request: Request

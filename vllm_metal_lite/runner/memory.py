@@ -13,9 +13,8 @@ import numpy as np
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.batch.forward_batch import ForwardBatch, SegmentState
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, Option, OutOfMemoryError, one_line

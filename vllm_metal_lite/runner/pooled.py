@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.pooled_rows import PooledRows
+from vllm_metal_lite.batch.forward_batch import PooledRows
 
 
 class Pooled(NamedTuple):

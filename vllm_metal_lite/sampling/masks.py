@@ -6,7 +6,7 @@ to match bad words.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -72,11 +72,7 @@ def hold_back_ends(
     return mx.where(is_over, x, held)
 
 
-class Tokenizer(Protocol):
-    def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
-
-
-def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
+def bad_word_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
     """Token ids of words, at the start of a text and after a space, as in vLLM.
 
     The second list counts only if its first token differs and its length is the same.
@@ -97,7 +93,7 @@ def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
 class BadWordsRows:
     """The W bad words of a step's rows.  rows, last, recent_rows: (W,); prefix: (W, L).
 
-    members, member_rows: (M,), the requests with bad words, and their rows in the batch.
+    seats: (T,), the request of each row.
     drafts: (W, K) int32, the drafts before each word's row, padded behind, and depth: (W, 1), their
     number; None: no drafts.
     """
@@ -106,8 +102,7 @@ class BadWordsRows:
     last: mx.array
     recent_rows: mx.array
     prefix: mx.array
-    members: mx.array
-    member_rows: mx.array
+    seats: mx.array
     drafts: tuple[mx.array, mx.array] | None
 
 
@@ -163,8 +158,7 @@ class BadWords:
             last=mx.array(np.concatenate([last for last, _ in words])),
             recent_rows=mx.array(np.repeat(recent_rows, counts)),
             prefix=mx.array(np.concatenate(padded)),
-            members=mx.array(recent_rows),
-            member_rows=mx.array(rows),
+            seats=mx.array(req_indices.astype(np.int32)),
             drafts=None if drafts is None else drafts.matrix(np.repeat(rows, counts)),
         )
 
@@ -180,12 +174,10 @@ class BadWords:
 
     def note(self, token_ids: mx.array, bad_words: BadWordsRows) -> None:
         """Record the sampled tokens, (T,) int32; lazy."""
-        recent = self.recent[bad_words.members][:, 1:]
-        drawn = token_ids[bad_words.member_rows][:, None]
+        seats = bad_words.seats
+        recent = mx.concatenate([self.recent[seats][:, 1:], token_ids[:, None]], 1)
         # A new array: a failed step restores the old one.
-        self.recent = mx.put_along_axis(
-            self.recent, bad_words.members[:, None], mx.concatenate([recent, drawn], 1), axis=0
-        )
+        self.recent = mx.put_along_axis(self.recent, seats[:, None], recent, axis=0)
 
     def accept(self, req_index: int, token_ids: Sequence[int]) -> None:
         """Record a request's tokens of a step with drafts."""

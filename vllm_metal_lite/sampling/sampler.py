@@ -395,7 +395,9 @@ class Sampler:
         table = self._rows[req_indices]
         temperature, num_logprobs = table["temperature"], int(table["num_logprobs"].max())
         ends, calls_left = self._select_ends(req_indices, drafts)
-        metadata = _SamplingMetadata(
+        filters = table["min_p"], table["top_k"], table["top_p"]
+        draws = temperature.any()
+        return _SamplingMetadata(
             key=key,
             calls_left=calls_left,
             num_logprobs=num_logprobs,
@@ -405,15 +407,9 @@ class Sampler:
             bias=self._select_bias(req_indices),
             ends=ends,
             penalties=self._select_penalties(table, drafts),
-            temperature=None,
-            filters=[],
+            temperature=ops.column(temperature) if draws else None,
+            filters=ops.make_filters(temperature, *filters, self.vocab_size) if draws else [],
         )
-        if temperature.any():
-            metadata.temperature = ops.column(temperature)
-            metadata.filters = ops.make_filters(
-                temperature, table["min_p"], table["top_k"], table["top_p"], self.vocab_size
-            )
-        return metadata
 
     def _select_penalties(self, table: np.ndarray, drafts: Drafts | None) -> _Penalties | None:
         rows = np.flatnonzero(table["counts_row"] >= 0)

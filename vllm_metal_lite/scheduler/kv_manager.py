@@ -28,8 +28,9 @@ Find = Callable[[bytes], object]
 class PrefixHit:
     """The longest prefix that a request can start behind.
 
-    tables: the block tables of its blocks.  num_tokens: of the prefix.  num_in_blocks: tokens whose
-    blocks are known; more than num_tokens if their end has no state.  state: slot of the state.
+    tables: the block tables of its blocks.  num_tokens: the length of the prefix.  num_in_blocks:
+    tokens whose blocks are known; more than num_tokens if their end has no state.  state: the slot
+    of the state.
     """
 
     tables: list[BlockTable]
@@ -206,7 +207,7 @@ class KVCacheManager:
     ) -> tuple[int, int]:
         """How many of the named blocks can be used again: by the blocks, and by the states too.
 
-        find: of the blocks of each group.  find_state: None if there are no states.
+        find: a look-up of blocks for each group.  find_state: None if there are no states.
         """
         length = len(names)
         for group, found in zip(self.groups, find, strict=True):

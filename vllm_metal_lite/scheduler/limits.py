@@ -9,14 +9,10 @@ from vllm_metal_lite.scheduler.request import Request
 def longest(request: Request, config: EngineConfig, max_model_len: int, kv: KVCacheManager) -> int:
     """The most tokens that a request may reach, its prompt included.
 
-    Raises RequestError, with the numbers, if the request could never finish: it has no prompt or
-    no room for a token, needs more blocks than the store has, or is atomic and may outgrow a step.
+    Raises RequestError, with the numbers, if the request could never finish: it has no room for a
+    token, needs more blocks than the store has, or is atomic and may outgrow a step.
     """
     name, prompt = f"request {show(request.request_id)}", request.num_prompt_tokens
-    if prompt == 0:
-        raise RequestError(f"{name} has an empty prompt: it must have at least one token")
-    if request.max_tokens < 1:
-        raise RequestError(f"{name}: max_tokens must be at least 1, got {request.max_tokens}")
     room = max_model_len + request.only_reads
     if prompt >= room:
         raise RequestError(

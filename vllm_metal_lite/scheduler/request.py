@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
-from vllm_metal_lite.batch.segment_state import SegmentState
+from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, SegmentState
 from vllm_metal_lite.scheduler.block_pool import BlockTable
 from vllm_metal_lite.scheduler.checkpoints import PlannedCheckpoint
 

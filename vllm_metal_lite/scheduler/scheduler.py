@@ -19,7 +19,6 @@ from operator import le, sub
 
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.config import MAX_CHUNK_TIMES_CONTEXT, EngineConfig
-from vllm_metal_lite.errors import RequestError, show
 from vllm_metal_lite.scheduler.drafts import DraftScheduler, Propose
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager, NewBlocks, PrefixHit
@@ -67,7 +66,7 @@ class Scheduler:
         self.prefix_queried_tokens = 0
         self.prefix_lost_tokens = 0  # in blocks, but without a state behind them
         self._block_size = config.block_size
-        self._requests: dict[str, Request] = {}
+        self._unfinished: set[Request] = set()
         # Each unfinished request is in one of these queues, or ended by `advance`.
         self._waiting = RequestQueue()
         self._partials = RequestQueue()
@@ -101,26 +100,24 @@ class Scheduler:
         return list(self._waiting)
 
     def has_unfinished(self) -> bool:
-        return bool(self._requests)
+        return bool(self._unfinished)
 
     # Add and remove requests
 
     def add(self, request: Request) -> None:
         """Queue a request.  Raises RequestError, changing nothing, if it could never finish."""
-        if request.request_id in self._requests:
-            raise RequestError(f"request {show(request.request_id)} is already in use")
         request.max_length = longest(request, self.config, self.max_model_len, self.kv)
         # The count orders requests of equal arrival (the n answers of one prompt).
         request.sort_key = (request.priority, request.fair_round, request.arrival, self._num_added)
         self._num_added += 1
-        self._requests[request.request_id] = request
+        self._unfinished.add(request)
         self._waiting.add(request)
 
     def finish(self, request: Request) -> None:
         """Remove a request from its queue and release its blocks; unknown ones are ignored."""
-        if self._requests.get(request.request_id) is not request:
+        if request not in self._unfinished:
             return
-        del self._requests[request.request_id]
+        self._unfinished.remove(request)
         request.forget_unknown()
         if request.status is RequestStatus.RUNNING:
             self._unseat(request)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vllm_metal_lite.batch.segment_state import SegmentState
+from vllm_metal_lite.batch.forward_batch import SegmentState
 from vllm_metal_lite.scheduler.kv_manager import NewBlocks
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 

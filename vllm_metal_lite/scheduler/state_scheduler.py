@@ -4,7 +4,7 @@ requests wait for a state that another request is about to leave.
 
 from collections.abc import Sequence
 
-from vllm_metal_lite.batch.segment_state import SegmentState
+from vllm_metal_lite.batch.forward_batch import SegmentState
 from vllm_metal_lite.scheduler.checkpoints import add_planned, last_position
 from vllm_metal_lite.scheduler.following import MAX_FOLLOWED, find_leader, is_ahead
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager

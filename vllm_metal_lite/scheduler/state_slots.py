@@ -20,8 +20,7 @@ may be read or written by another.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
-from vllm_metal_lite.batch.segment_state import SegmentState
+from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, SegmentState
 from vllm_metal_lite.scheduler.block_pool import BlockPool
 from vllm_metal_lite.scheduler.request import ConversationCheckpoints, Request
 
@@ -68,7 +67,7 @@ class StateSlots:
     ) -> None:
         """Record which conversation a request continues; it starts from `hit`, at `position`.
 
-        end: of its own checkpoints.  named: the checkpoints at its checkpoint_positions.
+        end: the end of its own checkpoints.  named: the checkpoints at its checkpoint_positions.
         """
         if request.own_checkpoints is None:
             request.own_checkpoints = ConversationCheckpoints(end)

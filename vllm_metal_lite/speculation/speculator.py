@@ -11,9 +11,6 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 from vllm_metal_lite.speculation.lookup import look_up
 from vllm_metal_lite.speculation.pace import Pace
 
-# (the request's tokens (n,) int32, the most tokens) -> the tokens that probably follow.
-Proposer = Callable[[np.ndarray, int], np.ndarray]
-
 _CAPS = (MAX_DRAFT, 15, 7, 3)  # lengths that are weighed against each other
 _MARGIN = 1.05  # expected gain below which drafts are not worth their noise
 _LOOKUPS = 8  # requests looked at before a step is launched ahead
@@ -59,10 +56,8 @@ class Speculator:
     num_drafted, num_accepted: draft tokens so far, and those that came true.
     """
 
-    def __init__(
-        self, tokens_of: Callable[[Request], np.ndarray], proposer: Proposer = look_up
-    ) -> None:
-        self._tokens_of, self._proposer = tokens_of, proposer
+    def __init__(self, tokens_of: Callable[[Request], np.ndarray]) -> None:
+        self._tokens_of = tokens_of
         self.pace = Pace()
         self.num_drafted = self.num_accepted = 0
         self._records: dict[Request, _Record] = {}
@@ -91,7 +86,7 @@ class Speculator:
         return [draft[:cap] for draft in drafts]
 
     def _draft(self, request: Request, most: int) -> list[int]:
-        return self._proposer(self._tokens_of(request), most).tolist()
+        return look_up(self._tokens_of(request), most).tolist()
 
     def _best_cap(
         self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], num_decodes: int

@@ -25,8 +25,8 @@ INTERVAL, LEAVE, MISSED = 1.0, 3.0, 6
 class Heartbeat:
     """The thread that gives signs of this rank, and looks for those of the others.
 
-    names: of the ranks, for messages.  tcp_store: kept, because rank 0's store ends with the
-    object; this thread has its own client.  lost: called once, in the thread, with one line.
+    names: the names of the ranks, for messages.  tcp_store: kept, because rank 0's store ends with
+    the object; this thread has its own client.  lost: called once, in the thread, with one line.
     Start it after MLX has connected the ranks: MLX holds the interpreter's lock until then.
     """
 

@@ -23,7 +23,8 @@ _STATE_SHARE = 0.5
 
 @dataclass(frozen=True)
 class MemorySizes:
-    """num_state_slots: of recurrent states; 0 for a model without any.  kv_bytes: for K and V."""
+    """num_state_slots: slots of recurrent states; 0 for a model without any.  kv_bytes: bytes for K
+    and V."""
 
     num_state_slots: int
     kv_bytes: int
@@ -34,8 +35,8 @@ def plan_memory(
 ) -> MemorySizes:
     """What vLLM's memory options leave for states and for K and V.
 
-    specs: of the layers whose K and V vLLM counts.  caches_states: vLLM gives state slots to
-    requests, which wait while there are none; otherwise each seat needs a slot.
+    specs: the layers whose K and V vLLM counts.  caches_states: vLLM gives state slots to requests,
+    which wait while there are none; otherwise each seat needs a slot.
     Raises OutOfMemoryError, with the sum, if the device is too small.
     """
     cache, seats = vllm_config.cache_config, vllm_config.scheduler_config.max_num_seqs

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
+from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch, SegmentState
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.batch.pooling_table import PoolingTable
-from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler
@@ -52,7 +51,7 @@ class PluginRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """A step to run.  req_ids, requests: in the order of the batch's segments.
+    """A step to run.  req_ids, requests: those of the batch's segments, in order.
 
     prompt_logprobs: by segment, the collector for the prompt tokens of this step.  pooling: reads
     the step's results where no request samples.

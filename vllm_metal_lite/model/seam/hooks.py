@@ -51,7 +51,7 @@ def modules_of(model: nn.Module) -> list[ModuleType]:
 
 @contextmanager
 def building(hooks: Sequence[Hook] = ()) -> Iterator[None]:
-    """Held while a packed forward is built.  hooks: in addition to attention's."""
+    """Held while a packed forward is built.  hooks: those beside attention's."""
     attend = partial(_attend, mx.fast.scaled_dot_product_attention)
     with _LOCK, hooked([(mx.fast, "scaled_dot_product_attention", attend), *hooks]):
         yield

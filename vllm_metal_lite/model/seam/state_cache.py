@@ -28,7 +28,7 @@ class StateHandle(mx.array):
 class StateCache(PackedCache):
     """Represents one recurrent layer's states.
 
-    recurrence: of modules that work on packed rows; None if modules see sequences.
+    recurrence: the step for modules that work on packed rows; None if modules see sequences.
     """
 
     lengths = None  # no row is padding, so mlx-lm masks nothing
