@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SECONDS = 400  # of the agents' work
 FOLDER = ROOT / "models" / "agents"  # which git ignores
 PACKAGES = ("@anthropic-ai/claude-code@2.1.197", "@openai/codex@0.169.0", "opencode-ai@1.18.33")
 
@@ -85,18 +86,22 @@ class Request:
 
 @dataclass(frozen=True)
 class Session:
-    """streaming: agents to be killed were all in mid-stream."""
+    """What session.py prints.  streaming: agents to be killed were all in mid-stream."""
 
     streaming: bool
     codes: list[int]
     outputs: list[str]
-    requests: list[Request]
     status: dict[str, Any]
     is_quiet: bool
     log: str
 
+    @property
+    def requests(self) -> list[Request]:
+        found = re.findall(r"(\d+) prompt tokens \((\d+) cached\)", self.log)
+        return [Request(int(prompt), int(cached)) for prompt, cached in found]
 
-def run(model: Path, agents: Sequence[Agent], scratch: Path, seconds: float = 400) -> Session:
+
+def run(model: Path, agents: Sequence[Agent], scratch: Path) -> Session:
     """Run a server and agents until all have ended."""
     session = scratch / "session.json"
     flags = ["--num-blocks", "6000", "--max-num-seqs", "8", "--max-model-len", "65536"]
@@ -105,7 +110,7 @@ def run(model: Path, agents: Sequence[Agent], scratch: Path, seconds: float = 40
         for a in agents
     ]
     serve = [str(model), "--trust-remote-code", *flags]
-    session.write_text(json.dumps({"serve": serve, "agents": jobs, "seconds": seconds}))
+    session.write_text(json.dumps({"serve": serve, "agents": jobs, "seconds": SECONDS}))
     env = {
         **os.environ,
         "PATH": f"{installed()}{os.pathsep}{os.environ['PATH']}",
@@ -114,18 +119,7 @@ def run(model: Path, agents: Sequence[Agent], scratch: Path, seconds: float = 40
     }
     command = [*_unshare(), sys.executable, str(ROOT / "tests" / "agents" / "session.py")]
     done = subprocess.run(
-        [*command, str(session)], env=env, capture_output=True, text=True, timeout=seconds + 300
+        [*command, str(session)], env=env, capture_output=True, text=True, timeout=SECONDS + 300
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    result = json.loads(done.stdout)
-    found = re.findall(r"(\d+) prompt tokens \((\d+) cached\)", result["log"])
-    requests = [Request(int(prompt), int(cached)) for prompt, cached in found]
-    return Session(
-        result["streaming"],
-        result["codes"],
-        result["outputs"],
-        requests,
-        result["status"],
-        result["quiet"],
-        result["log"],
-    )
+    return Session(**json.loads(done.stdout))

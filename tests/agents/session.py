@@ -86,7 +86,7 @@ def main() -> int:
             print(json.dumps({"log": log.read_text()}))
             return 1
         agents = [start(agent) for agent in session["agents"]]
-        kills = [agent.get("kill", False) for agent in session["agents"]]
+        kills = [agent["kill"] for agent in session["agents"]]
         end = time.monotonic() + session["seconds"]
         for process, kill in zip(agents, kills, strict=True):
             if not kill:
@@ -109,8 +109,8 @@ def main() -> int:
         server.wait(600)
     outputs = [Path(a["home"], "output.txt").read_text(errors="replace") for a in session["agents"]]
     codes = [process.returncode for process in agents]
-    result = {"streaming": streaming, "codes": codes, "outputs": outputs, "quiet": quiet}
-    result |= {"status": last, "log": log.read_text(), "server_code": server.returncode}
+    result = {"streaming": streaming, "codes": codes, "outputs": outputs, "is_quiet": quiet}
+    result |= {"status": last, "log": log.read_text()}
     print(json.dumps(result))
     return 0
 

@@ -1,13 +1,11 @@
 """KernelAttention on the CPU host: whole steps and whole engines."""
 
-from dataclasses import replace
-
 import pytest
 
 from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from tests.support.arch_configs import config_of
-from tests.support.attention_cases import RAGGED, Case, check
+from tests.support.attention_cases import RAGGED, Case, KernelCase, check
 from tests.support.device import change_device
 from tests.support.launches import watch
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
@@ -27,19 +25,6 @@ def host(monkeypatch):
     change_device(monkeypatch, small_rows=0)  # or "gather" would be for large steps only
     with installed():
         yield
-
-
-class KernelCase(Case):
-    """A case of the reference's own tests, through kernels; the window is the layer's own."""
-
-    def __init__(self, *args, prefill, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self.prefill = prefill
-
-    def run(self, padding=0, **how):
-        self.store.specs = [replace(self.store.specs[0], window=how.get("window"))]
-        self.attention = KernelAttention(self.store, self.prefill, self.queries_per_kv)
-        return super().run(padding, **how)
 
 
 @pytest.mark.parametrize("prefill", PREFILLS)

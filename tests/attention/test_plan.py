@@ -67,16 +67,9 @@ def test_every_row_sees_exactly_what_the_definition_says(
     batch = make_batch(segments)
     if window is not None and window >= int(batch.seq_lens.max()):
         window = None  # as SdpaPlan.calls does
-    how = {"key_grain": key_grain, "fused_rows": fused_rows}
-    calls = plan_calls(
-        batch,
-        window,
-        attention_chunk=chunk,
-        tile=tile,
-        call_cost=call_cost,
-        max_scores=max_scores,
-        **how,
-    )
+    how = {"attention_chunk": chunk, "tile": tile, "call_cost": call_cost}
+    how |= {"max_scores": max_scores, "key_grain": key_grain, "fused_rows": fused_rows}
+    calls = plan_calls(batch, window, **how)
     seen = seen_pairs(calls, window)
     expected = expected_pairs(batch, window, chunk)
     assert {r: sorted(s) for r, s in seen.items()} == {r: sorted(s) for r, s in expected.items()}

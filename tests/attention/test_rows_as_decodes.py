@@ -1,7 +1,5 @@
 """Rows of prompts in small steps, attended to as decodes that share the keys before their chunk."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,6 +12,7 @@ from tests.support.attention_cases import (
     BLOCK_SIZE,
     RAGGED,
     Case,
+    KernelCase,
     check,
     expected_pairs,
     make_batch,
@@ -46,19 +45,19 @@ def test_every_row_sees_what_it_saw(segments):
 # Attention
 
 
-class DecodesCase(Case):
-    """A case of the reference's own tests, all of its rows as decodes."""
+class DecodesCase(KernelCase):
+    """All rows as decodes."""
+
+    def __init__(self, *args, **how) -> None:
+        super().__init__(*args, options={"rows_as_decodes": LIMIT}, **how)
 
     def run(self, padding=0, **how):
-        self.store.specs = [replace(self.store.specs[0], window=how.get("window"))]
-        self.attention = KernelAttention(
-            self.store, "gather", self.queries_per_kv, rows_as_decodes=LIMIT
-        )
+        out = super().run(padding, **how)
         plan = self.attention.prepare(self.batch, self.batch.num_tokens).plan
         assert plan.prompts is None
         assert plan.num_decodes == self.batch.num_tokens
         self.prefix = plan.decodes.prefix
-        return super().run(padding, **how)
+        return out
 
 
 @needs_host
@@ -114,6 +113,7 @@ def test_decodes_alone_are_what_they_were():
 # Whole engines, compiled
 
 
+@pytest.mark.long
 @settings(max_examples=12)
 @given(st.integers(3, 24), st.integers(0, 3), st.booleans())
 def test_compiled_steps_give_the_same_tokens(budget, seed, scored):
@@ -123,14 +123,10 @@ def test_compiled_steps_give_the_same_tokens(budget, seed, scored):
     params = SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=0 if scored else None)
 
     def answers(engine):
-        tiny.submit(engine, prompts, params)
-        done = tiny.run(engine)
-        scores = [
-            [next(iter(p.values())).logprob for p in done[str(i)].prompt_logprobs[1:]]
-            for i in range(len(prompts))
-            if scored
-        ]
-        return [done[str(i)].outputs[0].token_ids for i in range(len(prompts))], scores
+        outputs = tiny.outputs(engine, prompts, params)
+        entries = [output.prompt_logprobs[1:] for output in outputs if scored]
+        scores = [[next(iter(p.values())).logprob for p in entry] for entry in entries]
+        return tiny.tokens_of(outputs), scores
 
     expected, expected_scores = answers(tiny.engine("qwen3", **options))
     with pytest.MonkeyPatch.context() as patch:

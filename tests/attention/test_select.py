@@ -141,9 +141,7 @@ def test_what_the_user_knows_is_not_said_again(caplog):
 
 
 def test_of_several_devices_a_kernel_must_be_right_and_fast_on_each():
-    one, other = (
-        Verdict({"rope_write": "x"}, "varlen"),
-        Verdict({"rope_write": "y", "kv_write": "z"}),
-    )
+    one = Verdict({"rope_write": "x"}, "varlen")
+    other = Verdict({"rope_write": "y", "kv_write": "z"})
     assert Verdict.of_all([one, other]) == Verdict({"rope_write": "x", "kv_write": "z"}, "gather")
     assert Verdict.of_all([one, one]) == one

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from tests.batch.test_batch import changed
 from tests.support.recurrent_steps import Slots, Span, pack, packed_spans
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
@@ -42,21 +43,10 @@ def test_without_slots_a_requests_slot_is_its_row():
 
 def good_batch() -> ForwardBatch:
     """A decode; a prompt with two checkpoints; a chunk behind a checkpoint that stays."""
-    batch = pack(
-        [
-            Span(8, 1, Slots(0, 0)),
-            Span(0, 10, Slots(EMPTY_SLOT, 1, ((4, 2), (9, 3)))),
-            Span(7, 5, Slots(5, 4)),
-        ]
-    )
+    prompt = Span(0, 10, Slots(EMPTY_SLOT, 1, ((4, 2), (9, 3))))
+    batch = pack([Span(8, 1, Slots(0, 0)), prompt, Span(7, 5, Slots(5, 4))])
     batch.validate(BLOCKS, num_state_slots=NUM_SLOTS)
     return batch
-
-
-def _with(array: np.ndarray, index: object, value: int) -> np.ndarray:
-    array = array.copy()
-    array[index] = value
-    return array
 
 
 # What is wrong, the change, and the message.
@@ -64,40 +54,40 @@ BAD = {
     "no final slots": (lambda b: {"final_slots": b.final_slots[:2]}, "3 initial and 2 final"),
     "no initial slots": (lambda b: {"initial_slots": b.initial_slots[:0]}, "0 initial and 3 final"),
     "a prompt with a state": (
-        lambda b: {"initial_slots": _with(b.initial_slots, 1, 6)}, "exactly at position 0"),
+        lambda b: {"initial_slots": changed(b.initial_slots, 1, 6)}, "exactly at position 0"),
     "a decode without a state": (
-        lambda b: {"initial_slots": _with(b.initial_slots, 0, EMPTY_SLOT)},
+        lambda b: {"initial_slots": changed(b.initial_slots, 0, EMPTY_SLOT)},
         "exactly at position 0"),
     "an initial slot before the pool": (
-        lambda b: {"initial_slots": _with(b.initial_slots, 0, -2)}, "state store of 8"),
+        lambda b: {"initial_slots": changed(b.initial_slots, 0, -2)}, "state store of 8"),
     "an initial slot behind the pool": (
-        lambda b: {"initial_slots": _with(b.initial_slots, 2, 8)}, "state store of 8"),
+        lambda b: {"initial_slots": changed(b.initial_slots, 2, 8)}, "state store of 8"),
     "nothing takes the state": (
-        lambda b: {"final_slots": _with(b.final_slots, 0, EMPTY_SLOT)}, "state store of 8"),
+        lambda b: {"final_slots": changed(b.final_slots, 0, EMPTY_SLOT)}, "state store of 8"),
     "a final slot behind the pool": (
-        lambda b: {"final_slots": _with(b.final_slots, 2, 8)}, "state store of 8"),
+        lambda b: {"final_slots": changed(b.final_slots, 2, 8)}, "state store of 8"),
     "a checkpoint behind the pool": (
-        lambda b: {"checkpoints": _with(b.checkpoints, (1, 2), 8)}, "state store of 8"),
+        lambda b: {"checkpoints": changed(b.checkpoints, (1, 2), 8)}, "state store of 8"),
     "a checkpoint before the pool": (
-        lambda b: {"checkpoints": _with(b.checkpoints, (1, 2), -1)}, "state store of 8"),
+        lambda b: {"checkpoints": changed(b.checkpoints, (1, 2), -1)}, "state store of 8"),
     "one final slot for two": (
-        lambda b: {"final_slots": _with(b.final_slots, 2, 1)}, "two states"),
+        lambda b: {"final_slots": changed(b.final_slots, 2, 1)}, "two states"),
     "a checkpoint in a final slot": (
-        lambda b: {"checkpoints": _with(b.checkpoints, (0, 2), 1)}, "two states"),
+        lambda b: {"checkpoints": changed(b.checkpoints, (0, 2), 1)}, "two states"),
     "two checkpoints in one slot": (
-        lambda b: {"checkpoints": _with(b.checkpoints, (0, 2), 3)}, "two states"),
+        lambda b: {"checkpoints": changed(b.checkpoints, (0, 2), 3)}, "two states"),
     "another's final slot is read": (
-        lambda b: {"initial_slots": _with(b.initial_slots, 2, 1)}, "another segment writes"),
+        lambda b: {"initial_slots": changed(b.initial_slots, 2, 1)}, "another segment writes"),
     "another's checkpoint is read": (
-        lambda b: {"initial_slots": _with(b.initial_slots, 2, 3)}, "another segment writes"),
+        lambda b: {"initial_slots": changed(b.initial_slots, 2, 3)}, "another segment writes"),
     "a checkpoint before the first row": (
-        lambda b: {"checkpoints": _with(b.checkpoints, (0, 1), 1)}, "outside its segment"),
+        lambda b: {"checkpoints": changed(b.checkpoints, (0, 1), 1)}, "outside its segment"),
     "a checkpoint behind the last row": (
-        lambda b: {"checkpoints": _with(b.checkpoints, (1, 1), 11)}, "outside its segment"),
+        lambda b: {"checkpoints": changed(b.checkpoints, (1, 1), 11)}, "outside its segment"),
     "a checkpoint of no segment": (
-        lambda b: {"checkpoints": _with(b.checkpoints, (1, 0), 3)}, "none of the 3 segments"),
+        lambda b: {"checkpoints": changed(b.checkpoints, (1, 0), 3)}, "none of the 3 segments"),
     "a checkpoint of a segment before the first": (
-        lambda b: {"checkpoints": _with(b.checkpoints, (1, 0), -1)}, "none of the 3 segments"),
+        lambda b: {"checkpoints": changed(b.checkpoints, (1, 0), -1)}, "none of the 3 segments"),
 }  # fmt: skip
 
 

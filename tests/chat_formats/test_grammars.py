@@ -5,6 +5,7 @@ import random
 import jsonschema
 import pytest
 
+from tests.support import guided
 from tests.support.chat_text import TOOLS, parse
 from tests.support.chat_writers import WRITERS
 from tests.support.grammar_walk import walk
@@ -36,9 +37,7 @@ def accepts(name: str, text: str, choice: ToolChoice = REQUIRED, tools=TOOLS) ->
     lark = FORMATS[name].grammar(tools, choice, {})
     tokenizer = llguidance.LLTokenizer("byte")
     assert not llguidance.LLMatcher.validate_grammar(lark, tokenizer)
-    matcher = llguidance.LLMatcher(tokenizer, lark)
-    tokens = list(text.encode())
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+    return guided.accepts(tokenizer, lark, text.encode())
 
 
 @ALL

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from tests.support import guided
 from tests.support.byte_tokenizer import tokenizer_of
 from tests.support.chat_text import TOOLS
 from tests.support.chat_writers import WRITERS
@@ -11,7 +12,6 @@ from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.chat_formats.grammars import marks_of
 from vllm_metal_lite.chat_formats.tool import ToolChoice
 
-llguidance = pytest.importorskip("llguidance")
 hf = pytest.importorskip("llguidance.hf")
 MARKER = re.compile(r"<[|｜][^<>]*[|｜]>|\[[A-Z_]+\]|</?[a-z_:]*(?:tool_calls?|TOOLCALL)>")
 
@@ -43,7 +43,5 @@ def test_channels():
 def accepts(name: str, mode: str, text: str, special: bool = True) -> bool:
     tokenizer = tokenizer_of(set(MARKER.findall(text)), special)
     grammar = FORMATS[name].grammar(TOOLS, ToolChoice(mode), marks_of(tokenizer))
-    matcher = llguidance.LLMatcher(hf.from_tokenizer(tokenizer), grammar)
-    assert not matcher.is_error(), matcher.get_error()
     tokens = tokenizer.encode(text, add_special_tokens=False)
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+    return guided.accepts(hf.from_tokenizer(tokenizer), grammar, tokens)

@@ -79,6 +79,7 @@ def test_every_kernel_and_every_kind_is_here():
     assert {kind for _, kind in CASES} == set(KINDS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kernel", "kind"), CASES)
 def test_only_the_kernel_at_fault_is_replaced(monkeypatch, kernel, kind):
     machine(monkeypatch, kernel, kind)

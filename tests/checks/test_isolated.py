@@ -16,6 +16,8 @@ from vllm_metal_lite.checks.check import Check, NormShape
 from vllm_metal_lite.checks.result import CheckResult, Speed
 from vllm_metal_lite.specs import AttentionShape, RopeShape
 
+pytestmark = pytest.mark.long
+
 SHAPE = AttentionShape(4, 2, 32, 32, mx.float16, window=7, softcap=2.0)
 CHECKS = [
     Check("paged_decode", SHAPE, 16),

@@ -252,6 +252,7 @@ def test_what_is_wrong_is_said_before_what_is_slow(found):
 LATENT = AttentionShape(4, 1, 64, 16, mx.float32, latent=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "shape"),
     [("rope_write", SHAPE), ("fused_decode", SHAPE), ("shared_prefix", SHAPE),

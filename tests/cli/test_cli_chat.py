@@ -260,6 +260,7 @@ def test_a_piped_answer_says_that_it_is_cut(capsys, monkeypatch):
     assert err == "error: the answer is cut: the context of 64 tokens is full\n"
 
 
+@pytest.mark.long
 def test_a_recurrent_model_keeps_its_system_prompt_when_the_conversation_starts_over(tmp_path):
     folder = tiny_models.write_folder(tmp_path / "hybrid", "qwen3_next")
     engine = LLM(str(folder), num_blocks=64, block_size=8, max_num_batched_tokens=64).engine

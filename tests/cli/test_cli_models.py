@@ -59,6 +59,7 @@ def add_to_hub(hub: Path, repo: str, folder: Path | None, revision: str = "a" * 
     return path
 
 
+@pytest.mark.long
 def test_each_way_to_run_is_known_before_loading(folders):
     found = entries(folders)
     assert set(found) == {*_RUNS, "demo", "llama-q4"}

@@ -134,6 +134,7 @@ def test_a_miscompiled_kernel_is_named_and_the_answers_stay_right(a_gpu, monkeyp
     assert "--attention reference" not in out
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_kernel_that_ends_its_process_does_not_end_doctor(a_gpu, monkeypatch, capsys):
     words = broken_machine.command("gather_rows", "ends the process", "host")

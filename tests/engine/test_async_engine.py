@@ -74,15 +74,11 @@ def test_many_streams_at_once_equal_the_model_alone(name):
 
 def test_sampled_streams_equal_the_synchronous_engine():
     params = [SamplingParams(seed=i, max_tokens=10, top_p=0.9) for i in range(len(PROMPTS))]
-    sync = tiny.engine()
-    for i, prompt in enumerate(PROMPTS):
-        sync.add_request(str(i), prompt, params[i])
-    plain = tiny.run(sync)
+    plain = tiny.answers(tiny.engine(), PROMPTS, params)
 
     async def test(engine):
         streams = [collect(engine, p, q) for p, q in zip(PROMPTS, params, strict=True)]
-        results = await asyncio.gather(*streams)
-        assert results == [plain[str(i)].outputs[0].token_ids for i in range(len(PROMPTS))]
+        assert await asyncio.gather(*streams) == plain
 
     serve(test)
 
@@ -99,6 +95,22 @@ def test_leaving_a_stream_gives_its_blocks_back():
         assert await collect(engine, PROMPTS[1], greedy()) == expected(1)
 
     serve(test)
+
+
+async def held(engine: AsyncEngine) -> threading.Event:
+    """The engine's thread waits for the event, from now on."""
+    waits, go = threading.Event(), threading.Event()
+    engine._submit(lambda: (waits.set(), go.wait(SAFETY)))
+    await asyncio.to_thread(waits.wait, SAFETY)
+    return go
+
+
+async def stopping(engine: AsyncEngine) -> asyncio.Task:
+    """A shutdown that has begun, in a thread of its own."""
+    task = asyncio.create_task(asyncio.to_thread(engine.shutdown))
+    while not engine._closed:
+        await asyncio.sleep(0)
+    return task
 
 
 def hold(engine: AsyncEngine, after: int) -> tuple[threading.Event, threading.Event]:
@@ -122,10 +134,10 @@ def test_a_cancelled_task_gives_its_blocks_back(after):
     """Also when it is cancelled before the engine's thread has even seen it."""
 
     async def test(engine):
-        held, go = hold(engine, after or 0)
+        waits, go = hold(engine, after or 0)
         other = asyncio.create_task(collect(engine, PROMPTS[2], greedy(30)))
         tasks = [asyncio.create_task(collect(engine, p, greedy(80))) for p in PROMPTS[3:6]]
-        await (asyncio.sleep(0) if after is None else asyncio.to_thread(held.wait, SAFETY))
+        await (asyncio.sleep(0) if after is None else asyncio.to_thread(waits.wait, SAFETY))
         for task in tasks:
             task.cancel()
         go.set()
@@ -219,8 +231,7 @@ def test_a_prompt_whose_forward_fails_harms_no_other_request(name, at, seats):
 
 def test_a_step_that_fails_once_ends_no_stream():
     async def test(engine):
-        runner = engine._engine.runner
-        execute, broken = runner.execute, []
+        execute, broken = engine._engine.runner.execute, []
 
         def fail(*args):
             if len(engine._streams) == 3 and not broken:  # all of them are in
@@ -228,7 +239,7 @@ def test_a_step_that_fails_once_ends_no_stream():
                 raise RuntimeError("the device is gone")
             return execute(*args)
 
-        runner.execute = fail
+        engine._engine.runner.execute = fail
         streams = [collect(engine, p, greedy(40)) for p in PROMPTS[:3]]
         assert await asyncio.gather(*streams) == [expected(i, 40) for i in range(3)]
         await idle(engine)
@@ -244,10 +255,9 @@ def test_an_engine_whose_steps_all_fail_ends_all_streams():
         def fail(*args):
             raise RuntimeError(f"the device is gone, {next(steps)}")
 
-        held, go = hold(engine, after=0)
-        streams = [collect(engine, p, greedy()) for p in PROMPTS]
-        tasks = [asyncio.ensure_future(stream) for stream in streams]
-        await asyncio.to_thread(held.wait, SAFETY)
+        waits, go = hold(engine, after=0)
+        tasks = [asyncio.ensure_future(collect(engine, p, greedy())) for p in PROMPTS]
+        await asyncio.to_thread(waits.wait, SAFETY)
         runner.execute = fail
         added = asyncio.wrap_future(engine._submit(lambda: None))
         go.set()
@@ -280,11 +290,9 @@ def test_a_step_whose_tokens_cannot_be_recorded_ends_its_own_streams():
 
 def test_a_step_that_fails_for_a_client_that_left_ends_no_other_stream():
     async def test(engine):
-        held, go = threading.Event(), threading.Event()
         stream = engine.generate(PROMPTS[0], greedy(80))
         await anext(stream)
-        engine._submit(lambda: (held.set(), go.wait(SAFETY)))
-        await asyncio.to_thread(held.wait, SAFETY)
+        go = await held(engine)
 
         def fail():
             raise RuntimeError("the device is gone")
@@ -329,14 +337,12 @@ def test_an_error_reaches_who_has_not_read_all_that_came_before_it():
 
 def test_shutdown_ends_open_streams_and_refuses_new_ones():
     async def test(engine):
-        held, go = hold(engine, after=1)
+        waits, go = hold(engine, after=1)
         stream = asyncio.create_task(collect(engine, PROMPTS[0], greedy(100)))
-        await asyncio.to_thread(held.wait, SAFETY)
-        stopping = asyncio.create_task(asyncio.to_thread(engine.shutdown))
-        while not engine._closed:
-            await asyncio.sleep(0)
+        await asyncio.to_thread(waits.wait, SAFETY)
+        stopped = await stopping(engine)
         go.set()
-        await stopping
+        await stopped
         with pytest.raises(RuntimeError, match="shut down"):
             await asyncio.wait_for(stream, SAFETY)
         for late in (collect(engine, [1], greedy()), engine.metrics(), engine.abort("x")):
@@ -349,18 +355,14 @@ def test_shutdown_ends_open_streams_and_refuses_new_ones():
 
 def test_calls_that_wait_in_line_when_the_engine_shuts_down_are_answered():
     async def test(engine):
-        held, go = threading.Event(), threading.Event()
-        engine._submit(lambda: (held.set(), go.wait(SAFETY)))
-        await asyncio.to_thread(held.wait, SAFETY)
-        stopping = asyncio.create_task(asyncio.to_thread(engine.shutdown))
-        while not engine._closed:
-            await asyncio.sleep(0)
+        go = await held(engine)
+        stopped = await stopping(engine)
         late = asyncio.create_task(collect(engine, PROMPTS[0], greedy()))
         await asyncio.sleep(0)
         go.set()
         with pytest.raises(RuntimeError, match="shut down"):
             await asyncio.wait_for(late, SAFETY)
-        await stopping
+        await stopped
 
     serve(test)
 

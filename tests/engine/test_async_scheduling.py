@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from itertools import count
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 
 from tests.support import tiny_models as tiny
 from tests.support import workloads as workloads_of
-from tests.support.fakes import FakeEngine, FakeStep, expected, fake_config
+from tests.support.fakes import FakeEngine, FakeStep, expected, fake_config, shape
 from tests.support.pool_accounts import check_accounts
 from tests.support.workloads import MAX_MODEL_LEN, Workload, make_config, seeded_workload, workloads
 from vllm_metal_lite.backend import mx
@@ -89,18 +88,13 @@ def play(seed: int) -> StoppingEngine:
     """Random requests, aborts and failures, under pressure of blocks or not."""
     workload = seeded_workload(seed, pressed=seed % 2 == 0)
     config, groups = make_config(workload)
-    engine, steps, aborted = StoppingEngine(config, groups, MAX_MODEL_LEN), count(), set()
-
-    def abort(name: str) -> None:
-        if request := engine.unfinished.get(name):
-            aborted.add(name)
-            engine.abort(request)
+    engine, steps = StoppingEngine(config, groups, MAX_MODEL_LEN), count()
 
     def step() -> None:
         engine.step(fail=next(steps) in workload.failures)
         engine.check_blocks()
 
-    workloads_of.play(workload, engine.scheduler, partial(workloads_of.add, engine), abort, step)
+    aborted = workloads_of.play_engine(workload, engine, step)
     for name, request in engine.requests.items():
         answer, expected = request.output_token_ids, engine.expected(request)
         assert answer == (expected[: len(answer)] if name in aborted else expected)
@@ -108,6 +102,7 @@ def play(seed: int) -> StoppingEngine:
     return engine
 
 
+@pytest.mark.long
 def test_any_workload_gives_every_request_its_own_tokens():
     engines = [play(seed) for seed in range(400)]
     assert sum(e.num_ahead for e in engines) > 8000
@@ -130,8 +125,7 @@ def steps_of(engine: FakeEngine, workload: Workload) -> list[list[tuple[str, int
         arrive()
         out = schedule()
         if not out.is_empty:
-            done = [(s.request.request_id, s.num_computed, s.num_scheduled) for s in out.segments]
-            steps.append(done)
+            steps.append(shape(out))
         return out
 
     engine.schedule = scheduling
@@ -172,10 +166,6 @@ def running(num_blocks: int = 100, waiting: int = 0, max_tokens: int = 4, **opti
     step = engine._launch(engine.schedule())
     engine._advance(step)
     return engine, requests, step
-
-
-def shape(out: SchedulerOutput) -> list[tuple[str, int, int]]:
-    return [(s.request.request_id, s.num_computed, s.num_scheduled) for s in out.segments]
 
 
 def test_decodes_go_on_with_tokens_that_are_not_known_yet():
@@ -320,13 +310,11 @@ def test_in_a_load_of_prompts_every_step_but_the_first_is_ahead(name, policy):
     """Chunks, mixed steps, fewer seats than prompts; nobody waits for a token."""
     options = {"num_blocks": 40, "max_num_batched_tokens": 24, "long_prefill_token_threshold": 16}
     engine = tiny.engine(name, max_num_seqs=3, prefill_policy=policy, **options)
-    prompts = tiny.prompts(9, 3, 40, seed=5)
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=1 + i % 4))
-    done, metrics = tiny.run(engine), engine.metrics()
-    for i, prompt in enumerate(prompts):
-        expected = tiny.alone(tiny.native(name), prompt, 1 + i % 4)
-        assert done[str(i)].outputs[0].token_ids == expected
+    prompts, counts = tiny.prompts(9, 3, 40, seed=5), [1 + i % 4 for i in range(9)]
+    answers = tiny.answers(engine, prompts, [tiny.greedy(n) for n in counts])
+    alone = zip(prompts, counts, strict=True)
+    assert answers == [tiny.alone(tiny.native(name), prompt, n) for prompt, n in alone]
+    metrics = engine.metrics()
     assert metrics["steps_ahead"] == metrics["steps"] - 1
     assert metrics["prefill_tokens"] == sum(map(len, prompts))
 
@@ -347,12 +335,10 @@ def test_rows_for_nothing_are_not_counted():
 
 def test_blocks_that_are_filled_ahead_are_found_by_others():
     engine = tiny.engine()
-    greedy = SamplingParams(temperature=0, max_tokens=30)
-    prompt = tiny.prompts(1, 20, 20)[0]
-    engine.add_request("a", prompt, greedy)
-    answer = tiny.run(engine)["a"].outputs[0].token_ids
-    engine.add_request("b", prompt + answer, greedy)
-    assert tiny.run(engine)["b"].num_cached_tokens == 48  # of 49 in the store, in blocks of 8
+    prompt, greedy = tiny.prompts(1, 20, 20)[0], tiny.greedy(30)
+    answer = tiny.ask(engine, prompt, greedy).outputs[0].token_ids
+    # Of 49 in the store, in blocks of 8.
+    assert tiny.ask(engine, prompt + answer, greedy).num_cached_tokens == 48
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -386,8 +372,7 @@ def test_a_step_ahead_copies_no_store(length, budget):
         enable_prefix_caching=False,
     )
     layer = engine.runner.attention.store.keys[0].nbytes
-    for i, prompt in enumerate(tiny.prompts(3, length, length)):
-        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=30))
+    tiny.submit(engine, tiny.prompts(3, length, length), tiny.greedy(30))
     for _ in range(3):
         engine.step()
     mx.synchronize()

@@ -43,6 +43,7 @@ def constrained(engine, slots_of: dict[str, list]):
     return made
 
 
+@pytest.mark.long
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32), name=st.sampled_from(NAMES))
 def test_tokens_are_those_of_mlx_lm_under_the_same_limits(seed, name):
@@ -95,8 +96,7 @@ def test_a_run_of_forced_tokens_takes_two_steps_and_not_twenty(monkeypatch):
         monkeypatch.setattr(constraints, "MIN_FORCED", fewest)
         engine = tiny.engine()
         constrained(engine, {"r": slots})
-        engine.add_request("r", [7, 8, 9], greedy(len(slots)))
-        tokens = tiny.run(engine)["r"].outputs[0].token_ids
+        tokens = tiny.ask(engine, [7, 8, 9], greedy(len(slots))).outputs[0].token_ids
         assert tokens[1:21] == list(range(10, 30))
         steps[fewest] = engine.metrics()["steps"]
     assert steps == {2: 4, 10**6: 23}
@@ -173,8 +173,7 @@ def test_tokens_known_at_the_start_do_not_count_as_cached_prompt():
     constrained(engine, {"r": slots, "s": slots})
     engine.add_request("r", [7, 8, 9], greedy(40))
     tiny.run(engine)
-    engine.add_request("s", [7, 8, 9], greedy(40))
-    assert tiny.run(engine)["s"].num_cached_tokens == 3
+    assert tiny.ask(engine, [7, 8, 9], greedy(40)).num_cached_tokens == 3
     metrics = engine.metrics()
     assert metrics["prefix_cache_hit_tokens"] == 3
     assert metrics["prefix_cache_queried_tokens"] == 6
@@ -186,8 +185,7 @@ def test_tokens_known_at_the_start_do_not_count_as_cached_prompt():
 def test_forced_tokens_are_sampled_where_a_request_has_other_limits(limit):
     engine = tiny.engine()
     constrained(engine, {"r": [[10], [11], [12], [1, 2]]})
-    engine.add_request("r", [7, 8, 9], greedy(4, **limit))
-    answer = tiny.run(engine)["r"].outputs[0]
+    answer = tiny.ask(engine, [7, 8, 9], greedy(4, **limit)).outputs[0]
     assert answer.token_ids[:3] == [10, 11, 12]
     assert engine.metrics()["steps"] == 4
     assert answer.logprobs is None or len(answer.logprobs) == 4
@@ -196,8 +194,7 @@ def test_forced_tokens_are_sampled_where_a_request_has_other_limits(limit):
 def test_answers_of_one_request_have_constraints_of_their_own():
     engine = tiny.engine()
     made = constrained(engine, {"a": [[1], [2, 3]], "b": [[4], [5]]})
-    engine.add_request("r", [7, 8], SamplingParams(n=2, max_tokens=3, seed=1))
-    outputs = tiny.run(engine)["r"].outputs
+    outputs = tiny.ask(engine, [7, 8], SamplingParams(n=2, max_tokens=3, seed=1)).outputs
     assert outputs[0].token_ids[0] == 1
     assert outputs[1].token_ids[:2] == [4, 5]
     assert [len(c.seen) for c in made] == [3, 3]
@@ -212,6 +209,5 @@ def test_penalties_count_forced_tokens_once(monkeypatch):
         monkeypatch.setattr(constraints, "MIN_FORCED", fewest)
         engine = tiny.engine()
         constrained(engine, {"r": slots})
-        engine.add_request("r", [5, 6, 7], params)
-        answers.append(tiny.run(engine)["r"].outputs[0].token_ids)
+        answers.append(tiny.ask(engine, [5, 6, 7], params).outputs[0].token_ids)
     assert answers[0] == answers[1]

@@ -78,8 +78,7 @@ def test_only_prompts_of_one_salt_share_blocks_and_states(name):
     tokens = tiny.prompts(1, 40, 40, seed=9)[0]
     found = []
     for salt in (None, "a", "b", None, "a", "b"):
-        engine.add_request("x", {"prompt_token_ids": tokens, "cache_salt": salt}, greedy(2))
-        output = tiny.run(engine)["x"]
+        output = tiny.ask(engine, {"prompt_token_ids": tokens, "cache_salt": salt}, greedy(2))
         assert output.outputs[0].token_ids == tiny.alone(tiny.native(name), tokens, 2)
         found.append(output.num_cached_tokens)
     assert found == [0, 0, 0, 32, 32, 32]
@@ -103,8 +102,7 @@ def test_a_bad_salt_is_refused(salt):
 
 def test_n_answers_of_one_prompt():
     engine = tiny.engine()
-    engine.add_request("four", PROMPTS[1], SamplingParams(n=4, seed=3, max_tokens=8))
-    done = tiny.run(engine)["four"]
+    done = tiny.ask(engine, PROMPTS[1], SamplingParams(n=4, seed=3, max_tokens=8))
     assert [o.index for o in done.outputs] == [0, 1, 2, 3]
     answers = [o.token_ids for o in done.outputs]
     assert len({tuple(a) for a in answers}) == 4
@@ -122,10 +120,8 @@ def test_the_names_of_answers_are_taken_too():
             engine.add_request(request_id, PROMPTS[2], greedy(4, n=n))
     done = tiny.run(engine)
     for request_id, prompt in (("a", 0), ("b#1", 1)):
-        expected = tiny.alone(tiny.native("llama"), PROMPTS[prompt], 4)
-        assert [o.token_ids for o in done[request_id].outputs] == [expected] * len(
-            done[request_id].outputs
-        )
+        tokens = [answer.token_ids for answer in done[request_id].outputs]
+        assert tokens == [tiny.alone(tiny.native("llama"), PROMPTS[prompt], 4)] * len(tokens)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
@@ -182,8 +178,7 @@ def test_a_forward_that_breaks_off_between_layers_loses_nothing(monkeypatch, lay
     with pytest.raises(MemoryError):
         tiny.run(engine)
     done = tiny.run(engine)
-    for i, tokens in enumerate(all_alone("llama", PROMPTS[:4], 12)):
-        assert done[str(i)].outputs[0].token_ids == tokens
+    assert tiny.tokens_of(done[i] for i in "0123") == all_alone("llama", PROMPTS[:4], 12)
 
 
 def test_abort_gives_everything_back_and_disturbs_nobody():
@@ -201,8 +196,7 @@ def test_abort_gives_everything_back_and_disturbs_nobody():
     for i in map(int, done):
         assert done[str(i)].outputs[0].token_ids == all_alone("llama", [PROMPTS[i]], 12)[0]
     assert engine.metrics()["blocks_owned"] == engine.metrics()["requests_running"] == 0
-    engine.add_request("1", PROMPTS[1], greedy(3))
-    assert tiny.run(engine)["1"].outputs[0].token_ids == all_alone("llama", [PROMPTS[1]], 3)[0]
+    assert tiny.answers(engine, PROMPTS[:2], greedy(3)) == all_alone("llama", PROMPTS[:2], 3)
 
 
 def lose_step_in_flight(engine) -> None:
@@ -228,9 +222,8 @@ def test_a_step_that_fails_after_its_requests_were_aborted_leaves_nothing_to_fin
     engine.step()  # the second chunk is in flight
     lose_step_in_flight(engine)
     engine.abort("a")
-    for name_of, num_cached in (("b", 32 if name == "llama" else 0), ("c", 96)):
-        engine.add_request(name_of, prompt, greedy(6))
-        output = tiny.run(engine)[name_of]
+    for num_cached in (32 if name == "llama" else 0, 96):
+        output = tiny.ask(engine, prompt, greedy(6))
         assert output.outputs[0].token_ids == tiny.alone(tiny.native(name), prompt, 6)
         assert output.num_cached_tokens == num_cached
 
@@ -241,8 +234,7 @@ def test_what_a_step_computes_for_aborted_requests_is_found():
     engine.add_request("a", prompt, greedy(6))
     engine.step()
     engine.abort("a")
-    engine.add_request("b", prompt, greedy(6))
-    output = tiny.run(engine)["b"]
+    output = tiny.ask(engine, prompt, greedy(6))
     assert output.outputs[0].token_ids == tiny.alone(tiny.native("llama"), prompt, 6)
     assert output.num_cached_tokens == 64
 

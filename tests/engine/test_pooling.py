@@ -1,6 +1,7 @@
 """Embeddings and scores equal those of mlx-lm's module for each prompt alone."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,6 +30,11 @@ def together(engine, prompts, params=None, prefix: str = "") -> list[np.ndarray]
     return [done[f"{prefix}{i}"].pooled for i in range(len(prompts))]
 
 
+def all_alone(name: str, prompts, pooling: str = "last") -> list[np.ndarray]:
+    """What `together` must give."""
+    return [alone(tiny.native(name), prompt, pooling) for prompt in prompts]
+
+
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 @pytest.mark.parametrize(
     "name", ["llama", "qwen3", "llama/window", "gemma2", "mixtral", "qwen3_next", "mamba2"]
@@ -36,15 +42,14 @@ def together(engine, prompts, params=None, prefix: str = "") -> list[np.ndarray]
 def test_embeddings_in_chunks_equal_those_of_the_model_alone(name, pooling):
     engine = tiny.engine(name, max_num_batched_tokens=24, max_num_seqs=4)
     found = together(engine, PROMPTS, PoolingParams(pooling=pooling))
-    compare(found, [alone(tiny.native(name), prompt, pooling) for prompt in PROMPTS])
+    compare(found, all_alone(name, PROMPTS, pooling))
     assert np.abs(found[0] - found[1]).max() > 0.01
 
 
 def test_prompts_of_one_token():
     """If all rows of a step have logits, the step lists none."""
     for prompts in [[[5]], [[5], [6], [7]]]:
-        wanted = [alone(tiny.native("llama"), prompt) for prompt in prompts]
-        compare(together(tiny.engine(), prompts), wanted)
+        compare(together(tiny.engine(), prompts), all_alone("llama", prompts))
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
@@ -52,9 +57,8 @@ def test_a_cached_prefix_changes_nothing(pooling):
     stem = tiny.prompts(1, 40, 40, seed=9)[0]
     prompts = [stem + tail for tail in ([1], [2, 3], [4] * 9, [])]
     engine, params = tiny.engine(max_num_batched_tokens=24), PoolingParams(pooling=pooling)
-    wanted = [alone(tiny.native("llama"), prompt, pooling) for prompt in prompts]
-    compare(together(engine, prompts, params), wanted)
-    compare(together(engine, prompts, params), wanted)
+    for _ in range(2):
+        compare(together(engine, prompts, params), all_alone("llama", prompts, pooling))
     assert (engine.metrics()["prefix_cache_hit_tokens"] > 0) == (pooling == "last")
 
 
@@ -74,12 +78,9 @@ def test_beside_decodes_and_preempted(pooling, speculate):
         engine.add_request(f"e{i}", prompt, params, priority=i % 3 - 1)
         done |= {o.request_id: o for o in engine.step() if o.finished}
     done |= tiny.run(engine)
-    tokens = [done[str(i)].outputs[0].token_ids for i in range(len(chats))]
-    assert tokens == tiny.all_alone("llama", chats, 40)
-    compare(
-        [done[f"e{i}"].pooled for i in range(len(PROMPTS))],
-        [alone(tiny.native("llama"), prompt, pooling) for prompt in PROMPTS],
-    )
+    assert tiny.tokens_of(done[i] for i in "0123") == tiny.all_alone("llama", chats, 40)
+    found = [done[f"e{i}"].pooled for i in range(len(PROMPTS))]
+    compare(found, all_alone("llama", PROMPTS, pooling))
     assert engine.metrics()["preemptions"] > 0
 
 
@@ -91,18 +92,14 @@ def test_through_host_kernels(name):
     with installed():
         engine = engine_with_kernels(name, max_num_batched_tokens=24)
         tiny.submit(engine, chats, 16)
-        for i, prompt in enumerate(PROMPTS):
-            pooling = ("last", "mean")[i % 2]
-            engine.add_request(f"e{i}", prompt, PoolingParams(pooling=pooling))
+        modes = [("last", "mean")[i % 2] for i in range(len(PROMPTS))]
+        for i, (prompt, mode) in enumerate(zip(PROMPTS, modes, strict=True)):
+            engine.add_request(f"e{i}", prompt, PoolingParams(pooling=mode))
         done = tiny.run(engine)
         assert engine.runner.path.uses_kernels
-    tokens = [done[str(i)].outputs[0].token_ids for i in range(len(chats))]
-    assert tokens == tiny.all_alone(name, chats, 16)
-    modes = [("last", "mean")[i % 2] for i in range(len(PROMPTS))]
-    compare(
-        [done[f"e{i}"].pooled for i in range(len(PROMPTS))],
-        [alone(tiny.native(name), p, mode) for p, mode in zip(PROMPTS, modes, strict=True)],
-    )
+    assert tiny.tokens_of(done[i] for i in "01") == tiny.all_alone(name, chats, 16)
+    for i, (prompt, mode) in enumerate(zip(PROMPTS, modes, strict=True)):
+        compare([done[f"e{i}"].pooled], all_alone(name, [prompt], mode))
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
@@ -125,10 +122,7 @@ def test_a_prompt_may_fill_the_context(pooling):
     prompts = tiny.prompts(3, 64, 64, seed=11)
     params = PoolingParams(pooling=pooling)
     tiny.submit(engine, [[1, 2, 3]], 30)
-    compare(
-        together(engine, prompts, params, "e"),
-        [alone(tiny.native("llama"), prompt, pooling) for prompt in prompts],
-    )
+    compare(together(engine, prompts, params, "e"), all_alone("llama", prompts, pooling))
     with pytest.raises(RequestError, match=r"65 tokens; max_model_len \(64\) leaves room for 64$"):
         engine.add_request("x", [1] * 65, params)
 
@@ -145,16 +139,15 @@ def test_a_mean_starts_again_after_a_preemption():
     engine.add_request("a", prompt, params)
     engine.step()
     engine._roll_back()
-    compare([tiny.run(engine)["a"].pooled], [alone(tiny.native("llama"), prompt, "mean")])
+    compare([tiny.run(engine)["a"].pooled], all_alone("llama", [prompt], "mean"))
 
 
 def test_aborted_requests_leave_nothing():
     engine = tiny.engine(max_num_batched_tokens=16)
-    for i, prompt in enumerate(PROMPTS):
-        engine.add_request(str(i), prompt, PoolingParams(pooling="mean"))
+    tiny.submit(engine, PROMPTS, PoolingParams(pooling="mean"))
     engine.step()
     engine.abort(map(str, range(1, len(PROMPTS))))
-    compare([tiny.run(engine)["0"].pooled], [alone(tiny.native("llama"), PROMPTS[0], "mean")])
+    compare([tiny.run(engine)["0"].pooled], all_alone("llama", PROMPTS[:1], "mean"))
     assert not engine.pooling._poolings
     check_accounts(engine.scheduler.kv, [])
 
@@ -179,29 +172,20 @@ def test_scores_are_logits_behind_the_prompt():
     for i, prompt in enumerate(PROMPTS):
         wanted = tiny.logits_alone(tiny.native("llama"), prompt)[-1, [3, 1, 4][: 1 + i % 3]]
         np.testing.assert_allclose(done[f"s{i}"].pooled, wanted, atol=1e-4)
-        compare([done[f"e{i}"].pooled], [alone(tiny.native("llama"), prompt)])
+        compare([done[f"e{i}"].pooled], all_alone("llama", [prompt]))
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"pooling": "cls"},
-        {"dimensions": 0},
-        {"normalize": 1},
-        {"truncate_prompt_tokens": 0},
-        {"score_token_ids": []},
-    ],
-)
-def test_parameters_out_of_range_are_refused(params):
-    with pytest.raises(RequestError, match=next(iter(params))):
-        PoolingParams(**params)
+@pytest.mark.parametrize(("name", "value"), [
+    ("pooling", "cls"), ("dimensions", 0), ("normalize", 1), ("truncate_prompt_tokens", 0),
+    ("score_token_ids", []),
+])  # fmt: skip
+def test_parameters_out_of_range_are_refused(name, value):
+    with pytest.raises(RequestError, match=name):
+        PoolingParams(**{name: value})
 
 
 def test_truncated_prompts_keep_their_end_of_sequence():
-    three, context = (
-        PoolingParams(truncate_prompt_tokens=3),
-        PoolingParams(truncate_prompt_tokens=-1),
-    )
+    three, context = (PoolingParams(truncate_prompt_tokens=n) for n in (3, -1))
     assert truncate([1, 2, 3, 9], three, 100, [9]) == [1, 2, 9]
     assert truncate([1, 2, 3, 4], three, 100, [9]) == [1, 2, 3]
     assert truncate([1, 2, 9], three, 100, [9]) == [1, 2, 9]
@@ -276,10 +260,12 @@ def test_scores_of_embeddings_are_cosines(llm):
     assert [s.index for s in best] == sorted(range(3), key=lambda i: -wanted[i])[:2]
 
 
+LETTERS = SimpleNamespace(encode=lambda text, **options: list(map(ord, text)))  # a tokenizer
+
+
 def test_a_reranker_gives_the_probability_of_yes():
-    tokenizer = type("Tokenizer", (), {"encode": lambda self, text, **options: encode_all(text)})()
     config = PoolingConfig(score_token_ids=(5, 6))
-    plan = plan_scores(config, tokenizer, ["q", "r"], ["d", "e"], PoolingParams(), 999, "Judge")
+    plan = plan_scores(config, LETTERS, ["q", "r"], ["d", "e"], PoolingParams(), 999, "Judge")
     first, second = ("".join(map(chr, ids)) for ids in plan.prompts)
     assert "<Instruct>: Judge\n<Query>: q\n<Document>: d<|im_end|>" in first
     assert "<Query>: r\n<Document>: e<|im_end|>" in second
@@ -290,17 +276,12 @@ def test_a_reranker_gives_the_probability_of_yes():
 
 
 def test_a_truncated_pair_keeps_its_form():
-    tokenizer = type("Tokenizer", (), {"encode": lambda self, text, **options: encode_all(text)})()
     config, params = PoolingConfig(score_token_ids=(5, 6)), PoolingParams(truncate_prompt_tokens=-1)
-    (ids,) = plan_scores(config, tokenizer, "q", "d" * 999, params, 500).prompts
+    (ids,) = plan_scores(config, LETTERS, "q", "d" * 999, params, 500).prompts
     assert len(ids) == 500
     assert "".join(map(chr, ids)).endswith(
         "ddd<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
-
-
-def encode_all(text: str) -> list[int]:
-    return list(map(ord, text))
 
 
 # The folder
@@ -332,6 +313,14 @@ _RERANKER, _YES = {"modules.json": _module("LogitScore", "1_L")}, {"true_token_i
 )
 def test_settings_of_a_folder(tmp_path, files, wanted):
     assert pooling_config(_write(tmp_path, files), "m", {"yes": 7, "no": 8}) == wanted
+
+
+def test_a_default_prompt_that_the_folder_lacks_is_ignored(tmp_path, caplog):
+    texts = {"prompts": {"query": "q: "}, "default_prompt_name": "passage"}
+    folder = _write(tmp_path, {"config_sentence_transformers.json": texts})
+    config = pooling_config(folder, "m", {})
+    assert (config.prompt(None), config.prompt("query")) == ("", "q: ")
+    assert "m: its default prompt 'passage' is ignored: its prompts are query" in caplog.text
 
 
 def test_a_model_that_is_no_decoder_is_refused_by_name(tmp_path):

@@ -251,8 +251,7 @@ def test_a_second_turn_and_a_fork_start_from_checkpoints(name):
 
     def ask(prompt: list[int], max_tokens: int) -> tuple[int, list[int]]:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        engine.add_request("a", prompt, params)
-        output = tiny.run(engine)["a"]
+        output = tiny.ask(engine, prompt, params)
         tokens = output.outputs[0].token_ids
         assert tokens == tiny.alone(native, prompt, max_tokens)
         return output.num_cached_tokens, tokens
@@ -287,8 +286,7 @@ def state_after(
     make = engine_with_kernels if kernels else tiny.engine
     engine = make(name, max_num_batched_tokens=64)
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    engine.add_request("a", prompt, params)
-    (answer,) = tiny.run(engine)["a"].outputs
+    (answer,) = tiny.ask(engine, prompt, params).outputs
     engine.runner.synchronize()
     tokens = [*prompt, *answer.token_ids]
     hit = engine.scheduler.kv.find_prefix(Request("asks", tokens[: position + 1], 1))

@@ -48,6 +48,7 @@ def test_the_reference(expected, extreme):
     assert tokens("reference") == expected
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 def test_the_kernels(expected, extreme, monkeypatch):
     monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}, "varlen"))

@@ -1,6 +1,7 @@
 """Drafts change how many steps an answer takes, and nothing else."""
 
 from contextlib import suppress
+from functools import partial
 from random import Random
 
 import pytest
@@ -34,24 +35,18 @@ def run(engine, prompts, params, truth=None, **how):
         if params.n > 1:
             ids = [f"{i}#{j}" for i in ids for j in range(params.n)]
         engine.speculator = Guesses(engine, dict(zip(ids, truth, strict=True)), **how)
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, params)
-    done = tiny.run(engine)
+    outputs = tiny.outputs(engine, prompts, params)
     check_accounts(engine.scheduler.kv, [])
     assert engine.metrics()["blocks_owned"] == 0
-    return [done[str(i)] for i in range(len(prompts))]
+    return outputs
 
 
 def tokens_of(outputs):
     return [answer.token_ids for output in outputs for answer in output.outputs]
 
 
-def drafting(name, **options):
-    return tiny.engine(name, speculate="auto", **options)
-
-
-def greedy(max_tokens, **more):
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **more)
+drafting = partial(tiny.engine, speculate="auto")
+greedy = partial(tiny.greedy, ignore_eos=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,6 +59,7 @@ def test_tokens_equal_the_model_alone(name):
     assert engine.speculator.num_accepted < engine.speculator.num_drafted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "gemma3_text", "rwkv7"])
 def test_true_drafts_save_steps(name):
     prompts = tiny.prompts(2, 5, 9, seed=4)
@@ -126,7 +122,7 @@ def test_bad_words_are_matched_across_drafts(name):
             engine.speculator = Guesses(engine, {"0": truth[0]}, right=1.0)
         engine.add_request("0", prompts[0], params)
         engine._answers["0"].bad_words = words
-        found.append(tokens_of([tiny.run(engine)["0"]])[0])
+        found.append(tiny.run(engine)["0"].outputs[0].token_ids)
     assert found[0] == found[1] != said
     assert said[20] not in found[1]
 
@@ -179,8 +175,7 @@ def test_the_next_turn_starts_behind_a_drafted_answer(name):
         assert tokens_of(run(engine, [prompt], greedy(30), truth, right=1.0)) == [alone]
         engine.speculator = None
         turn = prompt + alone + [5]
-        engine.add_request("turn", turn, greedy(8))
-        done = tiny.run(engine)["turn"]
+        done = tiny.ask(engine, turn, greedy(8))
         assert done.outputs[0].token_ids == tiny.alone(tiny.native(name), turn, 8)
         hits.append(done.num_cached_tokens)
     assert hits[0] == hits[1] == 48

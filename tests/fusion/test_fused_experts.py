@@ -11,6 +11,7 @@ from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from tests.support.arch_configs import config_of
 from tests.support.expert_cases import EXPERT_KERNELS
+from tests.support.kernel_cases import floats
 from tests.support.launches import watch
 from tests.support.rounding import medians, of_16_bits
 from vllm_metal_lite.attention.paged.attention import KernelAttention
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compile
 FEW = range(1, 65)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     ["qwen3_moe", "qwen3_moe/mxfp4", "olmoe", "mixtral", "mixtral/q4", "deepseek", "glm4_moe",
@@ -83,14 +85,8 @@ def building():
         yield
 
 
-def floats(x: mx.array) -> np.ndarray:
-    return np.array(x.astype(mx.float32))
-
-
-X, CHOSEN = (
-    mx.random.normal((5, 1, 64)).astype(mx.bfloat16),
-    mx.array([[[0, 2]]] * 3 + [[[2, 1]]] * 2),
-)
+X = mx.random.normal((5, 1, 64)).astype(mx.bfloat16)
+CHOSEN = mx.array([[[0, 2]]] * 3 + [[[2, 1]]] * 2)
 WEIGHTS = mx.softmax(mx.random.normal((5, 1, 2)), axis=-1)
 
 

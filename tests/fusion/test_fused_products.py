@@ -43,6 +43,7 @@ QUANTISED = {"llama/q4": ALL, "llama/q6": ALL, "llama/q8": ALL, "llama/mxfp4": A
              "llama/mixed": ALL, "qwen3/tied": ALL}  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FUSED | QUANTISED)
 def test_a_model_of_16_bits_computes_the_same(monkeypatch, name):
     """As near to its own logits as without fusion; its steps have 2 to 7 rows."""

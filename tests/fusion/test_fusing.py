@@ -39,12 +39,11 @@ from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kernels.new_rows import Columns, Rope
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model import loader, trial
+from vllm_metal_lite.model import trial
 from vllm_metal_lite.model.adapters.modules import adapt
 from vllm_metal_lite.model.layout import inspect
 from vllm_metal_lite.model.packed import NO_FUSION, PackedModel
 from vllm_metal_lite.model.seam.hooks import hooked
-from vllm_metal_lite.sampling_params import SamplingParams
 
 TOKENS = mx.array([[3, 14, 15, 9, 26, 5, 35]])
 
@@ -271,6 +270,7 @@ def test_a_fused_model_computes_the_same(monkeypatch, name):
     assert counts == [n * times for n in LAUNCHES[name]]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_model_whose_fused_logits_differ_does_without(monkeypatch, caplog, tmp_path, wrong):
@@ -319,11 +319,8 @@ def test_products_of_few_rows_go_through_the_kernel(monkeypatch, name):
             fusion = replace(engine.runner.fusion, skinny_rows=few)
             engine.runner._take(replace(engine.runner.path, fusion=fusion))
             launches.clear(), forwards.clear()
-            for i, prompt in enumerate(tiny.prompts(5, 3, 20, seed=3)):
-                params = SamplingParams(temperature=0, max_tokens=4 + i)
-                engine.add_request(str(i), prompt, params)
-            done = tiny.run(engine)
-        tokens.append([done[str(i)].outputs[0].token_ids for i in range(5)])
+            params = [tiny.greedy(4 + i) for i in range(5)]
+            tokens.append(tiny.answers(engine, tiny.prompts(5, 3, 20, seed=3), params))
         assert {1, 2, 4, 5} <= set(forwards)
         expected = Counter()
         for rows, n in forwards.items():
@@ -335,6 +332,7 @@ def test_products_of_few_rows_go_through_the_kernel(monkeypatch, name):
     assert tokens[0] == tokens[1] == tokens[2]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("wrong", [(), (1, 2, 7), (1,), (2,)])
 def test_products_that_do_not_suit_a_model_are_done_without(monkeypatch, caplog, wrong):
@@ -393,8 +391,7 @@ def test_engines_with_and_without_fused_launches_share_a_model(monkeypatch):
     """As on a GPU, where projections are joined, in turns, and each starts while others run."""
     monkeypatch.setattr(decide, "backend", SimpleNamespace(is_cpu=lambda: False))
     monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}))
-    config, prompts = config_of("qwen3"), tiny.prompts(3)
-    loaded = loader.from_model(tiny.build(config), None, config, "shared")
+    loaded, prompts = tiny.load("qwen3"), tiny.prompts(3)
     options = EngineConfig(block_size=8, num_blocks=32, max_num_seqs=4, max_model_len=64)
     engines = []
     with installed():
@@ -408,5 +405,4 @@ def test_engines_with_and_without_fused_launches_share_a_model(monkeypatch):
     assert reference is engines[2].runner.fusion is NO_FUSION
     assert len(fused.joined) == len(engines[3].runner.fusion.joined) == 2 * 3
     for outputs in done:
-        got = [outputs[str(i)].outputs[0].token_ids for i in range(3)]
-        assert got == tiny.all_alone("qwen3", prompts, 6)
+        assert tiny.tokens_of(outputs[i] for i in "012") == tiny.all_alone("qwen3", prompts, 6)

@@ -10,6 +10,7 @@ import pytest
 from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from tests.support.arch_configs import CONFIGS
+from tests.support.device import pretend_gpu
 from tests.support.launches import watch
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged.attention import KernelAttention
@@ -32,8 +33,7 @@ needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ com
 def a_gpu(monkeypatch, tmp_path):
     """A machine that seems to have a GPU, and remembers nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(backend, "is_cpu", lambda: False)
-    monkeypatch.setattr(backend, "memory_limit", lambda: 1 << 30)
+    pretend_gpu(monkeypatch)
 
 
 def model(name="qwen3", dtype=mx.bfloat16):
@@ -168,6 +168,7 @@ def test_products_that_cannot_be_timed_are_mlx_s(monkeypatch, caplog, tmp_path):
         assert not list(tmp_path.rglob("*.json"))
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("name", ["qwen3", "hunyuan_v1_dense", "gemma3_text/w9", "lfm2"])
 def test_timing_leaves_the_store_as_it_is(monkeypatch, name):

@@ -4,14 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal.host import (
-    HostError,
-    HostOptions,
-    KernelFault,
-    compiler_available,
-    installed,
-    run_metal,
-)
+from metal.host import HostError, HostOptions, KernelFault, compiler_available, installed, run_metal
 from tests.support.host_launch import launch
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
@@ -56,15 +49,8 @@ def test_reduction_through_threadgroup_memory(schedule):
             out[threadgroup_position_in_grid.x] = partial[0] + partial[1] + partial[2] + partial[3];
         }
     """
-    a = mx.random.normal((3 * 128,))
-    out = launch(
-        source,
-        [a],
-        ((3,), mx.float32),
-        (384, 1, 1),
-        (128, 1, 1),
-        options=HostOptions(schedule=schedule),
-    )
+    a, options = mx.random.normal((3 * 128,)), HostOptions(schedule=schedule)
+    out = launch(source, [a], ((3,), mx.float32), (384, 1, 1), (128, 1, 1), options=options)
     np.testing.assert_allclose(out, np.array(a).reshape(3, 128).sum(1), rtol=1e-5, atol=1e-5)
 
 
@@ -197,25 +183,17 @@ def test_vectors_and_swizzles():
         ("if (t < 40) { threadgroup_barrier(mem_flags::mem_none); }", "returned"),
         ("if (t % 2) { return; }\n out[t] = simd_sum(1.0f);", "returned"),
         ("if (t % 2) { out[t] = simd_sum(1.0f); }\n else { out[t] = simd_max(1.0f); }", "simd_sum"),
-        (
-            "if (t < 32) { simdgroup_barrier(mem_flags::mem_none); out[t] = simd_sum(1.0f); }\n"
-            "threadgroup_barrier(mem_flags::mem_none);\n"
-            "if (t > 3) { threadgroup_barrier(mem_flags::mem_none); }",
-            "threads",
-        ),
+        ("if (t < 32) { simdgroup_barrier(mem_flags::mem_none); out[t] = simd_sum(1.0f); }\n"
+         "threadgroup_barrier(mem_flags::mem_none);\n"
+         "if (t > 3) { threadgroup_barrier(mem_flags::mem_none); }", "threads"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("schedule", ["forward", "reverse", 3])
 def test_threads_that_do_not_meet_are_a_fault(source, message, schedule):
+    source, one = f"uint t = thread_index_in_threadgroup;\n{source}", (64, 1, 1)
+    options = HostOptions(schedule=schedule)
     with pytest.raises(KernelFault, match=message) as caught:
-        launch(
-            f"uint t = thread_index_in_threadgroup;\n{source}",
-            [mx.zeros(1)],
-            ((64,), mx.float32),
-            (64, 1, 1),
-            (64, 1, 1),
-            options=HostOptions(schedule=schedule),
-        )
+        launch(source, [mx.zeros(1)], ((64,), mx.float32), one, one, options=options)
     assert caught.value.kind == "divergence"
     assert "(source):" in caught.value.location
     assert caught.value.thread is not None
@@ -287,28 +265,13 @@ def test_whole_metal_source(checked):
     """
     for dtype, name in [(np.float32, "float"), (np.float16, "half"), (np.int32, "int")]:
         x = np.arange(32).astype(dtype).reshape(4, 8)
-        run_metal(
-            source,
-            f"scale<{name}>",
-            {0: dtype(3), 1: x},
-            (8, 4, 1),
-            (4, 2, 1),
-            constants={3: np.bool_(True)},
-            threadgroup_memory={0: 8 * x.itemsize},
-            options=HostOptions(checked=checked),
-        )
-        np.testing.assert_array_equal(x, np.arange(32).reshape(4, 8) * -3)
+        how = {"threadgroup_memory": {0: 8 * x.itemsize}, "options": HostOptions(checked=checked)}
         # A constant that is not given is zero, whatever it was before.
-        run_metal(
-            source,
-            f"scale<{name}>",
-            {0: dtype(2), 1: x},
-            (8, 4, 1),
-            (4, 2, 1),
-            threadgroup_memory={0: 8 * x.itemsize},
-            options=HostOptions(checked=checked),
-        )
-        np.testing.assert_array_equal(x, np.arange(32).reshape(4, 8) * -6)
+        for by, constants, total in ((3, {3: np.bool_(True)}, -3), (2, {}, -6)):
+            buffers = {0: dtype(by), 1: x}
+            where = (8, 4, 1), (4, 2, 1)
+            run_metal(source, f"scale<{name}>", buffers, *where, constants=constants, **how)
+            np.testing.assert_array_equal(x, np.arange(32).reshape(4, 8) * total)
 
 
 @pytest.mark.parametrize("call", ["simd_shuffle(1.0f, 32)", "quad_broadcast(1.0f, ushort(4))"])

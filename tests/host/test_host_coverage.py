@@ -71,13 +71,12 @@ def run(kernel, a, wide, checked=False):
 
 @pytest.mark.parametrize("checked", [False, True])
 def test_lines_not_run(kernel, checked):
-    sample = kernel
     assert coverage.report() == []
 
-    run(sample, mx.zeros(8), wide=False, checked=checked)
+    run(kernel, mx.zeros(8), wide=False, checked=checked)
     idle, lines = coverage.report()
     assert idle == "metal/idle.metal: never run"
     assert lines == "metal/sample.metal: lines not run: 9, 17, 22, 24-27"
 
-    run(sample, mx.array([1.0] + [0.0] * 7), wide=True, checked=checked)
+    run(kernel, mx.array([1.0] + [0.0] * 7), wide=True, checked=checked)
     assert coverage.report()[1] == "metal/sample.metal: lines not run: 9, 17, 26"

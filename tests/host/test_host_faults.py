@@ -107,11 +107,7 @@ BODIES = {
 """,
 }
 FAULTS = read_faults(Path(__file__))
-CHECKED = (
-    HostOptions(checked=True),
-    HostOptions(checked=True, schedule="reverse"),
-    HostOptions(checked=True, schedule=3),
-)
+CHECKED = [HostOptions(checked=True, schedule=order) for order in ("forward", "reverse", 3)]
 
 
 def run(body: str, options: HostOptions) -> np.ndarray:

@@ -43,14 +43,9 @@ def test_softmax_looped():
 @dtypes
 def test_logsumexp(dtype):
     x, x64 = random((3, 700), dtype)
-    (y,) = run_mlx(
-        foreign.metal("logsumexp.h"),
-        f"logsumexp<{dtype}, float>",
-        [x, ((3,), x.dtype), np.int32(700)],
-        (3, 1, 1),
-        (192, 1, 1),
-        checked=dtype == "float",
-    )
+    call = foreign.metal("logsumexp.h"), f"logsumexp<{dtype}, float>"
+    buffers = [x, ((3,), x.dtype), np.int32(700)]
+    (y,) = run_mlx(*call, buffers, (3, 1, 1), (192, 1, 1), checked=dtype == "float")
     check_close(y, np.log(np.exp(x64).sum(-1)), dtype)
 
 
@@ -62,6 +57,9 @@ def test_sort(width):
 
 
 # --- affine quantised matrices --------------------------------------------------------------------
+
+
+QUANTISED = foreign.metal("quantized.h", before=("steel/gemm/gemm.h", "quantized_utils.h"))
 
 
 def quantised(rows, columns, group, bits, dtype):
@@ -92,17 +90,12 @@ def test_affine_matvec(dtype, bits, rows, columns, kernel):
     group, batch = 64, 2
     packed, w = quantised(rows, columns, group, bits, dtype)
     x, x64 = random((batch, columns), dtype, 2)
-    (y,) = run_mlx(
-        foreign.metal("quantized.h", before=("steel/gemm/gemm.h", "quantized_utils.h")),
-        f"{kernel}<{dtype}, {group}, {bits}, false>",
-        [*packed, x, ((batch, rows), x.dtype), np.int32(columns), np.int32(rows)],
-        (batch, -(-rows // 8), 1),
-        (32, 2, 1),
-        # Without a multiple of 8 rows, two simdgroups compute and write the last ones.
-        settings={"same_value_writes": kernel == "affine_qmv"},
-    )
-    expected = x64 @ w.T
-    check_close(y / columns**0.5, expected / columns**0.5, dtype)
+    buffers = [*packed, x, ((batch, rows), x.dtype), np.int32(columns), np.int32(rows)]
+    # Without a multiple of 8 rows, two simdgroups compute and write the last ones.
+    settings = {"same_value_writes": kernel == "affine_qmv"}
+    call = QUANTISED, f"{kernel}<{dtype}, {group}, {bits}, false>", buffers
+    (y,) = run_mlx(*call, (batch, -(-rows // 8), 1), (32, 2, 1), settings=settings)
+    check_close(y / columns**0.5, x64 @ w.T / columns**0.5, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float", "bfloat16_t"])
@@ -111,15 +104,11 @@ def test_affine_matmul(dtype):
     group, bits, rows, columns, tokens = 64, 4, 40, 128, 37
     packed, w = quantised(rows, columns, group, bits, dtype)
     x, x64 = random((tokens, columns), dtype, 2)
-    (y,) = run_mlx(
-        foreign.metal("quantized.h", before=("steel/gemm/gemm.h", "quantized_utils.h")),
-        f"affine_qmm_t<{dtype}, {group}, {bits}, false, false>",
-        [*packed, x, ((tokens, rows), x.dtype), *(np.int32(n) for n in (columns, rows, tokens))],
-        (-(-rows // 32), -(-tokens // 32), 1),
-        (32, 2, 2),
-    )
-    expected = x64 @ w.T
-    check_close(y / columns**0.5, expected / columns**0.5, dtype)
+    sizes = (np.int32(n) for n in (columns, rows, tokens))
+    buffers = [*packed, x, ((tokens, rows), x.dtype), *sizes]
+    call = QUANTISED, f"affine_qmm_t<{dtype}, {group}, {bits}, false, false>", buffers
+    (y,) = run_mlx(*call, (-(-rows // 32), -(-tokens // 32), 1), (32, 2, 2))
+    check_close(y / columns**0.5, x64 @ w.T / columns**0.5, dtype)
 
 
 # --- norms and rotations of mlx-lm ----------------------------------------------------------------

@@ -12,13 +12,8 @@ pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compile
 
 # Macros of instructions that CPUs of one architecture may lack.
 OPTIONAL = (
-    "__AVX__",
-    "__F16C__",
-    "__FMA__",
-    "__AVX512F__",
-    "__ARM_FEATURE_BF16",
-    "__ARM_FEATURE_SVE",
-)
+    "__AVX__", "__F16C__", "__FMA__", "__AVX512F__", "__ARM_FEATURE_BF16", "__ARM_FEATURE_SVE",
+)  # fmt: skip
 
 
 def test_kernels_use_what_every_cpu_has():

@@ -72,16 +72,12 @@ def test_ragged_segments(size, bias, silu, dtype):
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 40), st.booleans(), st.booleans()), max_size=5),
+    st.lists(st.tuples(st.integers(0, 40), st.booleans(), st.booleans()), min_size=1, max_size=5),
     st.integers(0, 18), st.sampled_from([8, 70, 300]), st.integers(2, 5), st.integers(0, 99),
 )  # fmt: skip
 @settings(max_examples=25)
-def test_random_segments(drawn, padding, channels, size, seed):
-    lengths, fresh, moved = zip(*drawn, strict=True) if drawn else ((1,), (True,), (True,))
-    chosen = [{s for s, is_so in enumerate(of) if is_so} for of in (fresh, moved)]
-    half = [(s, n // 2) for s, n in enumerate(lengths)]
-    segments = Segments([*lengths], chosen[0], padding, half, chosen[1], seed)
-    Case(segments, channels, size).check()
+def test_random_segments(parts, padding, channels, size, seed):
+    Case(Segments.drawn(parts, padding, seed), channels, size).check()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -19,7 +19,7 @@ from tests.support.expert_cases import (
     indices_of,
     plan_of,
 )
-from tests.support.kernel_cases import floats
+from tests.support.kernel_cases import floats, normal
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import experts as module
 from vllm_metal_lite.kernels.experts import (
@@ -43,8 +43,7 @@ DTYPES = [mx.float16, mx.bfloat16]
 
 
 def rows_of(count: int, hidden: int, dtype: mx.Dtype, seed: int = 0) -> mx.array:
-    values = np.random.default_rng(seed).standard_normal((count, hidden))
-    return mx.array(values.astype(np.float32)).astype(dtype)
+    return normal(np.random.default_rng(seed), count, hidden, dtype=dtype)
 
 
 def check(x: mx.array, indices: np.ndarray, experts: Experts) -> mx.array:

@@ -27,12 +27,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.gated_delta import gated_delta, recurrence_problem
 from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kernels.recurrence import (
-    QKNorm,
-    column_gates,
-    delta_gates,
-    time_gates,
-)
+from vllm_metal_lite.kernels.recurrence import QKNorm, column_gates, delta_gates, time_gates
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")
 WRITTEN = ("states",)
@@ -212,11 +207,7 @@ def test_one_row_of_few_heads():
 )
 @settings(max_examples=30)
 def test_random_segments(parts, padding, kind, seed):
-    lengths, fresh, moved = zip(*parts, strict=True)
-    chosen = [{s for s, is_so in enumerate(of) if is_so} for of in (fresh, moved)]
-    half = [(s, n // 2) for s, n in enumerate(lengths)]
-    segments = Segments([*lengths], chosen[0], padding, half, chosen[1], seed)
-    Case(segments, kind, (1, 2), (16, 8)).check()
+    Case(Segments.drawn(parts, padding, seed), kind, (1, 2), (16, 8)).check()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -392,7 +383,7 @@ def test_logits_give_the_same_as_mlx_lm_s_functions(kind):
         ({"q": Columns(mx.zeros((2, 32), mx.float16), 0)}, r"array is \(2, 32\) mlx.core.float16"),
         ({"k": Columns(mx.zeros((2, 32)), 8)}, r"k is columns 8 to 40 of .* \(2, 32\)"),
         (
-            {"gates": lambda: given(mx.zeros((1, 4)), mx.zeros((1, 4)))},
+            {"gates": (mx.zeros((1, 4)), mx.zeros((1, 4)))},
             r"g is columns 0 to 4 of 2 rows .* \(1, 4\)",
         ),
         ({"skip": mx.zeros(3)}, r"skip must be \(4,\), not \(3,\)"),
@@ -405,13 +396,11 @@ def test_logits_give_the_same_as_mlx_lm_s_functions(kind):
 def test_bad_input_is_named(change, message):
     arrays = {"q": Columns(mx.zeros((2, 32)), 0), "k": Columns(mx.zeros((2, 32)), 0)}
     arrays |= {"v": Columns(mx.zeros((2, 32)), 0), "num_k_heads": 2}
-    arrays |= {"gates": lambda: given(mx.zeros((2, 4)), mx.zeros((2, 4)))}
-    arrays |= {"states": mx.zeros((3, 4, 8, 16)), "segments": mx.array(Segments([2]).array)}
-    arrays |= {"ticket": new_ticket()}
-    arrays |= change
-    make = arrays.pop("gates")
+    arrays |= {"gates": (mx.zeros((2, 4)), mx.zeros((2, 4))), "states": mx.zeros((3, 4, 8, 16))}
+    arrays |= {"segments": mx.array(Segments([2]).array), "ticket": new_ticket(), **change}
+    gates = arrays.pop("gates")
     with pytest.raises(ValueError, match=message):
-        gated_delta(**arrays, gates=make(), max_seqlen=2)
+        gated_delta(**arrays, gates=given(*gates), max_seqlen=2)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.attention_oracle import paged_attention
-from tests.support.kernel_cases import TOLERANCE, AttentionCase
+from tests.support.kernel_cases import TOLERANCE, AttentionCase, segments_of
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import latent_attention as module
 from vllm_metal_lite.kernels.arguments import latent_problem
@@ -53,10 +53,7 @@ class Case(AttentionCase):
 
 
 def check(*args, splits=1, **kwargs) -> None:
-    case = Case(*args, **kwargs)
-    got, (atol, rtol) = case.run(splits), TOLERANCE[case.dtype]
-    np.testing.assert_allclose(got, case.expected(), rtol, atol)
-    assert not got[len(got) - case.padding :].any()
+    Case(*args, **kwargs).check(splits=splits)
 
 
 # One row, less than a tile of keys, whole tiles, contexts before the rows, more than one tile.
@@ -83,7 +80,7 @@ def test_the_sizes_of_models(heads, latent_dim, rope, dtype):
 @pytest.mark.parametrize("simdgroups", [1, 4, 16])
 def test_the_number_of_simdgroups_changes_only_the_order_of_sums(simdgroups, monkeypatch):
     monkeypatch.setattr(module, "latent_simdgroups", lambda *_: simdgroups)
-    check(RAGGED, latent_dim=128, dtype=mx.float16, splits=2)
+    Case(RAGGED, latent_dim=128, dtype=mx.float16).check(splits=2)
 
 
 @pytest.mark.parametrize("heads", [1, 8, 9, 31, 33, 71])
@@ -103,13 +100,8 @@ def test_block_sizes(block_size):
     check(RAGGED, block_size=block_size)
 
 
-segment = st.tuples(st.integers(1, 20), st.integers(0, 60) | st.just(0)).map(
-    lambda s: (s[0], s[0] + s[1])
-)
-
-
 @given(
-    st.lists(segment, min_size=1, max_size=4),
+    st.lists(segments_of(20, 60), min_size=1, max_size=4),
     st.sampled_from([1, 2, 8]),
     st.integers(0, 20),
     st.integers(0, 99),
@@ -121,13 +113,7 @@ def test_random_segments(segments, splits, padding, seed):
 
 @pytest.mark.parametrize("split", [1, 7, 32])
 def test_in_chunks_a_prompt_gives_the_same_bits_as_at_once(split):
-    whole = Case([(45, 45)], padding=0)
-    expected = whole.run()
-    chunks = Case([(split, split)]), Case([(45 - split, 45)])
-    for chunk, rows in zip(chunks, (slice(0, split), slice(split, 45)), strict=True):
-        chunk.q, chunk.q_pe, chunk.store = whole.q[rows], whole.q_pe[rows], whole.store
-        chunk.block_tables = whole.block_tables
-        np.testing.assert_array_equal(chunk.run(), expected[rows])
+    Case([(45, 45)], padding=0).check_chunks(split, lambda rows, keys: Case([(rows, keys)]))
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -151,16 +137,7 @@ def test_scores_far_apart_do_not_overflow():
 
 
 def test_padded_segments_and_a_batch_of_nothing_but_padding():
-    """A step's arrays are padded to buckets: segments without rows, rows without a segment."""
-    case = Case([(5, 18), (13, 13)], padding=30)
-    case.cu_seqlens_q = np.pad(case.cu_seqlens_q, (0, 3), mode="edge")
-    case.seq_lens, case.block_tables = (
-        np.pad(case.seq_lens, (0, 3)),
-        np.pad(case.block_tables, ((0, 3), (0, 0))),
-    )
-    np.testing.assert_allclose(case.run(2), case.expected(), 1e-5, 1e-5)
-    case.cu_seqlens_q[:] = 0
-    assert not case.run(2).any()
+    Case([(5, 18), (13, 13)], padding=30).check_padding(splits=2)
 
 
 def test_sizes_that_matrices_cannot_cover_are_named():

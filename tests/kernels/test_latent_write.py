@@ -27,10 +27,8 @@ SLOTS, EPS = 24, 1e-5
 def test_rows_of_two_products(heads, nope, latent_dim, rope, dtype, bits):
     """Rotary parts behind others of the same head, latents and rotary keys side by side."""
     rng, rows, width = np.random.default_rng(0), 6, nope + rope.dims
-    q, kv = (
-        draw(rng, rows, heads * width, dtype=dtype),
-        draw(rng, rows, latent_dim + rope.dims, dtype=dtype),
-    )
+    q = draw(rng, rows, heads * width, dtype=dtype)
+    kv = draw(rng, rows, latent_dim + rope.dims, dtype=dtype)
     weight = draw(rng, latent_dim, dtype=dtype)
     positions, slots = np.array([0, 5, 19, 7, 8, 30]), np.array([3, 0, -1, SLOTS - 1, 9, 4])
     spec = LayerSpec(1, latent_dim, rope.dims, dtype, bits=bits)

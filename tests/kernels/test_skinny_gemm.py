@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.kernel_cases import floats
+from tests.support.expert_cases import HALF_A_STEP
+from tests.support.kernel_cases import floats, normal
 from tests.support.quantised_weights import dequantised
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import RMSNorm
@@ -22,11 +23,9 @@ DTYPES = [mx.float16, mx.bfloat16]
 def draw(rows: int, outputs: int, depth: int, dtype: mx.Dtype, seed: int = 0) -> list[mx.array]:
     """x (rows, depth) and weight (outputs, depth)."""
     rng = np.random.default_rng(seed)
-    shapes = (rows, depth), (outputs, depth)
-    return [mx.array(rng.standard_normal(s).astype(np.float32)).astype(dtype) for s in shapes]
+    return [normal(rng, count, depth, dtype=dtype) for count in (rows, outputs)]
 
 
-HALF_A_STEP = {mx.float16: 2**-11, mx.bfloat16: 2**-8}
 EPS = 1e-5
 
 

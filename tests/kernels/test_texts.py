@@ -18,6 +18,7 @@ TEXTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", MODELS)
 def test_texts_of_a_session(model, way):

@@ -265,12 +265,12 @@ def test_an_engine_that_preempts_and_hits_gives_mlx_lms_tokens_with_rounded_rows
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
 def test_no_more_is_lost_than_by_mlx_lms_quantised_cache(name, bits):
     """Heads of 64, which its groups need.  Its cache has neither windows nor sinks."""
-    config = config_of(name, hidden_size=256, head_dim=64)
-    model, other = tiny.build(config), tiny.build(config)
+    heads = {"hidden_size": 256, "head_dim": 64}
+    model = tiny.build(config_of(name, **heads))
     exact = logits_of(model)
     layers = len(make_prompt_cache(model))
     theirs = logits_of(model, lambda _: [QuantizedKVCache(64, bits) for _ in range(layers)])
-    bench = conformance.Bench(loader.from_model(other, None, config, name).with_kv_bits(bits))
+    bench = conformance.Bench(tiny.load(name, **heads).with_kv_bits(bits))
     ours, mlx_lms = [], []
     for (r, n), x in conformance.chunked(bench).items():
         ours.append(x[: tiny.VOCAB] - exact[r][n - 1])
@@ -283,8 +283,7 @@ def test_no_more_is_lost_than_by_mlx_lms_quantised_cache(name, bits):
 
 
 def test_rows_that_cannot_be_cut_into_words_are_refused_by_name():
-    config = config_of("llama", head_dim=12)
-    model = loader.from_model(tiny.build(config), None, config, "the-model")
+    model = tiny.load("llama", head_dim=12)
     with pytest.raises(ConfigError, match=r"kv_bits=8 .* the-model: layer 0 .* heads of 12 values"):
         LLMEngine(model, EngineConfig(kv_bits=8))
 

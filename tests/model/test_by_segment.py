@@ -16,7 +16,7 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ConfigError, ModelLoadError
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
-from vllm_metal_lite.model import loader, trial
+from vllm_metal_lite.model import trial
 from vllm_metal_lite.model.sequences.kv_segments import rebuild
 from vllm_metal_lite.recurrence.sequence_batches import sequence_batches
 from vllm_metal_lite.runner.build import choose_attention
@@ -55,8 +55,7 @@ def test_who_does_not(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_said_loudly_once_with_the_cost_and_the_reason(name, caplog):
-    config = tiny.config_of(name)
-    reason = loader.from_model(tiny.build(config), None, config, name).packed.by_segment
+    reason = tiny.load(name).packed.by_segment
     (message,) = [m for m in caplog.messages if "segment" in m]
     assert message.startswith("SLOW: ")
     assert "half the speed of mlx-lm" in message
@@ -76,7 +75,6 @@ def test_metrics_say_it_too():
 )
 def test_why_a_model_that_could_be_packed_is_not_is_said(monkeypatch, caplog, option, where, what):
     """As on a backend that lacks an operation of packed attention: MLX raises, and so does sqrt."""
-    config = tiny.config_of("llama")
     rows = trial.Draw.rows
 
     def failing(self, packed, *args):
@@ -87,7 +85,7 @@ def test_why_a_model_that_could_be_packed_is_not_is_said(monkeypatch, caplog, op
 
     monkeypatch.setattr(trial.Draw, "rows", failing)
     message = r"llama runs a segment .* TypeError: .*sqrt\(\).*Please report this"
-    model = loader.from_model(tiny.build(config), None, config, "the-model")
+    model = tiny.load("llama")
     [warning] = caplog.messages
     assert re.search(message, warning)
     assert model.packed.by_segment.startswith("TypeError: math.sqrt() takes")
@@ -149,14 +147,12 @@ def test_a_decode_step_copies_no_store(name):
 
 
 def test_a_model_whose_logits_come_out_wrong_is_refused_by_name(monkeypatch):
-    config = tiny.config_of("llama")
     native = trial._native
     monkeypatch.setattr(trial, "_native", lambda m, tokens, n: native(m, tokens[::-1].copy(), n))
     with pytest.raises(ModelLoadError, match=r"llama is not supported.*away from mlx-lm's own"):
-        loader.from_model(tiny.build(config), None, config, "the-model")
+        tiny.load("llama")
 
 
 def test_a_model_whose_own_cache_is_unknown_is_refused_by_name():
-    config = tiny.config_of("deepseek_v41")
     with pytest.raises(ModelLoadError, match=r"deepseek_v41 is not supported.*LayerCache"):
-        loader.from_model(tiny.build(config), None, config, "the-model")
+        tiny.load("deepseek_v41")

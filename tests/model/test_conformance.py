@@ -67,6 +67,7 @@ def test_at_most_three_architectures_are_refused():
     assert len(REFUSED) <= 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["phi3small", "plamo3"])
 def test_what_is_refused_for_mlx_lms_own_fault_shows_it(name):
     assert conformance.check(name).drift > 100 * conformance.TOLERANCE

@@ -2,27 +2,25 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm import load
+from mlx_lm.generate import generate_step
+from tokenizers import Tokenizer
 
-from vllm_metal_lite.backend import mx  # first: it prepares MLX
-
-ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "vllm_metal_lite" / "demo_model"
+from tools.demo_model import data, recall, train
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.model.files import DEMO_PATH
 
 
 @pytest.fixture(scope="module")
 def loaded():
-    from mlx_lm import load
-
-    return load(str(FOLDER))
+    return load(str(DEMO_PATH))
 
 
 def reply_ids(loaded, prompt):
     """The greedy answer, with its end token."""
-    from mlx_lm.generate import generate_step
-
     model, tokenizer = loaded
     answer = []
     for token, _ in generate_step(mx.array(prompt), model, max_tokens=64):
@@ -37,16 +35,14 @@ def render(tokenizer, messages, **options):
 
 
 def test_size_and_files(loaded):
-    from mlx.utils import tree_flatten
-
     model, _ = loaded
     arrays = [array for _, array in tree_flatten(model.parameters())]
     assert sum(array.size for array in arrays) <= 3_000_000
     assert all(array.dtype == mx.float32 for array in arrays)
-    config = json.loads((FOLDER / "config.json").read_text())
+    config = json.loads((DEMO_PATH / "config.json").read_text())
     assert config["max_position_embeddings"] >= 4096 + 256
     assert config["num_key_value_heads"] < config["num_attention_heads"]
-    generation = json.loads((FOLDER / "generation_config.json").read_text())
+    generation = json.loads((DEMO_PATH / "generation_config.json").read_text())
     assert generation["do_sample"] is False
     assert generation["eos_token_id"] == config["eos_token_id"]
 
@@ -123,30 +119,21 @@ def test_small_talk_and_skills(loaded, said, expected):
     assert expected in tokenizer.decode(reply_ids(loaded, prompt))
 
 
+@pytest.mark.long
 def test_recall_at_256_tokens(loaded):
-    from tokenizers import Tokenizer
-
-    from tools.demo_model import data as demo_data
-    from tools.demo_model import recall as measure_recall
-
-    tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
-    tests = demo_data.recall_prompts(tokenizer, 256, 6)
-    for test in tests:
+    tokenizer = Tokenizer.from_file(str(DEMO_PATH / "tokenizer.json"))
+    for test in data.recall_prompts(tokenizer, 256, 6):
         messages = [{"role": role, "content": text} for role, text in test.messages]
         assert render(loaded[1], messages, add_generation_prompt=True) == test.prompt_ids
         text = tokenizer.decode(reply_ids(loaded, test.prompt_ids))
-        assert measure_recall.is_right(text, test.value)
+        assert recall.is_right(text, test.value)
 
 
 @pytest.mark.thorough
 def test_training_smoke(tmp_path, monkeypatch):
     """A few steps on a tiny batch: the folder that comes out loads."""
-    from mlx_lm import load
-
-    from tools.demo_model import train as train_demo_model
-
     monkeypatch.setattr(sys, "argv", ["train", "--smoke", "--out", str(tmp_path)])
-    train_demo_model.main()
+    train.main()
     model, tokenizer = load(str(tmp_path))
     assert tokenizer.encode("hello")
     assert model(mx.array([[1, 2, 3]])).shape[-1] > 300

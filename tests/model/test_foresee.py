@@ -2,25 +2,20 @@
 
 import pytest
 
-from tests.support.arch_configs import CANNOT_RUN, CONFIGS, config_of
-from tests.support.tiny_models import build
+from tests.support.arch_configs import CANNOT_RUN, CONFIGS
+from tests.support.tiny_models import load
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.model.fit import foresee
-from vllm_metal_lite.model.loader import from_model
 
 
 def mode(name, **how):
     """How the model runs, and whether it caches prefixes; "refused" if it does not run."""
-    config = config_of(name)
     try:
-        packed = from_model(build(config), None, config, name, **how).packed
+        packed = load(name, how=how).packed
     except ModelLoadError:
         return "refused"
-    return (
-        packed.by_segment is not None,
-        packed.in_sequences is not None,
-        packed.no_prefix_cache is None,
-    )
+    slow = packed.by_segment is not None, packed.in_sequences is not None
+    return *slow, packed.no_prefix_cache is None
 
 
 @pytest.mark.parametrize(

@@ -12,18 +12,16 @@ from metal.host import compiler_available, installed
 from tests.support import arch_configs
 from tests.support import tiny_models as tiny
 from tests.support.device import change_device
-from tests.support.kernel_engine import engine_with_kernels
+from tests.support.kernel_engine import as_on_a_gpu, engine_with_kernels
 from tests.support.launches import watch
 from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
-from vllm_metal_lite.model import loader
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
 from vllm_metal_lite.runner.build import choose_attention
@@ -103,14 +101,11 @@ def test_up_projections_that_are_quantised_are_absorbed_too():
     config = tiny.config_of("deepseek_v2", **quantised)
     tokens = tiny.prompts(1, 12, 12)[0]
     expected = tiny.logits_alone(tiny.build(config), tokens)[-1]
-    engine = LLMEngine(
-        loader.from_model(tiny.build(config), None, config, "v2"),
-        EngineConfig(num_blocks=4, max_model_len=32),
-    )
+    model = tiny.load("deepseek_v2", **quantised)
+    engine = LLMEngine(model, EngineConfig(num_blocks=4, max_model_len=32))
     assert engine.model.packed.layout.specs[0].k_head_dim == 32
     greedy = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
-    engine.add_request("a", tokens, greedy)
-    (logprobs,) = tiny.run(engine)["a"].outputs[0].logprobs
+    (logprobs,) = tiny.ask(engine, tokens, greedy).outputs[0].logprobs
     expected = expected - np.log(np.exp(expected).sum())
     for token, logprob in logprobs.items():
         assert logprob.logprob == pytest.approx(expected[token], abs=1e-4)
@@ -122,13 +117,8 @@ needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ com
 # Heads for more than a tile, latents that are scaled, YaRN, quantised up-projections, and models
 # that mlx-lm expands.
 THROUGH_KERNELS = (
-    "deepseek_v3",
-    "glm4_moe_lite",
-    "kimi_vl",
-    "deepseek_v2",
-    "minicpm3",
-    "youtu_llm",
-)
+    "deepseek_v3", "glm4_moe_lite", "kimi_vl", "deepseek_v2", "minicpm3", "youtu_llm",
+)  # fmt: skip
 
 
 @contextmanager
@@ -192,9 +182,7 @@ def test_quantised_latents_give_the_references_tokens(bits):
 def test_norm_rotations_and_write_are_one_launch(monkeypatch, name, write, bits):
     launched = Counter()
     watch(monkeypatch, lambda kernel, *_: launched.update([kernel]))
-    monkeypatch.setattr("vllm_metal_lite.backend.is_cpu", lambda: False)
-    monkeypatch.setattr("vllm_metal_lite.backend.memory_limit", lambda: 1 << 30)
-    monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}, "varlen"))
+    as_on_a_gpu(monkeypatch, Verdict({}, "varlen"))
     prompts = tiny.prompts(3, 5, 30)
     reference = tiny.engine(name, kv_bits=bits, attention="reference")
     expected = tiny.answers(reference, prompts, 8)
@@ -218,8 +206,7 @@ def test_without_the_kernel_the_store_is_gathered(failed):
 
 
 def test_steps_of_latents_are_compiled(monkeypatch):
-    monkeypatch.setattr("vllm_metal_lite.backend.is_cpu", lambda: False)
-    monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}, "varlen"))
+    as_on_a_gpu(monkeypatch, Verdict({}, "varlen"))
     model = tiny.packed("deepseek_v3")
     store = PagedStore(model.packed.layout.specs, 4, 8)
     path = choose_attention(model, store, "kernels")

@@ -1,5 +1,7 @@
 """Recurrent layers through the seam, and engines over models that have them."""
 
+from functools import partial
+
 import mlx.nn as nn
 import pytest
 
@@ -17,7 +19,6 @@ from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.recurrent import ConvInput, ShortConv
 from vllm_metal_lite.model.seam.state_cache import StateCache
 from vllm_metal_lite.runner.memory import size_store
-from vllm_metal_lite.sampling_params import SamplingParams
 
 # A model whose recurrent layers work on packed rows: whether SiLU follows its convolutions; None if
 # it has none.
@@ -39,8 +40,7 @@ HYBRIDS = (
 )  # fmt: skip
 
 
-def greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+greedy = partial(tiny.greedy, ignore_eos=True)
 
 
 # The seam
@@ -83,13 +83,8 @@ def test_a_state_fails_in_any_use_that_nobody_foresaw(use):
     packed = tiny.packed("qwen3_next").packed
     state = StateCache(0, 2, Unused(), None)[0]
     rows = mx.ones((3, 1, 8))
-    with pytest.raises((ValueError, TypeError)):
-        _in_forward(packed, lambda: mx.eval(UNFORESEEN[use](state, rows) + rows))
-
-
-def _in_forward(packed, use):
-    with building(packed._hooks()):
-        return use()
+    with pytest.raises((ValueError, TypeError)), building(packed._hooks()):
+        mx.eval(UNFORESEEN[use](state, rows) + rows)
 
 
 @pytest.mark.parametrize("how", [
@@ -160,9 +155,8 @@ def test_chunks_preemptions_and_neighbours_change_no_token(name, caching):
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_turns_of_a_conversation_go_on_from_checkpoints(name):
     engine, prompt = tiny.engine(name), tiny.prompts(1, 40, 40)[0]
-    for turn, cached in enumerate((0, 48, 64)):
-        engine.add_request(str(turn), prompt, greedy(12))
-        output = tiny.run(engine)[str(turn)]
+    for cached in (0, 48, 64):
+        output = tiny.ask(engine, prompt, greedy(12))
         assert output.num_cached_tokens == cached
         assert output.outputs[0].token_ids == tiny.alone(tiny.native(name), prompt, 12)
         prompt = [*prompt, *output.outputs[0].token_ids, 3, 4, 5]
@@ -174,11 +168,9 @@ def test_requests_fork_behind_a_position_that_the_caller_names(name):
     prompts = [[*shared, *rest] for rest in tiny.prompts(4, 3, 20, seed=3)]
     engine = tiny.engine(name, max_num_batched_tokens=32)
     first = tiny.answers(engine, prompts[:1], 8, checkpoints=[len(shared)])
-    tiny.submit(engine, prompts[1:], 8, checkpoints=[len(shared)])
-    done = tiny.run(engine)
-    got = first + [done[str(i)].outputs[0].token_ids for i in range(3)]
-    assert got == tiny.all_alone(name, prompts, 8)
-    assert [done[str(i)].num_cached_tokens for i in range(3)] == [24] * 3
+    others = tiny.outputs(engine, prompts[1:], 8, checkpoints=[len(shared)])
+    assert first + tiny.tokens_of(others) == tiny.all_alone(name, prompts, 8)
+    assert [output.num_cached_tokens for output in others] == [24] * 3
 
 
 def test_an_abort_and_a_step_that_fails_leave_the_others_states_alone(monkeypatch):
@@ -228,8 +220,7 @@ def test_a_kernel_that_fails_costs_states_and_no_token(name, kernel, how, monkey
         done = tiny.run(engine)
     assert fault.failed > 0
     assert lost
-    got = [done[str(i)].outputs[0].token_ids for i in range(3)]
-    assert got == tiny.all_alone(name, prompts, 10)
+    assert tiny.tokens_of(done[i] for i in "012") == tiny.all_alone(name, prompts, 10)
 
 
 def test_states_that_grow_may_be_in_one_batch():

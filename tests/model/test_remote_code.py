@@ -94,6 +94,7 @@ def test_the_option_is_true_or_false():
         LLM("demo", trust_remote_code="yes")
 
 
+@pytest.mark.long
 def test_the_flag(folder):
     def generate(*flags: str) -> subprocess.CompletedProcess:
         argv = [*COMMAND, "generate", "-", "--model", folder, "--num-blocks", "8", *flags]

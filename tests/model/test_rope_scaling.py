@@ -35,11 +35,8 @@ _YARN = {
     "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 0.5,
     "beta_fast": 32, "beta_slow": 1,
 }  # fmt: skip
-_LONG = {
-    "long_factor": [1.5] * 8,
-    "short_factor": [1.0] * 8,
-    "original_max_position_embeddings": 16,
-}
+_LONG = {"long_factor": [1.5] * 8, "short_factor": [1.0] * 8}
+_LONG |= {"original_max_position_embeddings": 16}
 
 # By `initialize_rope`, and by the code of models that do not use it.
 KINDS = {
@@ -159,6 +156,7 @@ def test_fused_launches_rotate_alike(launches, name, joins):
     assert set(launches) == {(kernel, bits(factor)) for kernel in names}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("name", SCALED)
 def test_kernels_with_a_factor_give_the_tokens_of_mlx_lm(launches, name):

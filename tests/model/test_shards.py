@@ -42,6 +42,12 @@ def shard(ranks, name, half=False, **changes):
     return loader.from_model(model, None, config, name, ranks=ranks)
 
 
+def seeded(count, max_tokens, **more):
+    """Parameters of greedy requests and of others, in turns."""
+    how = {"max_tokens": max_tokens, "ignore_eos": True, **more}
+    return [SamplingParams(temperature=0.9 * (1 - i % 2), seed=i, **how) for i in range(count)]
+
+
 def answers(ranks, models):
     """By model: tokens of each way, the K/V heads of each layer, bytes of weights."""
     found = {}
@@ -50,12 +56,7 @@ def answers(ranks, models):
         for way, options in WAYS.items():
             config = {"block_size": 8, "num_blocks": 64, "max_num_seqs": 8, "max_model_len": 128}
             engine = LLMEngine(model, EngineConfig(**config | options))
-            for i, prompt in enumerate(PROMPTS):
-                temperature = 0.0 if i % 2 else 0.9
-                how = {"temperature": temperature, "seed": i, "max_tokens": NUM_TOKENS}
-                engine.add_request(str(i), prompt, SamplingParams(ignore_eos=True, **how))
-            done = tiny.run(engine)
-            tokens[way] = [done[str(i)].outputs[0].token_ids for i in range(len(PROMPTS))]
+            tokens[way] = tiny.answers(engine, PROMPTS, seeded(len(PROMPTS), NUM_TOKENS))
         heads = [spec.num_kv_heads for spec in model.kv_specs]
         found[name] = {"tokens": tokens, "heads": heads, "bytes": model.weight_bytes}
     return found
@@ -93,6 +94,7 @@ def unlike(ranks):
     return [model.packed.by_segment, tokens, ranks.gather(ranks.rank * "x"), ranks.first("own")]
 
 
+@pytest.mark.long
 def test_a_rank_that_measures_and_rounds_otherwise_follows_rank_0():
     for result in rank_processes.run(f"{HERE}:unlike", 2):
         assert result == [None, [5, 5], ["", "x"], "own"]

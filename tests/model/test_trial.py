@@ -12,7 +12,7 @@ from tests.support.rounding import medians, of_16_bits, rounding
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention, ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model import loader, trial
+from vllm_metal_lite.model import trial
 from vllm_metal_lite.model.adapters.modules import adapt
 from vllm_metal_lite.model.layout import inspect
 from vllm_metal_lite.model.packed import PackedModel
@@ -83,6 +83,7 @@ def test_a_model_whose_experts_flip_is_not_refused(name):
     assert refused
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_does_not_fit_is_refused_whatever_rounding_does(monkeypatch, name, dtype):
@@ -137,5 +138,4 @@ def test_a_first_trial_of_tokens_is_enough_for_a_model_that_fits(monkeypatch, na
     """It costs one forward of the model itself."""
     monkeypatch.setattr(trial, "_DRAWS", 1)
     monkeypatch.setattr(trial.Draw, "noise", property(lambda self: 1 / 0))
-    config = config_of(name)
-    assert not loader.from_model(tiny.build(config), None, config, name).packed.by_segment
+    assert not tiny.load(name).packed.by_segment

@@ -32,6 +32,8 @@ from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.kv_groups import kv_groups
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
 
+pytestmark = pytest.mark.long
+
 # Dense, latents, windows, recurrent layers alone and with attention, experts, shared indexers.
 NAMES = (
     "llama", "qwen3", "deepseek_v3", "gemma3/w9", "gpt_oss", "llama4", "mamba2", "rwkv7", "lfm2",

@@ -10,6 +10,7 @@ from tests.support.cli_kit import SAFETY, model_folder
 from tests.support.serve_command import eventually, serve_command
 
 
+@pytest.mark.long
 def test_the_first_request_after_a_restart_finds_the_prompt(tmp_path):
     if shutil.disk_usage(tmp_path).free < 5 << 30:
         pytest.skip("prefixes are not written to a disk that is nearly full")

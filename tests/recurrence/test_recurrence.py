@@ -26,12 +26,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
 from vllm_metal_lite.kernels.recurrence import QKNorm
 from vllm_metal_lite.kv.state_store import Key
-from vllm_metal_lite.recurrence.base import (
-    CausalConv,
-    GatedDelta,
-    StateSpace,
-    StepRecurrence,
-)
+from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace, StepRecurrence
 from vllm_metal_lite.recurrence.kernels import recurrence_unsupported
 from vllm_metal_lite.specs import ConvShape, RecurrenceShape
 

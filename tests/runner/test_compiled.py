@@ -69,6 +69,7 @@ def tokens_of(engine, params=GREEDY, prompts=PROMPTS):
     return tiny.answers(engine, prompts, params)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["qwen3", "llama/window", "mixtral"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_tokens_equal_those_of_uncompiled_steps(name, params):
@@ -205,6 +206,7 @@ def compiled_with_prompts(engine, monkeypatch) -> list:
     return steps
 
 
+@pytest.mark.long
 @given(
     st.sampled_from(["qwen3", "llama/window", "gemma3_text/w9"]),
     st.sampled_from([("varlen", None), ("gather", None), ("varlen", 8), ("gather", 8)]),
@@ -263,12 +265,8 @@ def test_log_probabilities_of_prompts(prefill, monkeypatch):
             (output.outputs[0].logprobs, got[name].outputs[0].logprobs),
         ):
             assert [list(p) for p in theirs] == [list(p) for p in ours]
-            np.testing.assert_allclose(
-                [x.logprob for p in theirs for x in p.values()],
-                [x.logprob for p in ours for x in p.values()],
-                1e-4,
-                1e-4,
-            )
+            scores = ([x.logprob for p in side for x in p.values()] for side in (theirs, ours))
+            np.testing.assert_allclose(*scores, 1e-4, 1e-4)
 
 
 @pytest.mark.parametrize("prefill", PREFILLS)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.support import tiny_models as tiny
-from tests.support.arch_configs import config_of
 from tests.support.metal_encoder import Encoder, Limits
 from tests.support.metal_replay import Replay
 from tests.support.mlx_graph import OURS, READERS, WRITERS, WRITES_IF_FUSED, Graph, Shape, any_order
@@ -24,7 +23,6 @@ from vllm_metal_lite.kernels import source
 from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model import loader
 from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -41,15 +39,11 @@ def make_engine(
     rows_as_decodes: int = 0,
     **options: Any,
 ) -> LLMEngine:
-    config = config_of(name)
-    model = loader.from_model(tiny.build(config), None, config, name)
     defaults = {"block_size": 8, "num_blocks": 64, "max_num_seqs": 8, "max_model_len": 128}
     defaults |= {"max_num_batched_tokens": 128, "speculate": "off"}
-    options = {**defaults, **options}
-    how = {"fused": fused, "rows_as_decodes": rows_as_decodes}
-    return kernel_engine(
-        model, lambda m: LLMEngine(m, EngineConfig(**options)), prefill=prefill, **how
-    )
+    config = EngineConfig(**{**defaults, **options})
+    how = {"prefill": prefill, "fused": fused, "rows_as_decodes": rows_as_decodes}
+    return kernel_engine(tiny.load(name), lambda model: LLMEngine(model, config), **how)
 
 
 def arrivals(engine: LLMEngine) -> None:

@@ -16,7 +16,6 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.kernels.experts import MAX_ROWS
 from vllm_metal_lite.kernels.launch import Kernel
-from vllm_metal_lite.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -39,16 +38,15 @@ def tokens_of(name: str, expert_rows: range, prompts=PROMPTS, step=24) -> list[l
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decide, "faster_expert_rows", lambda *_: expert_rows)
         engine = tiny.engine(name, mx.float16, max_num_batched_tokens=step)
-    for i, (prompt, count) in enumerate(zip(prompts, COUNTS, strict=True)):
-        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=count))
-    done = tiny.run(engine)
+    tokens = tiny.answers(engine, prompts, [tiny.greedy(count) for count in COUNTS])
     assert engine.runner.path.failed_kernels == ()
-    return [list(done[str(i)].outputs[0].token_ids) for i in range(len(prompts))]
+    return tokens
 
 
 LATENTS = {"latent_attention", "latent_write"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "others"),
     [

@@ -7,6 +7,7 @@ or where the step is submitted.
 import asyncio
 import re
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 
@@ -104,9 +105,22 @@ def undisturbed(kernel, params="greedy"):
     return serve(engine_of(USED_IN[kernel]), {"greedy": GREEDY, "sampled": SAMPLED}[params])
 
 
-def arm(fault, at=ARMED_AFTER):
+def arm(fault):
     def before_step(number):
-        fault.armed = number >= at
+        fault.armed = number >= ARMED_AFTER
+
+    return before_step
+
+
+def raises_once(engine, fault, error, match, at=ARMED_AFTER):
+    """The step `at` fails with this error, and `fault` is armed in no other."""
+
+    def before_step(number):
+        if number == at:
+            fault.armed = True
+            with pytest.raises(error, match=match):
+                engine.step()
+            fault.armed = False
 
     return before_step
 
@@ -190,18 +204,10 @@ def test_a_kernel_that_its_next_best_way_needs_leaves_the_reference(monkeypatch,
 def test_forced_kernels_raise_and_every_request_can_go_on(monkeypatch):
     expected = undisturbed("kv_write")
     fault = FailingKernels(monkeypatch, "kv_write")
-    engine, errors = engine_of(PLAIN, option="kernels"), []
-
-    def before_step(number):
-        if number == ARMED_AFTER:
-            fault.armed = True
-            with pytest.raises(ConfigError, match=r"='kernels' is not possible: .*kv_write"):
-                engine.step()
-            fault.armed = False
-            errors.append(number)
-
-    assert serve(engine, before_step=before_step) == expected
-    assert errors
+    engine, message = engine_of(PLAIN, option="kernels"), r"='kernels' is not possible: .*kv_write"
+    failing = raises_once(engine, fault, ConfigError, message)
+    assert serve(engine, before_step=failing) == expected
+    assert fault.failed
     assert engine.runner.attention.name == "kernels"
 
 
@@ -219,15 +225,9 @@ def test_errors_that_are_not_a_kernel_s_are_raised_and_nothing_is_lost(monkeypat
     expected = undisturbed("rope_write")
     fault = FailingKernels(monkeypatch, "rope_write", how="call", error=error)
     engine = engine_of(FUSED)
-
-    def before_step(number):
-        if number == ARMED_AFTER + 1:
-            fault.armed = True
-            with pytest.raises(type(error), match=f"^{re.escape(str(error))}$"):
-                engine.step()
-            fault.armed = False
-
-    assert serve(engine, before_step=before_step) == expected
+    match = f"^{re.escape(str(error))}$"
+    failing = raises_once(engine, fault, type(error), match, at=ARMED_AFTER + 1)
+    assert serve(engine, before_step=failing) == expected
     assert fault.failed == 1
     assert not caplog.messages
     assert engine.metrics()["failed_kernels"] == 0
@@ -235,24 +235,19 @@ def test_errors_that_are_not_a_kernel_s_are_raised_and_nothing_is_lost(monkeypat
 
 def test_an_error_that_no_launch_repeats_is_raised(monkeypatch, caplog):
     expected = undisturbed("rope_write")
-    engine, errors = engine_of(FUSED), []
+    engine, fault = engine_of(FUSED), SimpleNamespace(armed=False)
     sample = type(engine.sampler).__call__
 
     def fail(*args):
         output = sample(*args)
-        if errors:
-            raise errors.pop()
+        if fault.armed:
+            fault.armed = False
+            raise RuntimeError("not a kernel")
         return output
 
     monkeypatch.setattr(type(engine.sampler), "__call__", fail)
-
-    def before_step(number):
-        if number == ARMED_AFTER:
-            errors.append(RuntimeError("not a kernel"))
-            with pytest.raises(RuntimeError, match="not a kernel"):
-                engine.step()
-
-    assert serve(engine, before_step=before_step) == expected
+    failing = raises_once(engine, fault, RuntimeError, "not a kernel")
+    assert serve(engine, before_step=failing) == expected
     assert not caplog.messages
 
 
@@ -286,6 +281,7 @@ def test_products_of_few_rows(monkeypatch):
     assert "products of" not in failing.attention_reason
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", ["expert_topk", "expert_plan", "expert_gemm", "expert_sum"])
 def test_experts_of_few_rows(monkeypatch, kernel):
     """The experts run without their kernels, or only without that of the router."""

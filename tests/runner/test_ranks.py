@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from metal.host import compiler_available, installed
-from tests.model.test_shards import MODELS, shard
+from tests.model.test_shards import MODELS, seeded, shard
 from tests.support import rank_processes
 from tests.support import tiny_models as tiny
 from tests.support.array_attention import compile_on_cpu
@@ -26,7 +26,6 @@ from vllm_metal_lite.distributed import ALONE
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.kernels.launch import Kernel
-from vllm_metal_lite.sampling_params import SamplingParams
 
 needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -39,13 +38,7 @@ TIGHT = {"block_size": 8, "num_blocks": 12, "max_num_seqs": 4, "max_model_len": 
 
 
 def tokens_of(engine: LLMEngine) -> list[list[int]]:
-    """Of greedy and of seeded requests."""
-    for i, prompt in enumerate(PROMPTS):
-        temperature = 0.0 if i % 2 else 0.9
-        how = {"temperature": temperature, "seed": i, "max_tokens": 20, "ignore_eos": True}
-        engine.add_request(str(i), prompt, SamplingParams(logprobs=1, **how))
-    done = tiny.run(engine)
-    return [list(done[str(i)].outputs[0].token_ids) for i in range(len(PROMPTS))]
+    return tiny.answers(engine, PROMPTS, seeded(len(PROMPTS), 20, logprobs=1))
 
 
 def use_kernels(patch: pytest.MonkeyPatch, rank: int) -> set[str]:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import tiny_models as tiny
+from tests.support.sampling_oracle import EMPTY, make, random_logits
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import RequestError, SamplingError
@@ -15,10 +16,6 @@ from vllm_metal_lite.sampling.sampler import Sampler, validate
 from vllm_metal_lite.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
-
-
-def logits(rows, vocab_size, seed=0):
-    return np.random.default_rng(seed).normal(size=(rows, vocab_size)).astype(np.float32)
 
 
 def random_bits(rng, rows, vocab_size):
@@ -32,7 +29,7 @@ def random_bits(rng, rows, vocab_size):
 def test_masks_forbid_what_their_bits_do_not_name(vocab_size):
     rng = np.random.default_rng(vocab_size)
     bits, may = random_bits(rng, 3, vocab_size)
-    x = logits(5, vocab_size)
+    x = random_logits(0, 5, vocab_size)
     rows = np.array([4, 0, 2])
     out = np.array(DeviceMasks(TokenMasks(rows, bits), 5).apply(mx.array(x)))
     expected = x.copy()
@@ -54,11 +51,8 @@ def test_a_token_beyond_the_end_of_the_mask_may_not_come():
 
 
 def test_a_grammar_counts_before_logprobs_and_for_its_rows_only():
-    x = logits(3, 50)
-    sampler = Sampler(3, 50)
-    for row in range(3):
-        params = SamplingParams(temperature=0, logprobs=2)
-        sampler.add(row, params, 0, np.zeros(0, np.int32), 0, ())
+    x = random_logits(0, 3, 50, scale=1.0)
+    sampler = make(SamplingParams(temperature=0, logprobs=2), [0] * 3, 50, eos=())
     masks = TokenMasks(np.array([1]), pack_mask([7, 9], 50)[None])
     out = sampler(mx.array(x), np.arange(3), masks)
     tokens, logprobs = np.array(out.token_ids), np.array(out.logprobs.logprobs)
@@ -69,16 +63,14 @@ def test_a_grammar_counts_before_logprobs_and_for_its_rows_only():
 
 
 def test_only_allowed_tokens_are_drawn_and_neighbours_are_free():
-    x = logits(2, 300)
-    sampler = Sampler(2, 300)
-    allowed = [3, 5, 250]
+    x, allowed = random_logits(0, 2, 300, scale=1.0), [3, 5, 250]
+    sampler = make(SamplingParams(temperature=2.0), [1, 1], 300, eos=())
     params = SamplingParams(temperature=2.0, allowed_token_ids=allowed)
-    sampler.add(0, params, 1, np.zeros(0, np.int32), 0, ())
-    sampler.add(1, SamplingParams(temperature=2.0), 1, np.zeros(0, np.int32), 0, ())
+    sampler.add(0, params, 1, EMPTY, 0, ())
     drawn = np.array([np.array(sampler(mx.array(x), np.arange(2)).token_ids) for _ in range(200)])
     assert set(drawn[:, 0]) == set(allowed)
     assert len(set(drawn[:, 1])) > 20
-    sampler.add(0, GREEDY, 1, np.zeros(0, np.int32), 0, ())  # the seat's next request is free too
+    sampler.add(0, GREEDY, 1, EMPTY, 0, ())  # the seat's next request is free too
     assert np.array(sampler(mx.array(x), np.arange(2)).token_ids)[0] == x[0].argmax()
 
 
@@ -116,7 +108,7 @@ def test_a_step_with_bad_words_may_be_built_before_the_last_one_is_evaluated():
     x = np.zeros((1, 4), np.float32)
     x[0] = [0, 3, 2, 1]  # 1 is the best, then 2
     sampler = Sampler(1, 4)
-    sampler.add(0, GREEDY, 0, np.zeros(0, np.int32), 0, (), [[1, 1]])
+    sampler.add(0, GREEDY, 0, EMPTY, 0, (), [[1, 1]])
     steps = [sampler(mx.array(x), np.arange(1)).token_ids for _ in range(4)]
     assert [int(t[0]) for t in steps] == [1, 2, 1, 2]
 

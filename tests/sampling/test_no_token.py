@@ -11,6 +11,7 @@ from mlx.utils import tree_map
 
 from tests.support import tiny_models as tiny
 from tests.support.array_attention import compile_on_cpu
+from tests.support.sampling_oracle import EMPTY
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.engine import engine as engines
@@ -24,7 +25,6 @@ from vllm_metal_lite.sampling_params import SamplingParams
 
 PROMPTS = tiny.prompts(4, 3, 30, seed=8)
 NEVER = {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 3}
-EMPTY = np.zeros(0, np.int32)
 
 # The sampler
 
@@ -103,19 +103,14 @@ def test_a_masked_request_ends_in_an_error_and_the_others_go_on(kind, random, mo
     tokens, done = run(never={**NEVER, "n": 2}, word={**word, "logprobs": 1})
     assert tokens == expected
     assert run()[0] == expected
+    left = "no token can be sampled: nothing is left by allowed_token_ids and"
     for answer in done["never"].outputs:
         assert (answer.finish_reason, answer.token_ids) == ("error", [])
-        assert answer.error == (
-            "no token can be sampled: nothing is left by allowed_token_ids and min_tokens (until "
-            "then, no stop token)"
-        )
+        assert answer.error == f"{left} min_tokens (until then, no stop token)"
     [answer] = done["word"].outputs
     assert (answer.finish_reason, answer.token_ids) == ("error", [9])
     assert len(answer.logprobs) == 1
-    assert (
-        answer.error
-        == "no token can be sampled: nothing is left by allowed_token_ids and bad_words"
-    )
+    assert answer.error == f"{left} bad_words"
 
 
 def broken() -> nn.Module:

@@ -93,11 +93,14 @@ def seeded_logits(step):
     return random_logits(100 + step, VOCAB, scale=2.0).round(1)
 
 
+def sampled(sampler, step):
+    """By the first row."""
+    return sampler(mx.array(seeded_logits(step)[None]), np.array([0])).token_ids
+
+
 def alone(params=SEEDED):
     sampler = make(params, [1234], VOCAB, PROMPT)
-    return [
-        sampler(mx.array(seeded_logits(i)[None]), np.array([0])).token_ids.item() for i in range(12)
-    ]
+    return [sampled(sampler, step).item() for step in range(12)]
 
 
 NEIGHBOURS = [
@@ -139,23 +142,20 @@ def test_stream_does_not_depend_on_the_batch(params):
 def test_stream_survives_preemption(cut):
     expected = alone()
     sampler = make(SEEDED, [1234], VOCAB, PROMPT)
-    for i in range(cut):
-        sampler(mx.array(seeded_logits(i)[None]), np.array([0]))
+    for step in range(cut):
+        sampled(sampler, step)
     sampler.remove(0)
     sampler.add(0, SamplingParams(presence_penalty=2.0), 9, PROMPT[:1], 1, EOS)
-    sampler(mx.array(seeded_logits(0)[None]), np.array([0]))
+    sampled(sampler, 0)
     # The same row, or another one, with all that was generated.
     known = np.array([*PROMPT, *expected[:cut]], np.int32)
     sampler.add(0, SEEDED, 1234, known, len(PROMPT), EOS)
-    for i in range(cut, len(expected)):
-        token = sampler(mx.array(seeded_logits(i)[None]), np.array([0])).token_ids.item()
-        assert token == expected[i]
+    assert [sampled(sampler, step).item() for step in range(cut, 12)] == expected[cut:]
 
 
 def test_a_step_may_be_built_before_the_last_one_is_evaluated():
     sampler = make(SEEDED, [1234], VOCAB, PROMPT)
-    out = [sampler(mx.array(seeded_logits(i)[None]), np.array([0])) for i in range(12)]
-    assert mx.concatenate([o.token_ids for o in out]).tolist() == alone()
+    assert mx.concatenate([sampled(sampler, step) for step in range(12)]).tolist() == alone()
 
 
 def test_seeds_of_64_bits_differ():

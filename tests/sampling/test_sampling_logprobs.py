@@ -147,6 +147,7 @@ def test_a_call_evaluates_nothing():
     mx.eval(out.token_ids)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not shutil.which("g++"), reason="MLX fuses on a CPU with a C++ compiler")
 def test_fused_operations_equal_the_plain_ones(monkeypatch):
     x = random_logits(6, 4, VOCAB)

@@ -1,7 +1,6 @@
 """Drafts in the scheduler change no token, take no block that others need, and delay nobody."""
 
 from contextlib import suppress
-from functools import partial
 from itertools import count
 from random import Random
 
@@ -9,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support import workloads as workloads_of
 from tests.support.fakes import FakeEngine, StepFailed, expected, fake_config
-from tests.support.workloads import MAX_MODEL_LEN, Workload, make_config, workloads
+from tests.support.workloads import MAX_MODEL_LEN, Workload, make_config, play_engine, workloads
 
 
 def guesses(engine, random, right=0.8):
@@ -42,14 +40,7 @@ def play(workload: Workload, seed: int) -> None:
             engine.execute(out, fail=next(steps) in workload.failures)
         engine.check_blocks()
 
-    aborted = set()
-
-    def abort(name: str) -> None:
-        if request := engine.unfinished.get(name):
-            aborted.add(name)
-            engine.abort(request)
-
-    workloads_of.play(workload, engine.scheduler, partial(workloads_of.add, engine), abort, step)
+    aborted = play_engine(workload, engine, step)
     for number, request in engine.requests.items():
         if number not in aborted:
             assert request.output_token_ids[: request.max_tokens] == expected(

@@ -5,7 +5,7 @@ from types import FrameType
 
 import pytest
 
-from tests.support.fakes import FakeEngine, StepFailed, expected, fake_config
+from tests.support.fakes import FakeEngine, StepFailed, expected, fake_config, shape
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
@@ -22,11 +22,6 @@ def make(num_blocks: int = 64, max_model_len: int = 64, **options) -> FakeEngine
 def prompt(length: int, seed: int = 0) -> list[int]:
     """Tokens that no other seed shares."""
     return [(seed * 131 + i) % 1000 for i in range(length)]
-
-
-def shape(out: SchedulerOutput) -> list[tuple[str, int, int]]:
-    """(request, its tokens computed before, its tokens in this step) of each segment."""
-    return [(s.request.request_id, s.num_computed, s.num_scheduled) for s in out.segments]
 
 
 def run_and_check(engine: FakeEngine) -> list[SchedulerOutput]:
@@ -275,27 +270,26 @@ def test_reset_forgets_prefixes_and_disturbs_nobody():
 # Prefill policies
 
 
-def kinds(policy: str) -> str:
-    """One letter a step while two prompts of 12 tokens meet a decode: d, p(refill) or m(ixed)."""
+@pytest.mark.parametrize(
+    ("policy", "kinds"),
+    [("mixed", "mmmmmmmmdd"), ("alternate", "pdpdpdpdpdpddddd"), ("whole", "pppdpppddddddddd")],
+)
+def test_what_steps_carry(policy, kinds):
+    """Both; by turns; a prompt's chunks back to back.
+
+    One letter a step while two prompts of 12 tokens meet a decode: d, p(refill) or m(ixed).
+    """
     engine = make(prefill_policy=policy, max_num_batched_tokens=4)
     engine.add([1], max_tokens=12)
     engine.step()
     engine.step()
     engine.add(prompt(12, 1), max_tokens=1)
     engine.add(prompt(12, 2), max_tokens=1)
-    return "".join(
+    found = (
         "m" if 0 < out.num_decodes < len(out.segments) else "d" if out.num_decodes else "p"
         for out in run_and_check(engine)
     )
-
-
-@pytest.mark.parametrize(
-    ("policy", "expected"),
-    [("mixed", "mmmmmmmmdd"), ("alternate", "pdpdpdpdpdpddddd"), ("whole", "pppdpppddddddddd")],
-)
-def test_what_steps_carry(policy, expected):
-    """Both; by turns; a prompt's chunks back to back."""
-    assert kinds(policy) == expected
+    assert "".join(found) == kinds
 
 
 def test_whole_admits_in_a_turn_only_what_ends_in_it():

@@ -228,15 +228,9 @@ def play(workload: Workload, slots: Slots) -> Device:
     return device
 
 
-@settings(max_examples=150, deadline=None)
-@given(workloads(), slots_of)
+@settings(max_examples=250)
+@given(workloads() | workloads(pressed=True), slots_of)
 def test_every_segment_finds_its_prefix_in_its_slot(workload, slots):
-    play(workload, slots)
-
-
-@settings(max_examples=100, deadline=None)
-@given(workloads(pressed=True), slots_of)
-def test_every_segment_finds_its_prefix_in_its_slot_under_pressure(workload, slots):
     play(workload, slots)
 
 

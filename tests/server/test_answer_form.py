@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support import guided
 from vllm_metal_lite.chat_formats.detect import PLAIN
 from vllm_metal_lite.chat_formats.json_markers import HERMES
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
@@ -24,10 +25,7 @@ def call(**arguments):
 
 
 def accepts(form, text):
-    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), form.grammar)
-    assert not matcher.is_error(), matcher.get_error()
-    tokens = list(text.encode())
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+    return guided.accepts(llguidance.LLTokenizer("byte"), form.grammar, text.encode())
 
 
 def form_of(tools, choice, form=None, chat_format=HERMES):

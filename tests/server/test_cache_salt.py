@@ -13,16 +13,15 @@ BODIES = {
 }
 
 
-def ask(running, api: str, salt) -> httpx.Response:
-    body = {**BODIES[api], "cache_salt": salt}
-    return httpx.post(f"{running.url}/v1/{api}", json=body, timeout=60)
+def ask(http: httpx.Client, api: str, salt) -> httpx.Response:
+    return http.post(f"/v1/{api}", json={**BODIES[api], "cache_salt": salt})
 
 
 @pytest.mark.parametrize("api", BODIES)
-def test_a_salt_parts_the_cache(running, api):
+def test_a_salt_parts_the_cache(http, api):
     found = []
     for salt in (None, f"mine, {api}", f"mine, {api}", f"yours, {api}"):
-        reply = ask(running, api, salt)
+        reply = ask(http, api, salt)
         usage = reply.json()["usage"]
         details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
         found.append(details["cached_tokens"] if details else usage["cache_read_input_tokens"])
@@ -31,7 +30,7 @@ def test_a_salt_parts_the_cache(running, api):
 
 @pytest.mark.parametrize("salt", ["", 5, ["a"]])
 @pytest.mark.parametrize("api", BODIES)
-def test_a_bad_salt_is_refused(running, api, salt):
-    reply = ask(running, api, salt)
+def test_a_bad_salt_is_refused(http, api, salt):
+    reply = ask(http, api, salt)
     assert reply.status_code == 400
     assert "cache_salt must be a non-empty string, got " in reply.json()["error"]["message"]

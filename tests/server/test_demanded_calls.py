@@ -5,7 +5,6 @@ import math
 from functools import partial
 
 import anthropic
-import httpx
 import openai
 import pytest
 
@@ -19,8 +18,14 @@ SCHEMA = {
     "required": ["on", "mode"],
     "additionalProperties": False,
 }
-RUN = {"type": "function", "function": {"name": "run", "parameters": SCHEMA}}
-WAIT = {"type": "function", "function": {"name": "wait", "parameters": {"type": "object"}}}
+
+
+def tool(name, parameters, **fields):
+    function = {"name": name, "parameters": parameters, **fields}
+    return {"type": "function", "function": function}
+
+
+RUN, WAIT = tool("run", SCHEMA), tool("wait", {"type": "object"})
 ASK = {"model": "demo", "messages": [{"role": "user", "content": "Go on."}]}
 NAMED = {"type": "function", "function": {"name": "run"}}
 
@@ -63,13 +68,9 @@ def test_a_named_tool_is_called_by_its_schema(client):
 @pytest.mark.usefixtures("chat_format")
 def test_a_call_of_any_tool_over_messages(running):
     with anthropic.Anthropic(base_url=running.url, **OPTIONS) as client:
-        tool = {"name": "run", "input_schema": SCHEMA}
-        message = client.messages.create(
-            **ASK,
-            max_tokens=400,
-            tools=[tool],
-            tool_choice={"type": "any", "disable_parallel_tool_use": True},
-        )
+        run = {"name": "run", "input_schema": SCHEMA}
+        choice = {"type": "any", "disable_parallel_tool_use": True}
+        message = client.messages.create(**ASK, max_tokens=400, tools=[run], tool_choice=choice)
     assert message.stop_reason == "tool_use"
     assert is_right(message.content[-1].input)
 
@@ -90,18 +91,15 @@ SCHEMAS = {
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-@pytest.mark.parametrize("ask", [{"tool_choice": "required"}, {"strict": True}], ids=str)
-def test_a_schema_that_cannot_be_followed_is_named(running, monkeypatch, name, ask):
+@pytest.mark.parametrize("choice", ["required", "auto"], ids=["demanded", "strict"])
+def test_a_schema_that_cannot_be_followed_is_named(http, monkeypatch, name, choice):
     monkeypatch.setattr(EngineClient, "chat_format", FORMATS["hermes"])
     schema, words = SCHEMAS[name]
     parameters = {"type": "object", "properties": {"code": schema}, "required": ["code"]}
-    function = {"name": "look", "parameters": parameters, "strict": "strict" in ask}
-    choice = {k: v for k, v in ask.items() if k != "strict"}
-    tools = [RUN, {"type": "function", "function": function}]
-    body = json.dumps({**ASK, "tools": tools, **choice, "max_tokens": 5}).replace(
-        "Infinity", "1e400"
-    )
-    refused = httpx.post(f"{running.url}/v1/chat/completions", content=body, timeout=60)
+    tools = [RUN, tool("look", parameters, strict=choice == "auto")]
+    asked = {**ASK, "tools": tools, "tool_choice": choice, "max_tokens": 5}
+    body = json.dumps(asked).replace("Infinity", "1e400")
+    refused = http.post("/v1/chat/completions", content=body)
     error = refused.json()["error"]
     assert f"tools: 'look'.properties.code{words}" in error["message"]
     assert error["param"] == "tools"
@@ -112,9 +110,9 @@ def test_numbers_of_arguments_are_exact_or_refused(client, monkeypatch, name):
     """Formats that do not write values as JSON have no limit."""
     monkeypatch.setattr(EngineClient, "chat_format", FORMATS[name])
     parameters = {"type": "object", "properties": {"id": {"enum": [2**53 + 1]}}, "required": ["id"]}
-    tool = {"type": "function", "function": {"name": "run", "parameters": parameters}}
-    ask = {**ASK, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
-    create = partial(client.chat.completions.create, **ask, seed=1, max_tokens=400)
+    ask = {**ASK, "tools": [tool("run", parameters)], "tool_choice": "required"}
+    ask |= {"parallel_tool_calls": False, "seed": 1, "max_tokens": 400}
+    create = partial(client.chat.completions.create, **ask)
     if name in ("qwen3_coder", "glm45"):
         [call] = create().choices[0].message.tool_calls
         assert json.loads(call.function.arguments) == {"id": 2**53 + 1}

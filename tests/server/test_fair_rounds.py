@@ -7,6 +7,7 @@ from tests.support.server_kit import start_engine
 from vllm_metal_lite import EngineConfig, SamplingParams
 from vllm_metal_lite.server.offload import ORIGIN, Origin
 from vllm_metal_lite.server.worker.fair_rounds import FairRounds
+from vllm_metal_lite.server.worker.messages import Add
 
 
 def test_a_newcomer_passes_a_pile():
@@ -58,7 +59,7 @@ def test_the_engine_serves_clients_in_rounds():
         async def ask(client: str, name: str) -> None:
             ORIGIN.set(Origin(client))
             params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
-            async with engine.generate(name, [5, 6, 7], params) as request:
+            async with engine.generate(Add(name, [5, 6, 7], params)) as request:
                 await request.complete()
             ended.append(name)
 

@@ -198,6 +198,7 @@ def test_there_are_enough_kinds():
     assert len(kinds) >= 300
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ENDPOINTS)
 def test_bad_bodies(running, path, caplog):
     client, wrong = connect(running), []
@@ -241,8 +242,7 @@ BROKEN = {
 
 def send_raw(running, data, hangs_up):
     """The status of the reply to bytes; 0: none.  hangs_up: the client closes behind them."""
-    at = urlsplit(running.url)
-    with socket.create_connection((at.hostname, at.port), timeout=60) as client:
+    with raw_http.connect(running.url) as client:
         try:
             client.sendall(data)
             if hangs_up:
@@ -282,18 +282,12 @@ def test_the_type_of_the_content_does_not_matter(running, path):
 def test_slow_bodies_hold_nobody_up(running, monkeypatch):
     """Each endpoint gets 8 bodies that never end: they are refused, others are served."""
     monkeypatch.setattr(security, "_BODY_SECONDS", 1.0)
-    at = urlsplit(running.url)
 
     def trickle(path):
-        with socket.create_connection((at.hostname, at.port), timeout=60) as client:
-            client.sendall(f"{_HEAD.format(path=path)}Content-Length: 500\r\n\r\n{{".encode())
-            reply = b""
-            while more := client.recv(65536):
-                reply += more
-                if reply.count(b"}") >= 2:
-                    break
-        head, _, body = reply.partition(b"\r\n\r\n")
-        return int(head.split(b" ", 2)[1]), is_error(path, body)
+        begun = f"{_HEAD.format(path=path)}Content-Length: 500\r\n\r\n{{".encode()
+        answer = raw_http.parsed(raw_http.raw(running.url, begun))  # until the server closes
+        assert "too slow: 1 bytes in " in answer.json()["error"]["message"]
+        return answer.status, is_error(path, answer.body)
 
     paths = [path for path in ENDPOINTS for _ in range(8)]
     with ThreadPoolExecutor(len(paths)) as pool:
@@ -305,10 +299,8 @@ def test_slow_bodies_hold_nobody_up(running, monkeypatch):
 
 def test_a_body_in_small_pieces(running):
     body = json.dumps(ENDPOINTS["/v1/completions"][1])
-    head = (
-        _HEAD.format(path="/v1/completions") + f"Connection: close\r\nContent-Length: {len(body)}"
-    )
+    head = f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     with raw_http.connect(running.url) as client:
-        for byte in f"{head}\r\n\r\n{body}".encode():
+        for byte in f"{_HEAD.format(path='/v1/completions')}{head}{body}".encode():
             client.send(bytes([byte]))
         assert raw_http.parsed(raw_http.read_all(client)).status == 200

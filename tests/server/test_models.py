@@ -4,6 +4,7 @@ import asyncio
 import random
 import shutil
 from contextlib import asynccontextmanager
+from math import inf
 
 import httpx
 import pytest
@@ -106,6 +107,16 @@ class World:
             self.num_loading -= 1
 
 
+def two_with_room_for_one() -> tuple[World, Models]:
+    world = World(memory=10, a=7, b=7)
+    return world, world.models("a", "b")
+
+
+def state_of(models: Models, name: str) -> tuple[str, str | None]:
+    model = models.models[name]
+    return model.state, model.error
+
+
 @asynccontextmanager
 async def held(models: Models, name: str):
     async with models.use(name) as (_, engine):
@@ -116,6 +127,13 @@ async def held(models: Models, name: str):
 async def once(models: Models, name: str) -> FakeEngine:
     async with held(models, name) as engine:
         return engine
+
+
+async def asked_for(models: Models, name: str) -> asyncio.Future[FakeEngine]:
+    """A request that has come as far as it can."""
+    request = asyncio.ensure_future(once(models, name))
+    await settle()
+    return request
 
 
 async def settle() -> None:
@@ -158,15 +176,12 @@ async def test_the_least_recently_used_makes_room():
 
 @in_loop
 async def test_a_model_in_use_stays_until_its_requests_end_and_gets_no_new_ones():
-    world = World(memory=10, a=7, b=7)
-    models = world.models("a", "b")
+    world, models = two_with_room_for_one()
     async with held(models, "a") as first:
-        b = asyncio.ensure_future(once(models, "b"))
-        await settle()
+        b = await asked_for(models, "b")
         assert not b.done()
         assert models.models["b"].state == "loading"
-        again = asyncio.ensure_future(once(models, "a"))
-        await settle()
+        again = await asked_for(models, "a")
         assert not again.done()  # or b would wait for ever
     await b
     assert first.ended.is_set()
@@ -176,9 +191,8 @@ async def test_a_model_in_use_stays_until_its_requests_end_and_gets_no_new_ones(
 
 @in_loop
 async def test_a_model_whose_files_are_broken_takes_no_room():
-    world = World(memory=10, a=7, b=7)
+    world, models = two_with_room_for_one()
     world.broken["b"] = "its weights are cut"
-    models = world.models("a", "b")
     async with held(models, "a") as first:
         for _ in range(3):
             with pytest.raises(ApiError, match="its weights are cut"):
@@ -191,18 +205,14 @@ async def test_a_model_whose_files_are_broken_takes_no_room():
 
 @in_loop
 async def test_a_model_that_fails_once_it_has_room_rarely_takes_it_again():
-    world = World(memory=10, a=7, b=7)
+    world, models = two_with_room_for_one()
     world.failing["b"] = "the trial failed"
-    models = world.models("a", "b")
     for _ in range(720):  # an hour of requests for both
         await once(models, "a")
         with pytest.raises(ApiError, match="the trial failed") as failure:
             await once(models, "b")
         assert 1 <= int(failure.value.headers["Retry-After"]) <= 600
-        assert (models.models["b"].state, models.models["b"].error) == (
-            "failed",
-            "the trial failed",
-        )
+        assert state_of(models, "b") == ("failed", "the trial failed")
         world.now += 5
     # Minutes of the failures: 0, 1, 3, 7, 15, 25, 35, 45 and 55.
     assert world.started == ["a"] * 10
@@ -221,9 +231,8 @@ async def test_a_model_that_fails_once_it_has_room_rarely_takes_it_again():
 @in_loop
 async def test_requests_of_two_models_in_turn_do_not_load_in_turn():
     """Four clients, two a model, each with ten requests, one after the other, of a second each."""
-    world = World(memory=10, a=7, b=7)
+    world, models = two_with_room_for_one()
     world.seconds = 5
-    models = world.models("a", "b")
 
     async def client(name: str) -> None:
         for _ in range(10):
@@ -240,15 +249,13 @@ async def test_requests_of_two_models_in_turn_do_not_load_in_turn():
 @in_loop
 async def test_a_turn_ends():
     """Requests that overlap without end do not keep another model out."""
-    world = World(memory=10, a=7, b=7)
+    world, models = two_with_room_for_one()
     world.seconds = 5
-    models = world.models("a", "b")
     b = None
     for _ in range(100):
         async with models.use("a"):
             b = b or asyncio.ensure_future(once(models, "b"))
-            overlapping = asyncio.ensure_future(once(models, "a"))
-            await settle()
+            overlapping = await asked_for(models, "a")
             world.now += 1
         if b.done():
             break
@@ -260,13 +267,10 @@ async def test_a_turn_ends():
 
 @in_loop
 async def test_who_waits_and_leaves_costs_nothing():
-    world = World(memory=10, a=7, b=7)
-    models = world.models("a", "b")
+    world, models = two_with_room_for_one()
     async with held(models, "a") as first:
-        b = asyncio.ensure_future(once(models, "b"))
-        await settle()
-        a = asyncio.ensure_future(once(models, "a"))
-        await settle()
+        b = await asked_for(models, "b")
+        a = await asked_for(models, "a")
         b.cancel()
         assert (await a) is first
     assert world.started == ["a"]
@@ -278,8 +282,7 @@ async def test_who_leaves_while_a_model_loads_leaves_it_loaded():
     world = World()
     models = world.models("a")
     world.hold.clear()
-    waiting = asyncio.ensure_future(once(models, "a"))
-    await settle()
+    waiting = await asked_for(models, "a")
     waiting.cancel()
     await settle()
     world.hold.set()
@@ -306,16 +309,13 @@ async def test_a_failure_is_told_and_tried_again_later():
         await once(models, "b")
     assert failure.value.status == 503
     assert failure.value.headers["Retry-After"] == "5"
-    assert (models.models["b"].state, models.models["b"].error) == (
-        "failed",
-        "the weights are broken",
-    )
+    assert state_of(models, "b") == ("failed", "the weights are broken")
     world.failing.clear()
     with pytest.raises(ApiError, match="broken"):
         await once(models, "b")
     world.now += 5
     await once(models, "b")
-    assert (models.models["b"].state, models.models["b"].error) == ("loaded", None)
+    assert state_of(models, "b") == ("loaded", None)
 
 
 @in_loop
@@ -339,8 +339,7 @@ async def test_a_model_that_never_fits_beside_the_pinned_ones():
 
 @in_loop
 async def test_an_engine_that_ended_is_loaded_again():
-    world = World(memory=10, a=7, b=7)
-    models = world.models("a", "b")
+    world, models = two_with_room_for_one()
     async with held(models, "a") as engine:
         engine.end("the engine's process has ended by SIGKILL")
         assert models.models["a"].state == "failed"
@@ -356,11 +355,9 @@ async def test_an_engine_that_ended_is_loaded_again():
 
 @in_loop
 async def test_a_stop_ends_those_that_load_and_those_that_wait():
-    world = World(memory=10, a=7, b=7)
-    models = world.models("a", "b")
+    world, models = two_with_room_for_one()
     async with held(models, "a"):
-        waiting = asyncio.ensure_future(once(models, "b"))
-        await settle()
+        waiting = await asked_for(models, "b")
         await models.stop()
         with pytest.raises(ApiError, match="shutting down"):
             await waiting
@@ -428,46 +425,47 @@ async def test_at_random_nobody_waits_for_ever_and_memory_suffices(seed):
     for model in models.models.values():
         assert not model.waiters
         assert not model.is_loading
-        assert model.engine is None or (model.engine.users, model.engine.going) == (0, False)
+        assert model.engine is None or (model.engine.users, model.engine.ends_at) == (0, inf)
     await models.stop()
     assert world.alive == []
 
 
+@pytest.mark.long
 def test_two_models_over_http():
-    """Each loads when it is named; /status shows them."""
-    specs = [ModelSpec("demo", "demo"), ModelSpec("other", "demo"), ModelSpec("none", "/no/such")]
+    """Each loads when it is named; /status shows them.  The user chooses the format of one."""
+    other = ModelSpec("other", "demo", chat_format=FORMATS["kimi_k2"])
+    specs = [ModelSpec("demo", "demo"), other, ModelSpec("none", "/no/such")]
     with serving(specs) as running, httpx.Client(base_url=running.url, timeout=120) as client:
 
         def ask(model: str) -> httpx.Response:
-            body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-            return client.post("/v1/chat/completions", json={**body, "model": model})
+            body = {"prompt": "hi", "max_tokens": 4, "model": model}
+            return client.post("/v1/completions", json=body)
 
-        def states() -> list[str]:
+        def states_and_contexts() -> list[tuple[str, int | None]]:
             known = client.get("/v1/models").json()["data"]
             status = client.get("/status").json()["models"]
-            assert [(m["state"], m["error"]) for m in known] == [
-                (m["state"], m["error"]) for m in status
-            ]
-            return [model["state"] for model in status]
+            for field in "state", "error":
+                assert [model[field] for model in known] == [model[field] for model in status]
+            return [(model["state"], model["context_length"]) for model in known]
 
-        def contexts() -> list[int | None]:
-            return [m["context_length"] for m in client.get("/v1/models").json()["data"]]
-
-        assert states() == ["loaded", "unloaded", "unloaded"]
-        assert contexts() == [4096, 4608, None]  # 4,608 by its files; 4,096 fit
+        # 4,608 by its files; 4,096 fit.
+        before = [("loaded", 4096), ("unloaded", 4608), ("unloaded", None)]
+        assert states_and_contexts() == before
         assert ask("other").status_code == 200
         failed = ask("none")
         assert failed.status_code == 503
         assert "no such folder" in failed.text
         assert ask("demo").status_code == 200
-        assert states() == ["loaded", "loaded", "failed"]
-        assert contexts() == [4096, 4096, None]
+        assert states_and_contexts() == [("loaded", 4096), ("loaded", 4096), ("failed", None)]
         status = client.get("/status").json()
+        demo, kimi, _ = status["models"]
+        assert (demo["chat_format"], demo["tool_calls"]) == ("plain", False)
+        assert (kimi["chat_format"], kimi["tool_calls"]) == ("kimi_k2", True)
         assert status["server"] == {"running": 0, "waiting": 0, "max_waiting": 256}
         assert "no such folder" in status["models"][2]["error"]
-        first, second = (m["metrics"] for m in status["models"][:2])
-        assert first["requests_running"] == second["requests_running"] == 0
-        assert status["models"][0]["max_model_len"] == status["models"][1]["max_model_len"]
+        for model in demo, kimi:
+            assert model["metrics"]["requests_running"] == 0
+            assert model["max_model_len"] == 4096
 
 
 def test_a_broken_model_leaves_the_loaded_one_in_its_room(tmp_path, caplog):
@@ -491,13 +489,3 @@ def test_a_broken_model_leaves_the_loaded_one_in_its_room(tmp_path, caplog):
         assert pid() == before
     assert "the model demo is loaded, in " in caplog.text
     assert "makes room" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("chosen", "expected"), [("kimi_k2", ("kimi_k2", True)), (None, ("plain", False))]
-)
-def test_a_chat_format_that_the_user_chooses_or_not(chosen, expected):
-    spec = ModelSpec("demo", "demo", chat_format=FORMATS[chosen] if chosen else None)
-    with serving([spec]) as running:
-        [status] = httpx.get(f"{running.url}/status", timeout=60).json()["models"]
-    assert (status["chat_format"], status["tool_calls"]) == expected

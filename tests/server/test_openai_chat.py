@@ -2,7 +2,6 @@
 
 import json
 
-import httpx
 import pytest
 
 from vllm_metal_lite import SamplingParams
@@ -111,14 +110,11 @@ def test_without_top_logprobs_only_the_chosen_token_is_scored(client):
     assert chat(client, max_tokens=1).choices[0].logprobs is None
 
 
-def test_a_token_that_is_a_part_of_a_character_shows_its_own_bytes(client, running):
+def test_a_token_that_is_a_part_of_a_character_shows_its_own_bytes(client, http):
     """The demo model's vocabulary has bytes."""
-    lead, _ = httpx.post(f"{running.url}/tokenize", json={"prompt": "é"}, timeout=60).json()[
-        "tokens"
-    ]
-    answer = chat(
-        client, max_tokens=1, temperature=0, logprobs=True, extra_body={"allowed_token_ids": [lead]}
-    )
+    lead, _ = http.post("/tokenize", json={"prompt": "é"}).json()["tokens"]
+    only = {"allowed_token_ids": [lead]}
+    answer = chat(client, max_tokens=1, temperature=0, logprobs=True, extra_body=only)
     [entry] = answer.choices[0].logprobs.content
     assert entry.bytes == [0xC3]
 
@@ -190,42 +186,39 @@ def test_an_answer_can_go_on_where_the_last_message_ends(client, llm):
     assert "".join(c.choices[0].delta.content for c in streamed) == text[:20] + alone
 
 
-def test_null_is_not_given(running):
+def test_null_is_not_given(http):
     any_name = dict.fromkeys(["encode_text", "render", "variables"], 1)
     body = {"messages": ASK, "max_tokens": 2, "chat_template_kwargs": any_name}
     names = ["stream", "n", "temperature", "top_p", "top_k", "stop", "seed", "logprobs"]
     names += ["top_logprobs", "logit_bias", "tools", "tool_choice", "response_format", "user"]
     names += ["priority", "max_completion_tokens", "model"]
     names += ["add_generation_prompt", "echo", "stream_options"]
-    answer = httpx.post(
-        f"{running.url}/v1/chat/completions", json={**body, **dict.fromkeys(names)}, timeout=60
-    )
+    answer = http.post("/v1/chat/completions", json={**body, **dict.fromkeys(names)})
     assert answer.status_code == 200, answer.text
 
 
-def test_an_integer_may_be_written_as_a_float(running):
+def test_an_integer_may_be_written_as_a_float(http):
     """As JSON Schema says."""
-    with httpx.Client(base_url=running.url, timeout=60) as http:
 
-        def tokens(path, body):
-            reply = http.post(path, json=body)
-            assert reply.status_code == 200, reply.text
-            return reply.json()
+    def tokens(path, body):
+        reply = http.post(path, json=body)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
 
-        common = {"top_k": 5.0, "seed": 7.0, "priority": -1.0, "stop_token_ids": [3.0]}
-        asked = {**common, "messages": ASK, "max_tokens": 2.0, "n": 1.0, "logprobs": True}
-        reply = tokens("/v1/chat/completions", {**asked, "top_logprobs": 1.0})
-        assert reply["usage"]["completion_tokens"] == 2
-        body = {**common, "prompt": [5.0, 6], "max_tokens": 2.0, "best_of": 1.0, "logprobs": 0.0}
-        assert tokens("/v1/completions", body)["usage"]["completion_tokens"] == 2
-        thinking = {"type": "enabled", "budget_tokens": 9.0}
-        body = {**common, "messages": ASK, "max_tokens": 2.0, "thinking": thinking}
-        assert tokens("/v1/messages", body)["usage"]["output_tokens"] == 2
-        body = {**common, "input": "hi", "max_output_tokens": 2.0}
-        assert tokens("/v1/responses", body)["usage"]["output_tokens"] == 2
-        assert tokens("/detokenize", {"tokens": [72.0]}) == tokens("/detokenize", {"tokens": [72]})
-        body = {"messages": ASK, "max_tokens": 2.5}
-        assert http.post("/v1/chat/completions", json=body).status_code == 400
+    common = {"top_k": 5.0, "seed": 7.0, "priority": -1.0, "stop_token_ids": [3.0]}
+    asked = {**common, "messages": ASK, "max_tokens": 2.0, "n": 1.0, "logprobs": True}
+    reply = tokens("/v1/chat/completions", {**asked, "top_logprobs": 1.0})
+    assert reply["usage"]["completion_tokens"] == 2
+    body = {**common, "prompt": [5.0, 6], "max_tokens": 2.0, "best_of": 1.0, "logprobs": 0.0}
+    assert tokens("/v1/completions", body)["usage"]["completion_tokens"] == 2
+    thinking = {"type": "enabled", "budget_tokens": 9.0}
+    body = {**common, "messages": ASK, "max_tokens": 2.0, "thinking": thinking}
+    assert tokens("/v1/messages", body)["usage"]["output_tokens"] == 2
+    body = {**common, "input": "hi", "max_output_tokens": 2.0}
+    assert tokens("/v1/responses", body)["usage"]["output_tokens"] == 2
+    assert tokens("/detokenize", {"tokens": [72.0]}) == tokens("/detokenize", {"tokens": [72]})
+    body = {"messages": ASK, "max_tokens": 2.5}
+    assert http.post("/v1/chat/completions", json=body).status_code == 400
 
 
 def test_harmless_values_of_unsupported_fields(client):
@@ -237,20 +230,16 @@ def test_harmless_values_of_unsupported_fields(client):
     assert answer.choices
 
 
-def test_an_error_in_mid_stream_is_an_event_and_the_stream_ends(client, running):
+def test_an_error_in_mid_stream_is_an_event_and_the_stream_ends(http):
     """Only "!" is allowed, and a second one would complete a bad word."""
     body = {"messages": ASK, "max_tokens": 4, "stream": True, "allowed_token_ids": [5]}
     body |= {"bad_words": ["!!"]}
-    with httpx.stream(
-        "POST", f"{running.url}/v1/chat/completions", json=body, timeout=60
-    ) as answer:
+    with http.stream("POST", "/v1/chat/completions", json=body) as answer:
         assert answer.status_code == 200
         events = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
     message = json.loads(events[-2])["error"]["message"]
     assert message == "no token can be sampled: nothing is left by allowed_token_ids and bad_words"
-    whole = httpx.post(
-        f"{running.url}/v1/chat/completions", json={**body, "stream": False}, timeout=60
-    )
+    whole = http.post("/v1/chat/completions", json={**body, "stream": False})
     assert whole.status_code == 400
     assert whole.json()["error"]["message"] == message

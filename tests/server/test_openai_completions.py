@@ -1,6 +1,5 @@
 """`/v1/completions`, as the official client sees it, beside the embedded engine."""
 
-import httpx
 import openai
 import pytest
 
@@ -174,11 +173,11 @@ def test_a_stream_of_several_prompts_that_is_closed_holds_nothing(lenient, runni
     eventually(lambda: not running.server.requests)
 
 
-def test_one_error_among_several_prompts_ends_the_stream(running):
+def test_one_error_among_several_prompts_ends_the_stream(http):
     """Only "!" is allowed, and a second one would complete a bad word."""
     body = {"prompt": [PROMPT, "x = "], "stream": True, "max_tokens": 9, "allowed_token_ids": [5]}
     body |= {"bad_words": ["!!"]}
-    answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)
+    answer = http.post("/v1/completions", json=body)
     *_, last, done, end = answer.text.split("\n\n")
     assert "no token can be sampled" in last
     assert (done, end) == ("data: [DONE]", "")

@@ -14,6 +14,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
 def test_greedy_tokens_are_those_of_the_embedded_engine(tmp_path, name):
     folder = str(write_folder(tmp_path / name, name))

@@ -95,10 +95,7 @@ def test_variables_of_the_template():
     assert conversation.add_generation_prompt
 
 
-def test_a_final_message_goes_on_without_a_generation_prompt():
-    conversation = ConversationFields(continue_final_message=True).conversation([USER])
-    assert conversation.template == {"continue_final_message": True}
-    assert not conversation.add_generation_prompt
+def test_a_message_that_goes_on_has_no_generation_prompt_behind_it():
     both = ConversationFields(continue_final_message=True, add_generation_prompt=True)
     with pytest.raises(ApiError, match="cannot both be true"):
         both.conversation([USER])

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 
-import httpx
 import pytest
 from playwright.sync_api import expect
 
@@ -14,13 +13,19 @@ from tests.support.server_kit import serving
 from vllm_metal_lite.server.page import FOLDER
 from vllm_metal_lite.server.settings import ServerConfig
 
-needs_chromium = pytest.mark.skipif(
-    chromium_path() is None, reason="there is no Chromium or Chrome here"
-)
+pytestmark = pytest.mark.long
+WIDE = {"viewport": {"width": 1600, "height": 1000}}
+USAGE = {
+    "prompt_tokens": 1812,
+    "completion_tokens": 640,
+    "prompt_tokens_details": {"cached_tokens": 1600},
+}
 
 
 @pytest.fixture(scope="module")
 def browser():
+    if chromium_path() is None:
+        pytest.skip("there is no Chromium or Chrome here")
     with chromium() as browser:
         yield browser
 
@@ -41,54 +46,80 @@ def show(browser, running):
     assert not complaints
 
 
+@pytest.fixture
+def shown(show) -> Shown:
+    """The page, open on a screen of the usual size."""
+    return show()
+
+
+@pytest.fixture
+def page(shown):
+    return shown.page
+
+
 def answer_with(page, *deltas, usage=None, finish="stop"):
     """Let the page get these deltas as the answer to all its questions."""
     chunks = [{"choices": [{"index": 0, "delta": d, "finish_reason": None}]} for d in deltas]
     chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
     if usage:
         chunks.append({"choices": [], "usage": usage})
-    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    answer_with_events(page, *map(json.dumps, chunks), "[DONE]")
+
+
+def answer_with_events(page, *events):
+    body = "".join(f"data: {event}\n\n" for event in events)
     page.route(
         "**/v1/chat/completions",
         lambda route: route.fulfill(content_type="text/event-stream", body=body),
     )
 
 
+def body_of(shown, text):
+    """Ask; returns the body of the request."""
+    with shown.page.expect_request("**/v1/chat/completions") as asked:
+        shown.ask(text)
+    return asked.value.post_data_json
+
+
+def change_requests(page, path, **fields):
+    """Let the server get these fields in the page's requests."""
+
+    def change(route):
+        body = {**route.request.post_data_json, **fields}
+        route.continue_(post_data=json.dumps(body))
+
+    page.route(f"**/v1/{path}", change)
+
+
 def lasting_samples(page):
     """Let the sample requests run until they are stopped, however slow the browser is."""
-
-    def longer(route):
-        body = route.request.post_data_json
-        route.continue_(post_data=json.dumps({**body, "max_tokens": 3000}))
-
-    page.route("**/v1/completions", longer)
+    change_requests(page, "completions", max_tokens=3000)
 
 
 # Without a browser
 
 
-def test_files_come_with_strict_headers(running):
-    with httpx.Client(base_url=running.url, timeout=60) as client:
-        for path in FOLDER.rglob("*"):
-            if path.is_file() and path.suffix != ".md":
-                response = client.get(f"/page/{path.relative_to(FOLDER).as_posix()}")
-                assert response.content == path.read_bytes()
-                policy = response.headers["content-security-policy"]
-                assert "default-src 'none'" in policy
-                assert "unsafe" not in policy
-                assert response.headers["x-content-type-options"] == "nosniff"
-        index = client.get("/")
-        assert index.headers["content-type"] == "text/html; charset=utf-8"
-        known = client.get("/", headers={"If-None-Match": index.headers["etag"]})
-        assert (known.status_code, known.content) == (304, b"")
-        assert client.head("/").status_code == 200
+def test_files_come_with_strict_headers(http):
+    for path in FOLDER.rglob("*"):
+        if path.is_file() and path.suffix != ".md":
+            response = http.get(f"/page/{path.relative_to(FOLDER).as_posix()}")
+            assert response.content == path.read_bytes()
+            policy = response.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+            assert response.headers["x-content-type-options"] == "nosniff"
+    index = http.get("/")
+    assert index.headers["content-type"] == "text/html; charset=utf-8"
+    known = http.get("/", headers={"If-None-Match": index.headers["etag"]})
+    assert (known.status_code, known.content) == (304, b"")
+    assert http.head("/").status_code == 200
 
 
 @pytest.mark.parametrize(
     "path", ["/page/nothing.js", "/page/..%2fpage.py", "/page/vendor", "/page/"]
 )
-def test_no_other_file_can_be_read(running, path):
-    response = httpx.get(running.url + path, timeout=60)
+def test_no_other_file_can_be_read(http, path):
+    response = http.get(path)
     assert response.status_code == 404
     assert response.json()["error"]["type"] == "not_found_error"
 
@@ -107,49 +138,30 @@ def test_nothing_comes_from_elsewhere_and_nothing_is_inline():
 # The chat
 
 
-@needs_chromium
-def test_a_chat_and_what_it_cost(show):
-    shown = show()
-    page = shown.page
-    shown.ask("Hi, my name is Ada and I parked my car on level 3.")
-    assert "remember" in shown.answered(1)
-    shown.ask("Where is my car?")
-    assert shown.answered(2) == "Your car is on level 3."
+def test_a_chat_and_what_it_cost(shown, page):
+    assert "remember" in shown.answer_to("Hi, my name is Ada and I parked my car on level 3.")
+    assert shown.answer_to("Where is my car?") == "Your car is on level 3."
     expect(page.locator("#send")).to_be_visible()
     assert "first after" in page.locator(".cost").last.inner_text()
     expect(page.locator(".message.user")).to_have_count(2)
 
 
-@needs_chromium
-def test_what_was_drawn_is_not_drawn_again(show):
-    shown = show()
-    shown.ask("hello")
-    shown.answered(1)
-    first = shown.page.locator(".message.assistant .text").first
+def test_what_was_drawn_is_not_drawn_again(shown, page):
+    shown.answer_to("hello")
+    first = page.locator(".message.assistant .text").first
     first.evaluate("e => { e.firstChild.mark = 1; }")
-    shown.ask("hello again")
-    shown.answered(2)
+    shown.answer_to("hello again")
     assert first.evaluate("e => e.firstChild.mark") == 1
 
 
-@needs_chromium
-def test_the_cost_is_read_from_usage(show):
-    shown = show()
-    usage = {
-        "prompt_tokens": 1812,
-        "completion_tokens": 64,
-        "prompt_tokens_details": {"cached_tokens": 640},
-    }
-    answer_with(shown.page, {"content": "Good."}, usage=usage)
-    shown.ask("How are you?")
-    shown.answered(1)
-    cost = shown.page.locator(".cost").inner_text()
-    assert re.search(r"1,812 tokens in \(640 cached\).*64 out", cost, re.S)
+def test_the_cost_is_read_from_usage(shown, page):
+    answer_with(page, {"content": "Good."}, usage=USAGE)
+    shown.answer_to("How are you?")
+    cost = page.locator(".cost").inner_text()
+    assert re.search(r"1,812 tokens in \(1,600 cached\).*640 out", cost, re.S)
 
 
-@needs_chromium
-def test_markup_in_an_answer_is_harmless(show):
-    shown = show()
+def test_markup_in_an_answer_is_harmless(shown, page):
     evil = """<script>window.bad = 1</script><img src="/x" onerror="window.bad = 2">
 <a href="javascript:window.bad = 3" id="prompt">link</a> <svg onload="window.bad = 4"></svg>
 
@@ -162,24 +174,12 @@ def test_markup_in_an_answer_is_harmless(show):
 [go](javascript:window.bad%20=%205)
 [there](https://example.com/a)
 """
-    answer_with(shown.page, {"content": evil})
-    shown.ask(evil)
-    shown.answered(1)
-    page = shown.page
+    answer_with(page, {"content": evil})
+    shown.answer_to(evil)
     assert page.evaluate("window.bad") is None
     inside = page.locator(".message .text")
-    for tag in (
-        "script",
-        "img",
-        "iframe",
-        "style",
-        "form",
-        "input",
-        "svg",
-        "[style]",
-        "[id]",
-        "[onerror]",
-    ):
+    tags = ["script", "img", "iframe", "style", "form", "input", "svg"]
+    for tag in [*tags, "[style]", "[id]", "[onerror]"]:
         expect(inside.locator(tag)).to_have_count(0)
     expect(inside.locator("[class=offscreen]")).to_have_count(0)
     expect(page.locator(".assistant .text")).to_contain_text("<script>window.bad = 1</script>")
@@ -190,15 +190,13 @@ def test_markup_in_an_answer_is_harmless(show):
     assert link.get_attribute("target") == "_blank"
 
 
-@needs_chromium
 def test_markdown_and_copied_code(show):
     shown = show(permissions=["clipboard-read", "clipboard-write"])
     text = (
         "# Head\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nprint('<hi>')\n```\n\n- **one**\n"
     )
     answer_with(shown.page, *({"content": c} for c in text))
-    shown.ask("show me")
-    shown.answered(1)
+    shown.answer_to("show me")
     answer = shown.page.locator(".message.assistant .text")
     expect(answer.locator("h1")).to_have_text("Head")
     expect(answer.locator("td")).to_have_text(["1", "2"])
@@ -236,7 +234,6 @@ Last line<br>ends\r\nhere.
 """
 
 
-@needs_chromium
 @pytest.mark.parametrize("step", [1, 7, 100])
 def test_an_answer_that_grew_looks_like_one_that_came_at_once(show, step):
     found = show().page.evaluate(
@@ -257,7 +254,6 @@ def test_an_answer_that_grew_looks_like_one_that_came_at_once(show, step):
         assert found[2] > len(_GROWS) / 2  # most of it was not rendered again
 
 
-@needs_chromium
 @pytest.mark.parametrize(
     "deltas",
     [
@@ -267,62 +263,43 @@ def test_an_answer_that_grew_looks_like_one_that_came_at_once(show, step):
         [{"reasoning": "Let me see."}, {"content": "Four."}],
     ],
 )
-def test_thoughts_are_folded_away(show, deltas):
-    shown = show()
-    answer_with(shown.page, *deltas)
-    shown.ask("two and two")
-    assert shown.answered(1) == "Four."
-    thoughts = shown.page.locator(".thoughts")
+def test_thoughts_are_folded_away(shown, page, deltas):
+    answer_with(page, *deltas)
+    assert shown.answer_to("two and two") == "Four."
+    thoughts = page.locator(".thoughts")
     expect(thoughts).to_be_hidden()
-    shown.page.get_by_text("Thoughts").click()
+    page.get_by_text("Thoughts").click()
     expect(thoughts).to_have_text("Let me see.")
 
 
-@needs_chromium
-def test_thoughts_that_never_end(show):
-    shown = show()
-    answer_with(shown.page, {"content": "<think>hm"}, finish="length")
-    shown.ask("two and two")
-    assert shown.answered(1) == ""
-    expect(shown.page.locator(".thoughts")).to_have_text("hm")
-    expect(shown.page.locator(".cost")).to_contain_text("cut off")
+def test_thoughts_that_never_end(shown, page):
+    answer_with(page, {"content": "<think>hm"}, finish="length")
+    assert shown.answer_to("two and two") == ""
+    expect(page.locator(".thoughts")).to_have_text("hm")
+    expect(page.locator(".cost")).to_contain_text("cut off")
 
 
-def ask_without_end(shown, text="tell me a story"):
-    """Ask the real server for an answer that continues until the context is full."""
-
-    def forever(route):
-        body = {**route.request.post_data_json, "ignore_eos": True, "temperature": 1}
-        route.continue_(post_data=json.dumps(body))
-
-    shown.page.route("**/v1/chat/completions", forever)
-    shown.ask(text)
-    expect(shown.page.locator(".message.assistant .text").last).not_to_be_empty()
-
-
-@needs_chromium
 @pytest.mark.parametrize("way", ["button", "Escape"])
-def test_stop_ends_the_request(show, running, way):
-    shown = show()
-    ask_without_end(shown)
+def test_stop_ends_the_request(shown, page, running, way):
+    change_requests(page, "chat/completions", ignore_eos=True, temperature=1)
+    shown.ask("tell me a story")
+    expect(page.locator(".message.assistant .text")).not_to_be_empty()
     if way == "button":
-        shown.page.click("#stop")
+        page.click("#stop")
     else:
-        shown.page.keyboard.press("Escape")
+        page.keyboard.press("Escape")
     shown.answered(1)
-    expect(shown.page.locator(".cost")).to_contain_text("stopped after")
-    expect(shown.page.locator("#send")).to_be_visible()
-    _until_idle(running, shown.page)
-    shown.page.unroute_all()
+    expect(page.locator(".cost")).to_contain_text("stopped after")
+    expect(page.locator("#send")).to_be_visible()
+    _until_idle(running, page)
+    page.unroute_all()
 
 
-@needs_chromium
-def test_an_answer_stopped_before_its_first_token_says_so(show):
-    shown = show()
-    shown.page.route("**/v1/chat/completions", lambda route: None)  # no answer comes
+def test_an_answer_stopped_before_its_first_token_says_so(shown, page):
+    page.route("**/v1/chat/completions", lambda route: None)  # no answer comes
     shown.ask("hello")
-    shown.page.click("#stop")
-    expect(shown.page.locator(".message .note")).to_have_text("Stopped before the first token.")
+    page.click("#stop")
+    expect(page.locator(".message .note")).to_have_text("Stopped before the first token.")
 
 
 def _until_idle(running, page):
@@ -333,12 +310,8 @@ def _until_idle(running, page):
     raise AssertionError(f"requests that nobody reads still run: {list(running.server.requests)}")
 
 
-@needs_chromium
-def test_edit_and_ask_again_keeps_both(show):
-    shown = show()
-    page = shown.page
-    shown.ask("Please reverse this list: red, green, blue")
-    assert shown.answered(1) == "blue, green, red"
+def test_edit_and_ask_again_keeps_both(shown, page):
+    assert shown.answer_to("Please reverse this list: red, green, blue") == "blue, green, red"
     page.get_by_label("Edit and ask again").click()
     assert page.get_by_label("Edit your message").bounding_box()["height"] < 60  # a line
     page.get_by_label("Edit your message").fill("Please reverse this list: one, two, three")
@@ -354,15 +327,10 @@ def test_edit_and_ask_again_keeps_both(show):
     expect(page.locator(".message.assistant .version")).to_have_text("2 of 2")
 
 
-@needs_chromium
-def test_conversations_stay_over_a_reload(show):
-    shown = show()
-    page = shown.page
-    shown.ask("hello")
-    first = shown.answered(1)
+def test_conversations_stay_over_a_reload(shown, page):
+    first = shown.answer_to("hello")
     page.click("#new")
-    shown.ask("Please reverse this list: red, green, blue")
-    shown.answered(1)
+    shown.answer_to("Please reverse this list: red, green, blue")
     page.reload()
     shown.ready()
     titles = page.locator("#conversations .title")
@@ -392,34 +360,26 @@ def test_conversations_stay_over_a_reload(show):
     expect(titles).to_have_count(3)
 
 
-@needs_chromium
-def test_two_tabs_know_of_each_other(show):
-    shown = show()
-    shown.ask("hello")
-    shown.answered(1)
+def test_two_tabs_know_of_each_other(shown, page):
+    shown.answer_to("hello")
     other = shown.context.new_page()
     other.goto(shown.url)
     other.locator("body[data-ready]").wait_for()
     other.click("#new")
     other.fill("#prompt", "Please reverse this list: red, green, blue")
     other.press("#prompt", "Enter")
-    titles = shown.page.locator("#conversations .title")
+    titles = page.locator("#conversations .title")
     expect(titles).to_have_text(["Please reverse this list: red, green, blue", "hello"])
-    expect(shown.page.locator(".message.user .text")).to_have_text("hello")
+    expect(page.locator(".message.user .text")).to_have_text("hello")
 
 
-@needs_chromium
-def test_settings_are_sent(show):
-    shown = show()
-    page = shown.page
+def test_settings_are_sent(shown, page):
     page.click("#settings-open")
     page.fill("#set-system", "The code of the red box is 4821.")
     page.fill("#set-temperature", "0")
     page.fill("#set-max_tokens", "7")
     page.get_by_role("button", name="Save").click()
-    with page.expect_request("**/v1/chat/completions") as asked:
-        shown.ask("What is the code of the red box?")
-    body = asked.value.post_data_json
+    body = body_of(shown, "What is the code of the red box?")
     assert body["messages"][0] == {"role": "system", "content": "The code of the red box is 4821."}
     assert (body["temperature"], body["max_tokens"], body["stream"]) == (0, 7, True)
     assert "top_p" not in body
@@ -427,10 +387,7 @@ def test_settings_are_sent(show):
     expect(page.locator("#effect")).to_contain_text("system prompt: The code of the red box")
 
 
-@needs_chromium
-def test_the_server_takes_every_setting(show):
-    shown = show()
-    page = shown.page
+def test_the_server_takes_every_setting(shown, page):
     page.evaluate(
         """localStorage.setItem("metal-lite-defaults", '{"sampling": {"thinking": true}}')"""
     )
@@ -452,34 +409,27 @@ def test_the_server_takes_every_setting(show):
     expect(page.locator("#set-schema:invalid")).to_be_visible()  # it is not saved
     page.fill("#set-schema", '{"enum": ["yes"]}')
     page.get_by_role("button", name="Save").click()
-    with page.expect_request("**/v1/chat/completions") as asked:
-        shown.ask("hello")
-    body = asked.value.post_data_json
+    body = body_of(shown, "hello")
     assert {name: body[name] for name in numbers} == numbers
     assert (body["stop"], body["reasoning_effort"]) == (["one", "two"], "none")
     assert shown.answered(1) == '"yes"'
     page.click("#effect")
     page.select_option("#set-thinking", "true")
     page.get_by_role("button", name="Save").click()
-    with page.expect_request("**/v1/chat/completions") as asked:
-        shown.ask("hello")
-    assert asked.value.post_data_json["chat_template_kwargs"]["enable_thinking"] is True
+    body = body_of(shown, "hello")
+    assert body["chat_template_kwargs"]["enable_thinking"] is True
     assert shown.answered(2) == '"yes"'
 
 
-@needs_chromium
-def test_text_files_go_with_a_message(show):
-    shown = show()
-    page = shown.page
+def test_text_files_go_with_a_message(shown, page):
     notes = {"name": "notes.md", "mimeType": "", "buffer": b"```\ncar: level 3\n```\n"}
     picture = {"name": "a.png", "mimeType": "image/png", "buffer": b"\x89PNG\0\xff"}
     page.set_input_files("#attach", [notes, picture])
     expect(page.locator("#problem")).to_contain_text("a.png is no text in UTF-8.")
     expect(page.locator("#attached li")).to_have_text(["notes.md"])
     answer_with(page, {"content": "Level 3."})
-    with page.expect_request("**/v1/chat/completions") as asked:
-        shown.ask("Where is my car?")
-    (message,) = asked.value.post_data_json["messages"]
+    body = body_of(shown, "Where is my car?")
+    (message,) = body["messages"]
     fenced = "notes.md:\n````\n```\ncar: level 3\n```\n````"  # by more than the file holds
     assert message["content"] == f"{fenced}\n\nWhere is my car?"
     expect(page.locator("#attached li")).to_have_count(0)
@@ -488,10 +438,7 @@ def test_text_files_go_with_a_message(show):
     expect(page.locator(".attachment pre")).to_contain_text("car: level 3")
 
 
-@needs_chromium
-def test_an_error_is_said_and_can_be_tried_again(show):
-    shown = show()
-    page = shown.page
+def test_an_error_is_said_and_can_be_tried_again(shown, page):
     error = {"error": {"message": "264 requests run or wait, and max_waiting (256) allows no more"}}
     page.route("**/v1/chat/completions", lambda route: route.fulfill(status=503, json=error))
     shown.ask("hello")
@@ -503,67 +450,49 @@ def test_an_error_is_said_and_can_be_tried_again(show):
     shown.complaints[:] = [c for c in shown.complaints if "503" not in c]  # Chromium's own line
 
 
-@needs_chromium
 @pytest.mark.parametrize(
-    ("tail", "words"),
+    ("last", "words"),
     [
-        ("", "The answer broke off."),
-        ('data: {"error": {"message": "the engine has ended"}}\n\n', "the engine has ended"),
+        ([], "The answer broke off."),
+        (['{"error": {"message": "the engine has ended"}}'], "the engine has ended"),
     ],
 )
-def test_an_answer_that_breaks_off_keeps_what_came(show, tail, words):
-    shown = show()
+def test_an_answer_that_breaks_off_keeps_what_came(shown, page, last, words):
     chunk = {"choices": [{"index": 0, "delta": {"content": "Once upon"}, "finish_reason": None}]}
-    body = f"data: {json.dumps(chunk)}\n\n{tail}"
-    shown.page.route(
-        "**/v1/chat/completions",
-        lambda route: route.fulfill(content_type="text/event-stream", body=body),
-    )
-    shown.ask("tell me a story")
-    assert shown.answered(1) == "Once upon"
-    expect(shown.page.locator(".message .problem")).to_contain_text(words)
+    answer_with_events(page, json.dumps(chunk), *last)
+    assert shown.answer_to("tell me a story") == "Once upon"
+    expect(page.locator(".message .problem")).to_contain_text(words)
 
 
-@needs_chromium
 def test_the_key_is_asked_for_until_it_is_right(browser):
     config = ServerConfig(port=0, api_key="secret")
     with serving(config=config) as running:
-        shown = Shown(browser, running.url, opens=False, viewport={"width": 1600, "height": 1000})
+        shown = Shown(browser, running.url, opens=False, **WIDE)
         page = shown.page
         page.goto(running.url)
         for key in "wrong", "secret":
             page.fill("#key-value", key)
             page.keyboard.press("Enter")
         shown.ready()
-        shown.ask("hello")
-        assert shown.answered(1)
+        assert shown.answer_to("hello")
         expect(page.locator("#legend li")).to_have_count(4)  # the view has the key too
         assert all("401" in complaint for complaint in shown.complaints)
         shown.context.close()
 
 
-@needs_chromium
-def test_a_question_after_a_failed_one_keeps_roles_in_turns(show):
-    shown = show()
-    page = shown.page
+def test_a_question_after_a_failed_one_keeps_roles_in_turns(shown, page):
     page.route(re.compile("chat/completions|health"), lambda route: route.abort())
     shown.ask("My name is Ada.")
     expect(page.locator(".message .problem")).to_contain_text("does not answer")
     page.unroute_all()
     expect(page.locator(".message .problem")).to_contain_text("It answers again now.")
-    with page.expect_request("**/v1/chat/completions") as asked:
-        shown.ask("What is my name?")
-    assert asked.value.post_data_json["messages"] == [
-        {"role": "user", "content": "My name is Ada.\n\nWhat is my name?"}
-    ]
+    body = body_of(shown, "What is my name?")
+    assert body["messages"] == [{"role": "user", "content": "My name is Ada.\n\nWhat is my name?"}]
     shown.answered(2)
     shown.complaints[:] = [c for c in shown.complaints if "ERR_FAILED" not in c]
 
 
-@needs_chromium
-def test_keyboard_and_names_for_screen_readers(show):
-    shown = show()
-    page = shown.page
+def test_keyboard_and_names_for_screen_readers(page):
     expect(page.locator("#prompt")).to_be_focused()
     page.keyboard.type("one")
     page.keyboard.press("Shift+Enter")
@@ -577,14 +506,12 @@ def test_keyboard_and_names_for_screen_readers(show):
     expect(page.get_by_role("log")).to_have_attribute("aria-live", "polite")
 
 
-@needs_chromium
 def test_it_scrolls_along_only_at_the_end(show):
     shown = show(viewport={"width": 700, "height": 400})
     page = shown.page
     long = "\n\n".join(f"Paragraph {i}." for i in range(60))
     answer_with(page, {"content": long})
-    shown.ask("write")
-    shown.answered(1)
+    shown.answer_to("write")
     left = "e => e.scrollHeight - e.scrollTop - e.clientHeight"
     expect(page.get_by_text("Paragraph 59.")).to_be_in_viewport()
     page.locator("#scroller").evaluate("e => { e.scrollTop = 0; }")
@@ -597,9 +524,8 @@ def test_it_scrolls_along_only_at_the_end(show):
 # The engine
 
 
-@needs_chromium
 def test_the_view_of_the_engine_changes_under_load(show, running):
-    shown = show(viewport={"width": 1600, "height": 1000}, reduced_motion="no-preference")
+    shown = show(**WIDE, reduced_motion="no-preference")
     page = shown.page
     expect(page.locator("#legend li")).to_have_count(4)
     before = page.locator("#pool").get_attribute("aria-label")
@@ -626,9 +552,8 @@ def test_the_view_of_the_engine_changes_under_load(show, running):
     expect(page.locator("#no-requests")).to_be_visible()
 
 
-@needs_chromium
 def test_samples_can_be_sent_and_ended(show, running):
-    shown = show(viewport={"width": 1600, "height": 1000})
+    shown = show(**WIDE)
     shown.open("/#engine")
     page = shown.page
     expect(page.locator("#chat")).to_be_hidden()
@@ -642,10 +567,9 @@ def test_samples_can_be_sent_and_ended(show, running):
     _until_idle(running, page)
 
 
-@needs_chromium
 def test_the_end_of_the_engine_is_said(browser):
     with serving() as running:
-        shown = Shown(browser, running.url, viewport={"width": 1600, "height": 1000})
+        shown = Shown(browser, running.url, **WIDE)
         expect(shown.page.locator("#legend li")).to_have_count(4)
         (client,) = running.server.models.loaded.values()
         os.kill(client.pid, signal.SIGKILL)
@@ -657,9 +581,8 @@ def test_the_end_of_the_engine_is_said(browser):
         shown.context.close()
 
 
-@needs_chromium
 def test_numbers_from_before_a_long_step_are_not_shown_as_current(show, running):
-    shown = show(viewport={"width": 1600, "height": 1000})
+    shown = show(**WIDE)
     page = shown.page
     expect(page.locator("#legend li")).to_have_count(4)
     (client,) = running.server.models.loaded.values()
@@ -676,9 +599,8 @@ def test_numbers_from_before_a_long_step_are_not_shown_as_current(show, running)
     _until_idle(running, page)
 
 
-@needs_chromium
 def test_nobody_watches_behind_a_closed_panel(show, running):
-    shown = show(viewport={"width": 1600, "height": 1000})
+    shown = show(**WIDE)
     page = shown.page
     with page.expect_event("requestfailed", lambda request: request.url.endswith("/events")):
         page.click("#engine-close")
@@ -688,22 +610,14 @@ def test_nobody_watches_behind_a_closed_panel(show, running):
 
 # How it looks
 
-_USAGE = {
-    "prompt_tokens": 1812,
-    "completion_tokens": 640,
-    "prompt_tokens_details": {"cached_tokens": 1600},
-}
 
-
-@needs_chromium
 @pytest.mark.parametrize("width", [1280, 1440])
 def test_a_laptop_shows_the_engine_whole(show, width):
     shown = show(viewport={"width": width, "height": 800})
     page = shown.page
     assert page.locator("#engine").is_visible() == (width >= 1440)  # at the first visit
-    answer_with(page, {"content": "a " * 40}, usage=_USAGE)
-    shown.ask("hello")
-    shown.answered(1)
+    answer_with(page, {"content": "a " * 40}, usage=USAGE)
+    shown.answer_to("hello")
     if width < 1440:
         page.click("#engine-toggle")
     expect(page.locator("#legend li")).to_have_count(4)
@@ -724,13 +638,11 @@ def test_a_laptop_shows_the_engine_whole(show, width):
     expect(page.locator("#no-requests")).to_be_visible()
 
 
-@needs_chromium
 def test_fingers_find_every_button(show):
     shown = show(viewport={"width": 390, "height": 844})
     page = shown.page
-    answer_with(page, {"content": "```c\n1\n```"}, usage=_USAGE)
-    shown.ask("hello")
-    shown.answered(1)
+    answer_with(page, {"content": "```c\n1\n```"}, usage=USAGE)
+    shown.answer_to("hello")
     small = """all => all.filter((e) => e.checkVisibility({visibilityProperty: true}))
       .map((e) => [e.getBoundingClientRect(), e.getAttribute("aria-label") ?? e.innerText])
       .filter(([box]) => box.width < 44 || box.height < 44).map(([box, name]) => name)"""
@@ -742,7 +654,6 @@ def test_fingers_find_every_button(show):
     assert not page.locator("#engine button, #engine a").evaluate_all(small)
 
 
-@needs_chromium
 @pytest.mark.parametrize("width", [360, 390])
 def test_a_phone_shows_the_samples_button_beside_its_title(show, width):
     page = show(viewport={"width": width, "height": 844}).page
@@ -750,15 +661,14 @@ def test_a_phone_shows_the_samples_button_beside_its_title(show, width):
     lasting_samples(page)
     for num_requests in (0, 18):
         expect(page.locator("#requests li")).to_have_count(num_requests)
-        title, button = (
-            page.locator(name).bounding_box() for name in ("#requests-title", "#samples")
+        title, button = page.locator("#requests-title, #samples").evaluate_all(
+            "all => all.map((e) => e.getBoundingClientRect().toJSON())"
         )
-        assert button["y"] < title["y"] + title["height"] / 2 < button["y"] + button["height"]
+        assert button["top"] < (title["top"] + title["bottom"]) / 2 < button["bottom"]
         page.click("#samples")
     expect(page.locator("#no-requests")).to_be_visible()
 
 
-@needs_chromium
 @pytest.mark.parametrize("thinking", [True, False, None])
 def test_the_thinking_switch_is_shown_where_the_model_has_one(show, thinking):
     """Also of a model that is not loaded yet, and where a conversation has it set."""
@@ -777,23 +687,19 @@ def test_the_thinking_switch_is_shown_where_the_model_has_one(show, thinking):
     expect(page.locator("#set-thinking")).to_be_visible(visible=thinking is not False)
 
 
-@needs_chromium
-def test_each_view_has_one_heading_of_level_one(show):
-    shown = show()
+def test_each_view_has_one_heading_of_level_one(shown, page):
     for path in ("/", "/#engine"):
         shown.open(path)
-        expect(shown.page.get_by_role("heading", level=1)).to_have_count(1)
+        expect(page.get_by_role("heading", level=1)).to_have_count(1)
 
 
-@needs_chromium
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [380, 900, 1600])
 def test_nothing_is_wider_than_the_screen(show, scheme, width):
     shown = show(viewport={"width": width, "height": 800}, color_scheme=scheme)
     page = shown.page
     answer_with(page, {"content": "`" + "long" * 200 + "`\n\n```\n" + "wide " * 200 + "\n```\n"})
-    shown.ask("x" * 500)
-    shown.answered(1)
+    shown.answer_to("x" * 500)
     wide = "document.documentElement.scrollWidth > innerWidth"
     assert not page.evaluate(wide)
     assert page.evaluate("document.documentElement.dataset.theme") == scheme

@@ -2,7 +2,6 @@
 
 import base64
 
-import httpx
 import numpy as np
 import openai
 import pytest
@@ -15,14 +14,15 @@ TEXTS = ["Once upon a time", "A dog", "The sun was warm, and Lily went to the pa
 
 
 @pytest.fixture(scope="module")
-def url():
+def running():
     with serving(engine=ENGINE) as running:
-        yield running.url
+        yield running
 
 
 @pytest.fixture(scope="module")
-def client(url):
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0)
+def client(running):
+    """Not strict: the client itself asks for base64, which its types do not allow."""
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="-", max_retries=0)
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,10 @@ def wanted(llm):
     return np.array([output.embedding for output in llm.embed(TEXTS)])
 
 
-def post(url, path, **body):
-    return httpx.post(f"{url}/v1/{path}", json=body, timeout=60)
+@pytest.fixture
+def post(http):
+    """Sends a request with these fields."""
+    return lambda path, **body: http.post(f"/v1/{path}", json=body)
 
 
 @pytest.mark.parametrize("encoding", [{}, {"encoding_format": "float"}])
@@ -49,8 +51,8 @@ def test_the_official_client(client, llm, wanted, encoding):
     assert reply.usage.prompt_tokens == reply.usage.total_tokens == count
 
 
-def test_base64_is_float32(url, wanted):
-    data = post(url, "embeddings", input=TEXTS[0], encoding_format="base64").json()["data"]
+def test_base64_is_float32(post, wanted):
+    data = post("embeddings", input=TEXTS[0], encoding_format="base64").json()["data"]
     found = np.frombuffer(base64.b64decode(data[0]["embedding"]), "<f4")
     np.testing.assert_allclose(found, wanted[0], atol=1e-5)
 
@@ -64,16 +66,16 @@ def test_token_ids_and_dimensions(client, llm):
             np.testing.assert_allclose(data.embedding, cut, atol=1e-5)
 
 
-def test_metrics_count_prompts_and_no_generated_token(url):
+def test_metrics_count_prompts_and_no_generated_token(http, post):
     """A text is an observation of each histogram; none has a token to time or to count."""
 
     def read() -> dict[str, float]:
-        text = httpx.get(f"{url}/metrics").text
+        text = http.get("/metrics").text
         lines = (line.rpartition(" ") for line in text.splitlines() if line.startswith("vllm:"))
         return {name.partition("{")[0]: float(value) for name, _, value in lines}
 
     before = read()
-    count = post(url, "embeddings", input=TEXTS).json()["usage"]["prompt_tokens"]
+    count = post("embeddings", input=TEXTS).json()["usage"]["prompt_tokens"]
     more = {name: value - before.get(name, 0) for name, value in read().items()}
     assert more["vllm:prompt_tokens_total"] == count
     assert more["vllm:request_prompt_tokens_count"] == len(TEXTS)
@@ -82,40 +84,40 @@ def test_metrics_count_prompts_and_no_generated_token(url):
     assert more["vllm:request_params_max_tokens_count"] == 0
 
 
-def test_an_input_may_fill_the_context(url):
+def test_an_input_may_fill_the_context(post):
     ids = [5] * 128
-    assert post(url, "embeddings", input=ids).json()["usage"]["prompt_tokens"] == 128
-    assert post(url, "embeddings", input=[*ids, 5]).json()["error"]["param"] == "input"
+    assert post("embeddings", input=ids).json()["usage"]["prompt_tokens"] == 128
+    assert post("embeddings", input=[*ids, 5]).json()["error"]["param"] == "input"
 
 
-def test_more_inputs_than_may_wait(url):
+def test_more_inputs_than_may_wait(post):
     """They are taken in turns, in order."""
     texts = [TEXTS[i % 3] for i in range(40)]
-    data = post(url, "embeddings", input=texts).json()["data"]
+    data = post("embeddings", input=texts).json()["data"]
     assert [item["index"] for item in data] == list(range(40))
     for i in range(3, 40):
         np.testing.assert_allclose(data[i]["embedding"], data[i % 3]["embedding"], atol=1e-5)
 
 
-def test_long_inputs_are_cut_if_asked(url):
-    refused = post(url, "embeddings", input="word " * 400)
+def test_long_inputs_are_cut_if_asked(post):
+    refused = post("embeddings", input="word " * 400)
     assert refused.status_code == 400
     assert refused.json()["error"]["code"] == "context_length_exceeded"
-    reply = post(url, "embeddings", input="word " * 400, truncate_prompt_tokens=-1)
+    reply = post("embeddings", input="word " * 400, truncate_prompt_tokens=-1)
     assert reply.json()["usage"]["prompt_tokens"] == 128
 
 
-def test_rerank_and_score(url, llm):
+def test_rerank_and_score(post, llm):
     wanted = [output.score for output in llm.score("A story", TEXTS)]
-    scores = post(url, "score", text_1="A story", text_2=TEXTS).json()
+    scores = post("score", text_1="A story", text_2=TEXTS).json()
     found = [item["score"] for item in scores["data"]]
     np.testing.assert_allclose(found, wanted, atol=1e-5)
     body = {"query": "A story", "documents": TEXTS, "top_n": 2}
-    results = post(url, "rerank", **body).json()["results"]
+    results = post("rerank", **body).json()["results"]
     assert [item["index"] for item in results] == sorted(range(3), key=lambda i: -wanted[i])[:2]
     assert results[0]["document"] == {"text": TEXTS[results[0]["index"]]}
     assert results[0]["relevance_score"] == pytest.approx(max(wanted), abs=1e-5)
-    assert len(post(url, "rerank", **{**body, "top_n": 0}).json()["results"]) == 3  # as vLLM's
+    assert len(post("rerank", **{**body, "top_n": 0}).json()["results"]) == 3  # as vLLM's
 
 
 @pytest.mark.parametrize(
@@ -129,14 +131,17 @@ def test_rerank_and_score(url, llm):
         ("embeddings", {"input": "a", "prompt_name": "query"}, "prompt_name", "must be one of"),
         ("embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "base64"),
         ("embeddings", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "0"),
+        ("rerank", {"query": "a", "documents": ["word " * 400]}, "documents", "context"),
+        ("rerank", {"query": "word " * 90_000, "documents": ["a"]}, "query", "context"),
+        ("score", {"text_1": "a", "text_2": ["b", "word " * 400]}, "text_2", "context"),
         ("rerank", {"query": "a", "documents": []}, "documents", "at least one"),
         ("rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n", "top_n"),
         ("score", {"text_1": ["a", "b"], "text_2": ["c"]}, None, "2 queries"),
         ("score", {"text_1": "a", "text_2": "b", "cache_salt": 3}, "cache_salt", "cache_salt"),
     ],
 )
-def test_what_is_refused(url, path, body, param, words):
-    reply = post(url, path, **body)
+def test_what_is_refused(post, path, body, param, words):
+    reply = post(path, **body)
     assert reply.status_code == 400
     error = reply.json()["error"]
     assert words in error["message"]

@@ -6,11 +6,14 @@ import anthropic
 import openai
 import pytest
 
+from tests.support.chat_apis import Chat
 from tests.support.clients import OPTIONS
 from tests.support.scripted_model import write_scripted
 from tests.support.server_kit import serving
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.server.models import ModelSpec
+
+pytestmark = pytest.mark.long
 
 COMMAND = 'echo "\u00fc \u2042 </tool_call>" > a.txt'
 CALL = f"<tool_call>\n{json.dumps({'name': 'run', 'arguments': {'cmd': COMMAND}})}\n</tool_call>"
@@ -42,22 +45,15 @@ def client(url):
         yield client
 
 
-def ask(client, *messages, word="violin", **options):
-    asked = [{"role": "user", "content": f"Do the violin task: {word}."}, *messages]
-    if word != "violin":
-        asked[0]["content"] = f"Do the {word} task."
+def ask(client, word="violin", **options):
+    """The choice of a whole answer, which says what a streamed one does."""
+    messages = [{"role": "user", "content": f"Do the {word} task."}]
     tools = [{"type": "function", "function": RUN}]
-    given = {"model": "scripted", "messages": asked, "tools": tools, "temperature": 0, **options}
-    [choice] = client.chat.completions.create(**given).choices
+    given = {"model": "scripted", "messages": messages, "tools": tools, "temperature": 0, **options}
+    whole = client.chat.completions.create(**given)
     with client.chat.completions.stream(**given) as stream:
-        [streamed] = stream.get_final_completion().choices
-    assert streamed.finish_reason == choice.finish_reason
-    assert (streamed.message.content or None) == (choice.message.content or None)
-    for a, b in zip(
-        streamed.message.tool_calls or [], choice.message.tool_calls or [], strict=True
-    ):
-        assert (a.function.name, a.function.arguments) == (b.function.name, b.function.arguments)
-    return choice
+        assert Chat.read(stream.get_final_completion()) == Chat.read(whole)
+    return whole.choices[0]
 
 
 # With stop strings the text comes from the engine's process.

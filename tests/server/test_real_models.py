@@ -27,6 +27,8 @@ from vllm_metal_lite.server.turns import PreparedTurn, prepare
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.structured_outputs.build import build
 
+pytestmark = pytest.mark.long
+
 AUTO = ToolChoice()
 CALLS = [
     ("read", {"path": "src/ä b.txt", "limit": 3}),

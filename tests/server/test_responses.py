@@ -3,10 +3,8 @@
 import asyncio
 import json
 from contextlib import AsyncExitStack
-from typing import Literal
 
 import pytest
-from pydantic import BaseModel
 
 from tests.support.server_kit import serving
 from vllm_metal_lite import SamplingParams
@@ -108,14 +106,6 @@ def test_signs_of_life_are_numbered_events():
     assert events[-1]["type"] == "response.incomplete"
 
 
-def test_the_clients_own_accumulator(client):
-    with client.responses.stream(model="demo", input=ASK, temperature=0) as stream:
-        for event in stream:
-            assert event.type
-        final = stream.get_final_response()
-    assert final.output_text == client.responses.create(input=ASK, temperature=0).output_text
-
-
 def test_a_conversation_is_that_of_chat_completions(client):
     content = [{"type": "output_text", "text": "Hello!", "annotations": []}]
     said = {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed"}
@@ -166,15 +156,3 @@ def test_vllms_sampling_parameters(client):
     stopped = client.responses.create(input=ASK, temperature=0, extra_body={"stop": [stop]})
     assert stopped.output_text == text[: text.index(stop)]
     assert stopped.status == "completed"
-
-
-def test_an_answer_of_a_given_form(client):
-    class Lantern(BaseModel):
-        colour: Literal["red", "green"]
-        lit: bool
-
-    response = client.responses.parse(input=ASK, text_format=Lantern, temperature=0)
-    assert isinstance(response.output_parsed, Lantern)
-    assert response.text.format.type == "json_schema"
-    with client.responses.stream(model="demo", input=ASK, text_format=Lantern) as stream:
-        assert isinstance(stream.get_final_response().output_parsed, Lantern)

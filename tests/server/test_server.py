@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -132,6 +133,9 @@ def test_each_request_may_be_logged(running, client, capfd):
     begun(client).close()
     eventually(lambda: not running.server.requests)
     whole, cut = capfd.readouterr().out.splitlines()
-    assert whole.startswith(f"{reply['id']}: ")
-    assert whole.endswith(", length")
+    usage, end = reply["usage"], reply["choices"][0]["finish_reason"]
+    tokens = f"{usage['prompt_tokens']} prompt tokens (0 cached), {usage['completion_tokens']} new"
+    times = r"in [\d.]+ s, first after [\d.]+ s"
+    assert re.fullmatch(rf"{reply['id']}: {re.escape(tokens)} {times}, {end}", whole)
+    assert reply["id"].startswith("chatcmpl-")
     assert cut.endswith(", cut short")

@@ -17,10 +17,18 @@ import pytest
 from tests.support.cli_kit import COMMAND, SAFETY
 from tests.support.serve_command import Command, eventually, serve_command, wait_until_draining
 
+pytestmark = pytest.mark.long
+
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 SHORT = {**HI, "max_tokens": 400, "ignore_eos": True}
 LONG = {**HI, "max_tokens": 4000, "ignore_eos": True}
-RESPONSE = {"input": "hi", "max_output_tokens": 4000, "ignore_eos": True}
+# Requests of each API whose answers are long.
+LONG_BY_PATH = {
+    "/v1/chat/completions": LONG,
+    "/v1/responses": {"input": "hi", "max_output_tokens": 4000, "ignore_eos": True},
+    "/v1/messages": LONG,
+}
+SHUTTING_DOWN = "the server is shutting down"
 
 
 @contextmanager
@@ -32,6 +40,18 @@ def streamed(client: httpx.Client, path: str, body: dict) -> Iterator[Iterator[s
         while not _has_text(next(data)):
             pass
         yield data
+
+
+def error_at_the_end(path: str, data: Iterator[str]) -> dict:
+    """The error that ends a stream, in the form of its API."""
+    events = list(data)
+    if path.endswith("completions"):
+        assert events.pop() == "[DONE]"
+    last = json.loads(events[-1])
+    if path == "/v1/responses":
+        assert last["type"] == "response.failed"
+        last = last["response"]
+    return last["error"]
 
 
 def _has_text(event: str) -> bool:
@@ -47,8 +67,13 @@ def up(tmp_path, *args: str) -> Iterator[tuple[Command, httpx.Client]]:
         yield command, client
 
 
+def status(client: httpx.Client) -> dict:
+    """Of the first model."""
+    return client.get("/status").json()["models"][0]
+
+
 def engine_of(client: httpx.Client) -> int:
-    return client.get("/status").json()["models"][0]["pid"]
+    return status(client)["pid"]
 
 
 @contextmanager
@@ -81,7 +106,7 @@ def test_the_answers_under_way_are_finished(tmp_path, number, group, code):
                 refused = client.post(path, json=SHORT)
                 assert refused.status_code == 503
                 assert int(refused.headers["retry-after"]) > 0
-                assert refused.json()["error"]["message"] == "the server is shutting down"
+                assert refused.json()["error"]["message"] == SHUTTING_DOWN
                 assert refused.json()["error"].get("code") in ("server_shutting_down", None)
         *_, last, done = data
         assert json.loads(last)["choices"][0]["finish_reason"] == "length"
@@ -95,33 +120,21 @@ def test_answers_that_take_too_long_end_with_an_error(tmp_path, how):
     drain = "0.2" if how == "drain" else str(SAFETY)
     with up(tmp_path, "--drain", drain) as (command, client), ExitStack() as streams:
         engine = engine_of(client)
-        chat, response, message = (
-            streams.enter_context(streamed(client, path, body))
-            for path, body in (
-                ("/v1/chat/completions", LONG),
-                ("/v1/responses", RESPONSE),
-                ("/v1/messages", LONG),
-            )
-        )
+        data = {
+            path: streams.enter_context(streamed(client, path, body))
+            for path, body in LONG_BY_PATH.items()
+        }
         with ThreadPoolExecutor() as threads, ExitStack() as until_told:
             whole = threads.submit(client.post, "/v1/chat/completions", json=LONG)
-            status = lambda: client.get("/status").json()["server"]["running"]  # noqa: E731
-            eventually(lambda: status() == 4)
+            eventually(lambda: client.get("/status").json()["server"]["running"] == 4)
             until_told.enter_context(stopped(engine))
             command.signal(signal.SIGTERM)
             if how == "second signal":
                 wait_until_draining(client)
                 command.signal(signal.SIGTERM)
-            *_, last, done = chat
-            assert json.loads(last)["error"]["message"] == "the server is shutting down"
-            assert json.loads(last)["error"]["code"] == "server_shutting_down"
-            assert done == "[DONE]"
-            *_, last = response
-            failed = json.loads(last)
-            assert failed["type"] == "response.failed"
-            assert failed["response"]["error"]["message"] == "the server is shutting down"
-            *_, last = message
-            assert json.loads(last)["error"]["message"] == "the server is shutting down"
+            errors = {path: error_at_the_end(path, events) for path, events in data.items()}
+            assert {error["message"] for error in errors.values()} == {SHUTTING_DOWN}
+            assert errors["/v1/chat/completions"]["code"] == "server_shutting_down"
             assert whole.result().status_code == 503
             assert whole.result().headers["retry-after"]
         assert command.leave() == 0
@@ -144,7 +157,7 @@ def test_a_request_that_the_engine_has_not_seen_is_told_in_the_form_of_its_api(t
             bodies = [(a.status_code, a.json()) for a in answers] + [(cut.status, json.load(cut))]
             for status, body in bodies:
                 assert status == 503
-                assert body["error"]["message"] == "the server is shutting down"
+                assert body["error"]["message"] == SHUTTING_DOWN
         assert command.leave() == 0
 
 
@@ -160,19 +173,14 @@ def test_a_request_that_waits_for_its_model_is_told(tmp_path):
     """The second model is loaded by a request, and never comes: its folder holds a pipe."""
     (tmp_path / "stuck").mkdir()
     os.mkfifo(tmp_path / "stuck" / "config.json")
-    with (
-        up(tmp_path, "--model", "demo", "--model", f"stuck={tmp_path / 'stuck'}") as (
-            command,
-            client,
-        ),
-        ThreadPoolExecutor() as threads,
-    ):
+    models = "--model", "demo", "--model", f"stuck={tmp_path / 'stuck'}"
+    with up(tmp_path, *models) as (command, client), ThreadPoolExecutor() as threads:
         body = {**HI, "model": "stuck"}
         waits = threads.submit(client.post, "/v1/chat/completions", json=body)
         eventually(lambda: client.get("/status").json()["models"][1]["state"] == "loading")
         command.signal(signal.SIGTERM)
         assert waits.result().status_code == 503
-        assert "the server is shutting down" in waits.result().json()["error"]["message"]
+        assert SHUTTING_DOWN in waits.result().json()["error"]["message"]
         assert command.leave() == 0
 
 
@@ -223,22 +231,19 @@ def test_an_engine_that_dies_ends_its_streams_and_no_more(tmp_path):
     with up(tmp_path) as (command, client):
         engine = engine_of(client)
         with ExitStack() as streams:
-            chat = streams.enter_context(streamed(client, "/v1/chat/completions", LONG))
-            message = streams.enter_context(streamed(client, "/v1/messages", LONG))
-            response = streams.enter_context(streamed(client, "/v1/responses", RESPONSE))
             texts = {**LONG, "prompt": ["one", "two"]}
-            text = streams.enter_context(streamed(client, "/v1/completions", texts))
+            asked = {**LONG_BY_PATH, "/v1/completions": texts}
+            data = {p: streams.enter_context(streamed(client, p, asked[p])) for p in asked}
             os.kill(engine, signal.SIGKILL)
-            for data in chat, text:
-                *_, error, done = data
-                assert "SIGKILL" in json.loads(error)["error"]["message"]
-                assert json.loads(error)["error"]["code"] == "engine_lost"
-                assert done == "[DONE]"
-            *_, error = message
-            assert "SIGKILL" in json.loads(error)["error"]["message"]
-            *_, error = response
-            assert "SIGKILL" in json.loads(error)["response"]["error"]["message"]
+            for path, events in data.items():
+                error = error_at_the_end(path, events)
+                assert "SIGKILL" in error["message"]
+                assert not path.endswith("completions") or error["code"] == "engine_lost"
+        assert status(client)["state"] == "failed"
+        assert "SIGKILL" in status(client)["error"]
         assert client.post("/v1/chat/completions", json=SHORT).status_code == 200
+        assert (status(client)["state"], status(client)["error"]) == ("loaded", None)
+        assert engine_of(client) != engine
         log = command.err.read_text()
         assert "ended by SIGKILL, and 5 requests are lost; the next request starts another" in log
         command.signal(signal.SIGTERM)

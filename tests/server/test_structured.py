@@ -5,8 +5,6 @@ import sys
 from typing import Literal
 
 import anthropic
-import httpx
-import openai
 import pytest
 from pydantic import BaseModel
 
@@ -24,30 +22,30 @@ SCHEMA = {**Lantern.model_json_schema(), "additionalProperties": False}
 NESTED = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 
 
-@pytest.fixture(scope="module")
-def client(running):
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0) as client:
-        yield client
-
-
-def post(running, path, **fields):
+def post(http, path, **fields):
     fields = {"max_tokens": 60, **fields}
-    return httpx.post(f"{running.url}/v1/{path}", json=fields, timeout=60)
+    return http.post(f"/v1/{path}", json=fields)
 
 
 def test_the_official_client_parses(client):
-    reply = client.chat.completions.parse(
-        model="demo", messages=ASK, response_format=Lantern, temperature=0
-    )
+    asked = {"model": "demo", "messages": ASK, "response_format": Lantern}
+    reply = client.chat.completions.parse(**asked, temperature=0)
     assert isinstance(reply.choices[0].message.parsed, Lantern)
-    with client.chat.completions.stream(
-        model="demo", messages=ASK, response_format=Lantern, n=2
-    ) as stream:
+    with client.chat.completions.stream(**asked, n=2) as stream:
         final = stream.get_final_completion()
     assert all(isinstance(choice.message.parsed, Lantern) for choice in final.choices)
 
 
-def test_the_anthropic_client_parses(running):
+def test_the_official_client_parses_responses(client):
+    asked = {"model": "demo", "input": ASK, "text_format": Lantern}
+    response = client.responses.parse(**asked, temperature=0)
+    assert isinstance(response.output_parsed, Lantern)
+    assert response.text.format.type == "json_schema"
+    with client.responses.stream(**asked) as stream:
+        assert isinstance(stream.get_final_response().output_parsed, Lantern)
+
+
+def test_the_anthropic_client_parses(running, http):
     with anthropic.Anthropic(base_url=running.url, api_key="x", max_retries=0) as client:
         reply = client.messages.parse(
             model="demo", messages=ASK, max_tokens=200, output_format=Lantern
@@ -55,25 +53,25 @@ def test_the_anthropic_client_parses(running):
         assert isinstance(reply.parsed_output, Lantern)
     form = {"type": "json_schema", "schema": SCHEMA}
     for fields in {"output_format": form}, {"output_config": {"format": form}}:
-        reply = post(running, "messages", messages=ASK, **fields, max_tokens=200)
+        reply = post(http, "messages", messages=ASK, **fields, max_tokens=200)
         Lantern.model_validate_json(reply.json()["content"][0]["text"])
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
 @pytest.mark.parametrize(
-    "fields",
+    "form",
     [
-        {"structured_outputs": {"choice": ["yes", "no"]}},
-        {"guided_choice": ["yes", "no"]},
-        {"guided_regex": "yes|no"},
-        {"guided_grammar": 'root ::= "yes" | "no"'},
-        {"guided_json": {"enum": ["yes", "no"]}},
+        {"choice": ["yes", "no"]},
+        {"regex": "yes|no"},
+        {"grammar": 'root ::= "yes" | "no"'},
+        {"json": {"enum": ["yes", "no"]}},
     ],
-    ids=lambda fields: next(iter(fields)),
+    ids=lambda form: next(iter(form)),
 )
-def test_vllms_fields(running, path, fields):
+def test_vllms_field(http, path, form):
     asked = {"completions": {"prompt": "x"}, "responses": {"input": "x"}}
-    reply = post(running, path, **asked.get(path, {"messages": ASK}), **fields).json()
+    prompt = asked.get(path, {"messages": ASK})
+    reply = post(http, path, **prompt, structured_outputs=form).json()
     text = {
         "chat/completions": lambda: reply["choices"][0]["message"]["content"],
         "completions": lambda: reply["choices"][0]["text"],
@@ -83,14 +81,13 @@ def test_vllms_fields(running, path, fields):
     assert text.strip().strip('"') in ("yes", "no")
 
 
-def test_any_object(running):
-    how = {"temperature": 0, "response_format": {"type": "json_object"}}
-    reply = post(running, "chat/completions", messages=ASK, max_tokens=400, **how).json()[
-        "choices"
-    ][0]
-    text = reply["message"]["content"]
+def test_any_object(http):
+    how = {"temperature": 0, "max_tokens": 400, "response_format": {"type": "json_object"}}
+    reply = post(http, "chat/completions", messages=ASK, **how).json()
+    [choice] = reply["choices"]
+    text = choice["message"]["content"]
     assert text.lstrip().startswith("{")
-    if reply["finish_reason"] == "stop":
+    if choice["finish_reason"] == "stop":
         assert isinstance(json.loads(text), dict)
 
 
@@ -120,7 +117,6 @@ def json_schema(schema):
             {"response_format": {"type": "json_object"}, "structured_outputs": STRUCTURED},
             "response_format", "cannot both",
         ),
-        ({"guided_regex": "a", "structured_outputs": STRUCTURED}, "guided_regex", "cannot both"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed group"),
         ({"structured_outputs": {"regexp": "a"}}, None, "'regexp' is no field"),
         ({"structured_outputs": {"structural_tag": "a"}}, None, "'structural_tag' is no field"),
@@ -128,21 +124,21 @@ def json_schema(schema):
         ({"structured_outputs": {"grammar": "start: <no>"}}, None, "unknown special token"),
     ],
 )  # fmt: skip
-def test_bad_forms_are_refused_with_the_field(running, fields, param, words, stream):
-    reply = post(running, "chat/completions", messages=ASK, stream=stream, **fields)
+def test_bad_forms_are_refused_with_the_field(http, fields, param, words, stream):
+    reply = post(http, "chat/completions", messages=ASK, stream=stream, **fields)
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
     assert words in error["message"]
     if param is not None:
         assert error["param"] == param
-    assert post(running, "chat/completions", messages=ASK, max_tokens=1).status_code == 200
+    assert post(http, "chat/completions", messages=ASK, max_tokens=1).status_code == 200
 
 
-def test_a_form_without_the_extra(running, monkeypatch):
+def test_a_form_without_the_extra(http, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     for name in "compiler", "grammar_text":
         module = f"vllm_metal_lite.structured_outputs.{name}"
         monkeypatch.delitem(sys.modules, module, raising=False)
-    reply = post(running, "chat/completions", messages=ASK, guided_regex="a")
+    reply = post(http, "chat/completions", messages=ASK, structured_outputs={"regex": "a"})
     assert reply.status_code == 400
     assert install("structured") in reply.json()["error"]["message"]

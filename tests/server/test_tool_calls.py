@@ -3,9 +3,22 @@
 import asyncio
 import re
 
+import anthropic
+import openai
 import pytest
+from pydantic import BaseModel
 
-from tests.support.chat_apis import ANSWER, APIS, PARTS, SAID, Responses
+from tests.support.chat_apis import (
+    ANSWER,
+    APIS,
+    ASKED,
+    PARTS,
+    SAID,
+    Chat,
+    Messages,
+    Responses,
+    gathered,
+)
 from tests.support.scripted_answers import hermes_call as call
 from vllm_metal_lite.server.worker.client import EngineClient
 
@@ -15,6 +28,10 @@ def api(request, script):
     api = request.param(script.running.url)
     with api.client:
         yield api
+
+
+class Place(BaseModel):
+    city: str
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 10_000])
@@ -112,3 +129,149 @@ def test_texts_around_a_call_stay_apart(api, script, answer, thoughts, text):
     script.says(answer, size=2)
     for reply in api.whole(tools={"now": {}}), api.streamed(tools={"now": {}}):
         assert (reply.joined("thoughts"), reply.joined("text")) == (thoughts, text)
+
+
+@pytest.mark.parametrize(
+    ("api", "fields", "budget"),
+    [
+        (Chat, {"extra_body": {"thinking_token_budget": 20}}, 20),
+        (Messages, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, 1024),
+        (Messages, {"thinking": {"type": "adaptive"}}, None),
+        (Messages, {"thinking": {"type": "disabled"}}, None),
+    ],
+)
+def test_a_budget_of_thoughts(script, api, fields, budget):
+    script.says("Fine.")
+    api(script.running.url).create(**fields)
+    params = script.requests[-1].params
+    assert (params.thinking and params.thinking.budget) == budget
+    assert params.structured_outputs is None
+
+
+# Chat completions
+
+
+@pytest.fixture
+def chat(script):
+    return Chat(script.running.url)
+
+
+def test_parsed_arguments(chat, script):
+    script.says(call("Place", city="Oslo"))
+    asked = {**chat.request(), "tools": [openai.pydantic_function_tool(Place)]}
+    message = chat.of(chat.client).parse(**asked).choices[0].message
+    assert message.tool_calls[0].function.parsed_arguments == Place(city="Oslo")
+    assert message.content is None
+
+
+def test_several_answers_do_not_mix(chat, script):
+    texts = [ANSWER, "<think>\nNo.\n</think>\n\nDone.", call("run", cmd="ls")]
+    script.says(*texts, *texts, size=5)
+    whole = chat.create(n=3)
+    streamed = gathered(chat.create(n=3, stream=True))
+    assert [c.index for c in whole.choices] == [0, 1, 2]
+    assert [found["content"] for found in streamed] == ["Let me see.", "Done.", ""]
+    for choice, found in zip(whole.choices, streamed, strict=True):
+        message = choice.message
+        assert (found["content"], found["end"]) == (message.content or "", choice.finish_reason)
+        assert found["thoughts"] == getattr(message, "reasoning", "")
+        calls = [[c.function.name, c.function.arguments] for c in message.tool_calls or ()]
+        assert found["calls"] == calls
+    assert [c.finish_reason for c in whole.choices] == ["tool_calls", "stop", "tool_calls"]
+
+
+@pytest.mark.parametrize("size", [1, 4, 10_000])
+def test_every_token_has_its_scores(chat, script, size):
+    script.says(ANSWER, size=size)
+    whole = chat.create(logprobs=True)
+    scores = whole.choices[0].logprobs.content
+    assert len(scores) == whole.usage.completion_tokens
+    chunks = chat.create(logprobs=True, stream=True)
+    streamed = [c.choices[0].logprobs for c in chunks]
+    assert [s for found in streamed if found for s in found.content] == scores
+
+
+def test_where_thoughts_have_begun(chat, script):
+    """A question that names the marker begins none; a continued answer may be in the middle."""
+    script.says("I look.</think>Fine.")
+    asked = [{"role": "user", "content": "What does <think> do?"}]
+    message = chat.create(messages=asked, tools=[]).choices[0].message
+    assert message.content == script.texts[0]
+    asked.append({"role": "assistant", "content": "<think>\nSo"})
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    message = chat.create(messages=asked, tools=[], extra_body=options).choices[0].message
+    assert (message.reasoning, message.content) == ("I look.", "Fine.")
+
+
+def test_other_tools_than_those_allowed_are_text_though_the_model_is_shown_them(chat, script):
+    script.says(call("run", cmd="ls") + call("wait", seconds=1))
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "run"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    [found] = chat.create(tool_choice=choice).choices
+    assert [c.function.name for c in found.message.tool_calls] == ["run"]
+    assert found.message.content == call("wait", seconds=1)
+    prompt = script.requests[-1].prompt_token_ids
+    chat.create()
+    assert script.requests[-1].prompt_token_ids == prompt
+
+
+def test_nothing_is_forced_unless_it_is_asked_for(chat, script):
+    script.says("Fine.")
+    chat.create()
+    assert script.requests[-1].params.structured_outputs is None
+    [run, _] = chat.request()["tools"]
+    chat.create(tools=[{**run, "function": {**run["function"], "strict": True}}])
+    assert script.requests[-1].params.structured_outputs.grammar
+
+
+# Anthropic's messages
+
+
+@pytest.fixture
+def messages(script):
+    return Messages(script.running.url)
+
+
+def test_the_beta_client(messages, script):
+    script.says(ANSWER)
+    betas = ["interleaved-thinking-2025-05-14", "fine-grained-tool-streaming-2025-05-14"]
+    betas += ["effort-2025-11-24"]
+    asked = {**messages.request(), "betas": betas, "thinking": {"type": "adaptive"}}
+    beta = messages.client.beta.messages
+    whole = beta.create(**asked)
+    assert messages.read(whole).parts == PARTS
+    with beta.stream(**asked) as stream:
+        final = stream.get_final_message()
+    assert messages.read(final).parts == PARTS
+    assert final.stop_reason == whole.stop_reason == "tool_use"
+    del asked["max_tokens"]
+    assert beta.count_tokens(**asked).input_tokens == whole.usage.input_tokens
+
+
+def test_the_clients_own_loop_runs_tools_and_gives_results_back(messages, script):
+    @anthropic.beta_tool
+    def add(a: int, b: int) -> str:
+        """Add two numbers."""
+        return str(a + b)
+
+    script.says("<think>\nI add.\n</think>\n\n" + call("add", a=2, b=3), "It is 5.")
+    asked = {"model": "demo", "max_tokens": 1000, "messages": [ASKED], "tools": [add]}
+    final = messages.client.beta.messages.tool_runner(**asked).until_done()
+    assert final.content[0].text == "It is 5."
+    assert final.stop_reason == "end_turn"
+
+
+def test_thoughts_between_calls_are_blocks_of_their_own(messages, script):
+    script.says("<think>\nA\n</think>\n\n" + call("run", cmd="ls") + "<think>\nB\n</think>\nC")
+    blocks = messages.create().content
+    assert [b.type for b in blocks] == ["thinking", "tool_use", "thinking", "text"]
+
+
+def test_unknown_fields_of_tools_change_nothing(messages, script):
+    script.says(call("run", cmd="ls"))
+    asked = messages.request()
+    caching = {"cache_control": {"type": "ephemeral"}, "eager_input_streaming": True}
+    asked["tools"][0] |= {**caching, "type": "custom", "description": "A tool."}
+    assert messages.client.messages.create(**asked).stop_reason == "tool_use"
+    del asked["max_tokens"]
+    messages.client.messages.count_tokens(**asked)

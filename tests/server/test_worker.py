@@ -7,8 +7,10 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from functools import wraps
 from multiprocessing import Pipe
+from typing import Any
 
 import pytest
 
@@ -53,6 +55,16 @@ class Engine:
         return self._runner.run(limited())
 
 
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A coroutine as a test, in the event loop of `engine`."""
+
+    @wraps(test)
+    def run(engine: Engine, **given: Any) -> None:
+        engine.run(test(engine=engine, **given))
+
+    return run
+
+
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     with asyncio.Runner() as runner:
@@ -64,7 +76,7 @@ def engine() -> Iterator[Engine]:
 async def answer(
     client: EngineClient, name: str, params: SamplingParams, prompt: list[int] = PROMPT
 ) -> list[list[int]]:
-    async with client.generate(name, prompt, params) as request:
+    async with client.generate(Add(name, prompt, params)) as request:
         return [a.token_ids for a in await request.complete()]
 
 
@@ -104,14 +116,15 @@ MOMENTS = ("before it is accepted", "accepted", "waiting", "prefilling", "decodi
 
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_client_that_leaves_at_any_moment_leaves_nothing(engine, moment, n):
+@in_loop
+async def test_a_client_that_leaves_at_any_moment_leaves_nothing(engine, moment, n):
     client = engine.client
     params = SamplingParams(n=n, max_tokens=60, seed=1, ignore_eos=True)
     long = [i % 200 for i in range(800)]  # 13 steps
 
     async def request(reached: asyncio.Event) -> None:
         prompt = long if moment == "prefilling" else PROMPT
-        async with client.generate("leaves", prompt, params) as request:
+        async with client.generate(Add("leaves", prompt, params)) as request:
             if moment in ("accepted", "waiting"):
                 reached.set()
             elif moment == "prefilling":
@@ -123,91 +136,78 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing(engine, moment, n):
             reached.set()
             await asyncio.Event().wait()
 
-    async def test() -> None:
-        nonlocal before
-        before = client.metrics["prefill_tokens"]
-        others = []
-        if moment == "waiting":
-            others = [asyncio.ensure_future(answer(client, str(i), FOREVER)) for i in range(4)]
-            await until(client, lambda metrics: metrics["requests_running"] == 4)
-        reached = asyncio.Event()
-        leaves = asyncio.ensure_future(request(reached))
-        if moment == "before it is accepted":
-            await asyncio.sleep(0)
-        else:
-            await reached.wait()
-        if moment == "waiting":
-            await until(client, lambda metrics: metrics["requests_waiting"] == n)
-        for task in leaves, *others:
-            task.cancel()
-        await asyncio.gather(leaves, *others, return_exceptions=True)
-        await assert_clean(client)
-
-    before = 0
-    engine.run(test())
+    before = client.metrics["prefill_tokens"]
+    others = []
+    if moment == "waiting":
+        others = [asyncio.ensure_future(answer(client, str(i), FOREVER)) for i in range(4)]
+        await until(client, lambda metrics: metrics["requests_running"] == 4)
+    reached = asyncio.Event()
+    leaves = asyncio.ensure_future(request(reached))
+    if moment == "before it is accepted":
+        await asyncio.sleep(0)
+    else:
+        await reached.wait()
+    if moment == "waiting":
+        await until(client, lambda metrics: metrics["requests_waiting"] == n)
+    for task in leaves, *others:
+        task.cancel()
+    await asyncio.gather(leaves, *others, return_exceptions=True)
+    await assert_clean(client)
 
 
-def test_a_slow_reader_gets_several_tokens_at_once(engine):
-    async def test() -> None:
-        async with engine.client.generate("slow", PROMPT, short(30)) as request:
-            while not request.finished:
-                await asyncio.sleep(0.01)
-            (delta,) = [delta async for delta in deltas([request])]
-            assert len(delta.token_ids) == 30
-            assert delta.answer.finish_reason == "length"
-            assert delta.text == request.answers[0].text
-        await assert_clean(engine.client)
-
-    engine.run(test())
+@in_loop
+async def test_a_slow_reader_gets_several_tokens_at_once(engine):
+    async with engine.client.generate(Add("slow", PROMPT, short(30))) as request:
+        while not request.finished:
+            await asyncio.sleep(0.01)
+        (delta,) = [delta async for delta in deltas([request])]
+        assert len(delta.token_ids) == 30
+        assert delta.answer.finish_reason == "length"
+        assert delta.text == request.answers[0].text
+    await assert_clean(engine.client)
 
 
 @pytest.mark.parametrize("stop", [None, ["zzz"]])
-def test_the_deltas_of_all_answers_add_up(engine, stop):
+@in_loop
+async def test_the_deltas_of_all_answers_add_up(engine, stop):
     params = SamplingParams(n=3, max_tokens=25, seed=7, logprobs=2, stop=stop)
 
-    async def test() -> None:
-        async with engine.client.generate("n", PROMPT, params) as request:
-            texts, tokens, logprobs = [""] * 3, [[] for _ in range(3)], [[] for _ in range(3)]
-            async for delta in deltas([request]):
-                index = delta.answer.index
-                texts[index] += delta.text
-                tokens[index] += delta.token_ids
-                logprobs[index] += delta.logprobs
-            for a in request.answers:
-                assert (texts[a.index], tokens[a.index]) == (a.text, a.token_ids)
-                assert logprobs[a.index] == a.logprobs
-                assert len(a.logprobs) == len(a.token_ids)
-                assert a.finish_reason in ("stop", "length")
-            times = request.times
-            assert times.arrived <= times.scheduled <= times.first_token <= times.finished
-
-    engine.run(test())
+    async with engine.client.generate(Add("n", PROMPT, params)) as request:
+        texts, tokens, logprobs = [""] * 3, [[] for _ in range(3)], [[] for _ in range(3)]
+        async for delta in deltas([request]):
+            index = delta.answer.index
+            texts[index] += delta.text
+            tokens[index] += delta.token_ids
+            logprobs[index] += delta.logprobs
+        for a in request.answers:
+            assert (texts[a.index], tokens[a.index]) == (a.text, a.token_ids)
+            assert logprobs[a.index] == a.logprobs
+            assert len(a.logprobs) == len(a.token_ids)
+            assert a.finish_reason in ("stop", "length")
+        times = request.times
+        assert times.arrived <= times.scheduled <= times.first_token <= times.finished
 
 
-def test_a_refused_request_is_forgotten(engine):
+@in_loop
+async def test_a_refused_request_is_forgotten(engine):
     client = engine.client
 
-    async def test() -> None:
-        client._outbox.put(Add("twice", PROMPT, FOREVER))
-        with pytest.raises(RequestError, match="already in use"):
-            await answer(client, "twice", FOREVER)
-        client._outbox.put(Abort("twice"))
-        with pytest.raises(RequestError, match="prompt of 5000 tokens"):
-            await answer(client, "long", short(), [1] * 5000)
-        await assert_clean(client)
-
-    engine.run(test())
+    client._outbox.put(Add("twice", PROMPT, FOREVER))
+    with pytest.raises(RequestError, match="already in use"):
+        await answer(client, "twice", FOREVER)
+    client._outbox.put(Abort("twice"))
+    with pytest.raises(RequestError, match="prompt of 5000 tokens"):
+        await answer(client, "long", short(), [1] * 5000)
+    await assert_clean(client)
 
 
-def test_a_request_that_breaks_the_engine_harms_no_other(engine):
-    async def test() -> None:
-        other = asyncio.ensure_future(answer(engine.client, "other", short(30)))
-        with pytest.raises(EngineLost, match="the engine failed"):
-            await answer(engine.client, "broken", short(), Unreadable([1]))
-        assert len((await other)[0]) == 30
-        await assert_clean(engine.client)
-
-    engine.run(test())
+@in_loop
+async def test_a_request_that_breaks_the_engine_harms_no_other(engine):
+    other = asyncio.ensure_future(answer(engine.client, "other", short(30)))
+    with pytest.raises(EngineLost, match="the engine failed"):
+        await answer(engine.client, "broken", short(), Unreadable([1]))
+    assert len((await other)[0]) == 30
+    await assert_clean(engine.client)
 
 
 class Unreadable(list):
@@ -295,24 +295,22 @@ def test_an_engine_whose_steps_all_fail_ends():
         Worker(engine, theirs, Sender(theirs)).run()
 
 
-def test_lost_requests_fail_and_others_go_on(engine):
+@in_loop
+async def test_lost_requests_fail_and_others_go_on(engine):
     client = engine.client
 
-    async def test() -> None:
-        async with (
-            client.generate("lost", PROMPT, FOREVER) as lost,
-            client.generate("other", PROMPT, short()) as other,
-        ):
-            client._take(Lost("a step failed", ["lost"]))
-            with pytest.raises(EngineLost, match="a step failed"):
-                await lost.complete()
-            with pytest.raises(EngineLost, match="a step failed"):
-                [delta async for delta in deltas([lost])]
-            assert len((await other.complete())[0].token_ids) == 8
-            client._outbox.put(Abort("lost"))
-        await assert_clean(client)
-
-    engine.run(test())
+    async with (
+        client.generate(Add("lost", PROMPT, FOREVER)) as lost,
+        client.generate(Add("other", PROMPT, short())) as other,
+    ):
+        client._take(Lost("a step failed", ["lost"]))
+        with pytest.raises(EngineLost, match="a step failed"):
+            await lost.complete()
+        with pytest.raises(EngineLost, match="a step failed"):
+            [delta async for delta in deltas([lost])]
+        assert len((await other.complete())[0].token_ids) == 8
+        client._outbox.put(Abort("lost"))
+    await assert_clean(client)
 
 
 def test_unfinished_answers_of_a_failed_generation_do_not_look_finished(engine):
@@ -322,18 +320,16 @@ def test_unfinished_answers_of_a_failed_generation_do_not_look_finished(engine):
         engine.run(request.complete())
 
 
-def test_a_generation_that_fails_while_another_is_read_is_not_taken_for_finished(engine):
+@in_loop
+async def test_a_generation_that_fails_while_another_is_read_is_not_taken_for_finished(engine):
     first, second = (
         RequestState(Add(name, PROMPT, short()), engine.client.tokenizer) for name in "ab"
     )
 
-    async def test() -> None:
-        first.take([AnswerUpdate(0, [5])])
-        second.take([AnswerUpdate(0, [5], finish_reason="length")])
-        news = changes([first, second])
-        assert [await anext(news), await anext(news)] == [0, 1]
-        first.fail(EngineLost("gone"))
-        with pytest.raises(EngineLost, match="gone"):
-            await anext(news)
-
-    engine.run(test())
+    first.take([AnswerUpdate(0, [5])])
+    second.take([AnswerUpdate(0, [5], finish_reason="length")])
+    news = changes([first, second])
+    assert [await anext(news), await anext(news)] == [0, 1]
+    first.fail(EngineLost("gone"))
+    with pytest.raises(EngineLost, match="gone"):
+        await anext(news)

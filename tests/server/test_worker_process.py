@@ -1,24 +1,25 @@
 """How an engine's process starts and ends."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 
-import httpx
 import pytest
 
 from tests.support.cli_kit import SAFETY
 from tests.support.serve_command import eventually, is_alive
-from tests.support.server_kit import SMALL, serving, start_engine
+from tests.support.server_kit import SMALL, start_engine
 from vllm_metal_lite import EngineConfig, SamplingParams
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.server.worker import client as client_module
 from vllm_metal_lite.server.worker.client import EngineClient
+from vllm_metal_lite.server.worker.messages import Add
 from vllm_metal_lite.server.worker.request_state import EngineLost
+
+pytestmark = pytest.mark.long
 
 FOREVER = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
 
@@ -27,6 +28,7 @@ SERVER = """
 import asyncio, sys
 from vllm_metal_lite import EngineConfig, SamplingParams
 from vllm_metal_lite.server.worker.client import EngineClient
+from vllm_metal_lite.server.worker.messages import Add
 from vllm_metal_lite.server.worker.request_state import changes
 
 async def configure(weight_bytes):
@@ -40,7 +42,7 @@ async def main():
     else:
         client = await EngineClient.start("demo", configure)
         params = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
-        async with client.generate("a", [1, 2, 3], params) as request:
+        async with client.generate(Add("a", [1, 2, 3], params)) as request:
             async for _ in changes([request]):
                 print(client.pid, flush=True)
                 break
@@ -72,32 +74,6 @@ def test_an_engine_ends_with_its_server(moment):
     eventually(lambda: not is_alive(pid))
 
 
-def test_an_engine_that_is_killed_fails_its_requests_at_once_and_is_started_again():
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 900, "ignore_eos": True}
-
-    with (
-        serving(engine=SMALL) as running,
-        httpx.Client(base_url=running.url, timeout=SAFETY) as client,
-    ):
-
-        def status() -> dict:
-            return client.get("/status").json()["models"][0]
-
-        pid = status()["pid"]
-        with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as answer:
-            lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
-            next(lines)
-            os.kill(pid, signal.SIGKILL)
-            *_, last = lines
-        assert "SIGKILL" in json.loads(last.removeprefix("data: "))["error"]["message"]
-        assert status()["state"] == "failed"
-        assert "SIGKILL" in status()["error"]
-        again = client.post("/v1/chat/completions", json={**body, "max_tokens": 3})
-        assert again.status_code == 200
-        assert (status()["state"], status()["error"]) == ("loaded", None)
-        assert status()["pid"] != pid
-
-
 def test_starts_and_stops_leak_nothing(monkeypatch):
     """Also while steps run, whose requests fail."""
     monkeypatch.setattr(client_module, "_STOP_SECONDS", SAFETY)  # a slow machine kills nothing
@@ -106,7 +82,7 @@ def test_starts_and_stops_leak_nothing(monkeypatch):
         client = await start_engine()
 
         async def ask() -> None:
-            async with client.generate("a", [1, 2, 3], FOREVER) as request:
+            async with client.generate(Add("a", [1, 2, 3], FOREVER)) as request:
                 streaming.set()
                 await request.complete()
 
@@ -117,7 +93,7 @@ def test_starts_and_stops_leak_nothing(monkeypatch):
         with pytest.raises(EngineLost, match="has ended with exit code 0"):
             await asking
         with pytest.raises(EngineLost):
-            async with client.generate("b", [1], FOREVER):
+            async with client.generate(Add("b", [1], FOREVER)):
                 pass
         assert not is_alive(client.pid)
         await client.stop()  # twice does no harm
@@ -132,37 +108,24 @@ def test_starts_and_stops_leak_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("config", "reason"),
+    ("name", "config", "reason"),
     [
-        (EngineConfig(max_model_len=10**9), "max_model_len must be at most"),
-        (EngineConfig(num_blocks=10**9), "num_blocks 1000000000 needs .* this device has"),
+        ("demo", EngineConfig(max_model_len=10**9), "max_model_len must be at most"),
+        ("demo", EngineConfig(num_blocks=10**9), "num_blocks 1000000000 needs .* this device has"),
+        ("/no/such/model", SMALL, "no such folder"),
+        ("unknown", SMALL, ""),
+        ("unreadable", SMALL, r"config\.json"),
     ],
 )
-def test_a_start_that_fails_says_why_in_one_line(config, reason):
+def test_a_start_that_fails_says_why_in_one_line_and_leaves_nothing(tmp_path, name, config, reason):
+    (tmp_path / "unknown").mkdir()
+    (tmp_path / "unknown" / "config.json").write_text('{"model_type": "nobody_knows"}')
+    (tmp_path / "unreadable" / "config.json").mkdir(parents=True)
+    path = name if name == "demo" else str(tmp_path / name)
     with pytest.raises(ModelLoadError, match=reason) as failure:
-        run(start_engine("demo", config))
+        run(start_engine(path, config))
     assert "\n" not in str(failure.value)
     eventually(no_threads)
-
-
-def test_a_model_that_is_not_there_leaves_nothing():
-    with pytest.raises(ModelLoadError, match="no such folder"):
-        run(start_engine("/no/such/model", SMALL))
-    eventually(no_threads)
-
-
-def test_a_folder_without_a_model_says_so(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "nobody_knows"}')
-    with pytest.raises(ModelLoadError) as failure:
-        run(start_engine(str(tmp_path), SMALL))
-    assert "\n" not in str(failure.value)
-
-
-def test_files_that_cannot_be_read_are_named(tmp_path):
-    (tmp_path / "config.json").mkdir()
-    with pytest.raises(ModelLoadError, match=r"config\.json") as failure:
-        run(start_engine(str(tmp_path)))
-    assert "\n" not in str(failure.value)
 
 
 def test_a_start_may_be_cancelled_or_its_process_killed():

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.support.guided import accept, allowed, walk
 from tests.support.slots import SlotConstraint
-from vllm_metal_lite.structured_outputs.thought_channel import ThoughtChannel
+from vllm_metal_lite.structured_outputs.thinking import Thinking
 from vllm_metal_lite.structured_params import ThinkingParams
 
 V, EOS = 70, 69
@@ -14,8 +14,9 @@ V, EOS = 70, 69
 START, END = (60, 61, 62), (63, 64)
 
 
-def channel(budget, inner=None) -> ThoughtChannel:
-    return ThoughtChannel(ThinkingParams(START, END, False, budget, is_channel=True), inner, V)
+def channel(budget, inner=None) -> Thinking:
+    params = ThinkingParams(START, END, False, budget, is_channel=True)
+    return Thinking(params, inner, V, [EOS])
 
 
 def test_the_budget_ends_the_thoughts_by_forced_tokens():

@@ -41,6 +41,15 @@ _ROPES = {"rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROP
 _YARN = {"rope_scaling": {
     "type": "yarn", "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
     "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}}  # fmt: skip
+_GRANITE = {"logits_scaling": 2.0, "attention_multiplier": 0.2, "embedding_multiplier": 1.5,
+            "residual_multiplier": 0.8}  # fmt: skip
+_LLAMA4_SCALING = {"rope_parameters": {
+    **_ROPE, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 8}}  # fmt: skip
+_LONGCAT = {
+    **_MLA, "ffn_hidden_size": 96, "moe_topk": 2, "expert_ffn_hidden_size": 48,
+    "n_routed_experts": 4, "zero_expert_num": 2, "num_layers": 2, "routed_scaling_factor": 1.5,
+    "mla_scale_q_lora": True, "mla_scale_kv_lora": True,
+}  # fmt: skip
 _GPT = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_inner": 96, "n_positions": 512, "n_ctx": 512,
         "rotary_dim": 8}  # fmt: skip
 _DELTA = {  # Gated DeltaNet
@@ -82,11 +91,13 @@ _LFM2 = {"conv_bias": True, "conv_L_cache": 3, "block_dim": 64, "block_multiple_
          "block_ff_dim": 96, "full_attn_idxs": [1, 3], "num_hidden_layers": 4,
          "tie_word_embeddings": True}  # fmt: skip
 _MINIMAX = {
-    **_MOE,
-    "moe_layer_freq": [0, 1, 1],
-    "dense_intermediate_size": 96,
+    **_MOE, "moe_layer_freq": [0, 1, 1], "dense_intermediate_size": 96,
     "shared_intermediate_size": 48,
-}
+}  # fmt: skip
+_SPARSE = {
+    **_MINIMAX, "index_n_heads": 2, "index_head_dim": 16, "index_topk_blocks": 2,
+    "layer_types": ["full_attention", "sparse", "sparse"],
+}  # fmt: skip
 
 
 def _q(bits: int, mode: str = "affine", group_size: int = 32, **layers: Any) -> dict[str, Any]:
@@ -112,8 +123,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_bigcode": _GPT,
     "gpt_neox": {"rotary_emb_base": 10000, "rotary_pct": 0.5},
     "gptj": _GPT,
-    "granite": {"logits_scaling": 2.0, "attention_multiplier": 0.2, "embedding_multiplier": 1.5,
-                "residual_multiplier": 0.8},
+    "granite": _GRANITE,
     "helium": {},
     "hunyuan_v1_dense": {},
     "internlm2": {},
@@ -173,8 +183,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48,
                      "moe_num_shared_experts": 1},
     "glm4_moe": {**_MOE, "rope_scaling": None},
-    "granitemoe": {**_MOE, "logits_scaling": 2.0, "attention_multiplier": 0.2,
-                   "embedding_multiplier": 1.5, "residual_multiplier": 0.8},
+    "granitemoe": {**_MOE, **_GRANITE},
     "hunyuan": {**_MOE, "num_hidden_layers": 4, "moe_topk": 2, "num_shared_expert": 1,
                 "use_mixed_mlp_moe": True, "use_cla": True, "cla_share_factor": 2,
                 "rope_scaling": {"type": "dynamic", "alpha": 4.0, "factor": 1.0}},
@@ -207,8 +216,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama/window_of_a_block": {**_MIXED, "sliding_window": 8},
     "mellum": {**_MOE, **_MIXED, **_ROPES},
     "mimo_v2_flash": _SINKS,
-    "ministral3": {**_MIXED, "rope_parameters": {
-        **_ROPE, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 8}},
+    "ministral3": {**_MIXED, **_LLAMA4_SCALING},
     "muse_glimmer": {**_MIXED, "output_multiplier": 1.0},
     "muse_spark": _text(**_MIXED, num_local_experts=4, num_experts_per_tok=2,
                         moe_intermediate_size=48, moe_hidden_size=64, post_norm_eps=1e-5,
@@ -246,22 +254,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3/q4": {**_MOE, **_MLA, "kv_lora_rank": 32, "q_lora_rank": 32, "v_head_dim": 32,
                        "qk_nope_head_dim": 32, **_q(4)},
     "glm4_moe_lite": {**_MOE, **_MLA},
-    "longcat_flash": {**_MLA, "attention_method": "MLA", "zero_expert_type": "identity",
-                      "ffn_hidden_size": 96, "moe_topk": 2, "expert_ffn_hidden_size": 48,
-                      "n_routed_experts": 4, "zero_expert_num": 2, "num_layers": 2,
-                      "routed_scaling_factor": 1.5, "mla_scale_q_lora": True,
-                      "mla_scale_kv_lora": True},
-    "longcat_flash_ngram": {**_MLA, "ffn_hidden_size": 96, "moe_topk": 2,
-                            "expert_ffn_hidden_size": 48, "n_routed_experts": 4,
-                            "zero_expert_num": 2, "num_layers": 2, "routed_scaling_factor": 1.5,
-                            "mla_scale_q_lora": True, "mla_scale_kv_lora": True,
-                            "ngram_vocab_size_ratio": 2},
+    "longcat_flash": {**_LONGCAT, "attention_method": "MLA", "zero_expert_type": "identity"},
+    "longcat_flash_ngram": {**_LONGCAT, "ngram_vocab_size_ratio": 2},
     "minicpm3": {**_MLA, "dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 1.0,
                  "rope_scaling": {"type": "longrope", "long_factor": [1.5] * 4,
                                   "short_factor": [1.0] * 4,
                                   "original_max_position_embeddings": 16}},
-    "mistral4": {**_MOE, **_MLA, "rope_parameters": {
-        **_ROPE, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 8}},
+    "mistral4": {**_MOE, **_MLA, **_LLAMA4_SCALING},
     "youtu_llm": _MLA,
     # Sparse attention, chosen by an indexer.
     "deepseek_v32": {**_MOE, **_MLA, **_INDEXER},
@@ -277,12 +276,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
                      "rms_norm_eps": 1e-6, "moe_layer_freq": 1},
     "glm_moe_dsa": {**_MOE, **_MLA, **_INDEXER, "rope_parameters": _ROPE},
     "minimax_m3_vl": _text(**_MINIMAX),
-    "minimax_m3_vl/sparse": _text(
-        **_MINIMAX, index_n_heads=2, index_head_dim=16, index_block_size=8, index_topk_blocks=2,
-        layer_types=["full_attention", "sparse", "sparse"]),
-    "minimax_m3_vl/sparse_of_4": _text(
-        **_MINIMAX, index_n_heads=2, index_head_dim=16, index_block_size=4, index_topk_blocks=2,
-        layer_types=["full_attention", "sparse", "sparse"]),
+    "minimax_m3_vl/sparse": _text(**_SPARSE, index_block_size=8),
+    "minimax_m3_vl/sparse_of_4": _text(**_SPARSE, index_block_size=4),
     # Recurrent: Mamba, RWKV.
     "mamba": {**_MAMBA, "intermediate_size": 128, "use_bias": True},
     "mamba/bcdt_rms": {**_MAMBA, "intermediate_size": 128, "use_bcdt_rms": True},
@@ -302,10 +297,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
                   "ssm_multipliers": [1.0] * 5, "embedding_multiplier": 1.0},
     "gear": _GEAR,
     "gear/softcap": {**_GEAR, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0},
-    "granitemoehybrid": {**_MOE, **_MAMBA, "num_hidden_layers": 4,
-                         "layer_types": ["mamba", "attention"] * 2, "logits_scaling": 2.0,
-                         "attention_multiplier": 0.2, "embedding_multiplier": 1.5,
-                         "residual_multiplier": 0.8, "shared_intermediate_size": 48},
+    "granitemoehybrid": {**_MOE, **_MAMBA, **_GRANITE, "num_hidden_layers": 4,
+                         "layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 48},
     "jamba": {**_MOE, **_MAMBA, "num_hidden_layers": 4, "attn_layer_offset": 1,
               "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2},
     "kimi_k3": _text(**_MOE, **_MLA, **_KDA),
@@ -332,8 +325,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "kimi_vl": _text(**_MOE, **_MLA),
     "lfm2-vl": _text(model_type="lfm2", **_LFM2),
     "mistral3": _text(model_type="llama"),
-    "mistral3/ministral3": _text(model_type="ministral3", **_MIXED, rope_parameters={
-        **_ROPE, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 8}),
+    "mistral3/ministral3": _text(model_type="ministral3", **_MIXED, **_LLAMA4_SCALING),
     "pixtral": _text(model_type="llama"),
     "prism_hadamard_qwen35": {
         **_text(model_type="qwen3_5", **_DELTA, intermediate_size=512, hidden_size=128),

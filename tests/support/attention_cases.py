@@ -1,10 +1,13 @@
 """Steps of given segments over a filled store, and what attention to them is by definition."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from tests.support.attention_oracle import paged_attention
 from tests.support.poison import poison
 from vllm_metal_lite.attention.base import Attention, AttentionCall, StepAttention
+from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
@@ -114,6 +117,23 @@ class Case:
         return paged_attention(
             q, k, v, b.block_tables, b.cu_seqlens_q, b.seq_lens, block_size=BLOCK_SIZE, **how
         )
+
+
+class KernelCase(Case):
+    """A case of the reference's own tests, through kernels; the window is the layer's own.
+
+    options: of KernelAttention.
+    """
+
+    def __init__(self, *args, prefill="gather", options=None, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.prefill, self.options = prefill, options or {}
+
+    def run(self, padding: int = 0, **how) -> np.ndarray:
+        self.store.specs = [replace(self.store.specs[0], window=how.get("window"))]
+        groups = self.queries_per_kv
+        self.attention = KernelAttention(self.store, self.prefill, groups, **self.options)
+        return super().run(padding, **how)
 
 
 def check(case: Case, padding: int = 0, **how) -> None:

@@ -42,10 +42,7 @@ MISCOMPILED = {
     "merge_partitions": ("weights[p] *", "weights[0] *"),
     "kv_write": ("if (slot >= 0 && at < V_WORDS)", "if (slot > 40 && at < V_WORDS)"),
     "kv_gather": ("size_t(kv_slots[key])", "size_t(kv_slots[key / 2])"),
-    "kv_write_quantised": (
-        "if (slot >= 0 && head < KV_HEADS)",
-        "if (slot > 40 && head < KV_HEADS)",
-    ),
+    "kv_write_quantised": ("if (slot >= 0 && head < KV", "if (slot > 40 && head < KV"),
     "kv_gather_quantised": ("size_t(kv_slots[key])", "size_t(kv_slots[key / 2])"),
     # A fast sine, which does not reduce large angles; a mean over all lanes, idle ones too.
     "rope_write": ("precise::sin(theta)", "precise::sin(theta + 1e-7f * theta)"),
@@ -85,19 +82,11 @@ KERNELS = tuple(sorted(REGISTRY.keys() - {"latent_prefill"}))
 ROTATIONS = RopeShape(32, eps=1e-5), RopeShape(16, traditional=True, base=None)
 SHAPE = AttentionShape(4, 2, 32, 32, mx.float32)
 USE = KernelUse((SHAPE,), 16, ROTATIONS, (1000,))
-PRODUCTS = KernelUse(
-    (replace(SHAPE, dtype=mx.bfloat16),), 16, weights=(WeightShape(100, 96), WeightShape(96, 1056))
-)
-EXPERTS = KernelUse(
-    (replace(SHAPE, dtype=mx.bfloat16),),
-    16,
-    experts=(
-        ExpertShape(6, 96, 64),
-        ExpertShape(
-            5, 64, 64, "clamped_swiglu", True, Quantisation(4, 32, "mxfp4"), Quantisation(8, 64)
-        ),
-    ),
-)
+NARROW = (replace(SHAPE, dtype=mx.bfloat16),)
+PRODUCTS = KernelUse(NARROW, 16, weights=(WeightShape(100, 96), WeightShape(96, 1056)))
+MXFP4, OF_8_BITS = Quantisation(4, 32, "mxfp4"), Quantisation(8, 64)
+PACKED_EXPERTS = ExpertShape(5, 64, 64, "clamped_swiglu", True, MXFP4, OF_8_BITS)
+EXPERTS = KernelUse(NARROW, 16, experts=(ExpertShape(6, 96, 64), PACKED_EXPERTS))
 LATENT = KernelUse(
     (AttentionShape(4, 1, 64, 16, mx.float32, latent=True),), 16, (RopeShape(16, traditional=True),)
 )

@@ -55,8 +55,12 @@ class Api:
         self._options = {"base_url": url + self.prefix, **OPTIONS}
         self.client = self.sync(**self._options)
 
+    def create(self, **fields) -> Any:
+        """The client's own reply.  fields: of the request, beside the usual ones."""
+        return self.of(self.client).create(**{**self.request(), **fields})
+
     def whole(self, **how) -> Reply:
-        return self.read(self.of(self.client).create(**self.request(**how)))
+        return self.read(self.create(**self.request(**how)))
 
     def streamed(self, **how) -> Reply:
         """As the client adds the events up."""
@@ -84,7 +88,8 @@ class Chat(Api):
         asked |= {"parallel_tool_calls": parallel}
         return asked | choice_of(choice, {"type": "function", "function": {"name": choice}})
 
-    def read(self, completion) -> Reply:
+    @staticmethod
+    def read(completion) -> Reply:
         [choice], usage = completion.choices, completion.usage
         message, calls = choice.message, choice.message.tool_calls or []
         thoughts = getattr(message, "reasoning", None)

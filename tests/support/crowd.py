@@ -75,15 +75,15 @@ class Crowd:
     def draw(self, rng: random.Random, patience: float) -> Visit:
         """patience: longest time until a client that leaves does so."""
         if rng.random() < 0.15:
-            return Visit(rng.choice(list(_BODIES)), rng.choice(NONSENSE))
+            return Visit(rng.choice(PATHS), rng.choice(NONSENSE))
         visit = self.asking(rng, rng.randrange(len(self.asked)))
         leaves_after = rng.uniform(0, patience) if rng.random() < 0.4 else None
         return replace(visit, leaves_after=leaves_after)
 
     def asking(self, rng: random.Random, number: int) -> Visit:
         """A visit with this question, until the answer's end."""
-        path = rng.choice(list(_BODIES))
-        body = _BODIES[path](self.asked[number], self.token_ids[number])
+        path = rng.choice(PATHS)
+        body = _body(path, self.asked[number], self.token_ids[number])
         body |= {"temperature": 0, "ignore_eos": True, "stream": rng.random() < 0.5}
         return Visit(path, json.dumps(body).encode(), number)
 
@@ -178,29 +178,19 @@ def _news(event: dict[str, Any]) -> str:
     return choice["text"] if "text" in choice else choice["delta"].get("content") or ""
 
 
-def _chat(question: Question, token_ids: list[int]) -> dict[str, Any]:
-    return {"messages": question.messages, "max_tokens": question.max_tokens}
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
 
-def _completion(question: Question, token_ids: list[int]) -> dict[str, Any]:
-    return {"prompt": token_ids, "max_tokens": question.max_tokens}
+def _body(path: str, question: Question, token_ids: list[int]) -> dict[str, Any]:
+    """A question as a request of the path's API.  token_ids: its prompt."""
+    (system, user), limit = question.messages, {"max_tokens": question.max_tokens}
+    return {
+        "/v1/chat/completions": {"messages": [system, user], **limit},
+        "/v1/completions": {"prompt": token_ids, **limit},
+        "/v1/responses": {"input": [system, user], "max_output_tokens": question.max_tokens},
+        "/v1/messages": {"system": system["content"], "messages": [user], **limit},
+    }[path]
 
-
-def _response(question: Question, token_ids: list[int]) -> dict[str, Any]:
-    return {"input": question.messages, "max_output_tokens": question.max_tokens}
-
-
-def _message(question: Question, token_ids: list[int]) -> dict[str, Any]:
-    system, user = question.messages
-    return {"system": system["content"], "messages": [user], "max_tokens": question.max_tokens}
-
-
-_BODIES: dict[str, Callable[[Question, list[int]], dict[str, Any]]] = {
-    "/v1/chat/completions": _chat,
-    "/v1/completions": _completion,
-    "/v1/responses": _response,
-    "/v1/messages": _message,
-}
 
 _HI = '"messages":[{"role":"user","content":"hi"}],"prompt":"hi","input":"hi","max_tokens":2'
 

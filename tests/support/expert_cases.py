@@ -106,7 +106,8 @@ def _product(
     walk = np.stack(
         [3 * (weight[e] ** 2 @ error**2) ** 0.5 for e, error in zip(pairs, errors, strict=True)]
     )
-    rounded_weight = 3 * step * size / len(rows[0]) ** 0.5 * _is_rounded(part.weight)
+    is_rounded = not isinstance(part.weight, mx.array)
+    rounded_weight = 3 * step * size / len(rows[0]) ** 0.5 * is_rounded
     allowed = 1e-5 + walk + rounded_weight + step * np.abs(expected)
     if part.bias is not None:
         expected = expected + floats(part.bias)[pairs]
@@ -144,7 +145,3 @@ def _values(weight: Weight) -> np.ndarray:
         for e in range(len(weight.words))
     ]
     return np.stack([dequantised(expert) for expert in experts])
-
-
-def _is_rounded(weight: Weight) -> bool:
-    return not isinstance(weight, mx.array)

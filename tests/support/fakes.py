@@ -20,7 +20,7 @@ from vllm_metal_lite.scheduler.drafts import Propose
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler import Scheduler
-from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
+from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
 VOCAB_SIZE = 1000
 MAX_LEN = 4096
@@ -29,8 +29,8 @@ _MASK = (1 << 64) - 1
 _A = np.random.default_rng(0).integers(1, 1 << 63, (4, MAX_LEN), dtype=np.uint64) | np.uint64(1)
 
 
-def _mix(x: Any) -> Any:
-    """splitmix64's finaliser, of an array of uint64 or a Python int."""
+def splitmix64(x: Any) -> Any:
+    """Its finaliser, of an array of uint64 or a Python int."""
     if isinstance(x, int):
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -52,7 +52,7 @@ def alone(
         for layer, sums in enumerate(past):
             sums.append(((sums[-1] if i else 0) + (number + 1) * int(_A[layer, i])) & _MASK)
             start = i - (windows[layers[layer]] or MAX_LEN)
-            number = _mix((sums[i] - (sums[start] if start >= 0 else 0)) & _MASK)
+            number = splitmix64((sums[i] - (sums[start] if start >= 0 else 0)) & _MASK)
         if i >= len(prompt) - 1:
             tokens.append(number % VOCAB_SIZE)
     return tokens[len(prompt) :]
@@ -106,7 +106,7 @@ class FakeModel:
             past = np.cumsum(terms, axis=1)
             before = batch.positions - window
             behind = np.where(before < 0, np.uint64(0), past[segment, np.maximum(before, 0)])
-            numbers = _mix(past[segment, batch.positions] - behind)
+            numbers = splitmix64(past[segment, batch.positions] - behind)
         ends = numbers[batch.logits_indices[: len(batch.sample_segments)]]
         return (ends % np.uint64(VOCAB_SIZE)).astype(int).tolist()
 
@@ -180,15 +180,13 @@ class FakeEngine:
             request.req_index = self.inputs.add(request.token_ids, request.num_prompt_tokens)
             self.seated.append(request)
         for segment in out.segments:
-            self._append_blocks(segment, segment.request in out.admitted)
+            if segment.new_block_ids:
+                self.inputs.append_blocks(segment.request.req_index, *segment.new_block_ids)
+            is_new = segment.request in out.admitted
+            shared = segment.num_computed // self.block_size if is_new else 0
+            for group, new in enumerate(segment.new_block_ids):
+                self.model.poison(group, new[shared:])
         return out
-
-    def _append_blocks(self, segment: Segment, admitted: bool = False) -> None:
-        shared = segment.num_computed // self.block_size if admitted else 0
-        if segment.new_block_ids:
-            self.inputs.append_blocks(segment.request.req_index, *segment.new_block_ids)
-        for group, new in enumerate(segment.new_block_ids):
-            self.model.poison(group, new[shared:])
 
     def execute(self, out: SchedulerOutput, fail: bool = False) -> None:
         """The second half: run it, and take note of the tokens.  fail: nothing is written."""
@@ -201,7 +199,7 @@ class FakeEngine:
         self._advance(step)
         self._finish(step)
 
-    def _launch(self, out: SchedulerOutput, after: "FakeStep | None" = None) -> "FakeStep":
+    def _launch(self, out: SchedulerOutput, after: FakeStep | None = None) -> FakeStep:
         """Run a step.  after: the step before, whose tokens the table may not have yet."""
         batch = self.inputs.pack(
             np.array([s.request.req_index for s in out.segments]),
@@ -218,13 +216,13 @@ class FakeEngine:
         assert (batch.token_ids != UNKNOWN_TOKEN).all()
         return FakeStep(out, batch, self.model(batch))
 
-    def _advance(self, step: "FakeStep") -> None:
+    def _advance(self, step: FakeStep) -> None:
         ended = self.scheduler.advance(step.out)
         self.inputs.append_tokens(step.seats, np.full(len(step.seats), UNKNOWN_TOKEN))
         for request in ended:
             self._unseat(request)
 
-    def _finish(self, step: "FakeStep") -> None:
+    def _finish(self, step: FakeStep) -> None:
         if step.out.has_drafts:
             self._accept(step)
         else:
@@ -234,7 +232,7 @@ class FakeEngine:
             if request.request_id in self.unfinished and self._has_ended(request):
                 self.abort(request)
 
-    def _accept(self, step: "FakeStep") -> None:
+    def _accept(self, step: FakeStep) -> None:
         drawn: list[list[int]] = []
         before, is_live = NO_DRAFT, True  # the draft that a row was computed from
         drafts = step.batch.draft_token_ids.tolist()
@@ -294,6 +292,11 @@ class FakeEngine:
             self.inputs.remove(request.req_index)
             self.seated.remove(request)
             request.req_index = None
+
+
+def shape(out: SchedulerOutput) -> list[tuple[str, int, int]]:
+    """(request, its tokens computed before, its tokens in this step) of each segment."""
+    return [(s.request.request_id, s.num_computed, s.num_scheduled) for s in out.segments]
 
 
 def expected(

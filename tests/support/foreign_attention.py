@@ -8,6 +8,8 @@ import numpy as np
 from tests.support import foreign_kernels as foreign
 from tests.support.foreign_runs import Dispatch, random
 
+SDPA_VECTOR = foreign.metal("sdpa_vector.h")
+
 
 def attention(q, k, v, scale, allowed=None, bias=None, sinks=None):
     """float64 attention of (heads, queries, dim) over (KV heads, keys, dim)."""
@@ -38,16 +40,13 @@ def qkv(dtype, heads, kv_heads, queries, keys, dim):
     return [array for array, _ in made], [values for _, values in made]
 
 
+MASKS = "bool", "float", "sinks"
+
+
 def mask_of(kind, dtype, heads, queries, keys):
     """What the kernel takes (constants, mask, sinks) and what `attention` takes."""
-    constants = {
-        20: np.bool_(kind in ("bool", "float")),
-        21: np.bool_(False),
-        22: np.bool_(kind == "causal"),
-        23: np.bool_(kind == "bool"),
-        24: np.bool_(kind == "float"),
-        25: np.bool_(kind == "sinks"),
-    }
+    flags = kind in ("bool", "float"), False, *(kind == k for k in ("causal", *MASKS))
+    constants = dict(enumerate(map(np.bool_, flags), 20))
     if kind == "causal":
         return constants, None, None, {"allowed": causal(queries, keys)}
     if kind == "bool":
@@ -74,14 +73,8 @@ def sdpa_vector(dtype, kind, heads, kv_heads, queries, keys, dim):
         *(np.int32(1), np.int32(keys), np.int32(queries * keys)),
         *(sinks, np.int32(heads)),
     ]
-    dispatch = Dispatch(
-        foreign.metal("sdpa_vector.h"),
-        f"sdpa_vector<{dtype}, {dim}>",
-        buffers,
-        (heads, queries, 1),
-        (1024, 1, 1),
-        constants,
-    )
+    call = SDPA_VECTOR, f"sdpa_vector<{dtype}, {dim}>", buffers
+    dispatch = Dispatch(*call, (heads, queries, 1), (1024, 1, 1), constants)
     return dispatch, attention(*values, dim**-0.5, **extra)
 
 
@@ -98,27 +91,18 @@ def two_pass_first(dtype, heads, kv_heads, queries, keys, dim):
         *(q, k, v, ((*partial, dim), q.dtype), (partial, mx.float32), (partial, mx.float32), None),
         *(np.int32(keys), *strides, *strides, np.float32(dim**-0.5)),
     ]
-    dispatch = Dispatch(
-        foreign.metal("sdpa_vector.h"),
-        f"sdpa_vector_2pass_1<{dtype}, {dim}>",
-        buffers,
-        (kv_heads, 1, BLOCKS),
-        (32, heads // kv_heads, queries),
-        {**constants, 26: np.int32(BLOCKS)},
-    )
+    call = SDPA_VECTOR, f"sdpa_vector_2pass_1<{dtype}, {dim}>", buffers
+    where = (kv_heads, 1, BLOCKS), (32, heads // kv_heads, queries)
+    dispatch = Dispatch(*call, *where, {**constants, 26: np.int32(BLOCKS)})
     return dispatch, attention(*values, dim**-0.5, **extra)
 
 
 def two_pass_second(dtype, partials, sums, maxs):
     """Joins what the first pass gives: (heads, queries, BLOCKS, dim) and twice without dim."""
     heads, queries, _, dim = partials.shape
-    return Dispatch(
-        foreign.metal("sdpa_vector.h"),
-        f"sdpa_vector_2pass_2<{dtype}, {dim}>",
-        [partials, sums, maxs, ((heads, queries, dim), partials.dtype), np.int32(BLOCKS)],
-        (heads, queries, 1),
-        (1024, 1, 1),
-    )
+    buffers = [partials, sums, maxs, ((heads, queries, dim), partials.dtype), np.int32(BLOCKS)]
+    call = SDPA_VECTOR, f"sdpa_vector_2pass_2<{dtype}, {dim}>", buffers
+    return Dispatch(*call, (heads, queries, 1), (1024, 1, 1))
 
 
 def steel_attention(dtype, is_causal, heads, kv_heads, queries, keys, dim, *, columns=0, halves=1):

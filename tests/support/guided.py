@@ -1,5 +1,8 @@
 """Random answers under a Constraint."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
 from vllm_metal_lite.sampling.constraint import Constraint
@@ -12,6 +15,15 @@ def allowed(constraint: Constraint, vocab_size: int) -> set[int] | None:
         return None
     ids = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[:vocab_size])
     return set(ids.tolist())
+
+
+def accepts(tokenizer: Any, grammar: str, tokens: Sequence[int]) -> bool:
+    """Whether tokens are a whole answer under a grammar, to llguidance."""
+    import llguidance
+
+    matcher = llguidance.LLMatcher(tokenizer, grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.try_consume_tokens([*tokens]) == len(tokens) and matcher.is_accepting()
 
 
 def accept(limits: Constraint, *tokens: int) -> None:

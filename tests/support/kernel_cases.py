@@ -3,7 +3,10 @@
 NaN is wherever a kernel must not read.
 """
 
+from collections.abc import Callable
+
 import numpy as np
+from hypothesis import strategies as st
 
 from tests.support.attention_oracle import paged_attention
 from vllm_metal_lite.backend import mx
@@ -118,6 +121,12 @@ def poisoned_store(
     return kept, values
 
 
+def segments_of(most_rows: int, most_before: int) -> st.SearchStrategy[tuple[int, int]]:
+    """(rows, keys) of a segment, often without keys before its rows."""
+    before = st.integers(0, most_before) | st.just(0)
+    return st.tuples(st.integers(1, most_rows), before).map(lambda s: (s[0], s[0] + s[1]))
+
+
 class AttentionCase:
     """Segments (rows of this step, keys) packed, `padding` rows after them, blocks permuted over a
     store that is poisoned wherever no row may read.  Rows of padding are NaN too."""
@@ -176,10 +185,30 @@ class AttentionCase:
         where = self.block_tables, self.cu_seqlens_q, self.seq_lens
         return paged_attention(self.q, *self.values, *where, sinks=self.sinks, **self.how)
 
-    def check(self) -> None:
-        got, (atol, rtol) = self.run(), TOLERANCE[self.dtype]
+    def check(self, **how) -> None:
+        got, (atol, rtol) = self.run(**how), TOLERANCE[self.dtype]
         np.testing.assert_allclose(got, self.expected(), rtol, atol)
         assert not got[len(got) - self.padding :].any()
+
+    def check_padding(self, **how) -> None:
+        """A step's arrays are padded to buckets: segments without rows, rows without a segment."""
+        self.cu_seqlens_q = np.pad(self.cu_seqlens_q, (0, 3), mode="edge")
+        self.seq_lens = np.pad(self.seq_lens, (0, 3))
+        self.block_tables = np.pad(self.block_tables, ((0, 3), (0, 0)))
+        self.check(**how)
+        self.cu_seqlens_q[:] = 0
+        assert not self.run(**how).any()
+
+    def check_chunks(self, split: int, chunk: Callable[[int, int], "AttentionCase"]) -> None:
+        """The only segment in two chunks gives the same bits as at once.  chunk: of rows, keys."""
+        expected, end = self.run(), len(self.q)
+        for begin, until in ((0, split), (split, end)):
+            part = chunk(until - begin, until)
+            part.store, part.block_tables = self.store, self.block_tables
+            for name in ("q", "q_pe"):
+                if hasattr(self, name):
+                    setattr(part, name, getattr(self, name)[begin:until])
+            np.testing.assert_array_equal(part.run(), expected[begin:until])
 
 
 class PagedSequences(AttentionCase):

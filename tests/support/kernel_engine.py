@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.support import tiny_models as tiny
-from vllm_metal_lite import backend
+from tests.support.device import pretend_gpu
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.engine.engine import LLMEngine
@@ -17,8 +17,7 @@ _RIGHT = Verdict({}, "gather")
 
 def as_on_a_gpu(patch: pytest.MonkeyPatch, verdict: Verdict = _RIGHT) -> None:
     """Engines use kernels, as the verdict says; nothing is checked."""
-    patch.setattr(backend, "is_cpu", lambda: False)
-    patch.setattr(backend, "memory_limit", lambda: 1 << 30)
+    pretend_gpu(patch)
     patch.setattr(verdicts, "verify", lambda *_: verdict)
 
 

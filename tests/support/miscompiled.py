@@ -8,7 +8,7 @@ from pathlib import Path
 
 from metal.host import installed
 from tests.support.broken_machine import MISCOMPILED, all_kernels, edit
-from vllm_metal_lite import backend
+from tests.support.device import pretend_gpu
 from vllm_metal_lite.checks import isolated, speed
 from vllm_metal_lite.kernels import source
 
@@ -17,8 +17,7 @@ from vllm_metal_lite.kernels import source
 def seeming_gpu(monkeypatch, cache: Path):
     """The kernels run on the CPU host, and what is found out about them is kept in `cache`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    monkeypatch.setattr(backend, "is_cpu", lambda: False)
-    monkeypatch.setattr(backend, "memory_limit", lambda: 1 << 30)
+    pretend_gpu(monkeypatch)
     monkeypatch.setattr(isolated, "command", lambda: None)
     monkeypatch.setattr(speed, "measure", lambda check: None)
     with installed():

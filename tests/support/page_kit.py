@@ -72,6 +72,12 @@ class Shown:
         answer.wait_for()
         return answer.locator(".text").inner_text()
 
+    def answer_to(self, text: str) -> str:
+        """Ask, and wait for the answer; returns its text."""
+        number = self.page.locator(".message.assistant").count() + 1
+        self.ask(text)
+        return self.answered(number)
+
     def _read(self, message: object) -> None:
         if message.type in ("error", "warning"):
             self.complaints.append(message.text)

@@ -55,19 +55,17 @@ class Heads(NamedTuple):
 
 
 # Groups of 1, 2, 4, 7 and 8; every head size that is common.
-GROUP_1 = Heads("group 1 of 128", 16, 16, 128)
 QWEN3 = Heads("group 2 of 128", 16, 8, 128)
 LLAMA = Heads("group 4 of 64", 32, 8, 64)
-GROUP_4 = Heads("group 4 of 128", 32, 8, 128)
-QWEN2 = Heads("group 7 of 64", 14, 2, 64)
 QWEN2_7B = Heads("group 7 of 128", 28, 4, 128)
-GROUP_8 = Heads("group 8 of 128", 64, 8, 128)
 PHI = Heads("group 1 of 80", 32, 32, 80)
 GEMMA3 = Heads("group 2 of 256, window", 8, 4, 256, window=1024)
 GEMMA2 = Heads("group 2 of 256, softcap", 8, 4, 256, softcap=50.0)
 GPT_OSS = Heads("group 8 of 64, factor", 64, 8, 64, factor=YARN_FACTOR)
 ALL_HEADS = (
-    GROUP_1, QWEN3, LLAMA, GROUP_4, QWEN2, QWEN2_7B, GROUP_8, PHI, GEMMA3, GEMMA2, GPT_OSS,
+    QWEN3, LLAMA, QWEN2_7B, PHI, GEMMA3, GEMMA2, GPT_OSS,
+    Heads("group 1 of 128", 16, 16, 128), Heads("group 4 of 128", 32, 8, 128),
+    Heads("group 7 of 64", 14, 2, 64), Heads("group 8 of 128", 64, 8, 128),
 )  # fmt: skip
 
 
@@ -85,13 +83,13 @@ def _store(of: Heads, dtype: mx.Dtype, bits: int | None = None) -> tuple[list, L
     return _arrays(spec), spec
 
 
-def _new_rows(of: Heads, dtype: mx.Dtype, rows: int, norm: bool = True) -> NewRows:
+def _new_rows(of: Heads, dtype: mx.Dtype, rows: int) -> NewRows:
     width = (of.heads + 2 * of.kv_heads) * of.dim
     joined = mx.zeros((rows, width), dtype)
     columns = [Columns(joined, n * of.dim) for n in (0, of.heads, of.heads + of.kv_heads)]
-    given = RMSNorm(mx.zeros(of.dim, dtype), 1e-6) if norm else None
+    norm = RMSNorm(mx.zeros(of.dim, dtype), 1e-6)
     turn = Rope(of.dim, False, 1e6, 1.0, None, of.factor)
-    return NewRows(*columns, of.heads, turn, given, given)
+    return NewRows(*columns, of.heads, turn, norm, norm)
 
 
 def decode(
@@ -106,11 +104,8 @@ def decode(
 ) -> None:
     store, spec = _store(of, dtype, bits)
     q = _new_rows(of, dtype, ROWS) if fused else mx.zeros((ROWS, of.heads, of.dim), dtype)
-    shared = None
-    if prefix:
-        partial_shape = ROWS, of.heads, 4, of.dim
-        out, lse = mx.zeros(partial_shape), mx.zeros(partial_shape[:3])
-        shared = SharedPrefixResult(out, lse, _ints(ROWS))
+    parts = mx.zeros((ROWS, of.heads, 4, of.dim)), mx.zeros((ROWS, of.heads, 4)), _ints(ROWS)
+    shared = SharedPrefixResult(*parts) if prefix else None
     how = {"block_size": BLOCK_SIZE, "scale": of.dim**-0.5, "window": of.window}
     how |= {"softcap": of.softcap, "plan": DecodePlan(splits, simdgroups), "prefix": shared}
     paged_decode(q, _ints(ROWS, BLOCKS), _ints(ROWS), *store, new_ticket(), spec=spec, **how)
@@ -157,11 +152,9 @@ def latent_rows(
 def prefix(of: Heads, dtype: mx.Dtype, *, fused: bool = False, bits: int | None = None) -> None:
     store, spec = _store(of, dtype, bits)
     q = _new_rows(of, dtype, ROWS) if fused else mx.zeros((ROWS, of.heads, of.dim), dtype)
-    how = {"spec": spec, "block_size": BLOCK_SIZE, "scale": of.dim**-0.5, "splits": 4}
-    how |= {"softcap": of.softcap}
-    shared_prefix(
-        q, _ints(ROWS, BLOCKS), _ints(ROWS), _ints(1), _ints(ROWS), *store, new_ticket(), **how
-    )
+    where = _ints(ROWS, BLOCKS), _ints(ROWS), _ints(1), _ints(ROWS)
+    how = {"block_size": BLOCK_SIZE, "scale": of.dim**-0.5, "softcap": of.softcap, "spec": spec}
+    shared_prefix(q, *where, *store, new_ticket(), splits=4, **how)
 
 
 def write(of: Heads, dtype: mx.Dtype, *, bits: int | None = None) -> None:
@@ -232,9 +225,8 @@ def experts(
         weight = QuantisedWeight(words, scales, scales if affine else None, quantisation)
         return ExpertWeight(weight, bias)
 
-    activation = Activation("swiglu" if gated else "relu2")
-    if oai:
-        activation = Activation("clamped_swiglu", 1.702, 7.0)
+    plain = Activation("swiglu" if gated else "relu2")
+    activation = Activation("clamped_swiglu", 1.702, 7.0) if oai else plain
     indices = mx.zeros((rows, top_k), mx.uint32)
     up = part(inner, hidden) if gated else None
     made = Experts(part(inner, hidden), up, part(hidden, inner), activation)
@@ -254,15 +246,16 @@ def merge(of: Heads, dtype: mx.Dtype) -> None:
 
 # Recurrent layers
 
-# Of k, of v; their sizes; a gate per column.
-DELTA = {
-    "Qwen3-Next": (16, 32, 128, 128, False),
-    "Kimi Linear": (32, 32, 128, 128, True),
-    "heads of 96 and 192": (30, 30, 96, 192, False),
-    "heads of 256": (8, 16, 256, 256, False),
+# Heads of k, of v; their sizes; the form of gates ("vector": a gate per column).
+RECURRENCES = {
+    "Qwen3-Next": (16, 32, 128, 128, "delta"),
+    "Kimi Linear": (32, 32, 128, 128, "vector"),
+    "heads of 96 and 192": (30, 30, 96, 192, "delta"),
+    "heads of 256": (8, 16, 256, 256, "delta"),
+    "Mamba 2": (1, 80, 128, 64, "ssm"),
+    "Nemotron-H": (8, 128, 128, 64, "ssm"),
+    "Falcon-H1": (1, 24, 256, 128, "ssm"),
 }
-# Groups, heads, state and head size.
-SSM = {"Mamba 2": (1, 80, 128, 64), "Nemotron-H": (8, 128, 128, 64), "Falcon-H1": (1, 24, 256, 128)}
 # Channels, kernel size, bias, SiLU.
 CONV = {
     "Qwen3-Next": (8192, 4, False, True),
@@ -280,12 +273,9 @@ def _columns(heads: int, dim: int, dtype: mx.Dtype) -> Columns:
 def _recurrence(
     k_heads: int, heads: int, k_dim: int, dim: int, form: str, dtype: mx.Dtype, max_seqlen: int
 ) -> None:
-    of_k, of_rows, of_heads = (
-        _columns(k_heads, k_dim, dtype),
-        mx.zeros((ROWS, heads)),
-        mx.zeros(heads),
-    )
-    logits, bias = _columns(heads, 1, dtype), of_heads.astype(dtype)
+    of_k, logits = _columns(k_heads, k_dim, dtype), _columns(heads, 1, dtype)
+    of_rows, of_heads = mx.zeros((ROWS, heads)), mx.zeros(heads)
+    bias = of_heads.astype(dtype)
     gates = {
         "delta": lambda: given(of_rows, of_rows.astype(dtype)),
         "vector": lambda: given(mx.zeros((ROWS, heads, k_dim)), of_rows.astype(dtype)),
@@ -308,12 +298,10 @@ def _norm(dim: int, groups: int, gate_first: bool, dtype: mx.Dtype) -> None:
 
 def _conv(channels: int, size: int, bias: bool, silu: bool, dtype: mx.Dtype) -> None:
     weight, biases = mx.zeros((channels, size, 1), dtype), mx.zeros(channels, dtype)
-    states, tiles = (
-        mx.zeros((STATE_SLOTS, size - 1, channels), dtype),
-        mx.zeros((ROWS + 2, 2), mx.int32),
-    )
-    x, where = Columns(mx.zeros((ROWS, channels), dtype), 0), (_ints(ROWS + 1, 4), tiles)
-    causal_conv(x, weight, biases if bias else None, states, *where, new_ticket(), silu=silu)
+    states = mx.zeros((STATE_SLOTS, size - 1, channels), dtype)
+    arrays = states, _ints(ROWS + 1, 4), _ints(ROWS + 2, 2), new_ticket()
+    x = _columns(channels, 1, dtype)
+    causal_conv(x, weight, biases if bias else None, *arrays, silu=silu)
 
 
 def _recurrent_cases() -> dict[str, Callable[[], None]]:
@@ -325,16 +313,12 @@ def _recurrent_cases() -> dict[str, Callable[[], None]]:
         for model, norm in NORMS.items():
             cases[f"gated_rms_norm {model} {name}"] = partial(_norm, *norm, dtype)
         for form, rows in (("rows", 1), ("tiles", 512)):
-            for model, (*shape, vector) in DELTA.items():
+            for model, (*shape, gates) in RECURRENCES.items():
                 key = f"gated_delta {model} {name} {form}"
-                own = "vector" if vector else "delta"
-                cases[key] = partial(_recurrence, *shape, own, dtype, rows)
-                if not vector:
-                    cases[f"{key} fused"] = partial(_recurrence, *shape, "fused delta", dtype, rows)
-            for model, shape in SSM.items():
-                key = f"gated_delta {model} {name} {form}"
-                cases[key] = partial(_recurrence, *shape, "ssm", dtype, rows)
-                cases[f"{key} fused"] = partial(_recurrence, *shape, "fused ssm", dtype, rows)
+                cases[key] = partial(_recurrence, *shape, gates, dtype, rows)
+                if gates != "vector":
+                    fused = f"fused {gates}"
+                    cases[f"{key} fused"] = partial(_recurrence, *shape, fused, dtype, rows)
     return cases
 
 
@@ -390,10 +374,9 @@ def _cases() -> dict[str, Callable[[], None]]:
     add(write, f"kv_write_quantised {PHI.name}", PHI, half, bits=4)
     for dtype in (bf16, half, f32):
         add(latents, "latent_attention GLM 4.7 Flash", 20, 512, 64, dtype)
+        add(latent_rows, "latent_write GLM 4.7 Flash", 20, 512, 64, dtype)
     add(latents, "latent_attention Kimi K2", 64, 512, 64, bf16, splits=4)
     add(latents, "latent_attention MiniCPM 3", 40, 256, 32, bf16)
-    for dtype in (bf16, half, f32):
-        add(latent_rows, "latent_write GLM 4.7 Flash", 20, 512, 64, dtype)
     add(latent_rows, "latent_write MiniCPM 3", 40, 256, 32, bf16)
     for bits in (8, 4):
         add(latent_rows, "latent_write GLM 4.7 Flash", 20, 512, 64, bf16, bits=bits)
@@ -424,17 +407,16 @@ def _cases() -> dict[str, Callable[[], None]]:
         how = Quantisation(4, 32, "mxfp4")
         rest = {"quantisation": how, "oai": True}
         add(experts, "expert_gemm gpt-oss-20b", rows, 4, 32, 2880, 2880, bf16, **rest)
-    given = 2048, 1536, half
-    add(experts, "expert_gemm GLM-4.7-Flash", 64, 4, 64, *given, quantisation=Quantisation(6, 64))
-    inputs = 2048, 1536, half
-    add(experts, "expert_gemm GLM-4.7-Flash", 64, 4, 64, *inputs, quantisation=Quantisation(8, 64))
+    for bits in (6, 8):
+        how = Quantisation(bits, 64)
+        add(experts, "expert_gemm GLM-4.7-Flash", 64, 4, 64, 2048, 1536, half, quantisation=how)
     options = {"quantisation": Quantisation(4, 64), "gated": False}
     add(experts, "expert_gemm Nemotron-3-Nano", 16, 6, 128, 2688, 1856, bf16, **options)
     renormalized = Routing("softmax", True, "renormalized")
     add(router, "expert_topk Qwen3-30B-A3B", 16, 8, 128, renormalized, bf16)
     add(router, "expert_topk Qwen3.5-35B-A3B", 16, 8, 256, renormalized, bf16)
-    arrays = Routing("sigmoid", False, "renormalized", 1e-20, 1.8), half
-    add(router, "expert_topk GLM-4.7-Flash", 16, 4, 64, *arrays)
+    sigmoid = Routing("sigmoid", False, "renormalized", 1e-20, 1.8)
+    add(router, "expert_topk GLM-4.7-Flash", 16, 4, 64, sigmoid, half)
     add(router, "expert_topk gpt-oss-20b", 1, 4, 32, Routing("logits", True, "softmax"), bf16)
     return cases
 

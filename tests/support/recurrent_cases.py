@@ -59,6 +59,14 @@ class Segments:
         )
         self.max_seqlen = max(self.lengths, default=0)
 
+    @classmethod
+    def drawn(cls, parts: list[tuple[int, bool, bool]], padding: int, seed: int) -> "Segments":
+        """Of (length, fresh, moved) each, with a checkpoint in the middle."""
+        lengths, *marks = zip(*parts, strict=True)
+        fresh, moved = ({s for s, is_so in enumerate(of) if is_so} for of in marks)
+        half = [(s, n // 2) for s, n in enumerate(lengths)]
+        return cls([*lengths], fresh, padding, half, moved, seed)
+
     def states(self, *shape: int, dtype: mx.Dtype = mx.float32) -> np.ndarray:
         """States by slot, NaN where no segment starts."""
         states = np.full((self.slots, *shape), np.nan, np.float32)

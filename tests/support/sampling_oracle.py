@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 
+from tests.support.fakes import splitmix64
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -51,13 +52,6 @@ def reference_keep(x, params):
     drop = order[mass_before >= params.top_p]
     z[drop[drop != order[0]]] = -np.inf
     return z > -np.inf
-
-
-def splitmix64(z):
-    m = 2**64 - 1
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & m
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & m
-    return z ^ (z >> 31)
 
 
 def reference_noise(seed, step, vocab_size):

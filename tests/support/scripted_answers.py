@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.support.server_kit import Running, serving
-from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.json_markers import HERMES
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.worker.client import EngineClient
@@ -44,32 +43,22 @@ def hermes_call(name: str, **arguments: Any) -> str:
 
 
 @contextmanager
-def scripted(chat_format: ChatFormat = HERMES) -> Iterator[Script]:
+def scripted() -> Iterator[Script]:
     """A server, and the script of its answers."""
 
     @asynccontextmanager
-    async def generate(
-        engine,
-        request_id,
-        prompt_token_ids,
-        params,
-        *,
-        priority=0,
-        checkpoints=(),
-        on_update=None,
-        **_,
-    ):
+    async def generate(engine, add, on_update=None):
         # Only of a request with stop strings does the text come from the engine.
-        add = Add(request_id, prompt_token_ids, replace(params, stop=["\0"]), priority, checkpoints)
+        add = replace(add, params=replace(add.params, stop=["\0"]))
         script.requests.append(add)
         request = RequestState(add, engine.tokenizer, on_update)
-        engine.requests[request_id] = request
-        answers = [script.pieces() for _ in range(params.n)]
+        engine.requests[add.request_id] = request
+        answers = [script.pieces() for _ in range(add.params.n)]
         writing = asyncio.ensure_future(write(request, answers, script.end))
         try:
             yield request
         finally:
-            engine.requests.pop(request_id)
+            engine.requests.pop(add.request_id)
             writing.cancel()
 
     async def write(request, answers, end):
@@ -87,5 +76,5 @@ def scripted(chat_format: ChatFormat = HERMES) -> Iterator[Script]:
     with pytest.MonkeyPatch.context() as patch, serving(config=ServerConfig(port=0)) as running:
         script = Script(running)
         patch.setattr(EngineClient, "generate", generate)
-        patch.setattr(EngineClient, "chat_format", chat_format)
+        patch.setattr(EngineClient, "chat_format", HERMES)
         yield script

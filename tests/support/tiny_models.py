@@ -7,7 +7,7 @@ with the default initialisation most bugs of attention stay invisible.
 import importlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,12 @@ def native(name: str) -> nn.Module:
     return build(config_of(name))
 
 
+def load(name: str, *, how: dict | None = None, **changes) -> LoadedModel:
+    """A model of its own.  how: options of `from_model`.  changes: of the config."""
+    config = config_of(name, **changes)
+    return loader.from_model(build(config), None, config, "the-model", **(how or {}))
+
+
 def packed(name: str, dtype: mx.Dtype | None = None) -> LoadedModel:
     """The same weights, or those of another dtype, wrapped for packed steps; no tokenizer."""
     return _packed(name, dtype, backend.is_cpu())  # as loaded for such a device
@@ -152,23 +158,46 @@ def greedy(max_tokens: int = 12, **more: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, **more)
 
 
-def submit(
-    engine: LLMEngine, prompts: Sequence[Sequence[int]], params: SamplingParams | int, **how: Any
-) -> None:
-    """Add requests named "0", "1", ...; params as a number: the number of greedy tokens."""
+def ask(engine: LLMEngine, prompt: Any, params: SamplingParams, **how: Any) -> Any:
+    """The output of one more request, when nothing is left."""
+    engine.add_request("asked", prompt, params, **how)
+    return run(engine)["asked"]
+
+
+Params = SamplingParams | int | Sequence[SamplingParams]
+
+
+def submit(engine: LLMEngine, prompts: Sequence[Sequence[int]], params: Params, **how: Any) -> None:
+    """Add requests named "0", "1", ...
+
+    params: of all, or of each; as a number, the number of greedy tokens.
+    """
     if isinstance(params, int):
         params = greedy(params, ignore_eos=True)
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, params, **how)
+    each = params if isinstance(params, Sequence) else [params] * len(prompts)
+    for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+        engine.add_request(str(i), prompt, own, **how)
+
+
+def outputs(
+    engine: LLMEngine, prompts: Sequence[Sequence[int]], params: Params, **how: Any
+) -> list[Any]:
+    """The outputs of these prompts in their order; the requests run together."""
+    submit(engine, prompts, params, **how)
+    done = run(engine)
+    return [done[str(i)] for i in range(len(prompts))]
+
+
+def tokens_of(outputs: Iterable[Any]) -> list[list[int]]:
+    """The tokens of each first answer."""
+    return [output.outputs[0].token_ids for output in outputs]
 
 
 def answers(
-    engine: LLMEngine, prompts: Sequence[Sequence[int]], params: SamplingParams | int, **how: Any
+    engine: LLMEngine, prompts: Sequence[Sequence[int]], params: Params, **how: Any
 ) -> list[list[int]]:
     """The tokens of each prompt's first answer; the requests run together."""
-    submit(engine, prompts, params, **how)
-    done = run(engine)
-    return [done[str(i)].outputs[0].token_ids for i in range(len(prompts))]
+    return tokens_of(outputs(engine, prompts, params, **how))
 
 
 def all_alone(model: str | nn.Module, prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -139,6 +140,22 @@ def add(engine: FakeEngine, number: int, a: Arrival) -> bool:
         assert engine.scheduler.num_waiting == waiting
         return False
     return True
+
+
+def play_engine(workload: Workload, engine: FakeEngine, step: Callable[[], object]) -> set[str]:
+    """Play a workload through an engine; the names of the requests that were aborted.
+
+    step: of the engine, which may be more than `engine.step`.
+    """
+    aborted = set()
+
+    def abort(name: str) -> None:
+        if request := engine.unfinished.get(name):
+            aborted.add(name)
+            engine.abort(request)
+
+    play(workload, engine.scheduler, partial(add, engine), abort, step)
+    return aborted
 
 
 def play(

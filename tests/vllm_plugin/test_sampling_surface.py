@@ -1,6 +1,7 @@
 """Sampling parameters, log-probabilities and structured output on vLLM's surface."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from vllm_metal_lite.vllm_plugin import outputs
 from vllm_metal_lite.vllm_plugin.prompt_logprobs import PromptLogprobs
 
 PROMPTS = tiny.prompts(6, 3, 40, seed=5)
+greedy = partial(SamplingParams, temperature=0, ignore_eos=True)
 
 
 pytestmark = pytest.mark.xdist_group("sampling")  # of one worker: they share an engine
@@ -35,10 +37,7 @@ def llm():
 def embedded(prompts, params):
     """The embedded engine's answers; plenty of room, so nothing is chunked or preempted."""
     engine = tiny.engine("llama", num_blocks=200, max_num_batched_tokens=256)
-    for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-        engine.add_request(str(i), prompt, p)
-    done = tiny.run(engine)
-    return [done[str(i)].outputs[0].token_ids for i in range(len(prompts))]
+    return tiny.answers(engine, prompts, params)
 
 
 SHARED_FIELDS = [
@@ -116,10 +115,7 @@ def test_all_logprobs(llm):
 
 
 def test_requests_with_and_without_logprobs_mix(llm):
-    params = [
-        SamplingParams(temperature=0, ignore_eos=True, max_tokens=8, logprobs=k)
-        for k in (None, 0, 5, None, 2, 1)
-    ]
+    params = [greedy(max_tokens=8, logprobs=k) for k in (None, 0, 5, None, 2, 1)]
     outputs = kit.generate(llm, PROMPTS, params)
     expected = [kit.alone("llama", p, 8) for p in PROMPTS]
     assert kit.tokens(outputs) == expected
@@ -130,12 +126,8 @@ def test_requests_with_and_without_logprobs_mix(llm):
 def test_logprobs_of_named_tokens(llm):
     """Beside requests that want the most likely ones, over chunks and more than one step."""
     named = [[5, 0, 9], [3], None, [1, 2], None, [4]]
-    params = [
-        SamplingParams(temperature=0, ignore_eos=True, max_tokens=3, logprob_token_ids=ids)
-        if ids
-        else SamplingParams(temperature=0, ignore_eos=True, max_tokens=3, logprobs=2)
-        for ids in named
-    ]
+    wants = [{"logprob_token_ids": ids} if ids else {"logprobs": 2} for ids in named]
+    params = [greedy(max_tokens=3, **want) for want in wants]
     for out, ids in zip(kit.generate(llm, PROMPTS, params), named, strict=True):
         generated = list(out.outputs[0].token_ids)
         expected = log_softmax(
@@ -161,12 +153,9 @@ def test_min_tokens_holds_back_the_end(llm):
 
 def test_a_grammar_that_is_over_ends_before_min_tokens():
     """As vLLM's own test_min_tokens_with_terminal_structured_output."""
-    params = SamplingParams(
-        temperature=0,
-        min_tokens=20,
-        max_tokens=40,
-        structured_outputs=StructuredOutputsParams(json='{"type": "boolean"}'),
-    )
+    grammar = StructuredOutputsParams(json='{"type": "boolean"}')
+    how = {"min_tokens": 20, "max_tokens": 40, "structured_outputs": grammar}
+    params = SamplingParams(temperature=0, **how)
     with kit.engine("demo") as llm:
         output = llm.generate("Answer:", params, use_tqdm=False)[0].outputs[0]
         eos_token_id = llm.get_tokenizer().eos_token_id
@@ -181,8 +170,7 @@ def test_a_request_without_a_token_ends_at_once(llm, monkeypatch):
     said = []
     monkeypatch.setattr(outputs.logger, "error", lambda text, *args: said.append(text % args))
     never = {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 3}
-    plain = SamplingParams(temperature=0, ignore_eos=True, max_tokens=8)
-    params = [plain, SamplingParams(temperature=0, ignore_eos=True, max_tokens=8, **never)]
+    params = [greedy(max_tokens=8), greedy(max_tokens=8, **never)]
     good, bad = kit.generate(llm, PROMPTS[:2], params)
     assert list(good.outputs[0].token_ids) == kit.alone("llama", PROMPTS[0], 8)
     assert list(bad.outputs[0].token_ids) == [5]
@@ -202,15 +190,8 @@ def test_bad_words_are_never_completed(llm):
         at = next(i for i in range(30) if all(0 < t < tiny.EOS for t in tokens[i : i + 3]))
         words.append(tokens[at : at + 3])
     single = plain[0][-1]
-    params = [
-        SamplingParams(
-            temperature=0,
-            ignore_eos=True,
-            max_tokens=30,
-            bad_words=["".join(tiny.CHARACTERS[t] for t in word), tiny.CHARACTERS[single]],
-        )
-        for word in words
-    ]
+    texts = ["".join(tiny.CHARACTERS[t] for t in word) for word in words]
+    params = [greedy(max_tokens=30, bad_words=[t, tiny.CHARACTERS[single]]) for t in texts]
     found = kit.tokens(kit.generate(llm, PROMPTS, params))
     for tokens, before, word in zip(found, plain, words, strict=True):
         assert not contains(tokens, word)
@@ -231,19 +212,15 @@ SCHEMA = {
 
 def test_structured_output_beside_plain_requests(llm):
     def structured(**kwargs):
-        return SamplingParams(
-            temperature=1.0,
-            seed=1,
-            max_tokens=60,
-            structured_outputs=StructuredOutputsParams(**kwargs),
-        )
+        limits = StructuredOutputsParams(**kwargs)
+        return SamplingParams(temperature=1.0, seed=1, max_tokens=60, structured_outputs=limits)
 
     params = [
         structured(choice=["yes", "no", "perhaps"]),
-        SamplingParams(temperature=0, ignore_eos=True, max_tokens=30),
+        greedy(max_tokens=30),
         structured(regex=r"[0-9]{3}-[a-f]{4}"),
         structured(json=SCHEMA, disable_any_whitespace=True),
-        SamplingParams(temperature=0, ignore_eos=True, max_tokens=30, logprobs=1),
+        greedy(max_tokens=30, logprobs=1),
         structured(choice=["left", "right"]),
     ]
     out = kit.generate(llm, PROMPTS, params)

@@ -20,9 +20,8 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.vllm_plugin import kit
 
-pytestmark = pytest.mark.xdist_group(
-    "tensor_parallel"
-)  # of one worker: each engine has three processes
+# Of one worker: each engine has three processes.
+pytestmark = pytest.mark.xdist_group("tensor_parallel")
 
 NUM_TOKENS = 24
 PREFIX = tiny.prompts(1, 48, 48, seed=2)[0]

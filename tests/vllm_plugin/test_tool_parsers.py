@@ -50,10 +50,7 @@ SGLANG = {
 }
 # Lossy: a number in a list is a string (vLLM's gemma4), "false" is "False"
 # (SGLang's glm45).
-LOSSY = {
-    ("vllm", "gemma4", "nested"),
-    ("sglang", "glm45", "two"),
-}
+LOSSY = {("vllm", "gemma4", "nested"), ("sglang", "glm45", "two")}
 _MARKS = re.compile(r"<[^<>\s=\"']*>|<\|\"\|>|\[[A-Z_]+\]|｜DSML｜")
 _ALWAYS = {
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<|channel>", "<channel|>", "<|turn>",

@@ -11,43 +11,51 @@ from vllm_metal_lite.chat_formats.reader import Reader, Reading
 
 _CODE, _CODE_END = "```json", "```"
 _SEPARATOR, _ARGUMENTS = "<｜tool▁sep｜>", "<|tool_call_argument_begin|>"
-_KIMI_END = "<|tool_call_end|>"
 
 
 def _format(
     name: str,
     section: tuple[str, str],
     call: tuple[str, str],
-    read: Callable[[Reader, CallWriter], Reading[None]],
+    read: Callable[[Reader, CallWriter, str], Reading[None]],
     *,
     head: str = "",
     tail: str = "",
     adapt: Adapt | None = None,
     **grammar: str,
 ) -> ChatFormat:
-    """section, call: their first and last markers.  read: a call behind its first one.  head, tail
-    and what is in `grammar`: see `json_calls`."""
+    """section, call: their first and last markers.  read: a call behind its first one, and its
+    last one.  head, tail and what is in `grammar`: see `json_calls`."""
     start, end = section
     first, last = call
 
     def read_section(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
-        return calls.section(lambda: read(reader, calls), first, last, end)
+        return calls.section(lambda: read(reader, calls, last), first, last, end)
 
     head, tail = f"{first}{head}", f"{tail}{last}"
     demanded = json_calls(start=start, head=head, tail=tail, close=end, quoted=False, **grammar)
     return ChatFormat(name, (start,), (end,), read_section, demanded, adapt=adapt)
 
 
-def _deepseek(reader: Reader, calls: CallWriter) -> Reading[None]:
-    """V3 writes `function` before the name, and the arguments as a block of code."""
-    name, _ = yield from reader.name(_SEPARATOR)
-    if is_code := not calls.knows(name):
-        name, _ = yield from reader.name(_CODE)
+def _code(reader: Reader, calls: CallWriter, last: str) -> Reading[None]:
+    """The arguments are a block of code.  last: the marker behind the call."""
+    name, _ = yield from reader.name(_CODE)
     calls.begin(name)
     yield from json_arguments(reader, calls.arguments)
-    if is_code:
-        yield from reader.expect(_CODE_END)
-    yield from reader.expect("<｜tool▁call▁end｜>")
+    yield from reader.expect(_CODE_END)
+    yield from reader.expect(last)
+    calls.end()
+
+
+def _deepseek(reader: Reader, calls: CallWriter, last: str) -> Reading[None]:
+    """V3 writes `function` before the name, and the arguments as a block of code."""
+    name, _ = yield from reader.name(_SEPARATOR)
+    if not calls.knows(name):
+        yield from _code(reader, calls, last)
+        return
+    calls.begin(name)
+    yield from json_arguments(reader, calls.arguments)
+    yield from reader.expect(last)
     calls.end()
 
 
@@ -65,27 +73,18 @@ DEEPSEEK_V3 = _deepseek_format(
 DEEPSEEK_V3_1 = _deepseek_format("deepseek_v31", middle=_SEPARATOR)
 
 
-def _hunyuan(reader: Reader, calls: CallWriter) -> Reading[None]:
-    name, _ = yield from reader.name(_CODE)
-    calls.begin(name)
-    yield from json_arguments(reader, calls.arguments)
-    yield from reader.expect(_CODE_END)
-    yield from reader.expect("</tool_call>")
-    calls.end()
-
-
 _CALLS, _CALL = ("<tool_calls>", "</tool_calls>"), ("<tool_call>", "</tool_call>")
-HUNYUAN = _format("hunyuan", _CALLS, _CALL, _hunyuan, middle=_BEFORE_CODE, tail=_AFTER_CODE)
+HUNYUAN = _format("hunyuan", _CALLS, _CALL, _code, middle=_BEFORE_CODE, tail=_AFTER_CODE)
 
 
-def _kimi(reader: Reader, calls: CallWriter) -> Reading[None]:
+def _kimi(reader: Reader, calls: CallWriter, last: str) -> Reading[None]:
     """The name is in the id, `functions.NAME:0`."""
-    call_id, found = yield from reader.name(_ARGUMENTS, _KIMI_END)
+    call_id, found = yield from reader.name(_ARGUMENTS, last)
     name, _, _ = call_id.removeprefix("functions.").rpartition(":")
     calls.begin(name)
     if found == _ARGUMENTS:
         yield from json_arguments(reader, calls.arguments)
-        yield from reader.expect(_KIMI_END)
+        yield from reader.expect(last)
     calls.end()
 
 
@@ -97,7 +96,7 @@ def _kimi_id(name: str, number: int, given: str) -> str:
 KIMI_K2 = _format(
     "kimi_k2",
     ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-    ("<|tool_call_begin|>", _KIMI_END),
+    ("<|tool_call_begin|>", "<|tool_call_end|>"),
     _kimi,
     head="functions.",
     middle=f":0{_ARGUMENTS}",

@@ -10,6 +10,16 @@ from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading, loads
 from vllm_metal_lite.chat_formats.tool import Tool
 
+# The JSON types of Python's values; "null" is not among them.
+_KINDS = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    dict: "object",
+    list: "array",
+}
+
 
 @dataclass(frozen=True)
 class Tags:
@@ -189,12 +199,13 @@ def value_of(text: str, schema: Any) -> Any:
         value = loads(stripped)
     except Malformed:
         value = _of_python(stripped, text)
-    kind = _kind(value)
-    if not types or kind in types or (kind == "integer" and "number" in types):
-        return value if kind != "string" else _without_newlines(text, value)
+    kind = _KINDS.get(type(value), "null")
+    fits = not types or kind in types or (kind == "integer" and "number" in types)
+    if fits and kind != "string":
+        return value
     if "integer" in types and isinstance(value, float) and value.is_integer():
         return int(value)
-    return _without_newlines(text, text)
+    return text.removeprefix("\n").removesuffix("\n")  # a string is as written
 
 
 def _of_python(text: str, default: str) -> Any:
@@ -222,20 +233,3 @@ def python_value(node: ast.expr) -> Any:
         return json.loads(json.dumps(value, allow_nan=False))
     except (ValueError, TypeError, RecursionError):
         raise Malformed from None
-
-
-def _without_newlines(text: str, value: Any) -> str:
-    """A string: as written, without a line break at either side."""
-    return text.removeprefix("\n").removesuffix("\n") if isinstance(value, str) else value
-
-
-def _kind(value: Any) -> str:
-    kinds: dict[type, str] = {
-        bool: "boolean",
-        int: "integer",
-        float: "number",
-        str: "string",
-        dict: "object",
-        list: "array",
-    }
-    return kinds.get(type(value), "null")

@@ -1,6 +1,7 @@
 """How a model of embeddings or scores is used, as sentence-transformers writes it to its folder."""
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 
 from vllm_metal_lite.errors import ModelLoadError, Option, RequestError, show
 from vllm_metal_lite.model.files import read_json
+
+logger = logging.getLogger(__name__)
 
 # The fields of older folders, and the names in newer ones.
 _MODES = {
@@ -63,6 +66,13 @@ def _read(folder: Path, name: str, vocab: Mapping[str, int]) -> PoolingConfig:
     prompts = dict(texts.get("prompts") or {})
     if not all(isinstance(prompt, str) for prompt in prompts.values()):
         raise ValueError("a prompt is not a text")
+    default = texts.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        known = ", ".join(prompts) or "none"
+        logger.warning(
+            f"{name}: its default prompt {show(default)} is ignored: its prompts are {known}"
+        )
+        default = None
     labels = tuple(vocab[word] for word in ("yes", "no") if word in vocab)
     if "LogitScore" in kinds:
         scores = read_json(folder / kinds["LogitScore"] / "config.json")
@@ -72,7 +82,7 @@ def _read(folder: Path, name: str, vocab: Mapping[str, int]) -> PoolingConfig:
     return PoolingConfig(
         pooling=_mode(pooling) or "last",
         prompts=prompts,
-        default_prompt_name=texts.get("default_prompt_name"),
+        default_prompt_name=default,
         score_token_ids=labels if is_reranker and len(labels) == 2 else None,
         problem=problem,
     )

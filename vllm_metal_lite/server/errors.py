@@ -48,7 +48,10 @@ def must_be(where: str, allowed: str, value: Any) -> ApiError:
 
 
 class ContextOverflow(ApiError):
-    """The prompt leaves no room in the context.  Each API has words that its clients look for."""
+    """The prompt leaves no room in the context.  Each API has words that its clients look for.
+
+    `server.endpoint` sets `param`, because fields of several names hold prompts.
+    """
 
     def __init__(self, num_prompt_tokens: int, max_model_len: int, why: str = "") -> None:
         super().__init__(
@@ -56,7 +59,6 @@ class ContextOverflow(ApiError):
             f"This model's maximum context length is {max_model_len} tokens. However, your "
             f"request has {num_prompt_tokens} prompt tokens. Please reduce the length of the "
             f"prompt.{why}",
-            param="messages",
             code="context_length_exceeded",
         )
         self.num_prompt_tokens, self.max_model_len = num_prompt_tokens, max_model_len

@@ -52,24 +52,19 @@ _IS_TEXT = bytes(set(range(256)) - set(b'",[{'))
 
 def check_json(raw: bytes) -> None:
     """Raise ApiError (400) for JSON of too many values to parse at once."""
-    if len(raw) < _FEW:
-        return
-    containers, commas = _structure(raw)
-    if containers > MAX_CONTAINERS or commas > MAX_COMMAS:
-        containers = commas = 0
-        for part in _outside_strings(raw):
-            more, further = _structure(part)
-            containers, commas = containers + more, commas + further
-    for name, count, most in (
-        ("objects and lists", containers, MAX_CONTAINERS),
-        ("commas between values", commas, MAX_COMMAS),
+    if len(raw) >= _FEW and _excess(raw) and (found := _excess(b"".join(_outside_strings(raw)))):
+        raise ApiError(400, f"the body has {found} are allowed")
+
+
+def _excess(text: bytes) -> str | None:
+    """Which sign of JSON a text has too often."""
+    for name, signs, most in (
+        ("objects and lists", (b"{", b"["), MAX_CONTAINERS),
+        ("commas between values", (b",",), MAX_COMMAS),
     ):
-        if count > most:
-            raise ApiError(400, f"the body has {count:,} {name}, and at most {most:,} are allowed")
-
-
-def _structure(text: bytes) -> tuple[int, int]:
-    return text.count(b"{") + text.count(b"["), text.count(b",")
+        if (count := sum(map(text.count, signs))) > most:
+            return f"{count:,} {name}, and at most {most:,}"
+    return None
 
 
 def _outside_strings(raw: bytes) -> Iterator[bytes]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from math import inf
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
@@ -50,16 +51,15 @@ class ModelSpec:
 
 @dataclass(eq=False)
 class _Loaded:
-    """An engine.  size: bytes it may use.  users: requests that hold it.  going: it has notice,
-    because another model needs its memory.  ends_at: when the notice ends."""
+    """An engine.  size: bytes it may use.  users: requests that hold it.  ends_at: when its notice
+    ends, if another model needs its memory."""
 
     client: EngineClient
     size: int
     last_used: float
     seconds_to_load: float
     users: int = 0
-    going: bool = False
-    ends_at: float = 0.0
+    ends_at: float = inf
 
     @property
     def alive(self) -> bool:
@@ -67,7 +67,7 @@ class _Loaded:
 
     def takes(self, now: float) -> bool:
         """Whether a new request may use it."""
-        return self.alive and not (self.going and now >= self.ends_at)
+        return self.alive and now < self.ends_at
 
     def pause(self, now: float) -> float | None:
         """Seconds until it is idle for certain; None while requests hold it."""
@@ -331,7 +331,7 @@ class Models:
             free += victims[-1][1].size
         now = self._clock()
         for _, engine in victims:
-            engine.going, engine.ends_at = True, now + engine.seconds_to_load
+            engine.ends_at = now + engine.seconds_to_load
         try:
             for victim, engine in victims:
                 while engine.alive and (pause := engine.pause(self._clock())) != 0:
@@ -345,7 +345,7 @@ class Models:
                 await engine.client.stop()
         finally:
             for _, engine in victims:
-                engine.going = False
+                engine.ends_at = inf
 
     def _tell(self, text: str) -> None:
         """Log a line, which the command line prints where there are several models."""

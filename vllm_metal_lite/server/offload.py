@@ -6,13 +6,15 @@ turns.  When a client leaves, its work does not begin, or ends at its next `chec
 
 import asyncio
 import threading
-from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from queue import PriorityQueue
 from typing import Any, TypeVar
+
+from vllm_metal_lite.server.worker.fair_rounds import FairRounds
 
 T = TypeVar("T")
 
@@ -46,33 +48,24 @@ class Threads:
     """Daemon threads, which do not keep a process from ending.  They start when needed."""
 
     def __init__(self, most: int) -> None:
-        self._missing, self._idle = most, 0
-        self._jobs: OrderedDict[Hashable, deque[_Job]] = OrderedDict()  # by client, next one first
-        self._changed = threading.Condition()
+        self._missing, self._num_jobs = most, 0
+        self._rounds, self._lock = FairRounds(), threading.Lock()
+        # Each job behind its round and its number.
+        self._jobs: PriorityQueue[tuple[int, int, _Job]] = PriorityQueue()
 
     def submit(self, client: Hashable, job: _Job) -> None:
-        with self._changed:
-            self._jobs.setdefault(client, deque()).append(job)
-            if not self._idle and self._missing:
+        with self._lock:
+            waiting = [round_ for round_, *_ in self._jobs.queue.copy()]
+            self._num_jobs += 1
+            self._jobs.put((self._rounds.next_round(client, waiting), self._num_jobs, job))
+            if self._missing:
                 self._missing -= 1
                 threading.Thread(target=self._run, name="offloaded work", daemon=True).start()
-            self._changed.notify()
-
-    def _take(self) -> _Job:
-        with self._changed:
-            self._idle += 1
-            while not self._jobs:
-                self._changed.wait()
-            self._idle -= 1
-            client, jobs = self._jobs.popitem(last=False)
-            job = jobs.popleft()
-            if jobs:
-                self._jobs[client] = jobs  # behind the other clients
-            return job
 
     def _run(self) -> None:
         while True:
-            job = _here.job = self._take()
+            *_, job = self._jobs.get()
+            _here.job = job
             if job.result.set_running_or_notify_cancel():
                 try:
                     job.result.set_result(job.work())

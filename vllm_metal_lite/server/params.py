@@ -10,7 +10,7 @@ from vllm_metal_lite.errors import Option, RequestError, SamplingError
 from vllm_metal_lite.rules import by_token_id
 from vllm_metal_lite.sampling.sampler import validate
 from vllm_metal_lite.sampling_params import SAMPLING_RULES, SamplingParams
-from vllm_metal_lite.server.errors import ApiError, bad, must_be
+from vllm_metal_lite.server.errors import ApiError, must_be
 from vllm_metal_lite.server.limits import MAX_N
 from vllm_metal_lite.server.server import Body, Serving
 from vllm_metal_lite.server.structured import with_form
@@ -21,7 +21,6 @@ RENAMED = {
     "max_output_tokens": "max_tokens",
     "stop_sequences": "stop",
 }
-_GUIDED = ("json", "regex", "choice", "grammar")
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
@@ -77,11 +76,6 @@ class SamplingFields(ScheduledBody):
     min_tokens: Any = None
     skip_special_tokens: Any = None
     structured_outputs: Any = None
-    # Older names of vLLM for fields of `structured_outputs`.
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
 
     def sampling(self) -> dict[str, Any]:
         """The fields of this body that SamplingParams has too; None: not given.
@@ -90,18 +84,13 @@ class SamplingFields(ScheduledBody):
         """
         names = SAMPLING_RULES.keys() & type(self).model_fields.keys() - {"thinking"}
         fields = {name: getattr(self, name) for name in SAMPLING_RULES if name in names}
-        fields |= {own: getattr(self, name) for own, name in self.names().items()}
-        guided = {kind: getattr(self, f"guided_{kind}") for kind in _GUIDED}
-        guided = {kind: form for kind, form in guided.items() if form is not None}
-        if guided and self.structured_outputs is not None:
-            raise bad(f"guided_{min(guided)}", " and structured_outputs cannot both be given")
-        return fields | ({"structured_outputs": guided} if guided else {})
+        return fields | {own: getattr(self, name) for own, name in self.names().items()}
 
     def names(self) -> dict[str, str]:
         """The API's names of fields, by their names in SamplingParams, where these differ."""
         fields = type(self).model_fields
-        names = {own: name for name, own in RENAMED.items() if name in fields}
-        names = {own: name for own, name in names.items() if getattr(self, name) is not None}
+        given = [name for name in RENAMED if name in fields and getattr(self, name) is not None]
+        names = {RENAMED[name]: name for name in given}
         return names | ({"logprobs": "top_logprobs"} if "top_logprobs" in fields else {})
 
     def form(self) -> tuple[Any, str]:

@@ -26,6 +26,7 @@ from vllm_metal_lite.server.prometheus import Metrics
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import COMMENT, ClientGone, EventStream, unless, until_gone
 from vllm_metal_lite.server.worker.client import EngineClient
+from vllm_metal_lite.server.worker.messages import Add
 from vllm_metal_lite.server.worker.request_state import RequestState, ShuttingDown
 
 logger = logging.getLogger(__name__)
@@ -45,10 +46,16 @@ class Body(BaseModel):
     def check(self) -> None:
         """Raise ApiError (400) for fields that contradict each other.  No model is loaded yet."""
 
+    @property
+    def prompt_field(self) -> str:
+        """The field with the prompt, for errors."""
+        fields = [
+            name for name in ("messages", "prompt", "input") if name in type(self).model_fields
+        ]
+        return next(name for name in fields if getattr(self, name) is not None)
+
 
 B = TypeVar("B", bound=Body)
-
-_BESIDE_TEXT = 4 << 20  # bytes of a body beside the prompt's text
 
 
 class Server:
@@ -86,17 +93,11 @@ class Server:
         if isinstance(params, SamplingParams):
             limits.check_logprobs(len(token_ids), limit, params)
         request_id = f"{prefix}{uuid.uuid4().hex}"
+        add = Add(request_id, token_ids, params, checkpoints=prompt.checkpoints, **options)
         self.num_accepted += 1
         try:
             with self.metrics.counting(engine) as count:
-                async with engine.generate(
-                    request_id,
-                    token_ids,
-                    params,
-                    checkpoints=prompt.checkpoints,
-                    on_update=count.update,
-                    **options,
-                ) as request:
+                async with engine.generate(add, count.update) as request:
                     count.request = request
                     self.requests[request_id] = request
                     yield request
@@ -122,20 +123,6 @@ class Server:
                 f"{unfinished} requests run or wait, and max_waiting ({most}) allows no more",
                 code="server_busy",
                 headers={"Retry-After": "1"},
-            )
-
-    def check_size(self, num_bytes: int) -> None:
-        """Raise ApiError (400) for a body that fits no model's context.
-
-        JSON may write a character in six bytes.
-        """
-        models = [model.client for model in self.models.models.values()]
-        most = [client.max_characters for client in models if client is not None]
-        if len(most) == len(models) and num_bytes > (limit := 6 * max(most) + _BESIDE_TEXT):
-            raise ApiError(
-                400,
-                f"the request has {num_bytes:,} bytes, and with the context of the models here at "
-                f"most {limit:,} are allowed",
             )
 
     def end_all(self) -> None:
@@ -230,11 +217,7 @@ def endpoint(
 
     async def answer(request: Request) -> Response:
         server.check_open()
-        # Refuse a body that is too large before it is read.
-        length = request.headers.get("content-length", "")
-        server.check_size(int(length) if length.isdecimal() else 0)
         raw = await request.body()
-        server.check_size(len(raw))
         ORIGIN.set(Origin(client_of(request), len(raw)))
         return await until_gone(request, respond(request.url.path, raw))
 
@@ -245,7 +228,11 @@ def endpoint(
         body.check()
         async with AsyncExitStack() as resources:
             model, engine = await resources.enter_async_context(server.models.use(body.model))
-            return await handler(Serving(server, model.name, engine, resources), body)
+            try:
+                return await handler(Serving(server, model.name, engine, resources), body)
+            except ContextOverflow as e:
+                e.param = body.prompt_field
+                raise
         raise AssertionError("the resources hide no exception")
 
     async def serve(request: Request) -> Response:

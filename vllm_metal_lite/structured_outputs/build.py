@@ -8,7 +8,6 @@ from vllm_metal_lite.errors import Option, SamplingError, install
 from vllm_metal_lite.sampling.constraint import Constraint
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.structured_outputs.thinking import Thinking
-from vllm_metal_lite.structured_outputs.thought_channel import ThoughtChannel
 
 
 def build(
@@ -39,6 +38,4 @@ def build(
         )
     if params.thinking is None:
         return grammar
-    if params.thinking.is_channel:
-        return ThoughtChannel(params.thinking, grammar, vocab_size)
     return Thinking(params.thinking, grammar, vocab_size, eos_token_ids)

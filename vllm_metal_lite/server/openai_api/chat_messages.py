@@ -1,7 +1,10 @@
 """The fields of a body that hold a conversation, and OpenAI's messages as templates want them."""
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from vllm_metal_lite.server.content import arguments_of, result_text, text_of
 from vllm_metal_lite.server.conversations import ChatRequest, Message, join_systems
@@ -12,24 +15,8 @@ from vllm_metal_lite.server.params import Unsupported
 from vllm_metal_lite.server.server import Body
 
 # Arguments of transformers' apply_chat_template that are no variables of a template.
-_RESERVED = frozenset(
-    (
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "max_length",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "sanitize_control_tokens",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    )
-)
+_PARAMETERS = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+_RESERVED = _PARAMETERS.keys() - {"self", "documents", "kwargs"}
 _ROLES = {"developer": "system", "function": "tool"}
 
 

@@ -1,7 +1,7 @@
 """An answer's events in the form of chat completions: a message, or the chunks of a stream."""
 
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from json import dumps
 from typing import Any
 
@@ -17,54 +17,41 @@ async def whole_choices(
     reply: Reply, deltas: AsyncIterator[Delta], count: int, echoed: str, scores: Scores
 ) -> list[dict[str, Any]]:
     """The choices of a reply that is not streamed.  Raises ApiError if one has failed."""
-    messages = [_Message() for _ in range(count)]
+    events: list[list[Event]] = [[] for _ in range(count)]
     choices: dict[int, dict[str, Any]] = {}
     async for delta in deltas:
         index = delta.choice
         reply.add_reasoning(delta.num_reasoning_tokens)
-        for event in delta.events:
-            messages[index].take(event)
+        events[index] += delta.events
         if delta.finish_reason is not None:
             choices[index] = {
                 "index": index,
-                "message": messages[index].json(echoed),
+                "message": _message(events[index], echoed),
                 "logprobs": scores(delta.answer.token_ids, delta.answer.logprobs),
                 **ending(delta.answer, delta.finish_reason),
             }
     return [choices[index] for index in sorted(choices)]
 
 
-class _Message:
-    """A message that grows."""
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._thoughts: list[str] = []
-        self._calls: list[tuple[dict[str, Any], list[str]]] = []  # call, pieces of arguments
-
-    def take(self, event: Event) -> None:
-        match event:
-            case Text(text):
-                self._texts.append(text)
-            case Reasoning(text):
-                self._thoughts.append(text)
-            case ToolCall():
-                self._calls.append((call_head(event), []))
-            case Arguments(text):
-                self._calls[-1][1].append(text)
-
-    def json(self, echoed: str) -> dict[str, Any]:
-        content = echoed + "".join(self._texts)
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if self._thoughts:
-            thoughts = "".join(self._thoughts)
-            message |= {"reasoning_content": thoughts, "reasoning": thoughts}
-        if self._calls:
-            message["content"] = content or None
-            for call, pieces in self._calls:
-                call["function"]["arguments"] = "".join(pieces)
-            message["tool_calls"] = [call for call, _ in self._calls]
-        return message
+def _message(events: Sequence[Event], echoed: str) -> dict[str, Any]:
+    """The message of a whole answer."""
+    content = echoed + "".join(event.text for event in events if isinstance(event, Text))
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if thoughts := "".join(event.text for event in events if isinstance(event, Reasoning)):
+        message |= {"reasoning_content": thoughts, "reasoning": thoughts}
+    calls: list[dict[str, Any]] = []
+    pieces: list[list[str]] = []  # of the arguments of each call
+    for event in events:
+        if isinstance(event, ToolCall):
+            calls.append(call_head(event))
+            pieces.append([])
+        elif isinstance(event, Arguments):
+            pieces[-1].append(event.text)
+    if calls:
+        for call, texts in zip(calls, pieces, strict=True):
+            call["function"]["arguments"] = "".join(texts)
+        message |= {"content": content or None, "tool_calls": calls}
+    return message
 
 
 def call_head(event: ToolCall) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
-from functools import cached_property
 from json import dumps
 from typing import Any
 
@@ -13,7 +12,7 @@ from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.outputs import CompletionOutput
 from vllm_metal_lite.server.conversations import RenderedPrompt, encode_prompt
 from vllm_metal_lite.server.deltas import AnswerReader, Delta, deltas
-from vllm_metal_lite.server.errors import ApiError, ContextOverflow, bad, must_be
+from vllm_metal_lite.server.errors import ApiError, bad, must_be
 from vllm_metal_lite.server.large_json import large_json
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.openai_api.completion_fields import CompletionFields
@@ -75,31 +74,28 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
             param="prompt",
         )
     special = body.add_special_tokens is not False
-    try:
-        token_ids = await offload(token_ids_of, prompts, engine, special)
-        requests = await all_of(
-            serving.generate("cmpl-", RenderedPrompt(ids), params, **body.scheduling())
-            for ids in token_ids
-        )
-    except ContextOverflow as e:
-        e.param = "prompt"
-        raise
+    token_ids = await offload(token_ids_of, prompts, engine, special, "prompt")
+    requests = await all_of(
+        serving.generate("cmpl-", RenderedPrompt(ids), params, **body.scheduling())
+        for ids in token_ids
+    )
     names = TokenNames(engine.tokenizer, bool(body.return_tokens_as_token_ids))
+    texts = await offload(_echoed, prompts, requests, names) if body.echo else [""] * len(prompts)
     writers = [
-        _Writer(body, request, prompt, names)
-        for prompt, request in zip(prompts, requests, strict=True)
+        _Writer(body, request, answer, text, names)
+        for text, request in zip(texts, requests, strict=True)
+        for answer in request.answers
     ]
     options, hides = body.stream_options, body.only_echoes
     reply = Reply("text_completion", serving.model, requests, options, hides_answers=hides)
     if body.stream:
-        return serving.stream(reply.stream(_chunks(reply, deltas(requests), writers, params.n)))
+        return serving.stream(reply.stream(_chunks(reply, deltas(requests), writers)))
     for request in requests:
         await request.complete()
 
     def whole() -> dict[str, Any]:
-        answers = [(w, answer) for w in writers for answer in w.request.answers]
-        readers = [(w, AnswerReader(i, answer)) for i, (w, answer) in enumerate(answers)]
-        return reply.whole([writer.whole(reader.read()) for writer, reader in readers])
+        news = (AnswerReader(i, writer.answer).read() for i, writer in enumerate(writers))
+        return reply.whole([w.whole(delta) for w, delta in zip(writers, news, strict=True)])
 
     if params.logprobs is None and params.prompt_logprobs is None:
         return JSONResponse(whole())
@@ -125,7 +121,7 @@ def _are_ids(value: Any) -> bool:
 
 
 def token_ids_of(
-    prompts: Sequence[Prompt], engine: EngineClient, special: bool, param: str = "prompt"
+    prompts: Sequence[Prompt], engine: EngineClient, special: bool, param: str
 ) -> list[list[int]]:
     def ids_of(prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -148,34 +144,52 @@ async def all_of(starts: Iterable[Coroutine[Any, Any, RequestState]]) -> list[Re
     return [task.result() for task in tasks]
 
 
+def _echoed(
+    prompts: Sequence[Prompt], requests: Sequence[RequestState], names: TokenNames
+) -> list[str]:
+    """The texts of the prompts."""
+    return [
+        prompt if isinstance(prompt, str) else names.tokenizer.decode(request.prompt_token_ids)
+        for prompt, request in zip(prompts, requests, strict=True)
+    ]
+
+
 class _Writer:
-    """Makes the choices of one prompt."""
+    """Makes the choice of one answer.  echo: the text of its prompt, if that is shown."""
 
     def __init__(
-        self, body: CompletionRequest, request: RequestState, prompt: Prompt, names: TokenNames
+        self,
+        body: CompletionRequest,
+        request: RequestState,
+        answer: CompletionOutput,
+        echo: str,
+        names: TokenNames,
     ) -> None:
-        self._body, self.request, self._prompt = body, request, prompt
-        self._names = names
-        self._begun: set[int] = set()  # answers that have news
-        self._offsets: dict[int, TextOffsets] = {}  # by answer
+        self._body, self._request, self.answer = body, request, answer
+        self._echo, self._names = echo, names
+        self._is_echoing = bool(body.echo)  # the next news begins with the prompt
+        self._offsets: TextOffsets | None = None
+        if body.logprobs is not None:
+            before = request.prompt_token_ids
+            self._offsets = TextOffsets(names.tokenizer, request.params, before, len(echo))
 
     def whole(self, delta: Delta) -> dict[str, Any]:
         """The choice of a finished answer.  delta: all of it."""
         text, scores = self._news(delta)
         choice = {"index": delta.choice, "text": text, "logprobs": scores}
         if self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(self.request.prompt_logprobs)
+            choice["prompt_logprobs"] = prompt_logprobs(self._request.prompt_logprobs)
         return {**choice, **ending(delta.answer, delta.finish_reason)}
 
     async def chunk(self, delta: Delta, reply: Reply) -> bytes | None:
         """The event of a Delta; None if the Delta has nothing to show."""
-        if self._body.echo and delta.answer.index not in self._begun:
+        if self._is_echoing:
             return await offload(self._chunk, delta, reply)  # it echoes the whole prompt
         return self._chunk(delta, reply)
 
     def _chunk(self, delta: Delta, reply: Reply) -> bytes | None:
         text, scores = self._news(delta)
-        answer = delta.answer
+        answer = self.answer
         if not (text or answer.finished or reply.sends_every_delta or (delta.token_ids and scores)):
             return None
         end = ending(answer, answer.finish_reason) if answer.finished else None
@@ -185,49 +199,28 @@ class _Writer:
         """New text and its log-probabilities; those of an echoed prompt come first."""
         text, token_ids = delta.text, delta.token_ids
         positions: list[Any] = list(delta.logprobs or ())
-        answer = delta.answer
         if self._body.only_echoes:
             text, token_ids, positions = "", [], []
-        offsets = self._offsets_of(answer, token_ids)
-        if self._body.echo and answer.index not in self._begun:
+        is_echoing, self._is_echoing = self._is_echoing, False
+        if is_echoing:
             text = self._echo + text
-            prompt_ids = self.request.prompt_token_ids
-            if self._body.logprobs is not None:
-                offsets = echoed_offsets(self._names, prompt_ids, self._echo) + offsets
-            token_ids = prompt_ids + token_ids
-            positions = [*(self.request.prompt_logprobs or ()), *positions]
-        self._begun.add(answer.index)
-        if self._body.logprobs is None:
+        if self._offsets is None:
             return text, None
+        offsets = self._offsets.add(token_ids)
+        if self.answer.finished:  # tokens of a stop string have no text
+            end = len(self._echo) + len(self.answer.text)
+            offsets = [min(offset, end) for offset in offsets]
+        if is_echoing:
+            prompt_ids = self._request.prompt_token_ids
+            offsets = echoed_offsets(self._names, prompt_ids, self._echo) + offsets
+            token_ids = prompt_ids + token_ids
+            positions = [*(self._request.prompt_logprobs or ()), *positions]
         return text, legacy_logprobs(token_ids, positions, offsets, self._names)
-
-    def _offsets_of(self, answer: CompletionOutput, token_ids: list[int]) -> list[int]:
-        """Where an answer's next tokens are in the text, if the client wants to know."""
-        if self._body.logprobs is None:
-            return []
-        if answer.index not in self._offsets:
-            tokenizer, prompt = self._names.tokenizer, self.request.prompt_token_ids
-            made = TextOffsets(tokenizer, self.request.params, prompt, len(self._echo))
-            self._offsets[answer.index] = made
-        offsets = self._offsets[answer.index].add(token_ids)
-        if answer.finished:  # tokens of a stop string have no text
-            end = len(self._echo) + len(answer.text)
-            return [min(offset, end) for offset in offsets]
-        return offsets
-
-    @cached_property
-    def _echo(self) -> str:
-        """The text of the prompt, if it is shown."""
-        if not self._body.echo:
-            return ""
-        if isinstance(self._prompt, str):
-            return self._prompt
-        return str(self._names.tokenizer.decode(self.request.prompt_token_ids))
 
 
 async def _chunks(
-    reply: Reply, news: AsyncIterator[Delta], writers: Sequence[_Writer], n: int
+    reply: Reply, news: AsyncIterator[Delta], writers: Sequence[_Writer]
 ) -> AsyncIterator[bytes]:
     async for delta in news:
-        if chunk := await writers[delta.choice // n].chunk(delta, reply):
+        if chunk := await writers[delta.choice].chunk(delta, reply):
             yield chunk

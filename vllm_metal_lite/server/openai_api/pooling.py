@@ -12,11 +12,11 @@ import numpy as np
 from starlette.responses import JSONResponse, Response
 
 from vllm_metal_lite.engine.pooling import checked, truncate
-from vllm_metal_lite.engine.prompt_ids import encode
+from vllm_metal_lite.engine.prompt_ids import as_list, encode
 from vllm_metal_lite.engine.scores import plan_scores
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.server.conversations import RenderedPrompt, check_length
-from vllm_metal_lite.server.errors import ContextOverflow, must_be
+from vllm_metal_lite.server.errors import must_be
 from vllm_metal_lite.server.large_json import large_json
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.openai_api.completions import all_of, split_prompts, token_ids_of
@@ -39,6 +39,11 @@ class PoolingBody(ScheduledBody):
     def check(self) -> None:
         self.params()
         self.scheduling()
+
+    def longest(self, *names: str) -> str:
+        """The field with the longest text, or with a list of it."""
+        texts = {name: as_list(getattr(self, name)) for name in names}
+        return max(names, key=lambda name: max(map(len, texts[name]), default=0))
 
 
 class EmbeddingRequest(PoolingBody):
@@ -73,6 +78,10 @@ class RerankRequest(PoolingBody):
     return_documents: bool | None = None
     instruction: str | None = None
 
+    @property
+    def prompt_field(self) -> str:
+        return self.longest("query", "documents")
+
     def check(self) -> None:
         super().check()
         if not self.documents:
@@ -86,13 +95,17 @@ class ScoreRequest(PoolingBody):
     text_2: str | list[str]
     instruction: str | None = None
 
+    @property
+    def prompt_field(self) -> str:
+        return self.longest("text_1", "text_2")
+
 
 async def embeddings(serving: Serving, body: EmbeddingRequest) -> Response:
     before = serving.engine.facts.pooling.prompt(body.prompt_name)
     inputs = split_prompts(body.input, "input")
     prompts = [before + text if isinstance(text, str) else text for text in inputs]
     special = body.add_special_tokens is not False
-    requests, values = await _pool(serving, body, prompts, body.params(), special, "input")
+    requests, values = await _pool(serving, body, prompts, body.params(), special)
 
     def whole() -> dict[str, Any]:
         data = [
@@ -125,11 +138,11 @@ async def _scores(
     serving: Serving, body: RerankRequest | ScoreRequest, queries: Any, documents: Any
 ) -> tuple[list[float], dict[str, Any]]:
     engine, facts = serving.engine, serving.engine.facts
-    for text in [queries, *documents] if isinstance(queries, str) else [*queries, *documents]:
+    for text in [*as_list(queries), *as_list(documents)]:
         check_length(engine, text)
     make = partial(plan_scores, facts.pooling, engine.tokenizer, queries, documents, body.params())
     plan = await offload(make, facts.max_model_len, body.instruction)
-    requests, values = await _pool(serving, body, plan.prompts, plan.params, True, "documents")
+    requests, values = await _pool(serving, body, plan.prompts, plan.params, True)
     return plan.scores(values), _common(serving, requests)
 
 
@@ -139,15 +152,14 @@ async def _pool(
     prompts: Sequence[Any],
     params: PoolingParams,
     special: bool,
-    param: str,
 ) -> tuple[list[RequestState], list[np.ndarray]]:
     """The finished requests of the prompts, in order, and what they have read.
 
-    special: add special tokens.  param: the field that has the prompts.
+    special: add special tokens.
     """
     engine = serving.engine
     with serving.preparing():
-        token_ids = await offload(_token_ids, engine, prompts, params, special, param)
+        token_ids = await offload(_token_ids, engine, prompts, params, special, body.prompt_field)
     seats = engine.facts.max_num_seqs
     free = asyncio.Semaphore(min(_STEPS_AHEAD * seats, seats + serving.server.config.max_waiting))
 
@@ -158,13 +170,9 @@ async def _pool(
             await request.complete()
             return request
 
-    try:
-        # The shortest goes first: attention pads the prompts of a step to like lengths.
-        order = sorted(range(len(token_ids)), key=lambda i: len(token_ids[i]))
-        done = await all_of(run(token_ids[i]) for i in order)
-    except ContextOverflow as e:
-        e.param = param
-        raise
+    # The shortest goes first: attention pads the prompts of a step to like lengths.
+    order = sorted(range(len(token_ids)), key=lambda i: len(token_ids[i]))
+    done = await all_of(run(token_ids[i]) for i in order)
     requests = [request for _, request in sorted(zip(order, done, strict=True))]
     return requests, [checked(request.pooled, params) for request in requests]
 

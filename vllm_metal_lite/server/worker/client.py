@@ -11,8 +11,9 @@ import multiprocessing
 import queue
 import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from functools import cached_property
 from multiprocessing import resource_tracker
 from typing import Any
@@ -27,8 +28,6 @@ from vllm_metal_lite.engine.piece_encoder import PieceEncoder
 from vllm_metal_lite.engine.prompt_ids import by_template
 from vllm_metal_lite.errors import ModelLoadError, RequestError
 from vllm_metal_lite.model.loader import load_tokenizer_only
-from vllm_metal_lite.pooling_params import PoolingParams
-from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.offload import ORIGIN, offload
 from vllm_metal_lite.server.templates import THINKING, Template, probe
 from vllm_metal_lite.server.worker import process
@@ -190,17 +189,9 @@ class EngineClient:
 
     @asynccontextmanager
     async def generate(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams | PoolingParams,
-        *,
-        priority: int = 0,
-        checkpoints: Sequence[int] = (),
-        cache_salt: str | None = None,
-        on_update: Callable[[RequestState, float], None] | None = None,
+        self, add: Add, on_update: Callable[[RequestState, float], None] | None = None
     ) -> AsyncIterator[RequestState]:
-        """A request that the engine has accepted; leaving the block ends it.
+        """A request that the engine has accepted, in its fair round; leaving the block ends it.
 
         on_update: see RequestState.
         Raises RequestError if the engine refuses, EngineLost if it has ended.
@@ -208,8 +199,7 @@ class EngineClient:
         fair_round = self._fair.next_round(
             ORIGIN.get().client, (r.fair_round for r in self.requests.values())
         )
-        points = tuple(checkpoints)
-        add = Add(request_id, prompt_token_ids, params, priority, fair_round, points, cache_salt)
+        add, request_id = replace(add, fair_round=fair_round), add.request_id
         request = RequestState(add, self.tokenizer, on_update)
         self.requests[request_id] = request
         try:
