@@ -67,15 +67,15 @@ def test_tokens_are_those_of_mlx_lm_under_the_same_limits(seed, name):
     limits = zip(slots, prompts, strict=True)
     alone = {r: tokens_alone(tiny.native(name), p, slots[r], wanted[r]) for r, p in limits}
     engine.speculator = Guesses(engine, alone, seed) if rng.integers(2) else None
-    forward, failing = engine.runner._run, set(rng.integers(0, 60, 2).tolist())
+    build, failing = engine.runner.compiled.build, set(rng.integers(0, 60, 2).tolist())
     count = iter(range(10**6))
 
-    def sometimes(step):
+    def sometimes(step, state):
         if next(count) in failing:
             raise MemoryError("no memory for this step")
-        return forward(step)
+        return build(step, state)
 
-    engine.runner._run = sometimes
+    engine.runner.compiled.build = sometimes
     done = {}
     for request_id, prompt in zip(slots, prompts, strict=True):
         engine.add_request(request_id, prompt, greedy(wanted[request_id], ignore_eos=True))

@@ -10,8 +10,9 @@ from tests.support.fakes import FakeEngine, fake_config
 from tests.support.poison import poison_free_blocks
 from tests.support.pool_accounts import check_accounts
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.cli.startup import start_engine
 from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.engine.describe import describe
+from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
@@ -191,9 +192,9 @@ def test_names_behind_a_window_are_found_until_they_are_needed():
 
 
 def test_the_start_up_lines_tell_what_windows_hold(tmp_path):
-    folder, lines = tiny.write_folder(tmp_path / "tiny", "gemma3_text"), []
+    folder = tiny.write_folder(tmp_path / "tiny", "gemma3_text")
     config = EngineConfig(num_blocks=100, max_num_seqs=4, max_num_batched_tokens=64, block_size=8)
-    start_engine(str(folder), config, lines.append, "")
+    lines = list(describe(LLMEngine.from_name(str(folder), config)))
     assert any("store holds 800 (100 blocks of 8" in line for line in lines)
     # 3 blocks a seat; 64 tokens of a step, and a block more a seat.
     assert "Windows:   2 layers see 17 tokens; for them the store holds 192" in lines

@@ -9,6 +9,7 @@ import random
 from functools import partial
 from threading import Event
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,6 +25,7 @@ from vllm_metal_lite.engine.llm import LLM
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.prefix_disk import folder
+from vllm_metal_lite.prefix_disk.disk import PrefixDisk
 from vllm_metal_lite.prefix_disk.namespace import namespace
 from vllm_metal_lite.prefix_disk.parts import Parts
 from vllm_metal_lite.prefix_disk.restore import Reader
@@ -308,21 +310,16 @@ def test_a_full_disk_costs_nothing_but_the_cache(monkeypatch, caplog):
 
 
 def test_an_error_while_the_engine_rests_ends_no_thread_and_no_call(monkeypatch, caplog):
-    def fails() -> bool:
-        raise RuntimeError("no memory for a copy")
-
-    engine = start("llama")
-    monkeypatch.setattr(engine.prefix_disk, "rest", fails)
-    served = AsyncEngine(engine)
+    error = RuntimeError("no memory for a copy")
+    monkeypatch.setattr(PrefixDisk, "rest", Mock(side_effect=error))
+    served, expected = AsyncEngine(start("llama")), tiny.alone(tiny.native("llama"), LONG, 8)
 
     async def answer() -> list[int]:
-        outputs = [output async for output in served.generate(LONG, GREEDY)]
-        return outputs[-1].outputs[0].token_ids
+        return tokens([output async for output in served.generate(LONG, GREEDY)])[-1]
 
     try:
         for _ in range(2):  # each answer is followed by a rest
-            found = asyncio.run(asyncio.wait_for(answer(), 300))
-            assert found == tiny.alone(tiny.native("llama"), LONG, 8)
+            assert asyncio.run(asyncio.wait_for(answer(), 300)) == expected
     finally:
         served.shutdown()
     assert "the engine's rest failed: no memory for a copy" in caplog.text
