@@ -14,7 +14,7 @@ from functools import partial
 from queue import PriorityQueue
 from typing import Any, TypeVar
 
-from vllm_metal_lite.server.worker.fair_rounds import FairRounds
+from vllm_metal_lite.server.fair_rounds import FairRounds
 
 T = TypeVar("T")
 

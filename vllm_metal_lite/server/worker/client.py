@@ -28,10 +28,10 @@ from vllm_metal_lite.engine.piece_encoder import PieceEncoder
 from vllm_metal_lite.engine.prompt_ids import by_template
 from vllm_metal_lite.errors import ModelLoadError, RequestError
 from vllm_metal_lite.model.loader import load_tokenizer_only
+from vllm_metal_lite.server.fair_rounds import FairRounds
 from vllm_metal_lite.server.offload import ORIGIN, offload
 from vllm_metal_lite.server.templates import THINKING, Template, probe
 from vllm_metal_lite.server.worker import process
-from vllm_metal_lite.server.worker.fair_rounds import FairRounds
 from vllm_metal_lite.server.worker.messages import (
     Abort,
     Accepted,
