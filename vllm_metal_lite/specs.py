@@ -39,7 +39,7 @@ class RopeShape:
 
     dims, traditional, base, scale: the arguments of mx.fast.rope; base None: frequencies are given.
     eps: the epsilon of an RMS norm of each head before the rotation; None: there is no norm.
-    factor: what the rotated elements are multiplied by before the rotation.
+    factor: multiplies the rotated elements before the rotation.
     """
 
     dims: int

@@ -192,7 +192,7 @@ def test_every_token_has_its_scores(chat, script, size):
 
 
 def test_where_thoughts_have_begun(chat, script):
-    """A question that names the marker begins none; a continued answer may be in the middle."""
+    """A marker in a question opens no thoughts.  A continued answer may be inside thoughts."""
     script.says("I look.</think>Fine.")
     asked = [{"role": "user", "content": "What does <think> do?"}]
     message = chat.create(messages=asked, tools=[]).choices[0].message

@@ -105,9 +105,9 @@ RAGGED = {
 
 
 def given(gates: mx.array, beta: mx.array) -> Gates:
-    """Finished gates (N, V) float32, or (N, V, K) for each column of the state; beta (N, V).
+    """Gates as final values: (N, V) float32, or (N, V, K), one per state column; beta (N, V).
 
-    No model gives these to the kernel, but then a test needs no tolerance for gates.
+    No model passes such gates.  With them a test needs no tolerance for gates.
     """
     return Gates(Columns(gates.reshape(len(gates), -1), 0), Columns(beta, 0), gates.ndim == 3)
 

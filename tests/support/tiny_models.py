@@ -182,7 +182,7 @@ def submit(engine: LLMEngine, prompts: Sequence[Sequence[int]], params: Params, 
 def outputs(
     engine: LLMEngine, prompts: Sequence[Sequence[int]], params: Params, **how: Any
 ) -> list[Any]:
-    """The outputs of these prompts in their order; the requests run together."""
+    """The outputs for these prompts, in order; all requests run together."""
     submit(engine, prompts, params, **how)
     done = run(engine)
     return [done[str(i)] for i in range(len(prompts))]

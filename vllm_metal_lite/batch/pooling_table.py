@@ -15,7 +15,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(slots=True)
 class _Pooling:
-    """sum: the sum of the hidden states since the prompt's first row was last computed."""
+    """sum: the hidden states of the rows so far, summed; a preempted prompt starts again."""
 
     params: PoolingParams
     num_prompt_tokens: int

@@ -24,8 +24,8 @@ def _format(
     adapt: Adapt | None = None,
     **grammar: str,
 ) -> ChatFormat:
-    """section, call: their first and last markers.  read: a call behind its first one, and its
-    last one.  head, tail and what is in `grammar`: see `json_calls`."""
+    """section, call: the first and the last marker of each.  read: reads a call after its first
+    marker, up to its last one.  head, tail, and the names in `grammar`: see `json_calls`."""
     start, end = section
     first, last = call
 

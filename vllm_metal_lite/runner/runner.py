@@ -57,7 +57,7 @@ class ModelRunner:
         self._last: StepResult | None = None
 
     def _take(self, path: StepPath, num_compiled: int = 0) -> None:
-        """Run the next steps by this path.  num_compiled: steps that ran compiled before."""
+        """Use this path from now on.  num_compiled: the number of compiled steps so far."""
         state = path.attention.new_state()
         compiled = CompiledSteps(self.model, path.attention, path.fusion, num_compiled)
         self.path, self.compiled, self._state = path, compiled, state

@@ -1,4 +1,4 @@
-"""Free thoughts before an answer of a given form, or in channels of an answer; with a budget."""
+"""Thoughts before an answer of a given form, or in channels of the answer, with a budget."""
 
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -142,7 +142,7 @@ class Thinking:
 
     @property
     def _forces_end(self) -> bool:
-        """Whether all of the end marker can be forced, because `inner` does not see it."""
+        """Whether the whole end marker can be forced: `inner` does not see the marker."""
         return self._inner is None or not self._is_channel
 
     def _ends(self, token_id: int) -> bool:

@@ -58,7 +58,7 @@ class StateSlotSpec(MambaSpec):
 
 
 def state_slot_spec(num_slots: int, block_size: int, page_bytes: int) -> StateSlotSpec:
-    """page_bytes: the size of a block of one attention layer, as vLLM wants pages of one size."""
+    """page_bytes: the size of an attention layer's block; vLLM needs pages of equal size."""
     return StateSlotSpec(
         block_size=block_size,
         shapes=((page_bytes,),),

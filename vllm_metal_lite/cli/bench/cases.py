@@ -35,8 +35,8 @@ def make_cases(
     """
 
     def max_tokens(count: int, context: int) -> int:
-        """The first request decodes while the other prompts are computed, and must not end before
-        all requests have decoded `new_tokens` together."""
+        """Enough for all requests to decode `new_tokens` together, although the first request
+        decodes alone while the other prompts are computed."""
         a_step = max(config.max_num_batched_tokens - count, 1)
         a_chunk = min(config.long_prefill_token_threshold or context, context)
         waiting = math.ceil(count * context / a_step) + math.ceil(context / a_chunk)

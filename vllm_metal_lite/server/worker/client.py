@@ -191,7 +191,7 @@ class EngineClient:
     async def generate(
         self, add: Add, on_update: Callable[[RequestState, float], None] | None = None
     ) -> AsyncIterator[RequestState]:
-        """A request that the engine has accepted, in its fair round; leaving the block ends it.
+        """Yields an accepted request, in its fair round.  Leaving the block ends the request.
 
         on_update: see RequestState.
         Raises RequestError if the engine refuses, EngineLost if it has ended.
