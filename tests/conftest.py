@@ -16,8 +16,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Kernels on the CPU host count which of their lines run.
-os.environ.setdefault("METAL_LITE_HOST_COVERAGE", "1")
 
 import pytest
 from hypothesis import settings
@@ -49,9 +47,13 @@ def pytest_addoption(parser):
         action="store_true",
         help="run all cases, and the tests marked `long` or `thorough`",
     )
-    parser.addoption(
-        "--long", action="store_true", help="run the tests marked `long`, and no others"
-    )
+    parser.addoption("--long", action="store_true", help="run the tests marked `long` too")
+
+
+def pytest_configure(config):
+    if config.getoption("all_cases"):
+        # Kernels on the CPU host count which of their lines run.
+        os.environ.setdefault("METAL_LITE_HOST_COVERAGE", "1")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -71,8 +73,8 @@ def pytest_collection_modifyitems(config, items):
     result = yield  # -k and -m
     if not config.getoption("all_cases"):
         dropped = {item for item in items if item.get_closest_marker("thorough")}
-        long = config.getoption("long")
-        dropped.update(i for i in items if (i.get_closest_marker("long") is not None) != long)
+        if not config.getoption("long"):
+            dropped.update(item for item in items if item.get_closest_marker("long"))
         one_in = config.getoption("one_in")
         sampled = [item for item in items if named[item.path] == []]
         dropped.update(most_of_many(sampled, one_in))
@@ -81,7 +83,9 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in dropped]
     if "PYTEST_XDIST_WORKER" in os.environ:
         # Slow files first: small ones at the end let all workers end at one time.
-        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+        long = {item.path for item in items if item.get_closest_marker("long")}
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: (item.path not in long, item.path not in slow))
     return result
 
 

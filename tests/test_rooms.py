@@ -46,6 +46,7 @@ def expected() -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rooms", [*((room,) for room in ROOMS), ROOMS], ids="+".join)
 def test_the_core_runs_without(rooms, tmp_path):
     """With kernels too, if the rooms that check and fuse them are both removed."""

@@ -60,6 +60,7 @@ class DecodesCase(KernelCase):
         return out
 
 
+@pytest.mark.long
 @needs_host
 @pytest.mark.parametrize(
     "how", [{}, {"window": 11}, {"softcap": 2.0}, {"window": 5, "softcap": 2.0}], ids=str
@@ -145,6 +146,7 @@ def test_compiled_steps_give_the_same_tokens(budget, seed, scored):
     assert engine.metrics()["compiled_steps"] > 0
 
 
+@pytest.mark.long
 def test_a_prompt_alone_waits_to_be_compiled():
     """A chunk is less likely than a decode to be followed by a step of the same shape."""
     with pytest.MonkeyPatch.context() as patch:

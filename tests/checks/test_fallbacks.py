@@ -111,6 +111,7 @@ PAIRS = [(name, k) for name, uses in MODELS.items() for k in KERNELS if use_of(k
 PAIRS.append(("deepseek_v3", "merge_partitions"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "kernel"), PAIRS)
 def test_tokens_without_a_kernel_are_the_reference_s(monkeypatch, kernel, name):
     """Prompts in chunks, decodes beside them, in splits, and behind a shared prefix."""

@@ -65,6 +65,7 @@ def test_each_process_gets_its_variables(monkeypatch):
     assert found == dict(zip(BUFFERS, ("1", "10000"), strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("lines", "words"),
     [

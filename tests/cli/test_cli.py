@@ -135,6 +135,7 @@ def test_a_pipe_gets_the_error_and_nothing_else(tmp_path, capsys, monkeypatch):
         assert err.count("\n") == 1
 
 
+@pytest.mark.long
 def test_closed_streams_and_broken_pipes(tmp_path):
     prompts = tmp_path / "in.jsonl"
     prompts.write_text('{"prompt": "x", "max_tokens": 4}\n' * 300)

@@ -131,6 +131,7 @@ def test_bad_words():
     assert "unrecognized arguments: -p" in run_cli("launch", "claude", "-p", "x").stderr
 
 
+@pytest.mark.long
 def test_the_server_ends_with_the_agent(tmp_path):
     """A program instead of the agent asks the server that was started for it."""
     agent = tmp_path / "codex"

@@ -125,6 +125,7 @@ def test_a_model_that_does_not_fit(folders, monkeypatch):
     assert "do not fit:" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "deepseek_v3"])
 def test_the_estimate_of_a_step_is_near_the_measurement(folders, name):
     """Within a factor of 3: other terms matter for models as small as these."""

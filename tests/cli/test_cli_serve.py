@@ -84,6 +84,7 @@ def test_the_command_with_everything(tmp_path):
     assert "Traceback" not in err
 
 
+@pytest.mark.long
 def test_nobody_reads_the_output(tmp_path):
     """`serve --log-requests | head -1`: requests are still served."""
     with serve_command(tmp_path / "err", "--log-requests") as command:

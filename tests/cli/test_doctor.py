@@ -101,6 +101,7 @@ def a_gpu(monkeypatch, tmp_path):
         yield
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_machine_that_is_well(a_gpu, capsys, tmp_path):
     file = tmp_path / "report.json"

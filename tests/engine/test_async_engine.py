@@ -384,6 +384,7 @@ def test_two_engines_in_two_threads():
         other.shutdown()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shutdown", [True, False])
 def test_a_process_that_used_the_engine_ends_well(tmp_path, shutdown):
     folder = tiny.write_folder(tmp_path / "tiny")

@@ -84,6 +84,7 @@ def test_beside_decodes_and_preempted(pooling, speculate):
     assert engine.metrics()["preemptions"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not compiler_available(), reason="needs a C++ compiler")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_next"])
 def test_through_host_kernels(name):

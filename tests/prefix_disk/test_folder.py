@@ -232,7 +232,10 @@ def test_two_processes_write_at_once(tmp_path):
     assert check(path) > 0
 
 
-@pytest.mark.parametrize("times", [6, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "times",
+    [6, pytest.param(40, marks=pytest.mark.long), pytest.param(200, marks=pytest.mark.thorough)],
+)
 def test_killed_at_any_moment(tmp_path, times):
     path, numbers = tmp_path / "x", random.Random(7)
     for seed in range(times):

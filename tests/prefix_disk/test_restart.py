@@ -41,6 +41,7 @@ NAMES = (
     "llama", "qwen3", "deepseek_v3", "gemma3/w9", "gpt_oss", "llama4", "mamba2", "rwkv7", "lfm2",
     "qwen3_next", "jamba", "kimi_linear", "deepseek_v32",
 )  # fmt: skip
+THOROUGH = pytest.mark.thorough
 LONG, OTHER = tiny.prompts(2, 60, 60, seed=5)
 # The first is used again, as a whole and in part.
 PROMPTS = [LONG, LONG, LONG[:48] + OTHER[:10]]
@@ -88,8 +89,14 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_bits": 8}], ids=["", "8 bits"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, {}) for name in NAMES]
+    + [
+        pytest.param(name, {"kv_bits": 8}, marks=[] if name in NAMES[:5] else THOROUGH)
+        for name in NAMES
+    ],
+)
 def test_tokens_after_a_restart_are_those_computed(name, options):
     expected = serve(start(name, **options), PROMPTS)
     if not options:
@@ -227,7 +234,7 @@ def test_a_restore_that_nobody_wants_any_more_leaves_nothing(how):
         assert (tokens([output]), output.num_cached_tokens) == (expected[:1], 0)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 3))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=THOROUGH) for n in (1, 2, 3))])
 @pytest.mark.parametrize("name", ["llama", "gemma3/w9", "qwen3_next", "mamba2"])
 def test_many_requests_and_restarts_over_few_blocks(name, seed):
     """Prefixes come and go in memory, and requests are preempted and aborted meanwhile."""

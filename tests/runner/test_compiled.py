@@ -109,6 +109,7 @@ def test_a_shape_is_traced_once(monkeypatch):
     assert engine.runner.compiled.num_steps > 20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prefill", PREFILLS)
 def test_the_kernel_that_ran_last_makes_no_variant(monkeypatch, prefill):
     """Tickets have the shapes of many kernels; launches are stubs here."""
@@ -233,6 +234,7 @@ def test_chunks_beside_decodes_give_the_same_tokens(name, how, decodes, budget, 
     assert engine.metrics()["compiled_steps"] > engine.metrics()["steps"] // 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_embeddings_beside_decodes_are_compiled_when_they_come_again(pooling, monkeypatch):
     engine = make_engine(enable_prefix_caching=False)
@@ -248,6 +250,7 @@ def test_embeddings_beside_decodes_are_compiled_when_they_come_again(pooling, mo
     assert [step.batch.pooled is not None for step in steps].count(True) >= 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prefill", PREFILLS)
 def test_log_probabilities_of_prompts(prefill, monkeypatch):
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=2)
@@ -269,6 +272,7 @@ def test_log_probabilities_of_prompts(prefill, monkeypatch):
             np.testing.assert_allclose(*scores, 1e-4, 1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prefill", PREFILLS)
 def test_a_long_prompt_beside_four_decodes_is_a_handful_of_variants(prefill, monkeypatch):
     """One a number of keys, from 128 to 512, one more where the decodes' tables grow, and the step

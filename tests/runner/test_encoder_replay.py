@@ -158,6 +158,7 @@ def test_all_requests_aborted_with_a_step_in_flight():
     check(record(make_engine(), drive))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("failing", [0, 2, 4])
 def test_a_step_that_mlx_breaks_off_and_its_repetition(failing):
     """The repetition starts from the ticket of the last step that was submitted whole."""

@@ -160,6 +160,7 @@ def ahead(ranks, file):
     return [tokens.tolist(), following.tolist()]
 
 
+@pytest.mark.long
 def test_a_step_is_submitted_before_the_ranks_agree_on_the_previous_tokens(tmp_path):
     """Small: MLX's CPU backend lets few tasks wait."""
     results = rank_processes.run(f"{HERE}:ahead", 2, str(tmp_path / "submitted"))

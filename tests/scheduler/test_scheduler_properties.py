@@ -437,7 +437,7 @@ def test_cache_on_is_cache_off(workload):
 @pytest.mark.long
 def test_preempted_is_never_preempted():
     num_preemptions = 0
-    for seed in range(80):
+    for seed in range(40):
         workload = seeded_workload(seed, calm=True, pressed=True)
         pressed, roomy = run(workload), run(replace(workload, extra_blocks=1000))
         assert pressed.answers() == roomy.answers()

@@ -48,7 +48,7 @@ def install() -> None:
     done.write_text(" ".join(PACKAGES))
 
 
-@pytest.mark.long  # installs packages
+@pytest.mark.thorough  # installs packages, for most of a minute
 @pytest.mark.parametrize("client", PROGRAMS)
 def test_clients_get_the_embeddings_of_the_python_api(client):
     install()

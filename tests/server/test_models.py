@@ -468,6 +468,7 @@ def test_two_models_over_http():
             assert model["max_model_len"] == 4096
 
 
+@pytest.mark.long
 def test_a_broken_model_leaves_the_loaded_one_in_its_room(tmp_path, caplog):
     """There is room for one of the two."""
     caplog.set_level("INFO", "vllm_metal_lite")

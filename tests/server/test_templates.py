@@ -118,7 +118,8 @@ def test_names_of_variables():
 
 
 @pytest.mark.long
-def test_every_template_can_be_probed(qwen, monkeypatch):
-    for name, source in real_parts.templates().items():
+@pytest.mark.parametrize("one_in", [8, pytest.param(1, marks=pytest.mark.thorough)])
+def test_every_template_can_be_probed(qwen, monkeypatch, one_in):
+    for name, source in sorted(real_parts.templates().items())[::one_in]:
         monkeypatch.setattr(qwen._tokenizer, "chat_template", source)
         assert probe(qwen).system_in_middle in ("native", "inserted", "in user turn"), name

@@ -116,6 +116,7 @@ def conversations() -> Load:
     return load
 
 
+@pytest.mark.long
 def test_states_of_random_weights_stay_finite_and_remember(hybrid):
     model = hybrid.packed.model
     tokens = mx.random.randint(0, 512, (1, 400))
@@ -136,6 +137,7 @@ def test_a_turn_follows_its_own_answer(model, conversations):
     assert sizes == conversations.sizes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prefix", ["once", "server"])
 def test_mlx_lm_keeps_caches_with_states(hybrid, conversations, prefix):
     ours = engines.drive(engines.ThisEngine(hybrid, conversations), conversations)

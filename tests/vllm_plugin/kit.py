@@ -17,12 +17,18 @@ import pytest
 import vllm.config.vllm
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 
 from tests.support import tiny_models as tiny
 from tools.bench.lib.servers import free_port
 from vllm_metal_lite.model.files import DEMO_PATH
+
+# At the end of each engine vLLM unfreezes what imports have made, and collections walk over it.
+gc.unfreeze = lambda: None
+# vLLM looks at each model's class in a process of its own, which imports vLLM again.
+registry._run_in_subprocess = lambda look: look()
 
 # Our tiny model -> the name of its architecture in vLLM.
 ARCHITECTURES = {
@@ -106,16 +112,22 @@ def two_hosts() -> dict[str, Any]:
     return {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": free_port()}
 
 
+def forking() -> dict[str, str]:
+    """The environment of a process whose engine and ranks are forks, which import nothing again."""
+    ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    paths = {"PYTHONPATH": ":".join(sys.path)}
+    return {**os.environ, **ours, **paths, "VLLM_LOGGING_LEVEL": "INFO"}
+
+
 @contextmanager
 def second_host(folder: Path, log: Path, **options: Any) -> Iterator[subprocess.Popen]:
     """vLLM without a front end, whose rank joins an engine with the same options."""
     command = [Path(sys.executable).with_name("vllm"), "serve", folder, "--headless"]
     for name, value in (options | {"node_rank": 1}).items():
         command += [f"--{name.replace('_', '-')}", str(value)]
-    env = {**os.environ, "PYTHONPATH": ":".join(sys.path), "VLLM_LOGGING_LEVEL": "INFO"}
     with (
         log.open("w") as out,
-        subprocess.Popen(command, env=env, stdout=out, stderr=out) as process,
+        subprocess.Popen(command, env=forking(), stdout=out, stderr=out) as process,
     ):
         try:
             yield process

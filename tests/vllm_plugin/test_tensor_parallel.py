@@ -176,16 +176,10 @@ def serving(folder, model, options):
     """The process of `_SERVE`, which writes to the file `log` of the folder."""
     script = folder / "serve.py"
     script.write_text(_SERVE)
-    env = {
-        **os.environ,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_LOGGING_LEVEL": "INFO",
-        "PYTHONPATH": ":".join(sys.path),
-    }
     asked = [json.dumps([list(map(int, p)) for p in PROMPTS]), str(NUM_TOKENS)]
     command = [sys.executable, script, model, json.dumps(options), *asked]
     with (folder / "log").open("w") as out:
-        process = subprocess.Popen(command, env=env, stdout=out, stderr=out)
+        process = subprocess.Popen(command, env=kit.forking(), stdout=out, stderr=out)
     try:
         yield process
     finally:
