@@ -39,7 +39,6 @@ BAD_REQUESTS = {
         ([1], SamplingParams(logit_bias={101: 1.0})), {}, ["logit_bias", "101"]),
     "stop token beyond the vocabulary": (
         ([1], SamplingParams(stop_token_ids=[500])), {}, ["stop_token_ids", "500"]),
-    "atomic beyond the budget": (([1] * 40, GREEDY), {"atomic": True}, ["atomic", "32"]),
     "priority that is no number": (([1], GREEDY), {"priority": "high"}, ["priority", "'high'"]),
 }  # fmt: skip
 

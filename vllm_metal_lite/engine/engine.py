@@ -159,7 +159,6 @@ class LLMEngine:
         *,
         priority: int = 0,
         fair_round: int = 0,
-        atomic: bool = False,
         checkpoints: Sequence[int] = (),
     ) -> None:
         """Queue a request.  Raises RequestError or SamplingError, changing nothing.
@@ -169,7 +168,6 @@ class LLMEngine:
         params: by default `get_default_sampling_params`.  PoolingParams: the prompt is only read,
         and its finished output has `pooled`.
         priority: lower goes first, then the lower fair_round, which keeps a server fair.
-        atomic: compute the prompt in one step, never chunked.
         checkpoints: numbers of prompt tokens after which other prompts may continue differently,
         such as the end of a system prompt.  Models with recurrent layers keep their state there.
         """
@@ -179,7 +177,7 @@ class LLMEngine:
             if pooling.truncate_prompt_tokens is not None:
                 prompt = self._truncated(prompt, pooling)
         params = self.get_default_sampling_params() if params is None else params
-        check_arguments(request_id, params, priority, fair_round, atomic)
+        check_arguments(request_id, params, priority, fair_round)
         names = [request_id if params.n == 1 else f"{request_id}#{i}" for i in range(params.n)]
         if request_id in self._requests or any(name in self._answers for name in names):
             raise RequestError(f"request_id {show(request_id)} is already in use")
@@ -192,7 +190,7 @@ class LLMEngine:
         seed = params.seed if params.seed is not None else hash((self.config.seed, arrival))
         result = RequestOutput(request_id, text, token_ids, [])
         order = {"priority": priority, "fair_round": fair_round, "arrival": arrival}
-        how = {"atomic": atomic, "checkpoint_positions": positions, "cache_salt": salt}
+        how = {"checkpoint_positions": positions, "cache_salt": salt}
         how["only_reads"] = pooling is not None
         # A mean needs the hidden states of all rows.
         how["skip_prefix_cache_read"] = pooling is not None and pooling.pooling == "mean"

@@ -132,9 +132,8 @@ class Reader:
         """Own the places of all parts; False, and none is taken, if a pool has too few."""
         pools, find, states = self._parts.pools, self._parts.in_memory, self._kv.states
         spare = self._scheduler.spare_blocks()
-        if states is not None:  # each empty seat has a slot in reserve
-            empty = states.num_seats - self._scheduler.num_running
-            spare.append(states.pool.num_available - empty)
+        if states is not None:
+            spare.append(states.num_spare)
         known = {part: place for part in restore.needed if (place := find(part)) is not None}
         cost = Counter(part.group for part in restore.unread)
         cost.update(p.group for p, place in known.items() if not pools[p.group].is_owned(place))
