@@ -71,6 +71,30 @@ def test_request_ids_are_strings():
             engine.add_request(bad, [1], GREEDY)
 
 
+def test_an_id_that_is_used_again_is_not_at_fault_for_the_step_of_an_aborted_prompt():
+    engine = tiny.engine()
+    prompts = tiny.prompts(2, 20, 20)
+    engine.add_request("y", prompts[0], GREEDY)
+    engine.step()
+    engine.add_request("x", prompts[1], GREEDY)
+    engine.step()
+    (flying,) = engine._outputs
+    assert [s.request.request_id for s in flying.segments] == ["y", "x"]
+    engine.abort("x")
+    engine.add_request("x", prompts[1], GREEDY)
+
+    def fail():
+        raise RuntimeError("the forward failed")
+
+    engine.pipeline.steps[0].result.wait = fail
+    with pytest.raises(RuntimeError, match="the forward failed"):
+        engine.step()
+    assert engine.requests_at_fault == []
+    done = tiny.run(engine)
+    for name, prompt in zip("yx", prompts, strict=True):
+        assert done[name].outputs[0].token_ids == tiny.alone(tiny.native("llama"), prompt, 8)
+
+
 # Model folders
 
 

@@ -298,8 +298,9 @@ class LLMEngine:
         """Ids of the requests that must end because `step` raised."""
         if self.failed_steps.is_hopeless:
             return list(self._requests)
-        answers = [self._answers.get(r.request_id) for r in self.failed_steps.at_fault]
-        return list(dict.fromkeys(a.result.request_id for a in answers if a is not None))
+        at_fault = self.failed_steps.at_fault
+        answers = [a for a in self._answers.values() if a.request in at_fault]
+        return list(dict.fromkeys(a.result.request_id for a in answers))
 
     def _may_run_ahead(self, output: SchedulerOutput) -> bool:
         """Whether the next step may be launched before the tokens of `output` are known."""
