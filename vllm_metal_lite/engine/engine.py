@@ -61,27 +61,25 @@ class LLMEngine:
 
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
         self.config = config = _config_of(config)
-        self.model = model = model.with_kv_bits(self.config.kv_bits)
-        self.kv_groups, self.max_model_len, self.num_state_slots = size_store(model, self.config)
+        self.model = model = model.with_kv_bits(config.kv_bits)
+        self.kv_groups, self.max_model_len, self.num_state_slots = size_store(model, config)
         set_memory_limits()
-        seats = self.config.max_num_seqs
-        states, size = model.packed.state_store(self.num_state_slots), self.config.block_size
+        seats, size = config.max_num_seqs, config.block_size
+        states = model.packed.state_store(self.num_state_slots)
         store = PagedStore(model.kv_specs, self.kv_groups, size, states=states)
-        caching = self.config.enable_prefix_caching and model.packed.no_prefix_cache is None
-        folder, keeps = None, config.prefix_disk_gib > 0
-        disk = optional_module("prefix_disk.disk") if keeps else None
-        if caching and disk is not None:
+        caching = config.enable_prefix_caching and model.packed.no_prefix_cache is None
+        disk = folder = None
+        if caching and config.prefix_disk_gib > 0:
+            disk = optional_module("prefix_disk.disk")
+        if disk is not None:
             # Before anything is fused: the folder knows a model by its weights.
             folder = disk.open_folder(model, self.kv_groups, config)
         self.sampler = Sampler(seats, model.vocab_size)
-        runner = build_runner(model, store, self.sampler, self.config.attention)
-        self.inputs = InputBatch(
-            seats, self.max_model_len, self.config.block_size, len(self.kv_groups)
-        )
+        runner = build_runner(model, store, self.sampler, config.attention)
+        self.inputs = InputBatch(seats, self.max_model_len, size, len(self.kv_groups))
         self.pipeline = Pipeline(runner, self.inputs)
-        scheduling = replace(self.config, enable_prefix_caching=caching)
         self.scheduler = Scheduler(
-            scheduling,
+            replace(config, enable_prefix_caching=caching),
             self.kv_groups,
             self.max_model_len,
             num_state_slots=self.num_state_slots,
@@ -92,8 +90,8 @@ class LLMEngine:
         self.failed_steps = FailedSteps(self.scheduler)
         self.constraints = Constraints(model.vocab_size)
         self.pooling = PoolingTable()
-        # Ranks, which measure their own times, would choose different drafts.
-        speculates = self.config.speculate == "auto" and model.ranks.size == 1
+        # Each rank measures its own times, so ranks would choose different drafts.
+        speculates = config.speculate == "auto" and model.ranks.size == 1
         self.speculator = Speculator(self._tokens_of) if speculates else None
         self._last_end: float | None = None  # when the last step ended, while there is work
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id
@@ -103,7 +101,7 @@ class LLMEngine:
         self.async_scheduling = True
         # Called after each completed step, for watchers of the engine.
         self.on_step: Callable[[SchedulerOutput], None] | None = None
-        # Of the steps in flight, oldest first; at most two.
+        # The outputs of the steps in flight, oldest first; at most two.
         self._outputs: deque[SchedulerOutput] = deque()
 
     @classmethod
@@ -189,13 +187,23 @@ class LLMEngine:
         arrival = next(self._arrivals)
         seed = params.seed if params.seed is not None else hash((self.config.seed, arrival))
         result = RequestOutput(request_id, text, token_ids, [])
-        order = {"priority": priority, "fair_round": fair_round, "arrival": arrival}
-        how = {"checkpoint_positions": positions, "cache_salt": salt}
-        how["only_reads"] = pooling is not None
-        # A mean needs the hidden states of all rows.
-        how["skip_prefix_cache_read"] = pooling is not None and pooling.pooling == "mean"
-        model, limit = self.model, self.max_model_len
-        answers = make_answers(names, result, params, model, limit, seed, bad_words, **order, **how)
+        requests = [
+            Request(
+                name,
+                token_ids,
+                params.max_tokens or self.max_model_len,
+                priority,
+                arrival,
+                fair_round,
+                # A mean needs the hidden states of all rows.
+                skip_prefix_cache_read=pooling is not None and pooling.pooling == "mean",
+                only_reads=pooling is not None,
+                checkpoint_positions=positions,
+                cache_salt=salt,
+            )
+            for name in names
+        ]
+        answers = make_answers(requests, result, params, self.model, seed, bad_words)
         constraints = [constraint_of(params, self.model) for _ in answers]
         for answer, constraint in zip(answers, constraints, strict=True):
             self.scheduler.add(answer.request)  # all are alike: if it refuses, it refuses the first

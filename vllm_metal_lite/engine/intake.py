@@ -70,26 +70,19 @@ def constraint_of(params: SamplingParams, model: LoadedModel) -> Constraint | No
 
 
 def make_answers(
-    names: Sequence[str],
+    requests: Sequence[Request],
     result: RequestOutput,
     params: SamplingParams,
     model: LoadedModel,
-    max_model_len: int,
     seed: int,
     bad_words: list[list[int]],
-    **of_request: Any,
 ) -> list[Answer]:
-    """One answer per name; fills in `result`.
-
-    seed: the first answer's.  bad_words: their token ids.  of_request: arguments of each Request.
-    """
+    """One answer per request; fills in `result`.  seed: the first answer's.  bad_words: their token
+    ids."""
     if params.prompt_logprobs is not None:
         result.prompt_logprobs = [None]
     answers = []
-    for index, name in enumerate(names):
-        request = Request(
-            name, result.prompt_token_ids, params.max_tokens or max_model_len, **of_request
-        )
+    for index, request in enumerate(requests):
         if result.prompt_logprobs is not None and index == 0:
             request.skip_prefix_cache_read = True
             request.max_chunk = _PROMPT_LOGPROBS_CHUNK
