@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from vllm_metal_lite.errors import ConfigError, Option
 from vllm_metal_lite.rules import apply_rules, choice, integer, number, switch
 
-PREFILL_POLICIES = ("mixed", "alternate", "whole")
+PREFILL_POLICIES = ("mixed", "whole")
 BLOCK_SIZES = (8, 16, 32)
 ATTENTION = ("auto", "reference", "kernels")
 KV_BITS = (8, 4)
@@ -57,7 +57,7 @@ class EngineConfig:
     max_model_len None: the model's own context length, or less if the store cannot hold it.
     long_prefill_token_threshold: most prompt tokens that one request gets in one step; 0 = no
     limit of its own.
-    memory_fraction None: a safe value for the device (see `runner/memory.py`).
+    memory_fraction None: a safe value for the device (see `devices.py`).
     state_cache_gib: memory for state checkpoints of models with recurrent layers, beside one state
     for each of max_num_seqs; None: a share of the memory.
     prefix_disk_gib: quota of the folder that keeps cached prefixes across restarts; 0: none.

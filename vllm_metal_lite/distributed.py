@@ -1,7 +1,7 @@
 """Processes ("ranks") that run shards of one model in step, over mx.distributed.
 
-Every rank must call the same collectives in the same order.  So whatever decides how a forward is
-built, and could come out otherwise on another rank, is taken from one of them (`first`).
+Every rank must call the same collectives in the same order.  So each decision that shapes a
+forward and may differ between ranks is the leader's (`first`).
 """
 
 import json

@@ -1,4 +1,7 @@
-"""Every environment variable that the package reads.  Each is read when it is asked for."""
+"""The package's own environment variables (METAL_LITE_*), and those for its cache and colours.
+
+Each is read when it is asked for.
+"""
 
 import os
 from pathlib import Path

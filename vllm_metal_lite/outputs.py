@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(slots=True)
 class Logprob:
-    """One token's log-probability under the raw logits; rank 1 is the most likely token."""
+    """A token's log-probability, after a grammar's mask; rank 1 is the most likely token."""
 
     logprob: float
     rank: int | None = None

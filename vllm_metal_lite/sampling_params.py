@@ -40,7 +40,7 @@ class SamplingParams:
     temperature 0 is greedy.  top_k 0 or -1 keeps every token.  max_tokens None means "up to the
     context length".  seed makes the request's tokens independent of whatever else is in the batch.
     logprobs / prompt_logprobs: how many of the most likely tokens to report at each position
-    (0: only the chosen one); they are taken from the model's raw logits, as in vLLM.
+    (0: only the chosen one), from the model's logits after a grammar's mask, as in vLLM.
     allowed_token_ids: nothing else is sampled.  bad_words: strings that are never completed.
     structured_outputs: the form of the answer, or a dict of its fields.  thinking: where the form
     begins if the model thinks first, and how long the model may think.

@@ -55,7 +55,7 @@ class StructuredOutputsParams:
 
 @dataclass(frozen=True)
 class ThinkingParams:
-    """The thoughts of a model that marks them, for answers that must have a form behind them.
+    """How a model marks its thoughts, for answers whose form begins after them.
 
     start, end: token ids of the markers.  is_open: the prompt ends within thoughts.  budget: most
     tokens of thoughts; then `end` is written for the model.

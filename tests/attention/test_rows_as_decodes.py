@@ -38,6 +38,7 @@ def test_every_row_sees_what_it_saw(segments):
     batch = make_batch(segments)
     rows = as_decodes(batch)
     rows.validate(int(batch.block_tables.max()) + 1)
+    assert rows.positions.tolist() == batch.positions.tolist() == (rows.seq_lens - 1).tolist()
     assert rows.num_decodes == rows.num_segments == batch.num_tokens
     assert expected_pairs(rows, None) == expected_pairs(batch, None)
 

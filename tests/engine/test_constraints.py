@@ -53,7 +53,7 @@ def test_tokens_are_those_of_mlx_lm_under_the_same_limits(seed, name):
         num_blocks=int(rng.integers(12, 40)),
         max_num_seqs=int(rng.integers(1, 5)),
         max_num_batched_tokens=int(rng.choice([8, 64])),
-        prefill_policy=str(rng.choice(["mixed", "mixed", "whole", "alternate"])),
+        prefill_policy=str(rng.choice(["mixed", "mixed", "whole"])),
         speculate="auto",
     )
     engine.async_scheduling = bool(rng.integers(4))

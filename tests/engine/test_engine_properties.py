@@ -34,7 +34,6 @@ class Wish:
     arrival: int
     abort_after: int | None
     priority: int
-    atomic: bool
 
 
 def pick(rng: np.random.Generator, *values):
@@ -56,7 +55,7 @@ def make_wish(rng: np.random.Generator) -> Wish:
         max_tokens=pick(rng, 1, 2, 5, 9, 17, 24, 30, 36),
     )
     how = {"abort_after": pick(rng, None, None, None, int(rng.integers(20)))}
-    how |= {"priority": int(rng.integers(-1, 2)), "atomic": pick(rng, False, False, False, True)}
+    how["priority"] = int(rng.integers(-1, 2))
     return Wish(tuple(stem + tail), params, arrival=int(rng.integers(12)), **how)
 
 
@@ -66,7 +65,7 @@ def make_options(rng: np.random.Generator) -> dict:
         "max_num_batched_tokens": pick(rng, 9, 16, 33, 80, 200),
         "max_num_seqs": pick(rng, 1, 4, 8, 8),
         "long_prefill_token_threshold": pick(rng, 0, 0, 16, 19),
-        "prefill_policy": pick(rng, "mixed", "alternate", "whole"),
+        "prefill_policy": pick(rng, "mixed", "whole"),
         "enable_prefix_caching": pick(rng, True, False),
         "block_size": pick(rng, 8, 8, 8, 16),
     }
@@ -134,10 +133,10 @@ def test_whatever_happens_every_request_gets_its_own_tokens(seed):
         for i, wish in enumerate(wishes):
             if wish.arrival == step:
                 try:
-                    how = {"priority": wish.priority, "atomic": wish.atomic}
+                    how = {"priority": wish.priority}
                     engine.add_request(str(i), list(wish.prompt), wish.params, **how)
                     added[str(i)] = wish
-                except RequestError:  # too long for this pool, or atomic beyond the budget
+                except RequestError:  # too long for this pool
                     refused += 1
             elif wish.abort_after is not None and step == wish.arrival + wish.abort_after:
                 done |= {o.request_id: o for o in engine.abort(str(i))}

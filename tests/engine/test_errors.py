@@ -39,7 +39,6 @@ BAD_REQUESTS = {
         ([1], SamplingParams(logit_bias={101: 1.0})), {}, ["logit_bias", "101"]),
     "stop token beyond the vocabulary": (
         ([1], SamplingParams(stop_token_ids=[500])), {}, ["stop_token_ids", "500"]),
-    "atomic beyond the budget": (([1] * 40, GREEDY), {"atomic": True}, ["atomic", "32"]),
     "priority that is no number": (([1], GREEDY), {"priority": "high"}, ["priority", "'high'"]),
 }  # fmt: skip
 
@@ -70,6 +69,30 @@ def test_request_ids_are_strings():
     for bad in (None, 3, ["a"]):
         with pytest.raises(RequestError, match="request_id"):
             engine.add_request(bad, [1], GREEDY)
+
+
+def test_an_id_that_is_used_again_is_not_at_fault_for_the_step_of_an_aborted_prompt():
+    engine = tiny.engine()
+    prompts = tiny.prompts(2, 20, 20)
+    engine.add_request("y", prompts[0], GREEDY)
+    engine.step()
+    engine.add_request("x", prompts[1], GREEDY)
+    engine.step()
+    (flying,) = engine._outputs
+    assert [s.request.request_id for s in flying.segments] == ["y", "x"]
+    engine.abort("x")
+    engine.add_request("x", prompts[1], GREEDY)
+
+    def fail():
+        raise RuntimeError("the forward failed")
+
+    engine.pipeline.steps[0].result.wait = fail
+    with pytest.raises(RuntimeError, match="the forward failed"):
+        engine.step()
+    assert engine.requests_at_fault == []
+    done = tiny.run(engine)
+    for name, prompt in zip("yx", prompts, strict=True):
+        assert done[name].outputs[0].token_ids == tiny.alone(tiny.native("llama"), prompt, 8)
 
 
 # Model folders

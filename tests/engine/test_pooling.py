@@ -240,9 +240,12 @@ def test_embed_follows_the_folder(llm):
         (lambda llm: llm.embed(["a", "b" * 300]), "prompt 1: .*max_model_len"),
         (lambda llm: llm.embed("a", pooling_params=PoolingParams(dimensions=999)), "dimensions"),
         (lambda llm: llm.embed(7), "list of them"),
+        (lambda llm: llm.embed(["a", 5]), "prompt 1: a prompt must be .*, got 5"),
         (lambda llm: llm.score(["a", "b"], ["c"]), "2 queries for 1 documents"),
         (lambda llm: llm.score("a", [7]), "list of texts"),
         (lambda llm: llm.rerank("a", []), "empty"),
+        (lambda llm: llm.rerank("a", ["b"], top_n="2"), "top_n must be .*, got '2'"),
+        (lambda llm: llm.rerank("a", ["b"], top_n=-1), "top_n must be .*, got -1"),
     ],
 )
 def test_what_cannot_be_served_is_refused(llm, call, words):

@@ -51,7 +51,6 @@ class Chat:
     arrival: int
     named: list[float]  # checkpoints, as shares of the prompt
     priority: int
-    atomic: bool
     n: int
     leaves: int | None
 
@@ -73,7 +72,6 @@ CHATS = st.builds(
     arrival=st.integers(0, 12),
     named=st.lists(st.floats(0, 1), max_size=2),
     priority=st.integers(-1, 1),
-    atomic=st.booleans(),
     n=st.sampled_from([1, 1, 2]),
     leaves=st.none() | st.integers(1, 15),
 )
@@ -96,7 +94,7 @@ OPTIONS = st.fixed_dictionaries(
         "num_blocks": st.sampled_from([9, 11, 60]),
         "max_num_seqs": st.sampled_from([1, 3, 6]),
         "max_num_batched_tokens": st.sampled_from([7, 24, 64]),
-        "prefill_policy": st.sampled_from(["mixed", "mixed", "alternate", "whole"]),
+        "prefill_policy": st.sampled_from(["mixed", "mixed", "whole"]),
     }
 )
 CHECKPOINTS = st.sampled_from([0, 1, 3, 40])
@@ -148,10 +146,10 @@ def serve(engine: LLMEngine, name: str, chats: list[Chat], trouble: Trouble) -> 
                 params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, n=n)
                 positions = [max(int(share * len(prompt)), 1) for share in chat.named]
                 try:
-                    how = {"atomic": chat.atomic, "checkpoints": positions}
-                    engine.add_request(str(i), prompt, params, priority=chat.priority, **how)
+                    how = {"priority": chat.priority, "checkpoints": positions}
+                    engine.add_request(str(i), prompt, params, **how)
                     open_turns[str(i)] = chat, step
-                except RequestError:  # too long for this pool, or atomic beyond the budget
+                except RequestError:  # too long for this pool
                     continue
         if step in trouble.resets:
             engine.reset_prefix_cache()
@@ -188,7 +186,7 @@ happened = {"hits": 0, "preemptions": 0, "evicted": 0, "lost": 0}
 
 def talker(stem: int, head: int = 5, **more: Any) -> Chat:
     """A prompt, a long answer, and a second turn."""
-    usual = {"arrival": 0, "named": [], "priority": 0, "atomic": False, "n": 1, "leaves": None}
+    usual = {"arrival": 0, "named": [], "priority": 0, "n": 1, "leaves": None}
     return Chat(stem, head, [([stem], 30), ([6], 4)], **{**usual, **more})
 
 

@@ -121,7 +121,7 @@ def manager(*windows, num_blocks=40) -> KVCacheManager:
 def stored(kv: KVCacheManager, num_tokens: int) -> Request:
     """A request whose tokens were all computed in chunks of 4."""
     request = Request("a", list(range(num_tokens)), 1)
-    kv.admit(request, kv.find_prefix(request), 1)
+    kv.admit(request, kv.find_prefix(request))
     for start in range(0, num_tokens, 4):
         kv.allocate(request, start, start + 4)
         kv.name_blocks(request, start, start + 4)
@@ -137,7 +137,7 @@ def test_a_hit_owns_of_a_windowed_group_what_its_next_token_sees():
     assert (len(full.block_ids), full.num_given_back) == (7, 0)  # 28 tokens
     assert (len(window.block_ids), window.num_given_back) == (7, 5)  # tokens 23 to 27
     assert (len(own.block_ids), own.num_given_back) == (7, 7)
-    kv.admit(request, hit, 2)
+    kv.admit(request, hit)
     assert [pool.num_owned for pool in kv.pools] == [7, 2, 0]
     check_accounts(kv, [request])
 
@@ -207,8 +207,6 @@ def test_what_a_window_cannot_take_is_refused():
     config = fake_config(4, max_num_batched_tokens=32)
     engine = FakeEngine(config, [KVGroup(num_blocks=40), KVGroup(window=9, num_blocks=3)], 120)
     engine.add(list(range(50)), max_tokens=30)  # 3 blocks are what a window of 9 touches
-    with pytest.raises(RequestError, match="needs 5 blocks of 4 tokens, the store has 3"):
-        engine.add(list(range(15)), max_tokens=4, atomic=True)
     engine.run()
     engine = FakeEngine(config, [KVGroup(num_blocks=40), KVGroup(window=10, num_blocks=3)], 120)
     with pytest.raises(RequestError, match="needs 4 blocks of 4 tokens, the store has 3"):

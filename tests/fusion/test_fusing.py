@@ -284,7 +284,7 @@ def test_a_model_whose_fused_logits_differ_does_without(monkeypatch, caplog, tmp
     prompts = tiny.prompts(3)
     with installed():
         engine = tiny.engine("qwen3", attention="kernels")
-        assert (engine.runner.fusion is NO_FUSION) is wrong
+        assert (engine.runner.path.fusion is NO_FUSION) is wrong
         assert tiny.answers(engine, prompts, 5) == tiny.all_alone("qwen3", prompts, 5)
     assert ("fused launches do not suit this model" in caplog.text) is wrong
 
@@ -315,8 +315,8 @@ def test_products_of_few_rows_go_through_the_kernel(monkeypatch, name):
     for few in (range(0), range(1, 5), range(2, 65)):
         with installed():
             engine = tiny.engine(name, mx.bfloat16, attention="kernels", max_num_batched_tokens=70)
-            assert isinstance(engine.runner.fusion, FusedLaunches)
-            fusion = replace(engine.runner.fusion, skinny_rows=few)
+            assert isinstance(engine.runner.path.fusion, FusedLaunches)
+            fusion = replace(engine.runner.path.fusion, skinny_rows=few)
             engine.runner._take(replace(engine.runner.path, fusion=fusion))
             launches.clear(), forwards.clear()
             params = [tiny.greedy(4 + i) for i in range(5)]
@@ -401,8 +401,8 @@ def test_engines_with_and_without_fused_launches_share_a_model(monkeypatch):
             for engine in engines:
                 engine.step()
         done = [tiny.run(engine) for engine in engines]
-    reference, fused = engines[0].runner.fusion, engines[1].runner.fusion
-    assert reference is engines[2].runner.fusion is NO_FUSION
-    assert len(fused.joined) == len(engines[3].runner.fusion.joined) == 2 * 3
+    reference, fused = engines[0].runner.path.fusion, engines[1].runner.path.fusion
+    assert reference is engines[2].runner.path.fusion is NO_FUSION
+    assert len(fused.joined) == len(engines[3].runner.path.fusion.joined) == 2 * 3
     for outputs in done:
         assert tiny.tokens_of(outputs[i] for i in "012") == tiny.all_alone("qwen3", prompts, 6)

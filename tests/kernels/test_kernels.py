@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from metal.host import installed
 from tests.support.kernel_cases import RAGGED, STORE, TOLERANCE, PagedSequences, draw, raw
-from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import decode
 from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
-from vllm_metal_lite.kernels.decode import decode_plan, merge_partitions
+from vllm_metal_lite.kernels.decode import merge_partitions
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import LayerSpec
@@ -234,24 +233,3 @@ def test_a_load_is_aligned_in_every_row_and_within_a_group(bits, dtype):
         assert row.value_words % (lanes * width) == 0
         assert row.width % width == 0
         assert row.group_size * bits // 32 % width == 0
-
-
-@given(
-    st.integers(1, 1024),
-    st.sampled_from([1, 2, 8, 71]),
-    st.integers(1, 1 << 17),
-    st.sampled_from(["cpu", "metal", "cuda"]),
-)
-def test_a_plan_is_a_power_of_two_within_its_limits(batch, kv_heads, max_seq_len, where):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "name", lambda: where)
-        plan = decode_plan(batch, kv_heads, max_seq_len)
-    assert plan.splits in (1, 2, 4, 8, 16, 32, 64)
-    assert plan.splits == 1 or max_seq_len / plan.splits >= 256
-    assert plan.simdgroups in (4, 8)
-
-
-def test_many_sequences_are_attended_to_by_smaller_threadgroups(monkeypatch):
-    monkeypatch.setattr(backend, "name", lambda: "cuda")
-    assert decode_plan(32, 8, 700) == (1, 8)
-    assert decode_plan(64, 8, 700) == decode_plan(64, 8, 4096) == (1, 4)

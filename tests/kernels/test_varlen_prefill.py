@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.kernel_cases import TOLERANCE, AttentionCase, segments_of
+from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels import prefill
@@ -29,7 +30,7 @@ DTYPES = list(TOLERANCE)
 
 class Case(AttentionCase):
     def run(self) -> np.ndarray:
-        tiles = prefill.plan_tiles(self.cu_seqlens_q, len(self.q), self.heads[0] // self.heads[1])
+        tiles = plan_tiles(self.cu_seqlens_q, len(self.q), self.heads[0] // self.heads[1])
         metadata = (self.block_tables, self.cu_seqlens_q, self.seq_lens, tiles)
         arrays = self.queries(), *map(mx.array, metadata), *self.store, mx.full(8, 41.0)
         how = {"sinks": self.sinks_of_heads(), "spec": self.spec, **self.how}
@@ -144,33 +145,6 @@ def test_padded_segments_and_a_batch_of_nothing_but_padding():
 def test_a_head_size_that_matrices_cannot_cover_is_named():
     assert "head size 36" in head_size_problem((64, 36), MAX_PREFILL_DIM)
     assert "head size 264" in head_size_problem((264, 64), MAX_PREFILL_DIM)
-
-
-# plan_tiles
-
-
-@given(
-    st.lists(st.integers(0, 100), max_size=8), st.integers(0, 70), st.sampled_from([1, 3, 4, 71])
-)
-def test_every_pair_of_every_row_is_in_one_tile(q_lens, padding, group):
-    cu = np.append(0, np.cumsum(q_lens, dtype=np.int32)).astype(np.int32)
-    num_rows = int(cu[-1]) + padding
-    covered = np.zeros(num_rows * group, int)
-    tiles = prefill.plan_tiles(cu, num_rows, group)
-    for s, first in tiles.tolist():
-        start, stop = (0, num_rows) if s < 0 else cu[s : s + 2]
-        assert s < 0 or first < (stop - start) * group
-        begin = start * group + first
-        covered[begin : min(begin + prefill.TILE_ROWS, stop * group)] += 1
-    assert (covered == 1).all()
-
-
-def test_the_number_of_tiles_depends_on_shapes_only():
-    plans = [
-        prefill.plan_tiles(np.array(cu, np.int32), 256, 4)
-        for cu in ([0, 1, 2, 3], [0, 100, 200, 256], [0, 256, 256, 256], [0, 0, 0, 0])
-    ]
-    assert len({p.shape for p in plans}) == 1
 
 
 def test_tiles_of_keys_fit_threadgroup_memory_at_every_head_size():

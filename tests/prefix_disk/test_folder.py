@@ -53,6 +53,11 @@ def folder_at(path: Path, quota: int = QUOTA) -> Folder:
     return folder
 
 
+def close(folder: Folder) -> None:
+    folder._db.close()
+    folder._process_lock.close()
+
+
 def write(folder: Folder, *numbers: int) -> int:
     keys = [key(number) for number in numbers]
     folder.use(keys)
@@ -84,7 +89,7 @@ def check(path: Path, quota: int = QUOTA) -> int:
     assert dropped == folder.num_bad == 0
     (counted,) = folder._db.execute("SELECT SUM(bytes) FROM files").fetchone()
     assert (counted or 0) == good * TAKEN
-    folder.close()
+    close(folder)
     return good
 
 
@@ -99,7 +104,7 @@ def test_what_is_written_is_read_after_a_restart(tmp_path):
     folder = folder_at(tmp_path / "x.noindex")
     assert write(folder, 1, 2, 3) == 3 * SIZE
     assert write(folder, 1, 2, 3, 4) == SIZE
-    folder.close()
+    close(folder)
     assert check(tmp_path / "x.noindex") == 4
 
 
@@ -136,13 +141,13 @@ def test_quota_of_at_most_one_file(tmp_path, quota):
     for number in range(4):
         write(folder, number)
         assert len(folder.known) == quota // TAKEN
-    folder.close()
+    close(folder)
     check(tmp_path / "x", quota)
 
 
 def test_a_smaller_quota_holds_at_once(tmp_path):
     write(folder_at(tmp_path / "x"), *range(10))
-    folder_at(tmp_path / "x", 3 * TAKEN).close()
+    close(folder_at(tmp_path / "x", 3 * TAKEN))
     assert check(tmp_path / "x", 3 * TAKEN) == 3
 
 
@@ -175,7 +180,7 @@ def test_a_disk_that_fills_up_leaves_no_bytes(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         write(folder, 2, 3, 4)
     assert folder.known == {key(1), key(2)}
-    folder.close()
+    close(folder)
     assert check(tmp_path / "x") == 2
 
 
@@ -186,7 +191,7 @@ def test_foreign_files_are_dropped(tmp_path):
     (folder.path_of(key(2)).parent / "foreign").write_bytes(b"of somebody")
     assert folder.read(key(1), SIZE) is None
     assert folder.verify() == (1, 1)
-    folder.close()
+    close(folder)
     assert check(tmp_path / "x") == 1
 
 
@@ -194,7 +199,7 @@ def test_foreign_files_are_dropped(tmp_path):
 def test_without_its_index_the_folder_starts_empty(tmp_path, damage):
     folder = folder_at(tmp_path / "x")
     write(folder, 1, 2)
-    folder.close()
+    close(folder)
     (tmp_path / "x" / "index.db").write_bytes(damage)
     assert check(tmp_path / "x") == 0
     assert bytes_on_disk(tmp_path / "x") == 0
@@ -227,7 +232,7 @@ def test_two_processes_write_at_once(tmp_path):
     while any(writer.poll() is None for writer in writers):
         with watcher._alone():  # nobody renames a file while they are counted
             assert bytes_on_disk(path) <= QUOTA
-    watcher.close()
+    close(watcher)
     assert [writer.returncode for writer in writers] == [0, 0]
     assert check(path) > 0
 
@@ -249,7 +254,7 @@ def test_killed_at_any_moment(tmp_path, times):
 
 def test_a_folder_of_100_000_files_opens(tmp_path):
     path = tmp_path / "x"
-    folder_at(path).close()
+    close(folder_at(path))
     with sqlite3.connect(path / "index.db") as db:
         rows = ((key(n), "a model", TAKEN, n) for n in range(100_000))
         db.executemany("INSERT INTO files VALUES (?, ?, ?, ?)", rows)

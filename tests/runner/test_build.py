@@ -53,7 +53,7 @@ def test_without_a_gpu_the_reference_is_used_unchecked_and_without_a_warning(mon
     built = assemble(option="auto")
     assert not caplog.messages
     assert built.attention.name == "reference"
-    assert built.fusion is NO_FUSION
+    assert built.path.fusion is NO_FUSION
     assert built.path.reason == ("kernels need a GPU" if backend.is_cpu() else "")
 
 
@@ -69,7 +69,7 @@ def test_without_one_kernel_the_others_are_fused(
     assert re.search(f"a kernel does not suit this device: {name} .*", caplog.text)
     assert built.attention.name == "kernels"
     assert built.attention.failed_kernels == {name}
-    assert built.fusion.adds_norms == (name != "add_rms_norm")
+    assert built.path.fusion.adds_norms == (name != "add_rms_norm")
     assert "skinny_gemm" in built.path.reason
 
 
@@ -81,8 +81,8 @@ def test_a_wrong_skinny_gemm_is_all_that_is_done_without(
     built = assemble(dtype=mx.bfloat16, option="auto")
     assert re.search("skinny_gemm .*; MLX's product is used", caplog.text)
     assert built.attention.name == "kernels"
-    assert isinstance(built.fusion, FusedLaunches)
-    assert built.fusion.skinny_rows == range(0)
+    assert isinstance(built.path.fusion, FusedLaunches)
+    assert built.path.fusion.skinny_rows == range(0)
     assert "products of" not in built.path.reason
 
 
@@ -94,7 +94,7 @@ def test_products_may_go_through_skinny_gemm_in_16_bits(
     with_wrong(monkeypatch)
     built = assemble(dtype=dtype)
     wanted = range(0) if dtype == mx.float32 else SKINNY
-    assert built.fusion.skinny_rows == wanted
+    assert built.path.fusion.skinny_rows == wanted
     assert ("products of 1 to 8 rows" in built.path.reason) == bool(wanted)
 
 
@@ -112,7 +112,7 @@ def test_the_core_works_without_the_rooms_on_top_of_it(a_gpu, monkeypatch, caplo
         monkeypatch.delitem(sys.modules, name)
     built = assemble()
     assert built.attention.name == "kernels"
-    assert built.fusion is NO_FUSION
+    assert built.path.fusion is NO_FUSION
 
 
 def test_a_room_that_lacks_one_of_its_modules_is_a_fault(monkeypatch):

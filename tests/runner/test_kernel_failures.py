@@ -156,7 +156,7 @@ def test_a_kernel_that_fails_in_the_trial_at_the_start_is_all_that_is_replaced(
     fault.armed = True
     engine = engine_of(FUSED)
     assert engine.runner.path.failed_kernels == (kernel,)
-    assert engine.runner.fusion is not NO_FUSION
+    assert engine.runner.path.fusion is not NO_FUSION
     assert len(caplog.messages) == 1
     failed = fault.failed
     assert serve(engine) == expected
@@ -183,7 +183,7 @@ def test_all_kernels_fail_one_after_the_other(monkeypatch, caplog):
     engine = engine_of(FUSED)
     assert serve(engine, before_step=arm(fault)) == expected
     assert engine.runner.attention.name == "reference"
-    assert engine.runner.fusion is NO_FUSION
+    assert engine.runner.path.fusion is NO_FUSION
     names = re.findall(r"(\w+) fails in a step", caplog.text)
     assert len(names) == len(set(names)) == engine.metrics()["failed_kernels"] > 2
 
@@ -277,7 +277,7 @@ def test_products_of_few_rows(monkeypatch):
     tokens = serve(failing, before_step=arm(fault))
     assert all(t in either for t, *either in zip(tokens, *expected, strict=True))
     assert fault.failed
-    assert failing.runner.fusion.skinny_rows == range(0)
+    assert failing.runner.path.fusion.skinny_rows == range(0)
     assert "products of" not in failing.attention_reason
 
 
@@ -297,7 +297,7 @@ def test_experts_of_few_rows(monkeypatch, kernel):
     tokens = serve(failing, before_step=arm(fault))
     assert all(t in either for t, *either in zip(tokens, *expected, strict=True))
     assert fault.failed
-    fusion, of_router = failing.runner.fusion, kernel == "expert_topk"
+    fusion, of_router = failing.runner.path.fusion, kernel == "expert_topk"
     assert (fusion.expert_rows, fusion.routes) == (range(1, 65 * of_router), not of_router)
     assert ("experts of" in failing.attention_reason) == of_router
 

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from tests.support import pool_accounts
 from tests.support import workloads as workloads_of
-from tests.support.fakes import FakeEngine, StepFailed, alone, expected, fake_config
+from tests.support.fakes import FakeEngine, StepFailed, alone, answer_of, expected, fake_config
 from tests.support.workloads import (
     MAX_MODEL_LEN,
     STEMS,
-    Arrival,
     Workload,
     make_config,
     seeded_workload,
@@ -37,7 +36,6 @@ class Play:
 
     workload: Workload
     engine: FakeEngine
-    refused: set[int] = field(default_factory=set)
     aborted: set[str] = field(default_factory=set)
     computed: Counter = field(default_factory=Counter)  # tokens in the store, by request id
     lost: Counter = field(default_factory=Counter)  # the most it had when it lost its blocks
@@ -60,24 +58,18 @@ class Play:
         return [r for r in self.engine.unfinished.values() if r.status is not RequestStatus.RUNNING]
 
     def answers(self) -> dict[str, list[int]]:
-        return {i: r.output_token_ids for i, r in self.engine.requests.items()}
+        return {i: answer_of(r) for i, r in self.engine.requests.items()}
 
 
 def run(workload: Workload) -> Play:
     """Play a workload to its end, with all checks."""
     config, groups = make_config(workload)
     play = Play(workload, FakeEngine(config, groups, MAX_MODEL_LEN))
-    how = partial(_add, play), partial(_abort, play), partial(_step, play)
+    how = partial(workloads_of.add, play.engine), partial(_abort, play), partial(_step, play)
     workloads_of.play(workload, play.engine.scheduler, *how)
     for check in END_CHECKS:
         check(play)
     return play
-
-
-def _add(play: Play, number: int, a: Arrival) -> None:
-    if not workloads_of.add(play.engine, number, a):
-        assert a.num_stored > play.workload.budget
-        play.refused.add(number)
 
 
 def _abort(play: Play, name: str) -> None:
@@ -181,11 +173,8 @@ def check_every_token_is_computed_exactly_once(play: Play, out: SchedulerOutput)
 
 def check_chunks_obey_their_limits(play: Play, out: SchedulerOutput) -> None:
     for s in out.segments:
-        if s.request.atomic:
-            assert _end(s) == s.request.num_tokens, "an atomic request was chunked"
-        else:
-            assert s.num_scheduled <= (play.workload.threshold or s.num_scheduled)
-            assert s.num_scheduled <= (s.request.max_chunk or s.num_scheduled)
+        assert s.num_scheduled <= (play.workload.threshold or s.num_scheduled)
+        assert s.num_scheduled <= (s.request.max_chunk or s.num_scheduled)
 
 
 def check_blocks_are_reserved_to_the_chunks_end_only(play: Play, out: SchedulerOutput) -> None:
@@ -231,7 +220,7 @@ def check_decodes_are_served_in_order_of_rank(play: Play, out: SchedulerOutput) 
 
 
 def check_the_queue_is_served_in_order_of_rank(play: Play, out: SchedulerOutput) -> None:
-    blocking = [r.sort_key for r in play.waiting() if not r.atomic]
+    blocking = [r.sort_key for r in play.waiting()]
     assert all(a.sort_key < w for a in out.admitted for w in blocking)
 
 
@@ -294,8 +283,8 @@ def check_end_tokens_equal_those_of_the_request_alone(play: Play) -> None:
     for name, request in play.engine.requests.items():
         want = expected(request, MAX_MODEL_LEN, play.workload.windows)
         if name in play.aborted:
-            want = want[: len(request.output_token_ids)]
-        assert request.output_token_ids == want
+            want = want[: len(answer_of(request))]
+        assert answer_of(request) == want
 
 
 def check_end_every_block_is_free_or_cached(play: Play) -> None:
@@ -350,8 +339,6 @@ def _look(play: Play, out: SchedulerOutput) -> None:
         seen["hit on its own blocks after preemption"] += bool(
             hits and play.lost[request.request_id]
         )
-        passed = [r for r in play.waiting() if r.atomic and r.sort_key < request.sort_key]
-        seen["atomic passed over"] += bool(passed)
     if len(play.steps) in play.workload.failures:
         seen["failure"] += 1
         seen["failure of a step with a shared block"] += any(
@@ -415,7 +402,7 @@ def test_chunked_is_single_shot_for_every_split(block_size, caching, windows):
             assert request.num_computed_tokens == end
         engine.run()
         for r in (other, request, twin):
-            assert r.output_token_ids == alone(tuple(r.prompt_token_ids), r.max_tokens, windows)
+            assert answer_of(r) == alone(tuple(r.prompt_token_ids), r.max_tokens, windows)
 
 
 @given(workloads(calm=True), st.sampled_from([1, 2, 5]), st.sampled_from([0, 1, 4]))
@@ -450,8 +437,7 @@ def test_preempted_is_never_preempted():
 @settings(max_examples=40)
 def test_policies_agree(workload):
     first, *others = (
-        run(replace(workload, policy=policy)).answers()
-        for policy in ("mixed", "alternate", "whole")
+        run(replace(workload, policy=policy)).answers() for policy in ("mixed", "whole")
     )
     assert all(other == first for other in others)
 

@@ -24,7 +24,6 @@ from tests.support.workloads import (
     workloads,
 )
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
-from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.scheduler import checkpoints, following
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
@@ -97,11 +96,7 @@ class Device:
         prompt, max_tokens, how = request_of(number, a)
         how["checkpoint_positions"] = tuple(p for p in self.slots.named if p <= len(prompt))
         request = Request(how.pop("request_id"), prompt, max_tokens, **how)
-        try:
-            self.scheduler.add(request)
-        except RequestError:
-            assert a.atomic, "the store was made for the largest request"
-            return
+        self.scheduler.add(request)
         self.requests[request.request_id] = request
         self.truth[request.request_id] = answer(prompt, max_tokens)
 

@@ -50,15 +50,15 @@ def hit(scheduler: Scheduler, prompt: list[int]) -> int:
 def test_a_checkpoint_that_a_step_reads_is_not_given_out_in_that_step():
     slots = StateSlots(3, 2)
     donor, heir = Request("donor", [1], 1), Request("heir", [1], 1)
-    slots.admit(donor, None, 1)
+    slots.admit(donor, None)
     slot = donor.state.final
     slots.name(slot, b"prefix")
     slots.free(donor)
     slots.begin_step()
-    slots.admit(heir, slots.pool.lookup(b"prefix"), 1)
+    slots.admit(heir, slots.pool.lookup(b"prefix"))
     assert heir.state.initial == slot != heir.state.final
-    slots.admit(donor, None, 2)
-    assert slot not in (donor.state.final, slots.reserve(2))
+    slots.admit(donor, None)
+    assert slot not in (donor.state.final, slots.reserve())
     slots.begin_step()
     check_slots(slots, [donor, heir])
 
@@ -211,7 +211,7 @@ class Conversation:
         named = (len(SYSTEM), len(self.tokens))
         how = {"max_tokens": 6, "checkpoint_positions": named}
         request = add(self.scheduler, f"{self.number}.{self.num_turns}", [*self.tokens, 1], **how)
-        while self.scheduler.has_unfinished():
+        while self.scheduler._requests:
             out = step(self.scheduler)
             for ended in [r for r in out.terminal if r.num_tokens == r.max_length]:
                 self.scheduler.finish(ended)

@@ -144,7 +144,8 @@ class Bench:
     def __call__(self, logits: mx.array, *_: object) -> SamplerOutput:
         """As the runner's sampler: greedy, and notes the logits."""
         self.logits = logits
-        return SamplerOutput(mx.argmax(logits, axis=-1), None)
+        token_ids = mx.argmax(logits, axis=-1)
+        return SamplerOutput(token_ids, None, token_ids)
 
     def _poison(self) -> None:
         """NaN into every slot that holds nothing: free blocks, ends of blocks, the padding, and

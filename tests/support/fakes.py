@@ -129,7 +129,7 @@ class FakeStep:
     @property
     def seats(self) -> np.ndarray:
         """Of its terminal segments."""
-        return self.batch.sampled_rows
+        return self.batch.sampled_seats
 
 
 class StepFailed(Exception):
@@ -252,7 +252,7 @@ class FakeEngine:
 
     def _has_ended(self, request: Request) -> bool:
         room = self.max_model_len - request.num_prompt_tokens
-        return len(request.output_token_ids) >= min(request.max_tokens, room)
+        return len(answer_of(request)) >= min(request.max_tokens, room)
 
     def step(self) -> SchedulerOutput:
         out = self.schedule()
@@ -262,7 +262,7 @@ class FakeEngine:
     def run(self, max_steps: int = 10_000) -> list[SchedulerOutput]:
         """Step until every request has finished."""
         steps = []
-        while self.scheduler.has_unfinished():
+        while self.unfinished:
             assert len(steps) < max_steps, "requests do not finish"
             steps.append(self.step())
             assert not steps[-1].is_empty, "every request waits"
@@ -292,6 +292,11 @@ class FakeEngine:
             self.inputs.remove(request.req_index)
             self.seated.remove(request)
             request.req_index = None
+
+
+def answer_of(request: Request) -> list[int]:
+    """The tokens sampled so far."""
+    return request.token_ids[request.num_prompt_tokens :]
 
 
 def shape(out: SchedulerOutput) -> list[tuple[str, int, int]]:

@@ -9,6 +9,7 @@ from tests.support.device import change_device
 from tests.support.expert_cases import draw_experts, plan_of
 from tests.support.kernel_cases import normal
 from tests.support.recurrent_cases import RAGGED, Segments, given
+from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import cache_ops, decode, experts, latent_attention
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
@@ -23,7 +24,7 @@ from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
-from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
+from vllm_metal_lite.kernels.prefill import varlen_prefill
 from vllm_metal_lite.kernels.recurrence import QKNorm, delta_gates, time_gates
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, shared_prefix

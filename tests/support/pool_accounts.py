@@ -30,6 +30,7 @@ def check_pool(pool: BlockPool, block_tables: Iterable[Sequence[int]] | None = N
 def check_slots(slots: StateSlots, running: Sequence[Request]) -> None:
     owned = [[r.state.final] for r in running if r.state is not None]
     check_pool(slots.pool, [*owned, slots._held])
+    assert slots._num_owners == len(owned)
     assert slots.pool.num_available + len(slots._held) >= slots.num_seats - len(owned)
 
 

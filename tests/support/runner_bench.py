@@ -27,7 +27,7 @@ class RunnerBench:
     def step(self, which, computed, scheduled):
         batch = self.inputs.pack(self.rows[which], np.array(computed), np.array(scheduled))
         result = self.runner.execute(batch, 0)
-        self.inputs.append_tokens(batch.sampled_rows, result.token_ids)
+        self.inputs.append_tokens(batch.sampled_seats, result.token_ids)
         return result
 
 

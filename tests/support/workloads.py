@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from tests.support.fakes import FakeEngine, fake_config
 from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.scheduler import Scheduler
 
@@ -32,7 +31,6 @@ class Arrival:
     own: int
     max_tokens: int
     priority: int
-    atomic: bool
     skip_read: bool
     max_chunk: int
     abort_at: int | None
@@ -70,7 +68,6 @@ def make_workload(choose: Choose, calm: bool = False, pressed: bool = False) -> 
             own=choose(range(1, 7)),
             max_tokens=choose([1, 2, 3, 5, 8, 11, 14]),
             priority=choose(range(3)),
-            atomic=not calm and choose([False, False, False, True]),
             skip_read=choose([False, False, False, True]),
             max_chunk=choose([0, 0, 0, 1, 3]),
             abort_at=None if calm else choose([None] * 20 + list(range(20))),
@@ -83,7 +80,7 @@ def make_workload(choose: Choose, calm: bool = False, pressed: bool = False) -> 
         budget=choose([1, 2, 3, 5, 8, 8, 13, 21, 40, 64]),
         threshold=choose([0, 0, 1, 4, 9]),
         max_num_seqs=choose(range(3 if pressed else 1, 7)),
-        policy=choose(["mixed", "alternate", "whole"]),
+        policy=choose(["mixed", "whole"]),
         caching=choose([True, True, False]),
         failures=frozenset(() if calm else (choose(range(16)) for _ in range(choose(range(4))))),
         windows=choose(WINDOWS),
@@ -113,10 +110,7 @@ def make_config(workload: Workload) -> tuple[EngineConfig, list[KVGroup]]:
     groups = []
     for window in workload.windows:
         group = KVGroup(window=window)
-        needs = [
-            group.most_blocks(a.num_stored, a.num_stored if a.atomic else 1, workload.block_size)
-            for a in workload.arrivals
-        ]
+        needs = [group.most_blocks(a.num_stored, 1, workload.block_size) for a in workload.arrivals]
         groups.append(replace(group, num_blocks=max(needs) + workload.extra_blocks))
     return config, groups
 
@@ -125,21 +119,13 @@ def request_of(number: int, a: Arrival) -> tuple[list[int], int, dict[str, Any]]
     """Prompt, max_tokens and options of a request; two by two, some are alike to the end."""
     prompt = STEMS[a.stem][: a.shared] + [200 + number // 2] * a.own
     how = {"request_id": str(number), "arrival": number // 2, "priority": a.priority}
-    how |= {"atomic": a.atomic, "max_chunk": a.max_chunk, "skip_prefix_cache_read": a.skip_read}
+    how |= {"max_chunk": a.max_chunk, "skip_prefix_cache_read": a.skip_read}
     return prompt, a.max_tokens, how
 
 
-def add(engine: FakeEngine, number: int, a: Arrival) -> bool:
-    """Whether a request is taken: only an atomic one may be too large."""
+def add(engine: FakeEngine, number: int, a: Arrival) -> None:
     prompt, max_tokens, how = request_of(number, a)
-    waiting = engine.scheduler.num_waiting
-    try:
-        engine.add(prompt, max_tokens, **how)
-    except RequestError:
-        assert a.atomic, "the store was made for the largest request"
-        assert engine.scheduler.num_waiting == waiting
-        return False
-    return True
+    engine.add(prompt, max_tokens, **how)
 
 
 def play_engine(workload: Workload, engine: FakeEngine, step: Callable[[], object]) -> set[str]:
@@ -172,13 +158,13 @@ def play(
     tokens = sum(a.num_stored for a in workload.arrivals)
     limit = 50 + 2 * tokens * (1 + len(workload.arrivals) + len(workload.failures))
     now, last = 0, max(a.step for a in workload.arrivals)
-    while now <= last or scheduler.has_unfinished():
+    while now <= last or scheduler._requests:
         for number, a in enumerate(workload.arrivals):
             if a.step == now:
                 add(number, a)
             if a.abort_at == now:
                 abort(str(number))
-        if scheduler.has_unfinished():
+        if scheduler._requests:
             step()
         now += 1
         assert now < limit, "a request does not finish"

@@ -21,12 +21,13 @@ import numpy as np
 from tools.bench.lib.tables import table_head
 from tools.dev.run_main import run_main
 from vllm_metal_lite import MetalLiteError, backend
+from vllm_metal_lite.attention.paged.decodes import decode_plan
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.fallbacks import TimedStore
 from vllm_metal_lite.devices import PROFILES, profile
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
-from vllm_metal_lite.kernels.decode import decode_plan, paged_decode
+from vllm_metal_lite.kernels.decode import paged_decode
 from vllm_metal_lite.kernels.experts import Activation, Experts, ExpertWeight, expert_mlp
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.new_rows import Columns

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.checks.case import CONTEXTS, Case, case_of, draw, padded, rounded
@@ -19,7 +20,7 @@ from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_attention import Where, decode_tiles, latent_attention
 from vllm_metal_lite.kernels.new_rows import NewRows
-from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
+from vllm_metal_lite.kernels.prefill import varlen_prefill
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix
 from vllm_metal_lite.kv.row_format import RowFormat
 from vllm_metal_lite.kv.store import LayerSpec

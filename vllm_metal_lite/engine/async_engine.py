@@ -85,7 +85,6 @@ class AsyncEngine:
         request_id: str | None = None,
         *,
         priority: int = 0,
-        atomic: bool = False,
         checkpoints: Sequence[int] = (),
     ) -> AsyncIterator[RequestOutput]:
         """Yield the request's state (all output so far) whenever it grows.
@@ -98,8 +97,9 @@ class AsyncEngine:
         stream = _Stream()
 
         def add() -> None:
-            how: dict[str, Any] = {"priority": priority, "atomic": atomic}
-            self._engine.add_request(request_id, prompt, params, checkpoints=checkpoints, **how)
+            self._engine.add_request(
+                request_id, prompt, params, priority=priority, checkpoints=checkpoints
+            )
             self._streams[request_id] = stream
 
         adding = self._submit(add)

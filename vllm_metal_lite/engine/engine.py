@@ -61,27 +61,25 @@ class LLMEngine:
 
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
         self.config = config = _config_of(config)
-        self.model = model = model.with_kv_bits(self.config.kv_bits)
-        self.kv_groups, self.max_model_len, self.num_state_slots = size_store(model, self.config)
+        self.model = model = model.with_kv_bits(config.kv_bits)
+        self.kv_groups, self.max_model_len, self.num_state_slots = size_store(model, config)
         set_memory_limits()
-        seats = self.config.max_num_seqs
-        states, size = model.packed.state_store(self.num_state_slots), self.config.block_size
+        seats, size = config.max_num_seqs, config.block_size
+        states = model.packed.state_store(self.num_state_slots)
         store = PagedStore(model.kv_specs, self.kv_groups, size, states=states)
-        caching = self.config.enable_prefix_caching and model.packed.no_prefix_cache is None
-        folder, keeps = None, config.prefix_disk_gib > 0
-        disk = optional_module("prefix_disk.disk") if keeps else None
-        if caching and disk is not None:
+        caching = config.enable_prefix_caching and model.packed.no_prefix_cache is None
+        disk = folder = None
+        if caching and config.prefix_disk_gib > 0:
+            disk = optional_module("prefix_disk.disk")
+        if disk is not None:
             # Before anything is fused: the folder knows a model by its weights.
             folder = disk.open_folder(model, self.kv_groups, config)
         self.sampler = Sampler(seats, model.vocab_size)
-        runner = build_runner(model, store, self.sampler, self.config.attention)
-        self.inputs = InputBatch(
-            seats, self.max_model_len, self.config.block_size, len(self.kv_groups)
-        )
+        runner = build_runner(model, store, self.sampler, config.attention)
+        self.inputs = InputBatch(seats, self.max_model_len, size, len(self.kv_groups))
         self.pipeline = Pipeline(runner, self.inputs)
-        scheduling = replace(self.config, enable_prefix_caching=caching)
         self.scheduler = Scheduler(
-            scheduling,
+            replace(config, enable_prefix_caching=caching),
             self.kv_groups,
             self.max_model_len,
             num_state_slots=self.num_state_slots,
@@ -92,8 +90,8 @@ class LLMEngine:
         self.failed_steps = FailedSteps(self.scheduler)
         self.constraints = Constraints(model.vocab_size)
         self.pooling = PoolingTable()
-        # Ranks, which measure their own times, would choose different drafts.
-        speculates = self.config.speculate == "auto" and model.ranks.size == 1
+        # Each rank measures its own times, so ranks would choose different drafts.
+        speculates = config.speculate == "auto" and model.ranks.size == 1
         self.speculator = Speculator(self._tokens_of) if speculates else None
         self._last_end: float | None = None  # when the last step ended, while there is work
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id
@@ -103,7 +101,7 @@ class LLMEngine:
         self.async_scheduling = True
         # Called after each completed step, for watchers of the engine.
         self.on_step: Callable[[SchedulerOutput], None] | None = None
-        # Of the steps in flight, oldest first; at most two.
+        # The outputs of the steps in flight, oldest first; at most two.
         self._outputs: deque[SchedulerOutput] = deque()
 
     @classmethod
@@ -159,7 +157,6 @@ class LLMEngine:
         *,
         priority: int = 0,
         fair_round: int = 0,
-        atomic: bool = False,
         checkpoints: Sequence[int] = (),
     ) -> None:
         """Queue a request.  Raises RequestError or SamplingError, changing nothing.
@@ -169,7 +166,6 @@ class LLMEngine:
         params: by default `get_default_sampling_params`.  PoolingParams: the prompt is only read,
         and its finished output has `pooled`.
         priority: lower goes first, then the lower fair_round, which keeps a server fair.
-        atomic: compute the prompt in one step, never chunked.
         checkpoints: numbers of prompt tokens after which other prompts may continue differently,
         such as the end of a system prompt.  Models with recurrent layers keep their state there.
         """
@@ -179,7 +175,7 @@ class LLMEngine:
             if pooling.truncate_prompt_tokens is not None:
                 prompt = self._truncated(prompt, pooling)
         params = self.get_default_sampling_params() if params is None else params
-        check_arguments(request_id, params, priority, fair_round, atomic)
+        check_arguments(request_id, params, priority, fair_round)
         names = [request_id if params.n == 1 else f"{request_id}#{i}" for i in range(params.n)]
         if request_id in self._requests or any(name in self._answers for name in names):
             raise RequestError(f"request_id {show(request_id)} is already in use")
@@ -191,13 +187,23 @@ class LLMEngine:
         arrival = next(self._arrivals)
         seed = params.seed if params.seed is not None else hash((self.config.seed, arrival))
         result = RequestOutput(request_id, text, token_ids, [])
-        order = {"priority": priority, "fair_round": fair_round, "arrival": arrival}
-        how = {"atomic": atomic, "checkpoint_positions": positions, "cache_salt": salt}
-        how["only_reads"] = pooling is not None
-        # A mean needs the hidden states of all rows.
-        how["skip_prefix_cache_read"] = pooling is not None and pooling.pooling == "mean"
-        model, limit = self.model, self.max_model_len
-        answers = make_answers(names, result, params, model, limit, seed, bad_words, **order, **how)
+        requests = [
+            Request(
+                name,
+                token_ids,
+                params.max_tokens or self.max_model_len,
+                priority,
+                arrival,
+                fair_round,
+                # A mean needs the hidden states of all rows.
+                skip_prefix_cache_read=pooling is not None and pooling.pooling == "mean",
+                only_reads=pooling is not None,
+                checkpoint_positions=positions,
+                cache_salt=salt,
+            )
+            for name in names
+        ]
+        answers = make_answers(requests, result, params, self.model, seed, bad_words)
         constraints = [constraint_of(params, self.model) for _ in answers]
         for answer, constraint in zip(answers, constraints, strict=True):
             self.scheduler.add(answer.request)  # all are alike: if it refuses, it refuses the first
@@ -300,8 +306,9 @@ class LLMEngine:
         """Ids of the requests that must end because `step` raised."""
         if self.failed_steps.is_hopeless:
             return list(self._requests)
-        answers = [self._answers.get(r.request_id) for r in self.failed_steps.at_fault]
-        return list(dict.fromkeys(a.result.request_id for a in answers if a is not None))
+        at_fault = self.failed_steps.at_fault
+        answers = [a for a in self._answers.values() if a.request in at_fault]
+        return list(dict.fromkeys(a.result.request_id for a in answers))
 
     def _may_run_ahead(self, output: SchedulerOutput) -> bool:
         """Whether the next step may be launched before the tokens of `output` are known."""

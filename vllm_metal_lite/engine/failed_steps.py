@@ -31,8 +31,10 @@ class FailedSteps:
         self._num_failures += 1
         running = [s.request for s in output.segments if s.request.status is RequestStatus.RUNNING]
         if self._scheduler.one_by_one or len(running) == 1:
-            prompts = [s for s in output.segments[output.num_decodes :] if not s.draft_token_ids]
-            self.at_fault = [s.request for s in prompts] or running
+            prefills = output.segments[output.num_decodes :]
+            prompts = [s.request for s in prefills if not s.draft_token_ids]
+            # An aborted prompt may be at fault, too: then nobody ends.
+            self.at_fault = [r for r in prompts or running if r in running]
         else:
             self.at_fault = []
             self._suspects.update(running)

@@ -18,18 +18,15 @@ from vllm_metal_lite.scheduler.request import Request
 _PROMPT_LOGPROBS_CHUNK = 256
 
 
-def check_arguments(
-    request_id: Any, params: Any, priority: Any, fair_round: Any, atomic: Any
-) -> None:
+def check_arguments(request_id: Any, params: Any, priority: Any, fair_round: Any) -> None:
     """Raise RequestError for arguments of the wrong type."""
     for name, value, kind, allowed in (
         ("params", params, SamplingParams, "SamplingParams"),
         ("request_id", request_id, str, "a string"),
         ("priority", priority, Integral, "an integer"),
         ("fair_round", fair_round, Integral, "an integer"),
-        ("atomic", atomic, bool, "true or false"),
     ):
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        if not isinstance(value, kind) or isinstance(value, bool):
             raise RequestError(f"{name} must be {allowed}, got {show(value)}")
 
 
@@ -73,29 +70,22 @@ def constraint_of(params: SamplingParams, model: LoadedModel) -> Constraint | No
 
 
 def make_answers(
-    names: Sequence[str],
+    requests: Sequence[Request],
     result: RequestOutput,
     params: SamplingParams,
     model: LoadedModel,
-    max_model_len: int,
     seed: int,
     bad_words: list[list[int]],
-    **of_request: Any,
 ) -> list[Answer]:
-    """One answer per name; fills in `result`.
-
-    seed: the first answer's.  bad_words: their token ids.  of_request: arguments of each Request.
-    """
+    """One answer per request; fills in `result`.  seed: the first answer's.  bad_words: their token
+    ids."""
     if params.prompt_logprobs is not None:
         result.prompt_logprobs = [None]
     answers = []
-    for index, name in enumerate(names):
-        request = Request(
-            name, result.prompt_token_ids, params.max_tokens or max_model_len, **of_request
-        )
+    for index, request in enumerate(requests):
         if result.prompt_logprobs is not None and index == 0:
             request.skip_prefix_cache_read = True
-            request.max_chunk = 0 if request.atomic else _PROMPT_LOGPROBS_CHUNK
+            request.max_chunk = _PROMPT_LOGPROBS_CHUNK
         tokenizer, ends, seed_of = model.tokenizer, model.eos_token_ids, seed + index
         answer = Answer(request, params, result, index, tokenizer, ends, seed_of, bad_words)
         answers.append(answer)

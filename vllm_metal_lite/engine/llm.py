@@ -38,7 +38,6 @@ class LLM(PoolingCalls):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
-        atomic: bool = False,
         checkpoints: Sequence[int] | Sequence[Sequence[int]] = (),
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
@@ -66,7 +65,7 @@ class LLM(PoolingCalls):
                 request_id = str(next(self._ids))
                 how: dict[str, Any] = {"priority": priorities[i], "checkpoints": kept[i]}
                 try:
-                    self.engine.add_request(request_id, prompt, params[i], atomic=atomic, **how)
+                    self.engine.add_request(request_id, prompt, params[i], **how)
                 except RequestError as e:
                     where = f"prompt {i}: " if len(batch) > 1 else ""
                     raise RequestError(where, *e.parts) from None

@@ -1,6 +1,8 @@
 """The calls of `LLM` that generate no text: embeddings and scores."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from numbers import Integral
 from typing import Any
 
 from vllm_metal_lite.engine.engine import LLMEngine
@@ -79,8 +81,9 @@ class PoolingCalls:
         self, query: str, documents: Sequence[str], *, top_n: int | None = None, **options: Any
     ) -> list[ScoringRequestOutput]:
         """The documents' indexes and scores, the best first; options: those of `score`."""
-        if top_n is not None and top_n < 0:
-            raise RequestError(f"top_n must be at least 0, got {top_n}")
+        is_count = isinstance(top_n, Integral) and not isinstance(top_n, bool) and top_n >= 0
+        if top_n is not None and not is_count:
+            raise RequestError(f"top_n must be an integer of at least 0, got {show(top_n)}")
         scores = self.score(query, documents, **options)
         return sorted(scores, key=lambda output: -output.score)[:top_n]
 
@@ -88,8 +91,14 @@ class PoolingCalls:
         self, prompts: Sequence[Prompt], params: PoolingParams, use_tqdm: bool
     ) -> list[RequestOutput]:
         # The shortest goes first: attention pads the prompts of a step to like lengths.
-        lengths = [len(text_or_ids(prompt)) for prompt in prompts]
+        lengths = [_length(prompt) for prompt in prompts]
         return self.generate(prompts, params, priority=lengths, use_tqdm=use_tqdm)
+
+
+def _length(prompt: Prompt) -> int:
+    with suppress(RequestError):  # `generate` refuses the prompt, with its index
+        return len(text_or_ids(prompt))
+    return 0
 
 
 def _checked_params(params: PoolingParams | None) -> PoolingParams:

@@ -12,7 +12,6 @@ from vllm_metal_lite.kernels.arguments import (
     TICKET_SHAPE,
     bits,
     format_template,
-    num_splits,
     row_formats,
     unused,
 )
@@ -33,19 +32,6 @@ class DecodePlan(NamedTuple):
 
     splits: int
     simdgroups: int
-
-
-def decode_plan(batch: int, num_kv_heads: int, max_seq_len: int) -> DecodePlan:
-    """As many splits as fill the device, no more: merging costs a launch.
-
-    Threadgroups are small if there are many, so that more run side by side, or if splits are short.
-    """
-    device = profile()
-    splits, groups, fill = 1, batch * num_kv_heads, device.decode_fill
-    if max_seq_len >= device.min_split_context:
-        splits = num_splits(fill // groups, max_seq_len, device.min_split_keys)
-    small = groups >= 2 * fill if splits == 1 else max_seq_len // splits <= device.few_keys
-    return DecodePlan(splits, 4 if small else 8)
 
 
 def paged_decode(
@@ -70,7 +56,7 @@ def paged_decode(
     q may be NewRows (B): then the launch also writes k and v to the last slot of each sequence.  No
     sequence may see another's new slot.
     block_tables: (B, max_blocks).  seq_lens may be longer than B.  A seq_len of 0 gives a row of
-    zeros.  plan: see `decode_plan`.
+    zeros.  plan: as `attention/paged/decodes.py` makes it.
     sinks: (H,).  prefix: attention of the same q to a shared prefix, which the kernel skips; not
     with a window.
     """

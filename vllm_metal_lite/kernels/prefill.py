@@ -1,6 +1,4 @@
-"""Attention of packed prefills over the paged store: the kernel, and the tiles of a step."""
-
-import numpy as np
+"""Attention of packed prefills over the paged store."""
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
@@ -26,32 +24,6 @@ TILE_ROWS = 32
 _TILE_BYTES = 18 << 10
 
 
-def plan_tiles(cu_seqlens_q: np.ndarray, num_rows: int, num_queries_per_kv: int) -> np.ndarray:
-    """Split a packed batch into tiles (T, 2) int32 for `varlen_prefill`, vectorised over segments.
-
-    cu_seqlens_q: (S+1,), empty segments allowed.  num_rows: rows of q, padding included.
-    num_queries_per_kv: query heads per KV head.  A tile is (segment, first of its TILE_ROWS (row,
-    head) pairs in the segment).  Padding rows are in tiles of segment -1, which give zeros; their
-    first pair counts from row 0.
-
-    T depends only on S, num_rows and num_queries_per_kv.  The last rows of a segment come first:
-    they see the most keys, and tiles that start last should be short.
-    """
-    used = int(cu_seqlens_q[-1])
-    pairs = np.append(np.diff(cu_seqlens_q), num_rows - used).astype(np.int64) * num_queries_per_kv
-    counts = -(-pairs // TILE_ROWS)
-    total = num_rows * num_queries_per_kv // TILE_ROWS + len(counts)
-    ends = np.cumsum(counts)
-    tiles = np.empty((total, 2), np.int32)
-    tiles[ends[-1] :] = -1, num_rows * num_queries_per_kv  # past all rows: nothing to do
-    real = tiles[: ends[-1]]
-    real[:, 0] = np.repeat(np.arange(len(counts)), counts)
-    real[:, 1] = (np.repeat(ends, counts) - 1 - np.arange(ends[-1])) * TILE_ROWS
-    rest = real[:, 0] == len(counts) - 1
-    real[rest] += np.array([-len(counts), used * num_queries_per_kv], np.int32)
-    return tiles
-
-
 def varlen_prefill(
     q: mx.array,
     block_tables: mx.array,
@@ -72,7 +44,8 @@ def varlen_prefill(
     """Causal attention of packed q (N, H, k_head_dim) -> (N, H, v_head_dim), the ticket.
 
     block_tables: (S, max_blocks).  cu_seqlens_q: (S+1,).  seq_lens: (S,) keys of each segment,
-    including this step's rows.  tiles: (T, 2), from `plan_tiles`.
+    including this step's rows.  tiles: (T, 2), see `plan_tiles` in
+    attention/paged/varlen_prompts.py.
     Padding rows give zeros.  sinks: (H,).  Head dims: multiples of 8 up to MAX_PREFILL_DIM.
     """
     rows, heads, _ = q.shape

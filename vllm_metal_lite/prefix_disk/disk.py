@@ -1,8 +1,8 @@
-"""The cached prefixes of an engine on the disk, which only fill the cache in memory.
+"""Keeps cached prefixes of an engine on the disk; requests get them through the cache in memory.
 
 Prefixes are written when they are used a second time; so is the prefix before the first checkpoint
-that a caller names.  Evicted blocks are not written for their own sake: most were used once, and a
-disk would wear from what nobody reads.
+that a caller names.  Evicted blocks are not written for their own sake: most were used once, and
+writes that nobody reads wear a disk.
 """
 
 import logging
@@ -61,7 +61,7 @@ class PrefixDisk:
         scheduler.holds = self.holds
 
     def holds(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether a request waits for the disk.  hit: what it finds in memory."""
+        """Whether a request waits for the disk.  hit: its prefix in memory."""
         if request.wants_restore is None:
             self.writer.refresh()
         return self.reader.wants(request, hit)
@@ -93,21 +93,21 @@ class PrefixDisk:
                 self.reader.copy()
 
     def rest(self) -> bool:
-        """Copy on while there are no requests; whether more is left."""
+        """Continue to copy while there are no requests; returns whether work is left."""
         if self.writer.waiting:
             self.writer.flush(0.05)
         self.between_steps()
         return bool(self.writer.waiting) or self.reader.restore is not None
 
     def wait(self) -> None:
-        """Wait a moment for the disk: there is no step to run meanwhile."""
+        """Wait a moment for the disk, while there is no step to run."""
         self.reader.wait()
 
     def reset(self) -> None:
-        """Find nothing of what was kept so far, as the cache in memory does."""
+        """Ignore what was kept so far, as the cache in memory does after a reset."""
         self.writer.clear()
         self.reader.stop()
-        self.parts.digest = os.urandom(16)  # what is on the disk waits for the next start
+        self.parts.digest = os.urandom(16)  # a restart finds the files again
 
     def metrics(self) -> dict[str, int]:
         return {

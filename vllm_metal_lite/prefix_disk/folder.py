@@ -74,9 +74,10 @@ def _header(key: bytes, data: bytes | memoryview) -> bytes:
 class Folder:
     """Files by key, at most `quota` bytes of them, temporary files and rows of the index included.
 
-    model: whose files it writes, for people: keys of two models never meet.
-    known: the keys; other processes change them with a delay (`refresh`).
-    Any thread may call any method, but only one `use` and `write`.  Raise sqlite3.Error, OSError.
+    model: its name in `models`, for people; keys of two models never meet.
+    known: the keys; changes by other processes appear after `refresh`.
+    Any thread may call any method, but only one thread may call `use` and `write`.  Methods raise
+    sqlite3.Error and OSError.
     """
 
     # Bytes that stay free on the disk.
@@ -87,7 +88,7 @@ class Folder:
         self.known: set[bytes] = set()
         self.num_bad = 0
         self._model = model[-100:]
-        self._uses: dict[bytes, int] = {}  # of the chain used last
+        self._uses: dict[bytes, int] = {}  # by key, of the chain used last
         self._version = -1
         if not path.exists():
             path.mkdir(0o700, parents=True, exist_ok=True)
@@ -122,11 +123,6 @@ class Folder:
         db = connect()
         db.executescript(_TABLES)
         return db
-
-    def close(self) -> None:
-        with self._thread_lock:
-            self._db.close()
-            self._process_lock.close()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -240,7 +236,7 @@ class Folder:
     # For people
 
     def models(self) -> list[tuple[str, int, int]]:
-        """Of each model, the largest first: its name, its files, and their bytes in the quota."""
+        """(name, number of files, bytes in the quota) of each model, the largest first."""
         with self._thread_lock:
             return self._db.execute(
                 "SELECT model, COUNT(*), SUM(bytes) FROM files GROUP BY model ORDER BY 3 DESC"

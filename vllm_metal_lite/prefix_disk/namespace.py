@@ -18,16 +18,15 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 
-# Of the names of blocks, of files and of what they hold.
+# Of the names of blocks and files, and of the content of files.
 _FORMAT = 1
 _SAMPLES = 256
 
 
 def namespace(model: LoadedModel, groups: Sequence[KVGroup], block_size: int) -> bytes:
-    """16 bytes.  Models with equal ones compute equal blocks for equal names."""
+    """16 bytes.  Models with equal namespaces compute equal blocks for equal names."""
     packed = model.packed
     args = getattr(packed.model, "args", None)
-    state_store = packed.state_store(1)
     facts = {
         "format": _FORMAT,
         "versions": (__version__, version("mlx"), version("mlx-lm")),
@@ -35,7 +34,7 @@ def namespace(model: LoadedModel, groups: Sequence[KVGroup], block_size: int) ->
         "args": getattr(args, "__dict__", args),
         "rows": model.kv_specs,
         "groups": [(group.layers, group.window) for group in groups],
-        "states": [(a.shape, a.dtype) for a in state_store.arrays],
+        "states": packed.layout.states,
         "block_size": block_size,
         "rank": (model.ranks.rank, model.ranks.size),
     }

@@ -10,8 +10,10 @@ from vllm_metal_lite.scheduler.request import Request
 
 
 class Part(NamedTuple):
-    """One file: a block of a KV group, or the state behind a block, in the "group" behind the last
-    one.  name: the block's name."""
+    """One file: a block of a KV group, or a state, whose group is the number of KV groups.
+
+    name: of the block, or of the block before the state.
+    """
 
     key: bytes
     group: int
@@ -32,12 +34,12 @@ class Parts:
         self.pools = list(kv.pools) + ([] if kv.states is None else [kv.states.pool])
 
     def names(self, request: Request, num_tokens: int) -> list[bytes]:
-        """Of the full blocks of a request's first tokens."""
+        """The names of all full blocks in the request's first num_tokens."""
         names = self.kv.block_names(request, num_tokens)
         return names[: num_tokens // self.kv.block_size]
 
     def of(self, names: Sequence[bytes]) -> Iterator[Part]:
-        """What a request needs to start behind a prefix."""
+        """The parts that a request needs to start behind a prefix."""
         size, length = self.kv.block_size, len(names)
         for g, group in enumerate(self.kv.groups):
             for at in range(group.first_block(length * size, size), length):

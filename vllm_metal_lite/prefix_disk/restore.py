@@ -32,11 +32,10 @@ _READ_SPEED, _COMPUTE_SPEED = 5e8, 300.0
 
 @dataclass(eq=False)
 class Restore:
-    """One prefix.  It owns all blocks until its end: what is in memory stays, and what was copied
-    has a name by then.
+    """One prefix.  The restore owns the blocks of all parts until its end, so that none is evicted.
 
-    num_tokens: that the disk adds.  needed: all parts of the prefix.  unread: those that are not in
-    memory.  places: the block or slot of each part, once owned.
+    num_tokens: the tokens that the disk adds.  needed: all parts of the prefix.  unread: the parts
+    that are not in memory, until a thread reads them.  places: the block or slot of each part.
     """
 
     request: Request
@@ -50,9 +49,9 @@ class Restore:
 
 
 class Reader:
-    """Decides which requests get their prefix from the disk.  The engine's thread calls it.
+    """Decides which requests get their prefix from the disk.  Only the engine's thread calls it.
 
-    num_tokens: that requests did not compute because they were on the disk.
+    num_tokens: the tokens read from the disk, which requests did not compute.
     """
 
     def __init__(
@@ -63,20 +62,20 @@ class Reader:
         self._scheduler, self._kv = scheduler, scheduler.kv
         self._threads = ThreadPoolExecutor(_THREADS, "prefix-disk-reader")
         self.restore: Restore | None = None
-        self._asked = False  # whether some waiting request may want one
+        self._asked = False  # whether a waiting request may want a restore
         self._read_speed = _READ_SPEED
         self._compute_speed = _COMPUTE_SPEED
         self._last_end = 0.0
 
     def wants(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether a request waits for the disk.  hit: what it finds in memory."""
+        """Whether a request waits for the disk.  hit: its prefix in memory."""
         if request.wants_restore is None:
             request.wants_restore = self._restore_of(request, hit) is not None
             self._asked |= request.wants_restore
         return request.wants_restore
 
     def _restore_of(self, request: Request, hit: PrefixHit) -> Restore | None:
-        """What brings a request's prefix; None if reading is not worth it."""
+        """The restore of a request's prefix; None if computing is faster."""
         parts, size, known = self._parts, self._kv.block_size, self._folder.known
         most = last_position(request.num_tokens, size)
         if request.skip_prefix_cache_read or not known or not most:
@@ -112,7 +111,7 @@ class Reader:
         return not restore.reads or restore.reads[0][1].done() or self._must_stop(restore)
 
     def copy(self) -> None:
-        """Copy what has been read to the store, or begin with the next prefix."""
+        """Copy the parts that were read to the store, or begin with the next prefix."""
         if self.restore is not None:
             self._continue(self.restore)
         elif request := next((r for r in self._scheduler.waiting if r.wants_restore), None):
@@ -132,9 +131,8 @@ class Reader:
         """Own the places of all parts; False, and none is taken, if a pool has too few."""
         pools, find, states = self._parts.pools, self._parts.in_memory, self._kv.states
         spare = self._scheduler.spare_blocks()
-        if states is not None:  # each empty seat has a slot in reserve
-            empty = states.num_seats - self._scheduler.num_running
-            spare.append(states.pool.num_available - empty)
+        if states is not None:
+            spare.append(states.num_spare)
         known = {part: place for part in restore.needed if (place := find(part)) is not None}
         cost = Counter(part.group for part in restore.unread)
         cost.update(p.group for p, place in known.items() if not pools[p.group].is_owned(place))
@@ -150,7 +148,7 @@ class Reader:
         return True
 
     def _continue(self, restore: Restore) -> None:
-        """Copy what has been read, and end the restore if it is done or must stop."""
+        """Copy the parts that were read; end the restore if it is done or must stop."""
         while restore.reads and restore.reads[0][1].done():
             part, reading = restore.reads.popleft()
             data = None if reading.exception() else reading.result()
@@ -183,14 +181,14 @@ class Reader:
             ahead += size
 
     def _must_stop(self, restore: Restore) -> bool:
-        """Whether nobody wants it, it takes too long, or running requests may need the blocks."""
-        is_wanted = restore.request.status is not RequestStatus.FINISHED
+        """Whether its request has ended, it takes too long, or running requests need its blocks."""
+        has_ended = restore.request.status is RequestStatus.FINISHED
         computing = restore.num_tokens / self._compute_speed
         is_late = time.monotonic() > restore.begun + computing + _PATIENCE
-        return is_late or not is_wanted or self._kv.num_available < self._scheduler.num_running
+        return is_late or has_ended or self._kv.num_available < self._scheduler.num_running
 
     def stop(self) -> None:
-        """End the restore.  The blocks are left to the cache, which evicts the first ones last."""
+        """End the restore.  Its blocks stay in the cache, which evicts the first ones last."""
         if (restore := self.restore) is not None:
             for _, data in restore.reads:
                 data.cancel()

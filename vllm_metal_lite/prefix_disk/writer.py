@@ -1,7 +1,7 @@
 """Prefixes on their way to the disk: blocks are copied between two steps, and a thread writes them.
 
 A step never waits for the disk, and the copies need little memory: the next blocks are copied when
-the last ones are written.  Until then they are in the store only, where the cache may evict them.
+the thread has written the last ones.  Until then the cache may evict the next blocks.
 """
 
 import logging
@@ -24,13 +24,16 @@ _MOST_WAITING = 16
 
 
 class Writer:
-    """The engine's thread calls it.  waiting: prefixes, or the rest of one."""
+    """Only the engine's thread calls it.
+
+    waiting: prefixes to be copied; the first may be the rest of one.
+    """
 
     def __init__(self, folder: Folder, parts: Parts, store: BlockBytes) -> None:
         self.num_bytes = self.num_errors = 0
         self._folder, self._parts, self._store = folder, parts, store
         self.waiting: deque[deque[Part]] = deque()
-        self._is_new = True  # nothing of the first one was copied
+        self._is_new = True  # whether nothing of the first prefix was copied
         self._thread = ThreadPoolExecutor(1, "prefix-disk-writer")
         self._work = self._thread.submit(folder.refresh)
         self._is_failing = False
@@ -85,10 +88,10 @@ class Writer:
             self._work = self._thread.submit(self._folder.refresh)
 
     def clear(self) -> None:
-        """Leave out what was not copied yet."""
+        """Drop the prefixes that are not copied yet."""
         self.waiting.clear()
         self._is_new = True
 
     def flush(self, seconds: float | None = None) -> None:
-        """Wait until what was copied is written, or for some seconds."""
+        """Wait until the thread has written the copies, or for some seconds."""
         wait([self._work], seconds)

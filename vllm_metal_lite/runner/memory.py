@@ -225,22 +225,22 @@ def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int
     """
     device = profile()
     rows = min(config.max_num_batched_tokens, max_model_len, device.profile_rows)
-    seats = min(config.max_num_seqs, rows)
+    count = min(config.max_num_seqs, rows)
     bs = config.block_size
     context = max(min(max_model_len, device.profile_context), rows)
-    inputs = InputBatch(seats, context, bs)
-    lengths = np.ones(seats, np.int64)
-    lengths[-1] = rows - seats + 1
-    table_rows = np.array([inputs.add([0], 1) for _ in range(seats)])
+    inputs = InputBatch(count, context, bs)
+    lengths = np.ones(count, np.int64)
+    lengths[-1] = rows - count + 1
+    seats = np.array([inputs.add([0], 1) for _ in range(count)])
     # All segments share one slot: only the sizes matter.
     store = PagedStore(model.kv_specs, 1, bs, states=model.packed.state_store(1))
     attention = ReferenceAttention(store)
-    inputs.num_tokens[table_rows[-1]] = context
+    inputs.num_tokens[seats[-1]] = context
     batch = inputs.pack(
-        table_rows,
-        np.where(np.arange(seats) == seats - 1, context - lengths, 0),
+        seats,
+        np.where(np.arange(count) == count - 1, context - lengths, 0),
         lengths,
-        [SegmentState(0, 0)] * seats,
+        [SegmentState(0, 0)] * count,
     )
     gc.collect()  # what is freed later would hide a part of the peak
     mx.reset_peak_memory()

@@ -58,21 +58,21 @@ class Pipeline:
             self.finish()
         for step in self.steps:
             if not step.advanced:
-                rows = step.batch.sampled_rows
-                self.inputs.append_tokens(rows, np.full(len(rows), UNKNOWN_TOKEN, np.int32))
+                seats = step.batch.sampled_seats
+                self.inputs.append_tokens(seats, np.full(len(seats), UNKNOWN_TOKEN, np.int32))
                 step.advanced = True
 
     def finish(self) -> LaunchedStep:
         """Wait for the oldest step, which must be advanced, and fill in its tokens."""
         step = self.steps[0]
         step.result.wait()
-        rows, token_ids = step.batch.sampled_rows, step.result.token_ids
+        seats, token_ids = step.batch.sampled_seats, step.result.token_ids
         if len(step.batch.draft_token_ids):
             for live in step.result.live_rows:
                 drawn = token_ids[live.start : live.stop].tolist()
-                self.inputs.replace_unknown(int(rows[live.start]), drawn)
+                self.inputs.replace_unknown(int(seats[live.start]), drawn)
         else:
-            self.inputs.fill_tokens(rows, token_ids)
+            self.inputs.fill_tokens(seats, token_ids)
         return self.steps.popleft()
 
     def clear(self) -> None:

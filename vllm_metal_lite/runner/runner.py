@@ -19,7 +19,7 @@ from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.kernels.launch import KernelError, one_by_one
-from vllm_metal_lite.model.packed import Fusion, PackedModel
+from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.runner.compiled import CompiledSteps
 from vllm_metal_lite.runner.pooled import pool
 from vllm_metal_lite.runner.result import StepResult
@@ -65,10 +65,6 @@ class ModelRunner:
     @property
     def attention(self) -> Attention:
         return self.path.attention
-
-    @property
-    def fusion(self) -> Fusion:
-        return self.path.fusion
 
     def execute(
         self,
@@ -139,7 +135,7 @@ class ModelRunner:
         after: StepResult | None,
     ) -> StepResult:
         """Submit a step once; a failure leaves the state before the step."""
-        before, req_indices = self.sampler.state, batch.sampled_rows
+        before, req_indices = self.sampler.state, batch.sampled_seats
         try:
             step = self._prepare(batch, after)
             built = self.compiled(step, self._state) or self.compiled.build(step, self._state)

@@ -275,7 +275,7 @@ A = TypeVar("A")
 
 
 class Logprobs(NamedTuple, Generic[A]):
-    """Log-probabilities under the raw logits: arrays of the device (mx.array) or of the host.
+    """Log-probabilities: arrays of the device (mx.array) or of the host.
 
     token_ids: (T, 1+k) int32, the chosen (or target) token, then the k most likely in order (ties:
     lowest id first), or the tokens that the row names.  logprobs: (T, 1+k) float32.  ranks: (T,)

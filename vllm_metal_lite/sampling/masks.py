@@ -91,16 +91,16 @@ def bad_word_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class BadWordsRows:
-    """The W bad words of a step's rows.  rows, last, recent_rows: (W,); prefix: (W, L).
+    """The W bad words of a step's rows.  rows, last, word_seats: (W,); prefix: (W, L).
 
-    seats: (T,), the request of each row.
+    word_seats: the request of each word; seats: (T,), of each row.
     drafts: (W, K) int32, the drafts before each word's row, padded behind, and depth: (W, 1), their
     number; None: no drafts.
     """
 
     rows: mx.array
     last: mx.array
-    recent_rows: mx.array
+    word_seats: mx.array
     prefix: mx.array
     seats: mx.array
     drafts: tuple[mx.array, mx.array] | None
@@ -148,7 +148,7 @@ class BadWords:
             return None
         words = [self._words[r] for _, r in members]
         counts, length = [len(last) for last, _ in words], self.recent.shape[1]
-        rows, recent_rows = np.array(members, np.int32).T
+        rows, word_seats = np.array(members, np.int32).T
         padded = [
             np.pad(prefix, [(0, 0), (length - prefix.shape[1], 0)], constant_values=_ANY)
             for _, prefix in words
@@ -156,7 +156,7 @@ class BadWords:
         return BadWordsRows(
             rows=mx.array(np.repeat(rows, counts)),
             last=mx.array(np.concatenate([last for last, _ in words])),
-            recent_rows=mx.array(np.repeat(recent_rows, counts)),
+            word_seats=mx.array(np.repeat(word_seats, counts)),
             prefix=mx.array(np.concatenate(padded)),
             seats=mx.array(req_indices.astype(np.int32)),
             drafts=None if drafts is None else drafts.matrix(np.repeat(rows, counts)),
@@ -164,7 +164,7 @@ class BadWords:
 
     def ban(self, x: mx.array, bad_words: BadWordsRows) -> mx.array:
         """Logits (T, V) float32 with -inf for tokens that would complete a bad word."""
-        recent = self.recent[bad_words.recent_rows]
+        recent = self.recent[bad_words.word_seats]
         if bad_words.drafts is not None:
             drafts, depth = bad_words.drafts
             at = depth + mx.arange(recent.shape[1])

@@ -1,7 +1,7 @@
 """Batched sampling on the device: a step's logits in, one token per row out.
 
-The order is that of vLLM's sampler: a grammar's mask; log-probabilities from the raw logits;
-allowed tokens, bad words, min_tokens and logit_bias; repetition, frequency and presence penalties;
+The order is that of vLLM's sampler: a grammar's mask; log-probabilities from these logits;
+allowed tokens, bad words, logit_bias and min_tokens; repetition, frequency and presence penalties;
 temperature; min_p; top_k; top_p; the draw.  A draw is the argmax of logits plus Gumbel noise.  The
 noise depends only on the request's seed and its number of generated tokens.  Batch, row, preemption
 and chunking do not change the token drawn from the same logits.
@@ -65,7 +65,7 @@ class SamplerOutput:
 
     token_ids: mx.array
     logprobs: Logprobs[mx.array] | None
-    for_host: mx.array | None = None
+    for_host: mx.array
 
 
 @dataclass(frozen=True)
@@ -307,8 +307,6 @@ class Sampler:
             raise ValueError(
                 f"logits must be ({len(req_indices)}, {self.vocab_size}), got {logits.shape}"
             )
-        if not len(req_indices):
-            return SamplerOutput(mx.zeros(0, mx.int32), None)
         drafts = Drafts.of(draft_token_ids) if len(draft_token_ids) else None
         metadata = self._metadata_for(req_indices, drafts)
         if grammar is not None:

@@ -10,7 +10,7 @@ positions where later prompts are likely to start:
 - every INTERVAL tokens of a long prompt, for a prompt that differs from there on.  These are
   disposable: evicted before others.
 
-A decoding request also keeps the state at the end of its last whole block (scheduler.py).
+A decoding request also keeps the state at the end of its last whole block (state_scheduler.py).
 """
 
 from bisect import insort

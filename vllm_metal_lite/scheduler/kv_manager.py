@@ -64,11 +64,11 @@ class KVCacheManager:
 
     # Block needs
 
-    def too_large(self, num_tokens: int, num_new_tokens: int) -> tuple[int, int] | None:
-        """(blocks needed, blocks in the pool) of the first group that can never store num_tokens,
-        computed num_new_tokens at a time; None if all groups can."""
+    def too_large(self, num_tokens: int) -> tuple[int, int] | None:
+        """(blocks needed, blocks in the pool) of the first group that can never store num_tokens;
+        None if all groups can."""
         for group, pool in zip(self.groups, self.pools, strict=True):
-            need = group.most_blocks(num_tokens, num_new_tokens, self.block_size)
+            need = group.most_blocks(num_tokens, 1, self.block_size)
             if need > pool.num_blocks:
                 return need, pool.num_blocks
         return None
@@ -106,12 +106,9 @@ class KVCacheManager:
 
     # Allocate and release
 
-    def admit(self, request: Request, hit: PrefixHit, num_running: int) -> None:
+    def admit(self, request: Request, hit: PrefixHit) -> None:
         """Start a request's block tables and its state from a hit of `find_prefix`, and plan its
-        checkpoints.
-
-        num_running: with this request.
-        """
+        checkpoints."""
         for pool, table in zip(self.pools, hit.tables, strict=True):
             pool.touch(table.owned)
         request.block_tables = list(hit.tables)
@@ -119,7 +116,7 @@ class KVCacheManager:
         if self.states is not None:
             if self.enable_caching:
                 self._continue_turn(request, hit, self.states)
-            self.states.admit(request, hit.state, num_running)
+            self.states.admit(request, hit.state)
         if self.enable_caching:
             wanted, found = request.checkpoint_positions, max(hit.num_in_blocks, hit.num_tokens)
             planned = plan_checkpoints(

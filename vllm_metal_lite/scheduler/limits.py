@@ -10,7 +10,7 @@ def longest(request: Request, config: EngineConfig, max_model_len: int, kv: KVCa
     """The most tokens that a request may reach, its prompt included.
 
     Raises RequestError, with the numbers, if the request could never finish: it has no room for a
-    token, needs more blocks than the store has, or is atomic and may outgrow a step.
+    token, or needs more blocks than the store has.
     """
     name, prompt = f"request {show(request.request_id)}", request.num_prompt_tokens
     room = max_model_len + request.only_reads
@@ -25,16 +25,9 @@ def longest(request: Request, config: EngineConfig, max_model_len: int, kv: KVCa
     max_length = min(prompt + request.max_tokens, room)
     num_stored = max_length - 1
     size = f"{prompt} prompt tokens + max_tokens {request.max_tokens}"
-    if sizes := kv.too_large(num_stored, num_stored if request.atomic else 1):
+    if sizes := kv.too_large(num_stored):
         raise RequestError(
             f"{name} ({size}) needs {sizes[0]} blocks of {config.block_size} tokens, "
             f"the store has {sizes[1]}"
-        )
-    # After a preemption before its last token, one step computes all its tokens again.
-    if request.atomic and num_stored > config.max_num_batched_tokens:
-        raise RequestError(
-            f"{name} is atomic and may need {num_stored} tokens ({size}) in one step; ",
-            Option("max_num_batched_tokens"),
-            f" is {config.max_num_batched_tokens}",
         )
     return max_length

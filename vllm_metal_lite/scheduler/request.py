@@ -10,9 +10,8 @@ from vllm_metal_lite.scheduler.checkpoints import PlannedCheckpoint
 
 
 class RequestStatus(Enum):
-    WAITING = auto()  # nothing computed yet
+    WAITING = auto()
     RUNNING = auto()  # has a seat
-    PREEMPTED = auto()  # waits to be computed again
     FINISHED = auto()
 
 
@@ -31,7 +30,6 @@ class Request:
     """A request has no phases, only a gap, `num_tokens - num_computed_tokens`, which steps close.
 
     priority: lower goes first, as in vLLM; then the lower fair_round, then the earlier arrival.
-    atomic: computed in one step, never chunked; ignores `max_chunk` and the threshold.
     max_chunk: most tokens in one step (0: no limit of its own).
     skip_prefix_cache_read: computes every token, but other requests may reuse its blocks.
     only_reads: its one token is not used, so a prompt may fill the context.
@@ -45,7 +43,6 @@ class Request:
     priority: int = 0
     arrival: int = 0
     fair_round: int = 0
-    atomic: bool = False
     skip_prefix_cache_read: bool = False
     only_reads: bool = False
     max_chunk: int = 0
@@ -110,11 +107,6 @@ class Request:
     def num_blocks(self) -> int:
         """Length of each block table."""
         return len(self.block_tables[0].block_ids) if self.block_tables else 0
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        """The tokens sampled so far.  Copies them: too slow for every step."""
-        return self.token_ids[self.num_prompt_tokens :]
 
     def forget_unknown(self) -> None:
         """Drop the UNKNOWN_TOKEN at the end: its step was abandoned."""

@@ -99,9 +99,6 @@ class Scheduler:
         """The queue, in order."""
         return list(self._waiting)
 
-    def has_unfinished(self) -> bool:
-        return bool(self._requests)
-
     # Add and remove requests
 
     def add(self, request: Request) -> None:
@@ -145,13 +142,12 @@ class Scheduler:
             self._schedule_decodes(out)
             self._schedule_prefills(out)
         else:
-            in_order = [self._schedule_decodes, self._schedule_prefills]
-            whole = self.config.prefill_policy == "whole"
-            if not self._prefilled_last or (whole and self._partials):
-                in_order.reverse()
-            in_order[0](out)
+            phases = [self._schedule_decodes, self._schedule_prefills]
+            if self._partials or not self._prefilled_last:
+                phases.reverse()
+            phases[0](out)
             if out.is_empty:
-                in_order[1](out)
+                phases[1](out)
         if out.is_empty and self._partials:
             self._break_deadlock(out)
         if not out.is_empty:
@@ -241,10 +237,6 @@ class Scheduler:
         accepted: the tokens of requests with drafts behind the first.
         """
         finished = RequestStatus.FINISHED
-        if len(token_ids) != len(output.terminal):
-            raise ValueError(
-                f"{len(token_ids)} tokens for {len(output.terminal)} segments that want one"
-            )
         for request, token in zip(output.terminal, token_ids, strict=True):
             if request.status is not finished and request.token_ids[-1] == UNKNOWN_TOKEN:
                 request.token_ids[-1] = token
@@ -306,7 +298,7 @@ class Scheduler:
             if new_blocks is None:
                 break
             if states is not None:
-                state = states.decode(request, start, out, self.num_running)
+                state = states.decode(request, start, out)
             out.segments.append(Segment(request, start, 1, new_blocks, state))
             if (start + 1) % block_size == 0 and self.shares_in_step:
                 if request.token_ids[-1] == UNKNOWN_TOKEN:
@@ -336,7 +328,7 @@ class Scheduler:
 
         Admission needs blocks for the known tokens of this and all running requests, plus one block
         each; with fewer, a preemption would soon follow.  (With nothing running, it always fits.)
-        An atomic request that does not fit is skipped; any other blocks the queue.
+        A request that does not fit blocks the queue.
         """
         if not self._waiting or not self._has_room(out):
             return
@@ -361,10 +353,7 @@ class Scheduler:
                 # Decodes wait for the turn to end, so admit only prompts that finish in this step.
                 fits = fits and num_new_tokens == request.num_tokens - start
             if not fits:
-                if not request.atomic:
-                    break
-                at += 1
-                continue
+                break
             del self._waiting[at]
             self._partials.add(request)
             request.status = RequestStatus.RUNNING
@@ -377,7 +366,7 @@ class Scheduler:
                     out.prefix_hit_tokens += num_cached
                     out.prefix_queried_tokens += num_prompt
                     out.prefix_lost_tokens += min(hit.num_in_blocks, num_prompt) - num_cached
-            self.kv.admit(request, hit, self.num_running)
+            self.kv.admit(request, hit)
             out.admitted.append(request)
             segment = self._schedule_chunk(request, min(num_new_tokens, self.kv.room(request)), out)
             segment.new_block_ids = [list(t.block_ids) for t in request.block_tables]
@@ -411,14 +400,14 @@ class Scheduler:
             out.named += self.kv.name_blocks(request, start, end)
         state = None
         if self._states is not None:
-            state = self._states.slots_of_chunk(request, end, out, self.num_running)
+            state = self._states.slots_of_chunk(request, end, out)
         return Segment(request, start, num_new_tokens, blocks, state)
 
     def _follows(self, request: Request, start: int, out: SchedulerOutput) -> bool:
         """Whether a request waits for another one's state, see following.py."""
-        if self._states is None or not self._partials or request.atomic:
+        if self._states is None or not self._partials:
             return False
-        return self._states.follows(request, start, out, self._partials, self.num_running)
+        return self._states.follows(request, start, out, self._partials)
 
     def _name_blocks(self, output: SchedulerOutput) -> None:
         """Name the blocks of a step in flight, if requests of one step cannot share them."""
@@ -431,15 +420,11 @@ class Scheduler:
         """How many tokens from `start` on the request may compute in this step; 0: none."""
         largest = self._max_num_new_tokens(request, start)
         budget = self.config.max_num_batched_tokens - out.total_num_scheduled_tokens
-        if request.atomic:
-            return largest if largest <= budget else 0
         return min(largest, budget)
 
     def _max_num_new_tokens(self, request: Request, start: int) -> int:
         """How many tokens from `start` on the request may compute in an otherwise empty step."""
         gap = request.num_tokens - start
-        if request.atomic:
-            return gap
         config = self.config
         threshold = config.long_prefill_token_threshold or gap
         work = MAX_CHUNK_TIMES_CONTEXT // (start + 1)
@@ -470,7 +455,7 @@ class Scheduler:
         self._unseat(request)
         before = max(request.num_computed_before, request.num_computed_tokens)
         request.num_computed_before, request.num_computed_tokens = before, 0
-        request.status = RequestStatus.PREEMPTED if before else RequestStatus.WAITING
+        request.status = RequestStatus.WAITING
         self._waiting.add(request)
 
     def _unseat(self, request: Request) -> None:

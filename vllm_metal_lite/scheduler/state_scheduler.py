@@ -14,34 +14,30 @@ from vllm_metal_lite.scheduler.state_slots import StateSlots
 
 
 class StateScheduler:
-    """The states of all requests.  num_running, in every method: requests that have a seat."""
+    """The states of all requests."""
 
     def __init__(self, kv: KVCacheManager, states: StateSlots) -> None:
         self.kv, self.states = kv, states
 
     # Segments
 
-    def decode(
-        self, request: Request, start: int, out: SchedulerOutput, num_running: int
-    ) -> SegmentState:
+    def decode(self, request: Request, start: int, out: SchedulerOutput) -> SegmentState:
         """The state slots of a decode.  The state at a block's end is kept: the next turn of a
         conversation starts there, if the answer ends before another block does."""
-        state = self.states.next_segment(request, num_running)
+        state = self.states.next_segment(request)
         if (start + 1) % self.kv.block_size == 0 and self.kv.enable_caching:
             out.checkpoints.append(Checkpoint(request, state.final, start + 1, rolling=True))
         return state
 
-    def slots_of_chunk(
-        self, request: Request, end: int, out: SchedulerOutput, num_running: int
-    ) -> SegmentState:
+    def slots_of_chunk(self, request: Request, end: int, out: SchedulerOutput) -> SegmentState:
         """The state slots of a chunk that ends at `end`, with its planned checkpoints."""
         if request not in out.admitted:
-            self.states.next_segment(request, num_running)
+            self.states.next_segment(request)
         state = request.state
         assert state is not None, "a running request has a state"
         while request.planned and request.planned[0].position <= end:
             position, *kind = request.planned.pop(0)
-            slot = state.final if position == end else self.states.reserve(num_running)
+            slot = state.final if position == end else self.states.reserve()
             if slot is not None:
                 if position < end:
                     state.checkpoints.append((position, slot))
@@ -54,12 +50,7 @@ class StateScheduler:
     # Followers (following.py)
 
     def follows(
-        self,
-        request: Request,
-        start: int,
-        out: SchedulerOutput,
-        partials: Sequence[Request],
-        num_running: int,
+        self, request: Request, start: int, out: SchedulerOutput, partials: Sequence[Request]
     ) -> bool:
         """Whether a waiting request waits for a checkpoint that one of `partials` is to leave.
 
@@ -68,7 +59,7 @@ class StateScheduler:
         if not self.kv.enable_caching or request.skip_prefix_cache_read:
             return False
         if request.leader is not None and is_ahead(*request.leader):
-            return self._ask(*request.leader, out, num_running)
+            return self._ask(*request.leader, out)
         request.leader = None
         if request.num_followed == MAX_FOLLOWED:
             return False
@@ -78,12 +69,12 @@ class StateScheduler:
         size = self.kv.block_size
         end = last_position(request.num_tokens, size)
         request.leader = find_leader(request, start, end, size, leaders)
-        if request.leader is None or not self._ask(*request.leader, out, num_running):
+        if request.leader is None or not self._ask(*request.leader, out):
             return False
         request.num_followed += 1
         return True
 
-    def _ask(self, leader: Request, position: int, out: SchedulerOutput, num_running: int) -> bool:
+    def _ask(self, leader: Request, position: int, out: SchedulerOutput) -> bool:
         """Make a prompt leave a checkpoint at a position ahead of it; False without a slot."""
         segment = next((s for s in out.segments if s.request is leader), None)
         if segment is None or segment.end < position:
@@ -94,7 +85,7 @@ class StateScheduler:
         assert segment.state is not None, "a segment of a model with states"
         slot = segment.state.final
         if position < segment.end:
-            spare = self.states.reserve(num_running)
+            spare = self.states.reserve()
             if spare is None:
                 return False
             slot = spare

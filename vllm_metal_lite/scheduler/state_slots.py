@@ -47,6 +47,7 @@ class StateSlots:
         self.pool = BlockPool(num_slots)
         self.num_seats = num_seats
         self.num_taken = 0
+        self._num_owners = 0  # running requests, each with the slot of its state
         self._held: list[int] = []
         self._checkpoints: dict[int, _Checkpoint] = {}  # by slot; an evicted one stays until reuse
 
@@ -58,9 +59,10 @@ class StateSlots:
             of = self._checkpoints
             self.pool.evict_first(s for s in held if s in of and of[s].disposable)
 
-    def has_spare(self, num_running: int) -> bool:
-        """Whether a slot is available beside the reserve."""
-        return self.pool.num_available > self.num_seats - num_running
+    @property
+    def num_spare(self) -> int:
+        """The slots that are available beside the reserve."""
+        return self.pool.num_available - (self.num_seats - self._num_owners)
 
     def continue_from(
         self, request: Request, end: int, hit: int | None, position: int, named: Iterable[bytes]
@@ -106,12 +108,11 @@ class StateSlots:
             self.pool.evict_first(left)
             request.earlier_checkpoints = None
 
-    def admit(self, request: Request, hit: int | None, num_running: int) -> None:
-        """Give slots to a request that starts in this step from checkpoint `hit`, or at position 0.
-
-        num_running: with this request.
-        """
+    def admit(self, request: Request, hit: int | None) -> None:
+        """Give slots to a request that starts in this step from checkpoint `hit`, or at position
+        0."""
         pool = self.pool
+        self._num_owners += 1
         if hit is None:
             request.state = SegmentState(EMPTY_SLOT, self._allocate())
             return
@@ -119,20 +120,20 @@ class StateSlots:
         pool.touch([hit])
         checkpoint = self._checkpoints[hit]
         checkpoint.is_found, checkpoint.disposable = True, False
-        if in_use or self.has_spare(num_running):
+        if in_use or self.num_spare > 0:
             self._held.append(hit)
             request.state = SegmentState(hit, self._allocate())
         else:
             self.unname([hit])
             request.state = SegmentState(hit, hit)
 
-    def next_segment(self, request: Request, num_running: int) -> SegmentState:
+    def next_segment(self, request: Request) -> SegmentState:
         """The slots of a running request's next segment."""
         state = request.state
         assert state is not None, "a running request has a state"
         current = state.final
         if self.pool.has_name(current):
-            if self.has_spare(num_running):
+            if self.num_spare > 0:
                 self._held.append(current)
                 request.state = SegmentState(current, self._allocate())
                 return request.state
@@ -162,9 +163,9 @@ class StateSlots:
         self._held.append(state.final)
         request.state = SegmentState(state.initial, state.initial)
 
-    def reserve(self, num_running: int) -> int | None:
+    def reserve(self) -> int | None:
         """A slot for a state inside a segment of this step; None if none is left."""
-        if not self.has_spare(num_running):
+        if self.num_spare <= 0:
             return None
         slot = self._allocate()
         self._held.append(slot)
@@ -192,6 +193,7 @@ class StateSlots:
         if request.state is not None:
             self._held.append(request.state.final)
             request.state = None
+            self._num_owners -= 1
 
     def _allocate(self) -> int:
         new = self.pool.allocate(1)

@@ -3,7 +3,7 @@
 from collections import deque
 
 _KEPT = 9  # times of one width
-# The first steps of a width compile kernels and graphs.  So the least time counts, of several.
+# The first steps of a width compile kernels and graphs, so the least of several times counts.
 _MIN_KNOWN = 4
 _UNKNOWN = 1.25  # assumed ratio of a step with drafts to one without, until both are measured
 

@@ -22,7 +22,7 @@ _RECOVER = 0.02  # share of the way back to the first counts, per step without a
 
 
 class _Record:
-    """The fate of a request's drafts.  proposed: the last draft, without a constraint's."""
+    """How many drafts of a request came true.  proposed: the last draft, before any constraint."""
 
     __slots__ = ("false", "proposed", "true")
 

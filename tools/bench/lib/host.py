@@ -25,7 +25,7 @@ class NoModel:
         self._tokens, self._at = np.array(token_ids, np.int32), 0
 
     def execute(self, batch: Any, *rest: Any) -> StepResult:
-        req_indices = batch.sampled_rows
+        req_indices = batch.sampled_seats
         self._at = (self._at + len(req_indices)) % (len(self._tokens) - len(req_indices))
         tokens = self._tokens[self._at : self._at + len(req_indices)]
         return StepResult(req_indices, mx.array(tokens), None, None)

@@ -12,8 +12,8 @@ from vllm_metal_lite.attention.sdpa.plan import power_of_two, split_at_chunks
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS
-from vllm_metal_lite.kernels.decode import DecodePlan, decode_plan
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, num_splits
+from vllm_metal_lite.kernels.decode import DecodePlan
 
 # Number of KV heads -> the plan of such layers.
 Plans = dict[int, DecodePlan]
@@ -115,6 +115,19 @@ class DecodePlanner:
     def _plans(self, count: int, longest: int) -> Plans:
         found = {h: decode_plan(count, h, longest) for h in self._kv_heads}
         return found if self._splits else {h: p._replace(splits=1) for h, p in found.items()}
+
+
+def decode_plan(batch: int, num_kv_heads: int, max_seq_len: int) -> DecodePlan:
+    """As many splits as fill the device, no more: merging costs a launch.
+
+    Threadgroups are small if there are many, so that more run side by side, or if splits are short.
+    """
+    device = profile()
+    splits, groups, fill = 1, batch * num_kv_heads, device.decode_fill
+    if max_seq_len >= device.min_split_context:
+        splits = num_splits(fill // groups, max_seq_len, device.min_split_keys)
+    small = groups >= 2 * fill if splits == 1 else max_seq_len // splits <= device.few_keys
+    return DecodePlan(splits, 4 if small else 8)
 
 
 def as_decodes(batch: ForwardBatch) -> ForwardBatch:
