@@ -13,7 +13,6 @@ from vllm_metal_lite.kernels.arguments import (
     bits,
     format_template,
     num_splits,
-    row_formats,
     unused,
 )
 from vllm_metal_lite.kernels.launch import Kernel, Template
@@ -62,7 +61,7 @@ def paged_decode(
     window: int | None = None,
     softcap: float | None = None,
     sinks: mx.array | None = None,
-    spec: LayerSpec | None = None,
+    spec: LayerSpec,
     prefix: SharedPrefixResult | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Attention of q (B, H, k_head_dim) to seq_lens (B,) keys -> (B, H, v_head_dim), the ticket.
@@ -74,7 +73,7 @@ def paged_decode(
     sinks: (H,).  prefix: attention of the same q to a shared prefix, which the kernel skips; not
     with a window.
     """
-    k_row, v_row = row_formats(keys, values, spec)
+    k_row, v_row = spec.k_row, spec.v_row
     kv_heads, k_dim, v_dim = keys.shape[1], k_row.dim, v_row.dim
     if isinstance(q, mx.array):
         batch, heads, _ = q.shape

@@ -11,7 +11,6 @@ from vllm_metal_lite.kernels.arguments import (
     bits,
     format_template,
     norm_dtype,
-    row_formats,
     unused,
 )
 from vllm_metal_lite.kernels.launch import Kernel, Template
@@ -48,15 +47,14 @@ def latent_write(
     keys: mx.array,
     values: mx.array,
     ticket: mx.array,
-    spec: LayerSpec | None = None,
+    spec: LayerSpec,
 ) -> tuple[mx.array, mx.array]:
     """Write latents and rotary keys to their slots -> rotary queries (N, num_heads, rope), the next
     ticket.
 
-    positions, slot_mapping: (N or more,) int32; a negative slot writes nothing.  spec: of a
-    quantised store.
+    positions, slot_mapping: (N or more,) int32; a negative slot writes nothing.
     """
-    k_row, v_row = row_formats(keys, values, spec)
+    k_row, v_row = spec.k_row, spec.v_row
     dtype, rope, weight = k_row.dtype, rows.rope, rows.norm.weight
     assert weight is not None, "latents are normalised with a weight"
     count, heads = len(rows.q.array), rows.num_heads

@@ -9,7 +9,6 @@ from vllm_metal_lite.kernels.arguments import (
     TICKET_SHAPE,
     bits,
     format_template,
-    row_formats,
     unused,
 )
 from vllm_metal_lite.kernels.launch import Kernel, Template
@@ -67,7 +66,7 @@ def varlen_prefill(
     window: int | None = None,
     softcap: float | None = None,
     sinks: mx.array | None = None,
-    spec: LayerSpec | None = None,
+    spec: LayerSpec,
 ) -> tuple[mx.array, mx.array]:
     """Causal attention of packed q (N, H, k_head_dim) -> (N, H, v_head_dim), the ticket.
 
@@ -76,7 +75,7 @@ def varlen_prefill(
     Padding rows give zeros.  sinks: (H,).  Head dims: multiples of 8 up to MAX_PREFILL_DIM.
     """
     rows, heads, _ = q.shape
-    k_row, v_row = row_formats(keys, values, spec)
+    k_row, v_row = spec.k_row, spec.v_row
     kv_heads, k_dim, v_dim = keys.shape[1], k_row.dim, v_row.dim
     partners = partners_of(k_dim, v_dim, q.dtype)
     simdgroups = TILE_ROWS // 8 * partners

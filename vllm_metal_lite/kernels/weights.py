@@ -46,10 +46,6 @@ class QuantisedWeight:
         """The type that rows must have; None: any."""
         return self.scales.dtype if self.biases is not None else None
 
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [a for a in (self.words, self.scales, self.biases) if a is not None]
-
 
 Weight = mx.array | QuantisedWeight
 
