@@ -37,7 +37,7 @@ def compiler() -> tuple[str, ...] | None:
     if spec := importlib.util.find_spec("ziglang"):
         zig = Path(spec.submodule_search_locations[0]) / "zig"
         if zig.exists():
-            # The default is the CPU at hand.
+            # zig's default is the CPU at hand.
             return (str(zig), "c++", "-mcpu=baseline")
     return None
 

@@ -54,7 +54,7 @@ def decide(
         return NO_FUSION
     if all(s.dtype == mx.float32 for s in packed.layout.specs):
         return fusion
-    # Steps of many rows use neither kernel, so fusion had to pass without them first.
+    # Steps of many rows use neither kernel, so fusion without them is tried first.
     for what, kernel, rows, most, served, faster in (
         ("products", "skinny_gemm", "skinny_rows", MAX_ROWS, product_weights, faster_rows),
         ("experts", "expert_gemm", "expert_rows", EXPERT_ROWS, served_experts, faster_expert_rows),

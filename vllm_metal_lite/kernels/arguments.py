@@ -114,7 +114,7 @@ def bits(x: float) -> int:
 
 
 @cache
-def unused() -> mx.array:
+def placeholder() -> mx.array:
     """The placeholder for an input that a kernel does not use, such as sinks."""
     zeros = mx.zeros(MIN_ELEMENTS)
     mx.eval(zeros)  # otherwise every compiled step would make its own

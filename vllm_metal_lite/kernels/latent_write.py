@@ -11,7 +11,7 @@ from vllm_metal_lite.kernels.arguments import (
     bits,
     format_template,
     norm_dtype,
-    unused,
+    placeholder,
 )
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import Columns, Rope, columns_template
@@ -67,7 +67,7 @@ def latent_write(
     template |= columns_template("q", rows.q, count, (heads - 1) * rows.stride + v_row.dim, dtype)
     template |= columns_template("l", rows.latent, count, k_row.dim, dtype)
     template |= columns_template("p", rows.k_pe, count, v_row.dim, dtype)
-    freqs = unused() if rope.freqs is None else rope.freqs.astype(mx.float32)
+    freqs = placeholder() if rope.freqs is None else rope.freqs.astype(mx.float32)
     inputs = [rows.q.array, rows.latent.array, rows.k_pe.array, weight, freqs]
     inputs += [positions, slot_mapping, keys, values, ticket]
     grid = -(-(heads + 2) // _SIMDGROUPS), count, 1

@@ -9,7 +9,7 @@ from vllm_metal_lite.kernels.arguments import (
     TICKET_SHAPE,
     bits,
     format_template,
-    unused,
+    placeholder,
 )
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kv.store import LayerSpec
@@ -84,7 +84,7 @@ def varlen_prefill(
     template |= {"SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None}
     template |= {"KEYS": keys_at_once(k_dim, v_dim, q.dtype.size), "SIMDGROUPS": simdgroups}
     template["PARTNERS"] = partners
-    sinks = unused() if sinks is None else sinks.astype(q.dtype)
+    sinks = placeholder() if sinks is None else sinks.astype(q.dtype)
     inputs = [q, block_tables, cu_seqlens_q, seq_lens, tiles, sinks, keys, values, ticket]
     grid, threads = (kv_heads, tiles.shape[0], 1), 32 * simdgroups
     shapes, dtypes = [(rows, heads, v_dim), TICKET_SHAPE], [q.dtype, mx.float32]

@@ -9,7 +9,7 @@ from vllm_metal_lite.kernels.arguments import (
     bits,
     format_template,
     num_splits,
-    unused,
+    placeholder,
 )
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import NONE_NEW, NewRows
@@ -66,7 +66,7 @@ def shared_prefix(
     kv_heads, k_dim, v_dim = keys.shape[1], k_row.dim, v_row.dim
     if isinstance(q, mx.array):
         rows, heads, _ = q.shape
-        arrays, new = [q, unused(), unused()], NONE_NEW
+        arrays, new = [q, placeholder(), placeholder()], NONE_NEW
     else:
         rows, heads = len(q.q.array), q.num_heads
         first, _, _, weight, _, freqs = q.arrays
