@@ -1,7 +1,7 @@
 """The inputs of `gated_delta` for gates, keys and queries.
 
-The kernel computes gates and beta in float32 from columns of a layer's projection.  Gates per column
-of the state are computed before the launch.
+The kernel computes gates and beta in float32 from columns of a layer's projection.  Gates per
+column of the state are computed before the launch.
 """
 
 from typing import NamedTuple
