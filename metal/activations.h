@@ -1,4 +1,4 @@
-// Functions of one float, in float32, for gates and results of recurrent layers.
+// Functions of one float, in float32.
 
 // e^x.
 METAL_FUNC float exponential(float x) {
@@ -12,6 +12,11 @@ METAL_FUNC float sigmoid(float x) {
 // The sigmoid linear unit x / (1 + e^-x).
 METAL_FUNC float silu(float x) {
   return metal::precise::divide(x, 1.0f + exponential(-x));
+}
+
+// gelu by tanh: (1 + tanh(z)) / 2 is the sigmoid of 2 z.
+METAL_FUNC float gelu(float x) {
+  return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
 }
 
 // log(1 + e^x).  Where 1 + e rounds, e / ((1 + e) - 1) makes up for it (Kahan).

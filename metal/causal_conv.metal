@@ -24,10 +24,9 @@
 //   writes      y, slots   y          y         y
 //
 // Why it is correct.  The rows in the store are read and replaced by one thread: that of tile 0, which
-// reads them first.  Tile 0 needs no other thread for the end of the segment, for it copies the last
-// rows out of x.  ROWS is at least K - 1, so later tiles find all earlier rows in x.  No slot that one
-// segment writes is used by another in the same launch, and the ticket orders launches as it does that
-// of kv_write (metal/kv_write.metal).
+// reads them first.  Tile 0 also stores the segment's last rows: it copies them from x.  ROWS is at least
+// K - 1, so later tiles find all earlier rows in x.  No slot that one segment writes is used by another in
+// the same launch, and the ticket orders launches as it does that of kv_write (metal/kv_write.metal).
 //
 // Cost.  Reads x 1 + (K - 1) / ROWS times and writes y once; the slots of each segment once each way.
 #include "activations.h"

@@ -29,8 +29,8 @@
 // so a pair's result depends on its row and its expert's weight only: not on the other pairs of its
 // tile.  A value that would be an array between two launches is rounded to T there.
 //
-// Cost.  w of each used expert once, again for every ROW_TILES * 8 pairs of it; eights of pairs that a
-// tile does not have cost no product.  LANE_ROWS (1 or 4): at most that many pairs a tile, and products
+// Cost.  w of each used expert once, again for every ROW_TILES * 8 pairs of it; groups of 8 pairs that
+// a tile lacks cost no product.  LANE_ROWS (1 or 4): at most that many pairs a tile, and products
 // without matrix instructions (lane_products.h).
 #include "activations.h"
 #include "lane_products.h"
@@ -142,10 +142,8 @@ METAL_FUNC T gated(T gate, T up, T alpha, T limit) {
     const T active = T(float(gate) * float(T(sigmoid(float(gate)))));
     return T(float(active) * float(up));
   }
-  if (ACTIVATION == GEGLU) {  // gelu's (1 + tanh(z)) / 2 is the sigmoid of 2 z
-    const float x = float(gate);
-    const T active = T(x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x)));
-    return T(float(active) * float(up));
+  if (ACTIVATION == GEGLU) {
+    return T(float(T(gelu(float(gate)))) * float(up));
   }
   const float most = float(limit);
   // Not min and max, which lose NaN.

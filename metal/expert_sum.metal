@@ -9,10 +9,9 @@
 #include "words.h"
 // --- kernel body ---
 const int columns = x_shape[1];
-const int rows = weights_shape[0];
 const int from = int(thread_position_in_grid.x) * 4;
 const int row = int(threadgroup_position_in_grid.y);
-if (from >= columns || row >= rows) {
+if (from >= columns) {
   return;
 }
 thread float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};

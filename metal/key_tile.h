@@ -5,8 +5,8 @@
 #include "matrix.h"
 #include "quantised.h"
 
-// A thread fetches a row in parts: 16 bytes of T; of a quantised row (quantised.h) 8 values, with their
-// scale and low, which become T on their way to the tile.
+// A thread fetches a row in parts of 16 bytes.  Of a quantised row (quantised.h), a part is 8 values with
+// their scale and low, converted to T on the way to the tile.
 
 // Words that a thread holds of a part of a row, and elements of T in a part.
 template <typename T, int BITS>

@@ -59,16 +59,14 @@
 #include "key_tile.h"
 
 // The largest x of the 8 lanes of a pair, and their sum.
-template <typename X>
-METAL_FUNC X pair_max(X x) {
+METAL_FUNC float pair_max(float x) {
   x = metal::max(x, metal::simd_shuffle_xor(x, ushort(1)));
   x = metal::max(x, metal::simd_shuffle_xor(x, ushort(2)));
   x = metal::max(x, metal::simd_shuffle_xor(x, ushort(4)));
   return x;
 }
 
-template <typename X>
-METAL_FUNC X pair_sum(X x) {
+METAL_FUNC float pair_sum(float x) {
   x += metal::simd_shuffle_xor(x, ushort(1));
   x += metal::simd_shuffle_xor(x, ushort(2));
   x += metal::simd_shuffle_xor(x, ushort(4));

@@ -17,34 +17,29 @@
 #ifndef FAR_MATE
 #define FAR_MATE 8  // lanes that share a row differ in bit 0 and in this one
 
-template <typename I>
-METAL_FUNC I matrix_row(I lane) {
+METAL_FUNC int matrix_row(int lane) {
   return ((lane >> 2) & 4) | ((lane >> 1) & 3);
 }
 
-template <typename I>
-METAL_FUNC I matrix_col(I lane) {
+METAL_FUNC int matrix_col(int lane) {
   return ((lane >> 1) & 4) | ((lane << 1) & 2);
 }
 
 // The lane that holds (row, col).
-template <typename I>
-METAL_FUNC I matrix_lane(I row, I col) {
+METAL_FUNC int matrix_lane(int row, int col) {
   return ((row & 4) << 2) | ((row & 3) << 1) | ((col & 4) << 1) | ((col >> 1) & 1);
 }
 #endif
 
 // The largest x of the lanes that share a row.
-template <typename X>
-METAL_FUNC X row_max(X x) {
+METAL_FUNC float row_max(float x) {
   x = metal::max(x, metal::simd_shuffle_xor(x, ushort(1)));
   x = metal::max(x, metal::simd_shuffle_xor(x, ushort(FAR_MATE)));
   return x;
 }
 
 // Their sum.
-template <typename X>
-METAL_FUNC X row_sum(X x) {
+METAL_FUNC float row_sum(float x) {
   x += metal::simd_shuffle_xor(x, ushort(1));
   x += metal::simd_shuffle_xor(x, ushort(FAR_MATE));
   return x;
@@ -52,11 +47,10 @@ METAL_FUNC X row_sum(X x) {
 
 // x of the lane of the same row that has column `of`; col: this lane's.  In two steps that each take one
 // instruction, where a shuffle with a lane that varies takes more on Apple GPUs.
-template <typename X>
-METAL_FUNC X from_col(X x, int col, int of) {
-  const X near = metal::simd_shuffle_xor(x, ushort(1));
+METAL_FUNC float from_col(float x, int col, int of) {
+  const float near = metal::simd_shuffle_xor(x, ushort(1));
   x = ((col ^ of) & 2) != 0 ? near : x;
-  const X far = metal::simd_shuffle_xor(x, ushort(FAR_MATE));
+  const float far = metal::simd_shuffle_xor(x, ushort(FAR_MATE));
   return ((col ^ of) & 4) != 0 ? far : x;
 }
 

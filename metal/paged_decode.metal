@@ -15,7 +15,7 @@
 //                 for each sequence's first prefix_lens[sequence] keys, by split; 0 = no such keys
 //   ticket         float32                       read after the writes before it
 //   out           (B, heads, splits, V_DIM) of OUT_T: T if there is one split; if there are more,
-//                 float, and merge_partitions adds them up by
+//                 float; merge_partitions merges the splits, weighted by lse
 //   lse           (B, heads, splits) float32, log2 of the sum of exponentials, LOWEST = no key seen;
 //                 also the next ticket: a later write takes it, and so comes after this read; a ticket
 //                 has 8 elements or more, so where lse would have fewer, LOWEST follows

@@ -29,8 +29,8 @@ METAL_FUNC int second_of_pair(int i, int rotated, bool traditional) {
   return traditional || i >= rotated ? 2 * i + 1 : i + rotated;
 }
 
-// What the pairs of this lane turn by: that of pair t * 32 + lane in cosine[t] and sine[t].  freqs lies
-// in any address space, and is not read unless FREQS.
+// The cosine and sine of this lane's pairs; cosine[t] and sine[t] belong to pair t * 32 + lane.  freqs
+// lies in any address space, and is not read unless FREQS.
 template <int TURNS, int ROTATED, bool FREQS, typename P>
 METAL_FUNC void rope_sines(P freqs, float log2_base, float scale, int position, int lane,
                            thread float* cosine, thread float* sine) {

@@ -23,8 +23,8 @@
 //
 // Layout.  The query rows of one KV head are B * GROUP pairs (row, head), row by row.  A tile is ROWS
 // of them, 8 a simdgroup, and all of a tile see the same keys: simdgroups, tiles of keys and products
-// are those of varlen_prefill, which says the rest.  While a tile is attended to, the next is under
-// way to registers, for few rows wait for memory.
+// are those of varlen_prefill, which says the rest.  While a tile is attended to, the next is loaded
+// into registers, because a step of few rows is bound by memory latency.
 //
 //   grid   x: KV head   y: tile of pairs   z: split of the prefix, at multiples of KEYS
 //

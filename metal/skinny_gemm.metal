@@ -43,6 +43,7 @@
 // 4 bits matrix products of 1 to 8 rows are bound by instructions rather than by bytes, at about 1.5 times
 // the time that the bytes take.  LANE_ROWS (1, or 4 for 2 to 4 rows): products without matrix instructions
 // (lane_products.h), of 4 instructions a weight for one row, and 1.5 more for each other row.
+#include "activations.h"
 #include "lane_products.h"
 
 // AT_ONCE loads of rows 8 p + row of w, p < PARTS, STEP elements apart, the first from k on.
@@ -163,10 +164,7 @@ enum GateActivation { NO_GATE, SILU, GELU };
 template <typename T, int GATE>
 METAL_FUNC T gated(T gate, T up) {
   const float x = float(gate);
-  // gelu's (1 + tanh(z)) / 2 is the sigmoid of 2 z.
-  const float z = GATE == GELU ? 1.59576912f * (x + 0.044715f * x * x * x) : x;
-  const float sigmoid = metal::precise::divide(1.0f, 1.0f + metal::precise::exp2(z * -1.44269504f));
-  const T active = T(x * (GATE == GELU ? sigmoid : float(T(sigmoid))));
+  const T active = T(GATE == GELU ? gelu(x) : x * float(T(sigmoid(x))));
   return T(float(active) * float(up));
 }
 

@@ -19,7 +19,7 @@
 //   chunk            0       1        2         3         0  1  2  3   0  1  2  3   0  1  2  3
 //
 // Rounding.  A weight is computed in float32 and rounded once to T, as mx.dequantize does; in bfloat16
-// halves go away from zero, not to the even neighbour, which is one addition.
+// ties round away from zero instead of to even, which takes one addition.
 //
 // Cost, in instructions a weight, where a half is an operand of a float32 operation (Apple).  4 and 8
 // bits: a shift, an and, an or make two codes, 16 bits apart, into halves of known exponent, which

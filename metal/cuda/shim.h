@@ -39,7 +39,6 @@ template <typename T>
 METAL_FUNC T max(T a, T b) { return a > b ? a : b; }
 template <typename T>
 METAL_FUNC T min(T a, T b) { return a < b ? a : b; }
-METAL_FUNC float exp2(float x) { return ::exp2f(x); }
 METAL_FUNC float log2(float x) { return ::log2f(x); }
 METAL_FUNC float rint(float x) { return ::rintf(x); }
 namespace fast {

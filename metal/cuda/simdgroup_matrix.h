@@ -32,14 +32,9 @@ METAL_FUNC void simdgroup_multiply_accumulate(
 
 #define FAR_MATE 2
 
-template <typename I>
-METAL_FUNC I matrix_row(I lane) { return lane / 4; }
-
-template <typename I>
-METAL_FUNC I matrix_col(I lane) { return lane % 4 * 2; }
-
-template <typename I>
-METAL_FUNC I matrix_lane(I row, I col) { return row * 4 + col / 2; }
+METAL_FUNC int matrix_row(int lane) { return lane / 4; }
+METAL_FUNC int matrix_col(int lane) { return lane % 4 * 2; }
+METAL_FUNC int matrix_lane(int row, int col) { return row * 4 + col / 2; }
 
 // For matrix.h, of 16-bit types.  The tensor cores take 16 rows of the left side, of which the lower 8
 // are zeros here.  They take the right side by columns: a lane holds elements (lane % 4 * 2, lane / 4) and

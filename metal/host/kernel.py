@@ -18,8 +18,9 @@ class HostKernel:
     The source that is executed is the one MLX generates. Inputs are read where they lie: a kernel
     that writes into the memory of an input changes the array that was passed.
 
-    name to atomic_outputs: as for `mx.fast.metal_kernel`.  A call raises HostError if there is no
-    compiler or the source does not compile, and KernelFault if the kernel does what no kernel may.
+    name to ensure_row_contiguous: as for `mx.fast.metal_kernel`.  A call raises HostError if there
+    is no compiler or the source does not compile, and KernelFault if the kernel does what no kernel
+    may.
     """
 
     def __init__(
@@ -30,7 +31,6 @@ class HostKernel:
         source: str,
         header: str = "",
         ensure_row_contiguous: bool = True,
-        atomic_outputs: bool = False,
         *,
         options: HostOptions | None = None,
     ):
@@ -41,7 +41,6 @@ class HostKernel:
             "source": source,
             "header": header,
             "ensure_row_contiguous": ensure_row_contiguous,
-            "atomic_outputs": atomic_outputs,
         }
         self.name = name
         self.options = options or HostOptions()
@@ -73,7 +72,7 @@ class HostKernel:
             arrays = [memory.row_contiguous(a) for a in arrays]
             mx.eval(arrays)
         outputs = [
-            memory.new_output(tuple(shape), dtype, init_value, options.poison)
+            memory.new_output(tuple(shape), dtype, init_value)
             for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
         ]
         library, parameters = self._build(arrays, template or (), output_dtypes, options, verbose)

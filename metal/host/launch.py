@@ -55,10 +55,7 @@ class _Launch(ctypes.Structure):
         ("grid", ctypes.c_uint32 * 3),
         ("threads", ctypes.c_uint32 * 3),
         ("schedule", ctypes.c_uint32),
-        ("poison", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
-        ("same_value_writes", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
         ("num_buffers", ctypes.c_uint32),
         ("num_shared", ctypes.c_uint32),
         ("buffers", Buffer * MAX_BUFFERS),
@@ -124,8 +121,6 @@ class Library:
         random = not isinstance(options.schedule, str)
         launch.schedule = 2 if random else [FORWARD, REVERSE].index(options.schedule)
         launch.seed = options.schedule if random else 0
-        launch.poison = options.poison
-        launch.same_value_writes = options.same_value_writes
         launch.num_buffers = max(buffers, default=-1) + 1
         for index, buffer in buffers.items():
             launch.buffers[index] = buffer

@@ -32,13 +32,13 @@ def row_contiguous(array: mx.array) -> mx.array:
     return array if elements(array).flags.c_contiguous else mx.contiguous(array)
 
 
-def new_output(shape: tuple[int, ...], dtype: mx.Dtype, init_value, poison: bool) -> mx.array:
-    """An array of its own memory: `init_value` everywhere, or 0xff bytes, or zeros."""
+def new_output(shape: tuple[int, ...], dtype: mx.Dtype, init_value) -> mx.array:
+    """An array of its own memory: `init_value` everywhere, or 0xff bytes."""
     array = mx.zeros(shape, dtype)
     mx.eval(array)
     if init_value is not None:
         elements(array)[...] = elements(mx.array(init_value, dtype))
-    elif poison and array.size:
+    elif array.size:
         raw = elements(array)
         raw.reshape(-1).view(np.uint8)[:] = 0xFF
     return array

@@ -13,20 +13,16 @@ class HostOptions:
 
     checked: watch every memory access; slower by about four times.
     schedule: the order in which threads and threadgroups run: "forward", "reverse", or a seed.
-    poison: fill new outputs and threadgroup memory with 0xff bytes (NaN), and unset variables with
-    a pattern.
     writable_inputs: inputs that the kernel may write in place.
     partial_outputs: outputs that need not be written whole.
-    same_value_writes: let threads race in writing a value that is there already; MLX's quantised
-    matrix-vector product does, at the edge of a matrix.
+
+    New outputs and threadgroup memory start as 0xff bytes (NaN), unset variables as a pattern.
     """
 
     checked: bool = False
     schedule: str | int = FORWARD
-    poison: bool = True
     writable_inputs: Collection[str] = ()
     partial_outputs: Collection[str] = ()
-    same_value_writes: bool = False
 
     def __post_init__(self):
         if isinstance(self.schedule, str):

@@ -10,14 +10,14 @@ from .options import HostOptions
 
 
 @contextlib.contextmanager
-def installed(options: HostOptions | None = None, **settings) -> Iterator[list[HostKernel]]:
+def installed(**settings) -> Iterator[list[HostKernel]]:
     """While in force, `mx.fast.metal_kernel` makes kernels that run on the CPU.
 
     `mx.compile` is off meanwhile, since a host kernel needs values, not tracers. Kernels made
     before or after are not touched: code that keeps kernels must make them under this.  Yields the
-    kernels that were made, in order.  settings: fields of `HostOptions`, in place of `options`.
+    kernels that were made, in order.  settings: fields of `HostOptions`.
     """
-    options = options or HostOptions(**settings)
+    options = HostOptions(**settings)
     made: list[HostKernel] = []
 
     def metal_kernel(*args, **kwargs) -> HostKernel:

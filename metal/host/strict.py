@@ -60,12 +60,11 @@ _BANNED = {
 }
 
 
-def check(source: str, *, include: Sequence[Path | str] = ()) -> list[Violation]:
+def check(source: str) -> list[Violation]:
     """What Apple's compiler would refuse in `source`, in the order of lines; empty if nothing.
 
     `source` is a Metal text as `mx.fast.metal_kernel` generates it: MLX's `utils.h` comes before
     it, as in MLX.  Or a whole one, which includes <metal_stdlib> or headers of MLX's itself.
-    `include`: folders with its headers; MLX's own is always there.
 
     Raises HostError if clang or MLX's headers are missing.
     """
@@ -77,7 +76,7 @@ def check(source: str, *, include: Sequence[Path | str] = ()) -> list[Violation]
     ]
     options = [*_CHECK, *(f"-W{name}" for name in _WARNINGS)]
     try:
-        done = compile_metal(source, options, include=include)
+        done = compile_metal(source, options)
     except ValueError:
         return [*found, Violation("compiler", 0, "brackets do not match")]
     found += _diagnostics(done.stderr)
@@ -88,17 +87,14 @@ def check(source: str, *, include: Sequence[Path | str] = ()) -> list[Violation]
     return sorted(set(found), key=lambda v: (v.line, v.rule, v.message))
 
 
-def compile_metal(
-    source: str, options: Sequence[str], *, include: Sequence[Path | str] = ()
-) -> subprocess.CompletedProcess[str]:
+def compile_metal(source: str, options: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run clang with `options` on a Metal text (see `check`).  Raises ValueError if brackets do not
     match, HostError if clang or MLX's headers are missing."""
     lowered = _lower(_blank(source))
     prelude = [] if _WHOLE.search(source) else ["-include", _PRELUDE]
     if (mlx_headers := include_dir()) is None:
         raise HostError("the strict front end needs MLX's kernel headers, which this MLX lacks")
-    folders = (option for path in (*include, mlx_headers) for option in ("-I", str(path)))
-    command = [*_CLANG, *folders, *prelude, *options, "-"]
+    command = [*_CLANG, "-I", str(mlx_headers), *prelude, *options, "-"]
     done = subprocess.run(command, input=lowered, capture_output=True, text=True, check=False)
     if "No module named ziglang" in done.stderr:
         raise HostError("the strict front end needs clang: pip install ziglang")

@@ -1,6 +1,6 @@
 """What clang accepts and Metal does not, found in the dump of clang's syntax tree.
 
-Only of the checked text itself, which clang reads as `<stdin>`; MLX's headers are MLX's business.
+Only of the checked text itself, which clang reads as `<stdin>`; MLX's headers are not checked.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 import hashlib
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,30 +33,18 @@ _MEMORY = {False: ["memory.cpp"], True: ["checker.cpp", "hooks.cpp"]}
 
 @cache
 def compiler() -> tuple[str, ...] | None:
-    """The command of a C++ compiler, or None: ziglang's clang, clang++ or g++, in this order.
-
-    `METAL_LITE_HOST_CXX` names another.
-    """
-    if named := os.environ.get("METAL_LITE_HOST_CXX"):
-        return tuple(named.split())
+    """The command of ziglang's clang, or None."""
     if spec := importlib.util.find_spec("ziglang"):
         zig = Path(spec.submodule_search_locations[0]) / "zig"
         if zig.exists():
-            # zig's own default is the CPU at hand; that of clang++ and g++ is a plain one too.
+            # zig's default is the CPU at hand.
             return (str(zig), "c++", "-mcpu=baseline")
-    for name in ("clang++", "g++"):
-        if path := shutil.which(name):
-            return (path,)
     return None
 
 
 def compiler_available() -> bool:
     """Whether kernels can be compiled here; tests skip by name where they cannot."""
     return compiler() is not None
-
-
-def is_clang() -> bool:
-    return _version().find("clang") >= 0
 
 
 @cache
@@ -104,30 +91,24 @@ def _run(command: list[str], what: str) -> None:
 class Flavour(NamedTuple):
     """The options that a kernel is compiled for."""
 
-    poison: bool
     checked: bool
     coverage: bool
 
 
 def flavour(options: HostOptions) -> Flavour:
-    counted = os.environ.get("METAL_LITE_HOST_COVERAGE") == "1" and is_clang()
-    return Flavour(options.poison, options.checked, counted)
+    return Flavour(options.checked, os.environ.get("METAL_LITE_HOST_COVERAGE") == "1")
 
 
 def _kernel_flags(flavour: Flavour) -> list[str]:
     flags = [*(_CHECKED if flavour.checked else _PLAIN), "-I", str(HEADERS)]
     if flavour.coverage:
         flags += ["-fprofile-instr-generate", "-fcoverage-mapping", "-fprofile-update=single"]
-    if flavour.poison:
-        flags.append("-ftrivial-auto-var-init=pattern")
-    if is_clang():
-        flags += ["-Xclang", "-cl-single-precision-constant"]
-        flags += ["-Xclang", "-ffloat16-excess-precision=none", "-Wno-invalid-constexpr"]
-        flags += ["-Wno-reserved-user-defined-literal"]
-        # A read is of interest also where the same place is written next.
-        flags += ["-mllvm", "-tsan-instrument-read-before-write"] if flavour.checked else []
-    else:
-        flags += ["-fsingle-precision-constant", "-fexcess-precision=16", "-fpermissive"]
+    flags += ["-ftrivial-auto-var-init=pattern"]
+    flags += ["-Xclang", "-cl-single-precision-constant"]
+    flags += ["-Xclang", "-ffloat16-excess-precision=none", "-Wno-invalid-constexpr"]
+    flags += ["-Wno-reserved-user-defined-literal"]
+    # A read is of interest also where the same place is written next.
+    flags += ["-mllvm", "-tsan-instrument-read-before-write"] if flavour.checked else []
     return flags
 
 
@@ -144,13 +125,11 @@ class Unit(NamedTuple):
 
 @cache
 def _head_flags(head: str, flags: tuple[str, ...]) -> list[str]:
-    """Flags that put the head before a body; clang reads it in compiled form, made once."""
+    """Flags that put the head before a body, in compiled form, which is made once."""
     key = hashlib.sha256(repr((_runtime_hash(), str(HEADERS), flags, head)).encode()).hexdigest()
     header, compiled = (cache_dir() / f"{key[:32]}.{end}" for end in ("h", "pch"))
     if not header.exists():
         _write(header, lambda made: made.write_text(head))
-    if not is_clang():
-        return ["-include", str(header)]
     if not compiled.exists():
         # Another process may have written the same header a little later.
         options = ["-Xclang", "-fno-pch-timestamp", "-x", "c++-header", str(header)]
@@ -185,7 +164,7 @@ def build(unit: Unit, name: str, flavour: Flavour) -> Path:
     Raises HostError if there is no compiler, or the text does not compile.
     """
     if not compiler_available():
-        raise HostError("no C++ compiler: pip install ziglang, or install clang++ or g++")
+        raise HostError("no C++ compiler: pip install ziglang")
     flags = _kernel_flags(flavour)
     key = hashlib.sha256("\0".join([_runtime_hash(), *flags, *unit]).encode()).hexdigest()[:32]
     library = cache_dir() / f"{key}.so"
@@ -200,7 +179,7 @@ def build(unit: Unit, name: str, flavour: Flavour) -> Path:
         _compile(source, made, [*flags, *_head_flags(unit.head, tuple(flags))], f"kernel {name}")
         # No C++ library and no sanitizer's: the runtime needs neither.
         link = [*compiler(), "-shared", "-O2", "-fno-sanitize=all", str(made)]
-        link += [*_runtime_objects(flavour), *(["-nostdlib++"] if is_clang() else [])]
+        link += [*_runtime_objects(flavour), "-nostdlib++"]
         if sys.platform != "darwin":
             link += ["-lm", "-ldl", "-Wl,--no-gc-sections"]  # what counts is named by nobody
         linked = Path(scratch) / library.name

@@ -5,11 +5,11 @@ import pytest
 from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from tests.support.arch_configs import config_of
-from tests.support.attention_cases import RAGGED, Case, KernelCase, check
+from tests.support.attention_cases import PREFILLS, RAGGED, Case, KernelCase, check
 from tests.support.device import change_device
 from tests.support.launches import watch
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
-from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
+from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
 from vllm_metal_lite.attention.sdpa import execute as sdpa_run
 from vllm_metal_lite.attention.select import Verdict

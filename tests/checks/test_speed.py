@@ -134,7 +134,9 @@ def test_a_load_that_does_not_fit_is_not_timed(monkeypatch):
 
     monkeypatch.setattr(speed, "measure", no_memory)
     monkeypatch.setattr(attention, "write", lambda _: (0.0, 1.0))
-    assert run(checks_for(USE)[0], timed=True).passed
+    result = run(checks_for(USE)[0], timed=True)
+    assert result.passed
+    assert result.timing_failed
 
 
 def test_slow_is_clearly_slower():

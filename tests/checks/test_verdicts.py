@@ -18,6 +18,7 @@ from vllm_metal_lite.checks.popular_shapes import YARN_FACTOR
 from vllm_metal_lite.checks.result import CheckResult, Speed
 from vllm_metal_lite.checks.run_check import run
 from vllm_metal_lite.checks.verdicts import verify
+from vllm_metal_lite.kernels.findings import Findings
 from vllm_metal_lite.specs import (
     AttentionShape,
     ConvShape,
@@ -217,6 +218,23 @@ def test_a_folder_that_is_not_writable_costs_another_check(found, monkeypatch, t
     for count in (1, 2):
         assert verify(USE) == Verdict({}, "varlen")
         assert len(ran) == count * len(checks_for(USE))
+
+
+def test_findings_of_others_stay():
+    ours, theirs = Findings(), Findings()
+    theirs.add("their kernel", "right")
+    ours.add("our kernel", "wrong")
+    assert Findings().known == {"their kernel": "right", "our kernel": "wrong"}
+
+
+def test_a_kernel_whose_timing_failed_is_timed_at_the_next_start(found):
+    results, ran = found
+    results["varlen_prefill"] = CheckResult(None, 0.0, 1.0, timing_failed=True)
+    assert verify(USE) == Verdict({}, "varlen")
+    results["varlen_prefill"] = CheckResult(None, 0.0, 1.0, speed=Speed(1.1e-4, 1e-4))
+    ran.clear()
+    assert verify(USE) == Verdict({}, "gather")
+    assert [check.kernel for check in ran] == ["varlen_prefill"]
 
 
 # What is slow

@@ -22,7 +22,6 @@ from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.packed import NO_FUSION
-from vllm_metal_lite.model.trial import Problem
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 
 ALL_ROWS = range(1, 65)
@@ -138,7 +137,7 @@ def test_products_of_quantised_weights_are_timed(monkeypatch, name):
 
 def test_nothing_is_timed_where_fused_launches_are_wrong(monkeypatch, caplog):
     sizes = timed(monkeypatch, 1, 8)
-    monkeypatch.setattr(decide._Trials, "problem", lambda *_: Problem("wrong logits"))
+    monkeypatch.setattr(decide._Trials, "problem", lambda *_: "wrong logits")
     assert decide.decide(*model()) is NO_FUSION
     assert "fused launches do not suit this model: wrong logits" in caplog.text
     assert sizes == []
@@ -215,7 +214,7 @@ def test_a_trial_that_passed_is_remembered_for_models_of_its_form(monkeypatch, t
 
 def test_a_trial_that_failed_is_repeated(monkeypatch):
     packed, attention = model()
-    monkeypatch.setattr(decide.Trial, "problem", lambda *_: Problem("wrong logits"))
+    monkeypatch.setattr(decide.Trial, "problem", lambda *_: "wrong logits")
     for _ in range(2):
         assert decide._Trials(packed, attention).problem(FusedLaunches())
 
@@ -228,7 +227,7 @@ def test_an_engine_times_a_model_that_passed_its_trial(monkeypatch, caplog, suit
 
     def problem(trials, fusion):
         order.append((fusion.skinny_rows, list(sizes)))
-        return Problem("wrong logits") if fusion.skinny_rows and not suits else None
+        return "wrong logits" if fusion.skinny_rows and not suits else None
 
     monkeypatch.setattr(decide._Trials, "problem", problem)
     monkeypatch.setattr(isolated, "results", lambda *_, **__: [])

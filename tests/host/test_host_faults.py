@@ -94,17 +94,6 @@ BODIES = {
     simdgroup_barrier(mem_flags::mem_threadgroup);
     y[i] = tile[sg][lane];
 """,
-    # All groups count together; only the count of the first is told.
-    "count": """
-    device atomic_int* counter = (device atomic_int*)y + g * 64;
-    if (t == 0) {
-        atomic_store_explicit(counter, 0, memory_order_relaxed);
-    } else {
-        y[i] = 0;
-    }
-    threadgroup_barrier(mem_flags::mem_device);
-    atomic_fetch_add_explicit(counter, int(t), memory_order_relaxed);
-""",
 }
 FAULTS = read_faults(Path(__file__))
 CHECKED = [HostOptions(checked=True, schedule=order) for order in ("forward", "reverse", 3)]

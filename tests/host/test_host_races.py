@@ -16,7 +16,7 @@ from metal.host import HostKernel, HostOptions, KernelFault, compiler_available
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
 # Four threads act in each of two threadgroups: 0, 1, 32 and 33, two of each simdgroup.
-NOTHING, READ, WRITE, ATOMIC = range(4)
+NOTHING, READ, WRITE = range(3)
 ACCESS, GROUP, GROUP_OTHER_MEMORY, SIMDGROUP = range(4)
 
 SOURCE = """
@@ -45,17 +45,11 @@ for (int step = 0; step < program_shape[0]; step++) {
   } else if (row[0] == 3) {
     simdgroup_barrier(mine);
   } else if (actor >= 0) {
-    const int action = row[1 + group * 4 + actor], kind = action % 4, at = action / 4;
+    const int action = row[1 + group * 4 + actor], kind = action % 3, at = action / 3;
     if (kind == 1) {
       sum += cells[at];
     } else if (kind == 2) {
       cells[at] = step;
-    } else if (kind == 3) {
-#if DEVICE
-      atomic_fetch_add_explicit((device atomic_uint*)&cells[at], 1u, memory_order_relaxed);
-#else
-      atomic_fetch_add_explicit((threadgroup atomic_uint*)&cells[at], 1u, memory_order_relaxed);
-#endif
     }
   }
 }
@@ -76,17 +70,17 @@ def races(program, device):
     Nothing orders the two threadgroups, which share device memory only.
     """
     events = [
-        (step, actor, what % 4, what // 4)
+        (step, actor, what % 3, what // 3)
         for step, (op, *actions) in enumerate(program)
         for actor, what in enumerate(actions)
-        if op == ACCESS and what % 4 != NOTHING
+        if op == ACCESS and what % 3 != NOTHING
     ]
     for (s1, a1, kind1, at1), (s2, a2, kind2, at2) in combinations(events, 2):
         between = {op for op, *_ in program[s1:s2]}
         same_group, same_simdgroup = a1 // 4 == a2 // 4, a1 // 2 == a2 // 2
         ordered = (same_group and GROUP in between) or (same_simdgroup and SIMDGROUP in between)
         at1, at2 = (at1, at2) if device else ((at1, a1 // 4), (at2, a2 // 4))
-        harmless = kind1 == kind2 == READ or kind1 == kind2 == ATOMIC
+        harmless = kind1 == kind2 == READ
         if at1 == at2 and a1 != a2 and not ordered and not harmless:
             return True
     return False
@@ -110,12 +104,12 @@ def reported(program, device, schedule):
     return None
 
 
-# Each thread reads, writes, adds to, or leaves alone one of two places; mostly few of them act.
+# Each thread reads, writes, or leaves alone one of two places; mostly few of them act.
 def step(*actions):
     return st.tuples(st.just(ACCESS), *[st.sampled_from(actions)] * 8)
 
 
-busy, sparse = step(*range(8)), step(*[NOTHING] * 12, READ, WRITE, ATOMIC)
+busy, sparse = step(*range(6)), step(*[NOTHING] * 12, READ, WRITE)
 barriers = st.sampled_from([GROUP, GROUP_OTHER_MEMORY, SIMDGROUP]).map(lambda op: (op, *[0] * 8))
 
 

@@ -82,11 +82,6 @@ ACCEPTED = {
         "thread auto& e = sum.thread_elements(); e[0] = exp2(e[1]);\n"
         "simdgroup_store(sum, y, 8);",
     ),
-    "atomics": (
-        "device atomic_uint* a = (device atomic_uint*)y;\n"
-        "atomic_fetch_add_explicit(a, 1u, memory_order_relaxed);\n"
-        "threadgroup atomic_int c; atomic_store_explicit(&c, 0, memory_order_relaxed);",
-    ),
     "helpers": (
         "threadgroup float a[4]; f(a, x[i]); S<4> s{x[i]}; y[i] = s.twice() + a[0] + weights[1];",
         "constant float weights[2] = {0.5f, 2};\n"

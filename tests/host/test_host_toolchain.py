@@ -30,7 +30,6 @@ def test_the_cache_tells_targets_apart(monkeypatch):
     assert toolchain._runtime_hash.__wrapped__() != key
 
 
-@pytest.mark.skipif(not toolchain.is_clang(), reason="only clang calls a function for it")
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 def test_narrow_floats_need_no_instructions_of_their_own(dtype):
     """Where the CPU has none, the compiler calls functions that must be linked."""

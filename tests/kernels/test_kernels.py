@@ -198,9 +198,9 @@ def test_more_rows_than_a_grid_of_cuda_has_in_y(monkeypatch):
 
     monkeypatch.setattr(Kernel, "__call__", noting)
     rows = mx.arange(80, dtype=mx.float32).reshape(10, 1, 8)
-    index = mx.arange(70_000, dtype=mx.int32) % 10
+    index, spec = mx.arange(70_000, dtype=mx.int32) % 10, LayerSpec(1, 8, 8, mx.float32)
     with installed():  # unchecked, for there is much to copy
-        got = [gather_rows(rows, index), *kv_gather(index, rows, -rows, new_ticket())[:2]]
+        got = [gather_rows(rows, index), *kv_gather(index, rows, -rows, new_ticket(), spec)[:2]]
         for out, of in zip(got, (rows, rows, -rows), strict=True):
             assert mx.array_equal(out.reshape(-1, 1, 8), of[index])  # of one head
     assert [grid[1:] for grid in grids] == [(1, 1)] * 2

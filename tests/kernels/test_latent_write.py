@@ -75,5 +75,6 @@ def test_columns_outside_of_their_array_are_refused():
     new = NewLatents(Columns(rows, 9), 8, 2, Columns(rows, 0), Columns(rows, 16), norm, rope)
     where = {"positions": mx.zeros(8, mx.int32), "slot_mapping": mx.zeros(8, mx.int32)}
     store = {"keys": mx.zeros((8, 1, 16)), "values": mx.zeros((8, 1, 8))}
+    spec = LayerSpec(1, 16, 8, mx.float32)
     with pytest.raises(ValueError, match=r"columns 9 to 25 of .* \(., 24\)"):
-        latent_write(new, **where, **store, ticket=new_ticket())
+        latent_write(new, **where, **store, ticket=new_ticket(), spec=spec)

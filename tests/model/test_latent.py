@@ -11,10 +11,11 @@ import pytest
 from metal.host import compiler_available, installed
 from tests.support import arch_configs
 from tests.support import tiny_models as tiny
+from tests.support.attention_cases import PREFILLS
 from tests.support.device import change_device
 from tests.support.kernel_engine import as_on_a_gpu, engine_with_kernels
 from tests.support.launches import watch
-from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
+from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from tests.support import tiny_models as tiny
 from tests.support.array_attention import compile_on_cpu
+from tests.support.attention_cases import PREFILLS
 from tests.support.device import change_device, pad_to_powers_of_two
 from tests.support.embeddings import alone, compare
 from tests.support.kernel_faults import FailingKernels
 from tests.support.launches import Stubs
 from tests.support.rounding import of_16_bits
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
+from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.experts import fuse_experts
 from vllm_metal_lite.fusion.launches import FusedLaunches

@@ -15,6 +15,7 @@ from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
 BLOCK_SIZE = 8
+PREFILLS = "varlen", "gather"
 
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -52,7 +52,7 @@ class Dispatch:
     """A call of one of MLX's kernels.
 
     `buffers`: as for `run_metal`, but an output is given as (shape, dtype).  `groups`: how many
-    threadgroups, each of `threads`.  `settings`: fields of HostOptions that it needs.
+    threadgroups, each of `threads`.
     """
 
     source: str
@@ -61,7 +61,6 @@ class Dispatch:
     groups: Sequence[int]
     threads: Sequence[int]
     constants: Mapping[int, np.generic] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self, way: HostOptions) -> list[mx.array]:
         """The outputs of one run."""
@@ -77,7 +76,7 @@ class Dispatch:
             constants=self.constants,
             include_dirs=[INCLUDE],
             outputs=places,
-            options=replace(way, **self.settings),
+            options=way,
             name="mlx",
         )
         return list(made.values())

@@ -23,7 +23,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.fusion.launches import fuse
-from vllm_metal_lite.kernels.arguments import unused
+from vllm_metal_lite.kernels.arguments import placeholder
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.runner.result import StepResult
@@ -131,7 +131,7 @@ class _Steps:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        unused()  # remembered by the process: not to be made of tracers
+        placeholder()  # remembered by the process: not to be made of tracers
         with pytest.MonkeyPatch.context() as patch:
             as_on_metal(patch)
             self._evaluate = mx.eval

@@ -99,7 +99,7 @@ class Loads:
         splits = prefix_splits(rows, s.num_heads, s.num_kv_heads, tokens)
         plan = decode_plan(rows, s.num_kv_heads, _OWN if once else tokens + _OWN)
         store = load.store.keys[0], load.store.values[0]
-        how = {"block_size": _BLOCK, "scale": load.scale}
+        how = {"block_size": _BLOCK, "scale": load.scale, "spec": load.store.specs[0]}
 
         def call(q: mx.array) -> mx.array:
             args = tables, lens

@@ -35,9 +35,9 @@ _PROMPTS = ((4, 512, 512), (1, 4096, 1024))
 # Rows of launches without attention.
 _ROWS = 512
 
-Candidate = Callable[[], object]
+Work = Callable[[], object]
 # By the kernel, and without it.
-Pair = tuple[Candidate, Candidate]
+Pair = tuple[Work, Work]
 Attend = Check[AttentionShape]
 # Rotated queries, keys and values.
 Apart = tuple[mx.array, mx.array, mx.array]

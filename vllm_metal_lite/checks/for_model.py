@@ -6,7 +6,7 @@ from dataclasses import replace
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.check import Check, MixtureShape, NormShape, ProductShape
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import MAX_PREFILL_DIM, head_size_problem, unsupported
+from vllm_metal_lite.kernels.arguments import tiles_serve, unsupported
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS, multiplies_in_lanes
 from vllm_metal_lite.specs import (
     AttentionShape,
@@ -137,9 +137,5 @@ def _new_rows(shape: AttentionShape, rope: RopeShape, use: KernelUse) -> list[Ch
 
 def shares(shape: AttentionShape, use: KernelUse) -> bool:
     """Whether decodes of this shape may share a prefix."""
-    dims = shape.k_head_dim, shape.v_head_dim
-    return (
-        use.shares_prefix
-        and shape.window is None
-        and head_size_problem(dims, MAX_PREFILL_DIM) is None
-    )
+    fits = tiles_serve(shape.k_head_dim, shape.v_head_dim)
+    return use.shares_prefix and shape.window is None and fits

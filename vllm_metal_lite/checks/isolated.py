@@ -68,7 +68,7 @@ def results(
         for done, check in enumerate(checks):
             if progress is not None:
                 progress(done, len(checks), check)
-            if _says_nothing(check, [*known, *found]):
+            if _left_out(check, [*known, *found]):
                 continue
             if child is None and not alone:
                 child = _start()
@@ -84,7 +84,7 @@ def results(
             child.stop()
 
 
-def _says_nothing(check: Check, results: Sequence[CheckResult]) -> bool:
+def _left_out(check: Check, results: Sequence[CheckResult]) -> bool:
     return any(
         result.kernel in check.needs or (result.ended and result.kernel == check.kernel)
         for result in results

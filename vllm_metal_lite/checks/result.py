@@ -51,6 +51,7 @@ class CheckResult:
     """The largest error and the tolerance, or why the kernel did not run, in one line.
 
     ended: the kernel hung, or ended the process.  speed: None if nothing was timed.
+    timing_failed: the kernel is right, but timing it raised.
     """
 
     check: Check
@@ -59,6 +60,7 @@ class CheckResult:
     failure: str | None = None
     ended: bool = False
     speed: Speed | None = None
+    timing_failed: bool = False
 
     @property
     def kernel(self) -> str:

@@ -5,7 +5,7 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import fallbacks
 from vllm_metal_lite.checks.check import Check
-from vllm_metal_lite.checks.fallbacks import Candidate, Pair
+from vllm_metal_lite.checks.fallbacks import Pair, Work
 from vllm_metal_lite.checks.result import Speed
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.registry import REGISTRY
@@ -29,8 +29,8 @@ def _speed(pairs: list[Pair]) -> Speed:
     return Speed(*np.sum([_seconds(*pair) for pair in pairs], axis=0).tolist())
 
 
-def _seconds(ours: Candidate, other: Candidate) -> list[float]:
-    def calls(candidate: Candidate) -> timing.Candidate:
-        return lambda count: mx.eval([candidate() for _ in range(count)])
+def _seconds(ours: Work, other: Work) -> list[float]:
+    def calls(work: Work) -> timing.Candidate:
+        return lambda count: mx.eval([work() for _ in range(count)])
 
     return timing.seconds_alternating([calls(ours), calls(other)], calls=_CALLS, warm=_CALLS)

@@ -2,7 +2,7 @@
 
 For this device, MLX version and kernel source, this module remembers each pass with its times, and
 each kernel that hung or ended its process, because another try may cost the whole deadline.  Other
-failures are tried again at each start.
+failures, also of the timing, are tried again at each start.
 """
 
 import json
@@ -39,7 +39,7 @@ def remember(results: Sequence[CheckResult], found: Findings | None = None) -> N
     """Keep results for later starts.  results: of checks that timed kernels."""
     found = found or Findings()
     for result in results:
-        if result.passed or result.ended:
+        if (result.passed and not result.timing_failed) or result.ended:
             fields = {**vars(result), "speed": result.speed and vars(result.speed)}
             del fields["check"]
             found.add(str(result.check), json.dumps(fields))

@@ -24,7 +24,7 @@ from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.experts import served_experts
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
-from vllm_metal_lite.model.trial import Problem, Trial
+from vllm_metal_lite.model.trial import Trial
 from vllm_metal_lite.model.usage import product_weights
 
 logger = logging.getLogger(__name__)
@@ -50,11 +50,11 @@ def decide(
     fusion = fuse(packed.model, joins=not backend.is_cpu()).without(failed_kernels)
     trials = _Trials(packed, attention, ranks)
     if problem := trials.problem(fusion):
-        logger.warning(f"fused launches do not suit this model: {problem.text}")
+        logger.warning(f"fused launches do not suit this model: {problem}")
         return NO_FUSION
     if all(s.dtype == mx.float32 for s in packed.layout.specs):
         return fusion
-    # Steps of many rows use neither kernel, so fusion had to pass without them first.
+    # Steps of many rows use neither kernel, so fusion without them is tried first.
     for what, kernel, rows, most, served, faster in (
         ("products", "skinny_gemm", "skinny_rows", MAX_ROWS, product_weights, faster_rows),
         ("experts", "expert_gemm", "expert_rows", EXPERT_ROWS, served_experts, faster_expert_rows),
@@ -64,7 +64,7 @@ def decide(
         chosen: dict[str, Any] = {rows: range(1, most + 1)}
         ours = replace(fusion, **chosen)
         if problem := trials.problem(ours):
-            logger.warning(f"{what} by {kernel} do not suit this model: {problem.text}")
+            logger.warning(f"{what} by {kernel} do not suit this model: {problem}")
         else:
             chosen[rows] = faster(packed, attention, ours, ranks)
             fusion = replace(fusion, **chosen)
@@ -81,7 +81,7 @@ class _Trials:
         self._found = Findings()
         self._trial: Trial | None = None
 
-    def problem(self, fusion: FusedLaunches) -> Problem | None:
+    def problem(self, fusion: FusedLaunches) -> str | None:
         """Why a fusion does not suit the model, or None if it does."""
         key = f"trial of {self._fingerprint(fusion)}"
         if all(self.ranks.gather(key in self._found.known)):

@@ -18,6 +18,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.fusion.origins import Activated, Multiplied, Normed, Scaled, Slice, Sum
 from vllm_metal_lite.fusion.traced import (
+    Function,
     Traced,
     as_view,
     gated_by,
@@ -31,8 +32,6 @@ from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns, Rope
 from vllm_metal_lite.model.seam.hooks import Hook
-
-Function = Callable[..., mx.array]
 
 
 def fused_functions(

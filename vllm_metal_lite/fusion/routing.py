@@ -11,7 +11,7 @@ right.  Each known operation replaces that launch by one that does more of the w
 a launch whose results are unused.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType, ModuleType
@@ -21,7 +21,7 @@ import mlx.nn as nn
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.origins import Multiplied, Negated, Widened
-from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
+from vllm_metal_lite.fusion.traced import Function, Traced, as_view, origin_of, rows_of
 from vllm_metal_lite.kernels.expert_topk import Routing, Scoring, expert_topk, fits
 from vllm_metal_lite.model.seam.hooks import Hook, modules_of
 
@@ -188,9 +188,6 @@ def routing_functions(selectors: Collection[Selector]) -> list[Hook]:
         (mx, name, partial(record, getattr(mx, name))) for name, record in _RECORDING.items()
     ]
     return hooks + [(m, name, _selecting(getattr(m, name))) for m, name in selectors]
-
-
-Function = Callable[..., mx.array]
 
 
 def _softmax(original: Function, x: mx.array, axis: Any = None, **kwargs: Any) -> mx.array:

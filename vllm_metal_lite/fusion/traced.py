@@ -5,6 +5,7 @@ RoPE, store write; or norm, product, sum) starts from the recorded origin, so ML
 the intermediate.  The rules name no architecture; an operation that does not fit is not fused.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,9 @@ from vllm_metal_lite.kernels.skinny_gemm import Gate
 from vllm_metal_lite.model.seam.layer_cache import RotaryKeys
 from vllm_metal_lite.model.seam.scaling import ScalingAt
 from vllm_metal_lite.recurrence.columns import ColumnsOf
+
+# A function of MLX or of a model, or what replaces it.
+Function = Callable[..., mx.array]
 
 
 def heads_of(x: mx.array) -> Heads:

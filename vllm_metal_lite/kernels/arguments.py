@@ -5,8 +5,8 @@ exactly the ticket that the previous one returned (metal/kv_write.metal says why
 float32 array of any shape; its values mean nothing.
 
 Shapes: keys (slots, num_kv_heads, k_head_dim) and values (slots, num_kv_heads, v_head_dim) are one
-layer's store; metadata is int32; B sequences, N packed rows.  A store with 8 or 4 bits per value
-has rows of words instead, and needs its `spec`.
+layer's store, whose rows are words instead if its `spec` has 8 or 4 bits per value; metadata is
+int32; B sequences, N packed rows.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,6 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.launch import Template
 from vllm_metal_lite.kv.row_format import RowFormat
-from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.specs import AttentionShape
 
 # The last inputs of a kernel that uses the store.
@@ -87,6 +86,11 @@ def head_size_problem(dims: Iterable[int], largest: int) -> str | None:
     return None
 
 
+def tiles_serve(k_head_dim: int, v_head_dim: int) -> bool:
+    """Whether `varlen_prefill` and `shared_prefix` serve heads of these sizes."""
+    return head_size_problem((k_head_dim, v_head_dim), MAX_PREFILL_DIM) is None
+
+
 def latent_problem(latent_dim: int, rope: int) -> str | None:
     """Why `latent_attention` cannot serve latents and rotary keys of these sizes, or None."""
     fits = 8 <= latent_dim <= MAX_LATENT_DIM
@@ -110,20 +114,11 @@ def bits(x: float) -> int:
 
 
 @cache
-def unused() -> mx.array:
+def placeholder() -> mx.array:
     """The placeholder for an input that a kernel does not use, such as sinks."""
     zeros = mx.zeros(MIN_ELEMENTS)
     mx.eval(zeros)  # otherwise every compiled step would make its own
     return zeros
-
-
-def row_formats(
-    keys: mx.array, values: mx.array, spec: LayerSpec | None
-) -> tuple[RowFormat, RowFormat]:
-    """The row formats of K and V in a store; spec None: it is not quantised."""
-    if spec:
-        return spec.k_row, spec.v_row
-    return RowFormat(keys.shape[2], keys.dtype), RowFormat(values.shape[2], values.dtype)
 
 
 def format_template(k_row: RowFormat, v_row: RowFormat) -> Template:

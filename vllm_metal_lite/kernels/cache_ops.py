@@ -8,7 +8,6 @@ from vllm_metal_lite.kernels.arguments import (
     TICKET_SHAPE,
     format_template,
     grid_for,
-    row_formats,
 )
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kv.store import LayerSpec
@@ -29,11 +28,11 @@ def kv_write(
     keys: mx.array,
     values: mx.array,
     ticket: mx.array,
-    spec: LayerSpec | None = None,
+    spec: LayerSpec,
 ) -> mx.array:
     """Write rows k (N, num_kv_heads, k_head_dim) and v to slots (N or more,).  A negative slot is
     skipped."""
-    (rows, kv_heads, _), (k_row, v_row) = k.shape, row_formats(keys, values, spec)
+    (rows, kv_heads, _), (k_row, v_row) = k.shape, (spec.k_row, spec.v_row)
     template: Template = {"T": k.dtype, "KV_HEADS": kv_heads}
     if k_row.bits:
         kernel, simdgroups = _KV_WRITE_QUANTISED, min(2 * kv_heads, _SIMDGROUPS)
@@ -53,10 +52,10 @@ def kv_gather(
     keys: mx.array,
     values: mx.array,
     ticket: mx.array,
-    spec: LayerSpec | None = None,
+    spec: LayerSpec,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Read slots (N,) from the store -> K and V (num_kv_heads, N, head_dim), the ticket."""
-    k_row, v_row = row_formats(keys, values, spec)
+    k_row, v_row = spec.k_row, spec.v_row
     num_keys, kv_heads, dtype = len(kv_slots), keys.shape[1], k_row.dtype
     template: Template = {"T": dtype, "KV_HEADS": kv_heads}
     words, width = (k_row.value_words, v_row.value_words), 1

@@ -12,8 +12,7 @@ from vllm_metal_lite.kernels.arguments import (
     TICKET_SHAPE,
     bits,
     format_template,
-    row_formats,
-    unused,
+    placeholder,
 )
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import NONE_NEW, NewRows
@@ -48,7 +47,7 @@ def paged_decode(
     window: int | None = None,
     softcap: float | None = None,
     sinks: mx.array | None = None,
-    spec: LayerSpec | None = None,
+    spec: LayerSpec,
     prefix: SharedPrefixResult | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Attention of q (B, H, k_head_dim) to seq_lens (B,) keys -> (B, H, v_head_dim), the ticket.
@@ -60,11 +59,11 @@ def paged_decode(
     sinks: (H,).  prefix: attention of the same q to a shared prefix, which the kernel skips; not
     with a window.
     """
-    k_row, v_row = row_formats(keys, values, spec)
+    k_row, v_row = spec.k_row, spec.v_row
     kv_heads, k_dim, v_dim = keys.shape[1], k_row.dim, v_row.dim
     if isinstance(q, mx.array):
         batch, heads, _ = q.shape
-        arrays, new = [q] * 3 + [unused()] * 3, NONE_NEW
+        arrays, new = [q] * 3 + [placeholder()] * 3, NONE_NEW
     else:
         batch, heads = len(q.q.array), q.num_heads
         arrays, new = q.arrays, q.template(kv_heads, k_row, v_row)
@@ -90,8 +89,8 @@ def paged_decode(
     lse_shape: tuple[int, ...] = (batch, heads, splits)
     if math.prod(lse_shape) < MIN_ELEMENTS:  # it is the next ticket too
         lse_shape = TICKET_SHAPE
-    sinks = unused() if sinks is None else sinks.astype(dtype)
-    shared = prefix or (unused(), unused(), seq_lens)
+    sinks = placeholder() if sinks is None else sinks.astype(dtype)
+    shared = prefix or (placeholder(), placeholder(), seq_lens)
     inputs = [*arrays, block_tables, seq_lens, sinks, *shared, keys, values, ticket]
     grid, threads = (kv_heads * tiles, batch, splits), 32 * simdgroups
     shapes = [(batch, heads, splits, v_dim) if partial else (batch, heads, v_dim), lse_shape]

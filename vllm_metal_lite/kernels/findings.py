@@ -26,15 +26,20 @@ class Findings:
         name = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self.file = cache_folder() / f"kernels-{name}.json"
         self.known: dict[str, str] = {}
-        with suppress(OSError, TypeError, ValueError):  # no file yet, or an unreadable one
-            self.known = dict(json.loads(self.file.read_text(encoding="utf-8")))
+        self._read()
 
     def add(self, key: str, found: str) -> None:
         """Keep a finding.  If the folder is not writable, the next start finds out again."""
+        self._read()
         self.known[key] = found
         with suppress(OSError):
             self.file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.file, json.dumps(self.known, indent=1))
+
+    def _read(self) -> None:
+        """Take over what the file has: others may have added to it."""
+        with suppress(OSError, TypeError, ValueError):  # no file yet, or an unreadable one
+            self.known.update(json.loads(self.file.read_text(encoding="utf-8")))
 
 
 def timed_once(

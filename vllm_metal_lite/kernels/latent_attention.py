@@ -13,7 +13,6 @@ from vllm_metal_lite.kernels.arguments import (
     TICKET_SHAPE,
     bits,
     format_template,
-    row_formats,
 )
 from vllm_metal_lite.kernels.decode import merge_partitions
 from vllm_metal_lite.kernels.launch import Kernel, Template
@@ -57,7 +56,7 @@ def latent_attention(
     block_size: int,
     scale: float,
     splits: int = 1,
-    spec: LayerSpec | None = None,
+    spec: LayerSpec,
 ) -> tuple[mx.array, mx.array]:
     """Causal attention of q (N, H, latent), q_pe (N, H, rope) -> (N, H, latent), the ticket.
 
@@ -70,7 +69,7 @@ def latent_attention(
     """
     rows, heads, latent_dim = q.shape
     rope = q_pe.shape[2]
-    store = format_template(*row_formats(keys, values, spec))
+    store = format_template(spec.k_row, spec.v_row)
     partial, simdgroups = splits > 1, latent_simdgroups(latent_dim, q.dtype.size)
     dtype = mx.float32 if partial else q.dtype
     template: Template = {"T": q.dtype, "OUT_T": dtype, "HEADS": heads, "LATENT_DIM": latent_dim}

@@ -11,8 +11,7 @@ from vllm_metal_lite.kernels.arguments import (
     bits,
     format_template,
     norm_dtype,
-    row_formats,
-    unused,
+    placeholder,
 )
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import Columns, Rope, columns_template
@@ -48,15 +47,14 @@ def latent_write(
     keys: mx.array,
     values: mx.array,
     ticket: mx.array,
-    spec: LayerSpec | None = None,
+    spec: LayerSpec,
 ) -> tuple[mx.array, mx.array]:
     """Write latents and rotary keys to their slots -> rotary queries (N, num_heads, rope), the next
     ticket.
 
-    positions, slot_mapping: (N or more,) int32; a negative slot writes nothing.  spec: of a
-    quantised store.
+    positions, slot_mapping: (N or more,) int32; a negative slot writes nothing.
     """
-    k_row, v_row = row_formats(keys, values, spec)
+    k_row, v_row = spec.k_row, spec.v_row
     dtype, rope, weight = k_row.dtype, rows.rope, rows.norm.weight
     assert weight is not None, "latents are normalised with a weight"
     count, heads = len(rows.q.array), rows.num_heads
@@ -69,7 +67,7 @@ def latent_write(
     template |= columns_template("q", rows.q, count, (heads - 1) * rows.stride + v_row.dim, dtype)
     template |= columns_template("l", rows.latent, count, k_row.dim, dtype)
     template |= columns_template("p", rows.k_pe, count, v_row.dim, dtype)
-    freqs = unused() if rope.freqs is None else rope.freqs.astype(mx.float32)
+    freqs = placeholder() if rope.freqs is None else rope.freqs.astype(mx.float32)
     inputs = [rows.q.array, rows.latent.array, rows.k_pe.array, weight, freqs]
     inputs += [positions, slot_mapping, keys, values, ticket]
     grid = -(-(heads + 2) // _SIMDGROUPS), count, 1

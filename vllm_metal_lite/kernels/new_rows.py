@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import RMSNorm, bits, norm_dtype, unused
+from vllm_metal_lite.kernels.arguments import RMSNorm, bits, norm_dtype, placeholder
 from vllm_metal_lite.kernels.launch import Template
 from vllm_metal_lite.kv.row_format import RowFormat
 
@@ -97,7 +97,7 @@ class NewRows(NamedTuple):
         freqs = None if self.rope is None else self.rope.freqs
         given.append(None if freqs is None else freqs.astype(mx.float32))
         arrays = [self.q.array, self.k.array, self.v.array]
-        return arrays + [unused() if a is None else a for a in given]
+        return arrays + [placeholder() if a is None else a for a in given]
 
     def template(self, kv_heads: int, k_row: RowFormat, v_row: RowFormat) -> Template:
         """Template values for a store of rows of these formats."""

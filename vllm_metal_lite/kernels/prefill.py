@@ -7,8 +7,7 @@ from vllm_metal_lite.kernels.arguments import (
     TICKET_SHAPE,
     bits,
     format_template,
-    row_formats,
-    unused,
+    placeholder,
 )
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kv.store import LayerSpec
@@ -39,7 +38,7 @@ def varlen_prefill(
     window: int | None = None,
     softcap: float | None = None,
     sinks: mx.array | None = None,
-    spec: LayerSpec | None = None,
+    spec: LayerSpec,
 ) -> tuple[mx.array, mx.array]:
     """Causal attention of packed q (N, H, k_head_dim) -> (N, H, v_head_dim), the ticket.
 
@@ -49,7 +48,7 @@ def varlen_prefill(
     Padding rows give zeros.  sinks: (H,).  Head dims: multiples of 8 up to MAX_PREFILL_DIM.
     """
     rows, heads, _ = q.shape
-    k_row, v_row = row_formats(keys, values, spec)
+    k_row, v_row = spec.k_row, spec.v_row
     kv_heads, k_dim, v_dim = keys.shape[1], k_row.dim, v_row.dim
     partners = partners_of(k_dim, v_dim, q.dtype)
     simdgroups = TILE_ROWS // 8 * partners
@@ -58,7 +57,7 @@ def varlen_prefill(
     template |= {"SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None}
     template |= {"KEYS": keys_at_once(k_dim, v_dim, q.dtype.size), "SIMDGROUPS": simdgroups}
     template["PARTNERS"] = partners
-    sinks = unused() if sinks is None else sinks.astype(q.dtype)
+    sinks = placeholder() if sinks is None else sinks.astype(q.dtype)
     inputs = [q, block_tables, cu_seqlens_q, seq_lens, tiles, sinks, keys, values, ticket]
     grid, threads = (kv_heads, tiles.shape[0], 1), 32 * simdgroups
     shapes, dtypes = [(rows, heads, v_dim), TICKET_SHAPE], [q.dtype, mx.float32]

@@ -1,13 +1,13 @@
 """The inputs of `gated_delta` for gates, keys and queries.
 
-The kernel computes gates and beta in float32 from columns of a layer's projection.  Only gates per
-column of the state are finished before.
+The kernel computes gates and beta in float32 from columns of a layer's projection.  Gates per
+column of the state are computed before the launch.
 """
 
 from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, bits, check_array, unused
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, bits, check_array, placeholder
 from vllm_metal_lite.kernels.launch import Template
 from vllm_metal_lite.kernels.new_rows import Columns, columns_template
 
@@ -33,8 +33,8 @@ class Gates(NamedTuple):
 
     gates: V columns, or V * K for a gate per column of the state (vector).  beta: V columns, which
     the kernel does not read if it computes beta from gates.  a_log, bias: (V,), if the kernel
-    computes the gate.  beta_scale: 0, or beta is a logit, and beta_scale multiplies its sigmoid.
-    low, high: see the functions below.
+    computes the gate.  beta_scale: 0 if beta is final; otherwise beta is a logit, and
+    beta_scale multiplies its sigmoid.  low, high: see the functions below.
     """
 
     gates: Columns
@@ -57,7 +57,7 @@ class Gates(NamedTuple):
         template |= columns_template("b", self.beta, rows, v_heads, of_beta)
         template |= {"G": dtype, "B": of_beta, "VECTOR": self.vector, "GATE": self.kind}
         template |= {"BETA": self.beta_scale, "LOW": bits(self.low), "HIGH": bits(self.high)}
-        rest = (unused() if a is None else a for a in (self.a_log, self.bias))
+        rest = (placeholder() if a is None else a for a in (self.a_log, self.bias))
         return [_long(self.gates.array), _long(self.beta.array), *rest], template
 
 
@@ -99,4 +99,4 @@ def _long(array: mx.array) -> mx.array:
     """At least MIN_ELEMENTS: the kernel takes these inputs in the usual address space only."""
     if array.size >= MIN_ELEMENTS:
         return array
-    return mx.concatenate([array.reshape(-1), unused().astype(array.dtype)])
+    return mx.concatenate([array.reshape(-1), placeholder().astype(array.dtype)])

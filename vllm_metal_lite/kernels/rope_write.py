@@ -7,7 +7,6 @@ from vllm_metal_lite.kernels.arguments import (
     STORE,
     TICKET_SHAPE,
     format_template,
-    row_formats,
 )
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import NewRows
@@ -28,15 +27,15 @@ def rope_write(
     keys: mx.array,
     values: mx.array,
     ticket: mx.array,
-    spec: LayerSpec | None = None,
+    spec: LayerSpec,
 ) -> tuple[mx.array, mx.array]:
     """Write k and v to their slots -> q (N, num_heads, k_head_dim), the next ticket.
 
     q, k, v and the values of the store have one floating type.  positions, slot_mapping: (N or
-    more,) int32; a negative slot skips the row's k and v.  spec: of a quantised store.
+    more,) int32; a negative slot skips the row's k and v.
     """
     count, heads = rows.q.array.shape[0], rows.num_heads
-    kv_heads, (k_row, v_row) = keys.shape[1], row_formats(keys, values, spec)
+    kv_heads, (k_row, v_row) = keys.shape[1], (spec.k_row, spec.v_row)
     at_once = _HEADS if count >= profile().rope_many_rows else 1
     groups = -(-(heads + 2 * kv_heads) // (at_once * _SIMDGROUPS))
     template: Template = {"T": k_row.dtype, "Q_HEADS": heads, "KV_HEADS": kv_heads}

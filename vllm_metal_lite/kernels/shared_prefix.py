@@ -9,8 +9,7 @@ from vllm_metal_lite.kernels.arguments import (
     bits,
     format_template,
     num_splits,
-    row_formats,
-    unused,
+    placeholder,
 )
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import NONE_NEW, NewRows
@@ -55,7 +54,7 @@ def shared_prefix(
     scale: float,
     splits: int,
     softcap: float | None = None,
-    spec: LayerSpec | None = None,
+    spec: LayerSpec,
 ) -> SharedPrefixResult:
     """Attention of q (B, H, k_head_dim) to the first prefix_lens[leader] keys of row `leader`.
 
@@ -63,11 +62,11 @@ def shared_prefix(
     last key.  block_tables: (B, max_blocks).  seq_lens (B,), leader (1,), prefix_lens (B,): int32.
     Head dims: multiples of 8 up to MAX_PREFILL_DIM.  The next ticket is the result's lse.
     """
-    k_row, v_row = row_formats(keys, values, spec)
+    k_row, v_row = spec.k_row, spec.v_row
     kv_heads, k_dim, v_dim = keys.shape[1], k_row.dim, v_row.dim
     if isinstance(q, mx.array):
         rows, heads, _ = q.shape
-        arrays, new = [q, unused(), unused()], NONE_NEW
+        arrays, new = [q, placeholder(), placeholder()], NONE_NEW
     else:
         rows, heads = len(q.q.array), q.num_heads
         first, _, _, weight, _, freqs = q.arrays

@@ -35,7 +35,7 @@ def strip_comments(text: str) -> str:
 
 @cache
 def digest() -> str:
-    """A hash of this package: its kernels, and the Python that launches and checks them."""
+    """A hash of the kernels and of all Python of this package: any change repeats the checks."""
     kernels = (FOLDER.glob(pattern) for pattern in ("*.metal", "*.h", "cuda/*.*"))
     files = [*_PACKAGE.rglob("*.py"), *chain.from_iterable(kernels)]
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in sorted(files))).hexdigest()

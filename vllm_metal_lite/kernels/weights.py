@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, unused
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, placeholder
 from vllm_metal_lite.kernels.launch import Template
 from vllm_metal_lite.specs import Quantisation, WeightShape
 
@@ -45,10 +45,6 @@ class QuantisedWeight:
     def dtype(self) -> mx.Dtype | None:
         """The type that rows must have; None: any."""
         return self.scales.dtype if self.biases is not None else None
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [a for a in (self.words, self.scales, self.biases) if a is not None]
 
 
 Weight = mx.array | QuantisedWeight
@@ -108,8 +104,8 @@ def inputs_of(weight: Weight) -> tuple[list[mx.array], Template]:
     """The inputs w, scales and biases of a kernel, and template values except SPREAD."""
     if not isinstance(weight, QuantisedWeight):
         plain: Template = {"FORM": _WHOLE_VALUES, "BITS": 16, "GROUP_SIZE": 32}
-        return [weight, unused(), unused()], plain
+        return [weight, placeholder(), placeholder()], plain
     bits, group_size, mode = weight.quantisation
-    biases = unused() if weight.biases is None else weight.biases
+    biases = placeholder() if weight.biases is None else weight.biases
     template: Template = {"FORM": _FORMS[mode], "BITS": bits, "GROUP_SIZE": group_size}
     return [weight.words, weight.scales, biases], template

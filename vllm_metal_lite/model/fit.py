@@ -23,7 +23,7 @@ from vllm_metal_lite.errors import ModelLoadError, one_line
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.layout import Layout
 from vllm_metal_lite.model.packed import PackedModel
-from vllm_metal_lite.model.trial import BLOCK, LENGTHS, Problem, Trial, built_steps, failure
+from vllm_metal_lite.model.trial import BLOCK, LENGTHS, Trial, built_steps
 from vllm_metal_lite.model.usage import Usage
 from vllm_metal_lite.specs import AttentionShape, RecurrentShape
 
@@ -59,16 +59,12 @@ class _ObserverStep(ReferenceStepAttention):
 
 
 class Fit(NamedTuple):
-    """packed: the model, ready for packed steps.  shapes, recurrences, usage: what it runs.
-
-    is_unexpected: an earlier mode failed for a reason other than how the model is written.
-    """
+    """packed: the model, ready for packed steps.  shapes, recurrences, usage: what it runs."""
 
     packed: PackedModel
     shapes: list[AttentionShape]
     recurrences: list[RecurrentShape]
     usage: Usage
-    is_unexpected: bool = False
 
 
 def fit(model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup = ALONE) -> Fit:
@@ -83,7 +79,7 @@ def fit(model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup = AL
         raise ModelLoadError(f"mlx-lm cannot run this {model_type}: {one_line(e)}") from e
     fitted = _choose(model, layout, model_type, trial.problem)
     if (reason := fitted.packed.by_segment) is not None:
-        _warn_by_segment(reason, model_type, fitted.is_unexpected)
+        _warn_by_segment(reason, model_type)
     return fitted
 
 
@@ -93,12 +89,12 @@ def foresee(model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup 
     return _choose(model, layout, model_type, _problem_of_code)
 
 
-def _problem_of_code(packed: PackedModel, attention: ReferenceAttention) -> Problem | None:
+def _problem_of_code(packed: PackedModel, attention: ReferenceAttention) -> str | None:
     try:
         for _ in built_steps(packed, attention, [np.zeros(n, np.int32) for n in LENGTHS]):
             pass
     except Exception as e:
-        return failure(e)
+        return f"{type(e).__name__}: {one_line(e)}"
     return None
 
 
@@ -106,13 +102,12 @@ def _choose(
     model: nn.Module,
     layout: Layout,
     model_type: str,
-    problem_of: Callable[[PackedModel, ReferenceAttention], Problem | None],
+    problem_of: Callable[[PackedModel, ReferenceAttention], str | None],
 ) -> Fit:
     """The first mode without a problem; ModelLoadError if all have one."""
-    last = None  # the problem of the previous mode
+    reason = None  # why the previous mode does not fit
     modes = ("packed", *(("in sequences",) if layout.states else ()), "by segment")
     for mode in modes:
-        reason = last and last.text
         packed = PackedModel(
             model,
             layout,
@@ -122,21 +117,16 @@ def _choose(
         attention = _Observer(PagedStore(layout.specs, 4, BLOCK, states=packed.state_store(2)))
         usage = Usage()
         with usage.watching():
-            problem = problem_of(packed, attention)
-        if problem is None:
-            shapes, recurrences = list(attention.shapes), list(attention.recurrences)
-            return Fit(packed, shapes, recurrences, usage, last is not None and last.is_unexpected)
-        last = problem
-    assert last is not None
-    raise ModelLoadError(f"the architecture {model_type} is not supported: {last.text}")
+            reason = problem_of(packed, attention)
+        if reason is None:
+            return Fit(packed, list(attention.shapes), list(attention.recurrences), usage)
+    raise ModelLoadError(f"the architecture {model_type} is not supported: {reason}")
 
 
-def _warn_by_segment(reason: str, model_type: str, is_unexpected: bool) -> None:
-    advice = "Please report this: such a model could be packed."
-    if not is_unexpected:
-        advice = "Its answers are right. docs/models.md lists the architectures that run packed."
+def _warn_by_segment(reason: str, model_type: str) -> None:
     logger.warning(
         f"SLOW: attention of this {model_type} runs a segment at a time. Each step copies the "
         "context of every request, kernels are off, and even one request can "
-        f"run at half the speed of mlx-lm alone. Reason: {reason}. {advice}"
+        f"run at half the speed of mlx-lm alone. Reason: {reason}. "
+        "Its answers are right. Unless docs/models.md lists this type so, please report it."
     )

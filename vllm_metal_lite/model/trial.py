@@ -8,7 +8,6 @@ affected row by about the spread of the logits.  Rounding moves only some rows, 
 chunked rows just as often.
 """
 
-import traceback
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -24,7 +23,6 @@ from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.kernels.launch import KernelError
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
-from vllm_metal_lite.model.seam import hooks, layer_cache
 
 # Two requests of 9 and 14 tokens.  Each step: their computed tokens, their scheduled tokens.
 # Prompts, then a decode beside a chunk, then decodes, then single decodes, because a step of one
@@ -51,16 +49,6 @@ _16_BIT = (mx.float16, mx.bfloat16)
 _EXACT_LIMIT, _WORST = 0.05, 3
 # A failed trial repeats with new tokens: a model that does not fit fails with any tokens.
 _DRAWS = 4
-
-# The modules that raise if a model uses K, V or a mask as an array.
-_SEAM = tuple(module.__name__ for module in (hooks, layer_cache))
-
-
-class Problem(NamedTuple):
-    """text: one line.  is_unexpected: an exception not caused by how the model is written."""
-
-    text: str
-    is_unexpected: bool = False
 
 
 class Row(NamedTuple):
@@ -156,8 +144,8 @@ class Trial:
 
     def problem(
         self, packed: PackedModel, attention: Attention, fusion: Fusion = NO_FUSION
-    ) -> Problem | None:
-        """Why a packed model does not fit, or None if the model fits.
+    ) -> str | None:
+        """In one line why a packed model does not fit, or None if the model fits.
 
         attention: over a store of 4 blocks.
         """
@@ -177,7 +165,7 @@ class Trial:
             except KernelError:  # only under `one_by_one`, which asks for the kernel
                 raise
             except Exception as e:
-                return failure(e)
+                return f"{type(e).__name__}: {one_line(e)}"
             shares = {kind: _share_beyond(errors[kind], noise[kind]) for kind in errors}
             most = max(np.max(n) for n in noise.values())
             is_close = not self._exact or worst <= _EXACT_LIMIT + _WORST * most
@@ -186,8 +174,8 @@ class Trial:
         kind = max(shares, key=shares.__getitem__)
         if shares[kind] <= 0.5:
             text = f"a row of its packed logits is {worst:.2g} of their spread away from mlx-lm's"
-            return Problem(f"{text} own, whose own chunks differ by at most {most:.2g}")
-        return Problem(
+            return f"{text} own, whose own chunks differ by at most {most:.2g}"
+        return (
             f"its packed logits ({kind}) are {np.median(errors[kind]):.2g} of their spread away "
             f"from mlx-lm's own, whose own chunks differ by {np.median(noise[kind]):.2g}"
         )
@@ -198,24 +186,11 @@ class Trial:
         return self._draws[number]
 
 
-def failure(e: Exception) -> Problem:
-    """An exception while steps are built or run, as a Problem."""
-    return Problem(f"{type(e).__name__}: {one_line(e)}", _is_unexpected(e))
-
-
 def _share_beyond(errors: list[float], noise: list[np.ndarray]) -> float:
     """The share of (packed row, chunked row) pairs in which the packed row's distance is larger by
     more than _LIMIT: at most half for rounding alone, nearly 1 for an attention error."""
     limits = np.sort(np.concatenate(noise)) + _LIMIT
     return float(np.mean(np.searchsorted(limits, errors)) / len(limits))
-
-
-def _is_unexpected(e: Exception) -> bool:
-    """Whether our code, or MLX called from our code, raised `e`.  False for a model, and for the
-    seam, which raises if a model uses a placeholder in an unforeseen way."""
-    *_, (frame, _) = traceback.walk_tb(e.__traceback__)
-    name = frame.f_globals["__name__"]
-    return name.startswith("vllm_metal_lite.") and name not in _SEAM
 
 
 def _distance(got: np.ndarray, expected: np.ndarray) -> float:

@@ -21,7 +21,7 @@ from vllm_metal_lite.specs import Quantisation, RopeShape
 class Usage:
     """Records the norms and rotations of a model's forwards.
 
-    hidden_sizes: elements of the rows that are normalised, heads aside.
+    hidden_sizes: sizes of the normalised rows, except heads.
     """
 
     def __init__(self) -> None:

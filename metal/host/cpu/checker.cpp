@@ -29,7 +29,6 @@ struct Region {
   bool initialised;  // reading what nobody wrote is no fault
   unsigned grain;    // log2 of the bytes of a cell
   Cell* cells;       // null: read-only, nothing to watch but bounds
-  AtomicCell* atomics;  // null until the first atomic access
   unsigned serial;  // the threadgroup for which a threadgroup variable was made
 };
 
@@ -70,9 +69,7 @@ T* make(size_t count) {
 
 void drop_cells(Region& r) {
   if (r.cells) munmap(r.cells, count_cells(r) * sizeof(Cell));
-  if (r.atomics) munmap(r.atomics, count_cells(r) * sizeof(AtomicCell));
   r.cells = nullptr;
-  r.atomics = nullptr;
 }
 
 // A write narrower than a cell: from now on each byte has a cell of its own.
@@ -80,11 +77,7 @@ void refine(Region& r) {
   Region fine = r;
   fine.grain = 0;
   fine.cells = make<Cell>(count_cells(fine));
-  if (r.atomics) fine.atomics = make<AtomicCell>(count_cells(fine));
-  for (size_t i = 0; i < r.bytes; i++) {
-    fine.cells[i] = r.cells[i >> r.grain];
-    if (r.atomics) fine.atomics[i] = r.atomics[i >> r.grain];
-  }
+  for (size_t i = 0; i < r.bytes; i++) fine.cells[i] = r.cells[i >> r.grain];
   drop_cells(r);
   r = fine;
 }
@@ -105,34 +98,6 @@ bool is_shared(const Region& r) { return &r >= shared && &r < shared + kSharedSl
         offset, r.name, earlier_wrote ? "write" : "read", earlier.thread(), where);
 }
 
-// A racing write that changes nothing, if the launch lets that pass: judged once it has happened.
-struct Doubtful {
-  Region* region;  // null: none
-  size_t offset, bytes;
-  char before[16];
-  Thread* thread;
-  uint32_t code;
-  Access earlier;
-  bool earlier_wrote;
-} doubtful;
-
-void judge_doubtful_write() {
-  if (!doubtful.region) return;
-  const Doubtful d = doubtful;
-  doubtful.region = nullptr;
-  if (memcmp(d.region->base + d.offset, d.before, d.bytes) == 0) return;
-  self = d.thread;
-  current_report().code = d.code;
-  race(*d.region, d.offset, true, d.earlier, d.earlier_wrote);
-}
-
-void racing_write(Region& r, size_t offset, size_t bytes, const Access& earlier, bool wrote) {
-  if (!launch->same_value_writes || bytes > sizeof(doubtful.before))
-    race(r, offset, true, earlier, wrote);
-  doubtful = {&r, offset, bytes, {}, self, current_report().code, earlier, wrote};
-  memcpy(doubtful.before, r.base + offset, bytes);
-}
-
 Region* locate(uintptr_t address) {
   const size_t in_buffers = address - uintptr_t(buffer_arena);
   if (in_buffers < kSlot * kMaxBuffers) return &buffers[in_buffers / kSlot];
@@ -143,9 +108,8 @@ Region* locate(uintptr_t address) {
 
 }  // namespace
 
-void check_access(const void* address, size_t bytes, bool writes, bool atomic, const void* code) {
+void check_access(const void* address, size_t bytes, bool writes, const void* code) {
   if (on_fiber_stack(address)) return;
-  judge_doubtful_write();
   Region* r = locate(uintptr_t(address));
   const char* now = writes ? "write" : "read";
   current_report().code = code_offset(code);
@@ -162,34 +126,24 @@ void check_access(const void* address, size_t bytes, bool writes, bool atomic, c
     fault("read-only", {}, "write at byte %td of the input %s", offset, r->name);
   if (!r->cells) return;
   if (writes && bytes < size_t(1) << r->grain) refine(*r);
-  if (atomic && !r->atomics) r->atomics = make<AtomicCell>(count_cells(*r));
 
   const bool in_threadgroup = is_shared(*r);
-  const Access me = epochs.access(serial, *self, in_threadgroup ? kThreadgroup : kDevice, atomic,
+  const Access me = epochs.access(serial, *self, in_threadgroup ? kThreadgroup : kDevice,
                                   current_report().code);
   const size_t last = (offset + bytes - 1) >> r->grain;
   for (size_t i = offset >> r->grain; i <= last; i++) {
     Cell& cell = r->cells[i];
-    AtomicCell* atomics = r->atomics ? r->atomics + i : nullptr;
-    if (in_threadgroup && cell.serial != serial) {  // left by another threadgroup
-      cell = {{}, {}, serial};
-      if (atomics) *atomics = {};
-    }
+    if (in_threadgroup && cell.serial != serial) cell = {{}, {}, serial};  // another threadgroup's
     if (!writes && !r->initialised && !cell.writer.who)
       fault("uninitialised", {}, "read at byte %zu of %s, which nobody has written", i << r->grain,
             r->name);
-    if (const Access* earlier = note(cell, atomics, me, writes)) {
-      if (!writes) race(*r, i << r->grain, false, *earlier, true);
-      const bool read = earlier >= &cell.readers.last && earlier <= &cell.readers.other_group;
-      racing_write(*r, offset, bytes, *earlier, !read);
-      cell = {me, {}, cell.serial};
-    }
+    if (const Access* earlier = note(cell, me, writes))
+      race(*r, i << r->grain, writes, *earlier, earlier == &cell.writer);
   }
 }
 
 void memory_start_dispatch(const Launch* what) {
   launch = what;
-  doubtful.region = nullptr;
   if (!buffer_arena) {
     buffer_arena = reserve(kSlot * kMaxBuffers);
     shared_arena = reserve(kSharedSlot * kSharedSlots);
@@ -213,7 +167,6 @@ void memory_start_dispatch(const Launch* what) {
 }
 
 void memory_finish_dispatch(bool failed) {
-  if (!failed) judge_doubtful_write();
   if (!failed) current_report().code = 0;
   for (unsigned i = 0; i < launch->num_buffers; i++) {
     Region& r = buffers[i];
@@ -233,7 +186,6 @@ void memory_finish_dispatch(bool failed) {
 }
 
 void memory_start_threadgroup(unsigned) {
-  judge_doubtful_write();
   shared_used = 0;
   epochs = {};
   if (++serial >= kMaxSerial) {  // numbers start again: nothing older may be left
@@ -261,7 +213,7 @@ static void* shared_region(unsigned slot, const char* name, size_t bytes, size_t
     r.cells = make<Cell>(count_cells(r));
   }
   r.serial = serial;
-  if (launch->poison) memset(r.base, 0xff, bytes);
+  memset(r.base, 0xff, bytes);
   return r.base;
 }
 
@@ -275,10 +227,5 @@ void* buffer_address(unsigned index) { return buffers[index].base; }
 
 void memory_group_barrier(unsigned flags) { epochs.group_barrier(flags); }
 void memory_simd_barrier(unsigned simdgroup, unsigned flags) { epochs.simd_barrier(simdgroup, flags); }
-
-void atomic_access(const void* address, size_t bytes, bool writes) {
-  check_access(address, bytes, writes, true, __builtin_return_address(0));
-  yield_at_atomic();
-}
 
 }  // namespace metal_host

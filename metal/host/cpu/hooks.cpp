@@ -11,19 +11,19 @@ using metal_host::check_access;
 #define HOST_HOOK extern "C" HOST_INTERNAL
 #define HOST_CALLER __builtin_return_address(0)
 #define HOST_ACCESS(bytes)                                                                       \
-  HOST_HOOK void __tsan_read##bytes(void* p) { check_access(p, bytes, false, false, HOST_CALLER); } \
-  HOST_HOOK void __tsan_write##bytes(void* p) { check_access(p, bytes, true, false, HOST_CALLER); } \
+  HOST_HOOK void __tsan_read##bytes(void* p) { check_access(p, bytes, false, HOST_CALLER); } \
+  HOST_HOOK void __tsan_write##bytes(void* p) { check_access(p, bytes, true, HOST_CALLER); } \
   HOST_HOOK void __tsan_unaligned_read##bytes(void* p) {                                         \
-    check_access(p, bytes, false, false, HOST_CALLER);                                           \
+    check_access(p, bytes, false, HOST_CALLER);                                           \
   }                                                                                              \
   HOST_HOOK void __tsan_unaligned_write##bytes(void* p) {                                        \
-    check_access(p, bytes, true, false, HOST_CALLER);                                            \
+    check_access(p, bytes, true, HOST_CALLER);                                            \
   }                                                                                              \
   HOST_HOOK void __tsan_volatile_read##bytes(void* p) {                                          \
-    check_access(p, bytes, false, false, HOST_CALLER);                                           \
+    check_access(p, bytes, false, HOST_CALLER);                                           \
   }                                                                                              \
   HOST_HOOK void __tsan_volatile_write##bytes(void* p) {                                         \
-    check_access(p, bytes, true, false, HOST_CALLER);                                            \
+    check_access(p, bytes, true, HOST_CALLER);                                            \
   }
 HOST_ACCESS(1)
 HOST_ACCESS(2)
@@ -32,7 +32,7 @@ HOST_ACCESS(8)
 HOST_ACCESS(16)
 
 static void check_range(const void* p, size_t bytes, bool writes, const void* code) {
-  if (bytes) check_access(p, bytes, writes, false, code);
+  if (bytes) check_access(p, bytes, writes, code);
 }
 HOST_HOOK void __tsan_read_range(void* p, size_t n) { check_range(p, n, false, HOST_CALLER); }
 HOST_HOOK void __tsan_write_range(void* p, size_t n) { check_range(p, n, true, HOST_CALLER); }

@@ -35,10 +35,7 @@ struct Launch {
   uint32_t grid[3];
   uint32_t threads[3];
   uint32_t schedule;
-  uint32_t poison;  // fill threadgroup memory with 0xff
   uint64_t seed;
-  uint32_t same_value_writes;  // racing writes that change nothing are no fault
-  uint32_t unused;
   uint32_t num_buffers;
   uint32_t num_shared;
   Buffer buffers[kMaxBuffers];
@@ -63,7 +60,6 @@ HOST_INTERNAL void memory_finish_dispatch(bool failed);
 HOST_INTERNAL void memory_start_threadgroup(unsigned number);
 HOST_INTERNAL void memory_group_barrier(unsigned flags);
 HOST_INTERNAL void memory_simd_barrier(unsigned simdgroup, unsigned flags);
-HOST_INTERNAL void yield_at_atomic();
 HOST_INTERNAL bool in_image(const void* address);  // the library's own code and data
 inline bool on_fiber_stack(const void* address) {
   return size_t(static_cast<const char*>(address) - stacks) < kMaxThreads * kStackBytes;
@@ -72,7 +68,6 @@ inline uint32_t code_offset(const void* code) {
   return uint32_t(static_cast<const char*>(code) - HOST_IMAGE);
 }
 // Before each access of a checked run.
-HOST_INTERNAL void check_access(const void* address, size_t bytes, bool writes, bool atomic,
-                                const void* code);
+HOST_INTERNAL void check_access(const void* address, size_t bytes, bool writes, const void* code);
 
 }  // namespace metal_host

@@ -54,29 +54,17 @@ inline Index3 attribute_threadgroup_position_in_grid() { return {dispatch.group}
 inline Index3 attribute_threads_per_grid() { return {dispatch.grid}; }
 inline Index3 attribute_threadgroups_per_grid() { return {dispatch.groups}; }
 inline Index3 attribute_threads_per_threadgroup() { return {dispatch.group_threads}; }
-inline Index3 attribute_dispatch_threads_per_threadgroup() { return {dispatch.threads}; }
 inline Index attribute_thread_index_in_threadgroup() { return {self->index}; }
 inline Index attribute_thread_index_in_simdgroup() { return {self->lane}; }
 inline Index attribute_simdgroup_index_in_threadgroup() { return {self->simdgroup}; }
 inline Index attribute_thread_index_in_quadgroup() { return {self->lane % 4}; }
 inline Index attribute_quadgroup_index_in_threadgroup() { return {self->index / 4}; }
-inline Index attribute_threads_per_simdgroup() { return {kLanes}; }
-inline Index attribute_thread_execution_width() { return {kLanes}; }
-inline Index attribute_simdgroups_per_threadgroup() {
-  return {(dispatch.group_size + kLanes - 1) / kLanes};
-}
-inline Index attribute_dispatch_simdgroups_per_threadgroup() {
-  return {(dispatch.threads[0] * dispatch.threads[1] * dispatch.threads[2] + kLanes - 1) / kLanes};
-}
-inline Index attribute_quadgroups_per_threadgroup() { return {(dispatch.group_size + 3) / 4}; }
 
 // The bytes of one scalar in an array of T: threads may write neighbours without racing.
 template <class T>
 constexpr size_t grain = std::is_arithmetic_v<T> || sizeof(T) <= 2 ? sizeof(T) : 1;
 template <class T, int N>
 constexpr size_t grain<metal::vec<T, N>> = sizeof(T);
-template <class T>
-constexpr size_t grain<metal::atomic<T>> = sizeof(T);
 
 // `threadgroup T a[N];` becomes `T (&a)[N] = metal_host::Shared{id, "a"};`.
 struct Shared {

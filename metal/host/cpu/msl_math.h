@@ -13,17 +13,9 @@ inline float fract(float x) { return __builtin_fminf(x - __builtin_floorf(x), 0x
 inline float sinpi(float x) { return __builtin_sinf(x * M_PI_F); }
 inline float cospi(float x) { return __builtin_cosf(x * M_PI_F); }
 inline float tanpi(float x) { return __builtin_tanf(x * M_PI_F); }
-inline float sign(float x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : x == x ? x : 0.0f; }
-inline float saturate(float x) { return __builtin_fminf(__builtin_fmaxf(x, 0.0f), 1.0f); }
 inline float divide(float x, float y) { return x / y; }
-inline float step(float edge, float x) { return x < edge ? 0.0f : 1.0f; }
 inline float clamp(float x, float lo, float hi) {
   return __builtin_fminf(__builtin_fmaxf(x, lo), hi);
-}
-inline float mix(float x, float y, float a) { return x + (y - x) * a; }
-inline float smoothstep(float lo, float hi, float x) {
-  const float t = clamp((x - lo) / (hi - lo), 0.0f, 1.0f);
-  return t * t * (3.0f - 2.0f * t);
 }
 inline float max3(float x, float y, float z) { return __builtin_fmaxf(__builtin_fmaxf(x, y), z); }
 inline float min3(float x, float y, float z) { return __builtin_fminf(__builtin_fminf(x, y), z); }
@@ -44,20 +36,17 @@ inline float median3(float x, float y, float z) {
   X(sin, __builtin_sinf) X(sinh, __builtin_sinhf) X(sinpi, host::sinpi)                          \
   X(sqrt, __builtin_sqrtf) X(tan, __builtin_tanf) X(tanh, __builtin_tanhf)                       \
   X(tanpi, host::tanpi) X(trunc, __builtin_truncf)
-#define HOST_FLOAT_1_MORE(X) \
-  X(abs, __builtin_fabsf) X(sign, host::sign) X(saturate, host::saturate)
+#define HOST_FLOAT_1_MORE(X) X(abs, __builtin_fabsf)
 #define HOST_FLOAT_2(X)                                                                          \
   X(atan2, __builtin_atan2f) X(divide, host::divide) X(fmax, __builtin_fmaxf)                    \
   X(fmin, __builtin_fminf) X(fmod, __builtin_fmodf) X(nextafter, __builtin_nextafterf)           \
   X(pow, __builtin_powf) X(powr, __builtin_powf)
-#define HOST_FLOAT_2_MORE(X)                                                                     \
-  X(copysign, __builtin_copysignf) X(fdim, __builtin_fdimf) X(max, __builtin_fmaxf)              \
-  X(min, __builtin_fminf) X(step, host::step)
+#define HOST_FLOAT_2_MORE(X) \
+  X(fdim, __builtin_fdimf) X(max, __builtin_fmaxf) X(min, __builtin_fminf)
 #define HOST_FLOAT_3(X)                                                                          \
   X(fma, __builtin_fmaf) X(fmax3, host::max3) X(fmin3, host::min3) X(fmedian3, host::median3)
-#define HOST_FLOAT_3_MORE(X)                                                                     \
-  X(clamp, host::clamp) X(mix, host::mix) X(smoothstep, host::smoothstep)                        \
-  X(max3, host::max3) X(min3, host::min3) X(median3, host::median3)
+#define HOST_FLOAT_3_MORE(X) \
+  X(clamp, host::clamp) X(max3, host::max3) X(min3, host::min3) X(median3, host::median3)
 
 #define HOST_VEC_1(name)                                                                         \
   template <host::vector A, class M = host::shape<A>>                                            \
@@ -111,30 +100,7 @@ HOST_DEFINE_ALL
   inline T max3(T x, T y, T z) { return max(max(x, y), z); }                                     \
   inline T min3(T x, T y, T z) { return min(min(x, y), z); }                                     \
   inline T clamp(T x, T lo, T hi) { return min(max(x, lo), hi); }                                \
-  inline T abs(T x) { return x < T(0) ? T(-x) : x; }                                             \
-  inline T absdiff(T x, T y) { return x < y ? T(y - x) : T(x - y); }                             \
-  inline T popcount(T x) { return T(__builtin_popcountll(std::make_unsigned_t<T>(x))); }         \
-  inline T clz(T x) {                                                                            \
-    return x ? T(__builtin_clzll(std::make_unsigned_t<T>(x)) - 64 + 8 * int(sizeof(T)))          \
-             : T(8 * sizeof(T));                                                                 \
-  }                                                                                              \
-  inline T ctz(T x) { return x ? T(__builtin_ctzll(x)) : T(8 * sizeof(T)); }                     \
-  inline T rotate(T x, T n) {                                                                    \
-    using U = std::make_unsigned_t<T>;                                                           \
-    constexpr int bits = 8 * sizeof(T);                                                          \
-    const int k = int(n) & (bits - 1);                                                           \
-    return T(U(x) << k | U(x) >> ((bits - k) & (bits - 1)));                                     \
-  }                                                                                              \
-  inline T mulhi(T x, T y) { return T((__int128(x) * __int128(y)) >> (8 * sizeof(T))); }         \
-  inline T extract_bits(T x, uint offset, uint bits) {                                           \
-    constexpr uint size = 8 * sizeof(T);                                                         \
-    using U = std::make_unsigned_t<T>;                                                           \
-    return bits == 0 ? T(0) : T(T(U(x) << (size - offset - bits)) >> (size - bits));             \
-  }                                                                                              \
-  inline T insert_bits(T base, T insert, uint offset, uint bits) {                               \
-    const ulong mask = (bits >= 64 ? ~0ul : (1ul << bits) - 1) << offset;                        \
-    return T((ulong(base) & ~mask) | ((ulong(insert) << offset) & mask));                        \
-  }
+  inline T abs(T x) { return x < T(0) ? T(-x) : x; }
 HOST_INTEGER(char)
 HOST_INTEGER(int8_t)
 HOST_INTEGER(uchar)
@@ -144,9 +110,6 @@ HOST_INTEGER(int)
 HOST_INTEGER(uint)
 HOST_INTEGER(long)
 HOST_INTEGER(ulong)
-HOST_VEC_1(popcount)
-HOST_VEC_1(clz)
-HOST_VEC_1(ctz)
 
 // Relational.
 #define HOST_RELATIONAL(name, f)                    \
@@ -159,7 +122,6 @@ HOST_VEC_1(ctz)
 HOST_RELATIONAL(isnan, __builtin_isnan)
 HOST_RELATIONAL(isinf, __builtin_isinf)
 HOST_RELATIONAL(isfinite, __builtin_isfinite)
-HOST_RELATIONAL(signbit, __builtin_signbit)
 
 template <class T>
   requires is_arithmetic_v<T>
@@ -171,50 +133,14 @@ inline vec<T, N> select(vec<T, N> when_false, vec<T, N> when_true, vec<bool, N> 
   for (int i = 0; i < N; i++) when_false[i] = condition[i] ? when_true[i] : when_false[i];
   return when_false;
 }
-template <int N>
-inline bool all(vec<bool, N> v) {
-  bool r = true;
-  for (int i = 0; i < N; i++) r = r && v[i];
-  return r;
-}
-template <int N>
-inline bool any(vec<bool, N> v) {
-  return !all(!v);
-}
-
-// Functions with a second result, or of a whole vector.
+// A function with a second result, its inverse, and one of whole vectors.
 inline float frexp(float x, int& e) { return __builtin_frexpf(x, &e); }
 inline float ldexp(float x, int e) { return __builtin_ldexpf(x, e); }
-inline float modf(float x, float& whole) { return __builtin_modff(x, &whole); }
-inline float sincos(float x, float& c) {
-  c = __builtin_cosf(x);
-  return __builtin_sinf(x);
-}
 template <class T, int N>
 inline T dot(vec<T, N> a, vec<T, N> b) {
   T sum = a[0] * b[0];
   for (int i = 1; i < N; i++) sum = sum + a[i] * b[i];
   return sum;
-}
-template <class T, int N>
-inline T length_squared(vec<T, N> a) {
-  return dot(a, a);
-}
-template <class T, int N>
-inline T length(vec<T, N> a) {
-  return sqrt(dot(a, a));
-}
-template <class T, int N>
-inline T distance(vec<T, N> a, vec<T, N> b) {
-  return length(a - b);
-}
-template <class T, int N>
-inline vec<T, N> normalize(vec<T, N> a) {
-  return a * rsqrt(dot(a, a));
-}
-template <class T>
-inline vec<T, 3> cross(vec<T, 3> a, vec<T, 3> b) {
-  return {a[1] * b[2] - a[2] * b[1], a[2] * b[0] - a[0] * b[2], a[0] * b[1] - a[1] * b[0]};
 }
 }  // namespace metal
 

@@ -34,8 +34,6 @@ struct simdgroup_matrix {
 };
 
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
-typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
-typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
 
 template <class T, int C, int R>
 inline simdgroup_matrix<T, C, R> make_filled_simdgroup_matrix(T value) {

@@ -167,20 +167,6 @@ HOST_SHUFFLE(shuffle_up, from_neighbour, lane - n)
 HOST_SHUFFLE(shuffle_rotate_down, from_lane, (lane + n) % 32)
 HOST_SHUFFLE(shuffle_rotate_up, from_lane, (lane - n) % 32)
 
-// A lane of the same quad; ~0 stands for none.
-#define HOST_QUAD_SHUFFLE(name, from, at)                                  \
-  template <host::shareable T>                                             \
-  inline T quad_##name(T value, ushort n, HOST_SITE) {                     \
-    const unsigned quad = host::lane() & ~3u;                              \
-    [[maybe_unused]] const unsigned lane = host::lane() % 4;               \
-    return host::from(site, "quad_" #name, value, at < 4u ? quad + (at) : ~0u); \
-  }
-HOST_QUAD_SHUFFLE(shuffle, from_lane, n)
-HOST_QUAD_SHUFFLE(broadcast, from_lane, n)
-HOST_QUAD_SHUFFLE(shuffle_xor, from_lane, (lane ^ n))
-HOST_QUAD_SHUFFLE(shuffle_down, from_neighbour, (lane + n))
-HOST_QUAD_SHUFFLE(shuffle_up, from_neighbour, (lane - n))
-
 template <host::shareable T>
 inline T simd_broadcast_first(T value, HOST_SITE) {
   return host::from_lane(site, "simd_broadcast_first", value, 0);
@@ -222,14 +208,12 @@ inline simd_vote simd_ballot(bool condition, HOST_SITE) {
   const uint bit = condition ? 1u << host::lane() : 0u;
   return simd_vote(host::reduce<host::bits_or>(site, "simd_ballot", bit));
 }
-inline simd_vote simd_active_threads_mask(HOST_SITE) { return simd_ballot(true, site); }
 inline bool simd_any(bool condition, HOST_SITE) {
   return host::reduce<host::bits_or>(site, "simd_any", uint(condition)) != 0;
 }
 inline bool simd_all(bool condition, HOST_SITE) {
   return host::reduce<host::bits_and>(site, "simd_all", uint(condition)) != 0;
 }
-inline bool simd_is_first(HOST_SITE) { return host::lane() == 0; }
 }  // namespace metal
 
 // The compiler's own names, on which MLX builds its bfloat overloads.

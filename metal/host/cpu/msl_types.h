@@ -14,11 +14,7 @@ typedef _Float16 half;
 // bfloat as MSL has it: every bfloat is a float, but a float becomes a bfloat only when asked.
 // Arithmetic between two bfloats (or with an integer) rounds to bfloat; with a float it is float.
 struct bfloat {
-#if defined(__clang__)
   __bf16 bits;  // a float type, so that the compiler's fill for unset variables is NaN
-#else
-  uint16_t bits;
-#endif
 
   bfloat() = default;
   template <class I>
@@ -73,27 +69,13 @@ inline To as_type(From value) {
   return to;
 }
 
-#define M_E_F 2.71828182845904523536f
 #define M_LOG2E_F 1.44269504088896340736f
-#define M_LOG10E_F 0.43429448190325182765f
 #define M_LN2_F 0.69314718055994530942f
-#define M_LN10_F 2.30258509299404568402f
 #define M_PI_F 3.14159265358979323846f
-#define M_PI_2_F 1.57079632679489661923f
-#define M_PI_4_F 0.78539816339744830962f
-#define M_1_PI_F 0.31830988618379067154f
-#define M_2_PI_F 0.63661977236758134308f
-#define M_SQRT2_F 1.41421356237309504880f
-#define M_SQRT1_2_F 0.70710678118654752440f
-#define MAXFLOAT __FLT_MAX__
 #define FLT_MAX __FLT_MAX__
-#define FLT_MIN __FLT_MIN__
-#define FLT_EPSILON __FLT_EPSILON__
-#define HALF_MAX half(65504.0f)
 #define INFINITY __builtin_inff()
 #define NAN __builtin_nanf("")
 #define INT_MAX __INT_MAX__
-#define INT_MIN (-__INT_MAX__ - 1)
 #define UINT_MAX (__INT_MAX__ * 2U + 1U)
 
 namespace metal {
@@ -103,8 +85,6 @@ using ::half;
 using std::bool_constant;
 using std::conditional;
 using std::conditional_t;
-using std::decay_t;
-using std::declval;
 using std::enable_if;
 using std::enable_if_t;
 using std::false_type;
@@ -113,14 +93,12 @@ using std::is_convertible;
 using std::is_convertible_v;
 using std::is_integral;
 using std::is_integral_v;
-using std::is_pointer_v;
 using std::is_same;
 using std::is_same_v;
 using std::is_signed;
 using std::is_signed_v;
 using std::is_unsigned;
 using std::is_unsigned_v;
-using std::make_signed_t;
 using std::make_unsigned_t;
 using std::remove_const_t;
 using std::remove_cv_t;
@@ -139,8 +117,6 @@ template <class T>
 constexpr bool is_arithmetic_v = is_integral_v<T> || is_floating_point_v<T>;
 template <class T>
 struct is_arithmetic : bool_constant<is_arithmetic_v<T>> {};
-template <class... B>
-struct _disjunction : bool_constant<(bool(B::value) || ...)> {};  // named by MLX's atomic.h
 
 template <class T>
 struct numeric_limits;

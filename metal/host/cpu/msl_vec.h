@@ -157,27 +157,6 @@ HOST_DEFINE_VEC(2)
 HOST_DEFINE_VEC(3)
 HOST_DEFINE_VEC(4)
 
-// A vec without alignment, for memory; it is computed with as a vec.
-template <class T, int N>
-struct packed {
-  T data[N];
-  packed() = default;
-  constexpr packed(const vec<T, N>& v) : data{} {
-    for (int i = 0; i < N; i++) data[i] = v.data[i];
-  }
-  constexpr operator vec<T, N>() const {
-    vec<T, N> v;
-    for (int i = 0; i < N; i++) v.data[i] = data[i];
-    return v;
-  }
-  constexpr T& operator[](int i) { return data[i]; }
-  constexpr const T& operator[](int i) const { return data[i]; }
-};
-namespace host {
-template <class T, int N>
-struct shape<packed<T, N>> : shape<vec<T, N>> {};
-}  // namespace host
-
 #define HOST_VEC_OPERATOR(op, result)                                                          \
   template <class A, class B, class M = host::meet<A, B>, class T = typename M::T>             \
   constexpr auto operator op(const A& a, const B& b) {                                         \
@@ -222,13 +201,10 @@ constexpr vec<bool, M::size> operator!(const A& a) {
   return host::each<bool, M>(a, a, [](auto x, auto) { return !x; });
 }
 
-#define HOST_VEC_NAMES(T)          \
-  typedef vec<T, 2> T##2;          \
-  typedef vec<T, 3> T##3;          \
-  typedef vec<T, 4> T##4;          \
-  typedef packed<T, 2> packed_##T##2; \
-  typedef packed<T, 3> packed_##T##3; \
-  typedef packed<T, 4> packed_##T##4;
+#define HOST_VEC_NAMES(T) \
+  typedef vec<T, 2> T##2; \
+  typedef vec<T, 3> T##3; \
+  typedef vec<T, 4> T##4;
 HOST_VEC_NAMES(bool)
 HOST_VEC_NAMES(char)
 HOST_VEC_NAMES(uchar)

@@ -12,13 +12,12 @@ namespace metal_host {
 
 constexpr unsigned kMaxSerial = 1u << 22;
 
-// One access, packed: valid 1, atomic 1, threadgroup 22, thread 10, group barriers 16, simdgroup
+// One access, packed: valid 1, unused 1, threadgroup 22, thread 10, group barriers 16, simdgroup
 // barriers 14.
 struct __attribute__((packed, aligned(4))) Access {
   uint64_t who;
   uint32_t code;  // the instruction, as an offset in the library
 
-  bool atomic() const { return who >> 62 & 1; }
   unsigned serial() const { return who >> 40 & (kMaxSerial - 1); }
   unsigned thread() const { return who >> 30 & 1023; }
   unsigned group_epoch() const { return who >> 14 & 0xffff; }
@@ -36,12 +35,10 @@ class Epochs {
     if (flags & kDevice) simd_[simdgroup][0]++;
     if (flags & kThreadgroup) simd_[simdgroup][1]++;
   }
-  Access access(unsigned serial, const Thread& thread, MemFlags space, bool atomic,
-                uint32_t code) const {
+  Access access(unsigned serial, const Thread& thread, MemFlags space, uint32_t code) const {
     const unsigned s = space == kThreadgroup;
-    return {uint64_t(1) << 63 | uint64_t(atomic) << 62 | uint64_t(serial) << 40 |
-                uint64_t(thread.index) << 30 | uint64_t(group_[s] & 0xffff) << 14 |
-                (simd_[thread.simdgroup][s] & 0x3fff),
+    return {uint64_t(1) << 63 | uint64_t(serial) << 40 | uint64_t(thread.index) << 30 |
+                uint64_t(group_[s] & 0xffff) << 14 | (simd_[thread.simdgroup][s] & 0x3fff),
             code};
   }
 
@@ -87,34 +84,20 @@ struct Recent {
   }
 };
 
-// What is remembered of one piece of memory. A plain write forgets what came before: it was found
-// to be ordered before the write, and so is ordered before all that will be ordered after it.
+// What is remembered of one piece of memory. A write forgets what came before: it was found to be
+// ordered before the write, and so is ordered before all that will be ordered after it.
 struct Cell {
-  Access writer;  // the last plain one; the first atomic one, if there was no plain one
+  Access writer;
   Recent readers;
   uint32_t serial;  // threadgroup memory: whose it is
 };
 
-// Atomic accesses, which order nothing and race with plain ones only.
-struct AtomicCell {
-  Recent readers, writers;
-};
-
-// Notes an access; null, or the earlier access with which it races. `atomics` is null where nothing
-// was atomic so far; an atomic access needs it.
-inline const Access* note(Cell& cell, AtomicCell* atomics, const Access& me, bool writes) {
-  const bool atomic = me.atomic();
-  if (!cell.writer.atomic() && concurrent(cell.writer, me)) return &cell.writer;
-  const Access* found = writes ? cell.readers.find(me) : nullptr;
-  if (!found && !atomic && atomics) found = atomics->writers.find(me);
-  if (!found && !atomic && atomics && writes) found = atomics->readers.find(me);
-  if (found) return found;
-  if (atomic) {
-    (writes ? atomics->writers : atomics->readers).add(me);
-    if (writes && !cell.writer.who) cell.writer = me;
-  } else if (writes) {
+// Notes an access; null, or the earlier access with which it races.
+inline const Access* note(Cell& cell, const Access& me, bool writes) {
+  if (concurrent(cell.writer, me)) return &cell.writer;
+  if (writes) {
+    if (const Access* reader = cell.readers.find(me)) return reader;
     cell = {me, {}, cell.serial};
-    if (atomics) *atomics = {};
   } else {
     cell.readers.add(me);
   }

@@ -1,5 +1,5 @@
 // Executes one dispatch: threadgroups one after another, the threads of each as fibers that switch
-// where they wait for each other, and nowhere else (under a random schedule also at atomics).
+// where they wait for each other, and nowhere else.
 #include "runtime.h"
 
 #include <dlfcn.h>
@@ -16,7 +16,6 @@
 // The kernel, called once a thread with its own arguments (see translate.py).
 extern "C" HOST_INTERNAL void metal_host_kernel();
 
-#if defined(__clang__)
 // clang moves a __bf16 through a float where the CPU has no bf16 instructions, and calls this to
 // get it back. Compiler runtimes are not sure to have it: zig's and libgcc 12 do not.
 extern "C" HOST_INTERNAL __bf16 __truncsfbf2(float value) {
@@ -25,7 +24,6 @@ extern "C" HOST_INTERNAL __bf16 __truncsfbf2(float value) {
   if ((u & 0x7fffffff) <= 0x7f800000) u += 0x7fff + (u >> 16 & 1);
   return __builtin_bit_cast(__bf16, uint16_t(u >> 16));
 }
-#endif
 
 namespace metal_host {
 
@@ -279,10 +277,6 @@ void group_barrier(Site site, unsigned flags) {
   for (unsigned g = 0; g * kLanes < dispatch.group_size; g++)
     set_runnable(g, simdgroups[g].exchange[0].lanes);
   if (launch->schedule == kRandom) wait({}, nullptr);
-}
-
-void yield_at_atomic() {
-  if (launch->schedule == kRandom && random_below(4) == 0) wait({}, nullptr);
 }
 
 void fault(const char* kind, Site site, const char* format, ...) {

@@ -60,8 +60,6 @@ HOST_INTERNAL const Exchange& simd_meet(Site site, const char* what, const void*
                                         void (*finish)(Exchange&));
 HOST_INTERNAL void simd_barrier(Site site, unsigned flags);
 HOST_INTERNAL void group_barrier(Site site, unsigned flags);
-// Another thread may run now: called at atomics, under a random schedule.
-HOST_INTERNAL void atomic_access(const void* address, size_t bytes, bool writes);
 
 // The storage of the threadgroup variable number `id`, one for the whole threadgroup; `element` is
 // the bytes of what its threads may share without racing.

@@ -20,16 +20,9 @@ from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import (
-    MAX_PREFILL_DIM,
-    MIN_ELEMENTS,
-    head_size_problem,
-    new_ticket,
-)
+from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, new_ticket, tiles_serve
 from vllm_metal_lite.kernels.registry import REGISTRY, unused_kernels
 from vllm_metal_lite.kv.store import PagedStore
-
-PREFILLS = ("varlen", "gather")
 
 
 class KernelAttention:
@@ -59,10 +52,7 @@ class KernelAttention:
         self.store, self.prefill, self.failed_kernels = store, prefill, frozenset(failed_kernels)
         self.rows_as_decodes = rows_as_decodes
         self._queries_per_kv = sorted(queries_per_kv)
-        fits = [
-            not head_size_problem((spec.k_head_dim, spec.v_head_dim), MAX_PREFILL_DIM)
-            for spec in store.specs
-        ]
+        fits = [tiles_serve(spec.k_head_dim, spec.v_head_dim) for spec in store.specs]
         self._unused = unused_kernels(self.failed_kernels)
         # `shared_prefix` needs full attention and a supported head size.
         self.shares = [

@@ -146,7 +146,7 @@ class SdpaPlan:
         attention_chunk: int | None = None,
         unfused: Unfused | None = None,
     ) -> SdpaCalls:
-        """unfused: the layer, if MLX does not fuse it; then the scores of a call are bounded."""
+        """unfused: limits of a layer some of whose calls MLX does not fuse; None: MLX fuses all."""
         longest = int(self.batch.seq_lens.max())
         window = None if window is not None and window >= longest else window
         if attention_chunk is not None and attention_chunk >= longest:
