@@ -65,20 +65,21 @@ class Server:
         self.ended = asyncio.Event()  # requests that are still open get an error
         self.num_accepted = 0  # requests that drain
         self.requests: dict[str, RequestState] = {}
-        self.logs_requests = False  # by a line at the end of each, also of one that is cut short
+        self.logs_requests = False  # print a line when a request ends, also when it is cut short
         self.metrics = Metrics(models)
         self._unknown_fields: set[tuple[str, str]] = set()  # by endpoint
 
     @asynccontextmanager
     async def generate(
         self,
+        model: str,
         engine: EngineClient,
         prefix: str,
         prompt: RenderedPrompt,
         params: SamplingParams | PoolingParams,
         **options: Any,
     ) -> AsyncIterator[RequestState]:
-        """A request that `engine` has accepted; leaving the block ends it.
+        """A request that the engine of a model has accepted; leaving the block ends it.
 
         prefix: the start of the request's id.  options: as `ScheduledBody.scheduling` makes them.
         Raises ApiError, MetalLiteError or EngineLost.
@@ -96,7 +97,7 @@ class Server:
         add = Add(request_id, token_ids, params, checkpoints=prompt.checkpoints, **options)
         self.num_accepted += 1
         try:
-            with self.metrics.counting(engine) as count:
+            with self.metrics.counting(model, engine) as count:
                 async with engine.generate(add, count.update) as request:
                     count.request = request
                     self.requests[request_id] = request
@@ -197,7 +198,9 @@ class Serving:
         **options: Any,
     ) -> RequestState:
         """As `Server.generate`, until the response ends."""
-        generating = self.server.generate(self.engine, prefix, prompt, params, **options)
+        generating = self.server.generate(
+            self.model, self.engine, prefix, prompt, params, **options
+        )
         return await self.resources.enter_async_context(generating)
 
     def stream(
