@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     model = get_model(args.model)
+    native(model)
     prompts = texts(args.texts, model.vocab_size)
     tokens = sum(map(len, prompts))
     print(f"{model.name}, {len(prompts)} texts, {tokens:,} tokens, {backend.name()}\n")
