@@ -70,6 +70,12 @@ def one_line(e: BaseException) -> str:
     return (" ".join(text.split()) or type(e).__name__)[:300]
 
 
+def size_text(num_bytes: float, digits: int = 1) -> str:
+    """Bytes in GiB or MiB.  digits: of GiB."""
+    gib = num_bytes / 2**30
+    return f"{gib:.{digits}f} GiB" if gib >= 1 else f"{num_bytes / 2**20:.1f} MiB"
+
+
 def show(value: object) -> str:
     """A value as a message quotes it: its repr, cut if it is long."""
     try:
