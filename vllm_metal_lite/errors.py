@@ -21,6 +21,11 @@ class MetalLiteError(ValueError):
         super().__init__(_printable("".join(parts)))
         self.parts = parts
 
+    @property
+    def option(self) -> Option | None:
+        """The first option that the message names."""
+        return next((part for part in self.parts if isinstance(part, Option)), None)
+
     def spelled(self, spell: Callable[[str], str]) -> str:
         """The message, with its options spelled by `spell`."""
         parts = (spell(part) if isinstance(part, Option) else part for part in self.parts)

@@ -29,7 +29,7 @@ def _format(
     start, end = section
     first, last = call
 
-    def read_section(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
+    def read_section(reader: Reader, calls: CallWriter) -> Reading[None]:
         return calls.section(lambda: read(reader, calls, last), first, last, end)
 
     head, tail = f"{first}{head}", f"{tail}{last}"

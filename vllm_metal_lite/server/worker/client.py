@@ -67,7 +67,7 @@ class EngineClient:
     tokenizer: TokenizerWrapper
     longest_token: int  # the most characters of text that a token can be
 
-    def __init__(self, name: str, check: EngineConfig | None = None) -> None:
+    def __init__(self, name: str, check: EngineConfig | None) -> None:
         """Start the process.  `start` also loads the model.  check: see there."""
         self.metrics: dict[str, int] = {}
         self.on_seen: Callable[[str], None] = lambda text: None
@@ -102,7 +102,7 @@ class EngineClient:
         cls,
         name: str,
         configure: Callable[[int], Awaitable[EngineConfig]],
-        check: EngineConfig | None = None,
+        check: EngineConfig | None,
     ) -> "EngineClient":
         """Start the process and load the model.  Raises ModelLoadError with the reason.
 
