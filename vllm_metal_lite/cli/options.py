@@ -90,7 +90,7 @@ _SERVER = (
     ("max_waiting", "N", "requests that may wait for a seat; more get 503"),
     ("max_logprobs", "N", "log-probabilities a token that a request may ask for"),
     ("drain", "S", "seconds that running requests get at the end"),
-    ("keep_alive", "S", "seconds without a token, after which a stream gets a sign of life"),
+    ("keep_alive", "S", "seconds without a token, after which a stream gets a keep-alive event"),
     ("memory_budget_gib", "N", "GiB for all models together (default: a safe value)"),
 )
 _TEXTS = ("host", "api_key")  # also where they look like numbers

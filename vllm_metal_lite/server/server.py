@@ -21,7 +21,7 @@ from vllm_metal_lite.server import limits
 from vllm_metal_lite.server.conversations import RenderedPrompt
 from vllm_metal_lite.server.errors import ApiError, ContextOverflow, error_response
 from vllm_metal_lite.server.models import Models
-from vllm_metal_lite.server.offload import LARGE, ORIGIN, Origin, offload
+from vllm_metal_lite.server.offload import LARGE, REQUESTER, Requester, offload
 from vllm_metal_lite.server.prometheus import Metrics
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import COMMENT, ClientGone, EventStream, unless, until_gone
@@ -221,7 +221,7 @@ def endpoint(
     async def answer(request: Request) -> Response:
         server.check_open()
         raw = await request.body()
-        ORIGIN.set(Origin(client_of(request), len(raw)))
+        REQUESTER.set(Requester(client_of(request), len(raw)))
         return await until_gone(request, respond(request.url.path, raw))
 
     async def respond(path: str, raw: bytes) -> Response:

@@ -32,7 +32,7 @@ class ServerConfig:
     max_body_mib: largest request.  max_waiting: requests that may wait for a seat in an engine.
     max_logprobs: most log-probabilities a token that a request may ask for.
     drain: seconds that running requests get after SIGTERM.  keep_alive: seconds without a token
-    after which a stream gets a sign of life.  memory_budget_gib: for all models together; None:
+    after which a stream gets a keep-alive event.  memory_budget_gib: for all models together; None:
     a safe value for the device.
     """
 

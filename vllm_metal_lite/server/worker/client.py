@@ -29,7 +29,7 @@ from vllm_metal_lite.engine.prompt_ids import by_template
 from vllm_metal_lite.errors import ModelLoadError, RequestError
 from vllm_metal_lite.model.loader import load_tokenizer_only
 from vllm_metal_lite.server.fair_rounds import FairRounds
-from vllm_metal_lite.server.offload import ORIGIN, offload
+from vllm_metal_lite.server.offload import REQUESTER, offload
 from vllm_metal_lite.server.templates import THINKING, Template, probe
 from vllm_metal_lite.server.worker import process
 from vllm_metal_lite.server.worker.messages import (
@@ -197,7 +197,7 @@ class EngineClient:
         Raises RequestError if the engine refuses, EngineLost if it has ended.
         """
         fair_round = self._fair.next_round(
-            ORIGIN.get().client, (r.fair_round for r in self.requests.values())
+            REQUESTER.get().client, (r.fair_round for r in self.requests.values())
         )
         add, request_id = replace(add, fair_round=fair_round), add.request_id
         request = RequestState(add, self.tokenizer, on_update)
