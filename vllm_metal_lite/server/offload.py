@@ -1,6 +1,6 @@
 """Threads for work that would block the event loop: parsing, templates, token ids, grammars.
 
-Large requests have their own thread, so that small requests do not wait behind them.  Clients take
+Large requests have their own thread, so that small requests do not wait for them.  Clients take
 turns.  When a client leaves, its work does not begin, or ends at its next `check_wanted`.
 """
 
@@ -50,7 +50,7 @@ class Threads:
     def __init__(self, most: int) -> None:
         self._missing, self._num_jobs = most, 0
         self._rounds, self._lock = FairRounds(), threading.Lock()
-        # Each job behind its round and its number.
+        # Each job with its round and its number.
         self._jobs: PriorityQueue[tuple[int, int, _Job]] = PriorityQueue()
 
     def submit(self, client: Hashable, job: _Job) -> None:

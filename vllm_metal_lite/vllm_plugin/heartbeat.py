@@ -2,8 +2,8 @@
 
 A collective waits for a lost rank forever, or fails with a line that does not name the rank.  So
 each rank increments its key in rank 0's store every second, and reads the keys of the others.  A
-watchdog process beside each rank kills a rank without heartbeats: the rank hangs, or waits for the store
-of a rank 0 that hangs or is unreachable.
+watchdog process beside each rank kills a rank without heartbeats: the rank hangs, or waits for the
+store of a rank 0 that hangs or is unreachable.
 """
 
 import os
@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from vllm_metal_lite.vllm_plugin import watchdog
 
-# Seconds between heartbeats; seconds that this rank waits for an orderly end before it reports a loss;
-# missed heartbeats after which a rank is lost.  After one more its watchdog kills it.
+# Seconds between heartbeats; seconds that this rank waits for an orderly end before it reports a
+# loss; missed heartbeats after which a rank is lost.  After one more its watchdog kills it.
 INTERVAL, LEAVE, MISSED = 1.0, 3.0, 6
 
 

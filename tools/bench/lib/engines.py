@@ -1,4 +1,4 @@
-"""The engines that the serving benchmarks compare, behind one small interface, and the clock."""
+"""The engines that the serving benchmarks compare, with one small interface, and the clock."""
 
 import gc
 import time

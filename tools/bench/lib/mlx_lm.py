@@ -113,7 +113,7 @@ class MlxLm:
         return cache
 
     def _segments(self, prompt: list[int], cached: int) -> list[list[int]]:
-        # The server cuts behind the system prompt, so that a cache can be kept from there.
+        # The server cuts after the system prompt, so that a cache can be kept from there.
         cut = max(self._shared, cached) if self.settings.prefix == "server" else cached
         return [prompt[cached:cut], prompt[cut:]]
 

@@ -65,7 +65,7 @@ class EngineClient:
 
     facts: ModelFacts
     tokenizer: TokenizerWrapper
-    longest_token: int  # the most characters of text that a token can be
+    longest_token: int  # length in characters of the longest token's text
 
     def __init__(self, name: str, check: EngineConfig | None) -> None:
         """Start the process.  `start` also loads the model.  check: see there."""
