@@ -5,12 +5,13 @@ import random
 import shutil
 from contextlib import asynccontextmanager
 from math import inf
+from unittest.mock import patch
 
 import httpx
 import pytest
 
 from tests.support.server_kit import in_loop, serving
-from vllm_metal_lite import EngineConfig
+from vllm_metal_lite import EngineConfig, backend
 from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.errors import ConfigError, ModelLoadError
 from vllm_metal_lite.model.files import DEMO_PATH
@@ -58,15 +59,9 @@ class World:
         self.hold.set()
 
     def models(self, *specs: str, pinned: str = "", budget: float | None = None) -> Models:
-        return FakeModels(
-            self,
-            [ModelSpec(name, name, name in pinned) for name in specs],
-            EngineConfig(memory_fraction=1),
-            budget,
-            start=self.start,
-            memory=int(self.memory * GIB),
-            clock=self.clock,
-        )
+        chosen = [ModelSpec(name, name, name in pinned) for name in specs]
+        with patch.object(backend, "memory_limit", lambda: int(self.memory * GIB)):
+            return FakeModels(self, chosen, EngineConfig(memory_fraction=1), budget)
 
     def clock(self) -> float:
         self.now += 0.001
@@ -95,9 +90,9 @@ class World:
 
 
 class FakeModels(Models):
-    def __init__(self, world: World, *args, **options) -> None:
-        super().__init__(*args, **options)
-        self.world = world
+    def __init__(self, world: World, *args) -> None:
+        super().__init__(*args)
+        self.world, self._start, self._clock = world, world.start, world.clock
 
     async def _change_within(self, seconds: float | None) -> None:
         """Time passes when nothing else happens."""

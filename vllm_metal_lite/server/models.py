@@ -10,7 +10,7 @@ model waits forever.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from math import inf
@@ -117,11 +117,6 @@ class Model:
         return self.failure
 
 
-Starter = Callable[
-    [str, Callable[[int], Awaitable[EngineConfig]], EngineConfig | None], Awaitable[EngineClient]
-]
-
-
 class _Unwanted(Exception):
     """No request waits for the model any longer."""
 
@@ -130,19 +125,17 @@ class Models:
     """Loads and unloads models, and hands out their engines.  Use from one event loop.
 
     budget_gib: memory for all models together; None: a safe value for the device.
-    start: `EngineClient.start`.
     Raises ConfigError if the budget exceeds the device's memory.
     """
+
+    _start = staticmethod(EngineClient.start)
+    _clock = staticmethod(time.monotonic)
 
     def __init__(
         self,
         specs: list[ModelSpec],
         config: EngineConfig,
         budget_gib: float | None = None,
-        *,
-        start: Starter = EngineClient.start,
-        memory: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         names = [spec.name for spec in specs]
         for name in names:
@@ -150,7 +143,7 @@ class Models:
                 raise ConfigError(f"two models have the name {name!r}")
         self.config = config
         self.models = {spec.name: Model(spec) for spec in specs}
-        self._memory = memory or backend.memory_limit()
+        self._memory = backend.memory_limit()
         fraction = config.memory_fraction or profile().memory_fraction
         self.budget = int(self._memory * fraction if budget_gib is None else budget_gib * _GIB)
         if self.budget > self._memory:
@@ -158,7 +151,6 @@ class Models:
                 Option("memory_budget_gib"),
                 f" is {size_text(self.budget)}; this device has {size_text(self._memory)}",
             )
-        self._start, self._clock = start, clock
         self._loading = asyncio.Lock()  # one model at a time, in order of the requests
         self._changed = asyncio.Event()  # a request left an engine, or waits no more
 
