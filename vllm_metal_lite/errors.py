@@ -21,6 +21,11 @@ class MetalLiteError(ValueError):
         super().__init__(_printable("".join(parts)))
         self.parts = parts
 
+    @property
+    def option(self) -> Option | None:
+        """The first option that the message names."""
+        return next((part for part in self.parts if isinstance(part, Option)), None)
+
     def spelled(self, spell: Callable[[str], str]) -> str:
         """The message, with its options spelled by `spell`."""
         parts = (spell(part) if isinstance(part, Option) else part for part in self.parts)
@@ -68,6 +73,12 @@ def one_line(e: BaseException) -> str:
     """What an exception says, or its type if it says nothing, for a message of one line."""
     text = f"no key {e}" if isinstance(e, KeyError) else str(e)
     return (" ".join(text.split()) or type(e).__name__)[:300]
+
+
+def size_text(num_bytes: float, digits: int = 1) -> str:
+    """Bytes in GiB or MiB.  digits: of GiB."""
+    gib = num_bytes / 2**30
+    return f"{gib:.{digits}f} GiB" if gib >= 1 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def show(value: object) -> str:

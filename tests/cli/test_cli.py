@@ -44,11 +44,11 @@ USAGE = {
     "serve demo demo": "unrecognized arguments: demo",
     "serve --model =demo": "--model must be MODEL or NAME=MODEL, got '=demo'",
     "serve --model big=": "--model must be MODEL or NAME=MODEL, got 'big='",
-    "serve --model a=demo --model a=other": "there are two models of the name 'a'",
-    "serve demo --model demo": "there are two models of the name 'demo'",
+    "serve --model a=demo --model a=other": "two models have the name 'a'",
+    "serve demo --model demo": "two models have the name 'demo'",
     "serve --model demo --served-model-name x": "use --model NAME=MODEL",
-    "serve --pin nobody": "--pin nobody: no such model; there is: demo",
-    "serve --chat-format x=hermes": "--chat-format x=hermes: no such model; there is: demo",
+    "serve --pin nobody": "--pin nobody: no such model; the models are: demo",
+    "serve --chat-format x=hermes": "--chat-format x=hermes: no such model; the models are: demo",
     "serve --chat-format demo=x": "--chat-format must be one of cohere, ",
 }  # fmt: skip
 

@@ -103,10 +103,17 @@ def test_engine_options_that_a_running_server_does_not_get_are_named():
     assert "warning" not in plain.stderr
 
 
-@pytest.mark.parametrize("reply", ["SSH-2.0-x\r\n", HTTP + '{"data": [{}]}'])
+@pytest.mark.parametrize(
+    "reply", ["SSH-2.0-x\r\n", HTTP + '{"data": [{}]}', "HTTP/1.0 404 \r\n\r\n"]
+)
 def test_a_server_of_something_else_is_named(reply):
     with answering(reply) as port:
-        assert "is no server of models" in run_cli(*CLAUDE, port).stderr
+        assert "does not serve models" in run_cli(*CLAUDE, port).stderr
+
+
+def test_a_server_with_another_key_is_named():
+    with answering("HTTP/1.0 401 \r\n\r\n") as port:
+        assert "needs its API key: set METAL_LITE_API_KEY" in run_cli(*CLAUDE, port).stderr
 
 
 @pytest.mark.parametrize("agent", ["claude", "codex", "opencode"])

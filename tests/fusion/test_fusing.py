@@ -15,7 +15,6 @@ from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from tests.support.arch_configs import CANNOT_RUN, CONFIGS, VOCAB, config_of
 from tests.support.launches import watch
-from tools.bench.lib.mlx_lm import separate
 from vllm_metal_lite.attention.heads import Heads, same_rope
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.select import Verdict
@@ -94,18 +93,6 @@ def test_projections_of_unlike_weights_stay_apart():
     join_projections(model)
     sizes = {(p.linear.weight.shape[0], len(p.ends) - 1) for p in joined_projections(model)}
     assert sizes == {(96, 2), (192, 2)}  # q and k; gate and up
-
-
-@pytest.mark.parametrize("name", ["qwen2", "llama/q4"])
-def test_a_part_can_be_taken_out_again(name):
-    model = tiny.build(config_of(name))
-    expected = {p: m(mx.ones((1, 64))) for p, m in model.named_modules() if p.endswith("k_proj")}
-    join_projections(model)
-    for path, module in model.named_modules():
-        if path in expected:
-            apart = separate(module)
-            assert isinstance(apart, nn.Linear | nn.QuantizedLinear)
-            np.testing.assert_allclose(apart(mx.ones((1, 64))), expected[path], rtol=1e-5)
 
 
 # Traces

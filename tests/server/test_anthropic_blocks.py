@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_metal_lite.server.anthropic_api.blocks import conversation
+from vllm_metal_lite.server.anthropic_api.request_content import conversation
 from vllm_metal_lite.server.errors import ApiError
 
 

@@ -6,7 +6,7 @@ import random
 from tests.support.server_kit import start_engine
 from vllm_metal_lite import EngineConfig, SamplingParams
 from vllm_metal_lite.server.fair_rounds import FairRounds
-from vllm_metal_lite.server.offload import ORIGIN, Origin
+from vllm_metal_lite.server.offload import REQUESTER, Requester
 from vllm_metal_lite.server.worker.messages import Add
 
 
@@ -57,7 +57,7 @@ def test_the_engine_serves_clients_in_rounds():
         ended: list[str] = []
 
         async def ask(client: str, name: str) -> None:
-            ORIGIN.set(Origin(client))
+            REQUESTER.set(Requester(client))
             params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
             async with engine.generate(Add(name, [5, 6, 7], params)) as request:
                 await request.complete()

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from types import SimpleNamespace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -60,8 +59,8 @@ def generate(running, prompt, params, take=None):
     async def run():
         server = running.server
         async with (
-            server.models.use(None) as (_, engine),
-            server.generate(engine, "test-", RenderedPrompt(prompt), params) as request,
+            server.models.use(None) as (model, engine),
+            server.generate(model.name, engine, "test-", RenderedPrompt(prompt), params) as request,
         ):
             if take is None:
                 await request.complete()
@@ -151,9 +150,10 @@ def test_gauges_while_requests_run(running, http):
     async def look():
         server = running.server
         params = SamplingParams(max_tokens=3000, ignore_eos=True)
-        async with server.models.use(None) as (_, engine):
+        async with server.models.use(None) as (model, engine):
             engine.metrics = {}
-            async with server.generate(engine, "test-", RenderedPrompt([1, 2, 3]), params):
+            prompt = RenderedPrompt([1, 2, 3])
+            async with server.generate(model.name, engine, "test-", prompt, params):
                 while not engine.metrics.get("requests_running"):
                     await asyncio.sleep(0.01)
                 return server.metrics.text("")[0].decode()
@@ -169,8 +169,6 @@ class _Models:
 
 
 class _Engine:
-    facts = SimpleNamespace(name="b")
-
     def __init__(self, hits, owned=0):
         self.metrics = {"prefix_cache_hit_tokens": hits, "prefix_cache_queried_tokens": 2 * hits}
         self.metrics |= {"preemptions": 0, "requests_running": 1, "requests_waiting": 0}
@@ -195,11 +193,20 @@ def test_counters_go_on_when_an_engine_is_loaded_again():
     assert (value(hits), value(hits)) == (57, 57)
 
 
+def test_a_request_of_an_engine_that_is_gone_counts_for_its_model():
+    metrics = Metrics(_Models())
+    with metrics.counting("a", _Engine(3)):
+        pass  # the engine ends before the request
+    text = metrics.text("")[0].decode()
+    assert 'vllm:prefix_cache_hits_total{model_name="a"} 3.0' in text
+    assert 'vllm:num_requests_running{model_name="a"} 0.0' in text
+    assert text.count("vllm:num_requests_running{") == 1
+
+
 def counted(*changes):
     """The samples after a request of two prompt tokens; changes: made to its RequestState."""
-    models = _Models()
-    metrics = Metrics(models)
-    with metrics.counting(_Engine(0)) as count:
+    metrics = Metrics(_Models())
+    with metrics.counting("a", _Engine(0)) as count:
         params = SamplingParams(stop="z")  # so that no tokenizer makes the text
         request = RequestState(Add("x", [1, 2], params), None, count.update)
         for change in changes:
@@ -211,7 +218,6 @@ def counted(*changes):
         ":".join([s.name.removeprefix("vllm:"), s.labels.get("finished_reason", "")]): s.value
         for family in families
         for s in family.samples
-        if s.labels["model_name"] == "b"
     }
 
 

@@ -5,12 +5,13 @@ import random
 import shutil
 from contextlib import asynccontextmanager
 from math import inf
+from unittest.mock import patch
 
 import httpx
 import pytest
 
 from tests.support.server_kit import in_loop, serving
-from vllm_metal_lite import EngineConfig
+from vllm_metal_lite import EngineConfig, backend
 from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.errors import ConfigError, ModelLoadError
 from vllm_metal_lite.model.files import DEMO_PATH
@@ -58,32 +59,13 @@ class World:
         self.hold.set()
 
     def models(self, *specs: str, pinned: str = "", budget: float | None = None) -> Models:
-        return Models(
-            [ModelSpec(name, name, name in pinned) for name in specs],
-            EngineConfig(memory_fraction=1),
-            budget,
-            start=self.start,
-            memory=int(self.memory * GIB),
-            clock=self.clock,
-            wait=self.wait,
-        )
+        chosen = [ModelSpec(name, name, name in pinned) for name in specs]
+        with patch.object(backend, "memory_limit", lambda: int(self.memory * GIB)):
+            return FakeModels(self, chosen, EngineConfig(memory_fraction=1), budget)
 
     def clock(self) -> float:
         self.now += 0.001
         return self.now
-
-    async def wait(self, event, seconds: float | None) -> None:
-        """As `asyncio.wait_for`: time passes when nothing else happens."""
-        waiting = asyncio.ensure_future(event)
-        try:
-            if seconds is not None:
-                await settle()
-                if not waiting.done():
-                    self.now += seconds
-                    raise TimeoutError
-            await waiting
-        finally:
-            waiting.cancel()
 
     async def start(self, source: str, configure, check: EngineConfig | None) -> FakeEngine:
         assert self.num_loading == 0, "two models are loaded at once"
@@ -105,6 +87,22 @@ class World:
             return engine
         finally:
             self.num_loading -= 1
+
+
+class FakeModels(Models):
+    def __init__(self, world: World, *args) -> None:
+        super().__init__(*args)
+        self.world, self._start, self._clock = world, world.start, world.clock
+
+    async def _change_within(self, seconds: float | None) -> None:
+        """Time passes when nothing else happens."""
+        self._changed.clear()
+        if seconds is None:
+            await self._changed.wait()
+            return
+        await settle()
+        if not self._changed.is_set():
+            self.world.now += seconds
 
 
 def two_with_room_for_one() -> tuple[World, Models]:
@@ -367,7 +365,7 @@ async def test_a_stop_ends_those_that_load_and_those_that_wait():
 @in_loop
 async def test_an_unknown_model_is_404():
     models = World().models("a", "b")
-    with pytest.raises(ApiError, match=r"`c` does not exist; there is: a, b\.") as unknown:
+    with pytest.raises(ApiError, match=r"`c` does not exist; the models are: a, b\.") as unknown:
         await once(models, "c")
     assert unknown.value.status == 404
 
@@ -425,7 +423,7 @@ async def test_at_random_nobody_waits_for_ever_and_memory_suffices(seed):
     for model in models.models.values():
         assert not model.waiters
         assert not model.is_loading
-        assert model.engine is None or (model.engine.users, model.engine.ends_at) == (0, inf)
+        assert model.engine is None or (model.engine.users, model.engine.grace_end) == (0, inf)
     await models.stop()
     assert world.alive == []
 

@@ -11,9 +11,9 @@ from tests.support.cli_kit import SAFETY
 from tests.support.server_kit import in_loop
 from vllm_metal_lite.server.offload import (
     LARGE,
-    ORIGIN,
+    REQUESTER,
     Abandoned,
-    Origin,
+    Requester,
     Threads,
     check_wanted,
     offload,
@@ -33,7 +33,7 @@ async def test_clients_take_turns():
     threads, held, done = Threads(1), threading.Event(), []
 
     async def submit(client: str, name: str) -> None:
-        ORIGIN.set(Origin(client))
+        REQUESTER.set(Requester(client))
         await offload(done.append, name, threads=threads)
 
     first = asyncio.ensure_future(offload(held.wait, threads=threads))
@@ -53,7 +53,7 @@ async def test_small_work_does_not_wait_for_large_work():
     held = threading.Event()
 
     async def large() -> None:
-        ORIGIN.set(Origin(size=LARGE))
+        REQUESTER.set(Requester(size=LARGE))
         await offload(held.wait)
 
     waits = [asyncio.ensure_future(large()) for _ in range(10)]

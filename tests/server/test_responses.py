@@ -67,7 +67,7 @@ def test_events_come_in_order_and_make_the_whole(client):
     whole = client.responses.create(input=ASK, **LIMITS)
     events = list(client.responses.create(input=ASK, stream=True, **LIMITS))
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    # Signs of life may come between any two events.
+    # Keep-alive events may come between any two events.
     kinds = [event.type.removeprefix("response.") for event in events]
     news = [kind for i, kind in enumerate(kinds) if i < 2 or kind != "in_progress"]
     deltas = [event for event in events if event.type == "response.output_text.delta"]

@@ -78,7 +78,7 @@ async def test_a_client_that_goes_ends_the_events():
 async def test_a_client_that_never_reads_may_go():
     connection, ended = Connection(reads=False), asyncio.Event()
     streaming = asyncio.ensure_future(connection.stream(endless(ended), 0.001))
-    await asyncio.sleep(0.05)  # events and signs of life wait for the client
+    await asyncio.sleep(0.05)  # events and keep-alive events wait for the client
     assert not connection.closed.is_set()
     connection.gone.set()
     await streaming

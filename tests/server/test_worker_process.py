@@ -36,11 +36,11 @@ async def configure(weight_bytes):
 
 async def main():
     if sys.argv[1] == "loading":
-        client = EngineClient("demo")
+        client = EngineClient("demo", None)
         client._outbox.put(await configure(0))
         print(client.pid, flush=True)
     else:
-        client = await EngineClient.start("demo", configure)
+        client = await EngineClient.start("demo", configure, None)
         params = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
         async with client.generate(Add("a", [1, 2, 3], params)) as request:
             async for _ in changes([request]):
@@ -130,7 +130,7 @@ def test_a_start_that_fails_says_why_in_one_line_and_leaves_nothing(tmp_path, na
 
 def test_a_start_may_be_cancelled_or_its_process_killed():
     async def cancelled() -> int:
-        client = EngineClient("demo")
+        client = EngineClient("demo", None)
         starting = asyncio.ensure_future(start_engine())
         await asyncio.sleep(0.2)
         starting.cancel()

@@ -34,7 +34,7 @@ async def start_engine(name: str = "demo", config: EngineConfig = SMALL) -> Engi
     async def configure(weight_bytes: int) -> EngineConfig:
         return config
 
-    return await EngineClient.start(name, configure)
+    return await EngineClient.start(name, configure, None)
 
 
 @dataclass

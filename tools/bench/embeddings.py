@@ -5,7 +5,7 @@
 
 Lengths are lognormal, median 120 tokens.  Neither side computes logits.  MLX CUDA needs
 MLX_CUDA_SDPA_CACHE_SIZE=16384, or it plans the attention of each shape again in every run.  A size
-is rows a step here, and texts a batch for mlx-lm.  Prints Markdown: texts a second (median, behind
+is rows a step here, and texts a batch for mlx-lm.  Prints Markdown: texts a second (median, after
 one run), the part of the rows that is padding, the least cosine to mlx-lm's last size, and the
 ratio.
 """
@@ -73,7 +73,7 @@ def batches(prompts: Texts, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]
 
 
 def padded(model: LoadedModel, prompts: Texts, size: int) -> Run:
-    """Embeds all prompts with mlx-lm's module; the padding behind a text changes nothing."""
+    """Embeds all prompts with mlx-lm's module; the padding after a text changes nothing."""
     body = body_of(native(model))
     assert body is not None
 
@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     model = get_model(args.model)
+    native(model)
     prompts = texts(args.texts, model.vocab_size)
     tokens = sum(map(len, prompts))
     print(f"{model.name}, {len(prompts)} texts, {tokens:,} tokens, {backend.name()}\n")

@@ -299,7 +299,7 @@ def main() -> int:
     command = ours("demo", "--drain", str(DRAIN), "--num-blocks", "640")
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log.txt"
-        with server(command, port, 120, log) as pid:
+        with server(command, port, log) as pid:
             bench = Bench(port, pid)
             chosen = [c for c in cases() if not args.only or any(o in c.name for o in args.only)]
             good = [bench.run(case) for case in chosen]

@@ -44,7 +44,6 @@ from tools.bench.lib.servers import (
     Memory,
     cpu_seconds,
     free_port,
-    give_up_after,
     mlx_lm,
     ours,
     say,
@@ -168,7 +167,7 @@ class Bench:
 
     def run(self, name: str, command: list[str], model: str) -> None:
         port = free_port()
-        with server(command, port, self.args.deadline, self.log) as pid, Memory(pid) as memory:
+        with server(command, port, self.log) as pid, Memory(pid) as memory:
 
             def send(clients: Clients, health: bool = False) -> dict[str, Any]:
                 seconds, before = self.args.seconds, cpu_seconds(pid)
@@ -234,12 +233,9 @@ def main() -> int:
     parser.add_argument("--warm", type=int, default=1, help="sessions that warm up")
     parser.add_argument("--ours", default="", help="flags of our server")
     parser.add_argument("--trusted", action="store_true", help="ours without checks and timings")
-    parser.add_argument("--mlx-lm", help="flags of mlx-lm's server, in place of the load's")
     parser.add_argument("--json", type=Path, help="a file for the numbers")
     parser.add_argument("--seconds", type=float, default=200, help="the most of a run")
-    parser.add_argument("--deadline", type=float, default=590, help="then stacks and exit")
     args = parser.parse_args()
-    give_up_after(args.deadline)
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_model(args.model, Path(scratch) / "model", args.bits)
         bench = Bench(args, folder, Path(scratch))
@@ -253,7 +249,7 @@ def main() -> int:
             theirs += "--prompt-cache-bytes 45GB"
         commands = {
             "ours": (ours(folder, *flags, *args.ours.split(), trusted=args.trusted), "m"),
-            "mlx-lm": (mlx_lm(folder, *(args.mlx_lm or theirs).split()), str(folder)),
+            "mlx-lm": (mlx_lm(folder, *theirs.split()), str(folder)),
             "vllm": ([args.vllm, "serve", str(folder), "--port", "PORT", *flags], "m"),
         }
         for system in args.systems.split(","):

@@ -18,7 +18,6 @@ mlx-lm's best; above 1 means that this engine is better.  Prints Markdown; progr
 """
 
 import argparse
-import faulthandler
 import gc
 import json
 import sys
@@ -29,7 +28,7 @@ from tools.bench.lib.engines import Engine, Run, ThisEngine, drive
 from tools.bench.lib.host import host
 from tools.bench.lib.loads import LOADS, Load, Sizes
 from tools.bench.lib.metrics import Agreement, Metrics, agree, measure, median_of
-from tools.bench.lib.mlx_lm import MlxLm, MlxLmSingle, Settings
+from tools.bench.lib.mlx_lm import MlxLm, MlxLmSingle, Settings, native
 from tools.bench.lib.models import BITS, get_model
 from tools.bench.lib.roofline import measured_bandwidth, step_bytes
 from tools.bench.lib.tables import COLUMNS, NEWCOMER, print_load, print_summary, ratios
@@ -264,9 +263,6 @@ def main() -> int:
     )
     parser.add_argument("--host", action="store_true", help="host work of a step, no model")
     parser.add_argument("--summary", action="store_true", help="at the end, a line a load")
-    parser.add_argument(
-        "--deadline", type=float, metavar="SECONDS", help="then say where it is, and exit with 1"
-    )
     parser.add_argument("--json", metavar="FILE", help="also write everything there, run by run")
     args = parser.parse_args()
     args.ours, args.report = dict(args.ours), Report(args.json)
@@ -274,12 +270,11 @@ def main() -> int:
     if not (args.load or args.host):
         parser.error("nothing to do: give --load or --host")
 
-    if args.deadline:
-        faulthandler.dump_traceback_later(args.deadline, exit=True)
     report = args.report
     print(f"## {backend.describe()}", flush=True)
     if args.load:
         model = get_model(args.model, args.dtype, args.bits)
+        native(model)
         report["model"] = model.name
         gib = model.weight_bytes / 2**30
         print(f"\n{model.name}: {model.num_parameters / 1e6:,.1f} M parameters, {gib:.2f} GiB")

@@ -11,7 +11,6 @@ like others.  `new`: no part of the answer was there before.  Prints Markdown: t
 median of the runs, and ratios; and the microseconds that a lookup takes.
 """
 
-import faulthandler
 import json
 import statistics
 import time
@@ -151,9 +150,7 @@ def main() -> None:
     parser.add_argument("--requests", nargs="+", type=int, default=(1, 8, 32))
     parser.add_argument("--length", type=int, default=2000)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--deadline", type=float, default=500, help="seconds")
     args = parser.parse_args()
-    faulthandler.dump_traceback_later(args.deadline, exit=True)
     name, length = ("128x2", 120) if args.tiny else (args.model, args.length)
     model = get_model(name, bits=args.bits)
     prepared = Prepared(model.packed)

@@ -40,7 +40,7 @@ from vllm_metal_lite.kernels.weights import quantised
 from vllm_metal_lite.sampling.logits import argmax_in_parts, num_parts
 from vllm_metal_lite.specs import AttentionShape, Quantisation
 
-_BLOCK, _OWN = 16, 128  # of a store; keys of a row behind a shared prefix
+_BLOCK, _OWN = 16, 128  # of a store; keys of a row after a shared prefix
 _FILLS = (16, 64, 128, 256, 512)
 
 Load = Callable[..., float]  # seconds of a call, under the profile in use
@@ -85,7 +85,7 @@ class Loads:
         return self.seconds(load.by("gather"), load.queries())
 
     def prefix(self, rows: int, tokens: int) -> float:
-        """Decodes behind one prefix, which is read once if that saves enough."""
+        """Decodes with a shared prefix, which is read once if that saves enough."""
         s, tokens = self.shape, max(2 * _BLOCK, tokens // self.divisor)
         load, ticket = TimedStore(s, 1, tokens + rows * _OWN), new_ticket()
         first, blocks = tokens // _BLOCK, mx.array(load.batch.block_tables[0])

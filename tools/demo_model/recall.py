@@ -21,21 +21,19 @@ from vllm_metal_lite.model.files import DEMO_PATH
 MAX_TOKENS = 64
 
 
-def generate_mlx_lm(folder: Path, prompts: list[list[int]], kv_bits: int | None) -> list[list[int]]:
-    """kv_bits: mlx-lm quantises K and V only after its first pass over the prompt."""
+def generate_mlx_lm(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     from mlx_lm import load
     from mlx_lm.generate import generate_step
 
     model, _ = load(str(folder))
-    how = {"kv_bits": kv_bits, "kv_group_size": model.args.head_dim, "quantized_kv_start": 0}
     return [
-        [int(t) for t, _ in generate_step(mx.array(prompt), model, max_tokens=MAX_TOKENS, **how)]
+        [int(t) for t, _ in generate_step(mx.array(prompt), model, max_tokens=MAX_TOKENS)]
         for prompt in prompts
     ]
 
 
-def generate_ours(folder: Path, prompts: list[list[int]], kv_bits: int | None) -> list[list[int]]:
-    llm = LLM(model=str(folder), kv_bits=kv_bits)
+def generate_ours(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    llm = LLM(model=str(folder))
     results = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts],
         SamplingParams(temperature=0, max_tokens=MAX_TOKENS),
@@ -63,7 +61,7 @@ def measure(length: int, args: argparse.Namespace) -> float:
     row, shares, answers = f"{length:6}  {len(tests):7}", [], []
     for name in ENGINES if args.engine == "both" else [args.engine]:
         began = time.perf_counter()
-        found = ENGINES[name](args.model, [test.prompt_ids for test in tests], args.kv_bits)
+        found = ENGINES[name](args.model, [test.prompt_ids for test in tests])
         seconds = time.perf_counter() - began
         answers.append([until_end(answer) for answer in found])
         right = 0
@@ -89,7 +87,6 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 3072])
     parser.add_argument("--num-prompts", type=int, default=100, help="prompts of each length")
     parser.add_argument("--engine", choices=(*ENGINES, "both"), default="mlx-lm")
-    parser.add_argument("--kv-bits", type=int, choices=(8, 4), help="bits of a kept K or V value")
     parser.add_argument("--require", type=float, default=0, help="fail below this accuracy")
     args = parser.parse_args()
     print("tokens  prompts")

@@ -26,8 +26,8 @@ def table() -> str:
 
 def main() -> None:
     before, _, rest = PATH.read_text(encoding="utf-8").partition(HEAD)
-    behind = rest.partition("\n\n")[2]
-    PATH.write_text(f"{before}{table()}\n{behind}", encoding="utf-8")
+    after = rest.partition("\n\n")[2]
+    PATH.write_text(f"{before}{table()}\n{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 """Take a picture of the page at work: `python -m tools.dev.page_picture [FILE] [--dark]`.
 
 Starts a server with the demo model, keeps 24 requests of different lengths running or waiting, some
-behind a shared prefix, and asks two questions in the page's own chat.  Needs Chromium and the
+with a shared prefix, and asks two questions in the page's own chat.  Needs Chromium and the
 extra `dev`.  Without FILE: docs/images/engine.png, which README shows.
 """
 

@@ -35,7 +35,8 @@ def main() -> int:
         print(f"{room:16}{count:8,}{limit:8,}{target:8,}")
         if count > limit:
             over.append(f"{room} has {count:,} lines, {count - limit:,} more than its limit")
-    print(*over, sep="\n", file=sys.stderr)
+    for line in over:
+        print(line, file=sys.stderr)
     return 1 if over else 0
 
 

@@ -34,7 +34,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=900, help="the most that all cases take")
     parser.add_argument("--kernel")
-    parser.add_argument("--kind")
     args = parser.parse_args()
     device = "host" if backend.is_cpu() else "gpu"
     print(f"{backend.describe()}\n\n| kernel | fault | failures | s | tokens |\n{'| --- ' * 5}|")
@@ -45,7 +44,7 @@ def main() -> int:
     with on_host() if device == "host" else nullcontext():
         expected, known = tokens(Verdict({}), "reference"), {}
         for kernel, kind in cases():
-            if args.kernel not in (None, kernel) or args.kind not in (None, kind):
+            if args.kernel not in (None, kernel):
                 continue
             if time.monotonic() > end:
                 print(f"| {kernel} | {kind} | not tried: {args.seconds:g} s are over | | |")

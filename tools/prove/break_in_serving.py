@@ -10,7 +10,6 @@ latents and recurrent layers.  Prints a row per kernel; exit status 0 only if al
     METAL_LITE_DEVICE=cpu python -m tools.prove.break_in_serving --host --kernels kv_write
 """
 
-import faulthandler
 import logging
 import time
 from collections.abc import Iterator
@@ -195,10 +194,8 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="demo", help="demo, a folder, or a Hugging Face name")
     parser.add_argument("--kernels", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--deadline", type=float, default=540, help="seconds for all kernels")
     parser.add_argument("--host", action="store_true", help="run the kernels on the CPU host")
     args = parser.parse_args()
-    faulthandler.dump_traceback_later(args.deadline, exit=True)
     logging.getLogger("vllm_metal_lite").propagate = False
     with ExitStack() as stack:
         if args.host:

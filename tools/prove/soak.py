@@ -257,7 +257,7 @@ def main() -> int:
         command += ["--num-blocks", "36", "--max-num-seqs", "12", "--max-model-len", "512"]
         command += ["--max-waiting", "11"]
         log = Path(scratch) / "log.txt"
-        with server(command, port, 120, log) as pid:
+        with server(command, port, log) as pid:
             result = asyncio.run(soak(f"http://127.0.0.1:{port}", pid, args))
         if "Traceback" in log.read_text():
             print(f"the server's log has a trace:\n{log.read_text()[-2000:]}")

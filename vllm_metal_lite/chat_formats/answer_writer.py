@@ -29,12 +29,12 @@ class Trimmed:
     """Passes text on, without hidden special tokens and without whitespace around markers.
 
     Clients join the texts on both sides of a marker.  So the whitespace before the marker stays
-    between them, or else that behind the marker, or else a line break.
+    between them, or else that after the marker, or else a line break.
     """
 
     def __init__(self, emit: Callable[[str], None], hidden: Collection[str] = ()) -> None:
         self._emit, self._drop_hidden = emit, _dropper(frozenset(hidden))
-        self._has_said = self._is_behind = False  # text; a marker
+        self._has_said = self._after_marker = False
         self._between = ""  # the whitespace before the marker
         self._space = ""  # held back until text follows
         self._begun = ""  # held back, as it may become a hidden token
@@ -50,10 +50,10 @@ class Trimmed:
     def _say(self, text: str) -> None:
         if not text:
             return
-        if self._is_behind:
+        if self._after_marker:
             body = text.lstrip()
             space = self._between or text[: -len(body)] or "\n"
-            text, self._is_behind = space * self._has_said + body, False
+            text, self._after_marker = space * self._has_said + body, False
         self._has_said = True
         self._emit(text)
 
@@ -62,12 +62,12 @@ class Trimmed:
         if self._begun:
             self._say(self._space + self._begun)
             self._space = ""
-        self._between = (self._between if self._is_behind else "") or self._space
-        self._space, self._begun, self._is_behind = "", "", True
+        self._between = (self._between if self._after_marker else "") or self._space
+        self._space, self._begun, self._after_marker = "", "", True
 
     def close(self) -> None:
         """The answer has ended."""
-        if self._begun or not self._is_behind:
+        if self._begun or not self._after_marker:
             self._say(self._space + self._begun)
         self._space = self._begun = ""
 

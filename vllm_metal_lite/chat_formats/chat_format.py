@@ -14,8 +14,9 @@ from vllm_metal_lite.chat_formats.reader import Reader, Reading
 class ChatFormat:
     """How a family of models writes.
 
-    call_starts: any of them begins calls.  call_ends: reading resumes after one, if a call is bad.
-    read_calls: reads calls after a marker; raises Malformed, CutShort.
+    call_starts: markers that begin calls.  call_ends: markers after which reading resumes if a call
+    is malformed.
+    read_calls: reads calls after a marker, which is `reader.taken`; raises Malformed, CutShort.
     grammar: makes the grammar of an answer after its thoughts: the calls that a ToolChoice demands,
     or in mode "auto" text and any calls.
     think_start, think_end: around thoughts; "": the format has none.
@@ -28,7 +29,7 @@ class ChatFormat:
     name: str
     call_starts: tuple[str, ...] = ()
     call_ends: tuple[str, ...] = ()
-    read_calls: Callable[[Reader, CallWriter, str], Reading[None]] | None = None
+    read_calls: Callable[[Reader, CallWriter], Reading[None]] | None = None
     grammar: CallGrammar | None = None
     think_start: str = "<think>"
     think_end: str = "</think>"

@@ -73,23 +73,21 @@ FORMATS: dict[str, ChatFormat] = {
 }
 
 
-def detect(
-    template: str, render: Render | None = None, vocabulary: Container[str] = ()
-) -> ChatFormat:
+def detect(template: str, render: Render, vocabulary: Container[str] = ()) -> ChatFormat:
     """The format of a chat template; "thinking" or "plain", which have no calls, if none is known.
 
     render: by the template.  A format that does not read the call that the template writes is not
     the model's, whatever texts the template has.  vocabulary: special tokens.
     """
-    written = written_calls(render) if render is not None else []
+    written = written_calls(render)
     shown = template + "".join(written)
     for chat_format, texts in _SHOWN:
         if all(text in shown for text in texts):
-            if render is not None and chat_format.adapt is not None:
+            if chat_format.adapt is not None:
                 written = written_calls(render, chat_format.adapt)
             if not written or any(reads(chat_format, answer) for answer in written):
                 return chat_format
     has_tokens = all(token in vocabulary for token in _LFM2_TOKENS)
-    if has_tokens and render is not None and not written and shows_tools(render):
+    if has_tokens and not written and shows_tools(render):
         return LFM2
     return THINKING if "</think>" in shown else PLAIN

@@ -77,9 +77,9 @@ def _items(reader: Reader, end: str, read: Callable[[], Reading[None]]) -> Readi
 
 
 def _format(name: str, start: str, end: str, quote: str, thoughts: tuple[str, str]) -> ChatFormat:
-    """quote: stands before and behind a string."""
+    """quote: stands before and after a string."""
 
-    def read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
+    def read(reader: Reader, calls: CallWriter) -> Reading[None]:
         yield from reader.expect("call:")
         tool_name, _ = yield from reader.name("{")
         tool = calls.begin(tool_name)

@@ -130,7 +130,7 @@ def parameter_calls(
             pair, value = f"p_{number}_{j}", f"v_{number}_{j}"
             parts.append(pair if name in required else f"{pair}?")
             before = texts(parameter.format(name, str(is_string).lower()), special)
-            behind = texts(parameter_end, special)
+            after = texts(parameter_end, special)
             if choices:
                 lines.append(f"{value}: {' | '.join(map(_bare, choices))}")
             elif not is_text:
@@ -139,8 +139,8 @@ def parameter_calls(
                 lines.append(f"{value}: /(?s:.*)/")
             else:
                 lines.append(f"{value}[suffix={literal(end_mark)}]: /(?s:.*)/")
-                behind = texts(line_break, special)
-            lines.append(f"{pair}: {before} {value} {behind}")
+                after = texts(line_break, special)
+            lines.append(f"{pair}: {before} {value} {after}")
         return " ".join([*parts, texts(tail, special)])
 
     return calls_grammar(rule, start=start, **around)

@@ -50,7 +50,7 @@ def _read(
 
 
 def _body(reader: Reader, writer: AnswerWriter, header: str) -> Reading[str | None]:
-    """The text of a message; reads and returns the marker behind it."""
+    """The text of a message; reads and returns the marker after it."""
     channel, recipient = _NAME.search(header), _RECIPIENT.search(header)
     ends = [*_ENDS, _START, _CHANNEL]
     if recipient is not None and writer.calls.knows(recipient[1]):

@@ -12,13 +12,13 @@ from vllm_metal_lite.chat_formats.history import one_call_each
 from vllm_metal_lite.chat_formats.reader import Reader, Reading
 
 
-def _object(reader: Reader, calls: CallWriter, marker: str, *, end: str) -> Reading[None]:
+def _object(reader: Reader, calls: CallWriter, *, end: str) -> Reading[None]:
     yield from json_call(reader, calls, end=end)
     yield from reader.has(end)  # a model may end its answer without
 
 
 def _list_or_object(
-    reader: Reader, calls: CallWriter, marker: str, *, end: str, name_key: str = "name"
+    reader: Reader, calls: CallWriter, *, end: str, name_key: str = "name"
 ) -> Reading[None]:
     if (yield from reader.peek()) == "[":
         yield from json_list(reader, calls, name_key)
@@ -77,7 +77,7 @@ COHERE = ChatFormat(
 )
 
 
-def _read_llama(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
+def _read_llama(reader: Reader, calls: CallWriter) -> Reading[None]:
     more = True
     while more:
         yield from json_call(reader, calls)

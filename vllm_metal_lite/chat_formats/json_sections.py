@@ -29,7 +29,7 @@ def _format(
     start, end = section
     first, last = call
 
-    def read_section(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
+    def read_section(reader: Reader, calls: CallWriter) -> Reading[None]:
         return calls.section(lambda: read(reader, calls, last), first, last, end)
 
     head, tail = f"{first}{head}", f"{tail}{last}"
@@ -38,7 +38,7 @@ def _format(
 
 
 def _code(reader: Reader, calls: CallWriter, last: str) -> Reading[None]:
-    """The arguments are a block of code.  last: the marker behind the call."""
+    """The arguments are a block of code.  last: the marker after the call."""
     name, _ = yield from reader.name(_CODE)
     calls.begin(name)
     yield from json_arguments(reader, calls.arguments)
@@ -92,7 +92,7 @@ def _kimi_id(name: str, number: int, given: str) -> str:
     return f"functions.{name}:{number}"
 
 
-# The number behind the name is that of the call in the conversation; the format reads any.
+# The number after the name is that of the call in the conversation; the format reads any.
 KIMI_K2 = _format(
     "kimi_k2",
     ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),

@@ -15,7 +15,7 @@ from vllm_metal_lite.chat_formats.reader import Reader, Reading
 _START, _ARGUMENTS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
-def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
+def _read(reader: Reader, calls: CallWriter) -> Reading[None]:
     if (yield from reader.peek()) == "[":
         yield from json_list(reader, calls)
         return

@@ -106,7 +106,7 @@ def _calls(
     assert chat_format.read_calls is not None, "a format with markers of calls reads them"
     calls, reader.taken = writer.calls, marker
     try:
-        reading = chat_format.read_calls(reader, calls, marker)
+        reading = chat_format.read_calls(reader, calls)
         yield from calls.guard(reading, chat_format.call_ends)
         out.at_marker()
     except Malformed as e:

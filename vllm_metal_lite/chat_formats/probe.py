@@ -31,7 +31,7 @@ def shows_tools(render: Render) -> bool:
 
 
 def written_calls(render: Render, adapt: Adapt | None = None) -> list[str]:
-    """A call as a template writes it: behind the generation prompt, and behind the user's turn.
+    """A call as a template writes it: after the generation prompt, and after the user's turn.
 
     Some templates take arguments as an object, others as a string; some take no empty content.
     Empty: the template writes no calls.

@@ -24,7 +24,7 @@ _NAMES = re.compile(
 )
 
 
-def _read(reader: Reader, calls: CallWriter, marker: str, *, end: str) -> Reading[None]:
+def _read(reader: Reader, calls: CallWriter, *, end: str) -> Reading[None]:
     text = yield from _until(reader, end)
     names: dict[str, str] = {}
     source = _NAMES.sub(partial(_stand_in, names), text.strip())

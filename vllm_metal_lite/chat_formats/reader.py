@@ -14,7 +14,7 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]
 
 _SPACE = " \t\r\n"
-_BEHIND_SCALAR = re.compile(r"[^\w+.-]|_")  # behind a number, true, false or null
+_AFTER_SCALAR = re.compile(r"[^\w+.-]|_")  # after a number, true, false or null
 
 
 def _finite(text: str) -> float:
@@ -121,7 +121,7 @@ class Reader:
                 return
 
     def peek(self) -> Reading[str]:
-        """The next character behind whitespace, which is read; "" at the end."""
+        """The next character after whitespace, which is read; "" at the end."""
         yield from self.skip_space()
         return self.rest[:1]
 
@@ -143,13 +143,13 @@ class Reader:
             self.take(len(text))
         return found
 
-    def follows(self, texts: Sequence[str], behind: int = 0) -> Reading[str | None]:
-        """Which of `texts` follows after `behind` characters and whitespace; reads nothing.
+    def follows(self, texts: Sequence[str], skip: int = 0) -> Reading[str | None]:
+        """Which of `texts` follows after `skip` characters and whitespace; reads nothing.
 
         Raises CutShort if the answer ends before this is clear.
         """
         while True:
-            ahead = self.rest[behind:].lstrip(_SPACE)
+            ahead = self.rest[skip:].lstrip(_SPACE)
             for text in texts:
                 if ahead.startswith(text):
                     return text
@@ -171,11 +171,11 @@ class Reader:
         if not (yield from self.peek()):
             raise CutShort
         if self.rest[0] not in '{["':
-            while not (behind := _BEHIND_SCALAR.search(self.rest)):
+            while not (after := _AFTER_SCALAR.search(self.rest)):
                 yield from self.need()
-            if not behind.start():
+            if not after.start():
                 raise Malformed
-            pass_on(self.take(behind.start()))
+            pass_on(self.take(after.start()))
             return
         depth, in_string, escaped = 0, False, False
         while True:

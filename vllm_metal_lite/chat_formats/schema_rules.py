@@ -24,7 +24,7 @@ class SchemaRules:
             lines += base
 
     def key(self, name: str) -> str:
-        """The key of an object, with what stands behind it, as terminals."""
+        """The key of an object, with what stands after it, as terminals."""
         raise NotImplementedError
 
     def constant(self, value: Any) -> str:

@@ -25,10 +25,8 @@ _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 
 
-def _read_qwen(
-    reader: Reader, calls: CallWriter, marker: str, *, start: str, end: str
-) -> Reading[None]:
-    if marker == start:
+def _read_qwen(reader: Reader, calls: CallWriter, *, start: str, end: str) -> Reading[None]:
+    if reader.taken == start:  # the marker that led here
         yield from reader.expect(_FUNCTION)
     tags = Tags(_PARAMETER_END, _PARAMETER, f"{_PARAMETER}{{}}>", _FUNCTION_END, (end,), True)
     tool = calls.begin((yield from _plain_name(reader))[0])
@@ -72,7 +70,7 @@ def _glm(name: str, line_break: str, prefix: str = "") -> ChatFormat:
     value_start, value_end = f"<{prefix}arg_value>", f"</{prefix}arg_value>"
     tags = Tags(value_end, key_start, f"{key_start}{{}}{key_end}", end)
 
-    def read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
+    def read(reader: Reader, calls: CallWriter) -> Reading[None]:
         name, found = yield from reader.name(key_start, end)
         tool = calls.begin(name)
         more = found == key_start
@@ -116,7 +114,7 @@ def _invoke(name: str, prefix: str, section: str) -> ChatFormat:
     opened = f'{parameter} name="{{}}"'
     tags = Tags(parameter_end, parameter, opened, invoke_end, (end, invoke))
 
-    def read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
+    def read(reader: Reader, calls: CallWriter) -> Reading[None]:
         return calls.section(lambda: call(reader, calls), invoke, invoke_end, end)
 
     def call(reader: Reader, calls: CallWriter) -> Reading[None]:
@@ -159,7 +157,7 @@ _RAW_TAGS = Tags(_RAW_END, close=_PARAM_END)
 _NAME = re.compile(r"""\s*(?:"([^"]+)"|'([^']+)'|([^\s"'<>]+))\s*$""")
 
 
-def _read_minicpm(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
+def _read_minicpm(reader: Reader, calls: CallWriter) -> Reading[None]:
     tool = calls.begin((yield from _quoted_name(reader)))
     while not (yield from reader.has(_FUNCTION_END)):
         yield from reader.expect(_PARAM)

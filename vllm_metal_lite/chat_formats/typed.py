@@ -152,9 +152,9 @@ def _value(
 def _num_ends(reader: Reader, tags: Tags) -> Reading[int]:
     """The number of ends in a row before another argument or the end of the call; 0 if text
     follows."""
-    count = behind = 0
-    while (found := (yield from reader.follows([tags.end, *tags.nexts], behind))) == tags.end:
-        behind = reader.rest.index(found, behind) + len(found)
+    count = skip = 0
+    while (found := (yield from reader.follows([tags.end, *tags.nexts], skip))) == tags.end:
+        skip = reader.rest.index(found, skip) + len(found)
         count += 1
     return count if found else 0
 

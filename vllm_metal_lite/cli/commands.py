@@ -79,9 +79,9 @@ Prompts are random tokens; decoding is greedy, and the end of sequence is ignore
   first token      from the arrival of all requests to the first token, median
   prompt tokens/s  until every request has its first token
   decode tokens/s  while all requests decode
-A context that the model does not hold is cut, and a case that the memory or the
-time does not allow is skipped; the table says so.  The report holds no name of a
-user, a host or a folder.
+Contexts longer than the model's are cut; cases that need too much memory or time
+are skipped.  The table marks both.  The report holds no name of a user, a host or
+a folder.
 
 examples:
   vllm-metal-lite bench

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_metal_lite.cli import machine
 from vllm_metal_lite.cli.machine import Report
+from vllm_metal_lite.errors import size_text
 from vllm_metal_lite.kernels.registry import REGISTRY
 
 _SEND = "please open an issue with the file of `vllm-metal-lite doctor --report report.json`"
@@ -20,23 +21,23 @@ def describe_machine(report: Report) -> Iterator[str]:
     yield from machine.describe(report["machine"])
     used, disk = report["engine_memory_bytes"], report["free_disk_bytes"]
     yield (
-        f"Memory:    the engine would use {_gib(used)} of it for weights, steps, K and V; "
-        f"{_gib(disk)} of disk are free"
+        f"Memory:    the engine would use {size_text(used)} of it for weights, steps, K and V; "
+        f"{size_text(disk)} of disk are free"
     )
 
 
 def describe_model(report: Report) -> Iterator[str]:
     model = report["model"]
     yield (
-        f"Model:     {model['name']}: {model['type']}, {_gib(model['weight_bytes'])}, computes in "
-        f"{model['dtype']}"
+        f"Model:     {model['name']}: {model['type']}, {size_text(model['weight_bytes'])}, "
+        f"computes in {model['dtype']}"
     )
     if model["problem"]:
         yield f"Context:   {model['problem']}"
     else:
         yield (
             f"Context:   {model['max_model_len']:,} tokens; the KV store would hold "
-            f"{model['kv_store_tokens']:,} ({_gib(model['kv_store_bytes'])})"
+            f"{model['kv_store_tokens']:,} ({size_text(model['kv_store_bytes'])})"
         )
 
 
@@ -133,10 +134,6 @@ def describe_verdict(report: Report) -> Iterator[str]:
 def describe_interrupted(report: Report) -> list[str]:
     problems = [f"  {problem}" for problem in report["problems"]]
     return ["", "Verdict:   interrupted; the results so far are above", *problems]
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.1f} GiB"
 
 
 def _failure(check: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from vllm_metal_lite import envs
@@ -154,22 +154,27 @@ def run(args: argparse.Namespace) -> int:
 def _asked(url: str, key: str, name: str | None) -> Served | None:
     """A model of the server at a URL; None: no server answers.
 
-    Raises MetalLiteError if the server has no such model.
+    Raises MetalLiteError if the server refuses, or has no such model.
     """
     request = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
     try:
         with urlopen(request, timeout=5) as reply:
             models: list[dict[str, Any]] = json.load(reply)["data"]
         names = [model["id"] for model in models]
+    except HTTPError as e:  # a URLError too
+        if e.code == 401:
+            why = f"the server at {url} needs its API key: set METAL_LITE_API_KEY"
+            raise MetalLiteError(why) from None
+        raise MetalLiteError(f"{url} does not serve models: {one_line(e)}") from None
     except (URLError, ConnectionError, TimeoutError):
         return None
     except (HTTPException, ValueError, KeyError, TypeError) as e:
-        raise MetalLiteError(f"{url} is no server of models: {one_line(e)}") from None
+        raise MetalLiteError(f"{url} does not serve models: {one_line(e)}") from None
     found = next((m for m in models if name in (None, m["id"], m.get("root"))), None)
     if found is None:
         raise MetalLiteError(
-            f"the server at {url} serves {', '.join(names)}, and not {name}: stop it, or give "
-            "another --port"
+            f"the server at {url} serves {', '.join(names)}, not {name}: stop it, or give another "
+            "--port"
         )
     context = found.get("max_model_len") or found.get("context_length")
     return Served(url, found["id"], context, key)

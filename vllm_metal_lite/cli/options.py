@@ -38,8 +38,8 @@ class Parser(argparse.ArgumentParser):
         args = list(sys.argv[1:] if args is None else args)
         if self.rest is not None and "--" in args:
             at = args.index("--")
-            args, behind = args[:at], args[at + 1 :]
-            self.set_defaults(**{self.rest: behind})
+            args, rest = args[:at], args[at + 1 :]
+            self.set_defaults(**{self.rest: rest})
         namespace, extras = super().parse_known_args(args, namespace)
         if extras:
             self.error(f"unrecognized arguments: {' '.join(extras)}")
@@ -55,7 +55,7 @@ def _allowed(field: str) -> str:
 
 # (field, metavar, help) of EngineConfig; ENGINE_RULES have the allowed values.
 _ENGINE = (
-    ("block_size", "N", f"tokens a block of the KV store holds: {_allowed('block_size')}"),
+    ("block_size", "N", f"tokens per block of the KV store: {_allowed('block_size')}"),
     ("num_blocks", "N", "blocks of the KV store (default: what the memory holds)"),
     ("max_num_seqs", "N", "requests that run at the same time"),
     ("max_num_batched_tokens", "N", "tokens of one step (serve on a CPU: 256)"),
@@ -83,14 +83,14 @@ _SAMPLING = (
 )
 # The same of ServerConfig.
 _SERVER = (
-    ("host", "ADDRESS", "address to listen on; another than loopback needs an API key"),
-    ("port", "N", "port to listen on; 0: any that is free"),
+    ("host", "ADDRESS", "address to listen on; any address but loopback needs an API key"),
+    ("port", "N", "port to listen on; 0: any free port"),
     ("api_key", "KEY", "key that requests must send (default: METAL_LITE_API_KEY, or none)"),
     ("max_body_mib", "N", "largest request in MiB"),
     ("max_waiting", "N", "requests that may wait for a seat; more get 503"),
     ("max_logprobs", "N", "log-probabilities a token that a request may ask for"),
     ("drain", "S", "seconds that running requests get at the end"),
-    ("keep_alive", "S", "seconds without a token, after which a stream gets a sign of life"),
+    ("keep_alive", "S", "seconds without a token, after which a stream gets a keep-alive event"),
     ("memory_budget_gib", "N", "GiB for all models together (default: a safe value)"),
 )
 _TEXTS = ("host", "api_key")  # also where they look like numbers

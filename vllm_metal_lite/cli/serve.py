@@ -95,11 +95,11 @@ def _named(args: argparse.Namespace) -> dict[str, str]:
         if not name or not source:
             raise options.UsageError(f"--model must be MODEL or NAME=MODEL, got {entry!r}")
         if name in sources:
-            raise options.UsageError(f"--model: there are two models of the name {name!r}")
+            raise options.UsageError(f"--model: two models have the name {name!r}")
         sources[name] = source
     if unknown := sorted(set(args.pin or ()) - set(sources)):
         raise options.UsageError(
-            f"--pin {unknown[0]}: no such model; there is: {', '.join(sources)}"
+            f"--pin {unknown[0]}: no such model; the models are: {', '.join(sources)}"
         )
     return sources
 
@@ -112,7 +112,7 @@ def _chat_formats(args: argparse.Namespace, named: Mapping[str, str]) -> dict[st
         name = name if equals else next(iter(named))
         if name not in named:
             raise options.UsageError(
-                f"--chat-format {entry}: no such model; there is: {', '.join(named)}"
+                f"--chat-format {entry}: no such model; the models are: {', '.join(named)}"
             )
         if chosen not in FORMATS:
             known = ", ".join(sorted(FORMATS))

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.errors import size_text
 
 
 def describe(engine: LLMEngine) -> Iterator[str]:
@@ -11,12 +12,12 @@ def describe(engine: LLMEngine) -> Iterator[str]:
     model, config = engine.model, engine.config
     dtype = backend.dtype_name(model.dtype)
     first, size = engine.kv_groups[0], config.block_size
-    store = _size(engine.runner.attention.store.nbytes)
+    store = size_text(engine.runner.attention.store.nbytes)
     if config.kv_bits is not None:
         store += f", {config.kv_bits} bits a value"
     yield (
         f"Model:     {model.name}: {model.model_type}, {_count(model.num_parameters)} parameters, "
-        f"{_size(model.weight_bytes)}, computes in {dtype}"
+        f"{size_text(model.weight_bytes)}, computes in {dtype}"
     )
     yield f"Device:    {backend.describe()}"
     yield (
@@ -32,14 +33,14 @@ def describe(engine: LLMEngine) -> Iterator[str]:
     if slots := engine.num_state_slots:
         seats = config.max_num_seqs
         yield (
-            f"States:    {_size(slots * model.state_bytes)} of recurrent layers: {seats} requests, "
-            f"{slots - seats} checkpoints"
+            f"States:    {size_text(slots * model.state_bytes)} of recurrent layers: "
+            f"{seats} requests, {slots - seats} checkpoints"
         )
     if config.enable_prefix_caching and model.packed.no_prefix_cache:
         yield f"Prefixes:  not cached for this model: {model.packed.no_prefix_cache}"
     if engine.prefix_disk is not None:
         folder = engine.prefix_disk.folder
-        yield f"Prefixes:  kept in {folder.path}, at most {_size(folder.quota)}"
+        yield f"Prefixes:  kept in {folder.path}, at most {size_text(folder.quota)}"
     yield f"Attention: {engine.runner.attention.name} ({engine.attention_reason})"
     reason = engine.runner.compiled.reason
     yield "Decoding:  compiled" if reason is None else f"Decoding:  not compiled ({reason})"
@@ -50,7 +51,3 @@ def _count(number: int) -> str:
         if number >= 0.9995 * size:  # three digits round up to this unit
             return f"{number / size:.3g}{unit}"
     return str(number)
-
-
-def _size(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

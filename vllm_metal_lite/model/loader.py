@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 # Architectures with wrong results in mlx-lm itself, and the reason.
 _REFUSED = {
     "plamo3": "its decoding from a cache is wrong in mlx-lm itself",
-    "phi3small": "in mlx-lm the tokens of a prompt see those behind them",
+    "phi3small": "in mlx-lm the tokens of a prompt see later tokens",
 }
 
 

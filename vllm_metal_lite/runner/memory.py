@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from vllm_metal_lite.batch.forward_batch import ForwardBatch, SegmentState
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.errors import ConfigError, Option, OutOfMemoryError, one_line
+from vllm_metal_lite.errors import ConfigError, Option, OutOfMemoryError, one_line, size_text
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.runner.step_peak import longer_context_bytes
@@ -37,9 +38,7 @@ _CHECKPOINTS_A_SEAT = 15
 
 _ANY_LENGTH = 1 << 62
 
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
+_gib = partial(size_text, digits=2)
 
 
 class StoreSize(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from vllm_metal_lite.errors import MetalLiteError, Option, show
+from vllm_metal_lite.errors import MetalLiteError, show
 from vllm_metal_lite.outputs import CompletionOutput
 from vllm_metal_lite.server.worker.request_state import EngineLost, ShuttingDown
 
@@ -69,8 +69,7 @@ def shown_error(e: Exception) -> ApiError:
     if isinstance(e, ApiError):
         return e
     if isinstance(e, MetalLiteError):
-        option = next((part for part in e.parts if isinstance(part, Option)), None)
-        return ApiError(400, str(e), param=option)
+        return ApiError(400, str(e), param=e.option)
     if isinstance(e, ValidationError):
         first = e.errors(include_url=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])

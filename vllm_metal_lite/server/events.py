@@ -23,7 +23,7 @@ from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.stream import COMMENT, EventStream, sse
 
 # Seconds between states, between `Watch` messages, and for which a `Watch` lasts.
-_TOLD, _RENEWED, _WATCHED = 0.5, 2.0, 5.0
+_SENT, _RENEWED, _WATCHED = 0.5, 2.0, 5.0
 _MAX_UNREAD = 16  # events; a slower viewer misses the oldest
 
 
@@ -34,7 +34,7 @@ class Live:
         self._server = server
         self._viewers: set[asyncio.Queue[bytes]] = set()  # each with what it has not read
         self._latest: dict[str, bytes] = {}  # by model
-        self._states = b""  # the last event of `_tell`
+        self._states = b""  # the last event of `_send_states`
         self._watching: asyncio.Task[None] | None = None
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -52,7 +52,7 @@ class Live:
             self._viewers.discard(viewer)
 
     async def _watch(self) -> None:
-        """Keep the engines sending, and tell their states, until the last viewer has left or the
+        """Keep the engines sending, and send their states, until the last viewer has left or the
         server drains."""
         renew_at = 0.0
         while self._viewers and not self._server.draining:
@@ -63,13 +63,13 @@ class Live:
                 for name, client in loaded.items():
                     client.on_seen = partial(self._seen, name)
                     client.watch(_WATCHED)
-            self._tell()
-            await asyncio.sleep(_TOLD)
+            self._send_states()
+            await asyncio.sleep(_SENT)
         self._watching, self._states = None, b""
         self._latest.clear()
         self._send(b"")  # the end
 
-    def _tell(self) -> None:
+    def _send_states(self) -> None:
         """Show the states of the models if they changed or requests are under way."""
         states = [_state(model) for model in self._server.models.models.values()]
         event = sse(json.dumps(states), "models")

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -135,9 +134,6 @@ class _Http(uvicorn.Server):
 def stop_on_signals(stopping: Stopping) -> Iterator[list[int]]:
     """SIGINT and SIGTERM ask for a stop; yields those that came.  In the main thread only."""
     came: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield came
-        return
     loop = asyncio.get_running_loop()
 
     def take(number: int) -> None:

@@ -2,15 +2,15 @@
 
 The first model and the pinned ones are loaded at the start, others when a request names them.  If
 memory is short, models are unloaded, idle ones before busy ones, the least recently used first.  A
-busy model gets notice: it takes requests for as long as its loading took, and is unloaded when they
-have ended.  So models that alternate do not spend most of the time on loading, and no model waits
-forever.
+busy model gets a grace period: it takes requests for as long as its loading took, and is unloaded
+when they have ended.  So models that alternate do not spend most of the time on loading, and no
+model waits forever.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from math import inf
@@ -19,7 +19,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option, one_line, shorten
+from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option, one_line, shorten, size_text
 from vllm_metal_lite.model.context import configured_length
 from vllm_metal_lite.model.files import find, read_json
 from vllm_metal_lite.server.errors import ApiError
@@ -34,7 +34,7 @@ _WEIGHTS_TIMES, _BESIDE_WEIGHTS = 1.25, _GIB
 _BACK_OFF = 5.0  # seconds after a failure, before the model is loaded again
 # After a failure for which others were unloaded; doubled each time.
 _BACK_OFF_WITH_ROOM, _LONGEST_BACK_OFF = 60.0, 600.0
-_PAUSE = 0.25  # seconds between a client's requests, in which a model counts as busy
+_PAUSE = 0.25  # seconds after a client's last request for which the model still counts as busy
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,15 @@ class ModelSpec:
 
 @dataclass(eq=False)
 class _Loaded:
-    """An engine.  size: bytes it may use.  users: requests that hold it.  ends_at: when its notice
-    ends, if another model needs its memory."""
+    """An engine.  size: bytes it may use.  users: requests that hold it.  grace_end: when its
+    grace period ends, if another model needs its memory."""
 
     client: EngineClient
     size: int
     last_used: float
     seconds_to_load: float
     users: int = 0
-    ends_at: float = inf
+    grace_end: float = inf
 
     @property
     def alive(self) -> bool:
@@ -67,11 +67,11 @@ class _Loaded:
 
     def takes(self, now: float) -> bool:
         """Whether a new request may use it."""
-        return self.alive and now < self.ends_at
+        return self.alive and now < self.grace_end
 
     def pause(self, now: float) -> float | None:
         """Seconds until it is idle for certain; None while requests hold it."""
-        return None if self.users else max(min(self.last_used + _PAUSE, self.ends_at) - now, 0)
+        return None if self.users else max(min(self.last_used + _PAUSE, self.grace_end) - now, 0)
 
 
 class Model:
@@ -117,11 +117,6 @@ class Model:
         return self.failure
 
 
-Starter = Callable[
-    [str, Callable[[int], Awaitable[EngineConfig]], EngineConfig | None], Awaitable[EngineClient]
-]
-
-
 class _Unwanted(Exception):
     """No request waits for the model any longer."""
 
@@ -130,20 +125,17 @@ class Models:
     """Loads and unloads models, and hands out their engines.  Use from one event loop.
 
     budget_gib: memory for all models together; None: a safe value for the device.
-    start: `EngineClient.start`.
     Raises ConfigError if the budget exceeds the device's memory.
     """
+
+    _start = staticmethod(EngineClient.start)
+    _clock = staticmethod(time.monotonic)
 
     def __init__(
         self,
         specs: list[ModelSpec],
         config: EngineConfig,
         budget_gib: float | None = None,
-        *,
-        start: Starter = EngineClient.start,
-        memory: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        wait: Callable[..., Awaitable[object]] = asyncio.wait_for,
     ) -> None:
         names = [spec.name for spec in specs]
         for name in names:
@@ -151,15 +143,14 @@ class Models:
                 raise ConfigError(f"two models have the name {name!r}")
         self.config = config
         self.models = {spec.name: Model(spec) for spec in specs}
-        self._memory = memory or backend.memory_limit()
+        self._memory = backend.memory_limit()
         fraction = config.memory_fraction or profile().memory_fraction
         self.budget = int(self._memory * fraction if budget_gib is None else budget_gib * _GIB)
         if self.budget > self._memory:
             raise ConfigError(
                 Option("memory_budget_gib"),
-                f" is {_gib(self.budget)}; this device has {_gib(self._memory)}",
+                f" is {size_text(self.budget)}; this device has {size_text(self._memory)}",
             )
-        self._start, self._clock, self._wait = start, clock, wait
         self._loading = asyncio.Lock()  # one model at a time, in order of the requests
         self._changed = asyncio.Event()  # a request left an engine, or waits no more
 
@@ -211,7 +202,7 @@ class Models:
         name = name or next(iter(self.models))
         if name not in self.models:
             known = ", ".join(self.models)
-            why = f"The model `{shorten(name)}` does not exist; there is: {known}."
+            why = f"The model `{shorten(name)}` does not exist; the models are: {known}."
             raise ApiError(404, why, param="model", code="model_not_found")
         return self.models[name]
 
@@ -290,8 +281,8 @@ class Models:
         now = self._clock()
         model.engine, model.failure = _Loaded(client, size, now, now - began), None
         model.back_off = 0.0
-        took, room = f"{now - began:.1f} s", _gib(size)
-        self._tell(f"the model {model.spec.name} is loaded, in {took}; it may use {room} of memory")
+        took, room = f"{now - began:.1f} s", size_text(size)
+        self._log(f"the model {model.spec.name} is loaded, in {took}; it may use {room} of memory")
 
     def _context_of(self, source: str) -> int | None:
         """The context of a model whose files are here; None: not known before it is loaded."""
@@ -321,8 +312,8 @@ class Models:
         most = free + sum(engine.size for _, engine in others)
         if size > most:
             raise ModelLoadError(
-                f"{model.spec.name} needs {_gib(size)} of memory, and the pinned models leave "
-                f"{_gib(most)} of {_gib(self.budget)}"
+                f"{model.spec.name} needs {size_text(size)} of memory, and the pinned models leave "
+                f"{size_text(most)} of {size_text(self.budget)}"
             )
         others.sort(key=lambda pair: (pair[1].users > 0, pair[1].last_used))
         victims: list[tuple[Model, _Loaded]] = []
@@ -331,26 +322,26 @@ class Models:
             free += victims[-1][1].size
         now = self._clock()
         for _, engine in victims:
-            engine.ends_at = now + engine.seconds_to_load
+            engine.grace_end = now + engine.seconds_to_load
         try:
             for victim, engine in victims:
                 while engine.alive and (pause := engine.pause(self._clock())) != 0:
                     if not model.is_wanted:
                         raise _Unwanted
-                    self._changed.clear()
-                    with suppress(TimeoutError):
-                        await self._wait(self._changed.wait(), pause)
-                self._tell(f"the model {victim.spec.name} makes room for {model.spec.name}")
+                    await self._change_within(pause)
+                self._log(f"the model {victim.spec.name} makes room for {model.spec.name}")
                 victim.engine, model.made_room = None, True
                 await engine.client.stop()
         finally:
             for _, engine in victims:
-                engine.ends_at = inf
+                engine.grace_end = inf
 
-    def _tell(self, text: str) -> None:
+    async def _change_within(self, seconds: float | None) -> None:
+        """Wait until a request leaves an engine or waits no more, or until the time is over."""
+        self._changed.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), seconds)
+
+    def _log(self, text: str) -> None:
         """Log a line, which the command line prints where there are several models."""
         logger.info(text, extra={"shown": len(self.models) > 1})
-
-
-def _gib(size: float) -> str:
-    return f"{size / _GIB:.1f} GiB"

@@ -1,6 +1,6 @@
 """Threads for work that would block the event loop: parsing, templates, token ids, grammars.
 
-Large requests have their own thread, so that small requests do not wait behind them.  Clients take
+Large requests have their own thread, so that small requests do not wait for them.  Clients take
 turns.  When a client leaves, its work does not begin, or ends at its next `check_wanted`.
 """
 
@@ -22,7 +22,7 @@ LARGE = 1 << 17  # bytes of a request
 
 
 @dataclass(frozen=True)
-class Origin:
+class Requester:
     """The request that work belongs to.  client: who sent it.  size: in bytes."""
 
     client: Hashable = None
@@ -30,7 +30,7 @@ class Origin:
 
 
 # Of the request that is being served; set by `server.endpoint`.
-ORIGIN: ContextVar[Origin] = ContextVar("ORIGIN", default=Origin())  # noqa: B039, it is frozen
+REQUESTER: ContextVar[Requester] = ContextVar("REQUESTER", default=Requester())  # noqa: B039, it is frozen
 
 
 class Abandoned(Exception):
@@ -50,7 +50,7 @@ class Threads:
     def __init__(self, most: int) -> None:
         self._missing, self._num_jobs = most, 0
         self._rounds, self._lock = FairRounds(), threading.Lock()
-        # Each job behind its round and its number.
+        # Each job with its round and its number.
         self._jobs: PriorityQueue[tuple[int, int, _Job]] = PriorityQueue()
 
     def submit(self, client: Hashable, job: _Job) -> None:
@@ -81,9 +81,9 @@ GRAMMARS = Threads(2)  # a hostile grammar takes seconds
 
 async def offload(work: Callable[..., T], *args: Any, threads: Threads | None = None) -> T:
     """Run `work` on a thread.  threads: by default the size of the request selects them."""
-    origin, job = ORIGIN.get(), _Job(partial(work, *args))
-    threads = threads or (_large if origin.size >= LARGE else _small)
-    threads.submit(origin.client, job)
+    requester, job = REQUESTER.get(), _Job(partial(work, *args))
+    threads = threads or (_large if requester.size >= LARGE else _small)
+    threads.submit(requester.client, job)
     try:
         result: T = await asyncio.wrap_future(job.result)
         return result

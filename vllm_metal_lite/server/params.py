@@ -6,7 +6,7 @@ from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from vllm_metal_lite.engine.prompt_ids import check_salt
-from vllm_metal_lite.errors import Option, RequestError, SamplingError
+from vllm_metal_lite.errors import RequestError, SamplingError
 from vllm_metal_lite.rules import by_token_id
 from vllm_metal_lite.sampling.sampler import validate
 from vllm_metal_lite.sampling_params import SAMPLING_RULES, SamplingParams
@@ -114,7 +114,7 @@ async def sampling_params(serving: Serving, body: SamplingFields) -> SamplingPar
         params = SamplingParams(**{**facts.sampling_defaults, "max_tokens": None, **own})
         validate(params, facts.vocab_size)
     except SamplingError as e:
-        option = next((part for part in e.parts if isinstance(part, Option)), None)
+        option = e.option
         message = e.spelled(lambda name: names.get(name, name))
         raise ApiError(400, message, param=option and names.get(option, option)) from None
     return await with_form(params, *body.form())

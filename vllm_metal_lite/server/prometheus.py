@@ -45,13 +45,13 @@ _GAUGES = {
 }
 _COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
-    "prefix_cache_hits": "Prompt tokens found there.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
     "num_preemptions": "How often requests lost their blocks for a while.",
     "spec_decode_num_draft_tokens": "Draft tokens computed.",
-    "spec_decode_num_accepted_tokens": "Those of them that became tokens of an answer.",
+    "spec_decode_num_accepted_tokens": "Draft tokens that became part of an answer.",
     "prompt_tokens": "Prompt tokens of requests that got their first token, cached ones included.",
-    "prompt_tokens_cached": "Those of them that were cached.",
-    "external_prefix_cache_hits": "Those of the cached ones that came from the disk.",
+    "prompt_tokens_cached": "Prompt tokens that were cached.",
+    "external_prefix_cache_hits": "Cached prompt tokens that came from the disk.",
     "generation_tokens": "Generated tokens.",
 }
 _OF_THE_ENGINE = {  # name of a counter -> of the engine's own
@@ -64,7 +64,10 @@ _OF_THE_ENGINE = {  # name of a counter -> of the engine's own
 _HISTOGRAMS = {
     "time_to_first_token_seconds": (_FIRST_TOKEN, "From the arrival to the first token."),
     "inter_token_latency_seconds": (_INTER_TOKEN, "Between two steps of a request."),
-    "request_time_per_output_token_seconds": (_INTER_TOKEN, "Mean time of a further token."),
+    "request_time_per_output_token_seconds": (
+        _INTER_TOKEN,
+        "Mean time per output token after the first.",
+    ),
     "e2e_request_latency_seconds": (_LATENCY, "From the arrival to the last token."),
     "request_queue_time_seconds": (_LATENCY, "From the arrival to the first step."),
     "request_inference_time_seconds": (_LATENCY, "From the first step to the last token."),
@@ -110,11 +113,8 @@ class Metrics:
         return children
 
     @contextmanager
-    def counting(self, engine: EngineClient) -> Iterator["RequestCount"]:
-        """Counts a request of this engine, until the end of the block."""
-        name = next((k for k, v in self._models.loaded.items() if v is engine), engine.facts.name)
-        if name not in self._of_model:
-            self._of_model[name] = self._children(name)
+    def counting(self, name: str, engine: EngineClient) -> Iterator["RequestCount"]:
+        """Counts a request of this model's engine, until the end of the block."""
         count = RequestCount(self._of_model[name])
         try:
             yield count

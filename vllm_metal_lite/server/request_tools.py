@@ -1,4 +1,4 @@
-"""The tools of a request, of whatever API.  All functions raise ApiError (400)."""
+"""The tools of a request of any API.  All functions raise ApiError (400)."""
 
 from collections.abc import Collection, Mapping
 from typing import Any

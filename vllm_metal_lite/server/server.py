@@ -21,7 +21,7 @@ from vllm_metal_lite.server import limits
 from vllm_metal_lite.server.conversations import RenderedPrompt
 from vllm_metal_lite.server.errors import ApiError, ContextOverflow, error_response
 from vllm_metal_lite.server.models import Models
-from vllm_metal_lite.server.offload import LARGE, ORIGIN, Origin, offload
+from vllm_metal_lite.server.offload import LARGE, REQUESTER, Requester, offload
 from vllm_metal_lite.server.prometheus import Metrics
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import COMMENT, ClientGone, EventStream, unless, until_gone
@@ -65,20 +65,21 @@ class Server:
         self.ended = asyncio.Event()  # requests that are still open get an error
         self.num_accepted = 0  # requests that drain
         self.requests: dict[str, RequestState] = {}
-        self.logs_requests = False  # by a line at the end of each, also of one that is cut short
+        self.logs_requests = False  # print a line when a request ends, also when it is cut short
         self.metrics = Metrics(models)
         self._unknown_fields: set[tuple[str, str]] = set()  # by endpoint
 
     @asynccontextmanager
     async def generate(
         self,
+        model: str,
         engine: EngineClient,
         prefix: str,
         prompt: RenderedPrompt,
         params: SamplingParams | PoolingParams,
         **options: Any,
     ) -> AsyncIterator[RequestState]:
-        """A request that `engine` has accepted; leaving the block ends it.
+        """A request that the engine of a model has accepted; leaving the block ends it.
 
         prefix: the start of the request's id.  options: as `ScheduledBody.scheduling` makes them.
         Raises ApiError, MetalLiteError or EngineLost.
@@ -96,7 +97,7 @@ class Server:
         add = Add(request_id, token_ids, params, checkpoints=prompt.checkpoints, **options)
         self.num_accepted += 1
         try:
-            with self.metrics.counting(engine) as count:
+            with self.metrics.counting(model, engine) as count:
                 async with engine.generate(add, count.update) as request:
                     count.request = request
                     self.requests[request_id] = request
@@ -197,7 +198,9 @@ class Serving:
         **options: Any,
     ) -> RequestState:
         """As `Server.generate`, until the response ends."""
-        generating = self.server.generate(self.engine, prefix, prompt, params, **options)
+        generating = self.server.generate(
+            self.model, self.engine, prefix, prompt, params, **options
+        )
         return await self.resources.enter_async_context(generating)
 
     def stream(
@@ -218,7 +221,7 @@ def endpoint(
     async def answer(request: Request) -> Response:
         server.check_open()
         raw = await request.body()
-        ORIGIN.set(Origin(client_of(request), len(raw)))
+        REQUESTER.set(Requester(client_of(request), len(raw)))
         return await until_gone(request, respond(request.url.path, raw))
 
     async def respond(path: str, raw: bytes) -> Response:

@@ -25,14 +25,14 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/A-Z]+")
 class ServerConfig:
     """Options of the server; `ConfigError` names the value and the limit if one is out of range.
 
-    port 0: any that is free.  api_key None: no key is asked for; only loopback addresses may do
-    without.  allowed_hosts: names in the Host header that are accepted beside the address itself;
-    "*": any, and requests without one.  allowed_origins: of web pages that may call the server
-    (CORS); "*": any.
+    port 0: any free port.  api_key None: requests need no key; loopback addresses only.
+    allowed_hosts: names in the Host header that are accepted beside the address itself; "*": any,
+    and requests without one.  allowed_origins: of web pages that may call the server (CORS); "*":
+    any.
     max_body_mib: largest request.  max_waiting: requests that may wait for a seat in an engine.
     max_logprobs: most log-probabilities a token that a request may ask for.
     drain: seconds that running requests get after SIGTERM.  keep_alive: seconds without a token
-    after which a stream gets a sign of life.  memory_budget_gib: for all models together; None:
+    after which a stream gets a keep-alive event.  memory_budget_gib: for all models together; None:
     a safe value for the device.
     """
 

@@ -122,7 +122,7 @@ def _has_system_in_middle(messages: Sequence[Message]) -> bool:
 
 
 def _in_user_turns(messages: Sequence[Message]) -> list[Message]:
-    """System messages behind others as text of the user's, whose messages in a row become one."""
+    """System messages after others as text of the user's, whose messages in a row become one."""
     kept: list[Message] = []
     for message in messages:
         role, content = message.get("role"), message.get("content")

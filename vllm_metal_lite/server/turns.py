@@ -55,7 +55,7 @@ async def prepare(
     if form is not None and form is not asked:
         await check_calls(form, tools)
     prompt = await render(engine, conversation)
-    in_reasoning, is_over = _reasoning(engine, conversation, prompt)
+    in_reasoning, thoughts_over = _reasoning(engine, conversation, prompt)
     params = replace(params, structured_outputs=form)
     if choice.mode == "none" and tools:
         tools = []
@@ -64,7 +64,7 @@ async def prepare(
     budget = conversation.thinking_budget
     if chat_format.thinks_in_channel and conversation.thinks_not:
         budget = 0  # the templates of such formats cannot turn thoughts off
-    if (form is not None or budget is not None) and not is_over:
+    if (form is not None or budget is not None) and not thoughts_over:
         params = replace(params, thinking=_thinking(engine, in_reasoning, budget))
     special = engine.special_tokens
     seen = {t for t in special if t and any(t in marker for marker in chat_format.markers)}

@@ -25,13 +25,13 @@ def build(
         if tokenizer is None:
             raise SamplingError(
                 Option("structured_outputs"),
-                " need a tokenizer, and this model was loaded without one",
+                " needs a tokenizer, and this model was loaded without one",
             )
         try:
             from vllm_metal_lite.structured_outputs.grammar import grammar_constraint
         except ModuleNotFoundError as e:
             raise SamplingError(
-                Option("structured_outputs"), f" need {e.name}: {install('structured')}"
+                Option("structured_outputs"), f" needs {e.name}: {install('structured')}"
             ) from e
         grammar = grammar_constraint(
             params.structured_outputs, tokenizer, vocab_size, eos_token_ids

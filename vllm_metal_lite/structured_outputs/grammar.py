@@ -23,7 +23,7 @@ class GrammarConstraint:
     def __init__(self, matcher: LLMatcher, num_tokens: int) -> None:
         self._matcher = matcher
         self._mask = np.zeros(-(-num_tokens // 32), np.uint32)
-        self._num_behind = 0  # tokens after the grammar's end, if a request ignores EOS
+        self._num_after = 0  # tokens after the grammar's end, if a request ignores EOS
 
     def fill(self, bits: np.ndarray) -> bool:
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
@@ -34,15 +34,15 @@ class GrammarConstraint:
 
     def accept(self, token_id: int) -> None:
         if self._matcher.is_stopped():
-            self._num_behind += 1
+            self._num_after += 1
         else:
             self._matcher.consume_token(token_id)
 
     def rollback(self, num_tokens: int) -> None:
-        behind = min(num_tokens, self._num_behind)
-        self._num_behind -= behind
-        if num_tokens > behind:
-            self._matcher.rollback(num_tokens - behind)
+        after = min(num_tokens, self._num_after)
+        self._num_after -= after
+        if num_tokens > after:
+            self._matcher.rollback(num_tokens - after)
 
     def forced(self) -> list[int]:
         if self._matcher.is_stopped():
@@ -65,7 +65,7 @@ def grammar_constraint(
     if not eos_token_ids:
         raise SamplingError(
             Option("structured_outputs"),
-            f" need a token that ends an answer: this model has no eos_token_id in its vocabulary "
+            f" needs a token that ends an answer: this model has no eos_token_id in its vocabulary "
             f"of {vocab_size}",
         )
     tokens = tokenizer._tokenizer

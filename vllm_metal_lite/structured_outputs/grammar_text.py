@@ -82,11 +82,11 @@ def _embedded(lark: str) -> str:
         if found.start() < end:
             continue
         try:
-            schema, behind = decoder.raw_decode(lark, found.end())
+            schema, after = decoder.raw_decode(lark, found.end())
         except ValueError:  # llguidance says why
             continue
         pieces += [lark[end : found.end()], json.dumps(prepared(schema))]
-        end = behind
+        end = after
     return "".join([*pieces, lark[end:]])
 
 

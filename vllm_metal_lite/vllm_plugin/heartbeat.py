@@ -1,9 +1,9 @@
-"""Signs of life of a model's ranks: a rank that ends or hangs ends them all.
+"""Heartbeats of a model's ranks: a rank that ends or hangs ends them all.
 
 A collective waits for a lost rank forever, or fails with a line that does not name the rank.  So
 each rank increments its key in rank 0's store every second, and reads the keys of the others.  A
-watchdog process beside each rank kills a rank without signs: the rank hangs, or waits for the store
-of a rank 0 that hangs or is unreachable.
+watchdog process beside each rank kills a rank without heartbeats: the rank hangs, or waits for the
+store of a rank 0 that hangs or is unreachable.
 """
 
 import os
@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from vllm_metal_lite.vllm_plugin import watchdog
 
-# Seconds between signs; seconds that this rank waits for an orderly end before it reports a loss;
-# missed signs after which a rank is lost.  After one more its watchdog kills it.
+# Seconds between heartbeats; seconds that this rank waits for an orderly end before it reports a
+# loss; missed heartbeats after which a rank is lost.  After one more its watchdog kills it.
 INTERVAL, LEAVE, MISSED = 1.0, 3.0, 6
 
 
 class Heartbeat:
-    """The thread that gives signs of this rank, and looks for those of the others.
+    """The thread that sends heartbeats of this rank, and looks for those of the others.
 
     names: the names of the ranks, for messages.  tcp_store: kept, because rank 0's store ends with
     the object; this thread has its own client.  lost: called once, in the thread, with one line.

@@ -20,7 +20,8 @@ from vllm.utils.network_utils import get_ip, get_loopback_ip
 
 import vllm_metal_lite
 from vllm_metal_lite import backend, envs
-from vllm_metal_lite.distributed import Links, RankGroup, join, links, reserve
+from vllm_metal_lite.distributed import Links, RankGroup, join, reserve
+from vllm_metal_lite.distributed import links as make_links
 from vllm_metal_lite.errors import ConfigError, MetalLiteError, one_line
 from vllm_metal_lite.vllm_plugin.heartbeat import Heartbeat
 
@@ -52,9 +53,9 @@ def join_workers(
     else:
         tcp_store = _store_of_host(rank, size, init_method)
     try:
-        how = _links_of_rank_0(tcp_store, rank, size)
+        links = _links_of_rank_0(tcp_store, rank, size)
         address = get_ip() if several_hosts else get_loopback_ip()
-        reserved = _reserve(rank, how.ips[rank] or [address])
+        reserved = _reserve(rank, links.ips[rank] or [address])
     except ConfigError as e:  # tell all ranks: this rank's number may be wrong
         for other in range(1, size):
             tcp_store.set(f"metal_lite/{other}", json.dumps(one_line(e)))
@@ -67,13 +68,13 @@ def join_workers(
     # Ends the process if MLX does not connect: it waits forever, with the interpreter's lock.
     faulthandler.dump_traceback_later(_JOIN, exit=True)
     try:
-        ranks = join(rank, addresses, how)
+        ranks = join(rank, addresses, links)
     finally:
         faulthandler.cancel_dump_traceback_later()
     for s in reserved:
         s.close()
     logger.info(
-        "rank %d of %d has joined (pid %d), links: %s", rank, size, os.getpid(), how.backend
+        "rank %d of %d has joined (pid %d), links: %s", rank, size, os.getpid(), links.backend
     )
     return ranks, Heartbeat(rank, names, tcp_store, lost)
 
@@ -145,16 +146,16 @@ def _wait_for(host: str, port: int, limit: float) -> None:
 def _links_of_rank_0(tcp_store: dist.Store, rank: int, size: int) -> Links:
     """The links as rank 0 describes them.  Raises ConfigError if the numbers of ranks differ."""
     if rank == 0:
-        how = links(size, envs.hostfile())
-        tcp_store.set("metal_lite/links", json.dumps([size, how]))
-        return how
-    size_of_0, how = json.loads(_get(tcp_store, "metal_lite/links", 0, size))
+        links = make_links(size, envs.hostfile())
+        tcp_store.set("metal_lite/links", json.dumps([size, links]))
+        return links
+    size_of_0, links = json.loads(_get(tcp_store, "metal_lite/links", 0, size))
     if size != size_of_0:
         raise ConfigError(
             f"rank {rank} is one of {size} ranks, rank 0 is one of {size_of_0}: all hosts need the "
             "same --tensor-parallel-size or --pipeline-parallel-size"
         )
-    return Links(*how)
+    return Links(*links)
 
 
 def _reserve(rank: int, ips: Sequence[str]) -> list[socket.socket]:

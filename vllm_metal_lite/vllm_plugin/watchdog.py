@@ -13,7 +13,7 @@ import sys
 
 
 def watch(parent: int, seconds: int, name: str) -> None:
-    """Kill `parent` after `seconds` without a sign; return when it ends or closes the pipe."""
+    """Kill `parent` after `seconds` without a heartbeat; return when it ends or closes the pipe."""
     silent = 0  # counted, not measured: all of a terminal's processes may be stopped at once
     while silent < seconds:
         if not select.select([0], [], [], 1.0)[0]:

@@ -47,7 +47,7 @@ def _check_rotation(model: LoadedModel, max_model_len: int) -> None:
     limit = rotation_limit(model.packed.model)
     if limit is not None and max_model_len > limit:
         raise ConfigError(
-            f"max_model_len ({max_model_len}) is above {limit}: behind its trained context this "
+            f"max_model_len ({max_model_len}) is above {limit}: beyond its trained context this "
             "model's rotation (rope_scaling: dynamic) depends on the length of each request, which "
             f"vllm-metal-lite does not support: give --max-model-len {limit}"
         )

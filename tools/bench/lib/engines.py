@@ -1,4 +1,4 @@
-"""The engines that the serving benchmarks compare, behind one small interface, and the clock."""
+"""The engines that the serving benchmarks compare, with one small interface, and the clock."""
 
 import gc
 import time
@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from tools.bench.lib.loads import Load
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend
+from vllm_metal_lite.cli.bench.engines import cache_limit
 from vllm_metal_lite.model.loader import LoadedModel
 
 mx = backend.mx
@@ -15,15 +16,9 @@ mx = backend.mx
 Tokens = list[tuple[int, int]]  # (number of the request in its load, token)
 
 
-def _cache_limit() -> int:
-    limit = mx.set_cache_limit(1 << 30)
-    mx.set_cache_limit(limit)
-    return limit
-
-
 # Set before an LLMEngine sets its own limit.  Freed buffers of prompts, whose sizes rarely repeat,
 # would fill a GPU that other processes share.
-MLX_CACHE_LIMIT = min(_cache_limit(), 16 << 30)
+MLX_CACHE_LIMIT = min(cache_limit(), 16 << 30)
 
 
 class Engine(Protocol):
@@ -159,7 +154,7 @@ class ThisEngine:
         before = mx.get_active_memory()
         self.engine = LLMEngine(model, EngineConfig(**config))
         self.resident_bytes = mx.get_active_memory() - before
-        self._limit = _cache_limit()
+        self._limit = cache_limit()
 
     def begin(self, load: Load) -> None:
         mx.set_cache_limit(self._limit)

@@ -24,7 +24,7 @@ COMMON |= {"stream_options": {"include_usage": True}}
 
 
 async def send(url: str, method: str, path: str, body: bytes = b"") -> Connection:
-    """Send a request on a new connection; the reader is behind the headers.
+    """Send a request on a new connection; the reader is after the headers.
 
     The connection closes when the writer is dropped.
     """

@@ -120,7 +120,7 @@ def newcomer(s: Sizes) -> list[Load]:
 
 
 def three_kinds(s: Sizes) -> list[Load]:
-    """G: prompts of 128; of 16 to 512; and 16 tokens behind a shared prefix of 512."""
+    """G: prompts of 128; of 16 to 512; and 16 tokens after a shared prefix of 512."""
     long, out, count = s(512, 32), s(64, 8), 16
     lengths = s.rng.integers(long // 32, long + 1, count)
     prefix = s.tokens(long)
@@ -147,7 +147,7 @@ def many(s: Sizes) -> list[Load]:
 
 
 def users(s: Sizes, count: int = 6, turns: int = 3) -> list[Load]:
-    """U: 6 users behind 3,000 shared tokens; each asks 3 times 100 tokens and gets 120.
+    """U: 6 users with a shared prefix of 3,000 tokens; each asks 3 times 100 tokens and gets 120.
 
     One user comes first, the others when that one has a token.  A turn follows the answer.
     """

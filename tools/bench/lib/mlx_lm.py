@@ -10,12 +10,10 @@ from typing import Any
 from tools.bench.lib.engines import MLX_CACHE_LIMIT, Tokens
 from tools.bench.lib.loads import Load
 from vllm_metal_lite import backend
-from vllm_metal_lite.fusion.joined import JoinedPart
 from vllm_metal_lite.model.loader import LoadedModel
 
 # isort: split
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
@@ -45,26 +43,15 @@ class Settings:
 _NATIVE: dict[int, nn.Module] = {}
 
 
-def separate(part: JoinedPart) -> nn.Module:
-    """The projection as mlx-lm has it, with its own copy of the weights."""
-    linear, (start, end) = part.product.linear, part.product.ends[part.index : part.index + 2]
-    names = [name for name in ("weight", "scales", "biases", "bias") if name in linear]
-    own = copy.copy(linear)
-    own.update({name: mx.contiguous(linear[name][start:end]) for name in names})
-    return own
-
-
 def native(model: LoadedModel) -> nn.Module:
-    """A copy of a model with separate projections, as in mlx-lm: this engine joins them."""
-    ours = model.packed.model
+    """A copy of a model's modules, which share the arrays.
+
+    The first call must come before an engine joins the model's projections.
+    """
     if backend.is_cpu():  # where nothing is joined
-        return ours
+        return model.packed.model
     if id(model) not in _NATIVE:
-        theirs = copy.deepcopy(ours)
-        parts = [(path, m) for path, m in theirs.named_modules() if isinstance(m, JoinedPart)]
-        theirs.update_modules(tree_unflatten([(path, separate(part)) for path, part in parts]))
-        mx.eval(theirs.parameters())
-        _NATIVE[id(model)] = theirs
+        _NATIVE[id(model)] = copy.deepcopy(model.packed.model)
     return _NATIVE[id(model)]
 
 
@@ -126,7 +113,7 @@ class MlxLm:
         return cache
 
     def _segments(self, prompt: list[int], cached: int) -> list[list[int]]:
-        # The server cuts behind the system prompt, so that a cache can be kept from there.
+        # The server cuts after the system prompt, so that a cache can be kept from there.
         cut = max(self._shared, cached) if self.settings.prefix == "server" else cached
         return [prompt[cached:cut], prompt[cut:]]
 

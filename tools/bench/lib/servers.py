@@ -1,6 +1,5 @@
 """Starts this server and others, and measures their CPU time and memory."""
 
-import faulthandler
 import os
 import re
 import shutil
@@ -13,29 +12,13 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 STARTED = time.perf_counter()
-RUNNING: list[subprocess.Popen[Any]] = []  # ended at the deadline
 
 
 def say(text: str) -> None:
     print(f"[{time.perf_counter() - STARTED:5.0f} s] {text}", file=sys.stderr, flush=True)
-
-
-def give_up_after(seconds: float) -> None:
-    """Print all stacks at this deadline, end all processes, and exit with 1."""
-
-    def give_up() -> None:
-        faulthandler.dump_traceback()
-        for process in RUNNING:
-            process.kill()
-        os._exit(1)
-
-    timer = threading.Timer(seconds, give_up)
-    timer.daemon = True
-    timer.start()
 
 
 def ours(model: Path | str, *flags: str, trusted: bool = False) -> list[str]:
@@ -56,16 +39,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def server(command: Sequence[str], port: int, seconds: float, log: Path) -> Iterator[int]:
+def server(command: Sequence[str], port: int, log: Path) -> Iterator[int]:
     """A server that answers; yields its process's id.  PORT in the command is replaced."""
     command = [part.replace("PORT", str(port)) for part in command]
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT)
-        RUNNING.append(process)
         try:
-            end = time.monotonic() + seconds
             while not _answers(port):
-                if process.poll() is not None or time.monotonic() > end:
+                if process.poll() is not None:
                     tail = "\n".join(log.read_text().splitlines()[-15:])
                     raise RuntimeError(f"{command[1:4]} does not start:\n{tail}")
                 time.sleep(0.2)

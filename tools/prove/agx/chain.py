@@ -118,7 +118,7 @@ def compile_all(root: Path, texts: Sequence[KernelText]) -> list[Code]:
 
 
 def listing_of(root: Path, text: KernelText) -> str:
-    """The kernel's code, disassembled, behind Mesa's own small ones.  Raises AgxError."""
+    """The kernel's code, disassembled, after Mesa's own small ones.  Raises AgxError."""
     return _compiled(root, [text], "shaders").stdout
 
 

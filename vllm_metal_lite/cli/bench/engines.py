@@ -15,7 +15,7 @@ from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.sampling_params import SamplingParams
 
 
-def _cache_limit() -> int:
+def cache_limit() -> int:
     """Bytes of freed buffers that MLX keeps."""
     limit = mx.set_cache_limit(0)
     mx.set_cache_limit(limit)
@@ -28,7 +28,7 @@ class ThisEngine:
     name = "ours"
 
     def __init__(self, engine: LLMEngine) -> None:
-        self._engine, self._cache_limit = engine, _cache_limit()
+        self._engine, self._cache_limit = engine, cache_limit()
 
     def begin(self, prompts: Sequence[list[int]], max_tokens: int) -> None:
         """Take the requests of a run, without cached prefixes of the last run."""
@@ -67,7 +67,7 @@ class MlxLm:
         before an engine lowers MLX's cache limit."""
         # A copy of the modules: the arrays are shared.
         self._model = copy.deepcopy(model)
-        self._cache_limit = _cache_limit()
+        self._cache_limit = cache_limit()
 
     def begin(self, prompts: Sequence[list[int]], max_tokens: int) -> None:
         mx.set_cache_limit(self._cache_limit)

@@ -5,7 +5,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from vllm_metal_lite.server.anthropic_api import blocks
+from vllm_metal_lite.server.anthropic_api import request_content
 from vllm_metal_lite.server.anthropic_api.reply import PING, MessageReply
 from vllm_metal_lite.server.anthropic_api.tools import message_tools, thinking_of
 from vllm_metal_lite.server.conversations import ChatRequest, render
@@ -32,7 +32,7 @@ class ConversationFields(Body):
         """Raises ApiError (400) for what this server does not have."""
         tools, choice = message_tools(self.tools, self.tool_choice)
         enabled, effort, budget = thinking_of(self.thinking, self.output_config)
-        conversation = blocks.conversation(self.messages, self.system)
+        conversation = request_content.conversation(self.messages, self.system)
         thinking: dict[str, Any] = {"enable_thinking": enabled, "effort": effort}
         return replace(conversation, tools=tools, choice=choice, thinking_budget=budget, **thinking)
 

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-from vllm_metal_lite.server.anthropic_api.content_blocks import ContentBlocks, event
+from vllm_metal_lite.server.anthropic_api.reply_content import ContentBlocks, event
 from vllm_metal_lite.server.deltas import Delta
 from vllm_metal_lite.server.errors import anthropic_shape, check_ended, shown_error
 from vllm_metal_lite.server.stream import encode, sse

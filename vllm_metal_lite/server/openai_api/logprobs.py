@@ -101,7 +101,7 @@ class TextOffsets:
 
     @property
     def end(self) -> int:
-        """The offset behind the text so far."""
+        """The offset after the text so far."""
         return self._start + len(self._detokenizer.text()) + self._num_held
 
 

@@ -87,8 +87,8 @@ class _History:
     def _said(self, text: str) -> None:
         """Text after calls joins their message, because outputs must directly follow the calls."""
         last = self.messages[-1] if self.messages else {}
-        is_behind = bool(last.get("tool_calls")) and not self._reasoning
-        message = last if is_behind else self._assistant()
+        follows_calls = bool(last.get("tool_calls")) and not self._reasoning
+        message = last if follows_calls else self._assistant()
         message["content"] = "\n".join(filter(None, [message["content"], text]))
 
     def _assistant(self, calls: bool = False) -> Message:

@@ -29,7 +29,7 @@ from vllm_metal_lite.engine.prompt_ids import by_template
 from vllm_metal_lite.errors import ModelLoadError, RequestError
 from vllm_metal_lite.model.loader import load_tokenizer_only
 from vllm_metal_lite.server.fair_rounds import FairRounds
-from vllm_metal_lite.server.offload import ORIGIN, offload
+from vllm_metal_lite.server.offload import REQUESTER, offload
 from vllm_metal_lite.server.templates import THINKING, Template, probe
 from vllm_metal_lite.server.worker import process
 from vllm_metal_lite.server.worker.messages import (
@@ -65,9 +65,9 @@ class EngineClient:
 
     facts: ModelFacts
     tokenizer: TokenizerWrapper
-    longest_token: int  # the most characters of text that a token can be
+    longest_token: int  # length in characters of the longest token's text
 
-    def __init__(self, name: str, check: EngineConfig | None = None) -> None:
+    def __init__(self, name: str, check: EngineConfig | None) -> None:
         """Start the process.  `start` also loads the model.  check: see there."""
         self.metrics: dict[str, int] = {}
         self.on_seen: Callable[[str], None] = lambda text: None
@@ -102,7 +102,7 @@ class EngineClient:
         cls,
         name: str,
         configure: Callable[[int], Awaitable[EngineConfig]],
-        check: EngineConfig | None = None,
+        check: EngineConfig | None,
     ) -> "EngineClient":
         """Start the process and load the model.  Raises ModelLoadError with the reason.
 
@@ -197,7 +197,7 @@ class EngineClient:
         Raises RequestError if the engine refuses, EngineLost if it has ended.
         """
         fair_round = self._fair.next_round(
-            ORIGIN.get().client, (r.fair_round for r in self.requests.values())
+            REQUESTER.get().client, (r.fair_round for r in self.requests.values())
         )
         add, request_id = replace(add, fair_round=fair_round), add.request_id
         request = RequestState(add, self.tokenizer, on_update)

@@ -154,7 +154,7 @@ class AnswerUpdate(NamedTuple):
 
     text: new text of a request with stop strings; None for others, whose text the server makes from
     the tokens.
-    num_shown_tokens: how many tokens of a finished answer its text shows; None: see `text`.
+    num_shown_tokens: number of a finished answer's tokens that its text shows; None: see `text`.
     logprobs: one entry for each of token_ids, if asked for.
     Only the request's first update has the rest.  scheduled_at: when its first step was launched.
     prompt_logprobs: all of them.  pooled: of a pooling request.

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 _METRICS_SECONDS = 0.5  # between metrics, while steps run
 
 
-def main(pipe: Connection, name: str, check: EngineConfig | None = None) -> None:
+def main(pipe: Connection, name: str, check: EngineConfig | None) -> None:
     """Find or download a model, build its engine, and serve until the pipe closes.
 
     check: see `EngineClient.start`.

@@ -153,7 +153,7 @@ def _request(request: Request, state: str) -> dict[str, Any]:
 def block_map(engine: LLMEngine, running: Iterable[Request]) -> dict[str, Any]:
     """The blocks of the first KV group, in order of their ids, as runs of [code, cells].
 
-    mapped: blocks that the runs show, up to the last one in use; those behind are free.  per_cell:
+    mapped: blocks that the runs show, up to the last one in use; later ones are free.  per_cell:
     blocks of a cell, which shows the highest code of them.  counts: blocks of each kind.
     """
     pool, tables = engine.scheduler.kv.pools[0], engine.inputs.block_tables[0]

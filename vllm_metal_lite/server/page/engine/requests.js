@@ -54,7 +54,7 @@ export class RequestList {
 
   fill(row, request, longest, colours, history) {
     const { prompt, generated, state, preempted } = request;
-    // Of a preempted request, what it generated is computed again behind the prompt.
+    // Of a preempted request, what it generated is computed again after the prompt.
     const done = Math.min(request.computed, prompt);
     const cached = Math.min(request.cached, done);
     const widths = [cached, done - cached, prompt - done, generated];

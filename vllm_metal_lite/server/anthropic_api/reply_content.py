@@ -9,7 +9,7 @@ from vllm_metal_lite.chat_formats.events import Arguments, Event, Reasoning, Tex
 from vllm_metal_lite.server.stream import encode, sse
 
 # By type of block: the type of its deltas, and the field of a delta that holds the text.
-_FORMS = {
+_DELTA_TYPES = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
     "tool_use": ("input_json_delta", "partial_json"),
@@ -75,7 +75,7 @@ class ContentBlocks:
 
     def _delta(self, text: str) -> bytes:
         self._texts.append(text)
-        kind, name = _FORMS[self._kind]
+        kind, name = _DELTA_TYPES[self._kind]
         delta = {"type": kind, name: text}
         return event("content_block_delta", index=len(self.blocks) - 1, delta=delta)
 
