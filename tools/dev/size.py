@@ -13,10 +13,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Part: (file patterns, limit, target), in lines.  Limits only go down until they meet the targets.
 BUDGET = {
-    "vllm_metal_lite": (("vllm_metal_lite/**/*.py",), 36_700, 35_800),
-    "metal": (("metal/*.metal", "metal/*.h", "metal/cuda/*.*"), 4_760, 5_600),
-    "metal/host": (tuple(f"metal/host/**/*.{end}" for end in ("py", "h", "cpp")), 4_500, 4_500),
-    "tools": (("tools/**/*.py", "tools/*", "tools/dev/*.sh"), 6_450, 6_500),
+    "vllm_metal_lite": (("vllm_metal_lite/**/*.py",), 36_580, 35_800),
+    "metal": (("metal/*.metal", "metal/*.h", "metal/cuda/*.*"), 4_740, 5_600),
+    "metal/host": (tuple(f"metal/host/**/*.{end}" for end in ("py", "h", "cpp")), 4_140, 4_500),
+    "tools": (("tools/**/*.py", "tools/*", "tools/dev/*.sh"), 6_390, 6_500),
     "tests": (("tests/**/*.py",), 44_560, 42_400),
     "docs": (("docs/*.md",), 3_300, 3_290),
 }
