@@ -5,7 +5,6 @@ from contextlib import nullcontext
 
 import httpx
 import pytest
-from tokenizers.processors import TemplateProcessing
 
 from vllm_metal_lite import SamplingParams
 from vllm_metal_lite.server import limits
@@ -131,23 +130,6 @@ def test_a_long_text_is_encoded_no_further_than_needed(http, running, encoded, p
     assert sum(len(part) for part, _ in encoded) < len(text) / 2
     num_tokens = int(error["message"].split("request has ")[1].split()[0])  # an estimate
     assert num_tokens == pytest.approx(len(engine.tokenizer.encode(text)), rel=0.1)
-
-
-@pytest.mark.parametrize("special", [True, False])
-def test_a_long_prompt_that_fits_is_encoded_once(http, running, encoded, monkeypatch, special):
-    engine = running.server.models.loaded["demo"]
-    text = f"{special} hello there, " * (engine.max_prompt_tokens // 12)
-    assert engine.max_prompt_tokens < len(text) <= 1 << 16
-    backend = engine.tokenizer._tokenizer.backend_tokenizer
-    marks = [("<|end|>", engine.special_tokens["<|end|>"])]
-    ends = TemplateProcessing("<|end|> $A <|end|>", special_tokens=marks)
-    monkeypatch.setattr(backend, "post_processor", ends)
-    expected = engine.tokenizer.encode(text, add_special_tokens=special)
-    encoded.clear()
-    answer = http.post("/tokenize", json={"prompt": text, "add_special_tokens": special}).json()
-    assert answer["tokens"] == expected
-    assert expected.count(marks[0][1]) == 2 * special
-    assert sum(len(part) for part, _ in encoded) < 1.1 * len(text)
 
 
 def test_many_small_messages_are_encoded_no_further_than_needed(http, running, encoded):

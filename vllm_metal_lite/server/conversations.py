@@ -109,22 +109,13 @@ def check_length(engine: EngineClient, texts: Any) -> None:
 def encode_prompt(engine: EngineClient, prompt: str, add_special_tokens: bool) -> list[int]:
     """Token ids of a plain text.  Raises RequestError or ContextOverflow."""
     check_length(engine, prompt)
-    if len(prompt) <= engine.max_prompt_tokens:
-        check_wanted()
-        return encode(prompt, engine.tokenizer, add_special_tokens=add_special_tokens)
-    try:
-        token_ids = engine.encode_text(prompt, engine.max_prompt_tokens, check_wanted)
-    except PromptTooLong as e:
-        raise ContextOverflow(e.num_tokens, engine.facts.max_model_len) from None
-    return _with_special_tokens(engine.tokenizer, token_ids) if add_special_tokens else token_ids
-
-
-def _with_special_tokens(tokenizer: TokenizerWrapper, token_ids: list[int]) -> list[int]:
-    """Token ids of a text, with those that the tokenizer puts before and after any text."""
-    inner = tokenizer.encode("a", add_special_tokens=False)
-    whole = tokenizer.encode("a")
-    start = next(i for i in range(len(whole)) if whole[i : i + len(inner)] == inner)
-    return [*whole[:start], *token_ids, *whole[start + len(inner) :]]
+    if len(prompt) > engine.max_prompt_tokens:
+        try:
+            engine.encode_text(prompt, engine.max_prompt_tokens, check_wanted)
+        except PromptTooLong as e:
+            raise ContextOverflow(e.num_tokens, engine.facts.max_model_len) from None
+    check_wanted()
+    return encode(prompt, engine.tokenizer, add_special_tokens=add_special_tokens)
 
 
 def render_prompt(
