@@ -41,7 +41,8 @@ def install() -> None:
     done = FOLDER / "installed"
     if done.exists() and done.read_text() == " ".join(PACKAGES):
         return
-    command = [sys.executable, "-m", "pip", "install", "-q", "--target", str(FOLDER), *PACKAGES]
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-compile"]
+    command = [*pip, "--target", str(FOLDER), *PACKAGES]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if run.returncode:
         pytest.skip(f"the clients cannot be installed: {run.stderr[-300:]}")

@@ -66,7 +66,19 @@ def check_run(wheel: Path, folder: Path) -> None:
     venv.create(home, with_pip=True)
     python, command = str(home / "bin" / "python"), str(home / "bin" / "vllm-metal-lite")
     print("Installing it with its dependencies ...", flush=True)
-    _run([python, "-m", "pip", "--disable-pip-version-check", "install", "-q", str(wheel)], folder)
+    _run(
+        [
+            python,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "install",
+            "-q",
+            "--no-compile",
+            str(wheel),
+        ],
+        folder,
+    )
     version = wheel.name.split("-")[1]
     if (found := _run([command, "--version"], folder)) != f"vllm-metal-lite {version}":
         raise Failed(f"--version prints {found!r}, the wheel is {version}")
@@ -79,7 +91,7 @@ def check_run(wheel: Path, folder: Path) -> None:
     refused = _run([command, "serve"], folder, fails=True)
     if ".[serve]" not in refused:
         raise Failed(f"without its extra, serve says {refused!r}")
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-compile"]
     _run([*pip, f"vllm-metal-lite[serve] @ {wheel.resolve().as_uri()}"], folder)
     check_server(command, folder)
 

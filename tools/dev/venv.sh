@@ -20,6 +20,7 @@ fi
 stamp=.venv/.installed-${extras:-plain}
 if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ]; then
   echo "Installing vllm-metal-lite$extras and what it needs ..." >&2
-  .venv/bin/python -m pip install -q --disable-pip-version-check -e ".$extras"
+  # Python compiles a module when it is first imported; pip would compile all, for longer than it installs.
+  .venv/bin/python -m pip install -q --no-compile --disable-pip-version-check -e ".$extras"
   touch "$stamp"
 fi

@@ -27,7 +27,7 @@ done
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 mkdir -p "$wheels"
 # A CPU build everywhere: on Linux the plain package of this version asks for no CUDA libraries.
-pip install -q torch==2.13.0 "setuptools>=77,<81" setuptools_scm setuptools-rust wheel jinja2 packaging
+pip install -q --no-compile torch==2.13.0 "setuptools>=77,<81" setuptools_scm setuptools-rust wheel jinja2 packaging
 wheel=$(ls "$wheels"/vllm-"$version"-*.whl 2>/dev/null || true)
 if [ -z "$wheel" ]; then
   echo "Building the wheel of vLLM $version ..." >&2
@@ -58,8 +58,8 @@ for need in map(Requirement, needs):
         print("certifi" if need.name == "certifi" else need)
 END
 # One call, so that the resolver keeps the torch that is there.
-pip install -q torch==2.13.0 -r "$venv/requirements.txt" -e ".[dev]" openai
-pip install -q --no-deps "$wheel"
+pip install -q --no-compile torch==2.13.0 -r "$venv/requirements.txt" -e ".[dev]" openai
+pip install -q --no-compile --no-deps "$wheel"
 # A gigabyte that only CUDA uses; vLLM does without it.
 pip uninstall -q -y triton 2>/dev/null || true
 touch "$stamp"
