@@ -66,19 +66,7 @@ def check_run(wheel: Path, folder: Path) -> None:
     venv.create(home, with_pip=True)
     python, command = str(home / "bin" / "python"), str(home / "bin" / "vllm-metal-lite")
     print("Installing it with its dependencies ...", flush=True)
-    _run(
-        [
-            python,
-            "-m",
-            "pip",
-            "--disable-pip-version-check",
-            "install",
-            "-q",
-            "--no-compile",
-            str(wheel),
-        ],
-        folder,
-    )
+    _run([*_pip(python), "install", "-q", "--no-compile", str(wheel)], folder)
     version = wheel.name.split("-")[1]
     if (found := _run([command, "--version"], folder)) != f"vllm-metal-lite {version}":
         raise Failed(f"--version prints {found!r}, the wheel is {version}")
@@ -91,8 +79,8 @@ def check_run(wheel: Path, folder: Path) -> None:
     refused = _run([command, "serve"], folder, fails=True)
     if ".[serve]" not in refused:
         raise Failed(f"without its extra, serve says {refused!r}")
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-compile"]
-    _run([*pip, f"vllm-metal-lite[serve] @ {wheel.resolve().as_uri()}"], folder)
+    install = [*_pip(python), "install", "-q", "--no-compile"]
+    _run([*install, f"vllm-metal-lite[serve] @ {wheel.resolve().as_uri()}"], folder)
     check_server(command, folder)
 
 
@@ -147,9 +135,13 @@ def _run(command: list[str], folder: Path, stdin: str = "", fails: bool = False)
 
 def build(folder: Path) -> Path:
     """Build the wheel of this checkout in `folder`."""
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    _run([*pip, "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT)], folder)
+    words = [*_pip(sys.executable), "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT)]
+    _run(words, folder)
     return next(folder.glob("*.whl"))
+
+
+def _pip(python: str) -> list[str]:
+    return [python, "-m", "pip", "--disable-pip-version-check"]
 
 
 def main(arguments: list[str]) -> int:
