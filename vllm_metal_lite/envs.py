@@ -47,7 +47,7 @@ def api_key() -> str | None:
 def cache_folder() -> Path:
     """XDG_CACHE_HOME: its folder `vllm_metal_lite` keeps findings about the kernels and the device,
     across processes."""
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "vllm_metal_lite"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vllm_metal_lite"
 
 
 def prefix_folder() -> Path:

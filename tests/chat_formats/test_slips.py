@@ -201,3 +201,10 @@ def test_a_slip(name, call, part, slip, meant, cuts):
 def test_a_slip_that_is_cut_short(name, call, part, slip, meant):
     if meant is not None:
         check_cuts(FORMATS[name], slipped(name, call, part, slip))
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_a_name_in_parentheses_is_text(name):
+    """Python takes it for a call, and the request has no such tool."""
+    text = WRITERS[name]([READ]).replace("read(", "(read)(")
+    assert not parse(FORMATS[name], text).calls

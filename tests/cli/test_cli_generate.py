@@ -11,6 +11,7 @@ import pytest
 from tests.support.cli_kit import COMMAND, CONTEXT, ENDLESS, SAFETY, model_folder
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.engine.llm import LLM
+from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.sampling_params import SamplingParams
 
 GREEDY = ["--temperature", "0", "--max-tokens", "8", "--max-num-seqs", "2"]
@@ -123,6 +124,22 @@ def test_bad_lines_hurt_nobody_else(generate, capsys):
 
     code, results = generate({"prompt": "", "id": "a"}, {"prompt": "x", "id": {}})
     assert [r["id"] for r in results] == ["a", 2]
+
+
+def test_a_line_whose_step_fails_harms_no_other(generate, monkeypatch):
+    execute = ModelRunner.execute
+
+    def fails(runner, batch, *args):
+        if (batch.token_ids == 7).sum() > 3:
+            raise RuntimeError("the device is lost")
+        return execute(runner, batch, *args)
+
+    monkeypatch.setattr(ModelRunner, "execute", fails)
+    code, results = generate({"prompt": "good"}, {"prompt_token_ids": [7] * 4}, {"prompt": "good"})
+    assert code == 1
+    failed = "line 2: a step of the engine failed: the device is lost"
+    assert results[1] == {"id": 2, "error": failed}
+    assert results[0]["token_ids"] == results[2]["token_ids"]
 
 
 def test_sampling_parameters_of_a_line(generate):

@@ -98,7 +98,7 @@ def test_engine_options_that_a_running_server_does_not_get_are_named():
     flags = "--max-model-len", "4096", "--no-prefix-caching"
     with answering(HTTP + '{"data": [{"id": "a/b", "max_model_len": 512}]}') as port:
         given, plain = run_cli(*CLAUDE, port, *flags), run_cli(*CLAUDE, port)
-    assert f"does not get {' '.join(flags)}: stop it, or give another --port" in given.stderr
+    assert f"ignores {' '.join(flags)}: stop it, or give another --port" in given.stderr
     assert given.stdout == plain.stdout
     assert "warning" not in plain.stderr
 
@@ -114,6 +114,12 @@ def test_a_server_of_something_else_is_named(reply):
 def test_a_server_with_another_key_is_named():
     with answering("HTTP/1.0 401 \r\n\r\n") as port:
         assert "needs its API key: set METAL_LITE_API_KEY" in run_cli(*CLAUDE, port).stderr
+
+
+def test_no_proxy_is_asked_for_the_server_of_this_machine():
+    with answering(HTTP + '{"data": [{"id": "a/b"}]}') as port:
+        done = run_cli(*CLAUDE, port, env={"http_proxy": "http://127.0.0.1:9"})
+    assert "Using the server" in done.stderr
 
 
 @pytest.mark.parametrize("agent", ["claude", "codex", "opencode"])

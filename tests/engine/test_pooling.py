@@ -262,6 +262,7 @@ def test_scores_of_embeddings_are_cosines(llm):
     np.testing.assert_allclose([s.score for s in scores], wanted, atol=1e-5)
     best = llm.rerank("Where?", texts, top_n=2)
     assert [s.index for s in best] == sorted(range(3), key=lambda i: -wanted[i])[:2]
+    assert len(llm.rerank("Where?", texts, top_n=0)) == 3
 
 
 LETTERS = SimpleNamespace(encode=lambda text, **options: list(map(ord, text)))  # a tokenizer

@@ -55,8 +55,9 @@ class World:
         self.seconds = 0.0
         self.now = 0.0
         self.num_loading = 0
-        self.hold = asyncio.Event()
+        self.hold, self.end = asyncio.Event(), asyncio.Event()  # a start goes on; or ends
         self.hold.set()
+        self.end.set()
 
     def models(self, *specs: str, pinned: str = "", budget: float | None = None) -> Models:
         chosen = [ModelSpec(name, name, name in pinned) for name in specs]
@@ -86,6 +87,7 @@ class World:
             assert sum(e.size for e in self.alive) <= self.memory + 1e-6, "too much is loaded"
             return engine
         finally:
+            await self.end.wait()
             self.num_loading -= 1
 
 
@@ -273,6 +275,20 @@ async def test_who_waits_and_leaves_costs_nothing():
         assert (await a) is first
     assert world.started == ["a"]
     assert models.models["b"].state == "unloaded"
+
+
+@in_loop
+async def test_who_asks_while_an_unwanted_start_ends_gets_the_model():
+    world, models = two_with_room_for_one()
+    async with held(models, "a"):
+        world.end.clear()
+        left = await asked_for(models, "b")
+        left.cancel()
+        await settle()
+        asked = await asked_for(models, "b")
+        world.end.set()
+        await settle()
+    assert (await asked) is models.models["b"].client
 
 
 @in_loop

@@ -2,12 +2,13 @@
 
 import pytest
 
+from vllm_metal_lite.outputs import Logprob
 from vllm_metal_lite.sampling_params import SAMPLING_RULES
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.openai_api.chat import ChatCompletionRequest
 from vllm_metal_lite.server.openai_api.chat_messages import ConversationFields, chat_messages
 from vllm_metal_lite.server.openai_api.completions import CompletionRequest
-from vllm_metal_lite.server.openai_api.logprobs import TokenNames
+from vllm_metal_lite.server.openai_api.logprobs import TokenNames, prompt_logprobs
 
 USER = {"role": "user", "content": "hi"}
 
@@ -119,3 +120,9 @@ def test_bytes_of_tokens_that_are_parts_of_characters():
     assert names.bytes(2, broken) == [0xC3, 0x83]
     assert names.bytes(3, broken) == list("\ufffd".encode())
     assert names.bytes(4, Logprob(0.0, 1, "é")) == list("é".encode())
+
+
+@pytest.mark.parametrize("logprob", [float("nan"), float("-inf")])
+def test_a_logprob_that_json_lacks_is_the_lowest(logprob):
+    ((entry,),) = [one.values() for one in prompt_logprobs([{5: Logprob(logprob, 1)}])]
+    assert entry["logprob"] == -9999.0

@@ -1,13 +1,16 @@
 """What templates take; system messages in mid-conversation, under real templates."""
 
 from itertools import pairwise
+from unittest.mock import Mock
 
 import pytest
 from mlx_lm.utils import load_tokenizer
 
 from tests.support import real_parts
 from vllm_metal_lite.engine.piece_encoder import PieceEncoder
+from vllm_metal_lite.server import templates
 from vllm_metal_lite.server.conversations import ChatRequest, render_prompt
+from vllm_metal_lite.server.offload import Abandoned
 from vllm_metal_lite.server.templates import Template, probe, render_text
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -64,6 +67,13 @@ def test_a_system_message_is_written_in_its_place(with_template):
     assert second.endswith("<|im_start|>user\nGo on<|im_end|>\n")
     assert first + second + rest == text_of(used, SYSTEM, USER, ANSWER, OTHER)
     assert rest.startswith("<|im_start|>assistant\n")
+
+
+def test_rendering_ends_if_the_client_has_left(with_template, monkeypatch):
+    used = with_template("Qwen3.5-4B")
+    monkeypatch.setattr(templates, "check_wanted", Mock(side_effect=[None, Abandoned]))
+    with pytest.raises(Abandoned):
+        text_of(used, SYSTEM, USER, LATE, ANSWER, OTHER, LATE)
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5-4B", "MiniMax-M2", "openai-gpt-oss-120b", "GLM-4.6"])

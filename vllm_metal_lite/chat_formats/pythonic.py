@@ -31,7 +31,8 @@ def _read(reader: Reader, calls: CallWriter, *, end: str) -> Reading[None]:
     for call in _calls(source):
         if not isinstance(call.func, ast.Name) or call.args:
             raise Malformed
-        if not calls.knows(name := names[call.func.id]) and not reader.taken:
+        name = names.get(call.func.id)  # None for a name in parentheses
+        if not calls.knows(name) and not reader.taken:
             reader.taken = _written(source, call, names)  # only this one is text
         calls.begin(name)
         try:

@@ -12,7 +12,7 @@ from vllm_metal_lite.cli.jsonl import BadLine, Job, parse_line, result_line
 from vllm_metal_lite.cli.options import engine_flag
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt
-from vllm_metal_lite.errors import MetalLiteError
+from vllm_metal_lite.errors import MetalLiteError, one_line
 from vllm_metal_lite.outputs import RequestOutput
 
 _STOPPING = "\nStopping after the step that is under way ..."
@@ -89,10 +89,7 @@ class Batch:
                 self._add(str(number), job)
             except MetalLiteError as e:
                 job_id = e.id if isinstance(e, BadLine) else job.id
-                message = f"line {number}: {e.spelled(engine_flag)}"
-                self._count_error(message)
-                self._writer.put(position, {"id": job_id, "error": message})
-                bar.update()
+                self._refuse(position, job_id, f"line {number}: {e.spelled(engine_flag)}", bar)
             else:
                 self._jobs[str(number)] = position, job
 
@@ -106,12 +103,24 @@ class Batch:
             request_id, prompt, job.params, priority=job.priority, checkpoints=checkpoints
         )
 
+    def _refuse(self, position: int, job_id: Any, message: str, bar: tqdm) -> None:
+        self._count_error(message)
+        self._writer.put(position, {"id": job_id, "error": message})
+        bar.update()
+
     def _count_error(self, message: str) -> None:
         self.num_refused += 1
         self.first_refusal = self.first_refusal or message
 
     def _step(self, bar: tqdm) -> None:
-        for output in self._engine.step() if self._jobs else ():
+        try:
+            outputs = self._engine.step() if self._jobs else []
+        except Exception as e:
+            if self._engine.failed_steps.is_hopeless:
+                raise
+            self._end_at_fault(e, bar)
+            return
+        for output in outputs:
             if not output.finished:
                 self._live[output.request_id] = output
                 continue
@@ -126,6 +135,16 @@ class Batch:
                 self._count_error(f"line {output.request_id}: {errors[0]}")
             self._writer.put(position, result_line(job, output))
             bar.update()
+
+    def _end_at_fault(self, e: Exception, bar: tqdm) -> None:
+        """End the lines at fault for a failed step; the others are computed again."""
+        lost = self._engine.requests_at_fault
+        self._engine.abort(lost)
+        for request_id in lost:
+            self._live.pop(request_id, None)
+            position, job = self._jobs.pop(request_id)
+            message = f"line {request_id}: a step of the engine failed: {one_line(e)}"
+            self._refuse(position, job.id, message, bar)
 
     def _num_new(self) -> int:
         return self._new_tokens + sum(map(_num_new, self._live.values()))

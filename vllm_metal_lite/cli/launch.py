@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+from urllib.request import ProxyHandler, Request, build_opener
 
 from vllm_metal_lite import envs
 from vllm_metal_lite.cli import options
 from vllm_metal_lite.errors import MetalLiteError, one_line, show
+
+_DIRECT = build_opener(ProxyHandler({}))  # a proxy does not know our loopback
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"Using the server at {url}", file=sys.stderr)
         if flags:
             print(
-                f"warning: that server has its own options, and does not get {shlex.join(flags)}: "
+                f"warning: that server keeps its own options and ignores {shlex.join(flags)}: "
                 "stop it, or give another --port",
                 file=sys.stderr,
             )
@@ -146,8 +148,9 @@ def run(args: argparse.Namespace) -> int:
         command = [str(program), *setup.command[1:], *args.agent_args]
         agent = subprocess.Popen(command, env={**os.environ, **setup.env})
         # Ctrl-C goes to the agent, which is in this terminal too; we wait for its end.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         code = agent.wait()
+        signal.signal(signal.SIGINT, before)
     return code if code >= 0 else 128 - code  # a signal, in a shell's exit code
 
 
@@ -158,7 +161,7 @@ def _asked(url: str, key: str, name: str | None) -> Served | None:
     """
     request = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
     try:
-        with urlopen(request, timeout=5) as reply:
+        with _DIRECT.open(request, timeout=5) as reply:
             models: list[dict[str, Any]] = json.load(reply)["data"]
         names = [model["id"] for model in models]
     except HTTPError as e:  # a URLError too

@@ -80,12 +80,15 @@ class PoolingCalls:
     def rerank(
         self, query: str, documents: Sequence[str], *, top_n: int | None = None, **options: Any
     ) -> list[ScoringRequestOutput]:
-        """The documents' indexes and scores, the best first; options: those of `score`."""
+        """The documents' indexes and scores, the best first.
+
+        top_n: 0 or None: all.  options: those of `score`.
+        """
         is_count = isinstance(top_n, Integral) and not isinstance(top_n, bool) and top_n >= 0
         if top_n is not None and not is_count:
             raise RequestError(f"top_n must be an integer of at least 0, got {show(top_n)}")
         scores = self.score(query, documents, **options)
-        return sorted(scores, key=lambda output: -output.score)[:top_n]
+        return sorted(scores, key=lambda output: -output.score)[: top_n or None]
 
     def _read(
         self, prompts: Sequence[Prompt], params: PoolingParams, use_tqdm: bool

@@ -239,11 +239,14 @@ class Models:
         error: ModelLoadError | None = ModelLoadError("the server is shutting down")  # if cancelled
         try:
             async with self._loading:
-                if model.client is None:
-                    await self._start_engine(model)
+                wanted = model.client is None
+                while wanted:
+                    try:
+                        await self._start_engine(model)
+                        wanted = False
+                    except _Unwanted:
+                        wanted = model.is_wanted  # a request may have come since
             error = None
-        except _Unwanted:
-            pass
         except Exception as e:
             error = e if isinstance(e, ModelLoadError) else ModelLoadError(one_line(e))
             model.failure, model.engine = str(error), None

@@ -17,6 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.chat_checkpoints import num_common
 from vllm_metal_lite.engine.prompt_ids import by_template
+from vllm_metal_lite.server.offload import check_wanted
 
 Message = dict[str, Any]
 Variables = Mapping[str, Any]
@@ -111,6 +112,7 @@ def render_text(
         return longest
 
     for count, content in reversed(late):
+        check_wanted()
         at = end_of(count)
         text = f"{text[:at]}{template.head}{content}{template.tail}{text[at:]}"
     return text

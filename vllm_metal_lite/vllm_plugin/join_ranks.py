@@ -218,7 +218,7 @@ def check_alike(ranks: RankGroup, path: Path, options: dict[str, Any]) -> None:
         "METAL_LITE_ATTENTION": envs.attention(),
         "METAL_LITE_KV_BITS": envs.kv_bits(),
         "config.json": hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:16],
-        "weights": sorted((f.name, f.stat().st_size) for f in path.glob("*.safetensors")),
+        "weights": sorted((f.name, f.stat().st_size) for f in path.glob("model*.safetensors")),
         **options,
     }
     first, *others = ranks.gather(own)

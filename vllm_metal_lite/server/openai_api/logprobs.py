@@ -153,4 +153,4 @@ def _scored(p: Logprob) -> dict[str, Any]:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _LOWEST)
+    return max(_LOWEST, logprob)  # NaN is not larger

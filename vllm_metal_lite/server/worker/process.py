@@ -62,7 +62,7 @@ def main(pipe: Connection, name: str, check: EngineConfig | None) -> None:
             path = find(name)
             if check is not None:
                 preview(path, name, check.dtype, check.trust_remote_code)
-            weight_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+            weight_bytes = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
             sender.send(ModelFiles(str(path), weight_bytes))
             engine = LLMEngine.from_name(name, pipe.recv())
         except MetalLiteError as e:
