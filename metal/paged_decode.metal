@@ -64,8 +64,8 @@
 //     hold anything, NaN too) and their weight is set to 0.
 //   - m starts at LOWEST, a finite number: a difference of two maxima is never inf - inf, and a
 //     group that saw no key has l = 0 and adds nothing.
-//   - FUSED: no threadgroup reads rows of the store that another one writes in this launch: its own newest
-//     row it has itself, and the caller rules out rows of others (reads_new_rows).
+//   - FUSED: no threadgroup reads rows of the store that another one writes in this launch: it holds
+//     its own newest row, and the caller guarantees that it needs no other (reads_new_rows).
 //   - Loops around shuffles and barriers have the same trip count for every lane (simdgroup).
 //
 // Cost.  Bytes: each key and value once a tile of HEADS heads.  Per key, head and lane: K_DIM / LANES

@@ -23,7 +23,7 @@
 //
 // Of quantised weights a load of 16 bytes a lane brings SPREAD chunks, which go to one simdgroup.
 // AT_ONCE loads of w, with their scales, are asked for before the first is used: a decode step is
-// short of bytes under way.  x is small and is read again by every threadgroup, from a cache.  So
+// limited by the bytes in flight.  x is small and is read again by every threadgroup, from a cache.  So
 // each threadgroup can find the norm of every row for itself, while its first chunks of w are under
 // way, without another's result.  With GATE half of the rows are of the first half of w and half of
 // the second, so that gate and up of an output meet in one threadgroup.

@@ -49,8 +49,8 @@ _MAX_MB_PER_GIB, _LEAST_MAX_MB = 3, 50
 def _widen_command_buffers() -> None:
     """On a Mac with much memory, let MLX encode more into one command buffer.
 
-    MLX counts a whole store for each launch that takes one, and soon ends the command buffer.  Only
-    MLX's Metal device reads the variable, when it is first used.  A value that is set stays.
+    MLX charges the whole store to each launch that uses it, so it ends command buffers early.  Only
+    MLX's Metal device reads the variable, when it is first used.  A value the user has set is kept.
     """
     if sys.platform != "darwin" or "MLX_MAX_MB_PER_BUFFER" in os.environ:
         return

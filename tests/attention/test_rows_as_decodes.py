@@ -115,7 +115,7 @@ def test_decodes_alone_are_what_they_were():
 # Whole engines, compiled
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @settings(max_examples=12)
 @given(st.integers(3, 24), st.integers(0, 3), st.booleans())
 def test_compiled_steps_give_the_same_tokens(budget, seed, scored):

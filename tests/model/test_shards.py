@@ -66,7 +66,7 @@ def answers(ranks, models):
     ("size", "models"),
     [
         (2, {"qwen3": {}, "deepseek_v3": {}}),
-        pytest.param(2, MODELS, marks=pytest.mark.long),
+        pytest.param(2, MODELS, marks=pytest.mark.thorough),
         pytest.param(4, {"qwen3": {"num_key_value_heads": 4}}, marks=pytest.mark.thorough),
     ],
 )

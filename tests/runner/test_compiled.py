@@ -208,7 +208,7 @@ def compiled_with_prompts(engine, monkeypatch) -> list:
     return steps
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @given(
     st.sampled_from(["qwen3", "llama/window", "gemma3_text/w9"]),
     st.sampled_from([("varlen", None), ("gather", None), ("varlen", 8), ("gather", 8)]),

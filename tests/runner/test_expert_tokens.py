@@ -75,7 +75,7 @@ def test_tokens_are_those_of_mlx_lm_s_experts(name, others, monkeypatch):
     assert planned == {(32, 24), (4, 4), (4, 3), (2, 2)}
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_prompts_of_more_rows_than_few(monkeypatch):
     """A step of 150 rows has more pairs of an expert than a tile."""
     prompts, launch, rows = tiny.prompts(3, 49, 90, seed=3), Kernel.__call__, set()

@@ -24,6 +24,7 @@ def rows_of(tmp_path, *words: str) -> list[dict]:
     return json.loads(result.read_text())["rows"]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(backend.is_cpu() and not compiler_available(), reason="no C++ compiler")
 def test_both_systems_serve_all_turns_and_find_what_came_before(tmp_path):
     words = ["--model", "qwen3.5-tiny", "--scale", "0.02", "--sessions", "2", "--turns", "2"]

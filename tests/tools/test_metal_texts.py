@@ -11,7 +11,7 @@ from vllm_metal_lite.kernels import source
 TOOL = "tools.prove.metal_texts"
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_every_kernel_is_written_with_the_prelude(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", TOOL, tmp_path / "new"], capture_output=True, text=True, check=True

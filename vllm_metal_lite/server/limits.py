@@ -57,7 +57,7 @@ def check_json(raw: bytes) -> None:
 
 
 def _excess(text: bytes) -> str | None:
-    """Which sign of JSON a text has too often."""
+    """What a JSON text has too much of; None if it is within the limits."""
     for name, signs, most in (
         ("objects and lists", (b"{", b"["), MAX_CONTAINERS),
         ("commas between values", (b",",), MAX_COMMAS),
