@@ -55,7 +55,7 @@ class World:
         self.seconds = 0.0
         self.now = 0.0
         self.num_loading = 0
-        self.hold, self.end = asyncio.Event(), asyncio.Event()  # a start goes on; or ends
+        self.hold, self.end = asyncio.Event(), asyncio.Event()  # a start may continue, may end
         self.hold.set()
         self.end.set()
 
