@@ -37,7 +37,7 @@ class Findings:
             write_atomically(self.file, json.dumps(self.known, indent=1))
 
     def _read(self) -> None:
-        """Take over what the file has: others may have added to it."""
+        """Add the findings in the file, which other processes may have extended."""
         with suppress(OSError, TypeError, ValueError):  # no file yet, or an unreadable one
             self.known.update(json.loads(self.file.read_text(encoding="utf-8")))
 

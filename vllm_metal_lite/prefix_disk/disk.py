@@ -61,7 +61,7 @@ class PrefixDisk:
         scheduler.holds = self.holds
 
     def holds(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether a request waits for the disk.  hit: its prefix in memory."""
+        """Whether a request waits for a read from the disk.  hit: its prefix in memory."""
         if request.wants_restore is None:
             self.writer.refresh()
         return self.reader.wants(request, hit)

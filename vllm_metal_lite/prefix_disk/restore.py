@@ -68,7 +68,7 @@ class Reader:
         self._last_end = 0.0
 
     def wants(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether a request waits for the disk.  hit: its prefix in memory."""
+        """Whether a request waits for a read from the disk.  hit: its prefix in memory."""
         if request.wants_restore is None:
             request.wants_restore = self._restore_of(request, hit) is not None
             self._asked |= request.wants_restore

@@ -340,7 +340,7 @@ class Models:
                 engine.grace_end = inf
 
     async def _change_within(self, seconds: float | None) -> None:
-        """Wait until a request leaves an engine or waits no more, or until the time is over."""
+        """Wait for a request to leave an engine or stop waiting; at most `seconds`."""
         self._changed.clear()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)
