@@ -1,5 +1,8 @@
 """Fixtures of the server's tests.  A module may have a `running` of its own."""
 
+import multiprocessing
+from types import SimpleNamespace
+
 import httpx
 import openai
 import pytest
@@ -8,6 +11,18 @@ from tests.support.clients import OPTIONS
 from tests.support.scripted_answers import scripted
 from tests.support.server_kit import serving
 from vllm_metal_lite import LLM
+from vllm_metal_lite.server.worker import client as worker_client
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines_are_forks():
+    """Engines' processes are forks of one that has imported what all import, for two seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vllm_metal_lite.server.worker.process"])
+    with pytest.MonkeyPatch.context() as patch:
+        forks = SimpleNamespace(get_context=lambda method: context)
+        patch.setattr(worker_client, "multiprocessing", forks)
+        yield
 
 
 @pytest.fixture(scope="module")

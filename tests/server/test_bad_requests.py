@@ -1,6 +1,5 @@
 """Bad requests to all endpoints: errors name the field, the value and the limit."""
 
-import httpx
 import pytest
 
 HI = [{"role": "user", "content": "hi"}]
@@ -167,6 +166,11 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def running(script):
+    return script.running
+
+
 @pytest.mark.parametrize(
     ("path", "base", "changes", "expected"),
     [
@@ -176,10 +180,10 @@ BAD = {
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_errors_name_the_field_the_value_and_the_limit(script, path, base, changes, expected):
+def test_errors_name_the_field_the_value_and_the_limit(script, http, path, base, changes, expected):
     body = {name: value for name, value in {**base, **changes}.items() if value is not ...}
     script.says("Fine.")
-    reply = httpx.post(script.running.url + path, json=body, timeout=60)
+    reply = http.post(path, json=body)
     whole, (*param, words) = reply.json(), expected
     error, is_unknown = whole["error"], "model" in changes
     assert reply.status_code == (404 if is_unknown else 400), reply.text
