@@ -90,7 +90,7 @@ def test_lists_have_a_limit(http, unread, path, field, value, entries):
 )
 def test_texts_of_a_field_have_a_limit(http, unread, field, value, most):
     error = refused(http, CHAT, {"messages": HI, field: value})
-    assert error["message"].startswith(f"{field} may hold at most {most:,} characters, got ")
+    assert error["message"].startswith(f"{field} may have at most {most:,} characters, got ")
 
 
 @pytest.mark.parametrize(

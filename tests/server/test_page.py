@@ -439,7 +439,7 @@ def test_text_files_go_with_a_message(shown, page):
 
 
 def test_an_error_is_said_and_can_be_tried_again(shown, page):
-    error = {"error": {"message": "264 requests run or wait, and max_waiting (256) allows no more"}}
+    error = {"error": {"message": "264 requests run or wait, and max_waiting is 256"}}
     page.route("**/v1/chat/completions", lambda route: route.fulfill(status=503, json=error))
     shown.ask("hello")
     expect(page.locator(".message .problem")).to_contain_text("max_waiting (256)")

@@ -149,7 +149,7 @@ class Models:
         if self.budget > self._memory:
             raise ConfigError(
                 Option("memory_budget_gib"),
-                f" is {size_text(self.budget)}; this device has {size_text(self._memory)}",
+                f" must be at most the {size_text(self._memory)} of this device, got {size_text(self.budget)}",
             )
         self._loading = asyncio.Lock()  # one model at a time, in order of the requests
         self._changed = asyncio.Event()  # a request left an engine, or waits no more
@@ -253,7 +253,7 @@ class Models:
             if model.made_room:
                 model.back_off = min(2 * model.back_off or _BACK_OFF_WITH_ROOM, _LONGEST_BACK_OFF)
             model.retry_at = self._clock() + (model.back_off if model.made_room else _BACK_OFF)
-            logger.warning(f"the model {model.spec.name} is not loaded: {error}")
+            logger.warning(f"the model {model.spec.name} cannot be loaded: {error}")
         finally:
             waiters, model.waiters = model.waiters, []
             for waiter in waiters:
