@@ -388,7 +388,7 @@ async def test_an_unknown_model_is_404():
 
 @in_loop
 async def test_a_budget_beyond_the_device_is_refused():
-    with pytest.raises(ConfigError, match=r"memory_budget_gib must be at most the 10.0 GiB of .*, got 11"):
+    with pytest.raises(ConfigError, match=r"memory_budget_gib is 11.0 GiB; this device has 10.0"):
         World(memory=10).models("a", budget=11)
     with pytest.raises(ConfigError, match="two models have the name 'a'"):
         World().models("a", "a")

@@ -149,7 +149,7 @@ class Models:
         if self.budget > self._memory:
             raise ConfigError(
                 Option("memory_budget_gib"),
-                f" must be at most the {size_text(self._memory)} of this device, got {size_text(self.budget)}",
+                f" is {size_text(self.budget)}; this device has {size_text(self._memory)}",
             )
         self._loading = asyncio.Lock()  # one model at a time, in order of the requests
         self._changed = asyncio.Event()  # a request left an engine, or waits no more
