@@ -129,8 +129,8 @@ def test_choices(choice, mode, name, tools):
         ([RUN], {"type": "allowed_tools", "mode": "x"}, "tool_choice.mode must be"),
         ([RUN], {"type": "allowed_tools"}, "tool_choice.tools must be a list"),
         ([RUN], {"type": "allowed_tools", "tools": [5]}, "tool_choice.tools.0 must be an object"),
-        ([{"type": "web_search"}], "required", "tool_choice needs a tool"),
-        ([], "required", "tool_choice needs a tool"),
+        ([{"type": "web_search"}], "required", "tool_choice demands a call"),
+        ([], "required", "tool_choice demands a call"),
     ],
 )  # fmt: skip
 def test_bad_tools_are_named(tools, choice, words):
