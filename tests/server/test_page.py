@@ -339,7 +339,7 @@ def test_conversations_stay_over_a_reload(shown, page):
     page.fill("#search", "GREEN reverse")  # words of a message
     expect(titles).to_have_count(1)
     page.fill("#search", "nowhere")
-    expect(page.locator("#no-match")).to_have_text("No conversation holds “nowhere”.")
+    expect(page.locator("#no-match")).to_have_text("No conversation contains “nowhere”.")
     page.fill("#search", "")
     titles.last.click()
     expect(page.locator(".message.assistant .text")).to_have_text(first)
@@ -453,7 +453,7 @@ def test_an_error_is_said_and_can_be_tried_again(shown, page):
 @pytest.mark.parametrize(
     ("last", "words"),
     [
-        ([], "The answer broke off."),
+        ([], "The answer was cut off."),
         (['{"error": {"message": "the engine has ended"}}'], "the engine has ended"),
     ],
 )
