@@ -442,7 +442,7 @@ def test_an_error_is_said_and_can_be_tried_again(shown, page):
     error = {"error": {"message": "264 requests run or wait, and max_waiting is 256"}}
     page.route("**/v1/chat/completions", lambda route: route.fulfill(status=503, json=error))
     shown.ask("hello")
-    expect(page.locator(".message .problem")).to_contain_text("max_waiting (256)")
+    expect(page.locator(".message .problem")).to_contain_text("max_waiting is 256")
     page.unroute_all()
     page.get_by_role("button", name="Try again").click()
     assert shown.answered(1)
