@@ -53,7 +53,7 @@ def test_devices_of_jaccl(hostfile, monkeypatch):
     expected = [[None, "rdma_en4"], ["rdma_en5", None]]
     assert links(2, hostfile(content)) == Links("jaccl", [["192.168.0.1"], []], expected)
     content["hosts"][1]["rdma"] = ["rdma_en5"]
-    with pytest.raises(ConfigError, match="each host needs 2 rdma devices"):
+    with pytest.raises(ConfigError, match="each host must have 2 rdma devices"):
         links(2, hostfile(content))
 
 
@@ -62,9 +62,9 @@ def test_devices_of_jaccl(hostfile, monkeypatch):
     [
         ("{", "is not a hostfile of mlx.distributed_config"),
         ([{"ssh": "a"}], "is not a hostfile of mlx.distributed_config"),
-        ({"backend": "ring", "hosts": []}, "has 0 hosts for 2 ranks"),
-        (two("mpi"), "has the backend 'mpi': take one of"),
-        (two("ring", ips=[]), "its hosts need equally many ips"),
+        ({"backend": "ring", "hosts": []}, "must have a host for each of 2 ranks, got 0"),
+        (two("mpi"), "its backend must be one of .*, got 'mpi'"),
+        (two("ring", ips=[]), "its hosts must all have the same number of ips"),
         (two("jaccl"), "asks for jaccl, which needs macOS 26.2"),
     ],
 )

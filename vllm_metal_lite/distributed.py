@@ -110,12 +110,12 @@ def links(size: int, hostfile: str | None) -> Links:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise ConfigError(f"{file} is not a hostfile of mlx.distributed_config: {e!r}") from e
     if len(hosts) != size:
-        raise ConfigError(f"{file} has {len(hosts)} hosts for {size} ranks: one each")
+        raise ConfigError(f"{file} must have a host for each of {size} ranks, got {len(hosts)}")
     if how not in _BACKENDS:
-        raise ConfigError(f"{file} has the backend {how!r}: take one of {_BACKENDS}")
+        raise ConfigError(f"{file}: its backend must be one of {', '.join(_BACKENDS)}, got {how!r}")
     if how == "ring":
         if len({len(some) for some in ips}) > 1:
-            raise ConfigError(f"{file}: its hosts need equally many ips")
+            raise ConfigError(f"{file}: its hosts must all have the same number of ips")
         return Links(how, ips, [])
     if not mx.distributed.is_available("jaccl"):
         raise ConfigError(
@@ -123,7 +123,7 @@ def links(size: int, hostfile: str | None) -> Links:
             "Thunderbolt 5 (ibv_devices lists it)"
         )
     if any(len(row) != size for row in devices):
-        raise ConfigError(f"{file}: each host needs {size} rdma devices")
+        raise ConfigError(f"{file}: each host must have {size} rdma devices, one for each rank")
     return Links(how, [some[:1] for some in ips], devices)
 
 

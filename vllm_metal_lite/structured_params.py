@@ -123,7 +123,7 @@ def record(kind: type) -> Rule:
         unknown = [name for name in value if name not in names]
         if unknown:
             raise SamplingError(
-                f"{show(unknown[0])} is no field of {kind.__name__}: there are {', '.join(names)}"
+                f"{kind.__name__} has no field {show(unknown[0])}; it has {', '.join(names)}"
             )
         return kind(**value)
 

@@ -209,7 +209,7 @@ def test_what_a_window_cannot_take_is_refused():
     engine.add(list(range(50)), max_tokens=30)  # 3 blocks are what a window of 9 touches
     engine.run()
     engine = FakeEngine(config, [KVGroup(num_blocks=40), KVGroup(window=10, num_blocks=3)], 120)
-    with pytest.raises(RequestError, match="needs 4 blocks of 4 tokens, the store has 3"):
+    with pytest.raises(RequestError, match="needs 4 blocks of 4 tokens; the store has 3"):
         engine.add(list(range(50)), max_tokens=30)
 
 

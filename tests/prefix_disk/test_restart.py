@@ -329,7 +329,7 @@ def test_an_error_while_the_engine_rests_ends_no_thread_and_no_call(monkeypatch,
             assert asyncio.run(asyncio.wait_for(answer(), 300)) == expected
     finally:
         served.shutdown()
-    assert "the engine's rest failed: no memory for a copy" in caplog.text
+    assert "work on cached prefixes failed in a pause: no memory for a copy" in caplog.text
 
 
 def test_a_folder_that_cannot_be_used_costs_nothing_but_the_cache(tmp_path, caplog):

@@ -90,7 +90,7 @@ def test_lists_have_a_limit(http, unread, path, field, value, entries):
 )
 def test_texts_of_a_field_have_a_limit(http, unread, field, value, most):
     error = refused(http, CHAT, {"messages": HI, field: value})
-    assert error["message"].startswith(f"{field} may hold at most {most:,} characters, got ")
+    assert error["message"].startswith(f"{field} may have at most {most:,} characters, got ")
 
 
 @pytest.mark.parametrize(
@@ -164,10 +164,10 @@ def test_brackets_and_commas_within_texts_do_not_count(inside):
     ("num_prompt_tokens", "asked", "words"),
     [
         (9_523, {"prompt_logprobs": 20}, None),
-        (10_000, {"prompt_logprobs": 20}, "10,000 prompt tokens with 20 .* 210,000, .* 200,000"),
+        (10_000, {"prompt_logprobs": 20}, "=20 for 10,000 prompt tokens .* 210,000 .* 200,000"),
         (100, {"logprobs": 20}, None),  # may fill the context
         (100, {"logprobs": 20, "n": 128, "max_tokens": 186}, None),
-        (100, {"logprobs": 20, "n": 128, "max_tokens": 187}, "of n=128 .* 502,656, .* 500,000"),
+        (100, {"logprobs": 20, "n": 128, "max_tokens": 187}, "of n=128 .* 502,656 .* 500,000"),
         (100, {"logprobs": 20, "n": 2}, "199,800 tokens of n=2 answers"),
         (99_900, {"logprobs": 20, "n": 2}, None),
         (100, {"n": 128}, None),

@@ -339,7 +339,7 @@ def test_conversations_stay_over_a_reload(shown, page):
     page.fill("#search", "GREEN reverse")  # words of a message
     expect(titles).to_have_count(1)
     page.fill("#search", "nowhere")
-    expect(page.locator("#no-match")).to_have_text("No conversation holds “nowhere”.")
+    expect(page.locator("#no-match")).to_have_text("No conversation contains “nowhere”.")
     page.fill("#search", "")
     titles.last.click()
     expect(page.locator(".message.assistant .text")).to_have_text(first)
@@ -439,10 +439,10 @@ def test_text_files_go_with_a_message(shown, page):
 
 
 def test_an_error_is_said_and_can_be_tried_again(shown, page):
-    error = {"error": {"message": "264 requests run or wait, and max_waiting (256) allows no more"}}
+    error = {"error": {"message": "264 requests run or wait, and max_waiting is 256"}}
     page.route("**/v1/chat/completions", lambda route: route.fulfill(status=503, json=error))
     shown.ask("hello")
-    expect(page.locator(".message .problem")).to_contain_text("max_waiting (256)")
+    expect(page.locator(".message .problem")).to_contain_text("max_waiting is 256")
     page.unroute_all()
     page.get_by_role("button", name="Try again").click()
     assert shown.answered(1)
@@ -453,7 +453,7 @@ def test_an_error_is_said_and_can_be_tried_again(shown, page):
 @pytest.mark.parametrize(
     ("last", "words"),
     [
-        ([], "The answer broke off."),
+        ([], "The answer was cut off."),
         (['{"error": {"message": "the engine has ended"}}'], "the engine has ended"),
     ],
 )

@@ -339,7 +339,7 @@ def test_an_unknown_failure_has_the_shape_of_its_api(running, monkeypatch, caplo
     for path in CHAT, MESSAGES:
         answer = ask(running.url, path, method="POST", body=BODY)
         assert answer.status == 500
-        assert answer.json()["error"]["message"] == "internal error; the server's log says more"
+        assert answer.json()["error"]["message"] == "internal error: see the server's log"
         assert answer.headers["x-request-id"]
     assert len([r for r in caplog.records if r.exc_info]) == 2
     monkeypatch.undo()

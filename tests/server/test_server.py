@@ -61,7 +61,7 @@ def test_too_many_requests_are_told_to_come_again(client):
             assert answer.headers["retry-after"] == "1"
             error = answer.json()["error"]
             assert error["type"] == kind
-            words = "4 requests run or wait, and max_waiting (2) allows no more"
+            words = "the server is busy: 4 requests run or wait, and max_waiting is 2"
             assert error["message"] == words
         status = client.get("/status").json()["server"]
         assert status == {"running": 2, "waiting": 2, "max_waiting": 2}

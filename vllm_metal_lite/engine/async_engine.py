@@ -65,7 +65,7 @@ class AsyncEngine:
 
     def __init__(self, engine: LLMEngine) -> None:
         if not isinstance(engine, LLMEngine):
-            raise ConfigError(f"AsyncEngine wants an LLMEngine, got {show(engine)}")
+            raise ConfigError(f"AsyncEngine needs an LLMEngine, got {show(engine)}")
         self._engine = engine
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = (
             queue.SimpleQueue()

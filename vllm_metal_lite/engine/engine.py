@@ -225,7 +225,7 @@ class LLMEngine:
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         ids = list(ids) if isinstance(ids, Iterable) else [ids]
         if not all(isinstance(request_id, str) for request_id in ids):
-            raise RequestError(f"request ids are strings, got {show(request_ids)}")
+            raise RequestError(f"request_ids must be strings, got {show(request_ids)}")
         ended = []
         for request_id in ids:
             for answer in self._requests.get(request_id, []):
@@ -298,7 +298,7 @@ class LLMEngine:
         try:
             return self.prefix_disk.rest()
         except Exception as e:
-            logger.warning(f"the engine's rest failed: {one_line(e)}")
+            logger.warning(f"work on cached prefixes failed in a pause: {one_line(e)}")
             return False
 
     @property

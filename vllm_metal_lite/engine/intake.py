@@ -65,7 +65,7 @@ def constraint_of(params: SamplingParams, model: LoadedModel) -> Constraint | No
     try:
         from vllm_metal_lite.structured_outputs.build import build
     except ModuleNotFoundError as e:
-        raise SamplingError(Option("structured_outputs"), f" need {e.name}") from e
+        raise SamplingError(Option("structured_outputs"), f" needs {e.name}") from e
     return build(params, model.tokenizer, model.vocab_size, model.eos_token_ids)
 
 

@@ -140,5 +140,5 @@ def _one_each(value: Any, count: int, name: str) -> list:
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:
-        raise RequestError(f"{len(value)} {name} for {count} prompts: give one, or one a prompt")
+        raise RequestError(f"{len(value)} {name} for {count} prompts: give one for all or one each")
     return list(value)

@@ -100,7 +100,7 @@ def render_turn(
     except Exception as e:  # templates raise any error, as for unknown roles
         raise RequestError(f"the chat template refuses these messages: {one_line(e)}") from e
     if token_ids is None:
-        raise RequestError(f"the chat template gives {show(text)}, asked with {show(variables)}")
+        raise RequestError(f"the chat template returns {show(text)} for {show(variables)}")
     if not with_checkpoints:
         return token_ids, ()
     others = {k: v for k, v in variables.items() if k != "continue_final_message"}

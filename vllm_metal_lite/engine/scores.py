@@ -48,7 +48,7 @@ def plan_scores(
     queries, documents = _texts("the query", queries), _texts("documents", documents)
     if len(queries) not in (1, len(documents)):
         raise RequestError(
-            f"{len(queries)} queries for {len(documents)} documents: give one, or one a document"
+            f"{len(queries)} queries for {len(documents)} documents: give one for all or one each"
         )
     pairs = [(j if len(queries) > 1 else 0, j) for j in range(len(documents))]
     if pooling.score_token_ids is not None:

@@ -27,7 +27,7 @@ def longest(request: Request, config: EngineConfig, max_model_len: int, kv: KVCa
     size = f"{prompt} prompt tokens + max_tokens {request.max_tokens}"
     if sizes := kv.too_large(num_stored):
         raise RequestError(
-            f"{name} ({size}) needs {sizes[0]} blocks of {config.block_size} tokens, "
+            f"{name} ({size}) needs {sizes[0]} blocks of {config.block_size} tokens; "
             f"the store has {sizes[1]}"
         )
     return max_length

@@ -80,7 +80,7 @@ def shown_error(e: Exception) -> ApiError:
     if isinstance(e, EngineLost):
         return ApiError(503, str(e), code=e.code, headers={"Retry-After": "5"})
     logger.error("a request failed", exc_info=e)
-    return ApiError(500, "internal error; the server's log says more")
+    return ApiError(500, "internal error: see the server's log")
 
 
 def check_ended(answer: CompletionOutput) -> None:

@@ -93,7 +93,7 @@ def check_fields(raw: bytes) -> None:
             raise bad(shorten(name), words)
         most = MAX_CHARACTERS.get(name, 0)
         if most and (size := num_characters(value)) > most:
-            raise bad(name, f" may hold at most {most:,} characters, got {size:,}")
+            raise bad(name, f" may have at most {most:,} characters, got {size:,}")
 
 
 def num_characters(value: Any) -> int:
@@ -122,7 +122,7 @@ def check_logprobs(num_prompt_tokens: int, max_model_len: int, params: SamplingP
         if each is not None and (asked := tokens * (each + 1)) > most:
             raise ApiError(
                 400,
-                f"{tokens:,} {what} with {each} log-probabilities beside their own are {asked:,}, "
-                f"and at most {most:,} are allowed",
+                f"{name}={each} for {tokens:,} {what} asks for {asked:,} log-probabilities, and at "
+                f"most {most:,} are allowed",
                 param=name,
             )

@@ -253,7 +253,7 @@ class Models:
             if model.made_room:
                 model.back_off = min(2 * model.back_off or _BACK_OFF_WITH_ROOM, _LONGEST_BACK_OFF)
             model.retry_at = self._clock() + (model.back_off if model.made_room else _BACK_OFF)
-            logger.warning(f"the model {model.spec.name} is not loaded: {error}")
+            logger.warning(f"the model {model.spec.name} cannot be loaded: {error}")
         finally:
             waiters, model.waiters = model.waiters, []
             for waiter in waiters:

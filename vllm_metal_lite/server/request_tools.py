@@ -26,12 +26,12 @@ def function_tool(definition: Any, where: str, schema: str = "parameters") -> To
 
 def add_tool(tools: dict[str, Tool], tool: Tool, where: str) -> None:
     if tool.name in tools:
-        raise bad(where, f": another tool is called {show(tool.name)} too")
+        raise bad(where, f": two tools have the name {show(tool.name)}")
     tools[tool.name] = tool
 
 
 def check_named(name: Any, tools: Collection[str], where: str) -> str:
     """The name of a tool of the request."""
     if not isinstance(name, str) or name not in tools:
-        raise bad(where, f" names a tool that `tools` does not have: {show(name)}")
+        raise bad(where, f" names {show(name)}, which is not in tools")
     return name

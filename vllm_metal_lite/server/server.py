@@ -121,7 +121,7 @@ class Server:
         if (unfinished := engine.num_unfinished) >= engine.facts.max_num_seqs + most:
             raise ApiError(
                 503,
-                f"{unfinished} requests run or wait, and max_waiting ({most}) allows no more",
+                f"the server is busy: {unfinished} requests run or wait, and max_waiting is {most}",
                 code="server_busy",
                 headers={"Retry-After": "1"},
             )

@@ -37,7 +37,7 @@ def _choice(tools: dict[str, Tool], choice: Any) -> ToolChoice:
     if kind not in _MODES:
         raise must_be(f"{where}.type", "auto, any, tool or none", kind)
     if kind in ("any", "tool") and not tools:
-        raise bad(where, f" needs tools, got {show(kind)} without any")
+        raise bad(where, f" is {show(kind)}, but the request has no tools")
     name = check_named(choice.get("name"), tools, f"{where}.name") if kind == "tool" else None
     return ToolChoice(_MODES[kind], name, choice.get("disable_parallel_tool_use") is not True)
 

@@ -30,7 +30,7 @@ def _choice(tools: Collection[str], choice: Any) -> ToolChoice:
     if choice in ("none", "auto", None):
         return ToolChoice(choice or "auto")
     if not tools:
-        raise bad(where, f" needs tools, got {show(choice)} without any")
+        raise bad(where, f" is {show(choice)}, but the request has no tools")
     if choice == "required":
         return ToolChoice("required")
     kind = type_of(choice)

@@ -66,11 +66,11 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
     if body.best_of not in (None, params.n):
         raise bad("best_of", f" must equal n ({params.n}), got {body.best_of}")
     most = engine.facts.max_num_seqs + serving.server.config.max_waiting
-    if len(prompts) * params.n > most:
+    if (count := len(prompts) * params.n) > most:
         raise ApiError(
             400,
-            f"{len(prompts)} prompts with n={params.n} are more than the {most} answers that "
-            "this server runs or lets wait",
+            f"{len(prompts)} prompts with n={params.n} need {count} answers, and at most {most} "
+            "may run or wait",
             param="prompt",
         )
     special = body.add_special_tokens is not False

@@ -58,7 +58,7 @@ class ResponseTools:
                 self._add_all(item.get("tools"), f"input.{i}.tools")
         allowed, mode, name = _choice(choice, self.callees)
         if mode in ("required", "named") and not allowed:
-            raise bad("tool_choice", " needs a tool that this server can offer to the model")
+            raise bad("tool_choice", " demands a call, but there is no function or custom tool")
         self.tools = {name: tool for name, tool in self.tools.items() if name in allowed}
         self.choice = ToolChoice(mode, name, parallel)
 

@@ -41,7 +41,7 @@ export async function answer(message, body, signal, changed) {
       finish = take(message, JSON.parse(data)) ?? finish;
       changed();
     }
-    if (!ended) throw new ApiError("The answer broke off.", 0);
+    if (!ended) throw new ApiError("The answer was cut off.", 0);
     message.finish = finish ?? "stop";
   } catch (error) {
     if (error.name === "AbortError") message.finish = "stopped";

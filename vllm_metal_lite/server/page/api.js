@@ -102,7 +102,7 @@ export async function* events(response) {
     }
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError("The connection to the server broke off.", 0);
+    throw new ApiError("The connection to the server was lost.", 0);
   } finally {
     reader.cancel().catch(() => {});
   }

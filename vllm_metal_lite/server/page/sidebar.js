@@ -51,7 +51,7 @@ export function drawList(conversations, current, running, actions) {
   const sought = byId("search").value.trim();
   const words = sought.toLowerCase().split(/\s+/);
   const found = sought ? conversations.filter((c) => holds(c, words)) : conversations;
-  byId("no-match").textContent = found.length || !sought ? "" : `No conversation holds “${sought}”.`;
+  byId("no-match").textContent = found.length || !sought ? "" : `No conversation contains “${sought}”.`;
   const items = found.map((c) => {
     const open = make(
       "button",
