@@ -2,19 +2,21 @@
 
 import gc
 import importlib
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import mlx_lm
 import pytest
 import vllm.config.vllm
+import vllm.entrypoints.cli.main
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import registry
@@ -112,27 +114,47 @@ def two_hosts() -> dict[str, Any]:
     return {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": free_port()}
 
 
-def forking() -> dict[str, str]:
-    """The environment of a process whose engine and ranks are forks, which import nothing again."""
-    ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-    paths = {"PYTHONPATH": ":".join(sys.path)}
-    return {**os.environ, **ours, **paths, "VLLM_LOGGING_LEVEL": "INFO"}
+# vLLM's imports take 15 s: once, for all processes of `process`, and for their engines and ranks.
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload([__name__])
+_FORKED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+_FORKED |= {"PYTHONPATH": ":".join(sys.path), "VLLM_LOGGING_LEVEL": "INFO"}
 
 
 @contextmanager
-def second_host(folder: Path, log: Path, **options: Any) -> Iterator[subprocess.Popen]:
+def process(log: Path, run: Callable[..., None], *args: Any) -> Iterator[BaseProcess]:
+    """A process of `run(*args)`, whose output goes to the file `log`.  It ends with the context."""
+    log.touch()
+    started = _FORKS.Process(target=_run, args=(log, run, args))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in _FORKED.items():
+            patch.setenv(name, value)  # of the process that is forked
+        started.start()
+    try:
+        yield started
+    finally:
+        started.kill()
+        started.join()
+
+
+def _run(log: Path, run: Callable[..., None], args: tuple) -> None:
+    with log.open("w") as out:
+        for stream in (1, 2):
+            os.dup2(out.fileno(), stream)
+    run(*args)
+
+
+def second_host(folder: Path, log: Path, **options: Any) -> AbstractContextManager[BaseProcess]:
     """vLLM without a front end, whose rank joins an engine with the same options."""
-    command = [Path(sys.executable).with_name("vllm"), "serve", folder, "--headless"]
+    command = ["vllm", "serve", str(folder), "--headless"]
     for name, value in (options | {"node_rank": 1}).items():
         command += [f"--{name.replace('_', '-')}", str(value)]
-    with (
-        log.open("w") as out,
-        subprocess.Popen(command, env=forking(), stdout=out, stderr=out) as process,
-    ):
-        try:
-            yield process
-        finally:
-            process.kill()
+    return process(log, _vllm, command)
+
+
+def _vllm(command: list[str]) -> None:
+    sys.argv = command
+    vllm.entrypoints.cli.main.main()
 
 
 def use_dialect(monkeypatch: pytest.MonkeyPatch, dialect: str) -> None:

@@ -1,12 +1,9 @@
 """Two ranks under real vLLM: what one rank answers, and engines that end when a rank does."""
 
-import contextlib
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import mlx_lm
@@ -16,6 +13,7 @@ from tests.support import tiny_models as tiny
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
 
+from vllm import LLM
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.vllm_plugin import kit
@@ -96,26 +94,23 @@ def test_windows_and_states(name):
         assert kit.prefix_hits(outputs) > len(PREFIX)
 
 
-# The engine in a process of its own, as users have it.  Prints greedy answers; then says when a
-# request is under way, and how it ended.
-_SERVE = """
-import json, sys, time
-from vllm import LLM, SamplingParams
-def main():
-    llm = LLM(sys.argv[1], **json.loads(sys.argv[2]))
-    prompts = [{"prompt_token_ids": p} for p in json.loads(sys.argv[3])]
-    params = SamplingParams(max_tokens=int(sys.argv[4]), ignore_eos=True, temperature=0)
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    print("ANSWERS", [list(o.outputs[0].token_ids) for o in outputs], flush=True)
-    params = SamplingParams(max_tokens=19_000, ignore_eos=True, temperature=0)
+def serve(model, options):
+    """Print greedy answers; then say when a request is under way, and how it ended."""
+    llm = LLM(model, **options)
+    outputs = kit.generate(llm, PROMPTS, max_tokens=NUM_TOKENS)
+    print("ANSWERS", kit.tokens(outputs), flush=True)
     print("SERVING", flush=True)
     try:
-        llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
+        kit.generate(llm, [[1, 2, 3]], max_tokens=19_000)
     except Exception as e:
         print("ERROR", type(e).__name__, flush=True)
-if __name__ == "__main__":
-    main()
-"""
+
+
+def serving(folder, model, options):
+    """An engine in a process of its own, as users have it, with a `log` in the folder."""
+    return kit.process(folder / "log", serve, str(model), options)
+
+
 SERVED = {
     "tensor_parallel_size": 2, "max_model_len": 20_000, "block_size": 8, "max_num_seqs": 4,
     "num_gpu_blocks_override": 2_600, "max_num_batched_tokens": 64,
@@ -166,25 +161,10 @@ def test_two_hosts_answer_as_one_and_end_when_a_rank_hangs(tmp_path):
         os.kill(pid, signal.SIGSTOP)
         wait_for(log, "ERROR EngineDeadError", process, 120)
         wait_for(log_2, "is killed", second, 120)
-        second.wait(120)
+        second.join(120)
+        assert not second.is_alive()
     assert re.search(rf"The engine ends: rank 1 of 2 \(pid {pid} on .* silent", log.read_text())
     assert f"The engine ends: rank 1 of 2 (pid {pid}) has been silent" in log_2.read_text()
-
-
-@contextlib.contextmanager
-def serving(folder, model, options):
-    """The process of `_SERVE`, which writes to the file `log` of the folder."""
-    script = folder / "serve.py"
-    script.write_text(_SERVE)
-    asked = [json.dumps([list(map(int, p)) for p in PROMPTS]), str(NUM_TOKENS)]
-    command = [sys.executable, script, model, json.dumps(options), *asked]
-    with (folder / "log").open("w") as out:
-        process = subprocess.Popen(command, env=kit.forking(), stdout=out, stderr=out)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 def pid_of_rank_1(log):
@@ -195,6 +175,6 @@ def wait_for(log, text, process, seconds):
     for _ in range(seconds * 10):
         if text in log.read_text():
             return
-        assert process.poll() is None, log.read_text()[-3000:]
+        assert process.is_alive(), log.read_text()[-3000:]
         time.sleep(0.1)
     raise AssertionError(f"no {text!r} after {seconds} s: {log.read_text()[-3000:]}")
