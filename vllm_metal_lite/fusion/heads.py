@@ -70,7 +70,7 @@ def into_heads(value: mx.array, x: Traced, *_: Any, **__: Any) -> mx.array:
         if rows is None or x.ndim != 3 or len(rows) != len(x):
             return value
         columns = Columns(rows, 0, x.origin)
-    return Traced(value, Heads(columns, *value.shape[2:]))
+    return Traced(value, Heads(columns, value.shape[2], value.shape[3]))
 
 
 def out_of_heads(value: mx.array, x: Traced, *_: Any, **__: Any) -> mx.array:
@@ -102,18 +102,18 @@ def split(
     pairs = list(zip(parts, (0, *indices_or_sections), strict=True))
     if x.ndim == 3 and x.shape[1] == 1:
         known = origin_of(x)
-        array, first, *_ = known if isinstance(known, Columns) else Columns(rows_of(x), 0)
-        return [Traced(part, Slice(array, first + start)) for part, start in pairs]
+        rows = known if isinstance(known, Columns) else Columns(rows_of(x), 0)
+        return [Traced(part, Slice(rows.array, rows.start + start)) for part, start in pairs]
     if x.ndim != 4 or x.shape[2] != 1:
         return parts
     heads = heads_of(x)
     if heads.norm or heads.rope:
         return parts
-    array, first, *_ = heads.columns
-    stride = heads.stride or heads.head_dim
+    array, first = heads.columns.array, heads.columns.start
+    count, stride = heads.num_heads, heads.stride or heads.head_dim
     return [
-        Traced(part, Heads(Columns(array, first + at), heads.num_heads, dim, stride=stride))
-        for part, at, dim in ((part, at, part.shape[-1]) for part, at in pairs)
+        Traced(part, Heads(Columns(array, first + at), count, part.shape[-1], stride=stride))
+        for part, at in pairs
     ]
 
 

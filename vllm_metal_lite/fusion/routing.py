@@ -101,8 +101,9 @@ def scores_of(x: Any) -> RouterScores | None:
     origin, rows = origin_of(x), known_rows(x)
     if isinstance(origin, RouterScores):
         return origin
-    product = rows is not None and (origin is None or isinstance(origin, Multiplied))
-    if not product or not current().routes or not fits(rows, 1):
+    if rows is None or not (origin is None or isinstance(origin, Multiplied)):
+        return None
+    if not current().routes or not fits(rows, 1):
         return None
     return RouterScores(rows, "logits", x.dtype)
 
@@ -191,7 +192,7 @@ def itself(value: mx.array, x: Traced, **_: Any) -> mx.array:
 # Rules of the weights
 
 
-def gathered(value: mx.array, x: mx.array, indices: mx.array, axis: Any, **_: Any) -> mx.array:
+def gathered(value: mx.array, x: mx.array, indices: Any, axis: Any, **_: Any) -> mx.array:
     """The weights are scores of the choice, without the bias that only chooses."""
     choice, scores = origin_of(indices), scores_of(x)
     if not isinstance(choice, Choice) or scores is None or axis not in (-1, x.ndim - 1):

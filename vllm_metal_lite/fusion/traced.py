@@ -44,7 +44,7 @@ class Traced(ColumnsOf):
             return as_view(rows_of(self) @ other, self.shape[:-1])
         return super().__matmul__(other)
 
-    def __itruediv__(self, other: Any) -> Any:
+    def __itruediv__(self, other: Any) -> mx.array:  # type: ignore[misc]
         quotient = self / other
         if type(quotient) is not Traced:
             return super().__itruediv__(other)
