@@ -1,4 +1,4 @@
-"""The fused launches of a model's steps, as one immutable value."""
+"""What a model's steps fuse, as one immutable value; and the change of the model for it."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -25,23 +25,24 @@ from vllm_metal_lite.model.seam.hooks import hooked, namespaces
 
 @dataclass(frozen=True)
 class FusedLaunches(Fusion):
-    """The fusion of models that run on KernelAttention.
+    """What the steps of a model fuse, if it runs on KernelAttention.
 
-    joined: the model's joined projections.  named: (Python module, name) of mlx-lm's functions to
-    replace: `swiglu`, `clip_residual`, and `precise_swiglu`, which with a norm of heads before it
-    becomes `gated_rms_norm`.  skinny_rows: the row counts that use `skinny_gemm`.
+    joined: the model's joined projections.
+    named: (Python module, name) of mlx-lm's functions that have a rule.
+    selectors: compiled functions of the model that may choose experts.
+    skinny_rows: the row counts that use `skinny_gemm`.
     expert_rows: the row counts that use `expert_gemm` and its neighbours.
-    adds_norms: `add_rms_norm` may be used.  routes: `expert_topk` may be used.  selectors: compiled
-    functions of the model that may choose experts.
+    adds_norms: whether `add_rms_norm` is used.
+    routes: whether `expert_topk` is used.
     """
 
     joined: tuple[JoinedProjection, ...] = ()
     named: tuple[tuple[ModuleType, str], ...] = ()
+    selectors: tuple[Selector, ...] = ()
     skinny_rows: range = range(0)
     expert_rows: range = range(0)
     adds_norms: bool = True
     routes: bool = False
-    selectors: tuple[Selector, ...] = ()
 
     layer_cache = FusedLayerCache
 

@@ -25,8 +25,8 @@ def _product(original: Function, layer: nn.Module, x: mx.array) -> mx.array:
     if current().step is None:
         return original(layer, x)
     rows, weight, bias = rows_of(x), weight_of(layer), layer.get("bias")
-    served = (bias is None or bias.dtype == x.dtype) and skinny_gemm.fits(rows, weight)
-    if served and len(rows) in current().skinny_rows:
+    fits = (bias is None or bias.dtype == x.dtype) and skinny_gemm.fits(rows, weight)
+    if fits and len(rows) in current().skinny_rows:
         product = Multiplied(*_normed(x, weight), weight, bias)
         return as_view(product(), x.shape[:-1], product)
     if isinstance(layer, nn.Linear) and bias is None:

@@ -192,7 +192,7 @@ def itself(value: mx.array, x: Traced, **_: Any) -> mx.array:
 # Rules of the weights
 
 
-def gathered(value: mx.array, x: mx.array, indices: Any, axis: Any, **_: Any) -> mx.array:
+def gathered(value: mx.array, x: mx.array, indices: Any, axis: Any = None, **_: Any) -> mx.array:
     """The weights are scores of the choice, without the bias that only chooses."""
     choice, scores = origin_of(indices), scores_of(x)
     if not isinstance(choice, Choice) or scores is None or axis not in (-1, x.ndim - 1):

@@ -1,8 +1,8 @@
-"""What is fused: the rule for an operation on an array of an origin.
+"""What is fused: a table with the rule for each operation, by the origin of its first array.
 
-A rule is a function of the operation's value, which MLX has not computed, and of its arguments.  It
-returns the value with an origin, or the result of a launch that does more of the work; or the value
-as it is, if the arguments do not fit.  The launches of a rule are named above it.
+A rule gets the value of the operation, which MLX has not computed yet, and the arguments.  It
+returns the value with an origin, or the result of a launch that does more of the work.  If the
+arguments do not fit, it returns the value as it is.
 """
 
 from collections.abc import Iterable
@@ -23,10 +23,10 @@ from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.model.seam.hooks import Hook
 from vllm_metal_lite.recurrence.columns import ColumnsOf
 
-# Any array; a rule for one origin comes first.
+# Every other origin, or none.
 ANY = object
 
-# (operation, origin of its first array): the rule
+# (operation, origin): the rule.  Above the rules: the launches that they are for.
 RULES: dict[tuple[str, type], Function] = {
     # From a product to attention: `rope_write`, `paged_decode`, `latent_write`
     ("reshape", ANY): heads.into_heads,
@@ -89,12 +89,13 @@ def _by_rule(operation: str, original: Function) -> Function:
 
 
 # Operations are methods of traced arrays,
-for _method in (
-    *("reshape", "transpose", "swapaxes", "sum", "astype", "at", "__getitem__", "__neg__"),
-    *("__add__", "__radd__", "__mul__", "__rmul__", "__truediv__"),
-):
+_METHODS = {
+    **{name: name for name in ("reshape", "transpose", "swapaxes", "sum", "astype", "at")},
+    **{f"__{name}__": name for name in ("getitem", "neg", "add", "mul", "truediv")},
+    **{f"__r{name}__": name for name in ("add", "mul")},
+}
+for _method, _operation in _METHODS.items():
     _original = getattr(ColumnsOf, _method)
-    _operation = _method.replace("__r", "__").strip("_")
     if isinstance(_original, property):
         setattr(Traced, _method, property(_by_rule(_operation, _original.__get__)))
     else:

@@ -25,7 +25,8 @@ class Traced(ColumnsOf):
         self.rows = rows
 
     def become(self, other: "Traced") -> None:
-        """Take the value of an array that is equal, or that an operation in place makes."""
+        """Take the value and the origin of an array that equals this one, now or after a change in
+        place."""
         self.set_value(other)
         self.origin, self.rows = other.origin, other.rows
 
