@@ -24,9 +24,12 @@ from vllm_metal_lite.model.seam.scaling import ScalingAt
 
 
 class Slice(Columns):
-    """Columns of an array that `mx.split` cut."""
+    """Columns of an array that `mx.split` cut; latents, if a norm follows."""
 
     __slots__ = ()
+
+    def normed(self, norm: RMSNorm) -> Latents | None:
+        return None if norm.weight is None else Latents(self, norm.weight.size, norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +82,10 @@ def out_of_heads(value: mx.array, x: Traced, *_: Any, **__: Any) -> mx.array:
     return as_view(x.origin.rows.reshape(len(x), -1), value.shape[:-1])
 
 
-def transposed(value: mx.array, x: Traced, *axes: Any, **_: Any) -> mx.array:
-    return Traced(value, x.origin) if axes in ((0, 2, 1, 3), ((0, 2, 1, 3),)) else value
-
-
-def swapped(value: mx.array, x: Traced, axis1: int, axis2: int, **_: Any) -> mx.array:
-    return Traced(value, x.origin) if {axis1, axis2} == {1, 2} else value
-
-
-def expanded(value: mx.array, x: Traced, axis: Any, **_: Any) -> mx.array:
-    return Traced(value, x.origin) if axis == 1 else value
+def same_layout(value: mx.array, x: Traced, *axes: Any, **axis: Any) -> mx.array:
+    """The operation moves, or makes, an axis of length 1."""
+    same = (*axes, *axis.values()) in ((0, 2, 1, 3), ((0, 2, 1, 3),), (1, 2), (2, 1), (1,))
+    return Traced(value, x.origin) if same else value
 
 
 def split(
@@ -117,19 +114,9 @@ def split(
     ]
 
 
-def norm_of_heads(
-    value: mx.array, x: Traced, weight: mx.array | None, eps: float, **_: Any
-) -> mx.array:
-    normed = x.origin.normed(RMSNorm(weight, eps))
-    return value if normed is None else Traced(value, normed)
-
-
-def norm_of_latents(
-    value: mx.array, x: Traced, weight: mx.array | None, eps: float, **_: Any
-) -> mx.array:
-    if weight is None:
-        return value
-    return Traced(value, Latents(x.origin, x.shape[-1], RMSNorm(weight, eps)))
+def normed(value: mx.array, x: Traced, weight: mx.array | None, eps: float, **_: Any) -> mx.array:
+    origin = x.origin.normed(RMSNorm(weight, eps))
+    return value if origin is None else Traced(value, origin)
 
 
 def scaled(value: mx.array, x: Traced, factor: Any) -> mx.array:
