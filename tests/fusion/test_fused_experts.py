@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models.activations import SwigluOAI
@@ -16,12 +17,12 @@ from tests.support.launches import watch
 from tests.support.rounding import medians, of_16_bits
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion import experts
 from vllm_metal_lite.fusion.current import Current, fusing
-from vllm_metal_lite.fusion.experts import fuse_experts
+from vllm_metal_lite.fusion.experts import Summed
 from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
-from vllm_metal_lite.fusion.origins import Weighted
+from vllm_metal_lite.fusion.layers import fuse_layers
 from vllm_metal_lite.fusion.traced import origin_of
+from vllm_metal_lite.kernels import experts
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import loader, trial
 from vllm_metal_lite.model.experts import served_experts
@@ -94,7 +95,7 @@ def test_only_a_fused_forward_of_few_rows_uses_the_kernels(monkeypatch):
     """The same numbers otherwise too: those of mlx-lm's own code."""
     switch = layer()
     expected = floats(switch(X, CHOSEN))
-    fuse_experts(switch_model := _Model(switch))
+    fuse_layers(switch_model := _Model(switch))
     assert type(switch_model.mlp) is not SwitchGLU
     monkeypatch.setattr(experts, "expert_mlp", None)
     np.testing.assert_array_equal(floats(switch(X, CHOSEN)), expected)
@@ -102,7 +103,7 @@ def test_only_a_fused_forward_of_few_rows_uses_the_kernels(monkeypatch):
         np.testing.assert_array_equal(floats(switch(X, CHOSEN)), expected)
 
 
-class _Model(experts.nn.Module):
+class _Model(nn.Module):
     def __init__(self, mlp) -> None:
         super().__init__()
         self.mlp = mlp
@@ -114,7 +115,7 @@ def test_results_products_and_sums_are_mlx_lm_s(building, activation):
     how = {} if activation is None else {"activation": activation, "bias": True}
     switch = layer(**how)
     expected = switch(X, CHOSEN)
-    fuse_experts(_Model(switch))
+    fuse_layers(_Model(switch))
     got = switch(X, CHOSEN)
     assert got.shape == expected.shape == (5, 1, 2, 64)
     close = {"rtol": 0.02, "atol": 0.02 * float(mx.abs(expected).max())}
@@ -123,10 +124,10 @@ def test_results_products_and_sums_are_mlx_lm_s(building, activation):
     assert weighted.dtype == mx.float32
     total = (expected * WEIGHTS[..., None]).sum(-2)
     for summed in (weighted.sum(axis=-2), weighted.sum(-2)):
-        assert isinstance(origin_of(summed), Weighted)
+        assert isinstance(origin_of(summed), Summed)
         np.testing.assert_allclose(floats(summed), floats(total), **close)
     rounded = weighted.sum(axis=-2).astype(mx.bfloat16)
-    assert isinstance(origin_of(rounded), Weighted)
+    assert isinstance(origin_of(rounded), Summed)
     np.testing.assert_array_equal(floats(rounded), floats(summed.astype(mx.bfloat16)))
     np.testing.assert_allclose(floats(weighted + 0), floats(expected * WEIGHTS[..., None]), **close)
     for axis in (-1, 0, None):
@@ -140,9 +141,9 @@ def test_other_activations_and_weights_are_left_alone():
         return mx.maximum(gate, 0) * x
 
     three_bits = layer()
-    experts.nn.quantize(three_bits, 32, 3)
+    nn.quantize(three_bits, 32, 3)
     for other in (layer(activation=gelu), three_bits):
-        fuse_experts(model := _Model(other))
+        fuse_layers(model := _Model(other))
         assert type(model.mlp) is SwitchGLU
         assert served_experts(model) == []
 

@@ -16,8 +16,8 @@ from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.joined import JoinedProjection
 from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
-from vllm_metal_lite.fusion.linear import fuse_linears
-from vllm_metal_lite.fusion.origins import Multiplied, Normed
+from vllm_metal_lite.fusion.layers import fuse_layers
+from vllm_metal_lite.fusion.products import Multiplied, Normed
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import trial
@@ -112,7 +112,7 @@ def draw(*shape: int, seed: int = 0) -> mx.array:
 def linear(outputs: int, seed: int = 1) -> nn.Linear:
     layer = nn.Linear(DEPTH, outputs, bias=False)
     layer.weight = draw(outputs, DEPTH, seed=seed) / 8
-    fuse_linears(layer)
+    fuse_layers(layer)
     return layer
 
 

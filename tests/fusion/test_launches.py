@@ -14,7 +14,7 @@ from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.fusion import linear
+from vllm_metal_lite.fusion import layers
 from vllm_metal_lite.fusion.launches import fuse
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.layout import inspect
@@ -162,7 +162,7 @@ def test_quantised_weights_take_no_launch_more(monkeypatch):
 
 
 def test_rows_of_large_quantised_weights_are_normalised_before(monkeypatch):
-    monkeypatch.setattr(linear, "profile", lambda: replace(profile(), max_normed_weights=0))
+    monkeypatch.setattr(layers, "profile", lambda: replace(profile(), max_normed_weights=0))
     expected = {"rms_norm": 2, "skinny_gemm": 1, "paged_decode FUSED": 1}
     expected |= {"skinny_gemm RESIDUAL": 2, "skinny_gemm GATE": 1}
     assert of_a_layer(monkeypatch, "llama/q4", 8, FEW) == expected

@@ -12,10 +12,8 @@ from tests.support.arch_configs import config_of
 from tests.support.launches import Stubs
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
-from vllm_metal_lite.fusion.routing import latest, routing_functions
 from vllm_metal_lite.fusion.traced import as_view
 from vllm_metal_lite.kernels.launch import Kernel
-from vllm_metal_lite.model.seam.hooks import hooked
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -26,6 +24,7 @@ LOGITS = mx.array(
 )
 BIAS = mx.array(np.random.default_rng(1).permutation(EXPERTS) / 50.0, mx.float32)
 SELECTORS = (deepseek_v3, "group_expert_select"), (kimi_linear, "_group_expert_select")
+ROUTES = FusedLaunches(routes=True, selectors=SELECTORS)
 
 
 def qwen3_moe(x):
@@ -146,9 +145,9 @@ def evaluated(monkeypatch, route, dtype=mx.float32) -> tuple[np.ndarray, Counter
         return launch(self)
 
     monkeypatch.setattr(Kernel, "_launcher", counting)
-    with installed(), hooked(routing_functions(SELECTORS)):
+    with installed(), ROUTES.building(step=None):
         inds, weights = route(as_view(LOGITS.astype(dtype), (ROWS, 1)))
-        return by_expert(latest(inds), weights), launched
+        return by_expert(inds, weights), launched
 
 
 def expected(route, dtype=mx.float32) -> np.ndarray:
@@ -164,13 +163,14 @@ def test_a_router_chooses_and_weighs_the_same(monkeypatch, name, dtype):
     np.testing.assert_allclose(got, expected(route, dtype), rtol=rounding, atol=rounding / 100)
 
 
+@pytest.mark.parametrize("rows", [1, ROWS])
 @pytest.mark.parametrize("name", FUSED)
-def test_a_known_router_is_one_launch(monkeypatch, name):
+def test_a_known_router_is_one_launch(monkeypatch, name, rows):
     """Of its indices and weights; the graph has nothing else that computes."""
     stubs = Stubs(monkeypatch)
-    with hooked(routing_functions(SELECTORS)):
-        inds, weights = FUSED[name](as_view(LOGITS, (ROWS, 1)))
-        assert stubs.needed(latest(inds), weights) == {"expert_topk": 1}
+    with ROUTES.building(step=None):
+        inds, weights = FUSED[name](as_view(LOGITS[:rows], (rows, 1)))
+        assert stubs.needed(inds, weights) == {"expert_topk": 1}
 
 
 def test_compiled_functions_of_mlx_lm_stay_as_they_are(monkeypatch):

@@ -22,9 +22,8 @@ from tests.support.rounding import of_16_bits
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion.experts import fuse_experts
 from vllm_metal_lite.fusion.launches import FusedLaunches
-from vllm_metal_lite.fusion.linear import fuse_linears
+from vllm_metal_lite.fusion.layers import fuse_layers
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.pooling_params import PoolingParams
@@ -153,7 +152,7 @@ def forwards_with(monkeypatch, name, fuse, **fusion):
 
 def test_products_of_few_rows_are_the_kernel_s_in_compiled_steps_too(monkeypatch):
     """All seven of a layer in forwards of 2 to 8 rows, and the head's."""
-    found, layers = forwards_with(monkeypatch, "qwen3", fuse_linears, skinny_rows=range(2, 9))
+    found, layers = forwards_with(monkeypatch, "qwen3", fuse_layers, skinny_rows=range(2, 9))
     for _, rows, logits_rows, launches in found:
         skinny = sum(n for launch, n in launches.items() if launch.startswith("skinny_gemm"))
         assert skinny == 7 * layers * (2 <= rows <= 8) + (2 <= logits_rows <= 8)
@@ -162,7 +161,7 @@ def test_products_of_few_rows_are_the_kernel_s_in_compiled_steps_too(monkeypatch
 def test_experts_of_few_rows_are_the_kernels_in_compiled_steps_too(monkeypatch):
     """Two products of a layer and a sum; a plan unless there is one row."""
     monkeypatch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
-    found, layers = forwards_with(monkeypatch, "qwen3_moe", fuse_experts, expert_rows=range(1, 9))
+    found, layers = forwards_with(monkeypatch, "qwen3_moe", fuse_layers, expert_rows=range(1, 9))
     of_one = {"expert_gemm": 2 * layers, "expert_sum": layers}
     of_few = {**of_one, "expert_plan": layers}
     for _, rows, _, launches in found:

@@ -1,4 +1,27 @@
-"""Kernel fusion: joined projections, traced arrays and fused kernels.
+"""Fusion: several launches of a model's step become one.  The engine also works without.
 
-Optional: the engine works without this package.
+Launches dominate the cost of a decode step.  mlx-lm needs 20 a layer, a fused step 5 to 8.  The
+model's own code still runs, and no rule names an architecture, because MLX is lazy: it computes an
+array only if somebody uses the value.
+
+    y = x + o_proj(a)     y is an ordinary array.  It also remembers its origin: a sum, one side of
+                          it a product.
+    z = rms_norm(y)       The rule for the norm of a sum asks the product to add x as well: one
+                          launch, whose result y becomes.  MLX computes neither the first product
+                          nor the first sum, for nobody uses their values now.
+
+    rules.py              the table of all rules: an operation, and the origin of its array
+    traced.py             arrays with an origin
+    heads.py, products.py, experts.py, routing.py       origins and rules, by subject
+    selectors.py          routers that a model compiles
+    layer_cache.py        new K and V rows wait for their queries, so that one launch takes both
+
+When it is loaded, a model is changed: its layers (layers.py) start origins, projections of one
+input are joined (joined.py), and norms keep their computed weight (norms.py).  launches.py has the
+result as a value, FusedLaunches.  current.py holds what the forward that is being built may use.
+
+Fusion declines step by step.  An operation that has no rule, or does not fit its rule, is MLX's.  A
+kernel that failed on this device serves no launch (FusedLaunches.without).  Kernels of few rows
+serve the rows with which steps are faster (tune.py).  A model whose fused logits differ from its
+own, or that runs without paged kernels, is not fused (decide.py).
 """

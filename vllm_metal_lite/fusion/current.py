@@ -5,17 +5,23 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
+from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.backend import mx
 
 
 class Current(NamedTuple):
-    """skinny_rows: the row counts that use `skinny_gemm`; None: linear layers are MLX's own.
-    expert_rows: those that use `expert_gemm` and its neighbours.  num_live: see `expert_mlp`.
-    """
+    """step: of the forward; None: no forward is being built.  The others: see FusedLaunches."""
 
-    skinny_rows: range | None = None
+    step: Step | None = None
+    skinny_rows: range = range(0)
     expert_rows: range = range(0)
-    num_live: mx.array | None = None
+    adds_norms: bool = False
+    routes: bool = False
+
+    @property
+    def num_live(self) -> mx.array | None:
+        """See `expert_mlp`."""
+        return None if self.step is None else self.step.num_live
 
 
 _current: ContextVar[Current] = ContextVar("current", default=Current())  # noqa: B039

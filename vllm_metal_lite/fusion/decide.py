@@ -5,7 +5,6 @@ import logging
 from collections.abc import Collection
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any
 
 from mlx.utils import tree_map
 
@@ -49,25 +48,22 @@ def decide(
     # On a CPU the products dominate, and columns of a joined product are not contiguous.
     fusion = fuse(packed.model, joins=not backend.is_cpu()).without(failed_kernels)
     trials = _Trials(packed, attention, ranks)
-    if problem := trials.problem(fusion):
-        logger.warning(f"fused launches do not suit this model: {problem}")
+    if not trials.passed(fusion, "fused launches"):
         return NO_FUSION
-    if all(s.dtype == mx.float32 for s in packed.layout.specs):
+    if all(spec.dtype == mx.float32 for spec in packed.layout.specs):
         return fusion
-    # Steps of many rows use neither kernel, so fusion without them is tried first.
-    for what, kernel, rows, most, served, faster in (
-        ("products", "skinny_gemm", "skinny_rows", MAX_ROWS, product_weights, faster_rows),
-        ("experts", "expert_gemm", "expert_rows", EXPERT_ROWS, served_experts, faster_expert_rows),
-    ):
-        if kernel in unused_kernels(failed_kernels) or not served(packed.model):
-            continue
-        chosen: dict[str, Any] = {rows: range(1, most + 1)}
-        ours = replace(fusion, **chosen)
-        if problem := trials.problem(ours):
-            logger.warning(f"{what} by {kernel} do not suit this model: {problem}")
-        else:
-            chosen[rows] = faster(packed, attention, ours, ranks)
-            fusion = replace(fusion, **chosen)
+    # Steps of many rows use neither of these kernels, so fusion without them was tried first.
+    unused = unused_kernels(failed_kernels)
+    if "skinny_gemm" not in unused and product_weights(packed.model):
+        ours = replace(fusion, skinny_rows=range(1, MAX_ROWS + 1))
+        if trials.passed(ours, "products by skinny_gemm"):
+            rows = faster_rows(packed, attention, ours, ranks)
+            fusion = replace(fusion, skinny_rows=rows)
+    if "expert_gemm" not in unused and served_experts(packed.model):
+        ours = replace(fusion, expert_rows=range(1, EXPERT_ROWS + 1))
+        if trials.passed(ours, "experts by expert_gemm"):
+            rows = faster_expert_rows(packed, attention, ours, ranks)
+            fusion = replace(fusion, expert_rows=rows)
     return fusion
 
 
@@ -80,6 +76,13 @@ class _Trials:
         self.packed, self.attention, self.ranks = packed, attention, ranks
         self._found = Findings()
         self._trial: Trial | None = None
+
+    def passed(self, fusion: FusedLaunches, what: str) -> bool:
+        """Whether a fusion suits the model; otherwise a warning names `what` is tried."""
+        problem = self.problem(fusion)
+        if problem is not None:
+            logger.warning(f"{what} do not suit this model: {problem}")
+        return problem is None
 
     def problem(self, fusion: FusedLaunches) -> str | None:
         """Why a fusion does not suit the model, or None if it does."""

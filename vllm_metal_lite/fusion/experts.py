@@ -1,50 +1,67 @@
-"""Mixtures of experts that run by our kernels while a fused forward is built; otherwise mlx-lm's.
+"""Origins and rules of what is behind a mixture of experts.
 
-Only the instances of one model change class, as linear layers do (linear.py).
+y = switch_mlp(x, indices)          Chosen, by `expert_gemm` (layers.py)
+y = y * weights[..., None]          Weighted
+y = y.sum(axis=-2)                  Summed, by `expert_sum`
+y = y.astype(x.dtype)               the same launch rounds
 """
 
+from dataclasses import dataclass
 from typing import Any
 
-import mlx.nn as nn
-
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion.current import current
-from vllm_metal_lite.fusion.origins import Chosen
-from vllm_metal_lite.fusion.routing import latest
-from vllm_metal_lite.fusion.traced import as_view, rows_of
-from vllm_metal_lite.kernels.experts import expert_mlp, fits
-from vllm_metal_lite.model.experts import MIXTURES, experts_of, served
+from vllm_metal_lite.fusion.traced import Traced, as_view
+from vllm_metal_lite.kernels.experts import expert_sum
 
 
-def _fused(base: Any) -> type:
-    def call(self: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
-        indices = latest(indices)
-        result = _by_kernels(self, x, indices)
-        return base.__call__(self, x, indices) if result is None else result
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Results of each row's experts: rows (N * top_k, K), in the model's shape (.., top_k, K)."""
 
-    return type(base.__name__, (base,), {"__call__": call})
-
-
-_FUSED = {base: _fused(base) for base in MIXTURES}
+    rows: mx.array
+    shape: tuple[int, ...]
 
 
-def _by_kernels(layer: nn.Module, x: mx.array, indices: mx.array) -> mx.array | None:
-    """The result (*indices.shape, hidden); None if mlx-lm's own code must compute it."""
-    _, rows, num_live = current()
-    if indices.shape[:-1] != x.shape[:-1] or x.size // x.shape[-1] not in rows:
-        return None
-    experts = experts_of(layer)
-    flat, chosen = rows_of(x), rows_of(indices)
-    if experts is None or not fits(flat, chosen, experts):
-        return None
-    result = expert_mlp(flat, chosen, experts, num_live=num_live)
-    shape = (*indices.shape, result.shape[-1])
-    return as_view(result, shape[:-1], Chosen(result, shape))
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """Results of experts times weights (N, top_k)."""
+
+    experts: Chosen
+    weights: mx.array
 
 
-def fuse_experts(model: nn.Module) -> None:
-    """Prepare the model's mixtures of experts for fused forwards."""
-    for _, module in model.named_modules():
-        fused = _FUSED.get(type(module))
-        if fused is not None and served(module):
-            module.__class__ = fused
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """The sum of each row's weighted results."""
+
+    weighted: Weighted
+
+
+# Rules
+
+
+def weighted(value: mx.array, x: Traced, weights: Any) -> mx.array:
+    """One weight for each expert's result; its type may differ."""
+    experts = x.origin
+    if not isinstance(weights, mx.array) or weights.shape != (*experts.shape[:-1], 1):
+        return value
+    if not mx.issubdtype(weights.dtype, mx.floating):
+        return value
+    return Traced(value, Weighted(experts, weights.reshape(-1, experts.shape[-2])))
+
+
+def summed(value: mx.array, x: Traced, axis: Any = None, *args: Any, **how: Any) -> mx.array:
+    return value if axis != -2 or args or how else _summed(x.origin, value.dtype)
+
+
+def rounded(value: mx.array, x: Traced, dtype: mx.Dtype, *_: Any, **__: Any) -> mx.array:
+    weighted = x.origin.weighted
+    if dtype == x.dtype:
+        return x
+    return _summed(weighted, dtype) if dtype == weighted.experts.rows.dtype else value
+
+
+def _summed(weighted: Weighted, dtype: mx.Dtype) -> mx.array:
+    """The sums, rounded to `dtype` at the end."""
+    rows = expert_sum(weighted.experts.rows, weighted.weights, dtype)
+    return as_view(rows, weighted.experts.shape[:-2], Summed(weighted))

@@ -1,4 +1,4 @@
-"""The fused launches of a model's steps, as one immutable value."""
+"""What a model's steps fuse, as one immutable value; and the change of the model for it."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -10,13 +10,12 @@ from mlx_lm.models import activations, gemma3_text
 
 from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.fusion.current import Current, fusing
-from vllm_metal_lite.fusion.experts import fuse_experts
-from vllm_metal_lite.fusion.hooks import fused_functions
 from vllm_metal_lite.fusion.joined import JoinedProjection, join_projections, joined_projections
 from vllm_metal_lite.fusion.layer_cache import FusedLayerCache
-from vllm_metal_lite.fusion.linear import fuse_linears
+from vllm_metal_lite.fusion.layers import fuse_layers
 from vllm_metal_lite.fusion.norms import fold_norm_weights
-from vllm_metal_lite.fusion.routing import Selector, routing_functions, selectors_of
+from vllm_metal_lite.fusion.rules import functions_by_rule
+from vllm_metal_lite.fusion.selectors import Selector, selectors_of, uncompiled
 from vllm_metal_lite.kernels.experts import MAX_ROWS
 from vllm_metal_lite.kernels.registry import unused_kernels
 from vllm_metal_lite.model.experts import served_experts
@@ -26,34 +25,35 @@ from vllm_metal_lite.model.seam.hooks import hooked, namespaces
 
 @dataclass(frozen=True)
 class FusedLaunches(Fusion):
-    """The fusion of models that run on KernelAttention.
+    """What the steps of a model fuse, if it runs on KernelAttention.
 
-    joined: the model's joined projections.  named: (Python module, name) of mlx-lm's functions to
-    replace: `swiglu`, `clip_residual`, and `precise_swiglu`, which with a norm of heads before it
-    becomes `gated_rms_norm`.  skinny_rows: the row counts that use `skinny_gemm`.
+    joined: the model's joined projections.
+    named: (Python module, name) of mlx-lm's functions that have a rule.
+    selectors: compiled functions of the model that may choose experts.
+    skinny_rows: the row counts that use `skinny_gemm`.
     expert_rows: the row counts that use `expert_gemm` and its neighbours.
-    adds_norms: `add_rms_norm` may be used.  routes: `expert_topk` may be used.  selectors: compiled
-    functions of the model that may choose experts.
+    adds_norms: whether `add_rms_norm` is used.
+    routes: whether `expert_topk` is used.
     """
 
     joined: tuple[JoinedProjection, ...] = ()
     named: tuple[tuple[ModuleType, str], ...] = ()
+    selectors: tuple[Selector, ...] = ()
     skinny_rows: range = range(0)
     expert_rows: range = range(0)
     adds_norms: bool = True
     routes: bool = False
-    selectors: tuple[Selector, ...] = ()
 
     layer_cache = FusedLayerCache
 
     @contextmanager
     def building(self, step: Step) -> Iterator[None]:
-        functions = fused_functions(step.positions, self.named, self.skinny_rows, self.adds_norms)
+        functions = functions_by_rule(self.named)
         if self.routes:
-            functions += routing_functions(self.selectors)
-        rows = Current(self.skinny_rows, self.expert_rows, step.num_live)
+            functions += [(m, name, uncompiled(getattr(m, name))) for m, name in self.selectors]
+        rows = self.skinny_rows, self.expert_rows
         try:
-            with hooked(functions), fusing(rows):
+            with hooked(functions), fusing(Current(step, *rows, self.adds_norms, self.routes)):
                 yield
         finally:
             for projection in self.joined:
@@ -93,8 +93,7 @@ def fuse(model: nn.Module, *, joins: bool) -> FusedLaunches:
     if joins:
         join_projections(model)
     fold_norm_weights(model)
-    fuse_linears(model)
-    fuse_experts(model)
+    fuse_layers(model)
     functions = activations.swiglu, activations.precise_swiglu, gemma3_text.clip_residual
     return FusedLaunches(
         tuple(joined_projections(model)),

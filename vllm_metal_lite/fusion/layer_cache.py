@@ -4,8 +4,8 @@ from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.heads import Heads, Latents
 from vllm_metal_lite.attention.paged.step import KernelStepAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion.origins import Attended, Scaled
-from vllm_metal_lite.fusion.traced import Traced, heads_of, origin_of
+from vllm_metal_lite.fusion.heads import Attended, Scaled, heads_of
+from vllm_metal_lite.fusion.traced import Traced, origin_of
 from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.model.seam.layer_cache import KVHandle, PagedLayerCache
 

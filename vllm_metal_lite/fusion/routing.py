@@ -1,34 +1,24 @@
-"""A router's scores, choice and weights in one launch of `expert_topk`, however a model writes it:
+"""Origins and rules of a router: scores, choice and weights in one launch of `expert_topk`, however
+a model writes them:
 
     scores = mx.softmax(logits, axis=-1, precise=True)           RouterScores
     inds = mx.argpartition(scores, kth=-k, axis=-1)[..., -k:]    Partition, then Choice
     weights = mx.take_along_axis(scores, inds, axis=-1)          Gathered
     weights /= weights.sum(axis=-1, keepdims=True)               Gathered, of Total
 
-The methods `on_...` of these origins return the result of an operation on them (traced.py).  When
-the model cuts out the indices, they come from a launch of the kernel, so any later operation is
-right.  Each known operation replaces that launch by one that does more of the work.  MLX never runs
-a launch whose results are unused.
+When the model cuts out the indices, they come from a launch of the kernel, so any later operation
+is right.  Each known operation replaces that launch by one that does more of the work; the indices
+become those of the new launch.  MLX never runs a launch whose results are unused.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import partial
-from types import FunctionType, ModuleType
 from typing import Any
 
-import mlx.nn as nn
-
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion.origins import Multiplied, Negated, Widened
-from vllm_metal_lite.fusion.traced import Function, Traced, as_view, origin_of, rows_of
+from vllm_metal_lite.fusion.current import current
+from vllm_metal_lite.fusion.products import Multiplied, plus
+from vllm_metal_lite.fusion.traced import Traced, as_view, known_rows, origin_of
 from vllm_metal_lite.kernels.expert_topk import Routing, Scoring, expert_topk, fits
-from vllm_metal_lite.model.seam.hooks import Hook, modules_of
-
-_COMPILED = type(mx.compile(lambda: None))
-
-# A module of a model, and the name of a compiled function in it.
-Selector = tuple[ModuleType, str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,31 +32,20 @@ class RouterScores:
     sum_dtype: mx.Dtype = mx.float32
     negated: bool = False
 
-    def on_add(self, value: mx.array, other: Any) -> mx.array:
-        biases = isinstance(other, mx.array) and other.shape[-1:] == (other.size,)
-        if not biases or other.size != self.logits.shape[1] or self.biased or self.negated:
-            return value
-        bias = other if other.ndim == 1 else other.reshape(-1)
-        return Traced(value, replace(self, bias=bias, sum_dtype=value.dtype))
-
-    def on_widen(self, value: mx.array) -> mx.array:
-        """Scores of widened logits are in float32; known scores keep their type."""
-        return Traced(value, replace(self, dtype=mx.float32) if self.are_logits else self)
-
     @property
-    def biased(self) -> bool:
-        return self.bias is not None
+    def plain(self) -> bool:
+        """Whether nothing was added to the scores, and their sign is their own."""
+        return self.bias is None and not self.negated
 
     @property
     def are_logits(self) -> bool:
-        """Whether these are plain logits."""
-        return self.scoring == "logits" and not self.negated and not self.biased
+        return self.scoring == "logits" and self.plain
 
-    def weighs(self, choice: "Choice") -> bool:
-        """Whether these are the scores of a choice, without the bias that only chooses."""
-        of = choice.scores
-        same = self.logits is of.logits and (self.scoring, self.dtype) == (of.scoring, of.dtype)
-        return same and not self.biased and not self.negated
+    def launch(self, top_k: int, routing: Routing) -> tuple[mx.array, mx.array]:
+        """The chosen experts and their weights, each (N, top_k)."""
+        return expert_topk(
+            self.logits, top_k, routing, dtype=self.dtype, bias=self.bias, sum_dtype=self.sum_dtype
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,72 +55,37 @@ class Partition:
     scores: RouterScores
     kth: int
 
-    def on_getitem(self, value: mx.array, key: Any) -> mx.array:
-        """The end that holds the highest scores."""
-        late = not self.scores.negated
-        top_k = -self.kth if late else self.kth + 1
-        end = (slice(-top_k, None),) if late else (slice(None, top_k), slice(0, top_k))
-        whole = type(key) is tuple and len(key) == 2 and key[0] is Ellipsis and key[1] in end
-        if not whole or not fits(self.scores.logits, top_k):
-            return value
-        choice = Choice(self.scores, top_k, late)
-        return as_view(choice.indices, value.shape[:-1], choice)
 
-
+@dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """The chosen experts of rows, with their scores as weights.
+    """The chosen experts of rows.  weights: their scores (N, top_k), from the same launch."""
 
-    indices: (N, top_k), of the latest launch, which chooses the same experts in the same order.
-    """
-
-    def __init__(self, scores: RouterScores, top_k: int, late: bool) -> None:
-        self.scores, self.top_k = scores, top_k
-        self.routing = Routing(scores.scoring, late)
-        self.indices, self.weights = self._launched(self.routing)
-
-    def weighted(self, routing: Routing, value: mx.array) -> mx.array:
-        """Weights in the shape of `value`, in a launch that replaces the others."""
-        self.indices, weights = self._launched(routing)
-        return as_view(weights, value.shape[:-1], Gathered(self, routing))
-
-    def _launched(self, routing: Routing) -> tuple[mx.array, mx.array]:
-        of = self.scores
-        return expert_topk(
-            of.logits, self.top_k, routing, dtype=of.dtype, bias=of.bias, sum_dtype=of.sum_dtype
-        )
+    scores: RouterScores
+    top_k: int
+    routing: Routing
+    weights: mx.array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gathered:
-    """Weights of a choice."""
+    """Weights of the experts that `indices` holds, whose origin is a Choice."""
 
-    choice: Choice
+    indices: Traced
     routing: Routing
 
-    def on_sum(self, value: mx.array) -> mx.array:
-        return Traced(value, Total(self)) if self._plain else value
-
-    def on_div(self, value: mx.array, other: Any) -> mx.array:
-        total = origin_of(other)
-        if not isinstance(total, Total) or total.weights is not self:
-            return value
-        routing = self.routing._replace(weights="renormalized", eps=total.eps)
-        return self.choice.weighted(routing, value)
-
-    def on_mul(self, value: mx.array, other: Any) -> mx.array:
-        if not isinstance(other, float | int) or self.routing.factor != 1:
-            return value
-        return self.choice.weighted(self.routing._replace(factor=float(other)), value)
-
-    def on_softmax(self, value: mx.array) -> mx.array:
-        if not self._plain or self.routing.scoring != "logits":
-            return value
-        return self.choice.weighted(self.routing._replace(weights="softmax"), value)
-
     @property
-    def _plain(self) -> bool:
+    def plain(self) -> bool:
         """Whether these are scores, and nothing else yet."""
         return (self.routing.weights, self.routing.factor) == ("scores", 1)
+
+    def relaunched(self, value: mx.array, **changes: Any) -> mx.array:
+        """`value` from a launch that does more: it chooses the same experts in the same order."""
+        choice, routing = self.indices.origin, self.routing._replace(**changes)
+        if choice is None:  # the indices were changed in place
+            return value
+        indices, weights = choice.scores.launch(choice.top_k, routing)
+        self.indices.become(as_view(indices, self.indices.shape[:-1], choice))
+        return as_view(weights, value.shape[:-1], Gathered(self.indices, routing))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,59 +95,40 @@ class Total:
     weights: Gathered
     eps: float = 0.0
 
-    def on_add(self, value: mx.array, other: Any) -> mx.array:
-        number = isinstance(other, float) and self.eps == 0
-        return Traced(value, replace(self, eps=other)) if number else value
-
-
-def latest(indices: mx.array) -> mx.array:
-    """The chosen experts (.., top_k), from the same launch as their weights."""
-    origin = origin_of(indices)
-    return as_view(origin.indices, indices.shape[:-1]) if isinstance(origin, Choice) else indices
-
 
 def scores_of(x: Any) -> RouterScores | None:
     """Known scores, or a product of a linear layer as logits."""
-    origin = origin_of(x)
+    origin, rows = origin_of(x), known_rows(x)
     if isinstance(origin, RouterScores):
         return origin
-    if isinstance(origin, Negated):
-        scores = scores_of(origin.x)
-        return None if scores is None else replace(scores, negated=not scores.negated)
-    if isinstance(origin, Widened):
-        scores = scores_of(origin.x)
-        return scores and replace(scores, dtype=x.dtype)
-    product = origin is None or isinstance(origin, Multiplied)
-    if type(x) is not Traced or x.rows is None or not product or not fits(x.rows, 1):
+    if rows is None or not (origin is None or isinstance(origin, Multiplied)):
         return None
-    return RouterScores(x.rows, "logits", x.dtype)
+    if not current().routes or not fits(rows, 1):
+        return None
+    return RouterScores(rows, "logits", x.dtype)
 
 
-# The functions
+# Rules of scores
 
 
-def routing_functions(selectors: Collection[Selector]) -> list[Hook]:
-    """MLX's functions, and a model's compiled ones, that record scores and choices."""
-    hooks: list[Hook] = [
-        (mx, name, partial(record, getattr(mx, name))) for name, record in _RECORDING.items()
-    ]
-    return hooks + [(m, name, _selecting(getattr(m, name))) for m, name in selectors]
+def softmax(value: mx.array, x: mx.array, axis: Any = None, **how: Any) -> mx.array:
+    return _scored(value, x, "softmax") if _is_precise(x, axis, **how) else value
 
 
-def _softmax(original: Function, x: mx.array, axis: Any = None, **kwargs: Any) -> mx.array:
-    value = original(x, axis, **kwargs)
-    if type(x) is not Traced or axis not in (-1, x.ndim - 1):
+def softmax_of_weights(value: mx.array, x: Traced, axis: Any = None, **how: Any) -> mx.array:
+    plain = x.origin.plain and x.origin.routing.scoring == "logits"
+    if not plain or not _is_precise(x, axis, **how):
         return value
-    # MLX's softmax of 16 bits sums in 16 bits.
-    if not kwargs.get("precise") and x.dtype != mx.float32:
-        return value
-    if isinstance(x.origin, Gathered):
-        return x.origin.on_softmax(value)
-    return _scored(value, x, "softmax")
+    return x.origin.relaunched(value, weights="softmax")
 
 
-def _sigmoid(original: Function, x: mx.array, **kwargs: Any) -> mx.array:
-    return _scored(original(x, **kwargs), x, "sigmoid")
+def _is_precise(x: mx.array, axis: Any, precise: bool = False, **_: Any) -> bool:
+    """MLX's softmax of 16 bits sums in 16 bits."""
+    return axis in (-1, x.ndim - 1) and (precise or x.dtype == mx.float32)
+
+
+def sigmoid(value: mx.array, x: mx.array, **_: Any) -> mx.array:
+    return _scored(value, x, "sigmoid")
 
 
 def _scored(value: mx.array, x: mx.array, scoring: Scoring) -> mx.array:
@@ -213,73 +138,90 @@ def _scored(value: mx.array, x: mx.array, scoring: Scoring) -> mx.array:
     return Traced(value, replace(logits, scoring=scoring))
 
 
-def _argpartition(
-    original: Function, x: mx.array, kth: int, axis: Any = -1, **kwargs: Any
-) -> mx.array:
-    value, scores = original(x, kth, axis, **kwargs), scores_of(x)
+def widened(value: mx.array, x: Traced, dtype: mx.Dtype, *_: Any, **__: Any) -> mx.array:
+    """Scores of widened logits are in float32; known scores keep their type."""
+    scores = scores_of(x)
+    if scores is None or dtype != mx.float32:
+        return value
+    return Traced(value, replace(scores, dtype=dtype) if scores.are_logits else scores)
+
+
+def negated(value: mx.array, x: Traced) -> mx.array:
+    scores = scores_of(x)
+    return value if scores is None else Traced(value, replace(scores, negated=not scores.negated))
+
+
+def biased(value: mx.array, x: Traced, other: Any) -> mx.array:
+    scores = x.origin
+    biases = isinstance(other, mx.array) and other.shape[-1:] == (other.size,)
+    if not biases or other.size != scores.logits.shape[1] or not scores.plain:
+        return plus(value, x, other)
+    bias = other if other.ndim == 1 else other.reshape(-1)
+    return Traced(value, replace(scores, bias=bias, sum_dtype=value.dtype))
+
+
+# Rules of the choice
+
+
+def partition(value: mx.array, x: mx.array, kth: int, axis: Any = -1, **_: Any) -> mx.array:
+    scores = scores_of(x)
     # A kth from the other end cuts out the lowest scores.
     if scores is None or axis not in (-1, x.ndim - 1) or (kth >= 0) != scores.negated:
         return value
     return Traced(value, Partition(scores, kth))
 
 
-def _take_along_axis(
-    original: Function, x: mx.array, indices: mx.array, axis: Any, **kwargs: Any
-) -> mx.array:
-    value, choice = original(x, indices, axis, **kwargs), origin_of(indices)
-    if not isinstance(choice, Choice) or axis not in (-1, x.ndim - 1):
+def choice(value: mx.array, x: Traced, key: Any) -> mx.array:
+    """The end of a partition that holds the highest scores."""
+    scores, kth = x.origin.scores, x.origin.kth
+    late = not scores.negated
+    top_k = -kth if late else kth + 1
+    end = (slice(-top_k, None),) if late else (slice(None, top_k), slice(0, top_k))
+    whole = type(key) is tuple and len(key) == 2 and key[0] is Ellipsis and key[1] in end
+    if not whole or not fits(scores.logits, top_k):
         return value
-    scores = scores_of(x)
-    weighs = scores is not None and scores.weighs(choice) and scores.dtype == value.dtype
-    if not weighs:
+    routing = Routing(scores.scoring, late)
+    indices, weights = scores.launch(top_k, routing)
+    return as_view(indices, value.shape[:-1], Choice(scores, top_k, routing, weights))
+
+
+def itself(value: mx.array, x: Traced, **_: Any) -> mx.array:
+    return x
+
+
+# Rules of the weights
+
+
+def gathered(value: mx.array, x: mx.array, indices: Any, axis: Any = None, **_: Any) -> mx.array:
+    """The weights are scores of the choice, without the bias that only chooses."""
+    choice, scores = origin_of(indices), scores_of(x)
+    if not isinstance(choice, Choice) or scores is None or axis not in (-1, x.ndim - 1):
         return value
-    return as_view(choice.weights, value.shape[:-1], Gathered(choice, choice.routing))
+    of = choice.scores
+    same = (scores.scoring, scores.dtype, value.dtype) == (of.scoring, of.dtype, of.dtype)
+    if not same or scores.logits is not of.logits or not scores.plain:
+        return value
+    return as_view(choice.weights, value.shape[:-1], Gathered(indices, choice.routing))
 
 
-def _stop_gradient(original: Function, x: mx.array, **kwargs: Any) -> mx.array:
-    known = isinstance(origin_of(x), Partition | Choice)
-    return x if known else original(x, **kwargs)
+def total(value: mx.array, x: Traced, axis: Any = None, *args: Any, **how: Any) -> mx.array:
+    by_row = axis == -1 and not args and how == {"keepdims": True}
+    return Traced(value, Total(x.origin)) if by_row and x.origin.plain else value
 
 
-def _sum(original: Function, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-    if isinstance(origin_of(x), Gathered):
-        return x.sum(*args, **kwargs)
-    return original(x, *args, **kwargs)
+def total_plus(value: mx.array, x: Traced, other: Any) -> mx.array:
+    number = isinstance(other, float) and x.origin.eps == 0
+    return Traced(value, replace(x.origin, eps=other)) if number else value
 
 
-_RECORDING: dict[str, Function] = {
-    "softmax": _softmax,
-    "sigmoid": _sigmoid,
-    "argpartition": _argpartition,
-    "take_along_axis": _take_along_axis,
-    "stop_gradient": _stop_gradient,
-    "sum": _sum,
-}
+def renormalized(value: mx.array, x: Traced, other: Any) -> mx.array:
+    total = origin_of(other)
+    if not isinstance(total, Total) or total.weights is not x.origin:
+        return value
+    return x.origin.relaunched(value, weights="renormalized", eps=total.eps)
 
 
-# Compiled functions
-
-
-def selectors_of(model: nn.Module) -> tuple[Selector, ...]:
-    """The compiled functions in a model's modules that sort, as those that choose experts do."""
-    return tuple(
-        (module, name)
-        for module in modules_of(model)
-        for name, function in vars(module).items()
-        if type(function) is _COMPILED and "argpartition" in function.__code__.co_names
-    )
-
-
-def _selecting(original: Any) -> Function:
-    """Run the function uncompiled, because compiled code has no origins.  If it then chooses no
-    experts, run it compiled."""
-    code, names, defaults = original.__code__, original.__globals__, original.__defaults__
-    plain = FunctionType(code, names, original.__name__, defaults, original.__closure__)
-    plain.__kwdefaults__ = original.__kwdefaults__
-
-    def select(logits: mx.array, *args: Any, **kwargs: Any) -> Any:
-        result = plain(as_view(rows_of(logits), logits.shape[:-1]), *args, **kwargs)
-        chosen = isinstance(result, tuple) and any(isinstance(origin_of(r), Choice) for r in result)
-        return result if chosen else original(logits, *args, **kwargs)
-
-    return select
+def times_factor(value: mx.array, x: Traced, other: Any) -> mx.array:
+    if not isinstance(other, float | int) or x.origin.routing.factor != 1:
+        return value
+    return x.origin.relaunched(value, factor=float(other))

@@ -1,0 +1,147 @@
+"""Origins and rules of heads: from the columns of a product to attention, and behind it.
+
+    q = q_proj(x)                         Columns
+    q = q.reshape(N, 1, heads, dim)       Heads
+    q = mx.fast.rms_norm(q, ...)          Heads, with a norm
+    q = q.transpose(0, 2, 1, 3)           the same: (N, heads, 1, dim) has this memory layout
+    q = mx.fast.rope(q, ...)              Heads, with a norm and a rotation
+    o = scaled_dot_product_attention(q, k, v)          Attended: one launch (layer_cache.py)
+    o = o.transpose(0, 2, 1, 3).reshape(N, 1, -1)      its rows
+
+A rotation may scale its input (Scaled).  DeepSeek's models split heads and rows (Slice, Latents).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_metal_lite.attention.heads import Heads, Latents
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.fusion.current import current
+from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
+from vllm_metal_lite.kernels.arguments import RMSNorm
+from vllm_metal_lite.kernels.new_rows import Columns, Rope
+from vllm_metal_lite.model.seam.scaling import ScalingAt
+
+
+class Slice(Columns):
+    """Columns of an array that `mx.split` cut; latents, if a norm follows."""
+
+    __slots__ = ()
+
+    def normed(self, norm: RMSNorm) -> Latents | None:
+        return None if norm.weight is None else Latents(self, norm.weight.size, norm)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Heads whose first `dims` elements were multiplied by a number."""
+
+    heads: Heads
+    factor: float
+    dims: int
+
+    def wholly_by(self, factor: float) -> bool:
+        """Whether all elements were multiplied by this number."""
+        return (self.factor, self.dims) == (factor, self.heads.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """Attention output in its memory layout: rows (N, num_heads, head_dim)."""
+
+    rows: mx.array
+
+
+def heads_of(x: mx.array) -> Heads:
+    """The origin of x (N, num_heads, 1, head_dim), or x itself if the origin is unknown."""
+    origin = origin_of(x)
+    if isinstance(origin, Heads):
+        return origin
+    rows, heads, _, dim = x.shape
+    return Heads(Columns(x.reshape(rows, heads * dim), 0), heads, dim)
+
+
+# Rules
+
+
+def into_heads(value: mx.array, x: Traced, *_: Any, **__: Any) -> mx.array:
+    """x: columns of a joined product, or all columns of another."""
+    columns, rows = x.origin, x.rows
+    if value.ndim != 4 or value.shape[:2] != (len(x), 1):
+        return value
+    if not isinstance(columns, Columns):
+        if rows is None or x.ndim != 3 or len(rows) != len(x):
+            return value
+        columns = Columns(rows, 0, x.origin)
+    return Traced(value, Heads(columns, value.shape[2], value.shape[3]))
+
+
+def out_of_heads(value: mx.array, x: Traced, *_: Any, **__: Any) -> mx.array:
+    if value.shape[:-1] != (len(x), 1):
+        return value
+    return as_view(x.origin.rows.reshape(len(x), -1), value.shape[:-1])
+
+
+def same_layout(value: mx.array, x: Traced, *axes: Any, **axis: Any) -> mx.array:
+    """The operation moves, or makes, an axis of length 1."""
+    same = (*axes, *axis.values()) in ((0, 2, 1, 3), ((0, 2, 1, 3),), (1, 2), (2, 1), (1,))
+    return Traced(value, x.origin) if same else value
+
+
+def split(
+    parts: list[mx.array], x: mx.array, indices_or_sections: Any, axis: int = 0, **_: Any
+) -> list[mx.array]:
+    """Parts of packed rows (N, 1, K), and of heads (N, H, 1, D), know their columns."""
+    at_indices = isinstance(indices_or_sections, list | tuple) and axis in (-1, x.ndim - 1)
+    # Parts for recurrent layers know their columns already.
+    if not at_indices or any(type(part) is not mx.array for part in parts):
+        return parts
+    pairs = list(zip(parts, (0, *indices_or_sections), strict=True))
+    if x.ndim == 3 and x.shape[1] == 1:
+        known = origin_of(x)
+        rows = known if isinstance(known, Columns) else Columns(rows_of(x), 0)
+        return [Traced(part, Slice(rows.array, rows.start + start)) for part, start in pairs]
+    if x.ndim != 4 or x.shape[2] != 1:
+        return parts
+    heads = heads_of(x)
+    if heads.norm or heads.rope:
+        return parts
+    array, first = heads.columns.array, heads.columns.start
+    count, stride = heads.num_heads, heads.stride or heads.head_dim
+    return [
+        Traced(part, Heads(Columns(array, first + at), count, part.shape[-1], stride=stride))
+        for part, at in pairs
+    ]
+
+
+def normed(value: mx.array, x: Traced, weight: mx.array | None, eps: float, **_: Any) -> mx.array:
+    origin = x.origin.normed(RMSNorm(weight, eps))
+    return value if origin is None else Traced(value, origin)
+
+
+def scaled(value: mx.array, x: Traced, factor: Any) -> mx.array:
+    whole = isinstance(factor, float)
+    return Traced(value, Scaled(x.origin, factor, x.origin.head_dim)) if whole else value
+
+
+def scaled_at(at: Any, x: Traced) -> ScalingAt:
+    """x.at[..., :dims].multiply(factor)"""
+    heads = x.origin
+
+    def noted(value: mx.array, dims: int, factor: float) -> mx.array:
+        return Traced(value, Scaled(heads, factor, dims))
+
+    return ScalingAt(x, at, noted)
+
+
+def rotation(value: mx.array, x: mx.array, dims: int, **how: Any) -> mx.array:
+    step = current().step
+    if step is None or how["offset"] is not step.positions or x.ndim != 4 or x.shape[2] != 1:
+        return value
+    origin, factor = origin_of(x), 1.0
+    if isinstance(origin, Scaled) and origin.dims == dims:
+        factor, origin = origin.factor, origin.heads
+    angles = how["traditional"], how["base"], how["scale"], how.get("freqs")
+    heads = origin if isinstance(origin, Heads) else heads_of(x)
+    rotated = heads.rotated(Rope(dims, *angles, factor))
+    return value if rotated is None else Traced(value, rotated)

@@ -1,0 +1,93 @@
+"""Layers that run by our kernels while a fused forward is built; otherwise as MLX has them.
+
+Only the instances of one model change class, so other models in the process are unaffected.
+"""
+
+from typing import Any
+
+import mlx.nn as nn
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.devices import profile
+from vllm_metal_lite.fusion.current import current
+from vllm_metal_lite.fusion.experts import Chosen
+from vllm_metal_lite.fusion.products import Multiplied, Normed
+from vllm_metal_lite.fusion.traced import Function, as_view, origin_of, rows_of
+from vllm_metal_lite.kernels import experts, skinny_gemm
+from vllm_metal_lite.kernels.arguments import RMSNorm
+from vllm_metal_lite.kernels.weights import Weight, shape_of
+from vllm_metal_lite.model.experts import MIXTURES, experts_of, served
+from vllm_metal_lite.model.usage import weight_of
+
+
+def _product(original: Function, layer: nn.Module, x: mx.array) -> mx.array:
+    """The product of a linear layer, or of an embedding used as one."""
+    if current().step is None:
+        return original(layer, x)
+    rows, weight, bias = rows_of(x), weight_of(layer), layer.get("bias")
+    fits = (bias is None or bias.dtype == x.dtype) and skinny_gemm.fits(rows, weight)
+    if fits and len(rows) in current().skinny_rows:
+        product = Multiplied(*_normed(x, weight), weight, bias)
+        return as_view(product(), x.shape[:-1], product)
+    if isinstance(layer, nn.Linear) and bias is None:
+        return as_view(rows @ _transposed(layer), x.shape[:-1])
+    return as_view(original(layer, rows), x.shape[:-1])
+
+
+def _normed(x: mx.array, weight: Weight) -> tuple[mx.array, RMSNorm | None]:
+    """The rows of x before their norm, and the norm, if each threadgroup of the product should
+    compute the norm; otherwise the rows of x, and None."""
+    origin, device, (outputs, depth, how) = origin_of(x), profile(), shape_of(weight)
+    small = how is None or outputs * depth <= device.max_normed_weights
+    if not small or not isinstance(origin, Normed) or origin.norm.weight is None:
+        return rows_of(x), None
+    if origin.x.ndim != 2 or len(origin.x) > device.max_normed_rows:
+        return rows_of(x), None
+    return origin.x, origin.norm
+
+
+def _transposed(linear: nn.Linear) -> mx.array:
+    """The transposed weight, made once: a new view would be a graph node in every step."""
+    weight = linear["weight"]
+    known, view = linear.get("_transposed", (None, None))
+    if known is not weight:
+        view = weight.T
+        mx.eval(view)
+        linear["_transposed"] = weight, view  # a tuple is not a parameter
+    return view
+
+
+def _mixture(original: Function, layer: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
+    """The results (*indices.shape, hidden) of a mixture of experts."""
+    if indices.shape[:-1] != x.shape[:-1] or x.size // x.shape[-1] not in current().expert_rows:
+        return original(layer, x, indices)
+    rows, chosen, mixture = rows_of(x), rows_of(indices), experts_of(layer)
+    if mixture is None or not experts.fits(rows, chosen, mixture):
+        return original(layer, x, indices)
+    result = experts.expert_mlp(rows, chosen, mixture, num_live=current().num_live)
+    shape = (*indices.shape, result.shape[-1])
+    return as_view(result, shape[:-1], Chosen(result, shape))
+
+
+def _fused(base: Any, name: str, function: Function) -> type:
+    """A subclass whose method `name` is `function` of the original method and its arguments."""
+
+    def call(self: nn.Module, *args: mx.array) -> mx.array:
+        return function(getattr(base, name), self, *args)
+
+    return type(base.__name__, (base,), {name: call})
+
+
+_FUSED: dict[type, type] = {
+    **{base: _fused(base, "__call__", _product) for base in (nn.Linear, nn.QuantizedLinear)},
+    **{base: _fused(base, "as_linear", _product) for base in (nn.Embedding, nn.QuantizedEmbedding)},
+    **{base: _fused(base, "__call__", _mixture) for base in MIXTURES},
+}
+
+
+def fuse_layers(model: nn.Module) -> None:
+    """Prepare the model's layers for fused forwards."""
+    for _, module in model.named_modules():
+        fused = _FUSED.get(type(module))
+        if fused is not None and (not isinstance(module, MIXTURES) or served(module)):
+            module.__class__ = fused

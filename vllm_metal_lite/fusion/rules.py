@@ -1,0 +1,119 @@
+"""What is fused: a table with the rule for each operation, by the origin of its first array.
+
+A rule gets the value of the operation, which MLX has not computed yet, and the arguments.  It
+returns the value with an origin, or the result of a launch that does more of the work.  If the
+arguments do not fit, it returns the value as it is.
+"""
+
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import mlx.nn as nn
+
+from vllm_metal_lite.attention.heads import Heads, Latents
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.fusion import experts, heads, products, routing
+from vllm_metal_lite.fusion.experts import Chosen, Summed, Weighted
+from vllm_metal_lite.fusion.heads import Attended, Slice
+from vllm_metal_lite.fusion.products import Activated, Sum
+from vllm_metal_lite.fusion.routing import Choice, Gathered, Partition, RouterScores, Total
+from vllm_metal_lite.fusion.traced import Function, Traced, origin_of
+from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.model.seam.hooks import Hook
+from vllm_metal_lite.recurrence.columns import ColumnsOf
+
+# Every other origin, or none.
+ANY = object
+
+# (operation, origin): the rule.  Above the rules: the launches that they are for.
+RULES: dict[tuple[str, type], Function] = {
+    # From a product to attention: `rope_write`, `paged_decode`, `latent_write`
+    ("reshape", ANY): heads.into_heads,
+    ("reshape", Attended): heads.out_of_heads,
+    ("transpose", Heads): heads.same_layout,
+    ("transpose", Attended): heads.same_layout,
+    ("swapaxes", Heads): heads.same_layout,
+    ("swapaxes", Attended): heads.same_layout,
+    ("split", ANY): heads.split,
+    ("expand_dims", Latents): heads.same_layout,
+    ("rms_norm", Heads): heads.normed,
+    ("rms_norm", Slice): heads.normed,
+    ("mul", Heads): heads.scaled,
+    ("at", Heads): heads.scaled_at,
+    ("rope", ANY): heads.rotation,
+    # Around a product: `skinny_gemm`, `add_rms_norm`, `gated_rms_norm`
+    ("rms_norm", ANY): products.norm,
+    ("rms_norm", Sum): products.norm_of_sum,
+    ("add", ANY): products.plus,
+    ("clip_residual", ANY): products.clipped_sum,
+    ("swiglu", Columns): products.swiglu,
+    ("gelu_approx", Columns): products.gelu,
+    ("mul", Activated): products.times_up,
+    ("precise_swiglu", ANY): products.gated_norm,
+    # Behind a mixture of experts: `expert_sum`
+    ("mul", Chosen): experts.weighted,
+    ("sum", Weighted): experts.summed,
+    ("astype", Summed): experts.rounded,
+    # A router: `expert_topk`
+    ("astype", ANY): routing.widened,
+    ("softmax", ANY): routing.softmax,
+    ("sigmoid", ANY): routing.sigmoid,
+    ("add", RouterScores): routing.biased,
+    ("neg", ANY): routing.negated,
+    ("argpartition", ANY): routing.partition,
+    ("getitem", Partition): routing.choice,
+    ("stop_gradient", Partition): routing.itself,
+    ("stop_gradient", Choice): routing.itself,
+    ("take_along_axis", ANY): routing.gathered,
+    ("softmax", Gathered): routing.softmax_of_weights,
+    ("sum", Gathered): routing.total,
+    ("add", Total): routing.total_plus,
+    ("truediv", Gathered): routing.renormalized,
+    ("mul", Gathered): routing.times_factor,
+}
+
+
+def _by_rule(operation: str, original: Function) -> Function:
+    """The operation, and the rule for the origin of its first array."""
+
+    def apply(x: Any, *args: Any, **kwargs: Any) -> Any:
+        value = original(x, *args, **kwargs)
+        for kind in type(origin_of(x)).__mro__:
+            rule = RULES.get((operation, kind))
+            if rule is not None:
+                return rule(value, x, *args, **kwargs)
+        return value
+
+    return apply
+
+
+# Operations are methods of traced arrays,
+_METHODS = {
+    **{name: name for name in ("reshape", "transpose", "swapaxes", "sum", "astype", "at")},
+    **{f"__{name}__": name for name in ("getitem", "neg", "add", "mul", "truediv")},
+    **{f"__r{name}__": name for name in ("add", "mul")},
+}
+for _method, _operation in _METHODS.items():
+    _original = getattr(ColumnsOf, _method)
+    if isinstance(_original, property):
+        setattr(Traced, _method, property(_by_rule(_operation, _original.__get__)))
+    else:
+        setattr(Traced, _method, _by_rule(_operation, _original))
+
+# functions of MLX,
+_FUNCTIONS = (
+    (mx.fast, "rms_norm"),
+    (mx.fast, "rope"),
+    (nn, "gelu_approx"),
+    *((mx, name) for name in ("split", "expand_dims", "sum", "softmax", "sigmoid")),
+    *((mx, name) for name in ("argpartition", "take_along_axis", "stop_gradient")),
+)
+
+
+# and functions of mlx-lm.
+def functions_by_rule(named: Iterable[tuple[ModuleType, str]]) -> list[Hook]:
+    """named: (Python module, name) of mlx-lm's functions."""
+    return [
+        (owner, name, _by_rule(name, getattr(owner, name))) for owner, name in (*_FUNCTIONS, *named)
+    ]
