@@ -12,11 +12,13 @@ from copy import copy
 import numpy as np
 
 from vllm_metal_lite.attention.base import Step, make_step, variant_of
+from vllm_metal_lite.attention.padding import padded
 from vllm_metal_lite.attention.paged.decodes import DecodePlanner, reads_new_rows
 from vllm_metal_lite.attention.paged.plan import PagedPlan, plan_recurrent
 from vllm_metal_lite.attention.paged.step import KernelStepAttention
-from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts, padded, prompts_of
+from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
+from vllm_metal_lite.attention.segments import prompts_of
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile

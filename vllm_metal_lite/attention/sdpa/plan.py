@@ -9,11 +9,13 @@ numbers, so one formula serves every call:
 key visible = same segment and k_pos <= q_pos (and in the window).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
+from vllm_metal_lite.attention.sdpa.fused import Unfused
+from vllm_metal_lite.attention.segments import split_at_chunks
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.config import MAX_PACKED_PREFILL_TOKENS
 from vllm_metal_lite.devices import profile
@@ -22,13 +24,11 @@ NEVER = np.iinfo(np.int32).max  # position of a padding key: after every query
 _ANY_NUMBER = np.iinfo(np.int64).max
 # The fewest rows of a tile, however long its context.
 _LEAST_TILE = 32
+# The keys of a call that keeps its scores in memory are padded to a multiple of 16.  Each row of
+# scores then begins at a multiple of 32 bytes, so that products and softmax read whole vectors.
+_KEY_GRAIN = 16
 
 Lengths = TypeVar("Lengths", int, np.ndarray)
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n; n >= 1."""
-    return 1 << (n - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +78,24 @@ class Tiles:
 def plan_calls(
     batch: ForwardBatch,
     window: int | None,
-    *,
     attention_chunk: int | None = None,
-    tile: int,
-    call_cost: int,
-    max_scores: int = _ANY_NUMBER,
-    key_grain: int = 1,
-    fused_rows: int = _ANY_NUMBER,
+    unfused: Unfused | None = None,
 ) -> list[SdpaCall]:
     """Cut a step into SDPA calls that together cover every row of the batch once, in the order of
     their first rows.
 
     attention_chunk: positions per chunk; rows see only the keys of their own chunk (Llama 4).
+    unfused: limits of a layer some of whose calls MLX does not fuse; None: MLX fuses all.
+    """
+    if attention_chunk is not None:
+        batch = split_at_chunks(batch, attention_chunk)
+    calls = _Planner(batch, window, attention_chunk, unfused).calls()
+    return sorted(calls, key=lambda call: int(call.q_rows[0, 0]))
+
+
+class _Planner:
+    """Plans the calls of one batch.
+
     tile: the most query rows in one tile; small tiles help a backend without fused causal SDPA.
     max_scores: the most scores of one head in a call that keeps all scores in memory.  A tile has
     at least _LEAST_TILE rows.
@@ -97,32 +103,138 @@ def plan_calls(
     fused_rows: without a window, a segment of at least this many rows is a causal call of its own;
     max_scores and key_grain do not apply.
     """
-    if attention_chunk is not None:
-        batch = split_at_chunks(batch, attention_chunk)
-    q_lens = np.diff(batch.cu_seqlens_q)
-    alone = (q_lens >= fused_rows) & (window is None)
-    tiles = _tiles(batch, np.flatnonzero(alone), window, attention_chunk, tile)
-    calls = [_padded(batch, tiles[np.array([i])], window) for i in range(len(tiles))]
-    complete = (q_lens == batch.seq_lens) & (q_lens > 1) & ~alone
-    loose: list[np.ndarray] = []
-    for pack in split_packs(np.flatnonzero(complete), q_lens):
-        rows, longest = int(q_lens[pack].sum()), int(q_lens[pack].max())
+
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        window: int | None,
+        attention_chunk: int | None,
+        unfused: Unfused | None,
+    ) -> None:
+        device = profile()
+        self.batch, self.window, self.attention_chunk = batch, window, attention_chunk
+        self.q_lens = np.diff(batch.cu_seqlens_q)
+        self.tile, self.call_cost = device.sdpa_tile, device.sdpa_call_cost
+        self.max_scores, self.key_grain, self.fused_rows = _ANY_NUMBER, 1, _ANY_NUMBER
+        if unfused is not None:
+            self.max_scores = device.max_scores // unfused.heads
+            self.key_grain, self.fused_rows = _KEY_GRAIN, unfused.fused_rows
+
+    def calls(self) -> list[SdpaCall]:
+        alone = (self.q_lens >= self.fused_rows) & (self.window is None)
+        tiles = self._tiles(np.flatnonzero(alone), _ANY_NUMBER)
+        calls = [self._padded(tiles[np.array([i])], 1) for i in range(len(tiles))]
+        whole = (self.q_lens == self.batch.seq_lens) & (self.q_lens > 1) & ~alone
+        packed = np.zeros_like(whole)
+        for pack in split_packs(np.flatnonzero(whole), self.q_lens):
+            if self._pays_packed(pack):
+                packed[pack] = True
+                calls.append(self._packed(pack))
+        for segments in map(np.flatnonzero, (whole & ~packed, ~whole & ~alone)):
+            if len(segments):
+                tiles = self._tiles(segments, self.max_scores)
+                batches = self._group_by_shape(tiles)[1]
+                calls += [self._padded(tiles[of_batch], self.key_grain) for of_batch in batches]
+        return calls
+
+    def _pays_packed(self, pack: np.ndarray) -> bool:
+        """Whether one call for all of these prompts costs less than padded batches."""
+        rows, longest = int(self.q_lens[pack].sum()), int(self.q_lens[pack].max())
         packed = cost(rows, rows)
         # The cost of one padded batch is an upper bound, and cheap to compute.
-        if rows * rows <= max_scores and packed < len(pack) * cost(longest, longest):
-            tiles = _tiles(batch, pack, window, attention_chunk, tile, max_scores)
-            padded, _ = _group_by_shape(tiles, call_cost, max_scores)
-            if packed + call_cost < padded:
-                calls.append(_packed(batch, pack))
-                continue
-        loose.append(pack)
-    others = np.flatnonzero(~complete & ~alone)
-    for segments in (*([np.concatenate(loose)] if loose else []), others):
-        if len(segments):
-            tiles = _tiles(batch, segments, window, attention_chunk, tile, max_scores)
-            _, batches = _group_by_shape(tiles, call_cost, max_scores)
-            calls += [_padded(batch, tiles[i], window, key_grain=key_grain) for i in batches]
-    return sorted(calls, key=lambda call: int(call.q_rows[0, 0]))
+        if rows * rows > self.max_scores or packed >= len(pack) * cost(longest, longest):
+            return False
+        padded, _ = self._group_by_shape(self._tiles(pack, self.max_scores))
+        return packed + self.call_cost < padded
+
+    def _tiles(self, segments: np.ndarray, max_scores: int) -> Tiles:
+        batch, window, chunk = self.batch, self.window, self.attention_chunk
+        start, q_len = batch.cu_seqlens_q[segments], self.q_lens[segments]
+        most_keys = batch.seq_lens[segments].astype(np.int64)
+        if window is not None:
+            most_keys = np.minimum(most_keys, q_len - 1 + window)
+        of_segment = max_scores // most_keys // _LEAST_TILE * _LEAST_TILE
+        of_segment = np.minimum(np.maximum(of_segment, _LEAST_TILE), self.tile)
+        count = -(-q_len // of_segment)
+        index = np.repeat(np.arange(len(segments)), count)
+        nth = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
+        first = nth * of_segment[index]
+        rows = np.minimum(q_len[index] - first, of_segment[index])
+        context = batch.seq_lens[segments][index] - q_len[index]
+        kv_end = context + first + rows
+        kv_start = np.zeros_like(kv_end)
+        if window is not None:
+            kv_start = np.maximum(kv_end - rows + 1 - window, 0)
+        if chunk is not None:
+            kv_start = np.maximum(kv_start, (kv_end - 1) // chunk * chunk)
+        return Tiles(segments[index], start[index] + first, rows, kv_start, kv_end)
+
+    def _group_by_shape(self, tiles: Tiles) -> tuple[int, list[np.ndarray]]:
+        """The cheapest split of tiles into padded batches: its cost, and the tiles of each batch.
+
+        Dynamic programming: tiles in a batch are neighbours in the order from longest to shortest,
+        so the cheapest split of the first n follows from the splits of fewer.
+        """
+        kv_len = tiles.kv_end - tiles.kv_start
+        order = np.lexsort((-kv_len, -tiles.q_len))
+        q_len, kv_len = tiles.q_len[order].astype(np.int64), kv_len[order].astype(np.int64)
+        max_keys = profile().max_gathered_keys
+        least = np.zeros(len(tiles) + 1, np.int64)  # cost of the first n
+        begins = np.zeros(len(tiles) + 1, np.int64)  # where the last batch of the first n begins
+        for end in range(1, len(tiles) + 1):
+            most = max(1, max_keys // int(kv_len[end - 1]))
+            first = max(0, end - most)
+            longest = np.maximum.accumulate(kv_len[first:end][::-1])[::-1]
+            count, rows = np.arange(end - first, 0, -1), q_len[first:end]
+            total = least[first:end] + count * cost(rows, longest) + self.call_cost
+            too_large = count * longest > max_keys
+            too_large |= count * longest * rows > self.max_scores
+            total[(count > 1) & too_large] = _ANY_NUMBER
+            at = int(total.argmin())
+            begins[end], least[end] = first + at, total[at]
+        batches, end = [], len(tiles)
+        while end:
+            batches.append(order[begins[end] : end])
+            end = int(begins[end])
+        return int(least[-1]), batches[::-1]
+
+    def _padded(self, tiles: Tiles, key_grain: int) -> SdpaCall:
+        """Tiles as a batch, padded to the longest."""
+        q_lens, kv_lens = tiles.q_len, tiles.kv_end - tiles.kv_start
+        row = np.minimum(np.arange(q_lens.max()), q_lens[:, None] - 1)
+        q_rows = tiles.row[:, None] + row
+        key = np.arange(-(-kv_lens.max() // key_grain) * key_grain)
+        real = key < kv_lens[:, None]
+        position = np.where(real, tiles.kv_start[:, None] + key, tiles.kv_start[:, None])
+        block, offset = np.divmod(position, self.batch.block_size)
+        blocks = self.batch.block_tables[tiles.segment[:, None], block]
+        in_window = self.window is None or bool((tiles.kv_end <= self.window).all())
+        uniform = (q_lens == q_lens[0]).all() and (kv_lens == len(key)).all()
+        square = (q_lens == kv_lens).all() and row.shape[1] == len(key)
+        if uniform and q_lens[0] == 1:
+            mask = None
+        elif in_window and (uniform or square):
+            mask = "causal"
+        else:
+            mask = "array"
+        num_visible = int((kv_lens - q_lens).min()) + 1 if in_window else 0
+        return SdpaCall(
+            q_rows=q_rows.astype(np.int32),
+            kv_slots=(blocks * self.batch.block_size + offset).astype(np.int32),
+            q_pos=self.batch.positions[q_rows],
+            kv_pos=np.where(real, position, NEVER).astype(np.int32),
+            mask=mask,
+            num_visible=num_visible if 2 * num_visible >= len(key) else 0,
+            span=(int(tiles.segment[0]), int(tiles.kv_start[0])) if len(tiles) == 1 else None,
+        )
+
+    def _packed(self, pack: np.ndarray) -> SdpaCall:
+        """Complete prompts concatenated: queries and keys are the same rows of the step."""
+        cu = self.batch.cu_seqlens_q
+        rows = np.concatenate([np.arange(cu[s], cu[s + 1]) for s in pack]).astype(np.int32)[None]
+        segments = np.repeat(pack, self.q_lens[pack]).astype(np.int32)[None]
+        positions, slots = self.batch.positions[rows], self.batch.slot_mapping[rows]
+        return SdpaCall(rows, slots, positions, positions, "array", segments=segments)
 
 
 def split_packs(
@@ -138,124 +250,6 @@ def split_packs(
             rows = int(q_lens[s])
         packs[-1].append(s)
     return [np.array(p) for p in packs]
-
-
-def split_at_chunks(batch: ForwardBatch, attention_chunk: int) -> ForwardBatch:
-    """The same rows, with segments cut at positions that are multiples of `attention_chunk`."""
-    starts = np.zeros(batch.num_tokens, bool)
-    starts[batch.cu_seqlens_q[:-1]] = True
-    starts |= batch.positions % attention_chunk == 0
-    first = np.flatnonzero(starts)
-    cu = np.append(first, batch.num_tokens).astype(np.int32)
-    segment = np.searchsorted(batch.cu_seqlens_q, first, side="right") - 1
-    return replace(
-        batch,
-        cu_seqlens_q=cu,
-        seq_lens=batch.positions[cu[1:] - 1] + 1,
-        block_tables=batch.block_tables[segment],
-        other_tables=tuple(tables[segment] for tables in batch.other_tables),
-        req_indices=batch.req_indices[segment],
-    )
-
-
-def _tiles(
-    batch: ForwardBatch,
-    segments: np.ndarray,
-    window: int | None,
-    attention_chunk: int | None,
-    tile: int,
-    max_scores: int = _ANY_NUMBER,
-) -> Tiles:
-    start = batch.cu_seqlens_q[segments]
-    q_len = batch.cu_seqlens_q[segments + 1] - start
-    most_keys = batch.seq_lens[segments].astype(np.int64)
-    if window is not None:
-        most_keys = np.minimum(most_keys, q_len - 1 + window)
-    of_segment = max_scores // most_keys // _LEAST_TILE * _LEAST_TILE
-    of_segment = np.minimum(np.maximum(of_segment, _LEAST_TILE), tile)
-    count = -(-q_len // of_segment)
-    index = np.repeat(np.arange(len(segments)), count)
-    nth = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
-    first = nth * of_segment[index]
-    rows = np.minimum(q_len[index] - first, of_segment[index])
-    context = batch.seq_lens[segments][index] - q_len[index]
-    kv_end = context + first + rows
-    kv_start = np.zeros_like(kv_end)
-    if window is not None:
-        kv_start = np.maximum(kv_end - rows + 1 - window, 0)
-    if attention_chunk is not None:
-        kv_start = np.maximum(kv_start, (kv_end - 1) // attention_chunk * attention_chunk)
-    return Tiles(segments[index], start[index] + first, rows, kv_start, kv_end)
-
-
-def _group_by_shape(tiles: Tiles, call_cost: int, max_scores: int) -> tuple[int, list[np.ndarray]]:
-    """The cheapest split of tiles into padded batches: its cost, and the tiles of each batch.
-
-    Dynamic programming: tiles in a batch are neighbours in the order from longest to shortest, so
-    the cheapest split of the first n follows from the splits of fewer.
-    """
-    kv_len = tiles.kv_end - tiles.kv_start
-    order = np.lexsort((-kv_len, -tiles.q_len))
-    q_len, kv_len = tiles.q_len[order].astype(np.int64), kv_len[order].astype(np.int64)
-    max_keys = profile().max_gathered_keys
-    least = np.zeros(len(tiles) + 1, np.int64)  # cost of the first n
-    begins = np.zeros(len(tiles) + 1, np.int64)  # where the last batch of the first n begins
-    for end in range(1, len(tiles) + 1):
-        most = max(1, max_keys // int(kv_len[end - 1]))
-        first = max(0, end - most)
-        longest = np.maximum.accumulate(kv_len[first:end][::-1])[::-1]
-        count = np.arange(end - first, 0, -1)
-        total = least[first:end] + count * cost(q_len[first:end], longest) + call_cost
-        too_large = (count * longest > max_keys) | (count * longest * q_len[first:end] > max_scores)
-        total[(count > 1) & too_large] = np.iinfo(np.int64).max
-        at = int(total.argmin())
-        begins[end], least[end] = first + at, total[at]
-    batches, end = [], len(tiles)
-    while end:
-        batches.append(order[begins[end] : end])
-        end = int(begins[end])
-    return int(least[-1]), batches[::-1]
-
-
-def _padded(batch: ForwardBatch, tiles: Tiles, window: int | None, key_grain: int = 1) -> SdpaCall:
-    """Tiles as a batch, padded to the longest."""
-    q_lens, kv_lens = tiles.q_len, tiles.kv_end - tiles.kv_start
-    row = np.minimum(np.arange(q_lens.max()), q_lens[:, None] - 1)
-    q_rows = tiles.row[:, None] + row
-    key = np.arange(-(-kv_lens.max() // key_grain) * key_grain)
-    real = key < kv_lens[:, None]
-    position = np.where(real, tiles.kv_start[:, None] + key, tiles.kv_start[:, None])
-    bs = batch.block_size
-    blocks = batch.block_tables[tiles.segment[:, None], position // bs]
-    in_window = window is None or bool((tiles.kv_end <= window).all())
-    uniform = (q_lens == q_lens[0]).all() and (kv_lens == len(key)).all()
-    square = (q_lens == kv_lens).all() and row.shape[1] == len(key)
-    if uniform and q_lens[0] == 1:
-        mask = None
-    elif in_window and (uniform or square):
-        mask = "causal"
-    else:
-        mask = "array"
-    num_visible = int((kv_lens - q_lens).min()) + 1 if in_window else 0
-    return SdpaCall(
-        q_rows=q_rows.astype(np.int32),
-        kv_slots=(blocks * bs + position % bs).astype(np.int32),
-        q_pos=batch.positions[q_rows],
-        kv_pos=np.where(real, position, NEVER).astype(np.int32),
-        mask=mask,
-        num_visible=num_visible if 2 * num_visible >= len(key) else 0,
-        span=(int(tiles.segment[0]), int(tiles.kv_start[0])) if len(tiles) == 1 else None,
-    )
-
-
-def _packed(batch: ForwardBatch, pack: np.ndarray) -> SdpaCall:
-    """Complete prompts concatenated: queries and keys are the same rows of the step."""
-    cu = batch.cu_seqlens_q
-    rows = np.concatenate([np.arange(cu[s], cu[s + 1]) for s in pack]).astype(np.int32)[None]
-    segments = np.repeat(pack, cu[pack + 1] - cu[pack]).astype(np.int32)[None]
-    positions = batch.positions[rows]
-    slots = batch.slot_mapping[rows]
-    return SdpaCall(rows, slots, positions, positions, "array", segments=segments)
 
 
 def places(calls: list[SdpaCall], num_rows: int) -> tuple[np.ndarray | None, np.ndarray | None]:
