@@ -10,13 +10,7 @@ from tests.support.device import change_device
 from vllm_metal_lite.attention.sdpa import plan
 from vllm_metal_lite.attention.sdpa.fused import Unfused
 from vllm_metal_lite.attention.sdpa.gathers import joint_gathers
-from vllm_metal_lite.attention.sdpa.plan import (
-    _LEAST_TILE,
-    NEVER,
-    SdpaCall,
-    places,
-    split_packs,
-)
+from vllm_metal_lite.attention.sdpa.plan import _LEAST_TILE, NEVER, SdpaCall, places, split_packs
 
 ANY = 1 << 40
 
@@ -27,7 +21,7 @@ def plan_calls(batch, window=None, chunk=None, *, fused_rows=ANY, key_grain=1, *
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "_KEY_GRAIN", key_grain)
         change_device(patch, **{"sdpa_tile": ANY, "max_scores": ANY, **device})
-        return plan.plan_calls(batch, window, chunk, unfused)
+        return plan.CallPlanner(batch, window, chunk, unfused).calls()
 
 
 def visible(call: SdpaCall, window: int | None) -> np.ndarray:
@@ -140,10 +134,9 @@ def test_an_oversized_prompt_runs_alone_and_needs_no_mask(call_cost):
 def test_prompts_of_unlike_lengths_are_packed_where_calls_are_dear():
     """At a GPU's call cost: one block-diagonal call, not a padded batch four times its size."""
     batch = make_batch([(0, 60), (0, 3), (0, 5), (0, 2)])
-    calls = plan_calls(batch, sdpa_call_cost=1 << 20)
-    assert len(calls) == 1
-    assert calls[0].segments is not None
-    assert calls[0].q_rows.shape == (1, 70)
+    (call,) = plan_calls(batch, sdpa_call_cost=1 << 20)
+    assert call.segments is not None
+    assert call.q_rows.shape == (1, 70)
 
 
 @pytest.mark.parametrize("context", [0, 13])

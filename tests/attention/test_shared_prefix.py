@@ -62,12 +62,9 @@ def test_the_prefix_that_saves_most_is_found(rows, fewest, groups):
     ]
 
 
-def tables_of(*rows):
-    return [np.array(rows, np.int32)]
-
-
 def test_a_prefix_is_as_long_as_the_groups_of_layers_agree():
-    tables = tables_of([1, 2, 3, 4], [1, 2, 3, 5]) + tables_of([6, 7, 8, 9], [6, 7, 5, 4])
+    groups = [[1, 2, 3, 4], [1, 2, 3, 5]], [[6, 7, 8, 9], [6, 7, 5, 4]]
+    tables = [np.array(rows, np.int32) for rows in groups]
     found = find_shared_prefix(tables, np.array([30, 30]), BLOCK_SIZE, 8)
     assert (found.leader, found.lens.tolist()) == (0, [16, 16])
 

@@ -73,8 +73,7 @@ class ArrayStepAttention(ReferenceStepAttention):
             assert q.shape[1] // self.store.specs[layer].num_kv_heads in prompts.tiles
             outputs.append(self._varlen(layer, rows, prompts, scale, window))
         elif prompts is not None:
-            gather = partial(self._gather, layer)
-            outputs.append(execute_calls(prompts, group, rows, call, gather))
+            outputs.append(execute_calls(prompts, group, rows, call, partial(self._gather, layer)))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
     def _keys_and_values(self, layer, tables):

@@ -9,7 +9,7 @@ import numpy as np
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.sdpa.fused import Unfused
 from vllm_metal_lite.attention.sdpa.gathers import joint_gathers
-from vllm_metal_lite.attention.sdpa.plan import SdpaCall, places, plan_calls
+from vllm_metal_lite.attention.sdpa.plan import CallPlanner, SdpaCall, places
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
@@ -137,6 +137,6 @@ class SdpaPlan:
         key = kv_group, window, attention_chunk, unfused
         if key not in self._plans:
             batch = self.batch.by_group[kv_group]
-            planned = plan_calls(batch, window, attention_chunk, unfused)
+            planned = CallPlanner(batch, window, attention_chunk, unfused).calls()
             self._plans[key] = SdpaCalls(planned, window, self.num_rows)
         return self._plans[key]

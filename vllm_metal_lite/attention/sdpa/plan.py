@@ -75,26 +75,11 @@ class Tiles:
         return len(self.segment)
 
 
-def plan_calls(
-    batch: ForwardBatch,
-    window: int | None,
-    attention_chunk: int | None = None,
-    unfused: Unfused | None = None,
-) -> list[SdpaCall]:
-    """Cut a step into SDPA calls that together cover every row of the batch once, in the order of
-    their first rows.
+class CallPlanner:
+    """Cuts a step into SDPA calls that together cover every row of the batch once.
 
     attention_chunk: positions per chunk; rows see only the keys of their own chunk (Llama 4).
     unfused: limits of a layer some of whose calls MLX does not fuse; None: MLX fuses all.
-    """
-    if attention_chunk is not None:
-        batch = split_at_chunks(batch, attention_chunk)
-    calls = _Planner(batch, window, attention_chunk, unfused).calls()
-    return sorted(calls, key=lambda call: int(call.q_rows[0, 0]))
-
-
-class _Planner:
-    """Plans the calls of one batch.
 
     tile: the most query rows in one tile; small tiles help a backend without fused causal SDPA.
     max_scores: the most scores of one head in a call that keeps all scores in memory.  A tile has
@@ -108,12 +93,13 @@ class _Planner:
         self,
         batch: ForwardBatch,
         window: int | None,
-        attention_chunk: int | None,
-        unfused: Unfused | None,
+        attention_chunk: int | None = None,
+        unfused: Unfused | None = None,
     ) -> None:
         device = profile()
-        self.batch, self.window, self.attention_chunk = batch, window, attention_chunk
-        self.q_lens = np.diff(batch.cu_seqlens_q)
+        self.batch = split_at_chunks(batch, attention_chunk) if attention_chunk else batch
+        self.q_lens = np.diff(self.batch.cu_seqlens_q)
+        self.window, self.attention_chunk = window, attention_chunk
         self.tile, self.call_cost = device.sdpa_tile, device.sdpa_call_cost
         self.max_scores, self.key_grain, self.fused_rows = _ANY_NUMBER, 1, _ANY_NUMBER
         if unfused is not None:
@@ -121,6 +107,7 @@ class _Planner:
             self.key_grain, self.fused_rows = _KEY_GRAIN, unfused.fused_rows
 
     def calls(self) -> list[SdpaCall]:
+        """The calls, in the order of their first rows."""
         alone = (self.q_lens >= self.fused_rows) & (self.window is None)
         tiles = self._tiles(np.flatnonzero(alone), _ANY_NUMBER)
         calls = [self._padded(tiles[np.array([i])], 1) for i in range(len(tiles))]
@@ -135,7 +122,7 @@ class _Planner:
                 tiles = self._tiles(segments, self.max_scores)
                 batches = self._group_by_shape(tiles)[1]
                 calls += [self._padded(tiles[of_batch], self.key_grain) for of_batch in batches]
-        return calls
+        return sorted(calls, key=lambda call: int(call.q_rows[0, 0]))
 
     def _pays_packed(self, pack: np.ndarray) -> bool:
         """Whether one call for all of these prompts costs less than padded batches."""
