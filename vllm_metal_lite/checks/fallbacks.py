@@ -42,7 +42,9 @@ AttentionCheck = Check[AttentionShape]
 Apart = tuple[mx.array, mx.array, mx.array]
 
 
-def _attention(check: AttentionCheck, sequences: int, context: int, rows: int = 1, prefix: int = 0) -> Pair:
+def _attention(
+    check: AttentionCheck, sequences: int, context: int, rows: int = 1, prefix: int = 0
+) -> Pair:
     """Prompts read in place or gathered; decodes with the kernel or without it."""
     load = TimedStore(
         check.shape, sequences, context, rows, prefix=prefix, block_size=check.block_size
