@@ -75,8 +75,7 @@ def test_every_row_sees_exactly_what_the_definition_says(
     if window is not None and window >= int(batch.seq_lens.max()):
         window = None  # as SdpaPlan.calls does
     how = {"sdpa_tile": tile, "sdpa_call_cost": call_cost, "max_scores": max_scores}
-    how |= {"key_grain": key_grain, "fused_rows": fused_rows}
-    calls = plan_calls(batch, window, chunk, **how)
+    calls = plan_calls(batch, window, chunk, key_grain=key_grain, fused_rows=fused_rows, **how)
     seen = seen_pairs(calls, window)
     expected = expected_pairs(batch, window, chunk)
     assert {r: sorted(s) for r, s in seen.items()} == {r: sorted(s) for r, s in expected.items()}
@@ -125,10 +124,9 @@ def test_packs_hold_at_most_the_cap_in_order_and_oversized_prompts_are_alone(len
 def test_an_oversized_prompt_runs_alone_and_needs_no_mask(call_cost):
     batch = make_batch([(0, 5000), (0, 40), (0, 30)])
     calls = plan_calls(batch, sdpa_call_cost=call_cost)
-    oversized = [g for g in calls if 4999 in g.q_rows]
-    assert len(oversized) == 1
-    assert oversized[0].q_rows.shape == (1, 5000)
-    assert oversized[0].mask == "causal"
+    (oversized,) = (g for g in calls if 4999 in g.q_rows)
+    assert oversized.q_rows.shape == (1, 5000)
+    assert oversized.mask == "causal"
 
 
 def test_prompts_of_unlike_lengths_are_packed_where_calls_are_dear():

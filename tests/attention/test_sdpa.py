@@ -101,7 +101,6 @@ def test_a_mask_is_never_wider_than_the_queries(monkeypatch, where, dtype):
     case = Case(RAGGED)
     calls = case.attention.prepare(case.batch, case.batch.num_tokens).plan.calls(0, 7).calls
     masks = [m for g in calls if isinstance(m := g.mask(dtype), mx.array)]
-    assert masks
     assert {m.dtype for m in masks} == {dtype if where == "cuda" else mx.bool_}
 
 

@@ -56,7 +56,7 @@ class Step(NamedTuple):
     plan: of the attention path, which alone reads it.  Two steps of one variant differ only in the
     values of their arrays.
     pools: the forward also gives hidden states.
-    variant: what a compiled step depends on, apart from its arrays' values; None if not compiled.
+    variant: all that a compiled step depends on, except its arrays' values; None: not compiled.
     """
 
     batch: ForwardBatch

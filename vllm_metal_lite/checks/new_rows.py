@@ -75,7 +75,7 @@ def _is_exact(check: Check[AttentionShape]) -> bool:
 def drawn(
     check: Check[AttentionShape], positions: np.ndarray
 ) -> tuple[Callable[..., tuple[mx.array, mx.array]], NewRows | NewLatents, list[np.ndarray]]:
-    """The launch that writes new rows, such rows, and what the launch must make of them."""
+    """The launch that writes new rows, such rows, and the expected results."""
     assert check.rope is not None
     if check.kernel == "latent_write":
         return latent_write, *new_latents(check.shape, positions, check.rope)

@@ -88,7 +88,7 @@ class Joined:
 
 
 class SdpaCalls:
-    """The calls that cover a step, with their input and output rows.
+    """The SDPA calls that cover a step, with their input and output rows.
 
     q_rows: (T,) rows of the packed batch in the order of the calls; None: the first T.
     place: (num_rows,) the place of each row in the calls' concatenated outputs; None: in order.
