@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from tests.support.attention_cases import expected_pairs, make_batch
 from tests.support.device import change_device
-from vllm_metal_lite.attention.sdpa import plan
+from vllm_metal_lite.attention.sdpa import planner
 from vllm_metal_lite.attention.sdpa.fused import Unfused
 from vllm_metal_lite.attention.sdpa.gathers import joint_gathers
-from vllm_metal_lite.attention.sdpa.plan import _LEAST_TILE, NEVER, SdpaCall, places, split_packs
+from vllm_metal_lite.attention.sdpa.planner import _LEAST_TILE, NEVER, SdpaCall, places, split_packs
 
 ANY = 1 << 40
 
@@ -19,9 +19,9 @@ def plan_calls(batch, window=None, chunk=None, *, fused_rows=ANY, key_grain=1, *
     """fused_rows: a layer that MLX does not fuse has this; None: MLX fuses all calls."""
     unfused = None if fused_rows is None else Unfused(1, fused_rows=fused_rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "_KEY_GRAIN", key_grain)
+        patch.setattr(planner, "_KEY_GRAIN", key_grain)
         change_device(patch, **{"sdpa_tile": ANY, "max_scores": ANY, **device})
-        return plan.CallPlanner(batch, window, chunk, unfused).calls()
+        return planner.CallPlanner(batch, window, chunk, unfused).calls()
 
 
 def visible(call: SdpaCall, window: int | None) -> np.ndarray:
