@@ -6,15 +6,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.attention_cases import expected_pairs, make_batch
+from tests.support.device import change_device
+from vllm_metal_lite.attention.sdpa import planner
+from vllm_metal_lite.attention.sdpa.fused import Unfused
 from vllm_metal_lite.attention.sdpa.gathers import joint_gathers
-from vllm_metal_lite.attention.sdpa.plan import (
-    _LEAST_TILE,
-    NEVER,
-    SdpaCall,
-    places,
-    plan_calls,
-    split_packs,
-)
+from vllm_metal_lite.attention.sdpa.planner import _LEAST_TILE, NEVER, SdpaCall, places, split_packs
+
+ANY = 1 << 40
+
+
+def plan_calls(batch, window=None, chunk=None, *, fused_rows=ANY, key_grain=1, **device):
+    """fused_rows: a layer that MLX does not fuse has this; None: MLX fuses all calls."""
+    unfused = None if fused_rows is None else Unfused(1, fused_rows=fused_rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "_KEY_GRAIN", key_grain)
+        change_device(patch, **{"sdpa_tile": ANY, "max_scores": ANY, **device})
+        return planner.CallPlanner(batch, window, chunk, unfused).calls()
 
 
 def visible(call: SdpaCall, window: int | None) -> np.ndarray:
@@ -54,11 +61,11 @@ whole = st.tuples(st.just(0), st.integers(1, 24))
     st.lists(st.one_of(segment, whole), min_size=1, max_size=7),
     st.none() | st.integers(1, 20),
     st.none() | st.integers(1, 20),
-    st.sampled_from([1, 3, 8, 1 << 30]),
+    st.sampled_from([1, 3, 8, ANY]),
     st.sampled_from([0, 30, 500, 1 << 20]),
-    st.sampled_from([1, 100, 1 << 40]),
+    st.sampled_from([1, 100, ANY]),
     st.sampled_from([1, 16]),
-    st.sampled_from([12, 1 << 40]),
+    st.sampled_from([12, ANY, None]),
 )
 @settings(max_examples=400)
 def test_every_row_sees_exactly_what_the_definition_says(
@@ -67,9 +74,8 @@ def test_every_row_sees_exactly_what_the_definition_says(
     batch = make_batch(segments)
     if window is not None and window >= int(batch.seq_lens.max()):
         window = None  # as SdpaPlan.calls does
-    how = {"attention_chunk": chunk, "tile": tile, "call_cost": call_cost}
-    how |= {"max_scores": max_scores, "key_grain": key_grain, "fused_rows": fused_rows}
-    calls = plan_calls(batch, window, **how)
+    how = {"sdpa_tile": tile, "sdpa_call_cost": call_cost, "max_scores": max_scores}
+    calls = plan_calls(batch, window, chunk, key_grain=key_grain, fused_rows=fused_rows, **how)
     seen = seen_pairs(calls, window)
     expected = expected_pairs(batch, window, chunk)
     assert {r: sorted(s) for r, s in seen.items()} == {r: sorted(s) for r, s in expected.items()}
@@ -81,7 +87,7 @@ def test_every_row_sees_exactly_what_the_definition_says(
         assert g.q_rows.shape[1] <= max(tile, 1) or g.segments is not None
         assert (g.kv_pos[:, 0] < NEVER).all()
         assert visible(g, window)[:, :, : g.num_visible].all()
-        if fused_rows > NEVER:
+        if fused_rows == ANY:
             assert g.kv_pos.shape[1] % key_grain == 0 or g.segments is not None
 
 
@@ -95,7 +101,7 @@ def test_every_row_sees_exactly_what_the_definition_says(
 def test_every_row_has_its_place_in_the_results(segments, window, padding, call_cost):
     batch = make_batch(segments)
     n = batch.num_tokens
-    calls = plan_calls(batch, window, tile=8, call_cost=call_cost)
+    calls = plan_calls(batch, window, sdpa_tile=8, sdpa_call_cost=call_cost)
     rows, place = places(calls, n + padding)
     rows = np.arange(n) if rows is None else rows
     assert rows[np.arange(n) if place is None else place[:n]].tolist() == list(range(n))
@@ -117,34 +123,32 @@ def test_packs_hold_at_most_the_cap_in_order_and_oversized_prompts_are_alone(len
 @pytest.mark.parametrize("call_cost", [0, 1 << 20])
 def test_an_oversized_prompt_runs_alone_and_needs_no_mask(call_cost):
     batch = make_batch([(0, 5000), (0, 40), (0, 30)])
-    calls = plan_calls(batch, None, tile=1 << 30, call_cost=call_cost)
-    oversized = [g for g in calls if 4999 in g.q_rows]
-    assert len(oversized) == 1
-    assert oversized[0].q_rows.shape == (1, 5000)
-    assert oversized[0].mask == "causal"
+    calls = plan_calls(batch, sdpa_call_cost=call_cost)
+    (oversized,) = (g for g in calls if 4999 in g.q_rows)
+    assert oversized.q_rows.shape == (1, 5000)
+    assert oversized.mask == "causal"
 
 
 def test_prompts_of_unlike_lengths_are_packed_where_calls_are_dear():
     """At a GPU's call cost: one block-diagonal call, not a padded batch four times its size."""
     batch = make_batch([(0, 60), (0, 3), (0, 5), (0, 2)])
-    calls = plan_calls(batch, None, tile=1 << 30, call_cost=1 << 20)
-    assert len(calls) == 1
-    assert calls[0].segments is not None
-    assert calls[0].q_rows.shape == (1, 70)
+    (call,) = plan_calls(batch, sdpa_call_cost=1 << 20)
+    assert call.segments is not None
+    assert call.q_rows.shape == (1, 70)
 
 
 @pytest.mark.parametrize("context", [0, 13])
 def test_like_segments_share_one_causal_call_without_a_mask(context):
     batch = make_batch([(context, 20)] * 4)
-    (call,) = plan_calls(batch, None, tile=1 << 30, call_cost=1000)
+    (call,) = plan_calls(batch, sdpa_call_cost=1000)
     assert call.mask == "causal"
     assert call.q_rows.shape == (4, 20)
 
 
 def test_decodes_of_equal_context_need_no_mask_at_all():
-    (call,) = plan_calls(make_batch([(9, 1)] * 3), None, tile=256, call_cost=0)
+    (call,) = plan_calls(make_batch([(9, 1)] * 3), sdpa_tile=256, sdpa_call_cost=0)
     assert call.mask is None
-    (call,) = plan_calls(make_batch([(20, 1), (30, 1)]), 4, tile=256, call_cost=0)
+    (call,) = plan_calls(make_batch([(20, 1), (30, 1)]), 4, sdpa_tile=256, sdpa_call_cost=0)
     assert call.mask is None, "beyond the window they are equal too"
     assert call.kv_slots.shape == (2, 4)
 
@@ -152,14 +156,14 @@ def test_decodes_of_equal_context_need_no_mask_at_all():
 def test_padding_never_costs_more_than_another_call():
     """A short decode is not padded to a long one's context, unless that is cheap."""
     batch = make_batch([(4000, 1), (3, 1), (3900, 1)])
-    calls = plan_calls(batch, None, tile=256, call_cost=10_000)
+    calls = plan_calls(batch, sdpa_tile=256, sdpa_call_cost=10_000)
     assert [g.q_rows.ravel().tolist() for g in calls] == [[0, 2], [1]]
-    assert len(plan_calls(batch, None, tile=256, call_cost=1 << 20)) == 1
+    assert len(plan_calls(batch, sdpa_tile=256, sdpa_call_cost=1 << 20)) == 1
 
 
 def test_one_call_gathers_a_bounded_number_of_keys():
     batch = make_batch([(999, 1)] * 300)
-    calls = plan_calls(batch, None, tile=256, call_cost=1 << 20)
+    calls = plan_calls(batch, sdpa_tile=256, sdpa_call_cost=1 << 20)
     assert sorted(len(g.kv_slots) for g in calls) == [38, 131, 131]
     assert {g.kv_slots.shape[1] for g in calls} == {1000}
 
@@ -173,7 +177,7 @@ def test_one_call_gathers_a_bounded_number_of_keys():
 def test_the_scores_of_a_call_are_bounded(segments, window, max_scores):
     """By the limit, except for the smallest tiles."""
     batch = make_batch(segments)
-    calls = plan_calls(batch, window, tile=1 << 30, call_cost=1 << 21, max_scores=max_scores)
+    calls = plan_calls(batch, window, sdpa_call_cost=1 << 21, max_scores=max_scores)
     for g in calls:
         rows, keys = g.q_rows.shape[1], g.kv_slots.shape[1]
         assert g.q_rows.size * keys <= max_scores or (len(g.q_rows) == 1 and rows <= _LEAST_TILE)
@@ -182,9 +186,9 @@ def test_the_scores_of_a_call_are_bounded(segments, window, max_scores):
 @given(
     st.lists(st.one_of(segment, whole), min_size=1, max_size=7),
     st.none() | st.integers(1, 20),
-    st.sampled_from([1, 3, 1 << 30]),
+    st.sampled_from([1, 3, ANY]),
     st.sampled_from([0, 30, 1 << 20]),
-    st.sampled_from([1, 100, 1 << 40]),
+    st.sampled_from([1, 100, ANY]),
     st.sampled_from([1, 40, 1 << 17]),
     st.sampled_from([1, 16]),
 )
@@ -193,9 +197,8 @@ def test_every_call_finds_its_keys_in_a_gather_of_bounded_size(
     segments, window, tile, call_cost, max_scores, cap, key_grain
 ):
     batch = make_batch(segments)
-    calls = plan_calls(
-        batch, window, tile=tile, call_cost=call_cost, max_scores=max_scores, key_grain=key_grain
-    )
+    how = {"sdpa_tile": tile, "sdpa_call_cost": call_cost, "max_scores": max_scores}
+    calls = plan_calls(batch, window, key_grain=key_grain, **how)
     gathers, left = joint_gathers(calls, cap), iter(calls)
     read = np.concatenate([g.kv_slots.ravel() for g in calls])
     for gather in gathers:
@@ -214,7 +217,7 @@ def test_every_call_finds_its_keys_in_a_gather_of_bounded_size(
 @pytest.mark.parametrize(("window", "keys"), [(None, 9000 + 600), (400, 400 + 600 - 1)])
 def test_the_tiles_of_a_chunk_share_one_copy_of_its_keys(window, keys):
     batch = make_batch([(9000, 600)])
-    calls = plan_calls(batch, window, tile=1 << 30, call_cost=1 << 21, max_scores=1 << 18)
+    calls = plan_calls(batch, window, sdpa_call_cost=1 << 21, max_scores=1 << 18)
     assert len(calls) > 1
     (gather,) = joint_gathers(calls, 1 << 17)
     assert len(gather.slots) == keys

@@ -20,7 +20,7 @@ from tests.support.attention_cases import (
 from tests.support.device import change_device, pad_to_powers_of_two
 from vllm_metal_lite import SamplingParams, backend
 from vllm_metal_lite.attention.paged.attention import KernelAttention
-from vllm_metal_lite.attention.paged.decodes import as_decodes
+from vllm_metal_lite.attention.segments import as_decodes
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.devices import profile

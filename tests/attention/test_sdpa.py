@@ -93,18 +93,14 @@ def test_the_packed_form_equals_the_padded_one(monkeypatch):
     assert np.abs(results[0] - case.expected()).max() < 1e-5
 
 
-def masks_of(case: Case, dtype: mx.Dtype, window: int | None) -> list[mx.array]:
-    calls = case.attention.prepare(case.batch, case.batch.num_tokens).plan.calls(0, window)
-    return [m for g in calls.calls if isinstance(m := g.mask(dtype), mx.array)]
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("where", ["cpu", "metal", "cuda"])
 def test_a_mask_is_never_wider_than_the_queries(monkeypatch, where, dtype):
     """Bool; on CUDA, where a bool mask is not fused, the queries' dtype."""
     monkeypatch.setattr(backend, "name", lambda: where)
-    masks = masks_of(Case(RAGGED), dtype, window=7)
-    assert masks
+    case = Case(RAGGED)
+    calls = case.attention.prepare(case.batch, case.batch.num_tokens).plan.calls(0, 7).calls
+    masks = [m for g in calls if isinstance(m := g.mask(dtype), mx.array)]
     assert {m.dtype for m in masks} == {dtype if where == "cuda" else mx.bool_}
 
 

@@ -77,7 +77,7 @@ def test_kernels_that_are_right_are_used_without_a_warning(caplog, option):
     assert attention.shares == [True]
     assert not attention.failed_kernels
     assert attention.rows_as_decodes == profile().rows_as_decodes
-    assert reason == "right on this device; prompts by varlen_prefill"
+    assert reason == "correct on this device; prompts by varlen_prefill"
 
 
 def test_prompts_go_the_faster_way():
@@ -125,7 +125,7 @@ def test_any_other_kernel_is_replaced_alone(caplog, name, option):
     assert attention.shares == [not alone]
     alone |= name == "latent_attention"
     assert attention.rows_as_decodes == (0 if alone else profile().rows_as_decodes)
-    assert f"without {name}, the others right" in reason
+    assert f"without {name}, the others correct" in reason
 
 
 def test_without_both_ways_of_prompts_the_reference_is_used(caplog):

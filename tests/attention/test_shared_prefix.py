@@ -1,6 +1,7 @@
 """Which decodes share a prefix, and whole engines whose decodes do."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from tests.support.array_attention import compile_on_cpu
+from tests.support.attention_cases import BLOCK_SIZE, make_batch
 from tests.support.device import change_device, pad_to_powers_of_two
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged import decodes
@@ -17,7 +19,7 @@ from vllm_metal_lite.attention.paged.shared_prefix import PrefixSearch, find_sha
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import verdicts
 
-BLOCK_SIZE = 8
+DECODES = make_batch([(0, 1)])
 
 needs_kernels = pytest.mark.skipif(
     backend.is_cpu() and not compiler_available(), reason="no C++ compiler"
@@ -60,12 +62,9 @@ def test_the_prefix_that_saves_most_is_found(rows, fewest, groups):
     ]
 
 
-def tables_of(*rows):
-    return [np.array(rows, np.int32)]
-
-
 def test_a_prefix_is_as_long_as_the_groups_of_layers_agree():
-    tables = tables_of([1, 2, 3, 4], [1, 2, 3, 5]) + tables_of([6, 7, 8, 9], [6, 7, 5, 4])
+    groups = [[1, 2, 3, 4], [1, 2, 3, 5]], [[6, 7, 8, 9], [6, 7, 5, 4]]
+    tables = [np.array(rows, np.int32) for rows in groups]
     found = find_shared_prefix(tables, np.array([30, 30]), BLOCK_SIZE, 8)
     assert (found.leader, found.lens.tolist()) == (0, [16, 16])
 
@@ -91,7 +90,7 @@ STEP = st.one_of(
 @given(st.lists(STEP, max_size=30), st.integers(1, 3))
 def test_a_prefix_that_is_remembered_is_still_one(changes, fewest):
     """Rows come, go and grow, a token or a block at a time; tables have stale blocks behind."""
-    search, rows, least = PrefixSearch(), [], fewest * BLOCK_SIZE
+    search, rows, least = PrefixSearch([0]), [], fewest * BLOCK_SIZE
     names: dict[str, int] = {}
     for change in changes:
         if change == "decode":
@@ -110,7 +109,8 @@ def test_a_prefix_that_is_remembered_is_still_one(changes, fewest):
                 key = word[: at + 1] + str(i) * ("c" in word[: at + 1])
                 tables[i, at] = names.setdefault(key, len(names))
         lens = np.array([n for _, n in rows], np.int32)
-        found = search([tables], lens, BLOCK_SIZE, least)
+        batch = replace(DECODES, block_tables=tables, seq_lens=lens, num_decodes=len(lens))
+        found = search(batch, least)
         if change != "decode":
             other = find_shared_prefix([tables], lens, BLOCK_SIZE, least)
             assert (found is None) == (other is None)

@@ -15,7 +15,7 @@ from tests.support import tiny_models as tiny
 from tests.support.miscompiled import miscompile, seeming_gpu
 from vllm_metal_lite import devices
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import bandwidth, compare_tokens, isolated, ordering, verdicts
+from vllm_metal_lite.checks import compare_tokens, isolated, ordering, speed, verdicts
 from vllm_metal_lite.checks.ordering import Outcome
 from vllm_metal_lite.checks.result import CheckResult, Speed
 from vllm_metal_lite.cli import doctor, machine
@@ -92,7 +92,7 @@ def test_a_report_has_no_names_of_the_user(monkeypatch, tmp_path):
 def a_gpu(monkeypatch, tmp_path):
     """Small shapes; no processes; nothing is timed."""
     monkeypatch.setattr(doctor, "COMMON", {"tiny": TINY})
-    monkeypatch.setattr(bandwidth, "copy_bandwidth", partial(bandwidth.copy_bandwidth, 4096))
+    monkeypatch.setattr(speed, "copy_bandwidth", partial(speed.copy_bandwidth, 4096))
     monkeypatch.setattr(ordering, "stress", lambda: [Outcome("all launches in one", 9, None)])
     monkeypatch.setattr(compare_tokens, "PROMPTS", (3, 20))
     monkeypatch.setattr(compare_tokens, "STARTS", (1, 0))
@@ -164,7 +164,7 @@ def no_work(a_gpu, monkeypatch):
         yield from found["results"] if timed else ()
 
     monkeypatch.setattr(isolated, "results", check)
-    monkeypatch.setattr(bandwidth, "copy_bandwidth", lambda: 100e9)
+    monkeypatch.setattr(speed, "copy_bandwidth", lambda: 100e9)
     monkeypatch.setattr(ordering, "stress", lambda: found["order"])
     monkeypatch.setattr(compare_tokens, "compare", lambda *_: found["answers"])
     return found
@@ -216,7 +216,7 @@ def test_other_tokens_are_a_problem_unless_they_tie(no_work, capsys, is_tie):
 def test_after_a_hang_no_graph_with_that_kernel_is_run(no_work, monkeypatch, capsys):
     hung = replace(no_work["results"][0], failure="hangs: no result after 60 s", ended=True)
     no_work["results"][0] = hung
-    for module, part in (ordering, "stress"), (bandwidth, "copy_bandwidth"):
+    for module, part in (ordering, "stress"), (speed, "copy_bandwidth"):
         monkeypatch.setattr(module, part, lambda: pytest.fail("must not begin"))
     assert run() == 1
     out = capsys.readouterr().out

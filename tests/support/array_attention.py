@@ -5,6 +5,7 @@ the state: they go into a compiled step and come out of it.
 """
 
 from copy import copy
+from functools import partial
 
 from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.paged.attention import KernelAttention
@@ -72,7 +73,7 @@ class ArrayStepAttention(ReferenceStepAttention):
             assert q.shape[1] // self.store.specs[layer].num_kv_heads in prompts.tiles
             outputs.append(self._varlen(layer, rows, prompts, scale, window))
         elif prompts is not None:
-            outputs.append(execute_calls(prompts, group, rows, call, self._gather))
+            outputs.append(execute_calls(prompts, group, rows, call, partial(self._gather, layer)))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
     def _keys_and_values(self, layer, tables):

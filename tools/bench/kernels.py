@@ -12,10 +12,10 @@ import argparse
 
 from tools.dev.run_main import run_main
 from vllm_metal_lite import MetalLiteError, backend
-from vllm_metal_lite.checks.bandwidth import copy_bandwidth
 from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.popular_shapes import COMMON, full_list
 from vllm_metal_lite.checks.run_check import run
+from vllm_metal_lite.checks.speed import copy_bandwidth
 from vllm_metal_lite.kernels.registry import REGISTRY
 
 

@@ -23,7 +23,7 @@ from tools.dev.run_main import run_main
 from vllm_metal_lite import MetalLiteError, backend
 from vllm_metal_lite.attention.paged.decodes import decode_plan
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.fallbacks import TimedStore
+from vllm_metal_lite.checks.timed_store import TimedStore
 from vllm_metal_lite.devices import PROFILES, profile
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
@@ -82,7 +82,7 @@ class Loads:
 
     def decode(self, batch: int, context: int) -> float:
         load = TimedStore(self.shape, batch, max(32, context // self.divisor))
-        return self.seconds(load.by("gather"), load.queries())
+        return self.seconds(load.attention(), load.queries())
 
     def prefix(self, rows: int, tokens: int) -> float:
         """Decodes with a shared prefix, which is read once if that saves enough."""

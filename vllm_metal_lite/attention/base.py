@@ -11,21 +11,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from mlx.utils import tree_map
 
+from vllm_metal_lite.attention.padding import pad_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import PAD_SLOT, ForwardBatch
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.base import StepRecurrence
 
 Tree = TypeVar("Tree", bound=tuple)
-
-
-def pad_rows(rows: np.ndarray, num_rows: int, value: int = 0) -> np.ndarray:
-    """Pad (n, ...) to num_rows rows of `value`.  (np.pad takes ten times as long.)"""
-    if len(rows) == num_rows:
-        return rows
-    out = np.full((num_rows, *rows.shape[1:]), value, rows.dtype)
-    out[: len(rows)] = rows
-    return out
 
 
 def arrays_of(tree: Any) -> list[mx.array]:
@@ -64,7 +56,7 @@ class Step(NamedTuple):
     plan: of the attention path, which alone reads it.  Two steps of one variant differ only in the
     values of their arrays.
     pools: the forward also gives hidden states.
-    variant: what a compiled step depends on, apart from its arrays' values; None if not compiled.
+    variant: all that a compiled step depends on, except its arrays' values; None: not compiled.
     """
 
     batch: ForwardBatch

@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 class Verdict:
     """Results of the kernel checks on this device.
 
-    failures: kernel -> one line.  prefill: the faster path for prompts, "varlen" or "gather".
+    failures: kernel -> why it is replaced, in one line.
+    prefill: the faster path for prompts, "varlen" or "gather".
     """
 
     failures: dict[str, str]
@@ -44,12 +45,13 @@ def no_kernels(
     by_segment: str | None = None,
     recurrences: Sequence[RecurrentShape] = (),
 ) -> str | None:
-    """Why the kernels are not used for a model that attends with `shapes`; None: use them.
+    """Why a model that attends with `shapes` does not use the kernels; None: the model uses them.
 
     option: "reference", "kernels" or "auto".  by_segment: why the model attends one segment at a
-    time; None if it does not.  Such a model reads K and V through MLX operations, which must not
-    touch a store that kernels write.  recurrences: of the recurrent layers that work on packed
-    rows.  Raises ConfigError for another option, and for "kernels" if they cannot serve the model.
+    time; None: it attends to packed rows.  A model that attends by segment reads K and V through
+    MLX operations, which must not touch a store that kernels write.
+    recurrences: of the recurrent layers that work on packed rows.
+    Raises ConfigError for another option, and for "kernels" if they cannot serve the model.
     """
     if option not in ATTENTION:
         raise ConfigError(Option("attention"), f" must be one of {list(ATTENTION)}, got {option!r}")
@@ -70,10 +72,10 @@ def select(
     verdict: Verdict,
     known: Collection[str] = (),
 ) -> tuple[Attention, str]:
-    """The attention path for a model that the kernels can serve, and a short reason.
+    """The attention path for a model that the kernels can serve, and the reason for the choice.
 
-    Each failed kernel is replaced (kernels/registry.py), with a warning unless it is `known`.  If
-    the reference replaces it, option "kernels" raises ConfigError.
+    A fallback replaces each failed kernel (kernels/registry.py), with a warning unless the kernel
+    is `known`.  If only the reference is left, option "kernels" raises ConfigError.
     """
     failures = verdict.failures
     prefill, fatal = _prefill(shapes, verdict)
@@ -87,7 +89,7 @@ def select(
         fallback = row.fallback if fatal is None or row.essential else REFERENCE
         logger.warning(
             f"a kernel does not suit this device: {failures[kernel]}; {fallback}. Answers stay "
-            "right. Please report what `vllm-metal-lite doctor` prints."
+            "correct. Please report the output of `vllm-metal-lite doctor`."
         )
     if fatal is not None:
         return ReferenceAttention(store), f"a kernel fails: {failures[fatal]}"
@@ -100,14 +102,14 @@ def select(
         rows_as_decodes=profile().rows_as_decodes if decodes else 0,
         latents=any(s.latent for s in shapes),
     )
-    checked = f"without {', '.join(sorted(failures))}, the others right" if failures else "right"
+    without = f"without {', '.join(sorted(failures))}, the others " if failures else ""
     ours = "latent_attention" if any(s.latent for s in shapes) else "varlen_prefill"
     how = {"varlen": ours, "gather": "MLX's SDPA"}[prefill]
-    return attention, f"{checked} on this device; prompts by {how}"
+    return attention, f"{without}correct on this device; prompts by {how}"
 
 
 def _prefill(shapes: Sequence[AttentionShape], verdict: Verdict) -> tuple[str, str | None]:
-    """How prompts run; and the failed kernel, if any, that only the reference can replace."""
+    """The path of prompts; and the failed kernel, if any, that only the reference can replace."""
     unused = [row for row in REGISTRY.values() if row.name in unused_kernels(verdict.failures)]
     fatal = next((row.name for row in unused if row.essential), None)
     choices = {"varlen", "gather"} - {row.prefill for row in unused}

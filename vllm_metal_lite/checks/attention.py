@@ -3,17 +3,22 @@
 A check launches the instantiations that serving launches, so that its compilation is not wasted.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
-from vllm_metal_lite.checks.case import CONTEXTS, Case, case_of, draw, padded, rounded
+from vllm_metal_lite.checks.accuracy import (
+    TOLERANCE,
+    ErrorAndLimit,
+    largest,
+    largest_error,
+    of_store,
+)
+from vllm_metal_lite.checks.case import CONTEXTS, Case, case_of
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.new_rows import new_rows, tolerance
-from vllm_metal_lite.checks.result import TOLERANCE, ErrorAndLimit, largest, largest_error
+from vllm_metal_lite.checks.values import draw, padded, rounded
 from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
@@ -22,8 +27,6 @@ from vllm_metal_lite.kernels.latent_attention import Where, decode_tiles, latent
 from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.prefill import varlen_prefill
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix
-from vllm_metal_lite.kv.row_format import RowFormat
-from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.specs import AttentionShape
 
 # Plans of serving: for a context in one piece, and for one in several.
@@ -44,8 +47,7 @@ def write(check: Check[AttentionShape]) -> ErrorAndLimit:
     expected = [np.zeros_like(drawn) for drawn in case.drawn]
     for rows, drawn in zip(expected, case.drawn, strict=True):
         rows[target[target >= 0]] = drawn[target[target >= 0]]
-    error = stored_error((keys, values), case.spec, expected)
-    return error, 1.0 if case.shape.kv_bits else 0.0
+    return of_store((keys, values), case.spec, expected)
 
 
 def gather(check: Check[AttentionShape]) -> ErrorAndLimit:
@@ -80,14 +82,13 @@ def decode(check: Check[AttentionShape]) -> ErrorAndLimit:
         mx.eval(rows.arrays)
     where, how, ticket, prefix = decode_arrays(batch), case.how(), new_ticket(), None
     if shares:
-        of_prefix = {name: how[name] for name in ("block_size", "scale", "softcap")}
+        of_prefix = {"scale": how["scale"], "softcap": how["softcap"], **case.layout}
         leader, lens_of_rows = mx.array([len(CONTEXTS) - 1], mx.int32), mx.array(padded(lens))
-        of_prefix |= {"splits": PREFIX_SPLITS, "spec": case.spec}
-        prefix = shared_prefix(rows, *where, leader, lens_of_rows, *store, ticket, **of_prefix)
+        arrays = rows, *where, leader, lens_of_rows, *store, ticket
+        prefix = shared_prefix(*arrays, splits=PREFIX_SPLITS, **of_prefix)
         ticket = prefix.lse
-    out, ticket = paged_decode(
-        rows, *where, *store, ticket, plan=plan, prefix=prefix, spec=case.spec, **how
-    )
+    how |= case.layout
+    out, ticket = paged_decode(rows, *where, *store, ticket, plan=plan, prefix=prefix, **how)
     if check.rope is None:
         return _compare(case, batch, q, out)
     mx.eval(out, ticket)
@@ -96,7 +97,7 @@ def decode(check: Check[AttentionShape]) -> ErrorAndLimit:
         for row, kept in zip(case.formats, store, strict=True)
     ]
     error = largest_error(out, padded(case.expected(batch, q, *stored)))
-    return of_store(error, store, case.spec, after, tolerance(check, int(CONTEXTS.max())))
+    return of_store(store, case.spec, after, tolerance(check, int(CONTEXTS.max())), error)
 
 
 def _newest(
@@ -127,9 +128,8 @@ def prefill(check: Check[AttentionShape]) -> ErrorAndLimit:
     where = tables, cu_seqlens_q, seq_lens, tiles_of_q
     if shape.latent:
         return _latents(case, batch, where, splits=1)
-    out, _ = varlen_prefill(
-        case.array(q), *where, *case.store(), new_ticket(), spec=case.spec, **case.how()
-    )
+    how = case.how() | case.layout
+    out, _ = varlen_prefill(case.array(q), *where, *case.store(), new_ticket(), **how)
     return _compare(case, batch, case.q, out)
 
 
@@ -144,8 +144,7 @@ def _latents(case: Case, batch: ForwardBatch, where: Where, splits: int) -> Erro
     assert case.q_pe is not None
     q, q_pe = case.q[: batch.num_tokens], case.q_pe[: batch.num_tokens]
     arrays = case.array(padded(q)), case.array(padded(q_pe)), *where, *case.store(), new_ticket()
-    size, scale = case.block_size, case.how()["scale"]
-    out, _ = latent_attention(*arrays, block_size=size, scale=scale, splits=splits, spec=case.spec)
+    out, _ = latent_attention(*arrays, scale=case.how()["scale"], splits=splits, **case.layout)
     return _compare(case, batch, q, out)
 
 
@@ -166,47 +165,3 @@ def decode_arrays(batch: ForwardBatch) -> tuple[mx.array, mx.array]:
 def _compare(case: Case, batch: ForwardBatch, q: np.ndarray, out: mx.array) -> ErrorAndLimit:
     expected = padded(case.expected(batch, q, case.keys, case.values))
     return largest_error(out, expected), TOLERANCE[case.shape.dtype]
-
-
-def of_store(
-    error: float,
-    store: Sequence[mx.array],
-    spec: LayerSpec,
-    expected: Sequence[np.ndarray],
-    tolerance: float,
-) -> ErrorAndLimit:
-    """The larger of `error` (of rows outside the store) and the store's error, and the tolerance.
-
-    If the store is quantised, both are fractions of what is allowed.
-    """
-    stored = stored_error(store, spec, expected, tolerance)
-    if spec.bits is None:
-        return max(error, stored), tolerance
-    return max(error / tolerance, stored), 1.0
-
-
-def stored_error(
-    store: Sequence[mx.array], spec: LayerSpec, expected: Sequence[np.ndarray], rounding: float = 0
-) -> float:
-    """The largest error of K and V in a store; if quantised, as a fraction of the allowed loss.
-
-    rounding: of the values before they were stored, relative to 1 + |value|.
-    """
-    rows = zip(store, (spec.k_row, spec.v_row), expected, strict=True)
-    return max(
-        largest_error(row.unpack(array), wanted, _lost(row, wanted, rounding))
-        for array, row, wanted in rows
-    )
-
-
-def _lost(row: RowFormat, values: np.ndarray, rounding: float) -> np.ndarray | None:
-    """The largest change by quantisation of each value: half a step, plus rounding to the dtype.
-
-    None: rows of this format are not quantised.
-    """
-    if row.bits is None:
-        return None
-    groups = values.reshape(*values.shape[:-1], -1, row.group_size)
-    step = (groups.max(-1, keepdims=True) - groups.min(-1, keepdims=True)) / ((1 << row.bits) - 1)
-    rounded = (TOLERANCE[row.dtype] + rounding) * (1 + np.abs(groups))
-    return (0.5 * step + rounded).reshape(values.shape)

@@ -12,10 +12,9 @@ from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.kernels.experts import Activation
-from vllm_metal_lite.kernels.weights import Weight, dequantised, quantised
+from vllm_metal_lite.checks.values import draw
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
-from vllm_metal_lite.specs import AttentionShape, Quantisation
+from vllm_metal_lite.specs import AttentionShape
 
 # More than eight sequences: MLX passes smaller arrays to a kernel in another address space.
 # Contexts of one key, within a block, over many blocks, more than one split.
@@ -73,6 +72,7 @@ class Case:
         slots = (self.num_blocks + 1) * block_size
         self.owned = np.sort(sequences.batch(CONTEXTS).slot_mapping)
         self.spec = spec_of(shape)
+        self.layout: dict[str, Any] = {"block_size": block_size, "spec": self.spec}
         self.formats = self.spec.k_row, self.spec.v_row
         self.drawn = [
             draw(rng, (slots, shape.num_kv_heads, row.dim), shape.dtype) for row in self.formats
@@ -112,9 +112,8 @@ class Case:
         return keys, values
 
     def how(self) -> dict[str, Any]:
-        """The arguments of attention kernels."""
+        """The arguments that attention kernels and the reference have in common."""
         return {
-            "block_size": self.block_size,
             "scale": self.shape.k_head_dim**-0.5,
             "window": self.shape.window,
             "softcap": self.shape.softcap,
@@ -135,16 +134,13 @@ class Case:
         self, batch: ForwardBatch, q: np.ndarray, keys: np.ndarray, values: np.ndarray
     ) -> np.ndarray:
         """The reference, in float32 on the CPU of this machine."""
-        s = self.shape
         with mx.stream(mx.cpu):
-            spec = LayerSpec(s.num_kv_heads, s.k_head_dim, s.v_head_dim, mx.float32)
+            spec = replace(self.spec, dtype=mx.float32, bits=None)
             store = PagedStore([spec], self.num_blocks, self.block_size)
             store.keys, store.values = [mx.array(keys)], [mx.array(values)]
             attention = ReferenceAttention(store)
             step = attention.prepare(batch, batch.num_tokens)
-            how = self.how()
-            del how["block_size"]
-            call = AttentionCall(0, **how)
+            call = AttentionCall(0, **self.how())
             if self.q_pe is not None:
                 call = call._replace(q_pe=mx.array(self.q_pe[: len(q)]))
             bound = attention.begin(step, attention.new_state())
@@ -153,58 +149,10 @@ class Case:
 
 def spec_of(shape: AttentionShape) -> LayerSpec:
     """The layer of a store that a shape attends to."""
-    return LayerSpec(
-        shape.num_kv_heads,
-        shape.k_head_dim,
-        shape.v_head_dim,
-        shape.dtype,
-        shape.window,
-        bits=shape.kv_bits,
-    )
+    sizes = shape.num_kv_heads, shape.k_head_dim, shape.v_head_dim
+    return LayerSpec(*sizes, shape.dtype, shape.window, bits=shape.kv_bits)
 
 
 @lru_cache(maxsize=2)  # the checks of one shape follow each other
 def case_of(shape: AttentionShape, block_size: int) -> Case:
     return Case(shape, block_size)
-
-
-def draw_weight(
-    rng: np.random.Generator, dims: tuple[int, ...], dtype: mx.Dtype, how: Quantisation | None
-) -> tuple[Weight, np.ndarray]:
-    """A weight (.., outputs, depth), quantised if `how` says so, and its values."""
-    values = rounded(draw(rng, dims, dtype) / dims[-1] ** 0.5, dtype)
-    plain = mx.array(values).astype(dtype)
-    if how is None:
-        return plain, values
-    packed = quantised(plain, how)
-    return packed, rounded(dequantised(packed), dtype)
-
-
-def activated(gate: np.ndarray, up: np.ndarray, how: Activation) -> np.ndarray:
-    """The activation of gate and up, by definition."""
-    if how.kind == "relu2":
-        return np.maximum(gate, 0) ** 2
-    if how.kind == "clamped_swiglu":
-        gate, up = np.minimum(gate, how.limit), np.clip(up, -how.limit, how.limit) + 1
-    # gelu's (1 + tanh(z)) / 2 is the sigmoid of 2 z.
-    cubic = gate + 0.044715 * gate**3
-    steep = (8 / np.pi) ** 0.5 * cubic if how.kind == "geglu" else how.alpha * gate
-    return gate / (1 + np.exp(-steep)) * up
-
-
-def padded(rows: np.ndarray) -> np.ndarray:
-    """One more row, of padding: zeros."""
-    return np.concatenate([rows, np.zeros_like(rows[:1])])
-
-
-def draw(rng: np.random.Generator, dims: tuple[int, ...], dtype: mx.Dtype) -> np.ndarray:
-    """Normal values, rounded to `dtype`, as float32."""
-    return rounded(rng.standard_normal(dims, np.float32), dtype)
-
-
-def rounded(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
-    """Values rounded to `dtype`, as float32."""
-    if dtype == mx.float32:
-        return values.astype(np.float32)
-    with mx.stream(mx.cpu):
-        return np.array(mx.array(values.astype(np.float32)).astype(dtype).astype(mx.float32))

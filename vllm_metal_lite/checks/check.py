@@ -83,5 +83,5 @@ class Check(Generic[S]):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The other kernels that must be right before this check can say something."""
+        """The other kernels that must be correct before this check means anything."""
         return REGISTRY[self.kernel].needs + self.beside

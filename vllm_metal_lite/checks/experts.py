@@ -5,9 +5,9 @@ from collections.abc import Callable
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.case import activated, draw, draw_weight, rounded
+from vllm_metal_lite.checks.accuracy import TOLERANCE, ErrorAndLimit, largest
 from vllm_metal_lite.checks.check import Check, MixtureShape
-from vllm_metal_lite.checks.result import TOLERANCE, ErrorAndLimit, largest
+from vllm_metal_lite.checks.values import activated, draw, draw_weight, rounded
 from vllm_metal_lite.kernels.expert_topk import Routing, expert_topk
 from vllm_metal_lite.kernels.experts import (
     Activation,

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.heads import Heads
-from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.case import Sequences, spec_of
+from vllm_metal_lite.checks.case import spec_of
 from vllm_metal_lite.checks.check import Check, NormShape
 from vllm_metal_lite.checks.new_rows import drawn, new_rows
+from vllm_metal_lite.checks.timed_store import TimedStore
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
 from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_write
@@ -38,99 +37,41 @@ _ROWS = 512
 Work = Callable[[], object]
 # By the kernel, and without it.
 Pair = tuple[Work, Work]
-Attend = Check[AttentionShape]
+AttentionCheck = Check[AttentionShape]
 # Rotated queries, keys and values.
 Apart = tuple[mx.array, mx.array, mx.array]
-# Heads of queries, keys and values.
-NewHeads = tuple[Heads, Heads, Heads]
 
 
-class TimedStore:
-    """`sequences` of `context` tokens; the last `rows` of each are computed.
-
-    prefix: tokens, in blocks that all sequences begin with.
-    """
-
-    def __init__(
-        self,
-        shape: AttentionShape,
-        sequences: int,
-        context: int,
-        rows: int = 1,
-        *,
-        prefix: int = 0,
-        block_size: int = 16,
-    ) -> None:
-        self.shape = shape
-        made = Sequences([context] * sequences, block_size, np.random.default_rng(0), prefix=prefix)
-        self.batch = made.batch(np.full(sequences, rows))
-        spec = spec_of(shape)
-        self.store = store = PagedStore([spec], made.num_blocks, block_size)
-        formats = spec.k_row, spec.v_row
-        for arrays, row in zip((store.keys, store.values), formats, strict=True):
-            drawn = mx.random.normal((len(arrays[0]), shape.num_kv_heads, row.dim))
-            arrays[0] = row.pack(drawn.astype(shape.dtype))
-        self.scale = shape.k_head_dim**-0.5
-        # Rotary parts of queries to latents.
-        rotary = (self.batch.num_tokens, shape.num_heads, shape.v_head_dim)
-        self.q_pe = mx.random.normal(rotary).astype(shape.dtype) if shape.latent else None
-        mx.eval(store.arrays, *[self.q_pe] * shape.latent)
-
-    def queries(self) -> mx.array:
-        q = mx.random.normal((self.batch.num_tokens, self.shape.num_heads, self.shape.k_head_dim))
-        q = q.astype(self.shape.dtype)
-        mx.eval(q)
-        return q
-
-    def by(self, prefill: str, *without: str) -> Callable[[mx.array | NewHeads], mx.array]:
-        """Attention as serving calls it, without the kernels in `without`.
-
-        It takes queries, or the heads of new rows, which it writes too.
-        """
-        s = self.shape
-        groups = {s.num_heads // s.num_kv_heads}
-        attention = KernelAttention(self.store, prefill, groups, failed_kernels=without)
-        step, state = attention.prepare(self.batch, self.batch.num_tokens), attention.new_state()
-        sinks = mx.zeros(s.num_heads) if s.sinks else None
-        call = AttentionCall(0, self.scale, s.window, s.softcap, sinks, self.q_pe)
-
-        def attend(q: mx.array | NewHeads) -> mx.array:
-            bound = attention.begin(step, state)
-            rows = bound.rope_write(0, *q) if isinstance(q, tuple) else q
-            assert rows is not None
-            return bound.attend(rows, call)
-
-        return attend
-
-
-def _attention(check: Attend, sequences: int, context: int, rows: int = 1, prefix: int = 0) -> Pair:
+def _attention(
+    check: AttentionCheck, sequences: int, context: int, rows: int = 1, prefix: int = 0
+) -> Pair:
     """Prompts read in place or gathered; decodes with the kernel or without it."""
     load = TimedStore(
         check.shape, sequences, context, rows, prefix=prefix, block_size=check.block_size
     )
     q = load.queries()
     if rows > 1:
-        return partial(load.by("varlen"), q), partial(load.by("gather"), q)
-    return partial(load.by("gather"), q), partial(load.by("gather", check.kernel), q)
+        return partial(load.attention("varlen"), q), partial(load.attention("gather"), q)
+    return partial(load.attention(), q), partial(load.attention(without=check.kernel), q)
 
 
-def decode(check: Attend) -> list[Pair]:
+def decode(check: AttentionCheck) -> list[Pair]:
     return [_attention(check, _DECODES, _CONTEXT)]
 
 
-def merge(check: Attend) -> list[Pair]:
+def merge(check: AttentionCheck) -> list[Pair]:
     return [_attention(check, 1, _LONG)]
 
 
-def prefix(check: Attend) -> list[Pair]:
+def prefix(check: AttentionCheck) -> list[Pair]:
     return [_attention(check, _DECODES, _PREFIX + 128, prefix=_PREFIX)]
 
 
-def prompts(check: Attend) -> list[Pair]:
+def prompts(check: AttentionCheck) -> list[Pair]:
     return [_attention(check, *sizes) for sizes in _PROMPTS]
 
 
-def rows(check: Attend) -> list[Pair]:
+def rows(check: AttentionCheck) -> list[Pair]:
     shape = check.shape
     q = mx.random.normal((_ROWS, shape.num_heads, shape.k_head_dim)).astype(shape.dtype)
     index = mx.array(np.random.default_rng(0).permutation(_ROWS).astype(np.int32))
@@ -172,7 +113,7 @@ def _rotate(x: mx.array, rope: Rope, where: mx.array) -> mx.array:
     return mx.fast.rope(x, rope.dims, **how, scale=rope.scale, offset=where)
 
 
-def write(check: Attend) -> list[Pair]:
+def write(check: AttentionCheck) -> list[Pair]:
     """One launch for the new rows of prompts, and norm, rotation and kv_write apart."""
     positions, spec = np.arange(_ROWS), spec_of(check.shape)
     launch, new, _ = drawn(check, positions)
@@ -214,7 +155,7 @@ def _latents_apart(new: NewLatents, shape: AttentionShape, where: mx.array) -> A
     return _rotate(q, new.rope, where), latents, rotary
 
 
-def fused_decode(check: Attend) -> list[Pair]:
+def fused_decode(check: AttentionCheck) -> list[Pair]:
     """One launch for decodes, and `rope_write` before `paged_decode`."""
     assert check.rope is not None
     shape, dim = check.shape, check.shape.k_head_dim
@@ -226,4 +167,5 @@ def fused_decode(check: Attend) -> list[Pair]:
         Heads(new.k, shape.num_kv_heads, dim, new.k_norm, new.rope),
         Heads(new.v, shape.num_kv_heads, shape.v_head_dim),
     )
-    return [(partial(load.by("gather"), heads), partial(load.by("gather", check.kernel), heads))]
+    fused, apart = load.attention(), load.attention(without=check.kernel)
+    return [(partial(fused, heads), partial(apart, heads))]

@@ -1,4 +1,4 @@
-"""Checks the kernels that replace MLX operations around attention on this device.
+"""Checks the kernels that fuse norms with sums, and norms and activations with products.
 
 The reference is computed in NumPy on this machine's CPU, rounded where MLX's own norm and rotation
 round.
@@ -7,17 +7,13 @@ round.
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.attention import of_store
-from vllm_metal_lite.checks.case import activated, draw, draw_weight, rounded, spec_of
+from vllm_metal_lite.checks.accuracy import TOLERANCE, ErrorAndLimit, largest, largest_error
 from vllm_metal_lite.checks.check import Check, NormShape, ProductShape
-from vllm_metal_lite.checks.new_rows import EPS, drawn, last_position, rms_norm, tolerance
-from vllm_metal_lite.checks.result import TOLERANCE, ErrorAndLimit, largest, largest_error
-from vllm_metal_lite.devices import profile
+from vllm_metal_lite.checks.values import EPS, activated, draw, draw_weight, rms_norm, rounded
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
-from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
+from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.experts import Activation
 from vllm_metal_lite.kernels.skinny_gemm import gemm_plan, skinny_gemm
-from vllm_metal_lite.specs import AttentionShape
 
 _ROWS = 9  # see case.CONTEXTS
 _MOST_OUTPUTS = 256
@@ -64,32 +60,3 @@ def product(check: Check[ProductShape]) -> ErrorAndLimit:
     fused = skinny_gemm(a, w, plan=plan, norm=RMSNorm(g, EPS), residual=r, gate="silu")
     expected = activated(gate, up, Activation()) + residual
     return largest_error(fused, expected), TOLERANCE[dtype]
-
-
-def write(check: Check[AttentionShape]) -> ErrorAndLimit:
-    """Few rows and many; only few rows of latents."""
-    counts = (_ROWS,) if check.kernel == "latent_write" else (_ROWS, profile().rope_many_rows)
-    return max(_written(check, count) for count in counts)
-
-
-def _written(check: Check[AttentionShape], rows: int) -> ErrorAndLimit:
-    """New rows written to an empty store; every third row has no slot."""
-    last = last_position(check)
-    positions = np.linspace(0, last, rows).astype(np.int64)
-    launch, new, (q, *fresh) = drawn(check, positions)
-    spec = spec_of(check.shape)
-    slots = np.random.default_rng(0).permutation(rows).astype(np.int32)
-    slots[::3] = -1
-    store = [
-        mx.zeros((rows, spec.num_kv_heads, row.width), row.kept_dtype)
-        for row in (spec.k_row, spec.v_row)
-    ]
-    mx.eval(store)
-    place = {"positions": mx.array(positions.astype(np.int32)), "slot_mapping": mx.array(slots)}
-    arrays = {"keys": store[0], "values": store[1], "ticket": new_ticket()}
-    out, ticket = launch(new, **place, **arrays, spec=spec)
-    mx.eval(out, ticket)
-    expected = [np.zeros_like(a) for a in fresh]
-    for empty, a in zip(expected, fresh, strict=True):
-        empty[slots[slots >= 0]] = a[slots >= 0]
-    return of_store(largest_error(out, q), store, spec, expected, tolerance(check, last))

@@ -58,7 +58,7 @@ def results(
     """Run checks in order; yields a result for each check that is not left out.
 
     A check is left out if a kernel that it needs failed before, or if its own kernel hung or ended
-    the process before.  timed: time the kernels that are right.  known: earlier results, which also
+    the process before.  timed: time the correct kernels.  known: earlier results, which also
     leave checks out.
     """
     found: list[CheckResult] = []

@@ -1,4 +1,4 @@
-"""New rows of a layer as projections make them, and what norm and rotation make of them.
+"""Checks the kernels that norm, rotate and write new rows of a layer; and makes such rows.
 
 The reference is NumPy on this machine's CPU, rounded where MLX's own norm and rotation round.
 """
@@ -8,23 +8,54 @@ from collections.abc import Callable
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.case import draw, rounded
+from vllm_metal_lite.checks.accuracy import TOLERANCE, ErrorAndLimit, largest_error, of_store
+from vllm_metal_lite.checks.case import spec_of
 from vllm_metal_lite.checks.check import Check
-from vllm_metal_lite.checks.result import TOLERANCE
-from vllm_metal_lite.kernels.arguments import RMSNorm
+from vllm_metal_lite.checks.values import EPS, draw, rms_norm, rounded
+from vllm_metal_lite.devices import profile
+from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.specs import AttentionShape, RopeShape
 
-EPS = 1e-5
-# With a base, a frequency is a float32 exp2, right to two units in the last place, and the error of
+_ROWS = 9  # see case.CONTEXTS
+# With a base, a frequency is a float32 exp2, exact to two units in the last place, and the error of
 # an angle grows with the position.  Given powers of two make every angle exact.
 _FREQUENCY_ERROR = 2.4e-7
 _SMALL_POSITION, _LARGE_POSITION = 100, 1_000_000
 
 
-def last_position(check: Check[AttentionShape]) -> int:
+def write(check: Check[AttentionShape]) -> ErrorAndLimit:
+    """Few rows and many; only few rows of latents."""
+    counts = (_ROWS,) if check.kernel == "latent_write" else (_ROWS, profile().rope_many_rows)
+    return max(_written(check, count) for count in counts)
+
+
+def _written(check: Check[AttentionShape], rows: int) -> ErrorAndLimit:
+    """New rows written to an empty store; every third row has no slot."""
+    last = _last_position(check)
+    positions = np.linspace(0, last, rows).astype(np.int64)
+    launch, new, (q, *fresh) = drawn(check, positions)
+    spec = spec_of(check.shape)
+    slots = np.random.default_rng(0).permutation(rows).astype(np.int32)
+    slots[::3] = -1
+    store = [
+        mx.zeros((rows, spec.num_kv_heads, row.width), row.kept_dtype)
+        for row in (spec.k_row, spec.v_row)
+    ]
+    mx.eval(store)
+    place = {"positions": mx.array(positions.astype(np.int32)), "slot_mapping": mx.array(slots)}
+    arrays = {"keys": store[0], "values": store[1], "ticket": new_ticket()}
+    out, ticket = launch(new, **place, **arrays, spec=spec)
+    mx.eval(out, ticket)
+    expected = [np.zeros_like(a) for a in fresh]
+    for empty, a in zip(expected, fresh, strict=True):
+        empty[slots[slots >= 0]] = a[slots >= 0]
+    return of_store(store, spec, expected, tolerance(check, last), largest_error(out, q))
+
+
+def _last_position(check: Check[AttentionShape]) -> int:
     """The largest position at which a check can tell a wrong angle from rounding."""
     return _LARGE_POSITION if _is_exact(check) else _SMALL_POSITION
 
@@ -44,7 +75,7 @@ def _is_exact(check: Check[AttentionShape]) -> bool:
 def drawn(
     check: Check[AttentionShape], positions: np.ndarray
 ) -> tuple[Callable[..., tuple[mx.array, mx.array]], NewRows | NewLatents, list[np.ndarray]]:
-    """The launch that writes new rows, such rows, and what the launch must make of them."""
+    """The launch that writes new rows, such rows, and the expected results."""
     assert check.rope is not None
     if check.kernel == "latent_write":
         return latent_write, *new_latents(check.shape, positions, check.rope)
@@ -124,8 +155,3 @@ def _rope(rope_shape: RopeShape) -> tuple[Rope, np.ndarray]:
         rates = rope_shape.base ** (-2 * np.arange(rope_shape.dims // 2) / rope_shape.dims)
     how = rope_shape.traditional, rope_shape.base, rope_shape.scale, freqs, rope_shape.factor
     return Rope(rope_shape.dims, *how), rates
-
-
-def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, dtype: mx.Dtype) -> np.ndarray:
-    square = (x.astype(np.float64) ** 2).mean(-1, keepdims=True)
-    return rounded(rounded(x / np.sqrt(square + eps), dtype) * weight, dtype)

@@ -96,7 +96,7 @@ def build(sizes: GraphSizes) -> list[Read]:
 
 
 def problem(reads: Sequence[Read], results: Mapping[int, mx.array] | None = None) -> str | None:
-    """The first read that saw a wrong value, in one line; None: all are right.
+    """The first read that saw a wrong value, in one line; None: all values are correct.
 
     results: id of the array of a read -> the array to look at in its place.
     """

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.result import TOLERANCE
+from vllm_metal_lite.checks.accuracy import TOLERANCE
 from vllm_metal_lite.config import BLOCK_SIZES
 from vllm_metal_lite.kernels.weights import READABLE
 from vllm_metal_lite.specs import (

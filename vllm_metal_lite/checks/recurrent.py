@@ -14,9 +14,9 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch, SegmentState
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.checks.case import draw
+from vllm_metal_lite.checks.accuracy import TOLERANCE, ErrorAndLimit, largest, largest_error
 from vllm_metal_lite.checks.check import Check
-from vllm_metal_lite.checks.result import TOLERANCE, ErrorAndLimit, largest, largest_error
+from vllm_metal_lite.checks.values import draw
 from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns

@@ -1,21 +1,9 @@
 """The result of checking one kernel."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.check import Check
-
-# Largest |kernel - reference| / (1 + |reference|).  The reference computes in float32 from the same
-# rounded inputs; a kernel rounds its result, and in prompts also the weights, to the type.
-TOLERANCE = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 1.5e-2}
-
-
-# The largest error, and the allowed one.
-ErrorAndLimit = tuple[float, float]
 
 # A kernel is replaced if its fallback takes less than 1 / _SLOWER of its time.  Medians of short
 # launches differ by up to a third between two runs; below this factor a change gains little.
@@ -51,7 +39,7 @@ class CheckResult:
     """The largest error and the tolerance, or why the kernel did not run, in one line.
 
     ended: the kernel hung, or ended the process.  speed: None if nothing was timed.
-    timing_failed: the kernel is right, but timing it raised.
+    timing_failed: the kernel is correct, but its timing raised.
     """
 
     check: Check
@@ -68,29 +56,10 @@ class CheckResult:
 
     @property
     def passed(self) -> bool:
-        """Whether the kernel is right, however fast."""
+        """Whether the kernel is correct, fast or slow."""
         return self.failure is None and self.error <= self.tolerance
 
     def __str__(self) -> str:
         if self.failure is not None:
             return f"{self.check}: {self.failure}"
         return f"{self.check}: error {self.error:.2g}, allowed {self.tolerance:.2g}"
-
-
-def largest_error(got: mx.array, expected: np.ndarray, allowed: np.ndarray | None = None) -> float:
-    """The largest |got - expected| / allowed where `expected` is finite; NaN counts as infinite.
-
-    allowed: by default 1 + |expected|.
-    """
-    values = np.array(got.astype(mx.float32), np.float64)
-    if values.shape != expected.shape:
-        raise ValueError(f"shape {values.shape} instead of {expected.shape}")
-    wanted = np.isfinite(expected)
-    allowed = 1 + np.abs(expected) if allowed is None else allowed
-    error = np.abs(values[wanted] - expected[wanted]) / allowed[wanted]
-    return float(np.nan_to_num(error, nan=np.inf).max(initial=0.0))
-
-
-def largest(got: Sequence[mx.array], expected: Sequence[np.ndarray]) -> float:
-    """The largest error of several arrays."""
-    return max(largest_error(a, wanted) for a, wanted in zip(got, expected, strict=True))

@@ -21,7 +21,7 @@ from vllm_metal_lite.kernels.registry import REGISTRY
 
 
 def run(check: Check, timed: bool = False) -> CheckResult:
-    """timed: if the kernel is right, also time it and its fallback."""
+    """timed: also time the kernel, if it is correct, and its fallback."""
     module, function = REGISTRY[check.kernel].check.split(".")
     try:
         checks = import_module(f"vllm_metal_lite.checks.{module}")

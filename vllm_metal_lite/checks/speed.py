@@ -1,4 +1,4 @@
-"""Times a kernel and its fallback, at the shape of a check."""
+"""Times kernels beside their fallbacks, and copies of memory."""
 
 import numpy as np
 
@@ -12,10 +12,12 @@ from vllm_metal_lite.kernels.registry import REGISTRY
 
 # Calls of a candidate in a round.
 _CALLS = 4
+# Copies in a row, which keep the device busy.
+_CHAIN = 5
 
 
 def measure(check: Check) -> Speed | None:
-    """None if nothing replaces the kernel alone, or if another check has timed it."""
+    """None if nothing replaces the kernel alone, or if another check times it."""
     name = REGISTRY[check.kernel].timed_against
     if not name or check.beside:
         return None
@@ -34,3 +36,18 @@ def _seconds(ours: Work, other: Work) -> list[float]:
         return lambda count: mx.eval([work() for _ in range(count)])
 
     return timing.seconds_alternating([calls(ours), calls(other)], calls=_CALLS, warm=_CALLS)
+
+
+def copy_bandwidth(size: int = 256 << 20) -> float:
+    """Bytes read plus written per second by an elementwise operation on `size` bytes."""
+    x = mx.zeros(size // 4, mx.float32)
+    mx.eval(x)
+
+    def chains(count: int) -> None:
+        for _ in range(count):
+            y = x
+            for _ in range(_CHAIN):
+                y = y + 1
+            mx.eval(y)
+
+    return 2 * size * _CHAIN / timing.seconds_alternating([chains])[0]

@@ -1,4 +1,4 @@
-"""Checks the kernels for a model, and remembers across processes what was found.
+"""Checks the kernels for a model, and remembers the results across processes.
 
 For this device, MLX version and kernel source, this module remembers each pass with its times, and
 each kernel that hung or ended its process, because another try may cost the whole deadline.  Other

@@ -20,7 +20,7 @@ from typing import Any
 
 from vllm_metal_lite import backend, devices, envs
 from vllm_metal_lite.attention.select import no_kernels
-from vllm_metal_lite.checks import bandwidth, compare_tokens, isolated, ordering, verdicts
+from vllm_metal_lite.checks import compare_tokens, isolated, ordering, speed, verdicts
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.popular_shapes import COMMON, full_list
@@ -97,7 +97,7 @@ def _examine(report: Report, args: argparse.Namespace, show: Show) -> None:
         show(doctor_text.describe_checks)
     if not report["problems"]:
         with _section(report, "bandwidth", "measuring the memory's speed"):
-            report["copy_bytes_per_second"] = bandwidth.copy_bandwidth()
+            report["copy_bytes_per_second"] = speed.copy_bandwidth()
         show(doctor_text.describe_bandwidth)
     # A kernel that hangs or ends its process would do the same in the graph of launches.
     if not any(result.ended for result in results):

@@ -108,7 +108,7 @@ _ROWS = (
     KernelRow(
         "rope_write",
         "prompts use MLX's norm and rotation, and kv_write",
-        "fused.write",
+        "new_rows.write",
         "write",
         constants=("rope_many_rows",),
     ),
@@ -122,7 +122,7 @@ _ROWS = (
         template=("FUSED",),
     ),
     KernelRow(
-        "latent_write", "MLX's norm and rotation, and kv_write, are used", "fused.write", "write"
+        "latent_write", "MLX's norm and rotation, and kv_write, are used", "new_rows.write", "write"
     ),
     KernelRow("add_rms_norm", "MLX's sum and norm are used", "fused.add_norm", "add_norm"),
     KernelRow(

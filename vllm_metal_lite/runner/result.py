@@ -6,7 +6,8 @@ from functools import cached_property
 
 import numpy as np
 
-from vllm_metal_lite.attention.base import Step, pad_rows
+from vllm_metal_lite.attention.base import Step
+from vllm_metal_lite.attention.padding import pad_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import NO_DRAFT, UNKNOWN_TOKEN
 from vllm_metal_lite.runner.pooled import Pooled

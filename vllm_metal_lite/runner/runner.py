@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_metal_lite.attention.base import Attention, Step
-from vllm_metal_lite.attention.sdpa.plan import power_of_two
+from vllm_metal_lite.attention.padding import power_of_two
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile

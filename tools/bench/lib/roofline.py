@@ -1,7 +1,7 @@
 """The fewest bytes that a decode step moves, and the bandwidth of a device."""
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.checks.bandwidth import copy_bandwidth
+from vllm_metal_lite.checks.speed import copy_bandwidth
 from vllm_metal_lite.model.loader import LoadedModel
 
 # isort: split

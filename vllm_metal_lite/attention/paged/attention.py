@@ -12,11 +12,13 @@ from copy import copy
 import numpy as np
 
 from vllm_metal_lite.attention.base import Step, make_step, variant_of
+from vllm_metal_lite.attention.padding import padded
 from vllm_metal_lite.attention.paged.decodes import DecodePlanner, reads_new_rows
 from vllm_metal_lite.attention.paged.plan import PagedPlan, plan_recurrent
 from vllm_metal_lite.attention.paged.step import KernelStepAttention
-from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts, padded, prompts_of
+from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
+from vllm_metal_lite.attention.segments import prompts_of
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
@@ -59,9 +61,9 @@ class KernelAttention:
             "shared_prefix" not in self._unused and fit and spec.window is None
             for fit, spec in zip(fits, store.specs, strict=True)
         ]
-        in_place = "varlen" not in {REGISTRY[kernel].prefill for kernel in self._unused}
-        in_place = in_place and (latents or all(fits))
-        self._varlen = in_place and bool(self._queries_per_kv)
+        works = "varlen" not in {REGISTRY[kernel].prefill for kernel in self._unused}
+        self._varlen = works and (latents or all(fits)) and bool(self._queries_per_kv)
+        self._fuses_decodes = not latents and "fused_decode" not in self._unused
         self._plan_decodes: DecodePlanner | None = None
         if self.failed_kernels.isdisjoint(("paged_decode", "latent_attention")):
             of_layers = zip(store.group_of, self.shares, strict=True)
@@ -89,9 +91,10 @@ class KernelAttention:
         prompts = None
         if first < batch.num_tokens:
             prompts = self._plan_prompts(batch, first, num_rows - first)
-        late = decodes is not None and self._writes_late(batch)
-        recurrent = plan_recurrent(batch, num_rows) if self.store.states.num_slots else None
+        only_decodes = decodes is not None and batch.num_decodes == batch.num_segments
+        late = only_decodes and self._fuses_decodes and not reads_new_rows(batch)
         positions = None if late else padded(batch.positions, num_rows)
+        recurrent = plan_recurrent(batch, num_rows) if self.store.states.num_slots else None
         plan = PagedPlan(decodes, prompts, positions, recurrent)
         num_logits = plan.num_logits(batch)
         step = make_step(batch, num_rows, plan, num_slots=MIN_ELEMENTS, num_logits=num_logits)
@@ -119,8 +122,3 @@ class KernelAttention:
         if self.prefill == "varlen" or cheap:
             return VarlenPrompts.plan(prompts, num_rows, self._queries_per_kv, small)
         return SdpaPlan(prompts, num_rows)
-
-    def _writes_late(self, batch: ForwardBatch) -> bool:
-        """Whether the attention kernel may write the new rows: no row sees another new row."""
-        fused = not self.latents and "fused_decode" not in self._unused
-        return fused and batch.num_decodes == batch.num_segments and not reads_new_rows(batch)

@@ -1,14 +1,13 @@
 """The rows of a step that are attended to as decodes, and the prefix that these rows share."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
+from vllm_metal_lite.attention.padding import padded, padded_tables, power_of_two
 from vllm_metal_lite.attention.paged.shared_prefix import PrefixSearch, SharedPrefixRows
-from vllm_metal_lite.attention.paged.varlen_prompts import pad_tables, padded
-from vllm_metal_lite.attention.sdpa.plan import power_of_two, split_at_chunks
+from vllm_metal_lite.attention.segments import as_decodes
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
@@ -60,8 +59,8 @@ class DecodePlanner:
         rows_as_decodes: int,
     ) -> None:
         self._kv_heads, self._splits = sorted(kv_heads), splits
-        self._sharing_groups, self._rows_as_decodes = sharing_groups, rows_as_decodes
-        self._search = PrefixSearch()
+        self._rows_as_decodes = rows_as_decodes
+        self._shared_prefix = PrefixSearch(sharing_groups)
 
     def __call__(self, batch: ForwardBatch, num_rows: int) -> Decodes | None:
         """The batch's decodes, or all of its rows if that pays.
@@ -81,38 +80,23 @@ class DecodePlanner:
         prefix = self._shared_prefix(batch, device.min_saved_tokens)
         return self._plan(batch, batch.num_decodes if prompts else num_rows, prefix)
 
-    def _shared_prefix(self, batch: ForwardBatch, min_saved: int) -> SharedPrefixRows | None:
-        if not self._sharing_groups:
-            return None
-        decodes = slice(batch.num_decodes)
-        tables = [batch.tables[g][decodes] for g in self._sharing_groups]
-        return self._search(tables, batch.seq_lens[decodes], batch.block_size, min_saved)
-
     def _plan(self, batch: ForwardBatch, count: int, prefix: SharedPrefixRows | None) -> Decodes:
         decodes = slice(batch.num_decodes)
-        seq_lens = batch.seq_lens[decodes]
-        longest = int(seq_lens.max())
-        width = max(power_of_two(-(-longest // batch.block_size)), MIN_ELEMENTS)
-        tables = [pad_tables(t[decodes], count, width) for t in batch.tables]
-        return Decodes(
-            count,
-            tuple(map(mx.array, tables)),
-            padded(seq_lens, count),
-            self._plans(count, longest),
-            prefix and self._prefix(prefix, seq_lens, count),
-        )
+        seq_lens, shared = batch.seq_lens[decodes], None
+        if prefix is not None:
+            shared = SharedPrefixArrays(
+                1 << (int(prefix.lens.max()).bit_length() - 1),
+                mx.array([prefix.leader], mx.int32),
+                padded(prefix.lens, count),
+                self._plans(count, seq_lens - prefix.lens),
+            )
+        width = power_of_two(-(-int(seq_lens.max()) // batch.block_size))
+        width = max(width, MIN_ELEMENTS)
+        tables = tuple(padded_tables(t[decodes], count, width) for t in batch.tables)
+        return Decodes(count, tables, padded(seq_lens, count), self._plans(count, seq_lens), shared)
 
-    def _prefix(
-        self, prefix: SharedPrefixRows, seq_lens: np.ndarray, count: int
-    ) -> SharedPrefixArrays:
-        return SharedPrefixArrays(
-            1 << (int(prefix.lens.max()).bit_length() - 1),
-            mx.array([prefix.leader], mx.int32),
-            padded(prefix.lens, count),
-            self._plans(count, int((seq_lens - prefix.lens).max())),
-        )
-
-    def _plans(self, count: int, longest: int) -> Plans:
+    def _plans(self, count: int, num_keys: np.ndarray) -> Plans:
+        longest = int(num_keys.max())
         found = {h: decode_plan(count, h, longest) for h in self._kv_heads}
         return found if self._splits else {h: p._replace(splits=1) for h, p in found.items()}
 
@@ -128,14 +112,6 @@ def decode_plan(batch: int, num_kv_heads: int, max_seq_len: int) -> DecodePlan:
         splits = num_splits(fill // groups, max_seq_len, device.min_split_keys)
     small = groups >= 2 * fill if splits == 1 else max_seq_len // splits <= device.few_keys
     return DecodePlan(splits, 4 if small else 8)
-
-
-def as_decodes(batch: ForwardBatch) -> ForwardBatch:
-    """Every row as its own segment, which sees the keys up to itself.
-
-    Rows of one original segment read keys that this same step writes.
-    """
-    return replace(split_at_chunks(batch, 1), num_decodes=batch.num_tokens)
 
 
 def reads_new_rows(batch: ForwardBatch) -> bool:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
 
 
@@ -18,32 +19,35 @@ class SharedPrefixRows(NamedTuple):
 
 class PrefixSearch:
     """`find_shared_prefix` with a cache: a result is used again while all rows begin with the same
-    blocks.  So a longer prefix is found only when rows come or go."""
+    blocks.  So a longer prefix is found only when rows come or go.
 
-    def __init__(self) -> None:
+    groups: the KV groups whose blocks must be shared; none: nothing is shared.
+    """
+
+    def __init__(self, groups: Sequence[int]) -> None:
+        self._groups = groups
         self._found: SharedPrefixRows | None = None
         self._blocks: list[np.ndarray] = []
         self._min_saved = 0
 
-    def __call__(
-        self,
-        block_tables: Sequence[np.ndarray],
-        seq_lens: np.ndarray,
-        block_size: int,
-        min_saved: int,
-    ) -> SharedPrefixRows | None:
-        """See `find_shared_prefix`."""
-        if self._min_saved == min_saved and self._holds(block_tables, seq_lens, block_size):
-            return self._found
-        found = find_shared_prefix(block_tables, seq_lens, block_size, min_saved)
-        width = 0 if found is None else int(found.lens.max()) // block_size
-        self._blocks = [tables[:, :width].copy() for tables in block_tables]
-        self._found, self._min_saved = found, min_saved
-        return found
+    def __call__(self, batch: ForwardBatch, min_saved: int) -> SharedPrefixRows | None:
+        """The prefix of a batch's decodes."""
+        if not self._groups:
+            return None
+        decodes, size = slice(batch.num_decodes), batch.block_size
+        tables = [batch.tables[group][decodes] for group in self._groups]
+        seq_lens = batch.seq_lens[decodes]
+        if self._min_saved != min_saved or not self._holds(tables, seq_lens, size):
+            self._found = find_shared_prefix(tables, seq_lens, size, min_saved)
+            width = 0 if self._found is None else int(self._found.lens.max()) // size
+            self._blocks = [table[:, :width].copy() for table in tables]
+            self._min_saved = min_saved
+        return self._found
 
     def _holds(
         self, block_tables: Sequence[np.ndarray], seq_lens: np.ndarray, block_size: int
     ) -> bool:
+        """Whether the last result holds for these rows."""
         if self._found is None or len(self._found.lens) != len(seq_lens):
             return False
         if (self._found.lens > (seq_lens - 1) // block_size * block_size).any():

@@ -1,6 +1,7 @@
 """Attention and K/V writes of one step, through the kernels of metal/."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 from vllm_metal_lite.attention.base import AttentionCall, Step
@@ -8,7 +9,7 @@ from vllm_metal_lite.attention.heads import Heads, Latents, same_rope
 from vllm_metal_lite.attention.paged.decodes import Decodes
 from vllm_metal_lite.attention.paged.plan import PagedPlan
 from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
-from vllm_metal_lite.attention.sdpa.calls import SdpaCalls, SdpaPlan
+from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.attention.sdpa.execute import execute_calls, take_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS
@@ -60,7 +61,7 @@ class KernelStepAttention:
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
         spec, slot_mapping = self.store.specs[layer], self._slot_mapping(layer)
         rows = k.astype(spec.dtype), v.astype(spec.dtype)
-        self.ticket = kv_write(*rows, slot_mapping, *self._kv(layer), self.ticket, spec)
+        self.ticket = kv_write(*rows, slot_mapping, *self._store(layer), spec)
 
     def rope_write(self, layer: int, q: Heads, k: Heads, v: Heads) -> mx.array | NewRows | None:
         """Norm and rotate q and k, write k and v -> q (num_rows, H, D), for `attend`.
@@ -81,8 +82,8 @@ class KernelStepAttention:
         if "rope_write" in self.unused_kernels:
             return None
         assert self.plan.positions is not None
-        where = self.plan.positions, self._slot_mapping(layer), *self._kv(layer)
-        rows, self.ticket = rope_write(new, *where, self.ticket, spec)
+        where = self.plan.positions, self._slot_mapping(layer)
+        rows, self.ticket = rope_write(new, *where, *self._store(layer), spec)
         return rows
 
     def latent_write(self, layer: int, q: Heads, latents: Latents, k_pe: Heads) -> mx.array | None:
@@ -105,8 +106,8 @@ class KernelStepAttention:
             return None
         stride = q.stride or q.head_dim
         new = NewLatents(columns[0], stride, q.num_heads, *columns[1:], norm, rope)
-        where = positions, self._slot_mapping(layer), *self._kv(layer)
-        rows, self.ticket = latent_write(new, *where, self.ticket, spec)
+        where = positions, self._slot_mapping(layer)
+        rows, self.ticket = latent_write(new, *where, *self._store(layer), spec)
         return rows
 
     def attend(self, q: mx.array | NewRows, call: AttentionCall) -> mx.array:
@@ -136,7 +137,7 @@ class KernelStepAttention:
             where = tables, cu_seqlens_q, seq_lens, tiles
             return self._latents(q, call.q_pe[: len(q)], where, call, splits)
         prefix, plans, shared = None, decodes.plans, decodes.prefix
-        store, options = self._common(call)
+        store, options = self._store(call.layer), self._options(call)
         options["softcap"] = call.softcap
         if shared and self.shares[call.layer] and call.window is None:
             plans = shared.plans
@@ -157,39 +158,35 @@ class KernelStepAttention:
         where = tables, prompts.cu_seqlens_q, prompts.seq_lens, tiles
         if call.q_pe is not None:
             return self._latents(q, call.q_pe[-len(q) :], where, call)
-        store, options = self._common(call)
+        options = self._options(call)
         options |= {"window": call.window, "softcap": call.softcap, "sinks": call.sinks}
-        out, self.ticket = varlen_prefill(q, *where, *store, **options)
+        out, self.ticket = varlen_prefill(q, *where, *self._store(call.layer), **options)
         return out
 
     def _latents(
         self, q: mx.array, q_pe: mx.array, where: Where, call: AttentionCall, splits: int = 1
     ) -> mx.array:
         """where: block tables, cu_seqlens_q, seq_lens and tiles of decodes or of prompts."""
-        store, options = self._common(call)
-        out, self.ticket = latent_attention(q, q_pe, *where, *store, splits=splits, **options)
+        arrays, options = (q, q_pe, *where, *self._store(call.layer)), self._options(call)
+        out, self.ticket = latent_attention(*arrays, splits=splits, **options)
         return out
 
     def _sdpa(self, q: mx.array, prompts: SdpaPlan, call: AttentionCall) -> mx.array:
         take = take_rows if "gather_rows" in self.unused_kernels else gather_rows
-        group = self.store.group_of[call.layer]
-        return execute_calls(prompts, group, q, call, self._gather, take)
+        group, gather = self.store.group_of[call.layer], partial(self._gather, call.layer)
+        return execute_calls(prompts, group, q, call, gather, take)
 
-    def _gather(self, call: AttentionCall, calls: SdpaCalls) -> Iterator[tuple[mx.array, mx.array]]:
-        spec = self.store.specs[call.layer]
-        for slots, parts in calls.gathers:
-            k, v, self.ticket = kv_gather(slots, *self._kv(call.layer), self.ticket, spec)
-            if call.q_pe is not None:  # latents and rotary keys; the values are the latents
-                k, v = mx.concatenate([k, v], axis=-1), k
-            yield from zip(parts.cut(k, axis=1), parts.cut(v, axis=1), strict=True)
+    def _gather(self, layer: int, slots: mx.array) -> tuple[mx.array, mx.array]:
+        k, v, self.ticket = kv_gather(slots, *self._store(layer), self.store.specs[layer])
+        return k, v
 
     def _slot_mapping(self, layer: int) -> mx.array:
         return self.step.slot_mapping[self.store.group_of[layer]]
 
-    def _common(self, call: AttentionCall) -> tuple[Store, dict[str, Any]]:
-        """The last arrays of each attention kernel, and the options that all of them have."""
-        options = {"block_size": self.store.block_size, "spec": self.store.specs[call.layer]}
-        return (*self._kv(call.layer), self.ticket), {"scale": call.scale, **options}
+    def _store(self, layer: int) -> Store:
+        return self.store.keys[layer], self.store.values[layer], self.ticket
 
-    def _kv(self, layer: int) -> tuple[mx.array, mx.array]:
-        return self.store.keys[layer], self.store.values[layer]
+    def _options(self, call: AttentionCall) -> dict[str, Any]:
+        """The options that all attention kernels have."""
+        size, spec = self.store.block_size, self.store.specs[call.layer]
+        return {"scale": call.scale, "block_size": size, "spec": spec}

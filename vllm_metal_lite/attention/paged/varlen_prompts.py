@@ -1,30 +1,16 @@
 """The prompts of a step, arranged for kernels that read the store in place."""
 
 from collections.abc import Collection
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from vllm_metal_lite.attention.base import pad_rows
-from vllm_metal_lite.attention.sdpa.plan import power_of_two
+from vllm_metal_lite.attention.padding import pad_rows, padded_tables, power_of_two
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS
 from vllm_metal_lite.kernels.prefill import TILE_ROWS
-
-
-def pad_tables(tables: np.ndarray, num_rows: int, width: int) -> np.ndarray:
-    """Block tables cut or padded with zeros to (num_rows, width)."""
-    out = np.zeros((num_rows, width), tables.dtype)
-    out[: len(tables), : tables.shape[1]] = tables[:, :width]
-    return out
-
-
-def padded(rows: np.ndarray, num_rows: int) -> mx.array:
-    """(n,) -> (num_rows,) or more, on the device."""
-    return mx.array(pad_rows(rows, max(num_rows, MIN_ELEMENTS)))
 
 
 class VarlenPrompts(NamedTuple):
@@ -52,7 +38,7 @@ class VarlenPrompts(NamedTuple):
         width = power_of_two(-(-longest // batch.block_size))
         cu_seqlens_q = pad_rows(batch.cu_seqlens_q, segments + 1, batch.num_tokens)
         return cls(
-            tuple(mx.array(pad_tables(t, segments, width)) for t in batch.tables),
+            tuple(padded_tables(t, segments, width) for t in batch.tables),
             mx.array(cu_seqlens_q),
             mx.array(pad_rows(batch.seq_lens, segments)),
             {g: mx.array(plan_tiles(cu_seqlens_q, num_rows, g)) for g in sorted(queries_per_kv)},
@@ -84,25 +70,3 @@ def plan_tiles(cu_seqlens_q: np.ndarray, num_rows: int, num_queries_per_kv: int)
     rest = real[:, 0] == len(counts) - 1
     real[rest] += np.array([-len(counts), used * num_queries_per_kv], np.int32)
     return tiles
-
-
-def prompts_of(batch: ForwardBatch, first: int) -> ForwardBatch:
-    """The segments from `first` on as a batch of prompts, with rows counted from 0."""
-    rows = slice(int(batch.cu_seqlens_q[first]), None)
-    none = np.zeros(0, np.int32)
-    return replace(
-        batch,
-        token_ids=batch.token_ids[rows],
-        positions=batch.positions[rows],
-        cu_seqlens_q=batch.cu_seqlens_q[first:] - rows.start,
-        seq_lens=batch.seq_lens[first:],
-        block_tables=batch.block_tables[first:],
-        req_indices=batch.req_indices[first:],
-        num_decodes=0,
-        # Sampling uses the whole step's batch.
-        logits_indices=none,
-        sample_segments=none,
-        prompt_targets=none,
-        prompt_segments=none,
-        other_tables=tuple(tables[first:] for tables in batch.other_tables),
-    )

@@ -9,14 +9,10 @@ import numpy as np
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.sdpa.fused import Unfused
 from vllm_metal_lite.attention.sdpa.gathers import joint_gathers
-from vllm_metal_lite.attention.sdpa.plan import SdpaCall, places, plan_calls
+from vllm_metal_lite.attention.sdpa.planner import CallPlanner, SdpaCall, places
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
-
-# The keys of a call that keeps its scores in memory are padded to a multiple of 16.  Each row of
-# scores then begins at a multiple of 32 bytes, so that products and softmax read whole vectors.
-_KEY_GRAIN = 16
 
 
 def on_device(array: np.ndarray | None) -> mx.array | None:
@@ -31,22 +27,9 @@ class DeviceCall:
 
     def __init__(self, host: SdpaCall, window: int | None) -> None:
         self.host, self.window = host, window
-        self._kv_slots, self._q_pos = mx.array(host.kv_slots), mx.array(host.q_pos)
-        self._kv_pos = mx.array(host.kv_pos)
+        self._q_pos, self._kv_pos = mx.array(host.q_pos), mx.array(host.kv_pos)
         self._segments = on_device(host.segments)
-        self._head_rows: dict[int, mx.array] = {}
         self._masks: dict[mx.Dtype, mx.array] = {}
-
-    def gather(self, store: mx.array) -> mx.array:
-        """The call's keys or values in store format, (B, num_kv_heads, Lk, width), in one gather.
-
-        store: (num_slots, num_kv_heads, width), viewed as one row per slot and head.
-        """
-        heads = store.shape[1]
-        if heads not in self._head_rows:
-            first = self._kv_slots[:, None, :] * heads
-            self._head_rows[heads] = first + mx.arange(heads)[:, None]
-        return store.reshape(-1, store.shape[2])[self._head_rows[heads]]
 
     def mask(self, dtype: mx.Dtype) -> mx.array | str | None:
         """The mask as MLX's SDPA takes it.  An array is (B, 1, Lq, Lk) of bool, or, on CUDA, which
@@ -105,7 +88,7 @@ class Joined:
 
 
 class SdpaCalls:
-    """The calls that cover a step, with their input and output rows.
+    """The SDPA calls that cover a step, with their input and output rows.
 
     q_rows: (T,) rows of the packed batch in the order of the calls; None: the first T.
     place: (num_rows,) the place of each row in the calls' concatenated outputs; None: in order.
@@ -153,18 +136,7 @@ class SdpaPlan:
             attention_chunk = None
         key = kv_group, window, attention_chunk, unfused
         if key not in self._plans:
-            device = profile()
-            scores = {}
-            if unfused is not None:
-                scores = {
-                    "max_scores": device.max_scores // unfused.heads,
-                    "key_grain": _KEY_GRAIN,
-                    "fused_rows": unfused.fused_rows,
-                }
-            tile, cost = device.sdpa_tile, device.sdpa_call_cost
             batch = self.batch.by_group[kv_group]
-            planned = plan_calls(
-                batch, window, attention_chunk=attention_chunk, tile=tile, call_cost=cost, **scores
-            )
+            planned = CallPlanner(batch, window, attention_chunk, unfused).calls()
             self._plans[key] = SdpaCalls(planned, window, self.num_rows)
         return self._plans[key]

@@ -1,10 +1,10 @@
-"""Runs a step's SDPA calls on the keys and values gathered for each call.
+"""Gathers the keys and values of a step's SDPA calls, and runs the calls.
 
 MLX's SDPA computes the calls that it fuses (fused.py).  `_by_products` computes the others by MLX's
 products and softmax.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 
 from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.sdpa.calls import DeviceCall, SdpaCalls, SdpaPlan
@@ -16,6 +16,8 @@ _sdpa = mx.fast.scaled_dot_product_attention
 
 # Rows (N, ...) and an index of any shape -> those rows.
 Take = Callable[[mx.array, mx.array], mx.array]
+# Slots (K,) -> a layer's keys and values there, (num_kv_heads, K, head_dim).
+Gather = Callable[[mx.array], tuple[mx.array, mx.array]]
 
 
 def take_rows(rows: mx.array, index: mx.array) -> mx.array:
@@ -27,20 +29,21 @@ def execute_calls(
     kv_group: int,
     q: mx.array,
     call: AttentionCall,
-    gather: Callable[[AttentionCall, SdpaCalls], Iterable[tuple[mx.array, mx.array]]],
+    gather: Gather,
     take: Take = take_rows,
 ) -> mx.array:
     """Attention of q (num_rows, H, D) -> (num_rows, H, Dv).
 
-    kv_group: of the layer.  call.q_pe: its last num_rows rows count.  gather: keys and values of
-    each SDPA call, (B, num_kv_heads, Lk, head_dim).  take: selects rows of queries and of results.
+    kv_group, gather: of the layer.  call.q_pe: its last num_rows rows count.
+    take: selects rows of queries and of results.
     """
     if call.q_pe is not None:
         q = mx.concatenate([q, call.q_pe[-len(q) :]], axis=-1)
     limits = unfused(q.shape[1], q.shape[2], call.softcap)
     calls, outputs = plan.calls(kv_group, call.window, call.attention_chunk, limits), []
     parts = calls.queries.cut(q if calls.q_rows is None else take(q, calls.q_rows))
-    for one, queries, (k, v) in zip(calls.calls, parts, gather(call, calls), strict=True):
+    gathered = _keys_and_values(calls, gather, latent=call.q_pe is not None)
+    for one, queries, (k, v) in zip(calls.calls, parts, gathered, strict=True):
         if limits is None or limits.fuses(queries.shape[2], one.host.mask):
             mask = one.mask(q.dtype)
             out = _sdpa(queries, k, v, scale=call.scale, mask=mask, sinks=call.sinks)
@@ -49,6 +52,20 @@ def execute_calls(
         outputs.append(out.swapaxes(1, 2).flatten(0, 1))
     out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     return out if calls.place is None else take(out, calls.place)
+
+
+def _keys_and_values(
+    calls: SdpaCalls, gather: Gather, latent: bool
+) -> Iterator[tuple[mx.array, mx.array]]:
+    """Keys and values of each call, (B, num_kv_heads, Lk, head_dim).
+
+    latent: keys are the latents and the rotary keys; values are the latents.
+    """
+    for slots, parts in calls.gathers:
+        k, v = gather(slots)
+        if latent:
+            k, v = mx.concatenate([k, v], axis=-1), k
+        yield from zip(parts.cut(k, axis=1), parts.cut(v, axis=1), strict=True)
 
 
 def _by_products(

@@ -7,10 +7,11 @@ as wide as keys, in 16 bits.
 from typing import NamedTuple
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.sdpa.plan import NEVER
 
 # Head dimensions that MLX fuses for prompts: these on Metal, all up to 128 on CUDA.
 _FUSED_DIMS, _MOST_FUSED_DIM = (64, 72, 80, 96, 128), 128
+# More rows than a call has.
+_NEVER = 1 << 31
 # MLX fuses heads of 256 as well: calls of few rows, and, by neural accelerators, those of many.
 _LARGE_DIM, _FEW_ROWS, _MANY_ROWS = 256, 8, 1024
 
@@ -24,7 +25,7 @@ class Unfused(NamedTuple):
 
     heads: int
     few_rows: int = 0
-    fused_rows: int = NEVER
+    fused_rows: int = _NEVER
 
     def fuses(self, rows: int, mask: str | None) -> bool:
         return rows <= self.few_rows or (mask == "causal" and rows >= self.fused_rows)
@@ -37,5 +38,6 @@ def unfused(heads: int, dim: int, softcap: float | None) -> Unfused | None:
     if dim in _FUSED_DIMS or (dim <= _MOST_FUSED_DIM and backend.name() == "cuda"):
         return None
     if dim == _LARGE_DIM:
-        return Unfused(heads, _FEW_ROWS, _MANY_ROWS if backend.has_neural_accelerators() else NEVER)
+        fused_rows = _MANY_ROWS if backend.has_neural_accelerators() else _NEVER
+        return Unfused(heads, _FEW_ROWS, fused_rows)
     return Unfused(heads)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_metal_lite.attention.sdpa.plan import SdpaCall
+from vllm_metal_lite.attention.sdpa.planner import SdpaCall
 
 
 @dataclass(frozen=True, slots=True)

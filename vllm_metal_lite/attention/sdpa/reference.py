@@ -5,10 +5,10 @@ store, the step's metadata.  Attention reads keys only from the store, after thi
 segment may share blocks that another segment of the same step fills.
 """
 
-from collections.abc import Iterator
+from functools import partial
 
 from vllm_metal_lite.attention.base import AttentionCall, Step, make_step
-from vllm_metal_lite.attention.sdpa.calls import SdpaCalls, SdpaPlan
+from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.attention.sdpa.execute import execute_calls
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
@@ -56,16 +56,13 @@ class ReferenceStepAttention:
         self.store.write(layer, k, v, self.step.slot_mapping[self.store.group_of[layer]])
 
     def attend(self, q: mx.array, call: AttentionCall) -> mx.array:
-        return execute_calls(self.plan, self.store.group_of[call.layer], q, call, self._gather)
+        gather = partial(self._gather, call.layer)
+        return execute_calls(self.plan, self.store.group_of[call.layer], q, call, gather)
 
-    def _gather(self, call: AttentionCall, calls: SdpaCalls) -> Iterator[tuple[mx.array, mx.array]]:
-        """Keys and values of each call, (B, num_kv_heads, Lk, head_dim).
-
-        For latent attention, keys are the latents concatenated with the rotary keys; values are the
-        latents.
-        """
-        spec = self.store.specs[call.layer]
-        for one in calls.calls:
-            k = spec.k_row.unpack(one.gather(self.store.keys[call.layer]))
-            v = spec.v_row.unpack(one.gather(self.store.values[call.layer]))
-            yield (k, v) if call.q_pe is None else (mx.concatenate([k, v], axis=-1), k)
+    def _gather(self, layer: int, slots: mx.array) -> tuple[mx.array, mx.array]:
+        """Keys and values, (num_kv_heads, K, head_dim): one gather of a row per slot and head."""
+        spec = self.store.specs[layer]
+        rows = slots * spec.num_kv_heads + mx.arange(spec.num_kv_heads)[:, None]
+        keys, values = self.store.keys[layer], self.store.values[layer]
+        k, v = (kept.reshape(-1, kept.shape[2])[rows] for kept in (keys, values))
+        return spec.k_row.unpack(k), spec.v_row.unpack(v)

@@ -1,0 +1,254 @@
+"""Cuts a step into calls of SDPA (on the host, numpy).
+
+A segment's queries are cut into tiles; a tile sees the keys up to its own end.  Tiles of similar
+shape run as one right-padded batch.  Earlier rows never see padding at the end, so for complete
+prompts MLX's SDPA needs only "causal" and no mask array.  Short prompts of different lengths may
+instead be concatenated under one block-diagonal causal mask ("packed").  The plan minimises the
+cost of scores computed, keys gathered and calls.  Masks depend only on positions and segment
+numbers, so one formula serves every call:
+key visible = same segment and k_pos <= q_pos (and in the window).
+"""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from vllm_metal_lite.attention.sdpa.fused import Unfused
+from vllm_metal_lite.attention.segments import split_at_chunks
+from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.config import MAX_PACKED_PREFILL_TOKENS
+from vllm_metal_lite.devices import profile
+
+NEVER = np.iinfo(np.int32).max  # position of a padding key: after every query
+_ANY_NUMBER = np.iinfo(np.int64).max
+# The fewest rows of a tile, however long its context.
+_LEAST_TILE = 32
+# The keys of a call that keeps its scores in memory are padded to a multiple of 16.  Each row of
+# scores then begins at a multiple of 32 bytes, so that products and softmax read whole vectors.
+_KEY_GRAIN = 16
+
+Lengths = TypeVar("Lengths", int, np.ndarray)
+
+
+@dataclass(frozen=True, slots=True)
+class SdpaCall:
+    """One call of SDPA on the host: B rows of Lq queries over Lk keys.
+
+    q_rows (B, Lq): rows of the packed batch; padding repeats the last.
+    kv_slots (B, Lk): slots of the store; padding repeats the first.  mask: None (all keys visible),
+    "causal" (lower right) or "array", which is made from q_pos (B, Lq), kv_pos (B, Lk) and, in a
+    pack, segments (the same for rows and keys).  num_visible: leading keys that every row sees, or
+    0 if these are fewer than half.  span: the segment and the first position of the keys, if the
+    keys are consecutive keys of one segment.
+    """
+
+    q_rows: np.ndarray
+    kv_slots: np.ndarray
+    q_pos: np.ndarray
+    kv_pos: np.ndarray
+    mask: str | None
+    num_visible: int = 0
+    segments: np.ndarray | None = None
+    span: tuple[int, int] | None = None
+
+
+def cost(q_len: Lengths, kv_len: Lengths) -> Lengths:
+    """Cost of attention of q_len queries to kv_len keys, in scores."""
+    return (q_len + profile().key_cost) * kv_len
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Query tiles, one entry each: segment, first row, number of rows, key range [start, end)."""
+
+    segment: np.ndarray
+    row: np.ndarray
+    q_len: np.ndarray
+    kv_start: np.ndarray
+    kv_end: np.ndarray
+
+    def __getitem__(self, index: np.ndarray) -> "Tiles":
+        return Tiles(*(getattr(self, f)[index] for f in self.__slots__))
+
+    def __len__(self) -> int:
+        return len(self.segment)
+
+
+class CallPlanner:
+    """Cuts a step into SDPA calls that together cover every row of the batch once.
+
+    attention_chunk: positions per chunk; rows see only the keys of their own chunk (Llama 4).
+    unfused: limits of a layer some of whose calls MLX does not fuse; None: MLX fuses all.
+
+    tile: the most query rows in one tile; small tiles help a backend without fused causal SDPA.
+    max_scores: the most scores of one head in a call that keeps all scores in memory.  A tile has
+    at least _LEAST_TILE rows.
+    key_grain: keys of a padded batch are padded to a multiple of it.
+    fused_rows: without a window, a segment of at least this many rows is a causal call of its own;
+    max_scores and key_grain do not apply.
+    """
+
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        window: int | None,
+        attention_chunk: int | None = None,
+        unfused: Unfused | None = None,
+    ) -> None:
+        device = profile()
+        self.batch = split_at_chunks(batch, attention_chunk) if attention_chunk else batch
+        self.q_lens = np.diff(self.batch.cu_seqlens_q)
+        self.window, self.attention_chunk = window, attention_chunk
+        self.tile, self.call_cost = device.sdpa_tile, device.sdpa_call_cost
+        self.max_scores, self.key_grain, self.fused_rows = _ANY_NUMBER, 1, _ANY_NUMBER
+        if unfused is not None:
+            self.max_scores = device.max_scores // unfused.heads
+            self.key_grain, self.fused_rows = _KEY_GRAIN, unfused.fused_rows
+
+    def calls(self) -> list[SdpaCall]:
+        """The calls, in the order of their first rows."""
+        alone = (self.q_lens >= self.fused_rows) & (self.window is None)
+        tiles = self._tiles(np.flatnonzero(alone), _ANY_NUMBER)
+        calls = [self._padded(tiles[np.array([i])], 1) for i in range(len(tiles))]
+        whole = (self.q_lens == self.batch.seq_lens) & (self.q_lens > 1) & ~alone
+        packed = np.zeros_like(whole)
+        for pack in split_packs(np.flatnonzero(whole), self.q_lens):
+            if self._pays_packed(pack):
+                packed[pack] = True
+                calls.append(self._packed(pack))
+        for segments in map(np.flatnonzero, (whole & ~packed, ~whole & ~alone)):
+            if len(segments):
+                tiles = self._tiles(segments, self.max_scores)
+                batches = self._group_by_shape(tiles)[1]
+                calls += [self._padded(tiles[of_batch], self.key_grain) for of_batch in batches]
+        return sorted(calls, key=lambda call: int(call.q_rows[0, 0]))
+
+    def _pays_packed(self, pack: np.ndarray) -> bool:
+        """Whether one call for all of these prompts costs less than padded batches."""
+        rows, longest = int(self.q_lens[pack].sum()), int(self.q_lens[pack].max())
+        packed = cost(rows, rows)
+        # The cost of one padded batch is an upper bound, and cheap to compute.
+        if rows * rows > self.max_scores or packed >= len(pack) * cost(longest, longest):
+            return False
+        padded, _ = self._group_by_shape(self._tiles(pack, self.max_scores))
+        return packed + self.call_cost < padded
+
+    def _tiles(self, segments: np.ndarray, max_scores: int) -> Tiles:
+        batch, window, chunk = self.batch, self.window, self.attention_chunk
+        start, q_len = batch.cu_seqlens_q[segments], self.q_lens[segments]
+        most_keys = batch.seq_lens[segments].astype(np.int64)
+        if window is not None:
+            most_keys = np.minimum(most_keys, q_len - 1 + window)
+        of_segment = max_scores // most_keys // _LEAST_TILE * _LEAST_TILE
+        of_segment = np.minimum(np.maximum(of_segment, _LEAST_TILE), self.tile)
+        count = -(-q_len // of_segment)
+        index = np.repeat(np.arange(len(segments)), count)
+        nth = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
+        first = nth * of_segment[index]
+        rows = np.minimum(q_len[index] - first, of_segment[index])
+        context = batch.seq_lens[segments][index] - q_len[index]
+        kv_end = context + first + rows
+        kv_start = np.zeros_like(kv_end)
+        if window is not None:
+            kv_start = np.maximum(kv_end - rows + 1 - window, 0)
+        if chunk is not None:
+            kv_start = np.maximum(kv_start, (kv_end - 1) // chunk * chunk)
+        return Tiles(segments[index], start[index] + first, rows, kv_start, kv_end)
+
+    def _group_by_shape(self, tiles: Tiles) -> tuple[int, list[np.ndarray]]:
+        """The cheapest split of tiles into padded batches: its cost, and the tiles of each batch.
+
+        Dynamic programming: tiles in a batch are neighbours in the order from longest to shortest,
+        so the cheapest split of the first n follows from the splits of fewer.
+        """
+        kv_len = tiles.kv_end - tiles.kv_start
+        order = np.lexsort((-kv_len, -tiles.q_len))
+        q_len, kv_len = tiles.q_len[order].astype(np.int64), kv_len[order].astype(np.int64)
+        max_keys = profile().max_gathered_keys
+        least = np.zeros(len(tiles) + 1, np.int64)  # cost of the first n
+        begins = np.zeros(len(tiles) + 1, np.int64)  # where the last batch of the first n begins
+        for end in range(1, len(tiles) + 1):
+            most = max(1, max_keys // int(kv_len[end - 1]))
+            first = max(0, end - most)
+            longest = np.maximum.accumulate(kv_len[first:end][::-1])[::-1]
+            count, rows = np.arange(end - first, 0, -1), q_len[first:end]
+            total = least[first:end] + count * cost(rows, longest) + self.call_cost
+            too_large = count * longest > max_keys
+            too_large |= count * longest * rows > self.max_scores
+            total[(count > 1) & too_large] = _ANY_NUMBER
+            at = int(total.argmin())
+            begins[end], least[end] = first + at, total[at]
+        batches, end = [], len(tiles)
+        while end:
+            batches.append(order[begins[end] : end])
+            end = int(begins[end])
+        return int(least[-1]), batches[::-1]
+
+    def _padded(self, tiles: Tiles, key_grain: int) -> SdpaCall:
+        """Tiles as a batch, padded to the longest."""
+        q_lens, kv_lens = tiles.q_len, tiles.kv_end - tiles.kv_start
+        row = np.minimum(np.arange(q_lens.max()), q_lens[:, None] - 1)
+        q_rows = tiles.row[:, None] + row
+        key = np.arange(-(-kv_lens.max() // key_grain) * key_grain)
+        real = key < kv_lens[:, None]
+        position = np.where(real, tiles.kv_start[:, None] + key, tiles.kv_start[:, None])
+        block, offset = np.divmod(position, self.batch.block_size)
+        blocks = self.batch.block_tables[tiles.segment[:, None], block]
+        in_window = self.window is None or bool((tiles.kv_end <= self.window).all())
+        uniform = (q_lens == q_lens[0]).all() and (kv_lens == len(key)).all()
+        square = (q_lens == kv_lens).all() and row.shape[1] == len(key)
+        if uniform and q_lens[0] == 1:
+            mask = None
+        elif in_window and (uniform or square):
+            mask = "causal"
+        else:
+            mask = "array"
+        num_visible = int((kv_lens - q_lens).min()) + 1 if in_window else 0
+        return SdpaCall(
+            q_rows=q_rows.astype(np.int32),
+            kv_slots=(blocks * self.batch.block_size + offset).astype(np.int32),
+            q_pos=self.batch.positions[q_rows],
+            kv_pos=np.where(real, position, NEVER).astype(np.int32),
+            mask=mask,
+            num_visible=num_visible if 2 * num_visible >= len(key) else 0,
+            span=(int(tiles.segment[0]), int(tiles.kv_start[0])) if len(tiles) == 1 else None,
+        )
+
+    def _packed(self, pack: np.ndarray) -> SdpaCall:
+        """Complete prompts concatenated: queries and keys are the same rows of the step."""
+        cu = self.batch.cu_seqlens_q
+        rows = np.concatenate([np.arange(cu[s], cu[s + 1]) for s in pack]).astype(np.int32)[None]
+        segments = np.repeat(pack, self.q_lens[pack]).astype(np.int32)[None]
+        positions, slots = self.batch.positions[rows], self.batch.slot_mapping[rows]
+        return SdpaCall(rows, slots, positions, positions, "array", segments=segments)
+
+
+def split_packs(
+    segments: np.ndarray, q_lens: np.ndarray, cap: int = MAX_PACKED_PREFILL_TOKENS
+) -> list[np.ndarray]:
+    """Split segments, in order, into packs of at most `cap` rows; a longer one is its own pack."""
+    packs: list[list[int]] = []
+    rows = cap
+    for s in segments.tolist():
+        rows += int(q_lens[s])
+        if rows > cap:
+            packs.append([])
+            rows = int(q_lens[s])
+        packs[-1].append(s)
+    return [np.array(p) for p in packs]
+
+
+def places(calls: list[SdpaCall], num_rows: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """(T,) int32, all calls' q_rows concatenated, and (num_rows,) int32, each row's place there.
+
+    Rows are None if they are the first T, in order.  Places are None if also T == num_rows.
+    """
+    rows = np.concatenate([g.q_rows.ravel() for g in calls])
+    place = np.zeros(num_rows, np.int32)
+    # Reversed, so that the first place of a row counts.  Its later places are padding, which sees
+    # too many keys under a "causal" mask.
+    place[rows[::-1]] = np.arange(len(rows), dtype=np.int32)[::-1]
+    if not np.array_equal(rows, np.arange(len(rows))):
+        return rows, place
+    return None, None if len(rows) == num_rows else place
