@@ -128,7 +128,7 @@ class MetalLiteWorker(WorkerBase):
         packed = self.model.packed
         if packed.no_prefix_cache is not None:
             return packed.no_prefix_cache
-        if packed.reads_store:  # vLLM shares blocks of the same step
+        if packed.by_segment is not None:  # vLLM shares blocks of the same step
             return "its attention reads the store before all of a step is written"
         if not self.model.state_bytes:
             return None
