@@ -56,10 +56,10 @@ def _download(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=DEFAULT_ALLOW_PATTERNS))
     except Exception as e:  # the hub's client has many errors for "no network"
+        why = one_line(e.__cause__ or e)
         try:
             return in_cache(name)
         except ModelLoadError as problem:
-            why = one_line(e.__cause__ or e)
             text = f"{problem}, and the Hugging Face Hub cannot be reached ({why})"
         if isinstance(e, errors.GatedRepoError):
             text = (

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models import activations
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_model
+from mlx_lm.utils import get_total_parameters, load_model
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
@@ -47,8 +47,10 @@ class LoadedModel:
     """A model, its tokenizer and the facts that the engine needs.
 
     fit: the mode, and what it asks of the kernels.
+    max_position: the longest context in tokens.  context_guess: the source of this number if it is
+    a guess, otherwise None.
     sampling_defaults: SamplingParams fields of requests that name none.
-    context_guess: the source of max_position if the number is a guess, otherwise None.
+    kv_specs: the layers of the store.
     ranks: the ranks that share the model; this is one shard.  ALONE for a whole model.
     pooling: how the model makes embeddings and scores.
     """
@@ -149,7 +151,8 @@ def load(
     ranks: load this rank's shard or stage; all ranks must load the model at once.
     """
     folder, name = find(name), str(name)
-    with _explained(name, folder, trust_remote_code):
+    _check_folder(name, folder, trust_remote_code)
+    with _failures_explained(name):
         model, tokenizer, config = _unevaluated(name, folder, dtype, trust_remote_code)
         if ranks.size > 1:
             divide = keep_stage if ranks.stages else shard
@@ -166,7 +169,8 @@ def preview(
     Of the files of weights, only the headers are read: names, shapes and dtypes.  The weights are
     zeros that take no memory.  The mode is `foresee`'s.
     """
-    with _explained(name, folder, trust_remote_code):
+    _check_folder(name, folder, trust_remote_code)
+    with _failures_explained(name):
         model, tokenizer, config = _unevaluated(name, folder, dtype, trust_remote_code)
         model.update(
             tree_map(lambda w: mx.broadcast_to(mx.zeros((), w.dtype), w.shape), model.parameters())
@@ -188,16 +192,17 @@ def _unevaluated(
     return model, tokenizer, config
 
 
-@contextmanager
-def _explained(name: str, folder: Path, trust_remote_code: bool) -> Iterator[None]:
-    """Turn every failure inside the block into a ModelLoadError of one line.
-
-    Refuses a folder that cannot be loaded before the block runs.
-    """
+def _check_folder(name: str, folder: Path, trust_remote_code: bool) -> None:
+    """Raise ModelLoadError for a model that its config.json alone shows to be unusable."""
     config = read_config(folder, name)
     _refuse_wrong(name, str(config.get("model_type")))
     if config.get("model_file") and not trust_remote_code:
         raise remote_code_error(name, "architecture", folder)
+
+
+@contextmanager
+def _failures_explained(name: str) -> Iterator[None]:
+    """Turn every failure inside the block into a ModelLoadError of one line."""
     try:
         yield
     except RemoteCodeError:
@@ -222,7 +227,7 @@ def from_model(
     """
     model_type = str(config.get("model_type"))
     _refuse_wrong(name, model_type)
-    num_parameters = sum(w.size for w in backend.leaves(model.parameters()))
+    num_parameters = get_total_parameters(model)  # adapters may add copies
     adapt(model)
     layout = inspect(model, model_type)
     if ranks.stages:

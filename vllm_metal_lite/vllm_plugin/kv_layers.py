@@ -30,7 +30,7 @@ _TOKEN_COUNTER = LayerSpec(1, 8, 8, mx.float32)
 
 
 class KVLayers:
-    """This rank's layers that keep K and V.
+    """This rank's layers that keep K and V.  Sleep frees the model, so no model is kept here.
 
     specs: those that vLLM counts; one token counter if no layer keeps K and V.
     """

@@ -29,15 +29,12 @@ MOST_SLOTS = 4
 
 def no_own_pool() -> str | None:
     """Why this vLLM has no pool of blocks for states alone, or None if it has.  0.33 has one."""
-    fields, parameters = (
-        MambaSpec.__dataclass_fields__,
-        signature(MambaManager.cache_blocks).parameters,
-    )
-    if (
+    has_own_pool = (
         hasattr(KVCacheBlock, "pool")
-        and "num_prefill_checkpoint_blocks" in fields
-        and "replay_boundaries" in parameters
-    ):
+        and "num_prefill_checkpoint_blocks" in MambaSpec.__dataclass_fields__
+        and "replay_boundaries" in signature(MambaManager.cache_blocks).parameters
+    )
+    if has_own_pool:
         return None
     return "this vLLM has one pool of blocks for K and V and for recurrent states"
 

@@ -96,7 +96,8 @@ class MetalLiteWorker(WorkerBase):
         model = load(
             self.model_config.model, self._dtype(), self.model_config.trust_remote_code, self.ranks
         )
-        self._model = model.with_kv_bits(int(bits) if (bits := envs.kv_bits()) else None)
+        kv_bits = envs.kv_bits()
+        self._model = model.with_kv_bits(int(kv_bits) if kv_bits else None)
         self._layers = KVLayers(self.model, self.ranks)
         _check_rotation(self.model, self.model_config.max_model_len)
         if self._pooling is not None and (problem := self.model.no_embeddings) is not None:

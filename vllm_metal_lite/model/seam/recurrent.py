@@ -28,7 +28,7 @@ from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace
 from vllm_metal_lite.recurrence.columns import ColumnsOf, columns_of
 
 _Pair = tuple[mx.array, mx.array]
-_Normalized = tuple[_Pair, _Pair, QKNorm]  # q and k behind the norm, before the norm, the norm
+_Normalized = tuple[_Pair, _Pair, QKNorm]  # q and k after the norm, q and k before, the norm
 
 
 class ConvInput(mx.array):
