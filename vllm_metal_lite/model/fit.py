@@ -111,12 +111,8 @@ def _choose(
     """The first mode without a problem; ModelLoadError if all have one."""
     reason = None  # why the previous mode does not fit
     for mode in Mode:
-        if mode is Mode.IN_SEQUENCES:
-            if not layout.states:
-                continue
-            if layout.mixed_users:
-                reason = "modules that keep K and V keep a state too"
-                continue
+        if mode is Mode.IN_SEQUENCES and not layout.states:
+            continue
         packed = PackedModel(model, layout, mode, reason)
         attention = _Observer(PagedStore(layout.specs, 4, BLOCK, states=packed.state_store(2)))
         usage = Usage()

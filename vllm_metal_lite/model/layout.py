@@ -67,11 +67,6 @@ class Layout:
     state_users: dict[str, nn.Module] = field(default_factory=dict)
     num_recurrent_layers: int = 0
 
-    @property
-    def mixed_users(self) -> bool:
-        """Whether a module that uses states uses K and V too, or has a part that does."""
-        return any(is_part(kv, path) for path in self.state_users for kv in self.kv_users)
-
     def add(self, cache: Any) -> Node:
         """The node for a cache that holds some tokens."""
         if isinstance(cache, CacheList):

@@ -193,7 +193,7 @@ def _unevaluated(
 
 
 def _check_folder(name: str, folder: Path, trust_remote_code: bool) -> None:
-    """Raise ModelLoadError for a model that its config.json alone shows to be unusable."""
+    """Raise ModelLoadError for a folder that cannot be loaded, before its weights are looked at."""
     config = read_config(folder, name)
     _refuse_wrong(name, str(config.get("model_type")))
     if config.get("model_file") and not trust_remote_code:
@@ -222,7 +222,7 @@ def from_model(
 ) -> LoadedModel:
     """Wrap an mlx-lm model already in memory; ModelLoadError if packed steps cannot run it.
 
-    folder: the place of the generation_config.json to follow.
+    folder: with the settings of sampling and pooling to follow; None: defaults.
     fit: chooses the mode.  ranks: the model is this rank's shard.
     """
     model_type = str(config.get("model_type"))
