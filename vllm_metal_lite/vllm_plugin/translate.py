@@ -27,7 +27,8 @@ from vllm_metal_lite.vllm_plugin.sampling import translate_params
 class PluginRequest:
     """A request that vLLM has not finished.
 
-    num_prompt_logprobs: as in SamplingParams.  req_index None: preempted and waiting.
+    num_prompt_logprobs: as in SamplingParams; None in later turns of a session.
+    req_index None: preempted and waiting.
     prompt_logprobs: collected since the request got its seat, if vLLM does not have them yet.
     is_undrawn: no token could be sampled, and an error was logged.
     state_blocks: vLLM's blocks of recurrent states, from the start of the context.

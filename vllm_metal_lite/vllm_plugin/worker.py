@@ -104,11 +104,14 @@ class MetalLiteWorker(WorkerBase):
             raise ConfigError(f"{model.name} gives no embeddings: {problem}")
         sizing.set_memory_limits()
         if self.cache_config.enable_prefix_caching and (reason := self._no_prefix_cache()):
-            # With "uni", vLLM creates its scheduler later in this process, from the same object.
-            if self.parallel_config.distributed_executor_backend != "uni":
-                raise ConfigError(f"--no-enable-prefix-caching is needed for this model: {reason}")
-            self.cache_config.enable_prefix_caching = False
-            logger.warning("Prefixes are not cached for this model: %s", reason)
+            self._disable_prefix_cache(reason)
+
+    def _disable_prefix_cache(self, reason: str) -> None:
+        # With "uni", vLLM creates its scheduler later in this process, from the same object.
+        if self.parallel_config.distributed_executor_backend != "uni":
+            raise ConfigError(f"--no-enable-prefix-caching is needed for this model: {reason}")
+        self.cache_config.enable_prefix_caching = False
+        logger.warning("Prefixes are not cached for this model: %s", reason)
 
     def _no_prefix_cache(self) -> str | None:
         """Why vLLM's prefix cache must be off for this model, or None if it may be on."""
@@ -159,6 +162,7 @@ class MetalLiteWorker(WorkerBase):
         self.model_config.max_model_len = max_model_len
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Make the tables of requests and the store, with the groups and blocks that vLLM chose."""
         seats, size = self.scheduler_config.max_num_seqs, self.cache_config.block_size
         self._groups, state_group = self._layers.groups(kv_cache_config, size)
         all_sample = ALONE if self.ranks.stages else self.ranks
@@ -264,10 +268,9 @@ class MetalLiteWorker(WorkerBase):
         mx.synchronize()
 
     def _nothing(self) -> None:
-        """No drafts, encoder, images or data-parallel ranks; a reply means healthy."""
+        """There are no drafts, no encoder, no images and no data-parallel ranks."""
 
-    take_draft_token_ids = reset_mm_cache = reset_encoder_cache = _nothing
-    execute_dummy_batch = check_health = _nothing
+    take_draft_token_ids = reset_mm_cache = reset_encoder_cache = execute_dummy_batch = _nothing
 
     def profile(self, is_start: bool = True, *args: Any, **kwargs: Any) -> None:
         raise ConfigError("vllm-metal-lite does not support profiling through vLLM")
