@@ -119,9 +119,9 @@ class DeviceProfile:
 
 METAL = DeviceProfile()
 
-# An H200 (docs/benchmarks.md).  Also measured, with Metal's value: gemm_fill, max_normed_rows,
-# min_saved_for_prompts, rows_as_decodes (with this limit only), and sdpa_call_cost, which is the
-# host's time for a call in scores of 16 heads.  What is not named here is guessed.
+# An H200 (docs/benchmarks.md).  Five measured values equal Metal's, so they are not listed here:
+# gemm_fill, max_normed_rows, min_saved_for_prompts, rows_as_decodes (no other limit was tried) and
+# sdpa_call_cost (the host's time for a call; scores of 16 heads).  All other values are guesses.
 CUDA = DeviceProfile(
     decode_fill=256,  # measured, 132 cores
     decode_sums=64,

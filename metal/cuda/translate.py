@@ -1,9 +1,13 @@
-"""Converts Metal kernels to CUDA."""
+"""Converts a kernel's text from Metal to CUDA, by replacements.
+
+They suffice for the part of MSL that kernels use ("Portable text" in docs/kernels.md) and shim.h.
+"""
 
 import hashlib
 import os
 import re
 import threading
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,10 +30,13 @@ const uint thread_index_in_simdgroup = threadIdx.x % 32;
 const uint simdgroup_index_in_threadgroup = threadIdx.x / 32;
 """
 
-_SHAPE = re.compile(r"\b\w+_(?:shape|strides|ndim)\b")
-_SHARED = re.compile(r"^(\s*)threadgroup (\w+ \w+\[)", flags=re.MULTILINE)
+# A header of Metal's library; the file of that name in this folder replaces it.
 _METAL_HEADER = re.compile(r"^#include <metal_(\w+)>$", flags=re.MULTILINE)
+# An array of a threadgroup, such as `threadgroup float sums[32];` alone on a line.
+_SHARED = re.compile(r"^(\s*)threadgroup (\w+ \w+\[)", flags=re.MULTILINE)
+# The address space of a pointer, as in `device const T* x`.  CUDA's pointers have none.
 _ADDRESS_SPACE = re.compile(r"\b(device|thread|threadgroup) ")
+_SHAPE = re.compile(r"\b\w+_(?:shape|strides|ndim)\b")
 
 
 def metal_kernel(*, name: str, source: str, header: str, **names: Any) -> Any:
@@ -39,18 +46,19 @@ def metal_kernel(*, name: str, source: str, header: str, **names: Any) -> Any:
 
 
 def to_cuda(header: str, body: str) -> tuple[str, str]:
-    """The same kernel for `mx.fast.cuda_kernel`.  Threadgroups must be one-dimensional."""
+    """(header, body) for `mx.fast.cuda_kernel`.  Threadgroups must be one-dimensional."""
+    header = _ADDRESS_SPACE.sub("", header)
+    header = _METAL_HEADER.sub(lambda include: _read(include[1]), header)
+    body = _ADDRESS_SPACE.sub("", _SHARED.sub(r"\1__shared__ \2", body))
+    return _read("shim") + header, _CUDA_INDICES + body
 
-    def shim(name: str) -> str:
-        return Path(__file__).with_name(f"{name}.h").read_text(encoding="utf-8")
 
-    header = _METAL_HEADER.sub(lambda match: shim(match[1]), _ADDRESS_SPACE.sub("", header))
-    body = _SHARED.sub(r"\1__shared__ \2", body)
-    return shim("shim") + header, _CUDA_INDICES + _ADDRESS_SPACE.sub("", body)
+def _read(name: str) -> str:
+    return Path(__file__).with_name(f"{name}.h").read_text(encoding="utf-8")
 
 
 def as_files(name: str, header: str, body: str) -> tuple[str, str]:
-    """Write a CUDA kernel's text to files; returns `#include`s of these files.
+    """Write (header, body) to files; returns the short texts that include these files.
 
     MLX hashes the whole text at each launch: 3 us for 11 KB, as much as the launch itself.  MLX
     also searches the text for the shapes that a kernel uses, so a comment names them.  File names
@@ -72,12 +80,10 @@ def _as_file(name: str, part: str, text: str) -> str:
 
 def _text_folder() -> Path:
     folder = cache_folder() / "cuda"
-    try:
+    with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    except OSError:
-        pass
     return Path(_own_folder().name)
 
 

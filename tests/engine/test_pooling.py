@@ -331,7 +331,7 @@ def test_a_default_prompt_that_the_folder_lacks_is_ignored(tmp_path, caplog):
 def test_a_model_that_is_no_decoder_is_refused_by_name(tmp_path):
     folder = tiny.write_folder(tmp_path / "encoder", "qwen3", use_bidirectional_attention=True)
     llm = LLM(str(folder), **OPTIONS)
-    with pytest.raises(RequestError, match=r"encoder gives no embeddings: its tokens see those"):
+    with pytest.raises(RequestError, match=r"encoder gives no embeddings: its attention is"):
         llm.embed("Hello")
     assert llm.generate("Hello")[0].outputs[0].token_ids
 

@@ -49,7 +49,7 @@ def test_who_needs_it_and_what_follows(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3n", "llama4", "deepseek_v3", "qwen3_next"])
 def test_who_does_not(name):
-    assert not tiny.packed(name).packed.reads_store
+    assert tiny.packed(name).packed.by_segment is None
     assert "segment" not in tiny.engine(name).attention_reason
 
 
@@ -61,7 +61,7 @@ def test_it_is_said_loudly_once_with_the_cost_and_the_reason(name, caplog):
     assert "half the speed of mlx-lm" in message
     assert f"Reason: {reason}." in message
     assert "Its answers are right" in message
-    assert "Unless docs/models.md lists this type so, please report it" in message
+    assert "Please report it, unless docs/models.md lists this type" in message
 
 
 def test_metrics_say_it_too():
@@ -84,7 +84,7 @@ def test_why_a_model_that_could_be_packed_is_not_is_said(monkeypatch, caplog, op
             return rows(self, packed, *args)
 
     monkeypatch.setattr(trial.Draw, "rows", failing)
-    message = r"llama runs a segment .* TypeError: .*sqrt\(\).*please report it"
+    message = r"llama runs a segment .* TypeError: .*sqrt\(\).*Please report it"
     model = tiny.load("llama")
     [warning] = caplog.messages
     assert re.search(message, warning)

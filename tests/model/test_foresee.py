@@ -14,8 +14,7 @@ def mode(name, **how):
         packed = load(name, how=how).packed
     except ModelLoadError:
         return "refused"
-    slow = packed.by_segment is not None, packed.in_sequences is not None
-    return *slow, packed.no_prefix_cache is None
+    return packed.mode, packed.no_prefix_cache is None
 
 
 @pytest.mark.parametrize(

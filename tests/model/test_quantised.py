@@ -57,10 +57,11 @@ def test_every_quantised_configuration_loads_from_a_folder(tmp_path, name, dtype
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_of_quantisation_loads_from_a_folder(tmp_path, mode, dtype):
     path, native = folder(tmp_path, "llama", dtype, quantization=MODES[mode])
-    check(path, native)
+    packed = loader.load(str(path), "float32")
+    assert packed.num_parameters == check(path, native).num_parameters
 
 
-def check(path, native) -> None:
+def check(path, native) -> loader.LoadedModel:
     loaded = loader.load(str(path))
     assert loaded.dtype == mx.float32
     weights = dict(tree_flatten(loaded.packed.model.parameters()))
@@ -68,6 +69,7 @@ def check(path, native) -> None:
     expected = tiny.logits_alone(native, TOKENS)
     got = tiny.logits_alone(loaded.packed.model, TOKENS)
     assert np.abs(got - expected).max() < 2e-5 * np.abs(expected).max()
+    return loaded
 
 
 FORMS = [

@@ -15,6 +15,7 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import OutOfMemoryError
 from vllm_metal_lite.kv.state_store import StateSpec, StateStore
+from vllm_metal_lite.model.packed import Mode
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.recurrent import ConvInput, ShortConv
 from vllm_metal_lite.model.seam.state_cache import StateCache
@@ -50,7 +51,7 @@ greedy = partial(tiny.greedy, ignore_eos=True)
 def test_recurrent_layers_work_on_packed_rows(name):
     """A release of mlx-lm that computes a recurrence in another way fails here."""
     packed = tiny.packed(name).packed
-    assert packed.in_sequences is None
+    assert packed.mode is Mode.PACKED
     assert packed.no_prefix_cache is None
     convs = [m for _, m in packed.model.named_modules() if isinstance(m, ShortConv)]
     assert convs
@@ -60,8 +61,8 @@ def test_recurrent_layers_work_on_packed_rows(name):
 @pytest.mark.parametrize("name", sorted(BY_RUNS))
 def test_other_recurrent_layers_see_sequences_and_say_why(name):
     packed = tiny.packed(name).packed
-    assert packed.in_sequences
-    assert "\n" not in packed.in_sequences
+    assert packed.mode is not Mode.PACKED
+    assert "\n" not in packed.reason
 
 
 class Unused:

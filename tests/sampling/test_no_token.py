@@ -103,7 +103,7 @@ def test_a_masked_request_ends_in_an_error_and_the_others_go_on(kind, random, mo
     tokens, done = run(never={**NEVER, "n": 2}, word={**word, "logprobs": 1})
     assert tokens == expected
     assert run()[0] == expected
-    left = "no token can be sampled: none is allowed by allowed_token_ids and"
+    left = "no token can be sampled: all are excluded by allowed_token_ids and"
     for answer in done["never"].outputs:
         assert (answer.finish_reason, answer.token_ids) == ("error", [])
         assert answer.error == f"{left} min_tokens (until then, no stop token)"
@@ -148,7 +148,7 @@ def test_a_stream_ends_with_the_error():
         served.shutdown()
     assert good.token_ids == tiny.alone(tiny.native("llama"), PROMPTS[0], 8)
     assert bad.finish_reason == "error"
-    assert "none is allowed by" in bad.error
+    assert "all are excluded by" in bad.error
 
 
 def test_a_line_of_generate_says_it(tmp_path, capsys):
@@ -158,7 +158,7 @@ def test_a_line_of_generate_says_it(tmp_path, capsys):
     good, bad = map(json.loads, (tmp_path / "out").read_text().splitlines())
     assert "error" not in good
     assert (bad["finish_reason"], bad["token_ids"]) == ("error", [])
-    assert "none is allowed by" in bad["error"]
+    assert "all are excluded by" in bad["error"]
     assert "line 2: no token can be sampled" in capsys.readouterr().err
 
 
@@ -166,5 +166,5 @@ def test_reasons():
     plain = SamplingParams()
     assert "logits are all -inf" in why(MASKED, plain, 0)
     assert "logits are NaN" in why(NAN, SamplingParams(**NEVER), 0)
-    assert "none is allowed by the grammar" in why(MASKED, plain, 0, True)
+    assert "all are excluded by the grammar" in why(MASKED, plain, 0, True)
     assert "min_tokens" not in why(MASKED, SamplingParams(**NEVER), 3)

@@ -10,7 +10,7 @@ from tests.support.server_kit import serving
 from vllm_metal_lite.engine.piece_encoder import PieceEncoder
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.model.files import DEMO_PATH
-from vllm_metal_lite.model.loader import load_tokenizer_only
+from vllm_metal_lite.model.tokenizer import load_tokenizer_only
 from vllm_metal_lite.server.conversations import ChatRequest, join_systems, render_prompt
 from vllm_metal_lite.server.models import ModelSpec
 from vllm_metal_lite.server.templates import probe

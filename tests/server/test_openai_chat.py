@@ -239,7 +239,7 @@ def test_an_error_in_mid_stream_is_an_event_and_the_stream_ends(http):
         events = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
     message = json.loads(events[-2])["error"]["message"]
-    assert message == "no token can be sampled: none is allowed by allowed_token_ids and bad_words"
+    assert message == "no token can be sampled: all are excluded by allowed_token_ids and bad_words"
     whole = http.post("/v1/chat/completions", json={**body, "stream": False})
     assert whole.status_code == 400
     assert whole.json()["error"]["message"] == message

@@ -16,7 +16,7 @@ from llguidance import LLTokenizer
 from tests.support.guided import allowed, walk
 from tests.support.json_schemas import schemas
 from vllm_metal_lite.errors import SamplingError
-from vllm_metal_lite.model.loader import load_tokenizer_only
+from vllm_metal_lite.model.tokenizer import load_tokenizer_only
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.structured_outputs.build import build
 from vllm_metal_lite.structured_outputs.compiler import Compiler, check

@@ -257,7 +257,7 @@ def modes_of(packed: PackedModel) -> set[str]:
     """The modes that a model can have."""
     if packed.no_prefix_cache:
         return MODES.keys() - HITS
-    if packed.layout.states or packed.reads_store:
+    if packed.layout.states or packed.by_segment:
         return MODES.keys() - {"same_step_hit"}
     return {*MODES}
 
@@ -334,10 +334,10 @@ def check(name: str) -> Result:
         return result
 
     result.state = _state(loaded, config)
-    if loaded.packed.reads_store:
+    if loaded.packed.by_segment:
         result.attention = "by segment"
     if loaded.packed.layout.states:
-        result.recurrent = "in sequences" if loaded.packed.in_sequences else "packed"
+        result.recurrent = "in sequences" if loaded.packed.sees_sequences else "packed"
     result.no_prefix_cache = loaded.packed.no_prefix_cache or ""
     scale = float(np.abs(np.concatenate(expected)).max())
     runs = {

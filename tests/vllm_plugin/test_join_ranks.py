@@ -23,7 +23,7 @@ from vllm_metal_lite.model.files import DEMO_PATH
 from vllm_metal_lite.vllm_plugin import heartbeat, hosts, join_ranks, watchdog
 from vllm_metal_lite.vllm_plugin.heartbeat import Heartbeat
 from vllm_metal_lite.vllm_plugin.join_ranks import RankError
-from vllm_metal_lite.vllm_plugin.worker import MetalLiteWorker
+from vllm_metal_lite.vllm_plugin.rank_worker import RankWorker
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def test_a_rank_alone_on_its_host_sees_one_gpu(monkeypatch):
     monkeypatch.setattr(backend, "name", lambda: "cuda")
     monkeypatch.setenv("METAL_LITE_DEVICE", "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    MetalLiteWorker._take_device(worker)
+    RankWorker._take_device(worker)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4"
 
 

@@ -40,6 +40,6 @@ def test_embeddings_equal_those_of_the_model_alone(pooling, is_async):
 def test_a_folder_that_cannot_be_followed_is_refused(monkeypatch):
     from vllm_metal_lite.model.loader import LoadedModel
 
-    monkeypatch.setattr(LoadedModel, "no_embeddings", "its tokens see those behind them")
-    with pytest.raises(Exception, match="gives no embeddings: its tokens"):
+    monkeypatch.setattr(LoadedModel, "no_embeddings", "its attention is bidirectional")
+    with pytest.raises(Exception, match="gives no embeddings: its attention"):
         kit.engine(runner="pooling").__enter__()

@@ -175,7 +175,7 @@ def test_a_request_without_a_token_ends_at_once(llm, monkeypatch):
     assert list(good.outputs[0].token_ids) == kit.alone("llama", PROMPTS[0], 8)
     assert list(bad.outputs[0].token_ids) == [5]
     [line] = said
-    assert "none is allowed by allowed_token_ids and min_tokens" in line
+    assert "all are excluded by allowed_token_ids and min_tokens" in line
 
 
 def contains(tokens, word):

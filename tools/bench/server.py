@@ -51,7 +51,7 @@ from tools.bench.lib.servers import (
 )
 from tools.bench.lib.tables import table_head
 from tools.dev.run_main import parser_of, run_main
-from vllm_metal_lite.model.loader import load_tokenizer_only
+from vllm_metal_lite.model.tokenizer import load_tokenizer_only
 
 CLIENTS, WARM_UPS = 32, 2
 START, SHARED, OUT = 25_000, 20_000, 150  # tokens of agents: of the first prompt, of all, generated

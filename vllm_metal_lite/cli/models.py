@@ -168,14 +168,13 @@ def _read(entry: Entry, folder: Path) -> None:
     quantization = config.get("quantization") or config.get("quantization_config")
     model = preview(folder, entry["name"])
     packed = model.packed
-    runs = "in sequences" if packed.in_sequences else "packed"
     entry |= {
         "bits": _bits(folder, quantization),
         "quantization": quantization,
         "context": model.max_position,
         "context_guess": model.context_guess,
-        "runs": "by segment" if packed.by_segment else runs,
-        "runs_reason": packed.by_segment or packed.in_sequences,
+        "runs": packed.mode,
+        "runs_reason": packed.reason,
         "prefix_cache": packed.no_prefix_cache is None,
         "prefix_cache_reason": packed.no_prefix_cache,
         "weight_bytes": model.weight_bytes,

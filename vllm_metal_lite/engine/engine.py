@@ -83,7 +83,7 @@ class LLMEngine:
             self.kv_groups,
             self.max_model_len,
             num_state_slots=self.num_state_slots,
-            shares_in_step=not model.packed.reads_store,
+            shares_in_step=model.packed.by_segment is None,
         )
         # Cached prefixes that survive a restart; None: there is no folder for them.
         self.prefix_disk = disk and folder and disk.PrefixDisk(*folder, self.scheduler, store)
@@ -561,7 +561,7 @@ class LLMEngine:
             "steps_ahead": self.pipeline.num_ahead,
             "compiled_steps": self.runner.compiled.num_steps,
             "failed_kernels": len(self.runner.path.failed_kernels),
-            "attention_by_segment": int(self.model.packed.reads_store),
+            "attention_by_segment": int(self.model.packed.by_segment is not None),
             "memory_active_bytes": mx.get_active_memory(),
             "memory_cached_bytes": mx.get_cache_memory(),
             **count(self.scheduler),

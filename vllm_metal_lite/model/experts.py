@@ -12,8 +12,7 @@ from mlx_lm.models.switch_layers import (
 )
 
 from vllm_metal_lite.kernels.experts import Activation, Experts, ExpertWeight, experts_problem
-from vllm_metal_lite.kernels.weights import QuantisedWeight
-from vllm_metal_lite.specs import Quantisation
+from vllm_metal_lite.model.usage import weight_of
 
 # mlx-lm's mixtures of experts.
 MIXTURES = (SwitchGLU, SwitchMLP)
@@ -43,13 +42,10 @@ def _activation_of(layer: nn.Module) -> Activation | None:
 
 
 def _weight_of(layer: nn.Module) -> ExpertWeight | None:
-    if type(layer) is SwitchLinear:
-        return ExpertWeight(layer["weight"], layer.get("bias"))
-    if type(layer) is not QuantizedSwitchLinear or layer.get("global_scale") is not None:
+    plain = type(layer) in (SwitchLinear, QuantizedSwitchLinear)
+    if not plain or layer.get("global_scale") is not None:
         return None
-    how = Quantisation(layer.bits, layer.group_size, layer.mode)
-    words, scales, biases = layer["weight"], layer["scales"], layer.get("biases")
-    return ExpertWeight(QuantisedWeight(words, scales, biases, how), layer.get("bias"))
+    return ExpertWeight(weight_of(layer), layer.get("bias"))
 
 
 def served_experts(model: nn.Module) -> list[Experts]:

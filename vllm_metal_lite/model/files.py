@@ -14,7 +14,7 @@ from typing import Any, cast
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.errors import ModelLoadError, one_line, shorten, show
+from vllm_metal_lite.errors import ModelLoadError, Option, RemoteCodeError, one_line, shorten, show
 
 DEMO_PATH = Path(__file__).parent.parent / "demo_model"
 
@@ -56,10 +56,10 @@ def _download(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=DEFAULT_ALLOW_PATTERNS))
     except Exception as e:  # the hub's client has many errors for "no network"
+        why = one_line(e.__cause__ or e)
         try:
             return in_cache(name)
         except ModelLoadError as problem:
-            why = one_line(e.__cause__ or e)
             text = f"{problem}, and the Hugging Face Hub cannot be reached ({why})"
         if isinstance(e, errors.GatedRepoError):
             text = (
@@ -194,3 +194,12 @@ def _is_pointer(file: Path) -> bool:
     with suppress(OSError), file.open("rb") as f:  # loading the model reports the error
         return f.read(len(_LFS_FIRST_WORDS)) == _LFS_FIRST_WORDS
     return False
+
+
+def remote_code_error(name: str, part: str, folder: Path) -> RemoteCodeError:
+    return RemoteCodeError(
+        f"{name}: its {part} is Python code that comes with the model: read it in {folder}, "
+        "and set ",
+        Option("trust_remote_code"),
+        " to run it",
+    )

@@ -1,11 +1,8 @@
 """Chooses the mode of a model at load time, by a trial against the model itself.
 
-1. Attention and recurrent layers through the seam (seam/).
-2. If that fails, or the logits differ from the model's own: modules with recurrent states see
-   sequences (sequences/step.py).
-3. If that fails: attention one segment at a time too (sequences/kv_segments.py): slower, but
-   general.
-4. If that also fails, ModelLoadError names the architecture and the reason.
+The modes (`Mode`) are tried in order, the fastest first.  A mode fails if it raises, or if its
+logits differ from the model's own.  If all fail, ModelLoadError names the architecture and the
+reason.
 """
 
 import logging
@@ -22,7 +19,7 @@ from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import ModelLoadError, one_line
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.layout import Layout
-from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.model.packed import Mode, PackedModel
 from vllm_metal_lite.model.trial import BLOCK, LENGTHS, Trial, built_steps
 from vllm_metal_lite.model.usage import Usage
 from vllm_metal_lite.specs import AttentionShape, RecurrentShape
@@ -49,10 +46,17 @@ class _ObserverStep(ReferenceStepAttention):
 
     def attend(self, q: mx.array, call: AttentionCall) -> mx.array:
         spec = self.store.specs[call.layer]
-        heads, dims = (q.shape[1], spec.num_kv_heads), (spec.k_head_dim, spec.v_head_dim)
-        sinks, latent, chunk = call.sinks is not None, call.q_pe is not None, call.attention_chunk
         shape = AttentionShape(
-            *heads, *dims, q.dtype, call.window, call.softcap, sinks, latent, chunk
+            num_heads=q.shape[1],
+            num_kv_heads=spec.num_kv_heads,
+            k_head_dim=spec.k_head_dim,
+            v_head_dim=spec.v_head_dim,
+            dtype=q.dtype,
+            window=call.window,
+            softcap=call.softcap,
+            sinks=call.sinks is not None,
+            latent=call.q_pe is not None,
+            attention_chunk=call.attention_chunk,
         )
         self.shapes[shape] = None
         return super().attend(q, call)
@@ -106,14 +110,10 @@ def _choose(
 ) -> Fit:
     """The first mode without a problem; ModelLoadError if all have one."""
     reason = None  # why the previous mode does not fit
-    modes = ("packed", *(("in sequences",) if layout.states else ()), "by segment")
-    for mode in modes:
-        packed = PackedModel(
-            model,
-            layout,
-            by_segment=reason if mode == "by segment" else None,
-            in_sequences=reason if mode == "in sequences" else None,
-        )
+    for mode in Mode:
+        if mode is Mode.IN_SEQUENCES and not layout.states:
+            continue
+        packed = PackedModel(model, layout, mode, reason)
         attention = _Observer(PagedStore(layout.specs, 4, BLOCK, states=packed.state_store(2)))
         usage = Usage()
         with usage.watching():
@@ -128,5 +128,6 @@ def _warn_by_segment(reason: str, model_type: str) -> None:
         f"SLOW: attention of this {model_type} runs a segment at a time. Each step copies the "
         "context of every request, kernels are off, and even one request can "
         f"run at half the speed of mlx-lm alone. Reason: {reason}. "
-        "Its answers are right. Unless docs/models.md lists this type so, please report it."
+        "Its answers are right. Please report it, unless docs/models.md lists this type under "
+        "attention by segment."
     )

@@ -5,7 +5,6 @@ The model runs as mlx-lm runs it, with caches that record their callers.  Nothin
 
 import copy
 import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -102,7 +101,7 @@ def inspect(model: nn.Module, model_type: str) -> Layout:
     try:
         with noting_silu():
             logits = model(mx.zeros((1, 1), mx.int32), cache=caches)
-            if any(isinstance(c, ArraysCache) for c in _flat(caches)):
+            if any("state" in kinds for kinds in users.values()):
                 # A state may grow during the first tokens: an n-gram's context does.
                 model(mx.zeros((1, _SETTLED), mx.int32), cache=caches)
     except Exception as e:
@@ -114,14 +113,6 @@ def inspect(model: nn.Module, model_type: str) -> Layout:
             if kind in users.get(id(module), ()):
                 found[path] = module
     return layout
-
-
-def _flat(caches: Iterable[Any]) -> Iterator[Any]:
-    for cache in caches:
-        if isinstance(cache, CacheList):
-            yield from _flat(cache.caches)
-        else:
-            yield cache
 
 
 def _watched(cache: Any, users: dict[int, set[str]], model_type: str) -> Any:

@@ -1,6 +1,5 @@
 """Loads a model by name (files.py) and prepares the model for packed steps."""
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,27 +10,19 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models import activations
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_model, load_tokenizer
+from mlx_lm.utils import get_total_parameters, load_model
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import ALONE, RankGroup
-from vllm_metal_lite.errors import (
-    ConfigError,
-    ModelLoadError,
-    Option,
-    RemoteCodeError,
-    one_line,
-    show,
-)
+from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option, RemoteCodeError, one_line
 from vllm_metal_lite.kernels.weights import shape_of
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.adapters.modules import adapt
-from vllm_metal_lite.model.byte_level import decode_as_bytes
 from vllm_metal_lite.model.context import context_length
 from vllm_metal_lite.model.dtypes import cast, expand
 from vllm_metal_lite.model.experts import served_experts
-from vllm_metal_lite.model.files import find, read_config, read_json
+from vllm_metal_lite.model.files import find, read_config, remote_code_error
 from vllm_metal_lite.model.fit import Fit, fit, foresee
 from vllm_metal_lite.model.generation_config import sampling_defaults
 from vllm_metal_lite.model.layout import Layout, inspect
@@ -40,10 +31,9 @@ from vllm_metal_lite.model.pooling_config import PoolingConfig, pooling_config
 from vllm_metal_lite.model.seam.hooks import namespaces
 from vllm_metal_lite.model.shards import shard
 from vllm_metal_lite.model.stages import check_kinds, keep_stage
+from vllm_metal_lite.model.tokenizer import end_token_ids, read_tokenizer
 from vllm_metal_lite.model.usage import product_weights
 from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, RecurrenceShape
-
-logger = logging.getLogger(__name__)
 
 # Architectures with wrong results in mlx-lm itself, and the reason.
 _REFUSED = {
@@ -57,8 +47,10 @@ class LoadedModel:
     """A model, its tokenizer and the facts that the engine needs.
 
     fit: the mode, and what it asks of the kernels.
+    max_position: the longest context in tokens.  context_guess: the source of this number if it is
+    a guess, otherwise None.
     sampling_defaults: SamplingParams fields of requests that name none.
-    context_guess: the source of max_position if the number is a guess, otherwise None.
+    kv_specs: the layers of the store.
     ranks: the ranks that share the model; this is one shard.  ALONE for a whole model.
     pooling: how the model makes embeddings and scores.
     """
@@ -113,23 +105,25 @@ class LoadedModel:
 
     def kernel_use(self, block_size: int) -> KernelUse:
         """What the model asks of the kernels, over a store with blocks of block_size tokens."""
-        weights = {shape_of(w): None for w in product_weights(self.packed.model)}
+        model = self.packed.model
+        weights = dict.fromkeys(map(shape_of, product_weights(model)))
+        experts = dict.fromkeys(e.shape for e in served_experts(model))
         # mlx-lm uses this function for the gated norm after the gated delta rule.
-        gated = namespaces(self.packed.model, activations.precise_swiglu)
+        gated = namespaces(model, activations.precise_swiglu)
         norms = [
             GatedNormShape(shape.v_dim, shape.v_heads, shape.dtype)
             for shape in self.fit.recurrences
             if gated and isinstance(shape, RecurrenceShape) and shape.delta
         ]
         return KernelUse(
-            tuple(self.attention_shapes),
-            block_size,
-            self.fit.usage.ropes,
-            tuple(self.fit.usage.hidden_sizes),
-            tuple(weights),
-            self.packed.no_prefix_cache is None,
-            (*self.fit.recurrences, *norms),
-            tuple(dict.fromkeys(e.shape for e in served_experts(self.packed.model))),
+            shapes=tuple(self.attention_shapes),
+            block_size=block_size,
+            ropes=self.fit.usage.ropes,
+            hidden_sizes=tuple(self.fit.usage.hidden_sizes),
+            weights=tuple(weights),
+            shares_prefix=self.packed.no_prefix_cache is None,
+            recurrences=(*self.fit.recurrences, *norms),
+            experts=tuple(experts),
         )
 
     @property
@@ -157,7 +151,8 @@ def load(
     ranks: load this rank's shard or stage; all ranks must load the model at once.
     """
     folder, name = find(name), str(name)
-    with _explained(name, folder, trust_remote_code):
+    _check_folder(name, folder, trust_remote_code)
+    with _failures_explained(name):
         model, tokenizer, config = _unevaluated(name, folder, dtype, trust_remote_code)
         if ranks.size > 1:
             divide = keep_stage if ranks.stages else shard
@@ -174,7 +169,8 @@ def preview(
     Of the files of weights, only the headers are read: names, shapes and dtypes.  The weights are
     zeros that take no memory.  The mode is `foresee`'s.
     """
-    with _explained(name, folder, trust_remote_code):
+    _check_folder(name, folder, trust_remote_code)
+    with _failures_explained(name):
         model, tokenizer, config = _unevaluated(name, folder, dtype, trust_remote_code)
         model.update(
             tree_map(lambda w: mx.broadcast_to(mx.zeros((), w.dtype), w.shape), model.parameters())
@@ -186,7 +182,7 @@ def _unevaluated(
     name: str, folder: Path, dtype: str, trust_remote_code: bool
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
     model, config = load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
-    tokenizer = _load_tokenizer(name, folder, config, trust_remote_code)
+    tokenizer = read_tokenizer(name, folder, config, trust_remote_code)
     if not len(tokenizer):
         raise ModelLoadError("it has no tokenizer")
     if dtype != "auto":
@@ -196,81 +192,23 @@ def _unevaluated(
     return model, tokenizer, config
 
 
-@contextmanager
-def _explained(name: str, folder: Path, trust_remote_code: bool) -> Iterator[None]:
-    """Turn every failure inside the block into a ModelLoadError of one line.
-
-    Refuses a folder that cannot be loaded before the block runs.
-    """
+def _check_folder(name: str, folder: Path, trust_remote_code: bool) -> None:
+    """Raise ModelLoadError for a folder that cannot be loaded, before its weights are looked at."""
     config = read_config(folder, name)
     _refuse_wrong(name, str(config.get("model_type")))
     if config.get("model_file") and not trust_remote_code:
-        raise _remote_code_error(name, "architecture", folder)
+        raise remote_code_error(name, "architecture", folder)
+
+
+@contextmanager
+def _failures_explained(name: str) -> Iterator[None]:
+    """Turn every failure inside the block into a ModelLoadError of one line."""
     try:
         yield
     except RemoteCodeError:
         raise
     except (Exception, SystemExit) as e:  # a broken folder can make the libraries raise anything
         raise ModelLoadError(f"{name}: cannot load this model: {one_line(e)}") from e
-
-
-def load_tokenizer_only(name: str, trust_remote_code: bool = False) -> TokenizerWrapper:
-    """The tokenizer of a model, without its weights; every failure is a ModelLoadError."""
-    folder, name = find(name), str(name)
-    try:
-        return _load_tokenizer(name, folder, read_config(folder, name), trust_remote_code)
-    except ModelLoadError:
-        raise
-    except (Exception, SystemExit) as e:
-        raise ModelLoadError(f"{name}: cannot load its tokenizer: {one_line(e)}") from e
-
-
-def _load_tokenizer(
-    name: str, folder: Path, config: dict[str, Any], trust: bool
-) -> TokenizerWrapper:
-    # Never None: transformers would ask on stdin.
-    options: dict[str, Any] = {"trust_remote_code": trust}
-    if template := _template_of_processor(folder):
-        options["chat_template"] = template
-    try:
-        tokenizer = load_tokenizer(folder, options, eos_token_ids=config.get("eos_token_id"))
-    except Exception as e:
-        # The exception type varies: transformers first tries a tokenizer of its own.
-        if trust or "auto_map" not in read_json(folder / "tokenizer_config.json"):
-            raise
-        raise _remote_code_error(name, "tokenizer", folder) from e
-    decode_as_bytes(tokenizer)
-    # Suppress transformers' warning: the engine reports its own limit.
-    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
-    return tokenizer
-
-
-def _template_of_processor(folder: Path) -> str | None:
-    """The template of chat_template.json, the only one that older multimodal models have."""
-    file = folder / "chat_template.json"
-    if (
-        not file.is_file()
-        or (folder / "chat_template.jinja").exists()
-        or read_json(folder / "tokenizer_config.json").get("chat_template")
-    ):
-        return None
-    try:
-        template = read_json(file).get("chat_template")
-    except ModelLoadError:
-        template = None
-    if not isinstance(template, str):
-        logger.warning(f"{file} is ignored: it must be an object with the text chat_template")
-        return None
-    return template
-
-
-def _remote_code_error(name: str, part: str, folder: Path) -> RemoteCodeError:
-    return RemoteCodeError(
-        f"{name}: its {part} is Python code that comes with the model: read it in {folder}, "
-        "and set ",
-        Option("trust_remote_code"),
-        " to run it",
-    )
 
 
 def from_model(
@@ -284,25 +222,29 @@ def from_model(
 ) -> LoadedModel:
     """Wrap an mlx-lm model already in memory; ModelLoadError if packed steps cannot run it.
 
-    folder: the place of the generation_config.json to follow.
+    folder: with the settings of sampling and pooling to follow; None: defaults.
     fit: chooses the mode.  ranks: the model is this rank's shard.
     """
     model_type = str(config.get("model_type"))
     _refuse_wrong(name, model_type)
-    num_parameters = sum(w.size for w in backend.leaves(model.parameters()))
+    num_parameters = get_total_parameters(model)  # adapters may add copies
     adapt(model)
     layout = inspect(model, model_type)
     if ranks.stages:
         check_kinds(layout, model_type, ranks)
     max_position, context_guess = context_length(model, config)
-    vocab = {} if tokenizer is None else tokenizer.get_vocab()
+    vocab: dict[str, int] = {}
+    eos_token_ids: tuple[int, ...] = ()
+    if tokenizer is not None:
+        vocab = tokenizer.get_vocab()
+        eos_token_ids = end_token_ids(name, tokenizer, layout.vocab_size)
     return LoadedModel(
         name=name,
         model_type=model_type,
         fit=fit(model, layout, model_type, ranks),
         tokenizer=tokenizer,
         max_position=max_position,
-        eos_token_ids=_ends(name, tokenizer, layout.vocab_size) if tokenizer is not None else (),
+        eos_token_ids=eos_token_ids,
         num_parameters=num_parameters,
         weight_bytes=sum(w.nbytes for w in backend.leaves(model.parameters())),
         sampling_defaults=sampling_defaults(folder) if folder else {},
@@ -311,18 +253,6 @@ def from_model(
         ranks=ranks,
         pooling=pooling_config(folder, name, vocab) if folder else PoolingConfig(),
     )
-
-
-def _ends(name: str, tokenizer: TokenizerWrapper, vocab_size: int) -> tuple[int, ...]:
-    """The token ids that end an answer; ids outside the vocabulary are ignored, as in mlx-lm."""
-    ids = tokenizer.eos_token_ids
-    known = tuple(sorted(i for i in ids if isinstance(i, int) and 0 <= i < vocab_size))
-    if unknown := [i for i in ids if i not in known]:
-        logger.warning(
-            f"{name}: eos_token_id {', '.join(map(show, unknown))} is outside the vocabulary of "
-            f"{vocab_size}: ignored"
-        )
-    return known
 
 
 def _not_quantisable(specs: list[LayerSpec]) -> str | None:

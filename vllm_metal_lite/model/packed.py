@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
+from enum import StrEnum
 from typing import Any
 
 import mlx.nn as nn
@@ -10,7 +11,7 @@ from vllm_metal_lite.attention.base import Step, StepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.state_store import StateStore
 from vllm_metal_lite.model.calls import wrap_call
-from vllm_metal_lite.model.layout import Layout, Node, PagedLayer, StateLayer, is_part, outermost
+from vllm_metal_lite.model.layout import Layout, Node, PagedLayer, StateLayer, outermost
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
 from vllm_metal_lite.model.seam.recurrent import RecurrentHooks
@@ -18,23 +19,32 @@ from vllm_metal_lite.model.seam.state_cache import StateCache
 from vllm_metal_lite.model.sequences.step import SequenceStep, call_by_batches
 
 
-class _HeadRows:
-    """The rows that the body of a model hands to its head during a packed forward."""
+class Mode(StrEnum):
+    """How the modules that use caches run, from the fastest to the most general."""
 
-    wanted: mx.array | None = None
-    taken = False
+    PACKED = "packed"  # on packed rows, through the seam (seam/)
+    IN_SEQUENCES = "in sequences"  # those with recurrent states see sequences (sequences/step.py)
+    BY_SEGMENT = "by segment"  # attention too, a segment at a time (sequences/kv_segments.py)
+
+
+class _HeadRows:
+    """The rows that the body of a model hands to its head during a packed forward.
+
+    wanted: their indices; None: all rows.  hidden: all rows, (N, 1, hidden_size), once the body has
+    returned them.
+    """
+
     is_packed = False  # while a packed forward is built
-    hidden: mx.array | None = None  # all rows of a packed forward, (N, 1, hidden_size)
+    wanted: mx.array | None = None
+    hidden: mx.array | None = None
 
     def select(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The wanted rows of what the body's call returns."""
         h = call(*args, **kwargs)
-        if self.is_packed and isinstance(h, mx.array) and h.ndim == 3:
-            self.hidden = h
-            if self.wanted is not None:
-                self.taken = True
-                h = h[self.wanted]
-        return h
+        if not self.is_packed or not isinstance(h, mx.array) or h.ndim != 3:
+            return h
+        self.hidden = h
+        return h if self.wanted is None else h[self.wanted]
 
 
 def body_of(model: nn.Module) -> nn.Module | None:
@@ -82,56 +92,42 @@ def _map_leaves(cache: Callable[[Any], Any], node: Node) -> Any:
 class PackedModel:
     """An mlx-lm model that takes a packed step.
 
-    by_segment: why attention runs one segment at a time (sequences/step.py), in one line; None
-    if attention runs packed.  in_sequences: why modules with recurrent states see sequences; None
-    if there are none, or if they work on packed rows (seam/recurrent.py).
+    reason: why the model does not run in a faster mode, in one line; None for Mode.PACKED.
+    shows_hidden: whether a forward gives hidden states.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        layout: Layout,
-        by_segment: str | None = None,
-        in_sequences: str | None = None,
+        self, model: nn.Module, layout: Layout, mode: Mode = Mode.PACKED, reason: str | None = None
     ) -> None:
-        self.model, self.layout = model, layout
-        if by_segment and layout.states:
-            in_sequences = by_segment
-        self.in_sequences = in_sequences if layout.states else None
-        users = outermost(
-            {
-                **(layout.state_users if in_sequences else {}),
-                **(layout.kv_users if by_segment else {}),
-            }
-        )
-        for module in users.values():
+        self.model, self.layout, self.mode, self.reason = model, layout, mode, reason
+        users = {} if mode is Mode.PACKED else layout.state_users
+        if mode is Mode.BY_SEGMENT:
+            users = users | layout.kv_users
+        for module in outermost(users).values():
             wrap_call(module, call_by_batches)
-        # A module that uses K and V can see only one segment at a time.
-        self.by_segment: str | None = None
-        if any(is_part(kv, path) for path in users for kv in layout.kv_users):
-            self.by_segment = by_segment or "modules that keep K and V keep a state too"
+        self._packs_states = bool(layout.states) and mode is Mode.PACKED
         # Called for each forward; `tuple` makes no hooks.
-        self._hooks = RecurrentHooks(model) if layout.states and not in_sequences else tuple
+        self._hooks = RecurrentHooks(model) if self._packs_states else tuple
         self._rows = _HeadRows()
         body = body_of(model)
-        self.shows_hidden = body is not None  # whether a forward gives hidden states
+        self.shows_hidden = body is not None
         if body is not None:
             wrap_call(body, self._rows.select)
 
     @property
     def sees_sequences(self) -> bool:
         """Whether some modules run on sequences (sequences/step.py), not on packed rows."""
-        return self.in_sequences is not None or self.reads_store
+        return self.mode is not Mode.PACKED
 
     @property
-    def reads_store(self) -> bool:
-        """Whether attention runs one segment at a time: MLX operations read K and V."""
-        return self.by_segment is not None
+    def by_segment(self) -> str | None:
+        """Why attention runs a segment at a time: MLX operations read K and V.  None if packed."""
+        return self.reason if self.mode is Mode.BY_SEGMENT else None
 
     @property
     def no_prefix_cache(self) -> str | None:
         """Why the prefix cache is off, or None if it is on."""
-        if self.layout.states and self.reads_store:
+        if self.layout.states and self.by_segment:
             return "its attention runs a segment at a time, and its recurrent layers keep states"
         return None
 
@@ -148,11 +144,11 @@ class PackedModel:
         logits_indices: None selects all rows, padding included.  Hidden states: None if the model
         hides them.
         """
-        step, sequences, recurrence = attention.step, None, None
+        sequences = None
         if self.sees_sequences:
-            sequences = SequenceStep(step, attention.store.states, self.reads_store)
-        if self.layout.states and self.in_sequences is None:
-            recurrence = attention.recurrence
+            alone = self.mode is Mode.BY_SEGMENT
+            sequences = SequenceStep(attention.step, attention.store.states, alone)
+        recurrence = attention.recurrence if self._packs_states else None
         layers: list[PagedLayerCache] = []
 
         def cache(node: PagedLayer | StateLayer) -> Any:
@@ -164,17 +160,18 @@ class PackedModel:
             return layer
 
         caches = [_map_leaves(cache, node) for node in self.layout.nodes]
-        self._rows.wanted, self._rows.taken, self._rows.is_packed = logits_indices, False, True
+        rows, token_ids = self._rows, attention.step.token_ids
+        rows.is_packed, rows.wanted = True, logits_indices
         try:
-            with building(self._hooks()), fusion.building(step):
-                logits = self.model(step.token_ids[:, None], cache=caches)
+            with building(self._hooks()), fusion.building(attention.step):
+                logits = self.model(token_ids[:, None], cache=caches)
         finally:
-            hidden, self._rows.hidden = self._rows.hidden, None
-            self._rows.wanted, self._rows.is_packed = None, False
+            hidden, rows.hidden = rows.hidden, None
+            rows.is_packed, rows.wanted = False, None
         for layer in layers:
             layer.end()
         if sequences is not None:
             sequences.states.commit()
-        if logits_indices is not None and not self._rows.taken:
+        if logits_indices is not None and hidden is None:
             logits = logits[logits_indices]
         return logits.squeeze(1), hidden

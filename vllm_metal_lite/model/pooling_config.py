@@ -95,7 +95,7 @@ def _mode(config: dict[str, Any]) -> str | None:
 
 def _problem(config: dict[str, Any], kinds: dict[str, Any], pooling: dict[str, Any]) -> str | None:
     if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
-        return "its tokens see those behind them, and this engine's attention is causal"
+        return "its attention is bidirectional, and this engine's is causal"
     if unknown := kinds.keys() - {"Transformer", "Pooling", "Normalize", "LogitScore"}:
         return f"it has a module that is not supported: {', '.join(sorted(unknown))}"
     if pooling and _mode(pooling) is None:

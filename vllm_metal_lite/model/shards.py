@@ -54,7 +54,8 @@ def shard(model: nn.Module, model_type: str, ranks: RankGroup) -> None:
 def _undivided_heads(model: nn.Module, model_type: str, size: int) -> str | None:
     """The first number of heads that `size` does not divide; mlx-lm would silently round down."""
     for path, module in model.named_modules():
-        if "attn" not in path.rpartition(".")[2] and "attention" not in path.rpartition(".")[2]:
+        kind = path.rpartition(".")[2]
+        if "attn" not in kind and "attention" not in kind:
             continue
         for name in _HEADS:
             count = getattr(module, name, None)

@@ -8,6 +8,7 @@ affected row by about the spread of the logits.  Rounding moves only some rows, 
 chunked rows just as often.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -149,8 +150,9 @@ class Trial:
 
         attention: over a store of 4 blocks.
         """
-        errors: dict[str, list[float]] = {}
-        noise: dict[str, list[np.ndarray]] = {}
+        # By the kind of row.
+        errors: dict[str, list[float]] = defaultdict(list)
+        noise: dict[str, list[np.ndarray]] = defaultdict(list)
         for number in range(_DRAWS):
             try:
                 draw = self._draw(number)
@@ -160,8 +162,8 @@ class Trial:
                     return None
                 for row in rows:
                     if row.position:  # the first token of a request has no context
-                        errors.setdefault(row.kind, []).append(row.error)
-                        noise.setdefault(row.kind, []).append(draw.noise[row.request][row.position])
+                        errors[row.kind].append(row.error)
+                        noise[row.kind].append(draw.noise[row.request][row.position])
             except KernelError:  # only under `one_by_one`, which asks for the kernel
                 raise
             except Exception as e:

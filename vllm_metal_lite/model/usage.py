@@ -89,8 +89,9 @@ _LINEAR = nn.Linear | nn.QuantizedLinear | nn.Embedding | nn.QuantizedEmbedding
 
 
 def weight_of(layer: nn.Module) -> Weight:
-    """The weight (outputs, inputs) of a linear layer, or of an embedding used as one."""
-    if not isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding):
+    """The weight (outputs, inputs) of a linear layer, or of an embedding used as one; (experts,
+    outputs, inputs) of a layer of experts."""
+    if "scales" not in layer:
         return layer["weight"]
     how = Quantisation(layer.bits, layer.group_size, layer.mode)
     return QuantisedWeight(layer["weight"], layer["scales"], layer.get("biases"), how)

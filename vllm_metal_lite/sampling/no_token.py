@@ -39,5 +39,5 @@ def why(reason: int, params: SamplingParams, num_generated: int, has_grammar: bo
         "min_tokens (until then, no stop token)": params.min_tokens > num_generated,
     }
     named = " and ".join(name for name, applies in rules.items() if applies)
-    cause = f"none is allowed by {named}" if named else "the model's logits are all -inf"
+    cause = f"all are excluded by {named}" if named else "the model's logits are all -inf"
     return f"no token can be sampled: {cause}"

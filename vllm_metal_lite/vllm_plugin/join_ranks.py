@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
+from vllm.config import ParallelConfig
 from vllm.distributed import init_distributed_environment
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_ip, get_loopback_ip
@@ -24,9 +25,6 @@ from vllm_metal_lite.distributed import Links, RankGroup, join, reserve
 from vllm_metal_lite.distributed import links as make_links
 from vllm_metal_lite.errors import ConfigError, MetalLiteError, one_line
 from vllm_metal_lite.vllm_plugin.heartbeat import Heartbeat
-
-if TYPE_CHECKING:
-    from vllm.config import ParallelConfig
 
 logger = logging.getLogger("vllm.metal_lite")
 
@@ -40,7 +38,7 @@ class RankError(MetalLiteError):
 
 
 def join_workers(
-    rank: int, parallel: "ParallelConfig", init_method: str, lost: Callable[[str], None]
+    rank: int, parallel: ParallelConfig, init_method: str, lost: Callable[[str], None]
 ) -> tuple[RankGroup, Heartbeat]:
     """Connect this worker with the others of its model.
 
@@ -79,7 +77,7 @@ def join_workers(
     return ranks, Heartbeat(rank, names, tcp_store, lost)
 
 
-def _store_of_hosts(rank: int, parallel: "ParallelConfig") -> dist.TCPStore:
+def _store_of_hosts(rank: int, parallel: ParallelConfig) -> dist.TCPStore:
     """The store of all hosts' ranks, which rank 0 keeps at --master-addr."""
     master, port = parallel.master_addr, parallel.master_port
     if rank == 0:
@@ -191,7 +189,7 @@ def _get(tcp_store: dist.Store, key: str, other: int, size: int) -> bytes:
         ) from e
 
 
-def _join_queues(tcp_store: dist.Store, rank: int, parallel: "ParallelConfig") -> None:
+def _join_queues(tcp_store: dist.Store, rank: int, parallel: ParallelConfig) -> None:
     """Make the group of torch's that vLLM's queues between hosts need."""
     size, local_size = parallel.world_size, parallel.local_world_size
     dist.init_process_group(
@@ -229,19 +227,3 @@ def check_alike(ranks: RankGroup, path: Path, options: dict[str, Any]) -> None:
                     f"rank {rank} has {name} {other.get(name)!r}, rank 0 has {value!r}: "
                     "all ranks of a model must be alike"
                 )
-
-
-def own_device(local_rank: int) -> None:
-    """On NVIDIA, leave this process one device of those it may see.
-
-    Call before MLX's first operation, which looks for devices.  Another default device would not
-    do, because MLX gives new threads a stream of the first device.
-    """
-    if envs.device() == "cuda":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        devices = visible.split(",") if visible else None
-        if devices is not None and local_rank >= len(devices):
-            raise ConfigError(
-                f"rank {local_rank} has no device: CUDA_VISIBLE_DEVICES names {len(devices)}"
-            )
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices[local_rank] if devices else str(local_rank)

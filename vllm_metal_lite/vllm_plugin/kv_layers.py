@@ -3,10 +3,14 @@
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 
 from vllm_metal_lite import envs
 from vllm_metal_lite.backend import dtype_name, mx
@@ -18,9 +22,6 @@ from vllm_metal_lite.runner.build import choose_attention
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
 from vllm_metal_lite.vllm_plugin.state_slot_manager import StateSlotSpec, state_slot_spec
 
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-
 _NAME = "layers.{}"
 _STATES = "states.{}"
 
@@ -29,7 +30,7 @@ _TOKEN_COUNTER = LayerSpec(1, 8, 8, mx.float32)
 
 
 class KVLayers:
-    """This rank's layers that keep K and V.
+    """This rank's layers that keep K and V.  Sleep frees the model, so no model is kept here.
 
     specs: those that vLLM counts; one token counter if no layer keeps K and V.
     """
@@ -41,7 +42,7 @@ class KVLayers:
 
     def kv_cache_specs(
         self, model: LoadedModel, block_size: int, num_state_slots: int | None
-    ) -> "dict[str, KVCacheSpec]":
+    ) -> dict[str, KVCacheSpec]:
         """vLLM's specs, by the layer's name.
 
         With several groups, windows are reported only if the groups' layers may share arrays.
@@ -62,7 +63,7 @@ class KVLayers:
         return found
 
     def groups(
-        self, kv_cache_config: "KVCacheConfig", block_size: int
+        self, kv_cache_config: KVCacheConfig, block_size: int
     ) -> tuple[list[KVGroup], int | None]:
         """(Groups of K and V, the number of vLLM's group of states or None), as vLLM made them.
 
@@ -118,7 +119,7 @@ class KVLayers:
         return choose_attention(model, store, envs.attention()).uses_kernels
 
 
-def _kv_cache_spec(spec: LayerSpec, block_size: int) -> "KVCacheSpec":
+def _kv_cache_spec(spec: LayerSpec, block_size: int) -> KVCacheSpec:
     # vLLM only uses these to count bytes, so give the width and dtype of stored rows.
     kwargs = {
         "block_size": block_size,

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from vllm.config import VllmConfig
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.config import EngineConfig
@@ -12,9 +13,6 @@ from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.runner.memory import step_peak_bytes
 from vllm_metal_lite.vllm_plugin.state_slot_manager import MOST_SLOTS
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 # The most of the memory beside weights and a step that state slots get.  A request needs about as
 # much for its slots as for K and V of some thousand tokens.
@@ -31,7 +29,7 @@ class MemorySizes:
 
 
 def plan_memory(
-    model: LoadedModel, specs: Sequence[LayerSpec], vllm_config: "VllmConfig", caches_states: bool
+    model: LoadedModel, specs: Sequence[LayerSpec], vllm_config: VllmConfig, caches_states: bool
 ) -> MemorySizes:
     """What vLLM's memory options leave for states and for K and V.
 
@@ -51,15 +49,14 @@ def plan_memory(
     fraction = cache.gpu_memory_utilization
     if backend.is_cpu():  # other processes use this memory too
         fraction = min(fraction, profile().memory_fraction)
-    peak = 0
     if asked is None:
-        peak = step_peak_bytes(model, config, max_model_len)
-        left = int(limit * fraction) - model.weight_bytes - peak
+        usable, peak = int(limit * fraction), step_peak_bytes(model, config, max_model_len)
     else:
-        left = limit - model.weight_bytes - asked
+        usable, peak = limit - asked, 0
+    left = usable - model.weight_bytes - peak
     num_state_slots = _num_state_slots(model, seats, left, caches_states)
-    left -= num_state_slots * model.state_bytes
     fixed = model.weight_bytes + num_state_slots * model.state_bytes
+    left = usable - fixed - peak
     if asked is not None:
         if left < 0:
             raise OutOfMemoryError(
@@ -72,7 +69,7 @@ def plan_memory(
         fewer = "--max-num-seqs or " if num_state_slots else ""
         raise OutOfMemoryError(
             f"{model.name} does not fit: {fixed} bytes of weights and states and {peak} "
-            f"of a step leave nothing for K and V of the {int(limit * fraction)} that may be "
+            f"of a step leave nothing for K and V of the {usable} that may be "
             f"used (--gpu-memory-utilization {fraction:g} of {limit}); lower "
             f"{fewer}--max-num-batched-tokens or raise --gpu-memory-utilization"
         )

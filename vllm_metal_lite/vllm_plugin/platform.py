@@ -64,18 +64,18 @@ class MetalLitePlatform(Platform):
         # vLLM reports the platform before it configures its loggers, so that line is lost.
         init_logger("vllm.metal_lite").info_once("vllm-metal-lite %s is active", __version__)
         refuse_unsupported(vllm_config)
-        if vllm_config.parallel_config.nnodes > 1:
-            use_address_towards_master(vllm_config.parallel_config)
-            if vllm_config.parallel_config.node_rank == 0:
-                vllm_config.parallel_config.distributed_executor_backend = EXECUTOR
+        parallel = vllm_config.parallel_config
+        if parallel.nnodes > 1:
+            use_address_towards_master(parallel)
+            if parallel.node_rank == 0:
+                parallel.distributed_executor_backend = EXECUTOR
         guard_torch_accelerator()
-        if vllm_config.parallel_config.worker_cls == "auto":
-            several = vllm_config.parallel_config.world_size > 1
-            vllm_config.parallel_config.worker_cls = _RANK_WORKER if several else _WORKER
-        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        if parallel.worker_cls == "auto":
+            parallel.worker_cls = _RANK_WORKER if parallel.world_size > 1 else _WORKER
+        if parallel.pipeline_parallel_size > 1:
             # The scheduler then sends sampled tokens to the stages, which do not pass them on.
             vllm_config.scheduler_config.async_scheduling = False
-        vllm_config.parallel_config.disable_custom_all_reduce = True
+        parallel.disable_custom_all_reduce = True
         vllm_config.compilation_config.mode = CompilationMode.NONE  # there is no torch model
         vllm_config.compilation_config.cudagraph_capture_sizes = []
 

@@ -1,8 +1,8 @@
 """Prompt log-probabilities, collected over the chunks of a prompt."""
 
-from typing import Any
-
 import numpy as np
+import torch
+from vllm.v1.outputs import LogprobsTensors
 
 from vllm_metal_lite.sampling.logits import Logprobs
 
@@ -24,17 +24,14 @@ class PromptLogprobs:
         self.logprobs[positions] = scored.logprobs[rows, :width]
         self.ranks[positions] = scored.ranks[rows]
 
-    def take(self) -> Any:
+    def take(self) -> LogprobsTensors:
         """Return the arrays as the tensors that vLLM sends to its front end; keeps nothing."""
-        import torch
-        from vllm.v1.outputs import LogprobsTensors
-
-        def tensor(array: np.ndarray) -> Any:
-            # From an empty array (a prompt of one token) torch makes strides of 0, which vLLM
-            # cannot send.
-            made = torch.from_numpy(array)
-            return made if made.numel() else torch.empty(array.shape, dtype=made.dtype)
-
         arrays = self.token_ids, self.logprobs, self.ranks
         del self.token_ids, self.logprobs, self.ranks
-        return LogprobsTensors(*map(tensor, arrays))
+        return LogprobsTensors(*map(_tensor, arrays))
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    # From an empty array (a prompt of one token) torch makes strides of 0, which vLLM cannot send.
+    made = torch.from_numpy(array)
+    return made if made.numel() else torch.empty(array.shape, dtype=made.dtype)

@@ -11,11 +11,13 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.logger import init_logger
+from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_metal_lite import backend
+from vllm_metal_lite import backend, envs
 from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ConfigError, one_line
 from vllm_metal_lite.model.files import find
@@ -23,11 +25,21 @@ from vllm_metal_lite.vllm_plugin.heartbeat import Heartbeat
 from vllm_metal_lite.vllm_plugin.join_ranks import check_alike, join_workers
 from vllm_metal_lite.vllm_plugin.worker import MetalLiteWorker
 
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import GrammarOutput
-    from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
-
 logger = init_logger("vllm.metal_lite")
+
+
+def _ends_all(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method; an error of it ends this rank, so that the others do not wait."""
+
+    @wraps(method)
+    def call(self: "RankWorker", *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as e:
+            self._failed(e)
+            raise
+
+    return call
 
 
 class RankWorker(MetalLiteWorker):
@@ -35,7 +47,16 @@ class RankWorker(MetalLiteWorker):
 
     _heartbeat: Heartbeat | None = None
 
+    determine_available_memory = _ends_all(MetalLiteWorker.determine_available_memory)
+    get_kv_cache_spec = _ends_all(MetalLiteWorker.get_kv_cache_spec)
+    initialize_from_config = _ends_all(MetalLiteWorker.initialize_from_config)
+    compile_or_warm_up_model = _ends_all(MetalLiteWorker.compile_or_warm_up_model)
+    execute_model = _ends_all(MetalLiteWorker.execute_model)
+    sleep = _ends_all(MetalLiteWorker.sleep)
+    wake_up = _ends_all(MetalLiteWorker.wake_up)
+
     def init_device(self) -> None:
+        self._take_device()
         super().init_device()
         stages = self.parallel_config.pipeline_parallel_size > 1
         if stages and backend.name() == "cuda":
@@ -48,6 +69,26 @@ class RankWorker(MetalLiteWorker):
         )
         self.ranks = RankGroup(ranks.group, stages)
         self._waiter = ThreadPoolExecutor(1, "StepWaiter")
+
+    def _take_device(self) -> None:
+        """Leave this process one device of NVIDIA's, or its share of the only device's memory.
+
+        NCCL takes the device with the rank's number, so the process must see one only; and another
+        default device would not do, because MLX gives new threads a stream of the first one.  Call
+        before MLX's first operation, which looks for devices.
+        """
+        if envs.device() == "cuda":
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            devices = visible.split(",") if visible else None
+            if devices is not None and self.local_rank >= len(devices):
+                raise ConfigError(
+                    f"rank {self.local_rank} has no device: CUDA_VISIBLE_DEVICES names "
+                    f"{len(devices)}"
+                )
+            device = devices[self.local_rank] if devices else str(self.local_rank)
+            os.environ["CUDA_VISIBLE_DEVICES"] = device
+        if backend.name() != "cuda":
+            backend.share_device(self.parallel_config.local_world_size)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         options = {
@@ -64,9 +105,10 @@ class RankWorker(MetalLiteWorker):
     def _answers(self) -> bool:
         return self.ranks.rank == self.ranks.leader
 
+    @_ends_all
     def sample_tokens(
-        self, grammar_output: "GrammarOutput | None"
-    ) -> "ModelRunnerOutput | AsyncModelRunnerOutput":
+        self, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         output = super().sample_tokens(grammar_output)
         if not self._answers and self.pipeline.steps:  # vLLM waits for the leader's step only
             self._waiter.submit(self._wait, self.pipeline.steps[-1].result.wait)
@@ -97,23 +139,3 @@ class RankWorker(MetalLiteWorker):
         # MLX's ring joins its threads when the process ends, but tells them without holding their
         # lock (~SocketThread in ring.cpp): a thread about to sleep misses it, and the join hangs.
         atexit.register(os._exit, 0)
-
-
-def _ends_all(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method; an error of it ends this rank, so that the others do not wait."""
-
-    @wraps(method)
-    def call(self: RankWorker, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except Exception as e:
-            self._failed(e)
-            raise
-
-    return call
-
-
-_STARTS = "determine_available_memory", "get_kv_cache_spec", "initialize_from_config"
-_RUNS = "compile_or_warm_up_model", "execute_model", "sample_tokens", "sleep", "wake_up"
-for _name in (*_STARTS, *_RUNS):
-    setattr(RankWorker, _name, _ends_all(getattr(RankWorker, _name)))

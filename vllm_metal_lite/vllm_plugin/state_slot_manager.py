@@ -12,17 +12,15 @@ Runs in the scheduler's process too, so it never imports MLX.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.kv_cache_interface import MambaSpec
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.request import Request
+from vllm.v1.request import Request
 
 # The most slots of one request: the states that two steps in flight start from, a checkpoint, and
 # the state at the end.
@@ -31,15 +29,12 @@ MOST_SLOTS = 4
 
 def no_own_pool() -> str | None:
     """Why this vLLM has no pool of blocks for states alone, or None if it has.  0.33 has one."""
-    fields, parameters = (
-        MambaSpec.__dataclass_fields__,
-        signature(MambaManager.cache_blocks).parameters,
-    )
-    if (
+    has_own_pool = (
         hasattr(KVCacheBlock, "pool")
-        and "num_prefill_checkpoint_blocks" in fields
-        and "replay_boundaries" in parameters
-    ):
+        and "num_prefill_checkpoint_blocks" in MambaSpec.__dataclass_fields__
+        and "replay_boundaries" in signature(MambaManager.cache_blocks).parameters
+    )
+    if has_own_pool:
         return None
     return "this vLLM has one pool of blocks for K and V and for recurrent states"
 
@@ -53,7 +48,7 @@ class StateSlotSpec(MambaSpec):
 
     num_slots: int = 0
 
-    def max_memory_usage_bytes(self, vllm_config: "VllmConfig") -> int:
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         return 0
 
 
@@ -102,7 +97,7 @@ class StateSlotManager(MambaManager):
 
     def cache_blocks(
         self,
-        request: "Request",
+        request: Request,
         num_tokens: int,
         retention_interval: int | None = None,
         *,

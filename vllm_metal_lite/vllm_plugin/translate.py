@@ -6,9 +6,10 @@ the InputBatch and the sampler, and keeps their tokens, which vLLM does not send
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
 
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch, SegmentState
 from vllm_metal_lite.batch.input_batch import InputBatch
@@ -21,28 +22,26 @@ from vllm_metal_lite.vllm_plugin.compat import get
 from vllm_metal_lite.vllm_plugin.prompt_logprobs import PromptLogprobs
 from vllm_metal_lite.vllm_plugin.sampling import translate_params
 
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
-
 
 @dataclass(slots=True)
 class PluginRequest:
     """A request that vLLM has not finished.
 
-    num_prompt_logprobs: as in SamplingParams.  req_index None: preempted and waiting.
+    num_prompt_logprobs: as in SamplingParams; None in later turns of a session.
+    req_index None: preempted and waiting.
     prompt_logprobs: collected since the request got its seat, if vLLM does not have them yet.
     is_undrawn: no token could be sampled, and an error was logged.
     state_blocks: vLLM's blocks of recurrent states, from the start of the context.
     """
 
     params: SamplingParams
-    seed: int
-    stop_token_ids: tuple[int, ...]
-    bad_words: list[list[int]]
-    logprob_token_ids: list[int]
     num_prompt_tokens: int
-    num_prompt_logprobs: int | None
-    has_grammar: bool
+    num_prompt_logprobs: int | None = None
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    bad_words: list[list[int]] = field(default_factory=list)
+    logprob_token_ids: list[int] = field(default_factory=list)
+    has_grammar: bool = False
     prompt_logprobs: PromptLogprobs | None = None
     is_undrawn: bool = False
     req_index: int | None = None
@@ -105,7 +104,7 @@ class StepTranslator:
         self._requests: dict[str, PluginRequest] = {}
         self._num_seen = 0
 
-    def begin(self, output: "SchedulerOutput") -> ScheduledStep | None:
+    def begin(self, output: SchedulerOutput) -> ScheduledStep | None:
         """Apply vLLM's decisions; None if there is nothing to compute."""
         for req_id in output.finished_req_ids:
             if (request := self._requests.pop(req_id, None)) is not None:
@@ -125,48 +124,45 @@ class StepTranslator:
             return None
         return self._pack(output.num_scheduled_tokens, computed)
 
-    def _add(self, new: "NewRequestData") -> None:
+    def _add(self, new: NewRequestData) -> None:
         """Add a request; a known id resumes after preemption or starts a session's next turn."""
         tokens = new.prefill_token_ids
         if tokens is None:
             tokens = new.prompt_token_ids
-        if (known := self._requests.get(new.req_id)) is not None:
-            self._unseat(known)
-        if self._poolings is not None:
-            self._add_pooling(self._poolings, new, tokens)
-            return
+        known = self._requests.get(new.req_id)
         if known is not None:
-            seed = known.seed
+            self._unseat(known)
+        if self._poolings is None:
+            request = self._sampling_request(new, known)
         else:
-            asked = new.sampling_params.seed
-            seed = asked if asked is not None else hash((self.seed, self._num_seen))
-            self._num_seen += 1
-        vllm_params, prompt = new.sampling_params, len(new.prompt_token_ids)
-        params = translate_params(vllm_params, self.sampler.vocab_size)
-        is_next_turn = known is not None and known.num_prompt_tokens != prompt
-        request = PluginRequest(
-            params,
-            seed,
-            tuple(vllm_params.all_stop_token_ids),
-            vllm_params.bad_words_token_ids or [],
-            get(vllm_params, "logprob_token_ids") or [],
-            prompt,
-            None if is_next_turn else params.prompt_logprobs,
-            vllm_params.structured_outputs is not None,
-        )
+            pooling = new.pooling_params
+            normalize = pooling.use_activation is not False
+            asked = PoolingParams(self.pooling, normalize, pooling.dimensions)
+            self._poolings.add(new.req_id, asked, len(tokens))
+            # The sampler must know its seat, but samples nothing.
+            request = PluginRequest(SamplingParams(temperature=0), len(tokens))
         self._requests[new.req_id] = request
         self._seat(request, tokens, new.block_ids)
 
-    def _add_pooling(
-        self, table: PoolingTable, new: "NewRequestData", tokens: Sequence[int]
-    ) -> None:
-        """Add a request for an embedding.  The sampler must know its row, but samples nothing."""
-        asked, count = new.pooling_params, len(tokens)
-        normalize = asked.use_activation is not False
-        table.add(new.req_id, PoolingParams(self.pooling, normalize, asked.dimensions), count)
-        request = PluginRequest(SamplingParams(temperature=0), 0, (), [], [], count, None, False)
-        self._requests[new.req_id] = request
-        self._seat(request, tokens, new.block_ids)
+    def _sampling_request(self, new: NewRequestData, known: PluginRequest | None) -> PluginRequest:
+        asked, num_prompt_tokens = new.sampling_params, len(new.prompt_token_ids)
+        if known is not None:
+            seed = known.seed
+        else:
+            seed = asked.seed if asked.seed is not None else hash((self.seed, self._num_seen))
+            self._num_seen += 1
+        params = translate_params(asked, self.sampler.vocab_size)
+        is_next_turn = known is not None and known.num_prompt_tokens != num_prompt_tokens
+        return PluginRequest(
+            params=params,
+            num_prompt_tokens=num_prompt_tokens,
+            num_prompt_logprobs=None if is_next_turn else params.prompt_logprobs,
+            seed=seed,
+            stop_token_ids=tuple(asked.all_stop_token_ids),
+            bad_words=asked.bad_words_token_ids or [],
+            logprob_token_ids=get(asked, "logprob_token_ids") or [],
+            has_grammar=asked.structured_outputs is not None,
+        )
 
     def _update_cached(self, cached: Any, computed: dict[str, int]) -> None:
         for i, req_id in enumerate(cached.req_ids):
@@ -236,7 +232,7 @@ class StepTranslator:
             batch = self._poolings.extend(batch, req_ids)
         return ScheduledStep(req_ids, requests, batch, prompt_logprobs, self._poolings)
 
-    def masks(self, step: ScheduledStep, grammar: "GrammarOutput | None") -> TokenMasks | None:
+    def masks(self, step: ScheduledStep, grammar: GrammarOutput | None) -> TokenMasks | None:
         """The grammar's bitmask rows, for requests that get a token in this step."""
         if grammar is None:
             return None

@@ -2,12 +2,14 @@
 
 from dataclasses import astuple, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_metal_lite import backend, envs
@@ -25,17 +27,11 @@ from vllm_metal_lite.runner.runner import ModelRunner, StatesLost
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.vllm_plugin import log_through_vllm
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
-from vllm_metal_lite.vllm_plugin.join_ranks import own_device
 from vllm_metal_lite.vllm_plugin.kv_layers import KVLayers
 from vllm_metal_lite.vllm_plugin.memory import MemorySizes, plan_memory
 from vllm_metal_lite.vllm_plugin.outputs import StepOutput
 from vllm_metal_lite.vllm_plugin.state_slot_manager import no_own_pool
 from vllm_metal_lite.vllm_plugin.translate import ScheduledStep, StepTranslator
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-    from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 logger = init_logger("vllm.metal_lite")
 
@@ -88,21 +84,11 @@ class MetalLiteWorker(WorkerBase):
         log_through_vllm()
         self.device = torch.device("cpu")
         guard_torch_accelerator()
-        self._take_device()
         if backend.is_cpu() and envs.device() != "cpu":
             raise ConfigError(
                 "MLX sees no GPU here; METAL_LITE_DEVICE=cpu runs on the CPU (slowly)"
             )
         logger.info("%s", backend.describe())
-
-    def _take_device(self) -> None:
-        """Take a device for each worker of this host, or a share of the only device's memory."""
-        if self.parallel_config.world_size == 1:
-            return
-        # A rank of several must see one device only: NCCL takes the device of the rank's number.
-        own_device(self.local_rank)
-        if backend.name() != "cuda":
-            backend.share_device(self.parallel_config.local_world_size)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
@@ -110,25 +96,29 @@ class MetalLiteWorker(WorkerBase):
         model = load(
             self.model_config.model, self._dtype(), self.model_config.trust_remote_code, self.ranks
         )
-        self._model = model.with_kv_bits(int(bits) if (bits := envs.kv_bits()) else None)
+        kv_bits = envs.kv_bits()
+        self._model = model.with_kv_bits(int(kv_bits) if kv_bits else None)
         self._layers = KVLayers(self.model, self.ranks)
         _check_rotation(self.model, self.model_config.max_model_len)
         if self._pooling is not None and (problem := self.model.no_embeddings) is not None:
             raise ConfigError(f"{model.name} gives no embeddings: {problem}")
         sizing.set_memory_limits()
         if self.cache_config.enable_prefix_caching and (reason := self._no_prefix_cache()):
-            # With "uni", vLLM creates its scheduler later in this process, from the same object.
-            if self.parallel_config.distributed_executor_backend != "uni":
-                raise ConfigError(f"--no-enable-prefix-caching is needed for this model: {reason}")
-            self.cache_config.enable_prefix_caching = False
-            logger.warning("Prefixes are not cached for this model: %s", reason)
+            self._disable_prefix_cache(reason)
+
+    def _disable_prefix_cache(self, reason: str) -> None:
+        # With "uni", vLLM creates its scheduler later in this process, from the same object.
+        if self.parallel_config.distributed_executor_backend != "uni":
+            raise ConfigError(f"--no-enable-prefix-caching is needed for this model: {reason}")
+        self.cache_config.enable_prefix_caching = False
+        logger.warning("Prefixes are not cached for this model: %s", reason)
 
     def _no_prefix_cache(self) -> str | None:
         """Why vLLM's prefix cache must be off for this model, or None if it may be on."""
         packed = self.model.packed
         if packed.no_prefix_cache is not None:
             return packed.no_prefix_cache
-        if packed.reads_store:  # vLLM shares blocks of the same step
+        if packed.by_segment is not None:  # vLLM shares blocks of the same step
             return "its attention reads the store before all of a step is written"
         if not self.model.state_bytes:
             return None
@@ -148,7 +138,7 @@ class MetalLiteWorker(WorkerBase):
         # On a CPU, "auto" is float32 too, and also dequantises weights.
         return "auto" if backend.is_cpu() and dtype == "float32" else dtype
 
-    def get_kv_cache_spec(self) -> "dict[str, KVCacheSpec]":
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         slots = self._memory.num_state_slots if self._caches_states else None
         return self._layers.kv_cache_specs(self.model, self.cache_config.block_size, slots)
 
@@ -171,7 +161,8 @@ class MetalLiteWorker(WorkerBase):
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_config.max_model_len = max_model_len
 
-    def initialize_from_config(self, kv_cache_config: "KVCacheConfig") -> None:
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Make the tables of requests and the store, with the groups and blocks that vLLM chose."""
         seats, size = self.scheduler_config.max_num_seqs, self.cache_config.block_size
         self._groups, state_group = self._layers.groups(kv_cache_config, size)
         all_sample = ALONE if self.ranks.stages else self.ranks
@@ -217,8 +208,8 @@ class MetalLiteWorker(WorkerBase):
     # A step
 
     def execute_model(
-        self, scheduler_output: "SchedulerOutput"
-    ) -> "ModelRunnerOutput | AsyncModelRunnerOutput | None":
+        self, scheduler_output: SchedulerOutput
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         """Record the step; it runs in `sample_tokens`, once the grammar's mask is known.
 
         Steps of embeddings sample nothing, so they run at once.
@@ -233,8 +224,8 @@ class MetalLiteWorker(WorkerBase):
         return None if self._pooling is None else self.sample_tokens(None)
 
     def sample_tokens(
-        self, grammar_output: "GrammarOutput | None"
-    ) -> "ModelRunnerOutput | AsyncModelRunnerOutput":
+        self, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         step, self._step = self._step, None
         if step is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
@@ -277,10 +268,9 @@ class MetalLiteWorker(WorkerBase):
         mx.synchronize()
 
     def _nothing(self) -> None:
-        """No drafts, encoder, images or data-parallel ranks; a reply means healthy."""
+        """There are no drafts, no encoder, no images and no data-parallel ranks."""
 
-    take_draft_token_ids = reset_mm_cache = reset_encoder_cache = _nothing
-    execute_dummy_batch = check_health = _nothing
+    take_draft_token_ids = reset_mm_cache = reset_encoder_cache = execute_dummy_batch = _nothing
 
     def profile(self, is_start: bool = True, *args: Any, **kwargs: Any) -> None:
         raise ConfigError("vllm-metal-lite does not support profiling through vLLM")

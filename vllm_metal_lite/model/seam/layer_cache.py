@@ -63,6 +63,8 @@ class ValueHandle(KVHandle):
 
 
 class RotaryKeys(Handle):
+    """Represents k_pe, transposed.  The rotary keys are in the store where V would be."""
+
     def __rmatmul__(self, q_pe: mx.array) -> "LatentScores":
         return LatentScores(self.cache, q_pe)
 
@@ -174,6 +176,8 @@ class PagedLayerCache(PackedCache):
     # For modules that see sequences
 
     def native(self, seqs: SequenceBatch) -> Any:
+        if not self.steps.alone:
+            raise NotImplementedError("a module that keeps K and V keeps a state too")
         return rebuild(self.template, self.layer, self.attention.store, self.step.batch, seqs)
 
     def keep(self, seqs: SequenceBatch, native: Any) -> None:

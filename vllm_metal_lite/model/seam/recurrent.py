@@ -28,7 +28,7 @@ from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace
 from vllm_metal_lite.recurrence.columns import ColumnsOf, columns_of
 
 _Pair = tuple[mx.array, mx.array]
-_Normalized = tuple[_Pair, _Pair, QKNorm]  # q and k behind the norm, before the norm, the norm
+_Normalized = tuple[_Pair, _Pair, QKNorm]  # q and k after the norm, q and k before, the norm
 
 
 class ConvInput(mx.array):
@@ -101,24 +101,22 @@ class RecurrentHooks:
     """The functions of mlx-lm that a packed forward replaces.  They depend on the model only."""
 
     def __init__(self, model: nn.Module) -> None:
-        norm = gated_delta.normalize_qk
-        named: tuple[Callable, ...] = gated_delta.gated_delta_update, norm, ssm.ssm_update
-        self._named = [(module, f) for f in named for module in namespaces(model, f)]
-
-    def __call__(self) -> Sequence[Hook]:
-        """The hooks of one forward."""
-        activated: list[mx.array] = []
-        normalized: list[_Normalized] = []
         replaced: dict[Callable, Callable] = {
             gated_delta.normalize_qk: _normalize_qk,
             gated_delta.gated_delta_update: _gated_delta,
             ssm.ssm_update: _state_space,
         }
+        self._named = [(m, f, new) for f, new in replaced.items() for m in namespaces(model, f)]
+
+    def __call__(self) -> Sequence[Hook]:
+        """The hooks of one forward."""
+        activated: list[mx.array] = []
+        normalized: list[_Normalized] = []
         return [
             (mx, "concatenate", partial(_concatenate, mx.concatenate, activated)),
             (mx, "split", partial(_split, mx.split)),
             (nn, "silu", partial(_silu, nn.silu, activated)),
-            *((m, f.__name__, partial(replaced[f], f, normalized)) for m, f in self._named),
+            *((m, f.__name__, partial(new, f, normalized)) for m, f, new in self._named),
         ]
 
 

@@ -42,6 +42,7 @@ class StateCache(PackedCache):
     ) -> None:
         self.layer, self.size = layer, size
         self.recurrence, self.sequences = recurrence, sequences
+        self._before: list[Any] = []  # the states before the batch that is being built
 
     def make_mask(self, num_tokens: int) -> None:
         """No row of a batch is padding, so nothing is masked."""
@@ -65,7 +66,7 @@ class StateCache(PackedCache):
 
     def native(self, seqs: SequenceBatch) -> ArraysCache:
         cache, states = ArraysCache(self.size), self.steps.states
-        self._before: list[Any] = [states.get(seqs, (self.layer, i)) for i in range(self.size)]
+        self._before = [states.get(seqs, (self.layer, i)) for i in range(self.size)]
         cache.cache = list(self._before)
         return cache
 

@@ -27,7 +27,7 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.piece_encoder import PieceEncoder
 from vllm_metal_lite.engine.prompt_ids import by_template
 from vllm_metal_lite.errors import ModelLoadError, RequestError
-from vllm_metal_lite.model.loader import load_tokenizer_only
+from vllm_metal_lite.model.tokenizer import load_tokenizer_only
 from vllm_metal_lite.server.fair_rounds import FairRounds
 from vllm_metal_lite.server.offload import REQUESTER, offload
 from vllm_metal_lite.server.templates import THINKING, Template, probe
