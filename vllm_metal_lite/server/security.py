@@ -81,7 +81,7 @@ class _Checked:
             why = f"web pages of {show(origin)} may not call this server"
             raise _refused(403, why, "--allowed-origin to allow them")
         if origin is None and self._is_foreign(scope, headers):
-            why = "the request comes from a web page of another site that its browser does not name"
+            why = "a web page of another site sent the request, and the browser does not name that site"
             raise _refused(403, why, "--allowed-origin '*' to allow all")
         if self._key is not None and not self._is_open(scope["path"]):
             self._check_key(headers)
