@@ -81,7 +81,7 @@ class _Checked:
             why = f"web pages of {show(origin)} may not call this server"
             raise _refused(403, why, "--allowed-origin to allow them")
         if origin is None and self._is_foreign(scope, headers):
-            why = "a web page of another site sent the request, and the browser does not name that site"
+            why = "a web page of another site, which the browser does not name, sent the request"
             raise _refused(403, why, "--allowed-origin '*' to allow all")
         if self._key is not None and not self._is_open(scope["path"]):
             self._check_key(headers)
