@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from tools.bench import kernels as bench_kernels
 from tools.bench import serving as bench_serving
 from tools.bench.lib import engines as engines
 from tools.bench.lib.loads import Load, Sizes, Wave, agents, newcomer, users
@@ -13,7 +12,7 @@ from tools.bench.lib.metrics import agree, measure
 from tools.bench.lib.mlx_lm import MlxLm, MlxLmSingle, Settings
 from tools.bench.lib.models import random_model
 from tools.bench.lib.roofline import step_bytes
-from vllm_metal_lite import MetalLiteError, backend
+from vllm_metal_lite import backend
 
 mx = backend.mx
 HYBRIDS = ("qwen3.5-tiny", "nemotron-h-tiny", "lfm2-tiny")
@@ -179,10 +178,3 @@ def test_the_summary_of_loads_of_a_hybrid_model(monkeypatch, capsys):
     decode, alone = (dict(zip(columns, row, strict=True)) for row in rows)
     assert decode["of roofline"].endswith("%")
     assert all(row["output tokens/s"].count("(") == 1 for row in (decode, alone))
-
-
-@pytest.mark.skipif(not backend.is_cpu(), reason="there is a GPU")
-def test_kernels_are_not_timed_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["kernels.py", "--only", "paged_decode"])
-    with pytest.raises(MetalLiteError, match="kernels need a GPU"):
-        bench_kernels.main()
