@@ -118,10 +118,10 @@ def random_weights(
 
 
 def random_model(
-    name: str, dtype: mx.Dtype = mx.float32, bits: str | int | None = None, **changes: Any
+    name: str, dtype: mx.Dtype = mx.float32, bits: str | int | None = None
 ) -> LoadedModel:
     """`random_weights`, ready for packed steps."""
-    model, config = random_weights(name, dtype, bits, **changes)
+    model, config = random_weights(name, dtype, bits)
     suffix = "" if bits is None else f", {bits} bit" if str(bits).isdigit() else f", {bits}"
     return from_model(model, None, config, name=f"{name} {str(dtype).split('.')[-1]}{suffix}")
 
