@@ -88,8 +88,8 @@ def _examine(
             model = load(args.model)
             report.model = _facts(args.model, model)
         show(doctor_text.describe_model)
-    if not backend.is_cpu():
-        report.no_kernels = model and no_kernels(
+    if model is not None and not backend.is_cpu():
+        report.no_kernels = no_kernels(
             "auto", model.attention_shapes, model.packed.by_segment, model.fit.recurrences
         )
     if report.no_kernels:
