@@ -39,7 +39,13 @@ def run(args: argparse.Namespace) -> int:
     """Run the command `doctor`."""
     if args.report is not None:
         machine.check_writable(args.report)
-    report = _begin()
+    folder = next(p for p in (envs.cache_folder(), *envs.cache_folder().parents) if p.is_dir())
+    report = Report(
+        machine.new_report("doctor"),
+        engine_memory_bytes=int(backend.memory_limit() * devices.profile().memory_fraction),
+        free_disk_bytes=shutil.disk_usage(folder).free,
+        no_kernels="there is no GPU, or MLX does not use it" if backend.is_cpu() else None,
+    )
 
     def show(lines: Iterable[str]) -> None:
         log.clear()
@@ -64,17 +70,6 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(f"Report:    written to {args.report}; attach it to an issue, as it is")
     return 130 if report.interrupted else int(bool(report.problems))
-
-
-def _begin() -> Report:
-    """A report with the facts that need no measurement."""
-    folder = next(p for p in (envs.cache_folder(), *envs.cache_folder().parents) if p.is_dir())
-    return Report(
-        machine.new_report("doctor"),
-        engine_memory_bytes=int(backend.memory_limit() * devices.profile().memory_fraction),
-        free_disk_bytes=shutil.disk_usage(folder).free,
-        no_kernels="there is no GPU, or MLX does not use it" if backend.is_cpu() else None,
-    )
 
 
 def _examine(
@@ -116,9 +111,11 @@ def _examine(
     show(doctor_text.describe_order)
     with _section(report, "answers", "comparing answers"):
         try:
-            report.answers = compare_tokens.compare(model, lambda what: _say(f"comparing: {what}"))
+            report.answers = compare_tokens.compare(
+                model, lambda what: log.progress(f"doctor: comparing: {what}")
+            )
         except MetalLiteError as e:  # too little memory
-            report.answers = one_line(e)
+            report.not_compared = one_line(e)
     show(doctor_text.describe_answers)
     show(doctor_text.describe_verdict)
 
@@ -128,7 +125,7 @@ def _section(report: Report, name: str, title: str) -> Iterator[None]:
     """Notes how many seconds a part takes."""
     if not sys.stderr.isatty():
         print(f"doctor: {title}", file=sys.stderr, flush=True)
-    _say(title)
+    log.progress(f"doctor: {title}")
     start = perf_counter()
     try:
         yield
@@ -145,12 +142,12 @@ def _results(
     first = dict.fromkeys([*own, *(c for use in common[:1] for c in checks_for(use))])
     rest = [*common[1:], *(full_list() if args.full else [])]
     more = dict.fromkeys(c for u in rest for c in checks_for(u) if c not in first)
-    total, reached = len(first) + len(more), 0
+    report.not_tried = report.of_checks = len(first) + len(more)
 
     def progress(_: int, __: int, check: Check) -> None:
-        nonlocal reached
-        reached += 1
-        _say(f"checking kernels: {reached} of {total}, {check}")
+        report.not_tried -= 1
+        reached = report.of_checks - report.not_tried
+        log.progress(f"doctor: checking kernels: {reached} of {report.of_checks}, {check}")
 
     known: list[CheckResult] = []
     for checks, timed in ((list(first), True), (list(more), False)):
@@ -159,7 +156,6 @@ def _results(
             while monotonic() < end and (result := next(running, None)) is not None:
                 known.append(result)
                 yield result
-    report.not_tried, report.of_checks = total - reached, total
 
 
 def _facts(name: str, model: LoadedModel) -> ModelFacts:
@@ -171,17 +167,12 @@ def _facts(name: str, model: LoadedModel) -> ModelFacts:
         model.weight_bytes,
     )
     try:
-        groups, max_model_len, slots = size_store(model, config)
+        groups, max_model_len, _ = size_store(model, config)
     except MetalLiteError as e:  # too little memory
         return replace(facts, problem=one_line(e))
     return replace(
         facts,
         max_model_len=max_model_len,
-        state_bytes=slots * model.state_bytes,
         kv_store_bytes=store_bytes(model, groups, config.block_size),
         kv_store_tokens=groups[0].num_blocks * config.block_size,
     )
-
-
-def _say(what: str) -> None:
-    log.progress(f"doctor: {what}")

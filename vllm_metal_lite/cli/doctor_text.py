@@ -8,9 +8,6 @@ from vllm_metal_lite.errors import size_text
 from vllm_metal_lite.kernels.registry import REGISTRY
 
 _SEND = "please open an issue with the file of `vllm-metal-lite doctor --report report.json`"
-_FASTER = f"The engine uses the fallback where that is faster; {_SEND}"
-
-
 # A part of the text, from the report as far as it is known.
 Part = Callable[[Report], Iterable[str]]
 
@@ -69,14 +66,13 @@ def describe_checks(report: Report) -> Iterator[str]:
         yield label + text
         if slowest and any(speed.is_slow for speed in speeds):
             yield f"  SLOW: right, and {slowest.ratio:.1f} times slower than its fallback"
-            yield f"  {_FASTER}"
+            yield f"  The engine uses the fallback where that is faster; {_SEND}"
     if report.not_tried:
-        total = report.of_checks
-        yield f"not tried for time: {report.not_tried} of {total} checks; --full tries all"
+        yield f"not tried: {report.not_tried} of {report.of_checks} checks; --full tries all"
 
 
 def describe_bandwidth(report: Report) -> list[str]:
-    return ["", f"Bandwidth: a copy moves {report.copy_bytes_per_second / 1e9:,.0f} GB/s"]
+    return ["", f"Bandwidth: a copy moves {(report.copy_bytes_per_second or 0) / 1e9:,.0f} GB/s"]
 
 
 def describe_order(report: Report) -> Iterator[str]:
@@ -92,11 +88,11 @@ def describe_order(report: Report) -> Iterator[str]:
 
 def describe_answers(report: Report) -> Iterator[str]:
     answers = report.answers
-    if isinstance(answers, str):
-        yield f"Answers:   not compared: {answers}"
+    if answers is None:
+        yield f"Answers:   not compared: {report.not_compared}"
         return
-    assert answers is not None
-    count = f"{answers.tokens} tokens in {answers.answers} answers of {report.model_name}"
+    model = report.model.name if report.model else "demo"
+    count = f"{answers.tokens} tokens in {answers.answers} answers of {model}"
     same = "equal but for ties" if answers.differences else "equal"
     verdict = same if answers.agrees else "NOT EQUAL"
     yield f"Answers:   {count}, by {answers.path} and by the reference: {verdict}"
@@ -120,7 +116,7 @@ def describe_verdict(report: Report) -> Iterator[str]:
     if any(not result.passed for result in report.checks):
         yield "  The engine uses the fallback of a wrong kernel, so answers stay right."
     ordered = not any(outcome.problem for outcome in report.ordering)
-    agrees = isinstance(report.answers, str) or report.answers is None or report.answers.agrees
+    agrees = report.answers is None or report.answers.agrees
     if not ordered or not agrees:
         yield "  Answers may be wrong with kernels: use `--attention reference`."
     yield f"  Next: {_SEND}"

@@ -106,8 +106,7 @@ def write(name: str, report: Report) -> None:
 
 
 def without_names(shared: Any, model: str | None) -> Any:
-    """A report, or its text, without the user's folders and the machine's name, which errors may
-    contain."""
+    """A report, or its text, without the user's folders and the machine's name."""
     hidden = {str(Path.home()): "~"}
     if model is not None and public_name(model) == "local":
         folder = Path(model).expanduser()
