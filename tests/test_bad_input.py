@@ -10,7 +10,6 @@ import pytest
 
 from tests.support import tiny_models as tiny
 from tests.support.cli_kit import model_folder
-from tests.support.counts import counts
 from tests.test_config import Broken, refusal
 from vllm_metal_lite import LLM, AsyncEngine, EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.cli.files import OrderedWriter
@@ -146,18 +145,18 @@ BAD_CALLS = {
 
 @pytest.mark.parametrize("fault", BAD_CALLS)
 def test_a_bad_call_is_refused_and_changes_nothing(llm, fault):
-    before = counts(llm.engine)
+    before = tiny.counts(llm.engine)
     refusal(BAD_CALLS[fault], llm)
-    assert counts(llm.engine) == before
+    assert tiny.counts(llm.engine) == before
     assert llm.generate("good", GREEDY)[0].finished
 
 
 def test_a_request_that_cannot_be_added_leaves_nothing(llm, monkeypatch):
-    before = counts(llm.engine)
+    before = tiny.counts(llm.engine)
     monkeypatch.setattr(intake, "Answer", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         llm.engine.add_request("a", "x", GREEDY)
-    assert counts(llm.engine) == before
+    assert tiny.counts(llm.engine) == before
 
 
 NO_MODELS = [None, 5, b"demo", "~nosuchuser/x", "x" * 5000, "a/" * 3000, "x" * 300 + "/y", "a\0b",

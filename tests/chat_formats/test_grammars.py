@@ -8,7 +8,7 @@ import pytest
 from tests.support import guided
 from tests.support.chat_text import TOOLS, parse
 from tests.support.chat_writers import WRITERS
-from tests.support.grammar_walk import walk
+from tests.support.guided import guided_answer
 from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 
@@ -158,7 +158,7 @@ def test_random_answers_are_calls_by_the_schema(name, tool):
     for seed in range(10):
         constraint = grammar.GrammarConstraint(matcher.deep_copy(), tokenizer.vocab_size)
         ends, rng, size = [tokenizer.eos_token], random.Random(seed), tokenizer.vocab_size
-        answer = bytes(walk(constraint, size, ends, wanted, b"\"'}]", rng)).decode()
+        answer = bytes(guided_answer(constraint, size, ends, wanted, b"\"'}]", rng)).decode()
         said = parse(FORMATS[name], answer, [tool])
         assert said.calls, answer
         for _, arguments in said.called:

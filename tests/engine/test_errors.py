@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from tests.support import tiny_models as tiny
-from tests.support.counts import counts
 from vllm_metal_lite import LLM
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ModelLoadError, RequestError, SamplingError
@@ -50,13 +49,13 @@ def test_a_bad_request_is_refused_and_others_go_on(fault):
     engine.add_request("good", prompt, GREEDY)
     engine.step()
     (bad, params), how, words = BAD_REQUESTS[fault]
-    before = counts(engine)
+    before = tiny.counts(engine)
     with pytest.raises((RequestError, SamplingError)) as error:
         engine.add_request("bad", bad, params, **how)
     message = str(error.value)
     assert "\n" not in message
     assert all(w in message for w in words), message
-    assert counts(engine) == before
+    assert tiny.counts(engine) == before
     done = tiny.run(engine)
     assert list(done) == ["good"]
     assert done["good"].outputs[0].token_ids == tiny.alone(tiny.native("llama"), prompt, 8)

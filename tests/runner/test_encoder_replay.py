@@ -43,7 +43,7 @@ def make_engine(
     defaults |= {"max_num_batched_tokens": 128, "speculate": "off"}
     config = EngineConfig(**{**defaults, **options})
     how = {"prefill": prefill, "fused": fused, "rows_as_decodes": rows_as_decodes}
-    return kernel_engine(tiny.load(name), lambda model: LLMEngine(model, config), **how)
+    return kernel_engine(LLMEngine(tiny.load(name), config), **how)
 
 
 def arrivals(engine: LLMEngine) -> None:

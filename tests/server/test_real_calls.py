@@ -7,9 +7,8 @@ import openai
 import pytest
 
 from tests.support.chat_apis import Chat
-from tests.support.clients import OPTIONS
 from tests.support.scripted_model import write_scripted
-from tests.support.server_kit import serving
+from tests.support.server_kit import OPTIONS, serving
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.server.models import ModelSpec
 

@@ -16,8 +16,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tests.support import real_parts, real_tokenizers
 from tests.support.chat_text import TOOLS, Said, gather
 from tests.support.chat_writers import WRITERS
-from tests.support.grammar_walk import walk
-from tests.support.guided import allowed
+from tests.support.guided import allowed, guided_answer
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.engine.detokenizer import Detokenizer
 from vllm_metal_lite.sampling.constraint import Constraint
@@ -131,7 +130,7 @@ def test_calls_under_the_grammar(engine, mode):
     eos, size = sorted(engine.tokenizer.eos_token_ids), len(engine.tokenizer)
     for seed in range(4):
         constraint = build(replace(turn.params, thinking=None), engine.tokenizer, size, eos)
-        token_ids = walk(constraint, size, eos, wanted, closing, random.Random(seed))
+        token_ids = guided_answer(constraint, size, eos, wanted, closing, random.Random(seed))
         said = said_by(engine, turn, token_ids)
         # Harmony has text before calls in a channel of its own.
         assert said.text == "" or mode == "auto" or engine.chat_format.name == "harmony"

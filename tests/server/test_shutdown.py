@@ -245,7 +245,7 @@ def test_an_engine_that_dies_ends_its_streams_and_no_more(tmp_path):
         assert (status(client)["state"], status(client)["error"]) == ("loaded", None)
         assert engine_of(client) != engine
         log = command.err.read_text()
-        assert "ended by SIGKILL, and 5 requests are lost; the next request starts a new one" in log
+        assert "ended by SIGKILL; 5 requests failed; the next request starts a new engine" in log
         command.signal(signal.SIGTERM)
         assert command.leave() == 0
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import validate
 
-from tests.support.counts import counts
+from tests.support import tiny_models as tiny
 from tests.support.json_schemas import schemas
 from vllm_metal_lite import LLM, MetalLiteError, SamplingParams, StructuredOutputsParams
 
@@ -109,10 +109,10 @@ def test_thoughts_up_to_a_budget_and_then_the_form(llm):
 
 
 def test_a_bad_form_changes_nothing(llm):
-    before = counts(llm.engine)
+    before = tiny.counts(llm.engine)
     with pytest.raises(MetalLiteError, match=r"regex: .*unclosed"):
         answer(llm, {"regex": "("})
-    assert counts(llm.engine) == before
+    assert tiny.counts(llm.engine) == before
 
 
 def test_fixed_parts_are_not_sampled_one_by_one(llm):

@@ -7,8 +7,8 @@ from typing import Any
 import anthropic
 import openai
 
-from tests.support.clients import OPTIONS
 from tests.support.scripted_answers import hermes_call
+from tests.support.server_kit import OPTIONS
 
 TOOLS = {"run": {"cmd": {"type": "string"}}, "wait": {"seconds": {"type": "integer"}}}
 ASKED = {"role": "user", "content": "Go on."}

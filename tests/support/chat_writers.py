@@ -1,11 +1,12 @@
 """Calls as models of each format write them.  Written by hand, beside the readers."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 Calls = Sequence[tuple[str, dict[str, Any]]]
+Writer = Callable[[Calls], str]
 
 
 def _json(value: Any) -> str:
@@ -16,130 +17,66 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else _json(value)
 
 
-def _hermes(calls: Calls) -> str:
-    return "\n".join(
-        f"<tool_call>\n{_json({'name': name, 'arguments': arguments})}\n</tool_call>"
-        for name, arguments in calls
-    )
+def _in_cdata(value: Any) -> str:
+    is_raw = isinstance(value, str) and not {"<", "&", "\n"}.isdisjoint(value)
+    return f"<![CDATA[{value}]]>" if is_raw else _text(value)
 
 
-def _qwen_xml(calls: Calls, prefix: str = "") -> str:
-    def call(name: str, arguments: dict[str, Any]) -> str:
-        parameters = "".join(
-            f"<parameter={k}>\n{_text(v)}\n</parameter>\n" for k, v in arguments.items()
+def _fill(form: str, **values: str) -> str:
+    return re.sub("|".join(values), lambda match: values[match[0]], form)
+
+
+def _calls(
+    call: str,
+    between: str = "",
+    start: str = "",
+    end: str = "",
+    *,
+    pair: str = "",
+    between_pairs: str = "",
+    write: Callable[[Any], str] = _text,
+) -> Writer:
+    """call: of each call, where NAME, JSON (all arguments) and PAIRS stand for its parts.
+
+    pair: of each argument: KEY, VALUE (by `write`) and IS_TEXT.
+    """
+
+    def written(name: str, arguments: dict[str, Any]) -> str:
+        pairs = (
+            _fill(pair, KEY=k, VALUE=write(v), IS_TEXT=_json(isinstance(v, str)))
+            for k, v in arguments.items()
         )
-        function = f"<function={name}>\n{parameters}</function>"
-        return f"<{prefix}tool_call>\n{function}\n</{prefix}tool_call>"
+        return _fill(call, NAME=name, JSON=_json(arguments), PAIRS=between_pairs.join(pairs))
 
-    return "\n".join(call(*c) for c in calls)
+    return lambda calls: start + between.join(written(*c) for c in calls) + end
 
 
-def _glm(line_break: str, prefix: str = "") -> Callable[[Calls], str]:
+def _xml(prefix: str = "") -> Writer:
+    function = "<function=NAME>\nPAIRS</function>"
+    call = f"<{prefix}tool_call>\n{function}\n</{prefix}tool_call>"
+    return _calls(call, "\n", pair="<parameter=KEY>\nVALUE\n</parameter>\n")
+
+
+def _glm(line_break: str, prefix: str = "") -> Writer:
     key, value = f"{prefix}arg_key", f"{prefix}arg_value"
-
-    def call(name: str, arguments: dict[str, Any]) -> str:
-        pairs = "".join(
-            f"<{key}>{k}</{key}>{line_break}<{value}>{_text(v)}</{value}>{line_break}"
-            for k, v in arguments.items()
-        )
-        return f"<{prefix}tool_call>{name}{line_break}{pairs}</{prefix}tool_call>"
-
-    return lambda calls: "\n".join(call(*c) for c in calls)
+    call = f"<{prefix}tool_call>NAME{line_break}PAIRS</{prefix}tool_call>"
+    pair = f"<{key}>KEY</{key}>{line_break}<{value}>VALUE</{value}>{line_break}"
+    return _calls(call, "\n", pair=pair)
 
 
-def _llama(calls: Calls) -> str:
-    written = (f'{{"name": "{name}", "parameters": {_json(a)}}}' for name, a in calls)
-    return "<|python_tag|>" + "; ".join(written)
+def _deepseek(call: str, between: str) -> Writer:
+    call = f"<｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>"
+    return _calls(call, between, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 
 
-def _mistral(calls: Calls) -> str:
-    return "".join(f"[TOOL_CALLS]{name}[ARGS]{_json(a)}" for name, a in calls)
+def _dsml(section: str) -> Writer:
+    call = '<｜DSML｜invoke name="NAME">\nPAIRS</｜DSML｜invoke>\n'
+    pair = '<｜DSML｜parameter name="KEY" string="IS_TEXT">VALUE</｜DSML｜parameter>\n'
+    return _calls(call, "", f"<｜DSML｜{section}>\n", f"</｜DSML｜{section}>", pair=pair)
 
 
-def _mistral_list(calls: Calls) -> str:
-    written = (f'{{"name": "{name}", "arguments": {_json(a)}}}' for name, a in calls)
-    return f"[TOOL_CALLS][{', '.join(written)}]"
-
-
-def _deepseek(head: str, middle: str, tail: str, between: str) -> Callable[[Calls], str]:
-    def write(calls: Calls) -> str:
-        written = (
-            f"<｜tool▁call▁begin｜>{head}{name}{middle}{_json(a)}{tail}<｜tool▁call▁end｜>"
-            for name, a in calls
-        )
-        return f"<｜tool▁calls▁begin｜>{between.join(written)}<｜tool▁calls▁end｜>"
-
-    return write
-
-
-def _kimi(calls: Calls) -> str:
-    written = (
-        f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{_json(a)}"
-        "<|tool_call_end|>"
-        for name, a in calls
-    )
-    return f"<|tool_calls_section_begin|>{''.join(written)}<|tool_calls_section_end|>"
-
-
-def _minimax(calls: Calls) -> str:
-    def call(name: str, arguments: dict[str, Any]) -> str:
-        parameters = "".join(
-            f'<parameter name="{k}">{_text(v)}</parameter>\n' for k, v in arguments.items()
-        )
-        return f'<invoke name="{name}">\n{parameters}</invoke>\n'
-
-    return f"<minimax:tool_call>\n{''.join(call(*c) for c in calls)}</minimax:tool_call>"
-
-
-def _minicpm5(calls: Calls) -> str:
-    def value(value: Any) -> str:
-        is_raw = isinstance(value, str) and not {"<", "&", "\n"}.isdisjoint(value)
-        return f"<![CDATA[{value}]]>" if is_raw else _text(value)
-
-    def call(name: str, arguments: dict[str, Any]) -> str:
-        pairs = (f'<param name="{k}">{value(v)}</param>' for k, v in arguments.items())
-        return f'<function name="{name}">{"".join(pairs)}</function>'
-
-    return "".join(call(*c) for c in calls)
-
-
-def _hunyuan(calls: Calls) -> str:
-    written = (f"<tool_call>{name}\n```json\n{_json(a)}\n```</tool_call>" for name, a in calls)
-    return f"<tool_calls>{''.join(written)}</tool_calls>"
-
-
-def _dsml(section: str) -> Callable[[Calls], str]:
-    def call(name: str, arguments: dict[str, Any]) -> str:
-        parameters = "".join(
-            f'<｜DSML｜parameter name="{k}" string="{str(isinstance(v, str)).lower()}">{_text(v)}'
-            "</｜DSML｜parameter>\n"
-            for k, v in arguments.items()
-        )
-        return f'<｜DSML｜invoke name="{name}">\n{parameters}</｜DSML｜invoke>\n'
-
-    return lambda calls: (
-        f"<｜DSML｜{section}>\n{''.join(call(*c) for c in calls)}</｜DSML｜{section}>"
-    )
-
-
-def _lfm2(calls: Calls) -> str:
-    written = (
-        f"{name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})"
-        for name, arguments in calls
-    )
-    return f"<|tool_call_start|>[{', '.join(written)}]<|tool_call_end|>"
-
-
-def _olmo(calls: Calls) -> str:
-    written = (
-        f"{name}({', '.join(f'{k}={_json(v)}' for k, v in arguments.items())})"
-        for name, arguments in calls
-    )
-    return "<function_calls>" + "\n".join(written) + "</function_calls>"
-
-
-def _gemma(start: str, end: str, quote: str) -> Callable[[Calls], str]:
-    def value(value: Any) -> str:
+def _gemma(start: str, end: str, quote: str) -> Writer:
+    def write(value: Any) -> str:
         if isinstance(value, str):
             return f"{quote}{value}{quote}"
         if isinstance(value, dict):
@@ -148,67 +85,77 @@ def _gemma(start: str, end: str, quote: str) -> Callable[[Calls], str]:
             return "[" + ",".join(map(write, value)) + "]"
         return _json(value)
 
-    write = value
     return lambda calls: "".join(f"{start}call:{name}{write(a)}{end}" for name, a in calls)
 
 
-def _harmony(calls: Calls) -> str:
-    return "<|start|>assistant".join(
-        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{_json(a)}<|call|>"
-        for name, a in calls
-    )
-
-
-def _list(start: str, end: str) -> Callable[[Calls], str]:
-    def write(calls: Calls) -> str:
-        written = (f'{{"name": "{name}", "arguments": {_json(a)}}}' for name, a in calls)
-        return f"{start}[{', '.join(written)}]{end}"
-
-    return write
-
-
-def _longcat(calls: Calls) -> str:
-    return "\n".join(
-        f"<longcat_tool_call>\n{_hermes([call])[12:-13]}\n</longcat_tool_call>" for call in calls
-    )
-
-
-def _cohere(calls: Calls) -> str:
-    written = (
-        f'\n    {{"tool_call_id": "0", "tool_name": "{name}", "parameters": {_json(a)}}}'
-        for name, a in calls
-    )
-    return f"<|START_ACTION|>[{','.join(written)}\n]<|END_ACTION|>"
-
-
-WRITERS: dict[str, Callable[[Calls], str]] = {
-    "hermes": _hermes,
-    "qwen3_coder": _qwen_xml,
-    "seed_oss": partial(_qwen_xml, prefix="seed:"),
+_OBJECT = '{"name": "NAME", "arguments": JSON}'
+WRITERS: dict[str, Writer] = {
+    "hermes": _calls(f"<tool_call>\n{_OBJECT}\n</tool_call>", "\n"),
+    "qwen3_coder": _xml(),
+    "seed_oss": _xml("seed:"),
     "glm45": _glm("\n"),
     "glm47": _glm(""),
     "longcat2": _glm("\n", "longcat_"),
-    "llama3_json": _llama,
-    "mistral": _mistral,
-    "mistral_list": _mistral_list,
-    "deepseek_v3": _deepseek("function<｜tool▁sep｜>", "\n```json\n", "\n```", "\n"),
-    "deepseek_v31": _deepseek("", "<｜tool▁sep｜>", "", ""),
-    "kimi_k2": _kimi,
-    "minimax_m2": _minimax,
-    "minicpm5": _minicpm5,
-    "hunyuan": _hunyuan,
+    "llama3_json": _calls('{"name": "NAME", "parameters": JSON}', "; ", "<|python_tag|>"),
+    "mistral": _calls("[TOOL_CALLS]NAME[ARGS]JSON"),
+    "mistral_list": _calls(_OBJECT, ", ", "[TOOL_CALLS][", "]"),
+    "deepseek_v3": _deepseek("function<｜tool▁sep｜>NAME\n```json\nJSON\n```", "\n"),
+    "deepseek_v31": _deepseek("NAME<｜tool▁sep｜>JSON", ""),
+    "kimi_k2": _calls(
+        "<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>JSON<|tool_call_end|>",
+        start="<|tool_calls_section_begin|>",
+        end="<|tool_calls_section_end|>",
+    ),
+    "minimax_m2": _calls(
+        '<invoke name="NAME">\nPAIRS</invoke>\n',
+        start="<minimax:tool_call>\n",
+        end="</minimax:tool_call>",
+        pair='<parameter name="KEY">VALUE</parameter>\n',
+    ),
+    "minicpm5": _calls(
+        '<function name="NAME">PAIRS</function>',
+        pair='<param name="KEY">VALUE</param>',
+        write=_in_cdata,
+    ),
+    "hunyuan": _calls(
+        "<tool_call>NAME\n```json\nJSON\n```</tool_call>", "", "<tool_calls>", "</tool_calls>"
+    ),
     "deepseek_v32": _dsml("function_calls"),
     "deepseek_v4": _dsml("tool_calls"),
-    "lfm2": _lfm2,
-    "olmo3": _olmo,
+    "lfm2": _calls(
+        "NAME(PAIRS)",
+        ", ",
+        "<|tool_call_start|>[",
+        "]<|tool_call_end|>",
+        pair="KEY=VALUE",
+        between_pairs=", ",
+        write=repr,
+    ),
+    "olmo3": _calls(
+        "NAME(PAIRS)",
+        "\n",
+        "<function_calls>",
+        "</function_calls>",
+        pair="KEY=VALUE",
+        between_pairs=", ",
+        write=_json,
+    ),
     "gemma4": _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
     "function_gemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
-    "harmony": _harmony,
-    "tool_calls_json": _list("<tool_calls>", "</tool_calls>"),
-    "nemotron_json": _list("<TOOLCALL>", "</TOOLCALL>"),
-    "granite": _list("<|tool_call|>", ""),
-    "longcat": _longcat,
-    "cohere": _cohere,
+    "harmony": _calls(
+        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>JSON<|call|>",
+        "<|start|>assistant",
+    ),
+    "tool_calls_json": _calls(_OBJECT, ", ", "<tool_calls>[", "]</tool_calls>"),
+    "nemotron_json": _calls(_OBJECT, ", ", "<TOOLCALL>[", "]</TOOLCALL>"),
+    "granite": _calls(_OBJECT, ", ", "<|tool_call|>[", "]"),
+    "longcat": _calls(f"<longcat_tool_call>\n{_OBJECT}\n</longcat_tool_call>", "\n"),
+    "cohere": _calls(
+        '\n    {"tool_call_id": "0", "tool_name": "NAME", "parameters": JSON}',
+        ",",
+        "<|START_ACTION|>[",
+        "\n]<|END_ACTION|>",
+    ),
 }
 # Formats whose strings stand as they are: these marks cannot be in them.
 RAW_STRINGS = {

@@ -1,5 +1,6 @@
-"""Random answers under a Constraint."""
+"""Answers under a Constraint, without a model."""
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,13 +9,18 @@ import numpy as np
 from vllm_metal_lite.sampling.constraint import Constraint
 
 
-def allowed(constraint: Constraint, vocab_size: int) -> set[int] | None:
-    """The token ids that may come next; None: any."""
+def mask_of(constraint: Constraint, vocab_size: int) -> np.ndarray | None:
+    """Which tokens may come next, (vocab_size,) bool; None: any."""
     bits = np.zeros(-(-vocab_size // 32), np.uint32)
     if not constraint.fill(bits):
         return None
-    ids = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[:vocab_size])
-    return set(ids.tolist())
+    return np.unpackbits(bits.view(np.uint8), bitorder="little")[:vocab_size] > 0
+
+
+def allowed(constraint: Constraint, vocab_size: int) -> set[int] | None:
+    """The token ids that may come next; None: any."""
+    mask = mask_of(constraint, vocab_size)
+    return None if mask is None else set(np.flatnonzero(mask).tolist())
 
 
 def accepts(tokenizer: Any, grammar: str, tokens: Sequence[int]) -> bool:
@@ -49,3 +55,42 @@ def walk(
             constraint.rollback(count)
             del tokens[-count:]
     return tokens
+
+
+def guided_answer(
+    limits: Constraint,
+    vocab_size: int,
+    eos: Sequence[int],
+    wanted: Sequence[int],
+    closing: Sequence[int],
+    rng: random.Random,
+) -> list[int]:
+    """Tokens up to the end of the answer: forced ones at once, the others from those that the mask
+    allows.  Most of them are the next of `wanted` that is allowed, the first 60 some at random.
+
+    closing: tokens that may end strings, lists and objects.
+    """
+    answer: list[int] = []
+    left = list(wanted)
+    while len(answer) < 1500:
+        tokens = limits.forced()
+        if not tokens:
+            mask = mask_of(limits, vocab_size)
+            assert mask is not None
+            assert mask.any(), answer
+            liked = [token for token in [*left, *eos] if mask[token]][:1]
+            if len(answer) // 150 % 2:  # in turns: objects may have any number of keys
+                liked = [token for token in [*eos, *closing] if mask[token]] or liked
+            elif not liked:
+                liked = [token for token in [*wanted, *closing] if mask[token]]
+            if not liked or (len(answer) < 60 and rng.random() < 0.1):
+                liked = np.flatnonzero(mask).tolist()
+            tokens = [rng.choice(liked)]
+        for token in tokens:
+            if token in eos:
+                return answer
+            limits.accept(token)
+            answer.append(token)
+            left = left if token in left else list(wanted)
+            left = left[left.index(token) + 1 :] if token in left else []
+    raise AssertionError(f"the answer does not end: {answer}")

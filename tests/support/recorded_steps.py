@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import activations
 
 from tests.support.mlx_graph import END, MLX_S, OURS, TURN, Eval, Graph, Node, Shape
@@ -25,7 +24,6 @@ from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.fusion.launches import fuse
 from vllm_metal_lite.kernels.arguments import placeholder
 from vllm_metal_lite.kernels.launch import Kernel
-from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.runner.step_path import StepPath
@@ -35,15 +33,13 @@ _SWIGLU = activations.swiglu
 
 
 def kernel_engine(
-    model: LoadedModel,
-    engine: Callable[[LoadedModel], LLMEngine],
+    made: LLMEngine,
     *,
     prefill: str = "varlen",
     fused: bool = True,
     rows_as_decodes: int = 0,
 ) -> LLMEngine:
-    """An engine of `model` with kernels, unchecked.  fused: changes the model in place."""
-    made = engine(model)
+    """The engine with kernels, unchecked.  fused: changes the model in place."""
     shapes = made.model.attention_shapes
     attention = KernelAttention(
         made.runner.attention.store,
@@ -63,45 +59,36 @@ def record(
     engine: LLMEngine,
     drive: Callable[[LLMEngine], Any],
     *,
-    weights: bool = False,
     fails: dict[int, int] | None = None,
 ) -> Graph:
     """The graph of everything that `drive(engine)` submits.
 
-    The engine is of no use afterwards.  weights: parameters are arguments too, so that they need
-    not be computed.  fails: submitted step (from 0) -> the primitives that MLX runs before it
-    raises RuntimeError.
+    The engine is of no use afterwards.  fails: submitted step (from 0) -> the primitives that MLX
+    runs before it raises RuntimeError.
     """
     graph, steps = Graph(), _Steps(fails or {})
-    store, model = engine.runner.attention.store, engine.model.packed.model
+    store = engine.runner.attention.store
     given: dict[str, mx.array] = {}
     places: dict[int, str] = {}  # layers may share arrays
     for kind in ("keys", "values"):
         for layer, array in enumerate(getattr(store, kind)):
             name = places.setdefault(id(array), f"store {kind} {layer}")
             given[name] = array
-    names = list(given)
-    parameters = tree_flatten(model.parameters()) if weights else []
 
     def run(*arrays: mx.array) -> list[mx.array]:
-        of = dict(zip(names, arrays, strict=False))
+        of = dict(zip(given, arrays, strict=True))
         for kind in ("keys", "values"):
             arrays_of = getattr(store, kind)
             setattr(store, kind, [of[places[id(a)]] for a in arrays_of])
-        if weights:
-            paths = [path for path, _ in parameters]
-            model.update(tree_unflatten(list(zip(paths, arrays[len(names) :], strict=True))))
         drive(engine)
         return [a for _, arrays, _ in steps.evals for a in arrays]
 
     events: list[dict[str, Any]] = []
     with steps.noted():
-        arguments = [*given.values(), *(a for _, a in parameters)]
-        mx.export_function(events.append, run, *arguments)
+        mx.export_function(events.append, run, *given.values())
     fill(graph, events)
     inputs = next(e["inputs"] for e in events if e["type"] == "inputs")
-    given_names = [*names, *(f"weight {path}" for path, _ in parameters)]
-    graph.arguments = dict(zip(given_names, (n for n, *_ in inputs), strict=True))
+    graph.arguments = dict(zip(given, (n for n, *_ in inputs), strict=True))
     results = (n for n, *_ in next(e["outputs"] for e in events if e["type"] == "outputs"))
     for label, arrays, fails_after in steps.evals:
         graph.evals.append(Eval(label, list(itertools.islice(results, len(arrays))), fails_after))
@@ -222,7 +209,7 @@ def as_on_metal(patch: pytest.MonkeyPatch) -> None:
 
 
 def _one_launch(name: str) -> Callable[..., mx.array]:
-    kernel = stand_in(name)
+    kernel = _stand_in(name)
 
     def call(x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         others = [a for a in (*args, *kwargs.values()) if isinstance(a, mx.array)]
@@ -232,7 +219,7 @@ def _one_launch(name: str) -> Callable[..., mx.array]:
 
 
 def _sdpa() -> Callable[..., mx.array]:
-    kernel = stand_in("scaled_dot_product_attention")
+    kernel = _stand_in("scaled_dot_product_attention")
 
     def call(q: mx.array, k: mx.array, v: mx.array, **kwargs: Any) -> mx.array:
         others = [a for a in kwargs.values() if isinstance(a, mx.array)]
@@ -241,7 +228,7 @@ def _sdpa() -> Callable[..., mx.array]:
     return call
 
 
-def stand_in(name: str) -> Callable[..., mx.array]:
+def _stand_in(name: str) -> Callable[..., mx.array]:
     kernels: dict[int, Any] = {}
 
     def launch(inputs: Sequence[mx.array], shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:

@@ -15,6 +15,9 @@ from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.worker.client import EngineClient
 
+# Of official clients.  Every reply is checked against the client's own schema; an error is shown,
+# not repeated.
+OPTIONS = {"api_key": "x", "_strict_response_validation": True, "max_retries": 0, "timeout": 600}
 SMALL = EngineConfig(num_blocks=256, max_num_seqs=8, max_num_batched_tokens=512)
 
 

@@ -25,13 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.bench.lib.servers import free_port, ours, server
+from tools.bench.lib.servers import free_port, ours, rss_mib, server
 from tools.dev.run_main import parser_of, run_main
-from tools.prove.soak import rss_mib
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
-GAP, HEALTH, MEMORY, LEAVES, LEFT, DRAIN = 0.5, 0.05, 50, 2.0, 2.0, 5
+# Allowed: seconds of the gap above the plain one and of /health, MB above the first round.
+GAP, HEALTH, MEMORY = 0.5, 0.05, 50
+# Seconds: until a client leaves, until no request may be left, and `--drain`.
+LEAVES, LEFT, DRAIN = 2.0, 2.0, 5
 TOOL = {
     "description": "x" * 100,
     "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
@@ -224,7 +226,8 @@ class Bench:
     def memory(self) -> list[float]:
         """MB of the server and of the engine, without the freed buffers that MLX keeps."""
         kept = status(self.port)["models"][0]["metrics"]["memory_cached_bytes"] / 2**20
-        return [rss_mib(self.pids[0]), rss_mib(self.pids[1]) - kept]
+        server, engine = (rss_mib(pid) or 0.0 for pid in self.pids)
+        return [server, engine - kept]
 
     def _left(self) -> int:
         """The requests that still run beside the steady stream, after a while."""
@@ -277,17 +280,11 @@ class Bench:
         started = time.monotonic()
         self.others.stopped = True
         subprocess.run(["kill", f"-{int(signal.SIGTERM)}", str(pid)], check=True)
-        while rss_mib_or_none(pid) is not None and time.monotonic() < started + 60:
+        while rss_mib(pid) is not None and time.monotonic() < started + 60:
             time.sleep(0.1)
         seconds = time.monotonic() - started
         print(f"SIGTERM with --drain {DRAIN}: ended after {seconds:.1f} s")
         return seconds < DRAIN + 5
-
-
-def rss_mib_or_none(pid: int) -> float | None:
-    """None: the process has ended."""
-    done = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
-    return None if done.stdout.strip()[:1] in ("", "Z") else rss_mib(pid)
 
 
 def main() -> int:

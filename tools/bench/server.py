@@ -38,6 +38,7 @@ from typing import Any
 
 import numpy as np
 
+from tools.bench.lib.http_load import Done
 from tools.bench.lib.models import write_model
 from tools.bench.lib.servers import (
     ROOT,
@@ -129,20 +130,19 @@ class Prompts:
         return [draw() for _ in range(WARM_UPS)], [draw() for _ in range(args.repeats)]
 
 
-def row_of(done: dict[str, Any], turns: int) -> dict[str, float]:
-    """The numbers of a run.  turns: of a session."""
-    requests = done["requests"]
-    firsts = [r["first"] for r in requests if r["first"] is not None]
-    later = [r["first"] for r in requests if r["turn"] and r["first"] is not None]
+def row_of(done: Done, turns: int, server_cpu: float) -> dict[str, float]:
+    """The numbers of a run, by the heading of their column.  turns: of a session."""
+    requests = done.requests
+    firsts = [r.first for r in requests if r.first is not None]
+    later = [r.first for r in requests if r.turn and r.first is not None]
     if not firsts:
-        raise RuntimeError(f"no request ended within {done['seconds']:.0f} s")
-    gaps = [1e3 * gap for r in requests for gap in r["gaps"]]
-    tokens = sum(r["tokens"] or 0 for r in requests)
-    prompt = sum(r["prompt"] or 0 for r in requests)
+        raise RuntimeError(f"no request ended within {done.seconds:.0f} s")
+    gaps = [1e3 * gap for r in requests for gap in r.gaps]
+    tokens, prompt = sum(r.tokens for r in requests), sum(r.prompt for r in requests)
     row = {
         "done": len(requests),
-        "tokens/s": tokens / done["seconds"],
-        "sessions a minute": 60 * len(requests) / turns / done["seconds"],
+        "tokens/s": tokens / done.seconds,
+        "sessions a minute": 60 * len(requests) / turns / done.seconds,
         "TTFT, ms": 1e3 * statistics.median(firsts),
         "p90": 1e3 * float(np.quantile(firsts, 0.9)),
     }
@@ -151,11 +151,11 @@ def row_of(done: dict[str, Any], turns: int) -> dict[str, float]:
     if gaps:
         row |= {"gap, ms": statistics.median(gaps), "gap p99": float(np.quantile(gaps, 0.99))}
     if prompt:
-        row["cached %"] = 100 * sum(r["cached"] for r in requests) / prompt
-    if done.get("server_cpu"):
-        row["CPU ms a token"] = 1e3 * done["server_cpu"] / tokens
-    if health := done["health"]:
-        row |= {"/health, ms": 1e3 * statistics.median(health), "longest": 1e3 * max(health)}
+        row["cached %"] = 100 * sum(r.cached for r in requests) / prompt
+    if server_cpu:
+        row["CPU ms a token"] = 1e3 * server_cpu / tokens
+    if health := [1e3 * seconds for seconds in done.health]:
+        row |= {"/health, ms": statistics.median(health), "longest": max(health)}
     return row
 
 
@@ -169,7 +169,8 @@ class Bench:
         port = free_port()
         with server(command, port, self.log) as pid, Memory(pid) as memory:
 
-            def send(clients: Clients, health: bool = False) -> dict[str, Any]:
+            def send(clients: Clients, health: bool = False) -> tuple[Done, float]:
+                """The load, and the CPU time of our server."""
                 seconds, before = self.args.seconds, cpu_seconds(pid)
                 job = {"model": model, "clients": clients, "health": health, "seconds": seconds}
                 words = ["-m", "tools.bench.lib.http_load", f"http://127.0.0.1:{port}"]
@@ -178,7 +179,7 @@ class Bench:
                 if done.returncode:
                     raise RuntimeError(done.stderr[-800:])
                 cpu = cpu_seconds(pid) - before if name == "ours" else 0
-                return {**json.loads(done.stdout), "server_cpu": cpu}
+                return Done.from_json(done.stdout), cpu
 
             for load, (warm, counted) in self.runs.items():
                 if load == "health" and name != "ours":
@@ -187,7 +188,8 @@ class Bench:
                     send(clients)
                 turns, rows = len(counted[0][0]) if load == "agents" else 1, []
                 for clients in counted:
-                    rows.append(row_of(send(clients, load == "health"), turns))
+                    done, cpu = send(clients, load == "health")
+                    rows.append(row_of(done, turns, cpu))
                     say(f"{name}, {load}: {rows[-1]['tokens/s']:,.0f} tokens/s")
                 keys = [key for key in rows[0] if all(key in row for row in rows)]
                 median = {key: statistics.median(row[key] for row in rows) for key in keys}

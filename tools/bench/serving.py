@@ -22,12 +22,13 @@ import gc
 import json
 import sys
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tools.bench.lib.engines import Engine, Run, ThisEngine, drive
 from tools.bench.lib.host import host
 from tools.bench.lib.loads import LOADS, Load, Sizes
-from tools.bench.lib.metrics import Agreement, Metrics, agree, measure, median_of
+from tools.bench.lib.metrics import Metrics, Result, agree, measure, median_of
 from tools.bench.lib.mlx_lm import MlxLm, MlxLmSingle, Settings, native
 from tools.bench.lib.models import BITS, get_model
 from tools.bench.lib.roofline import measured_bandwidth, step_bytes
@@ -41,21 +42,26 @@ from vllm_metal_lite.model.loader import LoadedModel
 STEPS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens of a step, the decodes' among them
 
 
-class Report(dict[str, Any]):
-    """All measurements.  runs: load, note, engine and metrics of each run."""
+@dataclass
+class Report:
+    """All measurements.  runs: load, note, engine and metrics of each run.  host: see `host`."""
 
-    def __init__(self, path: str | None) -> None:
-        super().__init__(device=backend.describe(), arguments=sys.argv[1:], runs=[])
-        self.path = path
+    path: str | None
+    device: str = field(default_factory=backend.describe)
+    arguments: list[str] = field(default_factory=lambda: sys.argv[1:])
+    model: str = ""
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    loads: list[Result] = field(default_factory=list)
+    host: dict[str, float] = field(default_factory=dict)
 
     def note(self, **run: Any) -> None:
-        self["runs"].append(run)
+        self.runs.append(run)
         self.write()
 
     def write(self) -> None:
         if self.path:
             with open(self.path, "w", encoding="utf-8") as file:
-                json.dump(self, file, indent=1)
+                json.dump(asdict(self), file, indent=1)
 
 
 def peers(letter: str, load: Load, model: LoadedModel) -> list[Engine]:
@@ -108,19 +114,29 @@ class Bench:
             gc.collect()
 
     def turns(
-        self, engines: list[Engine], repeats: int
-    ) -> tuple[dict[str, list[Metrics]], dict[str, Run]]:
-        """(metrics of each turn, last run), by engine."""
+        self, model: LoadedModel, engines: list[Engine], repeats: int, theirs: Engine | None
+    ) -> Result:
+        """Run the engines in turns.  theirs: the engine with which the first one is compared."""
         values: dict[str, list[Metrics]] = {e.name: [] for e in engines}
         last: dict[str, Run] = {}
         for turn in range(repeats):
             for engine in engines:
                 metrics, last[engine.name] = self.run(engine, f"turn {turn + 1}")
                 values[engine.name].append(metrics)
-        return values, last
+        ours = last[engines[0].name]
+        return Result(
+            self.letter,
+            self.load.name,
+            requests=len(ours.prompts),
+            tokens_in=sum(map(len, ours.prompts)),
+            tokens_out=sum(map(len, ours.tokens)),
+            engines={name: median_of(v) for name, v in values.items()},
+            turns=values,
+            agreement=agree(model, ours, last[theirs.name]) if theirs else None,
+        )
 
 
-def compare(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> dict:
+def compare(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> Result:
     """Run one load on this engine and on mlx-lm at its best."""
     bench = Bench(letter, load, args)
     ours = ThisEngine(model, load, args.ours)
@@ -137,35 +153,11 @@ def compare(letter: str, load: Load, model: LoadedModel, args: argparse.Namespac
             bench.tried(engine)  # again, see above
             break
     finalists = best_of([e for e in candidates if e.name in sweep], sweep)
-    values, last = bench.turns([ours, *finalists], args.repeats)
-    medians = {name: median_of(v) for name, v in values.items()}
+    best = finalists[0] if finalists else None
+    result = bench.turns(model, [ours, *finalists], args.repeats, theirs=best)
     if letter == "C":
-        add_roofline(model, load, medians)
-    agreement = Agreement(0, 0, 0.0, 0.0, 0.0, 0)
-    if finalists:
-        agreement = agree(model, last["ours"], last[finalists[0].name])
-    return {
-        **result_of(bench, agreement, medians, values),
-        "summary": str(agreement) if finalists else "mlx-lm failed in all settings",
-        "requests": len(load.prompts),
-        "tokens_in": sum(map(len, last["ours"].prompts)),
-        "tokens_out": sum(load.max_tokens),
-        "ratios": ratios(medians),
-        "sweep": sweep,
-    }
-
-
-def result_of(
-    bench: Bench, agreement: Agreement, medians: dict[str, Metrics], turns: dict[str, list[Metrics]]
-) -> dict[str, Any]:
-    return {
-        "load": bench.letter,
-        "name": bench.load.name,
-        "engines": medians,
-        "agreement": {**vars(agreement), "within_ties": agreement.within_ties},
-        "summary": str(agreement),
-        "turns": turns,
-    }
+        add_roofline(model, load, result.engines)
+    return replace(result, ratios=ratios(result.engines), sweep=sweep)
 
 
 def best_of(candidates: list[Engine], sweep: dict[str, Metrics]) -> list[Engine]:
@@ -189,10 +181,9 @@ def add_roofline(model: LoadedModel, load: Load, medians: dict[str, Metrics]) ->
             metrics["roofline"] = size / bandwidth / step
 
 
-def newcomer(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> dict:
+def newcomer(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> Result:
     """Measure a prompt that arrives while others decode, under each way to share the steps."""
-    prompt = len(load.prompts[-1])
-    steps = [n for n in (STEPS[:5:2] if args.quick else STEPS) if n < prompt]
+    steps = [n for n in (STEPS[:5:2] if args.quick else STEPS) if n < len(load.prompts[-1])]
     engines: list[Engine] = []
     for tokens in steps:
         options = {**args.ours, "max_num_batched_tokens": tokens}
@@ -206,14 +197,10 @@ def newcomer(letter: str, load: Load, model: LoadedModel, args: argparse.Namespa
     for engine in engines:
         for _ in range(2):
             bench.run(engine, "warm-up")
-    values, last = bench.turns(engines, args.repeats)
-    agreement = agree(model, last[engines[0].name], last[engines[-1].name])
-    medians = {name: median_of(v) for name, v in values.items()}
-    return {**result_of(bench, agreement, medians, values), "prompt": prompt}
+    return bench.turns(model, engines, args.repeats, theirs=engines[-1])
 
 
-def run_loads(model: LoadedModel, args: argparse.Namespace) -> list[dict]:
-    results = []
+def run_loads(model: LoadedModel, args: argparse.Namespace) -> None:
     for letter in args.load:
         for load in LOADS[letter](Sizes(model.vocab_size, args.scale)):
             if load.longest > model.max_position:
@@ -222,9 +209,8 @@ def run_loads(model: LoadedModel, args: argparse.Namespace) -> list[dict]:
                     f"context of {model.max_position}: lower --scale"
                 )
             how, columns = (newcomer, NEWCOMER) if letter == "F" else (compare, COLUMNS)
-            results.append(how(letter, load, model, args))
-            print_load(results[-1], columns)
-    return results
+            args.report.loads.append(how(letter, load, model, args))
+            print_load(args.report.loads[-1], columns)
 
 
 def _settings(text: str) -> Settings:
@@ -275,20 +261,19 @@ def main() -> int:
     if args.load:
         model = get_model(args.model, args.dtype, args.bits)
         native(model)
-        report["model"] = model.name
+        report.model = model.name
         gib = model.weight_bytes / 2**30
         print(f"\n{model.name}: {model.num_parameters / 1e6:,.1f} M parameters, {gib:.2f} GiB")
         if model.packed.by_segment is not None:
             print(f"\nAttention runs by segment: {model.packed.by_segment}", flush=True)
         with trusted() if args.trusted else nullcontext():
-            report["loads"] = run_loads(model, args)
+            run_loads(model, args)
     if args.host:
-        report["host"] = host()
+        report.host = host()
     if args.summary:
-        print_summary(report.get("loads", []))
-    report["finished"] = True
+        print_summary(report.loads)
     report.write()
-    apart = [r["load"] for r in report.get("loads", []) if not r["agreement"]["within_ties"]]
+    apart = [result.load for result in report.loads if not result.within_ties]
     for letter in apart:
         print(f"{letter}: tokens differ by more than ties", file=sys.stderr)
     return 1 if apart else 0

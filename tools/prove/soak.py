@@ -22,13 +22,12 @@ import random
 import shutil
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from tests.support.crowd import (
@@ -43,7 +42,7 @@ from tests.support.crowd import (
     unclean,
     until,
 )
-from tools.bench.lib.servers import free_port, server
+from tools.bench.lib.servers import free_port, rss_mib, server
 from tools.dev.run_main import parser_of, run_main
 from vllm_metal_lite.model.files import find
 
@@ -51,11 +50,6 @@ EVERY = 10  # seconds
 ALLOWED_SHARE, ALLOWED_MIB, ALLOWED_FILES = 0.03, 4, 4
 PATIENCE = 240  # seconds until a reply counts as lost
 CHAT, BUSY = "/v1/chat/completions", b"and max_waiting"
-
-
-def rss_mib(pid: int) -> float:
-    done = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True)
-    return int(done.stdout) / 1024
 
 
 def num_fds(pid: int) -> int:
@@ -128,13 +122,28 @@ def question_body(question: Question) -> dict[str, Any]:
     return {**body, "temperature": 0, "ignore_eos": True}
 
 
-class Soak:
-    """rows: seconds, visits so far, MiB of the server, of the engine and of the buffers that MLX
-    keeps there, open files of both."""
+class Sample(NamedTuple):
+    """kept: MiB of the buffers that MLX keeps in the engine.  files: open ones of both."""
 
+    seconds: float
+    visits: int
+    server_mib: float
+    engine_mib: float
+    kept: float
+    files: tuple[int, int]
+
+    def __str__(self) -> str:
+        return (
+            f"[{self.seconds:5.0f} s] {self.visits:6,} visits, server {self.server_mib:.1f} MiB, "
+            f"engine {self.engine_mib:.1f} MiB, {self.kept:.1f} kept by MLX, "
+            f"{self.files[0]} and {self.files[1]} files"
+        )
+
+
+class Soak:
     def __init__(self, url: str, pids: tuple[int, int], crowd: Patient) -> None:
         self.url, self.pids, self.crowd = url, pids, crowd
-        self.rows: list[tuple[float, int, float, float, float, int, int]] = []
+        self.samples: list[Sample] = []
 
     async def run(self, seconds: float, num_clients: int) -> None:
         started = time.monotonic()
@@ -171,25 +180,20 @@ class Soak:
 
     def _measure(self, now: float, kept: float) -> None:
         server, engine = self.pids
-        memory, files = (rss_mib(server), rss_mib(engine), kept), (num_fds(server), num_fds(engine))
-        row = (now, self.crowd.counts.total(), *memory, *files)
-        self.rows.append(row)
-        print(
-            f"[{now:5.0f} s] {row[1]:6,} visits, server {row[2]:.1f} MiB, engine {row[3]:.1f} MiB, "
-            f"{row[4]:.1f} kept by MLX, {row[5]} and {row[6]} files, "
-            f"{len(self.crowd.faults)} faults",
-            file=sys.stderr,
-            flush=True,
-        )
+        mib = (rss_mib(server) or 0.0, rss_mib(engine) or 0.0, kept)
+        files = num_fds(server), num_fds(engine)
+        self.samples.append(Sample(now, self.crowd.counts.total(), *mib, files))
+        line = f"{self.samples[-1]}, {len(self.crowd.faults)} faults"
+        print(line, file=sys.stderr, flush=True)
 
     def growth(self, opened: list[int], left: list[int]) -> list[str]:
         """What has grown, in words.  opened, left: open files at the start and at the end."""
-        quarter = max(len(self.rows) // 4, 1)
+        quarter = max(len(self.samples) // 4, 1)
         grown = []
         print("| process | MiB, second quarter | MiB, last quarter | limit |")
         print("| --- | --- | --- | --- |")
-        server = [row[2] for row in self.rows]
-        engine = [row[3] - row[4] for row in self.rows]
+        server = [sample.server_mib for sample in self.samples]
+        engine = [sample.engine_mib - sample.kept for sample in self.samples]
         for name, mib in (("server", server), ("engine, but for kept buffers", engine)):
             before = statistics.median(mib[quarter : 2 * quarter])
             after = statistics.median(mib[-quarter:])

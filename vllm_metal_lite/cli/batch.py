@@ -13,7 +13,6 @@ from vllm_metal_lite.cli.options import engine_flag
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt
 from vllm_metal_lite.errors import MetalLiteError, one_line
-from vllm_metal_lite.outputs import RequestOutput
 
 _STOPPING = "\nStopping after the step that is under way ..."
 _IDLE_SECONDS = 0.1  # longest wait for a line; Ctrl-C is handled between waits
@@ -34,7 +33,6 @@ class Batch:
         self._engine, self._reader, self._writer = engine, reader, writer
         self._defaults, self._window = defaults, window
         self._jobs: dict[str, tuple[int, Job]] = {}  # in the engine, by request id
-        self._live: dict[str, RequestOutput] = {}  # the last state seen of each
         self._num_read = 0
         self.num_refused = 0
         self.first_refusal = ""
@@ -58,7 +56,8 @@ class Batch:
                     self._step(bar)
                     now = time.perf_counter()
                     if now - shown >= _REFRESH_SECONDS:
-                        bar.set_postfix_str(f"{self._num_new() / (now - start):.0f} tokens/s")
+                        new = self._engine.metrics()["decode_tokens"] + self._num_done
+                        bar.set_postfix_str(f"{new / (now - start):.0f} tokens/s")
                         shown = now
             except KeyboardInterrupt:  # a second Ctrl-C, within a step
                 pass
@@ -122,14 +121,12 @@ class Batch:
             return
         for output in outputs:
             if not output.finished:
-                self._live[output.request_id] = output
                 continue
-            self._live.pop(output.request_id, None)
             position, job = self._jobs.pop(output.request_id)
             self._num_done += 1
             self._prompt_tokens += len(output.prompt_token_ids)
             self._cached_tokens += output.num_cached_tokens
-            self._new_tokens += _num_new(output)
+            self._new_tokens += sum(len(o.token_ids) for o in output.outputs)
             errors = [o.error for o in output.outputs if o.error is not None]
             if errors:
                 self._count_error(f"line {output.request_id}: {errors[0]}")
@@ -141,14 +138,6 @@ class Batch:
         lost = self._engine.requests_at_fault
         self._engine.abort(lost)
         for request_id in lost:
-            self._live.pop(request_id, None)
             position, job = self._jobs.pop(request_id)
             message = f"line {request_id}: a step of the engine failed: {one_line(e)}"
             self._refuse(position, job.id, message, bar)
-
-    def _num_new(self) -> int:
-        return self._new_tokens + sum(map(_num_new, self._live.values()))
-
-
-def _num_new(output: RequestOutput) -> int:
-    return sum(len(o.token_ids) for o in output.outputs)

@@ -105,15 +105,14 @@ def write(name: str, report: Report) -> None:
         raise MetalLiteError(f"{shorten(name)}: {_reason(e)}") from None
 
 
-def without_names(report: Report, model: str | None) -> Report:
-    """The report without the user's folders and the machine's name, which errors may contain."""
+def without_names(shared: Any, model: str | None) -> Any:
+    """A report, or its text, without the user's folders and the machine's name."""
     hidden = {str(Path.home()): "~"}
     if model is not None and public_name(model) == "local":
         folder = Path(model).expanduser()
         hidden = {str(folder.resolve()): "MODEL", str(folder): "MODEL", model: "MODEL", **hidden}
     hidden[platform.node()] = "HOST"
-    kept = {"machine": report["machine"]}  # unchanged: a host may have the name "Apple"
-    return {key: kept.get(key) or _replaced(value, hidden) for key, value in report.items()}
+    return _replaced(shared, hidden)
 
 
 def _replaced(value: Any, hidden: Mapping[str, str]) -> Any:
@@ -122,8 +121,8 @@ def _replaced(value: Any, hidden: Mapping[str, str]) -> Any:
             if text:
                 value = re.sub(rf"(?<!\w){re.escape(text)}(?!\w)", other, value)
         return value
-    if isinstance(value, dict):
-        return {key: _replaced(item, hidden) for key, item in value.items()}
+    if isinstance(value, dict):  # the machine stays: a host may have the name "Apple"
+        return {k: v if k == "machine" else _replaced(v, hidden) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_replaced(item, hidden) for item in value]
     return value

@@ -4,16 +4,14 @@
 
 job.json: {"model", "clients": [[body, ...], ...], "health": bool, "seconds"}.  All clients run at
 once; each sends its bodies one after the other, as streamed completions, or as chats if a body has
-messages.  Prints one JSON object: the requests that ended within `seconds`, each with "turn", its
-number within its client; the seconds of the whole load; the clients' CPU time; and, if wanted, the
-seconds of each /health beside the load.
+messages.  Prints the `Done` of the load as JSON.
 """
 
 import asyncio
 import json
-import resource
 import sys
 import time
+from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +19,37 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 COMMON = {"temperature": 0, "ignore_eos": True, "stream": True}
 COMMON |= {"stream_options": {"include_usage": True}}
+
+
+@dataclass
+class Reply:
+    """A request that ended.  turn: its number within its client.
+
+    first, end, gaps: seconds from the request to the first chunk, from the start of the load to the
+    end, and between chunks.  tokens, prompt, cached: by the server's usage.
+    """
+
+    turn: int
+    first: float | None
+    end: float
+    gaps: list[float]
+    tokens: int
+    prompt: int
+    cached: int
+
+
+@dataclass
+class Done:
+    """A load: the requests that ended in time, its seconds, and those of each /health beside it."""
+
+    requests: list[Reply]
+    seconds: float
+    health: list[float]
+
+    @classmethod
+    def from_json(cls, text: str) -> "Done":
+        read = json.loads(text)
+        return cls(**{**read, "requests": [Reply(**one) for one in read["requests"]]})
 
 
 async def send(url: str, method: str, path: str, body: bytes = b"") -> Connection:
@@ -43,9 +72,7 @@ async def send(url: str, method: str, path: str, body: bytes = b"") -> Connectio
     return reader, writer
 
 
-async def stream(url: str, body: dict[str, Any], started: float) -> dict[str, Any]:
-    """{"first", "end", "gaps"} in seconds, the end since `started`, gaps between chunks;
-    {"tokens", "prompt", "cached"} by the server's usage."""
+async def stream(url: str, body: dict[str, Any], turn: int, started: float) -> Reply:
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     sent = time.perf_counter()
     reader, _writer = await send(url, "POST", path, json.dumps(body).encode())
@@ -62,10 +89,15 @@ async def stream(url: str, body: dict[str, Any], started: float) -> dict[str, An
         elif b'"content":""' not in line.replace(b" ", b""):  # chats begin with the role alone
             first, last = now - sent, now
     details = usage.get("prompt_tokens_details") or {}
-    times = {"first": first, "end": time.perf_counter() - started, "gaps": gaps}
-    tokens, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
-    cached = details.get("cached_tokens", 0)
-    return times | {"tokens": tokens, "prompt": prompt, "cached": cached}
+    return Reply(
+        turn,
+        first,
+        time.perf_counter() - started,
+        gaps,
+        tokens=usage.get("completion_tokens", 0),
+        prompt=usage.get("prompt_tokens", 0),
+        cached=details.get("cached_tokens", 0),
+    )
 
 
 async def ask_health(url: str, seconds: list[float]) -> None:
@@ -77,16 +109,16 @@ async def ask_health(url: str, seconds: list[float]) -> None:
         await asyncio.sleep(0.02)
 
 
-async def main(url: str, job: dict[str, Any]) -> dict[str, Any]:
+async def main(url: str, job: dict[str, Any]) -> Done:
     health: list[float] = []
-    done: list[dict[str, Any]] = []
+    done: list[Reply] = []
     asking = asyncio.ensure_future(ask_health(url, health)) if job["health"] else None
     started = time.perf_counter()
 
     async def client(bodies: list[dict[str, Any]]) -> None:
         for turn, body in enumerate(bodies):
             whole = {"model": job["model"], **COMMON, **body}
-            done.append({"turn": turn, **await stream(url, whole, started)})
+            done.append(await stream(url, whole, turn, started))
 
     running = [asyncio.ensure_future(client(bodies)) for bodies in job["clients"]]
     ended, _ = await asyncio.wait(running, timeout=job["seconds"])
@@ -95,10 +127,8 @@ async def main(url: str, job: dict[str, Any]) -> dict[str, Any]:
         asking.cancel()
     for task in ended:
         task.result()
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    cpu = used.ru_utime + used.ru_stime
-    return {"requests": list(done), "seconds": seconds, "health": health, "client_cpu": cpu}
+    return Done(list(done), seconds, health)
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(main(sys.argv[1], json.load(sys.stdin)))), flush=True)
+    print(json.dumps(asdict(asyncio.run(main(sys.argv[1], json.load(sys.stdin))))), flush=True)

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -124,6 +124,34 @@ class Agreement:
             text += f", tie {self.tie:.3f}, noise {self.noise:.3f}, below the best token: ours "
             text += f"{self.ours_below:.3f}, mlx-lm's {self.theirs_below:.3f}"
         return text if self.within_ties else text + " NOT A TIE"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A load: the medians of each engine, and the metrics of its turns.
+
+    load: the letter.  agreement: None if mlx-lm failed in all settings.  ratios: of this engine to
+    mlx-lm's best.  sweep: the metrics of each setting of mlx-lm.
+    """
+
+    load: str
+    name: str
+    requests: int
+    tokens_in: int
+    tokens_out: int
+    engines: dict[str, Metrics]
+    turns: dict[str, list[Metrics]]
+    agreement: Agreement | None
+    ratios: Metrics = field(default_factory=dict)
+    sweep: dict[str, Metrics] = field(default_factory=dict)
+
+    @property
+    def within_ties(self) -> bool:
+        return self.agreement is None or self.agreement.within_ties
+
+    @property
+    def summary(self) -> str:
+        return str(self.agreement or "mlx-lm failed in all settings")
 
 
 def agree(model: LoadedModel, ours: Run, theirs: Run, most: int = 8) -> Agreement:

@@ -74,13 +74,17 @@ def _fill_quantised(path: str, module: nn.Module, dtype: mx.Dtype) -> dict[str, 
     return {**found, "scales": scales.astype(dtype), "biases": (-most / 2 * scales).astype(dtype)}
 
 
-def unmade(
-    name: str, bits: str | int | None = None, **changes: Any
+def random_weights(
+    name: str, dtype: mx.Dtype = mx.float32, bits: str | int | None = None, **changes: Any
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """mlx-lm's model of `random_config`, whose weights are not computed yet, and its config.
+    """mlx-lm's model of `random_config` with random weights, and its config.
 
     changes: other values of the config.  bits: a key of BITS; mlx-lm's conversion decides which
     layers are quantised.
+
+    Matrices have variance 1 / inputs and norms are 1, so that context and order move the logits by
+    about their own spread.  Recurrent layers remember one to a thousand tokens, and their states
+    stay finite.
     """
     if bits is not None and str(bits) not in BITS:
         raise MetalLiteError(f"bits {bits!r}: one of {', '.join(BITS)}")
@@ -96,19 +100,6 @@ def unmade(
         elif bits:
             _, config = quantize_model(model, config, 64, int(bits))
     model.eval()  # mlx-lm's recurrent layers have no kernels in training
-    return model, config
-
-
-def random_weights(
-    name: str, dtype: mx.Dtype = mx.float32, bits: str | int | None = None, **changes: Any
-) -> tuple[nn.Module, dict[str, Any]]:
-    """`unmade` with random weights.
-
-    Matrices have variance 1 / inputs and norms are 1, so that context and order move the logits by
-    about their own spread.  Recurrent layers remember one to a thousand tokens, and their states
-    stay finite.
-    """
-    model, config = unmade(name, bits, **changes)
     mx.random.seed(0)
     quantised = {path: m for path, m in model.named_modules() if "scales" in m}
     of_words = {f"{path}.{name}" for path in quantised for name in ("weight", "scales", "biases")}
@@ -127,10 +118,10 @@ def random_weights(
 
 
 def random_model(
-    name: str, dtype: mx.Dtype = mx.float32, bits: str | int | None = None, **changes: Any
+    name: str, dtype: mx.Dtype = mx.float32, bits: str | int | None = None
 ) -> LoadedModel:
     """`random_weights`, ready for packed steps."""
-    model, config = random_weights(name, dtype, bits, **changes)
+    model, config = random_weights(name, dtype, bits)
     suffix = "" if bits is None else f", {bits} bit" if str(bits).isdigit() else f", {bits}"
     return from_model(model, None, config, name=f"{name} {str(dtype).split('.')[-1]}{suffix}")
 

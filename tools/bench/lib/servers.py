@@ -1,7 +1,6 @@
 """Starts this server and others, and measures their CPU time and memory."""
 
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -85,17 +84,21 @@ def memory_gb(pid: int) -> float:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
         if done.returncode == 0:
             return float(done.stdout.split()[0]) * 2**20 / 1e9
-    kilobytes, pids = 0, [pid]
-    while pids:
-        one = Path("/proc", str(pids.pop()))
-        try:
-            found = re.search(r"VmRSS:\s+(\d+)", (one / "status").read_text())
-            children = [file.read_text().split() for file in one.glob("task/*/children")]
-        except OSError:
-            continue
-        pids += [int(n) for of_thread in children for n in of_thread]
-        kilobytes += int(found[1]) if found else 0
-    return kilobytes * 1024 / 1e9
+    command = ["ps", "-A", "-o", "pid=,ppid=,rss="]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    rows, family = [tuple(map(int, line.split())) for line in listed.splitlines()], {pid}
+    while more := {one for one, parent, _ in rows if parent in family} - family:
+        family |= more
+    return sum(kilobytes for one, _, kilobytes in rows if one in family) * 1024 / 1e9
+
+
+def rss_mib(pid: int) -> float | None:
+    """Resident memory of one process; None: it has ended."""
+    done = subprocess.run(
+        ["ps", "-o", "stat=,rss=", "-p", str(pid)], capture_output=True, text=True
+    )
+    state, _, kilobytes = done.stdout.strip().partition(" ")
+    return int(kilobytes) / 1024 if state and state[0] != "Z" else None
 
 
 class Memory(threading.Thread):

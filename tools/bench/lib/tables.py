@@ -2,9 +2,8 @@
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-from tools.bench.lib.metrics import Metrics
+from tools.bench.lib.metrics import Metrics, Result
 
 # (metric, heading, factor, format, whether more is better; None: no ratio)
 Columns = Sequence[tuple[str, str, float, str, bool | None]]
@@ -52,33 +51,32 @@ def table_head(cells: Sequence[str]) -> None:
     print("| " + " | ".join(cells) + " |\n" + "| --- " * len(cells) + "|")
 
 
-def print_load(result: dict, columns: Columns) -> None:
-    medians = result["engines"]
-    shown = [c for c in columns if any(c[0] in m for m in medians.values())]
-    title = f"\n### {result['load']}: {result['name']}"
-    if "tokens_in" in result:
-        sizes = [result[k] for k in ("requests", "tokens_in", "tokens_out")]
-        title += ", {:,} requests, {:,} / {:,} tokens in / out".format(*sizes)
-    print(f"{title}\n\nTokens: {result['summary']}.\n")
+def print_load(result: Result, columns: Columns) -> None:
+    shown = [c for c in columns if any(c[0] in m for m in result.engines.values())]
+    print(
+        f"\n### {result.load}: {result.name}, {result.requests:,} requests, "
+        f"{result.tokens_in:,} / {result.tokens_out:,} tokens in / out\n\n"
+        f"Tokens: {result.summary}.\n"
+    )
     table_head(["engine", *(c[1] for c in shown)])
-    for name, m in medians.items():
+    for name, m in result.engines.items():
         cells = [f"{m[c[0]] * c[2]:{c[3]}}" if c[0] in m else "" for c in shown]
         print(f"| {name} | " + " | ".join(cells) + " |")
-    if found := result.get("ratios"):
+    if found := result.ratios:
         cells = [f"**{found[c[0]]:.2f}**" if c[0] in found else "" for c in shown]
         print("| ratio | " + " | ".join(cells) + " |")
     sys.stdout.flush()
 
 
-def print_summary(results: list[dict[str, Any]]) -> None:
+def print_summary(results: Sequence[Result]) -> None:
     """Print this engine's numbers for every load, each with its ratio to the best of the others."""
     columns = [c for c in COLUMNS if c[0] in FIRST]
     print("\n### Ours, in brackets the ratios to mlx-lm at its best\n")
     table_head(["load", *(c[1] for c in columns), "tokens"])
     for result in results:
-        mine, found = result["engines"].get("ours", {}), result.get("ratios", {})
+        mine, found = result.engines.get("ours", {}), result.ratios
         cells = []
         for key, _, factor, form, _ in columns:
             ratio = f" ({found[key]:.3g})" if key in found else ""
             cells.append(f"{mine[key] * factor:{form}}{ratio}" if key in mine else "")
-        print(f"| {result['load']} | " + " | ".join(cells) + f" | {result['summary']} |")
+        print(f"| {result.load} | " + " | ".join(cells) + f" | {result.summary} |")

@@ -330,7 +330,7 @@ class EngineClient:
         """The process has ended, and no caller waits for it."""
         if not self._is_stopping:
             lost = len(self.requests)
-            logger.error(f"{why}, and {lost} requests are lost; the next request starts a new one")
+            logger.error(f"{why}; {lost} requests failed; the next request starts a new engine")
         self.why_ended = why
         self.ended.set()
         self._fail(list(self.requests), EngineLost(why))

@@ -1,1 +1,0 @@
-"""Counts the launches of a step without a Mac."""

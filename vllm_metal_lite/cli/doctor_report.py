@@ -1,0 +1,86 @@
+"""The findings of `doctor`, and their JSON, which users attach to issues."""
+
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from typing import Any
+
+from vllm_metal_lite import devices
+from vllm_metal_lite.checks.compare_tokens import Comparison
+from vllm_metal_lite.checks.ordering import Outcome
+from vllm_metal_lite.checks.result import CheckResult
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model, with what it gets with default options.  problem: why it gets no KV store."""
+
+    name: str
+    type: str
+    dtype: str
+    weight_bytes: int
+    max_model_len: int | None = None
+    kv_store_bytes: int = 0
+    kv_store_tokens: int | None = None
+    problem: str | None = None
+
+
+@dataclass
+class Report:
+    """The fields are those of the JSON, too.
+
+    machine: the fields that every report begins with.  no_kernels: why no kernel is checked.
+    not_tried: checks for which there was no time; of_checks: their number with the others.
+    not_compared: why there are no answers.  seconds: by part.
+    """
+
+    machine: dict[str, Any]
+    engine_memory_bytes: int
+    free_disk_bytes: int
+    no_kernels: str | None
+    model: ModelFacts | None = None
+    checks: list[CheckResult] = field(default_factory=list)
+    not_tried: int = 0
+    of_checks: int = 0
+    copy_bytes_per_second: float | None = None
+    ordering: list[Outcome] = field(default_factory=list)
+    answers: Comparison | None = None
+    not_compared: str | None = None
+    interrupted: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def problems(self) -> list[str]:
+        """Reasons for exit code 1."""
+        found = [str(result) for result in self.checks if not result.passed]
+        found += [
+            f"order of launches, {o.buffers}: {o.problem}" for o in self.ordering if o.problem
+        ]
+        if self.not_compared:
+            found.append(f"answers: {self.not_compared}")
+        if self.answers and not self.answers.agrees:
+            wrong = sum(not d.is_tie for d in self.answers.differences)
+            found.append(
+                f"answers: {wrong} of {self.answers.answers} differ from the reference's by more "
+                "than rounding"
+            )
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **self.machine,
+            **vars(self),
+            "machine": self.machine["machine"],
+            "model": self.model and asdict(self.model),
+            "profile": {"constants": asdict(devices.profile())},
+            "checks": list(map(_check_as_json, self.checks)),
+            "ordering": list(map(asdict, self.ordering)),
+            "answers": self.answers and asdict(self.answers),
+            "problems": self.problems,
+        }
+
+
+def _check_as_json(result: CheckResult) -> dict[str, Any]:
+    error = result.error if isfinite(result.error) else None  # JSON has no infinity
+    speed = result.speed and asdict(result.speed)
+    text = {"kernel": result.kernel, "check": str(result.check), "passed": result.passed}
+    return {**vars(result), **text, "error": error, "speed": speed}
