@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support import tiny_models as tiny
-from tests.support.cli_kit import model_folder
+from tests.support.models import tiny_models as tiny
+from tests.support.server.cli_kit import model_folder
 from tests.test_config import Broken, refusal
 from vllm_metal_lite import LLM, AsyncEngine, EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.cli.files import OrderedWriter

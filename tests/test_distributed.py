@@ -6,7 +6,7 @@ import socket
 import numpy as np
 import pytest
 
-from tests.support import rank_processes
+from tests.support.engine import rank_processes
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import Links, links, reserve
 from vllm_metal_lite.errors import ConfigError

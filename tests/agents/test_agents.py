@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.agents.kit import Agent, Session, agent, installed, run
-from tests.support.scripted_model import TASKS, call, text, write_scripted
+from tests.support.chat.scripted_model import TASKS, call, text, write_scripted
 
 KINDS = ("claude", "codex", "opencode")
 ENDLESS = "word " * 20_000

@@ -3,11 +3,11 @@
 import pytest
 
 from metal.host import compiler_available, installed
-from tests.support import tiny_models as tiny
-from tests.support.arch_configs import config_of
-from tests.support.attention_cases import PREFILLS, RAGGED, Case, KernelCase, check
-from tests.support.device import change_device
-from tests.support.launches import watch
+from tests.support.attention.cases import PREFILLS, RAGGED, Case, KernelCase, check
+from tests.support.kernels.device import change_device
+from tests.support.kernels.launches import watch
+from tests.support.models import tiny_models as tiny
+from tests.support.models.configs import config_of
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts

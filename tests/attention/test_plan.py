@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.attention_cases import expected_pairs, make_batch
-from tests.support.device import change_device
+from tests.support.attention.cases import expected_pairs, make_batch
+from tests.support.kernels.device import change_device
 from vllm_metal_lite.attention.sdpa import planner
 from vllm_metal_lite.attention.sdpa.fused import Unfused
 from vllm_metal_lite.attention.sdpa.gathers import joint_gathers

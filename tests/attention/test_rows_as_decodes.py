@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal.host import compiler_available, installed
-from tests.support import tiny_models as tiny
-from tests.support.array_attention import compile_on_cpu
-from tests.support.attention_cases import (
+from tests.support.attention.array_attention import compile_on_cpu
+from tests.support.attention.cases import (
     BLOCK_SIZE,
     RAGGED,
     Case,
@@ -17,7 +16,8 @@ from tests.support.attention_cases import (
     expected_pairs,
     make_batch,
 )
-from tests.support.device import change_device, pad_to_powers_of_two
+from tests.support.kernels.device import change_device, pad_to_powers_of_two
+from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import SamplingParams, backend
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.segments import as_decodes

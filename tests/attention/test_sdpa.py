@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.attention_cases import (
+from tests.support.attention.cases import (
     BLOCK_SIZE,
     RAGGED,
     TOLERANCE,
@@ -19,7 +19,7 @@ from tests.support.attention_cases import (
     check,
     make_batch,
 )
-from tests.support.device import change_device
+from tests.support.kernels.device import change_device
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.sdpa import execute

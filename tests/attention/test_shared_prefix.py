@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metal.host import compiler_available, installed
-from tests.support import tiny_models as tiny
-from tests.support.array_attention import compile_on_cpu
-from tests.support.attention_cases import BLOCK_SIZE, make_batch
-from tests.support.device import change_device, pad_to_powers_of_two
+from tests.support.attention.array_attention import compile_on_cpu
+from tests.support.attention.cases import BLOCK_SIZE, make_batch
+from tests.support.kernels.device import change_device, pad_to_powers_of_two
+from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged import decodes
 from vllm_metal_lite.attention.paged.shared_prefix import PrefixSearch, find_shared_prefix

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from tests.batch.test_batch import changed
-from tests.support.recurrent_steps import Slots, Span, pack, packed_spans
+from tests.support.models.recurrent_steps import Slots, Span, pack, packed_spans
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.chat_text import check_cuts, check_splits, cut, parse
-from tests.support.chat_writers import RAW_STRINGS, WRITERS
+from tests.support.chat.text import check_cuts, check_splits, cut, parse
+from tests.support.chat.writers import RAW_STRINGS, WRITERS
 from vllm_metal_lite.chat_formats.detect import FORMATS
 
 HERMES, QWEN_XML, PLAIN = FORMATS["hermes"], FORMATS["qwen3_coder"], FORMATS["plain"]

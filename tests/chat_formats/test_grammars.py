@@ -5,10 +5,10 @@ import random
 import jsonschema
 import pytest
 
-from tests.support import guided
-from tests.support.chat_text import TOOLS, parse
-from tests.support.chat_writers import WRITERS
-from tests.support.guided import guided_answer
+from tests.support.chat import guided
+from tests.support.chat.guided import guided_answer
+from tests.support.chat.text import TOOLS, parse
+from tests.support.chat.writers import WRITERS
 from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from tests.support.chat_text import TOOLS, check_cuts, check_splits
-from tests.support.real_parts import package
-from tests.support.real_tokenizers import o200k, tokenizer_folder
+from tests.support.chat.real_parts import package
+from tests.support.chat.real_tokenizers import o200k, tokenizer_folder
+from tests.support.chat.text import TOOLS, check_cuts, check_splits
 from vllm_metal_lite.chat_formats.detect import FORMATS
 
 HARMONY = FORMATS["harmony"]

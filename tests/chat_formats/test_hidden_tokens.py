@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.chat_text import check_splits, parse
+from tests.support.chat.text import check_splits, parse
 from vllm_metal_lite.chat_formats.detect import PLAIN
 from vllm_metal_lite.chat_formats.json_markers import HERMES
 

@@ -4,8 +4,8 @@ import importlib
 
 import pytest
 
-from tests.support.chat_text import TOOLS, parse
-from tests.support.chat_writers import WRITERS
+from tests.support.chat.text import TOOLS, parse
+from tests.support.chat.writers import WRITERS
 from vllm_metal_lite.chat_formats.detect import FORMATS
 
 PARSERS = {

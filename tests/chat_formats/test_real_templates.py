@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from tests.support.chat_text import check_splits
-from tests.support.real_parts import template, templates
+from tests.support.chat.real_parts import template, templates
+from tests.support.chat.text import check_splits
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.detect import detect
 from vllm_metal_lite.chat_formats.probe import ARGUMENTS, TOOL, reads, written_calls

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.chat_text import check_cuts, cut, parse
-from tests.support.chat_writers import WRITERS
+from tests.support.chat.text import check_cuts, cut, parse
+from tests.support.chat.writers import WRITERS
 from vllm_metal_lite.chat_formats.detect import FORMATS
 
 QWEN, GLM, GLM_BREAKS = ("qwen3_coder", "seed_oss"), ("glm47",), ("glm45",)

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from tests.support import guided
-from tests.support.byte_tokenizer import tokenizer_of
-from tests.support.chat_text import TOOLS
-from tests.support.chat_writers import WRITERS
+from tests.support.chat import guided
+from tests.support.chat.byte_tokenizer import tokenizer_of
+from tests.support.chat.text import TOOLS
+from tests.support.chat.writers import WRITERS
 from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.chat_formats.grammars import marks_of
 from vllm_metal_lite.chat_formats.tool import ToolChoice

@@ -9,8 +9,7 @@ import re
 import pytest
 
 from metal.host import compiler_available
-from tests.support import tiny_models as tiny
-from tests.support.broken_machine import (
+from tests.support.kernels.broken_machine import (
     EXPERTS,
     KERNELS,
     KINDS,
@@ -26,8 +25,9 @@ from tests.support.broken_machine import (
     impatient,
     use_of,
 )
-from tests.support.device import change_device
-from tests.support.miscompiled import seeming_gpu
+from tests.support.kernels.device import change_device
+from tests.support.kernels.miscompiled import seeming_gpu
+from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import isolated, verdicts
 from vllm_metal_lite.checks.verdicts import verify

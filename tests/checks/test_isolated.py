@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from tests.support.broken_machine import impatient
-from tests.support.serve_command import eventually, is_alive
+from tests.support.kernels.broken_machine import impatient
+from tests.support.server.command import eventually, is_alive
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated

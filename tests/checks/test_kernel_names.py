@@ -4,9 +4,9 @@ from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
-from tests.support.broken_machine import KERNELS, MISCOMPILED, all_kernels
-from tests.support.kernel_runs import RUN
-from tests.support.mlx_graph import READERS, WRITERS, WRITES_IF_FUSED
+from tests.support.kernels.broken_machine import KERNELS, MISCOMPILED, all_kernels
+from tests.support.kernels.runs import RUN
+from tests.support.replay.graph import READERS, WRITERS, WRITES_IF_FUSED
 from tools.dev import kernels_table
 from tools.prove import break_in_serving as break_kernels_in_serving
 from vllm_metal_lite import checks

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from metal.host import compiler_available
-from tests.support.device import change_device
-from tests.support.launches import watch
-from tests.support.miscompiled import seeming_gpu
+from tests.support.kernels.device import change_device
+from tests.support.kernels.launches import watch
+from tests.support.kernels.miscompiled import seeming_gpu
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import attention, fallbacks, speed
 from vllm_metal_lite.checks.for_model import checks_for

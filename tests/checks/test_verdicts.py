@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from metal.host import compiler_available
-from tests.support.broken_machine import MISCOMPILED
-from tests.support.miscompiled import miscompile, seeming_gpu
+from tests.support.kernels.broken_machine import MISCOMPILED
+from tests.support.kernels.miscompiled import miscompile, seeming_gpu
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated

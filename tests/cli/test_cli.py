@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.support.cli_kit import COMMAND, SAFETY, model_folder, pipe
+from tests.support.server.cli_kit import COMMAND, SAFETY, model_folder, pipe
 from vllm_metal_lite import __version__
 from vllm_metal_lite.cli.main import main
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.cli_kit import CONTEXT, model_folder
+from tests.support.server.cli_kit import CONTEXT, model_folder
 from vllm_metal_lite.cli import machine
 from vllm_metal_lite.cli.bench import suite
 from vllm_metal_lite.cli.bench.cases import SETTLE_STEPS, BenchCase, make_cases

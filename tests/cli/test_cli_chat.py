@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import tiny_models
-from tests.support.cli_kit import CONTEXT, CONTROL_C, ENDLESS, Typist, model_folder, pipe
+from tests.support.models import tiny_models
+from tests.support.server.cli_kit import CONTEXT, CONTROL_C, ENDLESS, Typist, model_folder, pipe
 from vllm_metal_lite.cli.conversation import Conversation
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt

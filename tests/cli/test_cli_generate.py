@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cli_kit import COMMAND, CONTEXT, ENDLESS, SAFETY, model_folder
+from tests.support.server.cli_kit import COMMAND, CONTEXT, ENDLESS, SAFETY, model_folder
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.engine.llm import LLM
 from vllm_metal_lite.runner.runner import ModelRunner

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants
 
-from tests.support import tiny_models
+from tests.support.models import tiny_models
 from vllm_metal_lite import EngineConfig, LLMEngine
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli.main import main

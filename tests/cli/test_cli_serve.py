@@ -7,8 +7,8 @@ import sys
 import httpx
 import pytest
 
-from tests.support.cli_kit import SAFETY
-from tests.support.serve_command import eventually, serve_command
+from tests.support.server.cli_kit import SAFETY
+from tests.support.server.command import eventually, serve_command
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.errors import install
 

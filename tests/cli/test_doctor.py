@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from metal.host import compiler_available
-from tests.support import broken_machine
-from tests.support import tiny_models as tiny
-from tests.support.miscompiled import miscompile, seeming_gpu
+from tests.support.kernels import broken_machine
+from tests.support.kernels.miscompiled import miscompile, seeming_gpu
+from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import devices
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import compare_tokens, isolated, ordering, speed, verdicts

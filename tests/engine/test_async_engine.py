@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from tests.support import tiny_models as tiny
-from tests.support.tiny_models import greedy
+from tests.support.models import tiny_models as tiny
+from tests.support.models.tiny_models import greedy
 from vllm_metal_lite.engine.async_engine import AsyncEngine
 from vllm_metal_lite.errors import RequestError, SamplingError
 from vllm_metal_lite.sampling_params import SamplingParams

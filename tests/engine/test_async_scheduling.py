@@ -9,11 +9,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from tests.support import tiny_models as tiny
-from tests.support import workloads as workloads_of
-from tests.support.fakes import FakeEngine, FakeStep, answer_of, expected, fake_config, shape
-from tests.support.pool_accounts import check_accounts
-from tests.support.workloads import MAX_MODEL_LEN, Workload, make_config, seeded_workload, workloads
+from tests.support.engine import workloads as workloads_of
+from tests.support.engine.fakes import FakeEngine, FakeStep, answer_of, expected, fake_config, shape
+from tests.support.engine.pool_accounts import check_accounts
+from tests.support.engine.workloads import (
+    MAX_MODEL_LEN,
+    Workload,
+    make_config,
+    seeded_workload,
+    workloads,
+)
+from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.runner.result import StepResult

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support import tiny_models as tiny
-from tests.support.guesses import Guesses
-from tests.support.slots import SlotConstraint, draw_slots
-from tests.support.slots import alone as tokens_alone
-from tests.support.tiny_models import greedy
+from tests.support.engine.guesses import Guesses
+from tests.support.engine.slots import SlotConstraint, draw_slots
+from tests.support.engine.slots import alone as tokens_alone
+from tests.support.models import tiny_models as tiny
+from tests.support.models.tiny_models import greedy
 from vllm_metal_lite.engine import constraints
 from vllm_metal_lite.engine import engine as engines
 from vllm_metal_lite.sampling_params import SamplingParams

@@ -6,10 +6,10 @@ import signal
 import numpy as np
 import pytest
 
-from tests.support import tiny_models as tiny
-from tests.support.poison import poison, poison_states
-from tests.support.pool_accounts import check_accounts
-from tests.support.tiny_models import all_alone, greedy
+from tests.support.engine.poison import poison, poison_states
+from tests.support.engine.pool_accounts import check_accounts
+from tests.support.models import tiny_models as tiny
+from tests.support.models.tiny_models import all_alone, greedy
 from vllm_metal_lite import LLM
 from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.errors import RequestError

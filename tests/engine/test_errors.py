@@ -8,7 +8,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 
-from tests.support import tiny_models as tiny
+from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import LLM
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ModelLoadError, RequestError, SamplingError

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_tokenizer
 
-from tests.support import tiny_models as tiny
-from tests.support.sampling_oracle import log_softmax
+from tests.support.engine.sampling import log_softmax
+from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import LLM, SamplingParams
 from vllm_metal_lite.engine import describe
 from vllm_metal_lite.engine.detokenizer import Detokenizer

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from metal.host import compiler_available, installed
-from tests.support import tiny_models as tiny
-from tests.support.embeddings import alone, compare
-from tests.support.kernel_engine import engine_with_kernels
-from tests.support.pool_accounts import check_accounts
+from tests.support.engine.embeddings import alone, compare
+from tests.support.engine.kernel_engine import engine_with_kernels
+from tests.support.engine.pool_accounts import check_accounts
+from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import LLM, PoolingParams
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.pooling import truncate

@@ -13,11 +13,11 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from metal.host import compiler_available, installed
-from tests.support import tiny_models as tiny
-from tests.support.fakes import StepFailed
-from tests.support.kernel_engine import engine_with_kernels
-from tests.support.poison import poison_states
-from tests.support.pool_accounts import check_accounts
+from tests.support.engine.fakes import StepFailed
+from tests.support.engine.kernel_engine import engine_with_kernels
+from tests.support.engine.poison import poison_states
+from tests.support.engine.pool_accounts import check_accounts
+from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import RequestError

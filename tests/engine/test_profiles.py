@@ -3,8 +3,8 @@
 import pytest
 
 from metal.host import compiler_available, installed
-from tests.support import tiny_models as tiny
-from tests.support.device import change_device
+from tests.support.kernels.device import change_device
+from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import verdicts
 

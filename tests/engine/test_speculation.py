@@ -7,10 +7,10 @@ from random import Random
 import pytest
 
 from metal.host import compiler_available, installed
-from tests.support import tiny_models as tiny
-from tests.support.guesses import Guesses
-from tests.support.kernel_engine import engine_with_kernels
-from tests.support.pool_accounts import check_accounts
+from tests.support.engine.guesses import Guesses
+from tests.support.engine.kernel_engine import engine_with_kernels
+from tests.support.engine.pool_accounts import check_accounts
+from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import config
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import ConfigError

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support import tiny_models as tiny
-from tests.support.fakes import FakeEngine, fake_config
-from tests.support.poison import poison_free_blocks
-from tests.support.pool_accounts import check_accounts
+from tests.support.engine.fakes import FakeEngine, fake_config
+from tests.support.engine.poison import poison_free_blocks
+from tests.support.engine.pool_accounts import check_accounts
+from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.describe import describe

@@ -9,12 +9,12 @@ from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from metal.host import compiler_available, installed
-from tests.support import tiny_models as tiny
-from tests.support.arch_configs import config_of
-from tests.support.expert_cases import EXPERT_KERNELS
-from tests.support.kernel_cases import floats
-from tests.support.launches import watch
-from tests.support.rounding import medians, of_16_bits
+from tests.support.kernels.cases import floats
+from tests.support.kernels.expert_cases import EXPERT_KERNELS
+from tests.support.kernels.launches import watch
+from tests.support.models import tiny_models as tiny
+from tests.support.models.configs import config_of
+from tests.support.models.rounding import medians, of_16_bits
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.current import Current, fusing

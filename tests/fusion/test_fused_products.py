@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from metal.host import compiler_available, installed
-from tests.support import tiny_models as tiny
-from tests.support.arch_configs import CONFIGS, config_of
-from tests.support.kernel_cases import floats
-from tests.support.launches import watch
-from tests.support.rounding import medians, of_16_bits, quantised_of_16_bits
+from tests.support.kernels.cases import floats
+from tests.support.kernels.launches import watch
+from tests.support.models import tiny_models as tiny
+from tests.support.models.configs import CONFIGS, config_of
+from tests.support.models.rounding import medians, of_16_bits, quantised_of_16_bits
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.joined import JoinedProjection

@@ -12,9 +12,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from metal.host import compiler_available, installed
-from tests.support import tiny_models as tiny
-from tests.support.arch_configs import CANNOT_RUN, CONFIGS, VOCAB, config_of
-from tests.support.launches import Stubs, watch
+from tests.support.kernels.launches import Stubs, watch
+from tests.support.models import tiny_models as tiny
+from tests.support.models.configs import CANNOT_RUN, CONFIGS, VOCAB, config_of
 from vllm_metal_lite.attention.heads import Heads, same_rope
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.select import Verdict

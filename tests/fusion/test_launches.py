@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.support import tiny_models as tiny
-from tests.support.arch_configs import config_of
-from tests.support.launches import Stubs
+from tests.support.kernels.launches import Stubs
+from tests.support.models import tiny_models as tiny
+from tests.support.models.configs import config_of
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch

@@ -7,9 +7,9 @@ import pytest
 from mlx_lm.models import deepseek_v3, glm4_moe, gpt_oss, kimi_linear
 
 from metal.host import compiler_available, installed
-from tests.support import tiny_models as tiny
-from tests.support.arch_configs import config_of
-from tests.support.launches import Stubs
+from tests.support.kernels.launches import Stubs
+from tests.support.models import tiny_models as tiny
+from tests.support.models.configs import config_of
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.fusion.traced import as_view

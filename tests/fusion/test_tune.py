@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from metal.host import compiler_available, installed
-from tests.support import tiny_models as tiny
-from tests.support.arch_configs import CONFIGS
-from tests.support.device import pretend_gpu
-from tests.support.launches import watch
+from tests.support.kernels.device import pretend_gpu
+from tests.support.kernels.launches import watch
+from tests.support.models import tiny_models as tiny
+from tests.support.models.configs import CONFIGS
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx

@@ -5,8 +5,8 @@ Launches are stubs.
 
 import pytest
 
-from tests.support import tiny_models as tiny
-from tests.support.rounding import of_16_bits
+from tests.support.models import tiny_models as tiny
+from tests.support.models.rounding import of_16_bits
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion import tune

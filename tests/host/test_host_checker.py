@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from metal.host import HostOptions, KernelFault, compiler_available
-from tests.support.host_launch import launch
+from tests.support.host.launch import launch
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 

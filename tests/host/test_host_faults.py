@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from metal.host import HostOptions, KernelFault, compiler_available
-from tests.support.host_launch import launch
-from tests.support.seeded_faults import read_faults
+from tests.support.host.launch import launch
+from tests.support.kernels.seeded_faults import read_faults
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 

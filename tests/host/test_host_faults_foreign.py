@@ -11,9 +11,9 @@ import mlx.core as mx
 import pytest
 
 from metal.host import HostOptions, KernelFault, compiler_available
-from tests.support.foreign_attention import sdpa_vector, steel_attention, two_pass_second
-from tests.support.foreign_runs import random, softmax, sort
-from tests.support.seeded_faults import read_faults
+from tests.support.host.foreign_attention import sdpa_vector, steel_attention, two_pass_second
+from tests.support.host.foreign_runs import random, softmax, sort
+from tests.support.kernels.seeded_faults import read_faults
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from metal.host import compiler_available
-from tests.support import foreign_kernels as foreign
-from tests.support.foreign_runs import (
+from tests.support.host import foreign_kernels as foreign
+from tests.support.host.foreign_runs import (
     DTYPES,
     check_close,
     in_every_way,
@@ -19,7 +19,7 @@ from tests.support.foreign_runs import (
     softmax,
     sort,
 )
-from tests.support.kernel_cases import floats
+from tests.support.kernels.cases import floats
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 dtypes = pytest.mark.parametrize("dtype", DTYPES)

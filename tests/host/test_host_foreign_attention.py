@@ -3,13 +3,13 @@
 import pytest
 
 from metal.host import compiler_available
-from tests.support.foreign_attention import (
+from tests.support.host.foreign_attention import (
     sdpa_vector,
     steel_attention,
     two_pass_first,
     two_pass_second,
 )
-from tests.support.foreign_runs import DTYPES, check_close, in_every_way
+from tests.support.host.foreign_runs import DTYPES, check_close, in_every_way
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 dtypes = pytest.mark.parametrize("dtype", DTYPES)

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("ziglang", reason="the strict front end needs clang")
 
 from metal.host.strict import check
-from tests.support.foreign_kernels import MLX_KERNELS, MLX_LM_CALLS, mlx_lm_call, mlx_source
+from tests.support.host.foreign_kernels import MLX_KERNELS, MLX_LM_CALLS, mlx_lm_call, mlx_source
 
 HEAD = """
 [[kernel]] void k(

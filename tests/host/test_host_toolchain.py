@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from metal.host import compiler_available, toolchain
-from tests.support.host_launch import launch
+from tests.support.host.launch import launch
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 

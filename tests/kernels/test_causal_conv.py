@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.recurrent_cases import (
+from tests.support.kernels.recurrent_cases import (
     DTYPES,
     RAGGED,
     TOLERANCE,

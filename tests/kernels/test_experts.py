@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.expert_cases import (
+from tests.support.kernels.cases import floats, normal
+from tests.support.kernels.expert_cases import (
     GEGLU,
     OAI,
     RELU2,
@@ -19,7 +20,6 @@ from tests.support.expert_cases import (
     indices_of,
     plan_of,
 )
-from tests.support.kernel_cases import floats, normal
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import experts as module
 from vllm_metal_lite.kernels.experts import (

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.kernel_cases import RAGGED, STORE, NewRowsCase, PagedSequences, raw
+from tests.support.kernels.cases import RAGGED, STORE, NewRowsCase, PagedSequences, raw
 from vllm_metal_lite.attention.paged.decodes import reads_new_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch

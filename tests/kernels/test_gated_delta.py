@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.gated_delta import gated_delta_ops, gated_delta_update, normalize_qk
 from mlx_lm.models.ssm import ssm_attn, ssm_update
 
-from tests.support.recurrent_cases import (
+from tests.support.kernels.recurrent_cases import (
     DTYPES,
     RAGGED,
     TOLERANCE,

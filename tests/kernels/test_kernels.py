@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal.host import installed
-from tests.support.kernel_cases import RAGGED, STORE, TOLERANCE, PagedSequences, draw, raw
+from tests.support.kernels.cases import RAGGED, STORE, TOLERANCE, PagedSequences, draw, raw
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import decode
 from vllm_metal_lite.kernels.arguments import new_ticket

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from metal.host import compiler_available, installed, memory
-from tests.support.kernel_cases import floats
-from tests.support.recurrent_cases import given
+from tests.support.kernels.cases import floats
+from tests.support.kernels.recurrent_cases import given
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import source
 from vllm_metal_lite.kernels.arguments import new_ticket

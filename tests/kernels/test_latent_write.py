@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.support.kernel_cases import STORE, TOLERANCE, draw, rounded, turned
+from tests.support.kernels.cases import STORE, TOLERANCE, draw, rounded, turned
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write

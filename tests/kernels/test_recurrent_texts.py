@@ -3,7 +3,7 @@ would refuse."""
 
 import pytest
 
-from tests.support.production_shapes import RECURRENT, texts_of
+from tests.support.kernels.production_shapes import RECURRENT, texts_of
 
 pytest.importorskip("ziglang", reason="the strict front end needs clang")
 

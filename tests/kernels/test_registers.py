@@ -5,7 +5,7 @@ import re
 import pytest
 
 from metal.host.registers import left_in_memory
-from tests.support.production_shapes import CASES, texts_of
+from tests.support.kernels.production_shapes import CASES, texts_of
 from vllm_metal_lite.kernels import source
 
 pytest.importorskip("ziglang", reason="clang is needed")

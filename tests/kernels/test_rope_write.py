@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.device import change_device
-from tests.support.kernel_cases import STORE, TOLERANCE, NewRowsCase
+from tests.support.kernels.cases import STORE, TOLERANCE, NewRowsCase
+from tests.support.kernels.device import change_device
 from vllm_metal_lite.backend import mx
 
 pytestmark = pytest.mark.usefixtures("host")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.kernel_cases import TOLERANCE, PagedSequences
+from tests.support.kernels.cases import TOLERANCE, PagedSequences
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import new_ticket

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.expert_cases import HALF_A_STEP
-from tests.support.kernel_cases import floats, normal
-from tests.support.quantised_weights import dequantised
+from tests.support.kernels.cases import floats, normal
+from tests.support.kernels.expert_cases import HALF_A_STEP
+from tests.support.kernels.quantised_weights import dequantised
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS, GemmPlan, fits, gemm_plan, skinny_gemm

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.support.serving_session import MODELS, WAYS, Session, count
+from tests.support.kernels.serving_session import MODELS, WAYS, Session, count
 
 # An input in the constant address space, except for the shapes that MLX adds.
 CONSTANT = re.compile(r"const constant \w+\* (\w+) ")

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import CacheList, QuantizedKVCache, make_prompt_cache
 
-from tests.support import conformance
-from tests.support import tiny_models as tiny
-from tests.support.arch_configs import config_of
+from tests.support.models import conformance
+from tests.support.models import tiny_models as tiny
+from tests.support.models.configs import config_of
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine

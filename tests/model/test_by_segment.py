@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
-from tests.support import tiny_models as tiny
-from tests.support.runner_bench import RunnerBench, check_that_decodes_copy_less_than
+from tests.support.engine.runner_bench import RunnerBench, check_that_decodes_copy_less_than
+from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.attention.sdpa import execute
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch

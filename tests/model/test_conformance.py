@@ -9,9 +9,10 @@ from pathlib import Path
 import mlx_lm.models
 import pytest
 
-from tests.support import arch_configs, conformance
-from tests.support import tiny_models as tiny
-from tests.support.arch_configs import CANNOT_RUN, CONFIGS, HELPERS, REFUSED
+from tests.support.models import configs as arch_configs
+from tests.support.models import conformance
+from tests.support.models import tiny_models as tiny
+from tests.support.models.configs import CANNOT_RUN, CONFIGS, HELPERS, REFUSED
 from tools.dev import models_table
 
 PAGE = models_table.PATH.read_text(encoding="utf-8")

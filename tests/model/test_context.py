@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support import tiny_models as tiny
-from tests.support.arch_configs import config_of
+from tests.support.models import tiny_models as tiny
+from tests.support.models.configs import config_of
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.model.context import context_length

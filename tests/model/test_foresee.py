@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.support.arch_configs import CANNOT_RUN, CONFIGS
-from tests.support.tiny_models import load
+from tests.support.models.configs import CANNOT_RUN, CONFIGS
+from tests.support.models.tiny_models import load
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.model.fit import foresee
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from metal.host import compiler_available, installed
-from tests.support import arch_configs
-from tests.support import tiny_models as tiny
-from tests.support.attention_cases import PREFILLS
-from tests.support.device import change_device
-from tests.support.kernel_engine import as_on_a_gpu, engine_with_kernels
-from tests.support.launches import watch
+from tests.support.attention.cases import PREFILLS
+from tests.support.engine.kernel_engine import as_on_a_gpu, engine_with_kernels
+from tests.support.kernels.device import change_device
+from tests.support.kernels.launches import watch
+from tests.support.models import configs as arch_configs
+from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.attention.select import Verdict

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.support import tiny_models as tiny
-from tests.support.conformance import SEQUENCES, TOLERANCE, Bench, packed
+from tests.support.models import tiny_models as tiny
+from tests.support.models.conformance import SEQUENCES, TOLERANCE, Bench, packed
 from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ModelLoadError

@@ -15,8 +15,8 @@ from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import quantize_model
 
-from tests.support import arch_configs
-from tests.support import tiny_models as tiny
+from tests.support.models import configs as arch_configs
+from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.model import loader

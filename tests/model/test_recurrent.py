@@ -6,9 +6,9 @@ import mlx.nn as nn
 import pytest
 
 from metal.host import compiler_available, installed
-from tests.support import tiny_models as tiny
-from tests.support.kernel_engine import engine_with_kernels
-from tests.support.kernel_faults import FailingKernels
+from tests.support.engine.kernel_engine import engine_with_kernels
+from tests.support.kernels.failing import FailingKernels
+from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import dynamic_module_utils
 
-from tests.support import tiny_models
-from tests.support.cli_kit import COMMAND
+from tests.support.models import tiny_models
+from tests.support.server.cli_kit import COMMAND
 from vllm_metal_lite import LLM, SamplingParams
 from vllm_metal_lite.errors import ConfigError, RemoteCodeError
 

@@ -9,9 +9,10 @@ import pytest
 from mlx_lm.models import rope_utils
 
 from metal.host import compiler_available, installed
-from tests.support import tiny_models as tiny
-from tests.support.arch_configs import config_of
-from tests.support.conformance import (
+from tests.support.kernels.launches import watch
+from tests.support.models import tiny_models as tiny
+from tests.support.models.configs import config_of
+from tests.support.models.conformance import (
     MODES,
     PROMPT_LENGTHS,
     SEQUENCES,
@@ -19,7 +20,6 @@ from tests.support.conformance import (
     Bench,
     native_logits,
 )
-from tests.support.launches import watch
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine

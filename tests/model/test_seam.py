@@ -4,8 +4,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from tests.support import tiny_models as tiny
-from tests.support.arch_configs import WINDOW
+from tests.support.models import tiny_models as tiny
+from tests.support.models.configs import WINDOW
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention, ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch

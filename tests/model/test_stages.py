@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from tests.support import rank_processes
-from tests.support import tiny_models as tiny
-from tests.support.arch_configs import config_of
+from tests.support.engine import rank_processes
+from tests.support.models import tiny_models as tiny
+from tests.support.models.configs import config_of
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import RankGroup

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.support import tiny_models
+from tests.support.models import tiny_models
 from vllm_metal_lite.model.tokenizer import load_tokenizer_only
 
 CHAT = [{"role": "user", "content": "hi"}]

@@ -6,9 +6,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from tests.support import tiny_models as tiny
-from tests.support.arch_configs import config_of
-from tests.support.rounding import medians, of_16_bits, rounding
+from tests.support.models import tiny_models as tiny
+from tests.support.models.configs import config_of
+from tests.support.models.rounding import medians, of_16_bits, rounding
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention, ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.store import PagedStore

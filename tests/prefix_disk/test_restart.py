@@ -14,9 +14,9 @@ from unittest.mock import Mock
 import pytest
 
 from metal.host import compiler_available, installed
-from tests.support import tiny_models as tiny
-from tests.support.kernel_engine import engine_with_kernels
-from tests.support.pool_accounts import check_accounts, check_slots
+from tests.support.engine.kernel_engine import engine_with_kernels
+from tests.support.engine.pool_accounts import check_accounts, check_slots
+from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import envs
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.async_engine import AsyncEngine

@@ -6,8 +6,8 @@ import shutil
 import httpx
 import pytest
 
-from tests.support.cli_kit import SAFETY, model_folder
-from tests.support.serve_command import eventually, serve_command
+from tests.support.server.cli_kit import SAFETY, model_folder
+from tests.support.server.command import eventually, serve_command
 
 
 @pytest.mark.long

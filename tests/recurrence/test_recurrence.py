@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal.host import compiler_available, installed
-from tests.support.recurrent_steps import (
+from tests.support.models.recurrent_steps import (
     KEY,
     PackedSpans,
     Slots,

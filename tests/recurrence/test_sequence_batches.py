@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.recurrent_steps import KEY, Slots, Span, bits, pack, packed_spans, state_store_of
+from tests.support.models.recurrent_steps import (
+    KEY,
+    Slots,
+    Span,
+    bits,
+    pack,
+    packed_spans,
+    state_store_of,
+)
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
 from vllm_metal_lite.recurrence.sequence_batches import BatchStates, RowOrder, sequence_batches

@@ -7,8 +7,8 @@ from importlib.abc import MetaPathFinder
 import pytest
 
 from metal.host import compiler_available
-from tests.support import tiny_models as tiny
-from tests.support.miscompiled import seeming_gpu
+from tests.support.kernels.miscompiled import seeming_gpu
+from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx

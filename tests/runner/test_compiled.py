@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support import tiny_models as tiny
-from tests.support.array_attention import compile_on_cpu
-from tests.support.attention_cases import PREFILLS
-from tests.support.device import change_device, pad_to_powers_of_two
-from tests.support.embeddings import alone, compare
-from tests.support.kernel_faults import FailingKernels
-from tests.support.launches import Stubs
-from tests.support.rounding import of_16_bits
+from tests.support.attention.array_attention import compile_on_cpu
+from tests.support.attention.cases import PREFILLS
+from tests.support.engine.embeddings import alone, compare
+from tests.support.kernels.device import change_device, pad_to_powers_of_two
+from tests.support.kernels.failing import FailingKernels
+from tests.support.kernels.launches import Stubs
+from tests.support.models import tiny_models as tiny
+from tests.support.models.rounding import of_16_bits
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx

@@ -1,7 +1,7 @@
 """Every two launches that touch the store, one of them writing, are ordered by MLX's own rules.
 
 Whole steps of an engine are recorded and evaluated on a replay of MLX's Metal encoder, at several
-sizes of a command buffer.  See tests/support/metal_replay.py for the approximations.
+sizes of a command buffer.  See tests/support/replay/replay.py for the approximations.
 """
 
 import re
@@ -10,11 +10,19 @@ from typing import Any
 
 import pytest
 
-from tests.support import tiny_models as tiny
-from tests.support.metal_encoder import Encoder, Limits
-from tests.support.metal_replay import Replay
-from tests.support.mlx_graph import OURS, READERS, WRITERS, WRITES_IF_FUSED, Graph, Shape, any_order
-from tests.support.recorded_steps import kernel_engine, record
+from tests.support.models import tiny_models as tiny
+from tests.support.replay.encoder import Encoder, Limits
+from tests.support.replay.graph import (
+    OURS,
+    READERS,
+    WRITERS,
+    WRITES_IF_FUSED,
+    Graph,
+    Shape,
+    any_order,
+)
+from tests.support.replay.record import kernel_engine, record
+from tests.support.replay.replay import Replay
 from vllm_metal_lite import devices
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig

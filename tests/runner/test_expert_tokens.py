@@ -7,11 +7,11 @@ on a GPU.
 import pytest
 
 from metal.host import compiler_available, installed
-from tests.support import tiny_models as tiny
-from tests.support.device import pad_to_powers_of_two
-from tests.support.expert_cases import EXPERT_KERNELS
-from tests.support.kernel_engine import as_on_a_gpu
-from tests.support.rounding import of_16_bits
+from tests.support.engine.kernel_engine import as_on_a_gpu
+from tests.support.kernels.device import pad_to_powers_of_two
+from tests.support.kernels.expert_cases import EXPERT_KERNELS
+from tests.support.models import tiny_models as tiny
+from tests.support.models.rounding import of_16_bits
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.kernels.experts import MAX_ROWS

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 
 from metal.host import compiler_available, installed
-from tests.support import tiny_models as tiny
-from tests.support.device import change_device
-from tests.support.kernel_engine import as_on_a_gpu
-from tests.support.kernel_faults import MESSAGE, FailingKernels
-from tests.support.rounding import of_16_bits
+from tests.support.engine.kernel_engine import as_on_a_gpu
+from tests.support.kernels.device import change_device
+from tests.support.kernels.failing import MESSAGE, FailingKernels
+from tests.support.models import tiny_models as tiny
+from tests.support.models.rounding import of_16_bits
 from vllm_metal_lite.attention.select import Verdict, select
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.async_engine import AsyncEngine

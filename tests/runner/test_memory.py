@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support import tiny_models as tiny
-from tests.support.device import change_device
+from tests.support.kernels.device import change_device
+from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig

@@ -9,8 +9,8 @@ import weakref
 import numpy as np
 import pytest
 
-from tests.support import tiny_models as tiny
-from tests.support.runner_bench import RunnerBench
+from tests.support.engine.runner_bench import RunnerBench
+from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.runner.result import StepResult

@@ -11,14 +11,14 @@ import pytest
 
 from metal.host import compiler_available, installed
 from tests.model.test_shards import MODELS, seeded, shard
-from tests.support import rank_processes
-from tests.support import tiny_models as tiny
-from tests.support.array_attention import compile_on_cpu
-from tests.support.device import change_device, pad_to_powers_of_two
-from tests.support.expert_cases import EXPERT_KERNELS
-from tests.support.kernel_engine import as_on_a_gpu
-from tests.support.rounding import of_16_bits
-from tests.support.serve_command import eventually
+from tests.support.attention.array_attention import compile_on_cpu
+from tests.support.engine import rank_processes
+from tests.support.engine.kernel_engine import as_on_a_gpu
+from tests.support.kernels.device import change_device, pad_to_powers_of_two
+from tests.support.kernels.expert_cases import EXPERT_KERNELS
+from tests.support.models import tiny_models as tiny
+from tests.support.models.rounding import of_16_bits
+from tests.support.server.command import eventually
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig

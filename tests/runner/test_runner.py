@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.support import tiny_models as tiny
-from tests.support.runner_bench import PROMPTS, RunnerBench
+from tests.support.engine.runner_bench import PROMPTS, RunnerBench
+from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import make_step
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.launches import Stubs
-from tests.support.sampling_oracle import make
+from tests.support.engine.sampling import make
+from tests.support.kernels.launches import Stubs
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.sampling import logits as ops

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support import tiny_models as tiny
-from tests.support.sampling_oracle import EMPTY, make, random_logits
+from tests.support.engine.sampling import EMPTY, make, random_logits
+from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import RequestError, SamplingError

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-from tests.support import tiny_models as tiny
-from tests.support.array_attention import compile_on_cpu
-from tests.support.sampling_oracle import EMPTY
+from tests.support.attention.array_attention import compile_on_cpu
+from tests.support.engine.sampling import EMPTY
+from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.engine import engine as engines

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.sampling_oracle import (
+from tests.support.engine.sampling import (
     EMPTY,
     EOS,
     SEEDED,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.support.sampling_oracle import (
+from tests.support.engine.sampling import (
     EOS,
     PROMPT,
     SEEDED,

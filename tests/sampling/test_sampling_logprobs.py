@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
-from tests.support.sampling_oracle import (
+from tests.support.engine.sampling import (
     EOS,
     PROMPT,
     SEEDED,

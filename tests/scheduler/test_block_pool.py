@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.support.pool_accounts import check_pool
+from tests.support.engine.pool_accounts import check_pool
 from vllm_metal_lite.scheduler.block_pool import BlockPool
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
 

@@ -8,8 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.fakes import FakeEngine, StepFailed, answer_of, expected, fake_config
-from tests.support.workloads import MAX_MODEL_LEN, Workload, make_config, play_engine, workloads
+from tests.support.engine.fakes import FakeEngine, StepFailed, answer_of, expected, fake_config
+from tests.support.engine.workloads import (
+    MAX_MODEL_LEN,
+    Workload,
+    make_config,
+    play_engine,
+    workloads,
+)
 
 
 def guesses(engine, random, right=0.8):

@@ -5,7 +5,14 @@ from types import FrameType
 
 import pytest
 
-from tests.support.fakes import FakeEngine, StepFailed, answer_of, expected, fake_config, shape
+from tests.support.engine.fakes import (
+    FakeEngine,
+    StepFailed,
+    answer_of,
+    expected,
+    fake_config,
+    shape,
+)
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.request import Request, RequestStatus

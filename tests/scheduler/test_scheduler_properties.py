@@ -13,10 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support import pool_accounts
-from tests.support import workloads as workloads_of
-from tests.support.fakes import FakeEngine, StepFailed, alone, answer_of, expected, fake_config
-from tests.support.workloads import (
+from tests.support.engine import pool_accounts
+from tests.support.engine import workloads as workloads_of
+from tests.support.engine.fakes import (
+    FakeEngine,
+    StepFailed,
+    alone,
+    answer_of,
+    expected,
+    fake_config,
+)
+from tests.support.engine.workloads import (
     MAX_MODEL_LEN,
     STEMS,
     Workload,

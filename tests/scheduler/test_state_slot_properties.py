@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support import workloads as workloads_of
-from tests.support.pool_accounts import check_accounts
-from tests.support.workloads import (
+from tests.support.engine import workloads as workloads_of
+from tests.support.engine.pool_accounts import check_accounts
+from tests.support.engine.workloads import (
     MAX_MODEL_LEN,
     Arrival,
     Workload,

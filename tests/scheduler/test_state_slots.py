@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.support.fakes import fake_config
-from tests.support.pool_accounts import check_slots
+from tests.support.engine.fakes import fake_config
+from tests.support.engine.pool_accounts import check_slots
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
 from vllm_metal_lite.scheduler import following
 from vllm_metal_lite.scheduler.kv_groups import KVGroup

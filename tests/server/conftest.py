@@ -7,8 +7,8 @@ import httpx
 import openai
 import pytest
 
-from tests.support.scripted_answers import scripted
-from tests.support.server_kit import OPTIONS, serving
+from tests.support.server.kit import OPTIONS, serving
+from tests.support.server.scripted import scripted
 from vllm_metal_lite import LLM
 from vllm_metal_lite.server.worker import client as worker_client
 

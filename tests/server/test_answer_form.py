@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support import guided
+from tests.support.chat import guided
 from vllm_metal_lite.chat_formats.detect import PLAIN
 from vllm_metal_lite.chat_formats.json_markers import HERMES
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice

@@ -5,7 +5,7 @@ import asyncio
 import anthropic
 import pytest
 
-from tests.support.server_kit import OPTIONS, serving
+from tests.support.server.kit import OPTIONS, serving
 from vllm_metal_lite.server.settings import ServerConfig
 
 ASK = "Tell me about a lantern in the rain."

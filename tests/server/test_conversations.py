@@ -5,8 +5,8 @@ import shutil
 import httpx
 import pytest
 
-from tests.support import tiny_models
-from tests.support.server_kit import serving
+from tests.support.models import tiny_models
+from tests.support.server.kit import serving
 from vllm_metal_lite.engine.piece_encoder import PieceEncoder
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.model.files import DEMO_PATH

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from tests.support.crowd import Crowd, Question, get, questions, send, unclean, until
-from tests.support.server_kit import serving
+from tests.support.server.crowd import Crowd, Question, get, questions, send, unclean, until
+from tests.support.server.kit import serving
 from vllm_metal_lite import LLM, EngineConfig, SamplingParams
 from vllm_metal_lite.server.settings import ServerConfig
 

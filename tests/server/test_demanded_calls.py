@@ -8,7 +8,7 @@ import anthropic
 import openai
 import pytest
 
-from tests.support.server_kit import OPTIONS
+from tests.support.server.kit import OPTIONS
 from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.server.worker.client import EngineClient
 

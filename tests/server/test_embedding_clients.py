@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.server_kit import serving
+from tests.support.server.kit import serving
 from vllm_metal_lite import LLM
 
 FOLDER = Path(__file__).parents[2] / "models" / "embedding_clients"

@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
-from tests.support.cli_kit import SAFETY
-from tests.support.server_kit import Running, serving
+from tests.support.server.cli_kit import SAFETY
+from tests.support.server.kit import Running, serving
 
 LONG = {"messages": [{"role": "user", "content": "tell me a story"}], "max_tokens": 200}
 

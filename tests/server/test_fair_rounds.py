@@ -3,7 +3,7 @@
 import asyncio
 import random
 
-from tests.support.server_kit import start_engine
+from tests.support.server.kit import start_engine
 from vllm_metal_lite import EngineConfig, SamplingParams
 from vllm_metal_lite.server.fair_rounds import FairRounds
 from vllm_metal_lite.server.offload import REQUESTER, Requester

@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.support import raw_http
-from tests.support.cli_kit import SAFETY
-from tests.support.server_kit import serving
+from tests.support.server import raw_http
+from tests.support.server.cli_kit import SAFETY
+from tests.support.server.kit import serving
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.server import security
 from vllm_metal_lite.server.anthropic_api import messages

@@ -6,7 +6,7 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.cli_kit import SAFETY
+from tests.support.server.cli_kit import SAFETY
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.conversations import RenderedPrompt
 from vllm_metal_lite.server.prometheus import Metrics

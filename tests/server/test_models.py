@@ -10,7 +10,7 @@ from unittest.mock import patch
 import httpx
 import pytest
 
-from tests.support.server_kit import in_loop, serving
+from tests.support.server.kit import in_loop, serving
 from vllm_metal_lite import EngineConfig, backend
 from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.errors import ConfigError, ModelLoadError

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.support.server_kit import serving
+from tests.support.server.kit import serving
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.server.worker.client import EngineClient

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from tests.support.cli_kit import SAFETY
-from tests.support.server_kit import in_loop
+from tests.support.server.cli_kit import SAFETY
+from tests.support.server.kit import in_loop
 from vllm_metal_lite.server.offload import (
     LARGE,
     REQUESTER,

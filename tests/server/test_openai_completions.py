@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-from tests.support.serve_command import eventually
+from tests.support.server.command import eventually
 from vllm_metal_lite import SamplingParams
 from vllm_metal_lite.server.openai_api.completions import split_prompts
 

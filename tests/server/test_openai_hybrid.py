@@ -3,8 +3,8 @@
 import httpx
 import pytest
 
-from tests.support.server_kit import serving
-from tests.support.tiny_models import write_folder
+from tests.support.models.tiny_models import write_folder
+from tests.support.server.kit import serving
 from vllm_metal_lite import LLM, EngineConfig, SamplingParams
 from vllm_metal_lite.server.models import ModelSpec
 

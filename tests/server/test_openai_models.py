@@ -6,7 +6,7 @@ import anthropic
 import openai
 import pytest
 
-from tests.support.server_kit import serving
+from tests.support.server.kit import serving
 from vllm_metal_lite import __version__
 from vllm_metal_lite.server.models import ModelSpec
 

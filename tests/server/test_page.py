@@ -8,8 +8,8 @@ import signal
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.page_kit import Shown, chromium, chromium_path, load
-from tests.support.server_kit import serving
+from tests.support.server.kit import serving
+from tests.support.server.page_kit import Shown, chromium, chromium_path, load
 from vllm_metal_lite.server.page import FOLDER
 from vllm_metal_lite.server.settings import ServerConfig
 

@@ -6,7 +6,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.support.server_kit import serving
+from tests.support.server.kit import serving
 from vllm_metal_lite import LLM, EngineConfig, PoolingParams
 
 ENGINE = EngineConfig(num_blocks=256, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128)

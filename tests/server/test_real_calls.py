@@ -6,9 +6,9 @@ import anthropic
 import openai
 import pytest
 
-from tests.support.chat_apis import Chat
-from tests.support.scripted_model import write_scripted
-from tests.support.server_kit import OPTIONS, serving
+from tests.support.chat.scripted_model import write_scripted
+from tests.support.server.chat_apis import Chat
+from tests.support.server.kit import OPTIONS, serving
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.server.models import ModelSpec
 

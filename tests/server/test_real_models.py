@@ -13,10 +13,10 @@ import jsonschema
 import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from tests.support import real_parts, real_tokenizers
-from tests.support.chat_text import TOOLS, Said, gather
-from tests.support.chat_writers import WRITERS
-from tests.support.guided import allowed, guided_answer
+from tests.support.chat import real_parts, real_tokenizers
+from tests.support.chat.guided import allowed, guided_answer
+from tests.support.chat.text import TOOLS, Said, gather
+from tests.support.chat.writers import WRITERS
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.engine.detokenizer import Detokenizer
 from vllm_metal_lite.sampling.constraint import Constraint

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from tests.support.server_kit import serving
+from tests.support.server.kit import serving
 from vllm_metal_lite import SamplingParams
 from vllm_metal_lite.chat_formats.detect import PLAIN
 from vllm_metal_lite.chat_formats.parser import ChatParser

@@ -7,8 +7,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.support.scripted_answers import hermes_call as call
-from tests.support.server_kit import OPTIONS
+from tests.support.server.kit import OPTIONS
+from tests.support.server.scripted import hermes_call as call
 from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.chat_formats.parser import ChatParser
 from vllm_metal_lite.chat_formats.tool import Tool

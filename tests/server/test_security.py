@@ -7,8 +7,8 @@ from contextlib import suppress
 
 import pytest
 
-from tests.support.raw_http import ask, connect, parsed, raw, read_all
-from tests.support.server_kit import Running, serving
+from tests.support.server.kit import Running, serving
+from tests.support.server.raw_http import ask, connect, parsed, raw, read_all
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.server import http, security
 from vllm_metal_lite.server.lifecycle import listen, url_of

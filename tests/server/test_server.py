@@ -12,9 +12,9 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
-from tests.support.raw_http import connect
-from tests.support.serve_command import eventually
-from tests.support.server_kit import Running, serving
+from tests.support.server.command import eventually
+from tests.support.server.kit import Running, serving
+from tests.support.server.raw_http import connect
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.worker.client import EngineClient

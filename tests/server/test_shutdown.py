@@ -14,8 +14,8 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 import httpx
 import pytest
 
-from tests.support.cli_kit import COMMAND, SAFETY
-from tests.support.serve_command import Command, eventually, serve_command, wait_until_draining
+from tests.support.server.cli_kit import COMMAND, SAFETY
+from tests.support.server.command import Command, eventually, serve_command, wait_until_draining
 
 pytestmark = pytest.mark.long
 
@@ -253,7 +253,7 @@ def test_an_engine_that_dies_ends_its_streams_and_no_more(tmp_path):
 # An engine's process gets no SIGTERM, and at its exit Python waits for processes.
 FAILS = """
 import asyncio
-from tests.support.server_kit import start_engine
+from tests.support.server.kit import start_engine
 
 async def main():
     engine = await start_engine()

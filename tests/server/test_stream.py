@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 import pytest
 from starlette.requests import Request
 
-from tests.support.server_kit import in_loop
+from tests.support.server.kit import in_loop
 from vllm_metal_lite.server.stream import COMMENT, ClientGone, EventStream, until_gone
 
 

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 from mlx_lm.utils import load_tokenizer
 
-from tests.support import real_parts
+from tests.support.chat import real_parts
 from vllm_metal_lite.engine.piece_encoder import PieceEncoder
 from vllm_metal_lite.server import templates
 from vllm_metal_lite.server.conversations import ChatRequest, render_prompt

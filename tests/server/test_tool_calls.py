@@ -8,7 +8,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.support.chat_apis import (
+from tests.support.server.chat_apis import (
     ANSWER,
     APIS,
     ASKED,
@@ -19,7 +19,7 @@ from tests.support.chat_apis import (
     Responses,
     gathered,
 )
-from tests.support.scripted_answers import hermes_call as call
+from tests.support.server.scripted import hermes_call as call
 from vllm_metal_lite.server.worker.client import EngineClient
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.server_kit import start_engine
+from tests.support.server.kit import start_engine
 from vllm_metal_lite import EngineConfig, SamplingParams
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import RequestError

@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from tests.support.cli_kit import SAFETY
-from tests.support.serve_command import eventually, is_alive
-from tests.support.server_kit import SMALL, start_engine
+from tests.support.server.cli_kit import SAFETY
+from tests.support.server.command import eventually, is_alive
+from tests.support.server.kit import SMALL, start_engine
 from vllm_metal_lite import EngineConfig, SamplingParams
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.server.worker import client as client_module

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import validate
 
-from tests.support import tiny_models as tiny
-from tests.support.json_schemas import schemas
+from tests.support.chat.json_schemas import schemas
+from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import LLM, MetalLiteError, SamplingParams, StructuredOutputsParams
 
 PROMPT = "Tell me about a lantern in the rain."

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jsonschema import validate
 from llguidance import LLTokenizer
 
-from tests.support.guided import allowed, walk
-from tests.support.json_schemas import schemas
+from tests.support.chat.guided import allowed, walk
+from tests.support.chat.json_schemas import schemas
 from vllm_metal_lite.errors import SamplingError
 from vllm_metal_lite.model.tokenizer import load_tokenizer_only
 from vllm_metal_lite.sampling_params import SamplingParams

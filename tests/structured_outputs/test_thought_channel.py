@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.guided import accept, allowed, walk
-from tests.support.slots import SlotConstraint
+from tests.support.chat.guided import accept, allowed, walk
+from tests.support.engine.slots import SlotConstraint
 from vllm_metal_lite.structured_outputs.thinking import Thinking
 from vllm_metal_lite.structured_params import ThinkingParams
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.support import tiny_models as tiny
+from tests.support.models import tiny_models as tiny
 from tools.bench import serving as bench_serving
 from tools.bench.lib.engines import Run
 from tools.bench.lib.loads import Load, Wave

@@ -9,7 +9,7 @@ from anthropic import Anthropic
 from mlx_lm.utils import dequantize_model
 from openai import OpenAI
 
-from tests.support.server_kit import serving
+from tests.support.server.kit import serving
 from tools import real_model
 from vllm_metal_lite import LLM, EngineConfig, SamplingParams, backend
 from vllm_metal_lite.backend import mx

@@ -23,7 +23,7 @@ from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 
-from tests.support import tiny_models as tiny
+from tests.support.models import tiny_models as tiny
 from tools.bench.lib.servers import free_port
 from vllm_metal_lite.model.files import DEMO_PATH
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests.support import tiny_models as tiny
-from tests.support.arch_configs import config_of
+from tests.support.models import tiny_models as tiny
+from tests.support.models.configs import config_of
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
 

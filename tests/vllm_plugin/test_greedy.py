@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.support import tiny_models as tiny
+from tests.support.models import tiny_models as tiny
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
 

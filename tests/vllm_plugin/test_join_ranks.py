@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh
 
 import torch.distributed as dist
 
-from tests.support.serve_command import eventually
+from tests.support.server.command import eventually
 from tools.bench.lib.servers import free_port
 from vllm_metal_lite import backend
 from vllm_metal_lite.distributed import RankGroup

@@ -2,13 +2,13 @@
 
 import pytest
 
-from tests.support import tiny_models as tiny
+from tests.support.models import tiny_models as tiny
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
 
 from metal.host import compiler_available, installed
-from tests.support.device import change_device
-from tests.support.kernel_faults import FailingKernels
+from tests.support.kernels.device import change_device
+from tests.support.kernels.failing import FailingKernels
 from tests.vllm_plugin import kit
 from vllm_metal_lite.attention import select
 from vllm_metal_lite.attention.select import Verdict

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.support import tiny_models as tiny
+from tests.support.models import tiny_models as tiny
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
 

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from tests.support import tiny_models as tiny
+from tests.support.models import tiny_models as tiny
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
 
@@ -15,7 +15,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.utils import tensor_data
 
-from tests.support.sampling_oracle import log_softmax
+from tests.support.engine.sampling import log_softmax
 from tests.vllm_plugin import kit
 from vllm_metal_lite import SamplingParams as OurParams
 from vllm_metal_lite.vllm_plugin import outputs

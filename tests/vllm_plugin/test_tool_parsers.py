@@ -15,10 +15,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParserManager
 
-from tests.support.byte_tokenizer import tokenizer_of
-from tests.support.chat_text import TOOLS, parse
-from tests.support.chat_writers import WRITERS
-from tests.support.real_parts import package
+from tests.support.chat.byte_tokenizer import tokenizer_of
+from tests.support.chat.real_parts import package
+from tests.support.chat.text import TOOLS, parse
+from tests.support.chat.writers import WRITERS
 from vllm_metal_lite.chat_formats.detect import FORMATS
 
 CALLS = {

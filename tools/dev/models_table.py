@@ -5,8 +5,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import tests.conftest  # noqa: F401  (the CPU, before anything imports MLX)
-from tests.support.arch_configs import CANNOT_RUN, CONFIGS
-from tests.support.conformance import TOLERANCE, Result, check
+from tests.support.models.configs import CANNOT_RUN, CONFIGS
+from tests.support.models.conformance import TOLERANCE, Result, check
 
 ROOT = Path(__file__).resolve().parents[2]
 

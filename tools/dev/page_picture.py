@@ -8,8 +8,8 @@ extra `dev`.  Without FILE: docs/images/engine.png, which README shows.
 
 from pathlib import Path
 
-from tests.support.page_kit import Shown, chromium, chromium_path, load
-from tests.support.server_kit import serving
+from tests.support.server.kit import serving
+from tests.support.server.page_kit import Shown, chromium, chromium_path, load
 from tools.dev.run_main import parser_of, run_main
 from vllm_metal_lite import EngineConfig, MetalLiteError
 

@@ -1,7 +1,8 @@
 """Break each kernel in several ways before the start, and show which kernel is replaced.
 
-For each case the checks run in a process with the fault (tests/support/broken_machine.py).  Then
-a small model generates with the remaining kernels; its tokens are compared with the reference's.
+For each case the checks run in a process with the fault (broken_machine.py of
+tests/support/kernels).  Then a small model generates with the remaining kernels; its tokens are
+compared with the reference's.
 
     METAL_LITE_DEVICE=gpu python -m tools.prove.break_at_start [--seconds 900] [--kernel NAME]
 
@@ -19,8 +20,8 @@ from contextlib import nullcontext
 from unittest.mock import patch
 
 import vllm_metal_lite.backend  # noqa: F401  (a fast BLAS, before anybody imports MLX)
-from tests.support import tiny_models as tiny
-from tests.support.broken_machine import cases, command, consequence, impatient, use_of
+from tests.support.kernels.broken_machine import cases, command, consequence, impatient, use_of
+from tests.support.models import tiny_models as tiny
 from tools.prove.cpu_host import on_host
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.select import Verdict

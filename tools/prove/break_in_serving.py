@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from tests.support.broken_machine import all_kernels, edit
+from tests.support.kernels.broken_machine import all_kernels, edit
 from tools.dev.run_main import parser_of, run_main
 from tools.prove.cpu_host import on_host
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend, devices
@@ -111,7 +111,7 @@ def make_engine(model: str, case: Case, attention: str, few: bool = True) -> LLM
 
 
 def _tiny(name: str, dtype: str) -> LoadedModel:
-    return import_module("tests.support.tiny_models").packed(name, getattr(mx, dtype))
+    return import_module("tests.support.models.tiny_models").packed(name, getattr(mx, dtype))
 
 
 class Serving:
@@ -200,7 +200,7 @@ def main() -> int:
     with ExitStack() as stack:
         if args.host:
             stack.enter_context(on_host())
-            of_16_bits = import_module("tests.support.rounding").of_16_bits
+            of_16_bits = import_module("tests.support.models.rounding").of_16_bits
             stack.enter_context(patch.object(mx, "gather_mm", of_16_bits(mx.gather_mm)))
         stack.enter_context(short_contexts())
         print(f"{backend.describe()}; MLX {mx.__version__}; {args.model}\n")

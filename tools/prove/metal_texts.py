@@ -15,8 +15,8 @@ from pathlib import Path
 
 import tests.conftest  # noqa: F401  (the CPU, before anything imports MLX)
 from metal.host.mlx_source import include_dir, prelude
-from tests.support.production_shapes import all_texts
-from tests.support.serving_session import MODELS, WAYS, Session, count
+from tests.support.kernels.production_shapes import all_texts
+from tests.support.kernels.serving_session import MODELS, WAYS, Session, count
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from tests.support.crowd import (
+from tests.support.server.crowd import (
     Crowd,
     Question,
     Reply,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import tests.conftest  # noqa: F401  (the CPU, before anything imports MLX)
 from metal.host.texts import KernelText
-from tests.support.production_shapes import texts_of
+from tests.support.kernels.production_shapes import texts_of
 from tools.dev.run_main import parser_of, run_main
 from tools.prove.agx import mlx_kernels
 from tools.prove.agx.chain import AgxError, Code, compile_all

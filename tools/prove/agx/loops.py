@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support.production_shapes import texts_of
+from tests.support.kernels.production_shapes import texts_of
 from tools.prove.agx import mlx_kernels
 from tools.prove.agx.chain import listing_of
 from tools.prove.agx.shapes import CASES

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from functools import partial
 
-from tests.support import production_shapes as tests
-from tests.support.production_shapes import Heads
+from tests.support.kernels import production_shapes as tests
+from tests.support.kernels.production_shapes import Heads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.specs import Quantisation
 

@@ -1,0 +1,146 @@
+"""Steps of given segments over a filled store, and what attention to them is by definition."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from tests.support.attention.oracle import paged_attention
+from tests.support.engine.poison import poison
+from vllm_metal_lite.attention.base import Attention, AttentionCall, StepAttention
+from vllm_metal_lite.attention.paged.attention import KernelAttention
+from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.kv.store import LayerSpec, PagedStore
+
+BLOCK_SIZE = 8
+PREFILLS = "varlen", "gather"
+
+TOLERANCE = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
+
+
+def make_batch(segments: list[tuple[int, int]], seed: int = 0) -> ForwardBatch:
+    """(tokens computed before, tokens of this step) a segment; block tables are a permutation."""
+    segments = sorted(segments, key=lambda s: s[1] > 1)
+    longest = max(before + count for before, count in segments)
+    inputs = InputBatch(len(segments), longest, BLOCK_SIZE)
+    counts = [-(-(before + count) // BLOCK_SIZE) for before, count in segments]
+    blocks = np.random.default_rng(seed).permutation(sum(counts)).tolist()
+    rows = []
+    for (before, count), num_blocks in zip(segments, counts, strict=True):
+        rows.append(inputs.add([0] * (before + count), before + count))
+        inputs.append_blocks(rows[-1], [blocks.pop() for _ in range(num_blocks)])
+    before, count = np.array(segments).T
+    batch = inputs.pack(np.array(rows), before, count)
+    batch.validate(sum(counts))
+    return batch
+
+
+def expected_pairs(
+    batch: ForwardBatch, window: int | None, chunk: int | None = None
+) -> dict[int, list[int]]:
+    """By definition: the slots that each row sees, in order of position."""
+    seen = {}
+    for s, length in enumerate(batch.seq_lens.tolist()):
+        table = batch.block_tables[s]
+        for row in range(batch.cu_seqlens_q[s], batch.cu_seqlens_q[s + 1]):
+            position = int(batch.positions[row])
+            start = 0 if window is None else max(0, position - window + 1)
+            start = start if chunk is None else max(start, position // chunk * chunk)
+            assert position < length
+            at = np.arange(start, position + 1)
+            seen[row] = (table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE).tolist()
+    return seen
+
+
+def begin(attention: Attention, batch: ForwardBatch, num_rows: int) -> StepAttention:
+    """A batch's pass over the layers, as the first step of an engine."""
+    return attention.begin(attention.prepare(batch, num_rows), attention.new_state())
+
+
+class Case:
+    """A filled store and the queries of one step, exact in `dtype`; to be run with one window."""
+
+    def __init__(
+        self,
+        segments,
+        *,
+        heads=4,
+        kv_heads=2,
+        dim=32,
+        v_dim=None,
+        dtype=mx.float32,
+        sinks=False,
+        seed=0,
+        bits=None,
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        self.batch, self.dtype = make_batch(segments, seed), dtype
+        self.scale, self.queries_per_kv = dim**-0.5, {heads // kv_heads}
+        num_blocks = int(self.batch.block_tables.max()) + 2
+        slots = (num_blocks + 1) * BLOCK_SIZE
+
+        def draw(*shape: int) -> mx.array:
+            return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
+
+        self.q = draw(self.batch.num_tokens, heads, dim)
+        self.k, self.v = draw(slots, kv_heads, dim), draw(slots, kv_heads, v_dim or dim)
+        self.sinks = 2 * draw(heads) if sinks else None
+        spec = LayerSpec(kv_heads, dim, v_dim or dim, dtype, bits=bits)
+        self.store = PagedStore([spec], num_blocks, BLOCK_SIZE)
+        every = mx.arange(slots)
+        self.store.write(0, self.k, self.v, every)
+        self.k, self.v = spec.k_row.rounded(self.k), spec.v_row.rounded(self.v)
+        self.attention = ReferenceAttention(self.store)
+
+    def run(self, padding: int = 0, **how) -> np.ndarray:
+        """NaN in every slot that no row sees."""
+        n, b = self.batch.num_tokens, self.batch
+        seen = np.zeros(len(self.k), bool)
+        first = b.seq_lens - np.diff(b.cu_seqlens_q) + 1 - (how.get("window") or 1 << 20)
+        for table, start, end in zip(b.block_tables, first, b.seq_lens, strict=True):
+            at = np.arange(max(start, 0), end)
+            seen[table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE] = True
+        poison(self.store, [seen])
+        step = begin(self.attention, self.batch, n + padding)
+        q = mx.concatenate([self.q, mx.full((padding, *self.q.shape[1:]), 7, self.dtype)])
+        out = step.attend(q, AttentionCall(0, self.scale, sinks=self.sinks, **how))
+        assert out.shape == (n + padding, self.q.shape[1], self.v.shape[2])
+        assert out.dtype == self.dtype
+        return np.array(out[:n].astype(mx.float32))
+
+    def expected(self, window: int | None = None, softcap: float | None = None) -> np.ndarray:
+        q, k, v = (np.array(a.astype(mx.float32)) for a in (self.q, self.k, self.v))
+        b, sinks = self.batch, self.sinks
+        how = {"scale": self.scale, "window": window, "softcap": softcap}
+        how |= {"sinks": None if sinks is None else np.array(sinks.astype(mx.float32))}
+        return paged_attention(
+            q, k, v, b.block_tables, b.cu_seqlens_q, b.seq_lens, block_size=BLOCK_SIZE, **how
+        )
+
+
+class KernelCase(Case):
+    """A case of the reference's own tests, through kernels; the window is the layer's own.
+
+    options: of KernelAttention.
+    """
+
+    def __init__(self, *args, prefill="gather", options=None, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.prefill, self.options = prefill, options or {}
+
+    def run(self, padding: int = 0, **how) -> np.ndarray:
+        self.store.specs = [replace(self.store.specs[0], window=how.get("window"))]
+        groups = self.queries_per_kv
+        self.attention = KernelAttention(self.store, self.prefill, groups, **self.options)
+        return super().run(padding, **how)
+
+
+def check(case: Case, padding: int = 0, **how) -> None:
+    got, expected = case.run(padding, **how), case.expected(**how)
+    error = np.abs(got - expected).max() / max(1.0, np.abs(expected).max())
+    assert error < TOLERANCE[case.dtype], error
+
+
+RAGGED = [(0, 1), (17, 1), (30, 1), (0, 13), (0, 13), (0, 30), (21, 9), (8, 25)]

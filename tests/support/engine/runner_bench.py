@@ -1,0 +1,40 @@
+"""Steps of a runner by hand, without a scheduler."""
+
+import numpy as np
+
+from tests.support.models import tiny_models as tiny
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.sampling_params import SamplingParams
+
+PROMPTS = tiny.prompts(2, 20, 20, seed=3)
+
+
+class RunnerBench:
+    """The parts of an engine, with a seat for each prompt, greedy, and block tables filled in
+    order."""
+
+    def __init__(self, prompts, num_blocks=32, name="llama"):
+        engine = tiny.engine(name, attention="reference", num_blocks=num_blocks)
+        self.runner, self.inputs, self.pipeline = engine.runner, engine.inputs, engine.pipeline
+        self.prompts, rows = prompts, []
+        for i, prompt in enumerate(prompts):
+            rows.append(self.inputs.add(prompt, len(prompt)))
+            self.inputs.append_blocks(rows[-1], list(range(8 * i, 8 * i + 8)))
+            tokens, greedy = np.array(prompt, np.int32), SamplingParams(temperature=0)
+            engine.sampler.add(rows[-1], greedy, 0, tokens, len(prompt), ())
+        self.rows = np.array(rows)
+
+    def step(self, which, computed, scheduled):
+        batch = self.inputs.pack(self.rows[which], np.array(computed), np.array(scheduled))
+        result = self.runner.execute(batch, 0)
+        self.inputs.append_tokens(batch.sampled_seats, result.token_ids)
+        return result
+
+
+def check_that_decodes_copy_less_than(bench: RunnerBench, limit: int) -> None:
+    bench.step([0, 1], [0, 0], [20, 20])
+    for i in range(3):
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        bench.step([0, 1], [20 + i] * 2, [1, 1])
+        assert mx.get_peak_memory() - before < limit

@@ -1,0 +1,170 @@
+"""Random workloads of a scheduler: arrivals, requests, and few blocks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.support.engine.fakes import FakeEngine, fake_config
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.scheduler.kv_groups import KVGroup
+from vllm_metal_lite.scheduler.scheduler import Scheduler
+
+MAX_MODEL_LEN = 32
+Choose = Callable[[Sequence], Any]
+# Prompts start with one of these, so that they share prefixes of any length.
+STEMS = [[i * 50 + j for j in range(20)] for i in range(2)]
+# The KV groups of most models; of those with some windows, and with nothing else.
+WINDOWS = [(None,)] * 3 + [(None, 1), (None, 3), (None, 4), (None, 7), (None, 13, 5), (6,), (9, 2)]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request: when it comes, what it asks, and (abort_at) in which step it is taken back."""
+
+    step: int
+    stem: int
+    shared: int
+    own: int
+    max_tokens: int
+    priority: int
+    skip_read: bool
+    max_chunk: int
+    abort_at: int | None
+
+    @property
+    def num_stored(self) -> int:
+        return min(self.shared + self.own + self.max_tokens, MAX_MODEL_LEN) - 1
+
+
+@dataclass(frozen=True)
+class Workload:
+    """extra_blocks: beyond what the largest request needs, of each KV group.  failures: steps that
+    fail."""
+
+    arrivals: tuple[Arrival, ...]
+    block_size: int
+    extra_blocks: int
+    budget: int
+    threshold: int
+    max_num_seqs: int
+    policy: str
+    caching: bool
+    failures: frozenset[int]
+    windows: tuple[int | None, ...]  # of the KV groups
+
+
+def make_workload(choose: Choose, calm: bool = False, pressed: bool = False) -> Workload:
+    """calm: no request aborts and no step fails.  pressed: many need more blocks than there are."""
+
+    def arrival() -> Arrival:
+        return Arrival(
+            step=choose([0, 0, 0, 1, 2, 4, 8, 12]),
+            stem=choose([0, 0, 0, 1]),
+            shared=choose(range(17)),
+            own=choose(range(1, 7)),
+            max_tokens=choose([1, 2, 3, 5, 8, 11, 14]),
+            priority=choose(range(3)),
+            skip_read=choose([False, False, False, True]),
+            max_chunk=choose([0, 0, 0, 1, 3]),
+            abort_at=None if calm else choose([None] * 20 + list(range(20))),
+        )
+
+    return Workload(
+        arrivals=tuple(arrival() for _ in range(choose(range(4 if pressed else 1, 9)))),
+        block_size=choose([1, 2, 3] if pressed else [1, 2, 3, 4, 5]),
+        extra_blocks=choose([0, 1, 2, 3] if pressed else [0, 0, 1, 2, 3, 5, 8, 100]),
+        budget=choose([1, 2, 3, 5, 8, 8, 13, 21, 40, 64]),
+        threshold=choose([0, 0, 1, 4, 9]),
+        max_num_seqs=choose(range(3 if pressed else 1, 7)),
+        policy=choose(["mixed", "whole"]),
+        caching=choose([True, True, False]),
+        failures=frozenset(() if calm else (choose(range(16)) for _ in range(choose(range(4))))),
+        windows=choose(WINDOWS),
+    )
+
+
+@st.composite
+def workloads(draw: st.DrawFn, **kind: bool) -> Workload:
+    """Workloads that hypothesis can make smaller."""
+    return make_workload(lambda options: draw(st.sampled_from(options)), **kind)
+
+
+def seeded_workload(seed: int, **kind: bool) -> Workload:
+    """Workloads that are less alike, and cheaper."""
+    return make_workload(Random(seed).choice, **kind)
+
+
+def make_config(workload: Workload) -> tuple[EngineConfig, list[KVGroup]]:
+    config = fake_config(
+        workload.block_size,
+        max_num_seqs=workload.max_num_seqs,
+        max_num_batched_tokens=workload.budget,
+        long_prefill_token_threshold=workload.threshold,
+        prefill_policy=workload.policy,
+        enable_prefix_caching=workload.caching,
+    )
+    groups = []
+    for window in workload.windows:
+        group = KVGroup(window=window)
+        needs = [group.most_blocks(a.num_stored, 1, workload.block_size) for a in workload.arrivals]
+        groups.append(replace(group, num_blocks=max(needs) + workload.extra_blocks))
+    return config, groups
+
+
+def request_of(number: int, a: Arrival) -> tuple[list[int], int, dict[str, Any]]:
+    """Prompt, max_tokens and options of a request; two by two, some are alike to the end."""
+    prompt = STEMS[a.stem][: a.shared] + [200 + number // 2] * a.own
+    how = {"request_id": str(number), "arrival": number // 2, "priority": a.priority}
+    how |= {"max_chunk": a.max_chunk, "skip_prefix_cache_read": a.skip_read}
+    return prompt, a.max_tokens, how
+
+
+def add(engine: FakeEngine, number: int, a: Arrival) -> None:
+    prompt, max_tokens, how = request_of(number, a)
+    engine.add(prompt, max_tokens, **how)
+
+
+def play_engine(workload: Workload, engine: FakeEngine, step: Callable[[], object]) -> set[str]:
+    """Play a workload through an engine; the names of the requests that were aborted.
+
+    step: of the engine, which may be more than `engine.step`.
+    """
+    aborted = set()
+
+    def abort(name: str) -> None:
+        if request := engine.unfinished.get(name):
+            aborted.add(name)
+            engine.abort(request)
+
+    play(workload, engine.scheduler, partial(add, engine), abort, step)
+    return aborted
+
+
+def play(
+    workload: Workload,
+    scheduler: Scheduler,
+    add: Callable[[int, Arrival], object],
+    abort: Callable[[str], object],
+    step: Callable[[], object],
+) -> None:
+    """Requests come, are aborted, and are stepped to the end.
+
+    add: a request, by its number.  abort: a request that may have ended.
+    """
+    tokens = sum(a.num_stored for a in workload.arrivals)
+    limit = 50 + 2 * tokens * (1 + len(workload.arrivals) + len(workload.failures))
+    now, last = 0, max(a.step for a in workload.arrivals)
+    while now <= last or scheduler._requests:
+        for number, a in enumerate(workload.arrivals):
+            if a.step == now:
+                add(number, a)
+            if a.abort_at == now:
+                abort(str(number))
+        if scheduler._requests:
+            step()
+        now += 1
+        assert now < limit, "a request does not finish"
