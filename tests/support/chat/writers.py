@@ -36,7 +36,7 @@ def _calls(
     between_pairs: str = "",
     write: Callable[[Any], str] = _text,
 ) -> Writer:
-    """call: of each call, where NAME, JSON (all arguments) and PAIRS stand for its parts.
+    """call: of each call; NAME, JSON (all arguments) and PAIRS are replaced by its parts.
 
     pair: of each argument: KEY, VALUE (by `write`) and IS_TEXT.
     """
