@@ -14,12 +14,12 @@ from mlx_lm.tokenizer_utils import (
     SPMStreamingDetokenizer,
     TokenizerWrapper,
 )
+from mlx_lm.utils import load_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from vllm_metal_lite import LLM, SamplingParams
 from vllm_metal_lite.engine.detokenizer import Detokenizer
 from vllm_metal_lite.model.files import DEMO_PATH
-from vllm_metal_lite.model.loader import load_tokenizer
 from vllm_metal_lite.outputs import CompletionOutput
 
 TOKENIZER = load_tokenizer(DEMO_PATH)
