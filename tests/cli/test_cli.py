@@ -43,7 +43,7 @@ USAGE = {
     "serve --model big=": "--model must be MODEL or NAME=MODEL, got 'big='",
     "serve --model a=demo --model a=other": "two models have the name 'a'",
     "serve demo --model demo": "two models have the name 'demo'",
-    "serve --model demo --served-model-name x": "use --model NAME=MODEL",
+    "serve --model demo --served-model-name x": "with --model, write NAME=MODEL",
     "serve --pin nobody": "--pin nobody: no such model; the models are: demo",
     "serve --chat-format x=hermes": "--chat-format x=hermes: no such model; the models are: demo",
     "serve --chat-format demo=x": "--chat-format must be one of cohere, ",

@@ -206,7 +206,7 @@ def test_a_wrong_master_is_refused(monkeypatch, node_rank, master, problem):
 def test_a_foreign_host_ip_is_refused(monkeypatch):
     monkeypatch.setenv("VLLM_HOST_IP", "203.0.113.1")
     with pytest.raises(
-        ConfigError, match=r"VLLM_HOST_IP 203\.0\.113\.1 is no address of this host"
+        ConfigError, match=r"VLLM_HOST_IP 203\.0\.113\.1 is not an IPv4 address of this host"
     ):
         hosts.use_address_towards_master(parallel(nnodes=2))
 

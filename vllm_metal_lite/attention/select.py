@@ -54,7 +54,9 @@ def no_kernels(
     Raises ConfigError for another option, and for "kernels" if they cannot serve the model.
     """
     if option not in ATTENTION:
-        raise ConfigError(Option("attention"), f" must be one of {list(ATTENTION)}, got {option!r}")
+        raise ConfigError(
+            Option("attention"), f" must be one of {', '.join(ATTENTION)}, got {option!r}"
+        )
     if by_segment is not None:
         by_segment = f"this model's attention runs a segment at a time: {by_segment}"
     if option == "reference":

@@ -100,7 +100,9 @@ def _start() -> "_Child | None":
     try:
         return _Child(words)
     except (OSError, ValueError) as e:
-        logger.info(f"the kernels are checked without a watchdog: no process: {one_line(e)}")
+        logger.info(
+            f"kernels are checked without a watchdog: no process can be started: {one_line(e)}"
+        )
         return None
 
 
@@ -123,7 +125,7 @@ class _Child:
             )
         try:
             if (device := self._answer(_START)) != backend.describe():
-                raise OSError(f"it computes on {device}")
+                raise OSError(f"the child process uses {device}")
         except BaseException:
             self.stop()
             raise

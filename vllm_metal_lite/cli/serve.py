@@ -88,7 +88,9 @@ def _named(args: argparse.Namespace) -> dict[str, str]:
         source = args.model or "demo"
         sources[args.served_model_name or options.name_of(source)] = source
     elif args.served_model_name:
-        raise options.UsageError("--served-model-name names MODEL; use --model NAME=MODEL")
+        raise options.UsageError(
+            "--served-model-name needs MODEL as an argument; with --model, write NAME=MODEL"
+        )
     for entry in args.models or ():
         name, equals, source = entry.partition("=")
         name, source = (name, source) if equals else (options.name_of(entry), entry)

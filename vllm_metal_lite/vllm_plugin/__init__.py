@@ -39,7 +39,7 @@ def register() -> str | None:
     except PackageNotFoundError:
         return None
     except Exception as e:
-        logger.warning("vllm-metal-lite stays out: %s: %s", type(e).__name__, e)
+        logger.warning("vllm-metal-lite is not active: %s: %s", type(e).__name__, e)
         return None
 
 

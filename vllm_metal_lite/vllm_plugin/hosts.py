@@ -32,7 +32,7 @@ def use_address_towards_master(parallel: "ParallelConfig") -> None:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
             return
     raise ConfigError(
-        f"VLLM_HOST_IP {address} is no address of this host (IPv4); {own} leads to --master-addr"
+        f"VLLM_HOST_IP {address} is not an IPv4 address of this host; {own} reaches --master-addr"
     )
 
 

@@ -76,7 +76,7 @@ class KVLayers:
             if group.kv_cache_spec.block_size != block_size:
                 raise ConfigError(
                     f"vLLM made a group of layers with blocks of {group.kv_cache_spec.block_size} "
-                    f"tokens beside others of {block_size}; vllm-metal-lite wants one size"
+                    f"tokens beside others of {block_size}; vllm-metal-lite needs one size"
                 )
             if isinstance(group.kv_cache_spec, StateSlotSpec):
                 state_group = number

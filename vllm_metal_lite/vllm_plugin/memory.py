@@ -8,7 +8,7 @@ from vllm.config import VllmConfig
 from vllm_metal_lite import backend
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.errors import OutOfMemoryError
+from vllm_metal_lite.errors import OutOfMemoryError, size_text
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.runner.memory import step_peak_bytes
@@ -60,17 +60,17 @@ def plan_memory(
     if asked is not None:
         if left < 0:
             raise OutOfMemoryError(
-                f"--kv-cache-memory-bytes {asked} and {fixed} bytes of weights and states "
-                f"are more than the {limit} bytes of this device"
+                f"--kv-cache-memory-bytes {asked} and {size_text(fixed)} of weights and states "
+                f"are more than the {size_text(limit)} of this device"
             )
         return MemorySizes(num_state_slots, int(asked))
     block_bytes = config.block_size * sum(s.bytes_per_token for s in specs)
     if left < block_bytes:
         fewer = "--max-num-seqs or " if num_state_slots else ""
         raise OutOfMemoryError(
-            f"{model.name} does not fit: {fixed} bytes of weights and states and {peak} "
-            f"of a step leave nothing for K and V of the {usable} that may be "
-            f"used (--gpu-memory-utilization {fraction:g} of {limit}); lower "
+            f"{model.name} does not fit: {size_text(fixed)} of weights and states and "
+            f"{size_text(peak)} of a step leave nothing for K and V of the {size_text(usable)} "
+            f"that may be used (--gpu-memory-utilization {fraction:g} of {size_text(limit)}); lower "
             f"{fewer}--max-num-batched-tokens or raise --gpu-memory-utilization"
         )
     # No more can be owned: every seat at full length, and vLLM's null block.
