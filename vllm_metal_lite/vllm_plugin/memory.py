@@ -70,8 +70,8 @@ def plan_memory(
         raise OutOfMemoryError(
             f"{model.name} does not fit: {size_text(fixed)} of weights and states and "
             f"{size_text(peak)} of a step leave nothing for K and V of the {size_text(usable)} "
-            f"that may be used (--gpu-memory-utilization {fraction:g} of {size_text(limit)}); lower "
-            f"{fewer}--max-num-batched-tokens or raise --gpu-memory-utilization"
+            f"that may be used (--gpu-memory-utilization {fraction:g} of {size_text(limit)}); "
+            f"lower {fewer}--max-num-batched-tokens or raise --gpu-memory-utilization"
         )
     # No more can be owned: every seat at full length, and vLLM's null block.
     most = seats * -(-max_model_len // config.block_size) + 1
