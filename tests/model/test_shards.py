@@ -110,11 +110,11 @@ class Ranks(RankGroup):
 
 @pytest.mark.parametrize(("name", "size", "changes", "reason"), [
     ("gemma2", 2, {}, "gemma2 cannot be shared by 2 ranks: mlx-lm cannot shard this architecture"),
-    ("llama", 3, {}, "n_heads of model.layers.2.self_attn is 4, no multiple of 3"),
-    ("llama", 4, {}, "n_kv_heads of model.layers.2.self_attn is 2, no multiple of 4"),
-    ("llama", 2, {"intermediate_size": 97}, "mlp.up_proj has 97 outputs, no multiple of 2"),
+    ("llama", 3, {}, "n_heads of model.layers.2.self_attn is 4, not a multiple of 3"),
+    ("llama", 4, {}, "n_kv_heads of model.layers.2.self_attn is 2, not a multiple of 4"),
+    ("llama", 2, {"intermediate_size": 97}, "mlp.up_proj has 97 outputs, not a multiple of 2"),
     ("llama/q4", 2, {"intermediate_size": 96},
-     "the quantised inputs of model.layers.2.mlp.down_proj are 3 groups of 32, no multiple of 2"),
+     "inputs of model.layers.2.mlp.down_proj are 3 groups of 32, not a multiple of 2"),
 ])  # fmt: skip
 def test_what_does_not_divide_is_refused_by_name_and_number(name, size, changes, reason):
     config = config_of(name, **changes)

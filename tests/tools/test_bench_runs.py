@@ -2,11 +2,14 @@
 
 import argparse
 import json
+import re
+import sys
 
 import pytest
 
 from tests.support.models import tiny_models as tiny
 from tools.bench import serving as bench_serving
+from tools.bench import speculation
 from tools.bench.lib.engines import Run
 from tools.bench.lib.loads import Load, Wave
 from tools.bench.lib.trust import trusted
@@ -44,3 +47,10 @@ def test_a_trusted_engine_uses_every_kernel_for_all_rows(monkeypatch):
         fusion = decide.decide(model.packed, KernelAttention(store, verdict.prefill, ()))
     assert not verdict.failures
     assert fusion.skinny_rows == range(1, 65)
+
+
+def test_drafts_of_an_edited_text_are_accepted(monkeypatch, capsys):
+    how = "--tiny --only edit --requests 1 --runs 1"
+    monkeypatch.setattr(sys, "argv", ["speculation.py", *how.split()])
+    speculation.main()
+    assert int(re.search(r"(\d+) of \d+ \|$", capsys.readouterr().out.rstrip())[1]) > 0

@@ -49,7 +49,8 @@ def test_a_silent_rank_is_named_by_all_others(ranks):
     made, heard = ranks
     made[1]._leaving.set()  # its thread ends, its watchdog does not know
     eventually(lambda: heard[0] and heard[2])
-    silent = "rank 1 of 3 has been silent for 6 s: it has ended or hangs, or its host is away"
+    silent = "rank 1 of 3 has been silent for 6 s: "
+    silent += "it has ended or hangs, or its host is unreachable"
     assert heard == [[silent], [], [silent]]
 
 

@@ -228,7 +228,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--chat", action="store_true")
-    parser.add_argument("--systems", default="ours,mlx-lm", help="in this order; and vllm")
+    systems = ("ours", "mlx-lm", "vllm")
+    parser.add_argument("--systems", nargs="+", choices=systems, default=list(systems[:2]))
     parser.add_argument("--vllm", metavar="FILE", help="vLLM's command, with our plugin installed")
     parser.add_argument("--sessions", type=int, default=16, help="of agents")
     parser.add_argument("--turns", type=int, default=12, help="of a session")
@@ -238,6 +239,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="a file for the numbers")
     parser.add_argument("--seconds", type=float, default=200, help="the most of a run")
     args = parser.parse_args()
+    if "vllm" in args.systems and not args.vllm:
+        parser.error("--systems vllm needs --vllm")
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_model(args.model, Path(scratch) / "model", args.bits)
         bench = Bench(args, folder, Path(scratch))
@@ -254,7 +257,7 @@ def main() -> int:
             "mlx-lm": (mlx_lm(folder, *theirs.split()), str(folder)),
             "vllm": ([args.vllm, "serve", str(folder), "--port", "PORT", *flags], "m"),
         }
-        for system in args.systems.split(","):
+        for system in args.systems:
             say(f"{system} starts")
             try:
                 bench.run(system, *commands[system])

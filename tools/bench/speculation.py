@@ -56,13 +56,16 @@ class Prepared:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def __call__(self, attention: Any, logits_indices: Any, fusion: Any) -> mx.array:
-        logits = self._model(attention, logits_indices, fusion)
+    def __call__(
+        self, attention: Any, logits_indices: Any, fusion: Any
+    ) -> tuple[mx.array, mx.array | None]:
+        logits, hidden = self._model(attention, logits_indices, fusion)
         positions = attention.step.positions
         rows = positions if logits_indices is None else positions[logits_indices]
         said = self.tokens[mx.minimum(rows + 1, len(self.tokens) - 1)][:, None]
         quiet = logits * 1e-6  # the head's work stays
-        return mx.put_along_axis(quiet, said, mx.full(said.shape, 100.0, quiet.dtype), axis=1)
+        loud = mx.full(said.shape, 100.0, quiet.dtype)
+        return mx.put_along_axis(quiet, said, loud, axis=1), hidden
 
 
 def texts(kind: str, length: int, model: LoadedModel) -> tuple[list[int], list[int]]:

@@ -213,6 +213,8 @@ def main() -> int:
     if backend.is_cpu():
         raise MetalLiteError("constants are measured on a GPU, and MLX sees none")
     print(f"{backend.describe()}, MLX {backend.mlx_version()}")
+    if args.kernel and not REGISTRY[args.kernel].constants:
+        parser.error(f"{args.kernel} has no constants")
     of_kernel = (args.kernel, *REGISTRY[args.kernel].constants) if args.kernel else ()
     wanted = args.names or [n for n in CONSTANTS if not of_kernel or n.split(":")[0] in of_kernel]
     for name in wanted:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Part: (file patterns, limit, target), in lines.  Limits only go down until they meet the targets.
+# Part: (file patterns, limit), in lines.
 BUDGET = {
-    "vllm_metal_lite": (("vllm_metal_lite/**/*.py",), 36_590, 35_800),
-    "metal": (("metal/*.metal", "metal/*.h", "metal/cuda/*.*"), 4_740, 5_600),
-    "metal/host": (tuple(f"metal/host/**/*.{end}" for end in ("py", "h", "cpp")), 4_140, 4_500),
-    "tools": (("tools/**/*.py", "tools/*", "tools/dev/*.sh"), 6_390, 6_500),
-    "tests": (("tests/**/*.py",), 44_600, 42_400),
-    "docs": (("docs/*.md",), 3_300, 3_290),
+    "vllm_metal_lite": (("vllm_metal_lite/**/*.py",), 36_560),
+    "metal": (("metal/*.metal", "metal/*.h", "metal/cuda/*.*"), 4_740),
+    "metal/host": (tuple(f"metal/host/**/*.{end}" for end in ("py", "h", "cpp")), 4_140),
+    "tools": (("tools/**/*.py", "tools/*", "tools/dev/*.sh"), 6_120),
+    "tests": (("tests/**/*.py",), 44_550),
+    "docs": (("docs/*.md",), 3_280),
 }
 
 
@@ -29,10 +29,10 @@ def lines(patterns: tuple[str, ...]) -> int:
 
 def main() -> int:
     over = []
-    print(f"{'lines of':16}{'now':>8}{'limit':>8}{'target':>8}")
-    for room, (patterns, limit, target) in BUDGET.items():
+    print(f"{'lines of':16}{'now':>8}{'limit':>8}")
+    for room, (patterns, limit) in BUDGET.items():
         count = lines(patterns)
-        print(f"{room:16}{count:8,}{limit:8,}{target:8,}")
+        print(f"{room:16}{count:8,}{limit:8,}")
         if count > limit:
             over.append(f"{room} has {count:,} lines, {count - limit:,} more than its limit")
     for line in over:

@@ -16,7 +16,7 @@ from vllm_metal_lite.fusion.layers import fuse_layers
 from vllm_metal_lite.fusion.norms import fold_norm_weights
 from vllm_metal_lite.fusion.rules import functions_by_rule
 from vllm_metal_lite.fusion.selectors import Selector, selectors_of, uncompiled
-from vllm_metal_lite.kernels.experts import MAX_ROWS
+from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
 from vllm_metal_lite.kernels.registry import unused_kernels
 from vllm_metal_lite.model.experts import served_experts
 from vllm_metal_lite.model.packed import Fusion
@@ -106,6 +106,6 @@ def fuse(model: nn.Module, *, joins: bool) -> FusedLaunches:
 def _count(rows: range) -> str:
     if rows == range(1, 2):
         return "one row"
-    if rows.stop > MAX_ROWS:
+    if rows.stop > EXPERT_ROWS:
         return "all rows" if rows[0] == 1 else f"{rows[0]} rows and more"
     return f"{rows[0]} rows" if len(rows) == 1 else f"{rows[0]} to {rows[-1]} rows"

@@ -1,7 +1,7 @@
 """Origins and rules of products by `skinny_gemm`, with the operations around them.
 
 y = norm(x)                  Normed: the next product may compute the norm
-y = q_proj(y)                Multiplied (linear.py); of joined projections, Columns of one
+y = q_proj(y)                Multiplied (layers.py); of joined projections, Columns of one
 h = x + o_proj(y)            Sum: the next norm asks the product to add, or `add_rms_norm`
 y = silu(gate) * up          the product that made both applies the gate
 """

@@ -62,9 +62,7 @@ def _download(name: str) -> Path:
         except ModelLoadError as problem:
             text = f"{problem}, and the Hugging Face Hub cannot be reached ({why})"
         if isinstance(e, errors.GatedRepoError):
-            text = (
-                f"{shown}: access to this model must be asked for on its page, then `hf auth login`"
-            )
+            text = f"{shown}: request access to this model on its page, then run `hf auth login`"
         elif isinstance(e, errors.RepositoryNotFoundError):
             text = f"{shown}: there is no such model on the Hugging Face Hub"
         elif isinstance(e, OSError) and e.errno:  # such as a full disk

@@ -262,7 +262,7 @@ def _not_quantisable(specs: list[LayerSpec]) -> str | None:
             return f"layer {layer} keeps {spec.dtype}"
         for dim in (spec.k_head_dim, spec.v_head_dim):
             if dim % 8:
-                return f"layer {layer} keeps heads of {dim} values, which is no multiple of 8"
+                return f"layer {layer} keeps heads of {dim} values, which is not a multiple of 8"
     return None
 
 

@@ -63,26 +63,26 @@ def _undivided_heads(model: nn.Module, model_type: str, size: int) -> str | None
                 continue
             if name in _KV_HEADS and model_type in _REPEATS_KV_HEADS and size % count == 0:
                 continue
-            return f"{name} of {path} is {count}, no multiple of {size}"
+            return f"{name} of {path} is {count}, not a multiple of {size}"
     return None
 
 
 def _undivided_weight(model: nn.Module, size: int) -> str | None:
-    """The first weight whose sharded axis is no multiple of `size`."""
+    """The first weight whose sharded axis is not a multiple of `size`."""
     for path, module in model.named_modules():
         name = path.rpartition(".")[2]
         if "weight" not in module:
             continue
         if name in _BY_OUTPUT and (count := module["weight"].shape[-2]) % size:
-            return f"{path} has {count} outputs, no multiple of {size}"
+            return f"{path} has {count} outputs, not a multiple of {size}"
         if name not in _BY_INPUT:
             continue
         if "scales" not in module and (count := module["weight"].shape[-1]) % size:
-            return f"{path} has {count} inputs, no multiple of {size}"
+            return f"{path} has {count} inputs, not a multiple of {size}"
         if "scales" in module and (count := module["scales"].shape[-1]) % size:
             return (
                 f"the quantised inputs of {path} are {count} groups of {module.group_size}, "
-                f"no multiple of {size}"
+                f"not a multiple of {size}"
             )
     return None
 

@@ -103,7 +103,7 @@ def _no_chain(model: nn.Module, layers: list[nn.Module]) -> str | None:
         return "its layers do not run once each, in order"
     for i, (_, x, y) in enumerate(calls):
         if i and x is not calls[i - 1][2]:
-            return f"layer {i} gets something else than layer {i - 1} returns"
+            return f"layer {i} gets something other than what layer {i - 1} returns"
         if not isinstance(y, mx.array) or (y.shape, y.dtype) != (x.shape, x.dtype):
-            return f"layer {i} returns something else than hidden states like its own"
+            return f"layer {i} returns something other than hidden states like its own"
     return None

@@ -71,5 +71,5 @@ class Heartbeat:
                 if missed[rank] == MISSED:
                     return self._lost(
                         f"{self._names[rank]} has been silent for {MISSED} s: it has ended or "
-                        "hangs, or its host is away"
+                        "hangs, or its host is unreachable"
                     )

@@ -103,11 +103,11 @@ def _refuse_pooling(model: Any, parallel: Any) -> None:
     """Allow only embeddings by a decoder, of the last token or the mean, on one device."""
     option = "--runner" if model.runner != "auto" else "a model for"
     if model.convert_type != "embed" or model.attn_type == "encoder_only":
-        _refuse(option, model.runner_type, "except for embeddings by a decoder")
+        _refuse(option, model.runner_type, "only embeddings by a decoder are supported")
     if (kind := model.pooler_config.seq_pooling_type) not in ("LAST", "MEAN"):
-        _refuse(option, model.runner_type, f"of type {kind}: take LAST or MEAN")
+        _refuse(option, model.runner_type, f"its pooling type is {kind}; use LAST or MEAN")
     if parallel.world_size > 1:
-        _refuse(option, model.runner_type, "on several devices")
+        _refuse(option, model.runner_type, "pooling runs on one device")
 
 
 def _refuse(option: str, value: Any, hint: str | None = None) -> None:

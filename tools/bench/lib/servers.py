@@ -118,8 +118,9 @@ class Memory(threading.Thread):
 
     def run(self) -> None:
         while not self._ended.wait(1):
-            self.peak_gb()
+            self._peak = max(self._peak, memory_gb(self._pid))
 
     def peak_gb(self) -> float:
-        self._peak = max(self._peak, memory_gb(self._pid))
-        return self._peak
+        """The peak since the last call."""
+        peak, self._peak = max(self._peak, memory_gb(self._pid)), 0.0
+        return peak
