@@ -1,4 +1,7 @@
-"""Runs an mlx-lm model on packed steps: builds its caches and selects the rows for its head."""
+"""Runs an mlx-lm model on packed steps: builds its caches and selects the rows for its head.
+
+While the model's code runs, the hooks of seam/hooks.py hand its attention to the caches.
+"""
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
