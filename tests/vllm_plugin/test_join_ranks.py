@@ -232,6 +232,16 @@ def test_a_rank_alone_on_its_host_sees_one_gpu(monkeypatch):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4"
 
 
+def test_a_bad_hostfile_of_rank_0_is_told_to_the_others(monkeypatch, tmp_path):
+    (tmp_path / "hosts.json").write_text("{}")
+    monkeypatch.setenv("METAL_LITE_HOSTFILE", str(tmp_path / "hosts.json"))
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    for rank, error in ((0, ConfigError), (1, RankError)):
+        with pytest.raises(error, match=r"hosts\.json"):
+            join_ranks._links_of_rank_0(store, rank, 2)
+
+
 def test_an_address_of_another_host_in_the_hostfile():
     with pytest.raises(ConfigError, match=r"rank 1 on .* has no address 203.0.113.1: the hosts"):
         join_ranks._reserve(1, ["127.0.0.1", "203.0.113.1"])

@@ -142,9 +142,14 @@ def _wait_for(host: str, port: int, limit: float) -> None:
 
 
 def _links_of_rank_0(tcp_store: dist.Store, rank: int, size: int) -> Links:
-    """The links as rank 0 describes them.  Raises ConfigError if the numbers of ranks differ."""
+    """The links as rank 0 describes them.  Raises ConfigError if the numbers of ranks differ, and
+    RankError if rank 0 has no links."""
     if rank == 0:
-        links = make_links(size, envs.hostfile())
+        try:
+            links = make_links(size, envs.hostfile())
+        except ConfigError as e:
+            tcp_store.set("metal_lite/links", json.dumps([size, one_line(e)]))
+            raise
         tcp_store.set("metal_lite/links", json.dumps([size, links]))
         return links
     size_of_0, links = json.loads(_get(tcp_store, "metal_lite/links", 0, size))
@@ -153,6 +158,8 @@ def _links_of_rank_0(tcp_store: dist.Store, rank: int, size: int) -> Links:
             f"rank {rank} is one of {size} ranks, rank 0 is one of {size_of_0}: all hosts need the "
             "same --tensor-parallel-size or --pipeline-parallel-size"
         )
+    if isinstance(links, str):
+        raise RankError(f"another rank cannot start: {links}")
     return Links(*links)
 
 
