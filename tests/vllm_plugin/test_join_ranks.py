@@ -237,9 +237,10 @@ def test_a_bad_hostfile_of_rank_0_is_told_to_the_others(monkeypatch, tmp_path):
     monkeypatch.setenv("METAL_LITE_HOSTFILE", str(tmp_path / "hosts.json"))
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=5))
+    monkeypatch.setattr(join_ranks, "_store_of_host", lambda *_: store)
     for rank, error in ((0, ConfigError), (1, RankError)):
         with pytest.raises(error, match=r"hosts\.json"):
-            join_ranks._links_of_rank_0(store, rank, 2)
+            join_ranks.join_workers(rank, parallel(world_size=2), "", lambda why: None)
 
 
 def test_an_address_of_another_host_in_the_hostfile():

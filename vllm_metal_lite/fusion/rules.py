@@ -26,7 +26,7 @@ from vllm_metal_lite.recurrence.columns import ColumnsOf
 # Every other origin, or none.
 ANY = object
 
-# (operation, origin): the rule.  Above the rules: the launches that they are for.
+# The rule of each (operation, origin).  The comment above a group names its launches.
 RULES: dict[tuple[str, type], Function] = {
     # From a product to attention: `rope_write`, `paged_decode`, `latent_write`
     ("reshape", ANY): heads.into_heads,

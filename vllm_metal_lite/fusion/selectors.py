@@ -27,8 +27,8 @@ def selectors_of(model: nn.Module) -> tuple[Selector, ...]:
 
 
 def uncompiled(original: Any) -> Function:
-    """The function run uncompiled, because compiled code has no origins.  If it then chooses no
-    experts, it is run compiled."""
+    """A function that runs `original` uncompiled, because compiled code has no origins.  If this
+    chooses no experts, `original` runs as it is."""
     code, names, defaults = original.__code__, original.__globals__, original.__defaults__
     plain = FunctionType(code, names, original.__name__, defaults, original.__closure__)
     plain.__kwdefaults__ = original.__kwdefaults__

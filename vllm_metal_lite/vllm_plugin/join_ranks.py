@@ -55,8 +55,8 @@ def join_workers(
         address = get_ip() if several_hosts else get_loopback_ip()
         reserved = _reserve(rank, links.ips[rank] or [address])
     except ConfigError as e:  # tell all ranks: this rank's number may be wrong
-        for other in range(1, size):
-            tcp_store.set(f"metal_lite/{other}", json.dumps(one_line(e)))
+        for key in ("links", *range(1, size)):
+            tcp_store.set(f"metal_lite/{key}", json.dumps(one_line(e)))
         raise
     name = f"rank {rank} of {size} (pid {os.getpid()} on {socket.gethostname()})"
     where = ["{}:{}".format(*s.getsockname()[:2]) for s in reserved]
@@ -101,7 +101,7 @@ def _store_of_host(rank: int, size: int, init_method: str) -> dist.TCPStore:
     """The store of one host's ranks, which rank 0 keeps.  vLLM's own store has its port."""
     found, *_ = next(iter(dist.rendezvous(init_method, rank, size)))
     found.set_timeout(timedelta(seconds=START))
-    port = 0 if rank == 0 else int(_get(found, "metal_lite/port", 0, size))
+    port = 0 if rank == 0 else _read(found, "metal_lite/port", 0, size)
     tcp_store = _tcp_store(rank, size, get_loopback_ip(), port, START)
     if rank == 0:
         found.set("metal_lite/port", str(tcp_store.port))
@@ -142,24 +142,17 @@ def _wait_for(host: str, port: int, limit: float) -> None:
 
 
 def _links_of_rank_0(tcp_store: dist.Store, rank: int, size: int) -> Links:
-    """The links as rank 0 describes them.  Raises ConfigError if the numbers of ranks differ, and
-    RankError if rank 0 has no links."""
+    """The links as rank 0 describes them.  Raises ConfigError if the numbers of ranks differ."""
     if rank == 0:
-        try:
-            links = make_links(size, envs.hostfile())
-        except ConfigError as e:
-            tcp_store.set("metal_lite/links", json.dumps([size, one_line(e)]))
-            raise
+        links = make_links(size, envs.hostfile())
         tcp_store.set("metal_lite/links", json.dumps([size, links]))
         return links
-    size_of_0, links = json.loads(_get(tcp_store, "metal_lite/links", 0, size))
+    size_of_0, links = _read(tcp_store, "metal_lite/links", 0, size)
     if size != size_of_0:
         raise ConfigError(
             f"rank {rank} is one of {size} ranks, rank 0 is one of {size_of_0}: all hosts need the "
             "same --tensor-parallel-size or --pipeline-parallel-size"
         )
-    if isinstance(links, str):
-        raise RankError(f"another rank cannot start: {links}")
     return Links(*links)
 
 
@@ -180,20 +173,21 @@ def _reserve(rank: int, ips: Sequence[str]) -> list[socket.socket]:
 def _exchange(tcp_store: dist.Store, rank: int, size: int, value: Any) -> list[Any]:
     """The values of all ranks, by rank, as JSON has them; RankError if one has failed."""
     tcp_store.set(f"metal_lite/{rank}", json.dumps(value))
-    values = [json.loads(_get(tcp_store, f"metal_lite/{r}", r, size)) for r in range(size)]
-    if failed := [value for value in values if isinstance(value, str)]:
-        raise RankError(f"another rank cannot start: {failed[0]}")
-    return values
+    return [_read(tcp_store, f"metal_lite/{r}", r, size) for r in range(size)]
 
 
-def _get(tcp_store: dist.Store, key: str, other: int, size: int) -> bytes:
+def _read(tcp_store: dist.Store, key: str, other: int, size: int) -> Any:
+    """A value of another rank.  RankError if there is none, or if a rank wrote why it failed."""
     try:
-        return bytes(tcp_store.get(key))
+        value = json.loads(tcp_store.get(key))
     except Exception as e:  # torch has a type for each store
         limit = tcp_store.timeout.total_seconds()
         raise RankError(
             f"rank {other} of {size} has not started (limit: {limit:.0f} s): {one_line(e)}"
         ) from e
+    if isinstance(value, str):
+        raise RankError(f"another rank cannot start: {value}")
+    return value
 
 
 def _join_queues(tcp_store: dist.Store, rank: int, parallel: ParallelConfig) -> None:
