@@ -1,23 +1,28 @@
-"""Write the rows of kernels/registry.py as a table into docs/kernels.md.
+"""Write the kernels of kernels/registry.py as a table into docs/kernels.md.
 
 python -m tools.dev.kernels_table
 """
 
+import re
 from pathlib import Path
 
 from vllm_metal_lite.kernels.registry import REGISTRY, KernelRow
+from vllm_metal_lite.kernels.source import FOLDER
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
-HEAD = "| kernel | what replaces it | not used without | numbers in `devices.py` |"
+HEAD = "| kernel | what it does | what replaces it | not used without |"
 
 
-def names(values: tuple[str, ...]) -> str:
-    return ", ".join(f"`{value}`" for value in values)
+def role(name: str) -> str:
+    """The first clause of the header of metal/NAME.metal, without what is in brackets."""
+    text = (FOLDER / f"{name}.metal").read_text(encoding="utf-8").removeprefix(f"// {name}: ")
+    return re.split(r"[,;.:]\s", re.sub(r" \(.*?\)", "", text.replace("\n// ", " ")))[0]
 
 
 def line(row: KernelRow) -> str:
-    use = f" (a use of `{row.base}`)" if row.base else ""
-    return f"| `{row.name}`{use} | {row.fallback} | {names(row.needs)} | {names(row.constants)} |"
+    what = f"a use of `{row.base}`" if row.base else role(row.name)
+    needs = ", ".join(f"`{name}`" for name in row.needs)
+    return f"| `{row.name}` | {what} | {row.fallback} | {needs} |"
 
 
 def table() -> str:
