@@ -41,13 +41,15 @@ def buffer_of(
     must_fill: bool = False,
     misaligned: int = 0,
 ) -> Buffer:
-    """The memory of `data`, which must live until the kernel has run, and what may be done with it.
+    """The memory of `data`, which lives as long as the buffer, and what may be done with it.
 
     misaligned: bytes past a boundary of 16 at which it would lie on a GPU.  All but the address
     matters to the checker only.
     """
     size, item, permits = data.nbytes, data.itemsize, (writable, initialised)
-    return Buffer(data.ctypes.data, size, name.encode(), *permits, item, must_fill, misaligned)
+    buffer = Buffer(data.ctypes.data, size, name.encode(), *permits, item, must_fill, misaligned)
+    buffer.data = data
+    return buffer
 
 
 class _Launch(ctypes.Structure):
