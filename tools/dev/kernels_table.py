@@ -6,11 +6,11 @@ python -m tools.dev.kernels_table
 import re
 from pathlib import Path
 
-from vllm_metal_lite.kernels.registry import REGISTRY, KernelRow
+from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.kernels.source import FOLDER
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
-HEAD = "| kernel | what it does | what replaces it | not used without |"
+HEAD = "| kernel | what it does | fallback | not used without |\n| --- | --- | --- | --- |\n"
 
 
 def role(name: str) -> str:
@@ -19,14 +19,13 @@ def role(name: str) -> str:
     return re.split(r"[,;.:]\s", re.sub(r" \(.*?\)", "", text.replace("\n// ", " ")))[0]
 
 
-def line(row: KernelRow) -> str:
-    what = f"a use of `{row.base}`" if row.base else role(row.name)
-    needs = ", ".join(f"`{name}`" for name in row.needs)
-    return f"| `{row.name}` | {what} | {row.fallback} | {needs} |"
-
-
 def table() -> str:
-    return "\n".join([HEAD, "| --- | --- | --- | --- |", *map(line, REGISTRY.values())]) + "\n"
+    text = HEAD
+    for row in REGISTRY.values():
+        what = f"a use of `{row.base}`" if row.base else role(row.name)
+        needs = ", ".join(f"`{name}`" for name in row.needs)
+        text += f"| `{row.name}` | {what} | {row.fallback} | {needs} |\n"
+    return text
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from metal.host.mlx_source import INCLUDE, PRELUDE
 from tests.support.kernels.production_shapes import all_texts
 from tests.support.kernels.serving_session import MODELS, WAYS, Session, count
 
-ROOT = Path(__file__).resolve().parents[2]
+FOLDER = Path(__file__).resolve().parents[2] / "build" / "metal_texts"
 
 
 def print_counts() -> None:
@@ -31,7 +31,7 @@ def print_counts() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "build" / "metal_texts")
+    parser.add_argument("folder", type=Path, nargs="?", default=FOLDER)
     parser.add_argument("--count", action="store_true", help="count the texts of sessions")
     parser.add_argument("--include", action="store_true", help="print the folder of MLX's headers")
     args = parser.parse_args()
