@@ -92,9 +92,7 @@ class HostKernel:
             stem, _, suffix = name.rpartition("_")
             if name in results:
                 data = memory.elements(results[name])
-                fresh = init_value is None
-                whole = fresh and name not in options.partial_outputs
-                settings = {"writable": True, "initialised": not fresh, "must_fill": whole}
+                settings = {"writable": True, "initialised": init_value is not None}
             elif name in named:
                 data = memory.elements(named[name])
                 settings = {"writable": name in options.writable_inputs}

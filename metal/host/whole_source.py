@@ -59,7 +59,6 @@ def run_metal(
             data,
             writable=array and (outputs is None or output),
             initialised=not output,
-            must_fill=output and parameter.name not in options.partial_outputs,
         )
     library.run(
         grid_threads,
