@@ -30,7 +30,7 @@
 #include "rms_norm.h"
 #include "words.h"
 
-// 1 / sqrt(mean + eps) of a row of DIM elements, of which this thread's squares add up to `square`.
+// 1 / sqrt(mean + eps) of a row of DIM elements; `square`: the sum of this thread's squares.
 template <int DIM, int SIMDGROUPS>
 METAL_FUNC float inverse_rms_of(float square, float eps, threadgroup float* squares, int simdgroup,
                                 int lane) {

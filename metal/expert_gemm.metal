@@ -1,5 +1,5 @@
-// expert_gemm: for pairs (row, choice), sorted by expert, the product of the row with its expert's
-// weight, whose cost is reading each used expert once; and gate, up and the activation in one launch.
+// expert_gemm: products of rows with the experts that they chose, for pairs (row, choice) sorted by
+// expert.  The cost is reading each used expert once.  Gate, up and the activation are one launch.
 //
 //   x          (rows, DEPTH) of T          pair p has row p / SHARE; DEPTH a multiple of 32
 //   indices    (pairs,)                    the expert of each pair

@@ -1,4 +1,4 @@
-// kv_gather: copy rows of the paged store, in any order, into contiguous K and V for MLX's SDPA.
+// kv_gather: copies rows of the paged store into contiguous K and V for MLX's SDPA, in any order.
 //
 //   keys, values  (slots, KV_HEADS, DIM)   the store; a head has K_WORDS and V_WORDS words
 //   kv_slots      (N,) int32               the slot of each key wanted; every one must be valid

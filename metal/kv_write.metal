@@ -1,4 +1,4 @@
-// kv_write: put the K and V rows of one step into their slots of the paged store, in place.
+// kv_write: puts the K and V rows of a step into their slots of the paged store, in place.
 //
 //   k, v          (N, KV_HEADS, DIM)       this step's rows, packed
 //   slot_mapping  (N,) int32               slot = block * block_size + offset; negative: skip the row

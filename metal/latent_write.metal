@@ -1,5 +1,5 @@
-// latent_write: a layer's latents normalised, its rotary keys and the rotary parts of its queries turned,
-// and latents and rotary keys put into their slots of the paged store, in one launch.
+// latent_write: normalises latents and turns rotary parts and puts latents and rotary keys into their
+// slots, in one launch.  The rotary parts are those of a layer's keys and queries.
 //
 //   q             (N, Q_WIDTH) of T        this step's rows: the rotary part of head h are the ROPE
 //                                          columns from Q_START + h * Q_STRIDE on

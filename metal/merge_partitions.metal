@@ -1,4 +1,4 @@
-// merge_partitions: add up the splits of a context, as paged_decode or latent_attention leaves them.
+// merge_partitions: adds up the splits of a context, as paged_decode or latent_attention leaves them.
 //
 //   partial  (rows, splits, V_DIM) float32   attention over each split, normalised in itself
 //   lse      (rows, splits) float32          log2 of its sum of exponentials; LOWEST = it saw no key

@@ -21,7 +21,7 @@
 // sine does not reduce.
 #include "rms_norm.h"
 
-// Where the two elements of pair i lie in a head of which `rotated` pairs turn.
+// Where the two elements of pair i lie in a head; `rotated`: the pairs that turn.
 METAL_FUNC int first_of_pair(int i, int rotated, bool traditional) {
   return traditional || i >= rotated ? 2 * i : i;
 }

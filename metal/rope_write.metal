@@ -1,5 +1,5 @@
-// rope_write: a layer's queries and keys normalised and rotated, keys and values put into their
-// slots of the paged store, in one launch.
+// rope_write: normalises and turns heads and puts K and V into their slots of the paged store, in one
+// launch.  The heads are those of a layer's queries and keys.
 //
 //   q, k, v       (N, WIDTH) of T          this step's rows: heads side by side, from column START on;
 //                                          one array may be all three (a joined projection)

@@ -36,80 +36,81 @@ METAL_FUNC int matrix_row(int lane) { return lane / 4; }
 METAL_FUNC int matrix_col(int lane) { return lane % 4 * 2; }
 METAL_FUNC int matrix_lane(int row, int col) { return row * 4 + col / 2; }
 
-// For matrix.h, of 16-bit types.  The tensor cores take 16 rows of the left side, of which the lower 8
-// are zeros here.  They take the right side by columns: a lane holds elements (lane % 4 * 2, lane / 4) and
-// the one below it.  `ldmatrix` loads four matrices at once; each lane names the address of one row.
-// Without .trans, rows in memory become columns.
-#define METAL_LOAD_FOUR(TRANS)                                                                     \
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4" TRANS ".shared.b16 {%0, %1, %2, %3}, [%4];"         \
-               : "=r"(cols[0]), "=r"(cols[1]), "=r"(cols[2]), "=r"(cols[3])                        \
-               : "r"(at))
-#define METAL_MULTIPLY_EACH(T, TYPE)                                                               \
-  template <int COUNT, int NEXT, int STRIDE, bool TRANSPOSED>                                      \
-  METAL_FUNC void multiply_each(metal::simdgroup_matrix<float, 8, 8>* sums,                        \
-                                metal::simdgroup_matrix<T, 8, 8>& left, const T* from, int, int) { \
-    const int lane = threadIdx.x % 32;                                                             \
-    uint rows;                                                                                     \
-    memcpy(&rows, left.elements, 4);                                                               \
-    _Pragma("unroll") for (int i = 0; i < COUNT; i += 4) {                                         \
-      uint cols[4];                                                                                \
-      const int of = metal::min(i + lane / 8, COUNT - 1);                                          \
-      const uint at = uint(__cvta_generic_to_shared(from + of * NEXT + lane % 8 * STRIDE));        \
-      if (TRANSPOSED) {                                                                            \
-        METAL_LOAD_FOUR("");                                                                       \
-      } else {                                                                                     \
-        METAL_LOAD_FOUR(".trans");                                                                 \
-      }                                                                                            \
-      _Pragma("unroll") for (int n = i; n < metal::min(i + 4, COUNT); n++) {                       \
-        float none0 = 0.0f, none1 = 0.0f;                                                          \
-        asm("mma.sync.aligned.m16n8k8.row.col.f32." TYPE "." TYPE                                  \
-            ".f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"                             \
-            : "+f"(sums[n].elements[0]), "+f"(sums[n].elements[1]), "+f"(none0), "+f"(none1)       \
-            : "r"(rows), "r"(0), "r"(cols[n - i]));                                                \
-      }                                                                                            \
-    }                                                                                              \
+// For matrix.h, of 16-bit types.  `ldmatrix` loads four matrices at once; each lane names the address of
+// one row.  Without .trans, rows in memory become columns, which the tensor cores want of the right side:
+// a lane holds elements (lane % 4 * 2, lane / 4) and the one below it.
+template <bool TRANSPOSED>
+METAL_FUNC void load_four(uint* cols, uint at) {
+  if (TRANSPOSED) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(cols[0]), "=r"(cols[1]), "=r"(cols[2]), "=r"(cols[3])
+                 : "r"(at));
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(cols[0]), "=r"(cols[1]), "=r"(cols[2]), "=r"(cols[3])
+                 : "r"(at));
   }
-METAL_MULTIPLY_EACH(float16_t, "f16")
-METAL_MULTIPLY_EACH(bfloat16_t, "bf16")
-#undef METAL_MULTIPLY_EACH
+}
 
-// Two left sides of 8 rows are one of 16.
-#define METAL_MULTIPLY_BLOCKS(T, TYPE)                                                             \
-  template <int BLOCKS, int COUNT, int NEXT, int STRIDE, bool TRANSPOSED>                          \
-  METAL_FUNC void multiply_blocks(metal::simdgroup_matrix<float, 8, 8>* sums,                      \
-                                  metal::simdgroup_matrix<T, 8, 8>* left, int used, const T* from, \
-                                  int, int) {                                                      \
-    static_assert(BLOCKS % 2 == 0, "multiply_blocks: blocks come in pairs");                       \
-    const int lane = threadIdx.x % 32;                                                             \
-    uint rows[BLOCKS];                                                                             \
-    _Pragma("unroll") for (int b = 0; b < BLOCKS; b++) memcpy(&rows[b], left[b].elements, 4);      \
-    _Pragma("unroll") for (int i = 0; i < COUNT; i += 4) {                                         \
-      uint cols[4];                                                                                \
-      const int of = metal::min(i + lane / 8, COUNT - 1);                                          \
-      const uint at = uint(__cvta_generic_to_shared(from + of * NEXT + lane % 8 * STRIDE));        \
-      if (TRANSPOSED) {                                                                            \
-        METAL_LOAD_FOUR("");                                                                       \
-      } else {                                                                                     \
-        METAL_LOAD_FOUR(".trans");                                                                 \
-      }                                                                                            \
-      _Pragma("unroll") for (int n = i; n < metal::min(i + 4, COUNT); n++) {                       \
-        _Pragma("unroll") for (int b = 0; b < BLOCKS; b += 2) {                                    \
-          if (b < used) {                                                                          \
-            float* upper = sums[b * COUNT + n].elements;                                           \
-            float* lower = sums[(b + 1) * COUNT + n].elements;                                     \
-            asm("mma.sync.aligned.m16n8k8.row.col.f32." TYPE "." TYPE                              \
-                ".f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"                         \
-                : "+f"(upper[0]), "+f"(upper[1]), "+f"(lower[0]), "+f"(lower[1])                   \
-                : "r"(rows[b]), "r"(rows[b + 1]), "r"(cols[n - i]));                               \
-          }                                                                                        \
-        }                                                                                          \
-      }                                                                                            \
-    }                                                                                              \
+// The tensor cores take 16 rows of the left side: two matrices of `left`, or one and zeros.
+template <int BLOCKS, int COUNT, int NEXT, int STRIDE, bool TRANSPOSED, typename T>
+METAL_FUNC void multiply_pairs(metal::simdgroup_matrix<float, 8, 8>* sums,
+                               metal::simdgroup_matrix<T, 8, 8>* left, int used, const T* from) {
+  static_assert(BLOCKS == 1 || BLOCKS % 2 == 0, "multiply_pairs: blocks come in pairs");
+  const int lane = threadIdx.x % 32;
+  uint rows[BLOCKS + 1] = {};
+#pragma unroll
+  for (int b = 0; b < BLOCKS; b++) memcpy(&rows[b], left[b].elements, 4);
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 4) {
+    uint cols[4];
+    const int of = metal::min(i + lane / 8, COUNT - 1);
+    load_four<TRANSPOSED>(cols, uint(__cvta_generic_to_shared(from + of * NEXT + lane % 8 * STRIDE)));
+#pragma unroll
+    for (int n = i; n < metal::min(i + 4, COUNT); n++) {
+#pragma unroll
+      for (int b = 0; b < BLOCKS; b += 2) {
+        if (b < used) {
+          float zeros[2] = {0.0f, 0.0f};
+          float* upper = sums[b * COUNT + n].elements;
+          float* lower = BLOCKS == 1 ? zeros : sums[(b + 1) * COUNT + n].elements;
+          multiply_8_deep(upper, lower, rows[b], rows[b + 1], cols[n - i], T());
+        }
+      }
+    }
   }
-METAL_MULTIPLY_BLOCKS(float16_t, "f16")
-METAL_MULTIPLY_BLOCKS(bfloat16_t, "bf16")
-#undef METAL_MULTIPLY_BLOCKS
-#undef METAL_LOAD_FOUR
+}
+
+// The instructions of one type, and its overloads of the functions in matrix.h.
+#define METAL_TENSOR_CORES(T, TYPE)                                                                 \
+  METAL_FUNC void multiply_8_deep(float* upper, float* lower, uint w0, uint w1, uint x, T) {        \
+    asm("mma.sync.aligned.m16n8k8.row.col.f32." TYPE "." TYPE                                       \
+        ".f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"                                  \
+        : "+f"(upper[0]), "+f"(upper[1]), "+f"(lower[0]), "+f"(lower[1])                            \
+        : "r"(w0), "r"(w1), "r"(x));                                                                \
+  }                                                                                                 \
+  METAL_FUNC void multiply_16_deep(metal::simdgroup_matrix<float, 8, 8>* y, uint w0, uint w1,       \
+                                   uint w2, uint w3, uint x0, uint x1, T) {                         \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                      \
+        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                      \
+        : "+f"(y[0].elements[0]), "+f"(y[0].elements[1]), "+f"(y[1].elements[0]),                   \
+          "+f"(y[1].elements[1])                                                                    \
+        : "r"(w0), "r"(w1), "r"(w2), "r"(w3), "r"(x0), "r"(x1));                                    \
+  }                                                                                                 \
+  template <int COUNT, int NEXT, int STRIDE, bool TRANSPOSED>                                       \
+  METAL_FUNC void multiply_each(metal::simdgroup_matrix<float, 8, 8>* sums,                         \
+                                metal::simdgroup_matrix<T, 8, 8>& left, const T* from, int, int) {  \
+    multiply_pairs<1, COUNT, NEXT, STRIDE, TRANSPOSED>(sums, &left, 1, from);                       \
+  }                                                                                                 \
+  template <int BLOCKS, int COUNT, int NEXT, int STRIDE, bool TRANSPOSED>                           \
+  METAL_FUNC void multiply_blocks(metal::simdgroup_matrix<float, 8, 8>* sums,                       \
+                                  metal::simdgroup_matrix<T, 8, 8>* left, int used, const T* from,  \
+                                  int, int) {                                                       \
+    multiply_pairs<BLOCKS, COUNT, NEXT, STRIDE, TRANSPOSED>(sums, left, used, from);                \
+  }
+METAL_TENSOR_CORES(float16_t, "f16")
+METAL_TENSOR_CORES(bfloat16_t, "bf16")
+#undef METAL_TENSOR_CORES
 
 // For row_products.h.  The tensor cores take 16 rows of the left side at once, and want the right side
 // by columns: 8 rows across are rows as they lie.
@@ -141,19 +142,6 @@ template <typename T, int SPREAD>
 METAL_FUNC void gather_across(RowsAcross<T>& to, const T* x, const int* offsets, int row, int col) {
   to.part = *(const uint4*)(x + offsets[row] + col * 4 * SPREAD);
 }
-
-#define METAL_MULTIPLY_ROWS(T, TYPE)                                                               \
-  METAL_FUNC void multiply_16_deep(metal::simdgroup_matrix<float, 8, 8>* y, uint w0, uint w1,      \
-                                   uint w2, uint w3, uint x0, uint x1, T) {                        \
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                     \
-        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                     \
-        : "+f"(y[0].elements[0]), "+f"(y[0].elements[1]), "+f"(y[1].elements[0]),                  \
-          "+f"(y[1].elements[1])                                                                   \
-        : "r"(w0), "r"(w1), "r"(w2), "r"(w3), "r"(x0), "r"(x1));                                   \
-  }
-METAL_MULTIPLY_ROWS(float16_t, "f16")
-METAL_MULTIPLY_ROWS(bfloat16_t, "bf16")
-#undef METAL_MULTIPLY_ROWS
 
 template <typename T>
 METAL_FUNC void multiply_rows(metal::simdgroup_matrix<float, 8, 8>* y, const uint4* w,

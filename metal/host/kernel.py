@@ -76,16 +76,15 @@ class HostKernel:
             for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
         ]
         library, parameters = self._build(arrays, template or (), output_dtypes, options, verbose)
-        buffers, keep = self._buffers(parameters, arrays, outputs, init_value, options)
+        buffers = self._buffers(parameters, arrays, outputs, init_value, options)
         library.run(grid, threadgroup, buffers, options)
-        del keep
         return outputs
 
     def _buffers(self, parameters, arrays, outputs, init_value, options):
-        """What each buffer parameter is given, and the arrays that must live until the end."""
+        """What each buffer parameter is given, by its index."""
         named = dict(zip(self.definition["input_names"], arrays, strict=True))
         results = dict(zip(self.definition["output_names"], outputs, strict=True))
-        buffers, keep = {}, []
+        buffers = {}
         for parameter in parameters:
             if parameter.attribute != "buffer":
                 continue
@@ -93,18 +92,15 @@ class HostKernel:
             stem, _, suffix = name.rpartition("_")
             if name in results:
                 data = memory.elements(results[name])
-                fresh = init_value is None
-                whole = fresh and name not in options.partial_outputs
-                settings = {"writable": True, "initialised": not fresh, "must_fill": whole}
+                settings = {"writable": True, "initialised": init_value is not None}
             elif name in named:
                 data = memory.elements(named[name])
                 settings = {"writable": name in options.writable_inputs}
                 settings["misaligned"] = memory.misalignment(named[name])
             else:
                 data, settings = _layout(memory.elements(named[stem]), suffix), {}
-            keep.append(data)
             buffers[parameter.index] = buffer_of(name, data, **settings)
-        return buffers, keep
+        return buffers
 
     def _build(self, arrays, template, output_dtypes, options, verbose):
         key = (
@@ -130,8 +126,7 @@ class HostKernel:
 
 @functools.cache
 def _prelude() -> str:
-    include = mlx_source.include_dir()
-    return expand_includes(mlx_source.prelude(), "prelude", [include] if include else [])
+    return expand_includes(mlx_source.PRELUDE, "prelude", [mlx_source.INCLUDE])
 
 
 def _layout(data: np.ndarray, what: str) -> np.ndarray:

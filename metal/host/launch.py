@@ -27,7 +27,6 @@ class Buffer(ctypes.Structure):
         ("writable", ctypes.c_uint32),
         ("initialised", ctypes.c_uint32),
         ("element", ctypes.c_uint32),
-        ("must_fill", ctypes.c_uint32),
         ("misaligned", ctypes.c_uint32),
     ]
 
@@ -38,16 +37,17 @@ def buffer_of(
     *,
     writable: bool = False,
     initialised: bool = True,
-    must_fill: bool = False,
     misaligned: int = 0,
 ) -> Buffer:
-    """The memory of `data`, which must live until the kernel has run, and what may be done with it.
+    """The memory of `data`, which lives as long as the buffer, and what may be done with it.
 
-    misaligned: bytes past a boundary of 16 at which it would lie on a GPU.  All but the address
-    matters to the checker only.
+    initialised: it may be read; if not, the kernel must write all of it.  misaligned: bytes past a
+    boundary of 16 at which it would lie on a GPU.  All but the address matters to the checker only.
     """
     size, item, permits = data.nbytes, data.itemsize, (writable, initialised)
-    return Buffer(data.ctypes.data, size, name.encode(), *permits, item, must_fill, misaligned)
+    buffer = Buffer(data.ctypes.data, size, name.encode(), *permits, item, misaligned)
+    buffer.data = data
+    return buffer
 
 
 class _Launch(ctypes.Structure):

@@ -21,17 +21,11 @@ metal_kernel = mx.fast.metal_kernel  # MLX's own, also while a stand-in is insta
 SMALL = 8
 
 
-def include_dir() -> Path | None:
-    """The folder of MLX's headers: the wheels of all platforms carry those of the Metal kernels."""
-    folder = Path(mx.__file__).parent / "include"
-    return folder if (folder / "mlx/backend/metal/kernels/utils.h").is_file() else None
-
-
-def prelude() -> str:
-    """What MLX puts before the source of every custom kernel, as one include; ours without it."""
-    if include_dir():
-        return '#include "mlx/backend/metal/kernels/utils.h"\n'
-    return "using namespace metal;\ntypedef bfloat bfloat16_t;\ntypedef half float16_t;\n"
+# MLX's headers: the wheels of all platforms carry those of the Metal kernels.
+INCLUDE = Path(mx.__file__).parent / "include"
+UTILS = "mlx/backend/metal/kernels/utils.h"
+# What MLX puts before the source of every custom kernel, as one include.
+PRELUDE = f'#include "{UTILS}"\n'
 
 
 def generated_source(

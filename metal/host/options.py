@@ -14,7 +14,6 @@ class HostOptions:
     checked: watch every memory access; slower by about four times.
     schedule: the order in which threads and threadgroups run: "forward", "reverse", or a seed.
     writable_inputs: inputs that the kernel may write in place.
-    partial_outputs: outputs that need not be written whole.
 
     New outputs and threadgroup memory start as 0xff bytes (NaN), unset variables as a pattern.
     """
@@ -22,7 +21,6 @@ class HostOptions:
     checked: bool = False
     schedule: str | int = FORWARD
     writable_inputs: Collection[str] = ()
-    partial_outputs: Collection[str] = ()
 
     def __post_init__(self):
         if isinstance(self.schedule, str):

@@ -1,7 +1,8 @@
-"""Puts HostKernel in the place of `mx.fast.metal_kernel`, so that code for a Mac runs as it is."""
+"""Replaces `mx.fast.metal_kernel` by HostKernel, so that code for a Mac runs as it is."""
 
 import contextlib
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import mlx.core as mx
 
@@ -24,11 +25,9 @@ def installed(**settings) -> Iterator[list[HostKernel]]:
         made.append(HostKernel(*args, **kwargs, options=options))
         return made[-1]
 
-    original = mx.fast.metal_kernel
-    mx.fast.metal_kernel = metal_kernel
-    mx.disable_compile()
-    try:
-        yield made
-    finally:
-        mx.fast.metal_kernel = original
-        mx.enable_compile()
+    with patch.object(mx.fast, "metal_kernel", metal_kernel):
+        mx.disable_compile()
+        try:
+            yield made
+        finally:
+            mx.enable_compile()

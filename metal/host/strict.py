@@ -15,26 +15,25 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from .faults import HostError
-from .mlx_source import include_dir
+from .mlx_source import INCLUDE, UTILS
 from .strict_tree import Violation, in_metal, tree_violations
+from .toolchain import compiler_available, zig
+from .translate import SHARED, SHARED_NAME, without_comments
 
 MAX_THREADGROUP_BYTES = 32768
 
-# What MLX puts before a custom kernel.
-_PRELUDE = "mlx/backend/metal/kernels/utils.h"
 _WHOLE = re.compile(r'#\s*include\s*(<metal_stdlib>|"mlx/)')
 _HEADERS = Path(__file__).parent / "strict"
 _CLANG = [
-    *(sys.executable, "-m", "ziglang", "clang", "-cc1", "-x", "clcpp", "-cl-std=clc++2021"),
+    *("clang", "-cc1", "-x", "clcpp", "-cl-std=clc++2021"),
     *("-cl-single-precision-constant", "-fdeclspec", "-Wno-everything"),
     "-cl-ext=-all,+cl_khr_fp16,+__opencl_c_generic_address_space",
-    *("-D__METAL__", "-D__METAL_VERSION__=310", "-I", str(_HEADERS)),
+    *("-D__METAL__", "-D__METAL_VERSION__=310", "-I", str(_HEADERS), "-I", str(INCLUDE)),
 ]
 # Any target with address spaces does; this one has bfloat too, in LLVM 20 already.
 _CHECK = ("-triple", "amdgcn-amd-amdhsa", "-ast-dump")
@@ -66,9 +65,9 @@ def check(source: str) -> list[Violation]:
     `source` is a Metal text as `mx.fast.metal_kernel` generates it: MLX's `utils.h` comes before
     it, as in MLX.  Or a whole one, which includes <metal_stdlib> or headers of MLX's itself.
 
-    Raises HostError if clang or MLX's headers are missing.
+    Raises HostError if clang is missing.
     """
-    text = _blank(source)
+    text = without_comments(source)
     found = [
         Violation(rule, _line(text, match.start()), f"`{match[0].strip()}` is not allowed")
         for rule, pattern in _BANNED.items()
@@ -89,29 +88,17 @@ def check(source: str) -> list[Violation]:
 
 def compile_metal(source: str, options: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run clang with `options` on a Metal text (see `check`).  Raises ValueError if brackets do not
-    match, HostError if clang or MLX's headers are missing."""
-    lowered = _lower(_blank(source))
-    prelude = [] if _WHOLE.search(source) else ["-include", _PRELUDE]
-    if (mlx_headers := include_dir()) is None:
-        raise HostError("the strict front end needs MLX's kernel headers, which this MLX lacks")
-    command = [*_CLANG, "-I", str(mlx_headers), *prelude, *options, "-"]
-    done = subprocess.run(command, input=lowered, capture_output=True, text=True, check=False)
-    if "No module named ziglang" in done.stderr:
+    match, HostError if clang is missing."""
+    if not compiler_available():
         raise HostError("the strict front end needs clang: pip install ziglang")
-    return done
+    lowered = _lower(without_comments(source))
+    prelude = [] if _WHOLE.search(source) else ["-include", UTILS]
+    command = [zig(), *_CLANG, *prelude, *options, "-"]
+    return subprocess.run(command, input=lowered, capture_output=True, text=True, check=False)
 
 
 def _line(text: str, position: int) -> int:
     return text.count("\n", 0, position) + 1
-
-
-def _blank(source: str) -> str:
-    """`source` with comments blanked; positions and lines stay."""
-
-    def blank(match: re.Match[str]) -> str:
-        return match[0] if match[0][0] == '"' else re.sub(r"[^\n]", " ", match[0])
-
-    return re.sub(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', blank, source, flags=re.S)
 
 
 # --- Metal that OpenCL mode does not read, made readable, line by line ----------------------------
@@ -150,10 +137,6 @@ def _lower(text: str) -> str:
 
 
 _TOO_MUCH = "too much threadgroup memory"
-_DECLARATION = re.compile(
-    r"(?<![\w*&,(])threadgroup\s+(?P<type>(?:const\s+)?[\w:]+(?:\s*<[^;{}]*?>)?)\s+"
-    r"(?P<names>\w+\s*(?:\[[^\]]*\]\s*)*(?:,\s*\w+\s*(?:\[[^\]]*\]\s*)*)*);"
-)
 
 
 def _lower_body(body: str) -> str:
@@ -163,8 +146,8 @@ def _lower_body(body: str) -> str:
     def lower(match: re.Match[str]) -> str:
         if body.count("{", 0, match.start()) - body.count("}", 0, match.start()) != 1:
             return match[0]
-        kind, lowered = match["type"], []
-        for name, extents in re.findall(r"(\w+)\s*((?:\[[^\]]*\]\s*)*)(?:,|$)", match["names"]):
+        kind, lowered = match["type"].strip(), []
+        for name, extents in SHARED_NAME.findall(match["names"]):
             variable = f"(&{name}){extents}" if extents else f"&{name}"
             value = f"metal::threadgroup_variable<{kind}{extents}>()"
             lowered.append(f"threadgroup {kind} {variable} = {value};")
@@ -174,7 +157,7 @@ def _lower_body(body: str) -> str:
         lowered.append(f'static_assert({total}, "{_TOO_MUCH}");')
         return " ".join(lowered) + "\n" * match[0].count("\n")
 
-    return _DECLARATION.sub(lower, body)
+    return SHARED.sub(lower, body)
 
 
 def _closing(text: str, start: int) -> int:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from itertools import count
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import mlx.core as mx
 
@@ -86,7 +87,7 @@ class Recording:
 @contextmanager
 def recorded() -> Iterator[Recording]:
     """While in force, kernels of `mx.fast.metal_kernel` are noted and give zeros."""
-    recording, original = Recording(), mx.fast.metal_kernel
+    recording = Recording()
 
     def metal_kernel(
         name: str, input_names: Sequence[str], output_names: Sequence[str], source: str, **how: Any
@@ -100,11 +101,8 @@ def recorded() -> Iterator[Recording]:
         )
         return lambda **call: recording._launch(definition, call)
 
-    mx.fast.metal_kernel = metal_kernel
-    try:
+    with patch.object(mx.fast, "metal_kernel", metal_kernel):
         yield recording
-    finally:
-        mx.fast.metal_kernel = original
 
 
 @cache

@@ -32,19 +32,21 @@ _MEMORY = {False: ["memory.cpp"], True: ["checker.cpp", "hooks.cpp"]}
 
 
 @cache
-def compiler() -> tuple[str, ...] | None:
-    """The command of ziglang's clang, or None."""
-    if spec := importlib.util.find_spec("ziglang"):
-        zig = Path(spec.submodule_search_locations[0]) / "zig"
-        if zig.exists():
-            # zig's default is the CPU at hand.
-            return (str(zig), "c++", "-mcpu=baseline")
-    return None
+def zig() -> str | None:
+    """The program of the package ziglang, whose clang compiles; None without the package."""
+    if (spec := importlib.util.find_spec("ziglang")) is None:
+        return None
+    return str(Path(spec.submodule_search_locations[0]) / "zig")
+
+
+def compiler() -> tuple[str, ...]:
+    """The command of the C++ compiler, for any CPU: zig's default is the CPU at hand."""
+    return (zig(), "c++", "-mcpu=baseline")
 
 
 def compiler_available() -> bool:
     """Whether kernels can be compiled here; tests skip by name where they cannot."""
-    return compiler() is not None
+    return zig() is not None
 
 
 @cache

@@ -13,13 +13,15 @@ from pathlib import Path
 from .faults import HostError
 from .toolchain import HEADERS, Unit
 
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
+_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.S)
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+(?:"([^"]+)"|<(metal_\w+)>)[^\n]*$', re.M)
 _PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*$", re.M)
-_SHARED = re.compile(
+# `threadgroup T a[N], b;` and each of its names, with its extents.
+SHARED = re.compile(
     r"\bthreadgroup\s+(?P<type>(?:[\w:]+(?:\s*<[^;(){}]*>)?\s+)+?)"
     r"(?P<names>\w+\s*(?:\[[^;{}]*\])?(?:\s*,\s*\w+\s*(?:\[[^;{}]*\])?)*)\s*;"
 )
+SHARED_NAME = re.compile(r"(\w+)\s*((?:\[[^,]*\])?)\s*(?:,|$)")
 _CONSTANT = re.compile(r"(\w+)\s*\[\[\s*function_constant\((\d+)\)\s*\]\]")
 _INSTANTIATION = re.compile(r"\btemplate\s*\[\[\s*host_name\b[^\]]*\]\]\s*\[\[\s*kernel\s*\]\]")
 _SHARED_ARGUMENT = re.compile(r"\[\[\s*threadgroup\s*\(\s*\w+\s*\)\s*\]\]")
@@ -31,8 +33,8 @@ _ATTRIBUTE = re.compile(r"\[\[\s*(\w+)\s*(?:\(\s*(\w+)\s*\))?")
 
 
 def without_comments(text: str) -> str:
-    """The text with comments blanked out, at the same positions."""
-    return _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), text)
+    """The text with comments blanked out, at the same positions.  What is in quotes stays."""
+    return _COMMENT.sub(lambda m: m[0] if m[0][0] == '"' else re.sub(r"[^\n]", " ", m[0]), text)
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,9 @@ def share_threadgroup_variables(text: str) -> str:
     """`threadgroup T a[N], b;` becomes a reference to shared storage for each name."""
     blank = without_comments(text)
     pieces, at, number = [], 0, 0
-    for match in _SHARED.finditer(blank):
+    for match in SHARED.finditer(blank):
         declarations = []
-        for name, extent in re.findall(r"(\w+)\s*((?:\[[^,]*\])?)\s*(?:,|$)", match["names"]):
+        for name, extent in SHARED_NAME.findall(match["names"]):
             declarations.append(
                 f"{match['type'].strip()} (&{name}){extent} = "
                 f'metal_host::Shared{{{number}, "{name}"}};'

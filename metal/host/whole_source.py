@@ -47,12 +47,11 @@ def run_metal(
     unit, parameters = _translated(source, function, tuple(include_dirs), name)
     library = load(unit, function, toolchain.flavour(options))
     given = dict(buffers.items() if isinstance(buffers, Mapping) else enumerate(buffers))
-    bound, keep = {}, []
+    bound = {}
     for parameter in parameters:
         if parameter.attribute != "buffer":
             continue
         data = _elements(given.get(parameter.index), parameter)
-        keep.append(data)
         array = isinstance(given.get(parameter.index), (np.ndarray, mx.array))
         output = outputs is not None and parameter.index in outputs
         bound[parameter.index] = buffer_of(
@@ -60,7 +59,6 @@ def run_metal(
             data,
             writable=array and (outputs is None or output),
             initialised=not output,
-            must_fill=output and parameter.name not in options.partial_outputs,
         )
     library.run(
         grid_threads,
@@ -70,7 +68,6 @@ def run_metal(
         threadgroup_memory,
         {index: np.asarray(value).tobytes() for index, value in (constants or {}).items()},
     )
-    del keep
 
 
 def _elements(value: object, parameter: Parameter) -> np.ndarray:

@@ -130,8 +130,3 @@ def test_an_input_named_writable_may_be_written():
     assert np.array_equal(
         run(body, HostOptions(checked=True, writable_inputs={"x"})), run(body, HostOptions())
     )
-
-
-def test_an_output_named_partial_may_be_left_unfilled():
-    body = mutated("output_not_filled")
-    run(body, HostOptions(checked=True, partial_outputs={"y"}))

@@ -22,5 +22,5 @@ def test_every_kernel_is_written_with_the_prelude(tmp_path):
         f"metal_lite_{file.stem}" for file in source.FOLDER.glob("*.metal")
     }
     for text in texts.values():
-        assert text.startswith(mlx_source.prelude())
+        assert text.startswith(mlx_source.PRELUDE)
         assert "[[kernel]]" in text

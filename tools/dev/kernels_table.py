@@ -1,27 +1,31 @@
-"""Write the rows of kernels/registry.py as a table into docs/kernels.md.
+"""Write the kernels of kernels/registry.py as a table into docs/kernels.md.
 
 python -m tools.dev.kernels_table
 """
 
+import re
 from pathlib import Path
 
-from vllm_metal_lite.kernels.registry import REGISTRY, KernelRow
+from vllm_metal_lite.kernels.registry import REGISTRY
+from vllm_metal_lite.kernels.source import FOLDER
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
-HEAD = "| kernel | what replaces it | not used without | numbers in `devices.py` |"
+HEAD = "| kernel | what it does | fallback | not used without |\n| --- | --- | --- | --- |\n"
 
 
-def names(values: tuple[str, ...]) -> str:
-    return ", ".join(f"`{value}`" for value in values)
-
-
-def line(row: KernelRow) -> str:
-    use = f" (a use of `{row.base}`)" if row.base else ""
-    return f"| `{row.name}`{use} | {row.fallback} | {names(row.needs)} | {names(row.constants)} |"
+def role(name: str) -> str:
+    """The first clause of the header of metal/NAME.metal, without what is in brackets."""
+    text = (FOLDER / f"{name}.metal").read_text(encoding="utf-8").removeprefix(f"// {name}: ")
+    return re.split(r"[,;.:]\s", re.sub(r" \(.*?\)", "", text.replace("\n// ", " ")))[0]
 
 
 def table() -> str:
-    return "\n".join([HEAD, "| --- | --- | --- | --- |", *map(line, REGISTRY.values())]) + "\n"
+    text = HEAD
+    for row in REGISTRY.values():
+        what = f"a use of `{row.base}`" if row.base else role(row.name)
+        needs = ", ".join(f"`{name}`" for name in row.needs)
+        text += f"| `{row.name}` | {what} | {row.fallback} | {needs} |\n"
+    return text
 
 
 def main() -> None:

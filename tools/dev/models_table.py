@@ -8,10 +8,7 @@ import tests.conftest  # noqa: F401  (the CPU, before anything imports MLX)
 from tests.support.models.configs import CANNOT_RUN, CONFIGS
 from tests.support.models.conformance import TOLERANCE, Result, check
 
-ROOT = Path(__file__).resolve().parents[2]
-
-PATH = ROOT / "docs" / "models.md"
-
+PATH = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 _PAGE = Path(__file__).with_name("models_page.md")
 _INDENT = "  "  # of a list's further lines
 

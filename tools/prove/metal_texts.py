@@ -14,11 +14,11 @@ import hashlib
 from pathlib import Path
 
 import tests.conftest  # noqa: F401  (the CPU, before anything imports MLX)
-from metal.host.mlx_source import include_dir, prelude
+from metal.host.mlx_source import INCLUDE, PRELUDE
 from tests.support.kernels.production_shapes import all_texts
 from tests.support.kernels.serving_session import MODELS, WAYS, Session, count
 
-ROOT = Path(__file__).resolve().parents[2]
+FOLDER = Path(__file__).resolve().parents[2] / "build" / "metal_texts"
 
 
 def print_counts() -> None:
@@ -31,12 +31,12 @@ def print_counts() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "build" / "metal_texts")
+    parser.add_argument("folder", type=Path, nargs="?", default=FOLDER)
     parser.add_argument("--count", action="store_true", help="count the texts of sessions")
     parser.add_argument("--include", action="store_true", help="print the folder of MLX's headers")
     args = parser.parse_args()
     if args.include:
-        print(include_dir())
+        print(INCLUDE)
         return
     if args.count:
         print_counts()
@@ -47,7 +47,7 @@ def main() -> None:
     texts = list(dict.fromkeys([*all_texts(), *(text for of in sessions for text in of)]))
     for kernel, text, _ in texts:
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-        (folder / f"{kernel}-{digest}.metal").write_text(prelude() + text, encoding="utf-8")
+        (folder / f"{kernel}-{digest}.metal").write_text(PRELUDE + text, encoding="utf-8")
     print(f"{len(texts)} texts in {folder}")
 
 

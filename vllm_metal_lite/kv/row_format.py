@@ -3,7 +3,7 @@
 A quantised row of `dim` values is split into groups.  The store keeps each group's smallest value
 `low` and a `scale` in the model's dtype, and each value as the integer q whose scale * q + low is
 nearest: as MLX's affine mode.  Differences from `mx.quantize`, whose errors are larger
-(measured: docs/benchmarks.md):
+(measured: docs/notes.md):
 
 - low is exactly the smallest value, so all 2^bits integers are used.  `mx.quantize` adjusts the
   scale to represent zero exactly, which helps weights but not K and V;

@@ -172,7 +172,7 @@ void memory_finish_dispatch(bool failed) {
     Region& r = buffers[i];
     const Buffer& b = launch->buffers[i];
     size_t missing = 0, first = 0;
-    if (r.cells && b.must_fill && !failed)
+    if (r.cells && !b.initialised && !failed)
       for (size_t c = r.bytes >> r.grain; c-- > 0;)
         if (!r.cells[c].writer.who) missing++, first = c;
     drop_cells(r);

@@ -25,9 +25,8 @@ struct Buffer {
   uint64_t bytes;
   const char* name;
   uint32_t writable;     // a write is no fault
-  uint32_t initialised;  // a read before any write is no fault
+  uint32_t initialised;  // if not, no read may come before a write, and every element is to be written
   uint32_t element;      // bytes of one element: the grain of the race checker
-  uint32_t must_fill;    // every element is to be written
   uint32_t misaligned;   // bytes past a boundary of 16 at which it would lie on a GPU
 };
 

@@ -21,16 +21,15 @@ import numpy as np
 import pytest
 
 from metal.host import HostKernel, installed
-from metal.host.mlx_source import generated_source, include_dir
+from metal.host.mlx_source import INCLUDE, generated_source
 from tests.support.kernels import cases as kernel_cases
 
-INCLUDE = include_dir()
 _KERNELS = Path("mlx/backend/metal/kernels")
 
 
 def text(header: str) -> str:
     """One of MLX's kernel headers."""
-    return (Path(INCLUDE) / _KERNELS / header).read_text()
+    return (INCLUDE / _KERNELS / header).read_text()
 
 
 def instantiate(function: str, *arguments: object) -> str:

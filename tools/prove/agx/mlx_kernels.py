@@ -4,9 +4,8 @@ Their text is in MLX's wheel, that of rms_norm and rope is not.
 """
 
 import re
-from pathlib import Path
 
-from metal.host.mlx_source import include_dir
+from metal.host.mlx_source import INCLUDE
 from metal.host.texts import KernelText
 from metal.host.translate import expand_includes, without_comments
 
@@ -56,7 +55,7 @@ def texts() -> dict[KernelText, str]:
 def _text(header: str, kernel: str, arguments: str, threads: int) -> KernelText:
     folder = "mlx/backend/metal/kernels"
     files = [f'#include "{folder}/{name}"' for name in (*_BEFORE.get(header, ()), header)]
-    whole = expand_includes("\n".join(files), header, [include_dir() or Path()])
+    whole = expand_includes("\n".join(files), header, [INCLUDE])
     whole = _GIVEN.sub("", _UTILS.sub("", without_comments(whole)))
     whole = _CONSTANT.sub(_constant, whole)
     (own,) = (found[0] for found in _KERNEL.finditer(whole) if found[1] == kernel)
