@@ -96,8 +96,8 @@ def test_penalty_state_is_updated_in_place():
         mx.eval(tokens)
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        mx.eval(sampler._seen)
-        assert mx.get_peak_memory() - before < sampler._seen.nbytes // 2
+        mx.eval(sampler._penalties.seen)
+        assert mx.get_peak_memory() - before < sampler._penalties.seen.nbytes // 2
 
 
 def test_token_ids_outside_the_vocabulary_are_harmless():

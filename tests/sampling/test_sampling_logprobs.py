@@ -18,7 +18,8 @@ from tests.support.engine.sampling import (
 )
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.sampling.sampler import Sampler, prompt_logprobs
+from vllm_metal_lite.sampling.logprobs import prompt_logprobs
+from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams
 
 # Logprobs
@@ -140,7 +141,7 @@ def test_a_call_evaluates_nothing():
     size = 20_000
     sampler = make(SEEDED, range(8), size, PROMPT)
     x = mx.array(random_logits(0, 8, size))
-    mx.eval(x, sampler._seen)
+    mx.eval(x, sampler._penalties.seen)
     before = mx.get_active_memory()
     out = sampler(x, np.arange(8))
     assert mx.get_active_memory() - before < x.nbytes // 8

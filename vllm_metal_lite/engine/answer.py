@@ -6,7 +6,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from vllm_metal_lite.engine.detokenizer import Detokenizer, texts_of
 from vllm_metal_lite.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm_metal_lite.sampling import no_token
-from vllm_metal_lite.sampling.logits import Logprobs
+from vllm_metal_lite.sampling.logprobs import Logprobs
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.request import Request
 

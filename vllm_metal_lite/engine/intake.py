@@ -9,8 +9,8 @@ from vllm_metal_lite.engine.prompt_ids import is_list
 from vllm_metal_lite.errors import Option, RequestError, SamplingError, one_line, show
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.outputs import RequestOutput
+from vllm_metal_lite.sampling.bad_words import bad_word_ids
 from vllm_metal_lite.sampling.constraint import Constraint
-from vllm_metal_lite.sampling.masks import bad_word_ids
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.request import Request
 

@@ -11,7 +11,7 @@ from vllm_metal_lite.attention.padding import pad_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import NO_DRAFT, UNKNOWN_TOKEN
 from vllm_metal_lite.runner.pooled import Pooled
-from vllm_metal_lite.sampling.logits import Logprobs
+from vllm_metal_lite.sampling.logprobs import Logprobs
 
 
 class StepResult:

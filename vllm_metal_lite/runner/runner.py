@@ -24,8 +24,9 @@ from vllm_metal_lite.runner.compiled import CompiledSteps
 from vllm_metal_lite.runner.pooled import pool
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.step_path import StepPath
+from vllm_metal_lite.sampling.logprobs import prompt_logprobs
 from vllm_metal_lite.sampling.masks import TokenMasks
-from vllm_metal_lite.sampling.sampler import Sampler, prompt_logprobs
+from vllm_metal_lite.sampling.sampler import Sampler
 
 # MLX has no type for this error.  The words must not match a compiler's messages about memory.
 _OUT_OF_MEMORY = re.compile(

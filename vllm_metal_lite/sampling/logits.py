@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
 from math import isqrt
-from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -50,7 +49,7 @@ def fused(fn: Callable[..., mx.array]) -> Callable[..., mx.array]:
 def penalize_repetition(x: mx.array, seen: mx.array, penalty: mx.array) -> mx.array:
     """Make tokens of the prompt and the output less likely if the penalty is above 1.
 
-    seen: (T, V) uint32, see `Sampler`; penalty: (T, 1), 1 for a row without one.
+    seen: (T, V) uint32, see `Penalties`; penalty: (T, 1), 1 for a row without one.
     """
     return mx.where(seen > 0, mx.where(x > 0, x / penalty, x * penalty), x)
 
@@ -61,12 +60,12 @@ def penalize_frequency(
 ) -> mx.array:
     """Make generated tokens less likely, by their count and by their presence.
 
-    seen: (T, V) uint32, see `Sampler`; frequency, presence: (T, 1), 0 for a row without one.
+    seen: (T, V) uint32, see `Penalties`; frequency, presence: (T, 1), 0 for a row without one.
     """
     return x - frequency * (seen >> 1) - presence * (seen > 1)
 
 
-def _blocks(x: mx.array) -> mx.array:
+def in_blocks(x: mx.array) -> mx.array:
     """Reshape (T, V) to (T, blocks, _BLOCK); -inf pads the last block."""
     if x.shape[1] % _BLOCK:
         x = mx.pad(x, [(0, 0), (0, -x.shape[1] % _BLOCK)], constant_values=-mx.inf)
@@ -88,7 +87,7 @@ def candidates(x: mx.array, k: int) -> tuple[mx.array, mx.array]:
     vocab_size = x.shape[1]
     if not is_small(k, vocab_size):
         return x, mx.arange(vocab_size)[None]
-    x = _blocks(x)
+    x = in_blocks(x)
     blocks = mx.sort(mx.argsort(-x.max(-1), -1)[:, :k], -1)[:, :, None]
     ids = blocks * _BLOCK + mx.arange(_BLOCK)
     return mx.take_along_axis(x, blocks, 1).flatten(1), ids.flatten(1)
@@ -269,42 +268,3 @@ def argmax_in_parts(x: mx.array, parts: int) -> mx.array:
 @fused
 def _token(part: mx.array, token: mx.array, size: int) -> mx.array:
     return part * size + token
-
-
-A = TypeVar("A")
-
-
-class Logprobs(NamedTuple, Generic[A]):
-    """Log-probabilities: arrays of the device (mx.array) or of the host.
-
-    token_ids: (T, 1+k) int32, the chosen (or target) token, then the k most likely in order (ties:
-    lowest id first), or the tokens that the row names.  logprobs: (T, 1+k) float32.  ranks: (T,)
-    int32, the chosen token's rank: 1 + the number of more likely tokens.
-    """
-
-    token_ids: A
-    logprobs: A
-    ranks: A
-
-
-def gather_logprobs(
-    logits: mx.array, targets: mx.array, k: int, named: mx.array | None = None
-) -> Logprobs[mx.array]:
-    """Score targets (T,) int and the k most likely tokens under logits (T, V) of any float type.
-
-    named: (T, k) int32, tokens to score instead of the most likely, or -1.
-    """
-    x = logits.astype(mx.float32)
-    token_ids = targets.astype(mx.int32)[:, None]
-    chosen = mx.take_along_axis(x, token_ids, -1)
-    if k:
-        top, ids = candidates(x, k)
-        order = mx.argsort(-top, -1)[:, :k]
-        others = mx.take_along_axis(ids.astype(mx.int32), order, -1)
-        if named is not None:
-            others = mx.where(named < 0, others, named)
-        token_ids = mx.concatenate([token_ids, others], -1)
-    values = mx.take_along_axis(x, token_ids, -1)
-    # Two levels: MLX sums a row sequentially on a CPU, an error of 2e-4 at V = 152,000.
-    total = mx.logsumexp(mx.logsumexp(_blocks(x), -1), -1, keepdims=True)
-    return Logprobs(token_ids, values - total, 1 + (x > chosen).sum(-1))

@@ -14,7 +14,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOu
 
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.sampling import no_token
-from vllm_metal_lite.sampling.logits import Logprobs
+from vllm_metal_lite.sampling.logprobs import Logprobs
 from vllm_metal_lite.vllm_plugin.translate import ScheduledStep
 
 logger = init_logger("vllm.metal_lite")

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
 
-from vllm_metal_lite.sampling.logits import Logprobs
+from vllm_metal_lite.sampling.logprobs import Logprobs
 
 
 class PromptLogprobs:

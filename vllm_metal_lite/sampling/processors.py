@@ -1,0 +1,153 @@
+"""Options of requests that change a step's logits: a class each, as vLLM's logits processors.
+
+A processor keeps what each seat asks for.  `of_rows` puts the option of a step's rows on the
+device; an unchanged decode batch reuses the result.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.sampling.drafts import Drafts
+from vllm_metal_lite.sampling.masks import DeviceMasks, TokenMasks, pack_mask
+
+LARGE = 1e30  # bounds options that have no limit, so that float32 holds their products
+
+T = TypeVar("T")
+Members: TypeAlias = list[tuple[int, T]]  # rows that have an option, and what their requests ask
+
+
+@dataclass(frozen=True)
+class SampledRows:
+    """The rows of a step's logits.  req_indices: (T,) int; drafts: those before each row."""
+
+    req_indices: np.ndarray
+    drafts: Drafts | None
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One option of a step's rows, on the device.
+
+    apply: logits (T, V), and the grammar's masks applied before -> logits.
+    count: records the drawn tokens, (T,) int32, lazily.  False: the next step must gather anew.
+    """
+
+    apply: Callable[[mx.array, TokenMasks | None], mx.array]
+    count: Callable[[mx.array], bool] = lambda token_ids: True
+
+
+class LogitsProcessor(Generic[T]):
+    """One option.  T: what a request asks for."""
+
+    def __init__(self) -> None:
+        self.seats: dict[int, T] = {}  # by req_index
+
+    def remove(self, req_index: int) -> None:
+        self.seats.pop(req_index, None)
+
+    def of_rows(self, rows: SampledRows) -> Operation | None:
+        """The option of these rows; None if no row has it."""
+        seats, req_indices = self.seats, rows.req_indices.tolist()
+        members = [(row, seats[r]) for row, r in enumerate(req_indices) if r in seats]
+        return self.gather(members, rows) if members else None
+
+    def gather(self, members: Members[T], rows: SampledRows) -> Operation | None:
+        raise NotImplementedError
+
+
+class AllowedTokens(LogitsProcessor[np.ndarray]):
+    """Excludes all tokens but some.  A seat keeps bits, see TokenMasks."""
+
+    def add(self, req_index: int, token_ids: Sequence[int], vocab_size: int) -> None:
+        self.seats[req_index] = pack_mask(token_ids, vocab_size)
+
+    def gather(self, members: Members[np.ndarray], rows: SampledRows) -> Operation:
+        which, bits = zip(*members, strict=True)
+        masks = DeviceMasks(TokenMasks(np.array(which), np.stack(bits)), len(rows.req_indices))
+        return Operation(lambda x, grammar: masks.apply(x))
+
+
+class _Bias(NamedTuple):
+    token_ids: np.ndarray
+    addends: np.ndarray
+
+
+class LogitBias(LogitsProcessor[_Bias]):
+    """Adds to the logits of some tokens."""
+
+    def add(self, req_index: int, bias: Mapping[int, float], vocab_size: int) -> None:
+        """Ids outside the vocabulary have no effect."""
+        known = {t: b for t, b in bias.items() if 0 <= t < vocab_size}
+        if known:
+            addends = np.array(list(known.values()), np.float64)
+            addends = np.where(np.isfinite(addends), np.clip(addends, -LARGE, LARGE), addends)
+            tokens = np.array(list(known), np.int32)
+            self.seats[req_index] = _Bias(tokens, addends.astype(np.float32))
+
+    def gather(self, members: Members[_Bias], rows: SampledRows) -> Operation:
+        at = _index((row, bias.token_ids) for row, bias in members)
+        addends = mx.array(np.concatenate([bias.addends for _, bias in members]))
+        return Operation(lambda x, grammar: x.astype(mx.float32).at[at].add(addends))
+
+
+class _Held(NamedTuple):
+    stop_token_ids: np.ndarray
+    min_tokens: int
+
+
+class MinTokens(LogitsProcessor[_Held]):
+    """Excludes stop tokens before min_tokens.
+
+    num_generated: (max_num_seqs,) int, the sampler's own count.
+    """
+
+    def __init__(self, num_generated: np.ndarray) -> None:
+        super().__init__()
+        self._num_generated = num_generated
+
+    def add(self, req_index: int, min_tokens: int, ends: Iterable[int], vocab_size: int) -> None:
+        known = [t for t in ends if 0 <= t < vocab_size]
+        if known and min_tokens > self._num_generated[req_index]:
+            self.seats[req_index] = _Held(np.array(known, np.int32), min_tokens)
+
+    def gather(self, members: Members[_Held], rows: SampledRows) -> Operation | None:
+        known = self._num_generated[rows.req_indices]
+        if rows.drafts is not None:
+            known = known + rows.drafts.depth.astype(np.int32)
+        left = {row: seat.min_tokens - int(known[row]) for row, seat in members}
+        held = [(row, seat.stop_token_ids) for row, seat in members if left[row] > 0]
+        if not held:
+            return None
+        at, calls_left = _index(held), min(left[row] for row, _ in held)
+
+        def count(token_ids: mx.array) -> bool:
+            nonlocal calls_left
+            calls_left -= 1
+            return calls_left > 0
+
+        return Operation(lambda x, grammar: _exclude_ends(x, at, grammar), count)
+
+
+def _exclude_ends(
+    x: mx.array, at: tuple[mx.array, mx.array], grammar: TokenMasks | None
+) -> mx.array:
+    """Exclude stop tokens.  A row may still end if its grammar allows nothing else, as in vLLM."""
+    x = x.astype(mx.float32)
+    held = x.at[at].minimum(-mx.inf)
+    if grammar is None:
+        return held
+    has_grammar = np.zeros((len(x), 1), bool)
+    has_grammar[grammar.rows] = True
+    is_over = mx.array(has_grammar) & (held.max(-1, keepdims=True) == -mx.inf)
+    return mx.where(is_over, x, held)
+
+
+def _index(members: Iterable[tuple[int, np.ndarray]]) -> tuple[mx.array, mx.array]:
+    """(rows, tokens), (N,) int32 each, of members (row, its tokens)."""
+    rows, tokens = zip(*members, strict=True)
+    repeated = np.repeat(np.array(rows, np.int32), [len(each) for each in tokens])
+    return mx.array(repeated), mx.array(np.concatenate(tokens))
