@@ -70,6 +70,9 @@ def test_only_what_a_model_uses_is_checked():
     assert kernels(KernelUse((), 16, recurrences=(conv,))) == ["causal_conv"]
     state = RecurrenceShape(1, 4, 32, 32, mx.bfloat16, delta=False)
     assert kernels(KernelUse((), 16, recurrences=(conv, state))) == ["causal_conv", "gated_delta"]
+    mamba = KernelUse((), 16, (), (64,), (WeightShape(64, 64),), recurrences=(conv, state))
+    fused = ["add_rms_norm", "causal_conv", "gated_delta", "skinny_gemm"]
+    assert kernels(mamba) == fused
     window = replace(SHAPE, window=9)
     assert "shared_prefix" not in kernels(replace(USE, shapes=(window,)))
     assert "shared_prefix" in kernels(replace(USE, shapes=(window, SHAPE)))

@@ -128,8 +128,8 @@ def test_nothing_is_timed_where_the_kernel_cannot_help(monkeypatch, name, dtype,
     assert sizes == []
 
 
-@pytest.mark.parametrize("name", ["llama/q4", "llama/mxfp4", "llama/mixed"])
-def test_products_of_quantised_weights_are_timed(monkeypatch, name):
+@pytest.mark.parametrize("name", ["llama/q4", "llama/mxfp4", "llama/mixed", "mamba2"])
+def test_products_are_timed(monkeypatch, name):
     sizes = timed(monkeypatch, 1, 8)
     rows, _ = decided(monkeypatch, *model(name))
     assert (rows, sizes) == (range(1, 9), [1, 32, 16, 8])

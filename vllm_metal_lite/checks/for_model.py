@@ -36,9 +36,8 @@ def checks_for(use: KernelUse) -> list[Check]:
     checks += [Check("latent_write", shape, 0, rope) for shape, rope in _latent_pairs(use)]
     for recurrence in use.recurrences:
         checks += _recurrence(recurrence)
-    dtype = use.shapes[0].dtype if use.shapes else mx.float32
-    if use.shapes:
-        checks += [Check("add_rms_norm", NormShape(size, dtype)) for size in use.hidden_sizes]
+    dtype = next((shape.dtype for shape in (*use.shapes, *use.recurrences)), mx.float32)
+    checks += [Check("add_rms_norm", NormShape(size, dtype)) for size in use.hidden_sizes]
     if dtype != mx.float32:
         checks += _products(use.weights, dtype)
         kernels = "expert_topk", "expert_plan", "expert_gemm", "expert_sum"

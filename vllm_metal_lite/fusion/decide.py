@@ -50,7 +50,7 @@ def decide(
     trials = _Trials(packed, attention, ranks)
     if not trials.passed(fusion, "fused launches"):
         return NO_FUSION
-    if all(spec.dtype == mx.float32 for spec in packed.layout.specs):
+    if packed.layout.dtype == mx.float32:
         return fusion
     # Steps of many rows use neither of these kernels, so fusion without them was tried first.
     unused = unused_kernels(failed_kernels)

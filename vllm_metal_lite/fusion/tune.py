@@ -53,8 +53,8 @@ def faster_rows(
     Measured once for each set of weight shapes, then remembered.  If timing fails, MLX's products
     are used, with a warning.  ranks: the leader's timing counts, since all must run the same steps.
     """
-    dtypes = {spec.dtype for spec in packed.layout.specs}  # the kernel was checked with these
-    weights = [w for w in product_weights(packed.model) if w.dtype is None or w.dtype in dtypes]
+    dtype = packed.layout.dtype  # the kernel was checked with rows of this type
+    weights = [w for w in product_weights(packed.model) if w.dtype is None or w.dtype == dtype]
     steps = _Steps(packed, attention, fusion, replace(fusion, skinny_rows=NONE), ranks)
     weight_types = [_weight_type(weight) for weight in weights]
     return steps.faster_rows("skinny_gemm", "products of few rows", weight_types)
@@ -182,7 +182,7 @@ def faster_prompts(packed: PackedModel, ranks: RankGroup = ALONE) -> bool:
     for _, layer in packed.model.named_modules():
         if isinstance(layer, MIXTURES) and (experts := served(layer)):
             layers.setdefault(experts.shape, layer)
-    dtype = packed.layout.specs[0].dtype
+    dtype = packed.layout.dtype
     return all(_faster_prompt(layer, shape, dtype, ranks) for shape, layer in layers.items())
 
 

@@ -83,8 +83,7 @@ class LoadedModel:
 
     @property
     def dtype(self) -> mx.Dtype:
-        layout = self.packed.layout
-        return layout.specs[0].dtype if layout.specs else layout.dtype
+        return self.packed.layout.dtype
 
     @property
     def kv_bytes_per_token(self) -> int:
