@@ -14,7 +14,7 @@ from vllm_metal_lite.fusion.joined import JoinedProjection, join_projections, jo
 from vllm_metal_lite.fusion.layer_cache import FusedLayerCache
 from vllm_metal_lite.fusion.layers import fuse_layers
 from vllm_metal_lite.fusion.norms import fold_norm_weights
-from vllm_metal_lite.fusion.rules import functions_by_rule
+from vllm_metal_lite.fusion.rules import hooks
 from vllm_metal_lite.fusion.selectors import Selector, selectors_of, uncompiled
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
 from vllm_metal_lite.kernels.registry import unused_kernels
@@ -47,13 +47,13 @@ class FusedLaunches(Fusion):
     layer_cache = FusedLayerCache
 
     @contextmanager
-    def building(self, step: Step) -> Iterator[None]:
-        functions = functions_by_rule(self.named)
+    def building(self, step: Step | None) -> Iterator[None]:
+        replaced = hooks(self.named)
         if self.routes:
-            functions += [(m, name, uncompiled(getattr(m, name))) for m, name in self.selectors]
+            replaced += [(m, name, uncompiled(getattr(m, name))) for m, name in self.selectors]
         rows = self.skinny_rows, self.expert_rows
         try:
-            with hooked(functions), fusing(Current(step, *rows, self.adds_norms, self.routes)):
+            with hooked(replaced), fusing(Current(step, *rows, self.adds_norms, self.routes)):
                 yield
         finally:
             for projection in self.joined:

@@ -19,7 +19,6 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, PAD_SLOT, SegmentState
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.distributed import ALONE, RankGroup
-from vllm_metal_lite.fusion.current import Current, fusing
 from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
@@ -206,9 +205,11 @@ def _mixture_seconds(
     mx.eval(x, indices, weights)
 
     def candidate(rows: range) -> timing.Candidate:
+        fusion = FusedLaunches(expert_rows=rows)
+
         def run(count: int) -> None:
             for _ in range(count):
-                with fusing(Current(expert_rows=rows)):
+                with fusion.building(None):
                     mx.eval((layer(x, indices) * weights[..., None]).sum(axis=-2))
 
         return run
