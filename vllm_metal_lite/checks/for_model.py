@@ -18,12 +18,12 @@ from vllm_metal_lite.specs import (
     WeightShape,
 )
 
-# Rows of the products with the least and with the greatest depth.  Five rows do not fill a tile.
-# The two checks fuse different operations with the product.
-PRODUCT_ROWS = (5, MAX_ROWS)
+# Rows of a product that do not fill a tile.
+_FEW_ROWS = 5
 # Rows that are multiplied with quantised weights without instructions for matrices.  One row has a
-# kernel source of its own; 2 to 4 share one.
-LANE_ROWS = (1, 3)
+# kernel source of its own; 2 to 4 share one.  The bias and GeGLU come behind the sums, where all
+# rows share the source.
+_LANE_ROWS = (1, 3)
 
 
 def checks_for(use: KernelUse) -> list[Check]:
@@ -51,12 +51,16 @@ def _products(weights: Sequence[WeightShape], dtype: mx.Dtype) -> list[Check]:
     checks: list[Check] = []
     for how in dict.fromkeys(weight.quantisation for weight in weights):
         by_depth = sorted((w for w in weights if w.quantisation == how), key=lambda w: w.depth)
-        least, greatest = by_depth[0], by_depth[-1]
-        uses = [*zip(PRODUCT_ROWS, (least, greatest), strict=True)]
-        if multiplies_in_lanes(1, least):
+        ends = by_depth[0], by_depth[-1]
+        products = [(_FEW_ROWS, ends[0], False), (MAX_ROWS, ends[1], True)]
+        if multiplies_in_lanes(1, ends[0]):
             most = profile().max_lane_rows
-            uses += [(min(LANE_ROWS[0], most), least), (min(LANE_ROWS[1], most), greatest)]
-        checks += [Check("skinny_gemm", ProductShape(rows, w, dtype)) for rows, w in uses]
+            lanes = zip(_LANE_ROWS, ends, strict=True)
+            products += [(min(rows, most), weight, False) for rows, weight in lanes]
+        checks += [
+            Check("skinny_gemm", ProductShape(rows, weight, dtype, biased))
+            for rows, weight, biased in products
+        ]
     return checks
 
 

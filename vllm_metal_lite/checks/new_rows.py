@@ -11,7 +11,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.accuracy import TOLERANCE, ErrorAndLimit, largest_error, of_store
 from vllm_metal_lite.checks.case import spec_of
 from vllm_metal_lite.checks.check import Check
-from vllm_metal_lite.checks.values import EPS, draw, rms_norm, rounded
+from vllm_metal_lite.checks.values import EPS, ROWS, draw, rms_norm, rounded
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
@@ -19,7 +19,6 @@ from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.specs import AttentionShape, RopeShape
 
-_ROWS = 9  # see case.CONTEXTS
 # With a base, a frequency is a float32 exp2, exact to two units in the last place, and the error of
 # an angle grows with the position.  Given powers of two make every angle exact.
 _FREQUENCY_ERROR = 2.4e-7
@@ -28,7 +27,7 @@ _SMALL_POSITION, _LARGE_POSITION = 100, 1_000_000
 
 def write(check: Check[AttentionShape]) -> ErrorAndLimit:
     """Few rows and many; only few rows of latents."""
-    counts = (_ROWS,) if check.kernel == "latent_write" else (_ROWS, profile().rope_many_rows)
+    counts = (ROWS,) if check.kernel == "latent_write" else (ROWS, profile().rope_many_rows)
     return max(_written(check, count) for count in counts)
 
 

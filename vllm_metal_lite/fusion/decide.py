@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-from collections.abc import Collection
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -29,15 +28,8 @@ from vllm_metal_lite.model.usage import product_weights
 logger = logging.getLogger(__name__)
 
 
-def decide(
-    packed: PackedModel,
-    attention: Attention,
-    failed_kernels: Collection[str] = (),
-    ranks: RankGroup = ALONE,
-) -> Fusion:
-    """The fusion for a model's steps.
-
-    failed_kernels: on this device.  ranks: all of them decide as one.
+def decide(packed: PackedModel, attention: Attention, ranks: RankGroup = ALONE) -> Fusion:
+    """The fusion for a model's steps.  ranks: all of them decide as one.
 
     The checks cover each kernel alone; the trial here covers the fused kernels in this model.  If
     the trial fails, nothing is fused, with a warning.  Raises KernelError if a launch fails in the
@@ -45,15 +37,16 @@ def decide(
     """
     if not isinstance(attention, KernelAttention):
         return NO_FUSION
+    failed = attention.failed_kernels
     # On a CPU the products dominate, and columns of a joined product are not contiguous.
-    fusion = fuse(packed.model, joins=not backend.is_cpu()).without(failed_kernels)
+    fusion = fuse(packed.model, joins=not backend.is_cpu()).without(failed)
     trials = _Trials(packed, attention, ranks)
     if not trials.passed(fusion, "fused launches"):
         return NO_FUSION
     if packed.layout.dtype == mx.float32:
         return fusion
     # Steps of many rows use neither of these kernels, so fusion without them was tried first.
-    unused = unused_kernels(failed_kernels)
+    unused = unused_kernels(failed)
     if "skinny_gemm" not in unused and product_weights(packed.model):
         ours = replace(fusion, skinny_rows=range(1, MAX_ROWS + 1))
         if trials.passed(ours, "products by skinny_gemm"):
