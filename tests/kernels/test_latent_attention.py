@@ -16,7 +16,7 @@ from tests.support.kernels.cases import TOLERANCE, AttentionCase, segments_of
 from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import latent_attention as module
-from vllm_metal_lite.kernels.arguments import latent_problem
+from vllm_metal_lite.kernels.arguments import LayerStore, latent_problem
 from vllm_metal_lite.kernels.latent_attention import decode_tiles, latent_attention
 from vllm_metal_lite.kernels.prefill import TILE_ROWS
 
@@ -38,8 +38,8 @@ class Case(AttentionCase):
     def run(self, splits: int = 1, tiles: np.ndarray | None = None) -> np.ndarray:
         tiles = self.tiles if tiles is None else tiles
         metadata = (self.block_tables, self.cu_seqlens_q, self.seq_lens, tiles)
-        arrays = *map(mx.array, metadata), *self.store, mx.full(8, 41.0)
-        how = {"splits": splits, "spec": self.spec, **self.how}
+        arrays = *map(mx.array, metadata), LayerStore(*self.store, mx.full(8, 41.0), self.spec)
+        how = {"splits": splits, **self.how}
         q_pe = mx.array(self.q_pe).astype(self.dtype)
         out, ticket = latent_attention(self.queries(), q_pe, *arrays, **how)
         if splits == 1:

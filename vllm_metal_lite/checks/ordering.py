@@ -24,7 +24,7 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.isolated import environment
 from vllm_metal_lite.errors import one_line
-from vllm_metal_lite.kernels.arguments import new_ticket
+from vllm_metal_lite.kernels.arguments import LayerStore, new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kv.store import LayerSpec
@@ -71,27 +71,23 @@ def build(sizes: GraphSizes) -> list[Read]:
     tables, slots = mx.array(blocks.reshape(sequences, -1)), mx.array(order)
     spec = LayerSpec(sizes.num_kv_heads, sizes.head_dim, sizes.head_dim, _DTYPE)
     shape = len(order), sizes.num_kv_heads, sizes.head_dim
-    keys, values, ticket = mx.zeros(shape, _DTYPE), mx.zeros(shape, _DTYPE), new_ticket()
+    store = LayerStore(mx.zeros(shape, _DTYPE), mx.zeros(shape, _DTYPE), new_ticket(), spec)
     q = mx.ones((sequences, sizes.num_heads, sizes.head_dim), _DTYPE)
     lens = mx.full((sequences,), sizes.context, mx.int32)
-    how: dict[str, Any] = {
-        "block_size": _BLOCK,
-        "scale": 1.0,
-        "plan": DecodePlan(1, 4),
-        "spec": spec,
-    }
-    mx.eval(keys, values, ticket)
+    how: dict[str, Any] = {"block_size": _BLOCK, "scale": 1.0, "plan": DecodePlan(1, 4)}
+    mx.eval(store.arrays)
     reads = []
     for number in range(1, sizes.launches // 2 + 1):
         new = mx.zeros(shape, _DTYPE), mx.full(shape, number, _DTYPE)
-        ticket = kv_write(*new, slots, keys, values, ticket, spec)
+        store = store._replace(ticket=kv_write(*new, slots, store))
         if number % 2:
             some = mx.array(np.roll(order, 7 * number)[:64])
-            _, found, ticket = kv_gather(some, keys, values, ticket, spec)
+            _, found, ticket = kv_gather(some, store)
             reads.append(Read("kv_gather", number, found))
         else:
-            found, ticket = paged_decode(q, tables, lens, keys, values, ticket, **how)
+            found, ticket = paged_decode(q, tables, lens, store, **how)
             reads.append(Read("paged_decode", number, found))
+        store = store._replace(ticket=ticket)
     return reads
 
 

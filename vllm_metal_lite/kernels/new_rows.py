@@ -7,7 +7,7 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import RMSNorm, bits, norm_dtype, placeholder
 from vllm_metal_lite.kernels.launch import Template
-from vllm_metal_lite.kv.row_format import RowFormat
+from vllm_metal_lite.kv.store import LayerSpec
 
 # Template values that disable the fused inputs.
 NONE_NEW: Template = {
@@ -99,11 +99,12 @@ class NewRows(NamedTuple):
         arrays = [self.q.array, self.k.array, self.v.array]
         return arrays + [placeholder() if a is None else a for a in given]
 
-    def template(self, kv_heads: int, k_row: RowFormat, v_row: RowFormat) -> Template:
-        """Template values for a store of rows of these formats."""
-        k_dim, dtype, rows = k_row.dim, k_row.dtype, len(self.q.array)
+    def template(self, spec: LayerSpec) -> Template:
+        """Template values for a store of this layer."""
+        k_dim, dtype, rows = spec.k_head_dim, spec.dtype, len(self.q.array)
         template = dict(_STILL if self.rope is None else self.rope.template)
-        sizes = self.num_heads * k_dim, kv_heads * k_dim, kv_heads * v_row.dim
+        kv_heads = spec.num_kv_heads
+        sizes = self.num_heads * k_dim, kv_heads * k_dim, kv_heads * spec.v_head_dim
         for name, columns, size in zip("qkv", (self.q, self.k, self.v), sizes, strict=True):
             template |= columns_template(name, columns, rows, size, dtype)
         for name, norm in (("Q", self.q_norm), ("K", self.k_norm)):

@@ -6,13 +6,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.arguments import RMSNorm, bits, check_array, placeholder
 from vllm_metal_lite.kernels.launch import Kernel, Template
-from vllm_metal_lite.kernels.weights import (
-    Weight,
-    inputs_of,
-    readable,
-    shape_of,
-    spread_of,
-)
+from vllm_metal_lite.kernels.weights import Weight, inputs_of, readable, shape_of, spread_of
 from vllm_metal_lite.specs import WeightShape
 
 _SKINNY_GEMM = Kernel(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.attention.oracle import paged_attention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
+from vllm_metal_lite.kernels.arguments import LayerStore, RMSNorm, new_ticket
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.rope_write import rope_write
@@ -231,7 +231,7 @@ class PagedSequences(AttentionCase):
         """By paged_decode."""
         where = mx.array(self.block_tables), mx.array(self.seq_lens)
         how = {"plan": DecodePlan(*self.plan), "sinks": self.sinks_of_heads(), "prefix": prefix}
-        return paged_decode(q, *where, *store, ticket, spec=self.spec, **how, **self.how)
+        return paged_decode(q, *where, LayerStore(*store, ticket, self.spec), **how, **self.how)
 
     def attend_to_prefix(
         self,
@@ -245,7 +245,8 @@ class PagedSequences(AttentionCase):
         leader = mx.array([int(np.argmax(lens))], mx.int32)
         where = mx.array(self.block_tables), mx.array(self.seq_lens), leader, mx.array(lens)
         how = {name: self.how[name] for name in ("block_size", "scale", "softcap")}
-        return shared_prefix(q, *where, *store, ticket, splits=splits, spec=self.spec, **how)
+        layer = LayerStore(*store, ticket, self.spec)
+        return shared_prefix(q, *where, layer, splits=splits, **how)
 
 
 class NewRowsCase:
@@ -324,9 +325,9 @@ class NewRowsCase:
         formats = self.spec.k_row, self.spec.v_row
         store = [in_store(r, np.full((SLOTS, self.heads[1], r.dim), np.nan)) for r in formats]
         mx.eval(store)
-        how = {"slot_mapping": mx.array(self.slots), "keys": store[0], "values": store[1]}
-        how |= {"ticket": new_ticket(), "spec": self.spec}
-        q, ticket = rope_write(self.new_rows, positions=mx.array(self.positions), **how)
+        where = mx.array(self.positions), mx.array(self.slots)
+        layer = LayerStore(*store, new_ticket(), self.spec)
+        q, ticket = rope_write(self.new_rows, *where, layer)
         mx.eval(ticket)
         assert q.dtype == self.dtype
         return [q, *store]
