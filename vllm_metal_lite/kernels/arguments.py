@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.launch import Template
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Template
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.specs import AttentionShape
 
@@ -22,9 +22,6 @@ from vllm_metal_lite.specs import AttentionShape
 STORE = ("keys", "values", "ticket")
 # Most splits of a context.
 MAX_SPLITS = 64
-# MLX passes shorter arrays to a kernel in another address space, for which the kernel would have to
-# be compiled again.  So arrays whose length varies have at least this many elements.
-MIN_ELEMENTS = 8
 TICKET_SHAPE = (MIN_ELEMENTS,)
 # Largest head sizes.
 MAX_DECODE_DIM, MAX_PREFILL_DIM = 576, 256
@@ -139,14 +136,6 @@ def new_ticket() -> mx.array:
 def bits(x: float) -> int:
     """The bits of a float32: a template value must be an integer."""
     return int(np.float32(x).view(np.int32))
-
-
-@cache
-def placeholder() -> mx.array:
-    """The placeholder for an input that a kernel does not use, such as sinks."""
-    zeros = mx.zeros(MIN_ELEMENTS)
-    mx.eval(zeros)  # otherwise every compiled step would make its own
-    return zeros
 
 
 def grid_for(count: int) -> tuple[int, int]:

@@ -5,16 +5,8 @@ from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import (
-    MAX_SPLITS,
-    MIN_ELEMENTS,
-    STORE,
-    TICKET_SHAPE,
-    LayerStore,
-    bits,
-    placeholder,
-)
-from vllm_metal_lite.kernels.launch import Kernel, Template
+from vllm_metal_lite.kernels.arguments import MAX_SPLITS, STORE, TICKET_SHAPE, LayerStore, bits
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template
 from vllm_metal_lite.kernels.new_rows import NONE_NEW, NewRows
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult
 from vllm_metal_lite.kv.row_format import RowFormat
@@ -56,14 +48,13 @@ def paged_decode(
     with a window.
     """
     kv_heads, k_row, v_row = store.spec.num_kv_heads, store.spec.k_row, store.spec.v_row
-    k_dim, v_dim = k_row.dim, v_row.dim
+    k_dim, v_dim, dtype = k_row.dim, v_row.dim, k_row.dtype
     if isinstance(q, mx.array):
         batch, heads, _ = q.shape
-        arrays, new = [q] * 3 + [placeholder()] * 3, NONE_NEW
+        arrays, new = [q] * 3 + [None] * 3, NONE_NEW
     else:
         batch, heads = len(q.q.array), q.num_heads
         arrays, new = q.arrays, q.template(store.spec)
-    dtype = arrays[0].dtype
     group = heads // kv_heads
     aligned = (_load_words(row) for row in (k_row, v_row))
     lanes, k_width, v_width = _lanes(k_row.value_words, v_row.value_words, *aligned)
@@ -85,8 +76,8 @@ def paged_decode(
     lse_shape: tuple[int, ...] = (batch, heads, splits)
     if math.prod(lse_shape) < MIN_ELEMENTS:  # it is the next ticket too
         lse_shape = TICKET_SHAPE
-    sinks = placeholder() if sinks is None else sinks.astype(dtype)
-    shared = prefix or (placeholder(), placeholder(), seq_lens)
+    sinks = None if sinks is None else sinks.astype(dtype)
+    shared = prefix or (None, None, seq_lens)
     inputs = [*arrays, block_tables, seq_lens, sinks, *shared, *store.arrays]
     grid, threads = (kv_heads * tiles, batch, splits), 32 * simdgroups
     shapes = [(batch, heads, splits, v_dim) if partial else (batch, heads, v_dim), lse_shape]

@@ -11,7 +11,6 @@ from vllm_metal_lite.kernels.arguments import (
     RMSNorm,
     bits,
     norm_dtype,
-    placeholder,
 )
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import Columns, Rope, columns_template
@@ -58,8 +57,7 @@ def latent_write(
     template |= columns_template("q", rows.q, count, (heads - 1) * rows.stride + rope_dim, dtype)
     template |= columns_template("l", rows.latent, count, latent_dim, dtype)
     template |= columns_template("p", rows.k_pe, count, rope_dim, dtype)
-    freqs = placeholder() if rope.freqs is None else rope.freqs.astype(mx.float32)
-    inputs = [rows.q.array, rows.latent.array, rows.k_pe.array, weight, freqs]
+    inputs = [rows.q.array, rows.latent.array, rows.k_pe.array, weight, rope.frequencies]
     inputs += [positions, slot_mapping, *store.arrays]
     grid = -(-(heads + 2) // _SIMDGROUPS), count, 1
     shapes, dtypes = [(count, heads, rope_dim), TICKET_SHAPE], [dtype, mx.float32]

@@ -2,7 +2,7 @@
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import STORE, TICKET_SHAPE, LayerStore, bits, placeholder
+from vllm_metal_lite.kernels.arguments import STORE, TICKET_SHAPE, LayerStore, bits
 from vllm_metal_lite.kernels.launch import Kernel, Template
 
 _ROWS = ("q", "block_tables", "cu_seqlens_q", "seq_lens", "tiles", "sinks")
@@ -47,7 +47,7 @@ def varlen_prefill(
     template |= {"SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None}
     template |= {"KEYS": keys_at_once(k_dim, v_dim, q.dtype.size), "SIMDGROUPS": simdgroups}
     template["PARTNERS"] = partners
-    sinks = placeholder() if sinks is None else sinks.astype(q.dtype)
+    sinks = None if sinks is None else sinks.astype(q.dtype)
     inputs = [q, block_tables, cu_seqlens_q, seq_lens, tiles, sinks, *store.arrays]
     grid, threads = (kv_heads, tiles.shape[0], 1), 32 * simdgroups
     shapes, dtypes = [(rows, heads, v_dim), TICKET_SHAPE], [q.dtype, mx.float32]

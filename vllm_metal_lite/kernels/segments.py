@@ -12,7 +12,7 @@ from operator import itemgetter
 import numpy as np
 
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
-from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
 
 # As an initial slot: start from zeros.  As a slot to write: none.
 EMPTY = EMPTY_SLOT

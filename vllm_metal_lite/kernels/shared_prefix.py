@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import STORE, LayerStore, bits, num_splits, placeholder
+from vllm_metal_lite.kernels.arguments import STORE, LayerStore, bits, num_splits
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import NONE_NEW, NewRows
 from vllm_metal_lite.kernels.prefill import TILE_ROWS, keys_at_once, partners_of
@@ -56,7 +56,7 @@ def shared_prefix(
     kv_heads, k_dim, v_dim, dtype = spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim, spec.dtype
     if isinstance(q, mx.array):
         rows, heads, _ = q.shape
-        arrays, new = [q, placeholder(), placeholder()], NONE_NEW
+        arrays, new = [q, None, None], NONE_NEW
     else:
         rows, heads = len(q.q.array), q.num_heads
         first, _, _, weight, _, freqs = q.arrays

@@ -6,8 +6,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, placeholder
-from vllm_metal_lite.kernels.launch import Template
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Template
 from vllm_metal_lite.specs import Quantisation, WeightShape
 
 # WeightFormat in metal/weights.h.
@@ -117,12 +116,11 @@ def readable(weight: Weight) -> bool:
     )
 
 
-def inputs_of(weight: Weight) -> tuple[list[mx.array], Template]:
+def inputs_of(weight: Weight) -> tuple[list[mx.array | None], Template]:
     """The inputs w, scales and biases of a kernel, and template values except SPREAD."""
     if not isinstance(weight, QuantisedWeight):
         plain: Template = {"FORM": _WHOLE_VALUES, "BITS": 16, "GROUP_SIZE": 32}
-        return [weight, placeholder(), placeholder()], plain
+        return [weight, None, None], plain
     bits, group_size, mode = weight.quantisation
-    biases = placeholder() if weight.biases is None else weight.biases
     template: Template = {"FORM": _FORMS[mode], "BITS": bits, "GROUP_SIZE": group_size}
-    return [weight.words, weight.scales, biases], template
+    return [weight.words, weight.scales, weight.biases], template

@@ -12,12 +12,13 @@ from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.attention.sdpa.execute import execute_calls, take_rows
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, LayerStore
+from vllm_metal_lite.kernels.arguments import LayerStore
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_attention import Where, decode_tiles, latent_attention
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
 from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.prefill import varlen_prefill
 from vllm_metal_lite.kernels.rope_write import rope_write
