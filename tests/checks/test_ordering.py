@@ -1,6 +1,6 @@
 """The ordering stress sees launches that run out of order, and no others."""
 
-import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 
 from metal.host import HostKernel, compiler_available, installed
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import ordering
+from vllm_metal_lite.checks import isolated, ordering
 from vllm_metal_lite.checks.ordering import BUFFERS, GraphSizes, build, problem, stress
 from vllm_metal_lite.kernels.arguments import LayerStore
 
@@ -107,40 +107,34 @@ def test_a_dropped_ticket_is_noticed(monkeypatch, kernel):
     assert " must see " in first_problem(max)
 
 
-def child(*lines):
-    return [sys.executable, "-c", "\n".join(("import json, os, sys, time", *lines))]
+def told() -> tuple[int, str]:
+    return 1, os.environ["MLX_MAX_OPS_PER_BUFFER"]
 
 
-def test_each_process_gets_its_variables(monkeypatch):
-    told = "print(json.dumps({'reads': 1, 'problem': os.environ['MLX_MAX_OPS_PER_BUFFER']}))"
-    monkeypatch.setattr(ordering, "COMMAND", child(told))
+@pytest.fixture
+def process(monkeypatch):
+    """A process that works, though without kernels."""
+    words = [sys.executable, "-P", "-m", "vllm_metal_lite.checks.run_check"]
+    monkeypatch.setattr(isolated, "command", lambda: words)
+
+
+def test_each_process_gets_its_variables(process, monkeypatch):
+    monkeypatch.setattr(ordering, "run", told)
     found = {o.buffers: o.problem for o in stress()}
     assert found == dict(zip(BUFFERS, ("1", "10000"), strict=True))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        ("time.sleep(600)", "no result after 5 s"),
-        ("sys.exit('the driver is gone')", "the process failed: the driver is gone"),
-        ("os.abort()", "the process failed: exit code -6"),
-        ("print('[]')", "the process failed"),
-        ("print('{}')", "the process failed"),
-    ],
-)
-def test_a_process_that_gives_no_result_is_a_problem(lines, words, monkeypatch):
-    monkeypatch.setattr(ordering, "DEADLINE", 5.0 if "sleep" in lines else 600.0)
-    monkeypatch.setattr(ordering, "COMMAND", child(lines))
-    assert words in next(stress()).problem
+def test_a_process_that_gives_no_result_is_a_problem(process, monkeypatch):
+    monkeypatch.setattr(ordering, "run", os.abort)
+    assert next(stress()).problem == "ends the process: SIGABRT"
 
 
 def test_a_python_that_cannot_be_started_is_a_problem(monkeypatch):
-    monkeypatch.setattr(ordering, "COMMAND", ["/nowhere/python"])
-    assert "no process can be started" in next(stress()).problem
+    monkeypatch.setattr(isolated, "command", lambda: ["/nowhere/python"])
+    assert "No such file" in next(stress()).problem
 
 
-def test_the_module_prints_its_outcome(monkeypatch, capsys):
+def test_the_whole_graph_is_evaluated(monkeypatch):
     monkeypatch.setattr(ordering, "build", lambda _: [])
-    ordering.main()
-    assert json.loads(capsys.readouterr().out) == {"reads": 0, "problem": None}
+    assert ordering.run() == (0, None)

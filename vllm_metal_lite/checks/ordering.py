@@ -12,17 +12,15 @@ means than launches in two.  So the graph runs in processes of their own: with o
 and with all launches in one.  MLX reads the variables for that when it opens the device.
 """
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.isolated import environment
+from vllm_metal_lite.checks import isolated
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.kernels.arguments import LayerStore, new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
@@ -34,8 +32,8 @@ BUFFERS = {
     "one launch a command buffer": {"MLX_MAX_OPS_PER_BUFFER": "1"},
     "all launches in one": {"MLX_MAX_OPS_PER_BUFFER": "10000", "MLX_MAX_MB_PER_BUFFER": "10000"},
 }
-# A process that runs the graph, and the seconds that it may take.
-COMMAND, DEADLINE = [sys.executable, "-P", "-m", __spec__.name], 120.0
+# Seconds for the graph.
+DEADLINE = 120.0
 # float16 rounds a mean by at most 0.07.  A stale slot is off by 1 or more.
 _TOLERANCE = 0.2
 _DTYPE = mx.float16
@@ -120,31 +118,15 @@ class Outcome:
 def stress() -> Iterator[Outcome]:
     """Run the graph once for each of BUFFERS, in a process of its own."""
     for buffers, variables in BUFFERS.items():
-        yield _in_process(buffers, environment() | variables)
+        try:
+            with closing(isolated.Child(variables)) as child:
+                yield Outcome(buffers, *child.call(DEADLINE, run))
+        except OSError as e:
+            yield Outcome(buffers, 0, one_line(e))
 
 
-def _in_process(buffers: str, variables: Mapping[str, str]) -> Outcome:
-    try:
-        done = subprocess.run(
-            COMMAND, env=variables, capture_output=True, text=True, timeout=DEADLINE, check=False
-        )
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return Outcome(buffers, found["reads"], found["problem"])
-    except subprocess.TimeoutExpired:
-        return Outcome(buffers, 0, f"no result after {DEADLINE:.0f} s")
-    except OSError as e:
-        return Outcome(buffers, 0, f"no process can be started: {one_line(e)}")
-    except (LookupError, TypeError, ValueError):  # the process ended before its result
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return Outcome(buffers, 0, f"the process failed: {last:.200}")
-
-
-def main() -> None:
-    """Run the graph in this process and print its outcome as JSON."""
+def run() -> tuple[int, str | None]:
+    """The number of reads of the graph, and their problem."""
     reads = build(GraphSizes())
     mx.eval([read.values for read in reads])
-    print(json.dumps({"reads": len(reads), "problem": problem(reads)}))
-
-
-if __name__ == "__main__":
-    main()
+    return len(reads), problem(reads)
