@@ -35,7 +35,7 @@ class Case:
         self.sequences = PagedSequences(
             seq_lens, heads=heads, dim=dims[0], v_dim=dims[1], dtype=dtype, seed=seed, **sequence
         )
-        newest, size = np.maximum(np.array(seq_lens) - 1, 0), self.sequences.how["block_size"]
+        newest, size = np.maximum(np.array(seq_lens) - 1, 0), self.sequences.block_size
         blocks = self.sequences.block_tables[np.arange(len(newest)), newest // size]
         slots = np.where(np.array(seq_lens) > 0, blocks * size + newest % size, -1)
         drawn = {"heads": heads, "dims": dims, "dtype": dtype, "seed": seed, "rotated": dims[0]}

@@ -16,7 +16,7 @@ from tests.support.kernels.cases import TOLERANCE, AttentionCase, segments_of
 from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import latent_attention as module
-from vllm_metal_lite.kernels.arguments import LayerStore, latent_problem
+from vllm_metal_lite.kernels.arguments import latent_problem
 from vllm_metal_lite.kernels.latent_attention import decode_tiles, latent_attention
 from vllm_metal_lite.kernels.prefill import TILE_ROWS
 
@@ -29,7 +29,7 @@ class Case(AttentionCase):
     def __init__(self, segments, *, heads=5, latent_dim=64, rope=16, **how) -> None:
         super().__init__(segments, heads=(heads, 1), dim=latent_dim, v_dim=rope, **how)
         self.q_pe = self.draw_rows(rope)
-        self.how = {"block_size": self.how["block_size"], "scale": (latent_dim + rope) ** -0.5}
+        self.how = {"scale": (latent_dim + rope) ** -0.5}
 
     @property
     def tiles(self) -> np.ndarray:
@@ -38,7 +38,7 @@ class Case(AttentionCase):
     def run(self, splits: int = 1, tiles: np.ndarray | None = None) -> np.ndarray:
         tiles = self.tiles if tiles is None else tiles
         metadata = (self.block_tables, self.cu_seqlens_q, self.seq_lens, tiles)
-        arrays = *map(mx.array, metadata), LayerStore(*self.store, mx.full(8, 41.0), self.spec)
+        arrays = *map(mx.array, metadata), self.layer(mx.full(8, 41.0))
         how = {"splits": splits, **self.how}
         q_pe = mx.array(self.q_pe).astype(self.dtype)
         out, ticket = latent_attention(self.queries(), q_pe, *arrays, **how)

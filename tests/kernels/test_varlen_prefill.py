@@ -21,7 +21,7 @@ from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels import prefill
-from vllm_metal_lite.kernels.arguments import MAX_PREFILL_DIM, LayerStore, head_size_problem
+from vllm_metal_lite.kernels.arguments import MAX_PREFILL_DIM, head_size_problem
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")
 
@@ -33,7 +33,7 @@ class Case(AttentionCase):
         tiles = plan_tiles(self.cu_seqlens_q, len(self.q), self.heads[0] // self.heads[1])
         metadata = (self.block_tables, self.cu_seqlens_q, self.seq_lens, tiles)
         arrays = self.queries(), *map(mx.array, metadata)
-        store, how = LayerStore(*self.store, mx.full(8, 41.0), self.spec), self.how
+        store, how = self.layer(mx.full(8, 41.0)), self.how
         out, ticket = prefill.varlen_prefill(*arrays, store, sinks=self.sinks_of_heads(), **how)
         assert ticket.tolist() == [41.0] * 8
         return self.floats(out)

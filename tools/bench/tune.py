@@ -98,8 +98,8 @@ class Loads:
         once = saved >= device.min_saved_tokens // self.divisor
         splits = prefix_splits(rows, s.num_heads, s.num_kv_heads, tokens)
         plan = decode_plan(rows, s.num_kv_heads, _OWN if once else tokens + _OWN)
-        paged, how = load.store, {"block_size": _BLOCK, "scale": load.scale}
-        store = LayerStore(paged.keys[0], paged.values[0], new_ticket(), paged.specs[0])
+        paged, how = load.store, {"scale": load.scale}
+        store = LayerStore(paged.keys[0], paged.values[0], new_ticket(), paged.specs[0], _BLOCK)
 
         def call(q: mx.array) -> mx.array:
             args = tables, lens

@@ -83,7 +83,7 @@ def decode(check: Check[AttentionShape]) -> ErrorAndLimit:
         mx.eval(rows.arrays)
     where, how, prefix = decode_arrays(batch), case.how(), None
     if shares:
-        of_prefix = {name: how[name] for name in ("scale", "softcap", "block_size")}
+        of_prefix = {name: how[name] for name in ("scale", "softcap")}
         leader, lens_of_rows = mx.array([len(CONTEXTS) - 1], mx.int32), mx.array(padded(lens))
         arrays = rows, *where, leader, lens_of_rows, store
         prefix = shared_prefix(*arrays, splits=PREFIX_SPLITS, **of_prefix)
@@ -113,7 +113,7 @@ def _newest(case: Case, fresh: list[np.ndarray]) -> tuple[LayerStore, list[np.nd
         after.append(rows)
     mx.eval(before)
     keys, values = before
-    return LayerStore(keys, values, new_ticket(), case.spec), after
+    return LayerStore(keys, values, new_ticket(), case.spec, case.block_size), after
 
 
 def prefill(check: Check[AttentionShape]) -> ErrorAndLimit:
@@ -141,8 +141,7 @@ def _latents(case: Case, batch: ForwardBatch, where: Where, splits: int) -> Erro
     assert case.q_pe is not None
     q, q_pe = case.q[: batch.num_tokens], case.q_pe[: batch.num_tokens]
     arrays = case.array(padded(q)), case.array(padded(q_pe)), *where, case.store()
-    how = {"scale": case.how()["scale"], "block_size": case.block_size}
-    out, _ = latent_attention(*arrays, splits=splits, **how)
+    out, _ = latent_attention(*arrays, splits=splits, scale=case.how()["scale"])
     return _compare(case, batch, q, out)
 
 

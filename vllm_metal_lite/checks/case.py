@@ -108,12 +108,11 @@ class Case:
         rows = zip(self.formats, self.kept, strict=True)
         keys, values = (mx.array(kept).astype(row.kept_dtype) for row, kept in rows)
         mx.eval(keys, values)
-        return LayerStore(keys, values, new_ticket(), self.spec)
+        return LayerStore(keys, values, new_ticket(), self.spec, self.block_size)
 
     def how(self) -> dict[str, Any]:
-        """The options of attention kernels."""
+        """The options that attention kernels and the reference have in common."""
         return {
-            "block_size": self.block_size,
             "scale": self.shape.k_head_dim**-0.5,
             "window": self.shape.window,
             "softcap": self.shape.softcap,
@@ -141,9 +140,7 @@ class Case:
             attention = ReferenceAttention(store)
             step = attention.prepare(batch, batch.num_tokens)
             q_pe = None if self.q_pe is None else mx.array(self.q_pe[: len(q)])
-            options = self.how()
-            del options["block_size"]
-            call = AttentionCall(0, q_pe=q_pe, **options)
+            call = AttentionCall(0, q_pe=q_pe, **self.how())
             bound = attention.begin(step, attention.new_state())
             return np.array(bound.attend(mx.array(q.astype(np.float32)), call))
 

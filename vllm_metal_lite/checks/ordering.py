@@ -15,7 +15,6 @@ and with all launches in one.  MLX reads the variables for that when it opens th
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -69,10 +68,10 @@ def build(sizes: GraphSizes) -> list[Read]:
     tables, slots = mx.array(blocks.reshape(sequences, -1)), mx.array(order)
     spec = LayerSpec(sizes.num_kv_heads, sizes.head_dim, sizes.head_dim, _DTYPE)
     shape = len(order), sizes.num_kv_heads, sizes.head_dim
-    store = LayerStore(mx.zeros(shape, _DTYPE), mx.zeros(shape, _DTYPE), new_ticket(), spec)
+    arrays = mx.zeros(shape, _DTYPE), mx.zeros(shape, _DTYPE), new_ticket()
+    store, plan = LayerStore(*arrays, spec, _BLOCK), DecodePlan(1, 4)
     q = mx.ones((sequences, sizes.num_heads, sizes.head_dim), _DTYPE)
     lens = mx.full((sequences,), sizes.context, mx.int32)
-    how: dict[str, Any] = {"block_size": _BLOCK, "scale": 1.0, "plan": DecodePlan(1, 4)}
     mx.eval(store.arrays)
     reads = []
     for number in range(1, sizes.launches // 2 + 1):
@@ -83,7 +82,7 @@ def build(sizes: GraphSizes) -> list[Read]:
             _, found, ticket = kv_gather(some, store)
             reads.append(Read("kv_gather", number, found))
         else:
-            found, ticket = paged_decode(q, tables, lens, store, **how)
+            found, ticket = paged_decode(q, tables, lens, store, scale=1.0, plan=plan)
             reads.append(Read("paged_decode", number, found))
         store = store._replace(ticket=ticket)
     return reads

@@ -47,13 +47,14 @@ class LayerStore(NamedTuple):
     """K and V of one layer, and the ticket.
 
     keys: (slots, num_kv_heads, k_head_dim).  values: (slots, num_kv_heads, v_head_dim).  Rows are
-    words instead if `spec` has 8 or 4 bits per value.
+    words instead if `spec` has 8 or 4 bits per value.  block_size: 0 for kernels that take slots.
     """
 
     keys: mx.array
     values: mx.array
     ticket: mx.array
     spec: LayerSpec
+    block_size: int = 0
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:

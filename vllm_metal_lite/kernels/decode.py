@@ -30,7 +30,6 @@ def paged_decode(
     seq_lens: mx.array,
     store: LayerStore,
     *,
-    block_size: int,
     scale: float,
     plan: DecodePlan,
     window: int | None = None,
@@ -69,7 +68,7 @@ def paged_decode(
     template: Template = {"T": dtype, "OUT_T": out_dtype, "KV_HEADS": kv_heads, "GROUP": group}
     template |= {"HEADS": at_once, "FUSED": new is not NONE_NEW, **new}
     template |= {"PREFIX": prefix is not None, **store.template}
-    template |= {"BLOCK_SIZE": block_size, "WINDOW": window or 0, "SCALE": bits(scale)}
+    template |= {"BLOCK_SIZE": store.block_size, "WINDOW": window or 0, "SCALE": bits(scale)}
     template |= {"SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None}
     template |= {"LANES": lanes, "KW": k_width, "VW": v_width}
     template |= {"UNROLL": 4 if many else 2, "SIMDGROUPS": simdgroups}

@@ -44,7 +44,6 @@ def latent_attention(
     tiles: mx.array,
     store: LayerStore,
     *,
-    block_size: int,
     scale: float,
     splits: int = 1,
 ) -> tuple[mx.array, mx.array]:
@@ -62,7 +61,12 @@ def latent_attention(
     partial, simdgroups = splits > 1, latent_simdgroups(latent_dim, q.dtype.size)
     dtype = mx.float32 if partial else q.dtype
     template: Template = {"T": q.dtype, "OUT_T": dtype, "HEADS": heads, "LATENT_DIM": latent_dim}
-    template |= {"ROPE": rope, **store.formats, "BLOCK_SIZE": block_size, "SCALE": bits(scale)}
+    template |= {
+        "ROPE": rope,
+        **store.formats,
+        "BLOCK_SIZE": store.block_size,
+        "SCALE": bits(scale),
+    }
     template |= {"PARTIAL": partial, "SIMDGROUPS": simdgroups}
     lse_shape: tuple[int, ...] = (rows, heads, splits)
     if not partial or math.prod(lse_shape) < MIN_ELEMENTS:

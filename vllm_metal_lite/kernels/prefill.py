@@ -24,7 +24,6 @@ def varlen_prefill(
     tiles: mx.array,
     store: LayerStore,
     *,
-    block_size: int,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -43,7 +42,7 @@ def varlen_prefill(
     partners = partners_of(k_dim, v_dim, q.dtype)
     simdgroups = TILE_ROWS // 8 * partners
     template: Template = {"T": q.dtype, "KV_HEADS": kv_heads, "GROUP": heads // kv_heads}
-    template |= store.template | {"BLOCK_SIZE": block_size, "WINDOW": window or 0}
+    template |= store.template | {"BLOCK_SIZE": store.block_size, "WINDOW": window or 0}
     template |= {"SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None}
     template |= {"KEYS": keys_at_once(k_dim, v_dim, q.dtype.size), "SIMDGROUPS": simdgroups}
     template["PARTNERS"] = partners

@@ -41,7 +41,6 @@ def shared_prefix(
     prefix_lens: mx.array,
     store: LayerStore,
     *,
-    block_size: int,
     scale: float,
     splits: int,
     softcap: float | None = None,
@@ -68,7 +67,11 @@ def shared_prefix(
     # The kernel has no new keys and values.
     template |= {name: value for name, value in new.items() if name[:2] not in ("K_", "V_")}
     template |= {"KV_HEADS": kv_heads, "GROUP": group, **store.template}
-    template |= {"BLOCK_SIZE": block_size, "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0)}
+    template |= {
+        "BLOCK_SIZE": store.block_size,
+        "SCALE": bits(scale),
+        "SOFTCAP": bits(softcap or 0.0),
+    }
     template |= {"KEYS": keys_at_once(k_dim, v_dim, dtype.size), "SIMDGROUPS": simdgroups}
     template["PARTNERS"] = partners
     inputs = [*arrays, block_tables, seq_lens, leader, prefix_lens, *store.arrays]

@@ -152,7 +152,7 @@ class AttentionCase:
         self.cu_seqlens_q = np.append(0, np.cumsum(q_lens)).astype(np.int32)
         self.dtype, self.heads, self.padding = dtype, heads, padding
         self.spec = LayerSpec(heads[1], dim, v_dim or dim, dtype, bits=bits)
-        self.how = {"block_size": block_size, "scale": dim**-0.5}
+        self.block_size, self.how = block_size, {"scale": dim**-0.5}
         self.how |= {"window": window, "softcap": softcap}
         self.q = self.draw_rows(dim)
         self.sinks = 2 * draw(rng, heads[0], dtype=dtype) if sinks else None
@@ -160,6 +160,9 @@ class AttentionCase:
         where = self.block_tables, self.seq_lens, slots, block_size
         seen = self.seq_lens - q_lens - window + 1 if window else 0
         self.store, self.values = poisoned_store(rng, self.spec, *where, seen)
+
+    def layer(self, ticket: mx.array, store: list[mx.array] | None = None) -> LayerStore:
+        return LayerStore(*(store or self.store), ticket, self.spec, self.block_size)
 
     def draw_rows(self, dim: int) -> np.ndarray:
         """Parts of queries."""
@@ -231,7 +234,7 @@ class PagedSequences(AttentionCase):
         """By paged_decode."""
         where = mx.array(self.block_tables), mx.array(self.seq_lens)
         how = {"plan": DecodePlan(*self.plan), "sinks": self.sinks_of_heads(), "prefix": prefix}
-        return paged_decode(q, *where, LayerStore(*store, ticket, self.spec), **how, **self.how)
+        return paged_decode(q, *where, self.layer(ticket, store), **how, **self.how)
 
     def attend_to_prefix(
         self,
@@ -244,9 +247,8 @@ class PagedSequences(AttentionCase):
         """By shared_prefix: the first `lens` keys of each row, which are in the same blocks."""
         leader = mx.array([int(np.argmax(lens))], mx.int32)
         where = mx.array(self.block_tables), mx.array(self.seq_lens), leader, mx.array(lens)
-        how = {name: self.how[name] for name in ("block_size", "scale", "softcap")}
-        layer = LayerStore(*store, ticket, self.spec)
-        return shared_prefix(q, *where, layer, splits=splits, **how)
+        how = {name: self.how[name] for name in ("scale", "softcap")}
+        return shared_prefix(q, *where, self.layer(ticket, store), splits=splits, **how)
 
 
 class NewRowsCase:

@@ -76,7 +76,7 @@ def _ints(*shape: int) -> mx.array:
 def _store_of(spec: LayerSpec) -> LayerStore:
     rows = spec.k_row, spec.v_row
     arrays = (mx.zeros((SLOTS, spec.num_kv_heads, r.width), r.kept_dtype) for r in rows)
-    return LayerStore(*arrays, new_ticket(), spec)
+    return LayerStore(*arrays, new_ticket(), spec, BLOCK_SIZE)
 
 
 def _store(of: Heads, dtype: mx.Dtype, bits: int | None = None) -> LayerStore:
@@ -105,7 +105,7 @@ def decode(
     q = _new_rows(of, dtype, ROWS) if fused else mx.zeros((ROWS, of.heads, of.dim), dtype)
     parts = mx.zeros((ROWS, of.heads, 4, of.dim)), mx.zeros((ROWS, of.heads, 4)), _ints(ROWS)
     shared = SharedPrefixResult(*parts) if prefix else None
-    how = {"block_size": BLOCK_SIZE, "scale": of.dim**-0.5, "window": of.window}
+    how = {"scale": of.dim**-0.5, "window": of.window}
     how |= {"softcap": of.softcap, "plan": DecodePlan(splits, simdgroups), "prefix": shared}
     paged_decode(q, _ints(ROWS, BLOCKS), _ints(ROWS), _store(of, dtype, bits), **how)
 
@@ -113,7 +113,7 @@ def decode(
 def prefill(of: Heads, dtype: mx.Dtype, *, bits: int | None = None) -> None:
     q = mx.zeros((512, of.heads, of.dim), dtype)
     where = _ints(8, BLOCKS), _ints(9), _ints(8), _ints(40, 2)
-    how = {"block_size": BLOCK_SIZE, "scale": of.dim**-0.5, "window": of.window}
+    how = {"scale": of.dim**-0.5, "window": of.window}
     varlen_prefill(q, *where, _store(of, dtype, bits), softcap=of.softcap, **how)
 
 
@@ -129,7 +129,7 @@ def latents(
     store = _store_of(LayerSpec(1, latent_dim, rope, dtype, bits=bits))
     q, q_pe = (mx.zeros((ROWS, heads, dim), dtype) for dim in (latent_dim, rope))
     where = _ints(ROWS, BLOCKS), _ints(ROWS + 1), _ints(ROWS), _ints(40, 2)
-    how = {"block_size": BLOCK_SIZE, "scale": 0.1, "splits": splits}
+    how = {"scale": 0.1, "splits": splits}
     latent_attention(q, q_pe, *where, store, **how)
 
 
@@ -147,7 +147,7 @@ def latent_rows(
 def prefix(of: Heads, dtype: mx.Dtype, *, fused: bool = False, bits: int | None = None) -> None:
     q = _new_rows(of, dtype, ROWS) if fused else mx.zeros((ROWS, of.heads, of.dim), dtype)
     where = _ints(ROWS, BLOCKS), _ints(ROWS), _ints(1), _ints(ROWS)
-    how = {"block_size": BLOCK_SIZE, "scale": of.dim**-0.5, "softcap": of.softcap}
+    how = {"scale": of.dim**-0.5, "softcap": of.softcap}
     shared_prefix(q, *where, _store(of, dtype, bits), splits=4, **how)
 
 

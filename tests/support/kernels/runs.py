@@ -37,7 +37,7 @@ from vllm_metal_lite.specs import Quantisation
 STORE = ("keys", "values", "states")
 FACTOR = 1.3466  # of a rotation
 KV_HEADS, HEADS, GROUP, DIM, BLOCK_SIZE, SLOTS = 2, 18, 9, 72, 8, 96
-HOW = {"block_size": BLOCK_SIZE, "scale": 0.2}
+HOW = {"scale": 0.2}
 # Rows to be written.  The slots 94 and 95 are the last two: what goes beyond a row goes beyond the
 # store.
 NEW_SLOTS, POSITIONS = (mx.array(n, mx.int32) for n in ([7, 94, -1, 95, 40], [0, 3, 4, 9, 50]))
@@ -56,7 +56,7 @@ def store(spec, slots=SLOTS):
     rows = zip((spec.k_row, spec.v_row), (1, 2), strict=True)
     shape = slots, spec.num_kv_heads
     kept = (row.pack(draw(*shape, row.dim, seed=seed, dtype=spec.dtype)) for row, seed in rows)
-    return LayerStore(*kept, new_ticket(), spec)
+    return LayerStore(*kept, new_ticket(), spec, BLOCK_SIZE)
 
 
 def new_rows(count, heads, dtype, dim=DIM, seed=13, factor=1.0):

@@ -135,8 +135,8 @@ class KernelStepAttention:
             where = tables, cu_seqlens_q, seq_lens, tiles
             return self._latents(q, call.q_pe[: len(q)], where, call, splits)
         prefix, plans, shared = None, decodes.plans, decodes.prefix
-        store, options = self._store(call.layer), self._options(call)
-        options["softcap"] = call.softcap
+        store = self._store(call.layer)
+        options: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap}
         if shared and self.shares[call.layer] and call.window is None:
             plans = shared.plans
             num_heads = q.num_heads if isinstance(q, NewRows) else q.shape[1]
@@ -156,8 +156,8 @@ class KernelStepAttention:
         where = tables, prompts.cu_seqlens_q, prompts.seq_lens, tiles
         if call.q_pe is not None:
             return self._latents(q, call.q_pe[-len(q) :], where, call)
-        options = self._options(call)
-        options |= {"window": call.window, "softcap": call.softcap, "sinks": call.sinks}
+        options: dict[str, Any] = {"window": call.window, "softcap": call.softcap}
+        options |= {"scale": call.scale, "sinks": call.sinks}
         out, self.ticket = varlen_prefill(q, *where, self._store(call.layer), **options)
         return out
 
@@ -165,9 +165,8 @@ class KernelStepAttention:
         self, q: mx.array, q_pe: mx.array, where: Where, call: AttentionCall, splits: int = 1
     ) -> mx.array:
         """where: block tables, cu_seqlens_q, seq_lens and tiles of decodes or of prompts."""
-        arrays, options = (q, q_pe, *where), self._options(call)
-        store = self._store(call.layer)
-        out, self.ticket = latent_attention(*arrays, store, splits=splits, **options)
+        arrays = q, q_pe, *where, self._store(call.layer)
+        out, self.ticket = latent_attention(*arrays, scale=call.scale, splits=splits)
         return out
 
     def _sdpa(self, q: mx.array, prompts: SdpaPlan, call: AttentionCall) -> mx.array:
@@ -184,8 +183,5 @@ class KernelStepAttention:
 
     def _store(self, layer: int) -> LayerStore:
         store = self.store
-        return LayerStore(store.keys[layer], store.values[layer], self.ticket, store.specs[layer])
-
-    def _options(self, call: AttentionCall) -> dict[str, Any]:
-        """The options that all attention kernels have."""
-        return {"scale": call.scale, "block_size": self.store.block_size}
+        kept = store.keys[layer], store.values[layer], self.ticket
+        return LayerStore(*kept, store.specs[layer], store.block_size)
