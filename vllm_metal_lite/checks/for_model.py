@@ -13,7 +13,7 @@ from vllm_metal_lite.specs import (
     ConvShape,
     GatedNormShape,
     KernelUse,
-    RecurrentShape,
+    RecurrenceShape,
     RopeShape,
     WeightShape,
 )
@@ -24,6 +24,12 @@ _FEW_ROWS = 5
 # kernel source of its own; 2 to 4 share one.  The bias and GeGLU come behind the sums, where all
 # rows share the source.
 _LANE_ROWS = (1, 3)
+# The kernels of recurrent layers.  `gated_delta` also computes the state space update.
+_RECURRENT = {
+    ConvShape: "causal_conv",
+    RecurrenceShape: "gated_delta",
+    GatedNormShape: "gated_rms_norm",
+}
 
 
 def checks_for(use: KernelUse) -> list[Check]:
@@ -34,8 +40,7 @@ def checks_for(use: KernelUse) -> list[Check]:
     for shape, rope in _pairs(use):
         checks += _new_rows(shape, rope, use)
     checks += [Check("latent_write", shape, 0, rope) for shape, rope in _latent_pairs(use)]
-    for recurrence in use.recurrences:
-        checks += _recurrence(recurrence)
+    checks += [Check(_RECURRENT[type(shape)], shape) for shape in use.recurrences]
     dtype = next((shape.dtype for shape in (*use.shapes, *use.recurrences)), mx.float32)
     checks += [Check("add_rms_norm", NormShape(size, dtype)) for size in use.hidden_sizes]
     if dtype != mx.float32:
@@ -62,15 +67,6 @@ def _products(weights: Sequence[WeightShape], dtype: mx.Dtype) -> list[Check]:
             for rows, weight, biased in products
         ]
     return checks
-
-
-def _recurrence(shape: RecurrentShape) -> list[Check]:
-    """The state space update is a use of gated_delta."""
-    if isinstance(shape, ConvShape):
-        return [Check("causal_conv", shape)]
-    if isinstance(shape, GatedNormShape):
-        return [Check("gated_rms_norm", shape)]
-    return [Check("gated_delta", shape)]
 
 
 def _heads_only(shape: AttentionShape) -> AttentionShape:

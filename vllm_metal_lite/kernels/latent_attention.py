@@ -61,13 +61,8 @@ def latent_attention(
     partial, simdgroups = splits > 1, latent_simdgroups(latent_dim, q.dtype.size)
     dtype = mx.float32 if partial else q.dtype
     template: Template = {"T": q.dtype, "OUT_T": dtype, "HEADS": heads, "LATENT_DIM": latent_dim}
-    template |= {
-        "ROPE": rope,
-        **store.formats,
-        "BLOCK_SIZE": store.block_size,
-        "SCALE": bits(scale),
-    }
-    template |= {"PARTIAL": partial, "SIMDGROUPS": simdgroups}
+    template |= {"ROPE": rope, **store.formats, "BLOCK_SIZE": store.block_size}
+    template |= {"SCALE": bits(scale), "PARTIAL": partial, "SIMDGROUPS": simdgroups}
     lse_shape: tuple[int, ...] = (rows, heads, splits)
     if not partial or math.prod(lse_shape) < MIN_ELEMENTS:
         lse_shape = TICKET_SHAPE

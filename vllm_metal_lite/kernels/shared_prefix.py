@@ -66,12 +66,8 @@ def shared_prefix(
     template: Template = {"T": dtype, "FUSED": fused}
     # The kernel has no new keys and values.
     template |= {name: value for name, value in new.items() if name[:2] not in ("K_", "V_")}
-    template |= {"KV_HEADS": kv_heads, "GROUP": group, **store.template}
-    template |= {
-        "BLOCK_SIZE": store.block_size,
-        "SCALE": bits(scale),
-        "SOFTCAP": bits(softcap or 0.0),
-    }
+    template |= {"KV_HEADS": kv_heads, "GROUP": group, "BLOCK_SIZE": store.block_size}
+    template |= store.template | {"SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0)}
     template |= {"KEYS": keys_at_once(k_dim, v_dim, dtype.size), "SIMDGROUPS": simdgroups}
     template["PARTNERS"] = partners
     inputs = [*arrays, block_tables, seq_lens, leader, prefix_lens, *store.arrays]
