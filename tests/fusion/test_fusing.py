@@ -194,7 +194,7 @@ def test_a_factor_before_a_rotation_is_part_of_it(scale, dims, factor, split):
     rows, at = mx.random.normal((3, 32)), mx.zeros(3, mx.int32)
     heads = Traced(rows[:, None], Columns(rows, 0))
     heads = heads.reshape(3, 1, *((2, 16) if split else (4, 8))).transpose(0, 2, 1, 3)
-    with FusedLaunches(adds_norms=False).building(SimpleNamespace(positions=at)):
+    with FusedLaunches(unused=frozenset({"add_rms_norm"})).building(SimpleNamespace(positions=at)):
         x = mx.split(heads, [8], axis=-1)[1] if split else heads
         value = scale(x)
         turned = mx.fast.rope(value, dims, traditional=False, base=1e4, scale=1.0, offset=at)

@@ -205,7 +205,7 @@ def test_a_trial_that_passed_is_remembered_for_models_of_its_form(monkeypatch, t
     monkeypatch.setattr(decide.Trial, "problem", lambda trial, *_: tried.append(trial))
     fusion = FusedLaunches()
     for count, (name, of_fusion) in enumerate(
-        [("qwen3", fusion), ("llama", fusion), ("qwen3", replace(fusion, adds_norms=False))], 1
+        [("qwen3", fusion), ("llama", fusion), ("qwen3", fusion.without(["add_rms_norm"]))], 1
     ):
         for _ in range(2):
             assert decide._Trials(*models[name]).problem(of_fusion) is None
