@@ -1,4 +1,4 @@
-"""Runs checks in a process of their own, with a deadline for each.
+"""Runs checks in a process of their own, with a watchdog.
 
 A kernel may hang, or end its process.  Then the kernel is reported, and a new process runs the
 rest.  If no process can be started, the checks run in this one.
