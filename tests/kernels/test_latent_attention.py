@@ -50,7 +50,7 @@ class Case(AttentionCase):
         latents, rotary = self.values
         q, keys = np.concatenate([self.q, self.q_pe], -1), np.concatenate([latents, rotary], -1)
         where = self.block_tables, self.cu_seqlens_q, self.seq_lens
-        return paged_attention(q, keys, latents, *where, **self.how)
+        return paged_attention(q, keys, latents, *where, block_size=self.block_size, **self.how)
 
 
 def check(*args, splits=1, **kwargs) -> None:

@@ -186,7 +186,8 @@ class AttentionCase:
 
     def expected(self) -> np.ndarray:
         where = self.block_tables, self.cu_seqlens_q, self.seq_lens
-        return paged_attention(self.q, *self.values, *where, sinks=self.sinks, **self.how)
+        how = {"sinks": self.sinks, "block_size": self.block_size, **self.how}
+        return paged_attention(self.q, *self.values, *where, **how)
 
     def check(self, **how) -> None:
         got, (atol, rtol) = self.run(**how), TOLERANCE[self.dtype]
