@@ -1,8 +1,9 @@
 """The ordering stress sees launches that run out of order, and no others."""
 
-import json
+import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,12 @@ import pytest
 
 from metal.host import HostKernel, compiler_available, installed
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import ordering
+from vllm_metal_lite.checks import isolated, ordering
 from vllm_metal_lite.checks.ordering import BUFFERS, GraphSizes, build, problem, stress
+from vllm_metal_lite.kernels.arguments import LayerStore
 
 TINY = GraphSizes(launches=24, sequences=2, context=32, num_heads=2, num_kv_heads=1, head_dim=16)
-# Which argument the ticket is.
-TICKET_AT = {"kv_write": 5, "kv_gather": 3, "paged_decode": 5}
+KERNELS = "kv_write", "kv_gather", "paged_decode"
 
 needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -25,7 +26,7 @@ def test_launches_in_order_are_right():
     with installed():
         reads = build(TINY)
         assert problem(reads) is None
-    assert {"kv_write", *(read.kernel for read in reads)} == TICKET_AT.keys()
+    assert {"kv_write", *(read.kernel for read in reads)} == set(KERNELS)
 
 
 class Launches:
@@ -82,7 +83,8 @@ def first_problem(pick):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mx.fast, "metal_kernel", launches.launcher)
         reads = build(TINY)
-    return problem(reads, launches.run(pick))
+    results = launches.run(pick)
+    return problem([replace(read, values=results[id(read.values)]) for read in reads])
 
 
 @needs_compiler
@@ -93,54 +95,48 @@ def test_tickets_order_the_launches_in_every_order_that_a_device_may_take():
 
 
 @needs_compiler
-@pytest.mark.parametrize("kernel", TICKET_AT)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_a_dropped_ticket_is_noticed(monkeypatch, kernel):
     """The launch gives back the ticket that it took, so that no later launch waits for it."""
     launch = getattr(ordering, kernel)
 
     def forgetful(*args, **kwargs):
         result = launch(*args, **kwargs)
-        ticket = args[TICKET_AT[kernel]]
+        (ticket,) = (arg.ticket for arg in args if isinstance(arg, LayerStore))
         return (*result[:-1], ticket) if isinstance(result, tuple) else ticket
 
     monkeypatch.setattr(ordering, kernel, forgetful)
     assert " must see " in first_problem(max)
 
 
-def child(*lines):
-    return [sys.executable, "-c", "\n".join(("import json, os, sys, time", *lines))]
+def told() -> tuple[int, str]:
+    return 1, os.environ["MLX_MAX_OPS_PER_BUFFER"]
 
 
-def test_each_process_gets_its_variables(monkeypatch):
-    told = "print(json.dumps({'reads': 1, 'problem': os.environ['MLX_MAX_OPS_PER_BUFFER']}))"
-    monkeypatch.setattr(ordering, "COMMAND", child(told))
+@pytest.fixture
+def process(monkeypatch):
+    """A process that works, though without kernels."""
+    words = [sys.executable, "-P", "-m", "vllm_metal_lite.checks.run_check"]
+    monkeypatch.setattr(isolated, "command", lambda: words)
+
+
+def test_each_process_gets_its_variables(process, monkeypatch):
+    monkeypatch.setattr(ordering, "run", told)
     found = {o.buffers: o.problem for o in stress()}
     assert found == dict(zip(BUFFERS, ("1", "10000"), strict=True))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        ("time.sleep(600)", "no result after 5 s"),
-        ("sys.exit('the driver is gone')", "the process failed: the driver is gone"),
-        ("os.abort()", "the process failed: exit code -6"),
-        ("print('[]')", "the process failed"),
-        ("print('{}')", "the process failed"),
-    ],
-)
-def test_a_process_that_gives_no_result_is_a_problem(lines, words, monkeypatch):
-    monkeypatch.setattr(ordering, "DEADLINE", 5.0 if "sleep" in lines else 600.0)
-    monkeypatch.setattr(ordering, "COMMAND", child(lines))
-    assert words in next(stress()).problem
+def test_a_process_that_gives_no_result_is_a_problem(process, monkeypatch):
+    monkeypatch.setattr(ordering, "run", os.abort)
+    assert next(stress()).problem == "ends the process: SIGABRT"
 
 
 def test_a_python_that_cannot_be_started_is_a_problem(monkeypatch):
-    monkeypatch.setattr(ordering, "COMMAND", ["/nowhere/python"])
-    assert "no process can be started" in next(stress()).problem
+    monkeypatch.setattr(isolated, "command", lambda: ["/nowhere/python"])
+    assert "No such file" in next(stress()).problem
 
 
-def test_the_module_prints_its_outcome(monkeypatch, capsys):
+def test_the_whole_graph_is_evaluated(monkeypatch):
     monkeypatch.setattr(ordering, "build", lambda _: [])
-    ordering.main()
-    assert json.loads(capsys.readouterr().out) == {"reads": 0, "problem": None}
+    assert ordering.run() == (0, None)

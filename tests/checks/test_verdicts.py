@@ -70,6 +70,9 @@ def test_only_what_a_model_uses_is_checked():
     assert kernels(KernelUse((), 16, recurrences=(conv,))) == ["causal_conv"]
     state = RecurrenceShape(1, 4, 32, 32, mx.bfloat16, delta=False)
     assert kernels(KernelUse((), 16, recurrences=(conv, state))) == ["causal_conv", "gated_delta"]
+    mamba = KernelUse((), 16, (), (64,), (WeightShape(64, 64),), recurrences=(conv, state))
+    fused = ["add_rms_norm", "causal_conv", "gated_delta", "skinny_gemm"]
+    assert kernels(mamba) == fused
     window = replace(SHAPE, window=9)
     assert "shared_prefix" not in kernels(replace(USE, shapes=(window,)))
     assert "shared_prefix" in kernels(replace(USE, shapes=(window, SHAPE)))
@@ -85,8 +88,8 @@ def test_only_what_a_model_uses_is_checked():
     weights = tuple(WeightShape(64, depth) for depth in (96, 32, 64))
     assert kernels(replace(USE, weights=weights)) == kernels(USE)  # float32
     products = checks_for(replace(USE, shapes=(BFLOAT16,), weights=weights))
-    products = [c.shape[:2] for c in products if c.kernel == "skinny_gemm"]
-    assert products == [(5, (64, 32, None)), (64, (64, 96, None))]
+    products = [(*c.shape[:2], c.shape.biased) for c in products if c.kernel == "skinny_gemm"]
+    assert products == [(5, (64, 32, None), False), (64, (64, 96, None), True)]
     mixed = (
         *weights,
         WeightShape(64, 64, Quantisation(4, 32)),

@@ -17,7 +17,6 @@ from tests.support.models.configs import config_of
 from tests.support.models.rounding import medians, of_16_bits
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion.current import Current, fusing
 from vllm_metal_lite.fusion.experts import Summed
 from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.fusion.layers import fuse_layers
@@ -82,7 +81,7 @@ def on_a_cpu(monkeypatch):
 
 @pytest.fixture
 def building():
-    with installed(), fusing(Current(expert_rows=FEW)):
+    with installed(), FusedLaunches(expert_rows=FEW).building(step=None):
         yield
 
 
@@ -99,7 +98,7 @@ def test_only_a_fused_forward_of_few_rows_uses_the_kernels(monkeypatch):
     assert type(switch_model.mlp) is not SwitchGLU
     monkeypatch.setattr(experts, "expert_mlp", None)
     np.testing.assert_array_equal(floats(switch(X, CHOSEN)), expected)
-    with fusing(Current(expert_rows=range(1, 5))):  # these are five
+    with FusedLaunches(expert_rows=range(1, 5)).building(step=None):  # these are five
         np.testing.assert_array_equal(floats(switch(X, CHOSEN)), expected)
 
 
@@ -151,5 +150,6 @@ def test_other_activations_and_weights_are_left_alone():
 @pytest.mark.parametrize("kernel", sorted(EXPERT_KERNELS))
 def test_without_one_of_its_kernels_none_is_used(kernel):
     fusion = FusedLaunches(expert_rows=FEW, skinny_rows=FEW)
-    assert fusion.without([kernel]) == replace(fusion, expert_rows=range(0))
+    without = fusion.without([kernel])
+    assert without == replace(fusion, expert_rows=range(0), unused=without.unused)
     assert fusion.without(["add_rms_norm"]).expert_rows == FEW

@@ -35,22 +35,22 @@ def a_gpu(monkeypatch, tmp_path):
     pretend_gpu(monkeypatch)
 
 
-def model(name="qwen3", dtype=mx.bfloat16):
-    """A packed model, and attention by kernels."""
+def model(name="qwen3", dtype=mx.bfloat16, failed=()):
+    """A packed model, and attention by kernels except those that failed."""
     packed = tiny.packed(name, dtype).packed
     specs, groups = packed.layout.specs, {}
     for layer, spec in enumerate(specs):
         groups.setdefault(spec.window, []).append(layer)
     blocks = [KVGroup(tuple(layers), num_blocks=4) for layers in groups.values()]
     store = PagedStore(specs, blocks, 8, states=packed.state_store(1))
-    return packed, KernelAttention(store, "gather", ())
+    return packed, KernelAttention(store, "gather", (), failed_kernels=failed)
 
 
-def decided(monkeypatch, packed, attention, wrong=()) -> tuple[range, str]:
+def decided(monkeypatch, packed, attention) -> tuple[range, str]:
     """The rows whose products go through the kernel, and the note, for a model that passes its
     trial."""
     monkeypatch.setattr(decide._Trials, "problem", lambda *_: None)
-    fusion = decide.decide(packed, attention, wrong)
+    fusion = decide.decide(packed, attention)
     return fusion.skinny_rows, fusion.note
 
 
@@ -124,12 +124,12 @@ def test_weights_count_by_how_many_there_are(monkeypatch):
 def test_nothing_is_timed_where_the_kernel_cannot_help(monkeypatch, name, dtype, wrong):
     monkeypatch.setitem(CONFIGS, "llama/q3", {"quantization": {"bits": 3, "group_size": 32}})
     sizes = timed(monkeypatch, 1, 8)
-    assert decided(monkeypatch, *model(name, dtype), wrong) == (range(0), "")
+    assert decided(monkeypatch, *model(name, dtype, wrong)) == (range(0), "")
     assert sizes == []
 
 
-@pytest.mark.parametrize("name", ["llama/q4", "llama/mxfp4", "llama/mixed"])
-def test_products_of_quantised_weights_are_timed(monkeypatch, name):
+@pytest.mark.parametrize("name", ["llama/q4", "llama/mxfp4", "llama/mixed", "mamba2"])
+def test_products_are_timed(monkeypatch, name):
     sizes = timed(monkeypatch, 1, 8)
     rows, _ = decided(monkeypatch, *model(name))
     assert (rows, sizes) == (range(1, 9), [1, 32, 16, 8])
@@ -205,7 +205,7 @@ def test_a_trial_that_passed_is_remembered_for_models_of_its_form(monkeypatch, t
     monkeypatch.setattr(decide.Trial, "problem", lambda trial, *_: tried.append(trial))
     fusion = FusedLaunches()
     for count, (name, of_fusion) in enumerate(
-        [("qwen3", fusion), ("llama", fusion), ("qwen3", replace(fusion, adds_norms=False))], 1
+        [("qwen3", fusion), ("llama", fusion), ("qwen3", fusion.without(["add_rms_norm"]))], 1
     ):
         for _ in range(2):
             assert decide._Trials(*models[name]).problem(of_fusion) is None

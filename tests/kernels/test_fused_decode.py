@@ -15,7 +15,7 @@ from tests.support.kernels.cases import RAGGED, STORE, NewRowsCase, PagedSequenc
 from vllm_metal_lite.attention.paged.decodes import reads_new_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.kernels.arguments import new_ticket
+from vllm_metal_lite.kernels.arguments import LayerStore, new_ticket
 from vllm_metal_lite.kernels.rope_write import rope_write
 
 pytestmark = pytest.mark.usefixtures("host")
@@ -35,7 +35,7 @@ class Case:
         self.sequences = PagedSequences(
             seq_lens, heads=heads, dim=dims[0], v_dim=dims[1], dtype=dtype, seed=seed, **sequence
         )
-        newest, size = np.maximum(np.array(seq_lens) - 1, 0), self.sequences.how["block_size"]
+        newest, size = np.maximum(np.array(seq_lens) - 1, 0), self.sequences.block_size
         blocks = self.sequences.block_tables[np.arange(len(newest)), newest // size]
         slots = np.where(np.array(seq_lens) > 0, blocks * size + newest % size, -1)
         drawn = {"heads": heads, "dims": dims, "dtype": dtype, "seed": seed, "rotated": dims[0]}
@@ -53,9 +53,8 @@ class Case:
         mx.eval(store)
         q, ticket, prefix = rows.new_rows, new_ticket(), None
         if not fused:
-            where = {"positions": mx.array(rows.positions), "slot_mapping": mx.array(rows.slots)}
-            kept = {"keys": store[0], "values": store[1], "ticket": ticket}
-            q, ticket = rope_write(q, **where, **kept, spec=s.spec)
+            where = mx.array(rows.positions), mx.array(rows.slots)
+            q, ticket = rope_write(q, *where, LayerStore(*store, ticket, s.spec))
         if self.prefix_len:  # of the longest sequence alone, for what is not shared is the same
             lens = np.zeros(len(s.seq_lens), np.int32)
             lens[np.argmax(s.seq_lens)] = self.prefix_len

@@ -14,7 +14,7 @@ from metal.host import installed
 from tests.support.kernels.cases import RAGGED, STORE, TOLERANCE, PagedSequences, draw, raw
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import decode
-from vllm_metal_lite.kernels.arguments import new_ticket
+from vllm_metal_lite.kernels.arguments import LayerStore, new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import merge_partitions
 from vllm_metal_lite.kernels.gather_rows import gather_rows
@@ -150,7 +150,7 @@ def test_kv_write_puts_the_bits_that_pack_gives(dtype, dims, bits):
     for array, row, new in zip(expected, formats, rows, strict=True):
         array[slots[slots >= 0]] = raw(row.pack(new))[slots >= 0]
     mx.eval(store, rows)
-    mx.eval(kv_write(*rows, mx.array(slots), *store, new_ticket(), spec))
+    mx.eval(kv_write(*rows, mx.array(slots), LayerStore(*store, new_ticket(), spec)))
     for got, wanted in zip(store, expected, strict=True):
         np.testing.assert_array_equal(raw(got), wanted)
 
@@ -164,7 +164,7 @@ def test_kv_gather_gives_the_values_that_unpack_gives(dtype, dims, bits):
     store = [row.pack(new) for row, new in zip(formats, random_rows(spec, 64), strict=True)]
     slots = np.random.default_rng(1).integers(0, 64, 74).astype(np.int32)
     mx.eval(store)
-    got = kv_gather(mx.array(slots), *store, new_ticket(), spec)[:2]
+    got = kv_gather(mx.array(slots), LayerStore(*store, new_ticket(), spec))[:2]
     for copy, row, array in zip(got, formats, store, strict=True):
         wanted = row.unpack(array)[mx.array(slots)].swapaxes(0, 1)
         assert copy.dtype == dtype
@@ -199,8 +199,9 @@ def test_more_rows_than_a_grid_of_cuda_has_in_y(monkeypatch):
     monkeypatch.setattr(Kernel, "__call__", noting)
     rows = mx.arange(80, dtype=mx.float32).reshape(10, 1, 8)
     index, spec = mx.arange(70_000, dtype=mx.int32) % 10, LayerSpec(1, 8, 8, mx.float32)
+    store = LayerStore(rows, -rows, new_ticket(), spec)
     with installed():  # unchecked, for there is much to copy
-        got = [gather_rows(rows, index), *kv_gather(index, rows, -rows, new_ticket(), spec)[:2]]
+        got = [gather_rows(rows, index), *kv_gather(index, store)[:2]]
         for out, of in zip(got, (rows, rows, -rows), strict=True):
             assert mx.array_equal(out.reshape(-1, 1, 8), of[index])  # of one head
     assert [grid[1:] for grid in grids] == [(1, 1)] * 2

@@ -29,7 +29,7 @@ class Case(AttentionCase):
     def __init__(self, segments, *, heads=5, latent_dim=64, rope=16, **how) -> None:
         super().__init__(segments, heads=(heads, 1), dim=latent_dim, v_dim=rope, **how)
         self.q_pe = self.draw_rows(rope)
-        self.how = {"block_size": self.how["block_size"], "scale": (latent_dim + rope) ** -0.5}
+        self.how = {"scale": (latent_dim + rope) ** -0.5}
 
     @property
     def tiles(self) -> np.ndarray:
@@ -38,8 +38,8 @@ class Case(AttentionCase):
     def run(self, splits: int = 1, tiles: np.ndarray | None = None) -> np.ndarray:
         tiles = self.tiles if tiles is None else tiles
         metadata = (self.block_tables, self.cu_seqlens_q, self.seq_lens, tiles)
-        arrays = *map(mx.array, metadata), *self.store, mx.full(8, 41.0)
-        how = {"splits": splits, "spec": self.spec, **self.how}
+        arrays = *map(mx.array, metadata), self.layer(mx.full(8, 41.0))
+        how = {"splits": splits, **self.how}
         q_pe = mx.array(self.q_pe).astype(self.dtype)
         out, ticket = latent_attention(self.queries(), q_pe, *arrays, **how)
         if splits == 1:
@@ -50,7 +50,7 @@ class Case(AttentionCase):
         latents, rotary = self.values
         q, keys = np.concatenate([self.q, self.q_pe], -1), np.concatenate([latents, rotary], -1)
         where = self.block_tables, self.cu_seqlens_q, self.seq_lens
-        return paged_attention(q, keys, latents, *where, **self.how)
+        return paged_attention(q, keys, latents, *where, block_size=self.block_size, **self.how)
 
 
 def check(*args, splits=1, **kwargs) -> None:

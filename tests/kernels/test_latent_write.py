@@ -5,7 +5,7 @@ import pytest
 
 from tests.support.kernels.cases import STORE, TOLERANCE, draw, rounded, turned
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
+from vllm_metal_lite.kernels.arguments import LayerStore, RMSNorm, new_ticket
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import Columns, Rope
 from vllm_metal_lite.kv.store import LayerSpec
@@ -39,10 +39,8 @@ def test_rows_of_two_products(heads, nope, latent_dim, rope, dtype, bits):
     latent, k_pe = Columns(joined, 0), Columns(joined, latent_dim)
     queries = Columns(mx.array(q).astype(dtype), nope)
     new = NewLatents(queries, width, heads, latent, k_pe, norm, rope)
-    how = {"keys": store[0], "values": store[1], "ticket": new_ticket(), "spec": spec}
-    out, ticket = latent_write(
-        new, positions=mx.array(positions, mx.int32), slot_mapping=mx.array(slots, mx.int32), **how
-    )
+    where = mx.array(positions, mx.int32), mx.array(slots, mx.int32)
+    out, ticket = latent_write(new, *where, LayerStore(*store, new_ticket(), spec))
     mx.eval(out, ticket)
     atol, rtol = TOLERANCE[dtype]
     parts = q.reshape(rows, heads, width)[..., nope:].astype(np.float64)
@@ -73,8 +71,7 @@ def test_columns_outside_of_their_array_are_refused():
     rows, rope = mx.zeros((2, 24)), Rope(8, True, 1e4, 1.0, None)
     norm = RMSNorm(mx.ones(16), EPS)
     new = NewLatents(Columns(rows, 9), 8, 2, Columns(rows, 0), Columns(rows, 16), norm, rope)
-    where = {"positions": mx.zeros(8, mx.int32), "slot_mapping": mx.zeros(8, mx.int32)}
-    store = {"keys": mx.zeros((8, 1, 16)), "values": mx.zeros((8, 1, 8))}
-    spec = LayerSpec(1, 16, 8, mx.float32)
+    zeros, spec = mx.zeros(8, mx.int32), LayerSpec(1, 16, 8, mx.float32)
+    store = LayerStore(mx.zeros((8, 1, 16)), mx.zeros((8, 1, 8)), new_ticket(), spec)
     with pytest.raises(ValueError, match=r"columns 9 to 25 of .* \(., 24\)"):
-        latent_write(new, **where, **store, ticket=new_ticket(), spec=spec)
+        latent_write(new, zeros, zeros, store)

@@ -26,7 +26,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.timed_store import TimedStore
 from vllm_metal_lite.devices import PROFILES, profile
 from vllm_metal_lite.kernels import timing
-from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
+from vllm_metal_lite.kernels.arguments import LayerStore, RMSNorm, new_ticket
 from vllm_metal_lite.kernels.decode import paged_decode
 from vllm_metal_lite.kernels.experts import Activation, Experts, ExpertWeight, expert_mlp
 from vllm_metal_lite.kernels.gated_delta import gated_delta
@@ -87,7 +87,7 @@ class Loads:
     def prefix(self, rows: int, tokens: int) -> float:
         """Decodes with a shared prefix, which is read once if that saves enough."""
         s, tokens = self.shape, max(2 * _BLOCK, tokens // self.divisor)
-        load, ticket = TimedStore(s, 1, tokens + rows * _OWN), new_ticket()
+        load = TimedStore(s, 1, tokens + rows * _OWN)
         first, blocks = tokens // _BLOCK, mx.array(load.batch.block_tables[0])
         shared = mx.broadcast_to(blocks[:first], (rows, first))
         tables = mx.concatenate([shared, blocks[first:].reshape(rows, -1)], axis=1)
@@ -98,14 +98,14 @@ class Loads:
         once = saved >= device.min_saved_tokens // self.divisor
         splits = prefix_splits(rows, s.num_heads, s.num_kv_heads, tokens)
         plan = decode_plan(rows, s.num_kv_heads, _OWN if once else tokens + _OWN)
-        store = load.store.keys[0], load.store.values[0]
-        how = {"block_size": _BLOCK, "scale": load.scale, "spec": load.store.specs[0]}
+        paged, how = load.store, {"scale": load.scale}
+        store = LayerStore(paged.keys[0], paged.values[0], new_ticket(), paged.specs[0], _BLOCK)
 
         def call(q: mx.array) -> mx.array:
             args = tables, lens
-            part = shared_prefix(q, *args, begin, end, *store, ticket, splits=splits, **how)
-            last, prefix = (part.lse, part) if once else (ticket, None)
-            return paged_decode(q, *args, *store, last, plan=plan, prefix=prefix, **how)[0]
+            part = shared_prefix(q, *args, begin, end, store, splits=splits, **how)
+            last, prefix = (store._replace(ticket=part.lse), part) if once else (store, None)
+            return paged_decode(q, *args, last, plan=plan, prefix=prefix, **how)[0]
 
         return self.seconds(call, self._random(rows, s.num_heads, s.k_head_dim))
 

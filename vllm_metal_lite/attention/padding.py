@@ -3,7 +3,7 @@
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
 
 
 def power_of_two(n: int) -> int:

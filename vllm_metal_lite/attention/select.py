@@ -1,7 +1,7 @@
 """Selects a model's attention path on this device, with the reason."""
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_metal_lite import backend
@@ -85,6 +85,27 @@ def select(
         raise ConfigError(
             Option("attention"), f"='kernels' is not possible: a kernel fails: {failures[fatal]}"
         )
+    _warn(failures, known, fatal)
+    if fatal is not None:
+        return ReferenceAttention(store), f"a kernel fails: {failures[fatal]}"
+    latents = any(s.latent for s in shapes)
+    decodes = failures.keys().isdisjoint(("paged_decode", "latent_attention", "shared_prefix"))
+    attention = KernelAttention(
+        store,
+        prefill,
+        {s.num_heads // s.num_kv_heads for s in shapes},
+        failed_kernels=failures,
+        rows_as_decodes=profile().rows_as_decodes if decodes else 0,
+        latents=latents,
+    )
+    without = f"without {', '.join(sorted(failures))}, the others " if failures else ""
+    varlen = "latent_attention" if latents else "varlen_prefill"
+    prompts = varlen if prefill == "varlen" else "MLX's SDPA"
+    return attention, f"{without}correct on this device; prompts by {prompts}"
+
+
+def _warn(failures: Mapping[str, str], known: Collection[str], fatal: str | None) -> None:
+    """Warn of each new failure; if one is fatal, only of that, because it decides."""
     new = [kernel for kernel in failures if kernel not in known]
     for kernel in [fatal] if fatal in new else new:
         row = REGISTRY[kernel]
@@ -93,21 +114,6 @@ def select(
             f"a kernel does not suit this device: {failures[kernel]}; {fallback}. Answers stay "
             "correct. Please report the output of `vllm-metal-lite doctor`."
         )
-    if fatal is not None:
-        return ReferenceAttention(store), f"a kernel fails: {failures[fatal]}"
-    decodes = failures.keys().isdisjoint(("paged_decode", "latent_attention", "shared_prefix"))
-    attention = KernelAttention(
-        store,
-        prefill,
-        {s.num_heads // s.num_kv_heads for s in shapes},
-        failed_kernels=failures,
-        rows_as_decodes=profile().rows_as_decodes if decodes else 0,
-        latents=any(s.latent for s in shapes),
-    )
-    without = f"without {', '.join(sorted(failures))}, the others " if failures else ""
-    ours = "latent_attention" if any(s.latent for s in shapes) else "varlen_prefill"
-    how = {"varlen": ours, "gather": "MLX's SDPA"}[prefill]
-    return attention, f"{without}correct on this device; prompts by {how}"
 
 
 def _prefill(shapes: Sequence[AttentionShape], verdict: Verdict) -> tuple[str, str | None]:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.arguments import LayerStore
 from vllm_metal_lite.kv.row_format import RowFormat
-from vllm_metal_lite.kv.store import LayerSpec
 
 # Largest |kernel - reference| / (1 + |reference|).  The reference computes in float32 from the same
 # rounded inputs; a kernel rounds its result, and in prompts also the weights, to the type.
@@ -36,21 +36,18 @@ def largest(got: Sequence[mx.array], expected: Sequence[np.ndarray]) -> float:
 
 
 def of_store(
-    store: Sequence[mx.array],
-    spec: LayerSpec,
-    expected: Sequence[np.ndarray],
-    rounding: float = 0.0,
-    error: float = 0.0,
+    store: LayerStore, expected: Sequence[np.ndarray], rounding: float = 0.0, error: float = 0.0
 ) -> ErrorAndLimit:
     """The larger of the error of K and V in a store, and `error`, that of other rows.
 
     rounding: the allowed error of all rows, before they are stored.
     If the store is quantised, both numbers are fractions of what is allowed.
     """
-    rows = zip(store, (spec.k_row, spec.v_row), expected, strict=True)
+    spec = store.spec
+    formats, arrays = (spec.k_row, spec.v_row), (store.keys, store.values)
     stored = max(
         largest_error(row.unpack(array), wanted, _lost(row, wanted, rounding))
-        for array, row, wanted in rows
+        for row, array, wanted in zip(formats, arrays, expected, strict=True)
     )
     if spec.bits is None:
         return max(error, stored), rounding

@@ -19,7 +19,7 @@ from vllm_metal_lite.checks.case import CONTEXTS, Case, case_of
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.new_rows import new_rows, tolerance
 from vllm_metal_lite.checks.values import draw, padded, rounded
-from vllm_metal_lite.kernels.arguments import new_ticket
+from vllm_metal_lite.kernels.arguments import LayerStore, new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
@@ -38,23 +38,24 @@ SHARING, PREFIX_SPLITS = 3, 16
 def write(check: Check[AttentionShape]) -> ErrorAndLimit:
     """Rows written to an empty store; every third row has a negative slot."""
     case = case_of(check.shape, check.block_size)
-    keys, values = map(mx.zeros_like, case.store())
+    keys, values = map(mx.zeros_like, case.store()[:2])
+    store = LayerStore(keys, values, new_ticket(), case.spec)
     target = case.owned.astype(np.int32)
     target[::3] = -1
     k, v = (case.array(drawn[case.owned]) for drawn in case.drawn)
     mx.eval(keys, values, k, v)
-    mx.eval(kv_write(k, v, mx.array(target), keys, values, new_ticket(), case.spec))
+    mx.eval(kv_write(k, v, mx.array(target), store))
     expected = [np.zeros_like(drawn) for drawn in case.drawn]
     for rows, drawn in zip(expected, case.drawn, strict=True):
         rows[target[target >= 0]] = drawn[target[target >= 0]]
-    return of_store((keys, values), case.spec, expected)
+    return of_store(store, expected)
 
 
 def gather(check: Check[AttentionShape]) -> ErrorAndLimit:
     """Slots in random order."""
     case = case_of(check.shape, check.block_size)
     slots = np.random.default_rng(1).choice(case.owned, 74).astype(np.int32)
-    got = kv_gather(mx.array(slots), *case.store(), new_ticket(), case.spec)[:2]
+    got = kv_gather(mx.array(slots), case.store())[:2]
     expected = [rows[slots].swapaxes(0, 1) for rows in (case.keys, case.values)]
     return largest(got, expected), TOLERANCE[check.shape.dtype] if check.shape.kv_bits else 0.0
 
@@ -80,29 +81,26 @@ def decode(check: Check[AttentionShape]) -> ErrorAndLimit:
         q = rounded(fresh_q[:-1], check.shape.dtype)
         store, after = _newest(case, fresh)
         mx.eval(rows.arrays)
-    where, how, ticket, prefix = decode_arrays(batch), case.how(), new_ticket(), None
+    where, how, prefix = decode_arrays(batch), case.how(), None
     if shares:
-        of_prefix = {"scale": how["scale"], "softcap": how["softcap"], **case.layout}
+        of_prefix = {name: how[name] for name in ("scale", "softcap")}
         leader, lens_of_rows = mx.array([len(CONTEXTS) - 1], mx.int32), mx.array(padded(lens))
-        arrays = rows, *where, leader, lens_of_rows, *store, ticket
+        arrays = rows, *where, leader, lens_of_rows, store
         prefix = shared_prefix(*arrays, splits=PREFIX_SPLITS, **of_prefix)
-        ticket = prefix.lse
-    how |= case.layout
-    out, ticket = paged_decode(rows, *where, *store, ticket, plan=plan, prefix=prefix, **how)
+        store = store._replace(ticket=prefix.lse)
+    out, ticket = paged_decode(rows, *where, store, plan=plan, prefix=prefix, **how)
     if check.rope is None:
         return _compare(case, batch, q, out)
     mx.eval(out, ticket)
     stored = [
         np.array(row.unpack(kept).astype(mx.float32))
-        for row, kept in zip(case.formats, store, strict=True)
+        for row, kept in zip(case.formats, store[:2], strict=True)
     ]
     error = largest_error(out, padded(case.expected(batch, q, *stored)))
-    return of_store(store, case.spec, after, tolerance(check, int(CONTEXTS.max())), error)
+    return of_store(store, after, tolerance(check, int(CONTEXTS.max())), error)
 
 
-def _newest(
-    case: Case, fresh: list[np.ndarray]
-) -> tuple[tuple[mx.array, mx.array], list[np.ndarray]]:
+def _newest(case: Case, fresh: list[np.ndarray]) -> tuple[LayerStore, list[np.ndarray]]:
     """The case's store before the newest rows are written, and its values after."""
     before, after, newest = [], [], case.decodes.slot_mapping
     for row, kept, rows, new in zip(
@@ -115,7 +113,7 @@ def _newest(
         after.append(rows)
     mx.eval(before)
     keys, values = before
-    return (keys, values), after
+    return LayerStore(keys, values, new_ticket(), case.spec, case.block_size), after
 
 
 def prefill(check: Check[AttentionShape]) -> ErrorAndLimit:
@@ -128,8 +126,7 @@ def prefill(check: Check[AttentionShape]) -> ErrorAndLimit:
     where = tables, cu_seqlens_q, seq_lens, tiles_of_q
     if shape.latent:
         return _latents(case, batch, where, splits=1)
-    how = case.how() | case.layout
-    out, _ = varlen_prefill(case.array(q), *where, *case.store(), new_ticket(), **how)
+    out, _ = varlen_prefill(case.array(q), *where, case.store(), **case.how())
     return _compare(case, batch, case.q, out)
 
 
@@ -143,8 +140,8 @@ def _latent_decodes(check: Check[AttentionShape], splits: int) -> ErrorAndLimit:
 def _latents(case: Case, batch: ForwardBatch, where: Where, splits: int) -> ErrorAndLimit:
     assert case.q_pe is not None
     q, q_pe = case.q[: batch.num_tokens], case.q_pe[: batch.num_tokens]
-    arrays = case.array(padded(q)), case.array(padded(q_pe)), *where, *case.store(), new_ticket()
-    out, _ = latent_attention(*arrays, scale=case.how()["scale"], splits=splits, **case.layout)
+    arrays = case.array(padded(q)), case.array(padded(q_pe)), *where, case.store()
+    out, _ = latent_attention(*arrays, splits=splits, scale=case.how()["scale"])
     return _compare(case, batch, q, out)
 
 

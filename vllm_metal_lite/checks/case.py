@@ -13,11 +13,11 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.checks.values import draw
+from vllm_metal_lite.kernels.arguments import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.specs import AttentionShape
 
-# More than eight sequences: MLX passes smaller arrays to a kernel in another address space.
-# Contexts of one key, within a block, over many blocks, more than one split.
+# ROWS contexts: of one key, within a block, over many blocks, more than one split.
 CONTEXTS = np.array((1, 7, 16, 33, 65, 130, 270, 300, 540))
 # Rows of each sequence in the prompt check: whole prompts, and chunks after a context.
 _PROMPT_ROWS = np.array((1, 7, 9, 3, 20, 1, 2, 5, 40))
@@ -72,7 +72,6 @@ class Case:
         slots = (self.num_blocks + 1) * block_size
         self.owned = np.sort(sequences.batch(CONTEXTS).slot_mapping)
         self.spec = spec_of(shape)
-        self.layout: dict[str, Any] = {"block_size": block_size, "spec": self.spec}
         self.formats = self.spec.k_row, self.spec.v_row
         self.drawn = [
             draw(rng, (slots, shape.num_kv_heads, row.dim), shape.dtype) for row in self.formats
@@ -104,15 +103,15 @@ class Case:
     def array(self, values: np.ndarray) -> mx.array:
         return mx.array(values.astype(np.float32)).astype(self.shape.dtype)
 
-    def store(self) -> tuple[mx.array, mx.array]:
+    def store(self) -> LayerStore:
         """A new store, for kernels that may write to it."""
         rows = zip(self.formats, self.kept, strict=True)
         keys, values = (mx.array(kept).astype(row.kept_dtype) for row, kept in rows)
         mx.eval(keys, values)
-        return keys, values
+        return LayerStore(keys, values, new_ticket(), self.spec, self.block_size)
 
     def how(self) -> dict[str, Any]:
-        """The arguments that attention kernels and the reference have in common."""
+        """The options that attention kernels and the reference have in common."""
         return {
             "scale": self.shape.k_head_dim**-0.5,
             "window": self.shape.window,
@@ -140,9 +139,8 @@ class Case:
             store.keys, store.values = [mx.array(keys)], [mx.array(values)]
             attention = ReferenceAttention(store)
             step = attention.prepare(batch, batch.num_tokens)
-            call = AttentionCall(0, **self.how())
-            if self.q_pe is not None:
-                call = call._replace(q_pe=mx.array(self.q_pe[: len(q)]))
+            q_pe = None if self.q_pe is None else mx.array(self.q_pe[: len(q)])
+            call = AttentionCall(0, q_pe=q_pe, **self.how())
             bound = attention.begin(step, attention.new_state())
             return np.array(bound.attend(mx.array(q.astype(np.float32)), call))
 

@@ -33,16 +33,18 @@ class NormShape(NamedTuple):
 
 
 class ProductShape(NamedTuple):
-    """A product of rows and a weight."""
+    """A product of rows and a weight, fused with a norm, SwiGLU and a residual sum; or, if it is
+    biased, with a bias and GeGLU."""
 
     rows: int
     weight: WeightShape
     dtype: mx.Dtype
+    biased: bool
 
     def __str__(self) -> str:
         outputs, depth, how = self.weight
         text = f"{self.rows} x {outputs} x {depth} {dtype_name(self.dtype)}"
-        return f"{text}, {how}" if how else text
+        return text + (f", {how}" if how else "") + (", biased" if self.biased else "")
 
 
 class MixtureShape(NamedTuple):

@@ -18,7 +18,7 @@ from vllm_metal_lite.checks.check import Check, NormShape
 from vllm_metal_lite.checks.new_rows import drawn, new_rows
 from vllm_metal_lite.checks.timed_store import TimedStore
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
-from vllm_metal_lite.kernels.arguments import new_ticket
+from vllm_metal_lite.kernels.arguments import LayerStore, new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_write
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.gather_rows import gather_rows
@@ -118,20 +118,18 @@ def write(check: AttentionCheck) -> list[Pair]:
     positions, spec = np.arange(_ROWS), spec_of(check.shape)
     launch, new, _ = drawn(check, positions)
     store = PagedStore([spec], -(-_ROWS // 16), 16)
-    keys, values, ticket = store.keys[0], store.values[0], new_ticket()
+    layer = LayerStore(store.keys[0], store.values[0], new_ticket(), spec)
     where = mx.array(positions.astype(np.int32))
-    mx.eval([columns.array for columns in new if isinstance(columns, Columns)], where, ticket)
+    mx.eval([columns.array for columns in new if isinstance(columns, Columns)], where, layer.ticket)
 
     def separately() -> object:
         if isinstance(new, NewLatents):
             q, k, v = _latents_apart(new, check.shape, where)
         else:
             q, k, v = _rows_apart(new, check.shape, where)
-        return q, kv_write(k, v, where, keys, values, ticket, spec)
+        return q, kv_write(k, v, where, layer)
 
-    place, kept = {"positions": where, "slot_mapping": where}, {"keys": keys, "values": values}
-    together = partial(launch, new, **place, **kept, ticket=ticket, spec=spec)
-    return [(together, separately)]
+    return [(partial(launch, new, where, where, layer), separately)]
 
 
 def _rows_apart(new: NewRows, shape: AttentionShape, where: mx.array) -> Apart:

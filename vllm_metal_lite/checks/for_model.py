@@ -13,17 +13,23 @@ from vllm_metal_lite.specs import (
     ConvShape,
     GatedNormShape,
     KernelUse,
-    RecurrentShape,
+    RecurrenceShape,
     RopeShape,
     WeightShape,
 )
 
-# Rows of the products with the least and with the greatest depth.  Five rows do not fill a tile.
-# The two checks fuse different operations with the product.
-PRODUCT_ROWS = (5, MAX_ROWS)
+# Rows of a product that do not fill a tile.
+_FEW_ROWS = 5
 # Rows that are multiplied with quantised weights without instructions for matrices.  One row has a
-# kernel source of its own; 2 to 4 share one.
-LANE_ROWS = (1, 3)
+# kernel source of its own; 2 to 4 share one.  The bias and GeGLU come behind the sums, where all
+# rows share the source.
+_LANE_ROWS = (1, 3)
+# The kernels of recurrent layers.  `gated_delta` also computes the state space update.
+_RECURRENT = {
+    ConvShape: "causal_conv",
+    RecurrenceShape: "gated_delta",
+    GatedNormShape: "gated_rms_norm",
+}
 
 
 def checks_for(use: KernelUse) -> list[Check]:
@@ -34,11 +40,9 @@ def checks_for(use: KernelUse) -> list[Check]:
     for shape, rope in _pairs(use):
         checks += _new_rows(shape, rope, use)
     checks += [Check("latent_write", shape, 0, rope) for shape, rope in _latent_pairs(use)]
-    for recurrence in use.recurrences:
-        checks += _recurrence(recurrence)
-    dtype = use.shapes[0].dtype if use.shapes else mx.float32
-    if use.shapes:
-        checks += [Check("add_rms_norm", NormShape(size, dtype)) for size in use.hidden_sizes]
+    checks += [Check(_RECURRENT[type(shape)], shape) for shape in use.recurrences]
+    dtype = next((shape.dtype for shape in (*use.shapes, *use.recurrences)), mx.float32)
+    checks += [Check("add_rms_norm", NormShape(size, dtype)) for size in use.hidden_sizes]
     if dtype != mx.float32:
         checks += _products(use.weights, dtype)
         kernels = "expert_topk", "expert_plan", "expert_gemm", "expert_sum"
@@ -52,22 +56,17 @@ def _products(weights: Sequence[WeightShape], dtype: mx.Dtype) -> list[Check]:
     checks: list[Check] = []
     for how in dict.fromkeys(weight.quantisation for weight in weights):
         by_depth = sorted((w for w in weights if w.quantisation == how), key=lambda w: w.depth)
-        least, greatest = by_depth[0], by_depth[-1]
-        uses = [*zip(PRODUCT_ROWS, (least, greatest), strict=True)]
-        if multiplies_in_lanes(1, least):
+        ends = by_depth[0], by_depth[-1]
+        products = [(_FEW_ROWS, ends[0], False), (MAX_ROWS, ends[1], True)]
+        if multiplies_in_lanes(1, ends[0]):
             most = profile().max_lane_rows
-            uses += [(min(LANE_ROWS[0], most), least), (min(LANE_ROWS[1], most), greatest)]
-        checks += [Check("skinny_gemm", ProductShape(rows, w, dtype)) for rows, w in uses]
+            lanes = zip(_LANE_ROWS, ends, strict=True)
+            products += [(min(rows, most), weight, False) for rows, weight in lanes]
+        checks += [
+            Check("skinny_gemm", ProductShape(rows, weight, dtype, biased))
+            for rows, weight, biased in products
+        ]
     return checks
-
-
-def _recurrence(shape: RecurrentShape) -> list[Check]:
-    """The state space update is a use of gated_delta."""
-    if isinstance(shape, ConvShape):
-        return [Check("causal_conv", shape)]
-    if isinstance(shape, GatedNormShape):
-        return [Check("gated_rms_norm", shape)]
-    return [Check("gated_delta", shape)]
 
 
 def _heads_only(shape: AttentionShape) -> AttentionShape:

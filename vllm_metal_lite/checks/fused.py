@@ -9,20 +9,19 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.accuracy import TOLERANCE, ErrorAndLimit, largest, largest_error
 from vllm_metal_lite.checks.check import Check, NormShape, ProductShape
-from vllm_metal_lite.checks.values import EPS, activated, draw, draw_weight, rms_norm, rounded
+from vllm_metal_lite.checks.values import EPS, ROWS, activated, draw, draw_weight, rms_norm, rounded
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
 from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.experts import Activation
 from vllm_metal_lite.kernels.skinny_gemm import gemm_plan, skinny_gemm
 
-_ROWS = 9  # see case.CONTEXTS
 _MOST_OUTPUTS = 256
 
 
 def add_norm(check: Check[NormShape]) -> ErrorAndLimit:
     """Rows of the model's hidden size, with and without a norm of one summand."""
     (dim, dtype), rng = check.shape, np.random.default_rng(0)
-    x, y = (draw(rng, (_ROWS, dim), dtype) for _ in range(2))
+    x, y = (draw(rng, (ROWS, dim), dtype) for _ in range(2))
     weight = draw(rng, (dim,), dtype)
     a, b, gain = (mx.array(array).astype(dtype) for array in (x, y, weight))
     error = 0.0
@@ -34,11 +33,8 @@ def add_norm(check: Check[NormShape]) -> ErrorAndLimit:
 
 
 def product(check: Check[ProductShape]) -> ErrorAndLimit:
-    """With norm, SwiGLU and residual, or with bias and gelu (PRODUCT_ROWS in for_model.py).
-
-    The plan is that of the weight's own number of outputs; the product has fewer.
-    """
-    rows, shape, dtype = check.shape
+    """The plan is that of the weight's own number of outputs; the product has fewer."""
+    rows, shape, dtype, biased = check.shape
     outputs, depth, how = shape
     width, rng = min(outputs, _MOST_OUTPUTS) // 2 * 2, np.random.default_rng(0)
     x = draw(rng, (rows, depth), dtype) / 2  # otherwise rounding errors of gate and up add up
@@ -46,7 +42,7 @@ def product(check: Check[ProductShape]) -> ErrorAndLimit:
     w, weight = draw_weight(rng, (width, depth), dtype, how)
     a = mx.array(x).astype(dtype)
     gate_columns = weight[: width // 2].T, weight[width // 2 :].T
-    if rows % 4 == 0:
+    if biased:
         bias = draw(rng, (width,), dtype) / 2
         halves = zip(gate_columns, np.split(bias, 2), strict=True)
         gate, up = (x @ columns + b for columns, b in halves)

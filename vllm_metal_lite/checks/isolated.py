@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from typing import IO, Any
 
 from vllm_metal_lite import backend
+from vllm_metal_lite.checks import run_check
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.result import CheckResult
 from vllm_metal_lite.checks.run_check import run as run_here
@@ -42,12 +43,6 @@ def command() -> list[str] | None:
     return [sys.executable, "-P", "-m", "vllm_metal_lite.checks.run_check"]
 
 
-def environment() -> dict[str, str]:
-    """The environment of a process that finds the same packages as this one."""
-    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-    return {**os.environ, "PYTHONPATH": path}
-
-
 def results(
     checks: Sequence[Check],
     progress: Progress | None = None,
@@ -62,7 +57,7 @@ def results(
     leave checks out.
     """
     found: list[CheckResult] = []
-    child: _Child | None = None
+    child: Child | None = None
     alone = False
     try:
         for done, check in enumerate(checks):
@@ -77,11 +72,11 @@ def results(
             found.append(result)
             yield result
             if result.ended and child is not None:
-                child.stop()
+                child.close()
                 child = None
     finally:
         if child is not None:
-            child.stop()
+            child.close()
 
 
 def _left_out(check: Check, results: Sequence[CheckResult]) -> bool:
@@ -92,13 +87,10 @@ def _left_out(check: Check, results: Sequence[CheckResult]) -> bool:
     )
 
 
-def _start() -> "_Child | None":
+def _start() -> "Child | None":
     """A process that is ready; None, with the reason in the log, if there cannot be one."""
-    words = command()
-    if words is None:
-        return None
     try:
-        return _Child(words)
+        return Child()
     except (OSError, ValueError) as e:
         logger.info(
             f"kernels are checked without a watchdog: no process can be started: {one_line(e)}"
@@ -106,10 +98,17 @@ def _start() -> "_Child | None":
         return None
 
 
-class _Child:
-    """One process.  Raises OSError if it cannot be started."""
+class Child:
+    """A process that calls functions.  Raises OSError if it cannot be started.
 
-    def __init__(self, words: list[str]) -> None:
+    variables: of its environment, beside those of this process.
+    """
+
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        words = command()
+        if words is None:
+            raise OSError("there is no program to start")
+        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         self._errors: IO[bytes] | None = None  # what the process prints, if the disk has room
         with suppress(OSError):
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115
@@ -121,36 +120,37 @@ class _Child:
                 stdin=subprocess.PIPE,
                 stdout=self._errors or subprocess.DEVNULL,
                 stderr=subprocess.STDOUT,
-                env=environment(),
+                env={**os.environ, "PYTHONPATH": path, **(variables or {})},
             )
         try:
             if (device := self._answer(_START)) != backend.describe():
                 raise OSError(f"the child process uses {device}")
         except BaseException:
-            self.stop()
+            self.close()
             raise
 
     def ask(self, check: Check, timed: bool, deadline: float) -> CheckResult:
         """The result of one check, whatever the kernel does."""
         try:
-            with suppress(BrokenPipeError):  # it has ended, and no answer will come
-                self._pipe.send((check, timed))
-            return self._answer(deadline)
-        except TimeoutError as e:
-            return CheckResult(check, failure=f"hangs: {e}", ended=True)
+            return self.call(deadline, run_check.run, check, timed)
         except OSError as e:
-            return CheckResult(check, failure=f"ends the process: {e}", ended=True)
+            return CheckResult(check, failure=str(e), ended=True)
+
+    def call(self, deadline: float, function: Callable[..., Any], *args: Any) -> Any:
+        """The result of a function of a module; OSError if the process hangs or ends."""
+        with suppress(BrokenPipeError):  # it has ended, and no answer will come
+            self._pipe.send((function, args))
+        return self._answer(deadline)
 
     def _answer(self, seconds: float) -> Any:
-        """Raises TimeoutError; OSError, which says how the process ended."""
         try:
             if self._pipe.poll(seconds):
                 return self._pipe.recv()
         except (EOFError, ConnectionError):
-            raise OSError(self._why()) from None
-        raise TimeoutError(f"no result after {seconds:g} s")
+            raise OSError(f"ends the process: {self._why()}") from None
+        raise OSError(f"hangs: no result after {seconds:g} s")
 
-    def stop(self) -> None:
+    def close(self) -> None:
         self._process.kill()
         self._process.wait()
         self._pipe.close()

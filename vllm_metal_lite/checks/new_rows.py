@@ -11,15 +11,14 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.accuracy import TOLERANCE, ErrorAndLimit, largest_error, of_store
 from vllm_metal_lite.checks.case import spec_of
 from vllm_metal_lite.checks.check import Check
-from vllm_metal_lite.checks.values import EPS, draw, rms_norm, rounded
+from vllm_metal_lite.checks.values import EPS, ROWS, draw, rms_norm, rounded
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
+from vllm_metal_lite.kernels.arguments import LayerStore, RMSNorm, new_ticket
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.specs import AttentionShape, RopeShape
 
-_ROWS = 9  # see case.CONTEXTS
 # With a base, a frequency is a float32 exp2, exact to two units in the last place, and the error of
 # an angle grows with the position.  Given powers of two make every angle exact.
 _FREQUENCY_ERROR = 2.4e-7
@@ -28,7 +27,7 @@ _SMALL_POSITION, _LARGE_POSITION = 100, 1_000_000
 
 def write(check: Check[AttentionShape]) -> ErrorAndLimit:
     """Few rows and many; only few rows of latents."""
-    counts = (_ROWS,) if check.kernel == "latent_write" else (_ROWS, profile().rope_many_rows)
+    counts = (ROWS,) if check.kernel == "latent_write" else (ROWS, profile().rope_many_rows)
     return max(_written(check, count) for count in counts)
 
 
@@ -40,19 +39,18 @@ def _written(check: Check[AttentionShape], rows: int) -> ErrorAndLimit:
     spec = spec_of(check.shape)
     slots = np.random.default_rng(0).permutation(rows).astype(np.int32)
     slots[::3] = -1
-    store = [
+    keys, values = (
         mx.zeros((rows, spec.num_kv_heads, row.width), row.kept_dtype)
         for row in (spec.k_row, spec.v_row)
-    ]
-    mx.eval(store)
-    place = {"positions": mx.array(positions.astype(np.int32)), "slot_mapping": mx.array(slots)}
-    arrays = {"keys": store[0], "values": store[1], "ticket": new_ticket()}
-    out, ticket = launch(new, **place, **arrays, spec=spec)
+    )
+    mx.eval(keys, values)
+    store = LayerStore(keys, values, new_ticket(), spec)
+    out, ticket = launch(new, mx.array(positions.astype(np.int32)), mx.array(slots), store)
     mx.eval(out, ticket)
     expected = [np.zeros_like(a) for a in fresh]
     for empty, a in zip(expected, fresh, strict=True):
         empty[slots[slots >= 0]] = a[slots >= 0]
-    return of_store(store, spec, expected, tolerance(check, last), largest_error(out, q))
+    return of_store(store, expected, tolerance(check, last), largest_error(out, q))
 
 
 def _last_position(check: Check[AttentionShape]) -> int:

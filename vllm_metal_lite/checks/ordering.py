@@ -12,19 +12,16 @@ means than launches in two.  So the graph runs in processes of their own: with o
 and with all launches in one.  MLX reads the variables for that when it opens the device.
 """
 
-import json
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.isolated import environment
+from vllm_metal_lite.checks import isolated
 from vllm_metal_lite.errors import one_line
-from vllm_metal_lite.kernels.arguments import new_ticket
+from vllm_metal_lite.kernels.arguments import LayerStore, new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kv.store import LayerSpec
@@ -34,8 +31,8 @@ BUFFERS = {
     "one launch a command buffer": {"MLX_MAX_OPS_PER_BUFFER": "1"},
     "all launches in one": {"MLX_MAX_OPS_PER_BUFFER": "10000", "MLX_MAX_MB_PER_BUFFER": "10000"},
 }
-# A process that runs the graph, and the seconds that it may take.
-COMMAND, DEADLINE = [sys.executable, "-P", "-m", __spec__.name], 120.0
+# Seconds for the graph.
+DEADLINE = 120.0
 # float16 rounds a mean by at most 0.07.  A stale slot is off by 1 or more.
 _TOLERANCE = 0.2
 _DTYPE = mx.float16
@@ -71,38 +68,30 @@ def build(sizes: GraphSizes) -> list[Read]:
     tables, slots = mx.array(blocks.reshape(sequences, -1)), mx.array(order)
     spec = LayerSpec(sizes.num_kv_heads, sizes.head_dim, sizes.head_dim, _DTYPE)
     shape = len(order), sizes.num_kv_heads, sizes.head_dim
-    keys, values, ticket = mx.zeros(shape, _DTYPE), mx.zeros(shape, _DTYPE), new_ticket()
+    arrays = mx.zeros(shape, _DTYPE), mx.zeros(shape, _DTYPE), new_ticket()
+    store, plan = LayerStore(*arrays, spec, _BLOCK), DecodePlan(1, 4)
     q = mx.ones((sequences, sizes.num_heads, sizes.head_dim), _DTYPE)
     lens = mx.full((sequences,), sizes.context, mx.int32)
-    how: dict[str, Any] = {
-        "block_size": _BLOCK,
-        "scale": 1.0,
-        "plan": DecodePlan(1, 4),
-        "spec": spec,
-    }
-    mx.eval(keys, values, ticket)
+    mx.eval(store.arrays)
     reads = []
     for number in range(1, sizes.launches // 2 + 1):
         new = mx.zeros(shape, _DTYPE), mx.full(shape, number, _DTYPE)
-        ticket = kv_write(*new, slots, keys, values, ticket, spec)
+        store = store._replace(ticket=kv_write(*new, slots, store))
         if number % 2:
             some = mx.array(np.roll(order, 7 * number)[:64])
-            _, found, ticket = kv_gather(some, keys, values, ticket, spec)
+            _, found, ticket = kv_gather(some, store)
             reads.append(Read("kv_gather", number, found))
         else:
-            found, ticket = paged_decode(q, tables, lens, keys, values, ticket, **how)
+            found, ticket = paged_decode(q, tables, lens, store, scale=1.0, plan=plan)
             reads.append(Read("paged_decode", number, found))
+        store = store._replace(ticket=ticket)
     return reads
 
 
-def problem(reads: Sequence[Read], results: Mapping[int, mx.array] | None = None) -> str | None:
-    """The first read that saw a wrong value, in one line; None: all values are correct.
-
-    results: id of the array of a read -> the array to look at in its place.
-    """
+def problem(reads: Sequence[Read]) -> str | None:
+    """The first read that saw a wrong value, in one line; None: all values are correct."""
     for index, read in enumerate(reads):
-        values = read.values if results is None else results[id(read.values)]
-        got = np.array(values.astype(mx.float32))
+        got = np.array(read.values.astype(mx.float32))
         wrong = got[~(np.abs(got - read.write) <= _TOLERANCE)]  # NaN is wrong
         if wrong.size:
             return (
@@ -124,31 +113,15 @@ class Outcome:
 def stress() -> Iterator[Outcome]:
     """Run the graph once for each of BUFFERS, in a process of its own."""
     for buffers, variables in BUFFERS.items():
-        yield _in_process(buffers, environment() | variables)
+        try:
+            with closing(isolated.Child(variables)) as child:
+                yield Outcome(buffers, *child.call(DEADLINE, run))
+        except OSError as e:
+            yield Outcome(buffers, 0, one_line(e))
 
 
-def _in_process(buffers: str, variables: Mapping[str, str]) -> Outcome:
-    try:
-        done = subprocess.run(
-            COMMAND, env=variables, capture_output=True, text=True, timeout=DEADLINE, check=False
-        )
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return Outcome(buffers, found["reads"], found["problem"])
-    except subprocess.TimeoutExpired:
-        return Outcome(buffers, 0, f"no result after {DEADLINE:.0f} s")
-    except OSError as e:
-        return Outcome(buffers, 0, f"no process can be started: {one_line(e)}")
-    except (LookupError, TypeError, ValueError):  # the process ended before its result
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return Outcome(buffers, 0, f"the process failed: {last:.200}")
-
-
-def main() -> None:
-    """Run the graph in this process and print its outcome as JSON."""
+def run() -> tuple[int, str | None]:
+    """The number of reads of the graph, and their problem."""
     reads = build(GraphSizes())
     mx.eval([read.values for read in reads])
-    print(json.dumps({"reads": len(reads), "problem": problem(reads)}))
-
-
-if __name__ == "__main__":
-    main()
+    return len(reads), problem(reads)

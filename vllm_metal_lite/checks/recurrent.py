@@ -16,7 +16,7 @@ from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch, Segmen
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.checks.accuracy import TOLERANCE, ErrorAndLimit, largest, largest_error
 from vllm_metal_lite.checks.check import Check
-from vllm_metal_lite.checks.values import draw
+from vllm_metal_lite.checks.values import EPS, ROWS, draw
 from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns
@@ -32,7 +32,7 @@ from vllm_metal_lite.recurrence.kernels import KernelRecurrence, SegmentPlan
 from vllm_metal_lite.recurrence.reference import ReferenceRecurrence
 from vllm_metal_lite.specs import ConvShape, GatedNormShape, RecurrenceShape
 
-_SLOTS, _EPS, _PADDING = 8, 1e-5, 1
+_SLOTS, _PADDING = 8, 1
 _KEY: Key = (0, 0)
 _GIVEN = (0, 1, 2)  # the slots that hold a state at the start; others are NaN
 
@@ -111,20 +111,20 @@ def recurrence(check: Check[RecurrenceShape]) -> ErrorAndLimit:
 
 
 def gated_norm(check: Check[GatedNormShape]) -> ErrorAndLimit:
-    """Nine rows; the gate has columns of a wider array."""
+    """The gate has columns of a wider array."""
     shape, rng = check.shape, np.random.default_rng(0)
     dtype, width = shape.dtype, shape.groups * shape.dim
-    x, gate = draw(rng, (9, width), dtype), draw(rng, (9, width + 8), dtype)
+    x, gate = draw(rng, (ROWS, width), dtype), draw(rng, (ROWS, width + 8), dtype)
     weight = draw(rng, (width if shape.gate_first else shape.dim,), dtype)
     arrays = mx.array(x), mx.array(gate), mx.array(weight)
     hidden, gates, gain = (array.astype(dtype) for array in arrays)
     kind = {"gate_first": shape.gate_first, "sigmoid": shape.sigmoid}
-    got = gated_rms_norm(hidden, Columns(gates, 8), gain, _EPS, dim=shape.dim, **kind)
+    got = gated_rms_norm(hidden, Columns(gates, 8), gain, EPS, dim=shape.dim, **kind)
     z = gate[:, 8:].astype(np.float64)
     act = (1 if shape.sigmoid else z) / (1 + np.exp(-z))
-    rows = (x * act if shape.gate_first else x).reshape(9, -1, shape.dim)
-    rows = rows / np.sqrt((rows.astype(np.float64) ** 2).mean(-1, keepdims=True) + _EPS)
-    expected = (rows * weight.reshape(-1, shape.dim)).reshape(9, width)
+    rows = (x * act if shape.gate_first else x).reshape(ROWS, -1, shape.dim)
+    rows = rows / np.sqrt((rows.astype(np.float64) ** 2).mean(-1, keepdims=True) + EPS)
+    expected = (rows * weight.reshape(-1, shape.dim)).reshape(ROWS, width)
     return largest_error(got, expected if shape.gate_first else expected * act), TOLERANCE[dtype]
 
 

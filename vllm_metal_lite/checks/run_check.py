@@ -1,7 +1,7 @@
 """Runs a check, in this process.
 
 As a program this module serves isolated.py over a pipe; the last argument is the pipe's descriptor.
-The first answer names the device.  Then each (check, timed) is answered with a result.
+The first answer names the device.  Then each (function, arguments) is answered with a result.
 """
 
 import os
@@ -44,7 +44,8 @@ def main() -> None:
     pipe = Connection(int(sys.argv[-1]))
     pipe.send(backend.describe())
     while True:
-        pipe.send(run(*pipe.recv()))
+        function, args = pipe.recv()
+        pipe.send(function(*args))
 
 
 def _end_with_the_parent() -> None:

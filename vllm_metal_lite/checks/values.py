@@ -9,6 +9,8 @@ from vllm_metal_lite.specs import Quantisation
 
 # Of norms.
 EPS = 1e-5
+# More than eight rows: MLX passes smaller arrays to a kernel in another address space.
+ROWS = 9
 
 
 def draw(rng: np.random.Generator, dims: tuple[int, ...], dtype: mx.Dtype) -> np.ndarray:

@@ -15,8 +15,7 @@ class Current(NamedTuple):
     step: Step | None = None
     skinny_rows: range = range(0)
     expert_rows: range = range(0)
-    adds_norms: bool = False
-    routes: bool = False
+    unused: frozenset[str] = frozenset()
 
     @property
     def num_live(self) -> mx.array | None:

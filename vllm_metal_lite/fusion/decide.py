@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-from collections.abc import Collection
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -18,26 +17,18 @@ from vllm_metal_lite.fusion.tune import faster_expert_rows, faster_rows
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
 from vllm_metal_lite.kernels.findings import Findings
 from vllm_metal_lite.kernels.launch import one_by_one
-from vllm_metal_lite.kernels.registry import unused_kernels
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
+from vllm_metal_lite.kernels.weights import product_weights
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.experts import served_experts
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
 from vllm_metal_lite.model.trial import Trial
-from vllm_metal_lite.model.usage import product_weights
 
 logger = logging.getLogger(__name__)
 
 
-def decide(
-    packed: PackedModel,
-    attention: Attention,
-    failed_kernels: Collection[str] = (),
-    ranks: RankGroup = ALONE,
-) -> Fusion:
-    """The fusion for a model's steps.
-
-    failed_kernels: on this device.  ranks: all of them decide as one.
+def decide(packed: PackedModel, attention: Attention, ranks: RankGroup = ALONE) -> Fusion:
+    """The fusion for a model's steps.  ranks: all of them decide as one.
 
     The checks cover each kernel alone; the trial here covers the fused kernels in this model.  If
     the trial fails, nothing is fused, with a warning.  Raises KernelError if a launch fails in the
@@ -46,20 +37,20 @@ def decide(
     if not isinstance(attention, KernelAttention):
         return NO_FUSION
     # On a CPU the products dominate, and columns of a joined product are not contiguous.
-    fusion = fuse(packed.model, joins=not backend.is_cpu()).without(failed_kernels)
+    fusion = fuse(packed.model, joins=not backend.is_cpu())
+    fusion = fusion.without(attention.failed_kernels)
     trials = _Trials(packed, attention, ranks)
     if not trials.passed(fusion, "fused launches"):
         return NO_FUSION
-    if all(spec.dtype == mx.float32 for spec in packed.layout.specs):
+    if packed.layout.dtype == mx.float32:
         return fusion
     # Steps of many rows use neither of these kernels, so fusion without them was tried first.
-    unused = unused_kernels(failed_kernels)
-    if "skinny_gemm" not in unused and product_weights(packed.model):
+    if "skinny_gemm" not in fusion.unused and product_weights(packed.model):
         ours = replace(fusion, skinny_rows=range(1, MAX_ROWS + 1))
         if trials.passed(ours, "products by skinny_gemm"):
             rows = faster_rows(packed, attention, ours, ranks)
             fusion = replace(fusion, skinny_rows=rows)
-    if "expert_gemm" not in unused and served_experts(packed.model):
+    if "expert_gemm" not in fusion.unused and served_experts(packed.model):
         ours = replace(fusion, expert_rows=range(1, EXPERT_ROWS + 1))
         if trials.passed(ours, "experts by expert_gemm"):
             rows = faster_expert_rows(packed, attention, ours, ranks)
@@ -109,7 +100,7 @@ class _Trials:
         model, attention = self.packed.model, self.attention
         weights = tree_map(lambda w: (w.shape, str(w.dtype)), model.parameters())
         code = version("mlx-lm"), type(model).__module__, repr(getattr(model, "args", None))
-        fused = fusion.skinny_rows, fusion.expert_rows, fusion.adds_norms
+        fused = fusion.skinny_rows, fusion.expert_rows, sorted(fusion.unused)
         parts = [*code, weights, *fused, attention.prefill, sorted(attention.failed_kernels)]
         name = type(model).__module__.rpartition(".")[2]
         return f"{name} {hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"

@@ -14,7 +14,7 @@ from vllm_metal_lite.fusion.joined import JoinedProjection, join_projections, jo
 from vllm_metal_lite.fusion.layer_cache import FusedLayerCache
 from vllm_metal_lite.fusion.layers import fuse_layers
 from vllm_metal_lite.fusion.norms import fold_norm_weights
-from vllm_metal_lite.fusion.rules import functions_by_rule
+from vllm_metal_lite.fusion.rules import hooks
 from vllm_metal_lite.fusion.selectors import Selector, selectors_of, uncompiled
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
 from vllm_metal_lite.kernels.registry import unused_kernels
@@ -32,8 +32,7 @@ class FusedLaunches(Fusion):
     selectors: compiled functions of the model that may choose experts.
     skinny_rows: the row counts that use `skinny_gemm`.
     expert_rows: the row counts that use `expert_gemm` and its neighbours.
-    adds_norms: whether `add_rms_norm` is used.
-    routes: whether `expert_topk` is used.
+    unused: kernels that failed, or for which the model has no work.
     """
 
     joined: tuple[JoinedProjection, ...] = ()
@@ -41,19 +40,18 @@ class FusedLaunches(Fusion):
     selectors: tuple[Selector, ...] = ()
     skinny_rows: range = range(0)
     expert_rows: range = range(0)
-    adds_norms: bool = True
-    routes: bool = False
+    unused: frozenset[str] = frozenset()
 
     layer_cache = FusedLayerCache
 
     @contextmanager
-    def building(self, step: Step) -> Iterator[None]:
-        functions = functions_by_rule(self.named)
-        if self.routes:
-            functions += [(m, name, uncompiled(getattr(m, name))) for m, name in self.selectors]
-        rows = self.skinny_rows, self.expert_rows
+    def building(self, step: Step | None) -> Iterator[None]:
+        replaced = hooks(self.named)
+        if "expert_topk" not in self.unused:
+            replaced += [(m, name, uncompiled(getattr(m, name))) for m, name in self.selectors]
+        current = Current(step, self.skinny_rows, self.expert_rows, self.unused)
         try:
-            with hooked(functions), fusing(Current(step, *rows, self.adds_norms, self.routes)):
+            with hooked(replaced), fusing(current):
                 yield
         finally:
             for projection in self.joined:
@@ -70,18 +68,12 @@ class FusedLaunches(Fusion):
 
     def without(self, failed_kernels: Collection[str]) -> "FusedLaunches":
         """The fusion without these kernels; KernelAttention replaces its own kernels."""
-        unused = unused_kernels(failed_kernels)
+        unused = self.unused | unused_kernels(failed_kernels)
         return replace(
             self,
             skinny_rows=range(0) if "skinny_gemm" in unused else self.skinny_rows,
             expert_rows=range(0) if "expert_gemm" in unused else self.expert_rows,
-            adds_norms=self.adds_norms and "add_rms_norm" not in unused,
-            named=tuple(
-                (module, name)
-                for module, name in self.named
-                if name != "precise_swiglu" or "gated_rms_norm" not in unused
-            ),
-            routes=self.routes and "expert_topk" not in unused,
+            unused=unused,
         )
 
 
@@ -98,8 +90,8 @@ def fuse(model: nn.Module, *, joins: bool) -> FusedLaunches:
     return FusedLaunches(
         tuple(joined_projections(model)),
         tuple((module, f.__name__) for f in functions for module in namespaces(model, f)),
-        routes=bool(served_experts(model)),
-        selectors=selectors_of(model),
+        selectors_of(model),
+        unused=frozenset() if served_experts(model) else frozenset({"expert_topk"}),
     )
 
 

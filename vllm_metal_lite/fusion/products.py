@@ -81,7 +81,7 @@ def norm_of_sum(
     if total is not None:
         x.become(as_view(total, shape))
         return mx.fast.rms_norm(x, weight, eps, **how)
-    if not current().adds_norms:
+    if "add_rms_norm" in current().unused:
         return norm(value, x, weight, eps)
     one, other, of_other = _summands(x.origin)
     total, normed = add_rms_norm(one, other, weight, eps, of_other)
@@ -149,6 +149,8 @@ def gated_norm(value: mx.array, h: mx.array, gate: mx.array, x: mx.array) -> mx.
     origin, known = origin_of(x), origin_of(gate)
     of_h = isinstance(origin, Normed) and origin.x is h and origin.norm.weight is not None
     if not of_h or gate.shape != h.shape or gate.dtype != h.dtype:
+        return value
+    if "gated_rms_norm" in current().unused:
         return value
     plain = known.plain if isinstance(known, Heads) else None
     z = plain or Columns(gate.reshape(len(gate), -1), 0)

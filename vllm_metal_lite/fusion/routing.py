@@ -103,7 +103,7 @@ def scores_of(x: Any) -> RouterScores | None:
         return origin
     if rows is None or not (origin is None or isinstance(origin, Multiplied)):
         return None
-    if not current().routes or not fits(rows, 1):
+    if "expert_topk" in current().unused or not fits(rows, 1):
         return None
     return RouterScores(rows, "logits", x.dtype)
 

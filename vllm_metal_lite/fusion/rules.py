@@ -2,7 +2,7 @@
 
 A rule gets the value of the operation, which MLX has not computed yet, and the arguments.  It
 returns the value with an origin, or the result of a launch that does more of the work.  If the
-arguments do not fit, it returns the value as it is.
+arguments do not fit, it returns the value as it is.  The rules apply while `hooks` are installed.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,6 @@ from vllm_metal_lite.fusion.routing import Choice, Gathered, Partition, RouterSc
 from vllm_metal_lite.fusion.traced import Function, Traced, origin_of
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.model.seam.hooks import Hook
-from vllm_metal_lite.recurrence.columns import ColumnsOf
 
 # Every other origin, or none.
 ANY = object
@@ -74,8 +73,35 @@ RULES: dict[tuple[str, type], Function] = {
 }
 
 
-def _by_rule(operation: str, original: Function) -> Function:
-    """The operation, and the rule for the origin of its first array."""
+# The operations: methods of traced arrays, and functions of MLX.
+_METHODS = {
+    **{name: name for name in ("reshape", "transpose", "swapaxes", "sum", "astype", "at")},
+    **{f"__{name}__": name for name in ("getitem", "neg", "add", "mul", "truediv")},
+    **{f"__r{name}__": name for name in ("add", "mul")},
+}
+_FUNCTIONS = (
+    (mx.fast, "rms_norm"),
+    (mx.fast, "rope"),
+    (nn, "gelu_approx"),
+    *((mx, name) for name in ("split", "expand_dims", "sum", "softmax", "sigmoid")),
+    *((mx, name) for name in ("argpartition", "take_along_axis", "stop_gradient")),
+)
+
+
+def hooks(named: Iterable[tuple[ModuleType, str]]) -> list[Hook]:
+    """The operations with their rules.  named: (Python module, name) of mlx-lm's functions."""
+    methods = [(Traced, name, operation) for name, operation in _METHODS.items()]
+    functions = [(owner, name, name) for owner, name in (*_FUNCTIONS, *named)]
+    return [
+        (owner, name, _by_rule(operation, getattr(owner, name)))
+        for owner, name, operation in (*methods, *functions)
+    ]
+
+
+def _by_rule(operation: str, original: Any) -> Any:
+    """The operation, and then the rule for the origin of its first array."""
+    if isinstance(original, property):
+        return property(_by_rule(operation, original.fget))
 
     def apply(x: Any, *args: Any, **kwargs: Any) -> Any:
         value = original(x, *args, **kwargs)
@@ -86,34 +112,3 @@ def _by_rule(operation: str, original: Function) -> Function:
         return value
 
     return apply
-
-
-# Operations are methods of traced arrays,
-_METHODS = {
-    **{name: name for name in ("reshape", "transpose", "swapaxes", "sum", "astype", "at")},
-    **{f"__{name}__": name for name in ("getitem", "neg", "add", "mul", "truediv")},
-    **{f"__r{name}__": name for name in ("add", "mul")},
-}
-for _method, _operation in _METHODS.items():
-    _original = getattr(ColumnsOf, _method)
-    if isinstance(_original, property):
-        setattr(Traced, _method, property(_by_rule(_operation, _original.__get__)))
-    else:
-        setattr(Traced, _method, _by_rule(_operation, _original))
-
-# functions of MLX,
-_FUNCTIONS = (
-    (mx.fast, "rms_norm"),
-    (mx.fast, "rope"),
-    (nn, "gelu_approx"),
-    *((mx, name) for name in ("split", "expand_dims", "sum", "softmax", "sigmoid")),
-    *((mx, name) for name in ("argpartition", "take_along_axis", "stop_gradient")),
-)
-
-
-# and functions of mlx-lm.
-def functions_by_rule(named: Iterable[tuple[ModuleType, str]]) -> list[Hook]:
-    """named: (Python module, name) of mlx-lm's functions."""
-    return [
-        (owner, name, _by_rule(name, getattr(owner, name))) for owner, name in (*_FUNCTIONS, *named)
-    ]

@@ -19,16 +19,15 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, PAD_SLOT, SegmentState
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.distributed import ALONE, RankGroup
-from vllm_metal_lite.fusion.current import Current, fusing
 from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
 from vllm_metal_lite.kernels.findings import timed_once
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
-from vllm_metal_lite.kernels.weights import Weight, shape_of
+from vllm_metal_lite.kernels.weights import Weight, product_weights, shape_of
 from vllm_metal_lite.model.experts import MIXTURES, served, served_experts
 from vllm_metal_lite.model.packed import PackedModel
-from vllm_metal_lite.model.usage import product_weights
+from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.runner.compiled import CompiledSteps
 from vllm_metal_lite.specs import ExpertShape
 
@@ -53,8 +52,8 @@ def faster_rows(
     Measured once for each set of weight shapes, then remembered.  If timing fails, MLX's products
     are used, with a warning.  ranks: the leader's timing counts, since all must run the same steps.
     """
-    dtypes = {spec.dtype for spec in packed.layout.specs}  # the kernel was checked with these
-    weights = [w for w in product_weights(packed.model) if w.dtype is None or w.dtype in dtypes]
+    dtype = packed.layout.dtype  # the kernel was checked with rows of this type
+    weights = [w for w in product_weights(packed.model) if w.dtype is None or w.dtype == dtype]
     steps = _Steps(packed, attention, fusion, replace(fusion, skinny_rows=NONE), ranks)
     weight_types = [_weight_type(weight) for weight in weights]
     return steps.faster_rows("skinny_gemm", "products of few rows", weight_types)
@@ -182,7 +181,7 @@ def faster_prompts(packed: PackedModel, ranks: RankGroup = ALONE) -> bool:
     for _, layer in packed.model.named_modules():
         if isinstance(layer, MIXTURES) and (experts := served(layer)):
             layers.setdefault(experts.shape, layer)
-    dtype = packed.layout.specs[0].dtype
+    dtype = packed.layout.dtype
     return all(_faster_prompt(layer, shape, dtype, ranks) for shape, layer in layers.items())
 
 
@@ -206,10 +205,13 @@ def _mixture_seconds(
     mx.eval(x, indices, weights)
 
     def candidate(rows: range) -> timing.Candidate:
+        fusion = FusedLaunches(expert_rows=rows)
+
         def run(count: int) -> None:
             for _ in range(count):
-                with fusing(Current(expert_rows=rows)):
-                    mx.eval((layer(x, indices) * weights[..., None]).sum(axis=-2))
+                with building(), fusion.building(None):
+                    summed = (layer(x, indices) * weights[..., None]).sum(axis=-2)
+                mx.eval(summed)
 
         return run
 

@@ -1,7 +1,7 @@
 """A residual sum and its RMS norm in one launch."""
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import RMSNorm, bits, check_array, norm_dtype, placeholder
+from vllm_metal_lite.kernels.arguments import RMSNorm, bits, check_array, norm_dtype
 from vllm_metal_lite.kernels.launch import Kernel, Template
 
 _ADD_RMS_NORM = Kernel("add_rms_norm", ["x", "y", "weight", "y_weight"], ["sum", "normed"])
@@ -32,7 +32,7 @@ def add_rms_norm(
     template: Template = {"T": x.dtype, "R": result, "DIM": dim, "VEC": vector, "THREADS": threads}
     template |= {"WEIGHT": weight is not None, "EPS": bits(eps), "Y_NORM": post_norm is not None}
     template |= {"Y_WEIGHT": y_weight is not None, "Y_EPS": bits(y_eps)}
-    inputs = [x, y, *(placeholder() if w is None else w for w in (weight, y_weight))]
+    inputs = [x, y, weight, y_weight]
     grid, shapes, dtypes = (x.size // dim, 1, 1), [x.shape, x.shape], [x.dtype, result]
     added, normed = _ADD_RMS_NORM(inputs, template, grid, threads, shapes, dtypes)
     return added, normed

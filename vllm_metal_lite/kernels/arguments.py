@@ -4,9 +4,7 @@ Every function that uses the store takes a ticket and returns the next one.  Pas
 exactly the ticket that the previous one returned (metal/kv_write.metal says why).  A ticket is a
 float32 array of any shape; its values mean nothing.
 
-Shapes: keys (slots, num_kv_heads, k_head_dim) and values (slots, num_kv_heads, v_head_dim) are one
-layer's store, whose rows are words instead if its `spec` has 8 or 4 bits per value; metadata is
-int32; B sequences, N packed rows.
+Shapes: B sequences, N packed rows.  Metadata is int32.
 """
 
 from collections.abc import Iterable
@@ -16,17 +14,14 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.launch import Template
-from vllm_metal_lite.kv.row_format import RowFormat
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Template
+from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.specs import AttentionShape
 
 # The last inputs of a kernel that uses the store.
 STORE = ("keys", "values", "ticket")
 # Most splits of a context.
 MAX_SPLITS = 64
-# MLX passes shorter arrays to a kernel in another address space, for which the kernel would have to
-# be compiled again.  So arrays whose length varies have at least this many elements.
-MIN_ELEMENTS = 8
 TICKET_SHAPE = (MIN_ELEMENTS,)
 # Largest head sizes.
 MAX_DECODE_DIM, MAX_PREFILL_DIM = 576, 256
@@ -46,6 +41,37 @@ def check_array(
     if array.shape != shape or (dtype is not None and array.dtype != dtype):
         wanted = shape if dtype is None else f"{shape} {dtype}"
         raise ValueError(f"{name} must be {wanted}, not {array.shape} {array.dtype}")
+
+
+class LayerStore(NamedTuple):
+    """K and V of one layer, and the ticket.
+
+    keys: (slots, num_kv_heads, k_head_dim).  values: (slots, num_kv_heads, v_head_dim).  Rows are
+    words instead if `spec` has 8 or 4 bits per value.  block_size: 0 for kernels that take slots.
+    """
+
+    keys: mx.array
+    values: mx.array
+    ticket: mx.array
+    spec: LayerSpec
+    block_size: int = 0
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """The inputs STORE."""
+        return self[:3]
+
+    @property
+    def formats(self) -> Template:
+        """Template values for the formats of the rows."""
+        k_row, v_row = self.spec.k_row, self.spec.v_row
+        bits = k_row.bits or 8 * k_row.dtype.size
+        return {"BITS": bits, "K_GROUP": k_row.group_size, "V_GROUP": v_row.group_size}
+
+    @property
+    def template(self) -> Template:
+        """Template values for the sizes and the formats of the rows."""
+        return {"K_DIM": self.spec.k_head_dim, "V_DIM": self.spec.v_head_dim, **self.formats}
 
 
 class RMSNorm(NamedTuple):
@@ -111,21 +137,6 @@ def new_ticket() -> mx.array:
 def bits(x: float) -> int:
     """The bits of a float32: a template value must be an integer."""
     return int(np.float32(x).view(np.int32))
-
-
-@cache
-def placeholder() -> mx.array:
-    """The placeholder for an input that a kernel does not use, such as sinks."""
-    zeros = mx.zeros(MIN_ELEMENTS)
-    mx.eval(zeros)  # otherwise every compiled step would make its own
-    return zeros
-
-
-def format_template(k_row: RowFormat, v_row: RowFormat) -> Template:
-    """Template values for the row formats of a store."""
-    template: Template = {"K_DIM": k_row.dim, "V_DIM": v_row.dim}
-    template["BITS"] = k_row.bits or 8 * k_row.dtype.size
-    return template | {"K_GROUP": k_row.group_size, "V_GROUP": v_row.group_size}
 
 
 def grid_for(count: int) -> tuple[int, int]:

@@ -3,14 +3,8 @@
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import (
-    MIN_ELEMENTS,
-    TICKET_SHAPE,
-    check_array,
-    grid_for,
-    placeholder,
-)
-from vllm_metal_lite.kernels.launch import Kernel, Template
+from vllm_metal_lite.kernels.arguments import TICKET_SHAPE, check_array, grid_for
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template
 from vllm_metal_lite.kernels.new_rows import Columns, columns_template
 
 _CAUSAL_CONV = Kernel(
@@ -72,7 +66,6 @@ def causal_conv(
     threads, groups = grid_for(channels)
     template: Template = columns | {"T": dtype, "CHANNELS": channels, "K": size, "ROWS": TILE_ROWS}
     template |= {"BIAS": bias is not None, "SILU": silu}
-    bias = placeholder() if bias is None else bias
     inputs = [x.array, weight, bias, segments, tiles, states, ticket]
     grid, shapes = (groups, tiles.shape[0], 1), [(rows, channels), TICKET_SHAPE]
     y, ticket = _CAUSAL_CONV(inputs, template, grid, threads, shapes, [dtype, mx.float32])

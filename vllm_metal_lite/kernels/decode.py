@@ -5,20 +5,11 @@ from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import (
-    MAX_SPLITS,
-    MIN_ELEMENTS,
-    STORE,
-    TICKET_SHAPE,
-    bits,
-    format_template,
-    placeholder,
-)
-from vllm_metal_lite.kernels.launch import Kernel, Template
+from vllm_metal_lite.kernels.arguments import MAX_SPLITS, STORE, TICKET_SHAPE, LayerStore, bits
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template
 from vllm_metal_lite.kernels.new_rows import NONE_NEW, NewRows
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult
 from vllm_metal_lite.kv.row_format import RowFormat
-from vllm_metal_lite.kv.store import LayerSpec
 
 _ROWS = ("q", "k", "v", "q_weight", "k_weight", "freqs")
 _CONTEXT = ("block_tables", "seq_lens", "sinks", "prefix", "prefix_lse", "prefix_lens")
@@ -37,17 +28,13 @@ def paged_decode(
     q: mx.array | NewRows,
     block_tables: mx.array,
     seq_lens: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    ticket: mx.array,
+    store: LayerStore,
     *,
-    block_size: int,
     scale: float,
     plan: DecodePlan,
     window: int | None = None,
     softcap: float | None = None,
     sinks: mx.array | None = None,
-    spec: LayerSpec,
     prefix: SharedPrefixResult | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Attention of q (B, H, k_head_dim) to seq_lens (B,) keys -> (B, H, v_head_dim), the ticket.
@@ -59,15 +46,14 @@ def paged_decode(
     sinks: (H,).  prefix: attention of the same q to a shared prefix, which the kernel skips; not
     with a window.
     """
-    k_row, v_row = spec.k_row, spec.v_row
-    kv_heads, k_dim, v_dim = keys.shape[1], k_row.dim, v_row.dim
+    kv_heads, k_row, v_row = store.spec.num_kv_heads, store.spec.k_row, store.spec.v_row
+    k_dim, v_dim, dtype = k_row.dim, v_row.dim, k_row.dtype
     if isinstance(q, mx.array):
         batch, heads, _ = q.shape
-        arrays, new = [q] * 3 + [placeholder()] * 3, NONE_NEW
+        arrays, new = [q] * 3 + [None] * 3, NONE_NEW
     else:
         batch, heads = len(q.q.array), q.num_heads
-        arrays, new = q.arrays, q.template(kv_heads, k_row, v_row)
-    dtype = arrays[0].dtype
+        arrays, new = q.arrays, q.template(store.spec)
     group = heads // kv_heads
     aligned = (_load_words(row) for row in (k_row, v_row))
     lanes, k_width, v_width = _lanes(k_row.value_words, v_row.value_words, *aligned)
@@ -81,17 +67,17 @@ def paged_decode(
     out_dtype = mx.float32 if partial else dtype
     template: Template = {"T": dtype, "OUT_T": out_dtype, "KV_HEADS": kv_heads, "GROUP": group}
     template |= {"HEADS": at_once, "FUSED": new is not NONE_NEW, **new}
-    template |= {"PREFIX": prefix is not None, **format_template(k_row, v_row)}
-    template |= {"BLOCK_SIZE": block_size, "WINDOW": window or 0, "SCALE": bits(scale)}
+    template |= {"PREFIX": prefix is not None, **store.template}
+    template |= {"BLOCK_SIZE": store.block_size, "WINDOW": window or 0, "SCALE": bits(scale)}
     template |= {"SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None}
     template |= {"LANES": lanes, "KW": k_width, "VW": v_width}
     template |= {"UNROLL": 4 if many else 2, "SIMDGROUPS": simdgroups}
     lse_shape: tuple[int, ...] = (batch, heads, splits)
     if math.prod(lse_shape) < MIN_ELEMENTS:  # it is the next ticket too
         lse_shape = TICKET_SHAPE
-    sinks = placeholder() if sinks is None else sinks.astype(dtype)
-    shared = prefix or (placeholder(), placeholder(), seq_lens)
-    inputs = [*arrays, block_tables, seq_lens, sinks, *shared, keys, values, ticket]
+    sinks = None if sinks is None else sinks.astype(dtype)
+    shared = prefix or (None, None, seq_lens)
+    inputs = [*arrays, block_tables, seq_lens, sinks, *shared, *store.arrays]
     grid, threads = (kv_heads * tiles, batch, splits), 32 * simdgroups
     shapes = [(batch, heads, splits, v_dim) if partial else (batch, heads, v_dim), lse_shape]
     out, lse = _PAGED_DECODE(inputs, template, grid, threads, shapes, [out_dtype, mx.float32])

@@ -3,8 +3,8 @@
 from typing import Literal, NamedTuple, get_args
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, bits, check_array, placeholder
-from vllm_metal_lite.kernels.launch import Kernel, Template
+from vllm_metal_lite.kernels.arguments import bits, check_array
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template
 
 _TOPK = Kernel("expert_topk", ["logits", "bias"], ["indices", "weights"])
 
@@ -66,7 +66,7 @@ def expert_topk(
     template: Template = {"W": dtype, "S": sum_dtype, "EXPERTS": experts, "TOP_K": top_k}
     template |= {"PACK": _PACK, "SCORING": scoring, "WEIGHTS": kind, "BIASED": bias is not None}
     template |= {"LATE": routing.late, "EPS": bits(routing.eps), "FACTOR": bits(routing.factor)}
-    inputs, grid = [logits, placeholder() if bias is None else bias], (-(-rows // _PACK), 1, 1)
+    inputs, grid = [logits, bias], (-(-rows // _PACK), 1, 1)
     shapes, dtypes = [(rows, top_k)] * 2, [mx.uint32, dtype]
     indices, weights = _TOPK(inputs, template, grid, 32 * _PACK, shapes, dtypes)
     return indices, weights

@@ -5,8 +5,8 @@ from functools import cache
 from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, bits, check_array, placeholder
-from vllm_metal_lite.kernels.launch import Kernel, Template
+from vllm_metal_lite.kernels.arguments import bits, check_array
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template
 from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS, GemmPlan, multiplies_in_lanes
 from vllm_metal_lite.kernels.weights import (
     Weight,
@@ -221,7 +221,7 @@ def expert_product(
     _, outputs, depth = weight.weight.shape
     plan = plan or product_plan(expert_plan.tile, shape_of(weight.weight))
     arrays, weight_values = _inputs(weight)
-    up_arrays = _inputs(up)[0] if up else [placeholder()] * 4
+    up_arrays = _inputs(up)[0] if up else [None] * 4
     row_tiles, lane_rows = -(-expert_plan.tile // 8), expert_plan.tile if plan.in_lanes else 0
     template: Template = {"T": x.dtype, **weight_values, "SPREAD": plan.spread, "DEPTH": depth}
     template |= {"ROW_TILES": row_tiles, "LANE_ROWS": lane_rows, "SIMDGROUPS": plan.simdgroups}
@@ -235,9 +235,9 @@ def expert_product(
     return _GEMM(inputs, template, grid, threads, [(len(indices), outputs)], [x.dtype])[0]
 
 
-def _inputs(of: ExpertWeight) -> tuple[list[mx.array], Template]:
+def _inputs(of: ExpertWeight) -> tuple[list[mx.array | None], Template]:
     arrays, weight_values = inputs_of(of.weight)
-    return [*arrays, placeholder() if of.bias is None else of.bias], weight_values
+    return [*arrays, of.bias], weight_values
 
 
 def expert_sum(x: mx.array, weights: mx.array, dtype: mx.Dtype | None = None) -> mx.array:

@@ -1,12 +1,7 @@
 """The gated delta rule over packed rows, which also computes Mamba 2's state space update."""
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import (
-    TICKET_SHAPE,
-    check_array,
-    head_size_problem,
-    placeholder,
-)
+from vllm_metal_lite.kernels.arguments import TICKET_SHAPE, check_array, head_size_problem
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import Columns, columns_template
 from vllm_metal_lite.kernels.recurrence import Gates, QKNorm
@@ -81,7 +76,6 @@ def gated_delta(
     template |= {"T": dtype, "K_HEADS": num_k_heads, "V_HEADS": v_heads}
     template |= {"K_DIM": k_dim, "V_DIM": v_dim, "DELTA": skip is None, "SKIP": skip is not None}
     template |= {"TILES": tiles, "SIMDGROUPS": simdgroups}
-    skip = placeholder() if skip is None else skip
     inputs = [q.array, k.array, v.array, *arrays, skip, segments, states, ticket]
     grid, threads = (-(-v_dim // (8 * simdgroups)), v_heads, segments.shape[0]), 32 * simdgroups
     shapes, dtypes = [(rows, v_heads, v_dim), TICKET_SHAPE], [dtype, mx.float32]

@@ -3,8 +3,8 @@
 import math
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, grid_for
-from vllm_metal_lite.kernels.launch import Kernel, Template
+from vllm_metal_lite.kernels.arguments import grid_for
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template
 
 _GATHER_ROWS = Kernel("gather_rows", ["rows", "index"], ["out"])
 

@@ -7,17 +7,10 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import (
-    MIN_ELEMENTS,
-    STORE,
-    TICKET_SHAPE,
-    bits,
-    format_template,
-)
+from vllm_metal_lite.kernels.arguments import STORE, TICKET_SHAPE, LayerStore, bits
 from vllm_metal_lite.kernels.decode import merge_partitions
-from vllm_metal_lite.kernels.launch import Kernel, Template
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template
 from vllm_metal_lite.kernels.prefill import TILE_ROWS
-from vllm_metal_lite.kv.store import LayerSpec
 
 _LATENT_ATTENTION = Kernel(
     "latent_attention",
@@ -49,18 +42,14 @@ def latent_attention(
     cu_seqlens_q: mx.array,
     seq_lens: mx.array,
     tiles: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    ticket: mx.array,
+    store: LayerStore,
     *,
-    block_size: int,
     scale: float,
     splits: int = 1,
-    spec: LayerSpec,
 ) -> tuple[mx.array, mx.array]:
     """Causal attention of q (N, H, latent), q_pe (N, H, rope) -> (N, H, latent), the ticket.
 
-    keys hold one latent a slot, values its rotary key.  A score is (q . latent + q_pe . rotary key)
+    A slot's key is a latent, its value a rotary key.  A score is (q . latent + q_pe . rotary key)
     * scale, and its value is the latent.  block_tables, cu_seqlens_q, seq_lens: as of
     `varlen_prefill`.  tiles: (T, 2), of `plan_tiles` with H queries per KV head, or `decode_tiles`.
     splits: the parts of each context.
@@ -69,18 +58,16 @@ def latent_attention(
     """
     rows, heads, latent_dim = q.shape
     rope = q_pe.shape[2]
-    store = format_template(spec.k_row, spec.v_row)
     partial, simdgroups = splits > 1, latent_simdgroups(latent_dim, q.dtype.size)
     dtype = mx.float32 if partial else q.dtype
     template: Template = {"T": q.dtype, "OUT_T": dtype, "HEADS": heads, "LATENT_DIM": latent_dim}
-    template |= {"ROPE": rope, **{name: store[name] for name in ("BITS", "K_GROUP", "V_GROUP")}}
-    template |= {"BLOCK_SIZE": block_size, "SCALE": bits(scale)}
-    template |= {"PARTIAL": partial, "SIMDGROUPS": simdgroups}
+    template |= {"ROPE": rope, **store.formats, "BLOCK_SIZE": store.block_size}
+    template |= {"SCALE": bits(scale), "PARTIAL": partial, "SIMDGROUPS": simdgroups}
     lse_shape: tuple[int, ...] = (rows, heads, splits)
     if not partial or math.prod(lse_shape) < MIN_ELEMENTS:
         lse_shape = TICKET_SHAPE
     context = [block_tables, cu_seqlens_q, seq_lens, tiles]
-    inputs = [q.swapaxes(0, 1), q_pe, *context, keys, values, ticket]
+    inputs = [q.swapaxes(0, 1), q_pe, *context, *store.arrays]
     out_shape = (rows, heads, splits, latent_dim) if partial else (rows, heads, latent_dim)
     shapes, dtypes = [out_shape, lse_shape], [dtype, mx.float32]
     grid, threads = (tiles.shape[0], splits, 1), 32 * simdgroups

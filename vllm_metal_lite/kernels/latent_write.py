@@ -7,15 +7,13 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import (
     STORE,
     TICKET_SHAPE,
+    LayerStore,
     RMSNorm,
     bits,
-    format_template,
     norm_dtype,
-    placeholder,
 )
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import Columns, Rope, columns_template
-from vllm_metal_lite.kv.store import LayerSpec
 
 _ROWS = ("q", "latent", "k_pe", "weight", "freqs", "positions", "slot_mapping")
 _LATENT_WRITE = Kernel("latent_write", [*_ROWS, *STORE], ["out", "next_ticket"])
@@ -41,36 +39,27 @@ class NewLatents(NamedTuple):
 
 
 def latent_write(
-    rows: NewLatents,
-    positions: mx.array,
-    slot_mapping: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    ticket: mx.array,
-    spec: LayerSpec,
+    rows: NewLatents, positions: mx.array, slot_mapping: mx.array, store: LayerStore
 ) -> tuple[mx.array, mx.array]:
     """Write latents and rotary keys to their slots -> rotary queries (N, num_heads, rope), the next
     ticket.
 
     positions, slot_mapping: (N or more,) int32; a negative slot writes nothing.
     """
-    k_row, v_row = spec.k_row, spec.v_row
-    dtype, rope, weight = k_row.dtype, rows.rope, rows.norm.weight
+    spec, rope, weight = store.spec, rows.rope, rows.norm.weight
+    dtype, latent_dim, rope_dim = spec.dtype, spec.k_head_dim, spec.v_head_dim
     assert weight is not None, "latents are normalised with a weight"
     count, heads = len(rows.q.array), rows.num_heads
-    store = format_template(k_row, v_row)
     template: Template = {"T": dtype, "R": norm_dtype(dtype, weight), "HEADS": heads}
-    template |= {"LATENT_DIM": k_row.dim, "ROPE": v_row.dim, "BITS": store["BITS"]}
-    template |= {"K_GROUP": store["K_GROUP"], "V_GROUP": store["V_GROUP"]}
+    template |= {"LATENT_DIM": latent_dim, "ROPE": rope_dim, **store.formats}
     template |= {"Q_STRIDE": rows.stride, "EPS": bits(rows.norm.eps), **rope.template}
     template |= {"SIMDGROUPS": _SIMDGROUPS}
-    template |= columns_template("q", rows.q, count, (heads - 1) * rows.stride + v_row.dim, dtype)
-    template |= columns_template("l", rows.latent, count, k_row.dim, dtype)
-    template |= columns_template("p", rows.k_pe, count, v_row.dim, dtype)
-    freqs = placeholder() if rope.freqs is None else rope.freqs.astype(mx.float32)
-    inputs = [rows.q.array, rows.latent.array, rows.k_pe.array, weight, freqs]
-    inputs += [positions, slot_mapping, keys, values, ticket]
+    template |= columns_template("q", rows.q, count, (heads - 1) * rows.stride + rope_dim, dtype)
+    template |= columns_template("l", rows.latent, count, latent_dim, dtype)
+    template |= columns_template("p", rows.k_pe, count, rope_dim, dtype)
+    inputs = [rows.q.array, rows.latent.array, rows.k_pe.array, weight, rope.frequencies]
+    inputs += [positions, slot_mapping, *store.arrays]
     grid = -(-(heads + 2) // _SIMDGROUPS), count, 1
-    shapes, dtypes = [(count, heads, v_row.dim), TICKET_SHAPE], [dtype, mx.float32]
+    shapes, dtypes = [(count, heads, rope_dim), TICKET_SHAPE], [dtype, mx.float32]
     out, ticket = _LATENT_WRITE(inputs, template, grid, 32 * _SIMDGROUPS, shapes, dtypes)
     return out, ticket

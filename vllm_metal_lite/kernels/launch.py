@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 from vllm_metal_lite.backend import mx
@@ -10,6 +11,10 @@ from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.kernels import registry, source
 
 Template = dict[str, int | mx.Dtype]
+
+# MLX passes shorter arrays to a kernel in another address space, for which the kernel would have to
+# be compiled again.  So arrays whose length varies have at least this many elements.
+MIN_ELEMENTS = 8
 
 _one_by_one: ContextVar[bool] = ContextVar("one_by_one", default=False)
 
@@ -34,6 +39,13 @@ def one_by_one() -> Iterator[None]:
         yield
     finally:
         _one_by_one.reset(before)
+
+
+@cache
+def placeholder() -> mx.array:
+    zeros = mx.zeros(MIN_ELEMENTS)
+    mx.eval(zeros)  # otherwise every compiled step would make its own
+    return zeros
 
 
 class Kernel:
@@ -62,7 +74,7 @@ class Kernel:
 
     def __call__(
         self,
-        arrays: Sequence[mx.array],
+        arrays: Sequence[mx.array | None],
         template: Template,
         grid: tuple[int, int, int],
         threadgroup: int,
@@ -72,14 +84,15 @@ class Kernel:
         """Launch over grid threadgroups of `threadgroup` threads; returns the outputs.
 
         arrays: in the order of `inputs`, row-contiguous (MLX copies others, which is ruinous for a
-        store).  shapes, dtypes: of the outputs.
+        store); None: an input that the template disables.  shapes, dtypes: of the outputs.
         """
+        arrays = [placeholder() if array is None else array for array in arrays]
         one_by_one = _one_by_one.get()
         if one_by_one:
             mx.eval(arrays)  # an error here is not this kernel's
         try:
             outputs = self._launcher()(
-                inputs=list(arrays),
+                inputs=arrays,
                 template=list(template.items()),
                 grid=(grid[0] * threadgroup, grid[1], grid[2]),
                 threadgroup=(threadgroup, 1, 1),

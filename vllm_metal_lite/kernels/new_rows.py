@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import RMSNorm, bits, norm_dtype, placeholder
+from vllm_metal_lite.kernels.arguments import RMSNorm, bits, norm_dtype
 from vllm_metal_lite.kernels.launch import Template
-from vllm_metal_lite.kv.row_format import RowFormat
+from vllm_metal_lite.kv.store import LayerSpec
 
 # Template values that disable the fused inputs.
 NONE_NEW: Template = {
@@ -63,6 +63,11 @@ class Rope(NamedTuple):
     factor: float = 1.0
 
     @property
+    def frequencies(self) -> mx.array | None:
+        """The kernel input freqs."""
+        return None if self.freqs is None else self.freqs.astype(mx.float32)
+
+    @property
     def template(self) -> Template:
         """Template values of rope.h."""
         log2_base = 0.0 if self.base is None else np.log2(np.float32(self.base))
@@ -91,19 +96,18 @@ class NewRows(NamedTuple):
     k_norm: RMSNorm | None
 
     @property
-    def arrays(self) -> list[mx.array]:
+    def arrays(self) -> list[mx.array | None]:
         """The kernel inputs q, k, v, q_weight, k_weight and freqs."""
-        given = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
-        freqs = None if self.rope is None else self.rope.freqs
-        given.append(None if freqs is None else freqs.astype(mx.float32))
-        arrays = [self.q.array, self.k.array, self.v.array]
-        return arrays + [placeholder() if a is None else a for a in given]
+        weights = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
+        freqs = None if self.rope is None else self.rope.frequencies
+        return [self.q.array, self.k.array, self.v.array, *weights, freqs]
 
-    def template(self, kv_heads: int, k_row: RowFormat, v_row: RowFormat) -> Template:
-        """Template values for a store of rows of these formats."""
-        k_dim, dtype, rows = k_row.dim, k_row.dtype, len(self.q.array)
+    def template(self, spec: LayerSpec) -> Template:
+        """Template values for a store of this layer."""
+        k_dim, dtype, rows = spec.k_head_dim, spec.dtype, len(self.q.array)
         template = dict(_STILL if self.rope is None else self.rope.template)
-        sizes = self.num_heads * k_dim, kv_heads * k_dim, kv_heads * v_row.dim
+        kv_heads = spec.num_kv_heads
+        sizes = self.num_heads * k_dim, kv_heads * k_dim, kv_heads * spec.v_head_dim
         for name, columns, size in zip("qkv", (self.q, self.k, self.v), sizes, strict=True):
             template |= columns_template(name, columns, rows, size, dtype)
         for name, norm in (("Q", self.q_norm), ("K", self.k_norm)):

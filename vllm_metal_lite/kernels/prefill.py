@@ -2,15 +2,8 @@
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import (
-    STORE,
-    TICKET_SHAPE,
-    bits,
-    format_template,
-    placeholder,
-)
+from vllm_metal_lite.kernels.arguments import STORE, TICKET_SHAPE, LayerStore, bits
 from vllm_metal_lite.kernels.launch import Kernel, Template
-from vllm_metal_lite.kv.store import LayerSpec
 
 _ROWS = ("q", "block_tables", "cu_seqlens_q", "seq_lens", "tiles", "sinks")
 _VARLEN_PREFILL = Kernel("varlen_prefill", [*_ROWS, *STORE], ["out", "next_ticket"])
@@ -29,16 +22,12 @@ def varlen_prefill(
     cu_seqlens_q: mx.array,
     seq_lens: mx.array,
     tiles: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    ticket: mx.array,
+    store: LayerStore,
     *,
-    block_size: int,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     sinks: mx.array | None = None,
-    spec: LayerSpec,
 ) -> tuple[mx.array, mx.array]:
     """Causal attention of packed q (N, H, k_head_dim) -> (N, H, v_head_dim), the ticket.
 
@@ -48,17 +37,17 @@ def varlen_prefill(
     Padding rows give zeros.  sinks: (H,).  Head dims: multiples of 8 up to MAX_PREFILL_DIM.
     """
     rows, heads, _ = q.shape
-    k_row, v_row = spec.k_row, spec.v_row
-    kv_heads, k_dim, v_dim = keys.shape[1], k_row.dim, v_row.dim
+    spec = store.spec
+    kv_heads, k_dim, v_dim = spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim
     partners = partners_of(k_dim, v_dim, q.dtype)
     simdgroups = TILE_ROWS // 8 * partners
     template: Template = {"T": q.dtype, "KV_HEADS": kv_heads, "GROUP": heads // kv_heads}
-    template |= format_template(k_row, v_row) | {"BLOCK_SIZE": block_size, "WINDOW": window or 0}
+    template |= store.template | {"BLOCK_SIZE": store.block_size, "WINDOW": window or 0}
     template |= {"SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None}
     template |= {"KEYS": keys_at_once(k_dim, v_dim, q.dtype.size), "SIMDGROUPS": simdgroups}
     template["PARTNERS"] = partners
-    sinks = placeholder() if sinks is None else sinks.astype(q.dtype)
-    inputs = [q, block_tables, cu_seqlens_q, seq_lens, tiles, sinks, keys, values, ticket]
+    sinks = None if sinks is None else sinks.astype(q.dtype)
+    inputs = [q, block_tables, cu_seqlens_q, seq_lens, tiles, sinks, *store.arrays]
     grid, threads = (kv_heads, tiles.shape[0], 1), 32 * simdgroups
     shapes, dtypes = [(rows, heads, v_dim), TICKET_SHAPE], [q.dtype, mx.float32]
     out, ticket = _VARLEN_PREFILL(inputs, template, grid, threads, shapes, dtypes)

@@ -7,8 +7,8 @@ column of the state are computed before the launch.
 from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, bits, check_array, placeholder
-from vllm_metal_lite.kernels.launch import Template
+from vllm_metal_lite.kernels.arguments import bits, check_array
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Template
 from vllm_metal_lite.kernels.new_rows import Columns, columns_template
 
 _GIVEN, _SOFTPLUS, _BOUNDED, _TIME = range(4)  # as in metal/recurrence.h
@@ -47,7 +47,7 @@ class Gates(NamedTuple):
     low: float = 0.0
     high: float = 0.0
 
-    def launch(self, rows: int, v_heads: int, k_dim: int) -> tuple[list[mx.array], Template]:
+    def launch(self, rows: int, v_heads: int, k_dim: int) -> tuple[list[mx.array | None], Template]:
         """The inputs gates, beta, a_log and bias, and the template values of all."""
         width = v_heads * k_dim if self.vector else v_heads
         check_array("a_log", self.a_log, (v_heads,))
@@ -57,8 +57,8 @@ class Gates(NamedTuple):
         template |= columns_template("b", self.beta, rows, v_heads, of_beta)
         template |= {"G": dtype, "B": of_beta, "VECTOR": self.vector, "GATE": self.kind}
         template |= {"BETA": self.beta_scale, "LOW": bits(self.low), "HIGH": bits(self.high)}
-        rest = (placeholder() if a is None else a for a in (self.a_log, self.bias))
-        return [_long(self.gates.array), _long(self.beta.array), *rest], template
+        columns = _long(self.gates.array), _long(self.beta.array)
+        return [*columns, self.a_log, self.bias], template
 
 
 def delta_gates(
@@ -99,4 +99,4 @@ def _long(array: mx.array) -> mx.array:
     """At least MIN_ELEMENTS: the kernel takes these inputs in the usual address space only."""
     if array.size >= MIN_ELEMENTS:
         return array
-    return mx.concatenate([array.reshape(-1), placeholder().astype(array.dtype)])
+    return mx.concatenate([array.reshape(-1), mx.zeros(MIN_ELEMENTS, array.dtype)])

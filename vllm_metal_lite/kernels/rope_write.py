@@ -3,14 +3,9 @@ in one launch."""
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import (
-    STORE,
-    TICKET_SHAPE,
-    format_template,
-)
+from vllm_metal_lite.kernels.arguments import STORE, TICKET_SHAPE, LayerStore
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import NewRows
-from vllm_metal_lite.kv.store import LayerSpec
 
 _ROWS = ("q", "k", "v", "q_weight", "k_weight", "freqs", "positions", "slot_mapping")
 _ROPE_WRITE = Kernel("rope_write", [*_ROWS, *STORE], ["out", "next_ticket"])
@@ -21,13 +16,7 @@ _HEADS = 4
 
 
 def rope_write(
-    rows: NewRows,
-    positions: mx.array,
-    slot_mapping: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    ticket: mx.array,
-    spec: LayerSpec,
+    rows: NewRows, positions: mx.array, slot_mapping: mx.array, store: LayerStore
 ) -> tuple[mx.array, mx.array]:
     """Write k and v to their slots -> q (N, num_heads, k_head_dim), the next ticket.
 
@@ -35,14 +24,14 @@ def rope_write(
     more,) int32; a negative slot skips the row's k and v.
     """
     count, heads = rows.q.array.shape[0], rows.num_heads
-    kv_heads, (k_row, v_row) = keys.shape[1], (spec.k_row, spec.v_row)
+    kv_heads, dtype = store.spec.num_kv_heads, store.spec.dtype
     at_once = _HEADS if count >= profile().rope_many_rows else 1
     groups = -(-(heads + 2 * kv_heads) // (at_once * _SIMDGROUPS))
-    template: Template = {"T": k_row.dtype, "Q_HEADS": heads, "KV_HEADS": kv_heads}
-    template |= format_template(k_row, v_row) | {"SIMDGROUPS": _SIMDGROUPS}
-    template |= rows.template(kv_heads, k_row, v_row)
-    inputs = [*rows.arrays, positions, slot_mapping, keys, values, ticket]
+    template: Template = {"T": dtype, "Q_HEADS": heads, "KV_HEADS": kv_heads}
+    template |= store.template | {"SIMDGROUPS": _SIMDGROUPS}
+    template |= rows.template(store.spec)
+    inputs = [*rows.arrays, positions, slot_mapping, *store.arrays]
     grid, threads = (groups, count, 1), 32 * _SIMDGROUPS
-    shapes, dtypes = [(count, heads, k_row.dim), TICKET_SHAPE], [k_row.dtype, mx.float32]
+    shapes, dtypes = [(count, heads, store.spec.k_head_dim), TICKET_SHAPE], [dtype, mx.float32]
     q, ticket = _ROPE_WRITE(inputs, template, grid, threads, shapes, dtypes)
     return q, ticket

@@ -12,10 +12,8 @@ from operator import itemgetter
 import numpy as np
 
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
-from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
 
-# As an initial slot: start from zeros.  As a slot to write: none.
-EMPTY = EMPTY_SLOT
 # As an initial slot: rows of no request.  Their results are zeros.
 PADDING = -2
 
@@ -30,20 +28,21 @@ def pack_segments(
     """The segments (S + 1 or more, 2 + 2 M) int32 of a step with S segments.
 
     cu_seqlens: (S+1,), empty segments allowed.  initial_slots: (S,), the slot whose state a segment
-    starts from, or EMPTY.  final_slots: (S,), the slot that takes the state after the segment, or
-    EMPTY.  num_rows: packed rows, padding included.  checkpoints: (segment, row, slot): `slot`
-    takes the state that `segment` has before packed row `row`.  `ForwardBatch.validate` has checked
-    these numbers: a wrong index in a kernel would corrupt memory.
+    starts from; EMPTY_SLOT: zeros.  final_slots: (S,), the slot that takes the state after the
+    segment; EMPTY_SLOT: none.  num_rows: packed rows, padding included.  checkpoints: (segment,
+    row, slot): `slot` takes the state that `segment` has before packed row `row`.
+    `ForwardBatch.validate` has checked these numbers: a wrong index in a kernel would corrupt
+    memory.
 
     A row of the result is begin, initial slot, and M pairs (end, slot) in order of their ends.  The
     last pair is the segment's own end; a segment with fewer checkpoints than others has pairs
-    (begin, EMPTY) first.  The padding is segment S; segments behind it have no rows.  All columns
-    are fixed by the step, so one array serves all layers.
+    (begin, EMPTY_SLOT) first.  The padding is segment S; segments behind it have no rows.  All
+    columns are fixed by the step, so one array serves all layers.
     """
     ends, begins = cu_seqlens[1:], cu_seqlens[:-1]
     inside = {s: list(of) for s, of in groupby(sorted(checkpoints), key=itemgetter(0))}
     pairs = 1 + max(map(len, inside.values()), default=0)
-    segments = np.full((len(begins) + 1, 2 + 2 * pairs), EMPTY, np.int32)
+    segments = np.full((len(begins) + 1, 2 + 2 * pairs), EMPTY_SLOT, np.int32)
     segments[:-1, 0], segments[:-1, 1] = begins, initial_slots
     segments[-1, 0], segments[-1, 1] = cu_seqlens[-1], PADDING
     segments[:, 2::2] = segments[:, :1]
@@ -53,6 +52,6 @@ def pack_segments(
         for column, (_, row, slot) in enumerate(of, pairs - 1 - len(of)):
             segments[s, 2 + 2 * column : 4 + 2 * column] = row, slot
     missing = max(0, -(-MIN_ELEMENTS // segments.shape[1]) - len(segments))
-    nothing = np.full((missing, segments.shape[1]), EMPTY, np.int32)
+    nothing = np.full((missing, segments.shape[1]), EMPTY_SLOT, np.int32)
     nothing[:, 1], nothing[:, 0], nothing[:, 2::2] = PADDING, num_rows, num_rows
     return np.concatenate([segments, nothing])

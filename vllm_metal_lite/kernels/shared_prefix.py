@@ -4,17 +4,10 @@ from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import (
-    STORE,
-    bits,
-    format_template,
-    num_splits,
-    placeholder,
-)
+from vllm_metal_lite.kernels.arguments import STORE, LayerStore, bits, num_splits
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import NONE_NEW, NewRows
 from vllm_metal_lite.kernels.prefill import TILE_ROWS, keys_at_once, partners_of
-from vllm_metal_lite.kv.store import LayerSpec
 
 _ROWS = ("q", "q_weight", "freqs", "block_tables", "seq_lens", "leader", "prefix_lens")
 _SHARED_PREFIX = Kernel("shared_prefix", [*_ROWS, *STORE], ["partial", "lse"])
@@ -46,15 +39,11 @@ def shared_prefix(
     seq_lens: mx.array,
     leader: mx.array,
     prefix_lens: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    ticket: mx.array,
+    store: LayerStore,
     *,
-    block_size: int,
     scale: float,
     splits: int,
     softcap: float | None = None,
-    spec: LayerSpec,
 ) -> SharedPrefixResult:
     """Attention of q (B, H, k_head_dim) to the first prefix_lens[leader] keys of row `leader`.
 
@@ -62,26 +51,26 @@ def shared_prefix(
     last key.  block_tables: (B, max_blocks).  seq_lens (B,), leader (1,), prefix_lens (B,): int32.
     Head dims: multiples of 8 up to MAX_PREFILL_DIM.  The next ticket is the result's lse.
     """
-    k_row, v_row = spec.k_row, spec.v_row
-    kv_heads, k_dim, v_dim = keys.shape[1], k_row.dim, v_row.dim
+    spec = store.spec
+    kv_heads, k_dim, v_dim, dtype = spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim, spec.dtype
     if isinstance(q, mx.array):
         rows, heads, _ = q.shape
-        arrays, new = [q, placeholder(), placeholder()], NONE_NEW
+        arrays, new = [q, None, None], NONE_NEW
     else:
         rows, heads = len(q.q.array), q.num_heads
         first, _, _, weight, _, freqs = q.arrays
-        arrays, new = [first, weight, freqs], q.template(kv_heads, k_row, v_row)
+        arrays, new = [first, weight, freqs], q.template(spec)
     fused = new is not NONE_NEW
-    group, partners = heads // kv_heads, partners_of(k_dim, v_dim, k_row.dtype, held=64)
+    group, partners = heads // kv_heads, partners_of(k_dim, v_dim, dtype, held=64)
     simdgroups = TILE_ROWS // 8 * partners
-    template: Template = {"T": k_row.dtype, "FUSED": fused}
+    template: Template = {"T": dtype, "FUSED": fused}
     # The kernel has no new keys and values.
     template |= {name: value for name, value in new.items() if name[:2] not in ("K_", "V_")}
-    template |= {"KV_HEADS": kv_heads, "GROUP": group, **format_template(k_row, v_row)}
-    template |= {"BLOCK_SIZE": block_size, "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0)}
-    template |= {"KEYS": keys_at_once(k_dim, v_dim, k_row.dtype.size), "SIMDGROUPS": simdgroups}
+    template |= {"KV_HEADS": kv_heads, "GROUP": group, "BLOCK_SIZE": store.block_size}
+    template |= store.template | {"SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0)}
+    template |= {"KEYS": keys_at_once(k_dim, v_dim, dtype.size), "SIMDGROUPS": simdgroups}
     template["PARTNERS"] = partners
-    inputs = [*arrays, block_tables, seq_lens, leader, prefix_lens, keys, values, ticket]
+    inputs = [*arrays, block_tables, seq_lens, leader, prefix_lens, *store.arrays]
     grid = kv_heads, -(-rows * group // TILE_ROWS), splits
     shapes, dtypes = [(rows, heads, splits, v_dim), (rows, heads, splits)], [mx.float32] * 2
     partial, lse = _SHARED_PREFIX(inputs, template, grid, 32 * simdgroups, shapes, dtypes)

@@ -4,15 +4,9 @@ from typing import Literal, NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import RMSNorm, bits, check_array, placeholder
+from vllm_metal_lite.kernels.arguments import RMSNorm, bits, check_array
 from vllm_metal_lite.kernels.launch import Kernel, Template
-from vllm_metal_lite.kernels.weights import (
-    Weight,
-    inputs_of,
-    readable,
-    shape_of,
-    spread_of,
-)
+from vllm_metal_lite.kernels.weights import Weight, inputs_of, readable, shape_of, spread_of
 from vllm_metal_lite.specs import WeightShape
 
 _SKINNY_GEMM = Kernel(
@@ -121,7 +115,6 @@ def skinny_gemm(
     template |= {"COLUMNS": columns, "SIMDGROUPS": simdgroups, "AT_ONCE": at_once, "HELD": held}
     template |= {"NORM": norm is not None, "EPS": bits(norm.eps if norm else 0.0)}
     template |= {"BIAS": bias is not None, "RESIDUAL": residual is not None, "GATE": _GATES[gate]}
-    more = [placeholder() if a is None else a for a in (gain, bias, residual)]
     out_columns = columns // 2 if gate else columns
-    inputs, grid = [x, *arrays, *more], (-(-width // out_columns), 1, 1)
+    inputs, grid = [x, *arrays, gain, bias, residual], (-(-width // out_columns), 1, 1)
     return _SKINNY_GEMM(inputs, template, grid, 32 * simdgroups, [(rows, width)], [x.dtype])[0]

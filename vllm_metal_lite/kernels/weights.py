@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
+import mlx.nn as nn
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS, placeholder
-from vllm_metal_lite.kernels.launch import Template
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Template
 from vllm_metal_lite.specs import Quantisation, WeightShape
 
 # WeightFormat in metal/weights.h.
@@ -48,6 +48,22 @@ class QuantisedWeight:
 
 
 Weight = mx.array | QuantisedWeight
+_LINEAR = nn.Linear | nn.QuantizedLinear | nn.Embedding | nn.QuantizedEmbedding
+
+
+def weight_of(layer: nn.Module) -> Weight:
+    """The weight (outputs, inputs) of a linear layer, or of an embedding used as one; (experts,
+    outputs, inputs) of a layer of experts."""
+    if "scales" not in layer:
+        return layer["weight"]
+    how = Quantisation(layer.bits, layer.group_size, layer.mode)
+    return QuantisedWeight(layer["weight"], layer["scales"], layer.get("biases"), how)
+
+
+def product_weights(model: nn.Module) -> list[Weight]:
+    """The weights of a model that `skinny_gemm` supports, those of embeddings included."""
+    layers = (m for _, m in model.named_modules() if isinstance(m, _LINEAR))
+    return [weight for weight in map(weight_of, layers) if readable(weight)]
 
 
 def quantised(weight: mx.array, how: Quantisation) -> QuantisedWeight:
@@ -100,12 +116,11 @@ def readable(weight: Weight) -> bool:
     )
 
 
-def inputs_of(weight: Weight) -> tuple[list[mx.array], Template]:
+def inputs_of(weight: Weight) -> tuple[list[mx.array | None], Template]:
     """The inputs w, scales and biases of a kernel, and template values except SPREAD."""
     if not isinstance(weight, QuantisedWeight):
         plain: Template = {"FORM": _WHOLE_VALUES, "BITS": 16, "GROUP_SIZE": 32}
-        return [weight, placeholder(), placeholder()], plain
+        return [weight, None, None], plain
     bits, group_size, mode = weight.quantisation
-    biases = placeholder() if weight.biases is None else weight.biases
     template: Template = {"FORM": _FORMS[mode], "BITS": bits, "GROUP_SIZE": group_size}
-    return [weight.words, weight.scales, biases], template
+    return [weight.words, weight.scales, weight.biases], template

@@ -58,13 +58,18 @@ class Layout:
     """
 
     vocab_size: int
-    dtype: mx.Dtype
+    logits_dtype: mx.Dtype
     nodes: list[Node] = field(default_factory=list)
     specs: list[LayerSpec] = field(default_factory=list)
     states: list[StateSpec] = field(default_factory=list)
     kv_users: dict[str, nn.Module] = field(default_factory=dict)
     state_users: dict[str, nn.Module] = field(default_factory=dict)
     num_recurrent_layers: int = 0
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The type of the rows."""
+        return self.specs[0].dtype if self.specs else self.logits_dtype
 
     def add(self, cache: Any) -> Node:
         """The node for a cache that holds some tokens."""

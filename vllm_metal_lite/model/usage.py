@@ -1,4 +1,4 @@
-"""The operations of a model besides attention: rotations, norms, and products of few rows.
+"""The operations of a model besides attention: rotations and norms.
 
 Observed while the model runs: its modules differ, but all call mx.fast.rope and mx.fast.rms_norm.
 """
@@ -9,13 +9,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import mlx.nn as nn
-
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.weights import QuantisedWeight, Weight, readable
 from vllm_metal_lite.model.seam.hooks import Hook, hooked
 from vllm_metal_lite.model.seam.scaling import ScalingAt
-from vllm_metal_lite.specs import Quantisation, RopeShape
+from vllm_metal_lite.specs import RopeShape
 
 
 class Usage:
@@ -83,21 +80,3 @@ class Usage:
             return self._note(value, x.shape[-1], y) if heads else value
 
         return mul
-
-
-_LINEAR = nn.Linear | nn.QuantizedLinear | nn.Embedding | nn.QuantizedEmbedding
-
-
-def weight_of(layer: nn.Module) -> Weight:
-    """The weight (outputs, inputs) of a linear layer, or of an embedding used as one; (experts,
-    outputs, inputs) of a layer of experts."""
-    if "scales" not in layer:
-        return layer["weight"]
-    how = Quantisation(layer.bits, layer.group_size, layer.mode)
-    return QuantisedWeight(layer["weight"], layer["scales"], layer.get("biases"), how)
-
-
-def product_weights(model: nn.Module) -> list[Weight]:
-    """The weights that `skinny_gemm` supports, those of embeddings included."""
-    layers = (m for _, m in model.named_modules() if isinstance(m, _LINEAR))
-    return [weight for weight in map(weight_of, layers) if readable(weight)]

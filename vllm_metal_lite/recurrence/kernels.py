@@ -6,9 +6,9 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
-from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS
 from vllm_metal_lite.kernels.causal_conv import MAX_KERNEL_SIZE, causal_conv, plan_conv_tiles
 from vllm_metal_lite.kernels.gated_delta import gated_delta, recurrence_problem
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.recurrence import Gates, column_gates, delta_gates, time_gates
 from vllm_metal_lite.kernels.segments import pack_segments

@@ -28,7 +28,7 @@ def build_runner(
     fusing = optional_module("fusion.decide")
     while fusing is not None:
         try:
-            fusion = fusing.decide(model.packed, path.attention, path.failed_kernels, model.ranks)
+            fusion = fusing.decide(model.packed, path.attention, model.ranks)
             path = replace(path, fusion=fusion)
             break
         except KernelError as e:  # in the trial of the fused launches

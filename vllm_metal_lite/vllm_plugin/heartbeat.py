@@ -58,14 +58,14 @@ class Heartbeat:
             before = counts
             try:
                 counts = [
-                    self._client.add(f"signs/{rank}", int(rank == self._rank))
+                    self._client.add(f"heartbeats/{rank}", int(rank == self._rank))
                     for rank in range(len(counts))
                 ]
             except Exception:  # torch has several
                 if not self._leaving.wait(LEAVE):
                     self._lost(f"{self._names[0]} has ended")
                 return
-            # Signs are counted, not timed, because this process may have been stopped or starved.
+            # Missed heartbeats are counted, not timed: this process may have been stopped.
             for rank, count in enumerate(counts):
                 missed[rank] = missed[rank] + 1 if count == before[rank] else 0
                 if missed[rank] == MISSED:

@@ -151,13 +151,13 @@ def command(kernel: str, kind: str, device: str) -> list[str]:
 def impatient(kernel: str, kind: str, seconds: float) -> Iterator[None]:
     """Wait this number of seconds for a kernel that hangs.  Nothing else depends on the speed of
     the machine: any other check may take ten minutes."""
-    ask = isolated._Child.ask
+    ask = isolated.Child.ask
 
     def ask_for(child, check, timed, _):
         hanging = kind == "hangs" and check.kernel == kernel
         return ask(child, check, timed, seconds if hanging else 600.0)
 
-    with patch.object(isolated._Child, "ask", ask_for):
+    with patch.object(isolated.Child, "ask", ask_for):
         yield
 
 

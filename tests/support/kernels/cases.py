@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.attention.oracle import paged_attention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
+from vllm_metal_lite.kernels.arguments import LayerStore, RMSNorm, new_ticket
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.rope_write import rope_write
@@ -152,7 +152,7 @@ class AttentionCase:
         self.cu_seqlens_q = np.append(0, np.cumsum(q_lens)).astype(np.int32)
         self.dtype, self.heads, self.padding = dtype, heads, padding
         self.spec = LayerSpec(heads[1], dim, v_dim or dim, dtype, bits=bits)
-        self.how = {"block_size": block_size, "scale": dim**-0.5}
+        self.block_size, self.how = block_size, {"scale": dim**-0.5}
         self.how |= {"window": window, "softcap": softcap}
         self.q = self.draw_rows(dim)
         self.sinks = 2 * draw(rng, heads[0], dtype=dtype) if sinks else None
@@ -160,6 +160,9 @@ class AttentionCase:
         where = self.block_tables, self.seq_lens, slots, block_size
         seen = self.seq_lens - q_lens - window + 1 if window else 0
         self.store, self.values = poisoned_store(rng, self.spec, *where, seen)
+
+    def layer(self, ticket: mx.array, store: list[mx.array] | None = None) -> LayerStore:
+        return LayerStore(*(store or self.store), ticket, self.spec, self.block_size)
 
     def draw_rows(self, dim: int) -> np.ndarray:
         """Parts of queries."""
@@ -183,7 +186,8 @@ class AttentionCase:
 
     def expected(self) -> np.ndarray:
         where = self.block_tables, self.cu_seqlens_q, self.seq_lens
-        return paged_attention(self.q, *self.values, *where, sinks=self.sinks, **self.how)
+        how = {"sinks": self.sinks, "block_size": self.block_size, **self.how}
+        return paged_attention(self.q, *self.values, *where, **how)
 
     def check(self, **how) -> None:
         got, (atol, rtol) = self.run(**how), TOLERANCE[self.dtype]
@@ -231,7 +235,7 @@ class PagedSequences(AttentionCase):
         """By paged_decode."""
         where = mx.array(self.block_tables), mx.array(self.seq_lens)
         how = {"plan": DecodePlan(*self.plan), "sinks": self.sinks_of_heads(), "prefix": prefix}
-        return paged_decode(q, *where, *store, ticket, spec=self.spec, **how, **self.how)
+        return paged_decode(q, *where, self.layer(ticket, store), **how, **self.how)
 
     def attend_to_prefix(
         self,
@@ -244,8 +248,8 @@ class PagedSequences(AttentionCase):
         """By shared_prefix: the first `lens` keys of each row, which are in the same blocks."""
         leader = mx.array([int(np.argmax(lens))], mx.int32)
         where = mx.array(self.block_tables), mx.array(self.seq_lens), leader, mx.array(lens)
-        how = {name: self.how[name] for name in ("block_size", "scale", "softcap")}
-        return shared_prefix(q, *where, *store, ticket, splits=splits, spec=self.spec, **how)
+        how = {name: self.how[name] for name in ("scale", "softcap")}
+        return shared_prefix(q, *where, self.layer(ticket, store), splits=splits, **how)
 
 
 class NewRowsCase:
@@ -324,9 +328,9 @@ class NewRowsCase:
         formats = self.spec.k_row, self.spec.v_row
         store = [in_store(r, np.full((SLOTS, self.heads[1], r.dim), np.nan)) for r in formats]
         mx.eval(store)
-        how = {"slot_mapping": mx.array(self.slots), "keys": store[0], "values": store[1]}
-        how |= {"ticket": new_ticket(), "spec": self.spec}
-        q, ticket = rope_write(self.new_rows, positions=mx.array(self.positions), **how)
+        where = mx.array(self.positions), mx.array(self.slots)
+        layer = LayerStore(*store, new_ticket(), self.spec)
+        q, ticket = rope_write(self.new_rows, *where, layer)
         mx.eval(ticket)
         assert q.dtype == self.dtype
         return [q, *store]

@@ -59,7 +59,7 @@ class Stubs:
         zeros = [mx.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
         mx.eval(zeros)
         self._leaves[f"{name}, {next(self._number)}"] = zeros[0]
-        return mx.depends(zeros, list(arrays))
+        return mx.depends(zeros, [a for a in arrays if a is not None])
 
     def needed(self, *arrays: mx.array) -> Counter:
         """Launches and MLX's own launching primitives from which arrays are computed, by name; then

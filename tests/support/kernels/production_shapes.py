@@ -12,7 +12,7 @@ from tests.support.kernels.recurrent_cases import given
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.popular_shapes import YARN_FACTOR
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
-from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
+from vllm_metal_lite.kernels.arguments import LayerStore, RMSNorm, new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.causal_conv import causal_conv
 from vllm_metal_lite.kernels.decode import DecodePlan, merge_partitions, paged_decode
@@ -73,14 +73,14 @@ def _ints(*shape: int) -> mx.array:
     return mx.zeros(shape, mx.int32)
 
 
-def _arrays(spec: LayerSpec) -> list[mx.array]:
+def _store_of(spec: LayerSpec) -> LayerStore:
     rows = spec.k_row, spec.v_row
-    return [mx.zeros((SLOTS, spec.num_kv_heads, r.width), r.kept_dtype) for r in rows]
+    arrays = (mx.zeros((SLOTS, spec.num_kv_heads, r.width), r.kept_dtype) for r in rows)
+    return LayerStore(*arrays, new_ticket(), spec, BLOCK_SIZE)
 
 
-def _store(of: Heads, dtype: mx.Dtype, bits: int | None = None) -> tuple[list, LayerSpec]:
-    spec = LayerSpec(of.kv_heads, of.dim, of.dim, dtype, of.window, bits=bits)
-    return _arrays(spec), spec
+def _store(of: Heads, dtype: mx.Dtype, bits: int | None = None) -> LayerStore:
+    return _store_of(LayerSpec(of.kv_heads, of.dim, of.dim, dtype, of.window, bits=bits))
 
 
 def _new_rows(of: Heads, dtype: mx.Dtype, rows: int) -> NewRows:
@@ -102,21 +102,19 @@ def decode(
     splits: int = 1,
     simdgroups: int = 8,
 ) -> None:
-    store, spec = _store(of, dtype, bits)
     q = _new_rows(of, dtype, ROWS) if fused else mx.zeros((ROWS, of.heads, of.dim), dtype)
     parts = mx.zeros((ROWS, of.heads, 4, of.dim)), mx.zeros((ROWS, of.heads, 4)), _ints(ROWS)
     shared = SharedPrefixResult(*parts) if prefix else None
-    how = {"block_size": BLOCK_SIZE, "scale": of.dim**-0.5, "window": of.window}
+    how = {"scale": of.dim**-0.5, "window": of.window}
     how |= {"softcap": of.softcap, "plan": DecodePlan(splits, simdgroups), "prefix": shared}
-    paged_decode(q, _ints(ROWS, BLOCKS), _ints(ROWS), *store, new_ticket(), spec=spec, **how)
+    paged_decode(q, _ints(ROWS, BLOCKS), _ints(ROWS), _store(of, dtype, bits), **how)
 
 
 def prefill(of: Heads, dtype: mx.Dtype, *, bits: int | None = None) -> None:
-    store, spec = _store(of, dtype, bits)
     q = mx.zeros((512, of.heads, of.dim), dtype)
     where = _ints(8, BLOCKS), _ints(9), _ints(8), _ints(40, 2)
-    how = {"block_size": BLOCK_SIZE, "scale": of.dim**-0.5, "window": of.window}
-    varlen_prefill(q, *where, *store, new_ticket(), spec=spec, softcap=of.softcap, **how)
+    how = {"scale": of.dim**-0.5, "window": of.window}
+    varlen_prefill(q, *where, _store(of, dtype, bits), softcap=of.softcap, **how)
 
 
 def latents(
@@ -128,50 +126,43 @@ def latents(
     bits: int | None = None,
     splits: int = 1,
 ) -> None:
-    spec = LayerSpec(1, latent_dim, rope, dtype, bits=bits)
-    store = _arrays(spec)
+    store = _store_of(LayerSpec(1, latent_dim, rope, dtype, bits=bits))
     q, q_pe = (mx.zeros((ROWS, heads, dim), dtype) for dim in (latent_dim, rope))
     where = _ints(ROWS, BLOCKS), _ints(ROWS + 1), _ints(ROWS), _ints(40, 2)
-    how = {"block_size": BLOCK_SIZE, "scale": 0.1, "splits": splits, "spec": spec}
-    latent_attention(q, q_pe, *where, *store, new_ticket(), **how)
+    how = {"scale": 0.1, "splits": splits}
+    latent_attention(q, q_pe, *where, store, **how)
 
 
 def latent_rows(
     heads: int, latent_dim: int, rope: int, dtype: mx.Dtype, *, bits: int | None = None
 ) -> None:
-    spec = LayerSpec(1, latent_dim, rope, dtype, bits=bits)
-    store = _arrays(spec)
+    store = _store_of(LayerSpec(1, latent_dim, rope, dtype, bits=bits))
     q, kv = mx.zeros((ROWS, heads * 256), dtype), mx.zeros((ROWS, latent_dim + rope), dtype)
     norm, new_rope = RMSNorm(mx.zeros(latent_dim, dtype), 1e-6), Rope(rope, True, 1e6, 1.0, None)
     columns = Columns(kv, 0), Columns(kv, latent_dim)
     new = NewLatents(Columns(q, 192), 256, heads, *columns, norm, new_rope)
-    kept = {"keys": store[0], "values": store[1], "ticket": new_ticket(), "spec": spec}
-    latent_write(new, positions=_ints(ROWS), slot_mapping=_ints(ROWS), **kept)
+    latent_write(new, _ints(ROWS), _ints(ROWS), store)
 
 
 def prefix(of: Heads, dtype: mx.Dtype, *, fused: bool = False, bits: int | None = None) -> None:
-    store, spec = _store(of, dtype, bits)
     q = _new_rows(of, dtype, ROWS) if fused else mx.zeros((ROWS, of.heads, of.dim), dtype)
     where = _ints(ROWS, BLOCKS), _ints(ROWS), _ints(1), _ints(ROWS)
-    how = {"block_size": BLOCK_SIZE, "scale": of.dim**-0.5, "softcap": of.softcap, "spec": spec}
-    shared_prefix(q, *where, *store, new_ticket(), splits=4, **how)
+    how = {"scale": of.dim**-0.5, "softcap": of.softcap}
+    shared_prefix(q, *where, _store(of, dtype, bits), splits=4, **how)
 
 
 def write(of: Heads, dtype: mx.Dtype, *, bits: int | None = None) -> None:
-    store, spec = _store(of, dtype, bits)
     rows = [mx.zeros((ROWS, of.kv_heads, of.dim), dtype) for _ in "kv"]
-    kv_write(*rows, _ints(ROWS), *store, new_ticket(), spec)
+    kv_write(*rows, _ints(ROWS), _store(of, dtype, bits))
 
 
 def gather(of: Heads, dtype: mx.Dtype, *, bits: int | None = None) -> None:
-    store, spec = _store(of, dtype, bits)
-    kv_gather(_ints(512), *store, new_ticket(), spec)
+    kv_gather(_ints(512), _store(of, dtype, bits))
 
 
 def rope(of: Heads, dtype: mx.Dtype, *, rows: int = ROWS, bits: int | None = None) -> None:
-    store, spec = _store(of, dtype, bits)
-    how = {"keys": store[0], "values": store[1], "ticket": new_ticket(), "spec": spec}
-    rope_write(_new_rows(of, dtype, rows), positions=_ints(rows), slot_mapping=_ints(rows), **how)
+    where = _ints(rows), _ints(rows)
+    rope_write(_new_rows(of, dtype, rows), *where, _store(of, dtype, bits))
 
 
 def add_norm(dim: int, dtype: mx.Dtype, *, post: bool = False) -> None:

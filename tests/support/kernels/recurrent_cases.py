@@ -9,9 +9,10 @@ import numpy as np
 
 from tests.support.kernels.cases import rounded
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT as EMPTY
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.recurrence import Gates
-from vllm_metal_lite.kernels.segments import EMPTY, pack_segments
+from vllm_metal_lite.kernels.segments import pack_segments
 
 # (rtol, atol): results are rounded once to their type, and sums of some hundred terms of size 1 are
 # in float32.

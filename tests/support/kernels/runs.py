@@ -13,7 +13,7 @@ from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import cache_ops, decode, experts, latent_attention
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
-from vllm_metal_lite.kernels.arguments import RMSNorm, new_ticket
+from vllm_metal_lite.kernels.arguments import LayerStore, RMSNorm, new_ticket
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
 from vllm_metal_lite.kernels.decode import DecodePlan
 from vllm_metal_lite.kernels.expert_topk import Routing
@@ -37,7 +37,7 @@ from vllm_metal_lite.specs import Quantisation
 STORE = ("keys", "values", "states")
 FACTOR = 1.3466  # of a rotation
 KV_HEADS, HEADS, GROUP, DIM, BLOCK_SIZE, SLOTS = 2, 18, 9, 72, 8, 96
-HOW = {"block_size": BLOCK_SIZE, "scale": 0.2}
+HOW = {"scale": 0.2}
 # Rows to be written.  The slots 94 and 95 are the last two: what goes beyond a row goes beyond the
 # store.
 NEW_SLOTS, POSITIONS = (mx.array(n, mx.int32) for n in ([7, 94, -1, 95, 40], [0, 3, 4, 9, 50]))
@@ -55,7 +55,8 @@ def spec_of(dtype, bits=None, dim=DIM):
 def store(spec, slots=SLOTS):
     rows = zip((spec.k_row, spec.v_row), (1, 2), strict=True)
     shape = slots, spec.num_kv_heads
-    return [row.pack(draw(*shape, row.dim, seed=seed, dtype=spec.dtype)) for row, seed in rows]
+    kept = (row.pack(draw(*shape, row.dim, seed=seed, dtype=spec.dtype)) for row, seed in rows)
+    return LayerStore(*kept, new_ticket(), spec, BLOCK_SIZE)
 
 
 def new_rows(count, heads, dtype, dim=DIM, seed=13, factor=1.0):
@@ -69,7 +70,7 @@ def new_rows(count, heads, dtype, dim=DIM, seed=13, factor=1.0):
 def kv_write(dtype, bits=None):
     spec = spec_of(dtype, bits)
     rows, written = [draw(5, KV_HEADS, DIM, seed=n, dtype=dtype) for n in (3, 4)], store(spec)
-    return [*written, cache_ops.kv_write(*rows, NEW_SLOTS, *written, new_ticket(), spec)]
+    return [*written[:2], cache_ops.kv_write(*rows, NEW_SLOTS, written)]
 
 
 def wide_kv_write(dtype):
@@ -77,34 +78,32 @@ def wide_kv_write(dtype):
     spec = LayerSpec(5, 520, 520, dtype, bits=8)
     rows, written = [draw(3, 5, 520, seed=n, dtype=dtype) for n in (3, 4)], store(spec, 8)
     slots = mx.array([7, -1, 2], mx.int32)
-    return [*written, cache_ops.kv_write(*rows, slots, *written, new_ticket(), spec)]
+    return [*written[:2], cache_ops.kv_write(*rows, slots, written)]
 
 
 def kv_gather(dtype, bits=None):
     slots, spec = mx.array([95, 3, 4, 0, 94, 95], mx.int32), spec_of(dtype, bits)
-    return list(cache_ops.kv_gather(slots, *store(spec), new_ticket(), spec))
+    return list(cache_ops.kv_gather(slots, store(spec)))
 
 
-def decoded(q, kept, spec, plan, prefix=None):
+def decoded(q, kept, plan, prefix=None):
     """Sequences of 21, 0 and 9 keys, the first two blocks of the first at the end of the store."""
     tables = mx.array([[11, 10, 2], [0, 0, 0], [4, 5, 0]], mx.int32)
-    arrays = q, tables, mx.array([21, 0, 9], mx.int32), *kept, new_ticket()
-    how = {"plan": DecodePlan(*plan), "prefix": prefix, "spec": spec}
-    return decode.paged_decode(*arrays, **how, **HOW)[0]
+    arrays = q, tables, mx.array([21, 0, 9], mx.int32), kept
+    return decode.paged_decode(*arrays, plan=DecodePlan(*plan), prefix=prefix, **HOW)[0]
 
 
 def paged_decode(dtype, bits=None, plan=(1, 2), prefix=None):
     spec, q = spec_of(dtype, bits), draw(3, HEADS, DIM, seed=5, dtype=dtype)
     with pytest.MonkeyPatch.context() as patch:
         change_device(patch, decode_sums=64)  # in float32 two tiles, the second a head short
-        return [decoded(q, store(spec), spec, plan, prefix)]
+        return [decoded(q, store(spec), plan, prefix)]
 
 
 def fused_decode(dtype, bits=None, factor=1.0):
     """In two splits; the newest rows are not in the store yet.  Several tiles a head."""
-    spec = spec_of(dtype, bits)
-    written, rows = store(spec), new_rows(3, HEADS, dtype, factor=factor)
-    return [*written, decoded(rows, written, spec, (2, 2))]
+    written, rows = store(spec_of(dtype, bits)), new_rows(3, HEADS, dtype, factor=factor)
+    return [*written[:2], decoded(rows, written, (2, 2))]
 
 
 def shared_prefix_rows(dtype, q=None, dim=DIM, bits=None):
@@ -114,8 +113,8 @@ def shared_prefix_rows(dtype, q=None, dim=DIM, bits=None):
     tables = mx.array([[4] * 6, blocks, blocks], mx.int32)
     lens = [mx.array(n, mx.int32) for n in ([8, 46, 48], [1], [0, 45, 45])]
     q = draw(3, HEADS, dim, seed=5, dtype=dtype) if q is None else q
-    arrays = q, tables, *lens, *store(spec), new_ticket()
-    return list(shared_prefix(*arrays, splits=2, spec=spec, **HOW)[:2])
+    arrays = q, tables, *lens, store(spec)
+    return list(shared_prefix(*arrays, splits=2, **HOW)[:2])
 
 
 def shared_prefix_of_new_rows(dtype, factor=1.0):
@@ -143,7 +142,7 @@ def varlen_prefill_rows(dtype, bits=None):
     tiles = mx.array(plan_tiles(cu_seqlens_q, 30, GROUP))
     q = draw(30, HEADS, DIM, seed=6, dtype=dtype)
     where = tables, mx.array(cu_seqlens_q), mx.array([1, 22, 45], mx.int32), tiles
-    return [varlen_prefill(q, *where, *store(spec), new_ticket(), spec=spec, **HOW)[0]]
+    return [varlen_prefill(q, *where, store(spec), **HOW)[0]]
 
 
 def latent_rows(dtype, splits=1, dims=(64, 16), bits=None):
@@ -154,17 +153,16 @@ def latent_rows(dtype, splits=1, dims=(64, 16), bits=None):
     queries = [draw(12, GROUP, d, seed=n, dtype=dtype) for n, d in enumerate(dims, 6)]
     tiles = mx.array(plan_tiles(cu_seqlens_q, 12, GROUP))
     where = tables, mx.array(cu_seqlens_q), mx.array([1, 5, 48], mx.int32), tiles
-    arrays = *queries, *where, *store(spec), new_ticket()
-    return list(latent_attention.latent_attention(*arrays, splits=splits, spec=spec, **HOW))
+    arrays = *queries, *where, store(spec)
+    return list(latent_attention.latent_attention(*arrays, splits=splits, **HOW))
 
 
 def written_by(write, new, spec):
     """The store and the queries behind `rope_write` or `latent_write`."""
     written = store(spec)
-    how = {"positions": POSITIONS, "slot_mapping": NEW_SLOTS, "ticket": new_ticket()}
-    q, _ = write(new, keys=written[0], values=written[1], spec=spec, **how)
+    q, _ = write(new, POSITIONS, NEW_SLOTS, written)
     mx.eval(q)  # MLX does not know that the store is written
-    return [*written, q]
+    return [*written[:2], q]
 
 
 def new_latents(dtype, bits=None, factor=1.0):

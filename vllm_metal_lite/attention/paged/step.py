@@ -12,21 +12,19 @@ from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.attention.sdpa.execute import execute_calls, take_rows
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS
+from vllm_metal_lite.kernels.arguments import LayerStore
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_attention import Where, decode_tiles, latent_attention
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
 from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.prefill import varlen_prefill
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.kernels import KernelRecurrence
-
-# K and V of a layer, and the ticket that orders their writes.
-Store = tuple[mx.array, mx.array, mx.array]
 
 
 class KernelStepAttention:
@@ -61,7 +59,7 @@ class KernelStepAttention:
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
         spec, slot_mapping = self.store.specs[layer], self._slot_mapping(layer)
         rows = k.astype(spec.dtype), v.astype(spec.dtype)
-        self.ticket = kv_write(*rows, slot_mapping, *self._store(layer), spec)
+        self.ticket = kv_write(*rows, slot_mapping, self._store(layer))
 
     def rope_write(self, layer: int, q: Heads, k: Heads, v: Heads) -> mx.array | NewRows | None:
         """Norm and rotate q and k, write k and v -> q (num_rows, H, D), for `attend`.
@@ -83,7 +81,7 @@ class KernelStepAttention:
             return None
         assert self.plan.positions is not None
         where = self.plan.positions, self._slot_mapping(layer)
-        rows, self.ticket = rope_write(new, *where, *self._store(layer), spec)
+        rows, self.ticket = rope_write(new, *where, self._store(layer))
         return rows
 
     def latent_write(self, layer: int, q: Heads, latents: Latents, k_pe: Heads) -> mx.array | None:
@@ -107,7 +105,7 @@ class KernelStepAttention:
         stride = q.stride or q.head_dim
         new = NewLatents(columns[0], stride, q.num_heads, *columns[1:], norm, rope)
         where = positions, self._slot_mapping(layer)
-        rows, self.ticket = latent_write(new, *where, *self._store(layer), spec)
+        rows, self.ticket = latent_write(new, *where, self._store(layer))
         return rows
 
     def attend(self, q: mx.array | NewRows, call: AttentionCall) -> mx.array:
@@ -137,18 +135,18 @@ class KernelStepAttention:
             where = tables, cu_seqlens_q, seq_lens, tiles
             return self._latents(q, call.q_pe[: len(q)], where, call, splits)
         prefix, plans, shared = None, decodes.plans, decodes.prefix
-        store, options = self._store(call.layer), self._options(call)
-        options["softcap"] = call.softcap
+        store = self._store(call.layer)
+        options: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap}
         if shared and self.shares[call.layer] and call.window is None:
             plans = shared.plans
             num_heads = q.num_heads if isinstance(q, NewRows) else q.shape[1]
             splits = prefix_splits(decodes.num_rows, num_heads, spec.num_kv_heads, shared.length)
             rows = seq_lens, shared.leader, shared.lens
-            prefix = shared_prefix(q, tables, *rows, *store, splits=splits, **options)
-            store = *store[:2], prefix.lse
+            prefix = shared_prefix(q, tables, *rows, store, splits=splits, **options)
+            store = store._replace(ticket=prefix.lse)
         options |= {"window": call.window, "sinks": call.sinks, "prefix": prefix}
         plan = plans[spec.num_kv_heads]
-        out, self.ticket = paged_decode(q, tables, seq_lens, *store, plan=plan, **options)
+        out, self.ticket = paged_decode(q, tables, seq_lens, store, plan=plan, **options)
         return out
 
     def _varlen(self, q: mx.array, prompts: VarlenPrompts, call: AttentionCall) -> mx.array:
@@ -158,17 +156,17 @@ class KernelStepAttention:
         where = tables, prompts.cu_seqlens_q, prompts.seq_lens, tiles
         if call.q_pe is not None:
             return self._latents(q, call.q_pe[-len(q) :], where, call)
-        options = self._options(call)
-        options |= {"window": call.window, "softcap": call.softcap, "sinks": call.sinks}
-        out, self.ticket = varlen_prefill(q, *where, *self._store(call.layer), **options)
+        options: dict[str, Any] = {"window": call.window, "softcap": call.softcap}
+        options |= {"scale": call.scale, "sinks": call.sinks}
+        out, self.ticket = varlen_prefill(q, *where, self._store(call.layer), **options)
         return out
 
     def _latents(
         self, q: mx.array, q_pe: mx.array, where: Where, call: AttentionCall, splits: int = 1
     ) -> mx.array:
         """where: block tables, cu_seqlens_q, seq_lens and tiles of decodes or of prompts."""
-        arrays, options = (q, q_pe, *where, *self._store(call.layer)), self._options(call)
-        out, self.ticket = latent_attention(*arrays, splits=splits, **options)
+        arrays = q, q_pe, *where, self._store(call.layer)
+        out, self.ticket = latent_attention(*arrays, scale=call.scale, splits=splits)
         return out
 
     def _sdpa(self, q: mx.array, prompts: SdpaPlan, call: AttentionCall) -> mx.array:
@@ -177,16 +175,13 @@ class KernelStepAttention:
         return execute_calls(prompts, group, q, call, gather, take)
 
     def _gather(self, layer: int, slots: mx.array) -> tuple[mx.array, mx.array]:
-        k, v, self.ticket = kv_gather(slots, *self._store(layer), self.store.specs[layer])
+        k, v, self.ticket = kv_gather(slots, self._store(layer))
         return k, v
 
     def _slot_mapping(self, layer: int) -> mx.array:
         return self.step.slot_mapping[self.store.group_of[layer]]
 
-    def _store(self, layer: int) -> Store:
-        return self.store.keys[layer], self.store.values[layer], self.ticket
-
-    def _options(self, call: AttentionCall) -> dict[str, Any]:
-        """The options that all attention kernels have."""
-        size, spec = self.store.block_size, self.store.specs[call.layer]
-        return {"scale": call.scale, "block_size": size, "spec": spec}
+    def _store(self, layer: int) -> LayerStore:
+        store = self.store
+        kept = store.keys[layer], store.values[layer], self.ticket
+        return LayerStore(*kept, store.specs[layer], store.block_size)

@@ -9,7 +9,7 @@ from vllm_metal_lite.attention.padding import pad_rows, padded_tables, power_of_
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import MIN_ELEMENTS
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
 from vllm_metal_lite.kernels.prefill import TILE_ROWS
 
 
