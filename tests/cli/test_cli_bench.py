@@ -16,6 +16,7 @@ from vllm_metal_lite.cli.bench.cases import SETTLE_STEPS, BenchCase, make_cases
 from vllm_metal_lite.cli.bench.engines import ThisEngine
 from vllm_metal_lite.cli.bench.suite import Suite, Timing, drive, medians
 from vllm_metal_lite.cli.bench.table import ratio, table
+from vllm_metal_lite.cli.files import check_writable, write_json
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError, RequestError
@@ -200,15 +201,15 @@ def test_a_ratio_above_1_means_that_ours_is_better():
 
 def test_a_report_is_never_overwritten(tmp_path):
     path = tmp_path / "a.json"
-    machine.check_writable(str(path))
+    check_writable(str(path), replaces=False)
     assert not path.exists()
-    machine.write(str(path), machine.new_report("bench"))
+    write_json(str(path), machine.new_report("bench"))
     with pytest.raises(MetalLiteError, match="not overwritten"):
-        machine.check_writable(str(path))
+        check_writable(str(path), replaces=False)
     with pytest.raises(MetalLiteError, match="not overwritten"):
-        machine.write(str(path), {})
-    machine.check_writable("/dev/null")
-    machine.write("/dev/null", {})
+        write_json(str(path), {})
+    check_writable("/dev/null", replaces=False)
+    write_json("/dev/null", {})
 
 
 def test_the_facts_of_a_mac(monkeypatch):

@@ -3,7 +3,6 @@
 A report is one JSON object.  It holds no name of a user, a host or a folder.
 """
 
-import json
 import os
 import platform
 import re
@@ -18,8 +17,7 @@ from typing import Any
 
 from vllm_metal_lite import __version__, backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.cli.options import UsageError
-from vllm_metal_lite.errors import MetalLiteError, one_line, shorten
+from vllm_metal_lite.model.loader import LoadedModel
 
 SCHEMA = 1
 _SECONDS = 5  # time limit of a tool of the system
@@ -80,29 +78,15 @@ def public_name(model: str) -> str:
     return model
 
 
-def check_writable(name: str) -> None:
-    """Test before long work that a new file can be made; UsageError if not, or if it exists.
-
-    A device or a pipe, such as /dev/stdout, may exist.
-    """
-    try:
-        if not _is_special(name):
-            open(name, "x").close()
-            Path(name).unlink()
-    except (OSError, ValueError) as e:
-        raise UsageError(f"{shorten(name)}: {_reason(e)}") from None
-
-
-def write(name: str, report: Report) -> None:
-    """Write a report to a new file; MetalLiteError, with the reason, if that is impossible."""
-    text = json.dumps(report, indent=2) + "\n"
-    try:
-        with open(name, "w" if _is_special(name) else "x", encoding="utf-8") as file:
-            file.write(text)
-    except BrokenPipeError:
-        raise
-    except OSError as e:
-        raise MetalLiteError(f"{shorten(name)}: {_reason(e)}") from None
+def model_facts(name: str, model: LoadedModel) -> dict[str, Any]:
+    """A model, as reports describe it; name: the user's name for it."""
+    return {
+        "name": public_name(name),
+        "type": model.model_type,
+        "parameters": model.num_parameters,
+        "weight_bytes": model.weight_bytes,
+        "dtype": backend.dtype_name(model.dtype),
+    }
 
 
 def without_names(shared: Any, model: str | None) -> Any:
@@ -126,17 +110,6 @@ def _replaced(value: Any, hidden: Mapping[str, str]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_replaced(item, hidden) for item in value]
     return value
-
-
-def _is_special(name: str) -> bool:
-    path = Path(name)
-    return path.exists() and not (path.is_file() or path.is_dir())
-
-
-def _reason(e: OSError | ValueError) -> str:
-    if isinstance(e, FileExistsError):
-        return "it exists, and is not overwritten: give another name"
-    return getattr(e, "strerror", None) or one_line(e)
 
 
 def _system() -> str:
