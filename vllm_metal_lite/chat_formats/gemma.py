@@ -100,7 +100,7 @@ def _format(name: str, start: str, end: str, quote: str, thoughts: tuple[str, st
         calls.end()
         yield from reader.has(end)  # a model may end its answer without
 
-    def rule(number: int, tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
+    def rule(tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
         arguments = _Rules(quote, special, lines).arguments(tool.parameters)
         return f"{literal(f'call:{tool.name}')} {arguments} {texts(end, special)}"
 

@@ -149,7 +149,7 @@ class _Rules(SchemaRules):
 def _format(name: str, start: str, end: str, **around: str) -> ChatFormat:
     """around: see `calls_grammar`."""
 
-    def rule(number: int, tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
+    def rule(tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
         return f'{literal(f"{tool.name}(")} {_Rules(lines).keywords(tool.parameters)} ")"'
 
     grammar = calls_grammar(rule, start=start, **around)
