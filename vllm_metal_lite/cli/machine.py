@@ -17,6 +17,8 @@ from typing import Any
 
 from vllm_metal_lite import __version__, backend
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.cli.options import local
+from vllm_metal_lite.errors import size_text
 from vllm_metal_lite.model.loader import LoadedModel
 
 SCHEMA = 1
@@ -61,10 +63,10 @@ def describe(machine: dict[str, Any]) -> list[str]:
     gpu = machine["gpu"] or "no GPU in use"
     cores = f", {machine['gpu_cores']} GPU cores" if machine["gpu_cores"] else ""
     chip = machine["chip"] if machine["chip"] == gpu else f"{machine['chip']}, {gpu}"
-    total, usable = (machine[key] / 2**30 for key in ("memory_bytes", "usable_memory_bytes"))
+    total, usable = map(size_text, (machine["memory_bytes"], machine["usable_memory_bytes"]))
     return [
-        f"Machine:   {chip}{cores}, {machine['system']}, {total:.1f} GiB; MLX may use "
-        f"{usable:.1f} GiB ({machine['backend']})",
+        f"Machine:   {chip}{cores}, {machine['system']}, {total}; MLX may use "
+        f"{usable} ({machine['backend']})",
         f"Versions:  vllm-metal-lite {machine['vllm_metal_lite']}, mlx {machine['mlx']}, "
         f"mlx-lm {machine['mlx_lm']}, Python {machine['python']}",
     ]
@@ -72,10 +74,7 @@ def describe(machine: dict[str, Any]) -> list[str]:
 
 def public_name(model: str) -> str:
     """A model's name as reports give it: "demo", a Hugging Face name, or "local" for a folder."""
-    with suppress(OSError, RuntimeError, ValueError):
-        if model != "demo" and Path(model).expanduser().exists():
-            return "local"
-    return model
+    return "local" if model != "demo" and local(model) is not None else model
 
 
 def model_facts(name: str, model: LoadedModel) -> dict[str, Any]:
