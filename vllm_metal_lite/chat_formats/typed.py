@@ -27,7 +27,8 @@ class Tags:
 
     end: the tag after a value.  begun: the start of every argument's tag.  opened: that tag, with
     {} for the argument's name.  close: ends the call.  outer: any of them may follow `close`.
-    newlines: the format adds a line break before and after a string.
+    newlines: the format adds a line break before and after a string.  raw: around a value that has
+    special characters.
     """
 
     end: str
@@ -36,6 +37,7 @@ class Tags:
     close: str = ""
     outer: tuple[str, ...] = ()
     newlines: bool = False
+    raw: tuple[str, str] | None = None
 
     @property
     def nexts(self) -> list[str]:
@@ -62,7 +64,12 @@ def read_call(
     """
     while (yield from reader.has(tags.begun)):
         key, is_string = yield from read_key(reader)
-        yield from read_typed(reader, calls, tool, key, tags, is_string)
+        if tags.raw is not None and (yield from reader.begins(tags.raw[0])):
+            raw = Tags(tags.raw[1], close=tags.end)
+            yield from read_typed(reader, calls, tool, key, raw, is_string)
+            yield from reader.expect(tags.end)
+        else:
+            yield from read_typed(reader, calls, tool, key, tags, is_string)
     if (yield from reader.follows(tags.outer)) is None:
         yield from reader.expect(tags.close)
     calls.end()
