@@ -32,7 +32,8 @@ def _format(
     """name_key: of a call's name in its object.  grammar: see `json_calls`."""
     ends = (end,) if end else ()
     read = partial(_read, end=end, name_key=name_key)
-    return ChatFormat(name, (start,), ends, read, json_calls(start=start, **grammar), *thoughts)
+    demanded = json_calls(start=start, quoted=True, **grammar)
+    return ChatFormat(name, (start,), ends, read, demanded, *thoughts)
 
 
 def _objects(name: str, prefix: str) -> ChatFormat:
@@ -51,8 +52,17 @@ def _objects(name: str, prefix: str) -> ChatFormat:
 
 
 def _lists(name: str, start: str, end: str) -> ChatFormat:
-    form = {"head": '{"name": ', "middle": ', "arguments": ', "tail": "}", "between": ", "}
-    return _format(name, start, end, opening="[", close=f"]{end}", **form)
+    return _format(
+        name,
+        start,
+        end,
+        opening="[",
+        head='{"name": ',
+        middle=', "arguments": ',
+        tail="}",
+        between=", ",
+        close=f"]{end}",
+    )
 
 
 HERMES = _objects("hermes", "")

@@ -16,7 +16,7 @@ from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.grammars import parameter_calls
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
-from vllm_metal_lite.chat_formats.typed import Tags, read_call, read_typed
+from vllm_metal_lite.chat_formats.typed import Tags, read_typed
 
 _NAME = re.compile(
     r"""\s*(?:name=)?(?:"([^"]+)"|'([^']+)'|([^"'=]+?))\s*(?:string="(true|false)"\s*)?$"""
@@ -31,11 +31,12 @@ def _format(
     *,
     thoughts: tuple[str, str] = ("<think>", "</think>"),
     newlines: bool = False,
-    raw: tuple[str, str] | None = None,
+    raw: tuple[str, str] = ("", ""),
     **grammar: str,
 ) -> ChatFormat:
     """call: the text before a call's name, and the last tag of the call.  end: the tag after all
-    calls.  newlines, raw: see `Tags`.  grammar: see `parameter_calls`."""
+    calls.  newlines: see `Tags`.  raw: around a value that has special characters.  grammar: see
+    `parameter_calls`."""
     begin, call_end = call
     before_name, _, after_name = grammar["parameter"].partition("{}")
     tags = Tags(
@@ -45,12 +46,20 @@ def _format(
         close=call_end,
         outer=(end, begin) if end else (),
         newlines=newlines,
-        raw=raw,
     )
 
     def read_one(reader: Reader, calls: CallWriter) -> Reading[None]:
         tool = calls.begin((yield from _name(reader))[0])
-        yield from read_call(reader, calls, tool, tags, _name)
+        while (yield from reader.has(tags.begun)):
+            key, is_string = yield from _name(reader)
+            is_raw = raw[0] != "" and (yield from reader.begins(raw[0]))
+            around = Tags(raw[1], close=tags.end) if is_raw else tags
+            yield from read_typed(reader, calls, tool, key, around, is_string)
+            if is_raw:
+                yield from reader.expect(tags.end)
+        if (yield from reader.follows(tags.outer)) is None:  # models forget the end before these
+            yield from reader.expect(tags.close)
+        calls.end()
 
     def read(reader: Reader, calls: CallWriter) -> Reading[None]:
         return calls.section(lambda: read_one(reader, calls), begin, call_end, end)
@@ -64,7 +73,7 @@ def _name(reader: Reader) -> Reading[tuple[str, bool | None]]:
     if (found := _NAME.match(text)) is None:
         raise Malformed
     *names, is_string = found.groups()
-    return next(filter(None, names)), is_string and is_string == "true"
+    return next(filter(None, names)), is_string == "true" if is_string else None
 
 
 def _qwen(name: str, prefix: str) -> ChatFormat:

@@ -27,8 +27,7 @@ class Tags:
 
     end: the tag after a value.  begun: the start of every argument's tag.  opened: that tag, with
     {} for the argument's name.  close: ends the call.  outer: any of them may follow `close`.
-    newlines: the format adds a line break before and after a string.  raw: around a value that has
-    special characters.
+    newlines: the format adds a line break before and after a string.
     """
 
     end: str
@@ -37,7 +36,6 @@ class Tags:
     close: str = ""
     outer: tuple[str, ...] = ()
     newlines: bool = False
-    raw: tuple[str, str] | None = None
 
     @property
     def nexts(self) -> list[str]:
@@ -49,30 +47,6 @@ class Tags:
         """Where a value may end."""
         marks = {mark for mark in (self.end, self.begun, self.close) if mark}
         return sorted(m for m in marks if not any(m.startswith(o) for o in marks - {m}))
-
-
-# Reads an argument's name, and whether the value is a string; None: as the tool's schema says.
-ReadKey = Callable[[Reader], Reading[tuple[str, bool | None]]]
-
-
-def read_call(
-    reader: Reader, calls: CallWriter, tool: Tool, tags: Tags, read_key: ReadKey
-) -> Reading[None]:
-    """The rest of a call: its arguments, and its end, which models forget before a tag of `outer`.
-
-    Raises Malformed, CutShort.
-    """
-    while (yield from reader.has(tags.begun)):
-        key, is_string = yield from read_key(reader)
-        if tags.raw is not None and (yield from reader.begins(tags.raw[0])):
-            raw = Tags(tags.raw[1], close=tags.end)
-            yield from read_typed(reader, calls, tool, key, raw, is_string)
-            yield from reader.expect(tags.end)
-        else:
-            yield from read_typed(reader, calls, tool, key, tags, is_string)
-    if (yield from reader.follows(tags.outer)) is None:
-        yield from reader.expect(tags.close)
-    calls.end()
 
 
 def read_typed(
