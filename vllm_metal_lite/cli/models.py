@@ -213,14 +213,12 @@ def _reason(e: MetalLiteError | OSError, name: str) -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Print no warnings: they concern only users who load the model."""
-    logger = logging.getLogger("vllm_metal_lite")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     try:
         with redirect_stdout(io.StringIO()):
             yield
     finally:
-        logger.setLevel(level)
+        logging.disable(logging.NOTSET)
 
 
 def table(entries: Sequence[Entry]) -> Iterator[str]:
