@@ -15,11 +15,9 @@ from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 llguidance = pytest.importorskip("llguidance")
 grammar = pytest.importorskip("vllm_metal_lite.structured_outputs.grammar")
 
-ALL = pytest.mark.parametrize("name", [n for n in WRITERS if FORMATS[n].grammar])
+ALL = pytest.mark.parametrize("name", list(WRITERS))
 SINGLE = "llama3_json", "harmony"  # whose call is the whole answer
-MARKED = pytest.mark.parametrize(
-    "name", [n for n in WRITERS if FORMATS[n].grammar and n not in SINGLE]
-)
+MARKED = pytest.mark.parametrize("name", [n for n in WRITERS if n not in SINGLE])
 REQUIRED = ToolChoice("required")
 READ, RUN, NOW = (
     ("read", {"path": "a.txt", "limit": 3}),
@@ -144,7 +142,7 @@ def test_calls_are_read_as_they_were_meant(name, tool):
     assert parse(FORMATS[name], WRITERS[name]([call]), [tool]).called == [call]
 
 
-@pytest.mark.parametrize("name", [n for n in WRITERS if FORMATS[n].grammar and n != "harmony"])
+@pytest.mark.parametrize("name", [n for n in WRITERS if n != "harmony"])
 @pytest.mark.parametrize(
     "tool", [RICH, TOOLS[1], REFERRING, ODD], ids=["rich", "flat", "referring", "odd"]
 )

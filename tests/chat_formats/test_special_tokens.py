@@ -16,7 +16,7 @@ hf = pytest.importorskip("llguidance.hf")
 MARKER = re.compile(r"<[|｜][^<>]*[|｜]>|\[[A-Z_]+\]|</?[a-z_:]*(?:tool_calls?|TOOLCALL)>")
 
 
-@pytest.mark.parametrize("name", [name for name in WRITERS if FORMATS[name].grammar])
+@pytest.mark.parametrize("name", list(WRITERS))
 @pytest.mark.parametrize("mode", ["required", "auto"])
 @pytest.mark.parametrize("special", [True, False], ids=["special", "added"])
 def test_a_call(name, mode, special):

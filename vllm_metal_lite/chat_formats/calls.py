@@ -152,7 +152,7 @@ def json_call(
         if not (yield from reader.has(",")) and reader.rest[:1] != "}":
             if done and end and (yield from reader.follows((end,))):
                 break
-            raise Malformed
+            raise Malformed if reader.rest else CutShort
     if not calls.is_open:
         raise Malformed
     calls.end()
