@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 from vllm_metal_lite.config import ENGINE_RULES, EngineConfig
 from vllm_metal_lite.errors import MetalLiteError
-from vllm_metal_lite.rules import Rule, integer, number
+from vllm_metal_lite.rules import Rule, integer
 from vllm_metal_lite.sampling_params import SamplingParams
 
 R = TypeVar("R")
@@ -193,31 +193,12 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     _add(parser.add_argument_group("server options"), _SERVER, ServerConfig())
 
 
-def add_bench_options(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `bench`."""
-    add = parser.add_argument
-    for name, default, text in (
-        ("--requests", "1,4,16,32", "requests that arrive together"),
-        ("--context", "512,4096", "tokens of each prompt"),
-    ):
-        text = f"{text} (default: {default})"
-        add(name, type=_counts, default=default, metavar="N,N,...", help=text)
-    text = "counted tokens of each answer (default: 64)"
-    add("--new-tokens", type=_count, default=64, metavar="N", help=text)
-    add_seconds(parser, 140.0, "time for measuring, after the model is loaded")
-    text = "measure mlx-lm on the same weights too, in turns"
-    add("--compare", action="store_true", help=text)
-    add("--report", metavar="FILE", help="write a new JSON file to share")
-
-
-def add_seconds(parser: argparse.ArgumentParser, default: float, what: str) -> None:
-    text, kind = f"{what} (default: {default:g})", _ruled(number(1, 86_400))
-    parser.add_argument("--seconds", type=kind, default=default, metavar="S", help=text)
-
-
-def add_port(parser: argparse.ArgumentParser) -> None:
-    text, kind = "port of the server (default: 8000)", _ruled(integer(1, 65535))
-    parser.add_argument("--port", type=kind, default=8000, metavar="N", help=text)
+def add_number(
+    parser: argparse.ArgumentParser, name: str, metavar: str, text: str, default: float, rule: Rule
+) -> None:
+    """Add a flag for a number that a rule allows."""
+    text, kind = f"{text} (default: {default:g})", _ruled(rule)
+    parser.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: str) -> None:
@@ -285,9 +266,9 @@ def _ruled(rule: Rule) -> Callable[[str], Any]:
     return parse
 
 
-_count = _ruled(integer(1, 1_000_000))
+COUNT = integer(1, 1_000_000)
 
 
-def _counts(text: str) -> list[int]:
+def counts(text: str) -> list[int]:
     """Integers with commas between them, ascending."""
-    return sorted({_count(part) for part in text.split(",")})
+    return sorted({_ruled(COUNT)(part) for part in text.split(",")})
