@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.server.cli_kit import CONTEXT, model_folder
-from vllm_metal_lite.cli import machine
+from vllm_metal_lite.cli import machine, shared_report
 from vllm_metal_lite.cli.bench import suite
 from vllm_metal_lite.cli.bench.cases import SETTLE_STEPS, BenchCase, make_cases
 from vllm_metal_lite.cli.bench.engines import ThisEngine
@@ -77,7 +77,7 @@ def test_a_report_holds_no_folder(bench):
     assert str(model_folder()) not in json.dumps(report)
     assert "mlx_lm" not in report["cases"][0]
     for name in "demo", "org/model":
-        assert machine.public_name(name) == name
+        assert shared_report.public_name(name) == name
 
 
 def test_a_context_that_does_not_fit_is_cut(bench):
@@ -203,7 +203,7 @@ def test_a_report_is_never_overwritten(tmp_path):
     path = tmp_path / "a.json"
     check_writable(str(path), replaces=False)
     assert not path.exists()
-    write_json(str(path), machine.new_report("bench"))
+    write_json(str(path), shared_report.new_report("bench"))
     with pytest.raises(MetalLiteError, match="not overwritten"):
         check_writable(str(path), replaces=False)
     with pytest.raises(MetalLiteError, match="not overwritten"):

@@ -18,7 +18,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import compare_tokens, isolated, ordering, speed, verdicts
 from vllm_metal_lite.checks.ordering import Outcome
 from vllm_metal_lite.checks.result import CheckResult, Speed
-from vllm_metal_lite.cli import doctor, machine
+from vllm_metal_lite.cli import doctor, shared_report
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.specs import AttentionShape, KernelUse, RopeShape, WeightShape
 
@@ -72,7 +72,7 @@ def test_a_report_that_cannot_be_written_is_refused_first(capsys, tmp_path, monk
 
 
 def test_a_report_has_no_names_of_the_user(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine.platform, "node", lambda: "adas-mac")
+    monkeypatch.setattr(shared_report.platform, "node", lambda: "adas-mac")
     model = tmp_path / "secret"
     model.mkdir()
     report = {
@@ -80,7 +80,7 @@ def test_a_report_has_no_names_of_the_user(monkeypatch, tmp_path):
         "checks": [{"failure": f"{Path.home()}/x.metal of {model} on adas-mac: bad"}],
         "problems": ("plain",),
     }
-    found = machine.without_names(report, str(model))
+    found = shared_report.without_names(report, str(model))
     assert found["checks"][0]["failure"] == "~/x.metal of MODEL on HOST: bad"
     assert found["machine"] == {"chip": "Apple"}
 

@@ -24,7 +24,7 @@ from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.popular_shapes import COMMON, full_list
 from vllm_metal_lite.checks.result import CheckResult
-from vllm_metal_lite.cli import doctor_text, log, machine
+from vllm_metal_lite.cli import doctor_text, log, shared_report
 from vllm_metal_lite.cli.doctor_report import Report
 from vllm_metal_lite.cli.files import check_writable, write_json
 from vllm_metal_lite.config import EngineConfig
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         check_writable(args.report, replaces=False)
     folder = next(p for p in (envs.cache_folder(), *envs.cache_folder().parents) if p.is_dir())
     report = Report(
-        machine.new_report("doctor"),
+        shared_report.new_report("doctor"),
         engine_memory_bytes=int(backend.memory_limit() * devices.profile().memory_fraction),
         free_disk_bytes=shutil.disk_usage(folder).free,
         no_kernels="there is no GPU, or MLX does not use it" if backend.is_cpu() else None,
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
             print(line, flush=True)
 
     def show_found(lines: Iterable[str]) -> None:
-        show(machine.without_names(list(lines), args.model))
+        show(shared_report.without_names(list(lines), args.model))
 
     show(doctor_text.describe_machine(report))  # unchanged: a host may have the name "Apple"
     try:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         report.interrupted = True
         show_found(doctor_text.describe_interrupted(report))
-    shared = machine.without_names(report.as_json(), args.model)
+    shared = shared_report.without_names(report.as_json(), args.model)
     if args.json:
         print(json.dumps(shared, indent=2))
     if args.report is not None:
@@ -81,7 +81,7 @@ def _examine(
     if args.model is not None:
         with _section(report, "model", f"loading {args.model}"):
             model = load(args.model)
-            report.model = machine.model_facts(args.model, model) | _store(model)
+            report.model = shared_report.model_facts(args.model, model) | _store(model)
         show(doctor_text.describe_model(report))
     if model is not None and not backend.is_cpu():
         report.no_kernels = no_kernels(

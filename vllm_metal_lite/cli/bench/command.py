@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from vllm_metal_lite.cli import log, machine, options
+from vllm_metal_lite.cli import log, machine, options, shared_report
 from vllm_metal_lite.cli.bench.cases import make_cases
 from vllm_metal_lite.cli.bench.engines import Engine, MlxLm, ThisEngine
 from vllm_metal_lite.cli.bench.suite import Suite
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(*e.parts, " (of the longest --context and its new tokens)") from None
     engines.insert(0, ThisEngine(engine))
 
-    report = machine.new_report("bench")
+    report = shared_report.new_report("bench")
     for line in machine.describe(report["machine"]):
         log.say(line)
     log.say(
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             suite.run(cases, stop=lambda: interrupt.pressed)
         interrupted = interrupt.pressed
     report |= {
-        "model": machine.model_facts(args.model, model),
+        "model": shared_report.model_facts(args.model, model),
         "engine": {
             "attention": engine.runner.attention.name,
             "attention_reason": engine.attention_reason,
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     if suite.results:
         print("\n".join(table(suite.results)), flush=True)
     if args.report:
-        write_json(args.report, report)
+        write_json(args.report, shared_report.without_names(report, args.model))
         log.say(f"The report is in {args.report}.")
     failed = any(result.failed for result in suite.results)
     return 130 if interrupted else int(failed)
