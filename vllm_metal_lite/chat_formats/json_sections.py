@@ -41,7 +41,7 @@ def _call(reader: Reader, calls: CallWriter, separator: str, last: str) -> Readi
     name, found = yield from reader.name(separator, last)
     if found == _SEPARATOR and not calls.knows(name):  # V3 writes `function` before the name
         name, found = yield from reader.name(_CODE)
-    if found == _ARGUMENTS or not calls.knows(name):  # Kimi's name is in the id, `functions.NAME:0`
+    if not calls.knows(name):  # Kimi's is in the id, `functions.NAME:0`
         name = name.removeprefix("functions.").rpartition(":")[0]
     calls.begin(name)
     if found != last:
