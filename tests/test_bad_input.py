@@ -199,10 +199,9 @@ def test_log_probabilities_of_nothing_are_null():
 
 @pytest.mark.parametrize("room", [250, 300])
 def test_a_full_disk_leaves_whole_lines_in_order(tmp_path, room):
-    path, source = tmp_path / "out.jsonl", (tmp_path / "in.jsonl").open("w+b")
+    path = tmp_path / "out.jsonl"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    writer = OrderedWriter(str(path), source)
-    writer.start()
+    writer = OrderedWriter(str(path))
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
     try:
         writer.put(0, {"id": "é" * 40})

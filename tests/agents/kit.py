@@ -77,14 +77,6 @@ def agent(scratch: Path, kind: str, word: str, kill: bool = False) -> Agent:
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the server's log says of a request."""
-
-    num_prompt_tokens: int
-    num_cached_tokens: int
-
-
-@dataclass(frozen=True)
 class Session:
     """What session.py prints.  streaming: agents to be killed were all in mid-stream."""
 
@@ -96,27 +88,21 @@ class Session:
     log: str
 
     @property
-    def requests(self) -> list[Request]:
+    def hits(self) -> list[float]:
+        """The share of each request's prompt that was cached, in ascending order."""
         found = re.findall(r"(\d+) prompt tokens \((\d+) cached\)", self.log)
-        return [Request(int(prompt), int(cached)) for prompt, cached in found]
+        return sorted(int(cached) / int(prompt) for prompt, cached in found)
 
 
 def run(model: Path, agents: Sequence[Agent], scratch: Path) -> Session:
     """Run a server and agents until all have ended."""
     session = scratch / "session.json"
     flags = ["--num-blocks", "6000", "--max-num-seqs", "8", "--max-model-len", "65536"]
-    jobs = [
-        {"command": list(a.command), "folder": str(a.folder), "home": str(a.home), "kill": a.kill}
-        for a in agents
-    ]
     serve = [str(model), "--trust-remote-code", *flags]
-    session.write_text(json.dumps({"serve": serve, "agents": jobs, "seconds": SECONDS}))
-    env = {
-        **os.environ,
-        "PATH": f"{installed()}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "METAL_LITE_DEVICE": "cpu",
-    }
+    job = {"serve": serve, "agents": list(map(vars, agents)), "seconds": SECONDS}
+    session.write_text(json.dumps(job, default=str))
+    path = f"{installed()}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "METAL_LITE_DEVICE": "cpu"}
     command = [*_unshare(), sys.executable, str(ROOT / "tests" / "agents" / "session.py")]
     done = subprocess.run(
         [*command, str(session)], env=env, capture_output=True, text=True, timeout=SECONDS + 300

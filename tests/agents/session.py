@@ -21,6 +21,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+COMMAND = [sys.executable, "-m", "vllm_metal_lite"]
 PORT = 8123
 URL = f"http://127.0.0.1:{PORT}"
 
@@ -40,14 +41,14 @@ def status() -> dict[str, Any] | None:
 
 
 def start(agent: dict[str, Any]) -> subprocess.Popen:
-    launch = [sys.executable, "-m", "vllm_metal_lite", "launch", "--port", str(PORT)]
+    command = [*COMMAND, "launch", "--port", str(PORT), *agent["command"]]
     env = {**os.environ, "HOME": agent["home"], "PWD": agent["folder"]}
     for name in [n for n in env if n.startswith(("ANTHROPIC", "CLAUDE", "OPENAI", "CODEX"))]:
         del env[name]
     with Path(agent["home"], "output.txt").open("wb") as output:
         how = {"start_new_session": True, "stdin": subprocess.DEVNULL, "stdout": output}
-        how |= {"stderr": subprocess.STDOUT}
-        return subprocess.Popen([*launch, *agent["command"]], cwd=agent["folder"], env=env, **how)
+        how |= {"stderr": subprocess.STDOUT, "cwd": agent["folder"], "env": env}
+        return subprocess.Popen(command, **how)
 
 
 def until(condition, seconds: float) -> bool:
@@ -55,6 +56,14 @@ def until(condition, seconds: float) -> bool:
     while not (done := condition()) and time.monotonic() < end:
         time.sleep(0.2)
     return bool(done)
+
+
+def end_all(agents: list[subprocess.Popen]) -> None:
+    """Kill the agents that still run."""
+    for process in agents:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(300)
 
 
 def running() -> int:
@@ -74,12 +83,10 @@ def is_quiet() -> bool:
 def main() -> int:
     session = json.loads(Path(sys.argv[1]).read_text())
     bring_up_loopback()
-    command = [sys.executable, "-m", "vllm_metal_lite", "serve", "--port", str(PORT)]
+    command = [*COMMAND, "serve", "--port", str(PORT), "--log-requests", *session["serve"]]
     log = Path(sys.argv[1]).with_suffix(".log")
     with log.open("wb") as out:
-        server = subprocess.Popen(
-            [*command, "--log-requests", *session["serve"]], stdout=out, stderr=out
-        )
+        server = subprocess.Popen(command, stdout=out, stderr=out)
     agents: list[subprocess.Popen] = []
     try:
         if not until(lambda: status() or server.poll() is not None, 600) or server.poll():
@@ -88,30 +95,20 @@ def main() -> int:
         agents = [start(agent) for agent in session["agents"]]
         kills = [agent["kill"] for agent in session["agents"]]
         end = time.monotonic() + session["seconds"]
-        for process, kill in zip(agents, kills, strict=True):
-            if not kill:
-                try:
-                    process.wait(max(end - time.monotonic(), 0.1))
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, signal.SIGKILL)
+        workers = [process for process, kill in zip(agents, kills, strict=True) if not kill]
+        until(lambda: all(process.poll() is not None for process in workers), session["seconds"])
         streaming = until(lambda: running() >= sum(kills), end - time.monotonic())
-        for process, kill in zip(agents, kills, strict=True):
-            if kill:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(300)
+        end_all(agents)
         quiet = until(is_quiet, 300)
         last = status()
     finally:
-        for process in agents:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+        end_all(agents)
         server.terminate()
         server.wait(600)
     outputs = [Path(a["home"], "output.txt").read_text(errors="replace") for a in session["agents"]]
     codes = [process.returncode for process in agents]
     result = {"streaming": streaming, "codes": codes, "outputs": outputs, "is_quiet": quiet}
-    result |= {"status": last, "log": log.read_text()}
-    print(json.dumps(result))
+    print(json.dumps({**result, "status": last, "log": log.read_text()}))
     return 0
 
 

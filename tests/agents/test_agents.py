@@ -7,7 +7,6 @@ prepared, and all else is real: template, tokenizer, scheduler, store, sampler, 
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,8 +46,8 @@ def script(kind: str, folder: Path, word: str, thoughts: str = "") -> list[dict]
 
 
 def check(session: Session, agents: Sequence[Agent], words: Sequence[str]) -> None:
-    """Every agent has done its own task, and nothing is left in the server."""
-    for code, output, at, word in zip(session.codes, session.outputs, agents, words, strict=True):
+    """Each of the first agents has done its own task, and nothing is left in the server."""
+    for at, word, code, output in zip(agents, words, session.codes, session.outputs, strict=False):
         assert code == 0, output
         assert (at.folder / "a.txt").read_text() == f"the {word} line\n", output
         assert (at.folder / f"{word}.txt").read_text() == f"the {word} line\n", output
@@ -77,9 +76,8 @@ def test_each_agent_does_its_task(tmp_path, template, hybrid, thoughts):
     session = run(model, agents, tmp_path)
     check(session, agents, words)
     # Four requests of each agent, all but its first behind a prompt that is there; one for a title.
-    hits = sorted(r.num_cached_tokens / r.num_prompt_tokens for r in session.requests)
-    assert len(hits) == 13, session.log
-    assert all(hit >= 0.9 for hit in hits[-9:]), session.log
+    assert len(session.hits) == 13, session.log
+    assert session.hits[-9] >= 0.9, session.log
 
 
 @pytest.mark.thorough
@@ -102,7 +100,4 @@ def test_agents_side_by_side_do_not_mix_and_killed_ones_leave_nothing(tmp_path):
     cut_short = re.findall(r"(msg|resp|chatcmpl)\S+: .* [1-9]\d* new .*cut short", session.log)
     assert set(cut_short) == {"msg", "resp", "chatcmpl"}, session.log
     assert session.codes[len(agents) :] == [-signal.SIGKILL] * len(killed)
-    done = replace(
-        session, codes=session.codes[: len(agents)], outputs=session.outputs[: len(agents)]
-    )
-    check(done, agents, words)
+    check(session, agents, words)

@@ -8,7 +8,7 @@ from tests.support.chat.text import check_cuts, check_splits, cut, parse
 from tests.support.chat.writers import RAW_STRINGS, WRITERS
 from vllm_metal_lite.chat_formats.detect import FORMATS
 
-HERMES, QWEN_XML, PLAIN = FORMATS["hermes"], FORMATS["qwen3_coder"], FORMATS["plain"]
+HERMES, PLAIN = FORMATS["hermes"], FORMATS["plain"]
 
 ALL = pytest.mark.parametrize("name", list(WRITERS))
 CALLS = [
@@ -97,20 +97,6 @@ def test_plain_text_is_passed_as_it_is(text):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        '{"arguments": {"path": "a"}, "name": "read"}',
-        '{"name": "read", "id": [1, {"a": "}"}], "parameters": {"path": "a"}, "type": "function"}',
-        '{"name": "read", "arguments": "{\\"path\\": \\"a\\"}"}',
-    ],
-)
-def test_json_calls_in_other_shapes(text):
-    assert check_splits(HERMES, f"<tool_call>{text}</tool_call>").called == [
-        ("read", {"path": "a"})
-    ]
-
-
-@pytest.mark.parametrize(
     ("behind", "arguments"),
     [(", \"arguments\": {'path': 'a'}}", "{'path': 'a'}"), (" oh no", "oh no")],
 )
@@ -118,19 +104,6 @@ def test_arguments_that_are_no_json_are_passed_on_as_they_are(behind, arguments)
     said = check_splits(HERMES, f'<tool_call>{{"name": "read"{behind}</tool_call> b')
     assert [(c.name, c.text, c.is_whole) for c in said.calls] == [("read", arguments, False)]
     assert said.text == "b"
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "value"),
-    [
-        ("cmd", "12", "12"), ("cmd", "\n\na\n\n", "\na\n"), ("dry", "True", True),
-        ("scale", "\n2\n", 2), ("note", "null", None), ("note", "5", "5"),
-        ("args", "\nnot json\n", "not json"), ("other", "5", "5"),
-    ],
-)  # fmt: skip
-def test_values_follow_their_schema(name, text, value):
-    call = f"<tool_call><function=run><parameter={name}>{text}</parameter></function></tool_call>"
-    assert check_splits(QWEN_XML, call).called == [("run", {name: value})]
 
 
 CUTS = st.lists(st.integers(0, 200))

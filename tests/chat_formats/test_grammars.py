@@ -1,25 +1,27 @@
 """Grammars of calls: what a format writes is accepted, and nothing else."""
 
 import random
+import re
 
 import jsonschema
 import pytest
 
 from tests.support.chat import guided
+from tests.support.chat.byte_tokenizer import tokenizer_of
 from tests.support.chat.guided import guided_answer
 from tests.support.chat.text import TOOLS, parse
 from tests.support.chat.writers import WRITERS
 from vllm_metal_lite.chat_formats.detect import FORMATS
+from vllm_metal_lite.chat_formats.grammars import marks_of
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 
+hf = pytest.importorskip("llguidance.hf")
 llguidance = pytest.importorskip("llguidance")
 grammar = pytest.importorskip("vllm_metal_lite.structured_outputs.grammar")
 
-ALL = pytest.mark.parametrize("name", [n for n in WRITERS if FORMATS[n].grammar])
+ALL = pytest.mark.parametrize("name", list(WRITERS))
 SINGLE = "llama3_json", "harmony"  # whose call is the whole answer
-MARKED = pytest.mark.parametrize(
-    "name", [n for n in WRITERS if FORMATS[n].grammar and n not in SINGLE]
-)
+MARKED = pytest.mark.parametrize("name", [n for n in WRITERS if n not in SINGLE])
 REQUIRED = ToolChoice("required")
 READ, RUN, NOW = (
     ("read", {"path": "a.txt", "limit": 3}),
@@ -144,7 +146,7 @@ def test_calls_are_read_as_they_were_meant(name, tool):
     assert parse(FORMATS[name], WRITERS[name]([call]), [tool]).called == [call]
 
 
-@pytest.mark.parametrize("name", [n for n in WRITERS if FORMATS[n].grammar and n != "harmony"])
+@pytest.mark.parametrize("name", [n for n in WRITERS if n != "harmony"])
 @pytest.mark.parametrize(
     "tool", [RICH, TOOLS[1], REFERRING, ODD], ids=["rich", "flat", "referring", "odd"]
 )
@@ -163,3 +165,37 @@ def test_random_answers_are_calls_by_the_schema(name, tool):
         assert said.calls, answer
         for _, arguments in said.called:
             jsonschema.validate(arguments, tool.parameters)
+
+
+# Where the markers are special tokens of the tokenizer
+
+MARKER = re.compile(r"<[|｜][^<>]*[|｜]>|\[[A-Z_]+\]|</?[a-z_:]*(?:tool_calls?|TOOLCALL)>")
+
+
+def accepts_tokens(name: str, mode: str, text: str, special: bool = True) -> bool:
+    tokenizer = tokenizer_of(set(MARKER.findall(text)), special)
+    lark = FORMATS[name].grammar(TOOLS, ToolChoice(mode), marks_of(tokenizer))
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    return guided.accepts(hf.from_tokenizer(tokenizer), lark, tokens)
+
+
+@ALL
+@pytest.mark.parametrize("mode", ["required", "auto"])
+@pytest.mark.parametrize("special", [True, False], ids=["special", "added"])
+def test_a_call_with_markers_of_one_token(name, mode, special):
+    assert accepts_tokens(name, mode, write(name, READ), special)
+
+
+def test_channels():
+    before = "".join(
+        f"<|channel|>{channel}<|message|>I look.<|end|><|start|>assistant"
+        for channel in ("analysis", "commentary", "analysis")
+    )
+    call = '<|channel|>commentary to=functions.read <|constrain|>json<|message|>{"path": %s}'
+    final = "<|channel|>final<|message|>Done."
+    for begun in "", before:
+        assert accepts_tokens("harmony", "auto", begun + final)
+        assert not accepts_tokens("harmony", "required", begun + final)
+        for mode in "auto", "required":
+            assert accepts_tokens("harmony", mode, begun + call % '"a"')
+            assert not accepts_tokens("harmony", mode, begun + call % 5)

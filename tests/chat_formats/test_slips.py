@@ -100,6 +100,14 @@ SLIPS = {
         (GLM, READ, "<arg_key>limit", "<arg_key><arg_key>limit", None),
     ],
     # Typed values
+    "values that follow their schema": [
+        (QWEN, ("run", {"cmd": "ls"}), "cmd>\nls\n", f"{name}>{text}", {name: value})
+        for name, text, value in [
+            ("cmd", "12", "12"), ("cmd", "\n\na\n\n", "\na\n"), ("dry", "True", True),
+            ("scale", "\n2\n", 2), ("note", "null", None), ("note", "5", "5"),
+            ("args", "\nnot json\n", "not json"), ("other", "5", "5"),
+        ]
+    ],
     "numbers that JSON has not": [
         (names, run(scale=0.5), "0.5", number, run(scale=number)[1])
         for names in (QWEN, GLM, INVOKE, DSML, ("minicpm5",), GEMMA)
@@ -138,6 +146,15 @@ SLIPS = {
         ((name,), READ, f"{q}a.txt{q}", "hello, world", None) for name, q in QUOTE.items()
     ],
     # JSON
+    "other shapes": [
+        (ONE_JSON, ("read", PATH), '{"name": "read", "arguments": {"path": "a.txt"}}', text, PATH)
+        for text in (
+            '{"arguments": {"path": "a.txt"}, "name": "read"}',
+            '{"name": "read", "id": [1, {"a": "}"}], "parameters": {"path": "a.txt"}, "type": "f"}',
+            '{"name": "read", "arguments": "{\\"path\\": \\"a.txt\\"}"}',
+            '[{"name": "read", "arguments": {"path": "a.txt"}}]',
+        )
+    ],
     "empty arguments": [
         (ONE_JSON, NOW, '"arguments": {}', f'"arguments": {text}', {})
         for text in ("null", "[]", '""', '"null"', '"{}"', "")

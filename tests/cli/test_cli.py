@@ -21,6 +21,7 @@ USAGE = {
     "chat --dtype int4": "error: --dtype", "chat --memory-fraction nan": "error: --memory",
     "chat --stop=": "error: --stop", "chat --max-tokens 0": "error: --max-tokens",
     "launch claude --print --port 0": "error: argument --port: must be an integer from 1 to",
+    "launch other": "choose from", "launch claude -p x": "unrecognized arguments: -p",
     "models /nowhere/at/all": "error: /nowhere/at/all: no such folder",
     "bench no/model --requests 0": "--requests: must be an integer from 1",
     "bench no/model --requests 1,x": "got 'x'",
@@ -114,11 +115,12 @@ def test_a_bad_model_is_one_line_and_1(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("command", "flags"), [("serve", ["--port", "0"]), ("doctor", [])])
-def test_a_model_that_is_not_there(command, flags, tmp_path, capsys):
-    assert main([command, str(tmp_path / "none"), *flags]) == 1
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "~nosuchuser/x"])
+def test_a_model_that_is_not_there(command, flags, name, capsys):
+    assert main([command, name, *flags]) == 1
     out, err = capsys.readouterr()
     assert out == "" or command == "doctor"  # which describes the machine first
-    assert err.splitlines()[-1].startswith(f"error: {tmp_path / 'none'}: no such folder")
+    assert err.splitlines()[-1].startswith(f"error: {name}: no such folder")
 
 
 def test_a_pipe_gets_the_error_and_nothing_else(tmp_path, capsys, monkeypatch):

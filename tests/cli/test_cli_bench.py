@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.server.cli_kit import CONTEXT, model_folder
-from vllm_metal_lite.cli import machine
+from vllm_metal_lite.cli import machine, shared_report
 from vllm_metal_lite.cli.bench import suite
 from vllm_metal_lite.cli.bench.cases import SETTLE_STEPS, BenchCase, make_cases
 from vllm_metal_lite.cli.bench.engines import ThisEngine
 from vllm_metal_lite.cli.bench.suite import Suite, Timing, drive, medians
 from vllm_metal_lite.cli.bench.table import ratio, table
+from vllm_metal_lite.cli.files import check_writable, write_json
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError, RequestError
@@ -76,7 +77,7 @@ def test_a_report_holds_no_folder(bench):
     assert str(model_folder()) not in json.dumps(report)
     assert "mlx_lm" not in report["cases"][0]
     for name in "demo", "org/model":
-        assert machine.public_name(name) == name
+        assert shared_report.public_name(name) == name
 
 
 def test_a_context_that_does_not_fit_is_cut(bench):
@@ -200,15 +201,15 @@ def test_a_ratio_above_1_means_that_ours_is_better():
 
 def test_a_report_is_never_overwritten(tmp_path):
     path = tmp_path / "a.json"
-    machine.check_writable(str(path))
+    check_writable(str(path), replaces=False)
     assert not path.exists()
-    machine.write(str(path), machine.new_report("bench"))
+    write_json(str(path), shared_report.new_report("bench"))
     with pytest.raises(MetalLiteError, match="not overwritten"):
-        machine.check_writable(str(path))
+        check_writable(str(path), replaces=False)
     with pytest.raises(MetalLiteError, match="not overwritten"):
-        machine.write(str(path), {})
-    machine.check_writable("/dev/null")
-    machine.write("/dev/null", {})
+        write_json(str(path), {})
+    check_writable("/dev/null", replaces=False)
+    write_json("/dev/null", {})
 
 
 def test_the_facts_of_a_mac(monkeypatch):

@@ -170,11 +170,11 @@ def test_answers_of_a_form(generate):
     assert "structured_outputs.regex" in results[2]["error"]
 
 
-def test_a_line_of_messages_needs_a_chat_template(capsys, tmp_path):
+def test_a_line_of_messages_needs_a_chat_template(capfd, tmp_path):
     lines = tmp_path / "in.jsonl"
     lines.write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
     assert main(["generate", str(lines), "--model", str(model_folder(template=False))]) == 1
-    out, _ = capsys.readouterr()
+    out, _ = capfd.readouterr()
     assert "has no chat template, so it takes no messages: give it a prompt" in out
     assert "generate" not in out
 

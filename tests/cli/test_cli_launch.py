@@ -17,15 +17,16 @@ import pytest
 from tests.support.server.cli_kit import COMMAND, SAFETY
 from tools.bench.lib.servers import free_port
 from vllm_metal_lite.cli.launch import Served, claude, codex, opencode
+from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.errors import MetalLiteError
 
 
-def run_cli(*args: str, env: dict[str, str] | None = None, cwd=None) -> subprocess.CompletedProcess:
-    how = {"env": {**os.environ, **(env or {})}, "stdin": subprocess.DEVNULL, "cwd": cwd}
-    return subprocess.run([*COMMAND, *args], capture_output=True, text=True, timeout=SAFETY, **how)
+@pytest.fixture
+def launch(capsys):
+    """Runs the command; returns (exit code, stdout, stderr)."""
+    return lambda *args: (main(["launch", *args]), *capsys.readouterr())
 
 
-CLAUDE = "launch", "claude", "--print", "--port"
 ROOT = Path(__file__).parents[2]
 HTTP = "HTTP/1.0 200 OK\r\n\r\n"
 MODEL = Served("http://127.0.0.1:8000", "a/b", 32768, "key")
@@ -94,54 +95,49 @@ def answering(reply):
         server.shutdown()
 
 
-def test_engine_options_that_a_running_server_does_not_get_are_named():
+def test_engine_options_that_a_running_server_does_not_get_are_named(launch):
     flags = "--max-model-len", "4096", "--no-prefix-caching"
     with answering(HTTP + '{"data": [{"id": "a/b", "max_model_len": 512}]}') as port:
-        given, plain = run_cli(*CLAUDE, port, *flags), run_cli(*CLAUDE, port)
-    assert f"ignores {' '.join(flags)}: stop it, or give another --port" in given.stderr
-    assert given.stdout == plain.stdout
-    assert "warning" not in plain.stderr
+        plain = launch("claude", "--print", "--port", port)
+        given = launch("claude", "--print", "--port", port, *flags)
+    assert f"ignores {' '.join(flags)}: stop it, or give another --port" in given[2]
+    assert given[:2] == plain[:2]
+    assert "warning" not in plain[2]
 
 
 @pytest.mark.parametrize(
-    "reply", ["SSH-2.0-x\r\n", HTTP + '{"data": [{}]}', "HTTP/1.0 404 \r\n\r\n"]
+    ("reply", "words"),
+    [
+        ("SSH-2.0-x\r\n", "does not serve models"),
+        (HTTP + '{"data": [{}]}', "does not serve models"),
+        ("HTTP/1.0 404 \r\n\r\n", "does not serve models"),
+        ("HTTP/1.0 401 \r\n\r\n", "needs its API key: set METAL_LITE_API_KEY"),
+        (HTTP + '{"data": [{"id": "a/b"}]}', "Using the server"),
+    ],
 )
-def test_a_server_of_something_else_is_named(reply):
+def test_what_is_said_of_a_server(launch, monkeypatch, reply, words):
+    """No proxy is asked for the server of this machine."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with answering(reply) as port:
-        assert "does not serve models" in run_cli(*CLAUDE, port).stderr
-
-
-def test_a_server_with_another_key_is_named():
-    with answering("HTTP/1.0 401 \r\n\r\n") as port:
-        assert "needs its API key: set METAL_LITE_API_KEY" in run_cli(*CLAUDE, port).stderr
-
-
-def test_no_proxy_is_asked_for_the_server_of_this_machine():
-    with answering(HTTP + '{"data": [{"id": "a/b"}]}') as port:
-        done = run_cli(*CLAUDE, port, env={"http_proxy": "http://127.0.0.1:9"})
-    assert "Using the server" in done.stderr
+        assert words in launch("claude", "--print", "--port", port)[2]
 
 
 @pytest.mark.parametrize("agent", ["claude", "codex", "opencode"])
-def test_print_shows_a_command_for_a_shell(agent, tmp_path):
+def test_print_shows_a_command_for_a_shell(launch, agent, tmp_path):
     model = "--model", str(tmp_path)  # `serve` names a folder's model after the folder alone
-    done = run_cli("launch", agent, "--port", "1", *model, "--print", "--", "-p", "a b")
-    assert done.returncode == 0
-    words = shlex.split(done.stdout.replace("\\\n", " "))
+    code, out, _ = launch(agent, "--port", "1", *model, "--print", "--", "-p", "a b")
+    assert code == 0
+    words = shlex.split(out.replace("\\\n", " "))
     assert agent in words
-    assert str(tmp_path) not in done.stdout
+    assert str(tmp_path) not in out
     assert words[-2:] == ["-p", "a b"]
 
 
-def test_an_agent_that_is_not_installed(tmp_path):
-    done = run_cli("launch", "codex", env={"PATH": str(tmp_path)})
-    assert done.returncode == 1
-    assert "npm install -g @openai/codex" in done.stderr
-
-
-def test_bad_words():
-    assert "choose from" in run_cli("launch", "other").stderr
-    assert "unrecognized arguments: -p" in run_cli("launch", "claude", "-p", "x").stderr
+def test_an_agent_that_is_not_installed(launch, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, _, err = launch("codex")
+    assert code == 1
+    assert "npm install -g @openai/codex" in err
 
 
 @pytest.mark.long
@@ -152,8 +148,11 @@ def test_the_server_ends_with_the_agent(tmp_path):
     agent.chmod(agent.stat().st_mode | stat.S_IEXEC)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     flags = ("--num-blocks", "64", "--max-num-seqs", "2", "--max-model-len", "512")
-    how = {"env": {"PATH": path, "PYTHONPATH": str(ROOT)}, "cwd": tmp_path}
-    done = run_cli("launch", "codex", "--port", str(free_port()), *flags, "--", "exec", "go", **how)
+    command = [*COMMAND, "launch", "codex", "--port", str(free_port()), *flags, "--", "exec", "go"]
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=SAFETY
+    )
     assert done.returncode == 7, done.stderr
     args = (tmp_path / "args.txt").read_text()
     assert args.endswith("exec go\n")

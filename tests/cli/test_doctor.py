@@ -18,13 +18,14 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import compare_tokens, isolated, ordering, speed, verdicts
 from vllm_metal_lite.checks.ordering import Outcome
 from vllm_metal_lite.checks.result import CheckResult, Speed
-from vllm_metal_lite.cli import doctor, machine
+from vllm_metal_lite.cli import doctor, shared_report
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.specs import AttentionShape, KernelUse, RopeShape, WeightShape
 
 SHAPE = AttentionShape(4, 2, 32, 32, mx.bfloat16)
 TINY = KernelUse((SHAPE,), 16, (RopeShape(32),), (64,), (WeightShape(64, 32), WeightShape(32, 64)))
 
+EQUAL = compare_tokens.Comparison("kernels", "right", 1, 2, {})
 LONG = ("--seconds", "3600")  # enough on a busy machine
 
 needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
@@ -72,7 +73,7 @@ def test_a_report_that_cannot_be_written_is_refused_first(capsys, tmp_path, monk
 
 
 def test_a_report_has_no_names_of_the_user(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine.platform, "node", lambda: "adas-mac")
+    monkeypatch.setattr(shared_report.platform, "node", lambda: "adas-mac")
     model = tmp_path / "secret"
     model.mkdir()
     report = {
@@ -80,7 +81,7 @@ def test_a_report_has_no_names_of_the_user(monkeypatch, tmp_path):
         "checks": [{"failure": f"{Path.home()}/x.metal of {model} on adas-mac: bad"}],
         "problems": ("plain",),
     }
-    found = machine.without_names(report, str(model))
+    found = shared_report.without_names(report, str(model))
     assert found["checks"][0]["failure"] == "~/x.metal of MODEL on HOST: bad"
     assert found["machine"] == {"chip": "Apple"}
 
@@ -155,8 +156,7 @@ def no_work(a_gpu, monkeypatch):
     """All parts pass without running.  Tests change these results."""
     monkeypatch.setattr(verdicts, "remember", lambda _: None)
     results = [CheckResult(check, 0.0, 1.0) for check in doctor.checks_for(TINY)]
-    found = {"results": results, "order": [Outcome("one", 9, None)]}
-    found["answers"] = compare_tokens.Comparison("kernels", "right", 1, 2, {})
+    found = {"results": results, "order": [Outcome("one", 9, None)], "answers": EQUAL}
 
     def check(checks, progress, *, timed, known):
         for number, check in enumerate(checks):
@@ -274,8 +274,7 @@ def test_a_hang_costs_its_deadline_once(a_gpu, monkeypatch, capsys):
 def test_a_model_without_attention_is_checked(a_gpu, monkeypatch, capsys, tmp_path):
     folder = tiny.write_folder(tmp_path / "mamba", "mamba2")
     monkeypatch.setattr(isolated, "run_here", lambda check, timed: CheckResult(check, 0.0, 1.0))
-    found = compare_tokens.Comparison("k", "r", 1, 2, {})
-    monkeypatch.setattr(compare_tokens, "compare", lambda *_: found)
+    monkeypatch.setattr(compare_tokens, "compare", lambda *_: EQUAL)
     report = report_of(capsys, str(folder), *LONG)
     assert {"causal_conv", "gated_delta"} <= {check["kernel"] for check in report["checks"]}
 
@@ -291,8 +290,7 @@ def test_no_check_begins_when_the_time_is_over(a_gpu, monkeypatch, capsys, tmp_p
         return CheckResult(check, 0.0, 1.0)
 
     monkeypatch.setattr(isolated, "run_here", check)
-    found = compare_tokens.Comparison("k", "r", 1, 2, {})
-    monkeypatch.setattr(compare_tokens, "compare", lambda *_: found)
+    monkeypatch.setattr(compare_tokens, "compare", lambda *_: EQUAL)
     assert run("--seconds", "5", "--report", str(file)) == 0
     assert len(tried) == 5
     report, out = json.loads(file.read_text()), capsys.readouterr().out

@@ -36,15 +36,12 @@ class Trimmed:
         self._emit, self._drop_hidden = emit, _dropper(frozenset(hidden))
         self._has_said = self._after_marker = False
         self._between = ""  # the whitespace before the marker
-        self._space = ""  # held back until text follows
-        self._begun = ""  # held back, as it may become a hidden token
+        self._held = ""  # whitespace, until text follows; then what may become a hidden token
 
     def __call__(self, text: str) -> None:
-        text = self._space + self._begun + text
-        if self._drop_hidden is not None:
-            text, self._begun = self._drop_hidden(text)
+        text, begun = self._drop_hidden(self._held + text)
         body = text.rstrip()
-        self._space = text[len(body) :]
+        self._held = text[len(body) :] + begun
         self._say(body)
 
     def _say(self, text: str) -> None:
@@ -59,28 +56,28 @@ class Trimmed:
 
     def at_marker(self) -> None:
         """Thoughts or a call follow, or have just ended."""
-        if self._begun:
-            self._say(self._space + self._begun)
-            self._space = ""
-        self._between = (self._between if self._after_marker else "") or self._space
-        self._space, self._begun, self._after_marker = "", "", True
+        if self._held.strip():  # a token has begun, and does not end
+            self._say(self._held)
+            self._held = ""
+        self._between = (self._between if self._after_marker else "") or self._held
+        self._held, self._after_marker = "", True
 
     def close(self) -> None:
         """The answer has ended."""
-        if self._begun or not self._after_marker:
-            self._say(self._space + self._begun)
-        self._space = self._begun = ""
+        if self._held.strip() or not self._after_marker:
+            self._say(self._held)
+        self._held = ""
 
 
 @lru_cache(8)
-def _dropper(tokens: frozenset[str]) -> Callable[[str], tuple[str, str]] | None:
+def _dropper(tokens: frozenset[str]) -> Callable[[str], tuple[str, str]]:
     """A function that splits a text into (the text without `tokens`, a token begun at its end).
 
     The function must be fast: it runs for each piece of text, and some tokenizers have thousands of
     special tokens.  A token comes in pieces if stop strings hold text back.
     """
     if not tokens:
-        return None
+        return lambda text: (text, "")
     ordered, longest = sorted(tokens), max(map(len, tokens))
     whole = re.compile("|".join(map(re.escape, reversed(ordered))))
     first = re.compile(f"[{re.escape(''.join({token[0] for token in tokens}))}]")

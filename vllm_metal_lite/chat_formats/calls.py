@@ -105,14 +105,16 @@ class CallWriter:
         self, read: Callable[[], Reading[None]], start: str, call_end: str, end: str
     ) -> Reading[None]:
         """Read calls that begin with `start`; `read` reads one call after `start`.  If a call goes
-        wrong, reading resumes after `call_end`.  A model may end its answer without `end`."""
+        wrong, reading resumes after `call_end`.  A model may end its answer without `end`, the mark
+        after all calls; "": there is one call."""
         reader = self._reader
-        yield from reader.expect(start)
-        more = True
-        while more:
+        if reader.taken != start:  # the marker that led here
+            yield from reader.expect(start)
+        yield from self.guard(read(), (call_end, end) if end else (call_end,))
+        while end and (yield from reader.has(start)):
             yield from self.guard(read(), (call_end, end))
-            more = yield from reader.has(start)
-        yield from reader.has(end)
+        if end:
+            yield from reader.has(end)
 
 
 def json_list(reader: Reader, calls: CallWriter, name_key: str = "name") -> Reading[None]:
@@ -150,7 +152,7 @@ def json_call(
         if not (yield from reader.has(",")) and reader.rest[:1] != "}":
             if done and end and (yield from reader.follows((end,))):
                 break
-            raise Malformed
+            raise Malformed if reader.rest else CutShort
     if not calls.is_open:
         raise Malformed
     calls.end()

@@ -4,7 +4,7 @@ Keys have no marks; models also write other quotes.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_metal_lite.chat_formats.calls import CallWriter
@@ -23,23 +23,17 @@ def _value(reader: Reader, quote: str, schema: Any) -> Reading[object]:
     if opened := (yield from _opened(reader, quote)):
         return (yield from reader.until(opened))
     if first == "{":
+        reader.take(1)
         members: dict[str, object] = {}
-
-        def member() -> Reading[None]:
+        while (yield from _has_item(reader, "}", is_first=not members)):
             key = yield from _key(reader, quote)
             members[key] = yield from _value(reader, quote, {})
-
-        reader.take(1)
-        yield from _items(reader, "}", member)
         return members
     if first == "[":
-        elements: list[object] = []
-
-        def element() -> Reading[None]:
-            elements.append((yield from _value(reader, quote, {})))
-
         reader.take(1)
-        yield from _items(reader, "]", element)
+        elements: list[object] = []
+        while (yield from _has_item(reader, "]", is_first=not elements)):
+            elements.append((yield from _value(reader, quote, {})))
         return elements
     parts: list[str] = []
     yield from reader.before([",", "}", "]"], parts.append)
@@ -68,12 +62,12 @@ def _opened(reader: Reader, quote: str) -> Reading[str]:
     return ""
 
 
-def _items(reader: Reader, end: str, read: Callable[[], Reading[None]]) -> Reading[None]:
-    """Call `read` for each item; read the commas between them, and `end`."""
-    while not (yield from reader.has(end)):
-        yield from read()
-        if not (yield from reader.has(",")) and reader.rest[:1] != end:
-            yield from reader.expect(end)
+def _has_item(reader: Reader, end: str, *, is_first: bool) -> Reading[bool]:
+    """Whether an item follows; reads the comma before it, or `end`."""
+    if not is_first and not (yield from reader.has(",")):
+        yield from reader.expect(end)
+        return False
+    return not (yield from reader.has(end))
 
 
 def _format(name: str, start: str, end: str, quote: str, thoughts: tuple[str, str]) -> ChatFormat:
@@ -83,8 +77,7 @@ def _format(name: str, start: str, end: str, quote: str, thoughts: tuple[str, st
         yield from reader.expect("call:")
         tool_name, _ = yield from reader.name("{")
         tool = calls.begin(tool_name)
-
-        def argument() -> Reading[None]:
+        while (yield from _has_item(reader, "}", is_first=not calls.names)):
             key = yield from _key(reader, quote)
             calls.key(key)
             if (yield from reader.has(quote)):
@@ -95,12 +88,10 @@ def _format(name: str, start: str, end: str, quote: str, thoughts: tuple[str, st
             else:
                 schema = tool.properties.get(key, {})
                 calls.value((yield from _value(reader, quote, schema)))
-
-        yield from _items(reader, "}", argument)
         calls.end()
         yield from reader.has(end)  # a model may end its answer without
 
-    def rule(number: int, tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
+    def rule(tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
         arguments = _Rules(quote, special, lines).arguments(tool.parameters)
         return f"{literal(f'call:{tool.name}')} {arguments} {texts(end, special)}"
 

@@ -55,8 +55,8 @@ def schema_of(tool: Tool) -> dict[str, Any]:
     return {"type": "object", **tool.parameters, **_SPACES}
 
 
-# The rule of a call of the tool of this number; the rules that it needs join the lines.
-CallRule = Callable[[int, Tool, SpecialTokens, list[str]], str]
+# The rule of a tool's call; the rules that it needs join the lines.
+CallRule = Callable[[Tool, SpecialTokens, list[str]], str]
 
 
 def calls_grammar(
@@ -68,7 +68,7 @@ def calls_grammar(
 
     def grammar(tools: Sequence[Tool], choice: ToolChoice, special: SpecialTokens) -> str:
         lines: list[str] = []
-        rules = {tool.name: rule(i, tool, special, lines) for i, tool in enumerate(tools)}
+        rules = {tool.name: rule(tool, special, lines) for tool in tools}
         allowed = [rules[choice.name]] if choice.name is not None else list(rules.values())
         lines.append(f"call: {' | '.join(f'call_{i}' for i in range(len(allowed)))}")
         lines += [f"call_{i}: {rule}" for i, rule in enumerate(allowed)]
@@ -99,10 +99,10 @@ def json_calls(
     quoted: the name is a JSON string.  around: see `calls_grammar`.
     """
 
-    def rule(number: int, tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
-        name = json.dumps(tool.name) if quoted else tool.name
-        lines.append(f"args_{number}: %json {json.dumps(schema_of(tool))}")
-        return f"{texts(f'{head}{name}{middle}', special)} args_{number} {texts(tail, special)}"
+    def rule(tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
+        name, arguments = json.dumps(tool.name) if quoted else tool.name, f"args_{len(lines)}"
+        lines.append(f"{arguments}: %json {json.dumps(schema_of(tool))}")
+        return f"{texts(f'{head}{name}{middle}', special)} {arguments} {texts(tail, special)}"
 
     return calls_grammar(rule, start=start, **around)
 
@@ -119,15 +119,15 @@ def parameter_calls(
     end_mark = parameter_end.strip()
     line_break = parameter_end[parameter_end.index(end_mark) + len(end_mark) :]
 
-    def rule(number: int, tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
+    def rule(tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
         required = names_of(tool.parameters.get("required"))
         parts = [texts(head.format(tool.name), special)]
-        for j, (name, schema) in enumerate(tool.properties.items()):
+        for name, schema in tool.properties.items():
             choices = _choices(schema)
             # A string has no quotes, so what may be one is text.
             is_text = not choices and (schema == {} or "string" in types_of(schema))
             is_string = is_text or all(isinstance(v, str) for v in choices or [None])
-            pair, value = f"p_{number}_{j}", f"v_{number}_{j}"
+            pair, value = f"p_{len(lines)}", f"v_{len(lines)}"
             parts.append(pair if name in required else f"{pair}?")
             before = texts(parameter.format(name, str(is_string).lower()), special)
             after = texts(parameter_end, special)

@@ -12,14 +12,8 @@ from vllm_metal_lite.chat_formats.history import one_call_each
 from vllm_metal_lite.chat_formats.reader import Reader, Reading
 
 
-def _object(reader: Reader, calls: CallWriter, *, end: str) -> Reading[None]:
-    yield from json_call(reader, calls, end=end)
-    yield from reader.has(end)  # a model may end its answer without
-
-
-def _list_or_object(
-    reader: Reader, calls: CallWriter, *, end: str, name_key: str = "name"
-) -> Reading[None]:
+def _read(reader: Reader, calls: CallWriter, *, end: str, name_key: str) -> Reading[None]:
+    """A list of calls, or one."""
     if (yield from reader.peek()) == "[":
         yield from json_list(reader, calls, name_key)
     else:
@@ -27,19 +21,41 @@ def _list_or_object(
     yield from reader.has(end)  # a model may end its answer without
 
 
+def _format(
+    name: str,
+    start: str,
+    end: str,
+    thoughts: tuple[str, str] = ("<think>", "</think>"),
+    name_key: str = "name",
+    **grammar: str,
+) -> ChatFormat:
+    """name_key: of a call's name in its object.  grammar: see `json_calls`."""
+    ends = (end,) if end else ()
+    read = partial(_read, end=end, name_key=name_key)
+    demanded = json_calls(start=start, quoted=True, **grammar)
+    return ChatFormat(name, (start,), ends, read, demanded, *thoughts)
+
+
 def _objects(name: str, prefix: str) -> ChatFormat:
     """prefix: of the names of all markers."""
-    start, end = f"<{prefix}tool_call>", f"</{prefix}tool_call>"
-    grammar = json_calls(
-        start=start, head='\n{"name": ', middle=', "arguments": ', tail=f"}}\n{end}", between="\n"
+    end = f"</{prefix}tool_call>"
+    return _format(
+        name,
+        f"<{prefix}tool_call>",
+        end,
+        (f"<{prefix}think>", f"</{prefix}think>"),
+        head='\n{"name": ',
+        middle=', "arguments": ',
+        tail=f"}}\n{end}",
+        between="\n",
     )
-    thoughts = f"<{prefix}think>", f"</{prefix}think>"
-    return ChatFormat(name, (start,), (end,), partial(_object, end=end), grammar, *thoughts)
 
 
 def _lists(name: str, start: str, end: str) -> ChatFormat:
-    grammar = json_calls(
-        start=start,
+    return _format(
+        name,
+        start,
+        end,
         opening="[",
         head='{"name": ',
         middle=', "arguments": ',
@@ -47,8 +63,6 @@ def _lists(name: str, start: str, end: str) -> ChatFormat:
         between=", ",
         close=f"]{end}",
     )
-    ends = (end,) if end else ()
-    return ChatFormat(name, (start,), ends, partial(_list_or_object, end=end), grammar)
 
 
 HERMES = _objects("hermes", "")
@@ -58,22 +72,18 @@ TOOL_CALLS = _lists("tool_calls_json", "<tool_calls>", "</tool_calls>")
 GRANITE_3 = _lists("granite", "<|tool_call|>", "")
 NEMOTRON = _lists("nemotron_json", "<TOOLCALL>", "</TOOLCALL>")
 # Command R7B and A.
-COHERE = ChatFormat(
+COHERE = _format(
     "cohere",
-    ("<|START_ACTION|>",),
-    ("<|END_ACTION|>",),
-    partial(_list_or_object, end="<|END_ACTION|>", name_key="tool_name"),
-    json_calls(
-        start="<|START_ACTION|>",
-        opening="[",
-        head='\n    {"tool_call_id": "0", "tool_name": ',
-        middle=', "parameters": ',
-        tail="}",
-        between=",",
-        close="\n]<|END_ACTION|>",
-    ),
-    think_start="<|START_THINKING|>",
-    think_end="<|END_THINKING|>",
+    "<|START_ACTION|>",
+    "<|END_ACTION|>",
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    name_key="tool_name",
+    opening="[",
+    head='\n    {"tool_call_id": "0", "tool_name": ',
+    middle=', "parameters": ',
+    tail="}",
+    between=",",
+    close="\n]<|END_ACTION|>",
 )
 
 

@@ -1,6 +1,5 @@
 """A section of calls, each a name and then JSON arguments: DeepSeek V3 and R1, Hunyuan, Kimi K2."""
 
-from collections.abc import Callable
 from functools import partial
 
 from vllm_metal_lite.chat_formats.calls import CallWriter, json_arguments
@@ -17,75 +16,58 @@ def _format(
     name: str,
     section: tuple[str, str],
     call: tuple[str, str],
-    read: Callable[[Reader, CallWriter, str], Reading[None]],
+    separator: str,
     *,
     head: str = "",
     tail: str = "",
     adapt: Adapt | None = None,
     **grammar: str,
 ) -> ChatFormat:
-    """section, call: the first and the last marker of each.  read: reads a call after its first
-    marker, up to its last one.  head, tail, and the names in `grammar`: see `json_calls`."""
+    """section, call: the first and the last marker of each.  separator: after the name.  head,
+    tail, and the names in `grammar`: see `json_calls`."""
     start, end = section
     first, last = call
 
     def read_section(reader: Reader, calls: CallWriter) -> Reading[None]:
-        return calls.section(lambda: read(reader, calls, last), first, last, end)
+        return calls.section(lambda: _call(reader, calls, separator, last), first, last, end)
 
     head, tail = f"{first}{head}", f"{tail}{last}"
     demanded = json_calls(start=start, head=head, tail=tail, close=end, quoted=False, **grammar)
     return ChatFormat(name, (start,), (end,), read_section, demanded, adapt=adapt)
 
 
-def _code(reader: Reader, calls: CallWriter, last: str) -> Reading[None]:
-    """The arguments are a block of code.  last: the marker after the call."""
-    name, _ = yield from reader.name(_CODE)
+def _call(reader: Reader, calls: CallWriter, separator: str, last: str) -> Reading[None]:
+    """A call after its first marker, up to its last one; arguments may be missing."""
+    name, found = yield from reader.name(separator, last)
+    if found == _SEPARATOR and not calls.knows(name):  # V3 writes `function` before the name
+        name, found = yield from reader.name(_CODE)
+    if not calls.knows(name):  # Kimi's is in the id, `functions.NAME:0`
+        name = name.removeprefix("functions.").rpartition(":")[0]
     calls.begin(name)
-    yield from json_arguments(reader, calls.arguments)
-    yield from reader.expect(_CODE_END)
-    yield from reader.expect(last)
+    if found != last:
+        yield from json_arguments(reader, calls.arguments)
+        if found == _CODE:  # the arguments are a block of code
+            yield from reader.expect(_CODE_END)
+        yield from reader.expect(last)
     calls.end()
 
 
-def _deepseek(reader: Reader, calls: CallWriter, last: str) -> Reading[None]:
-    """V3 writes `function` before the name, and the arguments as a block of code."""
-    name, _ = yield from reader.name(_SEPARATOR)
-    if not calls.knows(name):
-        yield from _code(reader, calls, last)
-        return
-    calls.begin(name)
-    yield from json_arguments(reader, calls.arguments)
-    yield from reader.expect(last)
-    calls.end()
-
-
-_deepseek_format = partial(
+_deepseek = partial(
     _format,
     section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     call=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
-    read=_deepseek,
+    separator=_SEPARATOR,
 )
 _BEFORE_CODE, _AFTER_CODE = f"\n{_CODE}\n", f"\n{_CODE_END}"
 _FUNCTION = f"function{_SEPARATOR}"
-DEEPSEEK_V3 = _deepseek_format(
+DEEPSEEK_V3 = _deepseek(
     "deepseek_v3", head=_FUNCTION, middle=_BEFORE_CODE, tail=_AFTER_CODE, between="\n"
 )
-DEEPSEEK_V3_1 = _deepseek_format("deepseek_v31", middle=_SEPARATOR)
+DEEPSEEK_V3_1 = _deepseek("deepseek_v31", middle=_SEPARATOR)
 
 
 _CALLS, _CALL = ("<tool_calls>", "</tool_calls>"), ("<tool_call>", "</tool_call>")
-HUNYUAN = _format("hunyuan", _CALLS, _CALL, _code, middle=_BEFORE_CODE, tail=_AFTER_CODE)
-
-
-def _kimi(reader: Reader, calls: CallWriter, last: str) -> Reading[None]:
-    """The name is in the id, `functions.NAME:0`."""
-    call_id, found = yield from reader.name(_ARGUMENTS, last)
-    name, _, _ = call_id.removeprefix("functions.").rpartition(":")
-    calls.begin(name)
-    if found == _ARGUMENTS:
-        yield from json_arguments(reader, calls.arguments)
-        yield from reader.expect(last)
-    calls.end()
+HUNYUAN = _format("hunyuan", _CALLS, _CALL, _CODE, middle=_BEFORE_CODE, tail=_AFTER_CODE)
 
 
 def _kimi_id(name: str, number: int, given: str) -> str:
@@ -97,7 +79,7 @@ KIMI_K2 = _format(
     "kimi_k2",
     ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ("<|tool_call_begin|>", "<|tool_call_end|>"),
-    _kimi,
+    _ARGUMENTS,
     head="functions.",
     middle=f":0{_ARGUMENTS}",
     adapt=partial(with_call_ids, _kimi_id),

@@ -18,10 +18,9 @@ from vllm_metal_lite.chat_formats.schema_rules import SchemaRules
 from vllm_metal_lite.chat_formats.tool import Tool
 from vllm_metal_lite.chat_formats.typed import JSON_NAMES, python_value
 
+_STRING = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
 # Names of tools and parameters need not be Python's: `-A`, `get-weather`, `class`.
-_NAMES = re.compile(
-    r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<name>[^\s()\[\]{},'"=]+)(?=\s*[(=])""", re.DOTALL
-)
+_NAMES = re.compile(rf"""{_STRING}|(?P<name>[^\s()\[\]{{}},'"=]+)(?=\s*[(=])""", re.DOTALL)
 
 
 def _read(reader: Reader, calls: CallWriter, *, end: str) -> Reading[None]:
@@ -71,23 +70,13 @@ def _stand_in(names: dict[str, str], match: re.Match[str]) -> str:
 
 def _until(reader: Reader, end: str) -> Reading[str]:
     """The text before `end`, which is read too; within a string it is text.  Raises CutShort."""
-    parts: list[str] = []
-    quote = ""  # of the string at hand
-    while True:
-        found = yield from reader.pass_until([end, '"', "'", "\\"], parts.append)
-        if found is None:
+    before_end = re.compile(rf"((?:{_STRING}|\\.|[^\"'\\])*?){re.escape(end)}", re.DOTALL)
+    while not (end in reader.rest and (found := before_end.match(reader.rest))):
+        if not (yield from reader.more()):
+            reader.take(len(reader.rest))
             raise CutShort
-        if found == end and not quote:
-            return "".join(parts)
-        parts.append(found)
-        if found == "\\":
-            if not reader.rest:
-                yield from reader.need()
-            parts.append(reader.take(1))
-        elif found == quote:
-            quote = ""
-        elif not quote:
-            quote = found
+    reader.take(found.end())
+    return found[1]
 
 
 def _calls(text: str) -> Iterator[ast.Call]:
@@ -149,7 +138,7 @@ class _Rules(SchemaRules):
 def _format(name: str, start: str, end: str, **around: str) -> ChatFormat:
     """around: see `calls_grammar`."""
 
-    def rule(number: int, tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
+    def rule(tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
         return f'{literal(f"{tool.name}(")} {_Rules(lines).keywords(tool.parameters)} ")"'
 
     grammar = calls_grammar(rule, start=start, **around)

@@ -11,38 +11,81 @@ MiniCPM 5                                      <function name="NAME"><param name
 """
 
 import re
-from functools import partial
 
 from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.grammars import parameter_calls
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
-from vllm_metal_lite.chat_formats.typed import Tags, read_call, read_typed
+from vllm_metal_lite.chat_formats.typed import Tags, read_typed
 
-# Qwen
-
-_FUNCTION, _FUNCTION_END = "<function=", "</function>"
-_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
-
-
-def _read_qwen(reader: Reader, calls: CallWriter, *, start: str, end: str) -> Reading[None]:
-    if reader.taken == start:  # the marker that led here
-        yield from reader.expect(_FUNCTION)
-    tags = Tags(_PARAMETER_END, _PARAMETER, f"{_PARAMETER}{{}}>", _FUNCTION_END, (end,), True)
-    tool = calls.begin((yield from _plain_name(reader))[0])
-    yield from calls.guard(read_call(reader, calls, tool, tags, _plain_name), (_FUNCTION_END, end))
-    yield from reader.has(end)
+_NAME = re.compile(
+    r"""\s*(?:name=)?(?:"([^"]+)"|'([^']+)'|([^"'=]+?))\s*(?:string="(true|false)"\s*)?$"""
+)
 
 
-def _plain_name(reader: Reader) -> Reading[tuple[str, None]]:
-    name, _ = yield from reader.name(">")
-    return name, None
+def _format(
+    name: str,
+    starts: tuple[str, ...],
+    call: tuple[str, str],
+    end: str = "",
+    *,
+    thoughts: tuple[str, str] = ("<think>", "</think>"),
+    newlines: bool = False,
+    raw: tuple[str, str] = ("", ""),
+    **grammar: str,
+) -> ChatFormat:
+    """call: the text before a call's name, and the last tag of the call.  end: the tag after all
+    calls.  newlines: see `Tags`.  raw: around a value that has special characters.  grammar: see
+    `parameter_calls`."""
+    begin, call_end = call
+    before_name, _, after_name = grammar["parameter"].partition("{}")
+    tags = Tags(
+        end=grammar["parameter_end"].strip(),
+        begun=before_name.partition(" ")[0],
+        opened=f"{before_name}{{}}{after_name[0]}",
+        close=call_end,
+        outer=(end, begin) if end else (),
+        newlines=newlines,
+    )
+
+    def read_one(reader: Reader, calls: CallWriter) -> Reading[None]:
+        tool = calls.begin((yield from _name(reader))[0])
+        while (yield from reader.has(tags.begun)):
+            key, is_string = yield from _name(reader)
+            is_raw = raw[0] != "" and (yield from reader.begins(raw[0]))
+            around = Tags(raw[1], close=tags.end) if is_raw else tags
+            yield from read_typed(reader, calls, tool, key, around, is_string)
+            if is_raw:
+                yield from reader.expect(tags.end)
+        if (yield from reader.follows(tags.outer)) is None:  # models forget the end before these
+            yield from reader.expect(tags.close)
+        calls.end()
+
+    def read(reader: Reader, calls: CallWriter) -> Reading[None]:
+        return calls.section(lambda: read_one(reader, calls), begin, call_end, end)
+
+    return ChatFormat(name, starts, (end or call_end,), read, parameter_calls(**grammar), *thoughts)
+
+
+def _name(reader: Reader) -> Reading[tuple[str, bool | None]]:
+    """The name up to ">", and whether the value is a string, if that is said."""
+    text, _ = yield from reader.name(">")
+    if (found := _NAME.match(text)) is None:
+        raise Malformed
+    *names, is_string = found.groups()
+    return next(filter(None, names)), is_string == "true" if is_string else None
 
 
 def _qwen(name: str, prefix: str) -> ChatFormat:
     """prefix: of the names of the outer markers."""
     start, end = f"<{prefix}tool_call>", f"</{prefix}tool_call>"
-    grammar = parameter_calls(
+    return _format(
+        name,
+        (start, "<function="),  # models forget the outer marker at times
+        ("<function=", "</function>"),
+        end,
+        thoughts=(f"<{prefix}think>", f"</{prefix}think>"),
+        newlines=True,
         start=start,
         head="\n<function={}>\n",
         tail=f"</function>\n{end}",
@@ -50,17 +93,10 @@ def _qwen(name: str, prefix: str) -> ChatFormat:
         parameter_end="\n</parameter>\n",
         between="\n",
     )
-    starts = start, _FUNCTION  # models forget the outer marker at times
-    read = partial(_read_qwen, start=start, end=end)
-    thoughts = f"<{prefix}think>", f"</{prefix}think>"
-    return ChatFormat(name, starts, (end,), read, grammar, *thoughts)
 
 
 QWEN_XML = _qwen("qwen3_coder", "")
 SEED_OSS = _qwen("seed_oss", "seed:")
-
-
-# GLM
 
 
 def _glm(name: str, line_break: str, prefix: str = "") -> ChatFormat:
@@ -101,91 +137,38 @@ GLM_4_7 = _glm("glm47", "")
 LONGCAT_2 = _glm("longcat2", "\n", "longcat_")
 
 
-# MiniMax and DSML
-
-_ATTRIBUTES = re.compile(r'\s*name="([^"]*)"\s*(?:string="(true|false)"\s*)?$')
-
-
-def _invoke(name: str, prefix: str, section: str) -> ChatFormat:
-    """prefix: of tags within the section."""
+def _invoke(name: str, prefix: str, section: str, string: str = "") -> ChatFormat:
+    """prefix: of tags within the section.  string: says whether a parameter is a string."""
     start, end = f"<{section}>", f"</{section}>"
     invoke, invoke_end = f"<{prefix}invoke", f"</{prefix}invoke>"
-    parameter, parameter_end = f"<{prefix}parameter", f"</{prefix}parameter>"
-    opened = f'{parameter} name="{{}}"'
-    tags = Tags(parameter_end, parameter, opened, invoke_end, (end, invoke))
-
-    def read(reader: Reader, calls: CallWriter) -> Reading[None]:
-        return calls.section(lambda: call(reader, calls), invoke, invoke_end, end)
-
-    def call(reader: Reader, calls: CallWriter) -> Reading[None]:
-        tool = calls.begin((yield from _attributes(reader))[0])
-        yield from read_call(reader, calls, tool, tags, _attributes)
-
-    grammar = parameter_calls(
+    return _format(
+        name,
+        (start,),
+        (invoke, invoke_end),
+        end,
         start=start,
         opening="\n",
         head=f'{invoke} name="{{}}">\n',
         tail=f"{invoke_end}\n",
-        parameter=opened + (' string="{}">' if prefix else ">"),
-        parameter_end=f"{parameter_end}\n",
+        parameter=f'<{prefix}parameter name="{{}}"{string}>',
+        parameter_end=f"</{prefix}parameter>\n",
         close=end,
     )
-    return ChatFormat(name, (start,), (end,), read, grammar)
 
 
-def _attributes(reader: Reader) -> Reading[tuple[str, bool | None]]:
-    """The name, and whether the value is a string, if that is said."""
-    text, _ = yield from reader.name(">")
-    found = _ATTRIBUTES.match(text)
-    if found is None or not found[1]:
-        raise Malformed
-    return found[1], found[2] == "true" if found[2] else None
-
-
+_DSML = "｜DSML｜"
+_STRING = ' string="{}"'
 MINIMAX_M2 = _invoke("minimax_m2", "", "minimax:tool_call")
-DEEPSEEK_V3_2 = _invoke("deepseek_v32", "｜DSML｜", "｜DSML｜function_calls")
-DEEPSEEK_V4 = _invoke("deepseek_v4", "｜DSML｜", "｜DSML｜tool_calls")
-
-
-# MiniCPM
-
-_CALL = "<function name="
-_PARAM, _PARAM_END = "<param name=", "</param>"
-_RAW, _RAW_END = "<![CDATA[", "]]>"
-_TAGS = Tags(_PARAM_END, _PARAM, f'{_PARAM}"{{}}">', _FUNCTION_END)
-_RAW_TAGS = Tags(_RAW_END, close=_PARAM_END)
-_NAME = re.compile(r"""\s*(?:"([^"]+)"|'([^']+)'|([^\s"'<>]+))\s*$""")
-
-
-def _read_minicpm(reader: Reader, calls: CallWriter) -> Reading[None]:
-    tool = calls.begin((yield from _quoted_name(reader)))
-    while not (yield from reader.has(_FUNCTION_END)):
-        yield from reader.expect(_PARAM)
-        key = yield from _quoted_name(reader)
-        is_raw = yield from reader.begins(_RAW)
-        yield from read_typed(reader, calls, tool, key, _RAW_TAGS if is_raw else _TAGS)
-        if is_raw:
-            yield from reader.expect(_PARAM_END)
-    calls.end()
-
-
-def _quoted_name(reader: Reader) -> Reading[str]:
-    text, _ = yield from reader.name(">")
-    if (found := _NAME.match(text)) is None:
-        raise Malformed
-    return next(group for group in found.groups() if group)
-
-
-MINICPM_5 = ChatFormat(
+DEEPSEEK_V3_2 = _invoke("deepseek_v32", _DSML, f"{_DSML}function_calls", _STRING)
+DEEPSEEK_V4 = _invoke("deepseek_v4", _DSML, f"{_DSML}tool_calls", _STRING)
+MINICPM_5 = _format(
     "minicpm5",
-    (_CALL,),
-    (_FUNCTION_END,),
-    _read_minicpm,
-    parameter_calls(
-        start=f'{_CALL}"',
-        head='{}">',
-        tail=_FUNCTION_END,
-        parameter=f'{_PARAM}"{{}}">',
-        parameter_end=_PARAM_END,
-    ),
+    ("<function name=",),
+    ("<function name=", "</function>"),
+    raw=("<![CDATA[", "]]>"),
+    start='<function name="',
+    head='{}">',
+    tail="</function>",
+    parameter='<param name="{}">',
+    parameter_end="</param>",
 )

@@ -49,25 +49,6 @@ class Tags:
         return sorted(m for m in marks if not any(m.startswith(o) for o in marks - {m}))
 
 
-# Reads an argument's name, and whether the value is a string; None: as the tool's schema says.
-ReadKey = Callable[[Reader], Reading[tuple[str, bool | None]]]
-
-
-def read_call(
-    reader: Reader, calls: CallWriter, tool: Tool, tags: Tags, read_key: ReadKey
-) -> Reading[None]:
-    """The rest of a call: its arguments, and its end, which models forget before a tag of `outer`.
-
-    Raises Malformed, CutShort.
-    """
-    while (yield from reader.has(tags.begun)):
-        key, is_string = yield from read_key(reader)
-        yield from read_typed(reader, calls, tool, key, tags, is_string)
-    if (yield from reader.follows(tags.outer)) is None:
-        yield from reader.expect(tags.close)
-    calls.end()
-
-
 def read_typed(
     reader: Reader,
     calls: CallWriter,

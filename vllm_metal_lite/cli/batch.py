@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -44,20 +44,19 @@ class Batch:
 
         total: lines of the input, if known, for the progress bar.
         """
-        start = time.perf_counter()
+        start = shown = time.perf_counter()
         with (
             DeferredInterrupt(lambda: tqdm.write(_STOPPING, file=sys.stderr)) as interrupt,
-            tqdm(total=total, unit="prompt", dynamic_ncols=True, disable=not show_bar) as bar,
+            tqdm(total=total, unit="prompt", dynamic_ncols=True, disable=not show_bar) as self._bar,
         ):
-            shown = start
             try:
                 while not interrupt.pressed and (self._jobs or not self._reader.ended):
-                    self._fill(bar)
-                    self._step(bar)
+                    self._fill()
+                    self._step()
                     now = time.perf_counter()
                     if now - shown >= _REFRESH_SECONDS:
                         new = self._engine.metrics()["decode_tokens"] + self._num_done
-                        bar.set_postfix_str(f"{new / (now - start):.0f} tokens/s")
+                        self._bar.set_postfix_str(f"{new / (now - start):.0f} tokens/s")
                         shown = now
             except KeyboardInterrupt:  # a second Ctrl-C, within a step
                 pass
@@ -75,7 +74,7 @@ class Batch:
             f"{self._engine.metrics()['preemptions']} preemptions"
         )
 
-    def _fill(self, bar: tqdm) -> None:
+    def _fill(self) -> None:
         """Add requests up to the window; wait for a line only if the engine is idle."""
         for _ in range(self._window - len(self._jobs)):
             line = self._reader.next(timeout=0 if self._jobs else _IDLE_SECONDS)
@@ -88,7 +87,7 @@ class Batch:
                 self._add(str(number), job)
             except MetalLiteError as e:
                 job_id = e.id if isinstance(e, BadLine) else job.id
-                self._refuse(position, job_id, f"line {number}: {e.spelled(engine_flag)}", bar)
+                self._refuse(position, job_id, f"line {number}: {e.spelled(engine_flag)}")
             else:
                 self._jobs[str(number)] = position, job
 
@@ -102,22 +101,19 @@ class Batch:
             request_id, prompt, job.params, priority=job.priority, checkpoints=checkpoints
         )
 
-    def _refuse(self, position: int, job_id: Any, message: str, bar: tqdm) -> None:
-        self._count_error(message)
-        self._writer.put(position, {"id": job_id, "error": message})
-        bar.update()
-
-    def _count_error(self, message: str) -> None:
-        self.num_refused += 1
-        self.first_refusal = self.first_refusal or message
-
-    def _step(self, bar: tqdm) -> None:
+    def _step(self) -> None:
         try:
             outputs = self._engine.step() if self._jobs else []
         except Exception as e:
             if self._engine.failed_steps.is_hopeless:
                 raise
-            self._end_at_fault(e, bar)
+            # End the lines at fault; the others are computed again.
+            lost = self._engine.requests_at_fault
+            self._engine.abort(lost)
+            for request_id in lost:
+                position, job = self._jobs.pop(request_id)
+                message = f"line {request_id}: a step of the engine failed: {one_line(e)}"
+                self._refuse(position, job.id, message)
             return
         for output in outputs:
             if not output.finished:
@@ -127,17 +123,15 @@ class Batch:
             self._prompt_tokens += len(output.prompt_token_ids)
             self._cached_tokens += output.num_cached_tokens
             self._new_tokens += sum(len(o.token_ids) for o in output.outputs)
-            errors = [o.error for o in output.outputs if o.error is not None]
-            if errors:
-                self._count_error(f"line {output.request_id}: {errors[0]}")
-            self._writer.put(position, result_line(job, output))
-            bar.update()
+            errors = [f"line {output.request_id}: {o.error}" for o in output.outputs if o.error]
+            self._put(position, result_line(job, output), errors)
 
-    def _end_at_fault(self, e: Exception, bar: tqdm) -> None:
-        """End the lines at fault for a failed step; the others are computed again."""
-        lost = self._engine.requests_at_fault
-        self._engine.abort(lost)
-        for request_id in lost:
-            position, job = self._jobs.pop(request_id)
-            message = f"line {request_id}: a step of the engine failed: {one_line(e)}"
-            self._refuse(position, job.id, message, bar)
+    def _refuse(self, position: int, job_id: Any, message: str) -> None:
+        self._put(position, {"id": job_id, "error": message}, [message])
+
+    def _put(self, position: int, result: dict[str, Any], errors: Sequence[str]) -> None:
+        if errors:
+            self.num_refused += 1
+            self.first_refusal = self.first_refusal or errors[0]
+        self._writer.put(position, result)
+        self._bar.update()

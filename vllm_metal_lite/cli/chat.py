@@ -17,12 +17,12 @@ def run(args: argparse.Namespace) -> int:
     if not (terminal.interactive or message):
         raise RequestError("there is no message on stdin")
     model = load_model(args.model, config, terminal.status)
-    engine = build_engine(model, config, terminal.status, "vllm-metal-lite chat")
     if model.tokenizer is None or not model.tokenizer.has_chat_template:
         raise RequestError(
             f"{args.model} has no chat template, so it cannot chat; it completes text with "
             "`vllm-metal-lite generate`"
         )
+    engine = build_engine(model, config, terminal.status, "vllm-metal-lite chat")
     from vllm_metal_lite.cli.session import Conversation, Session  # they import MLX
 
     params = SamplingParams(**{**model.sampling_defaults, "max_tokens": None, **given})

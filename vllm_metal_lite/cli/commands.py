@@ -8,6 +8,9 @@ from importlib.util import find_spec
 from vllm_metal_lite import __version__
 from vllm_metal_lite.cli import options
 from vllm_metal_lite.errors import install
+from vllm_metal_lite.rules import integer, number
+
+_SECONDS = number(1, 86_400)
 
 _EXAMPLES = """\
 examples:
@@ -174,7 +177,7 @@ def _add_launch(command: Command) -> None:
         help="a folder or a Hugging Face name; of a running server, the name that it serves "
         "(default: its first)",
     )
-    options.add_port(launch)
+    options.add_number(launch, "--port", "N", "port of the server", 8000, integer(1, 65535))
     text = "print the agent's command and variables, and end"
     launch.add_argument("--print", action="store_true", help=text)
     options.add_engine_options(launch, max_num_seqs=32)
@@ -203,7 +206,19 @@ def _add_bench(command: Command) -> None:
         epilog=_BENCH_NOTES,
     )
     options.add_model(bench, note="; tiny")
-    options.add_bench_options(bench)
+    for name, default, text in (
+        ("--requests", "1,4,16,32", "requests that arrive together"),
+        ("--context", "512,4096", "tokens of each prompt"),
+    ):
+        text, kind = f"{text} (default: {default})", options.counts
+        bench.add_argument(name, type=kind, default=default, metavar="N,N,...", help=text)
+    text = "counted tokens of each answer"
+    options.add_number(bench, "--new-tokens", "N", text, 64, options.COUNT)
+    text = "time for measuring, after the model is loaded"
+    options.add_number(bench, "--seconds", "S", text, 140, _SECONDS)
+    text = "measure mlx-lm on the same weights too, in turns"
+    bench.add_argument("--compare", action="store_true", help=text)
+    bench.add_argument("--report", metavar="FILE", help="write a new JSON file to share")
     options.add_engine_options(bench, max_num_seqs=32)
 
 
@@ -252,7 +267,7 @@ def _add_doctor(command: Command) -> None:
         help="check the shapes of this model: a folder or a Hugging Face name (default: the shapes "
         "that most models have, and the answers of the demo)",
     )
-    options.add_seconds(doctor, 60.0, "time for the checks of kernels")
+    options.add_number(doctor, "--seconds", "S", "time for the checks of kernels", 60, _SECONDS)
     text = "check many more shapes, without a limit: minutes"
     doctor.add_argument("--full", action="store_true", help=text)
     text = "write everything as one JSON file, for an issue"

@@ -22,39 +22,34 @@ class Turn:
     max_model_len: int
 
     @property
-    def kept(self) -> bool:
-        """False if the answer stopped before its first token."""
-        return bool(self.output.outputs[0].token_ids)
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether a limit ended the answer."""
-        return self.output.outputs[0].finish_reason == "length"
-
-    @property
-    def fills_context(self) -> bool:
-        """Whether there is no room for one more token."""
-        num_tokens = len(self.output.prompt_token_ids) + len(self.output.outputs[0].token_ids)
-        return num_tokens >= self.max_model_len
+    def end(self) -> str:
+        """Why the answer ended: "stop"; a limit, "context" or "max_tokens"; or Ctrl-C, "stopped",
+        or "dropped" before the first token."""
+        answer = self.output.outputs[0]
+        if answer.finish_reason == "length":
+            num_tokens = len(self.output.prompt_token_ids) + len(answer.token_ids)
+            return "context" if num_tokens >= self.max_model_len else "max_tokens"
+        if answer.finish_reason == "stop":
+            return "stop"
+        return "stopped" if answer.token_ids else "dropped"
 
     def __str__(self) -> str:
         """One line: tokens, speed, and whether a limit cut the answer."""
-        prompt, answer = self.output.prompt_token_ids, self.output.outputs[0]
-        cached, new = self.output.num_cached_tokens, len(answer.token_ids)
+        prompt, new = self.output.prompt_token_ids, len(self.output.outputs[0].token_ids)
+        cached = self.output.num_cached_tokens
         line = f"[{len(prompt)} prompt tokens, {cached} of them cached, {new} new"
         later = self.seconds - self.seconds_to_first
         if new > 1 and later > 0:
             line += f", {(new - 1) / later:.1f} tokens/s"
         if new:
             line += f", first after {self.seconds_to_first:.2f} s"
-        if self.is_cut and self.fills_context:
-            return f"{line}] cut: the context of {self.max_model_len} tokens is full (/reset)"
-        if self.is_cut:
-            return f"{line}] cut: max_tokens"
-        if answer.finish_reason == "stop":
-            return f"{line}]"
-        why = "stopped" if self.kept else "stopped before its first token, message taken back"
-        return f"{line}] {why}"
+        why = {
+            "context": f" cut: the context of {self.max_model_len} tokens is full (/reset)",
+            "max_tokens": " cut: max_tokens",
+            "stopped": " stopped",
+            "dropped": " stopped before its first token, message taken back",
+        }
+        return f"{line}]{why.get(self.end, '')}"
 
 
 class Conversation:
@@ -98,7 +93,7 @@ class Conversation:
         answer = turn.output.outputs[0]
         if answer.error is not None:
             raise RequestError(answer.error)
-        if turn.kept:
+        if turn.end != "dropped":
             self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         return turn
 

@@ -13,9 +13,9 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from math import inf
 from time import monotonic, perf_counter
+from typing import Any
 
 from vllm_metal_lite import backend, devices, envs
 from vllm_metal_lite.attention.select import no_kernels
@@ -24,8 +24,9 @@ from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.popular_shapes import COMMON, full_list
 from vllm_metal_lite.checks.result import CheckResult
-from vllm_metal_lite.cli import doctor_text, log, machine
-from vllm_metal_lite.cli.doctor_report import ModelFacts, Report
+from vllm_metal_lite.cli import doctor_text, log, shared_report
+from vllm_metal_lite.cli.doctor_report import Report
+from vllm_metal_lite.cli.files import check_writable, write_json
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError, one_line
 from vllm_metal_lite.model.loader import LoadedModel, load
@@ -38,10 +39,10 @@ _BLOCK = 16
 def run(args: argparse.Namespace) -> int:
     """Run the command `doctor`."""
     if args.report is not None:
-        machine.check_writable(args.report)
+        check_writable(args.report, replaces=False)
     folder = next(p for p in (envs.cache_folder(), *envs.cache_folder().parents) if p.is_dir())
     report = Report(
-        machine.new_report("doctor"),
+        shared_report.new_report("doctor"),
         engine_memory_bytes=int(backend.memory_limit() * devices.profile().memory_fraction),
         free_disk_bytes=shutil.disk_usage(folder).free,
         no_kernels="there is no GPU, or MLX does not use it" if backend.is_cpu() else None,
@@ -52,43 +53,42 @@ def run(args: argparse.Namespace) -> int:
         for line in () if args.json else lines:
             print(line, flush=True)
 
-    def show_part(part: doctor_text.Part) -> None:
-        """Print a part as soon as it is known."""
-        show(machine.without_names(list(part(report)), args.model))
+    def show_found(lines: Iterable[str]) -> None:
+        show(shared_report.without_names(list(lines), args.model))
 
     show(doctor_text.describe_machine(report))  # unchanged: a host may have the name "Apple"
     try:
-        _examine(report, args, show_part)
+        _examine(report, args, show_found)
     except KeyboardInterrupt:
         report.interrupted = True
-        show_part(doctor_text.describe_interrupted)
-    shared = machine.without_names(report.as_json(), args.model)
+        show_found(doctor_text.describe_interrupted(report))
+    shared = shared_report.without_names(report.as_json(), args.model)
     if args.json:
         print(json.dumps(shared, indent=2))
     if args.report is not None:
-        machine.write(args.report, shared)
+        write_json(args.report, shared)
         if not args.json:
             print(f"Report:    written to {args.report}; attach it to an issue, as it is")
     return 130 if report.interrupted else int(bool(report.problems))
 
 
 def _examine(
-    report: Report, args: argparse.Namespace, show: Callable[[doctor_text.Part], None]
+    report: Report, args: argparse.Namespace, show: Callable[[Iterable[str]], None]
 ) -> None:
-    """Fill the report, part by part: for a model, or for the demo and the shapes that most models
-    have."""
+    """Fill the report, and show each part as soon as it is known: of a model, or of the demo and
+    the shapes that most models have."""
     model = None
     if args.model is not None:
         with _section(report, "model", f"loading {args.model}"):
             model = load(args.model)
-            report.model = _facts(args.model, model)
-        show(doctor_text.describe_model)
+            report.model = shared_report.model_facts(args.model, model) | _store(model)
+        show(doctor_text.describe_model(report))
     if model is not None and not backend.is_cpu():
         report.no_kernels = no_kernels(
             "auto", model.attention_shapes, model.packed.by_segment, model.fit.recurrences
         )
     if report.no_kernels:
-        show(doctor_text.describe_no_kernels)
+        show(doctor_text.describe_no_kernels(report))
         return
     common = [] if model is not None else list(COMMON.values())
     model = model or load("demo")
@@ -99,16 +99,16 @@ def _examine(
                 report.checks.append(result)
     finally:
         verdicts.remember([result for result in report.checks if result.check in own])
-        show(doctor_text.describe_checks)
+        show(doctor_text.describe_checks(report))
     if not report.problems:
         with _section(report, "bandwidth", "measuring the memory's speed"):
             report.copy_bytes_per_second = speed.copy_bandwidth()
-        show(doctor_text.describe_bandwidth)
+        show(doctor_text.describe_bandwidth(report))
     # A kernel that hangs or ends its process would do the same in the graph of launches.
     if not any(result.ended for result in report.checks):
         with _section(report, "ordering", "checking the order of launches"):
             report.ordering = list(ordering.stress())
-    show(doctor_text.describe_order)
+    show(doctor_text.describe_order(report))
     with _section(report, "answers", "comparing answers"):
         try:
             report.answers = compare_tokens.compare(
@@ -116,8 +116,8 @@ def _examine(
             )
         except MetalLiteError as e:  # too little memory
             report.not_compared = one_line(e)
-    show(doctor_text.describe_answers)
-    show(doctor_text.describe_verdict)
+    show(doctor_text.describe_answers(report))
+    show(doctor_text.describe_verdict(report))
 
 
 @contextmanager
@@ -158,21 +158,15 @@ def _results(
                 yield result
 
 
-def _facts(name: str, model: LoadedModel) -> ModelFacts:
+def _store(model: LoadedModel) -> dict[str, Any]:
+    """The KV store that a model gets with default options, or why there is none."""
     config = EngineConfig()
-    facts = ModelFacts(
-        machine.public_name(name),
-        model.model_type,
-        backend.dtype_name(model.dtype),
-        model.weight_bytes,
-    )
     try:
         groups, max_model_len, _ = size_store(model, config)
     except MetalLiteError as e:  # too little memory
-        return replace(facts, problem=one_line(e))
-    return replace(
-        facts,
-        max_model_len=max_model_len,
-        kv_store_bytes=store_bytes(model, groups, config.block_size),
-        kv_store_tokens=groups[0].num_blocks * config.block_size,
-    )
+        return {"problem": one_line(e)}
+    return {
+        "max_model_len": max_model_len,
+        "kv_store_bytes": store_bytes(model, groups, config.block_size),
+        "kv_store_tokens": groups[0].num_blocks * config.block_size,
+    }

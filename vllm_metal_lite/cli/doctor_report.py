@@ -10,25 +10,12 @@ from vllm_metal_lite.checks.ordering import Outcome
 from vllm_metal_lite.checks.result import CheckResult
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """A model, with what it gets with default options.  problem: why it gets no KV store."""
-
-    name: str
-    type: str
-    dtype: str
-    weight_bytes: int
-    max_model_len: int | None = None
-    kv_store_bytes: int = 0
-    kv_store_tokens: int | None = None
-    problem: str | None = None
-
-
 @dataclass
 class Report:
     """The fields are those of the JSON, too.
 
     machine: the fields that every report begins with.  no_kernels: why no kernel is checked.
+    model: its facts, with its store by default options, or the `problem` that prevents a store.
     not_tried: checks for which there was no time; of_checks: their number with the others.
     not_compared: why there are no answers.  seconds: by part.
     """
@@ -37,7 +24,7 @@ class Report:
     engine_memory_bytes: int
     free_disk_bytes: int
     no_kernels: str | None
-    model: ModelFacts | None = None
+    model: dict[str, Any] | None = None
     checks: list[CheckResult] = field(default_factory=list)
     not_tried: int = 0
     of_checks: int = 0
@@ -70,7 +57,6 @@ class Report:
             **self.machine,
             **vars(self),
             "machine": self.machine["machine"],
-            "model": self.model and asdict(self.model),
             "profile": {"constants": asdict(devices.profile())},
             "checks": list(map(_check_as_json, self.checks)),
             "ordering": list(map(asdict, self.ordering)),

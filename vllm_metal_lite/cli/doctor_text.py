@@ -1,6 +1,6 @@
 """The report of `doctor` for people: short lines, and for each bad one what to do next."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 from vllm_metal_lite.cli import machine
 from vllm_metal_lite.cli.doctor_report import Report
@@ -8,8 +8,6 @@ from vllm_metal_lite.errors import size_text
 from vllm_metal_lite.kernels.registry import REGISTRY
 
 _SEND = "please open an issue with the file of `vllm-metal-lite doctor --report report.json`"
-# A part of the text, from the report as far as it is known.
-Part = Callable[[Report], Iterable[str]]
 
 
 def describe_machine(report: Report) -> Iterator[str]:
@@ -25,15 +23,15 @@ def describe_model(report: Report) -> Iterator[str]:
     model = report.model
     assert model is not None
     yield (
-        f"Model:     {model.name}: {model.type}, {size_text(model.weight_bytes)}, "
-        f"computes in {model.dtype}"
+        f"Model:     {model['name']}: {model['type']}, {size_text(model['weight_bytes'])}, "
+        f"computes in {model['dtype']}"
     )
-    if model.problem:
-        yield f"Context:   {model.problem}"
+    if problem := model.get("problem"):
+        yield f"Context:   {problem}"
     else:
         yield (
-            f"Context:   {model.max_model_len:,} tokens; the KV store would hold "
-            f"{model.kv_store_tokens:,} ({size_text(model.kv_store_bytes)})"
+            f"Context:   {model['max_model_len']:,} tokens; the KV store would hold "
+            f"{model['kv_store_tokens']:,} ({size_text(model['kv_store_bytes'])})"
         )
 
 
@@ -91,7 +89,7 @@ def describe_answers(report: Report) -> Iterator[str]:
     if answers is None:
         yield f"Answers:   not compared: {report.not_compared}"
         return
-    model = report.model.name if report.model else "demo"
+    model = report.model["name"] if report.model else "demo"
     count = f"{answers.tokens} tokens in {answers.answers} answers of {model}"
     same = "equal but for ties" if answers.differences else "equal"
     verdict = same if answers.agrees else "NOT EQUAL"

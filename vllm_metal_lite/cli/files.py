@@ -1,9 +1,8 @@
-"""Input and output files of `generate`."""
+"""Files that the commands read and write.  Bad names are refused before long work."""
 
 import json
 import os
 import queue
-import select
 import stat
 import sys
 import threading
@@ -21,19 +20,64 @@ def open_input(name: str) -> BinaryIO:
         # A separate file object: a thread must not hold sys.stdin when Python exits.
         return open(0 if name == "-" else name, "rb", closefd=name != "-")
     except (OSError, ValueError) as e:
-        raise _unusable(name, e) from None
+        raise UsageError(_why_not(name, e)) from None
+
+
+def check_output(name: str, source: BinaryIO) -> None:
+    """UsageError if the output ("-": stdout) cannot be written, or is the input."""
+    if name == "-":
+        return
+    check_writable(name, replaces=True)
+    if Path(name).is_file() and os.path.samestat(os.stat(name), os.fstat(source.fileno())):
+        raise UsageError(f"{name} is the input: write the output to another file")
+
+
+def check_writable(name: str, *, replaces: bool) -> None:
+    """UsageError if a file cannot be made.
+
+    replaces: the file may exist.  A device or a pipe, such as /dev/stdout, always may.
+    """
+    try:
+        if not _is_special(name):
+            existed = Path(name).exists()
+            open(name, "ab" if replaces else "xb").close()
+            if not existed:
+                Path(name).unlink()
+    except (OSError, ValueError) as e:
+        raise UsageError(_why_not(name, e)) from None
+
+
+def write_json(name: str, value: Any) -> None:
+    """Write a value to a new file; MetalLiteError, with the reason, if that is impossible."""
+    try:
+        with open(name, "w" if _is_special(name) else "x", encoding="utf-8") as file:
+            file.write(json.dumps(value, indent=2) + "\n")
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        raise MetalLiteError(_why_not(name, e)) from None
+
+
+def _is_special(name: str) -> bool:
+    path = Path(name)
+    return path.exists() and not (path.is_file() or path.is_dir())
+
+
+def _why_not(name: str, e: OSError | ValueError) -> str:
+    """Why a file cannot be used; ValueError: the name is not valid."""
+    reason = getattr(e, "strerror", None) or one_line(e)
+    if isinstance(e, FileExistsError):
+        reason = "it exists, and is not overwritten: give another name"
+    return f"{shorten(name)}: {reason}"
 
 
 def count_lines(file: BinaryIO) -> int | None:
     """The number of lines that are not blank; None for a pipe, which can be read only once."""
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return None
-    try:
-        start = file.tell()
-        count = sum(1 for line in file if line.strip())
-        file.seek(start)
-    except OSError as e:
-        raise _unreadable(e) from None
+    start = file.tell()
+    count = sum(1 for line in file if line.strip())
+    file.seek(start)
     return count
 
 
@@ -48,14 +92,12 @@ class LineReader:
 
     def next(self, timeout: float) -> tuple[int, bytes] | None:
         """The next line that is not blank; None on a timeout or at the end (`ended`)."""
-        if self.ended:
-            return None
         try:
-            item = self._queue.get(timeout > 0, timeout or None)
+            item = self._queue.get(timeout=timeout)
         except queue.Empty:
             return None
         if isinstance(item, OSError):
-            raise _unreadable(item)
+            raise MetalLiteError(f"the input cannot be read: {item.strerror}")
         self.ended = item is None
         return item
 
@@ -75,91 +117,42 @@ class OrderedWriter:
     Output is unbuffered, and a file never ends in a partial line, even on a full disk.
     """
 
-    def __init__(self, name: str, input_file: BinaryIO) -> None:
-        """Open the output ("-": stdout) to test for write access; `start` empties the file.
-
-        Raises UsageError if the output cannot be written, or is the input.
-        """
-        self._path = None if name == "-" else Path(name)
-        self._created = False
+    def __init__(self, name: str) -> None:
+        """Empty the file ("-": stdout)."""
+        is_stdout = name == "-"
+        number_or_name = sys.stdout.fileno() if is_stdout else name
+        self._file = open(number_or_name, "wb", buffering=0, closefd=not is_stdout)  # noqa: SIM115
+        os.set_blocking(self._file.fileno(), True)  # a full pipe makes us wait
         self._next = 0
         self._waiting: dict[int, dict[str, Any]] = {}
         self._failed = False
         self.num_written = 0
-        if self._path is None:
-            stdout = sys.stdout.buffer
-            self._file = getattr(stdout, "raw", stdout)
-            return
-        try:
-            self._created = not self._path.exists()
-            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
-        except (OSError, ValueError) as e:
-            raise _unusable(name, e) from None
-        ours, theirs = (os.fstat(f.fileno()) for f in (self._file, input_file))
-        if stat.S_ISREG(ours.st_mode) and os.path.samestat(ours, theirs):
-            raise UsageError(f"{name} is the input: write the output to another file")
-
-    def start(self) -> None:
-        """Empty the file: results are about to come."""
-        self._created = False
-        if self._path is not None and stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
-            self._file.truncate(0)
 
     def put(self, position: int, result: dict[str, Any]) -> None:
         """Take the result at a position (from 0, without gaps)."""
         self._waiting[position] = result
-        ready = []
         while self._next in self._waiting:
-            ready.append(self._waiting.pop(self._next))
             self._next += 1
-        self._write(ready)
+            self._write(self._waiting.pop(self._next - 1))
 
     def close(self) -> None:
-        """Write the waiting results; remove a file that was created but never started."""
-        self._write([self._waiting[position] for position in sorted(self._waiting)])
-        self._waiting.clear()
-        if self._path is not None:
-            with suppress(OSError):  # from an earlier failed write
-                self._file.close()
-            if self._created:
-                self._path.unlink(missing_ok=True)
+        """Write the waiting results."""
+        for position in sorted(self._waiting):
+            self._write(self._waiting[position])
+        self._file.close()
 
-    def _write(self, results: list[dict[str, Any]]) -> None:
+    def _write(self, result: dict[str, Any]) -> None:
         if self._failed:  # results after a gap would be out of order
             return
+        line, done = json.dumps(result, ensure_ascii=False).encode() + b"\n", 0
         try:
-            for result in results:
-                self._write_line(json.dumps(result, ensure_ascii=False).encode() + b"\n")
-                self.num_written += 1
+            while done < len(line):
+                done += self._file.write(line[done:])
         except OSError as e:
             self._failed = True
+            with suppress(OSError):  # a pipe keeps what it got
+                self._file.truncate(self._file.tell() - done)
             if isinstance(e, BrokenPipeError):
                 raise
             raise MetalLiteError(f"the output cannot be written: {e.strerror}") from None
-
-    def _write_line(self, line: bytes) -> None:
-        done = 0
-        try:
-            while done < len(line):
-                count = self._file.write(line[done:])
-                if count is None:  # a pipe that does not block, and is full
-                    select.select([], [self._file], [])
-                done += count or 0
-        except OSError:
-            self._take_back(done)
-            raise
-
-    def _take_back(self, num_bytes: int) -> None:
-        """Remove the last bytes written, if the output is a regular file."""
-        with suppress(OSError):
-            if num_bytes and stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
-                self._file.truncate(os.lseek(self._file.fileno(), 0, os.SEEK_CUR) - num_bytes)
-
-
-def _unreadable(e: OSError) -> MetalLiteError:
-    return MetalLiteError(f"the input cannot be read: {e.strerror}")
-
-
-def _unusable(name: str, e: OSError | ValueError) -> UsageError:
-    """The error for a file that cannot be opened, or for an invalid name."""
-    return UsageError(f"{shorten(name)}: {getattr(e, 'strerror', None) or one_line(e)}")
+        self.num_written += 1

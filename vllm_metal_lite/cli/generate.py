@@ -2,9 +2,16 @@
 
 import argparse
 import sys
+from contextlib import closing
 
 from vllm_metal_lite.cli import log, options
-from vllm_metal_lite.cli.files import LineReader, OrderedWriter, count_lines, open_input
+from vllm_metal_lite.cli.files import (
+    LineReader,
+    OrderedWriter,
+    check_output,
+    count_lines,
+    open_input,
+)
 from vllm_metal_lite.cli.startup import build_engine, load_model
 
 _MAX_TOKENS = 256
@@ -16,21 +23,18 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     config, given = options.engine_config(args), options.sampling_flags(args)
     source = open_input(args.input)
-    writer = OrderedWriter(args.output, source)
-    try:
-        model = load_model(args.model, config, log.say)
-        engine = build_engine(model, config, log.say, "--model")
-        from vllm_metal_lite.cli.batch import Batch  # it imports MLX
+    check_output(args.output, source)
+    model = load_model(args.model, config, log.say)
+    engine = build_engine(model, config, log.say, f"vllm-metal-lite generate {args.input} --model")
+    from vllm_metal_lite.cli.batch import Batch  # it imports MLX
 
-        defaults = {**model.sampling_defaults, "max_tokens": _MAX_TOKENS, **given}
-        window = _WINDOW * config.max_num_seqs
-        total = count_lines(source)
-        writer.start()
+    defaults = {**model.sampling_defaults, "max_tokens": _MAX_TOKENS, **given}
+    window = _WINDOW * config.max_num_seqs
+    total = count_lines(source)
+    on_screen = args.output == "-" and sys.stdout.isatty()
+    with closing(OrderedWriter(args.output)) as writer:
         batch = Batch(engine, LineReader(source, window), writer, defaults, window)
-        on_screen = args.output == "-" and sys.stdout.isatty()
         interrupted = batch.run(total, sys.stderr.isatty() and not on_screen)
-    finally:
-        writer.close()
     log.say(batch.summary())
     if interrupted:
         log.say(f"interrupted: {writer.num_written} results are kept")

@@ -18,7 +18,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
-from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from vllm_metal_lite import envs
@@ -164,14 +163,13 @@ def _asked(url: str, key: str, name: str | None) -> Served | None:
         with _DIRECT.open(request, timeout=5) as reply:
             models: list[dict[str, Any]] = json.load(reply)["data"]
         names = [model["id"] for model in models]
-    except HTTPError as e:  # a URLError too
-        if e.code == 401:
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as e:
+        status = getattr(e, "code", None)  # of an HTTPError
+        if status == 401:
             why = f"the server at {url} needs its API key: set METAL_LITE_API_KEY"
             raise MetalLiteError(why) from None
-        raise MetalLiteError(f"{url} does not serve models: {one_line(e)}") from None
-    except (URLError, ConnectionError, TimeoutError):
-        return None
-    except (HTTPException, ValueError, KeyError, TypeError) as e:
+        if isinstance(e, OSError) and status is None:
+            return None
         raise MetalLiteError(f"{url} does not serve models: {one_line(e)}") from None
     found = next((m for m in models if name in (None, m["id"], m.get("root"))), None)
     if found is None:

@@ -1,41 +1,20 @@
-"""The facts of this machine, and the fields of a report that users share.
+"""The facts of this machine."""
 
-A report is one JSON object.  It holds no name of a user, a host or a folder.
-"""
-
-import json
 import os
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from vllm_metal_lite import __version__, backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.cli.options import UsageError
-from vllm_metal_lite.errors import MetalLiteError, one_line, shorten
+from vllm_metal_lite.errors import size_text
 
-SCHEMA = 1
 _SECONDS = 5  # time limit of a tool of the system
-
-Report = dict[str, Any]
-
-
-def new_report(kind: str) -> Report:
-    """The start of a report; kind: the command that makes it, "doctor" or "bench"."""
-    return {
-        "report": "vllm-metal-lite",
-        "schema": SCHEMA,
-        "kind": kind,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": facts(),
-    }
 
 
 def facts() -> dict[str, Any]:
@@ -63,80 +42,13 @@ def describe(machine: dict[str, Any]) -> list[str]:
     gpu = machine["gpu"] or "no GPU in use"
     cores = f", {machine['gpu_cores']} GPU cores" if machine["gpu_cores"] else ""
     chip = machine["chip"] if machine["chip"] == gpu else f"{machine['chip']}, {gpu}"
-    total, usable = (machine[key] / 2**30 for key in ("memory_bytes", "usable_memory_bytes"))
+    total, usable = map(size_text, (machine["memory_bytes"], machine["usable_memory_bytes"]))
     return [
-        f"Machine:   {chip}{cores}, {machine['system']}, {total:.1f} GiB; MLX may use "
-        f"{usable:.1f} GiB ({machine['backend']})",
+        f"Machine:   {chip}{cores}, {machine['system']}, {total}; MLX may use "
+        f"{usable} ({machine['backend']})",
         f"Versions:  vllm-metal-lite {machine['vllm_metal_lite']}, mlx {machine['mlx']}, "
         f"mlx-lm {machine['mlx_lm']}, Python {machine['python']}",
     ]
-
-
-def public_name(model: str) -> str:
-    """A model's name as reports give it: "demo", a Hugging Face name, or "local" for a folder."""
-    with suppress(OSError, RuntimeError, ValueError):
-        if model != "demo" and Path(model).expanduser().exists():
-            return "local"
-    return model
-
-
-def check_writable(name: str) -> None:
-    """Test before long work that a new file can be made; UsageError if not, or if it exists.
-
-    A device or a pipe, such as /dev/stdout, may exist.
-    """
-    try:
-        if not _is_special(name):
-            open(name, "x").close()
-            Path(name).unlink()
-    except (OSError, ValueError) as e:
-        raise UsageError(f"{shorten(name)}: {_reason(e)}") from None
-
-
-def write(name: str, report: Report) -> None:
-    """Write a report to a new file; MetalLiteError, with the reason, if that is impossible."""
-    text = json.dumps(report, indent=2) + "\n"
-    try:
-        with open(name, "w" if _is_special(name) else "x", encoding="utf-8") as file:
-            file.write(text)
-    except BrokenPipeError:
-        raise
-    except OSError as e:
-        raise MetalLiteError(f"{shorten(name)}: {_reason(e)}") from None
-
-
-def without_names(shared: Any, model: str | None) -> Any:
-    """A report, or its text, without the user's folders and the machine's name."""
-    hidden = {str(Path.home()): "~"}
-    if model is not None and public_name(model) == "local":
-        folder = Path(model).expanduser()
-        hidden = {str(folder.resolve()): "MODEL", str(folder): "MODEL", model: "MODEL", **hidden}
-    hidden[platform.node()] = "HOST"
-    return _replaced(shared, hidden)
-
-
-def _replaced(value: Any, hidden: Mapping[str, str]) -> Any:
-    if isinstance(value, str):
-        for text, other in hidden.items():
-            if text:
-                value = re.sub(rf"(?<!\w){re.escape(text)}(?!\w)", other, value)
-        return value
-    if isinstance(value, dict):  # the machine stays: a host may have the name "Apple"
-        return {k: v if k == "machine" else _replaced(v, hidden) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_replaced(item, hidden) for item in value]
-    return value
-
-
-def _is_special(name: str) -> bool:
-    path = Path(name)
-    return path.exists() and not (path.is_file() or path.is_dir())
-
-
-def _reason(e: OSError | ValueError) -> str:
-    if isinstance(e, FileExistsError):
-        return "it exists, and is not overwritten: give another name"
-    return getattr(e, "strerror", None) or one_line(e)
 
 
 def _system() -> str:

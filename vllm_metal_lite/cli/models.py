@@ -18,7 +18,7 @@ from typing import Any
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli import log
-from vllm_metal_lite.cli.options import UsageError, engine_flag
+from vllm_metal_lite.cli.options import UsageError, engine_flag, local
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import (
@@ -80,13 +80,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _folder(name: str) -> Path:
-    try:
-        path = Path(name).expanduser()
-        if path.is_dir():
-            return path
-    except (OSError, RuntimeError, ValueError):  # too long; no such user; half a surrogate
-        pass
-    raise UsageError(f"{shorten(name)}: no such folder")
+    path = local(name)
+    if path is None or not path.is_dir():
+        raise UsageError(f"{shorten(name)}: no such folder")
+    return path
 
 
 def find_models(folders: Sequence[Path]) -> list[Entry]:
@@ -216,14 +213,12 @@ def _reason(e: MetalLiteError | OSError, name: str) -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Print no warnings: they concern only users who load the model."""
-    logger = logging.getLogger("vllm_metal_lite")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     try:
         with redirect_stdout(io.StringIO()):
             yield
     finally:
-        logger.setLevel(level)
+        logging.disable(logging.NOTSET)
 
 
 def table(entries: Sequence[Entry]) -> Iterator[str]:

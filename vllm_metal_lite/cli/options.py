@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from vllm_metal_lite.config import ENGINE_RULES, EngineConfig
-from vllm_metal_lite.errors import ConfigError, MetalLiteError, SamplingError
+from vllm_metal_lite.errors import MetalLiteError
+from vllm_metal_lite.rules import Rule, integer
 from vllm_metal_lite.sampling_params import SamplingParams
 
-T = TypeVar("T", int, float)
+R = TypeVar("R")
 
 
 class UsageError(MetalLiteError):
@@ -93,8 +94,20 @@ _SERVER = (
     ("keep_alive", "S", "seconds without a token, after which a stream gets a keep-alive event"),
     ("memory_budget_gib", "N", "GiB for all models together (default: a safe value)"),
 )
+# The same of flags that may come several times; their names are singular.
+_REPEATED = (
+    ("models", "[NAME=]MODEL", "one more model, loaded when a request names it"),
+    ("pin", "NAME", "load this model at the start, and never unload it"),
+    (
+        "chat_formats",
+        "[NAME=]FORMAT",
+        "how a model writes thoughts and tool calls, if its chat "
+        "template does not show it: hermes, qwen3_coder, ...",
+    ),
+    ("allowed_hosts", "NAME", "also accept this name in the Host header"),
+    ("allowed_origins", "ORIGIN", "web pages of this origin may call the server; *: any"),
+)
 _TEXTS = ("host", "api_key")  # also where they look like numbers
-_REPEATED = {"allowed_hosts": "--allowed-host", "allowed_origins": "--allowed-origin"}
 
 
 def _add(group: Any, rows: Iterable[tuple[str, str, str]], defaults: object = None) -> None:
@@ -115,10 +128,18 @@ def add_model(parser: argparse.ArgumentParser, name: str = "model", note: str = 
     parser.add_argument(name, default="demo", metavar="MODEL", help=text, nargs=nargs)
 
 
+def local(name: str) -> Path | None:
+    """The file or folder of this name; None if there is none."""
+    with suppress(OSError, RuntimeError, ValueError):  # too long; no such user; half a surrogate
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    return None
+
+
 def name_of(source: str) -> str:
     """A folder's own name, as `serve` has it; a name on the hub as it is."""
-    folder = Path(source).expanduser()
-    return folder.resolve().name if source != "demo" and folder.is_dir() else source
+    path = local(source) if source != "demo" else None
+    return path.resolve().name if path is not None else source
 
 
 def add_engine_options(parser: argparse.ArgumentParser, max_num_seqs: int) -> None:
@@ -135,10 +156,16 @@ def add_engine_options(parser: argparse.ArgumentParser, max_num_seqs: int) -> No
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The engine's options from parsed flags; UsageError if one is out of range."""
+    given = {field.name: getattr(args, field.name) for field in fields(EngineConfig)}
+    return checked(EngineConfig, given, engine_flag)
+
+
+def checked(make: Callable[..., R], given: dict[str, Any], spell: Callable[[str], str]) -> R:
+    """A record of options; UsageError, with the names as `spell` has them, if one is bad."""
     try:
-        return EngineConfig(**{f.name: getattr(args, f.name) for f in fields(EngineConfig)})
-    except ConfigError as e:
-        raise UsageError(e.spelled(engine_flag)) from None
+        return make(**given)
+    except MetalLiteError as e:
+        raise UsageError(e.spelled(spell)) from None
 
 
 def engine_flags(config: EngineConfig, max_num_seqs: int) -> list[str]:
@@ -157,51 +184,21 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `serve`."""
     from vllm_metal_lite.server.settings import ServerConfig
 
-    def repeated(name: str, field: str, metavar: str, text: str) -> None:
-        parser.add_argument(
-            name, dest=field, action="append", metavar=metavar, help=f"{text}; repeatable"
-        )
-
-    repeated("--model", "models", "[NAME=]MODEL", "one more model, loaded when a request names it")
-    repeated("--pin", "pin", "NAME", "load this model at the start, and never unload it")
-    text = "how a model writes thoughts and tool calls, if its chat template does not show it: "
-    text += "hermes, qwen3_coder, ..."
-    repeated("--chat-format", "chat_formats", "[NAME=]FORMAT", text)
+    for field, metavar, text in _REPEATED:
+        text = f"{text}; repeatable"
+        parser.add_argument(flag(field), dest=field, action="append", metavar=metavar, help=text)
     parser.add_argument("--served-model-name", metavar="NAME", help="what requests call MODEL")
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     parser.add_argument("--log-requests", action="store_true", help="print a line a request")
     _add(parser.add_argument_group("server options"), _SERVER, ServerConfig())
-    hosts, origins = _REPEATED
-    repeated(_REPEATED[hosts], hosts, "NAME", "also accept this name in the Host header")
-    text = "web pages of this origin may call the server; *: any"
-    repeated(_REPEATED[origins], origins, "ORIGIN", text)
 
 
-def add_bench_options(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `bench`."""
-    add = parser.add_argument
-    for name, default, text in (
-        ("--requests", "1,4,16,32", "requests that arrive together"),
-        ("--context", "512,4096", "tokens of each prompt"),
-    ):
-        text = f"{text} (default: {default})"
-        add(name, type=_counts, default=default, metavar="N,N,...", help=text)
-    text = "counted tokens of each answer (default: 64)"
-    add("--new-tokens", type=_count, default=64, metavar="N", help=text)
-    add_seconds(parser, 140.0, "time for measuring, after the model is loaded")
-    text = "measure mlx-lm on the same weights too, in turns"
-    add("--compare", action="store_true", help=text)
-    add("--report", metavar="FILE", help="write a new JSON file to share")
-
-
-def add_seconds(parser: argparse.ArgumentParser, default: float, what: str) -> None:
-    text, kind = f"{what} (default: {default:g})", _number(float, 86_400)
-    parser.add_argument("--seconds", type=kind, default=default, metavar="S", help=text)
-
-
-def add_port(parser: argparse.ArgumentParser) -> None:
-    text, kind = "port of the server (default: 8000)", _number(int, 65535)
-    parser.add_argument("--port", type=kind, default=8000, metavar="N", help=text)
+def add_number(
+    parser: argparse.ArgumentParser, name: str, metavar: str, text: str, default: float, rule: Rule
+) -> None:
+    """Add a flag for a number that a rule allows."""
+    text, kind = f"{text} (default: {default:g})", _ruled(rule)
+    parser.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: str) -> None:
@@ -224,17 +221,20 @@ def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
     fields = [field for field, *_ in _SAMPLING] + ["max_tokens", "stop", "structured_outputs"]
     given = {"seed": args.sample_seed, **{field: getattr(args, field) for field in fields}}
     given = {field: value for field, value in given.items() if value is not None}
-    try:
-        SamplingParams(**given)
-    except SamplingError as e:
-        raise UsageError(e.spelled(lambda f: flag("sample_seed" if f == "seed" else f))) from None
+    checked(SamplingParams, given, lambda f: flag("sample_seed" if f == "seed" else f))
     return given
+
+
+def flag(field: str) -> str:
+    """A field's flag, as the user types it."""
+    is_repeated = any(field == name for name, *_ in _REPEATED)
+    return "--" + (field.removesuffix("s") if is_repeated else field).replace("_", "-")
 
 
 def engine_flag(field: str) -> str:
     """The name of a field in error messages: its flag if there is one, else the field's name."""
-    known = field in ENGINE_RULES or any(field == name for name, *_ in _SERVER)
-    return _REPEATED.get(field) or (flag(field) if known else field)
+    known = field in ENGINE_RULES or any(field == name for name, *_ in (*_SERVER, *_REPEATED))
+    return flag(field) if known else field
 
 
 def _value(text: str) -> int | float | str:
@@ -253,27 +253,22 @@ def _json(text: str) -> Any:
         return text
 
 
-def _number(kind: Callable[[str], T], most: int) -> Callable[[str], T]:
-    """Parses a number from 1 to `most`."""
+def _ruled(rule: Rule) -> Callable[[str], Any]:
+    """Parses a value that a rule allows."""
 
-    def parse(text: str) -> T:
-        with suppress(ValueError):
-            if 1 <= (number := kind(text)) <= most:
-                return number
-        a_number = "an integer" if kind is int else "a number"
-        raise argparse.ArgumentTypeError(f"must be {a_number} from 1 to {most:,}, got {text!r}")
+    def parse(text: str) -> Any:
+        try:
+            return rule.take(_value(text))
+        except ValueError:
+            why = f"must be {rule.allowed}, got {text!r}"
+            raise argparse.ArgumentTypeError(why) from None
 
     return parse
 
 
-_count = _number(int, 1_000_000)
+COUNT = integer(1, 1_000_000)
 
 
-def _counts(text: str) -> list[int]:
+def counts(text: str) -> list[int]:
     """Integers with commas between them, ascending."""
-    return sorted({_count(part) for part in text.split(",")})
-
-
-def flag(field: str) -> str:
-    """A field's flag, as the user types it."""
-    return "--" + field.replace("_", "-")
+    return sorted({_ruled(COUNT)(part) for part in text.split(",")})

@@ -15,7 +15,7 @@ from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.cli import log, options
 from vllm_metal_lite.cli.startup import DEMO
 from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.errors import ConfigError, MetalLiteError, install
+from vllm_metal_lite.errors import MetalLiteError, install
 from vllm_metal_lite.server.settings import ServerConfig
 
 # Tokens of a step on a CPU, where a long step delays all streams.  4,000 tokens in one step take
@@ -75,10 +75,7 @@ def _server_config(args: argparse.Namespace) -> ServerConfig:
     given["api_key"] = args.api_key if args.api_key is not None else envs.api_key()
     for name in "allowed_hosts", "allowed_origins":
         given[name] = tuple(given[name] or ())
-    try:
-        return ServerConfig(**given)
-    except ConfigError as e:
-        raise options.UsageError(e.spelled(options.engine_flag)) from None
+    return options.checked(ServerConfig, given, options.engine_flag)
 
 
 def _named(args: argparse.Namespace) -> dict[str, str]:

@@ -48,16 +48,14 @@ class Session:
         limit is one, which a script must see.
         """
         turn = self._turn(message)
-        if turn.output.outputs[0].finish_reason == "abort":
-            return 130
-        if turn.is_cut and turn.fills_context:
+        if turn.end == "context":
             limit = turn.max_model_len
             log.say(f"error: the answer is cut: the context of {limit} tokens is full")
             return 1
-        if turn.is_cut:
+        if turn.end == "max_tokens":
             max_tokens = self._conversation.params.max_tokens
             log.say(f"The answer is cut at {max_tokens} tokens (--max-tokens).")
-        return 0
+        return 130 if turn.end in ("stopped", "dropped") else 0
 
     def _take(self, message: str) -> None:
         if message.startswith("/"):

@@ -10,12 +10,12 @@ from functools import partial
 
 import numpy as np
 
-from vllm_metal_lite.backend import dtype_name
-from vllm_metal_lite.cli import log, machine, options
+from vllm_metal_lite.cli import log, machine, options, shared_report
 from vllm_metal_lite.cli.bench.cases import make_cases
 from vllm_metal_lite.cli.bench.engines import Engine, MlxLm, ThisEngine
 from vllm_metal_lite.cli.bench.suite import Suite
 from vllm_metal_lite.cli.bench.table import rows, table
+from vllm_metal_lite.cli.files import check_writable, write_json
 from vllm_metal_lite.cli.startup import build_engine, load_model
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
             f"got {max(args.requests)}"
         )
     if args.report:
-        machine.check_writable(args.report)
+        check_writable(args.report, replaces=False)
 
     model = load_model(args.model, config, log.say)
     limit = min(config.max_model_len or model.max_position, model.max_position)
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(*e.parts, " (of the longest --context and its new tokens)") from None
     engines.insert(0, ThisEngine(engine))
 
-    report = machine.new_report("bench")
+    report = shared_report.new_report("bench")
     for line in machine.describe(report["machine"]):
         log.say(line)
     log.say(
@@ -75,13 +75,7 @@ def run(args: argparse.Namespace) -> int:
             suite.run(cases, stop=lambda: interrupt.pressed)
         interrupted = interrupt.pressed
     report |= {
-        "model": {
-            "name": machine.public_name(args.model),
-            "type": model.model_type,
-            "parameters": model.num_parameters,
-            "weight_bytes": model.weight_bytes,
-            "dtype": dtype_name(model.dtype),
-        },
+        "model": shared_report.model_facts(args.model, model),
         "engine": {
             "attention": engine.runner.attention.name,
             "attention_reason": engine.attention_reason,
@@ -95,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     if suite.results:
         print("\n".join(table(suite.results)), flush=True)
     if args.report:
-        machine.write(args.report, report)
+        write_json(args.report, shared_report.without_names(report, args.model))
         log.say(f"The report is in {args.report}.")
     failed = any(result.failed for result in suite.results)
     return 130 if interrupted else int(failed)

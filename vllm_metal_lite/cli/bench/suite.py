@@ -21,10 +21,6 @@ _MOST_TURNS = 4  # of a case; the first is not counted if another follows
 _CASE_SHARE = 1 / 40  # the share of the time limit after which a case gets no further turn
 
 
-class EngineFailed(MetalLiteError):
-    """An engine raised in a run, as for lack of memory."""
-
-
 class Timing(NamedTuple):
     """Of one run, or the medians of several.
 
@@ -69,7 +65,7 @@ class Suite:
     def run(self, cases: Sequence[BenchCase], stop: Callable[[], bool]) -> None:
         """Fill `results`; ends early if `stop`, asked between steps, says so.
 
-        An engine that fails spoils its case only; EngineFailed if that is the warm-up.
+        An engine that fails spoils its case only; MetalLiteError if that is the warm-up.
         """
         self._stop, self._random = stop, np.random.default_rng(0)
         self._deadline = time.perf_counter() + self.seconds
@@ -93,7 +89,7 @@ class Suite:
         while len(turns) < _MOST_TURNS and (not turns or now + last < end):
             try:
                 turn = self._turn(case, f"turn {len(turns) + 1}")
-            except EngineFailed as e:
+            except MetalLiteError as e:
                 return Result(case, skipped=str(e), failed=True)
             if turn is None:
                 break
@@ -119,7 +115,7 @@ class Suite:
             try:
                 timing = drive(engine, prompts, self.new_tokens, case.max_tokens, self._is_over)
             except RuntimeError as e:  # MLX's error for everything
-                raise EngineFailed(f"{engine.name} fails: {one_line(e)}") from e
+                raise MetalLiteError(f"{engine.name} fails: {one_line(e)}") from e
             if timing is None:
                 return None
             turn[engine.name] = timing

@@ -1,0 +1,63 @@
+"""A report that users share: one JSON object, without names of users, hosts and folders."""
+
+import platform
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from vllm_metal_lite import backend
+from vllm_metal_lite.cli import machine
+from vllm_metal_lite.cli.options import local
+from vllm_metal_lite.model.loader import LoadedModel
+
+
+def new_report(kind: str) -> dict[str, Any]:
+    """The start of a report; kind: the command that makes it, "doctor" or "bench"."""
+    return {
+        "report": "vllm-metal-lite",
+        "schema": 1,
+        "kind": kind,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine.facts(),
+    }
+
+
+def model_facts(name: str, model: LoadedModel) -> dict[str, Any]:
+    """A model, as reports describe it; name: the user's name for it."""
+    return {
+        "name": public_name(name),
+        "type": model.model_type,
+        "parameters": model.num_parameters,
+        "weight_bytes": model.weight_bytes,
+        "dtype": backend.dtype_name(model.dtype),
+    }
+
+
+def public_name(model: str) -> str:
+    """A model's name as reports give it: "demo", a Hugging Face name, or "local" for a folder."""
+    return "local" if model != "demo" and local(model) is not None else model
+
+
+def without_names(shared: Any, model: str | None) -> Any:
+    """A report, or its text, without the user's folders and the machine's name."""
+    hidden = {str(Path.home()): "~"}
+    if model is not None and public_name(model) == "local":
+        folder = Path(model).expanduser()
+        hidden = {str(folder.resolve()): "MODEL", str(folder): "MODEL", model: "MODEL", **hidden}
+    hidden[platform.node()] = "HOST"
+    return _replaced(shared, hidden)
+
+
+def _replaced(value: Any, hidden: Mapping[str, str]) -> Any:
+    if isinstance(value, str):
+        for text, other in hidden.items():
+            if text:
+                value = re.sub(rf"(?<!\w){re.escape(text)}(?!\w)", other, value)
+        return value
+    if isinstance(value, dict):  # the machine stays: a host may have the name "Apple"
+        return {k: v if k == "machine" else _replaced(v, hidden) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_replaced(item, hidden) for item in value]
+    return value
