@@ -6,14 +6,12 @@ import httpx
 import pytest
 
 from tests.support.models import tiny_models
-from tests.support.server.kit import serving
-from vllm_metal_lite.engine.piece_encoder import PieceEncoder
+from tests.support.server.kit import serving, text_model
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.model.files import DEMO_PATH
 from vllm_metal_lite.model.tokenizer import load_tokenizer_only
 from vllm_metal_lite.server.conversations import ChatRequest, join_systems, render_prompt
 from vllm_metal_lite.server.models import ModelSpec
-from vllm_metal_lite.server.templates import probe
 
 SYSTEM = {"role": "system", "content": "You answer in short sentences. " * 12}
 BLOCK = 16
@@ -34,9 +32,7 @@ def tokenizer():
 
 def render(tokenizer, *messages, with_checkpoints=True, **fields):
     conversation = ChatRequest(messages, **fields)
-    return render_prompt(
-        tokenizer, probe(tokenizer), "demo", conversation, with_checkpoints, PieceEncoder(tokenizer)
-    )
+    return render_prompt(text_model(tokenizer), conversation, with_checkpoints)
 
 
 def shown(tokenizer, prompt):

@@ -7,7 +7,7 @@ import pytest
 from tests.support.server.kit import serving
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.chat_formats.detect import FORMATS
-from vllm_metal_lite.server.worker.client import EngineClient
+from vllm_metal_lite.server.text_model import TextModel
 
 ENGINE = EngineConfig(num_blocks=64, max_num_seqs=8, max_model_len=256)
 CHAT = "/v1/chat/completions"
@@ -83,7 +83,7 @@ def running():
 
 @pytest.fixture(autouse=True, params=["hermes", "qwen3_coder", "kimi_k2"])
 def chat_format(request, monkeypatch):
-    monkeypatch.setattr(EngineClient, "chat_format", FORMATS[request.param])
+    monkeypatch.setattr(TextModel, "chat_format", FORMATS[request.param])
 
 
 def check(http, path, what, **fields):

@@ -18,7 +18,6 @@ from tests.support.server.raw_http import connect
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.messages import Compile
 from vllm_metal_lite.structured_outputs import compiler
 
 PATH = "/v1/chat/completions"
@@ -75,10 +74,10 @@ def test_requests_whose_grammars_are_compiled_wait_like_others(running, client, 
     def check(form) -> None:
         go.wait(60)
 
-    async def held(engine, message):
-        if isinstance(message, Compile):
+    async def held(engine, request_id, method, *args):
+        if method == "compile":
             await asyncio.to_thread(go.wait, 60)
-        await compiled(engine, message)
+        await compiled(engine, request_id, method, *args)
 
     if where == "the server":
         monkeypatch.setattr(compiler, "check", check)

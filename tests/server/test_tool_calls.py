@@ -20,7 +20,7 @@ from tests.support.server.chat_apis import (
     gathered,
 )
 from tests.support.server.scripted import hermes_call as call
-from vllm_metal_lite.server.worker.client import EngineClient
+from vllm_metal_lite.server.text_model import TextModel
 
 
 @pytest.fixture(params=APIS, ids=lambda api: api.__name__)
@@ -95,7 +95,7 @@ def test_calls_that_nobody_wants_are_text(api, script, how):
 @pytest.mark.parametrize(("choice", "names"), [("required", ["run", "wait"]), ("run", ["run"])])
 @pytest.mark.parametrize("thinks", [False, True])
 def test_demanded_calls_follow_a_grammar(api, script, choice, names, thinks, monkeypatch):
-    monkeypatch.setattr(EngineClient, "thinks", property(lambda self: thinks))
+    monkeypatch.setattr(TextModel, "thinks", property(lambda self: thinks))
     script.says(call("run", cmd="ls"))
     api.whole(choice=choice)
     params = script.requests[-1].params

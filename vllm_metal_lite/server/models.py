@@ -280,7 +280,7 @@ class Models:
         check = self.config if len(self.models) > 1 else None
         client = await self._start(model.spec.source, configure, check)
         if model.spec.chat_format is not None:
-            client.chat_format = model.spec.chat_format
+            client.model.chat_format = model.spec.chat_format
         now = self._clock()
         model.engine, model.failure = _Loaded(client, size, now, now - began), None
         model.back_off = 0.0

@@ -103,7 +103,7 @@ async def sampling_params(serving: Serving, body: SamplingFields) -> SamplingPar
 
     Without max_tokens, an answer may fill the context.
     """
-    facts, most, names = serving.engine.facts, serving.server.config.max_logprobs, body.names()
+    facts, most, names = serving.model.facts, serving.server.config.max_logprobs, body.names()
     own = {name: value for name, value in body.sampling().items() if value is not None}
     for name, low, high in (("n", 1, MAX_N), ("logprobs", 0, most), ("prompt_logprobs", 0, most)):
         if isinstance(value := own.get(name), int) and not low <= value <= high:

@@ -46,10 +46,10 @@ async def chat_completions(serving: Serving, body: ChatCompletionRequest) -> Res
     request, deltas = await answer(serving, body, conversation, "chatcmpl-")
     params, last = request.params, conversation.messages[-1]
     echoed = last["content"] if body.echo and last["role"] == "assistant" else ""
-    names = TokenNames(serving.engine.tokenizer, bool(body.return_tokens_as_token_ids))
+    names = TokenNames(serving.model.tokenizer, bool(body.return_tokens_as_token_ids))
     scores = partial(chat_logprobs, top=body.top_logprobs or 0, names=names)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    reply = Reply(kind, serving.model, [request], body.stream_options)
+    reply = Reply(kind, serving.model_name, [request], body.stream_options)
     if body.stream:
         return serving.stream(reply.stream(chunks(reply, deltas, echoed, scores)))
     whole = reply.whole(await whole_choices(reply, deltas, params.n, echoed, scores))

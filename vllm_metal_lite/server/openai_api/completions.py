@@ -26,7 +26,7 @@ from vllm_metal_lite.server.openai_api.logprobs import (
 from vllm_metal_lite.server.openai_api.reply import Reply, ending
 from vllm_metal_lite.server.params import Unsupported, sampling_params
 from vllm_metal_lite.server.server import Serving
-from vllm_metal_lite.server.worker.client import EngineClient
+from vllm_metal_lite.server.text_model import TextModel
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 Prompt = str | list[int]
@@ -60,12 +60,12 @@ class CompletionRequest(CompletionFields):
 
 
 async def completions(serving: Serving, body: CompletionRequest) -> Response:
-    prompts, engine = split_prompts(body.prompt), serving.engine
+    prompts, model = split_prompts(body.prompt), serving.model
     with serving.preparing():
         params = await sampling_params(serving, body)
     if body.best_of not in (None, params.n):
         raise bad("best_of", f" must equal n ({params.n}), got {body.best_of}")
-    most = engine.facts.max_num_seqs + serving.server.config.max_waiting
+    most = model.facts.max_num_seqs + serving.server.config.max_waiting
     if (count := len(prompts) * params.n) > most:
         raise ApiError(
             400,
@@ -74,12 +74,12 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
             param="prompt",
         )
     special = body.add_special_tokens is not False
-    token_ids = await offload(token_ids_of, prompts, engine, special, "prompt")
+    token_ids = await offload(token_ids_of, prompts, model, special, "prompt")
     requests = await all_of(
         serving.generate("cmpl-", RenderedPrompt(ids), params, **body.scheduling())
         for ids in token_ids
     )
-    names = TokenNames(engine.tokenizer, bool(body.return_tokens_as_token_ids))
+    names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
     texts = await offload(_echoed, prompts, requests, names) if body.echo else [""] * len(prompts)
     writers = [
         _Writer(body, request, answer, text, names)
@@ -87,7 +87,7 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
         for answer in request.answers
     ]
     options, hides = body.stream_options, body.only_echoes
-    reply = Reply("text_completion", serving.model, requests, options, hides_answers=hides)
+    reply = Reply("text_completion", serving.model_name, requests, options, hides_answers=hides)
     if body.stream:
         return serving.stream(reply.stream(_chunks(reply, deltas(requests), writers)))
     for request in requests:
@@ -121,12 +121,12 @@ def _are_ids(value: Any) -> bool:
 
 
 def token_ids_of(
-    prompts: Sequence[Prompt], engine: EngineClient, special: bool, param: str
+    prompts: Sequence[Prompt], model: TextModel, special: bool, param: str
 ) -> list[list[int]]:
     def ids_of(prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            prompt = encode_prompt(engine, prompt, special)
-        return tokenize(prompt, None, engine.facts.vocab_size)[1]
+            prompt = encode_prompt(model, prompt, special)
+        return tokenize(prompt, None, model.facts.vocab_size)[1]
 
     try:
         return [ids_of(prompt) for prompt in prompts]

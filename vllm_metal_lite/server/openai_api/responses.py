@@ -111,13 +111,13 @@ async def create_response(serving: Serving, body: ResponsesRequest) -> Response:
     given, choice, effort = list(tools.tools.values()), tools.choice, reasoning.effort
     conversation = ChatRequest(messages, tools=given, choice=choice, effort=effort)
     request, deltas = await answer(serving, body, conversation, "resp_")
-    names, top = TokenNames(serving.engine.tokenizer), body.top_logprobs or 0
+    names, top = TokenNames(serving.model.tokenizer), body.top_logprobs or 0
 
     def scores(token_ids: list[int], positions: Positions | None) -> list[dict[str, Any]]:
         found = chat_logprobs(token_ids, positions, top=top, names=names)
         return [] if found is None else found["content"]
 
-    echo = body.echo(serving.model, request.params, tools)
+    echo = body.echo(serving.model_name, request.params, tools)
     reply = ResponseReply(request, deltas, tools.callees, reasoning.shows_summary, echo, scores)
     if body.stream:
         return serving.stream(reply.stream(), reply.keep_alive)
