@@ -1,19 +1,17 @@
 """`/v1/completions`."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
-from json import dumps
-from typing import Any
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, ClassVar
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from vllm_metal_lite.engine.prompt_ids import tokenize
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.outputs import CompletionOutput
 from vllm_metal_lite.server.conversations import RenderedPrompt, encode_prompt
-from vllm_metal_lite.server.deltas import AnswerReader, Delta, deltas
+from vllm_metal_lite.server.deltas import Delta, deltas, whole_answers
 from vllm_metal_lite.server.errors import ApiError, bad, must_be
-from vllm_metal_lite.server.large_json import large_json
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.openai_api.completion_fields import CompletionFields
 from vllm_metal_lite.server.openai_api.logprobs import (
@@ -23,10 +21,11 @@ from vllm_metal_lite.server.openai_api.logprobs import (
     legacy_logprobs,
     prompt_logprobs,
 )
-from vllm_metal_lite.server.openai_api.reply import Reply, ending
+from vllm_metal_lite.server.openai_api.reply import Reply, Scores, Writer
 from vllm_metal_lite.server.params import Unsupported, sampling_params
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.text_model import TextModel
+from vllm_metal_lite.server.whole_json import whole_json
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 Prompt = str | list[int]
@@ -87,19 +86,11 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
         for answer in request.answers
     ]
     options, hides = body.stream_options, body.only_echoes
-    reply = Reply("text_completion", serving.model_name, requests, options, hides_answers=hides)
+    reply = Reply("text_completion", serving.model_name, requests, writers, options, hides)
     if body.stream:
-        return serving.stream(reply.stream(_chunks(reply, deltas(requests), writers)))
-    for request in requests:
-        await request.complete()
-
-    def whole() -> dict[str, Any]:
-        news = (AnswerReader(i, writer.answer).read() for i, writer in enumerate(writers))
-        return reply.whole([w.whole(delta) for w, delta in zip(writers, news, strict=True)])
-
-    if params.logprobs is None and params.prompt_logprobs is None:
-        return JSONResponse(whole())
-    return await large_json(whole)
+        return serving.stream(reply.stream(deltas(requests)))
+    answers = await whole_answers(deltas(requests))
+    return await whole_json(lambda: reply.whole(answers))
 
 
 def split_prompts(prompt: Any, param: str = "prompt") -> list[Prompt]:
@@ -154,8 +145,10 @@ def _echoed(
     ]
 
 
-class _Writer:
-    """Makes the choice of one answer.  echo: the text of its prompt, if that is shown."""
+class _Writer(Writer):
+    """echo: the text of the answer's prompt, if that is shown."""
+
+    empty: ClassVar = {"text": ""}
 
     def __init__(
         self,
@@ -165,7 +158,7 @@ class _Writer:
         echo: str,
         names: TokenNames,
     ) -> None:
-        self._body, self._request, self.answer = body, request, answer
+        self._body, self._request, self._answer = body, request, answer
         self._echo, self._names = echo, names
         self._is_echoing = bool(body.echo)  # the next news begins with the prompt
         self._offsets: TextOffsets | None = None
@@ -173,29 +166,19 @@ class _Writer:
             before = request.prompt_token_ids
             self._offsets = TextOffsets(names.tokenizer, request.params, before, len(echo))
 
+    async def take(self, delta: Delta) -> tuple[list[dict[str, Any]], Scores]:
+        # A whole prompt that is echoed takes long.
+        news = await offload(self._news, delta) if self._is_echoing else self._news(delta)
+        return ([{"text": news[0]}] if news[0] else []), news[1]
+
     def whole(self, delta: Delta) -> dict[str, Any]:
-        """The choice of a finished answer.  delta: all of it."""
         text, scores = self._news(delta)
-        choice = {"index": delta.choice, "text": text, "logprobs": scores}
+        choice: dict[str, Any] = {"text": text, "logprobs": scores}
         if self._body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(self._request.prompt_logprobs)
-        return {**choice, **ending(delta.answer, delta.finish_reason)}
+        return choice
 
-    async def chunk(self, delta: Delta, reply: Reply) -> bytes | None:
-        """The event of a Delta; None if the Delta has nothing to show."""
-        if self._is_echoing:
-            return await offload(self._chunk, delta, reply)  # it echoes the whole prompt
-        return self._chunk(delta, reply)
-
-    def _chunk(self, delta: Delta, reply: Reply) -> bytes | None:
-        text, scores = self._news(delta)
-        answer = self.answer
-        if not (text or answer.finished or reply.sends_every_delta or (delta.token_ids and scores)):
-            return None
-        end = ending(answer, answer.finish_reason) if answer.finished else None
-        return reply.chunk(delta.choice, f'"text":{dumps(text)}', end, scores)
-
-    def _news(self, delta: Delta) -> tuple[str, dict[str, Any] | None]:
+    def _news(self, delta: Delta) -> tuple[str, Scores]:
         """New text and its log-probabilities; those of an echoed prompt come first."""
         text, token_ids = delta.text, delta.token_ids
         positions: list[Any] = list(delta.logprobs or ())
@@ -207,8 +190,8 @@ class _Writer:
         if self._offsets is None:
             return text, None
         offsets = self._offsets.add(token_ids)
-        if self.answer.finished:  # tokens of a stop string have no text
-            end = len(self._echo) + len(self.answer.text)
+        if self._answer.finished:  # tokens of a stop string have no text
+            end = len(self._echo) + len(self._answer.text)
             offsets = [min(offset, end) for offset in offsets]
         if is_echoing:
             prompt_ids = self._request.prompt_token_ids
@@ -216,11 +199,3 @@ class _Writer:
             token_ids = prompt_ids + token_ids
             positions = [*(self._request.prompt_logprobs or ()), *positions]
         return text, legacy_logprobs(token_ids, positions, offsets, self._names)
-
-
-async def _chunks(
-    reply: Reply, news: AsyncIterator[Delta], writers: Sequence[_Writer]
-) -> AsyncIterator[bytes]:
-    async for delta in news:
-        if chunk := await writers[delta.choice].chunk(delta, reply):
-            yield chunk

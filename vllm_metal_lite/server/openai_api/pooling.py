@@ -17,12 +17,12 @@ from vllm_metal_lite.engine.scores import plan_scores
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.server.conversations import RenderedPrompt, check_length
 from vllm_metal_lite.server.errors import must_be
-from vllm_metal_lite.server.large_json import large_json
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.openai_api.completions import all_of, split_prompts, token_ids_of
 from vllm_metal_lite.server.params import ScheduledBody
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.text_model import TextModel
+from vllm_metal_lite.server.whole_json import whole_json
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 _STEPS_AHEAD = 2  # full steps of prompts that one request keeps in the engine's queue
@@ -114,7 +114,7 @@ async def embeddings(serving: Serving, body: EmbeddingRequest) -> Response:
         ]
         return {"object": "list", **_common(serving, requests), "data": data}
 
-    return await large_json(whole)
+    return await whole_json(whole)
 
 
 async def rerank(serving: Serving, body: RerankRequest) -> Response:
