@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -42,6 +42,7 @@ class Body(BaseModel):
 
     model: str | None = None
 
+    _check_fields = model_validator(mode="before")(limits.check_fields)
     _whole = field_validator("*", mode="before")(whole)
 
     def check(self) -> None:
@@ -127,7 +128,6 @@ def client_of(request: Request) -> tuple[str, ...]:
 
 def _read(body_type: type[B], raw: bytes) -> B:
     limits.check_json(raw)
-    limits.check_fields(raw)
     return body_type.model_validate_json(raw)
 
 
