@@ -25,9 +25,9 @@ def engines_are_forks():
 
 
 @pytest.fixture(scope="module")
-def running():
-    """A server with the demo model."""
-    with serving() as running:
+def running(request):
+    """A server, by default with the demo model.  SERVING of the module: arguments of `serving`."""
+    with serving(**getattr(request.module, "SERVING", {})) as running:
         yield running
 
 

@@ -4,12 +4,11 @@ import json
 
 import pytest
 
-from tests.support.server.kit import serving
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.server.text_model import TextModel
 
-ENGINE = EngineConfig(num_blocks=64, max_num_seqs=8, max_model_len=256)
+SERVING = {"engine": EngineConfig(num_blocks=64, max_num_seqs=8, max_model_len=256)}
 CHAT = "/v1/chat/completions"
 HI = {"role": "user", "content": "hi"}
 
@@ -73,12 +72,6 @@ HISTORIES = {
     "calls without content": [{"role": "assistant", "content": None, "tool_calls": [
         {"id": "x", "type": "function", "function": {"name": "a", "arguments": "{}"}}]}],
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def running():
-    with serving(engine=ENGINE) as up:
-        yield up
 
 
 @pytest.fixture(autouse=True, params=["hermes", "qwen3_coder", "kimi_k2"])

@@ -5,7 +5,7 @@ import pytest
 
 from tests.support.server.command import eventually
 from vllm_metal_lite import SamplingParams
-from vllm_metal_lite.server.openai_api.completions import split_prompts
+from vllm_metal_lite.server.openai_api.prompts import split_prompts
 
 PROMPT = "The lantern in the rain"
 OPTIONS = {"max_retries": 0, "timeout": 60}

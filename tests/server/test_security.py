@@ -15,16 +15,11 @@ from vllm_metal_lite.server.lifecycle import listen, url_of
 from vllm_metal_lite.server.settings import ServerConfig
 
 KEY = "secret"
+# The defaults, except for the size of a body.
+SERVING = {"config": ServerConfig(port=0, max_body_mib=0.01)}
 FRIEND = "https://friend.example"
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 BODY = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}'
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    """With the defaults, except for the size of a body."""
-    with serving(config=ServerConfig(port=0, max_body_mib=0.01)) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -308,13 +308,6 @@ async def test_lost_requests_fail_and_others_go_on(engine):
     await assert_clean(client)
 
 
-def test_unfinished_answers_of_a_failed_generation_do_not_look_finished(engine):
-    request = RequestState(Add("a", PROMPT, short()), engine.client.model.tokenizer)
-    request.fail(EngineLost("gone"))
-    with pytest.raises(EngineLost, match="gone"):
-        engine.run(request.complete())
-
-
 @in_loop
 async def test_a_generation_that_fails_while_another_is_read_is_not_taken_for_finished(engine):
     first, second = (

@@ -1,17 +1,13 @@
 """`/v1/completions`."""
 
-import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from starlette.responses import Response
 
-from vllm_metal_lite.engine.prompt_ids import tokenize
-from vllm_metal_lite.errors import RequestError
-from vllm_metal_lite.outputs import CompletionOutput
-from vllm_metal_lite.server.conversations import RenderedPrompt, encode_prompt
+from vllm_metal_lite.server.conversations import RenderedPrompt
 from vllm_metal_lite.server.deltas import Delta, deltas, whole_answers
-from vllm_metal_lite.server.errors import ApiError, bad, must_be
+from vllm_metal_lite.server.errors import ApiError, bad
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.openai_api.completion_fields import CompletionFields
 from vllm_metal_lite.server.openai_api.logprobs import (
@@ -21,14 +17,12 @@ from vllm_metal_lite.server.openai_api.logprobs import (
     legacy_logprobs,
     prompt_logprobs,
 )
+from vllm_metal_lite.server.openai_api.prompts import Prompt, all_of, split_prompts, token_ids_of
 from vllm_metal_lite.server.openai_api.reply import Reply, Scores, Writer
 from vllm_metal_lite.server.params import Unsupported, sampling_params
 from vllm_metal_lite.server.server import Serving
-from vllm_metal_lite.server.text_model import TextModel
 from vllm_metal_lite.server.whole_json import whole_json
 from vllm_metal_lite.server.worker.request_state import RequestState
-
-Prompt = str | list[int]
 
 
 class CompletionRequest(CompletionFields):
@@ -81,9 +75,9 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
     texts = await offload(_echoed, prompts, requests, names) if body.echo else [""] * len(prompts)
     writers = [
-        _Writer(body, request, answer, text, names)
+        _Writer(body, request, text, names)
         for text, request in zip(texts, requests, strict=True)
-        for answer in request.answers
+        for _ in request.answers
     ]
     options, hides = body.stream_options, body.only_echoes
     reply = Reply("text_completion", serving.model_name, requests, writers, options, hides)
@@ -91,48 +85,6 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
         return serving.stream(reply.stream(deltas(requests)))
     answers = await whole_answers(deltas(requests))
     return await whole_json(lambda: reply.whole(answers))
-
-
-def split_prompts(prompt: Any, param: str = "prompt") -> list[Prompt]:
-    """The prompts of a request: a text, token ids, or a list of either.  Raises ApiError (400)."""
-    if isinstance(prompt, str) or _are_ids(prompt):
-        return [prompt]
-    if not isinstance(prompt, list) or not prompt:
-        raise must_be(param, "a text, token ids, or a list of them", prompt)
-    for i, item in enumerate(prompt):
-        if not isinstance(item, str) and not _are_ids(item):
-            raise must_be(f"{param}.{i}", "a text or token ids", item)
-    return prompt
-
-
-def _are_ids(value: Any) -> bool:
-    return (
-        isinstance(value, list) and bool(value) and all(type(token_id) is int for token_id in value)
-    )
-
-
-def token_ids_of(
-    prompts: Sequence[Prompt], model: TextModel, special: bool, param: str
-) -> list[list[int]]:
-    def ids_of(prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            prompt = encode_prompt(model, prompt, special)
-        return tokenize(prompt, None, model.facts.vocab_size)[1]
-
-    try:
-        return [ids_of(prompt) for prompt in prompts]
-    except RequestError as e:
-        raise ApiError(400, str(e), param=param) from None
-
-
-async def all_of(starts: Iterable[Coroutine[Any, Any, RequestState]]) -> list[RequestState]:
-    """The results, in order.  If one fails, none is left running."""
-    try:
-        async with asyncio.TaskGroup() as running:
-            tasks = [running.create_task(start) for start in starts]
-    except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 def _echoed(
@@ -151,15 +103,9 @@ class _Writer(Writer):
     empty: ClassVar = {"text": ""}
 
     def __init__(
-        self,
-        body: CompletionRequest,
-        request: RequestState,
-        answer: CompletionOutput,
-        echo: str,
-        names: TokenNames,
+        self, body: CompletionRequest, request: RequestState, echo: str, names: TokenNames
     ) -> None:
-        self._body, self._request, self._answer = body, request, answer
-        self._echo, self._names = echo, names
+        self._body, self._request, self._echo, self._names = body, request, echo, names
         self._is_echoing = bool(body.echo)  # the next news begins with the prompt
         self._offsets: TextOffsets | None = None
         if body.logprobs is not None:
@@ -190,8 +136,8 @@ class _Writer(Writer):
         if self._offsets is None:
             return text, None
         offsets = self._offsets.add(token_ids)
-        if self._answer.finished:  # tokens of a stop string have no text
-            end = len(self._echo) + len(self._answer.text)
+        if delta.answer.finished:  # tokens of a stop string have no text
+            end = len(self._echo) + len(delta.answer.text)
             offsets = [min(offset, end) for offset in offsets]
         if is_echoing:
             prompt_ids = self._request.prompt_token_ids

@@ -18,7 +18,7 @@ from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.server.conversations import RenderedPrompt, check_length
 from vllm_metal_lite.server.errors import must_be
 from vllm_metal_lite.server.offload import offload
-from vllm_metal_lite.server.openai_api.completions import all_of, split_prompts, token_ids_of
+from vllm_metal_lite.server.openai_api.prompts import all_of, split_prompts, token_ids_of
 from vllm_metal_lite.server.params import ScheduledBody
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.text_model import TextModel
