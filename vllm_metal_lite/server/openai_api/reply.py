@@ -17,7 +17,7 @@ _DONE = sse("[DONE]")
 _MANY = 64  # a chunk with more tokens contains an echoed prompt
 _FINGERPRINT = f"vllm-metal-lite-{__version__}"
 
-_NO_END: dict[str, Any] = {"finish_reason": None}
+_NO_END = '"finish_reason":null'
 
 Scores = dict[str, Any] | None  # `logprobs` of a choice
 
@@ -110,21 +110,24 @@ class Reply:
         if contents:
             *first, last = contents
             chunks += [self._chunk(delta, content) for content in first]
-            chunks.append(self._chunk(delta, last, _ending(delta), scores))
+            end = encode(_ending(delta))[1:-1] if has_ended else _NO_END
+            chunks.append(self._chunk(delta, last, end, scores))
         return b"".join(chunks)
 
     def _chunk(
         self,
         delta: Delta,
         content: dict[str, Any],
-        end: dict[str, Any] = _NO_END,
+        end: str = _NO_END,
         scores: Scores = None,
         num_unshown: int = 0,
     ) -> bytes:
-        """content: fields of the choice.  num_unshown: tokens that the next chunk will show."""
-        many = scores is not None and len(next(iter(scores.values())) or ()) > _MANY
-        logprobs = encode_slowly(scores) if many else encode(scores)
-        fields = f'{delta.choice},{encode(content)[1:-1]},"logprobs":{logprobs},{encode(end)[1:-1]}'
+        """content: fields of the choice.  end: encoded.  num_unshown: tokens that the next chunk will show."""
+        logprobs = "null"
+        if scores is not None:
+            many = len(next(iter(scores.values())) or ()) > _MANY
+            logprobs = encode_slowly(scores) if many else encode(scores)
+        fields = f'{delta.choice},{encode(content)[1:-1]},"logprobs":{logprobs},{end}'
         usage = self._tail
         if self._sends_every_delta:
             usage = f',"usage":{encode(self._usage(num_unshown))}'
@@ -150,7 +153,5 @@ class Reply:
 
 
 def _ending(delta: Delta) -> dict[str, Any]:
-    """How a choice has ended, if it has.  stop_reason: a field of vLLM's."""
-    if delta.finish_reason is None:
-        return _NO_END
+    """How a choice has ended.  stop_reason: a field of vLLM's."""
     return {"finish_reason": delta.finish_reason, "stop_reason": delta.answer.stop_reason}
