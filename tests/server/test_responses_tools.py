@@ -7,7 +7,6 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.support.server.kit import OPTIONS
 from tests.support.server.scripted import hermes_call as call
 from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.chat_formats.parser import ChatParser
@@ -25,9 +24,8 @@ ASK = {"model": "demo", "input": "Go on.", "tools": TOOLS}
 
 
 @pytest.fixture(scope="module")
-def client(script):
-    with openai.OpenAI(base_url=f"{script.running.url}/v1", **OPTIONS) as client:
-        yield client
+def running(script):
+    return script.running
 
 
 ANSWER = (

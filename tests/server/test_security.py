@@ -202,8 +202,11 @@ def test_all_but_the_page_and_its_files_needs_the_key(guarded, path):
 
 
 def test_no_path_below_the_page_leads_out_of_its_folder(guarded):
-    for path in "/page/../v1/models", "/page/%2e%2e/page.py", "/page//etc/passwd":
-        assert ask(guarded.url, path).status == 404
+    outside = ["../v1/models", "%2e%2e/page.py", "..%2fpage.py", "/etc/passwd"]
+    for path in *outside, "nothing.js", "vendor", "":
+        answer = ask(guarded.url, f"/page/{path}")
+        assert answer.status == 404
+        assert answer.json()["error"]["type"] == "not_found_error"
 
 
 # Bodies

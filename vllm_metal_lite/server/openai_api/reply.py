@@ -122,7 +122,7 @@ class Reply:
         scores: Scores = None,
         num_unshown: int = 0,
     ) -> bytes:
-        """content: fields of the choice.  end: encoded.  num_unshown: tokens that the next chunk will show."""
+        """content: fields of the choice.  end: encoded.  num_unshown: tokens of the next chunk."""
         logprobs = "null"
         if scores is not None:
             many = len(next(iter(scores.values())) or ()) > _MANY

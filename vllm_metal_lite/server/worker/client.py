@@ -13,7 +13,7 @@ from vllm_metal_lite.model.tokenizer import load_tokenizer_only
 from vllm_metal_lite.server.fair_rounds import FairRounds
 from vllm_metal_lite.server.offload import REQUESTER, offload
 from vllm_metal_lite.server.text_model import TextModel
-from vllm_metal_lite.server.worker.link import Link
+from vllm_metal_lite.server.worker import link
 from vllm_metal_lite.server.worker.messages import (
     FACTS,
     FILES,
@@ -25,8 +25,6 @@ from vllm_metal_lite.server.worker.messages import (
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 logger = logging.getLogger("vllm_metal_lite")
-
-_STOP_SECONDS = 3  # then the process is killed
 
 
 class EngineClient:
@@ -50,7 +48,7 @@ class EngineClient:
         self._fair, self._is_stopping = FairRounds(), False
         self._replies: dict[str, asyncio.Future[Any]] = {}  # by request id, FILES or FACTS
         self._files, self._facts = self._reply(FILES), self._reply(FACTS)
-        self._link = Link(name, check, self._take, self._end)
+        self._link = link.Link(name, check, self._take, self._end)
         self.pid = self._link.pid
 
     @classmethod
@@ -135,7 +133,7 @@ class EngineClient:
         self._is_stopping = True
         self.call("stop")
         try:
-            await asyncio.wait_for(self.ended.wait(), _STOP_SECONDS)
+            await asyncio.wait_for(self.ended.wait(), link.STOP_SECONDS)
         except TimeoutError:
             self._link.kill()
             await self.ended.wait()

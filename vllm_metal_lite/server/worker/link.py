@@ -21,7 +21,7 @@ from vllm_metal_lite.server.worker import process
 
 logger = logging.getLogger("vllm_metal_lite")
 
-_STOP_SECONDS = 3  # from the end of the pipe; then the process is killed
+STOP_SECONDS = 3  # then a process that should end is killed
 
 
 class Link:
@@ -85,7 +85,7 @@ class Link:
         except Exception:
             logger.exception("a message of the engine's process cannot be read")
         # Only this thread waits for the process: two would take the exit code from each other.
-        self._process.join(_STOP_SECONDS)
+        self._process.join(STOP_SECONDS)
         self._process.kill()
         self._process.join()
         atexit.unregister(self.kill)
