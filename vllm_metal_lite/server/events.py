@@ -99,7 +99,7 @@ def _state(model: Model) -> dict[str, Any]:
         "model": model.spec.name,
         "state": model.state,
         "error": model.error,
-        "requests": unfinished + sum(not waiter.done() for waiter in model.waiters),
+        "requests": unfinished + model.num_waiting,
     }
 
 
