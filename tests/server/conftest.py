@@ -10,7 +10,7 @@ import pytest
 from tests.support.server.kit import OPTIONS, serving
 from tests.support.server.scripted import scripted
 from vllm_metal_lite import LLM
-from vllm_metal_lite.server.worker import client as worker_client
+from vllm_metal_lite.server.worker import link
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,14 +20,14 @@ def engines_are_forks():
     context.set_forkserver_preload(["vllm_metal_lite.server.worker.process"])
     with pytest.MonkeyPatch.context() as patch:
         forks = SimpleNamespace(get_context=lambda method: context)
-        patch.setattr(worker_client, "multiprocessing", forks)
+        patch.setattr(link, "multiprocessing", forks)
         yield
 
 
 @pytest.fixture(scope="module")
-def running():
-    """A server with the demo model."""
-    with serving() as running:
+def running(request):
+    """A server, by default with the demo model.  SERVING of the module: arguments of `serving`."""
+    with serving(**getattr(request.module, "SERVING", {})) as running:
         yield running
 
 

@@ -5,18 +5,13 @@ import asyncio
 import anthropic
 import pytest
 
-from tests.support.server.kit import OPTIONS, serving
+from tests.support.server.kit import OPTIONS
 from vllm_metal_lite.server.settings import ServerConfig
 
 ASK = "Tell me about a lantern in the rain."
 OWN = {"temperature", "top_k", "seed", "min_p", "ignore_eos"}
+SERVING = {"config": ServerConfig(port=0, keep_alive=0.001)}
 LIMITS = {"model": "demo", "temperature": 0, "max_tokens": 12}
-
-
-@pytest.fixture(scope="module")
-def running():
-    with serving(config=ServerConfig(port=0, keep_alive=0.001)) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,12 @@ def function(**fields):
     return {"type": "function", "function": {"name": "a", **fields}}
 
 
+def json_schema(schema):
+    return {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+
+
+SCHEMA = "response_format.json_schema.schema"
+NESTED = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 TOOLS, OURS = {"tools": [function()]}, {"tools": [RUN]}
 
 # By path: a body that is served, and rows of (changes, the error's param, words); without a param
@@ -42,10 +48,17 @@ BAD = {
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "not supported with stream"),
         ({"tools": [{"type": "function"}]}, "tools.0.function", "must be an object, got None"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "got 'xml'"),
-        (
-            {"structured_outputs": {"json": {}, "regex": "a"}},
-            "structured_outputs", "json and regex",
-        ),
+        ({"response_format": {"type": "json_schema"}}, "response_format.schema", "an object"),
+        ({"response_format": json_schema([1])}, SCHEMA, "must be an object, got [1]"),
+        ({"response_format": json_schema(NESTED)}, f"{SCHEMA}.properties.a", "uniqueItems"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"choice": ["a"]}},
+         "response_format", "cannot both"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "json and reg"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed group"),
+        ({"structured_outputs": {"regexp": "a"}}, None, "has no field 'regexp'"),
+        ({"structured_outputs": "yes"}, "structured_outputs", "got 'yes'"),
+        ({"cache_salt": ""}, "cache_salt", "must be a non-empty string, got ''"),
+        ({"cache_salt": ["a"]}, "cache_salt", "got ['a']"),
         ({"chat_template_kwargs": {"tokenize": 0}}, "chat_template_kwargs", "tokenize is none"),
         ({"messages": []}, None, "messages is empty"),
         ({"messages": [{"content": "x"}]}, "messages.0.role", "got None"),
@@ -85,6 +98,7 @@ BAD = {
          "messages.0.tool_calls.0", "a function with a name"),
     ]),
     "/v1/completions": ({"prompt": "x"}, [
+        ({"cache_salt": 5}, "cache_salt", "got 5"),
         ({"prompt": None}, "prompt", "got None"),
         ({"prompt": []}, "prompt", "got []"),
         ({"prompt": ""}, "prompt", "the prompt is empty"),
@@ -102,6 +116,7 @@ BAD = {
         ({"temperature": []}, "temperature", "got []"),
     ]),
     "/v1/responses": ({"input": "x"}, [
+        ({"cache_salt": 5}, "cache_salt", "got 5"),
         ({"input": 5}, "input must be a string or a list of items, got 5"),
         ({"input": [5]}, "input.0 must be an object, got 5"),
         ({"input": ...}, "input: Field required"),
@@ -122,6 +137,7 @@ BAD = {
         ({"input": [{"type": "additional_tools", "tools": 5}]}, "input.0.tools", "got 5"),
     ]),
     "/v1/messages": ({"messages": HI, "max_tokens": 12}, [
+        ({"cache_salt": 5}, "cache_salt must be a non-empty string, got 5"),
         ({"max_tokens": None}, "max_tokens: Field required"),
         ({"max_tokens": 0}, "max_tokens must be"),
         ({"messages": None}, "messages"),

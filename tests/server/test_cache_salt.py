@@ -1,6 +1,5 @@
 """`cache_salt`: requests share computed prefixes only with those of the same salt."""
 
-import httpx
 import pytest
 
 TEXT = "The lantern in the rain, " * 12
@@ -13,24 +12,12 @@ BODIES = {
 }
 
 
-def ask(http: httpx.Client, api: str, salt) -> httpx.Response:
-    return http.post(f"/v1/{api}", json={**BODIES[api], "cache_salt": salt})
-
-
 @pytest.mark.parametrize("api", BODIES)
 def test_a_salt_parts_the_cache(http, api):
     found = []
     for salt in (None, f"mine, {api}", f"mine, {api}", f"yours, {api}"):
-        reply = ask(http, api, salt)
+        reply = http.post(f"/v1/{api}", json={**BODIES[api], "cache_salt": salt})
         usage = reply.json()["usage"]
         details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
         found.append(details["cached_tokens"] if details else usage["cache_read_input_tokens"])
     assert found[1] == found[3] == 0 < found[2]
-
-
-@pytest.mark.parametrize("salt", ["", 5, ["a"]])
-@pytest.mark.parametrize("api", BODIES)
-def test_a_bad_salt_is_refused(http, api, salt):
-    reply = ask(http, api, salt)
-    assert reply.status_code == 400
-    assert "cache_salt must be a non-empty string, got " in reply.json()["error"]["message"]

@@ -6,14 +6,13 @@ import httpx
 import pytest
 
 from tests.support.models import tiny_models
-from tests.support.server.kit import serving
-from vllm_metal_lite.engine.piece_encoder import PieceEncoder
+from tests.support.server.kit import serving, text_model
+from vllm_metal_lite import LLM, SamplingParams
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.model.files import DEMO_PATH
 from vllm_metal_lite.model.tokenizer import load_tokenizer_only
 from vllm_metal_lite.server.conversations import ChatRequest, join_systems, render_prompt
 from vllm_metal_lite.server.models import ModelSpec
-from vllm_metal_lite.server.templates import probe
 
 SYSTEM = {"role": "system", "content": "You answer in short sentences. " * 12}
 BLOCK = 16
@@ -34,9 +33,7 @@ def tokenizer():
 
 def render(tokenizer, *messages, with_checkpoints=True, **fields):
     conversation = ChatRequest(messages, **fields)
-    return render_prompt(
-        tokenizer, probe(tokenizer), "demo", conversation, with_checkpoints, PieceEncoder(tokenizer)
-    )
+    return render_prompt(text_model(tokenizer), conversation, with_checkpoints)
 
 
 def shown(tokenizer, prompt):
@@ -119,7 +116,7 @@ def hybrid(tmp_path_factory):
     for name in "tokenizer.json", "tokenizer_config.json":
         shutil.copy(DEMO_PATH / name, path)
     with serving([ModelSpec("hybrid", str(path))]) as running:
-        yield running
+        yield running, LLM(str(path), num_blocks=256)
 
 
 def ask(running, *messages):
@@ -131,21 +128,29 @@ def ask(running, *messages):
 
 
 def test_recurrent_models_find_states_where_conversations_part(hybrid, tokenizer):
+    """Their greedy answers are those of the embedded engine."""
+    running, llm = hybrid
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+    def embedded(*messages):
+        return llm.chat([list(messages)], greedy)[0].outputs[0].text
+
     def prefix(*messages):
         """Tokens that are cached behind these messages, at least."""
         rendered = render(tokenizer, *messages, add_generation_prompt=False, with_checkpoints=False)
         return (len(rendered.token_ids) - 1) // BLOCK * BLOCK
 
     question = user("Tell me about a lantern. " * 5)
-    cached, answer = ask(hybrid, SYSTEM, question)
-    assert (cached, answer != "") == (0, True)
+    cached, answer = ask(running, SYSTEM, question)
+    assert (cached, answer) == (0, embedded(SYSTEM, question))
     # Another user behind the same system prompt.
-    cached, _ = ask(hybrid, SYSTEM, user("Name a river."))
+    cached, _ = ask(running, SYSTEM, user("Name a river."))
     assert cached >= prefix(SYSTEM) > 0
     # The next turn.
     turn = SYSTEM, question, assistant(answer)
-    cached, _ = ask(hybrid, *turn, user("And then? " * 9))
+    cached, second = ask(running, *turn, user("And then? " * 9))
+    assert second == embedded(*turn, user("And then? " * 9))
     assert cached >= prefix(SYSTEM, question)
     # The last question, asked in other words.
-    cached, _ = ask(hybrid, *turn, user("Why?"))
+    cached, _ = ask(running, *turn, user("Why?"))
     assert cached >= prefix(*turn)

@@ -12,7 +12,6 @@ import pytest
 
 from tests.support.server import raw_http
 from tests.support.server.cli_kit import SAFETY
-from tests.support.server.kit import serving
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.server import security
 from vllm_metal_lite.server.anthropic_api import messages
@@ -23,7 +22,7 @@ from vllm_metal_lite.server.openai_api.responses import ResponsesRequest
 from vllm_metal_lite.server.openai_api.tokenize import DetokenizeRequest, TokenizeRequest
 
 # A short context: some of the requests do not say how many tokens they want.
-ENGINE = EngineConfig(num_blocks=64, max_num_seqs=8, max_model_len=96)
+SERVING = {"engine": EngineConfig(num_blocks=64, max_num_seqs=8, max_model_len=96)}
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -148,12 +147,6 @@ def requests(path):
     yield "a field twice", text[:-1] + b"," + text[1:], False
     for cut in range(1, len(text)):
         yield f"truncated at {cut}", text[:cut], True
-
-
-@pytest.fixture(scope="module")
-def running():
-    with serving(engine=ENGINE) as up:
-        yield up
 
 
 def connect(running):

@@ -18,20 +18,20 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 @pytest.fixture
 def unread(running, monkeypatch):
     """Fails if a template or a tokenizer sees anything."""
-    engine = running.server.models.loaded["demo"]
+    model = running.server.models.loaded["demo"].model
 
     def reads(*args, **kwargs):
         raise AssertionError("read before it was refused")
 
-    monkeypatch.setattr(engine.tokenizer._tokenizer, "apply_chat_template", reads)
-    monkeypatch.setattr(engine.tokenizer._tokenizer, "encode", reads)
-    monkeypatch.setattr(engine, "encode_text", reads)
+    monkeypatch.setattr(model.tokenizer._tokenizer, "apply_chat_template", reads)
+    monkeypatch.setattr(model.tokenizer._tokenizer, "encode", reads)
+    monkeypatch.setattr(model, "encode_text", reads)
 
 
 @pytest.fixture
 def encoded(running, monkeypatch):
     """The texts that the tokenizer gets, and their tokens."""
-    tokenizer, found = running.server.models.loaded["demo"].tokenizer._tokenizer, []
+    tokenizer, found = running.server.models.loaded["demo"].model.tokenizer._tokenizer, []
     encode = tokenizer.encode
 
     def noted(text: str, **kwargs) -> list[int]:
@@ -105,8 +105,8 @@ def test_numbers_have_a_limit(http, unread, body):
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, "/v1/responses", "/tokenize", "/v1/completions"])
 def test_a_text_that_no_tokens_could_hold_is_refused_unread(http, running, unread, path):
-    engine = running.server.models.loaded["demo"]
-    text = "a" * (engine.max_characters + 1)
+    model = running.server.models.loaded["demo"].model
+    text = "a" * (model.max_characters + 1)
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
     if path == "/v1/responses":
         body = {"input": text}
@@ -116,29 +116,29 @@ def test_a_text_that_no_tokens_could_hold_is_refused_unread(http, running, unrea
     if path == MESSAGES:
         assert message.startswith("prompt is too long: ")
     else:
-        assert f"no more than {engine.max_characters} can fit" in message
-        assert f"maximum context length is {engine.facts.max_model_len} tokens" in message
+        assert f"no more than {model.max_characters} can fit" in message
+        assert f"maximum context length is {model.facts.max_model_len} tokens" in message
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 def test_a_long_text_is_encoded_no_further_than_needed(http, running, encoded, path):
-    engine = running.server.models.loaded["demo"]
-    text = "0 1 2 3 " * (engine.max_characters // 9)
+    model = running.server.models.loaded["demo"].model
+    text = "0 1 2 3 " * (model.max_characters // 9)
     body = {"messages": [{"role": "user", "content": text}], "prompt": text}
     error = refused(http, path, body)
     assert error["code"] == "context_length_exceeded"
     assert sum(len(part) for part, _ in encoded) < len(text) / 2
     num_tokens = int(error["message"].split("request has ")[1].split()[0])  # an estimate
-    assert num_tokens == pytest.approx(len(engine.tokenizer.encode(text)), rel=0.1)
+    assert num_tokens == pytest.approx(len(model.tokenizer.encode(text)), rel=0.1)
 
 
 def test_many_small_messages_are_encoded_no_further_than_needed(http, running, encoded):
-    engine = running.server.models.loaded["demo"]
+    model = running.server.models.loaded["demo"].model
     many = [{"role": "user", "content": f"{i} and more words " * 3} for i in range(2_000)]
     error = refused(http, CHAT, {"messages": many})
     assert error["code"] == "context_length_exceeded"
     count = sum(len(token_ids) for _, token_ids in encoded)
-    assert count < 1.2 * engine.max_prompt_tokens
+    assert count < 1.2 * model.max_prompt_tokens
 
 
 @pytest.mark.parametrize(

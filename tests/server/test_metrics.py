@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -10,8 +11,9 @@ from tests.support.server.cli_kit import SAFETY
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.conversations import RenderedPrompt
 from vllm_metal_lite.server.prometheus import Metrics
-from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate
-from vllm_metal_lite.server.worker.request_state import EngineLost, RequestState, changes
+from vllm_metal_lite.server.server import Serving
+from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, EngineLost
+from vllm_metal_lite.server.worker.request_state import RequestState, changes
 
 CHAT = "/v1/chat/completions"
 # The names in the dashboards of vLLM (examples/observability).
@@ -53,21 +55,25 @@ def ask(http, content, max_tokens):
     assert http.post(CHAT, json=body).status_code == 200
 
 
+@asynccontextmanager
+async def generating(running, prompt, params):
+    """A request inside of the server, and its engine."""
+    async with AsyncExitStack() as stack:
+        model, engine = await stack.enter_async_context(running.server.models.use(None))
+        serving = Serving(running.server, model.name, engine, stack)
+        yield await serving.generate("test-", RenderedPrompt(prompt), params), engine
+
+
 def generate(running, prompt, params, take=None):
-    """Run a request inside of the server; take: leave after as many changes."""
+    """Run a request; take: leave after as many changes."""
 
     async def run():
-        server = running.server
-        async with (
-            server.models.use(None) as (model, engine),
-            server.generate(model.name, engine, "test-", RenderedPrompt(prompt), params) as request,
-        ):
+        async with generating(running, prompt, params) as (request, _):
+            news = changes([request])
+            for _ in range(take or 0):
+                await anext(news)
             if take is None:
                 await request.complete()
-            else:
-                news = changes([request])
-                for _ in range(take):
-                    await anext(news)
             return request
 
     return asyncio.run_coroutine_threadsafe(run(), running.loop).result(60)
@@ -148,15 +154,12 @@ def test_gauges_are_0_when_nothing_runs(http):
 
 def test_gauges_while_requests_run(running, http):
     async def look():
-        server = running.server
         params = SamplingParams(max_tokens=3000, ignore_eos=True)
-        async with server.models.use(None) as (model, engine):
+        async with generating(running, [1, 2, 3], params) as (_, engine):
             engine.metrics = {}
-            prompt = RenderedPrompt([1, 2, 3])
-            async with server.generate(model.name, engine, "test-", prompt, params):
-                while not engine.metrics.get("requests_running"):
-                    await asyncio.sleep(0.01)
-                return server.metrics.text("")[0].decode()
+            while not engine.metrics.get("requests_running"):
+                await asyncio.sleep(0.01)
+            return running.server.metrics.text("")[0].decode()
 
     text = asyncio.run_coroutine_threadsafe(look(), running.loop).result(60)
     assert 'vllm:num_requests_running{model_name="demo"} 1.0' in text

@@ -437,7 +437,7 @@ async def test_at_random_nobody_waits_for_ever_and_memory_suffices(seed):
     assert served
     assert set(refused) <= {503}
     for model in models.models.values():
-        assert not model.waiters
+        assert not model.num_waiting
         assert not model.is_loading
         assert model.engine is None or (model.engine.users, model.engine.grace_end) == (0, inf)
     await models.stop()

@@ -4,12 +4,11 @@ import json
 
 import pytest
 
-from tests.support.server.kit import serving
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.chat_formats.detect import FORMATS
-from vllm_metal_lite.server.worker.client import EngineClient
+from vllm_metal_lite.server.text_model import TextModel
 
-ENGINE = EngineConfig(num_blocks=64, max_num_seqs=8, max_model_len=256)
+SERVING = {"engine": EngineConfig(num_blocks=64, max_num_seqs=8, max_model_len=256)}
 CHAT = "/v1/chat/completions"
 HI = {"role": "user", "content": "hi"}
 
@@ -75,15 +74,9 @@ HISTORIES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def running():
-    with serving(engine=ENGINE) as up:
-        yield up
-
-
 @pytest.fixture(autouse=True, params=["hermes", "qwen3_coder", "kimi_k2"])
 def chat_format(request, monkeypatch):
-    monkeypatch.setattr(EngineClient, "chat_format", FORMATS[request.param])
+    monkeypatch.setattr(TextModel, "chat_format", FORMATS[request.param])
 
 
 def check(http, path, what, **fields):

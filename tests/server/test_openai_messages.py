@@ -112,8 +112,6 @@ def test_bytes_of_tokens_that_are_parts_of_characters():
         def convert_ids_to_tokens(self, token_id):
             return {1: "<0xE2>", 2: "Ãĥ", 3: "\ufffd"}[token_id]
 
-    from vllm_metal_lite.outputs import Logprob
-
     names = TokenNames(Tokenizer())
     broken = Logprob(0.0, 1, "\ufffd")
     assert names.bytes(1, broken) == [0xE2]

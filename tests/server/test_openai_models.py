@@ -6,37 +6,28 @@ import anthropic
 import openai
 import pytest
 
-from tests.support.server.kit import serving
 from vllm_metal_lite import __version__
 from vllm_metal_lite.server.models import ModelSpec
 
+SERVING = {"specs": [ModelSpec("tiny/demo", "demo")]}
 HI = [{"role": "user", "content": "hi"}]
 
 
-@pytest.fixture(scope="module")
-def running():
-    with serving([ModelSpec("tiny/demo", "demo")]) as running:
-        yield running
-
-
-def test_the_models_and_one_of_them(running):
-    with openai.OpenAI(
-        base_url=f"{running.url}/v1", api_key="x", _strict_response_validation=True, max_retries=0
-    ) as client:
-        [model] = client.models.list().data
-        assert model == client.models.retrieve("tiny/demo")
-        assert (model.id, model.object) == ("tiny/demo", "model")
-        extra = model.model_extra
-        assert extra["max_model_len"] == extra["context_length"] == 4096
-        assert extra["root"] == "demo"
-        assert extra["thinking"] is False
-        with pytest.raises(openai.NotFoundError, match="`other` does not exist") as listed:
-            client.models.retrieve("other")
-        with pytest.raises(openai.NotFoundError) as asked:
-            client.completions.create(model="other", prompt="x")
-        assert listed.value.body == asked.value.body
-        answer = client.completions.create(model="tiny/demo", prompt="x", max_tokens=1)
-        assert answer.model == "tiny/demo"
+def test_the_models_and_one_of_them(client):
+    [model] = client.models.list().data
+    assert model == client.models.retrieve("tiny/demo")
+    assert (model.id, model.object) == ("tiny/demo", "model")
+    extra = model.model_extra
+    assert extra["max_model_len"] == extra["context_length"] == 4096
+    assert extra["root"] == "demo"
+    assert extra["thinking"] is False
+    with pytest.raises(openai.NotFoundError, match="`other` does not exist") as listed:
+        client.models.retrieve("other")
+    with pytest.raises(openai.NotFoundError) as asked:
+        client.completions.create(model="other", prompt="x")
+    assert listed.value.body == asked.value.body
+    answer = client.completions.create(model="tiny/demo", prompt="x", max_tokens=1)
+    assert answer.model == "tiny/demo"
 
 
 def test_the_models_for_anthropics_client(running):

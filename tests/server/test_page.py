@@ -112,16 +112,6 @@ def test_files_come_with_strict_headers(http):
     assert index.headers["content-type"] == "text/html; charset=utf-8"
     known = http.get("/", headers={"If-None-Match": index.headers["etag"]})
     assert (known.status_code, known.content) == (304, b"")
-    assert http.head("/").status_code == 200
-
-
-@pytest.mark.parametrize(
-    "path", ["/page/nothing.js", "/page/..%2fpage.py", "/page/vendor", "/page/"]
-)
-def test_no_other_file_can_be_read(http, path):
-    response = http.get(path)
-    assert response.status_code == 404
-    assert response.json()["error"]["type"] == "not_found_error"
 
 
 def test_nothing_comes_from_elsewhere_and_nothing_is_inline():

@@ -6,17 +6,11 @@ import numpy as np
 import openai
 import pytest
 
-from tests.support.server.kit import serving
 from vllm_metal_lite import LLM, EngineConfig, PoolingParams
 
-ENGINE = EngineConfig(num_blocks=256, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128)
+ENGINE = {"num_blocks": 256, "max_model_len": 128}
+SERVING = {"engine": EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, **ENGINE)}
 TEXTS = ["Once upon a time", "A dog", "The sun was warm, and Lily went to the park"]
-
-
-@pytest.fixture(scope="module")
-def running():
-    with serving(engine=ENGINE) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +21,7 @@ def client(running):
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM("demo", num_blocks=256, max_model_len=128)
+    return LLM("demo", **ENGINE)
 
 
 @pytest.fixture(scope="module")

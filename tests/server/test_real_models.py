@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -17,13 +16,14 @@ from tests.support.chat import real_parts, real_tokenizers
 from tests.support.chat.guided import allowed, guided_answer
 from tests.support.chat.text import TOOLS, Said, gather
 from tests.support.chat.writers import WRITERS
+from tests.support.server.kit import text_model
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.engine.detokenizer import Detokenizer
 from vllm_metal_lite.sampling.constraint import Constraint
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.conversations import ChatRequest
+from vllm_metal_lite.server.text_model import TextModel
 from vllm_metal_lite.server.turns import PreparedTurn, prepare
-from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.structured_outputs.build import build
 
 pytestmark = pytest.mark.long
@@ -49,29 +49,19 @@ MODELS = [
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=lambda m: f"{m[0]}-{m[1]}".strip("-"))
-def engine(request, tmp_path_factory):
+def model(request, tmp_path_factory):
     family, name = request.param
     template = real_parts.template(name) if name else ""
-    return client_of(family, template, tmp_path_factory.mktemp(family))
+    return model_of(family, template, tmp_path_factory.mktemp(family))
 
 
-def client_of(family: str, template: str, folder: Path) -> EngineClient:
+def model_of(family: str, template: str, folder: Path) -> TextModel:
     real_tokenizers.tokenizer_folder(folder, family, template)
-    return client_in(folder)
-
-
-def client_in(folder: Path) -> EngineClient:
-    client = EngineClient.__new__(EngineClient)
-    client.tokenizer = load_tokenizer(folder)
-    client.facts = SimpleNamespace(
-        name=folder.name, has_states=False, caches_prefixes=True, max_model_len=1 << 16
-    )
-    client.longest_token = 1 << 10
-    return client
+    return text_model(load_tokenizer(folder), folder.name)
 
 
 def turn_of(
-    engine: EngineClient,
+    model: TextModel,
     choice: ToolChoice = AUTO,
     tools: Sequence[Tool] = TOOLS,
     budget: int | None = None,
@@ -81,13 +71,13 @@ def turn_of(
     conversation = ChatRequest(
         [{"role": "user", "content": "Read it."}], tools=tools, **how, **thoughts
     )
-    return asyncio.run(prepare(engine, conversation, SamplingParams()))
+    return asyncio.run(prepare(model, conversation, SamplingParams()))
 
 
-def said_by(engine: EngineClient, turn: PreparedTurn, token_ids: list[int]) -> Said:
+def said_by(model: TextModel, turn: PreparedTurn, token_ids: list[int]) -> Said:
     """The answer that these tokens make, read token by token."""
     answer: list[int] = []
-    detokenizer = Detokenizer(engine.tokenizer, turn.params, answer, turn.prompt.token_ids)
+    detokenizer = Detokenizer(model.tokenizer, turn.params, answer, turn.prompt.token_ids)
     parser, events, done = turn.make_parser(), [], 0
     for token_id in token_ids:
         answer.append(token_id)
@@ -97,43 +87,43 @@ def said_by(engine: EngineClient, turn: PreparedTurn, token_ids: list[int]) -> S
     return gather([*events, *parser.close()])
 
 
-def encode(engine: EngineClient, text: str) -> list[int]:
-    return engine.tokenizer.encode(text, add_special_tokens=False)
+def encode(model: TextModel, text: str) -> list[int]:
+    return model.tokenizer.encode(text, add_special_tokens=False)
 
 
-def test_calls_token_by_token(engine):
-    turn = turn_of(engine)
-    format_ = engine.chat_format
+def test_calls_token_by_token(model):
+    turn = turn_of(model)
+    format_ = model.chat_format
     text = WRITERS[format_.name](CALLS)
-    tail = engine.tokenizer.decode(turn.prompt.token_ids[-64:])
+    tail = model.tokenizer.decode(turn.prompt.token_ids[-64:])
     if format_.opens_reasoning(tail):
         text = f"Hm.\n{format_.think_end}\n\n{text}"
-    said = said_by(engine, turn, encode(engine, text))
+    said = said_by(model, turn, encode(model, text))
     assert said.called == CALLS
     assert said.text == ""
     assert said.reasoning == ("Hm." if text.startswith("Hm") else "")
 
 
 @pytest.mark.parametrize("mode", ["required", "auto", "named"])
-def test_calls_under_the_grammar(engine, mode):
+def test_calls_under_the_grammar(model, mode):
     """Random answers under the masks are calls of the request's tools, with arguments by schema."""
-    if engine.chat_format.grammar is None:
-        pytest.skip(f"{engine.chat_format.name} has no grammar")
+    if model.chat_format.grammar is None:
+        pytest.skip(f"{model.chat_format.name} has no grammar")
     tools = [replace(tool, strict=True) for tool in TOOLS] if mode == "auto" else TOOLS
     choice = ToolChoice(mode, "run" if mode == "named" else None)
-    turn = turn_of(engine, choice, tools)
+    turn = turn_of(model, choice, tools)
     assert turn.params.structured_outputs is not None
-    writer = WRITERS[engine.chat_format.name]
-    wanted = encode(engine, writer([("run", {"cmd": "ls", "dry": True})]))
-    marks = ['"', "}", "]", *(["<|end|>"] if engine.chat_format.name == "harmony" else [])]
-    closing = [token for mark in marks for token in encode(engine, mark)]
-    eos, size = sorted(engine.tokenizer.eos_token_ids), len(engine.tokenizer)
+    writer = WRITERS[model.chat_format.name]
+    wanted = encode(model, writer([("run", {"cmd": "ls", "dry": True})]))
+    marks = ['"', "}", "]", *(["<|end|>"] if model.chat_format.name == "harmony" else [])]
+    closing = [token for mark in marks for token in encode(model, mark)]
+    eos, size = sorted(model.tokenizer.eos_token_ids), len(model.tokenizer)
     for seed in range(4):
-        constraint = build(replace(turn.params, thinking=None), engine.tokenizer, size, eos)
+        constraint = build(replace(turn.params, thinking=None), model.tokenizer, size, eos)
         token_ids = guided_answer(constraint, size, eos, wanted, closing, random.Random(seed))
-        said = said_by(engine, turn, token_ids)
+        said = said_by(model, turn, token_ids)
         # Harmony has text before calls in a channel of its own.
-        assert said.text == "" or mode == "auto" or engine.chat_format.name == "harmony"
+        assert said.text == "" or mode == "auto" or model.chat_format.name == "harmony"
         assert said.calls or mode == "auto"
         for name, arguments in said.called:
             tool = next(tool for tool in TOOLS if tool.name == name)
@@ -143,14 +133,14 @@ def test_calls_under_the_grammar(engine, mode):
 
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory):
-    return client_of("gpt-oss", "", tmp_path_factory.mktemp("gpt-oss"))
+    return model_of("gpt-oss", "", tmp_path_factory.mktemp("gpt-oss"))
 
 
-def limits_of(engine: EngineClient, turn: PreparedTurn, answer: str) -> Constraint:
+def limits_of(model: TextModel, turn: PreparedTurn, answer: str) -> Constraint:
     """The constraint of an answer that has begun so."""
-    tokenizer = engine.tokenizer
+    tokenizer = model.tokenizer
     limits = build(turn.params, tokenizer, len(tokenizer), [tokenizer.eos_token_id])
-    for token_id in encode(engine, answer):
+    for token_id in encode(model, answer):
         limits.accept(token_id)
     return limits
 
@@ -199,11 +189,11 @@ def test_where_calls_are_forbidden_their_channel_is_not_sampled(gpt_oss):
 
 
 def test_closed_thoughts_in_the_prompt_leave_the_answer_none(tmp_path):
-    engine = client_of("qwen3.5", real_parts.template("HuggingFaceTB-SmolLM3-3B"), tmp_path)
-    assert engine.thinks
-    assert engine.can_think
+    model = model_of("qwen3.5", real_parts.template("HuggingFaceTB-SmolLM3-3B"), tmp_path)
+    assert model.thinks
+    assert model.can_think
     params = SamplingParams(structured_outputs={"json_object": True})
     for enabled in (False, True):
         conversation = ChatRequest([{"role": "user", "content": "Go."}], enable_thinking=enabled)
-        turn = asyncio.run(prepare(engine, conversation, params))
+        turn = asyncio.run(prepare(model, conversation, params))
         assert (turn.params.thinking is not None) == enabled

@@ -4,9 +4,6 @@ import asyncio
 import json
 from contextlib import AsyncExitStack
 
-import pytest
-
-from tests.support.server.kit import serving
 from vllm_metal_lite import SamplingParams
 from vllm_metal_lite.chat_formats.detect import PLAIN
 from vllm_metal_lite.chat_formats.parser import ChatParser
@@ -19,13 +16,8 @@ from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 ASK = "Tell me about a lantern in the rain."
+SERVING = {"config": ServerConfig(port=0, keep_alive=0.001)}
 LIMITS = {"temperature": 0, "max_output_tokens": 12}
-
-
-@pytest.fixture(scope="module")
-def running():
-    with serving(config=ServerConfig(port=0, keep_alive=0.001)) as running:
-        yield running
 
 
 def chat(client, *messages, **options):

@@ -15,16 +15,11 @@ from vllm_metal_lite.server.lifecycle import listen, url_of
 from vllm_metal_lite.server.settings import ServerConfig
 
 KEY = "secret"
+# The defaults, except for the size of a body.
+SERVING = {"config": ServerConfig(port=0, max_body_mib=0.01)}
 FRIEND = "https://friend.example"
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 BODY = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}'
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    """With the defaults, except for the size of a body."""
-    with serving(config=ServerConfig(port=0, max_body_mib=0.01)) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -207,8 +202,11 @@ def test_all_but_the_page_and_its_files_needs_the_key(guarded, path):
 
 
 def test_no_path_below_the_page_leads_out_of_its_folder(guarded):
-    for path in "/page/../v1/models", "/page/%2e%2e/page.py", "/page//etc/passwd":
-        assert ask(guarded.url, path).status == 404
+    outside = ["../v1/models", "%2e%2e/page.py", "..%2fpage.py", "/etc/passwd"]
+    for path in *outside, "nothing.js", "vendor", "":
+        answer = ask(guarded.url, f"/page/{path}")
+        assert answer.status == 404
+        assert answer.json()["error"]["type"] == "not_found_error"
 
 
 # Bodies

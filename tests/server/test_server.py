@@ -13,25 +13,20 @@ import httpx
 import pytest
 
 from tests.support.server.command import eventually
-from tests.support.server.kit import Running, serving
 from tests.support.server.raw_http import connect
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.messages import Compile
 from vllm_metal_lite.structured_outputs import compiler
 
+# Two seats, and two requests may wait.
+SERVING = {
+    "engine": EngineConfig(num_blocks=1024, max_num_seqs=2),
+    "config": ServerConfig(port=0, max_waiting=2),
+}
 PATH = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 LONG = {**HI, "max_tokens": 4000, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    """Two seats, and two requests may wait."""
-    engine = EngineConfig(num_blocks=1024, max_num_seqs=2)
-    with serving(engine=engine, config=ServerConfig(port=0, max_waiting=2)) as server:
-        yield server
 
 
 @pytest.fixture
@@ -75,10 +70,10 @@ def test_requests_whose_grammars_are_compiled_wait_like_others(running, client, 
     def check(form) -> None:
         go.wait(60)
 
-    async def held(engine, message):
-        if isinstance(message, Compile):
+    async def held(engine, request_id, method, *args):
+        if method == "compile":
             await asyncio.to_thread(go.wait, 60)
-        await compiled(engine, message)
+        await compiled(engine, request_id, method, *args)
 
     if where == "the server":
         monkeypatch.setattr(compiler, "check", check)

@@ -7,7 +7,7 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 
 from tests.support.chat import real_parts
-from vllm_metal_lite.engine.piece_encoder import PieceEncoder
+from tests.support.server.kit import text_model
 from vllm_metal_lite.server import templates
 from vllm_metal_lite.server.conversations import ChatRequest, render_prompt
 from vllm_metal_lite.server.offload import Abandoned
@@ -101,9 +101,8 @@ def test_templates_without_system_turns_get_them_as_marked_text(with_template):
 
 
 def test_tokens_of_a_prompt_with_a_late_system_message(with_template):
-    tokenizer, template = with_template("Qwen3.5-4B")
-    conversation = ChatRequest([SYSTEM, USER, LATE])
-    prompt = render_prompt(tokenizer, template, "m", conversation, True, PieceEncoder(tokenizer))
+    tokenizer, _ = with_template("Qwen3.5-4B")
+    prompt = render_prompt(text_model(tokenizer), ChatRequest([SYSTEM, USER, LATE]), True)
     assert "It is late." in tokenizer.decode(prompt.token_ids)
     assert all(0 < at < len(prompt.token_ids) for at in prompt.checkpoints)
 

@@ -20,7 +20,7 @@ from tests.support.server.chat_apis import (
     gathered,
 )
 from tests.support.server.scripted import hermes_call as call
-from vllm_metal_lite.server.worker.client import EngineClient
+from vllm_metal_lite.server.text_model import TextModel
 
 
 @pytest.fixture(params=APIS, ids=lambda api: api.__name__)
@@ -95,7 +95,7 @@ def test_calls_that_nobody_wants_are_text(api, script, how):
 @pytest.mark.parametrize(("choice", "names"), [("required", ["run", "wait"]), ("run", ["run"])])
 @pytest.mark.parametrize("thinks", [False, True])
 def test_demanded_calls_follow_a_grammar(api, script, choice, names, thinks, monkeypatch):
-    monkeypatch.setattr(EngineClient, "thinks", property(lambda self: thinks))
+    monkeypatch.setattr(TextModel, "thinks", property(lambda self: thinks))
     script.says(call("run", cmd="ls"))
     api.whole(choice=choice)
     params = script.requests[-1].params
@@ -203,15 +203,18 @@ def test_where_thoughts_have_begun(chat, script):
     assert (message.reasoning, message.content) == ("I look.", "Fine.")
 
 
-def test_other_tools_than_those_allowed_are_text_though_the_model_is_shown_them(chat, script):
+@pytest.mark.parametrize("api", [Chat, Responses])
+def test_other_tools_than_those_allowed_are_text_though_the_model_is_shown_them(api, script):
+    api = api(script.running.url)
     script.says(call("run", cmd="ls") + call("wait", seconds=1))
-    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "run"}}]}
-    choice = {"type": "allowed_tools", "allowed_tools": allowed}
-    [found] = chat.create(tool_choice=choice).choices
-    assert [c.function.name for c in found.message.tool_calls] == ["run"]
-    assert found.message.content == call("wait", seconds=1)
+    run = {"type": "function", "function": {"name": "run"}, "name": "run"}
+    allowed = {"mode": "auto", "tools": [run]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed, **allowed}
+    reply = api.read(api.create(tool_choice=choice))
+    assert ("call", "run", {"cmd": "ls"}) in reply.parts
+    assert ("text", call("wait", seconds=1)) in reply.parts
     prompt = script.requests[-1].prompt_token_ids
-    chat.create()
+    api.create()
     assert script.requests[-1].prompt_token_ids == prompt
 
 

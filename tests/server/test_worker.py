@@ -20,17 +20,9 @@ from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.server.deltas import deltas
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.messages import (
-    Abort,
-    Accepted,
-    Add,
-    AnswerUpdate,
-    EngineMetrics,
-    Lost,
-    Stop,
-)
-from vllm_metal_lite.server.worker.process import Sender, ToServer, Worker
-from vllm_metal_lite.server.worker.request_state import EngineLost, RequestState, changes
+from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, EngineLost
+from vllm_metal_lite.server.worker.process import Caller, ToServer, Worker
+from vllm_metal_lite.server.worker.request_state import RequestState, changes
 
 CONFIG = EngineConfig(num_blocks=256, max_num_seqs=4, max_num_batched_tokens=64)
 PROMPT = list(range(40, 60))
@@ -99,7 +91,7 @@ async def assert_clean(client: EngineClient) -> None:
     names = ("requests_running", "requests_waiting", "blocks_owned")
     await until(client, lambda metrics: not any(metrics[name] for name in names))
     assert not client.requests
-    assert not client._accepting
+    assert not client._replies
 
 
 def test_http_tokens_are_the_engines_tokens(engine):
@@ -192,10 +184,10 @@ async def test_the_deltas_of_all_answers_add_up(engine, stop):
 async def test_a_refused_request_is_forgotten(engine):
     client = engine.client
 
-    client._outbox.put(Add("twice", PROMPT, FOREVER))
+    client.call("add", Add("twice", PROMPT, FOREVER))
     with pytest.raises(RequestError, match="already in use"):
         await answer(client, "twice", FOREVER)
-    client._outbox.put(Abort("twice"))
+    client.call("abort", "twice")
     with pytest.raises(RequestError, match="prompt of 5000 tokens"):
         await answer(client, "long", short(), [1] * 5000)
     await assert_clean(client)
@@ -228,7 +220,7 @@ def test_the_engines_log_reaches_the_servers_log(engine, caplog):
     """With levels, and with the lines that show progress."""
     server, theirs = Pipe()
     log = logging.Logger("in the process")
-    log.addHandler(ToServer(Sender(theirs)))
+    log.addHandler(ToServer(Caller(theirs)))
     log.info("trying %d kernels", 3, extra={"transient": True})
     log.warning("a kernel was replaced")
     with caplog.at_level(logging.INFO, "vllm_metal_lite"):
@@ -250,25 +242,28 @@ def test_a_step_that_fails_loses_the_request_at_fault_only():
 
     engine.runner.execute = fail_for_token_7
     server, theirs = Pipe()
-    server.send(Add("a", [*PROMPT, 7], short(8, allowed_token_ids=[8])))
-    server.send(Add("b", PROMPT, short(8, allowed_token_ids=[8])))
-    got = []
+    send, got = Caller(server).call, []
+    send("add", Add("a", [*PROMPT, 7], short(8, allowed_token_ids=[8])))
+    send("add", Add("b", PROMPT, short(8, allowed_token_ids=[8])))
 
     def read() -> None:
-        while not (isinstance(message := server.recv(), dict) and message["b"][0].finish_reason):
-            got.append(message)
-        got.append(message)
-        server.send(Stop())
+        finished = False
+        while not finished:
+            method, args = server.recv()
+            got.append((method, args))
+            finished = method == "stepped" and args[0]["b"][0].finish_reason is not None
+        send("stop")
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
-    Worker(engine, theirs, Sender(theirs)).run()
+    Worker(engine, theirs, Caller(theirs)).run()
     thread.join(60)
-    assert isinstance(got[0], EngineMetrics)
-    assert got[1:3] == [Accepted("a"), Accepted("b")]
-    lost = [message for message in got if isinstance(message, Lost)]
-    assert lost == [Lost("a step of the engine failed: the device is gone", ["a"])]
-    steps = [message for message in got if isinstance(message, dict)]
+    assert got[0][0] == "measured"
+    assert got[1:3] == [("replied", ("a",)), ("replied", ("b",))]
+    [(ids, error)] = [args for method, args in got if method == "failed"]
+    assert ids == ["a"]
+    assert repr(error) == "EngineLost('a step of the engine failed: the device is gone')"
+    steps = [args[0] for method, args in got if method == "stepped"]
     assert all(list(step) == ["b"] for step in steps)
     assert sum(len(update.token_ids) for step in steps for update in step["b"]) == 8
     assert engine.metrics()["blocks_owned"] == 0
@@ -286,13 +281,13 @@ def test_an_engine_whose_steps_all_fail_ends():
 
     def serve() -> None:
         for name in "abc":
-            server.send(Add(name, PROMPT, short()))
-            while not isinstance(server.recv(), Lost):
+            Caller(server).call("add", Add(name, PROMPT, short()))
+            while server.recv()[0] != "failed":
                 pass
 
     threading.Thread(target=serve, daemon=True).start()
     with pytest.raises(SystemExit):
-        Worker(engine, theirs, Sender(theirs)).run()
+        Worker(engine, theirs, Caller(theirs)).run()
 
 
 @in_loop
@@ -303,27 +298,20 @@ async def test_lost_requests_fail_and_others_go_on(engine):
         client.generate(Add("lost", PROMPT, FOREVER)) as lost,
         client.generate(Add("other", PROMPT, short())) as other,
     ):
-        client._take(Lost("a step failed", ["lost"]))
+        client.failed(["lost"], EngineLost("a step failed"))
         with pytest.raises(EngineLost, match="a step failed"):
             await lost.complete()
         with pytest.raises(EngineLost, match="a step failed"):
             [delta async for delta in deltas([lost])]
         assert len((await other.complete())[0].token_ids) == 8
-        client._outbox.put(Abort("lost"))
+        client.call("abort", "lost")
     await assert_clean(client)
-
-
-def test_unfinished_answers_of_a_failed_generation_do_not_look_finished(engine):
-    request = RequestState(Add("a", PROMPT, short()), engine.client.tokenizer)
-    request.fail(EngineLost("gone"))
-    with pytest.raises(EngineLost, match="gone"):
-        engine.run(request.complete())
 
 
 @in_loop
 async def test_a_generation_that_fails_while_another_is_read_is_not_taken_for_finished(engine):
     first, second = (
-        RequestState(Add(name, PROMPT, short()), engine.client.tokenizer) for name in "ab"
+        RequestState(Add(name, PROMPT, short()), engine.client.model.tokenizer) for name in "ab"
     )
 
     first.take([AnswerUpdate(0, [5])])

@@ -14,10 +14,9 @@ from tests.support.server.command import eventually, is_alive
 from tests.support.server.kit import SMALL, start_engine
 from vllm_metal_lite import EngineConfig, SamplingParams
 from vllm_metal_lite.errors import ModelLoadError
-from vllm_metal_lite.server.worker import client as client_module
+from vllm_metal_lite.server.worker import link
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.messages import Add
-from vllm_metal_lite.server.worker.request_state import EngineLost
+from vllm_metal_lite.server.worker.messages import Add, EngineLost
 
 pytestmark = pytest.mark.long
 
@@ -37,7 +36,7 @@ async def configure(weight_bytes):
 async def main():
     if sys.argv[1] == "loading":
         client = EngineClient("demo", None)
-        client._outbox.put(await configure(0))
+        client._link.send(await configure(0))
         print(client.pid, flush=True)
     else:
         client = await EngineClient.start("demo", configure, None)
@@ -76,7 +75,7 @@ def test_an_engine_ends_with_its_server(moment):
 
 def test_starts_and_stops_leak_nothing(monkeypatch):
     """Also while steps run, whose requests fail."""
-    monkeypatch.setattr(client_module, "_STOP_SECONDS", SAFETY)  # a slow machine kills nothing
+    monkeypatch.setattr(link, "STOP_SECONDS", SAFETY)  # a slow machine kills nothing
 
     async def once() -> None:
         client = await start_engine()
@@ -137,8 +136,8 @@ def test_a_start_may_be_cancelled_or_its_process_killed():
         with pytest.raises(asyncio.CancelledError):
             await starting
         os.kill(client.pid, signal.SIGKILL)
-        with pytest.raises(ModelLoadError, match="has ended by SIGKILL"):
-            await client._ready
+        with pytest.raises(EngineLost, match="has ended by SIGKILL"):
+            await client._facts
         return client.pid
 
     assert not is_alive(run(cancelled()))

@@ -12,7 +12,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.chat_checkpoints import chat_checkpoints
-from vllm_metal_lite.errors import RequestError, one_line, show
+from vllm_metal_lite.errors import Option, RequestError, one_line, show
 
 # Roles that chat templates know; a template may name others.
 _ROLES = ("system", "user", "assistant", "tool")
@@ -183,7 +183,7 @@ def cache_salt(prompt: Prompt) -> str | None:
 def check_salt(salt: Any) -> str | None:
     """A salt, or None for none.  Raises RequestError."""
     if salt is not None and not (isinstance(salt, str) and salt):
-        raise RequestError(f"cache_salt must be a non-empty string, got {show(salt)}")
+        raise RequestError(Option("cache_salt"), f" must be a non-empty string, got {show(salt)}")
     check_text("cache_salt", salt)
     return salt
 

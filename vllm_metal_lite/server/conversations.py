@@ -1,11 +1,10 @@
 """Conversations to token ids, off the event loop."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.engine.chat_checkpoints import num_systems
@@ -15,7 +14,7 @@ from vllm_metal_lite.server.errors import ContextOverflow
 from vllm_metal_lite.server.limits import num_characters
 from vllm_metal_lite.server.offload import check_wanted, offload
 from vllm_metal_lite.server.templates import Template, render_text
-from vllm_metal_lite.server.worker.client import EngineClient
+from vllm_metal_lite.server.text_model import TextModel
 
 Message = dict[str, Any]
 
@@ -74,68 +73,61 @@ def join_systems(messages: Sequence[Message]) -> list[Message]:
 
 
 async def render(
-    engine: EngineClient, conversation: ChatRequest, *, to_run: bool = True
+    model: TextModel, conversation: ChatRequest, *, to_run: bool = True
 ) -> RenderedPrompt:
     """Render a conversation with the model's chat template.  Raises RequestError with the
     template's message, ContextOverflow for a conversation that is far too long.
 
     to_run: False to get only the tokens.
     """
-    facts = engine.facts
-    if (adapt := engine.chat_format.adapt) is not None:
+    if (adapt := model.chat_format.adapt) is not None:
         conversation = replace(conversation, messages=adapt(conversation.messages))
+    facts = model.facts
     with_checkpoints = to_run and facts.has_states and facts.caches_prefixes
-
-    def make() -> RenderedPrompt:
-        check_length(engine, (conversation.messages, conversation.template))
-        try:
-            most = engine.max_prompt_tokens
-            encode_text = partial(engine.encode_text, most=most, check=check_wanted)
-            model = engine.tokenizer, engine.template, facts.name
-            return render_prompt(*model, conversation, with_checkpoints, encode_text)
-        except PromptTooLong as e:
-            raise ContextOverflow(e.num_tokens, facts.max_model_len) from None
-
-    return await offload(make)
-
-
-def check_length(engine: EngineClient, texts: Any) -> None:
-    """Raise ContextOverflow for texts that no tokenizer could make fit the context."""
-    if (size := num_characters(texts)) > engine.max_characters:
-        why = f" It has {size} characters, and no more than {engine.max_characters} can fit."
-        raise ContextOverflow(size // engine.longest_token, engine.facts.max_model_len, why)
-
-
-def encode_prompt(engine: EngineClient, prompt: str, add_special_tokens: bool) -> list[int]:
-    """Token ids of a plain text.  Raises RequestError or ContextOverflow."""
-    check_length(engine, prompt)
-    if len(prompt) > engine.max_prompt_tokens:
-        try:
-            engine.encode_text(prompt, engine.max_prompt_tokens, check_wanted)
-        except PromptTooLong as e:
-            raise ContextOverflow(e.num_tokens, engine.facts.max_model_len) from None
-    check_wanted()
-    return encode(prompt, engine.tokenizer, add_special_tokens=add_special_tokens)
+    return await offload(render_prompt, model, conversation, with_checkpoints)
 
 
 def render_prompt(
-    tokenizer: TokenizerWrapper,
-    template: Template,
-    model: str,
-    conversation: ChatRequest,
-    with_checkpoints: bool,
-    encode_text: Callable[[str], list[int]],
+    model: TextModel, conversation: ChatRequest, with_checkpoints: bool
 ) -> RenderedPrompt:
-    """with_checkpoints: for models with recurrent layers.  encode_text: makes token ids of a text
-    with special tokens.  Raises RequestError."""
-    token_ids, checkpoints = render_turn(
-        tokenizer,
-        model,
-        template.prepare(conversation.messages),
-        conversation.add_generation_prompt,
-        conversation.variables(template),
-        with_checkpoints=with_checkpoints,
-        render=partial(render_text, tokenizer, template),
-        encode_text=encode_text,
-    )
+    """with_checkpoints: for models with recurrent layers."""
+    check_length(model, (conversation.messages, conversation.template))
+    tokenizer, template, most = model.tokenizer, model.template, model.max_prompt_tokens
+    with overflow(model):
+        token_ids, checkpoints = render_turn(
+            tokenizer,
+            model.facts.name,
+            template.prepare(conversation.messages),
+            conversation.add_generation_prompt,
+            conversation.variables(template),
+            with_checkpoints=with_checkpoints,
+            render=partial(render_text, tokenizer, template),
+            encode_text=partial(model.encode_text, most=most, check=check_wanted),
+        )
     return RenderedPrompt(token_ids, checkpoints)
+
+
+@contextmanager
+def overflow(model: TextModel) -> Iterator[None]:
+    """Raises ContextOverflow for a prompt whose tokens are too many to count."""
+    try:
+        yield
+    except PromptTooLong as e:
+        raise ContextOverflow(e.num_tokens, model.facts.max_model_len) from None
+
+
+def check_length(model: TextModel, texts: Any) -> None:
+    """Raise ContextOverflow for texts that no tokenizer could make fit the context."""
+    if (size := num_characters(texts)) > model.max_characters:
+        why = f" It has {size} characters, and no more than {model.max_characters} can fit."
+        raise ContextOverflow(size // model.longest_token, model.facts.max_model_len, why)
+
+
+def encode_prompt(model: TextModel, prompt: str, add_special_tokens: bool) -> list[int]:
+    """Token ids of a plain text.  Raises RequestError or ContextOverflow."""
+    check_length(model, prompt)
+    if len(prompt) > model.max_prompt_tokens:
+        with overflow(model):
+            model.encode_text(prompt, model.max_prompt_tokens, check_wanted)
+    check_wanted()
+    return encode(prompt, model.tokenizer, add_special_tokens=add_special_tokens)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from vllm_metal_lite.chat_formats.events import Event, Reasoning, ToolCallEnd
 from vllm_metal_lite.chat_formats.parser import ChatParser
 from vllm_metal_lite.outputs import CompletionOutput, Cursor, Logprob
+from vllm_metal_lite.server.errors import check_ended
 from vllm_metal_lite.server.worker.request_state import RequestState, changes
 
 Positions = list[dict[int, Logprob]]
@@ -20,7 +21,8 @@ class Delta:
     become a marker is held back.
     token_ids, logprobs: of all new tokens, with or without events.
     num_reasoning_tokens: all new tokens if any of them belongs to thoughts, else 0.
-    finish_reason: in the last Delta, the engine's reason or "tool_calls"; before, None.
+    finish_reason: in the last Delta, "stop", "length" or "tool_calls"; before, and of an answer
+    that fails, None.
     """
 
     choice: int
@@ -71,6 +73,8 @@ class AnswerReader:
         if is_whole and self._has_call:
             reason = "tool_calls"
         self.is_over = is_over
+        if reason in ("error", "abort"):
+            reason = None
         num_reasoning = len(token_ids) if has_thoughts else 0
         return Delta(self._choice, answer, text, events, token_ids, logprobs, num_reasoning, reason)
 
@@ -85,10 +89,10 @@ async def deltas(
     make_parser: Callable[[], ChatParser | None] = lambda: None,
     parallel: bool = True,
 ) -> AsyncIterator[Delta]:
-    """Deltas of all answers, as they come.  Raises EngineLost.
+    """Deltas of all answers, as they come.  Raises EngineLost, ApiError for an answer that fails.
 
     parallel: False to end an answer after its first call.  The engine continues the answer until
-    the caller leaves `Server.generate`.
+    the response ends.
     """
     answers = [answer for request in requests for answer in request.answers]
     readers = [AnswerReader(i, answer, make_parser(), parallel) for i, answer in enumerate(answers)]
@@ -96,5 +100,21 @@ async def deltas(
         reader = readers[choice]
         if not reader.is_over:
             yield reader.read()
+            check_ended(answers[choice])
             if all(reader.is_over for reader in readers):
                 return
+
+
+async def whole_answers(deltas: AsyncIterator[Delta]) -> list[Delta]:
+    """Each answer as one delta, in order."""
+    found: dict[int, Delta] = {}
+    async for delta in deltas:
+        whole = found.setdefault(delta.choice, delta)
+        if whole is not delta:
+            whole.events += delta.events
+            whole.finish_reason = delta.finish_reason
+            whole.num_reasoning_tokens += delta.num_reasoning_tokens
+    for whole in found.values():
+        answer = whole.answer
+        whole.text, whole.token_ids, whole.logprobs = answer.text, answer.token_ids, answer.logprobs
+    return [found[choice] for choice in sorted(found)]

@@ -12,7 +12,8 @@ from starlette.responses import JSONResponse
 
 from vllm_metal_lite.errors import MetalLiteError, show
 from vllm_metal_lite.outputs import CompletionOutput
-from vllm_metal_lite.server.worker.request_state import EngineLost, ShuttingDown
+from vllm_metal_lite.server.worker.messages import EngineLost
+from vllm_metal_lite.server.worker.request_state import ShuttingDown
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """`/events`: what the engines do, while a client watches.
 
-All viewers get the same events.  An engine sends events only for some seconds after a `Watch`.
+All viewers get the same events.  An engine sends them only for some seconds after `watch`.
 
 An engine sends no event during a step, and none after its process has ended.  So the server adds
 events with the state of each model and the number of its requests.
@@ -22,7 +22,7 @@ from vllm_metal_lite.server.models import Model
 from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.stream import COMMENT, EventStream, sse
 
-# Seconds between states, between `Watch` messages, and for which a `Watch` lasts.
+# Seconds between states, between calls of `watch`, and for which a call lasts.
 _SENT, _RENEWED, _WATCHED = 0.5, 2.0, 5.0
 _MAX_UNREAD = 16  # events; a slower viewer misses the oldest
 
@@ -99,7 +99,7 @@ def _state(model: Model) -> dict[str, Any]:
         "model": model.spec.name,
         "state": model.state,
         "error": model.error,
-        "requests": unfinished + sum(not waiter.done() for waiter in model.waiters),
+        "requests": unfinished + model.num_waiting,
     }
 
 

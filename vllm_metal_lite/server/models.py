@@ -80,8 +80,8 @@ class Model:
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self.engine: _Loaded | None = None
-        self.loading: asyncio.Task[None] | None = None
-        self.waiters: list[asyncio.Future[_Loaded]] = []
+        self.loading: asyncio.Task[_Loaded] | None = None
+        self.num_waiting = 0  # requests that wait for `loading`
         self.context: int | None = None  # tokens, as its files say
         self.failure: str | None = None  # of the last try
         self.retry_at = float("-inf")
@@ -95,10 +95,6 @@ class Model:
     @property
     def is_loading(self) -> bool:
         return self.loading is not None and not self.loading.done()
-
-    @property
-    def is_wanted(self) -> bool:
-        return any(not waiter.done() for waiter in self.waiters)
 
     @property
     def state(self) -> str:
@@ -214,17 +210,21 @@ class Models:
             return engine
         if model.failure is not None and self._clock() < model.retry_at:
             raise ModelLoadError(model.failure)
-        waiter: asyncio.Future[_Loaded] = asyncio.get_running_loop().create_future()
-        model.waiters.append(waiter)
         if not model.is_loading:
             model.loading = asyncio.ensure_future(self._load(model))
+            # Perhaps no request waits for a failure.
+            model.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        loading = model.loading
+        assert loading is not None
+        model.num_waiting += 1
         try:
-            return await waiter
+            return await asyncio.shield(loading)
         except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self._leave(waiter.result())
+            if loading.done() and not loading.cancelled() and loading.exception() is None:
+                self._leave(loading.result())
             raise
         finally:
+            model.num_waiting -= 1
             self._changed.set()
 
     def _leave(self, engine: _Loaded) -> None:
@@ -234,19 +234,20 @@ class Models:
 
     # Load and unload
 
-    async def _load(self, model: Model) -> None:
-        """Load a model for the requests that wait for it."""
-        error: ModelLoadError | None = ModelLoadError("the server is shutting down")  # if cancelled
+    async def _load(self, model: Model) -> _Loaded:
+        """Load a model for the requests that wait for it, which become users of its engine."""
         try:
             async with self._loading:
-                wanted = model.client is None
-                while wanted:
+                while model.client is None:
                     try:
                         await self._start_engine(model)
-                        wanted = False
                     except _Unwanted:
-                        wanted = model.is_wanted  # a request may have come since
-            error = None
+                        if not model.num_waiting:  # a request may have come since
+                            raise
+        except asyncio.CancelledError:
+            raise ModelLoadError("the server is shutting down") from None
+        except _Unwanted:
+            raise
         except Exception as e:
             error = e if isinstance(e, ModelLoadError) else ModelLoadError(one_line(e))
             model.failure, model.engine = str(error), None
@@ -254,17 +255,11 @@ class Models:
                 model.back_off = min(2 * model.back_off or _BACK_OFF_WITH_ROOM, _LONGEST_BACK_OFF)
             model.retry_at = self._clock() + (model.back_off if model.made_room else _BACK_OFF)
             logger.warning(f"the model {model.spec.name} cannot be loaded: {error}")
-        finally:
-            waiters, model.waiters = model.waiters, []
-            for waiter in waiters:
-                if waiter.done():
-                    continue
-                if error is not None:
-                    waiter.set_exception(error)
-                elif model.engine is not None:
-                    # A user from here on: the next load must not take the engine away.
-                    model.engine.users += 1
-                    waiter.set_result(model.engine)
+            raise error from e
+        assert model.engine is not None
+        # Users from here on: the next load must not take the engine away.
+        model.engine.users += model.num_waiting
+        return model.engine
 
     async def _start_engine(self, model: Model) -> None:
         size, began, model.made_room = 0, 0.0, False
@@ -280,7 +275,7 @@ class Models:
         check = self.config if len(self.models) > 1 else None
         client = await self._start(model.spec.source, configure, check)
         if model.spec.chat_format is not None:
-            client.chat_format = model.spec.chat_format
+            client.model.chat_format = model.spec.chat_format
         now = self._clock()
         model.engine, model.failure = _Loaded(client, size, now, now - began), None
         model.back_off = 0.0
@@ -329,7 +324,7 @@ class Models:
         try:
             for victim, engine in victims:
                 while engine.alive and (pause := engine.pause(self._clock())) != 0:
-                    if not model.is_wanted:
+                    if not model.num_waiting:
                         raise _Unwanted
                     await self._change_within(pause)
                 self._log(f"the model {victim.spec.name} makes room for {model.spec.name}")

@@ -6,7 +6,7 @@ from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from vllm_metal_lite.engine.prompt_ids import check_salt
-from vllm_metal_lite.errors import RequestError, SamplingError
+from vllm_metal_lite.errors import SamplingError
 from vllm_metal_lite.rules import by_token_id
 from vllm_metal_lite.sampling.sampler import validate
 from vllm_metal_lite.sampling_params import SAMPLING_RULES, SamplingParams
@@ -44,11 +44,8 @@ class ScheduledBody(Body):
     cache_salt: Any = None
 
     def scheduling(self) -> dict[str, Any]:
-        """What `Server.generate` takes of this body.  Raises ApiError (400)."""
-        try:
-            return {"priority": self.priority or 0, "cache_salt": check_salt(self.cache_salt)}
-        except RequestError as e:
-            raise ApiError(400, str(e), param="cache_salt") from None
+        """What `Serving.generate` takes of this body.  Raises RequestError."""
+        return {"priority": self.priority or 0, "cache_salt": check_salt(self.cache_salt)}
 
 
 class SamplingFields(ScheduledBody):
@@ -103,7 +100,7 @@ async def sampling_params(serving: Serving, body: SamplingFields) -> SamplingPar
 
     Without max_tokens, an answer may fill the context.
     """
-    facts, most, names = serving.engine.facts, serving.server.config.max_logprobs, body.names()
+    facts, most, names = serving.model.facts, serving.server.config.max_logprobs, body.names()
     own = {name: value for name, value in body.sampling().items() if value is not None}
     for name, low, high in (("n", 1, MAX_N), ("logprobs", 0, most), ("prompt_logprobs", 0, most)):
         if isinstance(value := own.get(name), int) and not low <= value <= high:

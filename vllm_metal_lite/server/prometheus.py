@@ -87,30 +87,25 @@ class Metrics:
     """The metrics of one server; labels are by the name that requests call a model."""
 
     def __init__(self, models: Models) -> None:
-        self._models = models
-        self._registry = registry = CollectorRegistry()
+        self._models, self._registry = models, (registry := CollectorRegistry())
         label = ("model_name",)
-        ends = (*label, "finished_reason")
-        self._success = Counter(
-            "vllm:request_success", "Finished answers.", ends, registry=registry
-        )
-        self._families: dict[str, Any] = {}
+        families: dict[str, Any] = {}
         for kind, described in (Gauge, _GAUGES), (Counter, _COUNTERS):
             for name, text in described.items():
-                self._families[name] = kind(f"vllm:{name}", text, label, registry=registry)
+                families[name] = kind(f"vllm:{name}", text, label, registry=registry)
         for name, (buckets, text) in _HISTOGRAMS.items():
-            self._families[name] = Histogram(
-                f"vllm:{name}", text, label, registry=registry, buckets=buckets
+            families[name] = Histogram(
+                f"vllm:{name}", text, label, buckets=buckets, registry=registry
             )
-        self._of_model = {name: self._children(name) for name in models.models}
+        ends = (*label, "finished_reason")
+        success = Counter("vllm:request_success", "Finished answers.", ends, registry=registry)
+        self._of_model: dict[str, dict[str, Any]] = {
+            model: {name: family.labels(model) for name, family in families.items()}
+            | {reason: success.labels(model, reason) for reason in _REASONS}
+            for model in models.models
+        }
         # What the counters of each engine said when they were last read.
         self._seen: WeakKeyDictionary[EngineClient, dict[str, int]] = WeakKeyDictionary()
-
-    def _children(self, model_name: str) -> dict[str, Any]:
-        children = {name: family.labels(model_name) for name, family in self._families.items()}
-        for reason in _REASONS:
-            children[reason] = self._success.labels(model_name, reason)
-        return children
 
     @contextmanager
     def counting(self, name: str, engine: EngineClient) -> Iterator["RequestCount"]:

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -25,6 +25,7 @@ from vllm_metal_lite.server.offload import LARGE, REQUESTER, Requester, offload
 from vllm_metal_lite.server.prometheus import Metrics
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import COMMENT, ClientGone, EventStream, unless, until_gone
+from vllm_metal_lite.server.text_model import TextModel
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.messages import Add
 from vllm_metal_lite.server.worker.request_state import RequestState, ShuttingDown
@@ -41,6 +42,7 @@ class Body(BaseModel):
 
     model: str | None = None
 
+    _check_fields = model_validator(mode="before")(limits.check_fields)
     _whole = field_validator("*", mode="before")(whole)
 
     def check(self) -> None:
@@ -68,47 +70,6 @@ class Server:
         self.logs_requests = False  # print a line when a request ends, also when it is cut short
         self.metrics = Metrics(models)
         self._unknown_fields: set[tuple[str, str]] = set()  # by endpoint
-
-    @asynccontextmanager
-    async def generate(
-        self,
-        model: str,
-        engine: EngineClient,
-        prefix: str,
-        prompt: RenderedPrompt,
-        params: SamplingParams | PoolingParams,
-        **options: Any,
-    ) -> AsyncIterator[RequestState]:
-        """A request that the engine of a model has accepted; leaving the block ends it.
-
-        prefix: the start of the request's id.  options: as `ScheduledBody.scheduling` makes them.
-        Raises ApiError, MetalLiteError or EngineLost.
-        """
-        self.check_open()
-        only_reads = isinstance(params, PoolingParams)
-        token_ids = prompt.token_ids
-        limit = engine.facts.max_model_len
-        if len(token_ids) >= limit + only_reads:
-            raise ContextOverflow(len(token_ids), limit)
-        self.check_room(engine)
-        if isinstance(params, SamplingParams):
-            limits.check_logprobs(len(token_ids), limit, params)
-        request_id = f"{prefix}{uuid.uuid4().hex}"
-        add = Add(request_id, token_ids, params, checkpoints=prompt.checkpoints, **options)
-        self.num_accepted += 1
-        try:
-            with self.metrics.counting(model, engine) as count:
-                async with engine.generate(add, count.update) as request:
-                    count.request = request
-                    self.requests[request_id] = request
-                    yield request
-        finally:
-            self.num_accepted -= 1
-            if (ended := self.requests.get(request_id)) is not None:
-                if self.logs_requests:
-                    with suppress(OSError):  # the reader of our output is gone
-                        print(summary(ended), flush=True)
-                del self.requests[request_id]
 
     def check_open(self) -> None:
         """Raise ShuttingDown if the server stops."""
@@ -167,18 +128,22 @@ def client_of(request: Request) -> tuple[str, ...]:
 
 def _read(body_type: type[B], raw: bytes) -> B:
     limits.check_json(raw)
-    limits.check_fields(raw)
     return body_type.model_validate_json(raw)
 
 
 @dataclass(frozen=True)
 class Serving:
-    """A request while it is served.  model: its name.  resources: closed when the response ends."""
+    """A request while it is served.  model_name: as requests call it.  resources: closed when the
+    response ends."""
 
     server: Server
-    model: str
+    model_name: str
     engine: EngineClient
     resources: AsyncExitStack
+
+    @property
+    def model(self) -> TextModel:
+        return self.engine.model
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -197,11 +162,38 @@ class Serving:
         params: SamplingParams | PoolingParams,
         **options: Any,
     ) -> RequestState:
-        """As `Server.generate`, until the response ends."""
-        generating = self.server.generate(
-            self.model, self.engine, prefix, prompt, params, **options
-        )
-        return await self.resources.enter_async_context(generating)
+        """A request that the engine has accepted; it ends with the response at the latest.
+
+        prefix: the start of the request's id.  options: as `ScheduledBody.scheduling` makes them.
+        Raises ApiError, MetalLiteError or EngineLost.
+        """
+        self.server.check_open()
+        num_tokens, limit = len(prompt.token_ids), self.model.facts.max_model_len
+        if num_tokens >= limit + isinstance(params, PoolingParams):
+            raise ContextOverflow(num_tokens, limit)
+        self.server.check_room(self.engine)
+        if isinstance(params, SamplingParams):
+            limits.check_logprobs(num_tokens, limit, params)
+        request_id = f"{prefix}{uuid.uuid4().hex}"
+        checkpoints = prompt.checkpoints
+        add = Add(request_id, prompt.token_ids, params, checkpoints=checkpoints, **options)
+        return await self.resources.enter_async_context(self._running(add))
+
+    @asynccontextmanager
+    async def _running(self, add: Add) -> AsyncIterator[RequestState]:
+        server = self.server
+        server.num_accepted += 1
+        try:
+            with server.metrics.counting(self.model_name, self.engine) as count:
+                async with self.engine.generate(add, count.update) as request:
+                    count.request = server.requests[add.request_id] = request
+                    yield request
+        finally:
+            server.num_accepted -= 1
+            ended = server.requests.pop(add.request_id, None)
+            if ended is not None and server.logs_requests:
+                with suppress(OSError):  # the reader of our output is gone
+                    print(summary(ended), flush=True)
 
     def stream(
         self, events: AsyncIterator[bytes], keep_alive: bytes | Callable[[], bytes] = COMMENT

@@ -28,12 +28,12 @@ def model_status(model: Model) -> dict[str, Any]:
         "error": model.error,
     }
     if client is not None:
-        template = client.template
+        template, chat_format = client.model.template, client.model.chat_format
         status |= {
             "pid": client.pid,
             "metrics": client.metrics,
-            "chat_format": client.chat_format.name,
-            "tool_calls": client.chat_format.has_calls,
+            "chat_format": chat_format.name,
+            "tool_calls": chat_format.has_calls,
             "chat_template": {
                 "system_in_middle": template.system_in_middle,
                 "reasoning": template.reasoning,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 from vllm_metal_lite import EngineConfig
@@ -13,6 +14,7 @@ from vllm_metal_lite.server.lifecycle import Stopping, listen, serve
 from vllm_metal_lite.server.models import Models, ModelSpec
 from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.settings import ServerConfig
+from vllm_metal_lite.server.text_model import TextModel
 from vllm_metal_lite.server.worker.client import EngineClient
 
 # Of official clients.  Every reply is checked against the client's own schema; an error is shown,
@@ -29,6 +31,12 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
         asyncio.run(asyncio.wait_for(test(*args, **fixtures), 600))
 
     return run
+
+
+def text_model(tokenizer: Any, name: str = "demo") -> TextModel:
+    """A model of which there is no more than a tokenizer."""
+    facts = {"has_states": False, "caches_prefixes": True, "max_model_len": 1 << 16}
+    return TextModel(SimpleNamespace(name=name, **facts), tokenizer)
 
 
 async def start_engine(name: str = "demo", config: EngineConfig = SMALL) -> EngineClient:

@@ -13,6 +13,7 @@ import pytest
 from tests.support.server.kit import Running, serving
 from vllm_metal_lite.chat_formats.json_markers import HERMES
 from vllm_metal_lite.server.settings import ServerConfig
+from vllm_metal_lite.server.text_model import TextModel
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, PositionLogprobs
 from vllm_metal_lite.server.worker.request_state import RequestState
@@ -51,7 +52,7 @@ def scripted() -> Iterator[Script]:
         # Only of a request with stop strings does the text come from the engine.
         add = replace(add, params=replace(add.params, stop=["\0"]))
         script.requests.append(add)
-        request = RequestState(add, engine.tokenizer, on_update)
+        request = RequestState(add, engine.model.tokenizer, on_update)
         engine.requests[add.request_id] = request
         answers = [script.pieces() for _ in range(add.params.n)]
         writing = asyncio.ensure_future(write(request, answers, script.end))
@@ -76,5 +77,5 @@ def scripted() -> Iterator[Script]:
     with pytest.MonkeyPatch.context() as patch, serving(config=ServerConfig(port=0)) as running:
         script = Script(running)
         patch.setattr(EngineClient, "generate", generate)
-        patch.setattr(EngineClient, "chat_format", HERMES)
+        patch.setattr(TextModel, "chat_format", HERMES)
         yield script

@@ -57,12 +57,12 @@ class MessagesRequest(ConversationFields, SamplingFields):
 
 async def create_message(serving: Serving, body: MessagesRequest) -> Response:
     request, deltas = await answer(serving, body, body.conversation(), "msg_")
-    reply = MessageReply(request, deltas, serving.model)
+    reply = MessageReply(request, deltas, serving.model_name)
     if body.stream:
         return serving.stream(reply.stream(), PING)
     return JSONResponse(await reply.whole())
 
 
 async def count_tokens(serving: Serving, body: ConversationFields) -> Response:
-    prompt = await render(serving.engine, body.conversation(), to_run=False)
+    prompt = await render(serving.model, body.conversation(), to_run=False)
     return JSONResponse({"input_tokens": len(prompt.token_ids)})

@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm_metal_lite.server.anthropic_api.reply_content import ContentBlocks, event
 from vllm_metal_lite.server.deltas import Delta
-from vllm_metal_lite.server.errors import anthropic_shape, check_ended, shown_error
+from vllm_metal_lite.server.errors import anthropic_shape, shown_error
 from vllm_metal_lite.server.stream import encode, sse
 from vllm_metal_lite.server.worker.request_state import RequestState
 
@@ -43,9 +43,8 @@ class MessageReply:
         content = self._content
         async for delta in self._deltas:
             self._finish_reason = delta.finish_reason
-            if news := b"".join(chunk for e in delta.events for chunk in content.take(e)):
+            if news := b"".join(content.take(delta.events)):
                 yield news
-        check_ended(self._request.answers[0])
         yield b"".join(content.close())
 
     def _message(self, content: list[dict[str, Any]], **ending: str | None) -> dict[str, Any]:

@@ -5,18 +5,19 @@ from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
+from vllm_metal_lite.server.deltas import whole_answers
 from vllm_metal_lite.server.errors import bad
-from vllm_metal_lite.server.large_json import large_json
 from vllm_metal_lite.server.openai_api.chat_messages import ConversationFields
-from vllm_metal_lite.server.openai_api.chat_reply import chunks, whole_choices
+from vllm_metal_lite.server.openai_api.chat_reply import ChatWriter
 from vllm_metal_lite.server.openai_api.completion_fields import CompletionFields
 from vllm_metal_lite.server.openai_api.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from vllm_metal_lite.server.openai_api.reply import Reply
 from vllm_metal_lite.server.params import OnlyText, Unsupported
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.turns import answer
+from vllm_metal_lite.server.whole_json import whole_json
 
 
 class ChatCompletionRequest(ConversationFields, CompletionFields):
@@ -46,19 +47,19 @@ async def chat_completions(serving: Serving, body: ChatCompletionRequest) -> Res
     request, deltas = await answer(serving, body, conversation, "chatcmpl-")
     params, last = request.params, conversation.messages[-1]
     echoed = last["content"] if body.echo and last["role"] == "assistant" else ""
-    names = TokenNames(serving.engine.tokenizer, bool(body.return_tokens_as_token_ids))
+    names = TokenNames(serving.model.tokenizer, bool(body.return_tokens_as_token_ids))
     scores = partial(chat_logprobs, top=body.top_logprobs or 0, names=names)
+    writers = [ChatWriter(echoed, scores) for _ in range(params.n)]
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    reply = Reply(kind, serving.model, [request], body.stream_options)
+    reply = Reply(kind, serving.model_name, [request], writers, body.stream_options)
     if body.stream:
-        return serving.stream(reply.stream(chunks(reply, deltas, echoed, scores)))
-    whole = reply.whole(await whole_choices(reply, deltas, params.n, echoed, scores))
-    if params.logprobs is None and params.prompt_logprobs is None:
-        return JSONResponse(whole)
+        return serving.stream(reply.stream(deltas))
+    answers = await whole_answers(deltas)
 
-    def scored() -> dict[str, Any]:
+    def whole() -> dict[str, Any]:
+        scored = {}
         if params.prompt_logprobs is not None:
-            whole["prompt_logprobs"] = prompt_logprobs(request.prompt_logprobs)
-        return whole
+            scored["prompt_logprobs"] = prompt_logprobs(request.prompt_logprobs)
+        return reply.whole(answers) | scored
 
-    return await large_json(scored)
+    return await whole_json(whole)

@@ -1,116 +1,78 @@
-"""An answer's events in the form of chat completions: a message, or the chunks of a stream."""
+"""An answer's events in the form of chat completions: a message, or the deltas of a stream."""
 
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from json import dumps
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
 
-from vllm_metal_lite.chat_formats.events import Arguments, Event, Reasoning, Text, ToolCall
+from vllm_metal_lite.chat_formats.events import Event, Text
+from vllm_metal_lite.server.blocks import Blocks
 from vllm_metal_lite.server.deltas import Delta, Positions
-from vllm_metal_lite.server.openai_api.reply import Reply, ending
+from vllm_metal_lite.server.openai_api.reply import Scores, Writer
 
 # `chat_logprobs` in the form that a request asks for.
-Scores = Callable[[list[int], Positions | None], dict[str, Any] | None]
+ScoresOf = Callable[[list[int], Positions | None], Scores]
 
 
-async def whole_choices(
-    reply: Reply, deltas: AsyncIterator[Delta], count: int, echoed: str, scores: Scores
-) -> list[dict[str, Any]]:
-    """The choices of a reply that is not streamed.  Raises ApiError if one has failed."""
-    events: list[list[Event]] = [[] for _ in range(count)]
-    choices: dict[int, dict[str, Any]] = {}
-    async for delta in deltas:
-        index = delta.choice
-        reply.add_reasoning(delta.num_reasoning_tokens)
-        events[index] += delta.events
-        if delta.finish_reason is not None:
-            choices[index] = {
-                "index": index,
-                "message": _message(events[index], echoed),
-                "logprobs": scores(delta.answer.token_ids, delta.answer.logprobs),
-                **ending(delta.answer, delta.finish_reason),
-            }
-    return [choices[index] for index in sorted(choices)]
-
-
-def _message(events: Sequence[Event], echoed: str) -> dict[str, Any]:
-    """The message of a whole answer."""
-    content = echoed + "".join(event.text for event in events if isinstance(event, Text))
-    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if thoughts := "".join(event.text for event in events if isinstance(event, Reasoning)):
-        message |= {"reasoning_content": thoughts, "reasoning": thoughts}
-    calls: list[dict[str, Any]] = []
-    pieces: list[list[str]] = []  # of the arguments of each call
-    for event in events:
-        if isinstance(event, ToolCall):
-            calls.append(call_head(event))
-            pieces.append([])
-        elif isinstance(event, Arguments):
-            pieces[-1].append(event.text)
-    if calls:
-        for call, texts in zip(calls, pieces, strict=True):
-            call["function"]["arguments"] = "".join(texts)
-        message |= {"content": content or None, "tool_calls": calls}
-    return message
-
-
-def call_head(event: ToolCall) -> dict[str, Any]:
-    """A call whose arguments are still to come."""
-    call_id = f"call_{uuid.uuid4().hex[:24]}"
-    return {"id": call_id, "type": "function", "function": {"name": event.name, "arguments": ""}}
-
-
-async def chunks(
-    reply: Reply, deltas: AsyncIterator[Delta], echoed: str, scores: Scores
-) -> AsyncIterator[bytes]:
-    """The chunks of all answers."""
-    writers: dict[int, _ChunkWriter] = {}
-    async for delta in deltas:
-        index = delta.choice
-        reply.add_reasoning(delta.num_reasoning_tokens)
-        head = b""
-        if index not in writers:
-            writers[index] = _ChunkWriter()
-            role = '"delta":{"role":"assistant","content":""}'
-            head = reply.chunk(index, role, num_unshown=len(delta.token_ids))
-            if echoed:
-                delta.events.insert(0, Text(echoed))
-        if chunk := head + writers[index].take(reply, delta, scores):
-            yield chunk
-
-
-class _ChunkWriter:
-    """The chunks of one answer."""
+class ChatMessage(Blocks[dict[str, Any]]):
+    """The message of an answer.  Its news are the deltas of a stream."""
 
     def __init__(self) -> None:
-        self._num_calls = 0
+        self._texts: dict[str, list[str]] = {"text": [], "thoughts": []}
+        self._calls: list[tuple[dict[str, Any], list[str]]] = []  # each with its arguments
 
-    def take(self, reply: Reply, delta: Delta, scores: Scores) -> bytes:
-        contents = [c for event in delta.events if (c := self._content(event)) is not None]
-        has_ended = delta.finish_reason is not None
-        logprobs = scores(delta.token_ids, delta.logprobs) if delta.token_ids else None
-        if not contents:
-            if not has_ended and not reply.sends_every_delta and logprobs is None:
-                return b""
-            contents = ['"delta":{"content":""}']
-        end = ending(delta.answer, delta.finish_reason) if has_ended else None
-        index, last = delta.choice, contents.pop()
-        first = [reply.chunk(index, content) for content in contents]
-        return b"".join([*first, reply.chunk(index, last, end, logprobs)])
+    def _open(self, name: str) -> Iterator[dict[str, Any]]:
+        if self.kind == "call":
+            call_id = f"call_{uuid.uuid4().hex[:24]}"
+            function = {"name": name, "arguments": ""}
+            self._calls.append(({"id": call_id, "type": "function", "function": function}, []))
+            yield self._call(**self._calls[-1][0])
 
-    def _content(self, event: Event) -> str | None:
-        """The encoded delta of an event; None: clients see nothing."""
-        match event:
-            case Text(text):
-                return f'"delta":{{"content":{dumps(text)}}}'
-            case Reasoning(text):
-                encoded = dumps(text)
-                return f'"delta":{{"reasoning_content":{encoded},"reasoning":{encoded}}}'
-            case ToolCall():
-                call = {"index": self._num_calls, **call_head(event)}
-                self._num_calls += 1
-                return f'"delta":{{"tool_calls":[{dumps(call)}]}}'
-            case Arguments(text):
-                call = {"index": self._num_calls - 1, "function": {"arguments": text}}
-                return f'"delta":{{"tool_calls":[{dumps(call)}]}}'
-        return None
+    def _grow(self, text: str) -> Iterator[dict[str, Any]]:
+        if self.kind == "call":
+            self._calls[-1][1].append(text)
+            yield self._call(function={"arguments": text})
+        else:
+            self._texts[self.kind].append(text)
+            is_text = self.kind == "text"
+            yield {"content": text} if is_text else {"reasoning_content": text, "reasoning": text}
+
+    def _end(self, is_whole: bool) -> tuple[()]:
+        return ()
+
+    def _call(self, **fields: Any) -> dict[str, Any]:
+        return {"tool_calls": [{"index": len(self._calls) - 1, **fields}]}
+
+    def whole(self) -> dict[str, Any]:
+        content, thoughts = map("".join, self._texts.values())
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if thoughts:
+            message |= {"reasoning_content": thoughts, "reasoning": thoughts}
+        for call, arguments in self._calls:
+            call["function"]["arguments"] = "".join(arguments)
+        if self._calls:
+            message |= {"content": content or None, "tool_calls": [call for call, _ in self._calls]}
+        return message
+
+
+class ChatWriter(Writer):
+    """echoed: the text before the answer's."""
+
+    empty: ClassVar = {"delta": {"content": ""}}
+
+    def __init__(self, echoed: str, scores_of: ScoresOf) -> None:
+        self.head = {"delta": {"role": "assistant", "content": ""}}
+        self._message, self._scores_of = ChatMessage(), scores_of
+        self._before: list[Event] = [Text(echoed)] if echoed else []
+
+    async def take(self, delta: Delta) -> tuple[list[dict[str, Any]], Scores]:
+        scores = self._scores_of(delta.token_ids, delta.logprobs) if delta.token_ids else None
+        return [{"delta": news} for news in self._news(delta.events)], scores
+
+    def whole(self, delta: Delta) -> dict[str, Any]:
+        self._news(delta.events)
+        scores = self._scores_of(delta.token_ids, delta.logprobs)
+        return {"message": self._message.whole(), "logprobs": scores}
+
+    def _news(self, events: Iterable[Event]) -> list[dict[str, Any]]:
+        before, self._before = self._before, []
+        return self._message.take([*before, *events])

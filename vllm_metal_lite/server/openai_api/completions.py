@@ -1,19 +1,13 @@
 """`/v1/completions`."""
 
-import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
-from json import dumps
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from vllm_metal_lite.engine.prompt_ids import tokenize
-from vllm_metal_lite.errors import RequestError
-from vllm_metal_lite.outputs import CompletionOutput
-from vllm_metal_lite.server.conversations import RenderedPrompt, encode_prompt
-from vllm_metal_lite.server.deltas import AnswerReader, Delta, deltas
-from vllm_metal_lite.server.errors import ApiError, bad, must_be
-from vllm_metal_lite.server.large_json import large_json
+from vllm_metal_lite.server.conversations import RenderedPrompt
+from vllm_metal_lite.server.deltas import Delta, deltas, whole_answers
+from vllm_metal_lite.server.errors import ApiError, bad
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.openai_api.completion_fields import CompletionFields
 from vllm_metal_lite.server.openai_api.logprobs import (
@@ -23,13 +17,12 @@ from vllm_metal_lite.server.openai_api.logprobs import (
     legacy_logprobs,
     prompt_logprobs,
 )
-from vllm_metal_lite.server.openai_api.reply import Reply, ending
+from vllm_metal_lite.server.openai_api.prompts import Prompt, all_of, split_prompts, token_ids_of
+from vllm_metal_lite.server.openai_api.reply import Reply, Scores, Writer
 from vllm_metal_lite.server.params import Unsupported, sampling_params
 from vllm_metal_lite.server.server import Serving
-from vllm_metal_lite.server.worker.client import EngineClient
+from vllm_metal_lite.server.whole_json import whole_json
 from vllm_metal_lite.server.worker.request_state import RequestState
-
-Prompt = str | list[int]
 
 
 class CompletionRequest(CompletionFields):
@@ -60,12 +53,12 @@ class CompletionRequest(CompletionFields):
 
 
 async def completions(serving: Serving, body: CompletionRequest) -> Response:
-    prompts, engine = split_prompts(body.prompt), serving.engine
+    prompts, model = split_prompts(body.prompt), serving.model
     with serving.preparing():
         params = await sampling_params(serving, body)
     if body.best_of not in (None, params.n):
         raise bad("best_of", f" must equal n ({params.n}), got {body.best_of}")
-    most = engine.facts.max_num_seqs + serving.server.config.max_waiting
+    most = model.facts.max_num_seqs + serving.server.config.max_waiting
     if (count := len(prompts) * params.n) > most:
         raise ApiError(
             400,
@@ -74,74 +67,24 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
             param="prompt",
         )
     special = body.add_special_tokens is not False
-    token_ids = await offload(token_ids_of, prompts, engine, special, "prompt")
+    token_ids = await offload(token_ids_of, prompts, model, special, "prompt")
     requests = await all_of(
         serving.generate("cmpl-", RenderedPrompt(ids), params, **body.scheduling())
         for ids in token_ids
     )
-    names = TokenNames(engine.tokenizer, bool(body.return_tokens_as_token_ids))
+    names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
     texts = await offload(_echoed, prompts, requests, names) if body.echo else [""] * len(prompts)
     writers = [
-        _Writer(body, request, answer, text, names)
+        _Writer(body, request, text, names)
         for text, request in zip(texts, requests, strict=True)
-        for answer in request.answers
+        for _ in request.answers
     ]
     options, hides = body.stream_options, body.only_echoes
-    reply = Reply("text_completion", serving.model, requests, options, hides_answers=hides)
+    reply = Reply("text_completion", serving.model_name, requests, writers, options, hides)
     if body.stream:
-        return serving.stream(reply.stream(_chunks(reply, deltas(requests), writers)))
-    for request in requests:
-        await request.complete()
-
-    def whole() -> dict[str, Any]:
-        news = (AnswerReader(i, writer.answer).read() for i, writer in enumerate(writers))
-        return reply.whole([w.whole(delta) for w, delta in zip(writers, news, strict=True)])
-
-    if params.logprobs is None and params.prompt_logprobs is None:
-        return JSONResponse(whole())
-    return await large_json(whole)
-
-
-def split_prompts(prompt: Any, param: str = "prompt") -> list[Prompt]:
-    """The prompts of a request: a text, token ids, or a list of either.  Raises ApiError (400)."""
-    if isinstance(prompt, str) or _are_ids(prompt):
-        return [prompt]
-    if not isinstance(prompt, list) or not prompt:
-        raise must_be(param, "a text, token ids, or a list of them", prompt)
-    for i, item in enumerate(prompt):
-        if not isinstance(item, str) and not _are_ids(item):
-            raise must_be(f"{param}.{i}", "a text or token ids", item)
-    return prompt
-
-
-def _are_ids(value: Any) -> bool:
-    return (
-        isinstance(value, list) and bool(value) and all(type(token_id) is int for token_id in value)
-    )
-
-
-def token_ids_of(
-    prompts: Sequence[Prompt], engine: EngineClient, special: bool, param: str
-) -> list[list[int]]:
-    def ids_of(prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            prompt = encode_prompt(engine, prompt, special)
-        return tokenize(prompt, None, engine.facts.vocab_size)[1]
-
-    try:
-        return [ids_of(prompt) for prompt in prompts]
-    except RequestError as e:
-        raise ApiError(400, str(e), param=param) from None
-
-
-async def all_of(starts: Iterable[Coroutine[Any, Any, RequestState]]) -> list[RequestState]:
-    """The results, in order.  If one fails, none is left running."""
-    try:
-        async with asyncio.TaskGroup() as running:
-            tasks = [running.create_task(start) for start in starts]
-    except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return [task.result() for task in tasks]
+        return serving.stream(reply.stream(deltas(requests)))
+    answers = await whole_answers(deltas(requests))
+    return await whole_json(lambda: reply.whole(answers))
 
 
 def _echoed(
@@ -154,48 +97,34 @@ def _echoed(
     ]
 
 
-class _Writer:
-    """Makes the choice of one answer.  echo: the text of its prompt, if that is shown."""
+class _Writer(Writer):
+    """echo: the text of the answer's prompt, if that is shown."""
+
+    empty: ClassVar = {"text": ""}
 
     def __init__(
-        self,
-        body: CompletionRequest,
-        request: RequestState,
-        answer: CompletionOutput,
-        echo: str,
-        names: TokenNames,
+        self, body: CompletionRequest, request: RequestState, echo: str, names: TokenNames
     ) -> None:
-        self._body, self._request, self.answer = body, request, answer
-        self._echo, self._names = echo, names
+        self._body, self._request, self._echo, self._names = body, request, echo, names
         self._is_echoing = bool(body.echo)  # the next news begins with the prompt
         self._offsets: TextOffsets | None = None
         if body.logprobs is not None:
             before = request.prompt_token_ids
             self._offsets = TextOffsets(names.tokenizer, request.params, before, len(echo))
 
+    async def take(self, delta: Delta) -> tuple[list[dict[str, Any]], Scores]:
+        # A whole prompt that is echoed takes long.
+        news = await offload(self._news, delta) if self._is_echoing else self._news(delta)
+        return ([{"text": news[0]}] if news[0] else []), news[1]
+
     def whole(self, delta: Delta) -> dict[str, Any]:
-        """The choice of a finished answer.  delta: all of it."""
         text, scores = self._news(delta)
-        choice = {"index": delta.choice, "text": text, "logprobs": scores}
+        choice: dict[str, Any] = {"text": text, "logprobs": scores}
         if self._body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(self._request.prompt_logprobs)
-        return {**choice, **ending(delta.answer, delta.finish_reason)}
+        return choice
 
-    async def chunk(self, delta: Delta, reply: Reply) -> bytes | None:
-        """The event of a Delta; None if the Delta has nothing to show."""
-        if self._is_echoing:
-            return await offload(self._chunk, delta, reply)  # it echoes the whole prompt
-        return self._chunk(delta, reply)
-
-    def _chunk(self, delta: Delta, reply: Reply) -> bytes | None:
-        text, scores = self._news(delta)
-        answer = self.answer
-        if not (text or answer.finished or reply.sends_every_delta or (delta.token_ids and scores)):
-            return None
-        end = ending(answer, answer.finish_reason) if answer.finished else None
-        return reply.chunk(delta.choice, f'"text":{dumps(text)}', end, scores)
-
-    def _news(self, delta: Delta) -> tuple[str, dict[str, Any] | None]:
+    def _news(self, delta: Delta) -> tuple[str, Scores]:
         """New text and its log-probabilities; those of an echoed prompt come first."""
         text, token_ids = delta.text, delta.token_ids
         positions: list[Any] = list(delta.logprobs or ())
@@ -207,8 +136,8 @@ class _Writer:
         if self._offsets is None:
             return text, None
         offsets = self._offsets.add(token_ids)
-        if self.answer.finished:  # tokens of a stop string have no text
-            end = len(self._echo) + len(self.answer.text)
+        if delta.answer.finished:  # tokens of a stop string have no text
+            end = len(self._echo) + len(delta.answer.text)
             offsets = [min(offset, end) for offset in offsets]
         if is_echoing:
             prompt_ids = self._request.prompt_token_ids
@@ -216,11 +145,3 @@ class _Writer:
             token_ids = prompt_ids + token_ids
             positions = [*(self._request.prompt_logprobs or ()), *positions]
         return text, legacy_logprobs(token_ids, positions, offsets, self._names)
-
-
-async def _chunks(
-    reply: Reply, news: AsyncIterator[Delta], writers: Sequence[_Writer]
-) -> AsyncIterator[bytes]:
-    async for delta in news:
-        if chunk := await writers[delta.choice].chunk(delta, reply):
-            yield chunk

@@ -32,7 +32,7 @@ def routes(server: Server) -> list[Route]:
             "root": model.spec.source,
             "max_model_len": limit,
             "context_length": limit or model.context,
-            "thinking": model.client.can_think if model.client else None,
+            "thinking": model.client.model.can_think if model.client else None,
             "state": model.state,
             "error": model.error,
         }

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_metal_lite.chat_formats.events import Arguments, Event, Reasoning, Text, ToolCall
+from vllm_metal_lite.chat_formats.events import Event
+from vllm_metal_lite.server.blocks import Blocks
 from vllm_metal_lite.server.openai_api.freeform import FreeformInput
 from vllm_metal_lite.server.openai_api.response_tools import Callee
 from vllm_metal_lite.server.stream import encode, sse
@@ -66,12 +67,14 @@ class _Item:
         index: int,
         fields: dict[str, Any],
     ) -> None:
-        self.type, self.fields = item_type, {"id": f"{item_type.id_prefix}_{suffix}", **fields}
+        item_id = f"{item_type.id_prefix}_{suffix}_{index}"
+        self.type, self.fields = item_type, {"id": item_id, **fields, "status": "in_progress"}
         self._writer, self._index, self._texts = writer, index, list[str]()
-        self._at: dict[str, Any] = {"item_id": self.fields["id"], "output_index": index}
+        self._at: dict[str, Any] = {"item_id": item_id, "output_index": index}
         if item_type.parts:
             self._at["summary_index" if item_type is _SUMMARY else "content_index"] = 0
         self._logprobs: Logprobs = []
+        self._input = FreeformInput() if item_type is _CUSTOM_CALL else None
 
     def open(self) -> Iterator[bytes]:
         event = self._writer.event
@@ -80,6 +83,10 @@ class _Item:
             yield event(f"{self.type.part}.added", **self._at, part=self._part(""))
 
     def grow(self, text: str, logprobs: Logprobs) -> Iterator[bytes]:
+        """logprobs: of a message's tokens."""
+        yield from self._add(text if self._input is None else self._input.feed(text), logprobs)
+
+    def _add(self, text: str, logprobs: Logprobs) -> Iterator[bytes]:
         self._texts.append(text)
         scored = {"logprobs": logprobs} if self.type is _MESSAGE else {}
         if text or any(scored.values()):
@@ -93,6 +100,8 @@ class _Item:
         because its arguments are not JSON.  The input of a custom tool is any text, so its item is
         never done.
         """
+        if self._input is not None:
+            yield from self._add(self._input.close(), [])
         item_type, event = self.type, self._writer.event
         text = "".join(self._texts)
         self.fields["status"] = status
@@ -124,10 +133,11 @@ class _Item:
         return part
 
 
-class OutputItems:
-    """Events of an answer to items of a response.
+class OutputItems(Blocks[bytes]):
+    """The items of a response.
 
     suffix: the end of the items' ids.  callees, with_summary: see ResponseReply.
+    unshown: log-probabilities of tokens whose text is still to come.
     """
 
     def __init__(
@@ -136,79 +146,44 @@ class OutputItems:
         self._writer, self._suffix, self._callees = writer, suffix, callees
         self._thoughts = _SUMMARY if with_summary else _THOUGHTS
         self._items: list[_Item] = []
-        self._open: _Item | None = None
-        self._input: FreeformInput | None = None
+        self.unshown: Logprobs = []
 
     @property
     def items(self) -> list[dict[str, Any]]:
         return [item.fields for item in self._items]
 
     @property
-    def is_saying(self) -> bool:
-        """Whether a message grows."""
-        return self._open is not None and self._open.type is _MESSAGE
-
-    @property
     def is_broken(self) -> bool:
         """Whether the input of a custom tool was cut short."""
         return any(item.is_broken for item in self._items)
 
-    def take(self, event: Event, logprobs: Logprobs) -> Iterator[bytes]:
-        """logprobs: those of a Text's tokens."""
-        match event:
-            case Text(text):
-                message = {"type": "message", "role": "assistant", "content": []}
-                yield from self._grow(_MESSAGE, message, text, logprobs)
-            case Reasoning(text):
-                yield from self._grow(self._thoughts, {"type": "reasoning", "summary": []}, text)
-            case ToolCall(name):
-                yield from self._begin_call(self._callees[name])
-            case Arguments(text):
-                if self._open is not None:
-                    new = text if self._input is None else self._input.feed(text)
-                    yield from self._open.grow(new, [])
-            case _:
-                yield from self.close("completed" if event.is_whole else "incomplete")
+    def _take(self, event: Event) -> Iterator[bytes]:
+        yield from super()._take(event)
+        self.unshown = []
 
-    def close(self, status: str) -> Iterator[bytes]:
-        """End the item that grows, if there is one."""
-        item, self._open = self._open, None
-        if item is None:
-            return
-        if self._input is not None:
-            yield from item.grow(self._input.close(), [])
-            self._input = None
-        yield from item.close(status)
-
-    def _grow(
-        self,
-        item_type: _ItemType,
-        fields: dict[str, Any],
-        text: str,
-        logprobs: Logprobs | None = None,
-    ) -> Iterator[bytes]:
-        if self._open is None or self._open.type is not item_type:
-            yield from self._begin(item_type, fields)
-        assert self._open is not None
-        yield from self._open.grow(text, logprobs or [])
-
-    def _begin_call(self, callee: Callee) -> Iterator[bytes]:
-        call_id = f"call_{uuid.uuid4().hex[:24]}"
-        fields: dict[str, Any] = {"call_id": call_id, "name": callee.name}
-        if callee.namespace is not None:
-            fields["namespace"] = callee.namespace
-        if callee.kind == "custom":
-            fields = {"type": "custom_tool_call", **fields, "input": ""}
-            yield from self._begin(_CUSTOM_CALL, fields)
-            self._input = FreeformInput()
-        else:
-            yield from self._begin(_CALL, {"type": "function_call", **fields, "arguments": ""})
-
-    def _begin(self, item_type: _ItemType, fields: dict[str, Any]) -> Iterator[bytes]:
-        yield from self.close("completed")
+    def _open(self, name: str) -> Iterator[bytes]:
+        item_type, fields = _MESSAGE, {"type": "message", "role": "assistant", "content": []}
+        if self.kind == "thoughts":
+            item_type, fields = self._thoughts, {"type": "reasoning", "summary": []}
+        elif self.kind == "call":
+            item_type, fields = _call(self._callees[name])
         index = len(self._items)
-        suffix = f"{self._suffix}_{index}"
-        fields = {**fields, "status": "in_progress"}
-        self._open = _Item(self._writer, item_type, suffix, index, fields)
-        self._items.append(self._open)
-        yield from self._open.open()
+        self._items.append(_Item(self._writer, item_type, self._suffix, index, fields))
+        yield from self._items[-1].open()
+
+    def _grow(self, text: str) -> Iterator[bytes]:
+        yield from self._items[-1].grow(text, self.unshown)
+
+    def _end(self, is_whole: bool) -> Iterator[bytes]:
+        yield from self._items[-1].close("completed" if is_whole else "incomplete")
+
+
+def _call(callee: Callee) -> tuple[_ItemType, dict[str, Any]]:
+    """The item of a call at its beginning."""
+    call_id = f"call_{uuid.uuid4().hex[:24]}"
+    fields: dict[str, Any] = {"call_id": call_id, "name": callee.name}
+    if callee.namespace is not None:
+        fields["namespace"] = callee.namespace
+    if callee.kind == "custom":
+        return _CUSTOM_CALL, {"type": "custom_tool_call", **fields, "input": ""}
+    return _CALL, {"type": "function_call", **fields, "arguments": ""}

@@ -17,12 +17,12 @@ from vllm_metal_lite.engine.scores import plan_scores
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.server.conversations import RenderedPrompt, check_length
 from vllm_metal_lite.server.errors import must_be
-from vllm_metal_lite.server.large_json import large_json
 from vllm_metal_lite.server.offload import offload
-from vllm_metal_lite.server.openai_api.completions import all_of, split_prompts, token_ids_of
+from vllm_metal_lite.server.openai_api.prompts import all_of, split_prompts, token_ids_of
 from vllm_metal_lite.server.params import ScheduledBody
 from vllm_metal_lite.server.server import Serving
-from vllm_metal_lite.server.worker.client import EngineClient
+from vllm_metal_lite.server.text_model import TextModel
+from vllm_metal_lite.server.whole_json import whole_json
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 _STEPS_AHEAD = 2  # full steps of prompts that one request keeps in the engine's queue
@@ -101,7 +101,7 @@ class ScoreRequest(PoolingBody):
 
 
 async def embeddings(serving: Serving, body: EmbeddingRequest) -> Response:
-    before = serving.engine.facts.pooling.prompt(body.prompt_name)
+    before = serving.model.facts.pooling.prompt(body.prompt_name)
     inputs = split_prompts(body.input, "input")
     prompts = [before + text if isinstance(text, str) else text for text in inputs]
     special = body.add_special_tokens is not False
@@ -114,7 +114,7 @@ async def embeddings(serving: Serving, body: EmbeddingRequest) -> Response:
         ]
         return {"object": "list", **_common(serving, requests), "data": data}
 
-    return await large_json(whole)
+    return await whole_json(whole)
 
 
 async def rerank(serving: Serving, body: RerankRequest) -> Response:
@@ -137,10 +137,10 @@ async def score(serving: Serving, body: ScoreRequest) -> Response:
 async def _scores(
     serving: Serving, body: RerankRequest | ScoreRequest, queries: Any, documents: Any
 ) -> tuple[list[float], dict[str, Any]]:
-    engine, facts = serving.engine, serving.engine.facts
+    model, facts = serving.model, serving.model.facts
     for text in [*as_list(queries), *as_list(documents)]:
-        check_length(engine, text)
-    make = partial(plan_scores, facts.pooling, engine.tokenizer, queries, documents, body.params())
+        check_length(model, text)
+    make = partial(plan_scores, facts.pooling, model.tokenizer, queries, documents, body.params())
     plan = await offload(make, facts.max_model_len, body.instruction)
     requests, values = await _pool(serving, body, plan.prompts, plan.params, True)
     return plan.scores(values), _common(serving, requests)
@@ -157,10 +157,10 @@ async def _pool(
 
     special: add special tokens.
     """
-    engine = serving.engine
+    model = serving.model
     with serving.preparing():
-        token_ids = await offload(_token_ids, engine, prompts, params, special, body.prompt_field)
-    seats = engine.facts.max_num_seqs
+        token_ids = await offload(_token_ids, model, prompts, params, special, body.prompt_field)
+    seats = model.facts.max_num_seqs
     free = asyncio.Semaphore(min(_STEPS_AHEAD * seats, seats + serving.server.config.max_waiting))
 
     async def run(ids: list[int]) -> RequestState:
@@ -178,12 +178,12 @@ async def _pool(
 
 
 def _token_ids(
-    engine: EngineClient, prompts: Sequence[Any], params: PoolingParams, special: bool, param: str
+    model: TextModel, prompts: Sequence[Any], params: PoolingParams, special: bool, param: str
 ) -> list[list[int]]:
-    token_ids = token_ids_of(prompts, engine, special, param)
-    ends = encode("", engine.tokenizer, add_special_tokens=special)
+    token_ids = token_ids_of(prompts, model, special, param)
+    ends = encode("", model.tokenizer, add_special_tokens=special)
     return [
-        truncate(ids, params, engine.facts.max_model_len, ends if isinstance(prompt, str) else [])
+        truncate(ids, params, model.facts.max_model_len, ends if isinstance(prompt, str) else [])
         for prompt, ids in zip(prompts, token_ids, strict=True)
     ]
 
@@ -201,7 +201,7 @@ def _common(serving: Serving, requests: Sequence[RequestState]) -> dict[str, Any
     return {
         "id": f"embd-{uuid.uuid4().hex}",
         "created": int(time.time()),
-        "model": serving.model,
+        "model": serving.model_name,
         "usage": {
             "prompt_tokens": count,
             "total_tokens": count,

@@ -1,26 +1,51 @@
 """What the replies of chat completions and of completions have in common."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm_metal_lite import __version__
-from vllm_metal_lite.outputs import CompletionOutput
-from vllm_metal_lite.server.errors import check_ended, openai_shape, shown_error
-from vllm_metal_lite.server.large_json import encode_slowly
+from vllm_metal_lite.server.deltas import Delta
+from vllm_metal_lite.server.errors import openai_shape, shown_error
 from vllm_metal_lite.server.openai_api.completion_fields import StreamOptions
 from vllm_metal_lite.server.stream import encode, sse
+from vllm_metal_lite.server.whole_json import encode_slowly
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 _DONE = sse("[DONE]")
 _MANY = 64  # a chunk with more tokens contains an echoed prompt
 _FINGERPRINT = f"vllm-metal-lite-{__version__}"
 
+_NO_END = '"finish_reason":null'
+
+Scores = dict[str, Any] | None  # `logprobs` of a choice
+
+
+class Writer(ABC):
+    """Makes the choice of one answer.
+
+    head: fields of a first chunk without news; None: there is none.
+    empty: of a chunk that has other news than text.
+    """
+
+    head: dict[str, Any] | None = None
+    empty: ClassVar[dict[str, Any]]
+
+    @abstractmethod
+    async def take(self, delta: Delta) -> tuple[list[dict[str, Any]], Scores]:
+        """Fields of the next chunks, and the log-probabilities of the delta's tokens."""
+
+    @abstractmethod
+    def whole(self, delta: Delta) -> dict[str, Any]:
+        """Fields of the choice of a whole answer."""
+
 
 class Reply:
     """The reply to a request of one or more prompts.
 
-    requests: one for each prompt.  kind: `object` of the reply, or of its chunks.
+    requests: one for each prompt.  writers: one for each answer.
+    kind: `object` of the reply, or of its chunks.
     hides_answers: only prompts are shown, so usage counts no other tokens.
     """
 
@@ -29,11 +54,12 @@ class Reply:
         kind: str,
         model: str,
         requests: Sequence[RequestState],
+        writers: Sequence[Writer],
         options: StreamOptions | None = None,
         hides_answers: bool = False,
     ) -> None:
-        self._requests, self._hides_answers = requests, hides_answers
-        self._num_reasoning_tokens: int | None = None
+        self._requests, self._writers, self._hides_answers = requests, writers, hides_answers
+        self._num_reasoning_tokens, self._is_chat = 0, kind.startswith("chat")
         self._common = {
             "id": requests[0].request_id,
             "object": kind,
@@ -43,56 +69,71 @@ class Reply:
         }
         self._with_usage = bool(options and options.include_usage)
         # Chunks without news too: special tokens and partial characters have no text.
-        self.sends_every_delta = self._with_usage and bool(
+        self._sends_every_delta = self._with_usage and bool(
             options and options.continuous_usage_stats
         )
+        # The constant part of the JSON is encoded once, because each token has a chunk.
         self._head = encode(self._common)[:-1] + ',"choices":[{"index":'
         self._tail = ',"usage":null' if self._with_usage else ""
 
-    def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """The JSON of a reply that is not streamed."""
-        return {**self._common, "choices": choices, "usage": self.usage()}
+    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """The JSON of a reply that is not streamed.  deltas: all of each answer."""
+        choices = []
+        for delta in deltas:
+            self._num_reasoning_tokens += delta.num_reasoning_tokens
+            news = self._writers[delta.choice].whole(delta)
+            choices.append({"index": delta.choice, **news, **_ending(delta)})
+        return {**self._common, "choices": choices, "usage": self._usage()}
 
-    def chunk(
-        self,
-        index: int,
-        content: str,
-        end: dict[str, Any] | None = None,
-        logprobs: dict[str, Any] | None = None,
-        num_unshown: int = 0,
-    ) -> bytes:
-        """An event with news of one choice.
-
-        content: encoded fields of the choice.  end: from `ending`, in the last chunk of the choice.
-        num_unshown: generated tokens that the next chunk will show.
-        The constant part of the JSON is encoded once, because each token has a chunk.
-        """
-        scores = "null"
-        if logprobs is not None:
-            many = len(next(iter(logprobs.values())) or ()) > _MANY
-            scores = encode_slowly(logprobs) if many else encode(logprobs)
-        ended = '"finish_reason":null' if end is None else encode(end)[1:-1]
-        usage = (
-            f',"usage":{encode(self.usage(num_unshown))}' if self.sends_every_delta else self._tail
-        )
-        return sse(f'{self._head}{index},{content},"logprobs":{scores},{ended}}}]{usage}}}')
-
-    async def stream(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async def stream(self, deltas: AsyncIterator[Delta]) -> AsyncIterator[bytes]:
         """Chunks, the usage if it is asked for, and the end; an error becomes an event."""
         try:
-            async for chunk in chunks:
-                yield chunk
+            async for delta in deltas:
+                self._num_reasoning_tokens += delta.num_reasoning_tokens
+                if chunks := await self._chunks(delta):
+                    yield chunks
             if self._with_usage:
-                yield sse(encode({**self._common, "choices": [], "usage": self.usage()}))
+                yield sse(encode({**self._common, "choices": [], "usage": self._usage()}))
         except Exception as e:
             yield sse(encode(openai_shape(shown_error(e))))
         yield _DONE
 
-    def add_reasoning(self, num_tokens: int) -> None:
-        """Count tokens of thoughts.  Without a call, the usage has no field for them."""
-        self._num_reasoning_tokens = (self._num_reasoning_tokens or 0) + num_tokens
+    async def _chunks(self, delta: Delta) -> bytes:
+        writer, num_tokens = self._writers[delta.choice], len(delta.token_ids)
+        head, writer.head = writer.head, None
+        chunks = [] if head is None else [self._chunk(delta, head, num_unshown=num_tokens)]
+        contents, scores = await writer.take(delta)
+        has_more = num_tokens and scores is not None
+        has_ended = delta.finish_reason is not None
+        if not contents and (has_ended or has_more or self._sends_every_delta):
+            contents = [writer.empty]
+        if contents:
+            *first, last = contents
+            chunks += [self._chunk(delta, content) for content in first]
+            end = encode(_ending(delta))[1:-1] if has_ended else _NO_END
+            chunks.append(self._chunk(delta, last, end, scores))
+        return b"".join(chunks)
 
-    def usage(self, num_unshown: int = 0) -> dict[str, Any]:
+    def _chunk(
+        self,
+        delta: Delta,
+        content: dict[str, Any],
+        end: str = _NO_END,
+        scores: Scores = None,
+        num_unshown: int = 0,
+    ) -> bytes:
+        """content: fields of the choice.  end: encoded.  num_unshown: tokens of the next chunk."""
+        logprobs = "null"
+        if scores is not None:
+            many = len(next(iter(scores.values())) or ()) > _MANY
+            logprobs = encode_slowly(scores) if many else encode(scores)
+        fields = f'{delta.choice},{encode(content)[1:-1]},"logprobs":{logprobs},{end}'
+        usage = self._tail
+        if self._sends_every_delta:
+            usage = f',"usage":{encode(self._usage(num_unshown))}'
+        return sse(f"{self._head}{fields}}}]{usage}}}")
+
+    def _usage(self, num_unshown: int = 0) -> dict[str, Any]:
         """Tokens so far, without num_unshown of them.  Each prompt counts once, whatever n is."""
         prompt = sum(len(g.prompt_token_ids) for g in self._requests)
         generated = sum(g.num_tokens for g in self._requests) - num_unshown
@@ -106,15 +147,11 @@ class Reply:
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached, "restored_tokens": restored},
         }
-        if self._num_reasoning_tokens is not None:
+        if self._is_chat:
             usage["completion_tokens_details"] = {"reasoning_tokens": self._num_reasoning_tokens}
         return usage
 
 
-def ending(answer: CompletionOutput, finish_reason: str | None) -> dict[str, Any]:
-    """Fields of a choice that has ended.  stop_reason: a field of vLLM's.
-
-    Raises ApiError if the answer has not ended by itself.
-    """
-    check_ended(answer)
-    return {"finish_reason": finish_reason, "stop_reason": answer.stop_reason}
+def _ending(delta: Delta) -> dict[str, Any]:
+    """How a choice has ended.  stop_reason: a field of vLLM's."""
+    return {"finish_reason": delta.finish_reason, "stop_reason": delta.answer.stop_reason}

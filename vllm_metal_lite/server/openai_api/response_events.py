@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_metal_lite.chat_formats.events import Text
 from vllm_metal_lite.server.deltas import Delta, Positions
-from vllm_metal_lite.server.errors import check_ended, shown_error
+from vllm_metal_lite.server.errors import shown_error
 from vllm_metal_lite.server.openai_api.output_items import EventWriter, Logprobs, OutputItems
 from vllm_metal_lite.server.openai_api.response_tools import Callee
 from vllm_metal_lite.server.worker.request_state import RequestState
@@ -64,26 +64,17 @@ class ResponseReply:
             yield event("response.failed", response=failed)
 
     async def _news(self) -> AsyncIterator[bytes]:
-        (answer,) = self._request.answers
-        unshown: Logprobs = []  # of text that is held back
-        reason = None
+        output = self._output
         async for delta in self._deltas:
-            reason = delta.finish_reason
+            self._is_cut = delta.finish_reason == "length"
             self._num_reasoning_tokens += delta.num_reasoning_tokens
-            unshown += self._scores(delta.token_ids, delta.logprobs)
+            output.unshown += self._scores(delta.token_ids, delta.logprobs)
             events = delta.events
-            if unshown and reason is not None and self._output.is_saying:
-                events = [*events, Text("")]
-            chunks: list[bytes] = []
-            for event in events:
-                chunks += self._output.take(event, unshown)
-                unshown = []
-            if chunks:
-                yield b"".join(chunks)
-        check_ended(answer)
-        self._is_cut = reason == "length"
-        for chunk in self._output.close("incomplete" if self._is_cut else "completed"):
-            yield chunk
+            if output.unshown and delta.finish_reason is not None and output.kind == "text":
+                events = [*events, Text("")]  # the last log-probabilities may have no text
+            if news := b"".join(output.take(events)):
+                yield news
+        yield b"".join(output.close(not self._is_cut))
 
     def _ended(self) -> dict[str, Any]:
         return self._response(

@@ -40,10 +40,11 @@ class _History:
     def add(self, item: Any, where: str) -> None:
         if not isinstance(item, Mapping):
             raise must_be(where, "an object", item)
-        kind = item.get("type", "message")
-        if (add := _ITEMS.get(str(kind))) is None:
-            raise bad(where, f": input items of type {show(kind)} are not supported")
-        add(self, item, where)
+        kind = str(item.get("type", "message"))
+        if kind in _ITEMS:
+            _ITEMS[kind](self, item, where)
+        elif kind not in _IGNORED:
+            raise bad(where, f": input items of type {show(item['type'])} are not supported")
 
     def message(self, item: Mapping[str, Any], where: str) -> None:
         role = required_text(item, "role", where)
@@ -69,9 +70,6 @@ class _History:
                 thoughts = [self._reasoning, text_of(parts, f"{where}.{name}")]
                 self._reasoning = "\n".join(filter(None, thoughts))
                 return
-
-    def nothing(self, item: Mapping[str, Any], where: str) -> None:
-        """Ignore tools, which are not messages, and calls that the API's host has run."""
 
     def item_reference(self, item: Mapping[str, Any], where: str) -> None:
         why = "because no response is stored: send the item itself"
@@ -114,12 +112,8 @@ _ITEMS = {
     "function_call_output": _History.output,
     "custom_tool_call_output": _History.output,
     "reasoning": _History.reasoning,
-    "additional_tools": _History.nothing,
-    "web_search_call": _History.nothing,
-    "file_search_call": _History.nothing,
-    "image_generation_call": _History.nothing,
-    "code_interpreter_call": _History.nothing,
-    "tool_search_call": _History.nothing,
-    "tool_search_output": _History.nothing,
     "item_reference": _History.item_reference,
 }
+# Tools, which are no messages, and calls that the API's host has run.
+_IGNORED = {"additional_tools", "web_search_call", "file_search_call", "image_generation_call",
+            "code_interpreter_call", "tool_search_call", "tool_search_output"}  # fmt: skip

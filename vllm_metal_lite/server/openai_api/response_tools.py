@@ -6,7 +6,7 @@ Tools that the API's host would run (web_search, ...) are left out, with a line 
 """
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +42,7 @@ def flat_name(namespace: Any, name: str) -> str:
 class ResponseTools:
     """The tools of a request.
 
-    tools: those that the model may call, by flat name.  callees: of all tools, by flat name.
+    tools: by flat name.  callees: what the API calls them.  choice: the calls that may come.
     definitions: the client's definitions of tools that are not left out.
     """
 
@@ -56,11 +56,10 @@ class ResponseTools:
         for i, item in enumerate(items if isinstance(items, list) else ()):
             if type_of(item) == "additional_tools":
                 self._add_all(item.get("tools"), f"input.{i}.tools")
-        allowed, mode, name = _choice(choice, self.callees)
-        if mode in ("required", "named") and not allowed:
+        self.choice = replace(_choice(choice, self.callees), parallel=parallel)
+        demands = self.choice.mode in ("required", "named")
+        if demands and not any(map(self.choice.allows, self.tools.values())):
             raise bad("tool_choice", " demands a call, but there is no function or custom tool")
-        self.tools = {name: tool for name, tool in self.tools.items() if name in allowed}
-        self.choice = ToolChoice(mode, name, parallel)
 
     def _add_all(self, definitions: Any, where: str) -> None:
         if not isinstance(definitions, list | None):
@@ -118,15 +117,14 @@ def _custom_tool(definition: Mapping[str, Any], where: str) -> Tool:
 _TOOLS = {"function": function_tool, "custom": _custom_tool}
 
 
-def _choice(choice: Any, callees: Mapping[str, Callee]) -> tuple[Collection[str], Any, str | None]:
-    """The tools that are allowed, the mode of ToolChoice, and its name."""
+def _choice(choice: Any, callees: Mapping[str, Callee]) -> ToolChoice:
     if choice in (None, "auto", "none", "required"):
-        return callees, choice or "auto", None
+        return ToolChoice(choice or "auto")
     kind = type_of(choice)
     if kind in _TOOLS:
-        return callees, "named", _chosen(choice, callees, "tool_choice")
+        return ToolChoice("named", _chosen(choice, callees, "tool_choice"))
     if kind == "allowed_tools":
-        return _allowed(choice, callees), choice.get("mode", "auto"), None
+        return _allowed(choice, callees)
     raise must_be(
         "tool_choice",
         "'auto', 'none', 'required', a function, a custom tool or allowed_tools",
@@ -134,7 +132,7 @@ def _choice(choice: Any, callees: Mapping[str, Callee]) -> tuple[Collection[str]
     )
 
 
-def _allowed(choice: Mapping[str, Any], callees: Mapping[str, Callee]) -> set[str]:
+def _allowed(choice: Mapping[str, Any], callees: Mapping[str, Callee]) -> ToolChoice:
     """`allowed_tools`.  Those of types that are left out are left out here too."""
     mode, tools = choice.get("mode", "auto"), choice.get("tools")
     if mode not in ("auto", "required"):
@@ -142,11 +140,12 @@ def _allowed(choice: Mapping[str, Any], callees: Mapping[str, Callee]) -> set[st
     if not isinstance(tools, list):
         raise must_be("tool_choice.tools", "a list", tools)
     places = {f"tool_choice.tools.{i}": tool for i, tool in enumerate(tools)}
-    return {
+    names = (
         _chosen(tool, callees, where)
         for where, tool in places.items()
         if required_type(tool, where) in _TOOLS
-    }
+    )
+    return ToolChoice(mode, allowed=frozenset(names))
 
 
 def _chosen(choice: Mapping[str, Any], callees: Mapping[str, Callee], where: str) -> str:

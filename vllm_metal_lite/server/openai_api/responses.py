@@ -3,13 +3,12 @@
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.conversations import ChatRequest
 from vllm_metal_lite.server.deltas import Positions
 from vllm_metal_lite.server.errors import bad
-from vllm_metal_lite.server.large_json import large_json
 from vllm_metal_lite.server.openai_api.logprobs import TokenNames, chat_logprobs
 from vllm_metal_lite.server.openai_api.response_events import ResponseReply
 from vllm_metal_lite.server.openai_api.response_items import input_messages
@@ -17,6 +16,7 @@ from vllm_metal_lite.server.openai_api.response_tools import ResponseTools
 from vllm_metal_lite.server.params import SamplingFields, Unsupported
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.turns import answer
+from vllm_metal_lite.server.whole_json import whole_json
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -111,16 +111,15 @@ async def create_response(serving: Serving, body: ResponsesRequest) -> Response:
     given, choice, effort = list(tools.tools.values()), tools.choice, reasoning.effort
     conversation = ChatRequest(messages, tools=given, choice=choice, effort=effort)
     request, deltas = await answer(serving, body, conversation, "resp_")
-    names, top = TokenNames(serving.engine.tokenizer), body.top_logprobs or 0
+    names, top = TokenNames(serving.model.tokenizer), body.top_logprobs or 0
 
     def scores(token_ids: list[int], positions: Positions | None) -> list[dict[str, Any]]:
         found = chat_logprobs(token_ids, positions, top=top, names=names)
         return [] if found is None else found["content"]
 
-    echo = body.echo(serving.model, request.params, tools)
+    echo = body.echo(serving.model_name, request.params, tools)
     reply = ResponseReply(request, deltas, tools.callees, reasoning.shows_summary, echo, scores)
     if body.stream:
         return serving.stream(reply.stream(), reply.keep_alive)
     whole = await reply.whole()
-    scored = request.params.logprobs is not None
-    return await large_json(lambda: whole) if scored else JSONResponse(whole)
+    return await whole_json(lambda: whole)

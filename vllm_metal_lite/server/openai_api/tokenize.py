@@ -30,18 +30,18 @@ class DetokenizeRequest(Body):
 
 
 async def tokenize_text(serving: Serving, body: TokenizeRequest) -> Response:
-    engine = serving.engine
+    model = serving.model
     if body.messages is not None:
-        prompt = await render(engine, body.conversation(body.messages), to_run=False)
+        prompt = await render(model, body.conversation(body.messages), to_run=False)
         token_ids = prompt.token_ids
     else:
         special = body.add_special_tokens is not False
-        token_ids = await offload(encode_prompt, engine, body.prompt or "", special)
-    texts = engine.tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
+        token_ids = await offload(encode_prompt, model, body.prompt or "", special)
+    texts = model.tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
     return JSONResponse(
         {
             "count": len(token_ids),
-            "max_model_len": engine.facts.max_model_len,
+            "max_model_len": model.facts.max_model_len,
             "tokens": token_ids,
             "token_strs": texts,
         }
@@ -50,6 +50,6 @@ async def tokenize_text(serving: Serving, body: TokenizeRequest) -> Response:
 
 async def detokenize(serving: Serving, body: DetokenizeRequest) -> Response:
     if body.tokens:
-        tokenize(body.tokens, None, serving.engine.facts.vocab_size)  # refuses unknown ids
-    text = await offload(serving.engine.tokenizer.decode, body.tokens)
+        tokenize(body.tokens, None, serving.model.facts.vocab_size)  # refuses unknown ids
+    text = await offload(serving.model.tokenizer.decode, body.tokens)
     return JSONResponse({"prompt": text})

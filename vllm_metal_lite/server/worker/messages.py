@@ -1,6 +1,8 @@
 """What the server and an engine's process say to each other, over a pipe.
 
-Every time is in seconds of `time.monotonic`, which all processes of a machine share.
+A message is a call: the name of a method of the other side, and its arguments.  `Worker` and
+`EngineClient` list these methods.  The exception is the first message to the process, the engine's
+EngineConfig.  Every time is in seconds of `time.monotonic`, which all processes of a machine share.
 """
 
 from collections.abc import Mapping
@@ -15,15 +17,20 @@ from vllm_metal_lite.outputs import Logprob
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams
 
-# From the server
+# What `EngineClient.replied` gets while the engine starts.  FILES: the folder with the model's
+# files, and the size of the weight files in bytes.  FACTS: ModelFacts, once the engine is ready.
+FILES, FACTS = "files", "facts"
+
+
+class EngineLost(RuntimeError):
+    """A step failed or the engine's process ended; the request has no further tokens."""
+
+    code = "engine_lost"
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Queue a request.  The engine's process answers Accepted or Lost.
-
-    fair_round: within a priority, see `fair_rounds.py`.
-    """
+    """A request for the engine.  fair_round: within a priority, see `fair_rounds.py`."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -40,47 +47,8 @@ class Add:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
-    """End a request; unknown ids are ignored.  A request that runs ends with an update."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Compile:
-    """Make and keep the grammar of a request that is about to come.  The answer is Accepted."""
-
-    request_id: str
-    params: SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """Send WatcherEvent from time to time, for this time; a later Watch extends it."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """End the process after the current step."""
-
-
-# From the engine's process
-
-
-@dataclass(frozen=True, slots=True)
-class Log:
-    """A record of the package's log.  transient: a line of progress, not for log files."""
-
-    level: int
-    message: str
-    transient: bool
-
-
-@dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The engine is ready: what the server knows of its model.
+    """What the server knows of an engine and its model.
 
     has_states: the model has recurrent layers, so checkpoints are of use.
     num_blocks: of the first KV group.  description: lines for the user.
@@ -105,31 +73,6 @@ class ModelFacts:
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFiles:
-    """The model's files are in a folder here.  The process waits for an EngineConfig.
-
-    weight_bytes: size of the weight files.
-    """
-
-    path: str
-    weight_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The engine could not start: the parts of a MetalLiteError."""
-
-    parts: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """A request is queued, or its grammar is made."""
-
-    request_id: str
-
-
 class PositionLogprobs(NamedTuple):
     """The log-probabilities of a position, without texts: lists are pickled fast."""
 
@@ -150,7 +93,7 @@ def from_wire(scores: PositionLogprobs, texts: Mapping[int, str]) -> dict[int, L
 
 
 class AnswerUpdate(NamedTuple):
-    """What is new in an answer.  A step's message has these by request id: a plain dict of lists.
+    """What is new in an answer.
 
     text: new text of a request with stop strings; None for others, whose text the server makes from
     the tokens.
@@ -173,29 +116,3 @@ class AnswerUpdate(NamedTuple):
     num_restored_tokens: int = 0
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     pooled: np.ndarray | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class EngineMetrics:
-    """LLMEngine.metrics(), from time to time."""
-
-    values: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """Requests that an error has ended, such as a step that failed.  message: one line.
-
-    is_refused: the requests can never be served.
-    """
-
-    message: str
-    request_ids: list[str]
-    is_refused: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WatcherEvent:
-    """What the engine did, for its watchers (`watch.py`): JSON."""
-
-    text: str

@@ -16,26 +16,19 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.describe import describe
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.intake import constraint_of
-from vllm_metal_lite.errors import MetalLiteError, one_line
+from vllm_metal_lite.errors import MetalLiteError, ModelLoadError, RequestError, one_line
 from vllm_metal_lite.model.files import find
 from vllm_metal_lite.model.loader import preview
 from vllm_metal_lite.outputs import Cursor, RequestOutput
+from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 from vllm_metal_lite.server.worker.messages import (
-    Abort,
-    Accepted,
+    FACTS,
+    FILES,
     Add,
     AnswerUpdate,
-    Compile,
-    EngineMetrics,
-    Failed,
-    Log,
-    Lost,
+    EngineLost,
     ModelFacts,
-    ModelFiles,
-    Stop,
-    Watch,
-    WatcherEvent,
     to_wire,
 )
 from vllm_metal_lite.server.worker.watch import Watcher
@@ -54,8 +47,8 @@ def main(pipe: Connection, name: str, check: EngineConfig | None) -> None:
     Thread(target=_end_with_server, name="the server", daemon=True).start()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     package = logging.getLogger("vllm_metal_lite")
-    sender = Sender(pipe)
-    package.addHandler(ToServer(sender))
+    server = Caller(pipe)
+    package.addHandler(ToServer(server))
     package.setLevel(logging.INFO)
     with suppress(EOFError, OSError):  # the server is gone
         try:
@@ -63,16 +56,15 @@ def main(pipe: Connection, name: str, check: EngineConfig | None) -> None:
             if check is not None:
                 preview(path, name, check.dtype, check.trust_remote_code)
             weight_bytes = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
-            sender.send(ModelFiles(str(path), weight_bytes))
+            server.call("replied", FILES, (str(path), weight_bytes))
             engine = LLMEngine.from_name(name, pipe.recv())
-        except MetalLiteError as e:
-            sender.send(Failed(e.parts))
-            return
         except Exception as e:
-            sender.send(Failed((f"{name}: the engine does not start: {one_line(e)}",)))
+            why = f"{name}: the engine does not start: {one_line(e)}"
+            parts = e.parts if isinstance(e, MetalLiteError) else (why,)
+            server.call("failed", [FILES, FACTS], ModelLoadError(*parts))
             return
-        sender.send(facts_of(engine))
-        Worker(engine, pipe, sender).run()
+        server.call("replied", FACTS, facts_of(engine))
+        Worker(engine, pipe, server).run()
         engine.runner.synchronize()  # the device may still compute a step
 
 
@@ -84,30 +76,31 @@ def _end_with_server() -> None:
     os._exit(1)
 
 
-class Sender:
-    """The way to the server, for all threads."""
+class Caller:
+    """Calls methods of the EngineClient at the other end of a pipe, from any thread."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._lock = pipe, Lock()
 
-    def send(self, message: Any) -> None:
+    def call(self, method: str, *args: Any) -> None:
         """Raises OSError if the server is gone."""
         with self._lock:
-            self._pipe.send(message)
+            self._pipe.send((method, args))
 
 
 class Worker:
     """Runs an engine for the server at the other end of a pipe."""
 
-    def __init__(self, engine: LLMEngine, pipe: Connection, sender: Sender) -> None:
-        self._engine, self._pipe, self._send = engine, pipe, sender.send
+    def __init__(self, engine: LLMEngine, pipe: Connection, server: Caller) -> None:
+        self._engine, self._pipe, self._server = engine, pipe, server
         self._progress: dict[str, _Progress] = {}  # unfinished, by request id
         self._metrics_at = 0.0
         self._watcher = Watcher(engine)
+        self._is_stopped = False
         engine.on_step = self._see
 
     def run(self) -> None:
-        """Serve until Stop.  EOFError if the server is gone, SystemExit if the device is."""
+        """Serve until `stop`.  EOFError if the server is gone, SystemExit if the device is."""
         engine = self._engine
         self._report([])  # the first metrics
         while True:
@@ -115,11 +108,12 @@ class Worker:
                 while engine.rest() and not self._pipe.poll():
                     pass
                 while not self._pipe.poll(self._watcher.wait()):
-                    self._send(WatcherEvent(self._watcher.event()))
-                message = self._pipe.recv()
-                if isinstance(message, Stop):
+                    self._show()
+                method, args = self._pipe.recv()
+                self._watcher.changed()
+                getattr(self, method)(*args)
+                if self._is_stopped:
                     return
-                self._take(message)
             try:
                 outputs = engine.step()
             except Exception as e:
@@ -127,7 +121,56 @@ class Worker:
                 continue
             self._report(outputs)
             if self._watcher.wait() == 0:
-                self._send(WatcherEvent(self._watcher.event()))
+                self._show()
+
+    # What the server calls
+
+    def add(self, add: Add) -> None:
+        """Queue a request."""
+        engine, request_id = self._engine, add.request_id
+        prompt = {"prompt_token_ids": add.prompt_token_ids, "cache_salt": add.cache_salt}
+        try:
+            engine.add_request(
+                request_id, prompt, add.params,
+                priority=add.priority, fair_round=add.fair_round, checkpoints=add.checkpoints,
+            )  # fmt: skip
+        except MetalLiteError as e:
+            self._server.call("failed", [request_id], RequestError(*e.parts))
+        except Exception as e:
+            logger.exception("a request cannot be added")
+            error = EngineLost(f"the engine failed: {one_line(e)}")
+            self._server.call("failed", [request_id], error)
+        else:
+            self._progress[request_id] = _Progress(bool(add.sampling.stop_strings))
+            self._server.call("replied", request_id)
+
+    def compile(self, request_id: str, params: SamplingParams) -> None:
+        """Make and keep the grammar of a request that is about to come.
+
+        On a thread: it takes long, and touches nothing that steps do.
+        """
+
+        def run() -> None:
+            with suppress(Exception):  # `add` says why a grammar cannot be used
+                constraint_of(params, self._engine.model)
+            with suppress(OSError):  # the server is gone
+                self._server.call("replied", request_id)
+
+        Thread(target=run, daemon=True).start()
+
+    def abort(self, request_id: str) -> None:
+        """End a request; unknown ids are ignored.  A request that runs ends with an update."""
+        self._report(self._engine.abort(request_id))
+
+    def watch(self, seconds: float) -> None:
+        """Show what happens from time to time, for this time; a later call extends it."""
+        self._watcher.watch(seconds)
+
+    def stop(self) -> None:
+        """End the process after the current step."""
+        self._is_stopped = True
+
+    # News for the server
 
     def _fail(self, e: Exception) -> None:
         """End the requests at fault for a failed step; SystemExit if no step succeeds."""
@@ -137,47 +180,14 @@ class Worker:
             self._engine.abort(lost)
             for request_id in lost:
                 self._progress.pop(request_id, None)
-            self._send(Lost(why, lost))
+            self._server.call("failed", lost, EngineLost(why))
         if self._engine.failed_steps.is_hopeless:
             logger.error("several steps failed one after the other, so the engine ends")
             raise SystemExit(1) from e
         self._report([])
 
-    def _take(self, message: Any) -> None:
-        self._watcher.changed()
-        if isinstance(message, Add):
-            self._add(message)
-        elif isinstance(message, Abort):
-            self._report(self._engine.abort(message.request_id))
-        elif isinstance(message, Watch):
-            self._watcher.watch(message.seconds)
-        elif isinstance(message, Compile):
-            # On a thread: it takes long, and touches nothing that steps do.
-            Thread(target=self._compile, args=[message], daemon=True).start()
-
-    def _compile(self, message: Compile) -> None:
-        with suppress(Exception):  # `Add` says why a grammar cannot be used
-            constraint_of(message.params, self._engine.model)
-        with suppress(OSError):  # the server is gone
-            self._send(Accepted(message.request_id))
-
-    def _add(self, message: Add) -> None:
-        engine, request_id = self._engine, message.request_id
-        prompt = {"prompt_token_ids": message.prompt_token_ids, "cache_salt": message.cache_salt}
-        try:
-            engine.add_request(
-                request_id, prompt, message.params,
-                priority=message.priority, fair_round=message.fair_round,
-                checkpoints=message.checkpoints,
-            )  # fmt: skip
-        except MetalLiteError as e:
-            self._send(Lost(str(e), [request_id], is_refused=True))
-        except Exception as e:
-            logger.exception("a request cannot be added")
-            self._send(Lost(f"the engine failed: {one_line(e)}", [request_id]))
-        else:
-            self._progress[request_id] = _Progress(bool(message.sampling.stop_strings))
-            self._send(Accepted(message.request_id))
+    def _show(self) -> None:
+        self._server.call("on_seen", self._watcher.event())
 
     def _see(self, output: SchedulerOutput) -> None:
         self._watcher.saw(output)
@@ -195,9 +205,9 @@ class Worker:
         now = time.monotonic()
         if now - self._metrics_at > _METRICS_SECONDS or not self._progress:
             self._metrics_at = now
-            self._send(EngineMetrics(self._engine.metrics()))
+            self._server.call("measured", self._engine.metrics())
         if updates:
-            self._send(updates)
+            self._server.call("stepped", updates)
 
 
 class _Progress:
@@ -249,14 +259,14 @@ class _Progress:
 class ToServer(logging.Handler):
     """Sends the package's log to the server, which shows it."""
 
-    def __init__(self, sender: Sender) -> None:
+    def __init__(self, server: Caller) -> None:
         super().__init__()
-        self._sender = sender
+        self._server = server
 
     def emit(self, record: logging.LogRecord) -> None:
         transient = bool(getattr(record, "transient", False))
         with suppress(OSError):
-            self._sender.send(Log(record.levelno, record.getMessage(), transient))
+            self._server.call("logged", record.levelno, record.getMessage(), transient)
 
 
 def facts_of(engine: LLMEngine) -> ModelFacts:

@@ -15,13 +15,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from vllm_metal_lite.engine.detokenizer import Detokenizer, texts_of
 from vllm_metal_lite.outputs import CompletionOutput, Logprob
 from vllm_metal_lite.pooling_params import PoolingParams
-from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, PositionLogprobs, from_wire
-
-
-class EngineLost(RuntimeError):
-    """A step failed or the engine's process ended; the request has no further tokens."""
-
-    code = "engine_lost"
+from vllm_metal_lite.server.worker.messages import (
+    Add,
+    AnswerUpdate,
+    EngineLost,
+    PositionLogprobs,
+    from_wire,
+)
 
 
 class ShuttingDown(EngineLost):

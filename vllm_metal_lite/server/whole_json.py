@@ -1,4 +1,4 @@
-"""JSON of answers that hold many log-probabilities, off the event loop."""
+"""JSON of whole replies, off the event loop: it may hold many log-probabilities."""
 
 import json
 from collections.abc import Callable
@@ -16,7 +16,7 @@ def encode_slowly(value: Any) -> str:
     return "".join(_encoder.iterencode(value))
 
 
-async def large_json(make: Callable[[], Any]) -> Response:
+async def whole_json(make: Callable[[], Any]) -> Response:
     """A response with the JSON of what `make` returns; both are done on a thread."""
 
     def write() -> bytes:

@@ -1,0 +1,86 @@
+"""A model without its weights: what makes token ids of requests, and reads the text of answers."""
+
+from functools import cached_property
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from vllm_metal_lite.chat_formats.chat_format import ChatFormat
+from vllm_metal_lite.chat_formats.detect import PLAIN, detect
+from vllm_metal_lite.chat_formats.grammars import marks_of
+from vllm_metal_lite.engine.piece_encoder import PieceEncoder
+from vllm_metal_lite.engine.prompt_ids import by_template
+from vllm_metal_lite.server.templates import THINKING, Template, probe
+from vllm_metal_lite.server.worker.messages import ModelFacts
+
+_LEAST_COUNTED = 16_384  # tokens of a prompt that are counted in any case
+
+
+class TextModel:
+    """A model's tokenizer, and what is found out about it, each when it is first asked for."""
+
+    def __init__(self, facts: ModelFacts, tokenizer: TokenizerWrapper) -> None:
+        self.facts, self.tokenizer = facts, tokenizer
+        template = tokenizer.chat_template
+        self._source = template if isinstance(template, str) else ""
+
+    @cached_property
+    def longest_token(self) -> int:
+        """The length in characters of the longest token's text.  Slow the first time."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Counting the tokens of a prompt stops here."""
+        return max(2 * self.facts.max_model_len, _LEAST_COUNTED)
+
+    @property
+    def max_characters(self) -> int:
+        """A longer prompt does not fit, whatever its text."""
+        return self.max_prompt_tokens * self.longest_token
+
+    @cached_property
+    def encode_text(self) -> PieceEncoder:
+        """Makes token ids of texts that repeat those before, as turns of a conversation do."""
+        return PieceEncoder(self.tokenizer)
+
+    @cached_property
+    def template(self) -> Template:
+        """What the chat template takes.  Found by a probe, in milliseconds."""
+        return probe(self.tokenizer)
+
+    @cached_property
+    def chat_format(self) -> ChatFormat:
+        """How the model writes thoughts and calls.  Found by a probe, in milliseconds."""
+        tokenizer = self.tokenizer
+        if not tokenizer.has_chat_template:
+            return PLAIN
+
+        def render(messages: Any, tools: Any, generation: bool) -> str:
+            return by_template(tokenizer, messages, generation, {"tools": tools})
+
+        return detect(self._source, render, self.grammar_tokens)
+
+    @cached_property
+    def thinks(self) -> bool:
+        """Whether the chat template knows of thoughts."""
+        end = self.chat_format.think_end
+        return bool(end) and end in self._source
+
+    @property
+    def can_think(self) -> bool:
+        """Whether the chat template marks thoughts, or has a variable for them."""
+        return self.thinks or bool(self.template.variables & THINKING)
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the tokenizer's special tokens, by their text."""
+        tokenizer = self.tokenizer
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
+        return {token.content: i for i, token in added.items() if token.special} | dict(named)
+
+    @cached_property
+    def grammar_tokens(self) -> dict[str, int]:
+        """Ids of the tokens that a grammar must name by id."""
+        return marks_of(self.tokenizer) | self.special_tokens
