@@ -13,7 +13,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from metal.host import compiler_available, installed
-from tests.support.engine.fakes import StepFailed
+from tests.support.engine.fake_engine import StepFailed
 from tests.support.engine.kernel_engine import engine_with_kernels
 from tests.support.engine.poison import poison_states
 from tests.support.engine.pool_accounts import check_accounts

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.engine.fakes import fake_config
+from tests.support.engine.fake_engine import fake_config
 from tests.support.engine.pool_accounts import check_slots
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
 from vllm_metal_lite.scheduler import following

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 
-from tests.support.engine.fakes import splitmix64
+from tests.support.engine.fake_model import splitmix64
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.support.engine.fakes import FakeEngine, fake_config
+from tests.support.engine.fake_engine import FakeEngine, fake_config
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.scheduler import Scheduler
@@ -136,9 +136,9 @@ def play_engine(workload: Workload, engine: FakeEngine, step: Callable[[], objec
     aborted = set()
 
     def abort(name: str) -> None:
-        if request := engine.unfinished.get(name):
+        if name in engine.unfinished:
             aborted.add(name)
-            engine.abort(request)
+            engine.abort(name)
 
     play(workload, engine.scheduler, partial(add, engine), abort, step)
     return aborted
