@@ -107,7 +107,7 @@ def steps_of(engine: FakeEngine, workload: Workload) -> list[list[tuple[str, int
     def arrive() -> None:
         for i, a in enumerate(workload.arrivals):
             if a.step <= len(steps) and str(i) not in engine.requests:
-                workloads_of.add(engine, i, a)
+                workloads_of.add_to(engine, i, a)
 
     def scheduling(*args) -> SchedulerOutput:
         arrive()

@@ -72,7 +72,7 @@ def run(workload: Workload) -> Play:
     config, groups = make_config(workload)
     play = Play(workload, FakeEngine(config, groups, MAX_MODEL_LEN))
     play.engine.runner.launched = partial(_look, play)
-    how = partial(workloads_of.add, play.engine), partial(_abort, play), partial(_step, play)
+    how = partial(workloads_of.add_to, play.engine), partial(_abort, play), partial(_step, play)
     workloads_of.play(workload, play.engine.scheduler, *how)
     for check in END_CHECKS:
         check(play)

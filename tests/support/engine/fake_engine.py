@@ -97,7 +97,8 @@ def _loaded() -> LoadedModel:
 class FakeEngine(LLMEngine):
     """An engine with these KV groups; or blocks: the number of blocks of one without a window.
 
-    ahead: steps are launched one ahead.  stops: tokens that end an answer.
+    ahead: steps are launched one ahead.  stops: tokens that end an answer.  num_state_slots: of a
+    recurrent layer; 0: there is none.
     requests: all that were ever added.  steps: those whose tokens are known.
     """
 
@@ -109,12 +110,13 @@ class FakeEngine(LLMEngine):
         *,
         ahead: bool = False,
         stops: Sequence[int] = (),
+        num_state_slots: int = 0,
     ) -> None:
         groups = [KVGroup(num_blocks=blocks)] if isinstance(blocks, int) else blocks
         groups = [replace(group, layers=(i,)) for i, group in enumerate(groups)]
         specs = [LayerSpec(1, 8, 8, mx.float32, group.window) for group in groups]
-        runner = FakeRunner(FakeModel(groups, config.block_size))
-        parts = {"size_store": lambda *_: (groups, max_model_len, 0)}
+        runner = FakeRunner(FakeModel(groups, config.block_size, num_state_slots))
+        parts = {"size_store": lambda *_: (groups, max_model_len, num_state_slots)}
         with patch.multiple(engines, build_runner=lambda *_: runner, **parts):
             super().__init__(replace(_loaded(), kv_specs=specs), config)
         self.async_scheduling, self.stops = ahead, list(stops)
@@ -126,12 +128,13 @@ class FakeEngine(LLMEngine):
     def add(
         self, prompt: list[int], max_tokens: int = 4, request_id: str = "", **fields: Any
     ) -> Request:
-        """fields: of the scheduler's Request."""
+        """fields: of `add_request`, and of the scheduler's Request."""
         number = len(self.requests)
         request_id = request_id or f"r{number}"
         self._arrivals = iter([fields.pop("arrival", number)])
         params = tiny.greedy(max_tokens, ignore_eos=True, stop_token_ids=self.stops)
-        self.add_request(request_id, prompt, params, priority=fields.pop("priority", 0))
+        how = {name: fields.pop(name) for name in ("priority", "checkpoints") if name in fields}
+        self.add_request(request_id, prompt, params, **how)
         self.requests[request_id] = request = self._answers[request_id].request
         for name, value in fields.items():
             setattr(request, name, value)

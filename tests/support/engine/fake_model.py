@@ -7,6 +7,7 @@ written before any is read.  Used by `FakeEngine`; `alone` is the oracle of its 
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from vllm_metal_lite.scheduler.kv_groups import KVGroup
 
 VOCAB_SIZE = 1000
 MAX_LEN = 4096
-_EMPTY = -1
+_EMPTY, _UNWRITTEN = -1, (-1,)
 _MASK = (1 << 64) - 1
 _A = np.random.default_rng(0).integers(1, 1 << 63, (4, MAX_LEN), dtype=np.uint64) | np.uint64(1)
 
@@ -60,11 +61,14 @@ class FakeModel:
 
     Layer 0 stores a row's token; each further one a hash of what that row sees in the layer before,
     as a real K and V depend on earlier tokens; the next token is a hash of what a row sees in the
-    last one.
+    last one.  states: of a recurrent layer, the tokens that each slot's state covers.
     """
 
-    def __init__(self, groups: Sequence[KVGroup], block_size: int) -> None:
+    def __init__(
+        self, groups: Sequence[KVGroup], block_size: int, num_state_slots: int = 0
+    ) -> None:
         self.groups, self.block_size, self.layers = groups, block_size, _layers(groups)
+        self.states = [_UNWRITTEN] * num_state_slots
         shapes = [(g.num_blocks, block_size) for g in groups]
         self.positions = [np.full(shape, _EMPTY, np.int64) for shape in shapes]
         self.numbers = [np.zeros(shapes[g], np.uint64) for g in self.layers]
@@ -77,10 +81,14 @@ class FakeModel:
         """As if a step's rows had never been written."""
         for group, view in enumerate(batch.by_group):
             self.positions[group].reshape(-1)[view.slot_mapping] = _EMPTY
+        for slot in _written_slots(batch) if self.states else ():
+            self.states[slot] = _UNWRITTEN
 
     def __call__(self, batch: ForwardBatch) -> list[int]:
         """Run a step; returns a token for each sampled row."""
-        batch.validate(*(g.num_blocks for g in self.groups))
+        batch.validate(*(g.num_blocks for g in self.groups), num_state_slots=len(self.states))
+        if self.states:
+            self._update_states(batch)
         at, size = np.arange(batch.seq_lens.max()), batch.block_size
         lengths = np.diff(batch.cu_seqlens_q)
         first = (batch.seq_lens - lengths)[:, None]
@@ -101,3 +109,22 @@ class FakeModel:
             numbers = splitmix64(past[segment, batch.positions] - behind)
         ends = numbers[batch.logits_indices[: len(batch.sample_segments)]]
         return (ends % np.uint64(VOCAB_SIZE)).astype(int).tolist()
+
+    def _update_states(self, batch: ForwardBatch) -> None:
+        written = {}
+        for s, (first, end) in enumerate(pairwise(batch.cu_seqlens_q.tolist())):
+            initial, start = batch.initial_slots[s], batch.positions[first]
+            tokens = self.states[initial] if start else ()
+            assert len(tokens) == start, "a segment starts from another position's state"
+            tokens += tuple(batch.token_ids[first:end].tolist())
+            written[batch.final_slots[s]] = tokens
+            for segment, row, slot in batch.checkpoints.tolist():
+                if segment == s:
+                    assert slot != initial, "a checkpoint replaces the state that is read"
+                    written[slot] = tokens[: start + row - first]
+        for slot, tokens in written.items():
+            self.states[slot] = tokens
+
+
+def _written_slots(batch: ForwardBatch) -> list[int]:
+    return [*batch.final_slots.tolist(), *batch.checkpoints[:, 2].tolist()]

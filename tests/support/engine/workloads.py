@@ -123,15 +123,20 @@ def request_of(number: int, a: Arrival) -> tuple[list[int], int, dict[str, Any]]
     return prompt, a.max_tokens, how
 
 
-def add(engine: FakeEngine, number: int, a: Arrival) -> None:
+def add_to(engine: FakeEngine, number: int, a: Arrival) -> None:
     prompt, max_tokens, how = request_of(number, a)
     engine.add(prompt, max_tokens, **how)
 
 
-def play_engine(workload: Workload, engine: FakeEngine, step: Callable[[], object]) -> set[str]:
+def play_engine(
+    workload: Workload,
+    engine: FakeEngine,
+    step: Callable[[], object],
+    add: Callable[[int, Arrival], object] | None = None,
+) -> set[str]:
     """Play a workload through an engine; the names of the requests that were aborted.
 
-    step: of the engine, which may be more than `engine.step`.
+    step: of the engine, which may be more than `engine.step`.  add: a request, by its number.
     """
     aborted = set()
 
@@ -140,7 +145,7 @@ def play_engine(workload: Workload, engine: FakeEngine, step: Callable[[], objec
             aborted.add(name)
             engine.abort(name)
 
-    play(workload, engine.scheduler, partial(add, engine), abort, step)
+    play(workload, engine.scheduler, add or partial(add_to, engine), abort, step)
     return aborted
 
 
