@@ -8,6 +8,7 @@ import pytest
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from tests.support.engine.runner_bench import RunnerBench, check_that_decodes_copy_less_than
+from tests.support.kernels.device import pretend_gpu
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.attention.sdpa import execute
 from vllm_metal_lite.backend import mx
@@ -39,7 +40,7 @@ def test_who_needs_it_and_what_follows(name, monkeypatch):
     assert packed.by_segment
     assert (packed.no_prefix_cache is None) == (not packed.layout.states)
     store = PagedStore(packed.layout.specs, 4, 8)
-    monkeypatch.setattr("vllm_metal_lite.backend.is_cpu", lambda: False)
+    pretend_gpu(monkeypatch)
     path = choose_attention(model, store, "auto")
     assert path.attention.name == "reference"
     assert path.reason.endswith(f"a segment at a time: {packed.by_segment}")

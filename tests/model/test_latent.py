@@ -10,8 +10,8 @@ import pytest
 
 from metal.host import compiler_available, installed
 from tests.support.attention.cases import PREFILLS
-from tests.support.engine.kernel_engine import as_on_a_gpu, engine_with_kernels
-from tests.support.kernels.device import change_device
+from tests.support.engine.kernel_engine import engine_with_kernels
+from tests.support.kernels.device import change_device, pretend_gpu
 from tests.support.kernels.launches import watch
 from tests.support.models import configs as arch_configs
 from tests.support.models import tiny_models as tiny
@@ -183,7 +183,7 @@ def test_quantised_latents_give_the_references_tokens(bits):
 def test_norm_rotations_and_write_are_one_launch(monkeypatch, name, write, bits):
     launched = Counter()
     watch(monkeypatch, lambda kernel, *_: launched.update([kernel]))
-    as_on_a_gpu(monkeypatch, Verdict({}, "varlen"))
+    pretend_gpu(monkeypatch, Verdict({}, "varlen"))
     prompts = tiny.prompts(3, 5, 30)
     reference = tiny.engine(name, kv_bits=bits, attention="reference")
     expected = tiny.answers(reference, prompts, 8)
@@ -207,7 +207,7 @@ def test_without_the_kernel_the_store_is_gathered(failed):
 
 
 def test_steps_of_latents_are_compiled(monkeypatch):
-    as_on_a_gpu(monkeypatch, Verdict({}, "varlen"))
+    pretend_gpu(monkeypatch, Verdict({}, "varlen"))
     model = tiny.packed("deepseek_v3")
     store = PagedStore(model.packed.layout.specs, 4, 8)
     path = choose_attention(model, store, "kernels")
