@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
+from tests.support.engine.batches import pack
 from tests.support.engine.runner_bench import RunnerBench, check_that_decodes_copy_less_than
 from tests.support.kernels.device import pretend_gpu
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.attention.sdpa import execute
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ConfigError, ModelLoadError
@@ -111,14 +111,12 @@ def test_a_rebuilt_cache_goes_on_like_the_one_it_stands_for(template, start):
 
     store = PagedStore([LayerSpec(2, 4, 4, mx.float32)], 6, 8)
     nan = mx.full((max(start - 8, 0), 2, 4), mx.nan)
-    inputs = InputBatch(1, 48, 8)
-    row = np.array([inputs.add([0] * 40, 40)])
-    inputs.append_blocks(0, [4, 1, 5, 0, 2])
-    slots = inputs.pack(row, np.array([0]), np.array([start])).slot_mapping
+    blocks = [4, 1, 5, 0, 2]
+    slots = pack([(0, start)], [blocks]).slot_mapping
     store.write(0, k[0, :, :start].swapaxes(0, 1), v[0, :, :start].swapaxes(0, 1), mx.array(slots))
     if not isinstance(template, KVCache) and start >= 9:  # behind the window
         store.write(0, nan, nan, mx.array(slots[: start - 8]))
-    batch = inputs.pack(row, np.array([start]), np.array([6]))
+    batch = pack([(start, 6)], [blocks])
     rebuilt = rebuild(template, 0, store, batch, sequence_batches(batch, alone=True)[0])
 
     assert rebuilt.offset == native.offset == start

@@ -21,10 +21,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from tests.support.engine.poison import poison, poison_free_blocks, poison_states
 from tests.support.models import tiny_models as tiny
-from tests.support.models.recurrent_steps import Slots
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
+from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, SegmentState
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
@@ -131,7 +130,7 @@ class Bench:
         logits = [] if self.logits is None else np.array(self.logits.astype(mx.float32))
         return {(r, self.computed[r]): x for r, x in zip(terminal, logits, strict=True)}
 
-    def _slots_of(self, request: int, count: int) -> Slots:
+    def _slots_of(self, request: int, count: int) -> SegmentState:
         """The slots of a request's next segment.  The heir starts from the donor's checkpoint."""
         own, start = self.slots[request], self.computed[request]
         initial = own if start else EMPTY_SLOT
@@ -139,7 +138,7 @@ class Bench:
             initial = self.checkpoints.get(DONOR, own)
         inside = request == DONOR and start < SHARED < start + count
         taken = ((SHARED, self.checkpoints[DONOR]),) if inside and self.checkpoints else ()
-        return Slots(initial, own, taken)
+        return SegmentState(initial, own, taken)
 
     def __call__(self, logits: mx.array, *_: object) -> SamplerOutput:
         """As the runner's sampler: greedy, and notes the logits."""
