@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.engine.batches import pack
-from tests.support.kernels.cases import RAGGED, STORE, NewRowsCase, PagedSequences, raw
+from tests.support.kernels.arrays import STORE, raw
+from tests.support.kernels.attention_cases import RAGGED, PagedSequences
+from tests.support.kernels.new_rows_cases import NewRowsCase
 from vllm_metal_lite.attention.paged.decodes import reads_new_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import new_ticket

@@ -22,7 +22,7 @@ import pytest
 
 from metal.host import HostKernel, installed
 from metal.host.mlx_source import generated_source, include_dir
-from tests.support.kernels import cases as kernel_cases
+from tests.support.kernels import arrays
 
 INCLUDE = include_dir()
 _KERNELS = Path("mlx/backend/metal/kernels")
@@ -114,7 +114,7 @@ def calls_of(module_name: str, kernel_name: str, call: Callable[[ModuleType], An
 
 def normal(*shape: int, seed: int, dtype: mx.Dtype = mx.float32) -> mx.array:
     """Normal values in `dtype`."""
-    return kernel_cases.normal(np.random.default_rng(seed), *shape, dtype=dtype)
+    return arrays.normal(np.random.default_rng(seed), *shape, dtype=dtype)
 
 
 def qk_norm_rope(dtype: mx.Dtype) -> Call:

@@ -11,7 +11,7 @@ import numpy as np
 
 from metal.host import HostOptions, run_metal
 from tests.support.host.foreign_kernels import INCLUDE, metal, normal
-from tests.support.kernels.cases import floats
+from tests.support.kernels.arrays import floats
 
 DTYPES = {"float": mx.float32, "half": mx.float16, "bfloat16_t": mx.bfloat16}
 # (atol, rtol) of values around 1.

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.support.kernels.cases import floats
+from tests.support.kernels.arrays import floats
 from tests.support.kernels.quantised_weights import dequantised
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.experts import (

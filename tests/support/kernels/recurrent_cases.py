@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.support.kernels.cases import rounded
+from tests.support.kernels.arrays import rounded
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.recurrence import Gates

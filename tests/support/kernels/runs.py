@@ -5,7 +5,7 @@ from functools import partial, wraps
 import numpy as np
 import pytest
 
-from tests.support.kernels.cases import normal
+from tests.support.kernels.arrays import normal
 from tests.support.kernels.device import change_device
 from tests.support.kernels.expert_cases import draw_experts, plan_of
 from tests.support.kernels.recurrent_cases import RAGGED, Segments, given
