@@ -8,6 +8,7 @@ import importlib
 import json
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tests.support.engine.pool_accounts import check_accounts
 from tests.support.models.configs import VOCAB, config_of
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
@@ -144,13 +146,23 @@ def engine(name: str = "llama", dtype: mx.Dtype | None = None, **options: Any) -
     return LLMEngine(packed(name, dtype), EngineConfig(**{**defaults, **options}))
 
 
-def run(engine: LLMEngine, max_steps: int = 2000) -> dict[str, Any]:
-    """Step until nothing is left; the finished outputs by request id."""
+def step(engine: LLMEngine, *may_fail: type[BaseException]) -> dict[str, Any]:
+    """A step, which may fail so; the outputs that are finished with it, by request id.  No block
+    and no state slot is lost."""
+    done = {}
+    with suppress(*may_fail):
+        done = {o.request_id: o for o in engine.step() if o.finished}
+    check_accounts(engine.scheduler.kv, engine.scheduler._requests.values())
+    return done
+
+
+def run(engine: LLMEngine, *may_fail: type[BaseException], max_steps: int = 2000) -> dict[str, Any]:
+    """Step until nothing is left, see `step`; the finished outputs."""
     done = {}
     for _ in range(max_steps):
         if not engine.has_unfinished_requests():
             return done
-        done |= {o.request_id: o for o in engine.step() if o.finished}
+        done |= step(engine, *may_fail)
     raise AssertionError(f"requests are left after {max_steps} steps")
 
 
