@@ -68,7 +68,7 @@ def play(seed: int) -> StoppingEngine:
             engine.step(fails=next(steps) in workload.failures)
         engine.check_blocks()
 
-    aborted = workloads_of.play_engine(workload, engine, step)
+    aborted = workloads_of.play(workload, engine, step)
     for name, request in engine.requests.items():
         answer, tokens = answer_of(request), expected(engine, request)
         end = next((i for i, token in enumerate(tokens) if is_eos(token)), len(tokens))

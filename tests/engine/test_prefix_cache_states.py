@@ -254,7 +254,9 @@ def test_a_second_turn_and_a_fork_start_from_checkpoints(name):
     cached, answer = ask(first, 8)
     assert cached == 0
     # The last token of an answer is never computed: 20 + 8 - 1 hold three blocks.
-    assert ask([*first, *answer, 1, 2], 4)[0] == 24
+    cached, more = ask([*first, *answer, 1, 2], 8)
+    assert cached == 24
+    assert ask([*first, *answer, 1, 2, *more, 5], 4)[0] == 32
     assert ask([*first[:18], 3, 4, 5], 4)[0] == 16  # the end of the first prompt
 
 

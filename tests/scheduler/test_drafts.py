@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.engine import workloads as workloads_of
 from tests.support.engine.fake_engine import (
     FakeEngine,
     StepFailed,
@@ -19,7 +20,6 @@ from tests.support.engine.workloads import (
     MAX_MODEL_LEN,
     Workload,
     make_config,
-    play_engine,
     workloads,
 )
 from vllm_metal_lite.speculation.speculator import Speculator
@@ -37,7 +37,7 @@ def play(workload: Workload, seed: int) -> None:
             engine.step(fails=next(steps) in workload.failures)
         engine.check_blocks()
 
-    aborted = play_engine(workload, engine, step)
+    aborted = workloads_of.play(workload, engine, step)
     for name, request in engine.requests.items():
         if name not in aborted:
             assert answer_of(request)[: request.max_tokens] == expected(engine, request)

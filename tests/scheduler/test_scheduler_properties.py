@@ -72,18 +72,13 @@ def run(workload: Workload) -> Play:
     config, groups = make_config(workload)
     play = Play(workload, FakeEngine(config, groups, MAX_MODEL_LEN))
     play.engine.runner.launched = partial(_look, play)
-    how = partial(workloads_of.add_to, play.engine), partial(_abort, play), partial(_step, play)
-    workloads_of.play(workload, play.engine.scheduler, *how)
+    play.aborted = workloads_of.play(workload, play.engine, partial(_step, play))
+    for name in play.aborted:
+        was_running = play.computed[name] or play.lost[name]
+        play.seen[f"aborted {'while running' if was_running else 'while waiting'}"] += 1
     for check in END_CHECKS:
         check(play)
     return play
-
-
-def _abort(play: Play, name: str) -> None:
-    if request := play.engine.unfinished.get(name):
-        play.seen[f"aborted while {request.status.name}"] += 1
-        play.aborted.add(name)
-        play.engine.abort(name)
 
 
 def _step(play: Play) -> None:

