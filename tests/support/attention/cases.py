@@ -1,4 +1,7 @@
-"""Steps of given segments over a filled store, and what attention to them is by definition."""
+"""Steps of given segments over a filled store, and what attention to them is by definition.
+
+Used by tests of the attention room.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

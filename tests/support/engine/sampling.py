@@ -1,4 +1,7 @@
-"""What sampling should give: float64, one row at a time, noise by hand; and how to run it."""
+"""What sampling should give: float64, one row at a time, noise by hand; and how to run it.
+
+Used by tests of sampling.
+"""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Running foreign kernels: in every way, and compared with float64."""
+"""Running foreign kernels: in every way, and compared with float64.  Used by the host's tests."""
 
 from __future__ import annotations
 

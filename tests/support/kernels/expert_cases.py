@@ -1,4 +1,7 @@
-"""Mixtures of experts, and their results by definition, in float64."""
+"""Mixtures of experts, and their results by definition, in float64.
+
+Used by tests of the kernels of experts.
+"""
 
 import numpy as np
 

@@ -1,6 +1,7 @@
 """Steps of recurrent layers: segments of every kind, and what their kernels compute, in float64.
 
-Pools hold NaN in every slot that no segment starts from.
+Pools hold NaN in every slot that no segment starts from.  Used by tests of the kernels of recurrent
+layers.
 """
 
 from dataclasses import dataclass, field
