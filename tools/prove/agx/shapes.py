@@ -5,19 +5,18 @@ from functools import partial
 
 from tests.support.kernels import production_shapes
 from tests.support.kernels import zero_launches as zero
-from tests.support.kernels.zero_launches import Heads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.specs import Quantisation
 
 # The tests have the others: Qwen3 to 8B and 32B, Llama, Gemma 3, gpt-oss.
 _HEADS = (
-    Heads("Granite 4 tiny, 3 of 128", 12, 4, 128),
-    Heads("Qwen3 14B, 5 of 128", 40, 8, 128),
-    Heads("Nemotron 3 Nano, 16 of 128", 32, 2, 128),
-    Heads("Qwen3.5 4B and 9B, 4 of 256", 16, 4, 256),
-    Heads("Qwen3.5 27B, 6 of 256", 24, 4, 256),
-    Heads("Qwen3.6 35B-A3B, 8 of 256", 16, 2, 256),
-    Heads("Gemma 4, 8 of 512", 16, 2, 512),
+    zero.Heads("Granite 4 tiny, 3 of 128", 12, 4, 128),
+    zero.Heads("Qwen3 14B, 5 of 128", 40, 8, 128),
+    zero.Heads("Nemotron 3 Nano, 16 of 128", 32, 2, 128),
+    zero.Heads("Qwen3.5 4B and 9B, 4 of 256", 16, 4, 256),
+    zero.Heads("Qwen3.5 27B, 6 of 256", 24, 4, 256),
+    zero.Heads("Qwen3.6 35B-A3B, 8 of 256", 16, 2, 256),
+    zero.Heads("Gemma 4, 8 of 512", 16, 2, 512),
 )
 _BITS = Quantisation(4, 64)
 
