@@ -260,3 +260,9 @@ def write_folder(path: Path, name: str = "llama", **changes: Any) -> Path:
     config |= {"chat_template": _CHAT_TEMPLATE, "clean_up_tokenization_spaces": False}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     return path
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Change keys of a file of JSON; ...: the key goes."""
+    content = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not ...}))
