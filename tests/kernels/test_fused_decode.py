@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.kernels.cases import RAGGED, STORE, NewRowsCase, PagedSequences, raw
+from tests.support.engine.batches import pack
+from tests.support.kernels.arrays import STORE, raw
+from tests.support.kernels.attention_cases import RAGGED, PagedSequences
+from tests.support.kernels.new_rows_cases import NewRowsCase
 from vllm_metal_lite.attention.paged.decodes import reads_new_rows
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.kernels.arguments import LayerStore, new_ticket
 from vllm_metal_lite.kernels.rope_write import rope_write
 
@@ -197,16 +199,6 @@ def test_rows_of_padding_give_zeros_and_write_nothing():
 # Steps in which a row sees another one's
 
 
-def pack(seq_lens, *tables, block_size=8):
-    """Decodes of these numbers of keys with these block tables, one a KV group."""
-    inputs = InputBatch(len(seq_lens), 64, block_size, len(tables))
-    rows = np.array([inputs.add([0] * n, n) for n in seq_lens])
-    for row in rows:
-        inputs.append_blocks(row, *(table[row] for table in tables))
-    lengths = np.array(seq_lens)
-    return inputs.pack(rows, lengths - 1, np.ones_like(lengths))
-
-
 @pytest.mark.parametrize(
     ("seq_lens", "tables", "reads"),
     [
@@ -220,7 +212,8 @@ def pack(seq_lens, *tables, block_size=8):
     ],
 )
 def test_blocks_shared_at_once_are_seen(seq_lens, tables, reads):
-    assert reads_new_rows(pack(seq_lens, tables)) is reads
+    decodes = [(length - 1, 1) for length in seq_lens]
+    assert reads_new_rows(pack(decodes, tables)) is reads
     apart = [[10 * i + b for b in t] for i, t in enumerate(tables, 1)]
-    assert reads_new_rows(pack(seq_lens, apart)) is False
-    assert reads_new_rows(pack(seq_lens, apart, tables)) is reads
+    assert reads_new_rows(pack(decodes, apart)) is False
+    assert reads_new_rows(pack(decodes, apart, tables)) is reads

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal.host import installed
-from tests.support.kernels.cases import RAGGED, STORE, TOLERANCE, PagedSequences, draw, raw
+from tests.support.kernels.arrays import STORE, TOLERANCE, draw, raw
+from tests.support.kernels.attention_cases import RAGGED, PagedSequences
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import decode
 from vllm_metal_lite.kernels.arguments import LayerStore, new_ticket

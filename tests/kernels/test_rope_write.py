@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.kernels.cases import STORE, TOLERANCE, NewRowsCase
+from tests.support.kernels.arrays import STORE, TOLERANCE
 from tests.support.kernels.device import change_device
+from tests.support.kernels.new_rows_cases import NewRowsCase
 from vllm_metal_lite.backend import mx
 
 pytestmark = pytest.mark.usefixtures("host")

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.kernels.cases import TOLERANCE, PagedSequences
+from tests.support.kernels.arrays import TOLERANCE
+from tests.support.kernels.attention_cases import PagedSequences
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import new_ticket

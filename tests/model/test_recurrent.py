@@ -154,16 +154,6 @@ def test_chunks_preemptions_and_neighbours_change_no_token(name, caching):
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_turns_of_a_conversation_go_on_from_checkpoints(name):
-    engine, prompt = tiny.engine(name), tiny.prompts(1, 40, 40)[0]
-    for cached in (0, 48, 64):
-        output = tiny.ask(engine, prompt, greedy(12))
-        assert output.num_cached_tokens == cached
-        assert output.outputs[0].token_ids == tiny.alone(tiny.native(name), prompt, 12)
-        prompt = [*prompt, *output.outputs[0].token_ids, 3, 4, 5]
-
-
-@pytest.mark.parametrize("name", HYBRIDS)
 def test_requests_fork_behind_a_position_that_the_caller_names(name):
     shared = tiny.prompts(1, 24, 24, seed=2)[0]
     prompts = [[*shared, *rest] for rest in tiny.prompts(4, 3, 20, seed=3)]

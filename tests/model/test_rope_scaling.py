@@ -11,15 +11,9 @@ from mlx_lm.models import rope_utils
 from metal.host import compiler_available, installed
 from tests.support.kernels.launches import watch
 from tests.support.models import tiny_models as tiny
+from tests.support.models.bench import MODES, PROMPT_LENGTHS, SEQUENCES, Bench
 from tests.support.models.configs import config_of
-from tests.support.models.conformance import (
-    MODES,
-    PROMPT_LENGTHS,
-    SEQUENCES,
-    TOLERANCE,
-    Bench,
-    native_logits,
-)
+from tests.support.models.conformance import TOLERANCE, native_logits
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine

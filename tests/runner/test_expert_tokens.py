@@ -7,8 +7,7 @@ on a GPU.
 import pytest
 
 from metal.host import compiler_available, installed
-from tests.support.engine.kernel_engine import as_on_a_gpu
-from tests.support.kernels.device import pad_to_powers_of_two
+from tests.support.kernels.device import RIGHT, pad_to_powers_of_two, pretend_gpu
 from tests.support.kernels.expert_cases import EXPERT_KERNELS
 from tests.support.models import tiny_models as tiny
 from tests.support.models.rounding import of_16_bits
@@ -27,7 +26,7 @@ PROMPTS, COUNTS, TOP_K = tiny.prompts(3, 5, 11, seed=9), (4, 6, 8), 2
 def host(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, installed():
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        as_on_a_gpu(patch)
+        pretend_gpu(patch, RIGHT)
         patch.setattr(decide, "faster_rows", lambda *_: range(0))
         patch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
         pad_to_powers_of_two(patch)
