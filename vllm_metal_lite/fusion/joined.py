@@ -81,28 +81,31 @@ def joined_projections(model: nn.Module) -> list[JoinedProjection]:
 
 def join_projections(model: nn.Module) -> None:
     """Join projections that share an input, in place."""
-    for path, names in _same_inputs(model):
+    for paths in _same_inputs(model):
         modules = dict(model.named_modules())
         # Popped: references to the old modules would keep all weights twice, not one group's.
-        product = JoinedProjection([modules.pop(f"{path}{name}") for name in names])
+        product = JoinedProjection([modules.pop(path) for path in paths])
         mx.eval(product.linear.parameters())
-        parts = [(f"{path}{name}", JoinedPart(product, i)) for i, name in enumerate(names)]
+        parts = [(path, JoinedPart(product, i)) for i, path in enumerate(paths)]
         model.update_modules(tree_unflatten(parts))
         mx.clear_cache()
 
 
-def _same_inputs(model: nn.Module) -> list[tuple[str, list[str]]]:
-    """Projections that share a parent and an input: the parent's path, their names."""
+def _same_inputs(model: nn.Module) -> list[list[str]]:
+    """The paths of projections that share a parent and an input, and are called once."""
     found = {id(m): (path, m) for path, m in model.named_modules() if type(m) in _KINDS}
     calls = calls_of(model, [module for _, module in found.values()])
-    seen = [(*_split(found[id(m)][0]), m, x) for m, x, _ in calls]
-    counts = Counter(id(module) for _, _, module, _ in seen)
-    joined = []
-    for (path, *_), alike in groupby(seen, lambda c: (c[0], id(c[3]), *_kind_of(c[2]))):
-        names = [name for _, name, module, _ in alike if counts[id(module)] == 1]
-        if len(names) > 1:
-            joined.append((path, names))
-    return joined
+    counts = Counter(id(module) for module, _, _ in calls)
+
+    def shared(call: tuple[nn.Module, Any, Any]) -> tuple:
+        module, x, _ = call
+        return found[id(module)][0].rpartition(".")[0], id(x), *_kind_of(module)
+
+    groups = [
+        [found[id(module)][0] for module, _, _ in alike if counts[id(module)] == 1]
+        for _, alike in groupby(calls, shared)
+    ]
+    return [paths for paths in groups if len(paths) > 1]
 
 
 def _kind_of(module: nn.Module) -> tuple:
@@ -113,8 +116,3 @@ def _kind_of(module: nn.Module) -> tuple:
         *how,
         *((n, module[n].dtype) for n in _BY_OUTPUT if module.get(n) is not None),
     )
-
-
-def _split(path: str) -> tuple[str, str]:
-    parent, dot, name = path.rpartition(".")
-    return parent + dot, name

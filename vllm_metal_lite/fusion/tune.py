@@ -27,6 +27,7 @@ from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kernels.weights import Weight, product_weights, shape_of
 from vllm_metal_lite.model.experts import MIXTURES, served, served_experts
 from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.runner.compiled import CompiledSteps
 from vllm_metal_lite.specs import ExpertShape
 
@@ -208,8 +209,9 @@ def _mixture_seconds(
 
         def run(count: int) -> None:
             for _ in range(count):
-                with fusion.building(None):
-                    mx.eval((layer(x, indices) * weights[..., None]).sum(axis=-2))
+                with building(), fusion.building(None):
+                    summed = (layer(x, indices) * weights[..., None]).sum(axis=-2)
+                mx.eval(summed)
 
         return run
 
