@@ -132,11 +132,12 @@ def test_a_step_that_fails_loses_nothing(monkeypatch, error, when):
     assert all(len(done[str(i)].outputs[0].logprobs) == 20 for i in range(len(prompts)))
 
 
-@pytest.mark.parametrize("layer", [0, 2])
-def test_a_forward_that_breaks_off_between_layers_loses_nothing(monkeypatch, layer):
+@pytest.mark.parametrize(("name", "layer"), [("llama", 0), ("llama", 2), ("qwen3_next", 1)])
+def test_a_forward_that_breaks_off_between_layers_loses_nothing(monkeypatch, name, layer):
     """Some layers have their writes queued by then; blocks change hands before they happen."""
-    engine = tiny.engine(num_blocks=14)
-    attend, countdown = ReferenceStepAttention.attend, [4 * 3 + layer + 1]
+    engine = tiny.engine(name, num_blocks=14)
+    layers = len(engine.model.kv_specs)
+    attend, countdown = ReferenceStepAttention.attend, [4 * layers + layer + 1]
 
     def break_off(*args, **how):
         countdown[0] -= 1
@@ -149,7 +150,7 @@ def test_a_forward_that_breaks_off_between_layers_loses_nothing(monkeypatch, lay
     with pytest.raises(MemoryError):
         tiny.run(engine)
     done = tiny.run(engine)
-    assert tiny.tokens_of(done[i] for i in "0123") == all_alone("llama", PROMPTS[:4], 12)
+    assert tiny.tokens_of(done[i] for i in "0123") == all_alone(name, PROMPTS[:4], 12)
 
 
 def test_abort_gives_everything_back_and_disturbs_nobody():

@@ -78,16 +78,12 @@ class Case:
         np.testing.assert_allclose(got, expected, rtol, atol)
 
 
-def check(*args, **kwargs) -> None:
-    Case(*args, **kwargs).check()
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("plan", [(1, 8), (4, 4)], ids=str)
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (18, 1)], ids=str)
 def test_heads_and_splits(heads, plan, dtype):
     """One tile a KV head, and two of nine heads."""
-    check(RAGGED, heads=heads, dims=(128, 128), plan=plan, dtype=dtype)
+    Case(RAGGED, heads=heads, dims=(128, 128), plan=plan, dtype=dtype).check()
 
 
 @pytest.mark.parametrize(
@@ -95,7 +91,7 @@ def test_heads_and_splits(heads, plan, dtype):
 )
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 def test_head_sizes(dims, dtype):
-    check(RAGGED, dims=dims, rotated=dims[0] // 4 * 2, plan=(2, 8), dtype=dtype)
+    Case(RAGGED, dims=dims, rotated=dims[0] // 4 * 2, plan=(2, 8), dtype=dtype).check()
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -113,7 +109,7 @@ def test_head_sizes(dims, dtype):
 )
 def test_a_quantised_store(dims, heads, dtype, how, bits):
     """Both ways write the same bits: a row is quantised before it is attended to."""
-    check(RAGGED, dims=dims, heads=heads, dtype=dtype, bits=bits, **how)
+    Case(RAGGED, dims=dims, heads=heads, dtype=dtype, bits=bits, **how).check()
 
 
 @pytest.mark.parametrize(
@@ -134,7 +130,7 @@ def test_a_quantised_store(dims, heads, dtype, how, bits):
     ids=str,
 )
 def test_every_way_of_rotating(how):
-    check(RAGGED, **how)
+    Case(RAGGED, **how).check()
 
 
 # The last turn of a split is not full; memory for 8, 8 and 2 queries of a simdgroup.
@@ -157,7 +153,7 @@ OF_SIZES = [
     ids=str,
 )
 def test_behind_a_prefix(how):
-    check(RAGGED, prefix_len=70, **how)
+    Case(RAGGED, prefix_len=70, **how).check()
 
 
 @pytest.mark.parametrize("plan", [(1, 4), (4, 2), (2, 1)], ids=str)
@@ -172,7 +168,7 @@ def test_behind_a_prefix(how):
     ids=str,
 )
 def test_what_queries_see(how, plan):
-    check(RAGGED, plan=plan, **how)
+    Case(RAGGED, plan=plan, **how).check()
 
 
 @given(
@@ -187,7 +183,7 @@ def test_what_queries_see(how, plan):
 @settings(max_examples=12)
 def test_random_sequences(seq_lens, heads, block_size, window, sinks, plan, seed):
     how = {"plan": plan, "seed": seed}
-    check(seq_lens, heads=heads, block_size=block_size, window=window, sinks=sinks, **how)
+    Case(seq_lens, heads=heads, block_size=block_size, window=window, sinks=sinks, **how).check()
 
 
 def test_rows_of_padding_give_zeros_and_write_nothing():

@@ -13,8 +13,6 @@ from tests.support.kernels.device import pretend_gpu
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.attention.sdpa import execute
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ConfigError, ModelLoadError
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model import trial
@@ -90,7 +88,7 @@ def test_why_a_model_that_could_be_packed_is_not_is_said(monkeypatch, caplog, op
     [warning] = caplog.messages
     assert re.search(message, warning)
     assert model.packed.by_segment.startswith("TypeError: math.sqrt() takes")
-    engine = LLMEngine(model, EngineConfig(attention=option, num_blocks=8, max_num_seqs=1))
+    engine = tiny.engine(model, attention=option)
     assert engine.attention_reason.endswith(f"a segment at a time: {model.packed.by_segment}")
 
 

@@ -20,7 +20,6 @@ from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model.seam.hooks import building
@@ -99,7 +98,7 @@ def test_up_projections_that_are_quantised_are_absorbed_too():
     tokens = tiny.prompts(1, 12, 12)[0]
     expected = tiny.logits_alone(tiny.build(config), tokens)[-1]
     model = tiny.load("deepseek_v2", **quantised)
-    engine = LLMEngine(model, EngineConfig(num_blocks=4, max_model_len=32))
+    engine = tiny.engine(model)
     assert engine.model.packed.layout.specs[0].k_head_dim == 32
     greedy = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
     (logprobs,) = tiny.ask(engine, tokens, greedy).outputs[0].logprobs

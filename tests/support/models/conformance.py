@@ -19,7 +19,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from tests.support.engine.poison import poison_free_blocks
 from tests.support.models import tiny_models as tiny
 from tests.support.models.bench import (
-    BLOCK_SIZE,
     MODES,
     PROMPT_LENGTHS,
     SEQUENCES,
@@ -33,13 +32,10 @@ from tests.support.models.bench import (
     wrong_seat,
 )
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.model.layout import Node, StateLayer
 from vllm_metal_lite.model.loader import LoadedModel
-from vllm_metal_lite.sampling_params import SamplingParams
 
 TOLERANCE = 1e-4
 PROMPTS = [s[:n] for s, n in zip(SEQUENCES, PROMPT_LENGTHS, strict=True)]
@@ -49,10 +45,9 @@ GENERATED = 20  # tokens by the engine
 def serve(model: LoadedModel, kv_bits: int | None = None) -> tuple[list[list[int]], dict[str, int]]:
     """The engine's greedy tokens of each prompt, over too few blocks for all; its counters."""
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
-    options |= {"kv_bits": kv_bits, "speculate": "off"}
-    engine = LLMEngine(model, EngineConfig(block_size=BLOCK_SIZE, num_blocks=10, **options))
+    engine = tiny.engine(model, num_blocks=10, kv_bits=kv_bits, **options)
     poison_free_blocks(engine)
-    params = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True)
+    params = tiny.greedy(GENERATED, ignore_eos=True)
     for i, prompt in enumerate(PROMPTS):
         named = [SHARED] if len(prompt) > SHARED else []
         engine.add_request(str(i), prompt, params, checkpoints=named)

@@ -139,12 +139,16 @@ def alone(model: nn.Module, prompt: Sequence[int], n: int) -> list[int]:
     return known[:n]
 
 
-def engine(name: str = "llama", dtype: mx.Dtype | None = None, **options: Any) -> LLMEngine:
-    """A small engine over the tiny model `name`, `packed`.  Drafts depend on times, so: none."""
+def engine(
+    model: str | LoadedModel = "llama", dtype: mx.Dtype | None = None, **options: Any
+) -> LLMEngine:
+    """A small engine over a model, or over the tiny one of this name.  Drafts depend on times, so:
+    none."""
+    loaded = packed(model, dtype) if isinstance(model, str) else model
     defaults = {"block_size": 8, "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     longest = min(128, 8 * options.get("num_blocks", 64))
     defaults |= {"max_model_len": longest, "speculate": "off"}
-    return LLMEngine(packed(name, dtype), EngineConfig(**{**defaults, **options}))
+    return LLMEngine(loaded, EngineConfig(**{**defaults, **options}))
 
 
 def step(engine: LLMEngine, *may_fail: type[BaseException]) -> dict[str, Any]:
