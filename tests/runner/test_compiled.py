@@ -161,7 +161,8 @@ def test_products_of_few_rows_are_the_kernel_s_in_compiled_steps_too(monkeypatch
 def test_experts_of_few_rows_are_the_kernels_in_compiled_steps_too(monkeypatch):
     """Two products of a layer and a sum; a plan unless there is one row."""
     monkeypatch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
-    found, layers = forwards_with(monkeypatch, "qwen3_moe", fuse_layers, expert_rows=range(1, 9))
+    how = {"expert_rows": range(1, 9), "unused": frozenset({"expert_topk"})}
+    found, layers = forwards_with(monkeypatch, "qwen3_moe", fuse_layers, **how)
     of_one = {"expert_gemm": 2 * layers, "expert_sum": layers}
     of_few = {**of_one, "expert_plan": layers}
     for _, rows, _, launches in found:
