@@ -8,7 +8,7 @@ from tests.support.kernels.device import change_device
 from tests.support.kernels.launches import watch
 from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import config_of
-from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
+from vllm_metal_lite import SamplingParams
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
 from vllm_metal_lite.attention.sdpa import execute as sdpa_run
@@ -93,7 +93,7 @@ def test_a_quantised_store(dtype, bits):
 
 
 def tokens(model, prompts, **config):
-    engine = LLMEngine(model, EngineConfig(max_model_len=64, block_size=8, **config))
+    engine = tiny.engine(model, max_model_len=64, **config)
     return tiny.answers(engine, prompts, 20), engine
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.kernels.device import pretend_gpu
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.select import Verdict, no_kernels, select
 from vllm_metal_lite.backend import mx
@@ -19,7 +20,7 @@ SHAPE = AttentionShape(4, 2, 32, 32, mx.float32)
 
 @pytest.fixture(autouse=True)
 def a_gpu(monkeypatch):
-    monkeypatch.setattr(backend, "is_cpu", lambda: False)
+    pretend_gpu(monkeypatch)
 
 
 def store() -> PagedStore:

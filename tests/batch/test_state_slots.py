@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 
 from tests.batch.test_batch import changed
-from tests.support.models.recurrent_steps import Slots, Span, pack, packed_spans
-from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
+from tests.support.models.recurrent_steps import Span, batch_of, packed_spans
+from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch, SegmentState
 from vllm_metal_lite.batch.input_batch import InputBatch
 
 BLOCKS, NUM_SLOTS = 12, 8
@@ -43,8 +43,8 @@ def test_without_slots_a_requests_slot_is_its_row():
 
 def good_batch() -> ForwardBatch:
     """A decode; a prompt with two checkpoints; a chunk behind a checkpoint that stays."""
-    prompt = Span(0, 10, Slots(EMPTY_SLOT, 1, ((4, 2), (9, 3))))
-    batch = pack([Span(8, 1, Slots(0, 0)), prompt, Span(7, 5, Slots(5, 4))])
+    prompt = Span(0, 10, SegmentState(EMPTY_SLOT, 1, ((4, 2), (9, 3))))
+    batch = batch_of([Span(8, 1, SegmentState(0, 0)), prompt, Span(7, 5, SegmentState(5, 4))])
     batch.validate(BLOCKS, num_state_slots=NUM_SLOTS)
     return batch
 
@@ -100,8 +100,8 @@ def test_bad_slots_are_refused_before_anything_is_computed(fault):
 
 
 def test_two_segments_may_start_from_one_checkpoint():
-    spans = [Span(8, 2, Slots(5, 0)), Span(8, 3, Slots(5, 1))]
-    pack(spans).validate(BLOCKS, num_state_slots=NUM_SLOTS)
+    spans = [Span(8, 2, SegmentState(5, 0)), Span(8, 3, SegmentState(5, 1))]
+    batch_of(spans).validate(BLOCKS, num_state_slots=NUM_SLOTS)
 
 
 def test_a_model_without_states_has_no_slots_to_be_wrong():

@@ -25,8 +25,7 @@ from tests.support.kernels.broken_machine import (
     impatient,
     use_of,
 )
-from tests.support.kernels.device import change_device
-from tests.support.kernels.miscompiled import seeming_gpu
+from tests.support.kernels.device import change_device, gpu_on_host
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import isolated, verdicts
@@ -64,7 +63,7 @@ CASES = [(kernel, kind) for kernel, kinds in KINDS_OF.items() for kind in kinds.
 
 @pytest.fixture(autouse=True)
 def a_gpu(monkeypatch, tmp_path):
-    with seeming_gpu(monkeypatch, tmp_path):
+    with gpu_on_host(monkeypatch, tmp_path):
         yield
 
 

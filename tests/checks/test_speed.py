@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from metal.host import compiler_available
-from tests.support.kernels.device import change_device
+from tests.support.kernels.device import change_device, gpu_on_host
 from tests.support.kernels.launches import watch
-from tests.support.kernels.miscompiled import seeming_gpu
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import attention, fallbacks, speed
 from vllm_metal_lite.checks.for_model import checks_for
@@ -38,7 +37,7 @@ def a_gpu(monkeypatch, tmp_path):
     for name, value in sizes.items():
         monkeypatch.setattr(fallbacks, name, value)
     change_device(monkeypatch, min_split_context=40, min_split_keys=8, min_saved_tokens=16)
-    with seeming_gpu(monkeypatch, tmp_path):
+    with gpu_on_host(monkeypatch, tmp_path):
         yield
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from metal.host import compiler_available
-from tests.support.kernels.broken_machine import MISCOMPILED
-from tests.support.kernels.miscompiled import miscompile, seeming_gpu
+from tests.support.kernels.broken_machine import MISCOMPILED, miscompile
+from tests.support.kernels.device import gpu_on_host
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compile
 
 @pytest.fixture(autouse=True)
 def a_gpu(monkeypatch, tmp_path):
-    with seeming_gpu(monkeypatch, tmp_path):
+    with gpu_on_host(monkeypatch, tmp_path):
         yield
 
 

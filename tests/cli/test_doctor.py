@@ -11,7 +11,8 @@ import pytest
 
 from metal.host import compiler_available
 from tests.support.kernels import broken_machine
-from tests.support.kernels.miscompiled import miscompile, seeming_gpu
+from tests.support.kernels.broken_machine import miscompile
+from tests.support.kernels.device import gpu_on_host
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import devices
 from vllm_metal_lite.backend import mx
@@ -98,7 +99,7 @@ def a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(compare_tokens, "PROMPTS", (3, 20))
     monkeypatch.setattr(compare_tokens, "STARTS", (1, 0))
     monkeypatch.setattr(compare_tokens, "NEW_TOKENS", 3)
-    with seeming_gpu(monkeypatch, tmp_path / "cache"):
+    with gpu_on_host(monkeypatch, tmp_path / "cache"):
         yield
 
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 
@@ -10,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 
 from tests.support.engine import workloads as workloads_of
-from tests.support.engine.fakes import FakeEngine, FakeStep, answer_of, expected, fake_config, shape
+from tests.support.engine.fake_engine import (
+    FakeEngine,
+    StepFailed,
+    answer_of,
+    expected,
+    fake_config,
+    shape,
+)
+from tests.support.engine.fake_model import VOCAB_SIZE
 from tests.support.engine.pool_accounts import check_accounts
 from tests.support.engine.workloads import (
     MAX_MODEL_LEN,
@@ -24,70 +33,28 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.scheduler.request import Request, RequestStatus
+from vllm_metal_lite.scheduler.request import RequestStatus
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
-# The scheduler, with a fake model
-
-
-class AsyncFakeEngine(FakeEngine):
-    """As the real engine does: a step ahead is packed, and run, before the host takes note of the
-    tokens of the step before."""
-
-    def __init__(self, *args, **options) -> None:
-        super().__init__(*args, **options)
-        self.launched: list[FakeStep] = []
-        self.num_ahead = self.num_dropped = 0
-
-    def step(self, fail: bool = False) -> None:
-        if not self.launched:
-            self._start(self.schedule())
-        step = self.launched[0]
-        self._advance(step)
-        if not self.scheduler.may_preempt():
-            ahead = self.schedule()
-            if not ahead.is_empty:
-                self._start(ahead, step)
-                self.num_ahead += 1
-        if fail:
-            self._fail()
-            return
-        self.launched.pop(0)
-        self.num_dropped += sum(r.status is RequestStatus.FINISHED for r in step.out.terminal)
-        self._finish(step)
-
-    def _start(self, out: SchedulerOutput, after: FakeStep | None = None) -> None:
-        self.launched.append(self._launch(out, after))
-
-    def _fail(self) -> None:
-        """Nothing that is under way was written."""
-        for step in self.launched:
-            self.model.forget(step.batch)
-            for segment in step.out.segments:
-                self._unseat(segment.request)
-        self.scheduler.rollback(*(step.out for step in self.launched))
-        self.launched.clear()
-
-    def run(self) -> None:
-        while self.unfinished:
-            self.step()
-            self.check_blocks()
-
-
-class StoppingEngine(AsyncFakeEngine):
-    """An answer also ends at a token that nobody foresees."""
-
-    def _has_ended(self, request: Request) -> bool:
-        return super()._has_ended(request) or is_eos(request.token_ids[-1])
-
-    def expected(self, request: Request) -> list[int]:
-        tokens = expected(request, self.max_model_len, self.windows)
-        end = next((i for i, t in enumerate(tokens) if is_eos(t)), len(tokens) - 1)
-        return tokens[: end + 1]
+# Over a fake model
 
 
 def is_eos(token: int) -> bool:
+    """Answers also end at tokens that nobody foresees."""
     return token % 29 == 0
+
+
+class StoppingEngine(FakeEngine):
+    """One step ahead.  num_dropped: rows whose request had ended when their tokens were known."""
+
+    num_dropped = 0
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args, ahead=True, stops=[*filter(is_eos, range(VOCAB_SIZE))])
+
+    def _finish(self, output, step):
+        self.num_dropped += sum(r.status is RequestStatus.FINISHED for r in output.terminal)
+        return super()._finish(output, step)
 
 
 def play(seed: int) -> StoppingEngine:
@@ -97,13 +64,15 @@ def play(seed: int) -> StoppingEngine:
     engine, steps = StoppingEngine(config, groups, MAX_MODEL_LEN), count()
 
     def step() -> None:
-        engine.step(fail=next(steps) in workload.failures)
+        with suppress(StepFailed):
+            engine.step(fails=next(steps) in workload.failures)
         engine.check_blocks()
 
-    aborted = workloads_of.play_engine(workload, engine, step)
+    aborted = workloads_of.play(workload, engine, step)
     for name, request in engine.requests.items():
-        answer, expected = answer_of(request), engine.expected(request)
-        assert answer == (expected[: len(answer)] if name in aborted else expected)
+        answer, tokens = answer_of(request), expected(engine, request)
+        end = next((i for i, token in enumerate(tokens) if is_eos(token)), len(tokens))
+        assert answer == tokens[: len(answer) if name in aborted else end + 1]
     check_accounts(engine.scheduler.kv, [])
     return engine
 
@@ -111,30 +80,43 @@ def play(seed: int) -> StoppingEngine:
 @pytest.mark.long
 def test_any_workload_gives_every_request_its_own_tokens():
     engines = [play(seed) for seed in range(400)]
-    assert sum(e.num_ahead for e in engines) > 8000
+    assert sum(e.pipeline.num_ahead for e in engines) > 8000
     assert sum(e.num_dropped for e in engines) > 150
     assert sum(e.scheduler.num_preemptions for e in engines) > 20
     assert sum(e.scheduler.prefix_hit_tokens for e in engines) > 800
 
 
+def noted(engine: FakeEngine) -> list[list[tuple[str, int, int]]]:
+    """What each step computes, from now on."""
+    shapes, schedule = [], engine.scheduler.schedule
+
+    def noting(*args) -> SchedulerOutput:
+        out = schedule(*args)
+        shapes.append(shape(out))
+        return out
+
+    engine.scheduler.schedule = noting
+    return shapes
+
+
 def steps_of(engine: FakeEngine, workload: Workload) -> list[list[tuple[str, int, int]]]:
     """What each step computes.  Requests arrive when a number of steps has been scheduled, which is
     what an engine that is one step ahead and one that is not have in common."""
-    steps, schedule = [], engine.schedule
+    steps, schedule = [], engine.scheduler.schedule
 
     def arrive() -> None:
         for i, a in enumerate(workload.arrivals):
             if a.step <= len(steps) and str(i) not in engine.requests:
-                workloads_of.add(engine, i, a)
+                workloads_of.add_to(engine, i, a)
 
-    def scheduling() -> SchedulerOutput:
+    def scheduling(*args) -> SchedulerOutput:
         arrive()
-        out = schedule()
+        out = schedule(*args)
         if not out.is_empty:
             steps.append(shape(out))
         return out
 
-    engine.schedule = scheduling
+    engine.scheduler.schedule = scheduling
     while len(engine.requests) < len(workload.arrivals) or engine.unfinished:
         if not engine.unfinished:
             arrive()
@@ -153,73 +135,74 @@ def test_steps_are_those_of_an_engine_that_waits_for_tokens(workload):
     is decided otherwise.  (A block that a step ahead completes is found one step later: no cache.)
     """
     config, groups = make_config(replace(workload, caching=False))
-    waiting, ahead = (kind(config, groups, MAX_MODEL_LEN) for kind in (FakeEngine, AsyncFakeEngine))
+    waiting, ahead = (FakeEngine(config, groups, MAX_MODEL_LEN, ahead=a) for a in (False, True))
     assert steps_of(ahead, workload) == steps_of(waiting, workload)
     assert ahead.scheduler.num_preemptions == waiting.scheduler.num_preemptions
     assert ahead.scheduler.num_recomputed_tokens == waiting.scheduler.num_recomputed_tokens
     for request in ahead.requests.values():
-        assert answer_of(request) == expected(request, MAX_MODEL_LEN, workload.windows)
+        assert answer_of(request) == expected(ahead, request)
+
+
+def launch(engine: FakeEngine) -> SchedulerOutput:
+    """The next step, before anything waits for its tokens."""
+    engine._launch(engine.scheduler.schedule())
+    return engine._outputs[-1]
 
 
 def running(num_blocks: int = 100, waiting: int = 0, max_tokens: int = 4, **options) -> tuple:
     """Two requests that decode, and a step of theirs under way."""
     config = fake_config(**{"max_num_batched_tokens": 64, "max_num_seqs": 2, **options})
-    engine = AsyncFakeEngine(config, num_blocks, 64)
+    engine = FakeEngine(config, num_blocks, 64)
     requests = [engine.add([i] * 3, max_tokens + i) for i in range(2)]
-    FakeEngine.step(engine)
+    engine.step()
     for i in range(waiting):
         engine.add([9 + i], 4)
-    step = engine._launch(engine.schedule())
-    engine._advance(step)
-    return engine, requests, step
+    engine._advance(launch(engine))
+    return engine, requests
 
 
 def test_decodes_go_on_with_tokens_that_are_not_known_yet():
-    engine, requests, _ = running()
+    engine, requests = running()
     assert [r.token_ids[-1] for r in requests] == [UNKNOWN_TOKEN] * 2
-    ahead = engine.schedule()
+    ahead = launch(engine)
     assert shape(ahead) == [("r0", 4, 1), ("r1", 4, 1)]
     assert [len(s.new_block_ids[0]) for s in ahead.segments] == [1, 1]  # blocks of 4: a second
     assert ahead.num_decodes == 2
 
 
 def test_a_chunk_goes_on_and_the_last_one_is_followed_by_a_decode():
-    engine = AsyncFakeEngine(fake_config(max_num_batched_tokens=4), 100, 64)
-    request = engine.add([7] * 6, 3)
-    shapes = []
-    schedule = engine.schedule
-    engine.schedule = lambda: (shapes.append(shape(out := schedule())), out)[1]
+    engine = FakeEngine(fake_config(max_num_batched_tokens=4), 100, 64, ahead=True)
+    request, shapes = engine.add([7] * 6, 3), noted(engine)
     engine.step()
     assert shapes == [[("r0", 0, 4)], [("r0", 4, 2)]]
     engine.step()
     assert shapes[2:] == [[("r0", 6, 1)]]
     engine.run()
     assert shapes[3:] == [[("r0", 7, 1)], []]
-    assert answer_of(request) == expected(request, 64)
+    assert answer_of(request) == expected(engine, request)
 
 
 def test_whose_last_token_is_under_way_leaves_its_seat_and_blocks_to_others():
-    engine, (first, second), _ = running(waiting=1, max_tokens=2)
+    engine, (first, second) = running(waiting=1, max_tokens=2)
     assert (first.req_index, first.num_blocks, first.status) == (None, 0, RequestStatus.RUNNING)
-    ahead = engine.schedule()
+    ahead = launch(engine)
     assert shape(ahead) == [("r1", 4, 1), ("r2", 0, 1)]
     newcomer = ahead.admitted[0]
     assert newcomer.req_index not in (None, second.req_index)
 
 
 def test_a_waiting_request_joins_the_step_ahead():
-    engine, _, _ = running(waiting=2, max_num_seqs=3)
-    engine.abort(engine.unfinished["r2"])  # it was admitted, and its prompt is under way
-    assert shape(engine.schedule()) == [("r0", 4, 1), ("r1", 4, 1), ("r3", 0, 1)]
+    engine, _ = running(waiting=2, max_num_seqs=3)
+    engine.abort("r2")  # it was admitted, and its prompt is under way
+    assert shape(launch(engine)) == [("r0", 4, 1), ("r1", 4, 1), ("r3", 0, 1)]
 
 
 def test_tokens_are_waited_for_when_somebody_must_be_preempted():
-    engine, _, step = running(num_blocks=5, max_tokens=9)
-    while step.out.segments[0].num_computed < 7:
+    engine, _ = running(num_blocks=5, max_tokens=9)
+    while engine._outputs[0].segments[0].num_computed < 7:
         assert not engine.scheduler.may_preempt()
-        engine._finish(step)
-        step = engine._launch(engine.schedule())
-        engine._advance(step)
+        engine._finish(engine._outputs.popleft(), engine.pipeline.finish())
+        engine._advance(launch(engine))
     assert engine.scheduler.kv.pools[0].num_available == 1  # and two want one
     assert engine.scheduler.may_preempt()
     assert engine.scheduler.kv.pools[0].num_available == 1
@@ -227,18 +210,16 @@ def test_tokens_are_waited_for_when_somebody_must_be_preempted():
 
 def test_a_failure_takes_back_both_steps_and_loses_nothing():
     """A decode, one whose last token was under way, and one admitted in the step ahead."""
-    engine, (first, second), step = running(waiting=1, max_tokens=2, enable_prefix_caching=True)
-    engine.launched.append(step)
-    engine._start(engine.schedule(), step)
-    assert shape(engine.launched[1].out) == [("r1", 4, 1), ("r2", 0, 1)]
-    engine._fail()
+    engine, (first, second) = running(waiting=1, max_tokens=2, enable_prefix_caching=True)
+    assert shape(launch(engine)) == [("r1", 4, 1), ("r2", 0, 1)]
+    engine._roll_back()
     engine.check_blocks()
     assert engine.scheduler.num_waiting == 3
     assert [r.num_computed_before for r in (first, second)] == [3, 3]
     assert UNKNOWN_TOKEN not in first.token_ids + second.token_ids
     engine.run()
     for request in engine.requests.values():
-        assert answer_of(request) == expected(request, 64)
+        assert answer_of(request) == expected(engine, request)
 
 
 # The engine
@@ -274,12 +255,10 @@ def test_an_engine_gives_the_same_tokens_with_and_without(name, how, budget):
             )
             engine.add_request(str(i), prompt, params)
             for _ in range(rng.integers(0, 9)):
-                done |= {o.request_id: o for o in engine.step() if o.finished}
-                check_accounts(engine.scheduler.kv, engine.scheduler._requests.values())
+                done |= tiny.step(engine)
             if i == 7:
                 engine.abort(str(i))
         done |= tiny.run(engine)
-        assert engine.metrics()["blocks_owned"] == 0
         outputs = [done[str(i)] for i in range(10) if i != 7]
         ended = [o for r in outputs for o in r.outputs]
         answers.append(

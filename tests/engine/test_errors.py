@@ -110,9 +110,7 @@ def folder(good_folder, tmp_path):
 
 
 def edit_config(folder, **changes):
-    path = folder / "config.json"
-    config = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+    tiny.edit(folder / "config.json", **changes)
 
 
 def edit_weights(folder, change):
@@ -190,9 +188,7 @@ def test_a_model_with_a_broken_generation_config_answers(folder):
 
 def test_an_end_outside_the_vocabulary_is_named(folder, caplog):
     edit_config(folder, eos_token_id=5000)
-    path = folder / "tokenizer_config.json"
-    config = {k: v for k, v in json.loads(path.read_text()).items() if k != "eos_token"}
-    path.write_text(json.dumps(config))
+    tiny.edit(folder / "tokenizer_config.json", eos_token=...)
     llm = LLM(str(folder), num_blocks=8)
     assert f"{folder}: eos_token_id 5000 is outside the vocabulary of 101: ignored" in caplog.text
     assert len(llm.generate("fine", GREEDY)[0].outputs[0].token_ids) == 8

@@ -3,7 +3,7 @@
 The oracle is mlx-lm, which runs each request by itself.
 """
 
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,10 +13,9 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from metal.host import compiler_available, installed
-from tests.support.engine.fakes import StepFailed
+from tests.support.engine.fake_engine import StepFailed
 from tests.support.engine.kernel_engine import engine_with_kernels
 from tests.support.engine.poison import poison_states
-from tests.support.engine.pool_accounts import check_accounts
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.engine.engine import LLMEngine
@@ -133,7 +132,7 @@ def with_trouble(engine: LLMEngine, trouble: Trouble, poisoned: bool) -> None:
 
 def serve(engine: LLMEngine, name: str, chats: list[Chat], trouble: Trouble) -> None:
     """Run all turns of all chats, and compare each answer with mlx-lm's."""
-    native, scheduler, longest = tiny.native(name), engine.scheduler, engine.max_model_len
+    native, longest = tiny.native(name), engine.max_model_len
     open_turns: dict[str, tuple[Chat, int]] = {}
     waiting = dict(enumerate(map(replace, chats)))
     for step in range(1500):
@@ -157,9 +156,7 @@ def serve(engine: LLMEngine, name: str, chats: list[Chat], trouble: Trouble) -> 
         for request_id, (chat, since) in open_turns.items():
             if chat.leaves is not None and step == since + chat.leaves:
                 done += engine.abort(request_id)
-        with suppress(StepFailed):
-            done += [output for output in engine.step() if output.finished]
-        check_accounts(scheduler.kv, scheduler._requests.values())
+        done += tiny.step(engine, StepFailed).values()
         for output in done:
             chat, _ = open_turns.pop(output.request_id)
             prompt, max_tokens = output.prompt_token_ids, chat.turns[chat.turn][1]
@@ -257,7 +254,9 @@ def test_a_second_turn_and_a_fork_start_from_checkpoints(name):
     cached, answer = ask(first, 8)
     assert cached == 0
     # The last token of an answer is never computed: 20 + 8 - 1 hold three blocks.
-    assert ask([*first, *answer, 1, 2], 4)[0] == 24
+    cached, more = ask([*first, *answer, 1, 2], 8)
+    assert cached == 24
+    assert ask([*first, *answer, 1, 2, *more, 5], 4)[0] == 32
     assert ask([*first[:18], 3, 4, 5], 4)[0] == 16  # the end of the first prompt
 
 

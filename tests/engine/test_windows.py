@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.engine.fakes import FakeEngine, fake_config
+from tests.support.engine.fake_engine import FakeEngine, fake_config
 from tests.support.engine.poison import poison_free_blocks
 from tests.support.engine.pool_accounts import check_accounts
 from tests.support.models import tiny_models as tiny

@@ -9,7 +9,7 @@ from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from metal.host import compiler_available, installed
-from tests.support.kernels.cases import floats
+from tests.support.kernels.arrays import floats
 from tests.support.kernels.expert_cases import EXPERT_KERNELS
 from tests.support.kernels.launches import watch
 from tests.support.models import tiny_models as tiny

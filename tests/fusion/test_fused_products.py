@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from metal.host import compiler_available, installed
-from tests.support.kernels.cases import floats
+from tests.support.kernels.arrays import floats
 from tests.support.kernels.launches import watch
 from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import CONFIGS, config_of

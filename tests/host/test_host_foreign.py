@@ -19,7 +19,7 @@ from tests.support.host.foreign_runs import (
     softmax,
     sort,
 )
-from tests.support.kernels.cases import floats
+from tests.support.kernels.arrays import floats
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 dtypes = pytest.mark.parametrize("dtype", DTYPES)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.kernels.cases import floats, normal
+from tests.support.kernels.arrays import floats, normal
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import add_rms_norm as module
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.kernels.cases import floats, normal
+from tests.support.kernels.arrays import floats, normal
 from tests.support.kernels.expert_cases import (
     GEGLU,
     OAI,

@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.kernels.cases import RAGGED, STORE, NewRowsCase, PagedSequences, raw
+from tests.support.engine.batches import pack
+from tests.support.kernels.arrays import STORE, raw
+from tests.support.kernels.attention_cases import RAGGED, PagedSequences
+from tests.support.kernels.new_rows_cases import NewRowsCase
 from vllm_metal_lite.attention.paged.decodes import reads_new_rows
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.kernels.arguments import LayerStore, new_ticket
 from vllm_metal_lite.kernels.rope_write import rope_write
 
@@ -76,16 +78,12 @@ class Case:
         np.testing.assert_allclose(got, expected, rtol, atol)
 
 
-def check(*args, **kwargs) -> None:
-    Case(*args, **kwargs).check()
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("plan", [(1, 8), (4, 4)], ids=str)
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (18, 1)], ids=str)
 def test_heads_and_splits(heads, plan, dtype):
     """One tile a KV head, and two of nine heads."""
-    check(RAGGED, heads=heads, dims=(128, 128), plan=plan, dtype=dtype)
+    Case(RAGGED, heads=heads, dims=(128, 128), plan=plan, dtype=dtype).check()
 
 
 @pytest.mark.parametrize(
@@ -93,7 +91,7 @@ def test_heads_and_splits(heads, plan, dtype):
 )
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 def test_head_sizes(dims, dtype):
-    check(RAGGED, dims=dims, rotated=dims[0] // 4 * 2, plan=(2, 8), dtype=dtype)
+    Case(RAGGED, dims=dims, rotated=dims[0] // 4 * 2, plan=(2, 8), dtype=dtype).check()
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -111,7 +109,7 @@ def test_head_sizes(dims, dtype):
 )
 def test_a_quantised_store(dims, heads, dtype, how, bits):
     """Both ways write the same bits: a row is quantised before it is attended to."""
-    check(RAGGED, dims=dims, heads=heads, dtype=dtype, bits=bits, **how)
+    Case(RAGGED, dims=dims, heads=heads, dtype=dtype, bits=bits, **how).check()
 
 
 @pytest.mark.parametrize(
@@ -132,7 +130,7 @@ def test_a_quantised_store(dims, heads, dtype, how, bits):
     ids=str,
 )
 def test_every_way_of_rotating(how):
-    check(RAGGED, **how)
+    Case(RAGGED, **how).check()
 
 
 # The last turn of a split is not full; memory for 8, 8 and 2 queries of a simdgroup.
@@ -155,7 +153,7 @@ OF_SIZES = [
     ids=str,
 )
 def test_behind_a_prefix(how):
-    check(RAGGED, prefix_len=70, **how)
+    Case(RAGGED, prefix_len=70, **how).check()
 
 
 @pytest.mark.parametrize("plan", [(1, 4), (4, 2), (2, 1)], ids=str)
@@ -170,7 +168,7 @@ def test_behind_a_prefix(how):
     ids=str,
 )
 def test_what_queries_see(how, plan):
-    check(RAGGED, plan=plan, **how)
+    Case(RAGGED, plan=plan, **how).check()
 
 
 @given(
@@ -185,7 +183,7 @@ def test_what_queries_see(how, plan):
 @settings(max_examples=12)
 def test_random_sequences(seq_lens, heads, block_size, window, sinks, plan, seed):
     how = {"plan": plan, "seed": seed}
-    check(seq_lens, heads=heads, block_size=block_size, window=window, sinks=sinks, **how)
+    Case(seq_lens, heads=heads, block_size=block_size, window=window, sinks=sinks, **how).check()
 
 
 def test_rows_of_padding_give_zeros_and_write_nothing():
@@ -195,16 +193,6 @@ def test_rows_of_padding_give_zeros_and_write_nothing():
 
 
 # Steps in which a row sees another one's
-
-
-def pack(seq_lens, *tables, block_size=8):
-    """Decodes of these numbers of keys with these block tables, one a KV group."""
-    inputs = InputBatch(len(seq_lens), 64, block_size, len(tables))
-    rows = np.array([inputs.add([0] * n, n) for n in seq_lens])
-    for row in rows:
-        inputs.append_blocks(row, *(table[row] for table in tables))
-    lengths = np.array(seq_lens)
-    return inputs.pack(rows, lengths - 1, np.ones_like(lengths))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +208,8 @@ def pack(seq_lens, *tables, block_size=8):
     ],
 )
 def test_blocks_shared_at_once_are_seen(seq_lens, tables, reads):
-    assert reads_new_rows(pack(seq_lens, tables)) is reads
+    decodes = [(length - 1, 1) for length in seq_lens]
+    assert reads_new_rows(pack(decodes, tables)) is reads
     apart = [[10 * i + b for b in t] for i, t in enumerate(tables, 1)]
-    assert reads_new_rows(pack(seq_lens, apart)) is False
-    assert reads_new_rows(pack(seq_lens, apart, tables)) is reads
+    assert reads_new_rows(pack(decodes, apart)) is False
+    assert reads_new_rows(pack(decodes, apart, tables)) is reads

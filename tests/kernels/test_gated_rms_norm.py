@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.nemotron_h import MambaRMSNormGated
 from mlx_lm.models.qwen3_next import Qwen3NextRMSNormGated
 
-from tests.support.kernels.cases import floats, normal
+from tests.support.kernels.arrays import floats, normal
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns

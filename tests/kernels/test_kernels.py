@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal.host import installed
-from tests.support.kernels.cases import RAGGED, STORE, TOLERANCE, PagedSequences, draw, raw
+from tests.support.kernels.arrays import STORE, TOLERANCE, draw, raw
+from tests.support.kernels.attention_cases import RAGGED, PagedSequences
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import decode
 from vllm_metal_lite.kernels.arguments import LayerStore, new_ticket
@@ -33,17 +34,13 @@ DIMS = [(32, 32), (128, 128), (80, 80), (72, 72), (192, 128)]
 # Decode
 
 
-def check(*args, **kwargs) -> None:
-    PagedSequences(*args, **kwargs).check()
-
-
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("softcap", [None, 50.0])
 @pytest.mark.parametrize("window", [None, 256])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (5, 1)], ids=str)
 def test_the_shapes_of_vllms_own_tests(heads, window, softcap, dtype):
     how = {"heads": heads, "window": window, "softcap": softcap, "dtype": dtype, "dim": 128}
-    check([1328, 18, 463, 523, 37, 2011], plan=(4, 8), **how)
+    PagedSequences([1328, 18, 463, 523, 37, 2011], plan=(4, 8), **how).check()
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -52,7 +49,7 @@ def test_the_shapes_of_vllms_own_tests(heads, window, softcap, dtype):
     "dims", [*DIMS, (64, 64), (96, 96), (112, 112), (192, 192), (256, 256), (576, 512)], ids=str
 )
 def test_head_sizes_and_types(dims, dtype, bits):
-    check(RAGGED, dim=dims[0], v_dim=dims[1], dtype=dtype, plan=(2, 4), bits=bits)
+    PagedSequences(RAGGED, dim=dims[0], v_dim=dims[1], dtype=dtype, plan=(2, 4), bits=bits).check()
 
 
 @pytest.mark.long
@@ -70,7 +67,9 @@ def test_head_sizes_and_types(dims, dtype, bits):
 @settings(max_examples=40)
 def test_random_sequences(seq_lens, heads, block_size, window, softcap, sinks, plan, bits, seed):
     how = {"sinks": sinks, "plan": plan, "bits": bits, "seed": seed}
-    check(seq_lens, heads=heads, block_size=block_size, window=window, softcap=softcap, **how)
+    PagedSequences(
+        seq_lens, heads=heads, block_size=block_size, window=window, softcap=softcap, **how
+    ).check()
 
 
 def test_rows_of_padding_give_zeros():
@@ -88,13 +87,13 @@ def test_scores_far_apart_do_not_overflow():
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 def test_all_that_hides_keys_together(dtype, bits, plan):
     how = {"window": 9, "softcap": 2.0, "sinks": True, "heads": (6, 2)}
-    check(RAGGED, dtype=dtype, plan=plan, bits=bits, **how)
+    PagedSequences(RAGGED, dtype=dtype, plan=plan, bits=bits, **how).check()
 
 
 @pytest.mark.parametrize(("heads", "plan"), [((1, 1), (1, 4)), ((4, 2), (1, 4)), ((2, 1), (2, 2))])
 def test_a_ticket_of_few_rows_and_heads_is_written_whole(heads, plan):
     """It has at least 8 elements, and lse is the ticket."""
-    check([33], heads=heads, plan=plan)
+    PagedSequences([33], heads=heads, plan=plan).check()
 
 
 # Merging

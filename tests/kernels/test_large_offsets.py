@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from metal.host import compiler_available, installed, memory
-from tests.support.kernels.cases import floats
+from tests.support.kernels.arrays import floats
 from tests.support.kernels.recurrent_cases import given
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import source

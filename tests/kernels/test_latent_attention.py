@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.attention.oracle import paged_attention
-from tests.support.kernels.cases import TOLERANCE, AttentionCase, segments_of
+from tests.support.kernels.arrays import TOLERANCE
+from tests.support.kernels.attention_cases import AttentionCase, segments_of
 from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import latent_attention as module

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.support.kernels.cases import STORE, TOLERANCE, draw, rounded, turned
+from tests.support.kernels.arrays import STORE, TOLERANCE, draw, rounded
+from tests.support.kernels.new_rows_cases import turned
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import LayerStore, RMSNorm, new_ticket
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write

@@ -1,10 +1,12 @@
-"""Arrays of a thread live in registers, in every kernel, at the shapes of real models."""
+"""Every kernel at the shapes of real models: accepted by the strict front end, and arrays of a
+thread live in registers."""
 
 import re
 
 import pytest
 
 from metal.host.registers import left_in_memory
+from metal.host.strict import check
 from tests.support.kernels.production_shapes import CASES, texts_of
 from vllm_metal_lite.kernels import source
 
@@ -14,6 +16,7 @@ pytest.importorskip("ziglang", reason="clang is needed")
 @pytest.mark.parametrize("case", CASES)
 def test_no_array_of_a_thread_is_left_in_memory(case):
     for kernel, text, _ in texts_of(CASES[case]):
+        assert check(text) == [], kernel
         assert left_in_memory(text) == [], kernel
 
 

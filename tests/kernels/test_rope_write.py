@@ -9,16 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.kernels.cases import STORE, TOLERANCE, NewRowsCase
+from tests.support.kernels.arrays import STORE, TOLERANCE
 from tests.support.kernels.device import change_device
+from tests.support.kernels.new_rows_cases import NewRowsCase
 from vllm_metal_lite.backend import mx
 
 pytestmark = pytest.mark.usefixtures("host")
 WRITTEN = STORE
-
-
-def check(*args, **kwargs) -> None:
-    NewRowsCase(*args, **kwargs).check()
 
 
 FEW = [0, 1, 5, 13, 2, 40]
@@ -49,7 +46,7 @@ FACTOR = 1.3466  # of gpt-oss; no 16-bit type holds it exactly
     ids=str,
 )
 def test_every_way_of_rotating(how, dtype):
-    check(FEW, dtype=dtype, **how)
+    NewRowsCase(FEW, dtype=dtype, **how).check()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -58,7 +55,7 @@ def test_every_way_of_rotating(how, dtype):
 )
 def test_head_sizes(dims, dtype):
     for rotated in (dims[0] // 4 * 2, dims[0]):
-        check(FEW, dims=dims, rotated=rotated, dtype=dtype)
+        NewRowsCase(FEW, dims=dims, rotated=rotated, dtype=dtype).check()
 
 
 @given(
@@ -75,19 +72,19 @@ def test_head_sizes(dims, dtype):
 @settings(max_examples=40)
 def test_random_rows(positions, heads, dims, pairs, traditional, freqs, norms, joined, seed):
     how = {"traditional": traditional, "freqs": freqs, "norms": norms, "joined": joined}
-    check(positions, heads=heads, dims=dims, rotated=2 * pairs, seed=seed, **how)
+    NewRowsCase(positions, heads=heads, dims=dims, rotated=2 * pairs, seed=seed, **how).check()
 
 
 @pytest.mark.parametrize("heads", [(6, 2), (3, 1)], ids=str)
 def test_long_prompts_take_several_heads_a_simdgroup(heads, monkeypatch):
     change_device(monkeypatch, rope_many_rows=4)
-    check(list(range(7)), heads=heads)
+    NewRowsCase(list(range(7)), heads=heads).check()
 
 
 @pytest.mark.parametrize("position", [100_000, 1_000_000])
 def test_angles_of_large_positions(position):
     """Exact angles: only the error of the sines remains, which is tiny."""
-    check([position - 1, position], freqs=True, norms="", dims=(64, 64), rotated=64)
+    NewRowsCase([position - 1, position], freqs=True, norms="", dims=(64, 64), rotated=64).check()
 
 
 def test_large_positions_give_what_mlx_gives():

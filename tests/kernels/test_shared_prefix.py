@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.kernels.cases import TOLERANCE, PagedSequences
+from tests.support.kernels.arrays import TOLERANCE
+from tests.support.kernels.attention_cases import PagedSequences
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import new_ticket
@@ -46,10 +47,6 @@ class Case(PagedSequences):
         return self.floats(self.attend(self.queries(), self.store, prefix.lse, prefix)[0])
 
 
-def check(*args, **kwargs) -> None:
-    Case(*args, **kwargs).check()
-
-
 # A newcomer and a row of padding before the first that has the prefix; more keys of its own than
 # the others together.
 ROWS = [-9, 0, 1, 16, 5, -40, 130, 0]
@@ -69,7 +66,7 @@ def test_attention_to_the_prefix_alone():
 @pytest.mark.parametrize("how", [{}, {"softcap": 2.0, "sinks": True}], ids=str)
 @pytest.mark.parametrize("plan", [(1, 4), (4, 2)])
 def test_prefix_and_own_keys_are_all_keys(plan, how, dtype):
-    check(ROWS, 160, dtype=dtype, plan=plan, **how)
+    Case(ROWS, 160, dtype=dtype, plan=plan, **how).check()
 
 
 @pytest.mark.parametrize(
@@ -78,7 +75,7 @@ def test_prefix_and_own_keys_are_all_keys(plan, how, dtype):
      (192, 128, mx.float32), (256, 256, mx.float16), (256, 256, mx.float32)],
 )  # fmt: skip
 def test_head_dims(dim, v_dim, dtype):
-    check(ROWS[:5], 40, dim=dim, v_dim=v_dim, dtype=dtype, heads=(2, 1), splits=2)
+    Case(ROWS[:5], 40, dim=dim, v_dim=v_dim, dtype=dtype, heads=(2, 1), splits=2).check()
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -88,17 +85,17 @@ def test_head_dims(dim, v_dim, dtype):
      (256, 256, mx.bfloat16)],
 )  # fmt: skip
 def test_quantised_head_dims(dim, v_dim, dtype, bits):
-    check(ROWS, 70, dim=dim, v_dim=v_dim, dtype=dtype, heads=(8, 2), splits=2, bits=bits)
+    Case(ROWS, 70, dim=dim, v_dim=v_dim, dtype=dtype, heads=(8, 2), splits=2, bits=bits).check()
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (7, 1), (71, 1)], ids=str)
 def test_any_number_of_query_heads_a_kv_head(heads):
-    check(ROWS, 70, heads=heads)
+    Case(ROWS, 70, heads=heads).check()
 
 
 @pytest.mark.parametrize("own", [[9, 40], [2100, 30]], ids=str)
 def test_more_splits_of_the_prefix_than_splits_of_own_keys_see_at_once(own):
-    check(own, 512, dim=128, heads=(2, 1), splits=16, plan=(2, 4))
+    Case(own, 512, dim=128, heads=(2, 1), splits=16, plan=(2, 4)).check()
 
 
 @given(
@@ -111,7 +108,9 @@ def test_more_splits_of_the_prefix_than_splits_of_own_keys_see_at_once(own):
 )
 @settings(max_examples=15)
 def test_random_rows(own, prefix_len, block_size, splits, plan, seed):
-    check(own, prefix_len, block_size=block_size, splits=splits, plan=plan, seed=seed, sinks=True)
+    Case(
+        own, prefix_len, block_size=block_size, splits=splits, plan=plan, seed=seed, sinks=True
+    ).check()
 
 
 def test_scores_far_apart_do_not_overflow():

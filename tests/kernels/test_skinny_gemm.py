@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.kernels.cases import floats, normal
+from tests.support.kernels.arrays import floats, normal
 from tests.support.kernels.expert_cases import HALF_A_STEP
 from tests.support.kernels.quantised_weights import dequantised
 from vllm_metal_lite.backend import mx

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.kernels.cases import TOLERANCE, AttentionCase, segments_of
+from tests.support.kernels.arrays import TOLERANCE
+from tests.support.kernels.attention_cases import AttentionCase, segments_of
 from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
@@ -39,10 +40,6 @@ class Case(AttentionCase):
         return self.floats(out)
 
 
-def check(*args, **kwargs) -> None:
-    Case(*args, **kwargs).check()
-
-
 # One row, less than a tile of keys, whole tiles, contexts before the rows, more than one tile.
 RAGGED = [(1, 1), (1, 40), (5, 18), (13, 13), (32, 64), (40, 57)]
 VLLM_SHAPES = [[(1, 1328), (5, 18), (129, 463)], [(1, 523), (1, 37), (1, 2011)]]
@@ -56,7 +53,9 @@ VLLM_SHAPES = [[(1, 1328), (5, 18), (129, 463)], [(1, 523), (1, 37), (1, 2011)]]
      (mx.float16, (8, 2), 256, 50.0), (mx.bfloat16, (2, 2), None, None)],
 )  # fmt: skip
 def test_the_shapes_of_vllms_own_test(segments, dtype, heads, window, softcap):
-    check(segments, dtype=dtype, heads=heads, window=window, softcap=softcap, dim=128, padding=0)
+    Case(
+        segments, dtype=dtype, heads=heads, window=window, softcap=softcap, dim=128, padding=0
+    ).check()
 
 
 @pytest.mark.parametrize(
@@ -66,7 +65,7 @@ def test_the_shapes_of_vllms_own_test(segments, dtype, heads, window, softcap):
      (256, 256, mx.float16), (256, 256, mx.float32)],
 )  # fmt: skip
 def test_head_dims(dim, v_dim, dtype):
-    check([(1, 40), (40, 57)], dim=dim, v_dim=v_dim, dtype=dtype, heads=(2, 1), window=11)
+    Case([(1, 40), (40, 57)], dim=dim, v_dim=v_dim, dtype=dtype, heads=(2, 1), window=11).check()
 
 
 @pytest.mark.parametrize(
@@ -88,23 +87,23 @@ def test_simdgroups_that_share_rows_give_the_same_bits(dim, dtype, monkeypatch):
     ("dim", "v_dim"), [(32, 64), (80, 72), (96, 96), (128, 128), (192, 128), (256, 256)]
 )
 def test_quantised_head_dims(dim, v_dim, dtype, bits):
-    check([(1, 40), (40, 57)], dim=dim, v_dim=v_dim, dtype=dtype, heads=(2, 1), bits=bits)
+    Case([(1, 40), (40, 57)], dim=dim, v_dim=v_dim, dtype=dtype, heads=(2, 1), bits=bits).check()
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (7, 1), (71, 1)])
 def test_any_number_of_query_heads_a_kv_head(heads):
-    check(RAGGED, heads=heads)
+    Case(RAGGED, heads=heads).check()
 
 
 @pytest.mark.parametrize("block_size", [8, 32])
 def test_block_sizes(block_size):
-    check(RAGGED, block_size=block_size)
+    Case(RAGGED, block_size=block_size).check()
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_window_softcap_and_sinks_together(dtype, bits):
-    check(RAGGED, dtype=dtype, window=7, softcap=2.0, sinks=True, bits=bits, dim=72)
+    Case(RAGGED, dtype=dtype, window=7, softcap=2.0, sinks=True, bits=bits, dim=72).check()
 
 
 def test_a_sink_of_minus_infinity_is_no_sink():
@@ -122,7 +121,7 @@ def test_a_sink_of_minus_infinity_is_no_sink():
 )  # fmt: skip
 @settings(max_examples=40)
 def test_random_segments(segments, how, padding, seed):
-    check(segments, padding=padding, seed=seed, **how)
+    Case(segments, padding=padding, seed=seed, **how).check()
 
 
 @pytest.mark.parametrize("how", [{}, {"window": 7}, {"bits": 4}], ids=str)

@@ -20,6 +20,16 @@ from mlx_lm.models.cache import CacheList, QuantizedKVCache, make_prompt_cache
 
 from tests.support.models import conformance
 from tests.support.models import tiny_models as tiny
+from tests.support.models.bench import (
+    MODES,
+    PROMPT_LENGTHS,
+    SEQUENCES,
+    Bench,
+    Logits,
+    chunked,
+    modes_of,
+    wrong_seat,
+)
 from tests.support.models.configs import config_of
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.backend import mx
@@ -123,7 +133,7 @@ def rounding_caches(bits: int) -> Callable[[nn.Module], list]:
 
 
 def logits_of(model: nn.Module, make_caches: Callable = make_prompt_cache) -> list[np.ndarray]:
-    pairs = zip(conformance.SEQUENCES, conformance.PROMPT_LENGTHS, strict=True)
+    pairs = zip(SEQUENCES, PROMPT_LENGTHS, strict=True)
     return [conformance.native_logits(model, s, n, make_caches) for s, n in pairs]
 
 
@@ -138,7 +148,7 @@ class Life:
         ]
 
 
-class Recorder(conformance.Bench):
+class Recorder(Bench):
     """A bench that notes what the store keeps of every request."""
 
     def __init__(self, model: loader.LoadedModel) -> None:
@@ -151,7 +161,7 @@ class Recorder(conformance.Bench):
         self.lives[request] = Life(request, self.store.specs)
         self.all_lives.append(self.lives[request])
 
-    def step(self, *segments: tuple[int, int], **how: Any) -> conformance.Logits:
+    def step(self, *segments: tuple[int, int], **how: Any) -> Logits:
         out = super().step(*segments, **how)
         for request, _ in segments:
             life, count = self.lives[request], self.computed[request]
@@ -198,8 +208,8 @@ def replay(model: nn.Module, life: Life, bits: int) -> tuple[float, list[float]]
     def make_caches(model: nn.Module) -> list:
         return changed_caches(model, map(change, life.rows))
 
-    tokens = conformance.SEQUENCES[life.request][: max(life.logits)]
-    prompt = conformance.PROMPT_LENGTHS[life.request]
+    tokens = SEQUENCES[life.request][: max(life.logits)]
+    prompt = PROMPT_LENGTHS[life.request]
     expected = conformance.native_logits(model, tokens, prompt, make_caches)
     return max(np.abs(x - expected[n - 1]).max() for n, x in life.logits.items()), moved
 
@@ -230,13 +240,13 @@ def test_every_kind_of_step_gives_what_mlx_lm_gives_with_rounded_rows(name, bits
         found = (replay(native, life, bits) for life in bench.all_lives if life.logits)
         return [(error / scale, moved) for error, moved in found]
 
-    for mode in conformance.modes_of(model.packed):
-        run = conformance.MODES[mode]
+    for mode in modes_of(model.packed):
+        run = MODES[mode]
         for error, moved in replays(run):
             assert error < conformance.TOLERANCE, mode
             # Of many values one is near an edge: with more bits it would not be so far.
             assert 0.4 < max(moved) < 0.51, mode
-    assert max(error for error, _ in replays(conformance.wrong_seat)) > 0.1, "goes unnoticed"
+    assert max(error for error, _ in replays(wrong_seat)) > 0.1, "goes unnoticed"
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -270,9 +280,9 @@ def test_no_more_is_lost_than_by_mlx_lms_quantised_cache(name, bits):
     exact = logits_of(model)
     layers = len(make_prompt_cache(model))
     theirs = logits_of(model, lambda _: [QuantizedKVCache(64, bits) for _ in range(layers)])
-    bench = conformance.Bench(tiny.load(name, **heads).with_kv_bits(bits))
+    bench = Bench(tiny.load(name, **heads).with_kv_bits(bits))
     ours, mlx_lms = [], []
-    for (r, n), x in conformance.chunked(bench).items():
+    for (r, n), x in chunked(bench).items():
         ours.append(x[: tiny.VOCAB] - exact[r][n - 1])
         mlx_lms.append(theirs[r][n - 1] - exact[r][n - 1])
     error = [np.sqrt(np.square(e).mean()) for e in (ours, mlx_lms)]

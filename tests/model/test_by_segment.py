@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
-from tests.support.engine.runner_bench import RunnerBench, check_that_decodes_copy_less_than
+from tests.support.engine.batches import pack
+from tests.support.engine.runner_bench import RunnerBench
+from tests.support.kernels.device import pretend_gpu
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.attention.sdpa import execute
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ConfigError, ModelLoadError
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model import trial
@@ -39,7 +38,7 @@ def test_who_needs_it_and_what_follows(name, monkeypatch):
     assert packed.by_segment
     assert (packed.no_prefix_cache is None) == (not packed.layout.states)
     store = PagedStore(packed.layout.specs, 4, 8)
-    monkeypatch.setattr("vllm_metal_lite.backend.is_cpu", lambda: False)
+    pretend_gpu(monkeypatch)
     path = choose_attention(model, store, "auto")
     assert path.attention.name == "reference"
     assert path.reason.endswith(f"a segment at a time: {packed.by_segment}")
@@ -89,7 +88,7 @@ def test_why_a_model_that_could_be_packed_is_not_is_said(monkeypatch, caplog, op
     [warning] = caplog.messages
     assert re.search(message, warning)
     assert model.packed.by_segment.startswith("TypeError: math.sqrt() takes")
-    engine = LLMEngine(model, EngineConfig(attention=option, num_blocks=8, max_num_seqs=1))
+    engine = tiny.engine(model, attention=option)
     assert engine.attention_reason.endswith(f"a segment at a time: {model.packed.by_segment}")
 
 
@@ -110,14 +109,12 @@ def test_a_rebuilt_cache_goes_on_like_the_one_it_stands_for(template, start):
 
     store = PagedStore([LayerSpec(2, 4, 4, mx.float32)], 6, 8)
     nan = mx.full((max(start - 8, 0), 2, 4), mx.nan)
-    inputs = InputBatch(1, 48, 8)
-    row = np.array([inputs.add([0] * 40, 40)])
-    inputs.append_blocks(0, [4, 1, 5, 0, 2])
-    slots = inputs.pack(row, np.array([0]), np.array([start])).slot_mapping
+    blocks = [4, 1, 5, 0, 2]
+    slots = pack([(0, start)], [blocks]).slot_mapping
     store.write(0, k[0, :, :start].swapaxes(0, 1), v[0, :, :start].swapaxes(0, 1), mx.array(slots))
     if not isinstance(template, KVCache) and start >= 9:  # behind the window
         store.write(0, nan, nan, mx.array(slots[: start - 8]))
-    batch = inputs.pack(row, np.array([start]), np.array([6]))
+    batch = pack([(start, 6)], [blocks])
     rebuilt = rebuild(template, 0, store, batch, sequence_batches(batch, alone=True)[0])
 
     assert rebuilt.offset == native.offset == start
@@ -143,7 +140,12 @@ def test_a_decode_step_copies_no_store(name):
     """Executed on the CPU: K and V are read before they are written, so MLX writes in place."""
     bench = RunnerBench(tiny.prompts(2, 20, 20, seed=3), num_blocks=8192, name=name)
     layer = max(k.nbytes for k in bench.runner.attention.store.keys)
-    check_that_decodes_copy_less_than(bench, layer // 8)
+    bench.step([0, 1], [0, 0], [20, 20])
+    for i in range(3):
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        bench.step([0, 1], [20 + i] * 2, [1, 1])
+        assert mx.get_peak_memory() - before < layer // 8
 
 
 def test_a_model_whose_logits_come_out_wrong_is_refused_by_name(monkeypatch):

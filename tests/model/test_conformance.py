@@ -9,8 +9,8 @@ from pathlib import Path
 import mlx_lm.models
 import pytest
 
+from tests.support.models import bench, conformance
 from tests.support.models import configs as arch_configs
-from tests.support.models import conformance
 from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import CANNOT_RUN, CONFIGS, HELPERS, REFUSED
 from tools.dev import models_table
@@ -86,8 +86,8 @@ def test_the_engine_preempts_and_hits_while_it_serves(name, hits):
 
 @pytest.mark.parametrize("window", [arch_configs.WINDOW, arch_configs.NARROW])
 def test_windows_end_inside_the_sequences_and_not_on_a_block(window):
-    assert window + conformance.BLOCK_SIZE < max(conformance.PROMPT_LENGTHS)
-    assert window % conformance.BLOCK_SIZE
+    assert window + bench.BLOCK_SIZE < max(bench.PROMPT_LENGTHS)
+    assert window % bench.BLOCK_SIZE
 
 
 def test_the_page_names_every_configuration():

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from metal.host import compiler_available, installed
-from tests.support.attention.cases import PREFILLS
-from tests.support.engine.kernel_engine import as_on_a_gpu, engine_with_kernels
-from tests.support.kernels.device import change_device
+from tests.support.attention.cases import PREFILLS, begin
+from tests.support.engine.batches import pack
+from tests.support.engine.kernel_engine import engine_with_kernels
+from tests.support.kernels.device import change_device, pretend_gpu
 from tests.support.kernels.launches import watch
 from tests.support.models import configs as arch_configs
 from tests.support.models import tiny_models as tiny
@@ -19,8 +20,6 @@ from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model.seam.hooks import building
@@ -35,12 +34,8 @@ SPEC = LayerSpec(1, RANK, ROPE, mx.float32)
 
 @pytest.fixture
 def cache() -> PagedLayerCache:
-    inputs = InputBatch(1, 16, 8)
-    row = inputs.add(list(range(N)), N)
-    inputs.append_blocks(row, [1])
     attention = ReferenceAttention(PagedStore([SPEC], 4, 8))
-    step = attention.prepare(inputs.pack(np.array([row]), np.array([0]), np.array([N])), N)
-    return PagedLayerCache(0, SPEC, attention.begin(step, attention.new_state()))
+    return PagedLayerCache(0, SPEC, begin(attention, pack([(0, N)], [[1]]), N))
 
 
 def test_scores_are_the_sum_of_both_products(cache):
@@ -103,7 +98,7 @@ def test_up_projections_that_are_quantised_are_absorbed_too():
     tokens = tiny.prompts(1, 12, 12)[0]
     expected = tiny.logits_alone(tiny.build(config), tokens)[-1]
     model = tiny.load("deepseek_v2", **quantised)
-    engine = LLMEngine(model, EngineConfig(num_blocks=4, max_model_len=32))
+    engine = tiny.engine(model)
     assert engine.model.packed.layout.specs[0].k_head_dim == 32
     greedy = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
     (logprobs,) = tiny.ask(engine, tokens, greedy).outputs[0].logprobs
@@ -183,7 +178,7 @@ def test_quantised_latents_give_the_references_tokens(bits):
 def test_norm_rotations_and_write_are_one_launch(monkeypatch, name, write, bits):
     launched = Counter()
     watch(monkeypatch, lambda kernel, *_: launched.update([kernel]))
-    as_on_a_gpu(monkeypatch, Verdict({}, "varlen"))
+    pretend_gpu(monkeypatch, Verdict({}, "varlen"))
     prompts = tiny.prompts(3, 5, 30)
     reference = tiny.engine(name, kv_bits=bits, attention="reference")
     expected = tiny.answers(reference, prompts, 8)
@@ -207,7 +202,7 @@ def test_without_the_kernel_the_store_is_gathered(failed):
 
 
 def test_steps_of_latents_are_compiled(monkeypatch):
-    as_on_a_gpu(monkeypatch, Verdict({}, "varlen"))
+    pretend_gpu(monkeypatch, Verdict({}, "varlen"))
     model = tiny.packed("deepseek_v3")
     store = PagedStore(model.packed.layout.specs, 4, 8)
     path = choose_attention(model, store, "kernels")

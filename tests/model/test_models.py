@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from tests.support.models import tiny_models as tiny
-from tests.support.models.conformance import SEQUENCES, TOLERANCE, Bench, packed
+from tests.support.models.bench import SEQUENCES, Bench, packed
+from tests.support.models.conformance import TOLERANCE
 from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ModelLoadError

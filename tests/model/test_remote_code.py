@@ -55,8 +55,7 @@ def folder(tmp_path, monkeypatch, request) -> Path:
     monkeypatch.setattr(sys, "path", [*sys.path])
     path = tiny_models.write_folder(tmp_path / "model", "llama", vocab_size=256)
     (path / "tokenizer.json").unlink()
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "model_type": request.param}))
+    tiny_models.edit(path / "config.json", model_type=request.param)
     (path / "byte_tokenizer.py").write_text(_CODE)
     config = {
         "tokenizer_class": "ByteTokenizer",
@@ -83,8 +82,7 @@ def test_nothing_runs_without_the_option(folder, monkeypatch):
 
 
 def test_an_architecture_that_is_code_is_refused_with_the_same_words(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_file": "model.py"}))
+    tiny_models.edit(folder / "config.json", model_file="model.py")
     with pytest.raises(RemoteCodeError, match="set trust_remote_code to"):
         LLM(str(folder), num_blocks=8)
 

@@ -11,18 +11,10 @@ from mlx_lm.models import rope_utils
 from metal.host import compiler_available, installed
 from tests.support.kernels.launches import watch
 from tests.support.models import tiny_models as tiny
+from tests.support.models.bench import MODES, PROMPT_LENGTHS, SEQUENCES, Bench
 from tests.support.models.configs import config_of
-from tests.support.models.conformance import (
-    MODES,
-    PROMPT_LENGTHS,
-    SEQUENCES,
-    TOLERANCE,
-    Bench,
-    native_logits,
-)
+from tests.support.models.conformance import TOLERANCE, native_logits
 from vllm_metal_lite.attention.paged.attention import KernelAttention
-from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.fusion.launches import fuse
 from vllm_metal_lite.kernels.arguments import bits
@@ -163,9 +155,8 @@ def test_kernels_with_a_factor_give_the_tokens_of_mlx_lm(launches, name):
     """Whole prompts, chunks beside decodes, and decodes."""
     model, prompts = tiny.build(config(name)), tiny.prompts(3, 5, 40)
     loaded = loader.from_model(tiny.build(config(name)), None, config(name), name)
-    options = {"block_size": 8, "num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 24}
     with installed():
-        engine = LLMEngine(loaded, EngineConfig(**options, attention="kernels"))
+        engine = tiny.engine(loaded, max_num_batched_tokens=24, attention="kernels")
         launches.clear()
         assert tiny.answers(engine, prompts, 8) == tiny.all_alone(model, prompts, 8)
     assert set(launches) == {(kernel, bits(factor_of(model))) for kernel in ("rope_write", "fused")}
@@ -183,11 +174,10 @@ def test_a_base_that_grows_with_each_request_ends_the_context(name):
 
     loaded = loader.from_model(model, None, config(name, max_position_embeddings=999), name)
     assert (loaded.max_position, loaded.context_guess) == (TRAINED, None)
-    options = {"block_size": 8, "num_blocks": 32, "max_num_seqs": 1}
     with pytest.raises(ConfigError, match=rf"context length, {TRAINED}, got {TRAINED + 1}"):
-        LLMEngine(loaded, EngineConfig(**options, max_model_len=TRAINED + 1))
+        tiny.engine(loaded, max_model_len=TRAINED + 1)
     assert rotation_limit(tiny.native("internlm2")) is None
     # The last token that fits is mlx-lm's too.
-    engine = LLMEngine(loaded, EngineConfig(**options))
+    engine = tiny.engine(loaded, max_model_len=None)
     prompts = [tokens[: TRAINED - 3]]
     assert tiny.answers(engine, prompts, 3) == tiny.all_alone(model, prompts, 3)

@@ -4,11 +4,12 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from tests.support.attention.cases import begin
+from tests.support.engine.batches import pack
 from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import WINDOW
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention, ReferenceStepAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model.layout import inspect
 from vllm_metal_lite.model.packed import PackedModel
@@ -19,11 +20,7 @@ SPEC = LayerSpec(2, 16, 16, mx.float32)
 
 
 def one_step(attention: ReferenceAttention, tokens: list[int]) -> ReferenceStepAttention:
-    inputs = InputBatch(1, 64, 8)
-    row = inputs.add(tokens, len(tokens))
-    inputs.append_blocks(row, list(range(-(-len(tokens) // 8))))
-    batch = inputs.pack(np.array([row]), np.array([0]), np.array([len(tokens)]))
-    return attention.begin(attention.prepare(batch, len(tokens)), attention.new_state())
+    return begin(attention, pack([(0, len(tokens))], tokens=tokens), len(tokens))
 
 
 @pytest.fixture

@@ -10,9 +10,7 @@ from tests.support.engine import rank_processes
 from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import config_of
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.distributed import ALONE, RankGroup
-from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.model import loader, shards, trial
 from vllm_metal_lite.sampling.sampler import Sampler
@@ -54,8 +52,7 @@ def answers(ranks, models):
     for name, changes in models.items():
         model, tokens = shard(ranks, name, **changes), {}
         for way, options in WAYS.items():
-            config = {"block_size": 8, "num_blocks": 64, "max_num_seqs": 8, "max_model_len": 128}
-            engine = LLMEngine(model, EngineConfig(**config | options))
+            engine = tiny.engine(model, **{"max_model_len": 128, **options})
             tokens[way] = tiny.answers(engine, PROMPTS, seeded(len(PROMPTS), NUM_TOKENS))
         heads = [spec.num_kv_heads for spec in model.kv_specs]
         found[name] = {"tokens": tokens, "heads": heads, "bytes": model.weight_bytes}

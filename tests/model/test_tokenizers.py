@@ -15,9 +15,7 @@ TEMPLATE = "{% for m in messages %}json {{ m.content }}{% endfor %}"
 def folder(tmp_path):
     """A model without a template, but for chat_template.json."""
     path = tiny_models.write_folder(tmp_path / "m")
-    config = json.loads((path / "tokenizer_config.json").read_text())
-    del config["chat_template"]
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    tiny_models.edit(path / "tokenizer_config.json", chat_template=...)
     (path / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return path
 
@@ -36,8 +34,7 @@ def test_a_template_for_the_tokenizer_comes_first(folder):
     (folder / "chat_template.jinja").write_text("jinja")
     assert rendered(folder) == "jinja"
     (folder / "chat_template.jinja").unlink()
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": "config"}))
+    tiny_models.edit(folder / "tokenizer_config.json", chat_template="config")
     assert rendered(folder) == "config"
 
 

@@ -1,6 +1,6 @@
 """The reference and the kernels of recurrent layers: the same rows, the same state store.
 
-Slots that no segment starts from hold NaN before a step, so a wrong slot shows in the rows.
+SegmentState that no segment starts from hold NaN before a step, so a wrong slot shows in the rows.
 """
 
 from functools import partial
@@ -14,7 +14,6 @@ from metal.host import compiler_available, installed
 from tests.support.models.recurrent_steps import (
     KEY,
     PackedSpans,
-    Slots,
     Span,
     bits,
     kernels,
@@ -23,7 +22,7 @@ from tests.support.models.recurrent_steps import (
     run,
 )
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
+from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, SegmentState
 from vllm_metal_lite.kernels.recurrence import QKNorm
 from vllm_metal_lite.kv.state_store import Key
 from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace, StepRecurrence
@@ -166,8 +165,8 @@ def test_rows_and_states_of_a_request_do_not_depend_on_who_runs_beside(form, nam
 @each_call
 def test_a_request_goes_on_from_a_checkpoint_and_leaves_the_checkpoint_as_it_is(form, name):
     shape, call = CALLS[name]
-    whole = PackedSpans((Span(0, 20, Slots(EMPTY_SLOT, 3, ((11, 1),))),), num_slots=5)
-    rest = PackedSpans((Span(11, 9, Slots(1, 4)),), num_slots=5, first=11)
+    whole = PackedSpans((Span(0, 20, SegmentState(EMPTY_SLOT, 3, ((11, 1),))),), num_slots=5)
+    rest = PackedSpans((Span(11, 9, SegmentState(1, 4)),), num_slots=5, first=11)
     with on_host():
         rows, states = run(FORMS[form], whole, whole.states(*shape), call)
         rest_rows, rest_states = run(FORMS[form], rest, states, call)

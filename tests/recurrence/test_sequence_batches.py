@@ -7,15 +7,14 @@ from hypothesis import strategies as st
 
 from tests.support.models.recurrent_steps import (
     KEY,
-    Slots,
     Span,
+    batch_of,
     bits,
-    pack,
     packed_spans,
     state_store_of,
 )
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
+from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, SegmentState
 from vllm_metal_lite.recurrence.sequence_batches import BatchStates, RowOrder, sequence_batches
 
 
@@ -45,11 +44,11 @@ def test_runs_cover_every_row_once_and_a_segments_parts_in_order(step, alone):
 
 def test_decodes_are_one_run_and_prompts_of_one_length_too():
     spans = [
-        *(Span(start, 1, Slots(slot, slot)) for slot, start in enumerate((20, 9, 31))),
-        *(Span(0, 4, Slots(EMPTY_SLOT, slot)) for slot in (3, 4)),
-        Span(3, 4, Slots(5, 5)),
+        *(Span(start, 1, SegmentState(slot, slot)) for slot, start in enumerate((20, 9, 31))),
+        *(Span(0, 4, SegmentState(EMPTY_SLOT, slot)) for slot in (3, 4)),
+        Span(3, 4, SegmentState(5, 5)),
     ]
-    batches = sequence_batches(pack(spans))
+    batches = sequence_batches(batch_of(spans))
     assert sorted(len(seqs.segments) for seqs in batches) == [1, 2, 3]
     assert [seqs.initial_slots is None for seqs in batches if len(seqs.segments) == 2] == [True]
 
@@ -92,10 +91,10 @@ def test_each_slot_gets_the_sum_of_the_rows_up_to_its_token(step):
 
 
 def test_states_that_are_never_committed_change_nothing():
-    spans = [Span(4, 1, Slots(0, 0)), Span(4, 1, Slots(1, 1))]
+    spans = [Span(4, 1, SegmentState(0, 0)), Span(4, 1, SegmentState(1, 1))]
     state_store = state_store_of(np.ones((3, 2), np.float32))
     states = BatchStates(state_store)
-    (seqs,) = sequence_batches(pack(spans))
+    (seqs,) = sequence_batches(batch_of(spans))
     states.set(seqs, KEY, states.get(seqs, KEY) + 5)
     assert (np.array(state_store[KEY]) == 1).all()
 
@@ -105,7 +104,7 @@ def test_a_state_that_grows_has_zeros_in_front(length):
     """An n-gram's context has one token after the first token, two after the second, ..."""
     state_store = state_store_of(np.full((2, 3, 1), np.nan, np.float32))
     states = BatchStates(state_store)
-    (seqs,) = sequence_batches(pack([Span(0, length, Slots(EMPTY_SLOT, 1))]))
+    (seqs,) = sequence_batches(batch_of([Span(0, length, SegmentState(EMPTY_SLOT, 1))]))
     assert states.get(seqs, KEY) is None
     states.set(seqs, KEY, mx.arange(1.0, length + 1)[None, :, None])
     states.commit()
@@ -117,7 +116,7 @@ def test_of_two_modules_that_set_a_state_the_second_counts():
     """The first one keeps the state unchanged."""
     state_store = state_store_of(np.ones((3, 2), np.float32))
     states = BatchStates(state_store)
-    (seqs,) = sequence_batches(pack([Span(4, 1, Slots(0, 1))]))
+    (seqs,) = sequence_batches(batch_of([Span(4, 1, SegmentState(0, 1))]))
     before = states.get(seqs, KEY)
     states.set(seqs, KEY, before)
     states.set(seqs, KEY, before + 5)
@@ -128,9 +127,14 @@ def test_of_two_modules_that_set_a_state_the_second_counts():
 
 def test_states_that_not_all_parts_before_have_set_are_unknown():
     """Of a new request nothing is known until its module runs; of another, its state continues."""
-    spans = [Span(0, 6, Slots(EMPTY_SLOT, 1, ((4, 2),))), Span(8, 6, Slots(0, 0, ((12, 3),)))]
+    spans = [
+        Span(0, 6, SegmentState(EMPTY_SLOT, 1, ((4, 2),))),
+        Span(8, 6, SegmentState(0, 0, ((12, 3),))),
+    ]
     states = BatchStates(state_store_of(np.ones((4, 2), np.float32)))
-    first, old, both = sorted(sequence_batches(pack(spans)), key=lambda seqs: len(seqs.segments))
+    first, old, both = sorted(
+        sequence_batches(batch_of(spans)), key=lambda seqs: len(seqs.segments)
+    )
     if first.initial_slots is not None:
         first, old = old, first
     states.set(old, KEY, states.get(old, KEY))

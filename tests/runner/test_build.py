@@ -7,7 +7,7 @@ from importlib.abc import MetaPathFinder
 import pytest
 
 from metal.host import compiler_available
-from tests.support.kernels.miscompiled import seeming_gpu
+from tests.support.kernels.device import gpu_on_host
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.select import Verdict
@@ -27,7 +27,7 @@ SKINNY = range(1, 9)
 
 @pytest.fixture
 def a_gpu(monkeypatch, tmp_path):
-    with seeming_gpu(monkeypatch, tmp_path):
+    with gpu_on_host(monkeypatch, tmp_path):
         yield
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.attention.array_attention import compile_on_cpu
 from tests.support.attention.cases import PREFILLS
 from tests.support.engine.embeddings import alone, compare
-from tests.support.kernels.device import change_device, pad_to_powers_of_two
+from tests.support.kernels.device import change_device, pad_to_powers_of_two, pretend_gpu
 from tests.support.kernels.failing import FailingKernels
 from tests.support.kernels.launches import Stubs
 from tests.support.models import tiny_models as tiny
@@ -439,7 +439,7 @@ def test_a_kernel_that_fails_in_a_compiled_step_is_replaced_and_steps_stay_compi
     engine.runner.path = StepPath(with_kernel)
     engine.runner.compiled = CompiledSteps(engine.model.packed, with_kernel)
     engine.runner.compiled.reason = None
-    monkeypatch.setattr(backend, "is_cpu", lambda: False)  # for the next CompiledSteps
+    pretend_gpu(monkeypatch)  # for the next CompiledSteps
     tiny.submit(engine, PROMPTS, GREEDY)
     done = {}
     for _ in range(8):

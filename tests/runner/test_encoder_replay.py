@@ -25,7 +25,6 @@ from tests.support.replay.record import kernel_engine, record
 from tests.support.replay.replay import Replay
 from vllm_metal_lite import devices
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.kernels import source
 from vllm_metal_lite.kernels.arguments import new_ticket
@@ -47,11 +46,8 @@ def make_engine(
     rows_as_decodes: int = 0,
     **options: Any,
 ) -> LLMEngine:
-    defaults = {"block_size": 8, "num_blocks": 64, "max_num_seqs": 8, "max_model_len": 128}
-    defaults |= {"max_num_batched_tokens": 128, "speculate": "off"}
-    config = EngineConfig(**{**defaults, **options})
-    how = {"prefill": prefill, "fused": fused, "rows_as_decodes": rows_as_decodes}
-    return kernel_engine(LLMEngine(tiny.load(name), config), **how)
+    made = tiny.engine(tiny.load(name), **{"max_num_batched_tokens": 128, **options})
+    return kernel_engine(made, prefill=prefill, fused=fused, rows_as_decodes=rows_as_decodes)
 
 
 def arrivals(engine: LLMEngine) -> None:

@@ -7,15 +7,14 @@ on a GPU.
 import pytest
 
 from metal.host import compiler_available, installed
-from tests.support.engine.kernel_engine import as_on_a_gpu
-from tests.support.kernels.device import pad_to_powers_of_two
+from tests.support.kernels.device import RIGHT, pad_to_powers_of_two, pretend_gpu
 from tests.support.kernels.expert_cases import EXPERT_KERNELS
+from tests.support.kernels.launches import watch
 from tests.support.models import tiny_models as tiny
 from tests.support.models.rounding import of_16_bits
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.kernels.experts import MAX_ROWS
-from vllm_metal_lite.kernels.launch import Kernel
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -27,7 +26,7 @@ PROMPTS, COUNTS, TOP_K = tiny.prompts(3, 5, 11, seed=9), (4, 6, 8), 2
 def host(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, installed():
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        as_on_a_gpu(patch)
+        pretend_gpu(patch, RIGHT)
         patch.setattr(decide, "faster_rows", lambda *_: range(0))
         patch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
         pad_to_powers_of_two(patch)
@@ -57,17 +56,16 @@ LATENTS = {"latent_attention", "latent_write"}
 )  # fmt: skip
 def test_tokens_are_those_of_mlx_lm_s_experts(name, others, monkeypatch):
     """Beside the other kernels of the model.  The plan knows which rows are padding."""
-    launch, launched, planned = Kernel.__call__, set(), set()
+    launched, planned = set(), set()
 
-    def noting(self, arrays, *args):
-        launched.add(self.name)
-        if self.name == "expert_plan":
+    def note(kernel, arrays, _):
+        launched.add(kernel)
+        if kernel == "expert_plan":
             indices, num_live = arrays
             planned.add((indices.size // TOP_K, num_live.item()))
-        return launch(self, arrays, *args)
 
     expected = tokens_of(name, range(0))
-    monkeypatch.setattr(Kernel, "__call__", noting)
+    watch(monkeypatch, note)
     assert tokens_of(name, range(1, 65)) == expected
     assert launched >= EXPERT_KERNELS | others
     assert launched.isdisjoint(("kv_write", "rope_write") if others == LATENTS else LATENTS)
@@ -78,14 +76,13 @@ def test_tokens_are_those_of_mlx_lm_s_experts(name, others, monkeypatch):
 @pytest.mark.thorough
 def test_prompts_of_more_rows_than_few(monkeypatch):
     """A step of 150 rows has more pairs of an expert than a tile."""
-    prompts, launch, rows = tiny.prompts(3, 49, 90, seed=3), Kernel.__call__, set()
+    prompts, rows = tiny.prompts(3, 49, 90, seed=3), []
 
-    def noting(self, arrays, *args):
-        if self.name == "expert_plan":
-            rows.add(arrays[0].size // TOP_K)
-        return launch(self, arrays, *args)
+    def note(kernel, arrays, _):
+        if kernel == "expert_plan":
+            rows.append(arrays[0].size // TOP_K)
 
     expected = tokens_of("qwen3_moe", range(0), prompts, 150)
-    monkeypatch.setattr(Kernel, "__call__", noting)
+    watch(monkeypatch, note)
     assert tokens_of("qwen3_moe", range(1, MAX_ROWS + 1), prompts, 150) == expected
     assert max(rows) >= 150

@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from metal.host import compiler_available, installed
-from tests.support.engine.kernel_engine import as_on_a_gpu
-from tests.support.kernels.device import change_device
+from tests.support.kernels.device import change_device, pretend_gpu
 from tests.support.kernels.failing import MESSAGE, FailingKernels
 from tests.support.models import tiny_models as tiny
 from tests.support.models.rounding import of_16_bits
@@ -78,7 +77,7 @@ def unchecked(monkeypatch):
 def engine_of(kind, option="auto", **more):
     name, fused, prefill, options = kind
     with pytest.MonkeyPatch.context() as patch:
-        as_on_a_gpu(patch, Verdict({}, prefill))
+        pretend_gpu(patch, Verdict({}, prefill))
         if not fused:
             patch.setattr(decide, "decide", lambda *_: NO_FUSION)
         how = {"max_num_batched_tokens": 24, **options, **more}

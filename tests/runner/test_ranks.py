@@ -13,9 +13,9 @@ from metal.host import compiler_available, installed
 from tests.model.test_shards import MODELS, seeded, shard
 from tests.support.attention.array_attention import compile_on_cpu
 from tests.support.engine import rank_processes
-from tests.support.engine.kernel_engine import as_on_a_gpu
-from tests.support.kernels.device import change_device, pad_to_powers_of_two
+from tests.support.kernels.device import change_device, pad_to_powers_of_two, pretend_gpu
 from tests.support.kernels.expert_cases import EXPERT_KERNELS
+from tests.support.kernels.launches import watch
 from tests.support.models import tiny_models as tiny
 from tests.support.models.rounding import of_16_bits
 from tests.support.server.command import eventually
@@ -25,7 +25,6 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.distributed import ALONE
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.fusion import decide
-from vllm_metal_lite.kernels.launch import Kernel
 
 needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -46,16 +45,11 @@ def use_kernels(patch: pytest.MonkeyPatch, rank: int) -> set[str]:
 
     Rank 1's checks find a kernel wrong, and its timings are not those of rank 0.
     """
-    launched, launch = set(), Kernel.__call__
-
-    def noting(self, *args):
-        launched.add(self.name)
-        return launch(self, *args)
-
+    launched = set()
     verdict = Verdict({"add_rms_norm": "wrong"} if rank else {}, "varlen")
     few_rows = lambda packed, attention, fusion, ranks: range(1, ranks.first(9 - 8 * rank))  # noqa: E731
-    patch.setattr(Kernel, "__call__", noting)
-    as_on_a_gpu(patch, verdict)
+    watch(patch, lambda kernel, *_: launched.add(kernel))
+    pretend_gpu(patch, verdict)
     patch.setattr(decide, "faster_rows", few_rows)
     patch.setattr(decide, "faster_expert_rows", few_rows)
     patch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))

@@ -5,7 +5,7 @@ from types import FrameType
 
 import pytest
 
-from tests.support.engine.fakes import (
+from tests.support.engine.fake_engine import (
     FakeEngine,
     StepFailed,
     answer_of,
@@ -36,7 +36,7 @@ def run_and_check(engine: FakeEngine) -> list[SchedulerOutput]:
     unfinished = list(engine.unfinished.values())
     steps = engine.run()
     for request in unfinished:
-        assert answer_of(request) == expected(request, engine.max_model_len)
+        assert answer_of(request) == expected(engine, request)
     engine.check_blocks()
     assert engine.scheduler.kv.pools[0].num_owned == 0
     return steps
@@ -337,12 +337,10 @@ def test_update_wants_a_token_for_each_segment_that_ends():
         engine.scheduler.update(out, [5])
 
 
-def fail(engine: FakeEngine) -> SchedulerOutput:
-    out = engine.schedule()
+def fail(engine: FakeEngine) -> None:
     with pytest.raises(StepFailed):
-        engine.execute(out, fail=True)
+        engine.step(fails=True)
     engine.check_blocks()
-    return out
 
 
 def test_a_failed_step_is_taken_back_and_computed_again():
@@ -350,11 +348,14 @@ def test_a_failed_step_is_taken_back_and_computed_again():
     decode = engine.add(prompt(7))
     engine.step()
     first, second = engine.add(prompt(9, 1)), engine.add([*prompt(8, 1), 7])
-    out = fail(engine)  # completes a block of r0 and two of r1, which r2 hits in the same step
-    assert shape(out) == [("r0", 7, 1), ("r2", 8, 1), ("r1", 0, 9)]
+    launched = []
+    engine.runner.launched = lambda: launched.extend(shape(engine._outputs[0]))
+    fail(engine)  # completes a block of r0 and two of r1, which r2 hits in the same step
+    assert launched == [("r0", 7, 1), ("r2", 8, 1), ("r1", 0, 9)]
     assert engine.scheduler.num_waiting == 3
     assert decode.status is first.status is second.status is RequestStatus.WAITING
     assert first.num_computed_tokens == second.num_computed_tokens == 0
+    engine.scheduler.one_by_one = False  # the engine looks for the prompt at fault
     # r0's first block was written before; r2 shares what r1 writes now.
     assert shape(engine.step()) == [("r2", 8, 1), ("r0", 4, 4), ("r1", 0, 9)]
     run_and_check(engine)
@@ -363,10 +364,11 @@ def test_a_failed_step_is_taken_back_and_computed_again():
 
 def test_a_failed_step_hides_what_it_did_not_write_from_later_requests():
     engine = make(enable_prefix_caching=True)
-    engine.abort(engine.add(prompt(9)))
-    request = engine.add(prompt(9))
+    engine.add(prompt(9))
+    engine.abort("r0")
+    engine.add(prompt(9))
     fail(engine)
-    engine.abort(request)
+    engine.abort("r1")
     late = engine.add(prompt(9))
     run_and_check(engine)
     assert late.num_cached_tokens == 0

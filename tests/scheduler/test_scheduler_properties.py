@@ -1,7 +1,7 @@
 """The scheduler's invariants, under random workloads.
 
-`run` plays a workload through scheduler, InputBatch and FakeModel.  Every function of STEP_CHECKS
-looks at each step between `schedule` and `update`, every one of END_CHECKS at the whole.
+`run` plays a workload through an engine over a FakeModel.  Every function of STEP_CHECKS looks at
+each step between `schedule` and `update`, every one of END_CHECKS at the whole.
 """
 
 from collections import Counter
@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from tests.support.engine import pool_accounts
 from tests.support.engine import workloads as workloads_of
-from tests.support.engine.fakes import (
+from tests.support.engine.fake_engine import (
     FakeEngine,
     StepFailed,
-    alone,
     answer_of,
     expected,
     fake_config,
@@ -72,18 +71,14 @@ def run(workload: Workload) -> Play:
     """Play a workload to its end, with all checks."""
     config, groups = make_config(workload)
     play = Play(workload, FakeEngine(config, groups, MAX_MODEL_LEN))
-    how = partial(workloads_of.add, play.engine), partial(_abort, play), partial(_step, play)
-    workloads_of.play(workload, play.engine.scheduler, *how)
+    play.engine.runner.launched = partial(_look, play)
+    play.aborted = workloads_of.play(workload, play.engine, partial(_step, play))
+    for name in play.aborted:
+        was_running = play.computed[name] or play.lost[name]
+        play.seen[f"aborted {'while running' if was_running else 'while waiting'}"] += 1
     for check in END_CHECKS:
         check(play)
     return play
-
-
-def _abort(play: Play, name: str) -> None:
-    if request := play.engine.unfinished.get(name):
-        play.seen[f"aborted while {request.status.name}"] += 1
-        play.aborted.add(name)
-        play.engine.abort(request)
 
 
 def _step(play: Play) -> None:
@@ -98,31 +93,36 @@ def _step(play: Play) -> None:
         for r in play.partials
         if (r.num_blocks + min(play.num_available)) * block_size > r.num_computed_tokens
     ]
-    out = engine.schedule()
+    number = len(play.steps)
+    try:
+        engine.step(fails=number in play.workload.failures)
+    except StepFailed:
+        out = play.steps[number]
+        for request in out.admitted:
+            play.computed[request.request_id] = 0
+        for segment in out.segments:
+            _lose(play, segment.request)
+    else:
+        assert len(play.steps) == number + 1, "every request waits"
+        for s in play.steps[number].segments:
+            name, end = s.request.request_id, _end(s)
+            play.num_again += max(min(end, play.lost[name]) - s.num_computed, 0)
+            play.computed[name] = end
+            play.work[name] += s.num_scheduled
+        play.decoding |= {r.request_id for r in play.steps[number].terminal}
+
+
+def _look(play: Play) -> None:
+    """At a step that is launched."""
+    out = play.engine._outputs[0]
     for request in out.preempted:
         _lose(play, request)
     for request in out.admitted:
         play.computed[request.request_id] = request.num_computed_tokens
     for check in STEP_CHECKS:
         check(play, out)
-    _look(play, out)
+    _count_hard_cases(play, out)
     play.steps.append(out)
-
-    ends = {s.request.request_id for s in out.segments if _end(s) == s.request.num_tokens}
-    try:
-        engine.execute(out, fail=len(play.steps) - 1 in play.workload.failures)
-    except StepFailed:
-        for request in out.admitted:
-            play.computed[request.request_id] = 0
-        for segment in out.segments:
-            _lose(play, segment.request)
-    else:
-        for s in out.segments:
-            name, end = s.request.request_id, _end(s)
-            play.num_again += max(min(end, play.lost[name]) - s.num_computed, 0)
-            play.computed[name] = end
-            play.work[name] += s.num_scheduled
-        play.decoding |= ends
 
 
 def _end(segment) -> int:
@@ -141,10 +141,6 @@ def _lose(play: Play, request: Request) -> None:
 
 def check_every_free_cached_and_owned_block_is_counted(play: Play, out: SchedulerOutput) -> None:
     play.engine.check_blocks()
-
-
-def check_somebody_gets_a_token(play: Play, out: SchedulerOutput) -> None:
-    assert out.segments, "every request waits"
 
 
 def check_budget_and_seats_hold(play: Play, out: SchedulerOutput) -> None:
@@ -195,7 +191,7 @@ def check_what_is_behind_a_window_is_given_back(play: Play, out: SchedulerOutput
     for request in play.running():
         segment = scheduled.get(request.request_id)
         chunk = segment.num_scheduled if segment else 1
-        for group, table in zip(play.engine.model.groups, request.block_tables, strict=True):
+        for group, table in zip(play.engine.kv_groups, request.block_tables, strict=True):
             most = group.most_blocks(request.num_tokens, chunk, play.workload.block_size)
             assert table.num_owned <= most
 
@@ -236,7 +232,7 @@ def check_admission_leaves_all_who_run_a_block_to_go_on(play: Play, out: Schedul
     if not out.admitted:
         return
     for g, (group, pool) in enumerate(
-        zip(play.engine.model.groups, play.engine.scheduler.kv.pools, strict=True)
+        zip(play.engine.kv_groups, play.engine.scheduler.kv.pools, strict=True)
     ):
         promised = 0
         for request in play.running():
@@ -288,7 +284,7 @@ STEP_CHECKS = [f for name, f in sorted(globals().items()) if name.startswith("ch
 
 def check_end_tokens_equal_those_of_the_request_alone(play: Play) -> None:
     for name, request in play.engine.requests.items():
-        want = expected(request, MAX_MODEL_LEN, play.workload.windows)
+        want = expected(play.engine, request)
         if name in play.aborted:
             want = want[: len(answer_of(request))]
         assert answer_of(request) == want
@@ -333,8 +329,8 @@ def _hits(request: Request, block_size: int) -> set[tuple[int, int]]:
     }
 
 
-def _look(play: Play, out: SchedulerOutput) -> None:
-    """Count the hard cases, which show that the workloads test something."""
+def _count_hard_cases(play: Play, out: SchedulerOutput) -> None:
+    """They show that the workloads test something."""
     seen, named = play.seen, set(out.named)
     moved = {s.request.request_id for s in out.segments}
     block_size = play.workload.block_size
@@ -409,7 +405,7 @@ def test_chunked_is_single_shot_for_every_split(block_size, caching, windows):
             assert request.num_computed_tokens == end
         engine.run()
         for r in (other, request, twin):
-            assert answer_of(r) == alone(tuple(r.prompt_token_ids), r.max_tokens, windows)
+            assert answer_of(r) == expected(engine, r)
 
 
 @given(workloads(calm=True), st.sampled_from([1, 2, 5]), st.sampled_from([0, 1, 4]))

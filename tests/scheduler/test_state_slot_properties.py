@@ -1,19 +1,20 @@
-"""State slots under random workloads.
+"""State slots under random workloads, in an engine over a FakeModel.
 
-The device is a dict: slot -> the tokens that its state covers.  Each segment must find its own
-prefix, and no other, in its initial slot; each checkpoint must cover the tokens of its name.
+Its states are the tokens that they cover.  Each segment must find its own prefix, and no other, in
+its initial slot; each checkpoint must cover the tokens of its name.
 """
 
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.engine import workloads as workloads_of
-from tests.support.engine.pool_accounts import check_accounts
+from tests.support.engine.fake_engine import FakeEngine, StepFailed, answer_of, expected
 from tests.support.engine.workloads import (
     MAX_MODEL_LEN,
     Arrival,
@@ -23,14 +24,8 @@ from tests.support.engine.workloads import (
     seeded_workload,
     workloads,
 )
-from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
 from vllm_metal_lite.scheduler import checkpoints, following
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
-from vllm_metal_lite.scheduler.request import Request, RequestStatus
-from vllm_metal_lite.scheduler.scheduler import Scheduler
-from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
-
-UNWRITTEN = (-1,)
 
 
 @dataclass(frozen=True)
@@ -62,165 +57,63 @@ def short_intervals() -> Iterator[None]:
         yield
 
 
-def answer(prompt: list[int], max_tokens: int) -> list[int]:
-    """A prompt and its answer; the next token depends on all tokens, and many answers are alike."""
-    tokens = list(prompt)
-    for _ in range(min(max_tokens, MAX_MODEL_LEN - len(prompt))):
-        tokens.append((sum(tokens) * 7 + len(tokens)) % 3)
-    return tokens
+def look(engine: FakeEngine, seen: set[str]) -> None:
+    """At a step that is launched."""
+    out = engine._outputs[-1]
+    for s in out.segments:
+        before = engine.runner.model.states[s.state.final][: s.num_computed]
+        assert [*before] == s.request.token_ids[: s.num_computed], "another prefix's state"
+        if s.request in out.admitted and s.num_computed:
+            seen.add("hit")
+            if s.state.initial == s.state.final:
+                seen.add("took a checkpoint over")
+        if s.state.checkpoints:
+            seen.add("checkpoint inside")
+    if out.preempted:
+        seen.add("preempted")
 
 
-@dataclass
-class Device:
-    """Steps in the engine's order over slots that hold token tuples."""
+def check_names(engine: FakeEngine) -> None:
+    """Every checkpoint covers exactly the tokens of its name."""
+    size, pool = engine.config.block_size, engine.scheduler.kv.states.pool
+    for name, slot in pool._by_name.items():
+        names: list[bytes] = []
+        tokens = engine.runner.model.states[slot]
+        extend_block_names(names, tokens, size, len(tokens) // size)
+        assert len(tokens) % size == 0, "a checkpoint is not at the end of a block"
+        assert names[-1] == name, "a checkpoint covers other tokens"
 
-    workload: Workload
-    slots: Slots
-    scheduler: Scheduler = field(init=False)
-    states: list[tuple[int, ...]] = field(init=False)
-    truth: dict[str, list[int]] = field(default_factory=dict)
-    requests: dict[str, Request] = field(default_factory=dict)
-    aborted: set[str] = field(default_factory=set)
-    flying: deque[SchedulerOutput] = field(default_factory=deque)
-    num_launched: int = 0
-    seen: set[str] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        config, groups = make_config(self.workload)
-        num_slots = self.workload.max_num_seqs + self.slots.extra
-        how = {"num_state_slots": num_slots, "shares_in_step": self.slots.shares_in_step}
-        self.scheduler = Scheduler(config, groups, MAX_MODEL_LEN, **how)
-        self.states = [UNWRITTEN] * num_slots
+def play(workload: Workload, slots: Slots) -> set[str]:
+    """Play a workload; the hard cases that it reached."""
+    config, groups = make_config(workload)
+    how = {"ahead": slots.ahead, "num_state_slots": workload.max_num_seqs + slots.extra}
+    engine, seen, steps = FakeEngine(config, groups, MAX_MODEL_LEN, **how), set(), count()
+    engine.scheduler.shares_in_step = slots.shares_in_step
+    engine.runner.launched = partial(look, engine, seen)
 
-    def add(self, number: int, a: Arrival) -> None:
+    def add(engine: FakeEngine, number: int, a: Arrival) -> None:
         prompt, max_tokens, how = request_of(number, a)
-        how["checkpoint_positions"] = tuple(p for p in self.slots.named if p <= len(prompt))
-        request = Request(how.pop("request_id"), prompt, max_tokens, **how)
-        self.scheduler.add(request)
-        self.requests[request.request_id] = request
-        self.truth[request.request_id] = answer(prompt, max_tokens)
+        named = [position for position in slots.named if position <= len(prompt)]
+        engine.add(prompt, max_tokens, checkpoints=named, **how)
 
-    def abort(self, name: str) -> None:
-        request = self.requests.get(name)
-        if request and request.status is not RequestStatus.FINISHED:
-            self.aborted.add(name)
-            self.scheduler.finish(request)
-            self.check()
+    def step() -> None:
+        try:
+            engine.step(fails=next(steps) in workload.failures)
+        except StepFailed:
+            seen.add("failed")
+        engine.check_blocks()
+        check_names(engine)
 
-    def launch(self) -> None:
-        out = self.scheduler.schedule()
-        self.check()
-        if out.preempted:
-            self.seen.add("preempted")
-        if out.is_empty:
-            return
-        self.flying.append(out)
-        self.num_launched += 1
-        used: list[set[int]] = []
-        written: dict[int, tuple[int, ...]] = {}
-        for s in out.segments:
-            tokens, state = tuple(self.truth[s.request.request_id]), s.state
-            assert state is not None, "the model keeps states"
-            start, end = s.num_computed, s.num_computed + s.num_scheduled
-            assert (state.initial == EMPTY_SLOT) == (start == 0)
-            if start:
-                assert self.states[state.initial] == tokens[:start], "another prefix's state"
-            mine = {state.final: tokens[:end]}
-            for position, slot in state.checkpoints:
-                assert start < position < end
-                assert slot not in (*mine, state.initial), "a slot is written twice"
-                mine[slot] = tokens[:position]
-            assert not written.keys() & mine.keys(), "two segments write a slot"
-            written |= mine
-            used.append(set(mine) | {state.initial} - {EMPTY_SLOT})
-            if s.request in out.admitted and start:
-                self.seen.add("hit")
-                if state.initial == state.final:
-                    self.seen.add("took a checkpoint over")
-            if state.checkpoints:
-                self.seen.add("checkpoint inside")
-        for s, mine in zip(out.segments, used, strict=True):
-            assert s.state is not None
-            others = {slot for slots in used if slots is not mine for slot in slots}
-            own = {s.state.final, *(slot for _, slot in s.state.checkpoints)}
-            assert not own & others, "a segment reads or writes a slot that another writes"
-        for slot, state_tokens in written.items():
-            self.states[slot] = state_tokens
-
-    def step(self) -> None:
-        if not self.flying:
-            self.launch()
-        if not self.flying:
-            return
-        self.advance(self.flying[0])
-        if self.slots.ahead and not self.scheduler.may_preempt():
-            self.launch()
-        if self.num_launched in self.workload.failures:
-            self.fail()
-        else:
-            self.finish(self.flying.popleft())
-
-    def advance(self, out: SchedulerOutput) -> None:
-        self.scheduler.advance(out)
-        self.check()
-        self.check_names()
-
-    def finish(self, out: SchedulerOutput) -> None:
-        tokens = []
-        at = {s.request.request_id: s.num_computed + s.num_scheduled for s in out.segments}
-        for request in out.terminal:
-            truth, end = self.truth[request.request_id], at[request.request_id]
-            tokens.append(truth[end] if end < len(truth) else 0)
-        self.scheduler.update(out, tokens)
-        for request in out.terminal:
-            goes_on = request.status is not RequestStatus.FINISHED
-            if goes_on and at[request.request_id] + 1 == request.max_length:
-                self.scheduler.finish(request)
-        self.check()
-
-    def fail(self) -> None:
-        """All steps in flight fail: what they wrote is lost."""
-        self.seen.add("failed")
-        for s in (s for out in self.flying for s in out.segments):
-            assert s.state is not None
-            for slot in (s.state.final, *(slot for _, slot in s.state.checkpoints)):
-                self.states[slot] = UNWRITTEN
-        self.scheduler.rollback(*self.flying)
-        self.flying.clear()
-        self.num_launched += 1  # the same number must not fail again
-        self.check()
-        self.check_names()
-
-    def check(self) -> None:
-        check_accounts(self.scheduler.kv, self.requests.values())
-
-    def check_names(self) -> None:
-        """Every checkpoint covers exactly the tokens of its name."""
-        slots = self.scheduler.kv.states
-        assert slots is not None
-        size = self.workload.block_size
-        for name, slot in slots.pool._by_name.items():
-            names: list[bytes] = []
-            tokens = self.states[slot]
-            extend_block_names(names, tokens, size, len(tokens) // size)
-            assert len(tokens) % size == 0, "a checkpoint is not at the end of a block"
-            assert names[-1] == name, "a checkpoint covers other tokens"
-
-
-def play(workload: Workload, slots: Slots) -> Device:
-    device = Device(workload, slots)
-    scheduler = device.scheduler
-    workloads_of.play(workload, scheduler, device.add, device.abort, device.step)
-    device.flying.clear()
-    assert scheduler.schedule().is_empty
-    device.check()
-    states = scheduler.kv.states
-    assert states is not None
-    assert states.pool.num_owned == 0, "a slot is lost"
-    for name, request in device.requests.items():
-        if name not in device.aborted:
-            assert request.token_ids == device.truth[name]
-    return device
+    aborted = workloads_of.play(workload, engine, step, add)
+    engine.step()  # it may be of requests that have ended
+    assert engine.scheduler.schedule().is_empty
+    engine.check_blocks()
+    assert engine.scheduler.kv.states.pool.num_owned == 0, "a slot is lost"
+    for name, request in engine.requests.items():
+        if name not in aborted:
+            assert answer_of(request) == expected(engine, request)
+    return seen
 
 
 @settings(max_examples=250)
@@ -233,5 +126,5 @@ def test_the_workloads_reach_the_hard_cases():
     seen = set()
     for seed in range(120):
         slots = Slots([0, 1, 40][seed % 3], seed % 2 == 0, seed % 4 < 2, (5, 9))
-        seen |= play(seeded_workload(seed, pressed=seed % 5 == 0), slots).seen
+        seen |= play(seeded_workload(seed, pressed=seed % 5 == 0), slots)
     assert seen == {"hit", "took a checkpoint over", "checkpoint inside", "preempted", "failed"}

@@ -1,17 +1,21 @@
-"""Steps of given segments over a filled store, and what attention to them is by definition."""
+"""Steps of given segments over a filled store, and what attention to them is by definition.
 
+Used by tests of the attention room.
+"""
+
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from tests.support.attention.oracle import paged_attention
+from tests.support.engine.batches import Segment, own_blocks, pack
 from tests.support.engine.poison import poison
 from vllm_metal_lite.attention.base import Attention, AttentionCall, StepAttention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
-from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
 BLOCK_SIZE = 8
@@ -20,20 +24,12 @@ PREFILLS = "varlen", "gather"
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
 
 
-def make_batch(segments: list[tuple[int, int]], seed: int = 0) -> ForwardBatch:
-    """(tokens computed before, tokens of this step) a segment; block tables are a permutation."""
+def make_batch(segments: Sequence[Segment], seed: int = 0) -> ForwardBatch:
+    """The segments, decodes first; block tables are a permutation."""
     segments = sorted(segments, key=lambda s: s[1] > 1)
-    longest = max(before + count for before, count in segments)
-    inputs = InputBatch(len(segments), longest, BLOCK_SIZE)
-    counts = [-(-(before + count) // BLOCK_SIZE) for before, count in segments]
-    blocks = np.random.default_rng(seed).permutation(sum(counts)).tolist()
-    rows = []
-    for (before, count), num_blocks in zip(segments, counts, strict=True):
-        rows.append(inputs.add([0] * (before + count), before + count))
-        inputs.append_blocks(rows[-1], [blocks.pop() for _ in range(num_blocks)])
-    before, count = np.array(segments).T
-    batch = inputs.pack(np.array(rows), before, count)
-    batch.validate(sum(counts))
+    blocks = own_blocks(segments, BLOCK_SIZE, seed)
+    batch = pack(segments, blocks, block_size=BLOCK_SIZE)
+    batch.validate(sum(map(len, blocks)))
     return batch
 
 

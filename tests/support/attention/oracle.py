@@ -1,4 +1,7 @@
-"""Paged attention by definition, in float64: what every attention path is compared with."""
+"""Paged attention by definition, in float64: what every attention path is compared with.
+
+Used by tests of attention and of its kernels.
+"""
 
 from itertools import pairwise
 

@@ -1,4 +1,7 @@
-"""A tokenizer that has a token for each byte, and one for each marker."""
+"""A tokenizer that has a token for each byte, and one for each marker.
+
+Used by tests of formats.
+"""
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

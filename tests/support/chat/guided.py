@@ -1,4 +1,4 @@
-"""Answers under a Constraint, without a model."""
+"""Answers under a Constraint, without a model.  Used by tests of grammars."""
 
 import random
 from collections.abc import Sequence

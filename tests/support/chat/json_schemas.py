@@ -1,4 +1,4 @@
-"""Random JSON schemas, small enough that a random answer ends."""
+"""Random JSON schemas, small enough that a random answer ends.  Used by tests of grammars."""
 
 from typing import Any
 

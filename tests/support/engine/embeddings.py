@@ -1,4 +1,7 @@
-"""Embeddings by mlx-lm's own module, one prompt at a time, and how close others must be."""
+"""Embeddings by mlx-lm's own module, one prompt at a time, and how close others must be.
+
+Used by tests of embeddings.
+"""
 
 import numpy as np
 

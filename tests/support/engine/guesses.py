@@ -1,4 +1,4 @@
-"""A speculator whose drafts need no repetition."""
+"""A speculator whose drafts need no repetition.  Used by tests of drafts."""
 
 from random import Random
 

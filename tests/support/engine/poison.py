@@ -1,4 +1,4 @@
-"""NaN in slots that no request may read."""
+"""NaN in slots that no request may read.  Used by tests of attention, engines and models."""
 
 from collections.abc import Collection, Sequence
 from typing import Any

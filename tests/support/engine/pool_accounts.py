@@ -1,4 +1,7 @@
-"""Whether the accounts of blocks and of state slots are consistent."""
+"""Whether the accounts of blocks and of state slots are consistent.
+
+Used by every engine of the tests.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -1,9 +1,11 @@
-"""Steps of a runner by hand, without a scheduler."""
+"""Steps of an engine's runner by hand, without a scheduler.
+
+Used by the tests of the runner and its pipeline, and of attention by segment.
+"""
 
 import numpy as np
 
 from tests.support.models import tiny_models as tiny
-from vllm_metal_lite.backend import mx
 from vllm_metal_lite.sampling_params import SamplingParams
 
 PROMPTS = tiny.prompts(2, 20, 20, seed=3)
@@ -29,12 +31,3 @@ class RunnerBench:
         result = self.runner.execute(batch, 0)
         self.inputs.append_tokens(batch.sampled_seats, result.token_ids)
         return result
-
-
-def check_that_decodes_copy_less_than(bench: RunnerBench, limit: int) -> None:
-    bench.step([0, 1], [0, 0], [20, 20])
-    for i in range(3):
-        mx.reset_peak_memory()
-        before = mx.get_active_memory()
-        bench.step([0, 1], [20 + i] * 2, [1, 1])
-        assert mx.get_peak_memory() - before < limit

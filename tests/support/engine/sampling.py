@@ -1,11 +1,14 @@
-"""What sampling should give: float64, one row at a time, noise by hand; and how to run it."""
+"""What sampling should give: float64, one row at a time, noise by hand; and how to run it.
+
+Used by tests of sampling.
+"""
 
 import math
 import re
 
 import numpy as np
 
-from tests.support.engine.fakes import splitmix64
+from tests.support.engine.fake_model import splitmix64
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams

@@ -1,4 +1,7 @@
-"""Constraints for tests: for each position of an answer, the tokens that may stand there."""
+"""Constraints for tests: for each position of an answer, the tokens that may stand there.
+
+Used by tests of constraints and of thoughts.
+"""
 
 from collections.abc import Sequence
 

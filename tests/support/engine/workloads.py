@@ -1,17 +1,18 @@
-"""Random workloads of a scheduler: arrivals, requests, and few blocks."""
+"""Random workloads of a scheduler: arrivals, requests, and few blocks.
+
+Used by the property tests of the scheduler and of steps one ahead.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from random import Random
 from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.support.engine.fakes import FakeEngine, fake_config
+from tests.support.engine.fake_engine import FakeEngine, fake_config
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
-from vllm_metal_lite.scheduler.scheduler import Scheduler
 
 MAX_MODEL_LEN = 32
 Choose = Callable[[Sequence], Any]
@@ -123,48 +124,34 @@ def request_of(number: int, a: Arrival) -> tuple[list[int], int, dict[str, Any]]
     return prompt, a.max_tokens, how
 
 
-def add(engine: FakeEngine, number: int, a: Arrival) -> None:
+def add_to(engine: FakeEngine, number: int, a: Arrival) -> None:
     prompt, max_tokens, how = request_of(number, a)
     engine.add(prompt, max_tokens, **how)
 
 
-def play_engine(workload: Workload, engine: FakeEngine, step: Callable[[], object]) -> set[str]:
-    """Play a workload through an engine; the names of the requests that were aborted.
-
-    step: of the engine, which may be more than `engine.step`.
-    """
-    aborted = set()
-
-    def abort(name: str) -> None:
-        if request := engine.unfinished.get(name):
-            aborted.add(name)
-            engine.abort(request)
-
-    play(workload, engine.scheduler, partial(add, engine), abort, step)
-    return aborted
-
-
 def play(
     workload: Workload,
-    scheduler: Scheduler,
-    add: Callable[[int, Arrival], object],
-    abort: Callable[[str], object],
+    engine: FakeEngine,
     step: Callable[[], object],
-) -> None:
-    """Requests come, are aborted, and are stepped to the end.
+    add: Callable[[FakeEngine, int, Arrival], object] = add_to,
+) -> set[str]:
+    """Requests come, are aborted, and are stepped to the end; the names of the aborted ones.
 
-    add: a request, by its number.  abort: a request that may have ended.
+    step: of the engine, which may be more than `engine.step`.  add: a request, by its number.
     """
     tokens = sum(a.num_stored for a in workload.arrivals)
     limit = 50 + 2 * tokens * (1 + len(workload.arrivals) + len(workload.failures))
+    aborted: set[str] = set()
     now, last = 0, max(a.step for a in workload.arrivals)
-    while now <= last or scheduler._requests:
+    while now <= last or engine.unfinished:
         for number, a in enumerate(workload.arrivals):
             if a.step == now:
-                add(number, a)
-            if a.abort_at == now:
-                abort(str(number))
-        if scheduler._requests:
+                add(engine, number, a)
+            if a.abort_at == now and str(number) in engine.unfinished:
+                aborted.add(str(number))
+                engine.abort(str(number))
+        if engine.unfinished:
             step()
         now += 1
         assert now < limit, "a request does not finish"
+    return aborted

@@ -1,4 +1,7 @@
-"""MLX's attention kernels: how they are called, and attention in float64."""
+"""MLX's attention kernels: how they are called, and attention in float64.
+
+Used by the host's tests.
+"""
 
 import struct
 

@@ -1,7 +1,7 @@
 """Metal kernels that are not ours, as text: MLX's own, and those that mlx-lm makes.
 
 Every wheel of MLX carries the headers of its Metal kernels, on Linux too, so nothing is downloaded
-and nothing is copied here.
+and nothing is copied here.  Used by the host's tests.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 
 from metal.host import HostKernel, installed
 from metal.host.mlx_source import INCLUDE, generated_source
-from tests.support.kernels import cases as kernel_cases
+from tests.support.kernels.arrays import seeded
 
 _KERNELS = Path("mlx/backend/metal/kernels")
 
@@ -111,18 +110,13 @@ def calls_of(module_name: str, kernel_name: str, call: Callable[[ModuleType], An
     return Call(kernel, seen)
 
 
-def normal(*shape: int, seed: int, dtype: mx.Dtype = mx.float32) -> mx.array:
-    """Normal values in `dtype`."""
-    return kernel_cases.normal(np.random.default_rng(seed), *shape, dtype=dtype)
-
-
 def qk_norm_rope(dtype: mx.Dtype) -> Call:
     """RMS norm of 4 query and 2 key heads of 64, then rope at positions 3.. and 11..."""
     return calls_of(
         "mlx_lm.kernels.qk_norm_rope",
         "_qk_norm_rope_kernel",
         lambda module: module.qk_norm_rope(
-            normal(2, 5, 2 * (4 + 2) * 64, seed=1, dtype=dtype),
+            seeded(2, 5, 2 * (4 + 2) * 64, seed=1, dtype=dtype),
             n_heads=4,
             n_kv_heads=2,
             head_dim=64,
@@ -136,15 +130,15 @@ def qk_norm_rope(dtype: mx.Dtype) -> Call:
 
 def norm_add_norm(dtype: mx.Dtype) -> Call:
     """Two RMS norms of 3 rows of 640, with sums over threadgroups of 64."""
-    wide = normal(4, 640, seed=2)
+    wide = seeded(4, 640, seed=2)
     norm = nn.RMSNorm(640)
     norm.weight = wide[3]
     return calls_of(
         "mlx_lm.kernels.norm_add_norm",
         "_norm_add_norm_kernel",
         lambda module: module.norm_add_norm(
-            normal(3, 640, seed=3, dtype=dtype),
-            normal(3, 640, seed=4),
+            seeded(3, 640, seed=3, dtype=dtype),
+            seeded(3, 640, seed=4),
             alpha=wide[0],
             beta=wide[1],
             post_weight=wide[2],
@@ -160,8 +154,8 @@ def expert_routing(dtype: mx.Dtype = mx.float32) -> Call:
         "mlx_lm.kernels.expert_routing",
         "_routing_kernel",
         lambda module: module.expert_routing(
-            normal(9, 40, seed=5, dtype=dtype),
-            normal(40, seed=6),
+            seeded(9, 40, seed=5, dtype=dtype),
+            seeded(40, seed=6),
             top_k=6,
             multiplier=1.25,
             score_eps=1e-6,

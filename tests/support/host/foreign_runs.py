@@ -1,4 +1,4 @@
-"""Running foreign kernels: in every way, and compared with float64."""
+"""Running foreign kernels: in every way, and compared with float64.  Used by the host's tests."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import mlx.core as mx
 import numpy as np
 
 from metal.host import HostOptions, run_metal
-from tests.support.host.foreign_kernels import INCLUDE, metal, normal
-from tests.support.kernels.cases import floats
+from tests.support.host.foreign_kernels import INCLUDE, metal
+from tests.support.kernels.arrays import floats, seeded
 
 DTYPES = {"float": mx.float32, "half": mx.float16, "bfloat16_t": mx.bfloat16}
 # (atol, rtol) of values around 1.
@@ -22,7 +22,7 @@ CHECKED = (HostOptions(checked=True, schedule=7), HostOptions(checked=True, sche
 
 def random(shape: tuple[int, ...], dtype: str, seed: int = 0) -> tuple[mx.array, np.ndarray]:
     """Normal values that `dtype` can hold, as an MLX array and in float64."""
-    array = normal(*shape, seed=seed, dtype=DTYPES[dtype])
+    array = seeded(*shape, seed=seed, dtype=DTYPES[dtype])
     return array, floats(array)
 
 

@@ -1,7 +1,8 @@
 """Machines on which one kernel does not work.
 
 `python -m tests.support.kernels.broken_machine KERNEL KIND DEVICE` is checks/run_check.py on such a
-machine.  DEVICE "host": the CPU host stands in for a GPU; "gpu": the GPU of this machine.
+machine.  DEVICE "host": the CPU host stands in for a GPU; "gpu": the GPU of this machine.  Used by
+tests of checks and of doctor, and tools/prove.
 """
 
 import os
@@ -13,7 +14,11 @@ from dataclasses import replace
 from importlib import import_module
 from unittest.mock import patch
 
-from vllm_metal_lite import backend, kernels
+import pytest
+
+from metal.host import installed
+from tests.support.kernels.device import pretend_gpu
+from vllm_metal_lite import kernels
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated, run_check, speed
 from vllm_metal_lite.checks.result import Speed
@@ -223,6 +228,13 @@ def install(kernel: str, kind: str) -> None:
         speed.measure = lambda check: slow if check.kernel == kernel else None
 
 
+def miscompile(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
+    """For a test: the kernel is wrong, also where it has been launched before."""
+    monkeypatch.setattr(source, "read", edit(kernel, lambda t: t.replace(*MISCOMPILED[kernel])))
+    for launcher in all_kernels():
+        monkeypatch.setattr(launcher, "_launchers", {})
+
+
 def _raise() -> None:
     raise RuntimeError("[metal::Device] seeded:\n the pipeline allows 512 threads")
 
@@ -234,10 +246,7 @@ def main() -> None:
     install(kernel, kind)
     if device == "gpu":
         return run_check.main()
-    from metal.host import installed
-
-    backend.is_cpu = lambda: False
-    backend.memory_limit = lambda: 1 << 30
+    pretend_gpu(pytest.MonkeyPatch())
     with installed():
         run_check.main()
 

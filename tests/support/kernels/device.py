@@ -1,21 +1,47 @@
-"""Another device, as far as devices.py says what a device is."""
+"""Another device than this one, for tests of engines, kernels and checks.
 
+`pretend_gpu` is the only way to a GPU that is not there; `gpu_on_host` adds the CPU host
+(metal/host), which executes the kernels.  The rest changes numbers of devices.py.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from metal.host import installed
 from vllm_metal_lite import backend, devices
+from vllm_metal_lite.attention.select import Verdict
+from vllm_metal_lite.checks import isolated, speed, verdicts
+
+RIGHT = Verdict({}, "gather")  # all kernels are
+
+
+def pretend_gpu(patch: pytest.MonkeyPatch, verdict: Verdict | None = None) -> None:
+    """A machine that seems to have a GPU.  verdict: of the checks, which then are not run."""
+    patch.setattr(backend, "is_cpu", lambda: False)
+    patch.setattr(backend, "memory_limit", lambda: 1 << 30)
+    if verdict is not None:
+        patch.setattr(verdicts, "verify", lambda *_: verdict)
+
+
+@contextmanager
+def gpu_on_host(patch: pytest.MonkeyPatch, cache: Path) -> Iterator[None]:
+    """Its kernels run on the CPU host.  Checks run in this process, and what they find is kept in
+    `cache`; nothing is timed."""
+    pretend_gpu(patch)
+    patch.setenv("XDG_CACHE_HOME", str(cache))
+    patch.setattr(isolated, "command", lambda: None)
+    patch.setattr(speed, "measure", lambda check: None)
+    with installed():
+        yield
 
 
 def change_device(patch: pytest.MonkeyPatch, **changes) -> None:
     """Change fields of the present backend's DeviceProfile."""
     patch.setitem(devices.PROFILES, backend.name(), replace(devices.profile(), **changes))
-
-
-def pretend_gpu(patch: pytest.MonkeyPatch) -> None:
-    """A machine that seems to have a GPU."""
-    patch.setattr(backend, "is_cpu", lambda: False)
-    patch.setattr(backend, "memory_limit", lambda: 1 << 30)
 
 
 def pad_to_powers_of_two(patch: pytest.MonkeyPatch) -> None:

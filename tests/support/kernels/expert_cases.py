@@ -1,8 +1,11 @@
-"""Mixtures of experts, and their results by definition, in float64."""
+"""Mixtures of experts, and their results by definition, in float64.
+
+Used by tests of the kernels of experts.
+"""
 
 import numpy as np
 
-from tests.support.kernels.cases import floats
+from tests.support.kernels.arrays import floats
 from tests.support.kernels.quantised_weights import dequantised
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.experts import (

@@ -1,4 +1,7 @@
-"""Kernels that fail in mid-serving, as when MLX cannot compile an instantiation."""
+"""Kernels that fail in mid-serving, as when MLX cannot compile an instantiation.
+
+Used by tests of engines whose kernels fail.
+"""
 
 from functools import partial
 

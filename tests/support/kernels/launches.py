@@ -1,6 +1,7 @@
 """Which launches a step takes: kernels are stubs, and the graph of its results is walked.
 
-Not what was built is counted but what is reachable: MLX never runs a value that nobody uses.
+Not what was built is counted but what is reachable: MLX never runs a value that nobody uses.  Used
+by tests of fusion and of compiled steps.
 """
 
 import io

@@ -1,8 +1,8 @@
-"""Quantised weights by definition, in float64."""
+"""Quantised weights by definition, in float64.  Used by tests of products and experts."""
 
 import numpy as np
 
-from tests.support.kernels.cases import floats
+from tests.support.kernels.arrays import floats
 from vllm_metal_lite.kernels.weights import QuantisedWeight
 
 

@@ -1,13 +1,14 @@
 """Steps of recurrent layers: segments of every kind, and what their kernels compute, in float64.
 
-Pools hold NaN in every slot that no segment starts from.
+Pools hold NaN in every slot that no segment starts from.  Used by tests of the kernels of recurrent
+layers.
 """
 
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.support.kernels.cases import rounded
+from tests.support.kernels.arrays import rounded
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT as EMPTY
 from vllm_metal_lite.kernels.new_rows import Columns

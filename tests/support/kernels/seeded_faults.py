@@ -1,4 +1,7 @@
-"""Faults to be seeded into kernels, from text files written as seeded_faults.txt says."""
+"""Faults to be seeded into kernels, from text files written as seeded_faults.txt says.
+
+Used by tests of kernels and of the host.
+"""
 
 import re
 from pathlib import Path

@@ -1,7 +1,8 @@
 """The texts that a serving session makes Metal compile: prompts, mixed steps and decodes of three
 models, built as on a Mac and not run.
 
-Models have two layers, one of each kind, and the sizes of real ones.
+Models have two layers, one of each kind, and the sizes of real ones.  Used by the test of texts and
+tools.prove.metal_texts.
 """
 
 import importlib
@@ -10,16 +11,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 
 from metal.host.texts import KernelText, recorded
+from tests.support.engine.batches import pack
 from tests.support.models.configs import config_of
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
-from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.layout import inspect
@@ -85,17 +85,13 @@ def steps() -> Iterator[list[Request]]:
 
 
 def _batch(requests: list[Request], groups: int) -> ForwardBatch:
-    inputs = InputBatch(len(requests), MAX_LEN, BLOCK_SIZE, groups)
-    rows, block = [], 1 + MAX_LEN // BLOCK_SIZE
-    for request in requests:
-        length = request.computed + request.new
-        rows.append(inputs.add([0] * length, length))
-        count, common = -(-length // BLOCK_SIZE), request.shared // BLOCK_SIZE
+    tables, block = [], 1 + MAX_LEN // BLOCK_SIZE
+    for computed, new, shared in requests:
+        count, common = -(-(computed + new) // BLOCK_SIZE), shared // BLOCK_SIZE
         own = range(block, block + count - common)
-        inputs.append_blocks(rows[-1], *[[*range(common), *own]] * groups)
+        tables.append([*range(common), *own])
         block = own.stop
-    computed, new = (np.array(of) for of in zip(*(r[:2] for r in requests), strict=True))
-    return inputs.pack(np.array(rows), computed, new)
+    return pack([r[:2] for r in requests], *[tables] * groups, block_size=BLOCK_SIZE)
 
 
 def count(texts: Sequence[KernelText]) -> Counter[str]:

@@ -1,274 +1,53 @@
 """One architecture through every kind of step, against mlx-lm running each request alone.
 
-The requests are of fixed tokens, generated ones included, so that every step's logits have a
-counterpart: mlx-lm's own path, the prompt in one go and then token by token, with its own caches.
-At the end the engine serves all of them over too few blocks; its greedy tokens must be mlx-lm's.
-Steps go through the runner with rows of padding, over blocks and state slots in random order.  NaN
-is in every slot of the store that holds nothing, or what is behind a window, and in every state
-slot that nobody needs.  Errors are relative to the scale of the logits.
+The steps are those of `bench`; mlx-lm's own path is the prompt in one go and then token by token,
+with its own caches.  At the end the engine serves all requests over too few blocks; its greedy
+tokens must be mlx-lm's.  Errors are relative to the scale of the logits.  Used by the tests of
+models and by tools.dev.models_table.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from tests.support.engine.poison import poison, poison_free_blocks, poison_states
+from tests.support.engine.poison import poison_free_blocks
 from tests.support.models import tiny_models as tiny
-from tests.support.models.recurrent_steps import Slots
-from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
+from tests.support.models.bench import (
+    MODES,
+    PROMPT_LENGTHS,
+    SEQUENCES,
+    SHARED,
+    Bench,
+    Logits,
+    chunked,
+    mixed,
+    modes_of,
+    packed,
+    wrong_seat,
+)
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
-from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ModelLoadError
-from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.model.layout import Node, StateLayer
 from vllm_metal_lite.model.loader import LoadedModel
-from vllm_metal_lite.model.packed import PackedModel
-from vllm_metal_lite.runner import runner
-from vllm_metal_lite.runner.step_path import StepPath
-from vllm_metal_lite.sampling.sampler import SamplerOutput
-from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.scheduler.kv_groups import kv_groups
 
 TOLERANCE = 1e-4
-BLOCKS, BLOCK_SIZE = 32, 8
-STATE_SLOTS = 8
-PADDING = 3
-
-# Three ragged requests, and one that begins like the last of them for two blocks.
-PROMPT_LENGTHS = (5, 13, 30, 22)
-SHARED, DONOR, HEIR = 2 * BLOCK_SIZE, 2, 3
-_TOKENS = tiny.prompts(4, 33, 33, seed=1)
-_TOKENS[HEIR][:SHARED] = _TOKENS[DONOR][:SHARED]
-SEQUENCES = [tokens[: n + 3] for tokens, n in zip(_TOKENS, PROMPT_LENGTHS, strict=True)]
-
 PROMPTS = [s[:n] for s, n in zip(SEQUENCES, PROMPT_LENGTHS, strict=True)]
 GENERATED = 20  # tokens by the engine
-
-
-class Bench:
-    """Requests stepped by hand through one store; the runner's sampler, too."""
-
-    state = None
-
-    def __init__(self, model: LoadedModel, seed: int = 0) -> None:
-        self.groups = [replace(g, num_blocks=BLOCKS) for g in kv_groups(model.kv_specs)]
-        self.store = PagedStore(
-            model.kv_specs, self.groups, BLOCK_SIZE, states=model.packed.state_store(STATE_SLOTS)
-        )
-        self.runner = runner.ModelRunner(
-            model.packed, StepPath(ReferenceAttention(self.store)), self
-        )
-        self.inputs = InputBatch(6, 64, BLOCK_SIZE, len(self.groups))
-        rng = np.random.default_rng(seed)
-        self.free = [rng.permutation(BLOCKS).tolist() for _ in self.groups]
-        self.seats: dict[int, int] = {}
-        self.blocks: dict[int, list[list[int]]] = {}  # of each KV group
-        self.computed: dict[int, int] = {}
-        self.free_slots = rng.permutation(STATE_SLOTS).tolist()
-        self.slots: dict[int, int] = {}  # each request's own state
-        self.checkpoints: dict[int, int] = {}  # its state after SHARED tokens
-
-    def admit(self, request: int, computed: int = 0, donor: int | None = None) -> None:
-        """Give a request a seat, a state slot, and blocks for all it will ever be behind those it
-        shares."""
-        sequence, shared = SEQUENCES[request], computed // BLOCK_SIZE
-        self.seats[request] = seat = self.inputs.add(sequence, PROMPT_LENGTHS[request])
-        missing = -(-len(sequence) // BLOCK_SIZE) - shared
-        self.blocks[request] = [
-            [
-                *(self.blocks[donor][g][:shared] if shared else ()),
-                *(free.pop() for _ in range(missing)),
-            ]
-            for g, free in enumerate(self.free)
-        ]
-        self.inputs.append_blocks(seat, *self.blocks[request])
-        self.computed[request] = computed
-        self.slots[request] = self.free_slots.pop()
-
-    def preempt(self, request: int) -> None:
-        """Take everything back; the blocks are the next to be given away."""
-        self.inputs.remove(self.seats.pop(request))
-        for free, blocks in zip(self.free, self.blocks.pop(request), strict=True):
-            free += blocks
-        self.free_slots.append(self.slots.pop(request))
-        del self.computed[request]
-
-    def step(
-        self, *segments: tuple[int, int], known: int = 0, checkpoint: bool = False
-    ) -> dict[tuple[int, int], np.ndarray]:
-        """Compute a number of tokens of each request, in this order; logits by (request, tokens).
-
-        known: tokens that each request has at least; a segment that ends before reports nothing.
-        checkpoint: the donor leaves its state after SHARED tokens.
-        """
-        requests, counts = (np.array(x) for x in zip(*segments, strict=True))
-        rows = np.array([self.seats[r] for r in requests])
-        start = np.array([self.computed[r] for r in requests])
-        self.inputs.num_tokens[rows] = np.maximum(start + counts, known)
-        self._poison()
-        if checkpoint:
-            self.checkpoints[DONOR] = self.free_slots.pop()
-        states = [self._slots_of(request, count) for request, count in segments]
-        has_states = self.store.states.num_slots > 0
-        batch = self.inputs.pack(rows, start, counts, states if has_states else None)
-        with patch.object(runner, "bucket", lambda rows: rows + PADDING):
-            self.logits = None
-            self.runner.execute(batch)
-        for request, count in segments:
-            self.computed[request] += count
-        terminal = [int(requests[i]) for i in batch.sample_segments]
-        logits = [] if self.logits is None else np.array(self.logits.astype(mx.float32))
-        return {(r, self.computed[r]): x for r, x in zip(terminal, logits, strict=True)}
-
-    def _slots_of(self, request: int, count: int) -> Slots:
-        """The slots of a request's next segment.  The heir starts from the donor's checkpoint."""
-        own, start = self.slots[request], self.computed[request]
-        initial = own if start else EMPTY_SLOT
-        if request == HEIR and start == SHARED:
-            initial = self.checkpoints.get(DONOR, own)
-        inside = request == DONOR and start < SHARED < start + count
-        taken = ((SHARED, self.checkpoints[DONOR]),) if inside and self.checkpoints else ()
-        return Slots(initial, own, taken)
-
-    def __call__(self, logits: mx.array, *_: object) -> SamplerOutput:
-        """As the runner's sampler: greedy, and notes the logits."""
-        self.logits = logits
-        token_ids = mx.argmax(logits, axis=-1)
-        return SamplerOutput(token_ids, None, token_ids)
-
-    def _poison(self) -> None:
-        """NaN into every slot that holds nothing: free blocks, ends of blocks, the padding, and
-        what is behind a window of all who share it."""
-        keep = []
-        for g, group in enumerate(self.groups):
-            full = np.zeros((BLOCKS + 1) * BLOCK_SIZE, bool)
-            for request, count in self.computed.items():
-                first = 0 if group.window is None else max(count - group.window + 1, 0)
-                at = np.arange(first, count)
-                full[
-                    np.array(self.blocks[request][g])[at // BLOCK_SIZE] * BLOCK_SIZE
-                    + at % BLOCK_SIZE
-                ] = True
-            keep.append(full)
-        poison(self.store, keep)
-        started = {self.slots[request] for request, count in self.computed.items() if count}
-        poison_states(self.store.states, started | {*self.checkpoints.values()})
-
-
-Logits = dict[tuple[int, int], np.ndarray]
-
-
-def packed(bench: Bench) -> Logits:
-    """Three whole prompts in one step, then decodes together."""
-    for r in range(3):
-        bench.admit(r)
-    out = bench.step((0, 5), (1, 13), (2, 30))
-    for _ in range(2):
-        out |= bench.step((0, 1), (1, 1), (2, 1))
-    return out
-
-
-def chunked(bench: Bench) -> Logits:
-    """Prompts in chunks, across the edges of blocks and of windows; of like length and unlike
-    position, too, which a recurrent layer may take together."""
-    for r in (1, 2):
-        bench.admit(r)
-    out = bench.step((1, 4), (2, 4))
-    for chunks in [((2, 3),), ((1, 8), (2, 8)), ((1, 1), (2, 14)), ((1, 1), (2, 1))]:
-        out |= bench.step(*chunks)
-    return out
-
-
-def mixed(bench: Bench) -> Logits:
-    """Whole prompts, chunks that report nothing, a chunk of one token, decodes: in one step."""
-    for r in range(3):
-        bench.admit(r)
-    out = bench.step((0, 5), (1, 13))
-    out |= bench.step((1, 1), (2, 12), known=14)
-    out |= bench.step((0, 1), (1, 1), (2, 17))
-    out |= bench.step((1, 1), (2, 1), (0, 1))
-    return out
-
-
-def preempted(bench: Bench) -> Logits:
-    """One loses its blocks to another, which begins with a single token, and begins again."""
-    for r in (1, 2):
-        bench.admit(r)
-    out = bench.step((1, 13), (2, 30))
-    out |= bench.step((1, 1), (2, 1))
-    bench.preempt(1)
-    bench.admit(0)
-    out |= bench.step((2, 1), (0, 1))
-    bench.admit(1)
-    out |= bench.step((0, 1), (1, 14))
-    out |= bench.step((0, 1), (1, 1), (2, 1))
-    return out
-
-
-def prefix_hit(bench: Bench) -> Logits:
-    """A request begins behind two blocks, and from the state there, that another has computed."""
-    bench.admit(DONOR)
-    out = bench.step((DONOR, 30), checkpoint=True)
-    bench.admit(HEIR, SHARED, DONOR)
-    out |= bench.step((DONOR, 1), (HEIR, 6))
-    out |= bench.step((DONOR, 1), (HEIR, 1))
-    return out
-
-
-def same_step_hit(bench: Bench) -> Logits:
-    """The same, in the step that computes the blocks, as vLLM grants it.  Not for states, nor for
-    attention by segment: both are read before they are written."""
-    bench.admit(DONOR)
-    bench.admit(HEIR, SHARED, DONOR)
-    out = bench.step((HEIR, 6), (DONOR, 30))
-    out |= bench.step((DONOR, 1), (HEIR, 1))
-    return out
-
-
-def wrong_seat(bench: Bench) -> Logits:
-    """The control, which must differ: a decode in another request's seat, its blocks and state."""
-    for r in (1, 2):
-        bench.admit(r)
-    bench.step((1, 13), (2, 30))
-    bench.seats[1], bench.blocks[1] = bench.seats[2], bench.blocks[2]
-    bench.slots[1] = bench.slots[2]
-    bench.inputs.token_ids[bench.seats[1], : len(SEQUENCES[1])] = SEQUENCES[1]
-    return bench.step((1, 1))
-
-
-MODES: dict[str, Callable[[Bench], Logits]] = {
-    f.__name__: f for f in (packed, chunked, mixed, preempted, prefix_hit, same_step_hit)
-}
-HITS = {"prefix_hit", "same_step_hit"}
-
-
-def modes_of(packed: PackedModel) -> set[str]:
-    """The modes that a model can have."""
-    if packed.no_prefix_cache:
-        return MODES.keys() - HITS
-    if packed.layout.states or packed.by_segment:
-        return MODES.keys() - {"same_step_hit"}
-    return {*MODES}
 
 
 def serve(model: LoadedModel, kv_bits: int | None = None) -> tuple[list[list[int]], dict[str, int]]:
     """The engine's greedy tokens of each prompt, over too few blocks for all; its counters."""
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
-    options |= {"kv_bits": kv_bits, "speculate": "off"}
-    engine = LLMEngine(model, EngineConfig(block_size=BLOCK_SIZE, num_blocks=10, **options))
+    engine = tiny.engine(model, num_blocks=10, kv_bits=kv_bits, **options)
     poison_free_blocks(engine)
-    params = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True)
+    params = tiny.greedy(GENERATED, ignore_eos=True)
     for i, prompt in enumerate(PROMPTS):
         named = [SHARED] if len(prompt) > SHARED else []
         engine.add_request(str(i), prompt, params, checkpoints=named)

@@ -1,30 +1,24 @@
-"""Packed steps of recurrent layers, with state slots, and state stores to run them over."""
+"""Packed steps of recurrent layers, with state slots, and state stores to run them over.
 
-from collections.abc import Callable, Iterable
+Used by the tests of recurrence, and of the state slots of batches.
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from hypothesis import strategies as st
 
+from tests.support.engine.batches import pack
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
-from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch, SegmentState
 from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kv.state_store import Key, StateSpec, StateStore
 from vllm_metal_lite.recurrence.base import StepRecurrence
 from vllm_metal_lite.recurrence.kernels import KernelRecurrence, SegmentPlan
 from vllm_metal_lite.recurrence.reference import ReferenceRecurrence
 
-MAX_LEN, BLOCK_SIZE, FREE = 96, 8, 2
-_MOST_ROWS = 256
-
-
-class Slots(NamedTuple):
-    """The state slots of a segment, as `InputBatch.pack` takes them."""
-
-    initial: int
-    final: int
-    checkpoints: tuple[tuple[int, int], ...] = ()
+_FREE, _MOST_ROWS = 2, 256
 
 
 class Span(NamedTuple):
@@ -32,7 +26,7 @@ class Span(NamedTuple):
 
     start: int
     length: int
-    slots: Slots
+    slots: SegmentState
 
 
 class PackedSpans(NamedTuple):
@@ -49,7 +43,7 @@ class PackedSpans(NamedTuple):
 
     @property
     def batch(self) -> ForwardBatch:
-        return pack(self.spans)
+        return batch_of(self.spans)
 
     @property
     def num_rows(self) -> int:
@@ -93,36 +87,25 @@ def _taken(span: Span) -> list[int]:
     return [slot for _, slot in span.slots.checkpoints]
 
 
-def pack(spans: Iterable[Span]) -> ForwardBatch:
+def batch_of(spans: Sequence[Span]) -> ForwardBatch:
     """The batch of these segments, validated."""
-    spans = list(spans)
-    inputs = InputBatch(len(spans), MAX_LEN, BLOCK_SIZE)
-    blocks = list(range(MAX_LEN // BLOCK_SIZE))
-    rows = [inputs.add([0] * MAX_LEN, MAX_LEN) for _ in spans]
-    for row in rows:
-        inputs.append_blocks(row, blocks)
-    batch = inputs.pack(
-        np.array(rows),
-        np.array([span.start for span in spans]),
-        np.array([span.length for span in spans]),
-        [span.slots for span in spans],
-    )
+    batch = pack([span[:2] for span in spans], states=[span.slots for span in spans])
     slots = [s for span in spans for s in (span.slots.initial, span.slots.final, *_taken(span))]
-    batch.validate(len(blocks), num_state_slots=max(slots) + 1)
+    batch.validate(batch.block_tables.max() + 1, num_state_slots=max(slots) + 1)
     return batch
 
 
 @st.composite
 def packed_spans(draw: Any) -> PackedSpans:
     """Steps of decodes, whole prompts and chunks; some leave their initial slot as it is, some
-    leave checkpoints.  FREE slots belong to nobody."""
+    leave checkpoints.  _FREE slots belong to nobody."""
     count = draw(st.integers(1, 5))
     seed = draw(st.integers(0, 2**16))
     lengths = sorted(
         draw(st.lists(st.one_of(st.just(1), st.integers(1, 21)), min_size=count, max_size=count)),
         key=lambda length: length > 1,
     )
-    num_slots = count * 4 + FREE
+    num_slots = count * 4 + _FREE
     free = np.random.default_rng(seed).permutation(num_slots).tolist()
     spans = []
     for length in lengths:
@@ -131,7 +114,7 @@ def packed_spans(draw: Any) -> PackedSpans:
         initial = EMPTY_SLOT if start == 0 else free.pop() if draw(st.booleans()) else final
         inside = draw(st.sets(st.integers(1, length - 1), max_size=2)) if length > 1 else ()
         taken = tuple((start + at, free.pop()) for at in sorted(inside))
-        spans.append(Span(start, length, Slots(initial, final, taken)))
+        spans.append(Span(start, length, SegmentState(initial, final, taken)))
     return PackedSpans(tuple(spans), num_slots, draw(st.integers(0, 3)), seed)
 
 

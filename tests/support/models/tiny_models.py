@@ -1,13 +1,15 @@
 """Real mlx-lm models of toy size, and mlx-lm's own answers as the oracle.
 
 The weights are random enough that context and order move the logits (`test_conformance` checks it):
-with the default initialisation most bugs of attention stay invisible.
+with the default initialisation most bugs of attention stay invisible.  Used by nearly every test of
+an engine.
 """
 
 import importlib
 import json
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tests.support.engine.pool_accounts import check_accounts
 from tests.support.models.configs import VOCAB, config_of
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
@@ -136,21 +139,35 @@ def alone(model: nn.Module, prompt: Sequence[int], n: int) -> list[int]:
     return known[:n]
 
 
-def engine(name: str = "llama", dtype: mx.Dtype | None = None, **options: Any) -> LLMEngine:
-    """A small engine over the tiny model `name`, `packed`.  Drafts depend on times, so: none."""
+def engine(
+    model: str | LoadedModel = "llama", dtype: mx.Dtype | None = None, **options: Any
+) -> LLMEngine:
+    """A small engine over a model, or over the tiny one of this name.  Drafts depend on times, so:
+    none."""
+    loaded = packed(model, dtype) if isinstance(model, str) else model
     defaults = {"block_size": 8, "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     longest = min(128, 8 * options.get("num_blocks", 64))
     defaults |= {"max_model_len": longest, "speculate": "off"}
-    return LLMEngine(packed(name, dtype), EngineConfig(**{**defaults, **options}))
+    return LLMEngine(loaded, EngineConfig(**{**defaults, **options}))
 
 
-def run(engine: LLMEngine, max_steps: int = 2000) -> dict[str, Any]:
-    """Step until nothing is left; the finished outputs by request id."""
+def step(engine: LLMEngine, *may_fail: type[BaseException]) -> dict[str, Any]:
+    """A step, which may fail so; the outputs that are finished with it, by request id.  No block
+    and no state slot is lost."""
+    done = {}
+    with suppress(*may_fail):
+        done = {o.request_id: o for o in engine.step() if o.finished}
+    check_accounts(engine.scheduler.kv, engine.scheduler._requests.values())
+    return done
+
+
+def run(engine: LLMEngine, *may_fail: type[BaseException], max_steps: int = 2000) -> dict[str, Any]:
+    """Step until nothing is left, see `step`; the finished outputs."""
     done = {}
     for _ in range(max_steps):
         if not engine.has_unfinished_requests():
             return done
-        done |= {o.request_id: o for o in engine.step() if o.finished}
+        done |= step(engine, *may_fail)
     raise AssertionError(f"requests are left after {max_steps} steps")
 
 
@@ -247,3 +264,9 @@ def write_folder(path: Path, name: str = "llama", **changes: Any) -> Path:
     config |= {"chat_template": _CHAT_TEMPLATE, "clean_up_tokenization_spaces": False}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     return path
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Change keys of a file of JSON; ...: the key goes."""
+    content = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not ...}))

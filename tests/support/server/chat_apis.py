@@ -1,4 +1,7 @@
-"""Three chat APIs, asked the same through their official clients; what they say, in one form."""
+"""Three chat APIs, asked the same through their official clients; what they say, in one form.
+
+Used by tests of tool calls.
+"""
 
 import json
 from dataclasses import dataclass, field

@@ -59,8 +59,7 @@ def model_folder(template: bool = True, context: int = CONTEXT) -> Path:
     if template:
         config["chat_template"] = _TEMPLATE
     (path / "tokenizer_config.json").write_text(json.dumps(config))
-    model = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**model, "eos_token_id": EOS}))
+    tiny_models.edit(path / "config.json", eos_token_id=EOS)
     return path
 
 

@@ -1,4 +1,7 @@
-"""The command `serve` in a process group of its own, as a shell or a service manager starts it."""
+"""The command `serve` in a process group of its own, as a shell or a service manager starts it.
+
+Used by tests that start and stop a server.
+"""
 
 import os
 import re

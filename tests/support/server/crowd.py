@@ -1,4 +1,7 @@
-"""A crowd of clients: all APIs, streamed and not; some hang up, some send nonsense."""
+"""A crowd of clients: all APIs, streamed and not; some hang up, some send nonsense.
+
+Used by the test of crowds and tools.prove.soak.
+"""
 
 import asyncio
 import json

@@ -1,4 +1,7 @@
-"""A real server on a free port, in a thread: real sockets, a real engine's process."""
+"""A real server on a free port, in a thread: real sockets, a real engine's process.
+
+Used by tests of the server.
+"""
 
 import asyncio
 import threading

@@ -1,4 +1,7 @@
-"""A real headless Chromium that shows the page, and a load that keeps the engine busy."""
+"""A real headless Chromium that shows the page, and a load that keeps the engine busy.
+
+Used by the page's tests and tools.dev.page_picture.
+"""
 
 import itertools
 import random

@@ -1,4 +1,7 @@
-"""A real server whose model's answers are prepared texts, as the engine would send them."""
+"""A real server whose model's answers are prepared texts, as the engine would send them.
+
+Used by tests of the server.
+"""
 
 import asyncio
 import json

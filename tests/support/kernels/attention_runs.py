@@ -1,0 +1,212 @@
+"""A small launch of every kernel of attention and of the store, which uses all of its parts.
+
+A part of `runs`.
+"""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from tests.support.kernels.arrays import seeded
+from tests.support.kernels.device import change_device
+from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels import cache_ops, decode, latent_attention
+from vllm_metal_lite.kernels.arguments import LayerStore, RMSNorm, new_ticket
+from vllm_metal_lite.kernels.decode import DecodePlan
+from vllm_metal_lite.kernels.gather_rows import gather_rows
+from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
+from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
+from vllm_metal_lite.kernels.prefill import varlen_prefill
+from vllm_metal_lite.kernels.rope_write import rope_write
+from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, shared_prefix
+from vllm_metal_lite.kv.store import LayerSpec
+
+FACTOR = 1.3466  # of a rotation
+KV_HEADS, HEADS, GROUP, DIM, BLOCK_SIZE, SLOTS = 2, 18, 9, 72, 8, 96
+HOW = {"scale": 0.2}
+# Rows to be written.  The slots 94 and 95 are the last two: what goes beyond a row goes beyond the
+# store.
+NEW_SLOTS, POSITIONS = (mx.array(n, mx.int32) for n in ([7, 94, -1, 95, 40], [0, 3, 4, 9, 50]))
+
+
+def spec_of(dtype, bits=None, dim=DIM):
+    """In 4 bits, rows have three groups of 24."""
+    return LayerSpec(KV_HEADS, dim, dim, dtype, bits=bits)
+
+
+def store(spec, slots=SLOTS):
+    rows = zip((spec.k_row, spec.v_row), (1, 2), strict=True)
+    shape = slots, spec.num_kv_heads
+    kept = (row.pack(seeded(*shape, row.dim, seed=seed, dtype=spec.dtype)) for row, seed in rows)
+    return LayerStore(*kept, new_ticket(), spec, BLOCK_SIZE)
+
+
+def new_rows(count, heads, dtype, dim=DIM, seed=13, factor=1.0):
+    """q, k and v side by side, still to be normalised and rotated."""
+    rows = seeded(count, (heads + 2 * KV_HEADS) * dim, seed=seed, dtype=dtype)
+    columns = [Columns(rows, n * dim) for n in (0, heads, heads + KV_HEADS)]
+    norm = RMSNorm(seeded(dim, seed=10, dtype=dtype), 1e-5)
+    return NewRows(*columns, heads, Rope(40, False, 1e4, 1.0, None, factor), norm, norm)
+
+
+def kv_write(dtype, bits=None):
+    spec = spec_of(dtype, bits)
+    rows, written = [seeded(5, KV_HEADS, DIM, seed=n, dtype=dtype) for n in (3, 4)], store(spec)
+    return [*written[:2], cache_ops.kv_write(*rows, NEW_SLOTS, written)]
+
+
+def wide_kv_write(dtype):
+    """Rows of 13 groups of 40, more than 32 lanes take at once; not a head for each simdgroup."""
+    spec = LayerSpec(5, 520, 520, dtype, bits=8)
+    rows, written = [seeded(3, 5, 520, seed=n, dtype=dtype) for n in (3, 4)], store(spec, 8)
+    slots = mx.array([7, -1, 2], mx.int32)
+    return [*written[:2], cache_ops.kv_write(*rows, slots, written)]
+
+
+def kv_gather(dtype, bits=None):
+    slots, spec = mx.array([95, 3, 4, 0, 94, 95], mx.int32), spec_of(dtype, bits)
+    return list(cache_ops.kv_gather(slots, store(spec)))
+
+
+def decoded(q, kept, plan, prefix=None):
+    """Sequences of 21, 0 and 9 keys, the first two blocks of the first at the end of the store."""
+    tables = mx.array([[11, 10, 2], [0, 0, 0], [4, 5, 0]], mx.int32)
+    arrays = q, tables, mx.array([21, 0, 9], mx.int32), kept
+    return decode.paged_decode(*arrays, plan=DecodePlan(*plan), prefix=prefix, **HOW)[0]
+
+
+def paged_decode(dtype, bits=None, plan=(1, 2), prefix=None):
+    spec, q = spec_of(dtype, bits), seeded(3, HEADS, DIM, seed=5, dtype=dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        change_device(patch, decode_sums=64)  # in float32 two tiles, the second a head short
+        return [decoded(q, store(spec), plan, prefix)]
+
+
+def fused_decode(dtype, bits=None, factor=1.0):
+    """In two splits; the newest rows are not in the store yet.  Several tiles a head."""
+    written, rows = store(spec_of(dtype, bits)), new_rows(3, HEADS, dtype, factor=factor)
+    return [*written[:2], decoded(rows, written, (2, 2))]
+
+
+def shared_prefix_rows(dtype, q=None, dim=DIM, bits=None):
+    """The second row's first 45 keys in two splits, the last one short, as is the tile of 27
+    pairs."""
+    blocks, spec = [10, 2, 11, 5, 3, 0], spec_of(dtype, bits, dim)
+    tables = mx.array([[4] * 6, blocks, blocks], mx.int32)
+    lens = [mx.array(n, mx.int32) for n in ([8, 46, 48], [1], [0, 45, 45])]
+    q = seeded(3, HEADS, dim, seed=5, dtype=dtype) if q is None else q
+    arrays = q, tables, *lens, store(spec)
+    return list(shared_prefix(*arrays, splits=2, **HOW)[:2])
+
+
+def shared_prefix_of_new_rows(dtype, factor=1.0):
+    """The same, of queries that are still to be normalised and turned, and so large that a
+    simdgroup does it in turns."""
+    return shared_prefix_rows(dtype, new_rows(3, HEADS, dtype, 136, factor=factor), 136)
+
+
+def decode_behind_a_prefix(dtype, splits=3, plan=(1, 2)):
+    """The sequences of `decoded`; the first shares its 8 first keys."""
+    parts = (seeded(3, HEADS, *dims, seed=13) for dims in ((splits, DIM), (splits,)))
+    prefix = SharedPrefixResult(*parts, mx.array([8, 0, 0], mx.int32))
+    return paged_decode(dtype, plan=plan, prefix=prefix)
+
+
+def merge_partitions(dtype):
+    """Two rows of 40 splits."""
+    return [decode.merge_partitions(seeded(1, 2, 40, DIM, seed=7), seeded(1, 2, 40, seed=8), dtype)]
+
+
+def varlen_prefill_rows(dtype, bits=None):
+    """Whole prompts of 1 and 22 rows and a chunk of 5 behind 40 keys, then two rows of padding."""
+    tables = mx.array([[11, 0, 0, 0, 0, 0], [3, 4, 5, 0, 0, 0], [6, 7, 8, 9, 10, 2]], mx.int32)
+    cu_seqlens_q, spec = np.array([0, 1, 23, 28], np.int32), spec_of(dtype, bits)
+    tiles = mx.array(plan_tiles(cu_seqlens_q, 30, GROUP))
+    q = seeded(30, HEADS, DIM, seed=6, dtype=dtype)
+    where = tables, mx.array(cu_seqlens_q), mx.array([1, 22, 45], mx.int32), tiles
+    return [varlen_prefill(q, *where, store(spec), **HOW)[0]]
+
+
+def latent_rows(dtype, splits=1, dims=(64, 16), bits=None):
+    """Whole prompts of 1 and 5 rows and a chunk of 4 behind 41 keys, which end with the store, then
+    two rows of padding."""
+    tables = mx.array([[10, 0, 0, 0, 0, 0], [3, 0, 0, 0, 0, 0], [6, 7, 8, 9, 2, 11]], mx.int32)
+    cu_seqlens_q, spec = np.array([0, 1, 6, 10], np.int32), LayerSpec(1, *dims, dtype, bits=bits)
+    queries = [seeded(12, GROUP, d, seed=n, dtype=dtype) for n, d in enumerate(dims, 6)]
+    tiles = mx.array(plan_tiles(cu_seqlens_q, 12, GROUP))
+    where = tables, mx.array(cu_seqlens_q), mx.array([1, 5, 48], mx.int32), tiles
+    arrays = *queries, *where, store(spec)
+    return list(latent_attention.latent_attention(*arrays, splits=splits, **HOW))
+
+
+def written_by(write, new, spec):
+    """The store and the queries behind `rope_write` or `latent_write`."""
+    written = store(spec)
+    q, _ = write(new, POSITIONS, NEW_SLOTS, written)
+    mx.eval(q)  # MLX does not know that the store is written
+    return [*written[:2], q]
+
+
+def new_latents(dtype, bits=None, factor=1.0):
+    """Rows of two products, the last slot of the store among the written, and one without."""
+    latent_dim, rope = 128, 24
+    q = seeded(5, GROUP * 40, seed=9, dtype=dtype)
+    kv = seeded(5, latent_dim + rope, seed=13, dtype=dtype)
+    norm = RMSNorm(seeded(latent_dim, seed=10, dtype=dtype), 1e-5)
+    columns = Columns(q, 16), 40, GROUP, Columns(kv, 0), Columns(kv, latent_dim)
+    new = NewLatents(*columns, norm, Rope(20, True, 1e4, 1.0, None, factor))
+    return written_by(latent_write, new, LayerSpec(1, latent_dim, rope, dtype, bits=bits))
+
+
+def rope_write_rows(dtype, bits=None, factor=1.0):
+    """Rows joined, not a head for every simdgroup, the last slot of the store among the written."""
+    new = new_rows(5, 6, dtype, seed=9, factor=factor)
+    return written_by(rope_write, new, spec_of(dtype, bits))
+
+
+def rope_write_in_turns(dtype):
+    """Of as many rows as a long prompt has: a simdgroup takes several heads, one after another."""
+    with pytest.MonkeyPatch.context() as patch:
+        change_device(patch, rope_many_rows=4)
+        return rope_write_rows(dtype, 4)
+
+
+def gathered_rows(dtype):
+    return [gather_rows(seeded(7, 40, seed=12, dtype=dtype), mx.array([[6, 0], [6, 3]], mx.int32))]
+
+
+ATTENTION = {
+    "gather_rows": gathered_rows,
+    "kv_write": kv_write,
+    "kv_gather": kv_gather,
+    "paged_decode": paged_decode,
+    "merge_partitions": merge_partitions,
+    "varlen_prefill": varlen_prefill_rows,
+    "latent_attention": latent_rows,
+    "latent_write": new_latents,
+    "latent_write/quantised": partial(new_latents, bits=4),
+    "latent_write/scaled": partial(new_latents, factor=FACTOR),
+    "latent_attention/splits": partial(latent_rows, splits=3),
+    "latent_attention/quantised": partial(latent_rows, dims=(128, 24), bits=4),
+    "varlen_prefill/quantised": partial(varlen_prefill_rows, bits=4),
+    "kv_write_quantised": partial(kv_write, bits=4),
+    "kv_write_quantised/wide": wide_kv_write,
+    "kv_gather_quantised": partial(kv_gather, bits=4),
+    "paged_decode/quantised": partial(paged_decode, bits=4),
+    "paged_decode/fused": fused_decode,
+    "paged_decode/scaled": partial(fused_decode, factor=FACTOR),
+    "paged_decode/fused_quantised": partial(fused_decode, bits=4),
+    "rope_write/quantised_in_turns": rope_write_in_turns,
+    "rope_write/quantised": partial(rope_write_rows, bits=4),
+    "shared_prefix": shared_prefix_rows,
+    "shared_prefix/fused": shared_prefix_of_new_rows,
+    "shared_prefix/scaled": partial(shared_prefix_of_new_rows, factor=FACTOR),
+    "shared_prefix/quantised": partial(shared_prefix_rows, dim=128, bits=8),
+    "paged_decode/prefix": decode_behind_a_prefix,
+    # The prefix in more splits than both look at side by side.
+    "paged_decode/prefix_splits": partial(decode_behind_a_prefix, splits=40, plan=(2, 2)),
+    "rope_write": rope_write_rows,
+    "rope_write/scaled": partial(rope_write_rows, factor=FACTOR),
+}
