@@ -69,9 +69,12 @@ def test_types(dtype, weight_dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [8, 9, 31, 128, 130, 1024, 1025, 4096, 4100, 5120])
+@pytest.mark.parametrize("dim", [8, 9, 31, 128, 130, 1024, 1025, 2560, 4096, 4100, 5120])
 def test_rows_shorter_and_longer_than_a_threadgroup(dim, dtype):
+    """Alone, and with a norm of what is added: with a weight and without."""
     check(2, dim, dtype, dtype)
+    for seed in (0, 1):
+        check(2, dim, dtype, dtype, seed, post_norm=True)
 
 
 @given(
@@ -81,13 +84,6 @@ def test_rows_shorter_and_longer_than_a_threadgroup(dim, dtype):
 @settings(max_examples=40)
 def test_random_shapes(rows, dim, dtype, seed, post_norm):
     check(rows, dim, dtype, dtype, seed, post_norm)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [8, 31, 130, 1025, 2560, 5120])
-def test_a_norm_of_what_is_added(dim, dtype):
-    for seed in (0, 1):
-        check(2, dim, dtype, dtype, seed, post_norm=True)
 
 
 @pytest.mark.parametrize(("dim", "threads"), [(12288, 1024), (12292, 512), (16384, 512)])

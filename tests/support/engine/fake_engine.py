@@ -59,7 +59,7 @@ class FakeResult(StepResult):
 
 
 class FakeRunner:
-    """In the place of a ModelRunner.  launched: called behind each launch."""
+    """Replaces a ModelRunner.  launched: called behind each launch."""
 
     def __init__(self, model: FakeModel) -> None:
         self.model, self.fails = model, False
