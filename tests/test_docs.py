@@ -1,6 +1,7 @@
 """Documents and workflows: commands parse, links lead somewhere, one description of the project."""
 
 import argparse
+import ast
 import importlib
 import os
 import re
@@ -26,6 +27,12 @@ FILES = [
 ]
 WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
 SCRIPTS = [ROOT / ".ci/run", ROOT / "tools/test"]
+
+TOOLS = sorted(
+    file.relative_to(ROOT)
+    for file in (ROOT / "tools").rglob("*.py")
+    if "run_main(main)" in file.read_text(encoding="utf-8")
+)
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(r"^(?: {4,}\S.*\n)+", re.MULTILINE)
@@ -73,6 +80,10 @@ def commands_in(line: str) -> Iterator[list[str]]:
         return
 
 
+def is_ours(line: str) -> bool:
+    return bool(_OURS.match(re.sub(r"^([A-Z_]+=\S+ |\. )*", "", line)))
+
+
 def page_commands(page: Path) -> set[str]:
     text = page.read_text(encoding="utf-8")
     found = set()
@@ -83,7 +94,7 @@ def page_commands(page: Path) -> set[str]:
     for block in _INDENTED.findall(text):
         found.update(shell_lines(block))
     found.update(" ".join(span.split()) for span in _SPAN.findall(text))
-    return {line for line in found if _OURS.match(re.sub(r"^([A-Z_]+=\S+ |\. )*", "", line))}
+    return {line for line in found if is_ours(line)}
 
 
 def workflow_commands(file: Path) -> set[str]:
@@ -163,6 +174,18 @@ def test_the_commands_of_a_workflow_parse(file):
     for line in sorted(lines):
         for words in commands_in(line):
             check(words)
+
+
+@pytest.mark.parametrize("tool", TOOLS, ids=str)
+def test_a_tool_is_named_by_a_page_and_the_commands_of_its_header_parse(tool):
+    header = ast.get_docstring(ast.parse((ROOT / tool).read_text(encoding="utf-8")))
+    assert header
+    name = ".".join(tool.with_suffix("").parts).removesuffix(".__main__")
+    for command in filter(is_ours, shell_lines(header)):
+        for words in commands_in(re.split(r"  |`", command)[0]):
+            check(words)
+    named = {word for page in PAGES for line in page_commands(page) for word in line.split()}
+    assert {name, str(tool)} & named
 
 
 @pytest.mark.parametrize(

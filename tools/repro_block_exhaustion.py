@@ -22,7 +22,7 @@ import sys
 
 import numpy as np
 
-from tools.dev.run_main import parser_of, run_main
+from tools.lib.frame import parser_of, run_main
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.model.files import find
 from vllm_metal_lite.model.loader import LoadedModel, load

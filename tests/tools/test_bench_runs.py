@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.support.models import tiny_models as tiny
-from tools.bench import serving as bench_serving
+from tools.bench import engine as bench_engine
 from tools.bench import speculation
 from tools.bench.lib.engines import Run
 from tools.bench.lib.loads import Load, Wave
@@ -24,14 +24,14 @@ def test_runs_are_written_one_by_one_and_an_engine_that_fails_is_left_out(tmp_pa
     def fails(*_):
         raise RuntimeError("cuGraphAddKernelNode: invalid argument")
 
-    report = bench_serving.Report(str(tmp_path / "a.json"))
+    report = bench_engine.Report(str(tmp_path / "a.json"))
     args = argparse.Namespace(report=report)
-    bench = bench_serving.Bench("D", Load("one", [Wave([[1]], [2])]), args)
+    bench = bench_engine.Bench("D", Load("one", [Wave([[1]], [2])]), args)
     engine = argparse.Namespace(name="mlx-lm 16/32", way="none")
     done = Run([0.0], [[0.1, 0.2]], [[1, 2]], [[1]], seconds=0.2)
-    monkeypatch.setattr(bench_serving, "drive", lambda *_: done)
+    monkeypatch.setattr(bench_engine, "drive", lambda *_: done)
     assert bench.tried(engine)["output_tokens_per_s"] == 10
-    monkeypatch.setattr(bench_serving, "drive", fails)
+    monkeypatch.setattr(bench_engine, "drive", fails)
     assert bench.tried(engine) is None
     runs = json.loads((tmp_path / "a.json").read_text())["runs"]
     assert [r["note"] for r in runs] == ["sweep", "failed"]

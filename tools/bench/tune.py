@@ -9,8 +9,7 @@ marks the present value.  The reader chooses the value to commit.  The heads are
 Qwen3 models, in bfloat16.  Check the kernels first: `vllm-metal-lite doctor`.
 """
 
-import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,8 +17,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from tools.bench.lib.tables import table_head
-from tools.dev.run_main import run_main
+from tools.lib.frame import parser_of, print_table, run_main
 from vllm_metal_lite import MetalLiteError, backend
 from vllm_metal_lite.attention.paged.decodes import decode_plan
 from vllm_metal_lite.backend import mx
@@ -195,18 +193,21 @@ def sweep(name: str, loads: Loads) -> None:
     constant, now = name.split(":")[0], profile()
     present = getattr(now, constant, 0)
     print(f"\n### {name}: us a call of `{load.__name__}`\n")
-    table_head([name, *(", ".join(map(str, arguments)) for arguments in columns)])
-    for value in sorted({*values, present}):
-        changed = {backend.name(): replace(now, **{constant: value} if values else {})}
-        with patch.dict(PROFILES, changed):
-            times = [load(loads, *arguments) for arguments in columns]
-        cells = " | ".join(f"{1e6 * seconds:,.1f}" for seconds in times)
-        print(f"| {value:,}{' *' if value == present else ''} | {cells} |", flush=True)
-        mx.clear_cache()
+
+    def timed() -> Iterator[Sequence[str]]:
+        for value in sorted({*values, present}):
+            changed = {backend.name(): replace(now, **{constant: value} if values else {})}
+            with patch.dict(PROFILES, changed):
+                times = [load(loads, *arguments) for arguments in columns]
+            star = " *" if value == present else ""
+            yield f"{value:,}{star}", *(f"{1e6 * seconds:,.1f}" for seconds in times)
+            mx.clear_cache()
+
+    print_table([name, *(", ".join(map(str, arguments)) for arguments in columns)], timed())
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("names", nargs="*", choices=[*CONSTANTS, []], metavar="CONSTANT")
     parser.add_argument("--kernel", choices=REGISTRY)
     args = parser.parse_args()

@@ -7,13 +7,13 @@ generation, one prompt at a time), `ours`, or `both`; both together also compare
 """
 
 import argparse
-import sys
 import time
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from tools.demo_model import data
+from tools.lib.frame import parser_of, run_main, say
 from vllm_metal_lite import LLM, SamplingParams
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.model.files import DEMO_PATH
@@ -70,7 +70,7 @@ def measure(length: int, args: argparse.Namespace) -> float:
             right += is_right(text, test.value)
             if not is_right(text, test.value):
                 asked = test.messages[-1][1][-60:]
-                print(f"  {name}: {asked!r} -> {text!r}, not {test.value!r}", file=sys.stderr)
+                say(f"{name}: {asked!r} -> {text!r}, not {test.value!r}")
         shares.append(right / len(tests))
         row += f"  {name}: {100 * shares[-1]:.1f} % in {seconds:.1f} s"
     if len(answers) == 2:
@@ -82,7 +82,7 @@ def measure(length: int, args: argparse.Namespace) -> float:
 
 def main() -> int:
     """Run the command line; returns 1 if an accuracy is below --require."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=DEMO_PATH)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 3072])
     parser.add_argument("--num-prompts", type=int, default=100, help="prompts of each length")
@@ -94,4 +94,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -5,6 +5,7 @@ python -m tools.dev.kernels_table
 
 from pathlib import Path
 
+from tools.lib.frame import parser_of, run_main
 from vllm_metal_lite.kernels.registry import REGISTRY, KernelRow
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
@@ -24,11 +25,13 @@ def table() -> str:
     return "\n".join([HEAD, "| --- | --- | --- | --- |", *map(line, REGISTRY.values())]) + "\n"
 
 
-def main() -> None:
+def main() -> int:
+    parser_of(__doc__).parse_args()
     before, _, rest = PATH.read_text(encoding="utf-8").partition(HEAD)
     after = rest.partition("\n\n")[2]
     PATH.write_text(f"{before}{table()}\n{after}", encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

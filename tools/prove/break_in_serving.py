@@ -12,7 +12,7 @@ latents and recurrent layers.  Prints a row per kernel; exit status 0 only if al
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -21,7 +21,7 @@ from unittest.mock import patch
 import numpy as np
 
 from tests.support.kernels.broken_machine import all_kernels, edit
-from tools.dev.run_main import parser_of, run_main
+from tools.lib.frame import parser_of, print_table, run_main
 from tools.prove.cpu_host import on_host
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend, devices
 from vllm_metal_lite.attention.select import Verdict
@@ -36,6 +36,7 @@ from vllm_metal_lite.model.packed import NO_FUSION
 # Prompt lengths.  Each wave makes new instantiations: more requests, and longer ones.
 WAVES = ((40, 70), (130, 33, 90), (300, 257, 128, 60))
 WAVE_STEPS, NEW_TOKENS = 6, 24
+RIGHT = "right"
 # Behind this many tokens the prompts of a wave differ.
 SHARED = 24
 
@@ -159,8 +160,8 @@ def expected_tokens(model: str, case: Case) -> list[dict[str, list[int]]]:
     return [Serving(make_engine(model, case, "auto", few)).run() for few in (True, False)]
 
 
-def try_kernel(name: str, model: str, expected: list[dict[str, list[int]]]) -> bool:
-    """Serve with one kernel broken after the first wave; prints a row."""
+def row_of(name: str, model: str, expected: list[dict[str, list[int]]]) -> tuple[str, ...]:
+    """Serve with one kernel broken after the first wave; the last cell tells what is wrong."""
     case, warnings, start = CASES[name], Warnings(), time.perf_counter()
     logger = logging.getLogger("vllm_metal_lite")
     problem = ""
@@ -186,8 +187,17 @@ def try_kernel(name: str, model: str, expected: list[dict[str, list[int]]]) -> b
     path = "-" if problem else serving.engine.runner.attention.name
     seconds = time.perf_counter() - start
     count = 0 if problem else sum(map(len, serving.tokens.values()))
-    print(f"| {name} | {path} | {count} | {seconds:.1f} | {problem or 'right'} |", flush=True)
-    return not problem
+    return name, path, f"{count}", f"{seconds:.1f}", problem or RIGHT
+
+
+def rows(kernels: Sequence[str], model: str) -> Iterator[tuple[str, ...]]:
+    known: dict[tuple[object, ...], list[dict[str, list[int]]]] = {}
+    for name in kernels:
+        case = CASES[name]
+        kind = case.kv_bits, case.dtype, case.tiny
+        if kind not in known:
+            known[kind] = expected_tokens(model, case)
+        yield row_of(name, model, known[kind])
 
 
 def main() -> int:
@@ -204,18 +214,10 @@ def main() -> int:
             stack.enter_context(patch.object(mx, "gather_mm", of_16_bits(mx.gather_mm)))
         stack.enter_context(short_contexts())
         print(f"{backend.describe()}; MLX {mx.__version__}; {args.model}\n")
-        print(f"| broken kernel | attention after it | tokens | s | |\n{'| --- ' * 5}|")
-        known: dict[tuple[object, ...], list[dict[str, list[int]]]] = {}
-        failed = 0
-        for name in args.kernels:
-            case = CASES[name]
-            kind = case.kv_bits, case.dtype, case.tiny
-            if kind not in known:
-                known[kind] = expected_tokens(args.model, case)
-            failed += not try_kernel(name, args.model, known[kind])
-    count = len(args.kernels)
-    print(f"\n{count - failed} of {count} kernels were replaced, no token changed")
-    return int(failed > 0)
+        heads = ("broken kernel", "attention after it", "tokens", "s", "")
+        found = [row[-1] for row in print_table(heads, rows(args.kernels, args.model))]
+    print(f"\n{found.count(RIGHT)} of {len(found)} kernels were replaced, no token changed")
+    return 0 if set(found) == {RIGHT} else 1
 
 
 if __name__ == "__main__":

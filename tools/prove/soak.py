@@ -22,7 +22,6 @@ import random
 import shutil
 import socket
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -42,8 +41,8 @@ from tests.support.server.crowd import (
     unclean,
     until,
 )
-from tools.bench.lib.servers import free_port, rss_mib, server
-from tools.dev.run_main import parser_of, run_main
+from tools.lib.frame import parser_of, print_table, run_main, say
+from tools.lib.servers import ours, rss_mib, server
 from vllm_metal_lite.model.files import find
 
 EVERY = 10  # seconds
@@ -125,7 +124,6 @@ def question_body(question: Question) -> dict[str, Any]:
 class Sample(NamedTuple):
     """kept: MiB of the buffers that MLX keeps in the engine.  files: open ones of both."""
 
-    seconds: float
     visits: int
     server_mib: float
     engine_mib: float
@@ -134,7 +132,7 @@ class Sample(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"[{self.seconds:5.0f} s] {self.visits:6,} visits, server {self.server_mib:.1f} MiB, "
+            f"{self.visits:6,} visits, server {self.server_mib:.1f} MiB, "
             f"engine {self.engine_mib:.1f} MiB, {self.kept:.1f} kept by MLX, "
             f"{self.files[0]} and {self.files[1]} files"
         )
@@ -146,8 +144,7 @@ class Soak:
         self.samples: list[Sample] = []
 
     async def run(self, seconds: float, num_clients: int) -> None:
-        started = time.monotonic()
-        end = started + seconds
+        end = time.monotonic() + seconds
 
         async def client(number: int) -> None:
             rng = random.Random(number)
@@ -169,7 +166,7 @@ class Soak:
             while True:
                 metrics = (await get(self.url, "/status"))["models"][0]["metrics"]
                 kept = metrics["memory_cached_bytes"] / 2**20
-                self._measure(time.monotonic() - started, kept)
+                self._measure(kept)
                 await asyncio.sleep(EVERY)
 
         measuring = asyncio.ensure_future(measure())
@@ -178,29 +175,28 @@ class Soak:
         await asyncio.gather(*map(client, range(num_clients)), *odd_ones)
         measuring.cancel()
 
-    def _measure(self, now: float, kept: float) -> None:
+    def _measure(self, kept: float) -> None:
         server, engine = self.pids
         mib = (rss_mib(server) or 0.0, rss_mib(engine) or 0.0, kept)
         files = num_fds(server), num_fds(engine)
-        self.samples.append(Sample(now, self.crowd.counts.total(), *mib, files))
-        line = f"{self.samples[-1]}, {len(self.crowd.faults)} faults"
-        print(line, file=sys.stderr, flush=True)
+        self.samples.append(Sample(self.crowd.counts.total(), *mib, files))
+        say(f"{self.samples[-1]}, {len(self.crowd.faults)} faults")
 
     def growth(self, opened: list[int], left: list[int]) -> list[str]:
         """What has grown, in words.  opened, left: open files at the start and at the end."""
         quarter = max(len(self.samples) // 4, 1)
         grown = []
-        print("| process | MiB, second quarter | MiB, last quarter | limit |")
-        print("| --- | --- | --- | --- |")
+        rows = []
         server = [sample.server_mib for sample in self.samples]
         engine = [sample.engine_mib - sample.kept for sample in self.samples]
         for name, mib in (("server", server), ("engine, but for kept buffers", engine)):
             before = statistics.median(mib[quarter : 2 * quarter])
             after = statistics.median(mib[-quarter:])
             limit = before * (1 + ALLOWED_SHARE) + ALLOWED_MIB
-            print(f"| {name} | {before:.1f} | {after:.1f} | {limit:.1f} |")
+            rows.append((name, *(f"{number:.1f}" for number in (before, after, limit))))
             if after > limit:
                 grown.append(f"{name}: {before:.1f} MiB became {after:.1f}, limit {limit:.1f}")
+        print_table(("process", "MiB, second quarter", "MiB, last quarter", "limit"), rows)
         print(f"Open files of the server and the engine: {opened}, then {left}")
         for first, last in zip(opened, left, strict=True):
             if last > first + ALLOWED_FILES:
@@ -252,17 +248,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--clients", type=int, default=24)
     args = parser.parse_args()
-    port = free_port()
     with tempfile.TemporaryDirectory() as scratch:
         broken = f"broken={cut(Path(scratch) / 'broken')}"
-        command = [sys.executable, "-m", "vllm_metal_lite", "serve", "--port", str(port)]
-        command += ["--model", "demo", "--pin", "demo", "--model", "twin=demo"]
-        command += ["--model", "third=demo", "--model", broken, "--memory-budget-gib", "2.3"]
-        command += ["--num-blocks", "36", "--max-num-seqs", "12", "--max-model-len", "512"]
-        command += ["--max-waiting", "11"]
+        models = ["--model", "twin=demo", "--model", "third=demo", "--model", broken]
+        limits = "--pin demo --memory-budget-gib 2.3 --num-blocks 36 --max-num-seqs 12"
+        limits += " --max-model-len 512 --max-waiting 11"
         log = Path(scratch) / "log.txt"
-        with server(command, port, log) as pid:
-            result = asyncio.run(soak(f"http://127.0.0.1:{port}", pid, args))
+        with server(ours("demo", *models, *limits.split()), log) as (url, pid):
+            result = asyncio.run(soak(url, pid, args))
         if "Traceback" in log.read_text():
             print(f"the server's log has a trace:\n{log.read_text()[-2000:]}")
             result = 1

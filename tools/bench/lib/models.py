@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tools.bench.lib.configs import SHAPES, random_config
+from tools.bench.lib.shapes import SHAPES, random_config
 from vllm_metal_lite import MetalLiteError, backend
 from vllm_metal_lite.model.files import DEMO_PATH
 from vllm_metal_lite.model.loader import LoadedModel, from_model, load

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from tools.bench import kernels as bench_kernels
-from tools.bench import serving as bench_serving
+from tools.bench import engine as bench_engine
 from tools.bench.lib import engines as engines
+from tools.bench.lib.agreement import agree
 from tools.bench.lib.loads import Load, Sizes, Wave, agents, newcomer, users
-from tools.bench.lib.metrics import agree, measure
+from tools.bench.lib.metrics import measure, median_of
 from tools.bench.lib.mlx_lm import MlxLm, MlxLmSingle, Settings
 from tools.bench.lib.models import random_model
 from tools.bench.lib.roofline import step_bytes
-from vllm_metal_lite import MetalLiteError, backend
+from vllm_metal_lite import backend
 
 mx = backend.mx
 HYBRIDS = ("qwen3.5-tiny", "nemotron-h-tiny", "lfm2-tiny")
@@ -89,6 +89,12 @@ def test_paces_of_a_run():
     # From 0.17 to 0.29: 12 tokens of the first, 11 of the second.
     assert values["steady_tokens_per_s"] == pytest.approx(23 / 0.12)
     assert values["peak_gib"] == 1
+
+
+def test_medians_are_of_the_metrics_that_all_turns_have():
+    """A turn whose requests never decode together has no steady pace."""
+    turns = [{"ttft": 1.0, "steady": 2.0}, {"ttft": 3.0}]
+    assert median_of(turns) == {"ttft": 2.0}
 
 
 def test_gaps_around_a_newcomer():
@@ -171,18 +177,11 @@ def test_bytes_of_experts_that_are_used():
 @pytest.mark.thorough
 def test_the_summary_of_loads_of_a_hybrid_model(monkeypatch, capsys):
     arguments = "--model nemotron-h-tiny --load C D --scale 0.03 --quick --summary"
-    monkeypatch.setattr(sys, "argv", ["bench/serving.py", *arguments.split()])
-    assert bench_serving.main() == 0
+    monkeypatch.setattr(sys, "argv", ["bench/engine.py", *arguments.split()])
+    assert bench_engine.main() == 0
     lines = capsys.readouterr().out.splitlines()
     heading = lines.index("### Ours, in brackets the ratios to mlx-lm at its best") + 2
     columns, _, *rows = (line.split(" | ") for line in lines[heading : heading + 4])
     decode, alone = (dict(zip(columns, row, strict=True)) for row in rows)
     assert decode["of roofline"].endswith("%")
     assert all(row["output tokens/s"].count("(") == 1 for row in (decode, alone))
-
-
-@pytest.mark.skipif(not backend.is_cpu(), reason="there is a GPU")
-def test_kernels_are_not_timed_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["kernels.py", "--only", "paged_decode"])
-    with pytest.raises(MetalLiteError, match="kernels need a GPU"):
-        bench_kernels.main()

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Runs one load on this engine and on mlx-lm: same weights, one process, alternately, medians.
 
-    python -m tools.bench.serving --load A --model qwen3-0.6b          a GPU
-    python -m tools.bench.serving --load B --model qwen3-4b --bits 4
-    python -m tools.bench.serving --load G --model demo                a CPU
-    python -m tools.bench.serving --load H U C --model qwen3.5-4b
-    python -m tools.bench.serving --host
+    python -m tools.bench.engine --load A --model qwen3-0.6b          a GPU
+    python -m tools.bench.engine --load B --model qwen3-4b --bits 4
+    python -m tools.bench.engine --load H U C --model qwen3.5-4b
+    python -m tools.bench.engine --load G                             a CPU, the demo model
+    python -m tools.bench.engine --load G --quick --scale 0.1         the same in some seconds
 
 --model: a key of bench/lib/shapes.json or HIDDENxLAYERS, with random weights; or what the
 engine can load.
@@ -25,16 +25,16 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from tools.bench.lib.agreement import agree
 from tools.bench.lib.engines import Engine, Run, ThisEngine, drive
-from tools.bench.lib.host import host
 from tools.bench.lib.loads import LOADS, Load, Sizes
-from tools.bench.lib.metrics import Metrics, Result, agree, measure, median_of
+from tools.bench.lib.metrics import Metrics, measure, median_of
 from tools.bench.lib.mlx_lm import MlxLm, MlxLmSingle, Settings, native
 from tools.bench.lib.models import BITS, get_model
 from tools.bench.lib.roofline import measured_bandwidth, step_bytes
-from tools.bench.lib.tables import COLUMNS, NEWCOMER, print_load, print_summary, ratios
+from tools.bench.lib.tables import Result, print_load, print_summary, ratios
 from tools.bench.lib.trust import trusted
-from tools.dev.run_main import parser_of, run_main
+from tools.lib.frame import parser_of, run_main, say
 from vllm_metal_lite import EngineConfig, MetalLiteError, backend
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.model.loader import LoadedModel
@@ -44,7 +44,7 @@ STEPS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens of a step, the decodes
 
 @dataclass
 class Report:
-    """All measurements.  runs: load, note, engine and metrics of each run.  host: see `host`."""
+    """All measurements.  runs: load, note, engine and metrics of each run."""
 
     path: str | None
     device: str = field(default_factory=backend.describe)
@@ -52,7 +52,6 @@ class Report:
     model: str = ""
     runs: list[dict[str, Any]] = field(default_factory=list)
     loads: list[Result] = field(default_factory=list)
-    host: dict[str, float] = field(default_factory=dict)
 
     def note(self, **run: Any) -> None:
         self.runs.append(run)
@@ -97,8 +96,7 @@ class Bench:
         values = measure(self.load, run)
         self.report.note(load=self.letter, note=note, engine=engine.name, metrics=values)
         speed = values["output_tokens_per_s"]
-        text = f"{self.label}, {note}, {engine.name}: {run.seconds:.2f} s, {speed:,.0f} tokens/s"
-        print(text, file=sys.stderr, flush=True)
+        say(f"{self.label}, {note}, {engine.name}: {run.seconds:.2f} s, {speed:,.0f} tokens/s")
         return values, run
 
     def tried(self, engine: Engine) -> Metrics | None:
@@ -107,7 +105,7 @@ class Bench:
         try:
             return self.run(engine, "sweep")[0]
         except (RuntimeError, ValueError) as e:
-            print(f"{self.label}, {engine.name}: left out, {one_line(e)}", file=sys.stderr)
+            say(f"{self.label}, {engine.name}: left out, {one_line(e)}")
             self.report.note(load=self.letter, note="failed", engine=engine.name, why=one_line(e))
             return None
         finally:
@@ -131,7 +129,6 @@ class Bench:
             tokens_in=sum(map(len, ours.prompts)),
             tokens_out=sum(map(len, ours.tokens)),
             engines={name: median_of(v) for name, v in values.items()},
-            turns=values,
             agreement=agree(model, ours, last[theirs.name]) if theirs else None,
         )
 
@@ -157,7 +154,7 @@ def compare(letter: str, load: Load, model: LoadedModel, args: argparse.Namespac
     result = bench.turns(model, [ours, *finalists], args.repeats, theirs=best)
     if letter == "C":
         add_roofline(model, load, result.engines)
-    return replace(result, ratios=ratios(result.engines), sweep=sweep)
+    return replace(result, ratios=ratios(result.engines))
 
 
 def best_of(candidates: list[Engine], sweep: dict[str, Metrics]) -> list[Engine]:
@@ -208,9 +205,9 @@ def run_loads(model: LoadedModel, args: argparse.Namespace) -> None:
                     f"load {letter} has requests of {load.longest} tokens, and {model.name} a "
                     f"context of {model.max_position}: lower --scale"
                 )
-            how, columns = (newcomer, NEWCOMER) if letter == "F" else (compare, COLUMNS)
+            how = newcomer if letter == "F" else compare
             args.report.loads.append(how(letter, load, model, args))
-            print_load(args.report.loads[-1], columns)
+            print_load(args.report.loads[-1])
 
 
 def _settings(text: str) -> Settings:
@@ -232,7 +229,7 @@ def _option(text: str) -> tuple[str, Any]:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--load", nargs="+", choices=list(LOADS), default=[])
+    parser.add_argument("--load", nargs="+", choices=list(LOADS), required=True)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--bits", choices=BITS, help="of random weights")
@@ -247,35 +244,27 @@ def main() -> int:
     parser.add_argument(
         "--trusted", action="store_true", help="every kernel for all rows; no checks or timings"
     )
-    parser.add_argument("--host", action="store_true", help="host work of a step, no model")
     parser.add_argument("--summary", action="store_true", help="at the end, a line a load")
     parser.add_argument("--json", metavar="FILE", help="also write everything there, run by run")
     args = parser.parse_args()
     args.ours, args.report = dict(args.ours), Report(args.json)
     args.repeats = args.repeats or (1 if args.quick else 3)
-    if not (args.load or args.host):
-        parser.error("nothing to do: give --load or --host")
-
-    report = args.report
-    print(f"## {backend.describe()}", flush=True)
-    if args.load:
-        model = get_model(args.model, args.dtype, args.bits)
-        native(model)
-        report.model = model.name
-        gib = model.weight_bytes / 2**30
-        print(f"\n{model.name}: {model.num_parameters / 1e6:,.1f} M parameters, {gib:.2f} GiB")
-        if model.packed.by_segment is not None:
-            print(f"\nAttention runs by segment: {model.packed.by_segment}", flush=True)
-        with trusted() if args.trusted else nullcontext():
-            run_loads(model, args)
-    if args.host:
-        report.host = host()
+    model, report = get_model(args.model, args.dtype, args.bits), args.report
+    native(model)
+    report.model = model.name
+    gib = model.weight_bytes / 2**30
+    print(f"## {backend.describe()}\n")
+    print(f"{model.name}: {model.num_parameters / 1e6:,.1f} M parameters, {gib:.2f} GiB")
+    if model.packed.by_segment is not None:
+        print(f"\nAttention runs by segment: {model.packed.by_segment}", flush=True)
+    with trusted() if args.trusted else nullcontext():
+        run_loads(model, args)
     if args.summary:
         print_summary(report.loads)
     report.write()
     apart = [result.load for result in report.loads if not result.within_ties]
     for letter in apart:
-        print(f"{letter}: tokens differ by more than ties", file=sys.stderr)
+        say(f"{letter}: tokens differ by more than ties")
     return 1 if apart else 0
 
 
