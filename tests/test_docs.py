@@ -27,12 +27,9 @@ FILES = [
 ]
 WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
 SCRIPTS = [ROOT / ".ci/run", ROOT / "tools/test"]
-
-TOOLS = sorted(
-    file.relative_to(ROOT)
-    for file in (ROOT / "tools").rglob("*.py")
-    if "run_main(main)" in file.read_text(encoding="utf-8")
-)
+TOOLS = [
+    file for file in sorted(ROOT.rglob("tools/**/*.py")) if "run_main(main)" in file.read_text()
+]
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(r"^(?: {4,}\S.*\n)+", re.MULTILINE)
@@ -80,12 +77,11 @@ def commands_in(line: str) -> Iterator[list[str]]:
         return
 
 
-def is_ours(line: str) -> bool:
-    return bool(_OURS.match(re.sub(r"^([A-Z_]+=\S+ |\. )*", "", line)))
-
-
 def page_commands(page: Path) -> set[str]:
+    """The commands that a page, or the header of a tool, shows."""
     text = page.read_text(encoding="utf-8")
+    if page.suffix == ".py":
+        text = ast.get_docstring(ast.parse(text)) or ""
     found = set()
     for language, block in _FENCE.findall(text):
         if language in ("", "sh"):
@@ -94,7 +90,7 @@ def page_commands(page: Path) -> set[str]:
     for block in _INDENTED.findall(text):
         found.update(shell_lines(block))
     found.update(" ".join(span.split()) for span in _SPAN.findall(text))
-    return {line for line in found if is_ours(line)}
+    return {line for line in found if _OURS.match(re.sub(r"^([A-Z_]+=\S+ |\. )*", "", line))}
 
 
 def workflow_commands(file: Path) -> set[str]:
@@ -158,12 +154,12 @@ def parse_tool(name: str, words: list[str]) -> None:
             assert not [word for word in words if word.startswith("-")], "it has no flags"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *TOOLS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_commands_of_a_page_parse(page):
     if page.name == "notes.md":
         return  # commands that were there once
     for line in sorted(page_commands(page)):
-        for words in commands_in(line.split("  #")[0]):
+        for words in commands_in(line.split("  ")[0]):
             check(words)
 
 
@@ -176,16 +172,12 @@ def test_the_commands_of_a_workflow_parse(file):
             check(words)
 
 
-@pytest.mark.parametrize("tool", TOOLS, ids=str)
-def test_a_tool_is_named_by_a_page_and_the_commands_of_its_header_parse(tool):
-    header = ast.get_docstring(ast.parse((ROOT / tool).read_text(encoding="utf-8")))
-    assert header
-    name = ".".join(tool.with_suffix("").parts).removesuffix(".__main__")
-    for command in filter(is_ours, shell_lines(header)):
-        for words in commands_in(re.split(r"  |`", command)[0]):
-            check(words)
+def test_a_page_names_every_tool():
     named = {word for page in PAGES for line in page_commands(page) for word in line.split()}
-    assert {name, str(tool)} & named
+    for tool in TOOLS:
+        path = tool.relative_to(ROOT).with_suffix("")
+        module = ".".join(path.parts).removesuffix(".__main__")
+        assert {module, f"{path}.py"} & named, tool
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,15 @@
-"""The serving benchmark measures what it says: its clock, its engines, its comparison of tokens."""
+"""The benchmarks of engines measure what they say: the clock, the engines, the comparison."""
 
+import argparse
+import re
 import sys
 from dataclasses import replace
 
 import pytest
 
+from tests.support.models import tiny_models as tiny
 from tools.bench import engine as bench_engine
+from tools.bench import speculation
 from tools.bench.lib import engines as engines
 from tools.bench.lib.agreement import agree
 from tools.bench.lib.loads import Load, Sizes, Wave, agents, newcomer, users
@@ -13,9 +17,13 @@ from tools.bench.lib.metrics import measure, median_of
 from tools.bench.lib.mlx_lm import MlxLm, MlxLmSingle, Settings
 from tools.bench.lib.models import random_model
 from tools.bench.lib.roofline import step_bytes
-from vllm_metal_lite import backend
+from tools.bench.lib.trust import trusted
+from vllm_metal_lite.attention.paged.attention import KernelAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks import verdicts
+from vllm_metal_lite.fusion import decide
+from vllm_metal_lite.kv.store import PagedStore
 
-mx = backend.mx
 HYBRIDS = ("qwen3.5-tiny", "nemotron-h-tiny", "lfm2-tiny")
 
 
@@ -185,3 +193,35 @@ def test_the_summary_of_loads_of_a_hybrid_model(monkeypatch, capsys):
     decode, alone = (dict(zip(columns, row, strict=True)) for row in rows)
     assert decode["of roofline"].endswith("%")
     assert all(row["output tokens/s"].count("(") == 1 for row in (decode, alone))
+
+
+def test_an_engine_that_fails_is_left_out(monkeypatch, capsys):
+    def fails(*_):
+        raise RuntimeError("cuGraphAddKernelNode: invalid argument")
+
+    bench = bench_engine.Bench("D", Load("one", [Wave([[1]], [2])]))
+    engine = argparse.Namespace(name="mlx-lm 16/32", way="none")
+    done = engines.Run([0.0], [[0.1, 0.2]], [[1, 2]], [[1]], seconds=0.2)
+    monkeypatch.setattr(bench_engine, "drive", lambda *_: done)
+    assert bench.tried(engine)["output_tokens_per_s"] == 10
+    monkeypatch.setattr(bench_engine, "drive", fails)
+    assert bench.tried(engine) is None
+    assert capsys.readouterr().err.endswith("left out, cuGraphAddKernelNode: invalid argument\n")
+
+
+def test_a_trusted_engine_uses_every_kernel_for_all_rows(monkeypatch):
+    model = tiny.packed("qwen3", mx.bfloat16)
+    store = PagedStore(model.packed.layout.specs, 4, 8)
+    monkeypatch.setattr(decide.Trial, "problem", lambda *_: pytest.fail("a trial"))
+    with trusted("varlen"):
+        verdict = verdicts.verify(None)
+        fusion = decide.decide(model.packed, KernelAttention(store, verdict.prefill, ()))
+    assert not verdict.failures
+    assert fusion.skinny_rows == range(1, 65)
+
+
+def test_drafts_of_an_edited_text_are_accepted(monkeypatch, capsys):
+    how = "--tiny --only edit --requests 1 --runs 1"
+    monkeypatch.setattr(sys, "argv", ["speculation.py", *how.split()])
+    speculation.main()
+    assert int(re.search(r"(\d+) of \d+ \|$", capsys.readouterr().out.rstrip())[1]) > 0

@@ -9,7 +9,6 @@
 
 --model: a key of bench/lib/shapes.json or HIDDENxLAYERS, with random weights; or what the
 engine can load.
---json is written again after each run, so it keeps all measurements if the tool is interrupted.
 
 Decoding is greedy and ignores the end of sequence.  The first runs of each engine are warm-ups.  So
 is the sweep over mlx-lm's settings: the best by tokens/s and the best by time to first token are
@@ -20,9 +19,8 @@ mlx-lm's best; above 1 means that this engine is better.  Prints Markdown; progr
 import argparse
 import gc
 import json
-import sys
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from tools.bench.lib.agreement import agree
@@ -40,27 +38,6 @@ from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.model.loader import LoadedModel
 
 STEPS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens of a step, the decodes' among them
-
-
-@dataclass
-class Report:
-    """All measurements.  runs: load, note, engine and metrics of each run."""
-
-    path: str | None
-    device: str = field(default_factory=backend.describe)
-    arguments: list[str] = field(default_factory=lambda: sys.argv[1:])
-    model: str = ""
-    runs: list[dict[str, Any]] = field(default_factory=list)
-    loads: list[Result] = field(default_factory=list)
-
-    def note(self, **run: Any) -> None:
-        self.runs.append(run)
-        self.write()
-
-    def write(self) -> None:
-        if self.path:
-            with open(self.path, "w", encoding="utf-8") as file:
-                json.dump(asdict(self), file, indent=1)
 
 
 def peers(letter: str, load: Load, model: LoadedModel) -> list[Engine]:
@@ -85,16 +62,14 @@ def peers(letter: str, load: Load, model: LoadedModel) -> list[Engine]:
 
 
 class Bench:
-    """Runs engines alternately; keeps the metrics of every counted run."""
+    """Runs engines on a load, alternately."""
 
-    def __init__(self, letter: str, load: Load, args: argparse.Namespace) -> None:
-        self.letter, self.load, self.report = letter, load, args.report
-        self.label = f"{letter} {load.name}"
+    def __init__(self, letter: str, load: Load) -> None:
+        self.letter, self.load, self.label = letter, load, f"{letter} {load.name}"
 
     def run(self, engine: Engine, note: str) -> tuple[Metrics, Run]:
         run = drive(engine, self.load)
         values = measure(self.load, run)
-        self.report.note(load=self.letter, note=note, engine=engine.name, metrics=values)
         speed = values["output_tokens_per_s"]
         say(f"{self.label}, {note}, {engine.name}: {run.seconds:.2f} s, {speed:,.0f} tokens/s")
         return values, run
@@ -106,7 +81,6 @@ class Bench:
             return self.run(engine, "sweep")[0]
         except (RuntimeError, ValueError) as e:
             say(f"{self.label}, {engine.name}: left out, {one_line(e)}")
-            self.report.note(load=self.letter, note="failed", engine=engine.name, why=one_line(e))
             return None
         finally:
             gc.collect()
@@ -135,7 +109,7 @@ class Bench:
 
 def compare(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> Result:
     """Run one load on this engine and on mlx-lm at its best."""
-    bench = Bench(letter, load, args)
+    bench = Bench(letter, load)
     ours = ThisEngine(model, load, args.ours)
     candidates = peers(letter, load, model)
     if args.settings and letter != "D":
@@ -190,14 +164,15 @@ def newcomer(letter: str, load: Load, model: LoadedModel, args: argparse.Namespa
         engines.append(ThisEngine(model, load, options, name=f"{policy}, in one step"))
     steps = (2048,) if args.quick else (2048, 512)
     engines += [MlxLm(model, Settings(8, 32, prefill_step_size=s)) for s in steps]
-    bench = Bench(letter, load, args)
+    bench = Bench(letter, load)
     for engine in engines:
         for _ in range(2):
             bench.run(engine, "warm-up")
     return bench.turns(model, engines, args.repeats, theirs=engines[-1])
 
 
-def run_loads(model: LoadedModel, args: argparse.Namespace) -> None:
+def run_loads(model: LoadedModel, args: argparse.Namespace) -> list[Result]:
+    results = []
     for letter in args.load:
         for load in LOADS[letter](Sizes(model.vocab_size, args.scale)):
             if load.longest > model.max_position:
@@ -206,8 +181,9 @@ def run_loads(model: LoadedModel, args: argparse.Namespace) -> None:
                     f"context of {model.max_position}: lower --scale"
                 )
             how = newcomer if letter == "F" else compare
-            args.report.loads.append(how(letter, load, model, args))
-            print_load(args.report.loads[-1])
+            results.append(how(letter, load, model, args))
+            print_load(results[-1])
+    return results
 
 
 def _settings(text: str) -> Settings:
@@ -245,24 +221,21 @@ def main() -> int:
         "--trusted", action="store_true", help="every kernel for all rows; no checks or timings"
     )
     parser.add_argument("--summary", action="store_true", help="at the end, a line a load")
-    parser.add_argument("--json", metavar="FILE", help="also write everything there, run by run")
     args = parser.parse_args()
-    args.ours, args.report = dict(args.ours), Report(args.json)
+    args.ours = dict(args.ours)
     args.repeats = args.repeats or (1 if args.quick else 3)
-    model, report = get_model(args.model, args.dtype, args.bits), args.report
+    model = get_model(args.model, args.dtype, args.bits)
     native(model)
-    report.model = model.name
     gib = model.weight_bytes / 2**30
     print(f"## {backend.describe()}\n")
     print(f"{model.name}: {model.num_parameters / 1e6:,.1f} M parameters, {gib:.2f} GiB")
     if model.packed.by_segment is not None:
         print(f"\nAttention runs by segment: {model.packed.by_segment}", flush=True)
     with trusted() if args.trusted else nullcontext():
-        run_loads(model, args)
+        results = run_loads(model, args)
     if args.summary:
-        print_summary(report.loads)
-    report.write()
-    apart = [result.load for result in report.loads if not result.within_ties]
+        print_summary(results)
+    apart = [result.load for result in results if not result.within_ties]
     for letter in apart:
         say(f"{letter}: tokens differ by more than ties")
     return 1 if apart else 0

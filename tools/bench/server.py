@@ -21,9 +21,8 @@
 
 Every run has its own prompts, so a cache helps only within sessions.  The systems run one after the
 other, each in its own process.  Two runs warm up (agents: --warm sessions of two turns).  Prompts
-are text, over streamed /v1/completions; agents, and all loads with --chat, use
-/v1/chat/completions.  CPU: user and system time of this server's HTTP process; other servers also
-compute in theirs.
+are text, over streamed /v1/completions; agents use /v1/chat/completions.  CPU: user and system time
+of this server's HTTP process; other servers also compute in theirs.
 """
 
 import argparse
@@ -39,7 +38,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from tools.bench.lib.clients import Clients, Done, send
+from tools.bench.lib.clients import Clients, Seen, send
 from tools.bench.lib.metrics import Metrics, median_of, pace
 from tools.bench.lib.models import write_model
 from tools.bench.lib.tables import print_medians, ratios
@@ -74,10 +73,7 @@ class Prompts:
         return text
 
     def body(self, num_tokens: float, max_tokens: float) -> dict[str, Any]:
-        text = self.text(num_tokens)
-        prompt = {"messages": [{"role": "user", "content": text}]}
-        limit = {"max_tokens": max(int(max_tokens), 4)}
-        return {**(prompt if self.args.chat else {"prompt": text}), **limit}
+        return {"prompt": self.text(num_tokens), "max_tokens": max(int(max_tokens), 4)}
 
     def mixed(self) -> Clients:
         count, scale = 2 * CLIENTS, self.args.scale
@@ -121,28 +117,25 @@ class Prompts:
         return [draw() for _ in range(WARM_UPS)], [draw() for _ in range(args.repeats)]
 
 
-def measure(done: Done, turns: int, server_cpu: float) -> Metrics:
+def measure(seen: Seen, turns: int, server_cpu: float) -> Metrics:
     """The metrics of a run.  turns: of a session.  server_cpu: seconds; 0: unknown."""
-    replies, seconds = done.replies, done.seconds
-    firsts = [r.first for r in replies if r.first is not None]
-    if not firsts:
-        raise RuntimeError(f"no request ended within {seconds:.0f} s")
-    tokens, prompt = sum(r.tokens for r in replies), sum(r.prompt for r in replies)
-    values = {
-        "done": len(replies),
-        **pace(tokens, seconds, firsts, [gap for r in replies for gap in r.gaps]),
-    }
+    ended = [r for r in seen.requests if r.usage is not None and r.chunks]
+    if not ended:
+        raise RuntimeError(f"no request ended within {seen.seconds:.0f} s")
+    tokens = sum(r.usage.get("completion_tokens", 0) for r in ended)
+    prompt = sum(r.usage.get("prompt_tokens", 0) for r in ended)
+    gaps = [gap for r in ended for gap in r.gaps]
+    values = {"done": len(ended), **pace(tokens, seen.seconds, [r.first for r in ended], gaps)}
     if turns > 1:
-        values["sessions_per_minute"] = 60 * len(replies) / turns / seconds
-    if later := [r.first for r in replies if r.turn and r.first is not None]:
+        values["sessions_per_minute"] = 60 * len(ended) / turns / seen.seconds
+    if later := [r.first for r in ended if r.turn]:
         values["later_ttft_median"] = statistics.median(later)
     if prompt:
-        values["cached_prompt_share"] = sum(r.cached for r in replies) / prompt
+        values["cached_prompt_share"] = sum(r.cached for r in ended) / prompt
     if server_cpu:
         values["server_cpu_per_token"] = server_cpu / tokens
-    if done.health:
-        values["health_median"] = statistics.median(done.health)
-        values["health_worst"] = max(done.health)
+    if health := [seconds for _, seconds in seen.health]:
+        values |= {"health_median": statistics.median(health), "health_worst": max(health)}
     return values
 
 
@@ -162,11 +155,11 @@ class Bench:
                     continue
                 turns, found = len(counted[0][0]) if load == "agents" else 1, []
                 for i, clients in enumerate([*warm, *counted]):
-                    before = cpu_seconds(pid)
-                    done = asyncio.run(send(url, model, clients, self.args.seconds, health))
+                    seen, before = Seen(), cpu_seconds(pid)
+                    asyncio.run(send(url, model, clients, seen, self.args.seconds, health))
                     cpu = cpu_seconds(pid) - before if name == "ours" else 0
                     if i >= len(warm):
-                        found.append(measure(done, turns, cpu))
+                        found.append(measure(seen, turns, cpu))
                         say(f"{name}, {load}: {found[-1]['output_tokens_per_s']:,.0f} tokens/s")
                 self.medians[load][name] = {**median_of(found), "server_gb": memory.peak_gb()}
 
@@ -187,7 +180,6 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="of prompt and answer lengths")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-model-len", type=int)
-    parser.add_argument("--chat", action="store_true")
     systems = ("ours", "mlx-lm", "vllm")
     parser.add_argument("--systems", nargs="+", choices=systems, default=list(systems[:2]))
     parser.add_argument("--vllm", metavar="FILE", help="vLLM's command, with our plugin installed")

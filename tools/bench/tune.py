@@ -2,7 +2,6 @@
 
     python -m tools.bench.tune                           all constants below
     python -m tools.bench.tune decode_fill few_keys      some
-    python -m tools.bench.tune --kernel paged_decode     those of a kernel
 
 Prints one table per constant: microseconds of a call, a row per value, a column per load; a star
 marks the present value.  The reader chooses the value to commit.  The heads are those of small
@@ -30,7 +29,6 @@ from vllm_metal_lite.kernels.experts import Activation, Experts, ExpertWeight, e
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.recurrence import QKNorm, delta_gates
-from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.kernels.segments import pack_segments
 from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix
 from vllm_metal_lite.kernels.skinny_gemm import skinny_gemm
@@ -209,16 +207,11 @@ def sweep(name: str, loads: Loads) -> None:
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("names", nargs="*", choices=[*CONSTANTS, []], metavar="CONSTANT")
-    parser.add_argument("--kernel", choices=REGISTRY)
     args = parser.parse_args()
     if backend.is_cpu():
         raise MetalLiteError("constants are measured on a GPU, and MLX sees none")
     print(f"{backend.describe()}, MLX {backend.mlx_version()}")
-    if args.kernel and not REGISTRY[args.kernel].constants:
-        parser.error(f"{args.kernel} has no constants")
-    of_kernel = (args.kernel, *REGISTRY[args.kernel].constants) if args.kernel else ()
-    wanted = args.names or [n for n in CONSTANTS if not of_kernel or n.split(":")[0] in of_kernel]
-    for name in wanted:
+    for name in args.names or CONSTANTS:
         sweep(name, Loads(AttentionShape(16, 8, 128, 128, mx.bfloat16)))
     return 0
 

@@ -4,10 +4,10 @@ For each case the checks run in a process with the fault (broken_machine.py of
 tests/support/kernels).  Then a small model generates with the remaining kernels; its tokens are
 compared with the reference's.
 
-    METAL_LITE_DEVICE=gpu python -m tools.prove.break_at_start [--seconds 900] [--kernel NAME]
+    python -m tools.prove.break_at_start            a GPU, or else the CPU host in its place
+    METAL_LITE_DEVICE=cpu python -m tools.prove.break_at_start --kernel kv_write
 
-Without a GPU (METAL_LITE_DEVICE=cpu) the CPU host stands in for one.  Exit code 1: a case did not
-end as it should.
+Exit code 1: a case did not end as it should.
 """
 
 import os
@@ -18,11 +18,14 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from unittest.mock import patch
 
+import pytest
+
 import vllm_metal_lite.backend  # noqa: F401  (a fast BLAS, before anybody imports MLX)
+from metal.host import installed
 from tests.support.kernels.broken_machine import cases, command, consequence, impatient, use_of
+from tests.support.kernels.device import pretend_gpu
 from tests.support.models import tiny_models as tiny
 from tools.lib.frame import parser_of, print_table, run_main
-from tools.prove.cpu_host import on_host
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import isolated, verdicts
@@ -37,13 +40,16 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=900, help="the most that all cases take")
     parser.add_argument("--kernel")
     args = parser.parse_args()
-    device = "host" if backend.is_cpu() else "gpu"
+    on_host = backend.is_cpu()
+    device = "host" if on_host else "gpu"
     # One folder for all: MLX CUDA includes texts that lie in it.
     home = tempfile.TemporaryDirectory()
     os.environ["XDG_CACHE_HOME"] = home.name
     print(f"{backend.describe()}\n")
     chosen = [case for case in cases() if args.kernel in (None, case[0])]
-    with on_host() if device == "host" else nullcontext():
+    with pytest.MonkeyPatch.context() as machine, installed() if on_host else nullcontext():
+        if on_host:
+            pretend_gpu(machine)
         heads = ("kernel", "fault", "failures", "s", "tokens")
         found = print_table(heads, rows(chosen, device, time.monotonic() + args.seconds))
     wrong = [row for row in found if row[-1] != EQUAL]

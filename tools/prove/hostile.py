@@ -13,6 +13,7 @@ is left.  In the second round it also fails if memory stays more than 50 MB abov
 first.  The machine must be idle: everything here is time.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -22,11 +23,13 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from tools.bench.lib.clients import Seen, send
 from tools.lib.frame import parser_of, print_table, run_main
 from tools.lib.servers import ours, rss_mib, server
 
@@ -159,55 +162,34 @@ def cases() -> Iterator[Case]:
 
 
 class Others:
-    """A steady stream, and /health ten times a second."""
+    """A steady stream, and /health several times a second, in a thread."""
 
-    def __init__(self, http: httpx.Client) -> None:
-        self.http = http
-        self.gaps: list[tuple[float, float]] = []  # seconds, and when they ended
-        self.health: list[tuple[float, float]] = []
-        self.last, self.stopped = time.monotonic(), False
-        for work in self._stream, self._ask:
-            threading.Thread(target=work, daemon=True).start()
+    def __init__(self, url: str) -> None:
+        self.url, self.seen = url, Seen()
+        threading.Thread(target=self._run, daemon=True).start()
 
-    def _stream(self) -> None:
-        body = {"prompt": "hello", "max_tokens": 3000, "ignore_eos": True, "stream": True}
-        headers = {"User-Agent": "steady"}  # a client of its own
-        while not self.stopped:
-            with (
-                suppress(httpx.TransportError),  # the server ends
-                self.http.stream("POST", COMPLETIONS, json=body, headers=headers) as reply,
-            ):
-                for line in reply.iter_lines():
-                    if line.startswith("data"):
-                        now = time.monotonic()
-                        self.gaps.append((now - self.last, now))
-                        self.last = now
-
-    def _ask(self) -> None:
-        while not self.stopped:
-            started = time.monotonic()
-            self.http.get("/health")
-            now = time.monotonic()
-            self.health.append((now - started, now))
-            time.sleep(0.1)
+    def _run(self) -> None:
+        steady = [{"prompt": "hello", "max_tokens": 3000}] * 1000
+        with suppress(httpx.HTTPError, RuntimeError):  # the server ends
+            asyncio.run(send(self.url, "demo", [steady], self.seen, seconds=1e6, health=True))
 
     def longest_since(self, started: float) -> tuple[float, float]:
         """(gap, health)."""
-        gap = max((seconds for seconds, ended in self.gaps if ended > started), default=0)
-        health = max((seconds for seconds, ended in self.health if ended > started), default=0)
-        return max(gap, time.monotonic() - self.last), health
+        chunks = [at for request in self.seen.requests for at in request.chunks]
+        gaps = [b - a for a, b in pairwise([*chunks, time.perf_counter()]) if b > started]
+        return max(gaps), max(seconds for at, seconds in self.seen.health if at > started)
 
 
 class Bench:
-    def __init__(self, http: httpx.Client, pid: int) -> None:
-        self.http, self.others = http, Others(http)
+    def __init__(self, url: str, http: httpx.Client, pid: int) -> None:
+        self.http, self.others = http, Others(url)
         time.sleep(4)
         self.pids = pid, self._status()["models"][0]["pid"]
         self.known: list[float] | None = None  # memory at the end of the first round
         self.plain: dict[int, float] = {}
 
     def _status(self) -> dict[str, Any]:
-        return self.http.get("/status").json()
+        return self.http.get("/status", timeout=60).json()
 
     def _send(self, case: Case) -> str:
         """The status of the reply, or a word for another end."""
@@ -225,12 +207,12 @@ class Bench:
 
     def _left(self) -> int:
         """The requests that still run beside the steady stream, after a while."""
-        end = time.monotonic() + LEFT
+        end = time.perf_counter() + LEFT
         while True:
             now = self._status()
             engine = now["models"][0]["metrics"]["requests_running"]
             left = max(now["server"]["running"], engine) - 1
-            if left <= 0 or time.monotonic() > end:
+            if left <= 0 or time.perf_counter() > end:
                 return left
             time.sleep(0.1)
 
@@ -242,9 +224,9 @@ class Bench:
         return self.plain[tokens]
 
     def _gap(self, case: Case) -> tuple[str, float, float, float]:
-        started = time.monotonic()
+        started = time.perf_counter()
         how = self._send(case)
-        seconds = time.monotonic() - started
+        seconds = time.perf_counter() - started
         time.sleep(0.5)
         return how, *self.others.longest_since(started), seconds
 
@@ -272,12 +254,11 @@ class Bench:
         words = Case("", CHAT, said("hello wörld " * (8 << 16)))
         threading.Thread(target=self._send, args=[words], daemon=True).start()
         time.sleep(0.2)
-        started = time.monotonic()
-        self.others.stopped = True
+        started = time.perf_counter()
         os.kill(self.pids[0], signal.SIGTERM)
-        while rss_mib(self.pids[0]) is not None and time.monotonic() < started + 60:
+        while rss_mib(self.pids[0]) is not None and time.perf_counter() < started + 60:
             time.sleep(0.1)
-        seconds = time.monotonic() - started
+        seconds = time.perf_counter() - started
         print(f"SIGTERM with --drain {DRAIN}: ended after {seconds:.1f} s")
         return seconds < DRAIN + 5
 
@@ -293,9 +274,10 @@ def main() -> int:
         log = Path(scratch) / "log.txt"
         with (
             server(command, log) as (url, pid),
-            httpx.Client(base_url=url, timeout=600, trust_env=False) as http,
+            # Another client than the steady stream's.
+            httpx.Client(base_url=url, headers={"User-Agent": "x"}, trust_env=False) as http,
         ):
-            bench = Bench(http, pid)
+            bench = Bench(url, http, pid)
             passed = [not row[-1] for row in print_table(HEADS, bench.rows(chosen))]
             passed.append(bench.end())
         if "Traceback" in log.read_text():
