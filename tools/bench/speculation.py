@@ -25,7 +25,7 @@ import numpy as np
 from tools.bench.lib.engines import ThisEngine, drive
 from tools.bench.lib.loads import Load, Wave
 from tools.bench.lib.metrics import measure, median_of
-from tools.bench.lib.models import get_model
+from tools.bench.lib.models import BITS, get_model
 from tools.bench.lib.trust import trusted
 from tools.lib.frame import parser_of, print_table, run_main
 from vllm_metal_lite import backend
@@ -164,7 +164,7 @@ def speeds(
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="qwen3-4b")
-    parser.add_argument("--bits")
+    parser.add_argument("--bits", choices=BITS)
     parser.add_argument("--tiny", action="store_true")
     parts = ("lookups", *LOADS)
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)

@@ -7,10 +7,11 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,11 +63,9 @@ def server(command: Sequence[str], log: Path) -> Iterator[tuple[str, int]]:
 
 def _answers(url: str) -> bool:
     for path in "/health", "/v1/models":
-        try:
-            with urllib.request.urlopen(f"{url}{path}", timeout=2):
+        with suppress(httpx.TransportError):
+            if httpx.get(f"{url}{path}", timeout=2, trust_env=False).is_success:
                 return True
-        except OSError:
-            continue
     return False
 
 
@@ -103,26 +102,24 @@ def rss_mib(pid: int) -> float | None:
     return int(kilobytes) / 1024 if state and state[0] != "Z" else None
 
 
-class Memory(threading.Thread):
-    """The peak of a server's memory, sampled once a second."""
+@contextmanager
+def sampled_memory(pid: int) -> Iterator[Callable[[], float]]:
+    """Yields a function: the peak of a server's memory since its last call, in GB, sampled once a
+    second."""
+    peak, ended = 0.0, threading.Event()
 
-    def __init__(self, pid: int) -> None:
-        super().__init__(daemon=True)
-        self._pid, self._peak, self._ended = pid, 0.0, threading.Event()
+    def sample() -> None:
+        nonlocal peak
+        while not ended.wait(1):
+            peak = max(peak, memory_gb(pid))
 
-    def __enter__(self) -> "Memory":
-        self.start()
-        return self
+    def peak_gb() -> float:
+        nonlocal peak
+        found, peak = max(peak, memory_gb(pid)), 0.0
+        return found
 
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self.join()
-
-    def run(self) -> None:
-        while not self._ended.wait(1):
-            self._peak = max(self._peak, memory_gb(self._pid))
-
-    def peak_gb(self) -> float:
-        """The peak since the last call."""
-        peak, self._peak = max(self._peak, memory_gb(self._pid)), 0.0
-        return peak
+    threading.Thread(target=sample, daemon=True).start()
+    try:
+        yield peak_gb
+    finally:
+        ended.set()

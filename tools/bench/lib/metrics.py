@@ -40,7 +40,6 @@ def measure(load: Load, run: Run) -> Metrics:
         "cached_tokens": run.cached_tokens,
         **({"cached_share": run.cached_tokens / n} if (n := run.reusable_tokens) > 0 else {}),
         "peak_gib": run.peak_bytes / 2**30,
-        "seconds": run.seconds,
     }
     values.update(_newcomer(run) if load.ends_with_last_wave else _steady(run))
     return values
