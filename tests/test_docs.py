@@ -1,6 +1,7 @@
 """Documents and workflows: commands parse, links lead somewhere, one description of the project."""
 
 import argparse
+import ast
 import importlib
 import os
 import re
@@ -26,6 +27,9 @@ FILES = [
 ]
 WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
 SCRIPTS = [ROOT / ".ci/run", ROOT / "tools/test"]
+TOOLS = [
+    file for file in sorted(ROOT.rglob("tools/**/*.py")) if "run_main(main)" in file.read_text()
+]
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(r"^(?: {4,}\S.*\n)+", re.MULTILINE)
@@ -74,7 +78,10 @@ def commands_in(line: str) -> Iterator[list[str]]:
 
 
 def page_commands(page: Path) -> set[str]:
+    """The commands that a page, or the header of a tool, shows."""
     text = page.read_text(encoding="utf-8")
+    if page.suffix == ".py":
+        text = ast.get_docstring(ast.parse(text)) or ""
     found = set()
     for language, block in _FENCE.findall(text):
         if language in ("", "sh"):
@@ -147,12 +154,12 @@ def parse_tool(name: str, words: list[str]) -> None:
             assert not [word for word in words if word.startswith("-")], "it has no flags"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *TOOLS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_commands_of_a_page_parse(page):
     if page.name == "notes.md":
         return  # commands that were there once
     for line in sorted(page_commands(page)):
-        for words in commands_in(line.split("  #")[0]):
+        for words in commands_in(line.split("  ")[0]):
             check(words)
 
 
@@ -163,6 +170,14 @@ def test_the_commands_of_a_workflow_parse(file):
     for line in sorted(lines):
         for words in commands_in(line):
             check(words)
+
+
+def test_a_page_names_every_tool():
+    named = {word for page in PAGES for line in page_commands(page) for word in line.split()}
+    for tool in TOOLS:
+        path = tool.relative_to(ROOT).with_suffix("")
+        module = ".".join(path.parts).removesuffix(".__main__")
+        assert {module, f"{path}.py"} & named, tool
 
 
 @pytest.mark.parametrize(

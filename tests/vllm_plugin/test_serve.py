@@ -19,7 +19,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from tests.vllm_plugin import kit
-from tools.bench.lib.servers import free_port
+from tools.lib.servers import free_port
 from vllm_metal_lite import __version__
 
 pytestmark = pytest.mark.xdist_group("server")  # of one worker: they share a server

@@ -10,7 +10,6 @@ one run), the part of the rows that is padding, the least cosine to mlx-lm's las
 ratio.
 """
 
-import argparse
 import statistics
 import timeit
 from collections.abc import Callable, Iterator
@@ -20,8 +19,8 @@ import numpy as np
 from tools.bench.lib.engines import MLX_CACHE_LIMIT
 from tools.bench.lib.mlx_lm import native
 from tools.bench.lib.models import get_model
-from tools.bench.lib.tables import table_head
 from tools.bench.lib.trust import trusted
+from tools.lib.frame import parser_of, print_table, run_main
 from vllm_metal_lite import EngineConfig, LLMEngine, PoolingParams, backend
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.model.packed import body_of
@@ -93,8 +92,8 @@ def padded(model: LoadedModel, prompts: Texts, size: int) -> Run:
     return run
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def main() -> int:
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--texts", type=int, default=2000)
     parser.add_argument("--rows", type=int, nargs="+", default=[4096, 8192])
@@ -106,7 +105,6 @@ def main() -> None:
     prompts = texts(args.texts, model.vocab_size)
     tokens = sum(map(len, prompts))
     print(f"{model.name}, {len(prompts)} texts, {tokens:,} tokens, {backend.name()}\n")
-    table_head(["engine", "texts a second", "padding", "least cosine"])
     with trusted():
         runs = [("ours", n, 0.0, packed(model, prompts, n)) for n in args.rows]
     for size in args.sizes:
@@ -114,14 +112,19 @@ def main() -> None:
         runs.append(("mlx-lm", size, 1 - tokens / rows, padded(model, prompts, size)))
     found = [run() for *_, run in runs]
     best = {"ours": 0.0, "mlx-lm": 0.0}
-    for (engine, size, padding, run), values in zip(runs, found, strict=True):
-        times = timeit.repeat(run, number=1, repeat=args.repeats)
-        rate = len(prompts) / statistics.median(times)
-        best[engine] = max(best[engine], rate)
-        cosine = (values * found[-1]).sum(axis=1).min()
-        print(f"| {engine}, {size} | {rate:,.1f} | {padding:.0%} | {cosine:.5f} |", flush=True)
+
+    def timed() -> Iterator[tuple[str, ...]]:
+        for (engine, size, padding, run), values in zip(runs, found, strict=True):
+            times = timeit.repeat(run, number=1, repeat=args.repeats)
+            rate = len(prompts) / statistics.median(times)
+            best[engine] = max(best[engine], rate)
+            cosine = (values * found[-1]).sum(axis=1).min()
+            yield f"{engine}, {size}", f"{rate:,.1f}", f"{padding:.0%}", f"{cosine:.5f}"
+
+    print_table(("engine", "texts a second", "padding", "least cosine"), timed())
     print(f"\nours / mlx-lm, each at its best: {best['ours'] / best['mlx-lm']:.2f}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

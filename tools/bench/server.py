@@ -2,9 +2,10 @@
 """Measures this HTTP server beside others: same weights, same load.
 
     python -m tools.bench.server --model qwen3-0.6b                   a GPU
-    python -m tools.bench.server --model demo --scale 0.3             a CPU
+    python -m tools.bench.server --scale 0.3                          a CPU, the demo model
+    python -m tools.bench.server --load decodes --scale 0.01 --repeats 1 --systems ours    seconds
     python -m tools.bench.server --model qwen3-4b --load agents
-    python -m tools.bench.server --model 512x4 --systems ours,vllm --vllm .venv-vllm-0.33.0/bin/vllm
+    python -m tools.bench.server --model 512x4 --systems ours vllm --vllm .venv-vllm-0.33.0/bin/vllm
 
 --model: "demo", or random weights: a key of bench/lib/shapes.json, or HIDDENxLAYERS.  Loads:
 
@@ -20,44 +21,32 @@
 
 Every run has its own prompts, so a cache helps only within sessions.  The systems run one after the
 other, each in its own process.  Two runs warm up (agents: --warm sessions of two turns).  Prompts
-are text, over streamed /v1/completions; agents, and all loads with --chat, use
-/v1/chat/completions.  CPU: user and system time of this server's HTTP process; other servers also
-compute in theirs.
+are text, over streamed /v1/completions; agents use /v1/chat/completions.  CPU: user and system time
+of this server's HTTP process; other servers also compute in theirs.
 """
 
 import argparse
+import asyncio
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
-from tools.bench.lib.http_load import Done
-from tools.bench.lib.models import write_model
-from tools.bench.lib.servers import (
-    ROOT,
-    Memory,
-    cpu_seconds,
-    free_port,
-    mlx_lm,
-    ours,
-    say,
-    server,
-)
-from tools.bench.lib.tables import table_head
-from tools.dev.run_main import parser_of, run_main
+from tools.bench.lib.clients import Clients, Seen, send
+from tools.bench.lib.metrics import Metrics, median_of, pace
+from tools.bench.lib.models import BITS, write_model
+from tools.bench.lib.tables import print_medians, ratios
+from tools.lib.frame import parser_of, run_main, say
+from tools.lib.servers import cpu_seconds, mlx_lm, ours, sampled_memory, server
 from vllm_metal_lite.model.tokenizer import load_tokenizer_only
 
 CLIENTS, WARM_UPS = 32, 2
 START, SHARED, OUT = 25_000, 20_000, 150  # tokens of agents: of the first prompt, of all, generated
-
-Clients = list[list[dict[str, Any]]]  # bodies, by client
 
 
 class Prompts:
@@ -83,10 +72,7 @@ class Prompts:
         return text
 
     def body(self, num_tokens: float, max_tokens: float) -> dict[str, Any]:
-        text = self.text(num_tokens)
-        prompt = {"messages": [{"role": "user", "content": text}]}
-        limit = {"max_tokens": max(int(max_tokens), 4)}
-        return {**(prompt if self.args.chat else {"prompt": text}), **limit}
+        return {"prompt": self.text(num_tokens), "max_tokens": max(int(max_tokens), 4)}
 
     def mixed(self) -> Clients:
         count, scale = 2 * CLIENTS, self.args.scale
@@ -130,104 +116,69 @@ class Prompts:
         return [draw() for _ in range(WARM_UPS)], [draw() for _ in range(args.repeats)]
 
 
-def row_of(done: Done, turns: int, server_cpu: float) -> dict[str, float]:
-    """The numbers of a run, by the heading of their column.  turns: of a session."""
-    requests = done.requests
-    firsts = [r.first for r in requests if r.first is not None]
-    later = [r.first for r in requests if r.turn and r.first is not None]
-    if not firsts:
-        raise RuntimeError(f"no request ended within {done.seconds:.0f} s")
-    gaps = [1e3 * gap for r in requests for gap in r.gaps]
-    tokens, prompt = sum(r.tokens for r in requests), sum(r.prompt for r in requests)
-    row = {
-        "done": len(requests),
-        "tokens/s": tokens / done.seconds,
-        "sessions a minute": 60 * len(requests) / turns / done.seconds,
-        "TTFT, ms": 1e3 * statistics.median(firsts),
-        "p90": 1e3 * float(np.quantile(firsts, 0.9)),
-    }
-    if later:
-        row["of later turns"] = 1e3 * statistics.median(later)
-    if gaps:
-        row |= {"gap, ms": statistics.median(gaps), "gap p99": float(np.quantile(gaps, 0.99))}
+def measure(seen: Seen, turns: int, server_cpu: float) -> Metrics:
+    """The metrics of a run.  turns: of a session.  server_cpu: seconds; 0: unknown."""
+    ended = [r for r in seen.requests if r.usage is not None and r.chunks]
+    if not ended:
+        raise RuntimeError(f"no request ended within {seen.seconds:.0f} s")
+    tokens = sum(r.usage.get("completion_tokens", 0) for r in ended)
+    prompt = sum(r.usage.get("prompt_tokens", 0) for r in ended)
+    gaps = [gap for r in ended for gap in r.gaps]
+    values = {"done": len(ended), **pace(tokens, seen.seconds, [r.first for r in ended], gaps)}
+    if turns > 1:
+        values["sessions_per_minute"] = 60 * len(ended) / turns / seen.seconds
+    if later := [r.first for r in ended if r.turn]:
+        values["later_ttft_median"] = statistics.median(later)
     if prompt:
-        row["cached %"] = 100 * sum(r.cached for r in requests) / prompt
+        values["cached_prompt_share"] = sum(r.cached for r in ended) / prompt
     if server_cpu:
-        row["CPU ms a token"] = 1e3 * server_cpu / tokens
-    if health := [1e3 * seconds for seconds in done.health]:
-        row |= {"/health, ms": statistics.median(health), "longest": max(health)}
-    return row
+        values["server_cpu_per_token"] = server_cpu / tokens
+    if health := [seconds for _, seconds in seen.health]:
+        values |= {"health_median": statistics.median(health), "health_worst": max(health)}
+    return values
 
 
 class Bench:
+    """Runs all loads on one system after the other.  medians: by load and system."""
+
     def __init__(self, args: argparse.Namespace, folder: Path, scratch: Path) -> None:
         self.args, self.log, prompts = args, scratch / "log", Prompts(folder, args)
         self.runs = {load: prompts.runs(load) for load in args.load}
-        self.rows: list[dict[str, Any]] = []
+        self.medians: dict[str, dict[str, Metrics]] = {load: {} for load in args.load}
 
     def run(self, name: str, command: list[str], model: str) -> None:
-        port = free_port()
-        with server(command, port, self.log) as pid, Memory(pid) as memory:
-
-            def send(clients: Clients, health: bool = False) -> tuple[Done, float]:
-                """The load, and the CPU time of our server."""
-                seconds, before = self.args.seconds, cpu_seconds(pid)
-                job = {"model": model, "clients": clients, "health": health, "seconds": seconds}
-                words = ["-m", "tools.bench.lib.http_load", f"http://127.0.0.1:{port}"]
-                how = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": seconds + 60}
-                done = subprocess.run([sys.executable, *words], input=json.dumps(job), **how)
-                if done.returncode:
-                    raise RuntimeError(done.stderr[-800:])
-                cpu = cpu_seconds(pid) - before if name == "ours" else 0
-                return Done.from_json(done.stdout), cpu
-
+        with server(command, self.log) as (url, pid), sampled_memory(pid) as peak_gb:
             for load, (warm, counted) in self.runs.items():
-                if load == "health" and name != "ours":
+                health = load == "health"
+                if health and name != "ours":
                     continue
-                for clients in warm:
-                    send(clients)
-                turns, rows = len(counted[0][0]) if load == "agents" else 1, []
-                for clients in counted:
-                    done, cpu = send(clients, load == "health")
-                    rows.append(row_of(done, turns, cpu))
-                    say(f"{name}, {load}: {rows[-1]['tokens/s']:,.0f} tokens/s")
-                keys = [key for key in rows[0] if all(key in row for row in rows)]
-                median = {key: statistics.median(row[key] for row in rows) for key in keys}
-                of, peak = sum(map(len, counted[0])), memory.peak_gb()
-                self.rows.append(
-                    {"load": load, "system": name, **median, "of": of, "peak GB": peak}
-                )
+                turns, found = len(counted[0][0]) if load == "agents" else 1, []
+                for i, clients in enumerate([*warm, *counted]):
+                    seen, before = Seen(), cpu_seconds(pid)
+                    asyncio.run(send(url, model, clients, seen, self.args.seconds, health))
+                    cpu = cpu_seconds(pid) - before if name == "ours" else 0
+                    if i >= len(warm):
+                        found.append(measure(seen, turns, cpu))
+                        say(f"{name}, {load}: {found[-1]['output_tokens_per_s']:,.0f} tokens/s")
+                self.medians[load][name] = {**median_of(found), "server_gb": peak_gb()}
 
     def report(self) -> None:
-        args = self.args
-        print(f"Model: {args.model}, scale {args.scale}; medians of counted runs")
-        names = list(dict.fromkeys(key for row in self.rows for key in row if key != "of"))
-        table_head([*names, "ratio of tokens/s"])
-        for row in self.rows:
-            cells = [_cell(row, name) for name in names]
-            first = next(r for r in self.rows if r["load"] == row["load"])
-            print("| " + " | ".join(cells) + f" | {row['tokens/s'] / first['tokens/s']:.2f} |")
-
-
-def _cell(row: dict[str, Any], name: str) -> str:
-    value = row.get(name, "")
-    if name == "done":
-        return f"{value:g} of {row['of']}"
-    if isinstance(value, str):
-        return value
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+        print(f"Model: {self.args.model}, scale {self.args.scale}; medians of counted runs")
+        for load, medians in self.medians.items():
+            if medians:
+                print(f"\n### {load}: {sum(map(len, self.runs[load][1][0]))} requests\n")
+                print_medians(medians, ratios(medians))
 
 
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--bits", help="of random weights: 4, 6, 8 or mxfp4")
+    parser.add_argument("--bits", choices=BITS, help="of random weights")
     loads = ("mixed", "decodes", "health", "agents")
     parser.add_argument("--load", nargs="+", choices=loads, default=list(loads[:3]))
     parser.add_argument("--scale", type=float, default=1.0, help="of prompt and answer lengths")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-model-len", type=int)
-    parser.add_argument("--chat", action="store_true")
     systems = ("ours", "mlx-lm", "vllm")
     parser.add_argument("--systems", nargs="+", choices=systems, default=list(systems[:2]))
     parser.add_argument("--vllm", metavar="FILE", help="vLLM's command, with our plugin installed")
@@ -261,15 +212,14 @@ def main() -> int:
             say(f"{system} starts")
             try:
                 bench.run(system, *commands[system])
-            except (RuntimeError, subprocess.TimeoutExpired) as e:
+            except (RuntimeError, httpx.HTTPError) as e:
                 say(f"{system}: not measured: {e}")
-                with suppress(OSError):
-                    lines = bench.log.read_text().splitlines()
-                    say("\n".join(([ln for ln in lines if "rror" in ln] or lines)[-5:]))
+                lines = bench.log.read_text().splitlines()
+                say("\n".join(([ln for ln in lines if "rror" in ln] or lines)[-5:]))
         bench.report()
     if args.json:
-        args.json.write_text(json.dumps({"model": args.model, "rows": bench.rows}, indent=1))
-    return 0 if bench.rows else 1
+        args.json.write_text(json.dumps({"model": args.model, "loads": bench.medians}, indent=1))
+    return 0 if any(bench.medians.values()) else 1
 
 
 if __name__ == "__main__":

@@ -7,27 +7,31 @@ The model computes as always, but its logits are replaced: the token at each pos
 is prepared.  `edit`: the prompt is a text, and the answer says it again with every 20th token
 changed.  `patch`: every 20th token is replaced, or one is inserted before or removed, in turn.
 `json`: a schema forces about half of the answer; `unforced` is the engine that samples these tokens
-like others.  `new`: no part of the answer was there before.  Prints Markdown: tokens a second,
-median of the runs, and ratios; and the microseconds that a lookup takes.
+like others.  `new`: no part of the answer was there before.  Prints Markdown: tokens a second
+while all requests decode, median of the runs, and ratios; and the microseconds of a lookup.
 """
 
+import argparse
 import json
 import statistics
-import time
 import timeit
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from tools.bench.lib.models import get_model
-from tools.bench.lib.tables import table_head
+from tools.bench.lib.engines import ThisEngine, drive
+from tools.bench.lib.loads import Load, Wave
+from tools.bench.lib.metrics import measure, median_of
+from tools.bench.lib.models import BITS, get_model
 from tools.bench.lib.trust import trusted
-from tools.dev.run_main import parser_of
-from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend
+from tools.lib.frame import parser_of, print_table, run_main
+from vllm_metal_lite import backend
 from vllm_metal_lite.config import MAX_DRAFT
-from vllm_metal_lite.model.loader import LoadedModel, load
+from vllm_metal_lite.model.loader import LoadedModel
+from vllm_metal_lite.model.loader import load as load_model
 from vllm_metal_lite.speculation.lookup import look_up
 from vllm_metal_lite.structured_params import StructuredOutputsParams
 
@@ -90,66 +94,80 @@ def texts(kind: str, length: int, model: LoadedModel) -> tuple[list[int], list[i
     return [*header, *text], answer
 
 
-def measure(
-    engine: LLMEngine, prepared: Prepared, kind: str, count: int, length: int, mode: str
-) -> float:
-    """Tokens a second of `count` answers, prompts not counted."""
-    prompt, answer = texts(kind, length, engine.model)
-    prepared.tokens = mx.array([0, *prompt[1:], *answer, 0])
-    mx.eval(prepared.tokens)
+class Unforced(ThisEngine):
+    """Samples the tokens that a schema forces like others."""
+
+    def add(self, first: int, prompts: list[list[int]], max_tokens: list[int]) -> None:
+        super().add(first, prompts, max_tokens)
+        for entry in self.engine.constraints._of.values():
+            entry.packs = False
+
+
+def make_engine(model: LoadedModel, load: Load, kind: str, mode: str) -> ThisEngine:
+    options = {
+        "max_num_seqs": 2 * len(load.prompts),
+        "state_cache_gib": 0,
+        "enable_prefix_caching": False,
+        "speculate": "auto" if mode == "auto" else "off",
+    }
     grammar = StructuredOutputsParams(json=SCHEMA) if kind == "json" else None
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=length,
-        ignore_eos=True,
-        structured_outputs=grammar,
-    )
-    for i in range(count):
-        engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
-    for entry in engine.constraints._of.values() if mode == "unforced" else ():
-        entry.packs = False
-    outputs: dict[str, list[int]] = {}
-    started = None
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            outputs[output.request_id] = output.outputs[0].token_ids
-        if started is None and len(outputs) == count:  # every prompt is computed
-            started, known = time.perf_counter(), sum(map(len, outputs.values()))
-    assert started is not None
-    assert all(tokens == answer for tokens in outputs.values()), "another answer than prepared"
-    return (count * length - known) / (time.perf_counter() - started)
+    of = Unforced if mode == "unforced" else ThisEngine
+    with trusted():
+        return of(model, load, options, params={"structured_outputs": grammar})
 
 
-def lookups() -> None:
+def lookups() -> Iterator[Sequence[str]]:
     """Microseconds of a lookup by the length of the context."""
-    table_head(("us a lookup", *(f"{n:,} tokens" for n in CONTEXTS)))
     kinds = {"finds nothing": CONTEXTS[-1], "finds a copy": 450, "finds itself everywhere": 1}
     for kind, period in kinds.items():
-        cells = []
-        for count in CONTEXTS:
-            run = partial(look_up, np.arange(count, dtype=np.int32) % period, MAX_DRAFT)
-            times = timeit.repeat(run, number=20, repeat=20)
-            cells.append(f"{1e6 * statistics.median(times) / 20:.0f}")
-        print(f"| {kind} | {' | '.join(cells)} |", flush=True)
+        runs = (
+            partial(look_up, np.arange(count, dtype=np.int32) % period, MAX_DRAFT)
+            for count in CONTEXTS
+        )
+        times = (timeit.repeat(run, number=20, repeat=20) for run in runs)
+        yield kind, *(f"{1e6 * statistics.median(of_one) / 20:.0f}" for of_one in times)
 
 
-def make_engine(model: Any, length: int, count: int, mode: str) -> LLMEngine:
-    size = 2 * length + _HEADER + 64
-    sizes = {"num_blocks": count * (size // 16 + 4), "max_model_len": size, "state_cache_gib": 0}
-    how = {"speculate": "auto" if mode == "auto" else "off", "enable_prefix_caching": False}
-    config = EngineConfig(max_num_seqs=2 * count, **sizes, **how)
-    with trusted():
-        return LLMEngine(model, config)
+def speeds(
+    model: LoadedModel, prepared: Prepared, args: argparse.Namespace, length: int
+) -> Iterator[Sequence[object]]:
+    """A row for each kind of answers and number of requests."""
+    for kind, counts in LOADS.items():
+        if kind not in args.only:
+            continue
+        speaks = load_model("demo") if kind == "json" else model
+        tokens = {"tokenizer": speaks.tokenizer, "eos_token_ids": speaks.eos_token_ids}
+        answering = replace(model, **tokens)
+        prompt, answer = texts(kind, length, answering)
+        prepared.tokens = mx.array([0, *prompt[1:], *answer, 0])
+        mx.eval(prepared.tokens)
+        for count in (count for count in counts if count in args.requests):
+            load, found = Load(kind, [Wave([prompt] * count, [length] * count)]), {}
+            for mode in MODES[kind != "json" :]:
+                engine = make_engine(answering, load, kind, mode)
+                runs = [drive(engine, load) for _ in range(args.runs + 2)]  # two warm up
+                assert all(tokens == answer for run in runs for tokens in run.tokens), kind
+                found[mode] = median_of([measure(load, run) for run in runs[2:]])
+                drafts = engine.engine.metrics()
+                del engine
+                mx.clear_cache()
+            speed = {mode: metrics["steady_tokens_per_s"] for mode, metrics in found.items()}
+            yield (
+                kind,
+                count,
+                *(f"{speed[mode]:.0f}" if mode in speed else "" for mode in MODES),
+                " ".join(f"**{speed['auto'] / speed[m]:.2f}**" for m in speed if m != "auto"),
+                f"{drafts['accepted_tokens']} of {drafts['draft_tokens']}",
+            )
 
 
-def main() -> None:
+def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="qwen3-4b")
-    parser.add_argument("--bits")
+    parser.add_argument("--bits", choices=BITS)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument(
-        "--only", nargs="+", choices=("lookups", *LOADS), default=("lookups", *LOADS)
-    )
+    parts = ("lookups", *LOADS)
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--requests", nargs="+", type=int, default=(1, 8, 32))
     parser.add_argument("--length", type=int, default=2000)
     parser.add_argument("--runs", type=int, default=3)
@@ -159,32 +177,12 @@ def main() -> None:
     prepared = Prepared(model.packed)
     model = replace(model, fit=model.fit._replace(packed=prepared))
     if "lookups" in args.only:
-        lookups()
+        print_table(("us a lookup", *(f"{n:,} tokens" for n in CONTEXTS)), lookups())
     print(f"\n### {model.name}: tokens a second, answers of {length} tokens\n")
-    table_head(("answers", "requests", "unforced", "without", "with drafts", "ratio", "accepted"))
-    for kind in (kind for kind in LOADS if kind in args.only):
-        speaks = load("demo") if kind == "json" else model
-        tokens = {"tokenizer": speaks.tokenizer, "eos_token_ids": speaks.eos_token_ids}
-        answering = replace(model, **tokens)
-        for count in (count for count in LOADS[kind] if count in args.requests):
-            speeds = {}
-            for mode in MODES[kind != "json" :]:
-                engine = make_engine(answering, length, count, mode)
-                found = [
-                    measure(engine, prepared, kind, count, length, mode)
-                    for _ in range(args.runs + 2)
-                ]
-                speeds[mode] = statistics.median(found[2:])
-                counts = engine.metrics()
-                del engine
-                mx.clear_cache()
-            cells = " | ".join(f"{speeds[mode]:.0f}" if mode in speeds else "" for mode in MODES)
-            ratios = " ".join(
-                f"**{speeds['auto'] / speed:.2f}**" for speed in list(speeds.values())[:-1]
-            )
-            share = f"{counts['accepted_tokens']} of {counts['draft_tokens']}"
-            print(f"| {kind} | {count} | {cells} | {ratios} | {share} |", flush=True)
+    heads = ("answers", "requests", "unforced", "without", "with drafts", "ratio", "accepted")
+    print_table(heads, speeds(model, prepared, args, length))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

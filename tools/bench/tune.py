@@ -2,15 +2,13 @@
 
     python -m tools.bench.tune                           all constants below
     python -m tools.bench.tune decode_fill few_keys      some
-    python -m tools.bench.tune --kernel paged_decode     those of a kernel
 
 Prints one table per constant: microseconds of a call, a row per value, a column per load; a star
 marks the present value.  The reader chooses the value to commit.  The heads are those of small
 Qwen3 models, in bfloat16.  Check the kernels first: `vllm-metal-lite doctor`.
 """
 
-import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,8 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from tools.bench.lib.tables import table_head
-from tools.dev.run_main import run_main
+from tools.lib.frame import parser_of, print_table, run_main
 from vllm_metal_lite import MetalLiteError, backend
 from vllm_metal_lite.attention.paged.decodes import decode_plan
 from vllm_metal_lite.backend import mx
@@ -32,7 +29,6 @@ from vllm_metal_lite.kernels.experts import Activation, Experts, ExpertWeight, e
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.recurrence import QKNorm, delta_gates
-from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.kernels.segments import pack_segments
 from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix
 from vllm_metal_lite.kernels.skinny_gemm import skinny_gemm
@@ -195,29 +191,27 @@ def sweep(name: str, loads: Loads) -> None:
     constant, now = name.split(":")[0], profile()
     present = getattr(now, constant, 0)
     print(f"\n### {name}: us a call of `{load.__name__}`\n")
-    table_head([name, *(", ".join(map(str, arguments)) for arguments in columns)])
-    for value in sorted({*values, present}):
-        changed = {backend.name(): replace(now, **{constant: value} if values else {})}
-        with patch.dict(PROFILES, changed):
-            times = [load(loads, *arguments) for arguments in columns]
-        cells = " | ".join(f"{1e6 * seconds:,.1f}" for seconds in times)
-        print(f"| {value:,}{' *' if value == present else ''} | {cells} |", flush=True)
-        mx.clear_cache()
+
+    def timed() -> Iterator[Sequence[str]]:
+        for value in sorted({*values, present}):
+            changed = {backend.name(): replace(now, **{constant: value} if values else {})}
+            with patch.dict(PROFILES, changed):
+                times = [load(loads, *arguments) for arguments in columns]
+            star = " *" if value == present else ""
+            yield f"{value:,}{star}", *(f"{1e6 * seconds:,.1f}" for seconds in times)
+            mx.clear_cache()
+
+    print_table([name, *(", ".join(map(str, arguments)) for arguments in columns)], timed())
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("names", nargs="*", choices=[*CONSTANTS, []], metavar="CONSTANT")
-    parser.add_argument("--kernel", choices=REGISTRY)
     args = parser.parse_args()
     if backend.is_cpu():
         raise MetalLiteError("constants are measured on a GPU, and MLX sees none")
     print(f"{backend.describe()}, MLX {backend.mlx_version()}")
-    if args.kernel and not REGISTRY[args.kernel].constants:
-        parser.error(f"{args.kernel} has no constants")
-    of_kernel = (args.kernel, *REGISTRY[args.kernel].constants) if args.kernel else ()
-    wanted = args.names or [n for n in CONSTANTS if not of_kernel or n.split(":")[0] in of_kernel]
-    for name in wanted:
+    for name in args.names or CONSTANTS:
         sweep(name, Loads(AttentionShape(16, 8, 128, 128, mx.bfloat16)))
     return 0
 

@@ -1,19 +1,19 @@
 """Measures how well the demo model recalls facts: greedy answers to held-out prompts.
 
-    python -m tools.demo_model.recall --engine both --require 0.98
+    python -m tools.demo_model.recall --require 0.98                     20 minutes on two cores
+    python -m tools.demo_model.recall --lengths 256 --num-prompts 5      some seconds
 
-A prompt counts as right when the answer ends with the stated value.  Engines: `mlx-lm` (its own
-generation, one prompt at a time), `ours`, or `both`; both together also compares the token ids.
+A prompt counts as right when the answer ends with the stated value.  Engines: mlx-lm's own
+generation, one prompt at a time, and ours; their token ids are compared.
 """
 
 import argparse
-import sys
-import time
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from tools.demo_model import data
+from tools.lib.frame import parser_of, print_table, run_main, say
 from vllm_metal_lite import LLM, SamplingParams
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.model.files import DEMO_PATH
@@ -54,44 +54,36 @@ def until_end(answer: list[int]) -> list[int]:
     return answer[: answer.index(data.END)] if data.END in answer else answer
 
 
-def measure(length: int, args: argparse.Namespace) -> float:
-    """Print a row of the table; returns the smallest share of right answers."""
+def row_of(length: int, args: argparse.Namespace) -> tuple[object, ...]:
+    """The shares of right answers to the prompts of a length, and how many answers are equal."""
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     tests = data.recall_prompts(tokenizer, length, args.num_prompts)
-    row, shares, answers = f"{length:6}  {len(tests):7}", [], []
-    for name in ENGINES if args.engine == "both" else [args.engine]:
-        began = time.perf_counter()
-        found = ENGINES[name](args.model, [test.prompt_ids for test in tests])
-        seconds = time.perf_counter() - began
+    shares, answers = [], []
+    for name, generate in ENGINES.items():
+        found = generate(args.model, [test.prompt_ids for test in tests])
         answers.append([until_end(answer) for answer in found])
-        right = 0
-        for ids, test in zip(answers[-1], tests, strict=True):
-            text = tokenizer.decode(ids)
-            right += is_right(text, test.value)
-            if not is_right(text, test.value):
-                asked = test.messages[-1][1][-60:]
-                print(f"  {name}: {asked!r} -> {text!r}, not {test.value!r}", file=sys.stderr)
-        shares.append(right / len(tests))
-        row += f"  {name}: {100 * shares[-1]:.1f} % in {seconds:.1f} s"
-    if len(answers) == 2:
-        same = sum(first == second for first, second in zip(*answers, strict=True))
-        row += f"  identical token ids: {same} of {len(tests)}"
-    print(row, flush=True)
-    return min(shares)
+        texts = [tokenizer.decode(ids) for ids in answers[-1]]
+        pairs = zip(texts, tests, strict=True)
+        wrong = [(text, test) for text, test in pairs if not is_right(text, test.value)]
+        for text, test in wrong:
+            say(f"{name}: {test.messages[-1][1][-60:]!r} -> {text!r}, not {test.value!r}")
+        shares.append(1 - len(wrong) / len(tests))
+    equal = sum(first == second for first, second in zip(*answers, strict=True))
+    return length, len(tests), *(f"{share:.1%}" for share in shares), equal, min(shares)
 
 
 def main() -> int:
-    """Run the command line; returns 1 if an accuracy is below --require."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Returns 1 if an accuracy is below --require."""
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=DEMO_PATH)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 3072])
     parser.add_argument("--num-prompts", type=int, default=100, help="prompts of each length")
-    parser.add_argument("--engine", choices=(*ENGINES, "both"), default="mlx-lm")
     parser.add_argument("--require", type=float, default=0, help="fail below this accuracy")
     args = parser.parse_args()
-    print("tokens  prompts")
-    return int(min([measure(length, args) for length in args.lengths]) < args.require)
+    heads = ("tokens", "prompts", *ENGINES, "equal answers", "least")
+    found = print_table(heads, (row_of(length, args) for length in args.lengths))
+    return 1 if min(row[-1] for row in found) < args.require else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -21,6 +21,7 @@ from mlx_lm.models import qwen3
 from tokenizers import Tokenizer
 
 from tools.demo_model import data
+from tools.lib.frame import parser_of, run_main
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -119,9 +120,9 @@ def _initial(name: str, value, layers: int):
     return mx.random.normal(value.shape) * scale
 
 
-def main() -> None:
+def main() -> int:
     """Make the tokenizer, train, save."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the model")
     parser.add_argument("--steps", type=int, default=12500)
     parser.add_argument("--start", type=int, default=0, help="first step, with --resume")
@@ -165,7 +166,8 @@ def main() -> None:
             trainer.save(args.out, config)
         if last:
             break
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

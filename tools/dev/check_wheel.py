@@ -19,6 +19,9 @@ from tempfile import TemporaryDirectory
 from urllib.request import Request, urlopen
 from zipfile import ZipFile
 
+from tools.lib.frame import parser_of, run_main
+from vllm_metal_lite import MetalLiteError
+
 ROOT = Path(__file__).resolve().parents[2]
 _METADATA = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
 
@@ -30,10 +33,6 @@ for name in names:
     source.read(name)
 print(len(names), "kernels read from", source.FOLDER)
 """
-
-
-class Failed(Exception):
-    """The fault of the wheel, in one line."""
 
 
 def expected_content() -> set[str]:
@@ -54,9 +53,9 @@ def check_content(wheel: Path) -> None:
     metadata = {f"{name}-{version}.dist-info/{file}" for file in _METADATA}
     expected = expected_content() | metadata
     if extra := sorted(content - expected):
-        raise Failed(f"{wheel.name} holds what it should not: {', '.join(extra)}")
+        raise MetalLiteError(f"{wheel.name} holds what it should not: {', '.join(extra)}")
     if missing := sorted(expected - content):
-        raise Failed(f"{wheel.name} lacks {', '.join(missing)}")
+        raise MetalLiteError(f"{wheel.name} lacks {', '.join(missing)}")
     print(f"{wheel.name}: {len(content)} files, {wheel.stat().st_size / 1e6:.1f} MB")
 
 
@@ -69,16 +68,16 @@ def check_run(wheel: Path, folder: Path) -> None:
     _run([*_pip(python), "install", "-q", "--no-compile", str(wheel)], folder)
     version = wheel.name.split("-")[1]
     if (found := _run([command, "--version"], folder)) != f"vllm-metal-lite {version}":
-        raise Failed(f"--version prints {found!r}, the wheel is {version}")
+        raise MetalLiteError(f"--version prints {found!r}, the wheel is {version}")
     print(_run([python, "-c", _READ_KERNELS], folder))
     print(_run([command, "doctor"], folder))
     answer = _run([command, "chat"], folder, "hello\n")
     if not answer:
-        raise Failed("chat prints no answer")
+        raise MetalLiteError("chat prints no answer")
     print(f"hello -> {answer}")
     refused = _run([command, "serve"], folder, fails=True)
     if ".[serve]" not in refused:
-        raise Failed(f"without its extra, serve says {refused!r}")
+        raise MetalLiteError(f"without its extra, serve says {refused!r}")
     install = [*_pip(python), "install", "-q", "--no-compile"]
     _run([*install, f"vllm-metal-lite[serve] @ {wheel.resolve().as_uri()}"], folder)
     check_server(command, folder)
@@ -92,7 +91,7 @@ def check_server(command: str, folder: Path) -> None:
     try:
         line = process.stdout.readline()
         if not line.startswith("Server:"):
-            raise Failed(f"serve prints {line!r}")
+            raise MetalLiteError(f"serve prints {line!r}")
         url = line.split()[1]
         body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 50}
         chat = Request(f"{url}/v1/chat/completions", json.dumps(body).encode())
@@ -101,7 +100,7 @@ def check_server(command: str, folder: Path) -> None:
         with urlopen(url, timeout=60) as reply:
             page = reply.read()
         if not answer or b"<html" not in page:
-            raise Failed(f"the server answers {answer!r}, its page has {len(page)} bytes")
+            raise MetalLiteError(f"the server answers {answer!r}, its page has {len(page)} bytes")
         print(f"served: hello -> {answer}")
     finally:
         process.terminate()
@@ -109,9 +108,9 @@ def check_server(command: str, folder: Path) -> None:
             code = process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
-            raise Failed("serve does not end after SIGTERM") from None
+            raise MetalLiteError("serve does not end after SIGTERM") from None
     if code:
-        raise Failed(f"serve ends with exit code {code} after SIGTERM")
+        raise MetalLiteError(f"serve ends with exit code {code} after SIGTERM")
 
 
 def _environment() -> dict[str, str]:
@@ -129,7 +128,7 @@ def _run(command: list[str], folder: Path, stdin: str = "", fails: bool = False)
         return done.stderr
     if done.returncode or fails:
         shown = " ".join([Path(command[0]).name, *command[1:]])
-        raise Failed(f"exit code {done.returncode} from `{shown}`: {done.stdout.strip()}")
+        raise MetalLiteError(f"exit code {done.returncode} from `{shown}`: {done.stdout.strip()}")
     return done.stdout.strip()
 
 
@@ -144,22 +143,17 @@ def _pip(python: str) -> list[str]:
     return [python, "-m", "pip", "--disable-pip-version-check"]
 
 
-def main(arguments: list[str]) -> int:
-    """Run the command line; returns the exit code."""
-    if len(arguments) > 1 or any(a.startswith("-") for a in arguments):
-        print(__doc__, file=sys.stderr)
-        return 2
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("wheel", type=Path, nargs="?")
+    args = parser.parse_args()
     with TemporaryDirectory(prefix="vllm-metal-lite-wheel-") as temporary:
         folder = Path(temporary)
-        try:
-            wheel = Path(arguments[0]).resolve() if arguments else build(folder)
-            check_content(wheel)
-            check_run(wheel, folder)
-        except (Failed, OSError, subprocess.CalledProcessError) as e:
-            print(f"check_wheel: {e}", file=sys.stderr)
-            return 1
+        wheel = args.wheel.resolve() if args.wheel else build(folder)
+        check_content(wheel)
+        check_run(wheel, folder)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)

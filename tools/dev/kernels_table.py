@@ -6,6 +6,7 @@ python -m tools.dev.kernels_table
 import re
 from pathlib import Path
 
+from tools.lib.frame import parser_of, run_main
 from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.kernels.source import FOLDER
 
@@ -28,11 +29,13 @@ def table() -> str:
     return text
 
 
-def main() -> None:
+def main() -> int:
+    parser_of(__doc__).parse_args()
     before, _, rest = PATH.read_text(encoding="utf-8").partition(HEAD)
     after = rest.partition("\n\n")[2]
     PATH.write_text(f"{before}{table()}\n{after}", encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

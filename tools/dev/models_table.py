@@ -1,4 +1,7 @@
-"""Write docs/models.md: run every architecture of mlx-lm through the conformance suite."""
+"""Write docs/models.md: run every architecture of mlx-lm through the conformance suite.
+
+python -m tools.dev.models_table         some minutes
+"""
 
 import textwrap
 from importlib.metadata import version
@@ -7,6 +10,7 @@ from pathlib import Path
 import tests.conftest  # noqa: F401  (the CPU, before anything imports MLX)
 from tests.support.models.configs import CANNOT_RUN, CONFIGS
 from tests.support.models.conformance import TOLERANCE, Result, check
+from tools.lib.frame import parser_of, run_main
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 _PAGE = Path(__file__).with_name("models_page.md")
@@ -70,13 +74,15 @@ def _module(r: Result) -> str:
     return r.name.split("/")[0]
 
 
-def main() -> None:
+def main() -> int:
+    parser_of(__doc__).parse_args()
     results = []
     for name in CONFIGS:
         results.append(check(name))
         print(f"{results[-1].status:10} {name}")
     PATH.write_text(render(results), encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

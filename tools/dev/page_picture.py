@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.support.server.kit import serving
 from tests.support.server.page_kit import Shown, chromium, chromium_path, load
-from tools.dev.run_main import parser_of, run_main
+from tools.lib.frame import parser_of, run_main
 from vllm_metal_lite import EngineConfig, MetalLiteError
 
 ROOT = Path(__file__).resolve().parents[2]

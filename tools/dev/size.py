@@ -6,8 +6,10 @@ A limit is changed only in a commit that says why.  Lines are lines of files, so
 do not pack two statements into one: that saves a reader nothing.
 """
 
-import sys
 from pathlib import Path
+
+from tools.lib.frame import parser_of, print_table, run_main
+from vllm_metal_lite import MetalLiteError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,17 +30,15 @@ def lines(patterns: tuple[str, ...]) -> int:
 
 
 def main() -> int:
-    over = []
-    print(f"{'lines of':16}{'now':>8}{'limit':>8}")
-    for room, (patterns, limit) in BUDGET.items():
-        count = lines(patterns)
-        print(f"{room:16}{count:8,}{limit:8,}")
-        if count > limit:
-            over.append(f"{room} has {count:,} lines, {count - limit:,} more than its limit")
-    for line in over:
-        print(line, file=sys.stderr)
-    return 1 if over else 0
+    parser_of(__doc__).parse_args()
+    rows = [(room, lines(patterns), limit) for room, (patterns, limit) in BUDGET.items()]
+    heads = ("lines of", "now", "limit")
+    print_table(heads, [(room, f"{now:,}", f"{limit:,}") for room, now, limit in rows])
+    over = [f"{room} is {now - limit:,} lines over" for room, now, limit in rows if now > limit]
+    if over:
+        raise MetalLiteError("; ".join(over))
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

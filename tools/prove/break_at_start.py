@@ -4,67 +4,76 @@ For each case the checks run in a process with the fault (broken_machine.py of
 tests/support/kernels).  Then a small model generates with the remaining kernels; its tokens are
 compared with the reference's.
 
-    METAL_LITE_DEVICE=gpu python -m tools.prove.break_at_start [--seconds 900] [--kernel NAME]
+    python -m tools.prove.break_at_start            a GPU, or else the CPU host in its place
+    METAL_LITE_DEVICE=cpu python -m tools.prove.break_at_start --kernel kv_write
 
-Without a GPU (METAL_LITE_DEVICE=cpu) the CPU host stands in for one.  Exit code 1: a case did not
-end as it should.
+Exit code 1: a case did not end as it should.
 """
 
-import argparse
 import os
 import re
-import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from unittest.mock import patch
 
+import pytest
+
 import vllm_metal_lite.backend  # noqa: F401  (a fast BLAS, before anybody imports MLX)
+from metal.host import installed
 from tests.support.kernels.broken_machine import cases, command, consequence, impatient, use_of
+from tests.support.kernels.device import pretend_gpu
 from tests.support.models import tiny_models as tiny
-from tools.prove.cpu_host import on_host
+from tools.lib.frame import parser_of, print_table, run_main
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import isolated, verdicts
 from vllm_metal_lite.kernels.findings import Findings
 
+EQUAL = "equal"
 HANGS = 15.0  # seconds until the kernel that hangs is given up
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=900, help="the most that all cases take")
     parser.add_argument("--kernel")
     args = parser.parse_args()
-    device = "host" if backend.is_cpu() else "gpu"
-    print(f"{backend.describe()}\n\n| kernel | fault | failures | s | tokens |\n{'| --- ' * 5}|")
+    on_host = backend.is_cpu()
+    device = "host" if on_host else "gpu"
     # One folder for all: MLX CUDA includes texts that lie in it.
     home = tempfile.TemporaryDirectory()
     os.environ["XDG_CACHE_HOME"] = home.name
-    end, wrong = time.monotonic() + args.seconds, 0
-    with on_host() if device == "host" else nullcontext():
-        expected, known = tokens(Verdict({}), "reference"), {}
-        for kernel, kind in cases():
-            if args.kernel not in (None, kernel):
-                continue
-            if time.monotonic() > end:
-                print(f"| {kernel} | {kind} | not tried: {args.seconds:g} s are over | | |")
-                wrong += 1
-                continue
-            start = time.monotonic()
-            verdict = checked(kernel, kind, device)
-            seconds = time.monotonic() - start
-            found = " ".join(verdict.failures.values()) or f"none, prompts by {verdict.prefill}"
-            right = as_expected(kernel, kind, verdict)
-            key = frozenset(verdict.failures), verdict.prefill
-            if key not in known:
-                known[key] = tokens(verdict, "auto") == expected
-            wrong += not (right and known[key])
-            said = "equal" if known[key] else "DIFFER"
-            said += "" if right else ", UNEXPECTED failures"
-            print(f"| {kernel} | {kind} | {found} | {seconds:.1f} | {said} |", flush=True)
-    print(f"\n{wrong} cases ended otherwise than they should")
+    print(f"{backend.describe()}\n")
+    chosen = [case for case in cases() if args.kernel in (None, case[0])]
+    with pytest.MonkeyPatch.context() as machine, installed() if on_host else nullcontext():
+        if on_host:
+            pretend_gpu(machine)
+        heads = ("kernel", "fault", "failures", "s", "tokens")
+        found = print_table(heads, rows(chosen, device, time.monotonic() + args.seconds))
+    wrong = [row for row in found if row[-1] != EQUAL]
+    print(f"\n{len(wrong)} cases ended otherwise than they should")
     return 1 if wrong else 0
+
+
+def rows(chosen: list[tuple[str, str]], device: str, end: float) -> Iterator[tuple[str, ...]]:
+    """Try the cases until `end`; a row each, whose last cell is EQUAL if all is right."""
+    expected, known = tokens(Verdict({}), "reference"), {}
+    for kernel, kind in chosen:
+        if time.monotonic() > end:
+            yield kernel, kind, "not tried: the time is over", "", ""
+            continue
+        start = time.monotonic()
+        verdict = checked(kernel, kind, device)
+        seconds = time.monotonic() - start
+        found = " ".join(verdict.failures.values()) or f"none, prompts by {verdict.prefill}"
+        key = frozenset(verdict.failures), verdict.prefill
+        if key not in known:
+            known[key] = tokens(verdict, "auto") == expected
+        said = EQUAL if known[key] else "DIFFER"
+        said += "" if as_expected(kernel, kind, verdict) else ", UNEXPECTED failures"
+        yield kernel, kind, found, f"{seconds:.1f}", said
 
 
 def checked(kernel: str, kind: str, device: str) -> Verdict:
@@ -90,4 +99,4 @@ def tokens(verdict: Verdict, attention: str) -> list[list[int]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

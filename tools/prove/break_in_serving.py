@@ -6,38 +6,46 @@ next launch with new types or sizes fails while MLX evaluates the step.  The eng
 kernel, replace it, and answer as the reference attention does.  Tiny models have the experts,
 latents and recurrent layers.  Prints a row per kernel; exit status 0 only if all are right.
 
-    python -m tools.prove.break_in_serving          on a GPU
-    METAL_LITE_DEVICE=cpu python -m tools.prove.break_in_serving --host --kernels kv_write
+    python -m tools.prove.break_in_serving          a GPU, or else the CPU host in its place
+    METAL_LITE_DEVICE=cpu python -m tools.prove.break_in_serving --kernels kv_write
 """
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from importlib import import_module
+from logging.handlers import BufferingHandler
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 
+from metal.host import installed
 from tests.support.kernels.broken_machine import all_kernels, edit
-from tools.dev.run_main import parser_of, run_main
-from tools.prove.cpu_host import on_host
-from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend, devices
+from tests.support.kernels.device import change_device, pretend_gpu
+from tests.support.models import tiny_models
+from tests.support.models.rounding import of_16_bits
+from tools.lib.frame import parser_of, print_table, run_main
+from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.kernels import source
 from vllm_metal_lite.kernels.registry import REGISTRY
-from vllm_metal_lite.model.loader import LoadedModel, load
+from vllm_metal_lite.model.loader import load
 from vllm_metal_lite.model.packed import NO_FUSION
 
 # Prompt lengths.  Each wave makes new instantiations: more requests, and longer ones.
 WAVES = ((40, 70), (130, 33, 90), (300, 257, 128, 60))
 WAVE_STEPS, NEW_TOKENS = 6, 24
+RIGHT = "right"
 # Behind this many tokens the prompts of a wave differ.
 SHARED = 24
+# Contexts are split, and prefixes shared, at the lengths of these prompts.
+SHORT = {"min_split_context": 64, "min_split_keys": 32, "min_saved_tokens": 8}
+SHORT |= {"rows_as_decodes": 0, "min_keys": 64, "small_scores": 0}
 
 
 @dataclass(frozen=True)
@@ -73,14 +81,6 @@ CASES = {
 }
 
 
-def short_contexts() -> AbstractContextManager[None]:
-    """Contexts are split, and prefixes shared, at the lengths of these prompts."""
-    small = {"min_split_context": 64, "min_split_keys": 32, "min_saved_tokens": 8}
-    small |= {"rows_as_decodes": 0, "min_keys": 64, "small_scores": 0}
-    changed = {backend.name(): replace(devices.profile(), **small)}
-    return patch.dict(devices.PROFILES, changed)
-
-
 @contextmanager
 def broken(name: str, wrong: str) -> Iterator[None]:
     """From now on, the kernel's text does not compile where `wrong` holds."""
@@ -98,7 +98,8 @@ def make_engine(model: str, case: Case, attention: str, few: bool = True) -> LLM
     sizes = {"num_blocks": 256, "max_num_seqs": 16, "max_model_len": 512}
     how = {"attention": attention, "kv_bits": case.kv_bits, "dtype": case.dtype}
     config = EngineConfig(max_num_batched_tokens=256, **sizes, **how)
-    loaded = load(model, config.dtype) if case.tiny is None else _tiny(case.tiny, config.dtype)
+    dtype = getattr(mx, case.dtype)
+    loaded = tiny_models.packed(case.tiny, dtype) if case.tiny else load(model, config.dtype)
     rows = range(1, 65) if few else range(0)
     with ExitStack() as stack:
         for name in ("faster_rows", "faster_expert_rows"):
@@ -108,10 +109,6 @@ def make_engine(model: str, case: Case, attention: str, few: bool = True) -> LLM
         verdict = Verdict({}, case.prefill)
         stack.enter_context(patch.object(verdicts, "verify", lambda *_: verdict))
         return LLMEngine(loaded, config)
-
-
-def _tiny(name: str, dtype: str) -> LoadedModel:
-    return import_module("tests.support.models.tiny_models").packed(name, getattr(mx, dtype))
 
 
 class Serving:
@@ -142,15 +139,6 @@ class Serving:
         return self.tokens
 
 
-class Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def expected_tokens(model: str, case: Case) -> list[dict[str, list[int]]]:
     """Tokens of the reference.  In 16 bits, where rounding differs: tokens of the same engine with
     the kernel and without it."""
@@ -159,10 +147,11 @@ def expected_tokens(model: str, case: Case) -> list[dict[str, list[int]]]:
     return [Serving(make_engine(model, case, "auto", few)).run() for few in (True, False)]
 
 
-def try_kernel(name: str, model: str, expected: list[dict[str, list[int]]]) -> bool:
-    """Serve with one kernel broken after the first wave; prints a row."""
-    case, warnings, start = CASES[name], Warnings(), time.perf_counter()
-    logger = logging.getLogger("vllm_metal_lite")
+def row_of(name: str, model: str, expected: list[dict[str, list[int]]]) -> tuple[str, ...]:
+    """Serve with one kernel broken after the first wave; the last cell tells what is wrong."""
+    case, start = CASES[name], time.perf_counter()
+    logger, warnings = logging.getLogger("vllm_metal_lite"), BufferingHandler(1000)
+    warnings.setLevel(logging.WARNING)
     problem = ""
     try:
         serving = Serving(make_engine(model, case, "auto"))
@@ -175,47 +164,48 @@ def try_kernel(name: str, model: str, expected: list[dict[str, list[int]]]) -> b
     finally:
         logger.removeHandler(warnings)
     if not problem:
-        named = [line for line in warnings.lines if f"{name} fails in a step" in line]
+        lines = [record.getMessage() for record in warnings.buffer]
+        named = [line for line in lines if f"{name} fails in a step" in line]
         different = sum(
             all(serving.tokens[r] != either[r] for either in expected) for r in serving.tokens
         )
-        if len(named) != 1 or len(warnings.lines) != 1:
-            problem = f"{len(named)} of {len(warnings.lines)} warnings name it {warnings.lines[:2]}"
+        if len(named) != 1 or len(lines) != 1:
+            problem = f"{len(named)} of {len(lines)} warnings name it {lines[:2]}"
         elif different:
             problem = f"{different} of {len(serving.tokens)} requests have other tokens"
     path = "-" if problem else serving.engine.runner.attention.name
     seconds = time.perf_counter() - start
     count = 0 if problem else sum(map(len, serving.tokens.values()))
-    print(f"| {name} | {path} | {count} | {seconds:.1f} | {problem or 'right'} |", flush=True)
-    return not problem
+    return name, path, f"{count}", f"{seconds:.1f}", problem or RIGHT
+
+
+def rows(kernels: Sequence[str], model: str) -> Iterator[tuple[str, ...]]:
+    known: dict[tuple[object, ...], list[dict[str, list[int]]]] = {}
+    for name in kernels:
+        case = CASES[name]
+        kind = case.kv_bits, case.dtype, case.tiny
+        if kind not in known:
+            known[kind] = expected_tokens(model, case)
+        yield row_of(name, model, known[kind])
 
 
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="demo", help="demo, a folder, or a Hugging Face name")
     parser.add_argument("--kernels", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--host", action="store_true", help="run the kernels on the CPU host")
     args = parser.parse_args()
     logging.getLogger("vllm_metal_lite").propagate = False
-    with ExitStack() as stack:
-        if args.host:
-            stack.enter_context(on_host())
-            of_16_bits = import_module("tests.support.models.rounding").of_16_bits
-            stack.enter_context(patch.object(mx, "gather_mm", of_16_bits(mx.gather_mm)))
-        stack.enter_context(short_contexts())
+    on_host = backend.is_cpu()
+    with pytest.MonkeyPatch.context() as machine, installed() if on_host else nullcontext():
+        if on_host:
+            pretend_gpu(machine)
+            machine.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
+        change_device(machine, **SHORT)
         print(f"{backend.describe()}; MLX {mx.__version__}; {args.model}\n")
-        print(f"| broken kernel | attention after it | tokens | s | |\n{'| --- ' * 5}|")
-        known: dict[tuple[object, ...], list[dict[str, list[int]]]] = {}
-        failed = 0
-        for name in args.kernels:
-            case = CASES[name]
-            kind = case.kv_bits, case.dtype, case.tiny
-            if kind not in known:
-                known[kind] = expected_tokens(args.model, case)
-            failed += not try_kernel(name, args.model, known[kind])
-    count = len(args.kernels)
-    print(f"\n{count - failed} of {count} kernels were replaced, no token changed")
-    return int(failed > 0)
+        heads = ("broken kernel", "attention after it", "tokens", "s", "")
+        found = [row[-1] for row in print_table(heads, rows(args.kernels, args.model))]
+    print(f"\n{found.count(RIGHT)} of {len(found)} kernels were replaced, no token changed")
+    return 0 if set(found) == {RIGHT} else 1
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ Each file begins with MLX's own prelude.  On a Mac, Apple's compiler tells wheth
     xcrun metal -std=metal3.1 -I "$include" -c FILE -o /dev/null
 """
 
-import argparse
 import hashlib
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import tests.conftest  # noqa: F401  (the CPU, before anything imports MLX)
 from metal.host.mlx_source import INCLUDE, PRELUDE
 from tests.support.kernels.production_shapes import all_texts
 from tests.support.kernels.serving_session import MODELS, WAYS, Session, count
+from tools.lib.frame import parser_of, run_main
 
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "metal_texts"
 
@@ -29,18 +29,18 @@ def print_counts() -> None:
             print(f"{model}, {name}: {counts.total()} ({kernels})")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> int:
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=FOLDER)
     parser.add_argument("--count", action="store_true", help="count the texts of sessions")
     parser.add_argument("--include", action="store_true", help="print the folder of MLX's headers")
     args = parser.parse_args()
     if args.include:
         print(INCLUDE)
-        return
+        return 0
     if args.count:
         print_counts()
-        return
+        return 0
     folder = args.folder
     folder.mkdir(parents=True, exist_ok=True)
     sessions = (Session(m, how, 64).texts() for m in MODELS for how in ("gather", "varlen"))
@@ -49,7 +49,8 @@ def main() -> None:
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         (folder / f"{kernel}-{digest}.metal").write_text(PRELUDE + text, encoding="utf-8")
     print(f"{len(texts)} texts in {folder}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

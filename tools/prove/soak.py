@@ -22,12 +22,11 @@ import random
 import shutil
 import socket
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from tests.support.server.crowd import (
@@ -42,8 +41,8 @@ from tests.support.server.crowd import (
     unclean,
     until,
 )
-from tools.bench.lib.servers import free_port, rss_mib, server
-from tools.dev.run_main import parser_of, run_main
+from tools.lib.frame import parser_of, print_table, run_main, say
+from tools.lib.servers import ours, rss_mib, server
 from vllm_metal_lite.model.files import find
 
 EVERY = 10  # seconds
@@ -122,32 +121,13 @@ def question_body(question: Question) -> dict[str, Any]:
     return {**body, "temperature": 0, "ignore_eos": True}
 
 
-class Sample(NamedTuple):
-    """kept: MiB of the buffers that MLX keeps in the engine.  files: open ones of both."""
-
-    seconds: float
-    visits: int
-    server_mib: float
-    engine_mib: float
-    kept: float
-    files: tuple[int, int]
-
-    def __str__(self) -> str:
-        return (
-            f"[{self.seconds:5.0f} s] {self.visits:6,} visits, server {self.server_mib:.1f} MiB, "
-            f"engine {self.engine_mib:.1f} MiB, {self.kept:.1f} kept by MLX, "
-            f"{self.files[0]} and {self.files[1]} files"
-        )
-
-
 class Soak:
     def __init__(self, url: str, pids: tuple[int, int], crowd: Patient) -> None:
         self.url, self.pids, self.crowd = url, pids, crowd
-        self.samples: list[Sample] = []
+        self.mib: list[tuple[float, float]] = []  # of the server and the engine
 
     async def run(self, seconds: float, num_clients: int) -> None:
-        started = time.monotonic()
-        end = started + seconds
+        end = time.monotonic() + seconds
 
         async def client(number: int) -> None:
             rng = random.Random(number)
@@ -167,9 +147,7 @@ class Soak:
 
         async def measure() -> None:
             while True:
-                metrics = (await get(self.url, "/status"))["models"][0]["metrics"]
-                kept = metrics["memory_cached_bytes"] / 2**20
-                self._measure(time.monotonic() - started, kept)
+                await self._measure()
                 await asyncio.sleep(EVERY)
 
         measuring = asyncio.ensure_future(measure())
@@ -178,34 +156,32 @@ class Soak:
         await asyncio.gather(*map(client, range(num_clients)), *odd_ones)
         measuring.cancel()
 
-    def _measure(self, now: float, kept: float) -> None:
-        server, engine = self.pids
-        mib = (rss_mib(server) or 0.0, rss_mib(engine) or 0.0, kept)
-        files = num_fds(server), num_fds(engine)
-        self.samples.append(Sample(now, self.crowd.counts.total(), *mib, files))
-        line = f"{self.samples[-1]}, {len(self.crowd.faults)} faults"
-        print(line, file=sys.stderr, flush=True)
+    async def _measure(self) -> None:
+        metrics = (await get(self.url, "/status"))["models"][0]["metrics"]
+        kept = metrics["memory_cached_bytes"] / 2**20
+        server, engine = (rss_mib(pid) or 0.0 for pid in self.pids)
+        self.mib.append((server, engine - kept))
+        say(
+            f"{self.crowd.counts.total():6,} visits, server {server:.1f} MiB, engine "
+            f"{engine - kept:.1f} and {kept:.1f} kept by MLX, {len(self.crowd.faults)} faults"
+        )
 
-    def growth(self, opened: list[int], left: list[int]) -> list[str]:
-        """What has grown, in words.  opened, left: open files at the start and at the end."""
-        quarter = max(len(self.samples) // 4, 1)
-        grown = []
-        print("| process | MiB, second quarter | MiB, last quarter | limit |")
-        print("| --- | --- | --- | --- |")
-        server = [sample.server_mib for sample in self.samples]
-        engine = [sample.engine_mib - sample.kept for sample in self.samples]
-        for name, mib in (("server", server), ("engine, but for kept buffers", engine)):
-            before = statistics.median(mib[quarter : 2 * quarter])
-            after = statistics.median(mib[-quarter:])
+    def rows(self, opened: list[int], left: list[int]) -> Iterator[tuple[str, ...]]:
+        """Memory in the second and the last quarter; open files at the start and at the end."""
+        quarter = max(len(self.mib) // 4, 1)
+        names = "MiB of the server", "MiB of the engine, but for kept buffers"
+        for name, mib in zip(names, zip(*self.mib, strict=True), strict=True):
+            before = statistics.median(mib[quarter : 2 * quarter] or mib)
             limit = before * (1 + ALLOWED_SHARE) + ALLOWED_MIB
-            print(f"| {name} | {before:.1f} | {after:.1f} | {limit:.1f} |")
-            if after > limit:
-                grown.append(f"{name}: {before:.1f} MiB became {after:.1f}, limit {limit:.1f}")
-        print(f"Open files of the server and the engine: {opened}, then {left}")
-        for first, last in zip(opened, left, strict=True):
-            if last > first + ALLOWED_FILES:
-                grown.append(f"{first} open files became {last}")
-        return grown
+            yield _row(name, before, statistics.median(mib[-quarter:]), limit)
+        names = "open files of the server", "open files of the engine"
+        for name, first, last in zip(names, opened, left, strict=True):
+            yield _row(name, first, last, first + ALLOWED_FILES)
+
+
+def _row(name: str, before: float, after: float, limit: float) -> tuple[str, ...]:
+    numbers = (f"{number:.1f}" for number in (before, after, limit))
+    return name, *numbers, "" if after <= limit else "grew"
 
 
 async def prepare(url: str, count: int) -> Patient:
@@ -234,7 +210,9 @@ async def soak(url: str, pid: int, args: argparse.Namespace) -> int:
         wrong.append(f"/status still shows {left}")
     metrics = (await get(url, "/status"))["models"][0]["metrics"]
     print(f"{dict(crowd.counts)}; {metrics['preemptions']:,} preemptions")
-    wrong += running.growth(files, [num_fds(pid) for pid in running.pids])
+    rows = running.rows(files, [num_fds(pid) for pid in running.pids])
+    table = print_table(("", "before", "after", "limit", "fault"), rows)
+    wrong += [f"{name} grew" for name, *_, fault in table if fault]
     print("\n".join(wrong) or "nothing is wrong")
     return 1 if wrong else 0
 
@@ -252,17 +230,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--clients", type=int, default=24)
     args = parser.parse_args()
-    port = free_port()
     with tempfile.TemporaryDirectory() as scratch:
         broken = f"broken={cut(Path(scratch) / 'broken')}"
-        command = [sys.executable, "-m", "vllm_metal_lite", "serve", "--port", str(port)]
-        command += ["--model", "demo", "--pin", "demo", "--model", "twin=demo"]
-        command += ["--model", "third=demo", "--model", broken, "--memory-budget-gib", "2.3"]
-        command += ["--num-blocks", "36", "--max-num-seqs", "12", "--max-model-len", "512"]
-        command += ["--max-waiting", "11"]
+        models = ["--model", "twin=demo", "--model", "third=demo", "--model", broken]
+        limits = "--pin demo --memory-budget-gib 2.3 --num-blocks 36 --max-num-seqs 12"
+        limits += " --max-model-len 512 --max-waiting 11"
         log = Path(scratch) / "log.txt"
-        with server(command, port, log) as pid:
-            result = asyncio.run(soak(f"http://127.0.0.1:{port}", pid, args))
+        with server(ours("demo", *models, *limits.split()), log) as (url, pid):
+            result = asyncio.run(soak(url, pid, args))
         if "Traceback" in log.read_text():
             print(f"the server's log has a trace:\n{log.read_text()[-2000:]}")
             result = 1

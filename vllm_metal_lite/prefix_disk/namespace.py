@@ -1,8 +1,8 @@
 """The namespace of a model: a digest of everything that the bytes of a block depend on.
 
 The weights are sampled as they lie in memory, after they were cast, merged or quantised: a few
-hundred values of every array, with its name, shape and dtype.  Only models that differ in a few
-values, and in none of these, get one namespace.
+hundred values of every array, with its name, shape and dtype.  Two models get one namespace only if
+they differ in nothing but values that are not sampled.
 """
 
 from collections.abc import Sequence

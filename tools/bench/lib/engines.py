@@ -131,7 +131,7 @@ def _reusable(load: Load, run: Run) -> int:
 class ThisEngine:
     """LLMEngine, with a store that is large enough for the load and no larger.
 
-    options: fields of EngineConfig.
+    options: fields of EngineConfig.  params: of SamplingParams, for all requests.
     """
 
     def __init__(
@@ -140,8 +140,9 @@ class ThisEngine:
         load: Load,
         options: dict[str, Any] | None = None,
         name: str = "ours",
+        params: dict[str, Any] | None = None,
     ) -> None:
-        self.name, self.way = name, "ours"
+        self.name, self.way, self._params = name, "ours", params or {}
         block_size = (options or {}).get("block_size", EngineConfig.block_size)
         sizes = load.sizes
         config = {
@@ -165,7 +166,7 @@ class ThisEngine:
 
     def add(self, first: int, prompts: list[list[int]], max_tokens: list[int]) -> None:
         for i, (prompt, n) in enumerate(zip(prompts, max_tokens, strict=True), first):
-            params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
+            params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, **self._params)
             # As mlx-lm's server is told where the system prompt ends.
             named = [self._shared] if 0 < self._shared <= len(prompt) else []
             self.engine.add_request(str(i), prompt, params, checkpoints=named)

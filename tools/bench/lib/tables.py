@@ -1,82 +1,128 @@
-"""The tables of the serving benchmarks, and the ratios in them."""
+"""The tables of the benchmarks of engines and of servers, and the ratios in them."""
 
-import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from tools.bench.lib.metrics import Metrics, Result
+from tools.bench.lib.agreement import Agreement
+from tools.bench.lib.metrics import Metrics
+from tools.lib.frame import print_table
 
-# (metric, heading, factor, format, whether more is better; None: no ratio)
-Columns = Sequence[tuple[str, str, float, str, bool | None]]
 
-COLUMNS: Columns = (
-    ("output_tokens_per_s", "output tokens/s", 1, ",.0f", True),
-    ("requests_per_s", "requests/s", 1, ".2f", True),
-    ("ttft_median", "TTFT ms, median", 1e3, ",.1f", False),
-    ("ttft_p95", "p95", 1e3, ",.1f", False),
-    ("gap_median", "gap ms, median", 1e3, ".2f", False),
-    ("gap_worst", "worst", 1e3, ",.1f", False),
-    ("steady_tokens_per_s", "steady tokens/s", 1, ",.0f", True),
-    ("steady_step_median", "ms a step", 1e3, ".2f", False),
-    ("cached_tokens", "cached tokens", 1, ",.0f", None),
-    ("cached_share", "of reusable", 1, ".1%", None),
-    ("roofline", "of roofline", 1, ".0%", None),
-    ("peak_gib", "GiB beside weights", 1, ".2f", False),
+class Column(NamedTuple):
+    """How a metric is shown.  more: whether more is better; None: it has no ratio."""
+
+    key: str
+    heading: str
+    form: str
+    factor: float = 1
+    more: bool | None = None
+
+    def text(self, metrics: Metrics) -> str:
+        return f"{metrics[self.key] * self.factor:{self.form}}" if self.key in metrics else ""
+
+
+COLUMNS = (
+    Column("done", "done", ",.0f"),
+    Column("output_tokens_per_s", "output tokens/s", ",.0f", more=True),
+    Column("requests_per_s", "requests/s", ".2f", more=True),
+    Column("sessions_per_minute", "sessions a minute", ".1f", more=True),
+    Column("ttft_median", "TTFT ms, median", ",.1f", 1e3, more=False),
+    Column("ttft_p90", "p90", ",.1f", 1e3, more=False),
+    Column("later_ttft_median", "of later turns", ",.1f", 1e3, more=False),
+    Column("gap_median", "gap ms, median", ".2f", 1e3, more=False),
+    Column("gap_worst", "worst", ",.1f", 1e3, more=False),
+    Column("steady_tokens_per_s", "steady tokens/s", ",.0f", more=True),
+    Column("steady_step_median", "ms a step", ".2f", 1e3, more=False),
+    Column("cached_tokens", "cached tokens", ",.0f"),
+    Column("cached_share", "of reusable", ".1%"),
+    Column("cached_prompt_share", "of prompts cached", ".1%"),
+    Column("roofline", "of roofline", ".0%"),
+    Column("server_cpu_per_token", "server CPU ms a token", ".3f", 1e3),
+    Column("health_median", "/health ms, median", ".1f", 1e3),
+    Column("health_worst", "worst", ".1f", 1e3),
+    Column("peak_gib", "GiB beside weights", ".2f", more=False),
+    Column("server_gb", "peak GB of the server", ".1f", more=False),
 )
-NEWCOMER: Columns = (
-    ("newcomer_ttft", "newcomer's TTFT ms", 1e3, ",.1f", None),
-    ("newcomer_tokens_per_s", "its tokens/s", 1, ",.1f", None),
-    ("others_tokens_per_s", "decodes' tokens/s meanwhile", 1, ",.1f", None),
-    ("idle_gap_median", "idle gap ms", 1e3, ".2f", None),
-    ("busy_gap_median", "gap meanwhile, median", 1e3, ".2f", None),
-    ("busy_gap_worst", "worst", 1e3, ".2f", None),
+NEWCOMER = (
+    Column("newcomer_ttft", "newcomer's TTFT ms", ",.1f", 1e3),
+    Column("newcomer_tokens_per_s", "its tokens/s", ",.1f"),
+    Column("others_tokens_per_s", "decodes' tokens/s meanwhile", ",.1f"),
+    Column("idle_gap_median", "idle gap ms", ".2f", 1e3),
+    Column("busy_gap_median", "gap meanwhile, median", ".2f", 1e3),
+    Column("busy_gap_worst", "worst", ".2f", 1e3),
 )
-# The metrics of the summary.
 _SPEEDS = ("output_tokens_per_s", "requests_per_s", "ttft_median", "steady_step_median")
-FIRST = (*_SPEEDS, "peak_gib", "cached_share", "roofline")
+SUMMARY = tuple(c for c in COLUMNS if c.key in (*_SPEEDS, "peak_gib", "cached_share", "roofline"))
+
+
+@dataclass(frozen=True)
+class Result:
+    """A load: the medians of each engine.
+
+    load: the letter.  agreement: None if mlx-lm failed in all settings.  ratios: of this engine to
+    mlx-lm's best.
+    """
+
+    load: str
+    name: str
+    requests: int
+    tokens_in: int
+    tokens_out: int
+    engines: dict[str, Metrics]
+    agreement: Agreement | None
+    ratios: Metrics = field(default_factory=dict)
+
+    @property
+    def within_ties(self) -> bool:
+        return self.agreement is None or self.agreement.within_ties
+
+    @property
+    def summary(self) -> str:
+        return str(self.agreement or "mlx-lm failed in all settings")
 
 
 def ratios(medians: dict[str, Metrics]) -> Metrics:
-    """The ratio of this engine to the best of the others, for each metric."""
+    """The ratio of "ours" to the best of the others, for each metric."""
     found = {}
     for key, _, _, _, more in COLUMNS:
         others = [m[key] for name, m in medians.items() if name != "ours" and key in m]
-        mine = medians["ours"].get(key)
+        mine = medians.get("ours", {}).get(key)
         if more is None or mine is None or not others or min(mine, *others) <= 0:
             continue
         found[key] = mine / max(others) if more else min(others) / mine
     return found
 
 
-def table_head(cells: Sequence[str]) -> None:
-    print("| " + " | ".join(cells) + " |\n" + "| --- " * len(cells) + "|")
+def print_medians(
+    medians: dict[str, Metrics], ratios: Metrics, columns: Sequence[Column] = COLUMNS
+) -> None:
+    """Print a row for each engine or server, and the ratios, if there are any."""
+    shown = [c for c in columns if any(c.key in m for m in medians.values())]
+    rows = [[name, *(c.text(m) for c in shown)] for name, m in medians.items()]
+    bold = [f"**{ratios[c.key]:.2f}**" if c.key in ratios else "" for c in shown]
+    print_table(["", *(c.heading for c in shown)], [*rows, *([["ratio", *bold]] if ratios else [])])
 
 
-def print_load(result: Result, columns: Columns) -> None:
-    shown = [c for c in columns if any(c[0] in m for m in result.engines.values())]
+def print_load(result: Result) -> None:
+    """Print the table of a load of engines."""
     print(
         f"\n### {result.load}: {result.name}, {result.requests:,} requests, "
         f"{result.tokens_in:,} / {result.tokens_out:,} tokens in / out\n\n"
         f"Tokens: {result.summary}.\n"
     )
-    table_head(["engine", *(c[1] for c in shown)])
-    for name, m in result.engines.items():
-        cells = [f"{m[c[0]] * c[2]:{c[3]}}" if c[0] in m else "" for c in shown]
-        print(f"| {name} | " + " | ".join(cells) + " |")
-    if found := result.ratios:
-        cells = [f"**{found[c[0]]:.2f}**" if c[0] in found else "" for c in shown]
-        print("| ratio | " + " | ".join(cells) + " |")
-    sys.stdout.flush()
+    is_newcomer = any(NEWCOMER[0].key in m for m in result.engines.values())
+    print_medians(result.engines, result.ratios, NEWCOMER if is_newcomer else COLUMNS)
 
 
 def print_summary(results: Sequence[Result]) -> None:
     """Print this engine's numbers for every load, each with its ratio to the best of the others."""
-    columns = [c for c in COLUMNS if c[0] in FIRST]
     print("\n### Ours, in brackets the ratios to mlx-lm at its best\n")
-    table_head(["load", *(c[1] for c in columns), "tokens"])
+    rows = []
     for result in results:
         mine, found = result.engines.get("ours", {}), result.ratios
-        cells = []
-        for key, _, factor, form, _ in columns:
-            ratio = f" ({found[key]:.3g})" if key in found else ""
-            cells.append(f"{mine[key] * factor:{form}}{ratio}" if key in mine else "")
-        print(f"| {result.load} | " + " | ".join(cells) + f" | {result.summary} |")
+        cells = [
+            c.text(mine) + (f" ({found[c.key]:.3g})" if c.key in found else "") for c in SUMMARY
+        ]
+        rows.append([result.load, *cells, result.summary])
+    print_table(["load", *(c.heading for c in SUMMARY), "tokens"], rows)

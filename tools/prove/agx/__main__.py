@@ -11,20 +11,20 @@ those that are dispatched, stores and loads of spilled registers.  docs/verifica
 this shows and what not.
 """
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import tests.conftest  # noqa: F401  (the CPU, before anything imports MLX)
 from metal.host.texts import KernelText
 from tests.support.kernels.production_shapes import texts_of
-from tools.dev.run_main import parser_of, run_main
-from tools.prove.agx import mlx_kernels
+from tools.lib.frame import parser_of, print_table, run_main, say
+from tools.prove.agx import loops, mlx_kernels
 from tools.prove.agx.chain import AgxError, Code, compile_all
 from tools.prove.agx.limits import faults
-from tools.prove.agx.loops import report
 from tools.prove.agx.shapes import CASES
 
+HEADS = ("case", "instructions", "registers", "scratch", "threads (dispatched)", "spills : fills")
+HEADS += ("faults",)
 AT_ONCE = 8
 # A text that must be found: it spills, or does not fit.
 _CONTROL = """[[kernel]] void control(
@@ -61,7 +61,7 @@ def cases(words: list[str]) -> dict[KernelText, str]:
 
 def compiled(folder: Path, texts: list[KernelText]) -> Iterator[tuple[KernelText, Code]]:
     for start in range(0, len(texts), AT_ONCE):
-        print(f"[{start} of {len(texts)}]", file=sys.stderr, flush=True)
+        say(f"{start} of {len(texts)}")
         some = texts[start : start + AT_ONCE]
         yield from zip(some, compile_all(folder, some), strict=True)
 
@@ -74,33 +74,24 @@ def main() -> int:
     parser.add_argument("--loops", action="store_true")
     args = parser.parse_args()
     if args.loops:
-        for line in report(args.folder):
-            print(line, flush=True)
+        print_table(loops.HEADS, loops.rows(args.folder))
         return 0
-    return check(args.folder, cases(args.words), args.check)
+    found = print_table(HEADS, rows(args.folder, cases(args.words), args.check))
+    return 1 if any(row[-1] for row in found) else 0
 
 
-def check(folder: Path, asked: dict[KernelText, str], strictly: bool) -> int:
-    """Print a table; returns the exit code."""
-    if strictly:
-        asked = CONTROLS | asked
-    wrong = 0
-    print("| case | instructions | registers | scratch | threads (dispatched) | spills : fills |")
-    print("| --- | --- | --- | --- | --- | --- |", flush=True)
-    for text, code in compiled(folder, list(asked)):
-        what = faults(asked[text], text.threads, code.threads, code.spills) if strictly else []
+def rows(folder: Path, asked: dict[KernelText, str], strictly: bool) -> Iterator[tuple[str, ...]]:
+    """A row for each text; the last cell tells what goes beyond the limits."""
+    for text, code in compiled(folder, [*(CONTROLS if strictly else ()), *asked]):
+        name = CONTROLS.get(text) or asked[text]
+        what = faults(name, text.threads, code.threads, code.spills) if strictly else []
         if text in CONTROLS:
             if not what:
-                raise AgxError(f"{asked[text]} keeps the limits: the limits are blind")
+                raise AgxError(f"{name} keeps the limits: the limits are blind")
             continue
-        wrong += bool(what)
-        print(
-            f"| {asked[text]} | {code.instructions:,} | {code.registers} | {code.scratch} | "
-            f"{code.threads} ({text.threads}) | {code.spills} : {code.fills} |"
-            + "".join(f" **{one}**" for one in what),
-            flush=True,
-        )
-    return int(wrong > 0)
+        sizes = f"{code.instructions:,}", f"{code.registers}", f"{code.scratch}"
+        fits = f"{code.threads} ({text.threads})"
+        yield name, *sizes, fits, f"{code.spills} : {code.fills}", "; ".join(what)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class Loop(NamedTuple):
 
 # Rows of x, as branches depend on them (0: any), and bytes that a lane takes from memory in a turn:
 # weights of 4 bits with scales, or a state read and written (0: all loads of 16 bytes: K and V).
-ROWS = (
+LOOPS = (
     ("MLX sdpa_vector 128", 0, 16),
     ("paged_decode group 2 of 128 bfloat16", 0, 0),
     ("paged_decode group 4 of 128 bfloat16", 0, 0),
@@ -53,26 +53,23 @@ ROWS = (
 _GIVEN = re.compile(r"const int (rows|count) = (?:x_shape\[0\]|plan\[tile \+ 1\]);")
 
 
-def report(root: Path) -> Iterator[str]:
-    """The lines of a table: the longest loops, beside the cycles a byte that chips have."""
-    chips = " | ".join(f"{name}: {budget:.1f}" for name, budget in CHIPS.items())
-    head = "longest loop | rows | instructions | loaded, from memory | cycles a byte"
-    yield f"| {head} | {chips} |"
-    yield "| --- | --- | --- | --- | --- |" + " --- |" * len(CHIPS)
+HEADS = ("longest loop", "rows", "instructions", "loaded, from memory", "cycles a byte")
+HEADS += tuple(f"{name}: {budget:.1f}" for name, budget in CHIPS.items())
+
+
+def rows(root: Path) -> Iterator[tuple[str, ...]]:
+    """A row for each longest loop, beside the cycles a byte that chips have."""
     of_mlx = {name: text for text, name in mlx_kernels.texts().items()}
-    for name, rows, streamed in ROWS:
+    for name, count, streamed in LOOPS:
         texts = [of_mlx[name]] if name in of_mlx else texts_of(CASES[name])
         text = next(t for t in texts if t.kernel.endswith(name.split()[0]) or name in of_mlx)
-        given = _GIVEN.sub(rf"constexpr int \1 = {rows};", text.text)
+        given = _GIVEN.sub(rf"constexpr int \1 = {count};", text.text)
         loop = longest_loop(listing_of(root, text._replace(text=given)))
         streamed = streamed or loop.wide
         each = loop.cycles / streamed
-        shares = " | ".join(f"{each / budget:.0%}" for budget in CHIPS.values())
         spilled = f" ({loop.spilled} of the stack)" if loop.spilled else ""
-        yield (
-            f"| {name} | {rows or ''} | {loop.instructions:,}{spilled} | "
-            f"{loop.loaded}, {streamed} | {each:.1f} | {shares} |"
-        )
+        shown = f"{count or ''}", f"{loop.instructions:,}{spilled}", f"{loop.loaded}, {streamed}"
+        yield name, *shown, f"{each:.1f}", *(f"{each / budget:.0%}" for budget in CHIPS.values())
 
 
 def longest_loop(listing: str) -> Loop:

@@ -1,4 +1,4 @@
-"""Starts this server and others, and measures their CPU time and memory."""
+"""Starts this server and others for a tool, and measures their CPU time and memory."""
 
 import os
 import shutil
@@ -7,17 +7,13 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
-STARTED = time.perf_counter()
+import httpx
 
-
-def say(text: str) -> None:
-    print(f"[{time.perf_counter() - STARTED:5.0f} s] {text}", file=sys.stderr, flush=True)
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def ours(model: Path | str, *flags: str, trusted: bool = False) -> list[str]:
@@ -27,8 +23,12 @@ def ours(model: Path | str, *flags: str, trusted: bool = False) -> list[str]:
 
 
 def mlx_lm(model: Path, *flags: str) -> list[str]:
-    command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model)]
-    return [*command, "--port", "PORT", "--log-level", "WARNING", *flags]
+    """The command of mlx-lm's server, with a queue for clients that come at once: its own holds 5,
+    and Linux resets the others."""
+    start = "from http.server import HTTPServer; HTTPServer.request_queue_size = 128; "
+    start += "from mlx_lm.server import main; main()"
+    words = ["--model", str(model), "--port", "PORT", "--log-level", "WARNING"]
+    return [sys.executable, "-c", start, *words, *flags]
 
 
 def free_port() -> int:
@@ -38,18 +38,21 @@ def free_port() -> int:
 
 
 @contextmanager
-def server(command: Sequence[str], port: int, log: Path) -> Iterator[int]:
-    """A server that answers; yields its process's id.  PORT in the command is replaced."""
+def server(command: Sequence[str], log: Path) -> Iterator[tuple[str, int]]:
+    """A server that answers; yields its URL and its process's id.  PORT in the command is replaced
+    by a free port."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
     command = [part.replace("PORT", str(port)) for part in command]
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT)
         try:
-            while not _answers(port):
+            while not _answers(url):
                 if process.poll() is not None:
                     tail = "\n".join(log.read_text().splitlines()[-15:])
                     raise RuntimeError(f"{command[1:4]} does not start:\n{tail}")
                 time.sleep(0.2)
-            yield process.pid
+            yield url, process.pid
         finally:
             process.terminate()
             try:
@@ -58,13 +61,11 @@ def server(command: Sequence[str], port: int, log: Path) -> Iterator[int]:
                 process.kill()
 
 
-def _answers(port: int) -> bool:
+def _answers(url: str) -> bool:
     for path in "/health", "/v1/models":
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2):
+        with suppress(httpx.TransportError):
+            if httpx.get(f"{url}{path}", timeout=2, trust_env=False).is_success:
                 return True
-        except OSError:
-            continue
     return False
 
 
@@ -101,26 +102,24 @@ def rss_mib(pid: int) -> float | None:
     return int(kilobytes) / 1024 if state and state[0] != "Z" else None
 
 
-class Memory(threading.Thread):
-    """The peak of a server's memory, sampled once a second."""
+@contextmanager
+def sampled_memory(pid: int) -> Iterator[Callable[[], float]]:
+    """Yields a function: the peak of a server's memory since its last call, in GB, sampled once a
+    second."""
+    peak, ended = 0.0, threading.Event()
 
-    def __init__(self, pid: int) -> None:
-        super().__init__(daemon=True)
-        self._pid, self._peak, self._ended = pid, 0.0, threading.Event()
+    def sample() -> None:
+        nonlocal peak
+        while not ended.wait(1):
+            peak = max(peak, memory_gb(pid))
 
-    def __enter__(self) -> "Memory":
-        self.start()
-        return self
+    def peak_gb() -> float:
+        nonlocal peak
+        found, peak = max(peak, memory_gb(pid)), 0.0
+        return found
 
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self.join()
-
-    def run(self) -> None:
-        while not self._ended.wait(1):
-            self._peak = max(self._peak, memory_gb(self._pid))
-
-    def peak_gb(self) -> float:
-        """The peak since the last call."""
-        peak, self._peak = max(self._peak, memory_gb(self._pid)), 0.0
-        return peak
+    threading.Thread(target=sample, daemon=True).start()
+    try:
+        yield peak_gb
+    finally:
+        ended.set()

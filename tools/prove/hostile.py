@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Sends hostile but well-formed requests beside one steady stream, and measures the harm to others.
 
-    python -m tools.bench.hostile                        all cases, the demo model
-    python -m tools.bench.hostile --only 'tools' --only 'text'    cases whose names hold these
+    python -m tools.prove.hostile                        all cases, the demo model
+    python -m tools.prove.hostile --only 'tools' --only 'text'    cases whose names hold these
 
 Prints for each case: status, seconds, the longest gap of the steady stream, the same beside a plain
 prompt of as many tokens, the slowest /health, memory of both processes half a second later, and the
@@ -13,20 +13,25 @@ is left.  In the second round it also fails if memory stays more than 50 MB abov
 first.  The machine must be idle: everything here is time.
 """
 
-import http.client
+import asyncio
 import json
+import os
 import signal
-import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tools.bench.lib.servers import free_port, ours, rss_mib, server
-from tools.dev.run_main import parser_of, run_main
+import httpx
+
+from tools.bench.lib.clients import Seen, send
+from tools.lib.frame import parser_of, print_table, run_main
+from tools.lib.servers import ours, rss_mib, server
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -34,6 +39,8 @@ HI = [{"role": "user", "content": "hi"}]
 GAP, HEALTH, MEMORY = 0.5, 0.05, 50
 # Seconds: until a client leaves, until no request may be left, and `--drain`.
 LEAVES, LEFT, DRAIN = 2.0, 2.0, 5
+HEADS = ("case", "reply", "s", "gap, s", "beside a plain prompt", "/health, ms")
+HEADS += ("MiB of the server", "of the engine", "faults")
 TOOL = {
     "description": "x" * 100,
     "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
@@ -155,88 +162,57 @@ def cases() -> Iterator[Case]:
 
 
 class Others:
-    """A steady stream, and /health ten times a second."""
+    """A steady stream, and /health several times a second, in a thread."""
 
-    def __init__(self, port: int) -> None:
-        self.port = port
-        self.gaps: list[tuple[float, float]] = []  # seconds, and when they ended
-        self.health: list[tuple[float, float]] = []
-        self.last, self.stopped = time.monotonic(), False
-        for work in self._stream, self._ask:
-            threading.Thread(target=work, daemon=True).start()
+    def __init__(self, url: str) -> None:
+        self.url, self.seen = url, Seen()
+        threading.Thread(target=self._run, daemon=True).start()
 
-    def _stream(self) -> None:
-        body = {"prompt": "hello", "max_tokens": 3000, "ignore_eos": True, "stream": True}
-        while not self.stopped:
-            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
-            connection.request("POST", COMPLETIONS, json.dumps(body), {"User-Agent": "steady"})
-            for line in connection.getresponse():
-                if line.startswith(b"data"):
-                    now = time.monotonic()
-                    self.gaps.append((now - self.last, now))
-                    self.last = now
-
-    def _ask(self) -> None:
-        while not self.stopped:
-            started = time.monotonic()
-            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
-            connection.request("GET", "/health")
-            connection.getresponse().read()
-            now = time.monotonic()
-            self.health.append((now - started, now))
-            time.sleep(0.1)
+    def _run(self) -> None:
+        steady = [{"prompt": "hello", "max_tokens": 3000}] * 1000
+        with suppress(httpx.HTTPError, RuntimeError):  # the server ends
+            asyncio.run(send(self.url, "demo", [steady], self.seen, seconds=1e6, health=True))
 
     def longest_since(self, started: float) -> tuple[float, float]:
         """(gap, health)."""
-        gap = max((seconds for seconds, ended in self.gaps if ended > started), default=0)
-        health = max((seconds for seconds, ended in self.health if ended > started), default=0)
-        return max(gap, time.monotonic() - self.last), health
-
-
-def send(port: int, case: Case) -> str:
-    """The status of the reply, or a word for another end."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
-    try:
-        if case.leaves:
-            connection.timeout = LEAVES
-        connection.request("POST", case.path, case.raw, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        answer.read()
-        return str(answer.status)
-    except OSError as e:
-        return "left" if case.leaves else type(e).__name__
-    finally:
-        connection.close()
-
-
-def status(port: int) -> dict[str, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("GET", "/status")
-    return json.loads(connection.getresponse().read())
+        chunks = [at for request in self.seen.requests for at in request.chunks]
+        gaps = [b - a for a, b in pairwise([*chunks, time.perf_counter()]) if b > started]
+        return max(gaps), max(seconds for at, seconds in self.seen.health if at > started)
 
 
 class Bench:
-    def __init__(self, port: int, pid: int) -> None:
-        self.port, self.others = port, Others(port)
+    def __init__(self, url: str, http: httpx.Client, pid: int) -> None:
+        self.http, self.others = http, Others(url)
         time.sleep(4)
-        self.pids = pid, status(port)["models"][0]["pid"]
+        self.pids = pid, self._status()["models"][0]["pid"]
         self.known: list[float] | None = None  # memory at the end of the first round
         self.plain: dict[int, float] = {}
 
+    def _status(self) -> dict[str, Any]:
+        return self.http.get("/status", timeout=60).json()
+
+    def _send(self, case: Case) -> str:
+        """The status of the reply, or a word for another end."""
+        seconds = LEAVES if case.leaves else 300
+        try:
+            return str(self.http.post(case.path, content=case.raw, timeout=seconds).status_code)
+        except httpx.TransportError as e:
+            return "left" if case.leaves else type(e).__name__
+
     def memory(self) -> list[float]:
         """MB of the server and of the engine, without the freed buffers that MLX keeps."""
-        kept = status(self.port)["models"][0]["metrics"]["memory_cached_bytes"] / 2**20
+        kept = self._status()["models"][0]["metrics"]["memory_cached_bytes"] / 2**20
         server, engine = (rss_mib(pid) or 0.0 for pid in self.pids)
         return [server, engine - kept]
 
     def _left(self) -> int:
         """The requests that still run beside the steady stream, after a while."""
-        end = time.monotonic() + LEFT
+        end = time.perf_counter() + LEFT
         while True:
-            now = status(self.port)
+            now = self._status()
             engine = now["models"][0]["metrics"]["requests_running"]
             left = max(now["server"]["running"], engine) - 1
-            if left <= 0 or time.monotonic() > end:
+            if left <= 0 or time.perf_counter() > end:
                 return left
             time.sleep(0.1)
 
@@ -248,14 +224,20 @@ class Bench:
         return self.plain[tokens]
 
     def _gap(self, case: Case) -> tuple[str, float, float, float]:
-        started = time.monotonic()
-        how = send(self.port, case)
-        seconds = time.monotonic() - started
+        started = time.perf_counter()
+        how = self._send(case)
+        seconds = time.perf_counter() - started
         time.sleep(0.5)
         return how, *self.others.longest_since(started), seconds
 
-    def run(self, case: Case) -> bool:
-        """Run a case; returns whether it passes."""
+    def rows(self, chosen: list[Case]) -> Iterator[tuple[str, ...]]:
+        """Run all cases twice; a row each."""
+        for _ in range(2):
+            for case in chosen:
+                yield self._row(case)
+            self.known = self.memory()
+
+    def _row(self, case: Case) -> tuple[str, ...]:
         plain = self._beside_plain(case.tokens)
         how, gap, health, seconds = self._gap(case)
         memory = self.memory()
@@ -264,25 +246,19 @@ class Bench:
         exceeded = {"gap": gap > plain + GAP, "health": health > HEALTH}
         exceeded |= {"memory": grown > MEMORY, "left": left > 0}
         faults = [name for name, is_so in exceeded.items() if is_so]
-        print(
-            f"{case.name:30} {how:>6} {seconds:6.1f} s  gap {gap:5.2f} (plain {plain:4.2f})  "
-            f"health {1e3 * health:5.0f} ms  {memory[0]:5.0f} and {memory[1]:5.0f} MiB  "
-            f"{', '.join(faults)}",
-            flush=True,
-        )
-        return not faults
+        numbers = f"{seconds:.1f}", f"{gap:.2f}", f"{plain:.2f}", f"{1e3 * health:.0f}"
+        return case.name, how, *numbers, *(f"{mib:.0f}" for mib in memory), ", ".join(faults)
 
-    def end(self, pid: int) -> bool:
+    def end(self) -> bool:
         """Send SIGTERM while requests run; returns whether the server ends in time."""
         words = Case("", CHAT, said("hello wörld " * (8 << 16)))
-        threading.Thread(target=send, args=[self.port, words], daemon=True).start()
+        threading.Thread(target=self._send, args=[words], daemon=True).start()
         time.sleep(0.2)
-        started = time.monotonic()
-        self.others.stopped = True
-        subprocess.run(["kill", f"-{int(signal.SIGTERM)}", str(pid)], check=True)
-        while rss_mib(pid) is not None and time.monotonic() < started + 60:
+        started = time.perf_counter()
+        os.kill(self.pids[0], signal.SIGTERM)
+        while rss_mib(self.pids[0]) is not None and time.perf_counter() < started + 60:
             time.sleep(0.1)
-        seconds = time.monotonic() - started
+        seconds = time.perf_counter() - started
         print(f"SIGTERM with --drain {DRAIN}: ended after {seconds:.1f} s")
         return seconds < DRAIN + 5
 
@@ -291,23 +267,24 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--only", action="append", metavar="TEXT")
     args = parser.parse_args()
-    port = free_port()
+    chosen = [c for c in cases() if not args.only or any(o in c.name for o in args.only)]
     # Without --num-blocks the store grows when it is first used.
     command = ours("demo", "--drain", str(DRAIN), "--num-blocks", "640")
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log.txt"
-        with server(command, port, log) as pid:
-            bench = Bench(port, pid)
-            chosen = [c for c in cases() if not args.only or any(o in c.name for o in args.only)]
-            good = [bench.run(case) for case in chosen]
-            bench.known = bench.memory()
-            good += [bench.run(case) for case in chosen]
-            good.append(bench.end(pid))
+        with (
+            server(command, log) as (url, pid),
+            # Another client than the steady stream's.
+            httpx.Client(base_url=url, headers={"User-Agent": "x"}, trust_env=False) as http,
+        ):
+            bench = Bench(url, http, pid)
+            passed = [not row[-1] for row in print_table(HEADS, bench.rows(chosen))]
+            passed.append(bench.end())
         if "Traceback" in log.read_text():
             print(f"the server's log has a trace:\n{log.read_text()[-2000:]}")
-            good.append(False)
-    print(f"{good.count(False)} of {len(good)} harmed others")
-    return 1 if False in good else 0
+            passed.append(False)
+    print(f"{passed.count(False)} of {len(passed)} harmed others")
+    return 1 if False in passed else 0
 
 
 if __name__ == "__main__":

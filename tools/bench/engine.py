@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
 """Runs one load on this engine and on mlx-lm: same weights, one process, alternately, medians.
 
-    python -m tools.bench.serving --load A --model qwen3-0.6b          a GPU
-    python -m tools.bench.serving --load B --model qwen3-4b --bits 4
-    python -m tools.bench.serving --load G --model demo                a CPU
-    python -m tools.bench.serving --load H U C --model qwen3.5-4b
-    python -m tools.bench.serving --host
+    python -m tools.bench.engine --load A --model qwen3-0.6b          a GPU
+    python -m tools.bench.engine --load B --model qwen3-4b --bits 4
+    python -m tools.bench.engine --load H U C --model qwen3.5-4b
+    python -m tools.bench.engine --load G                             a CPU, the demo model
+    python -m tools.bench.engine --load G --quick --scale 0.1         the same in some seconds
 
 --model: a key of bench/lib/shapes.json or HIDDENxLAYERS, with random weights; or what the
 engine can load.
---json is written again after each run, so it keeps all measurements if the tool is interrupted.
 
 Decoding is greedy and ignores the end of sequence.  The first runs of each engine are warm-ups.  So
 is the sweep over mlx-lm's settings: the best by tokens/s and the best by time to first token are
@@ -20,48 +19,25 @@ mlx-lm's best; above 1 means that this engine is better.  Prints Markdown; progr
 import argparse
 import gc
 import json
-import sys
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
+from tools.bench.lib.agreement import agree
 from tools.bench.lib.engines import Engine, Run, ThisEngine, drive
-from tools.bench.lib.host import host
 from tools.bench.lib.loads import LOADS, Load, Sizes
-from tools.bench.lib.metrics import Metrics, Result, agree, measure, median_of
+from tools.bench.lib.metrics import Metrics, measure, median_of
 from tools.bench.lib.mlx_lm import MlxLm, MlxLmSingle, Settings, native
 from tools.bench.lib.models import BITS, get_model
 from tools.bench.lib.roofline import measured_bandwidth, step_bytes
-from tools.bench.lib.tables import COLUMNS, NEWCOMER, print_load, print_summary, ratios
+from tools.bench.lib.tables import Result, print_load, print_summary, ratios
 from tools.bench.lib.trust import trusted
-from tools.dev.run_main import parser_of, run_main
+from tools.lib.frame import parser_of, run_main, say
 from vllm_metal_lite import EngineConfig, MetalLiteError, backend
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.model.loader import LoadedModel
 
 STEPS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens of a step, the decodes' among them
-
-
-@dataclass
-class Report:
-    """All measurements.  runs: load, note, engine and metrics of each run.  host: see `host`."""
-
-    path: str | None
-    device: str = field(default_factory=backend.describe)
-    arguments: list[str] = field(default_factory=lambda: sys.argv[1:])
-    model: str = ""
-    runs: list[dict[str, Any]] = field(default_factory=list)
-    loads: list[Result] = field(default_factory=list)
-    host: dict[str, float] = field(default_factory=dict)
-
-    def note(self, **run: Any) -> None:
-        self.runs.append(run)
-        self.write()
-
-    def write(self) -> None:
-        if self.path:
-            with open(self.path, "w", encoding="utf-8") as file:
-                json.dump(asdict(self), file, indent=1)
 
 
 def peers(letter: str, load: Load, model: LoadedModel) -> list[Engine]:
@@ -86,19 +62,16 @@ def peers(letter: str, load: Load, model: LoadedModel) -> list[Engine]:
 
 
 class Bench:
-    """Runs engines alternately; keeps the metrics of every counted run."""
+    """Runs engines on a load, alternately."""
 
-    def __init__(self, letter: str, load: Load, args: argparse.Namespace) -> None:
-        self.letter, self.load, self.report = letter, load, args.report
-        self.label = f"{letter} {load.name}"
+    def __init__(self, letter: str, load: Load) -> None:
+        self.letter, self.load, self.label = letter, load, f"{letter} {load.name}"
 
     def run(self, engine: Engine, note: str) -> tuple[Metrics, Run]:
         run = drive(engine, self.load)
         values = measure(self.load, run)
-        self.report.note(load=self.letter, note=note, engine=engine.name, metrics=values)
         speed = values["output_tokens_per_s"]
-        text = f"{self.label}, {note}, {engine.name}: {run.seconds:.2f} s, {speed:,.0f} tokens/s"
-        print(text, file=sys.stderr, flush=True)
+        say(f"{self.label}, {note}, {engine.name}: {run.seconds:.2f} s, {speed:,.0f} tokens/s")
         return values, run
 
     def tried(self, engine: Engine) -> Metrics | None:
@@ -107,8 +80,7 @@ class Bench:
         try:
             return self.run(engine, "sweep")[0]
         except (RuntimeError, ValueError) as e:
-            print(f"{self.label}, {engine.name}: left out, {one_line(e)}", file=sys.stderr)
-            self.report.note(load=self.letter, note="failed", engine=engine.name, why=one_line(e))
+            say(f"{self.label}, {engine.name}: left out, {one_line(e)}")
             return None
         finally:
             gc.collect()
@@ -131,14 +103,13 @@ class Bench:
             tokens_in=sum(map(len, ours.prompts)),
             tokens_out=sum(map(len, ours.tokens)),
             engines={name: median_of(v) for name, v in values.items()},
-            turns=values,
             agreement=agree(model, ours, last[theirs.name]) if theirs else None,
         )
 
 
 def compare(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> Result:
     """Run one load on this engine and on mlx-lm at its best."""
-    bench = Bench(letter, load, args)
+    bench = Bench(letter, load)
     ours = ThisEngine(model, load, args.ours)
     candidates = peers(letter, load, model)
     if args.settings and letter != "D":
@@ -157,7 +128,7 @@ def compare(letter: str, load: Load, model: LoadedModel, args: argparse.Namespac
     result = bench.turns(model, [ours, *finalists], args.repeats, theirs=best)
     if letter == "C":
         add_roofline(model, load, result.engines)
-    return replace(result, ratios=ratios(result.engines), sweep=sweep)
+    return replace(result, ratios=ratios(result.engines))
 
 
 def best_of(candidates: list[Engine], sweep: dict[str, Metrics]) -> list[Engine]:
@@ -193,14 +164,15 @@ def newcomer(letter: str, load: Load, model: LoadedModel, args: argparse.Namespa
         engines.append(ThisEngine(model, load, options, name=f"{policy}, in one step"))
     steps = (2048,) if args.quick else (2048, 512)
     engines += [MlxLm(model, Settings(8, 32, prefill_step_size=s)) for s in steps]
-    bench = Bench(letter, load, args)
+    bench = Bench(letter, load)
     for engine in engines:
         for _ in range(2):
             bench.run(engine, "warm-up")
     return bench.turns(model, engines, args.repeats, theirs=engines[-1])
 
 
-def run_loads(model: LoadedModel, args: argparse.Namespace) -> None:
+def run_loads(model: LoadedModel, args: argparse.Namespace) -> list[Result]:
+    results = []
     for letter in args.load:
         for load in LOADS[letter](Sizes(model.vocab_size, args.scale)):
             if load.longest > model.max_position:
@@ -208,9 +180,10 @@ def run_loads(model: LoadedModel, args: argparse.Namespace) -> None:
                     f"load {letter} has requests of {load.longest} tokens, and {model.name} a "
                     f"context of {model.max_position}: lower --scale"
                 )
-            how, columns = (newcomer, NEWCOMER) if letter == "F" else (compare, COLUMNS)
-            args.report.loads.append(how(letter, load, model, args))
-            print_load(args.report.loads[-1], columns)
+            how = newcomer if letter == "F" else compare
+            results.append(how(letter, load, model, args))
+            print_load(results[-1])
+    return results
 
 
 def _settings(text: str) -> Settings:
@@ -232,7 +205,7 @@ def _option(text: str) -> tuple[str, Any]:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--load", nargs="+", choices=list(LOADS), default=[])
+    parser.add_argument("--load", nargs="+", choices=list(LOADS), required=True)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--bits", choices=BITS, help="of random weights")
@@ -247,35 +220,24 @@ def main() -> int:
     parser.add_argument(
         "--trusted", action="store_true", help="every kernel for all rows; no checks or timings"
     )
-    parser.add_argument("--host", action="store_true", help="host work of a step, no model")
     parser.add_argument("--summary", action="store_true", help="at the end, a line a load")
-    parser.add_argument("--json", metavar="FILE", help="also write everything there, run by run")
     args = parser.parse_args()
-    args.ours, args.report = dict(args.ours), Report(args.json)
+    args.ours = dict(args.ours)
     args.repeats = args.repeats or (1 if args.quick else 3)
-    if not (args.load or args.host):
-        parser.error("nothing to do: give --load or --host")
-
-    report = args.report
-    print(f"## {backend.describe()}", flush=True)
-    if args.load:
-        model = get_model(args.model, args.dtype, args.bits)
-        native(model)
-        report.model = model.name
-        gib = model.weight_bytes / 2**30
-        print(f"\n{model.name}: {model.num_parameters / 1e6:,.1f} M parameters, {gib:.2f} GiB")
-        if model.packed.by_segment is not None:
-            print(f"\nAttention runs by segment: {model.packed.by_segment}", flush=True)
-        with trusted() if args.trusted else nullcontext():
-            run_loads(model, args)
-    if args.host:
-        report.host = host()
+    model = get_model(args.model, args.dtype, args.bits)
+    native(model)
+    gib = model.weight_bytes / 2**30
+    print(f"## {backend.describe()}\n")
+    print(f"{model.name}: {model.num_parameters / 1e6:,.1f} M parameters, {gib:.2f} GiB")
+    if model.packed.by_segment is not None:
+        print(f"\nAttention runs by segment: {model.packed.by_segment}", flush=True)
+    with trusted() if args.trusted else nullcontext():
+        results = run_loads(model, args)
     if args.summary:
-        print_summary(report.loads)
-    report.write()
-    apart = [result.load for result in report.loads if not result.within_ties]
+        print_summary(results)
+    apart = [result.load for result in results if not result.within_ties]
     for letter in apart:
-        print(f"{letter}: tokens differ by more than ties", file=sys.stderr)
+        say(f"{letter}: tokens differ by more than ties")
     return 1 if apart else 0
 
 

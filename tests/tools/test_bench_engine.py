@@ -1,21 +1,29 @@
-"""The serving benchmark measures what it says: its clock, its engines, its comparison of tokens."""
+"""The benchmarks of engines measure what they say: the clock, the engines, the comparison."""
 
+import argparse
+import re
 import sys
 from dataclasses import replace
 
 import pytest
 
-from tools.bench import kernels as bench_kernels
-from tools.bench import serving as bench_serving
+from tests.support.models import tiny_models as tiny
+from tools.bench import engine as bench_engine
+from tools.bench import speculation
 from tools.bench.lib import engines as engines
+from tools.bench.lib.agreement import agree
 from tools.bench.lib.loads import Load, Sizes, Wave, agents, newcomer, users
-from tools.bench.lib.metrics import agree, measure
+from tools.bench.lib.metrics import measure, median_of
 from tools.bench.lib.mlx_lm import MlxLm, MlxLmSingle, Settings
 from tools.bench.lib.models import random_model
 from tools.bench.lib.roofline import step_bytes
-from vllm_metal_lite import MetalLiteError, backend
+from tools.bench.lib.trust import trusted
+from vllm_metal_lite.attention.paged.attention import KernelAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks import verdicts
+from vllm_metal_lite.fusion import decide
+from vllm_metal_lite.kv.store import PagedStore
 
-mx = backend.mx
 HYBRIDS = ("qwen3.5-tiny", "nemotron-h-tiny", "lfm2-tiny")
 
 
@@ -89,6 +97,12 @@ def test_paces_of_a_run():
     # From 0.17 to 0.29: 12 tokens of the first, 11 of the second.
     assert values["steady_tokens_per_s"] == pytest.approx(23 / 0.12)
     assert values["peak_gib"] == 1
+
+
+def test_medians_are_of_the_metrics_that_all_turns_have():
+    """A turn whose requests never decode together has no steady pace."""
+    turns = [{"ttft": 1.0, "steady": 2.0}, {"ttft": 3.0}]
+    assert median_of(turns) == {"ttft": 2.0}
 
 
 def test_gaps_around_a_newcomer():
@@ -171,8 +185,8 @@ def test_bytes_of_experts_that_are_used():
 @pytest.mark.thorough
 def test_the_summary_of_loads_of_a_hybrid_model(monkeypatch, capsys):
     arguments = "--model nemotron-h-tiny --load C D --scale 0.03 --quick --summary"
-    monkeypatch.setattr(sys, "argv", ["bench/serving.py", *arguments.split()])
-    assert bench_serving.main() == 0
+    monkeypatch.setattr(sys, "argv", ["bench/engine.py", *arguments.split()])
+    assert bench_engine.main() == 0
     lines = capsys.readouterr().out.splitlines()
     heading = lines.index("### Ours, in brackets the ratios to mlx-lm at its best") + 2
     columns, _, *rows = (line.split(" | ") for line in lines[heading : heading + 4])
@@ -181,8 +195,33 @@ def test_the_summary_of_loads_of_a_hybrid_model(monkeypatch, capsys):
     assert all(row["output tokens/s"].count("(") == 1 for row in (decode, alone))
 
 
-@pytest.mark.skipif(not backend.is_cpu(), reason="there is a GPU")
-def test_kernels_are_not_timed_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["kernels.py", "--only", "paged_decode"])
-    with pytest.raises(MetalLiteError, match="kernels need a GPU"):
-        bench_kernels.main()
+def test_an_engine_that_fails_is_left_out(monkeypatch, capsys):
+    def fails(*_):
+        raise RuntimeError("cuGraphAddKernelNode: invalid argument")
+
+    bench = bench_engine.Bench("D", Load("one", [Wave([[1]], [2])]))
+    engine = argparse.Namespace(name="mlx-lm 16/32", way="none")
+    done = engines.Run([0.0], [[0.1, 0.2]], [[1, 2]], [[1]], seconds=0.2)
+    monkeypatch.setattr(bench_engine, "drive", lambda *_: done)
+    assert bench.tried(engine)["output_tokens_per_s"] == 10
+    monkeypatch.setattr(bench_engine, "drive", fails)
+    assert bench.tried(engine) is None
+    assert capsys.readouterr().err.endswith("left out, cuGraphAddKernelNode: invalid argument\n")
+
+
+def test_a_trusted_engine_uses_every_kernel_for_all_rows(monkeypatch):
+    model = tiny.packed("qwen3", mx.bfloat16)
+    store = PagedStore(model.packed.layout.specs, 4, 8)
+    monkeypatch.setattr(decide.Trial, "problem", lambda *_: pytest.fail("a trial"))
+    with trusted("varlen"):
+        verdict = verdicts.verify(None)
+        fusion = decide.decide(model.packed, KernelAttention(store, verdict.prefill, ()))
+    assert not verdict.failures
+    assert fusion.skinny_rows == range(1, 65)
+
+
+def test_drafts_of_an_edited_text_are_accepted(monkeypatch, capsys):
+    how = "--tiny --only edit --requests 1 --runs 1"
+    monkeypatch.setattr(sys, "argv", ["speculation.py", *how.split()])
+    speculation.main()
+    assert int(re.search(r"(\d+) of \d+ \|$", capsys.readouterr().out.rstrip())[1]) > 0

@@ -1,0 +1,1 @@
+"""What all tools share: their frame, and servers."""

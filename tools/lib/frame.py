@@ -1,0 +1,42 @@
+"""The frame of a tool: its header is the help text, an error is one line, results are tables."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import NoReturn
+
+from vllm_metal_lite import MetalLiteError
+
+_STARTED = time.monotonic()
+
+
+def parser_of(header: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is the header, unchanged."""
+    how = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=header, formatter_class=how)
+
+
+def run_main(main: Callable[[], int]) -> NoReturn:
+    """Exit with main's code; with 1 after an error, which is printed; with 130 after Ctrl-C."""
+    try:
+        sys.exit(main())
+    except (MetalLiteError, OSError) as e:
+        sys.exit(f"error: {e}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def say(text: str) -> None:
+    """Print a line of progress."""
+    print(f"[{time.monotonic() - _STARTED:5.0f} s] {text}", file=sys.stderr, flush=True)
+
+
+def print_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[Sequence[object]]:
+    """Print a table in Markdown, each row as soon as it is there; returns the rows."""
+    printed = []
+    for cells in chain([heads, ["---"] * len(heads)], rows):
+        print("|", " | ".join(map(str, cells)), "|", flush=True)
+        printed.append(cells)
+    return printed[2:]
