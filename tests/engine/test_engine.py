@@ -211,7 +211,7 @@ def lose_step_in_flight(engine) -> None:
     def fail():
         raise RuntimeError("the device is gone")
 
-    step.result.wait = fail
+    step.wait = fail
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])

@@ -16,6 +16,7 @@ from vllm_metal_lite.batch.forward_batch import PAD_SLOT, ForwardBatch
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.base import StepRecurrence
 
+
 class Step(NamedTuple):
     """The rows of a ForwardBatch (`batch`, on the host), padded to num_rows.
 

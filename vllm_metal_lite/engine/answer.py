@@ -1,5 +1,7 @@
 """One answer being generated: its tokens, text, log-probabilities and end conditions."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -16,7 +18,10 @@ class Answer:
 
     The `n` answers of a request share `result`, which is updated in place.
     bad_words: token ids of the texts that must not appear.
+    score_token_ids: see PoolingParams; their log-probabilities become the `pooled` of the result.
     """
+
+    score_token_ids: Sequence[int] = ()
 
     def __init__(
         self,
@@ -107,6 +112,8 @@ class Answer:
     def append_logprobs(self, logprobs: Logprobs[np.ndarray], row: int) -> None:
         """Report a sampled token's row of log-probabilities, if the request wants them."""
         output, k = self.output, self.params.logprobs
+        if self.score_token_ids:  # behind the sampled token's
+            self.result.pooled = logprobs.logprobs[row, 1 : 1 + len(self.score_token_ids)]
         if k is None or output.logprobs is None or output.cumulative_logprob is None:
             return
         output.logprobs.append(self._logprobs(logprobs, row, k))

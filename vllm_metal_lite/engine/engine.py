@@ -35,7 +35,7 @@ from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.runner.build import build_runner, optional_module
 from vllm_metal_lite.runner.memory import set_memory_limits, size_store
-from vllm_metal_lite.runner.pipeline import LaunchedStep, Pipeline
+from vllm_metal_lite.runner.pipeline import Pipeline
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.runner import ModelRunner, StatesLost
 from vllm_metal_lite.sampling.masks import TokenMasks
@@ -210,7 +210,9 @@ class LLMEngine:
             self._answers[answer.request.request_id] = answer
             if constraint is not None:
                 self.constraints.add(answer.request, constraint, params)
-            if pooling is not None:
+            if pooling is not None and pooling.score_token_ids is not None:
+                answer.score_token_ids = pooling.score_token_ids
+            elif pooling is not None:
                 self.pooling.add(answer.request, pooling, len(token_ids))
         self._requests[request_id] = answers
 
@@ -264,7 +266,7 @@ class LLMEngine:
             self._advance(self._outputs[0])
             if self._may_run_ahead(self._outputs[0]):
                 self._launch(self.scheduler.schedule())
-            step = self.pipeline.finish()
+            result = self.pipeline.finish()
         except StatesLost:  # a kernel was replaced, so this happens once per kernel
             self._roll_back()
             return self.step()
@@ -283,7 +285,7 @@ class LLMEngine:
             raise
         output = self._outputs.popleft()
         try:
-            return self._finish(output, step)
+            return self._finish(output, result)
         except Exception:
             self.failed_steps.spoilt(output)
             raise
@@ -363,7 +365,7 @@ class LLMEngine:
     def _masks(self, requests: list[Request], drafts: list[int]) -> TokenMasks | None:
         """The tokens that constraints allow in the rows of a step that is being launched."""
         if self.pipeline.steps:
-            self.constraints.accept(self._outputs[0], self.pipeline.steps[0].result)
+            self.constraints.accept(self._outputs[0], self.pipeline.steps[0])
         return self.constraints.masks(requests, drafts)
 
     def _advance(self, output: SchedulerOutput) -> None:
@@ -387,7 +389,7 @@ class LLMEngine:
             return self._outputs[0]
         try:
             for step in self.pipeline.steps:
-                step.result.wait()
+                step.wait()
         except Exception:
             return self._outputs[0]
         return self._outputs[-1]
@@ -403,9 +405,9 @@ class LLMEngine:
         self.scheduler.rollback(*outputs)
         self.constraints.rollback()
 
-    def _finish(self, output: SchedulerOutput, step: LaunchedStep) -> list[RequestOutput]:
+    def _finish(self, output: SchedulerOutput, result: StepResult) -> list[RequestOutput]:
         """Record a completed step; returns the requests that got a token."""
-        batch, result = step.batch, step.result
+        batch = result.batch
         self.constraints.accept(output, result)
         finished = RequestStatus.FINISHED
         # False: the request ended while the step was in flight; ignore its row.
@@ -501,7 +503,8 @@ class LLMEngine:
         answer = self._answers[request.request_id]
         tokens, ends = np.array(request.token_ids, np.int32), self.model.eos_token_ids
         known = answer.params, answer.seed, tokens, request.num_prompt_tokens
-        self.sampler.add(request.req_index, *known, ends, answer.bad_words)
+        words = answer.bad_words, answer.score_token_ids
+        self.sampler.add(request.req_index, *known, ends, *words)
 
     def _unseat(self, request: Request) -> None:
         if self.speculator is not None:

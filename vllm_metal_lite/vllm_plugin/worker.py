@@ -230,11 +230,11 @@ class MetalLiteWorker(WorkerBase):
         if step is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
         masks = self.translator.masks(step, grammar_output)
-        launched = self.pipeline.launch(step.batch, step.num_prompt_logprobs, masks)
-        output = StepOutput(step, launched.result)
+        result = self.pipeline.launch(step.batch, step.num_prompt_logprobs, masks)
+        output = StepOutput(step, result)
         if self.scheduler_config.async_scheduling or self.ranks.stages:
             return output  # a stage that is done may start the next step
-        launched.result.wait()
+        result.wait()
         return output.get_output()
 
     # Sleep: frees K and V; level 2 also frees the weights.

@@ -10,6 +10,7 @@ from tools.bench.lib.tables import table_head
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend
 from vllm_metal_lite.model.loader import load
 from vllm_metal_lite.runner.result import StepResult
+from vllm_metal_lite.sampling.sampler import SamplerOutput
 
 mx = backend.mx
 
@@ -25,10 +26,10 @@ class NoModel:
         self._tokens, self._at = np.array(token_ids, np.int32), 0
 
     def execute(self, batch: Any, *rest: Any) -> StepResult:
-        req_indices = batch.sampled_seats
-        self._at = (self._at + len(req_indices)) % (len(self._tokens) - len(req_indices))
-        tokens = self._tokens[self._at : self._at + len(req_indices)]
-        return StepResult(req_indices, mx.array(tokens), None, None)
+        count = len(batch.sample_segments)
+        self._at = (self._at + count) % (len(self._tokens) - count)
+        tokens = mx.array(self._tokens[self._at : self._at + count])
+        return StepResult(batch, SamplerOutput(tokens, None, tokens))
 
 
 def host() -> dict[str, float]:
