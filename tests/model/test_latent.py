@@ -40,7 +40,7 @@ def cache() -> PagedLayerCache:
     inputs.append_blocks(row, [1])
     attention = ReferenceAttention(PagedStore([SPEC], 4, 8))
     step = attention.prepare(inputs.pack(np.array([row]), np.array([0]), np.array([N])), N)
-    return PagedLayerCache(0, SPEC, attention.begin(step, attention.new_state()))
+    return PagedLayerCache(0, attention.begin(step, attention.new_state()))
 
 
 def test_scores_are_the_sum_of_both_products(cache):
@@ -80,7 +80,7 @@ def test_scores_are_good_for_nothing_but_attention(cache, use):
 
 
 def test_scores_of_another_layer_are_refused(cache):
-    other = PagedLayerCache(0, SPEC, cache.attention)
+    other = PagedLayerCache(0, cache.attention)
     q = mx.ones((N, HEADS, 1, ROPE))
     scores = q @ other.keys_and_values()[1].swapaxes(-1, -2)
     with pytest.raises(NotImplementedError, match="LatentScores"):
