@@ -171,7 +171,6 @@ def test_masking_the_last_keys_copies_no_scores():
 def one_token_batch(slot: int, num_blocks: int) -> ForwardBatch:
     batch = make_batch([(0, 1)])
     batch.block_tables[:] = slot // BLOCK_SIZE
-    batch.slot_mapping[:] = slot
     batch.validate(num_blocks)
     return batch
 
@@ -201,7 +200,7 @@ def test_rows_of_padding_write_nowhere_that_is_read():
     n = case.batch.num_tokens
     step = begin(case.attention, case.batch, n + 5)
     rows = mx.full((n + 5, 2, 32), float("nan"))
-    rows[:n] = case.k[mx.array(case.batch.slot_mapping)]
+    rows[:n] = case.k[mx.array(case.batch.slot_mapping())]
     step.write(0, rows, rows)
     after = np.array(case.store.keys[0])
     last = case.store.padding_slots[0]

@@ -113,7 +113,7 @@ def test_a_rebuilt_cache_goes_on_like_the_one_it_stands_for(template, start):
     inputs = InputBatch(1, 48, 8)
     row = np.array([inputs.add([0] * 40, 40)])
     inputs.append_blocks(0, [4, 1, 5, 0, 2])
-    slots = inputs.pack(row, np.array([0]), np.array([start])).slot_mapping
+    slots = inputs.pack(row, np.array([0]), np.array([start])).slot_mapping()
     store.write(0, k[0, :, :start].swapaxes(0, 1), v[0, :, :start].swapaxes(0, 1), mx.array(slots))
     if not isinstance(template, KVCache) and start >= 9:  # behind the window
         store.write(0, nan, nan, mx.array(slots[: start - 8]))

@@ -57,8 +57,8 @@ def make_step(
     num_logits: the fewest rows that get logits, unless all rows do.
     """
     slot_mapping = []
-    for group, of_group in enumerate(batch.by_group):
-        slots = pad_rows(of_group.slot_mapping, max(num_rows, num_slots), PAD_SLOT)
+    for group in range(len(batch.block_tables)):
+        slots = pad_rows(batch.slot_mapping(group), max(num_rows, num_slots), PAD_SLOT)
         if padding_slots is not None:
             slots = np.where(slots == PAD_SLOT, padding_slots[group], slots)
         slot_mapping.append(mx.array(slots))

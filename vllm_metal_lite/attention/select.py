@@ -8,7 +8,6 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Attention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
-from vllm_metal_lite.config import ATTENTION
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, Option
 from vllm_metal_lite.kernels.arguments import unsupported
@@ -51,12 +50,8 @@ def no_kernels(
     time; None: it attends to packed rows.  A model that attends by segment reads K and V through
     MLX operations, which must not touch a store that kernels write.
     recurrences: of the recurrent layers that work on packed rows.
-    Raises ConfigError for another option, and for "kernels" if they cannot serve the model.
+    Raises ConfigError for "kernels" if they cannot serve the model.
     """
-    if option not in ATTENTION:
-        raise ConfigError(
-            Option("attention"), f" must be one of {', '.join(ATTENTION)}, got {option!r}"
-        )
     if by_segment is not None:
         by_segment = f"this model's attention runs a segment at a time: {by_segment}"
     if option == "reference":

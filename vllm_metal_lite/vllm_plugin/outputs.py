@@ -72,14 +72,17 @@ class StepOutput(AsyncModelRunnerOutput):
         """Prompt log-probabilities, by request id, of prompts that end with this step."""
         step, batch, done = self._step, self._step.batch, {}
         positions = batch.positions[batch.logits_indices[len(batch.sample_segments) :]]
-        for segment, prompt_logprobs in step.prompt_logprobs.items():
+        for segment, collected in step.prompt_logprobs.items():
             at = np.flatnonzero(batch.prompt_segments == segment)
             if len(at):
                 scored = self._result.prompt_logprobs
                 assert scored is not None, "rows of a prompt were not scored"
-                prompt_logprobs.put(positions[at], scored, at)
+                width = collected.logprobs.shape[1]
+                rows = scored.token_ids[at, :width], scored.logprobs[at, :width], scored.ranks[at]
+                for tensor, values in zip(collected[:3], rows, strict=True):
+                    tensor.numpy()[positions[at]] = values
             if batch.seq_lens[segment] >= step.requests[segment].num_prompt_tokens:
-                done[step.req_ids[segment]] = prompt_logprobs.take()
+                done[step.req_ids[segment]] = collected
         return done
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
+from vllm.v1.outputs import LogprobsTensors
 
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch, SegmentState
 from vllm_metal_lite.batch.input_batch import InputBatch
@@ -19,7 +20,6 @@ from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.vllm_plugin.compat import get
-from vllm_metal_lite.vllm_plugin.prompt_logprobs import PromptLogprobs
 from vllm_metal_lite.vllm_plugin.sampling import translate_params
 
 
@@ -29,7 +29,8 @@ class PluginRequest:
 
     num_prompt_logprobs: as in SamplingParams; None in later turns of a session.
     req_index None: preempted and waiting.
-    prompt_logprobs: collected since the request got its seat, if vLLM does not have them yet.
+    prompt_logprobs: those of the prompt's chunks, until its last chunk is scheduled; row i scores
+    prompt token i + 1.
     is_undrawn: no token could be sampled, and an error was logged.
     state_blocks: vLLM's blocks of recurrent states, from the start of the context.
     """
@@ -42,7 +43,7 @@ class PluginRequest:
     bad_words: list[list[int]] = field(default_factory=list)
     logprob_token_ids: list[int] = field(default_factory=list)
     has_grammar: bool = False
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: LogprobsTensors | None = None
     is_undrawn: bool = False
     req_index: int | None = None
     state_blocks: list[int] = field(default_factory=list)
@@ -52,20 +53,20 @@ class PluginRequest:
 class ScheduledStep:
     """A step to run.  req_ids, requests: those of the batch's segments, in order.
 
-    prompt_logprobs: by segment, the collector for the prompt tokens of this step.  pooling: reads
-    the step's results where no request samples.
+    prompt_logprobs: by segment, the tensors that the scores of its prompt tokens go to.  pooling:
+    reads the step's results where no request samples.
     """
 
     req_ids: list[str]
     requests: list[PluginRequest]
     batch: ForwardBatch
-    prompt_logprobs: dict[int, PromptLogprobs]
+    prompt_logprobs: dict[int, LogprobsTensors]
     pooling: PoolingTable | None = None
 
     @property
     def num_prompt_logprobs(self) -> int:
         """The largest k of all prompts in the step."""
-        return max((p.k for p in self.prompt_logprobs.values()), default=0)
+        return max((p.logprobs.shape[1] - 1 for p in self.prompt_logprobs.values()), default=0)
 
 
 def segment_slots(blocks: Sequence[int], start: int, end: int, block_size: int) -> SegmentState:
@@ -188,7 +189,7 @@ class StepTranslator:
         request.prompt_logprobs = None
         # vLLM gets these scores with the first token.  If it discarded both, collect them again.
         if k is not None and len(tokens) == prompt:
-            request.prompt_logprobs, scored = PromptLogprobs(prompt, k), 0
+            request.prompt_logprobs, scored = LogprobsTensors.empty_cpu(prompt - 1, 1 + k), 0
         request.req_index = seat = self.inputs.add(tokens, prompt, scored)
         request.state_blocks = []
         if block_ids:
@@ -216,18 +217,18 @@ class StepTranslator:
         requests = [self._requests[req_id] for req_id in req_ids]
         starts = np.array([computed[req_id] for req_id in req_ids])
         lengths = np.array([scheduled[req_id] for req_id in req_ids])
-        states = None
+        spans = list(zip(requests, starts.tolist(), (starts + lengths).tolist(), strict=True))
+        states, size = None, self.inputs.block_size
         if self.state_group is not None:
-            spans = zip(requests, starts.tolist(), (starts + lengths).tolist(), strict=True)
-            size = self.inputs.block_size
             states = [segment_slots(r.state_blocks, start, end, size) for r, start, end in spans]
         seats = np.array([r.req_index for r in requests])
         batch = self.inputs.pack(seats, starts, lengths, states)
-        prompt_logprobs = {
-            segment: request.prompt_logprobs
-            for segment, (req_id, request) in enumerate(zip(req_ids, requests, strict=True))
-            if request.prompt_logprobs is not None and computed[req_id] < request.num_prompt_tokens
-        }
+        prompt_logprobs = {}
+        for segment, (request, _, end) in enumerate(spans):
+            if request.prompt_logprobs is not None:
+                prompt_logprobs[segment] = request.prompt_logprobs
+                if end >= request.num_prompt_tokens:
+                    request.prompt_logprobs = None
         if self._poolings is not None:
             batch = self._poolings.extend(batch, req_ids)
         return ScheduledStep(req_ids, requests, batch, prompt_logprobs, self._poolings)

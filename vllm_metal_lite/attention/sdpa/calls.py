@@ -136,7 +136,6 @@ class SdpaPlan:
             attention_chunk = None
         key = kv_group, window, attention_chunk, unfused
         if key not in self._plans:
-            batch = self.batch.by_group[kv_group]
-            planned = CallPlanner(batch, window, attention_chunk, unfused).calls()
+            planned = CallPlanner(self.batch, *key).calls()
             self._plans[key] = SdpaCalls(planned, window, self.num_rows)
         return self._plans[key]
