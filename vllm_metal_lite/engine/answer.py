@@ -1,13 +1,13 @@
 """One answer being generated: its tokens, text, log-probabilities and end conditions."""
 
-from collections.abc import Sequence
-
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.detokenizer import Detokenizer, texts_of
 from vllm_metal_lite.outputs import CompletionOutput, Logprob, RequestOutput
+from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling import no_token
+from vllm_metal_lite.sampling.constraint import Constraint
 from vllm_metal_lite.sampling.logits import Logprobs
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.request import Request
@@ -17,11 +17,9 @@ class Answer:
     """Connects the scheduler's Request to the output that the user sees.
 
     The `n` answers of a request share `result`, which is updated in place.
-    bad_words: token ids of the texts that must not appear.
-    score_token_ids: see PoolingParams; their log-probabilities become the `pooled` of the result.
+    bad_words: token ids of the texts that must not appear.  constraint: what else limits the
+    tokens.  pooling: what to read of the prompt, in place of an answer.
     """
-
-    score_token_ids: Sequence[int] = ()
 
     def __init__(
         self,
@@ -33,9 +31,13 @@ class Answer:
         eos_token_ids: tuple[int, ...],
         seed: int,
         bad_words: list[list[int]],
+        constraint: Constraint | None,
+        pooling: PoolingParams | None,
     ) -> None:
         self.request, self.params, self.result, self.seed = request, params, result, seed
-        self.bad_words = bad_words
+        self.bad_words, self.constraint, self.pooling = bad_words, constraint, pooling
+        # Their log-probabilities become the `pooled` of the result.
+        self.score_token_ids = () if pooling is None else pooling.score_token_ids or ()
         self.output = CompletionOutput(index)
         self._token_ids = self.output.token_ids
         if params.logprobs is not None:
