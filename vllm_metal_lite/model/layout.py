@@ -108,7 +108,7 @@ def inspect(model: nn.Module, model_type: str) -> Layout:
         return y
 
     try:
-        with noting_silu(), observing(model.modules(), noting):
+        with noting_silu(model), observing(model.modules(), noting):
             logits = model(mx.zeros((1, 1), mx.int32), cache=caches)
             if any("state" in kinds for kinds in users.values()):
                 # A state may grow during the first tokens: an n-gram's context does.
@@ -171,10 +171,6 @@ def outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     return {
         path: module
         for path, module in modules.items()
-        if not any(other != path and is_part(path, other) for other in modules)
+        # The path of the model itself is "".
+        if not any(path != whole and path.startswith(whole and f"{whole}.") for whole in modules)
     }
-
-
-def is_part(path: str, whole: str) -> bool:
-    """Whether the module at `path` is the one at `whole`, or a part of it."""
-    return path == whole or whole == "" or path.startswith(whole + ".")

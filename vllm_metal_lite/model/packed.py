@@ -53,7 +53,7 @@ class _HeadRows:
 
 def body_of(model: nn.Module) -> nn.Module | None:
     """The module below `model` that owns the list of decoder layers."""
-    for _, module in model.named_modules():
+    for module in model.modules():
         if module is not model and isinstance(module.get("layers"), list):
             return module
     return None

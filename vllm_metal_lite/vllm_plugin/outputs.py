@@ -61,12 +61,13 @@ class StepOutput(AsyncModelRunnerOutput):
         reports a stop token if it has one, and ends as stopped.
         """
         request = self._step.requests[segment]
+        has_grammar = request.asked.structured_outputs is not None
         num_generated = int(self._step.batch.seq_lens[segment]) - request.num_prompt_tokens
         if not request.is_undrawn:  # vLLM may have scheduled one more step
-            why = no_token.why(reason, request.params, num_generated, request.has_grammar)
+            why = no_token.why(reason, request.params, num_generated, has_grammar)
             logger.error("Request %s: %s", self._step.req_ids[segment], why)
         request.is_undrawn = True
-        return 0 if request.has_grammar else min(request.stop_token_ids, default=0)
+        return 0 if has_grammar else min(request.asked.all_stop_token_ids, default=0)
 
     def _prompt_logprobs(self) -> dict[str, Any]:
         """Prompt log-probabilities, by request id, of prompts that end with this step."""

@@ -27,6 +27,7 @@ from vllm_metal_lite.vllm_plugin.sampling import translate_params
 class PluginRequest:
     """A request that vLLM has not finished.
 
+    asked: vLLM's SamplingParams; None for an embedding, which samples nothing.
     num_prompt_logprobs: as in SamplingParams; None in later turns of a session.
     req_index None: preempted and waiting.
     prompt_logprobs: those of the prompt's chunks, until its last chunk is scheduled; row i scores
@@ -37,12 +38,9 @@ class PluginRequest:
 
     params: SamplingParams
     num_prompt_tokens: int
+    asked: Any = None
     num_prompt_logprobs: int | None = None
     seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    bad_words: list[list[int]] = field(default_factory=list)
-    logprob_token_ids: list[int] = field(default_factory=list)
-    has_grammar: bool = False
     prompt_logprobs: LogprobsTensors | None = None
     is_undrawn: bool = False
     req_index: int | None = None
@@ -140,7 +138,6 @@ class StepTranslator:
             normalize = pooling.use_activation is not False
             asked = PoolingParams(self.pooling, normalize, pooling.dimensions)
             self._poolings.add(new.req_id, asked, len(tokens))
-            # The sampler must know its seat, but samples nothing.
             request = PluginRequest(SamplingParams(temperature=0), len(tokens))
         self._requests[new.req_id] = request
         self._seat(request, tokens, new.block_ids)
@@ -157,12 +154,9 @@ class StepTranslator:
         return PluginRequest(
             params=params,
             num_prompt_tokens=num_prompt_tokens,
+            asked=asked,
             num_prompt_logprobs=None if is_next_turn else params.prompt_logprobs,
             seed=seed,
-            stop_token_ids=tuple(asked.all_stop_token_ids),
-            bad_words=asked.bad_words_token_ids or [],
-            logprob_token_ids=get(asked, "logprob_token_ids") or [],
-            has_grammar=asked.structured_outputs is not None,
         )
 
     def _update_cached(self, cached: Any, computed: dict[str, int]) -> None:
@@ -194,8 +188,10 @@ class StepTranslator:
         request.state_blocks = []
         if block_ids:
             self._append_blocks(request, block_ids)
-        ends, words, named = request.stop_token_ids, request.bad_words, request.logprob_token_ids
-        self.sampler.add(seat, request.params, request.seed, tokens, prompt, ends, words, named)
+        if (asked := request.asked) is not None:
+            ends, words = asked.all_stop_token_ids, asked.bad_words_token_ids or ()
+            named = get(asked, "logprob_token_ids") or ()
+            self.sampler.add(seat, request.params, request.seed, tokens, prompt, ends, words, named)
 
     def _append_blocks(self, request: PluginRequest, block_ids: Sequence[Sequence[int]]) -> None:
         """block_ids: new blocks, one list per KV group."""

@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 
 from tools.bench.lib.tables import table_head
-from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend
+from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
+from vllm_metal_lite.backend import mx
 from vllm_metal_lite.model.loader import load
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.sampling.sampler import SamplerOutput
-
-mx = backend.mx
 
 _README = Path(__file__).resolve().parents[3] / "README.md"  # the text of all answers
 _REQUESTS, _STEPS = 256, 400

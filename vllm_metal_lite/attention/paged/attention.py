@@ -50,7 +50,6 @@ class KernelAttention:
         rows_as_decodes: int = 0,
         latents: bool = False,
     ) -> None:
-        self.latents = latents
         self.store, self.prefill, self.failed_kernels = store, prefill, frozenset(failed_kernels)
         self.rows_as_decodes = rows_as_decodes
         self._queries_per_kv = sorted(queries_per_kv)
