@@ -157,7 +157,7 @@ def main() -> None:
     name, length = ("128x2", 120) if args.tiny else (args.model, args.length)
     model = get_model(name, bits=args.bits)
     prepared = Prepared(model.packed)
-    model = replace(model, fit=model.fit._replace(packed=prepared))
+    model = replace(model, packed=prepared)
     if "lookups" in args.only:
         lookups()
     print(f"\n### {model.name}: tokens a second, answers of {length} tokens\n")

@@ -42,7 +42,7 @@ def no_kernels(
     option: str,
     shapes: Sequence[AttentionShape],
     by_segment: str | None = None,
-    recurrences: Sequence[RecurrentShape] = (),
+    recurrences: Collection[RecurrentShape] = (),
 ) -> str | None:
     """Why a model that attends with `shapes` does not use the kernels; None: the model uses them.
 
@@ -118,7 +118,7 @@ def _prefill(shapes: Sequence[AttentionShape], verdict: Verdict) -> tuple[str, s
 
 
 def _unsupported(
-    option: str, shapes: Sequence[AttentionShape], recurrences: Sequence[RecurrentShape]
+    option: str, shapes: Sequence[AttentionShape], recurrences: Collection[RecurrentShape]
 ) -> str | None:
     if not shapes and not recurrences:
         return "no layer of this model has a kernel"

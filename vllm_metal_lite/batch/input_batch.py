@@ -49,8 +49,9 @@ class InputBatch:
         self.token_ids[seat, : len(token_ids)] = token_ids
         self.num_tokens[seat] = len(token_ids)
         self.num_prompt_tokens[seat] = num_prompt_tokens
-        scores = prompt_logprobs_from is not None
-        self.prompt_logprobs_from[seat] = prompt_logprobs_from if scores else num_prompt_tokens
+        if prompt_logprobs_from is None:
+            prompt_logprobs_from = num_prompt_tokens
+        self.prompt_logprobs_from[seat] = prompt_logprobs_from
         self.num_blocks[seat] = 0
         return seat
 

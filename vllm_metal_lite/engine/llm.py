@@ -174,13 +174,6 @@ class LLM:
         scores = self.score(query, documents, **options)
         return sorted(scores, key=lambda output: -output.score)[: top_n or None]
 
-    def _pool(
-        self, prompts: Sequence[Prompt], params: PoolingParams, use_tqdm: bool
-    ) -> list[RequestOutput]:
-        # The shortest goes first: attention pads the prompts of a step to like lengths.
-        lengths = [_length(prompt) for prompt in prompts]
-        return self.generate(prompts, params, priority=lengths, use_tqdm=use_tqdm)
-
     def metrics(self) -> dict[str, int]:
         """Counters since the engine was created, and the current block counts."""
         return self.engine.metrics()
@@ -196,6 +189,12 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self.engine.reset_prefix_cache()
+
+    def _pool(self, prompts: Sequence[Prompt], params: Any, use_tqdm: bool) -> list[RequestOutput]:
+        """The finished requests of the prompts.  params: PoolingParams."""
+        # The shortest goes first: attention pads the prompts of a step to like lengths.
+        lengths = [_length(prompt) for prompt in prompts]
+        return self.generate(prompts, params, priority=lengths, use_tqdm=use_tqdm)
 
     def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}

@@ -160,8 +160,8 @@ def _watched(
 
     watched = copy.copy(cache)
     watched.template, watched.user = cache, None
-    methods = {"__getitem__": get, "make_mask": make_mask}
-    methods |= {} if kind == "state" else {"__getattribute__": read}
+    methods: dict[str, Callable] = {"make_mask": make_mask}
+    methods |= {"__getitem__": get} if kind == "state" else {"__getattribute__": read}
     watched.__class__ = type(base.__name__, (base,), methods)
     return watched
 
