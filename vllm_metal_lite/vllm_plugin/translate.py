@@ -99,7 +99,7 @@ class StepTranslator:
     ) -> None:
         self.inputs, self.sampler, self.seed = inputs, sampler, seed
         self.state_group, self.pooling = state_group, pooling
-        self._poolings = None if pooling is None else PoolingTable()
+        self._poolings = PoolingTable()
         self._requests: dict[str, PluginRequest] = {}
         self._num_seen = 0
 
@@ -108,8 +108,7 @@ class StepTranslator:
         for req_id in output.finished_req_ids:
             if (request := self._requests.pop(req_id, None)) is not None:
                 self._unseat(request)
-                if self._poolings is not None:
-                    self._poolings.remove(req_id)
+                self._poolings.remove(req_id)
         for req_id in output.preempted_req_ids or ():
             if (request := self._requests.get(req_id)) is not None:
                 self._unseat(request)
@@ -131,7 +130,7 @@ class StepTranslator:
         known = self._requests.get(new.req_id)
         if known is not None:
             self._unseat(known)
-        if self._poolings is None:
+        if self.pooling is None:
             request = self._sampling_request(new, known)
         else:
             pooling = new.pooling_params
@@ -225,9 +224,9 @@ class StepTranslator:
                 prompt_logprobs[segment] = request.prompt_logprobs
                 if end >= request.num_prompt_tokens:
                     request.prompt_logprobs = None
-        if self._poolings is not None:
-            batch = self._poolings.extend(batch, req_ids)
-        return ScheduledStep(req_ids, requests, batch, prompt_logprobs, self._poolings)
+        batch = self._poolings.extend(batch, req_ids)
+        pooling = None if self.pooling is None else self._poolings
+        return ScheduledStep(req_ids, requests, batch, prompt_logprobs, pooling)
 
     def masks(self, step: ScheduledStep, grammar: GrammarOutput | None) -> TokenMasks | None:
         """The grammar's bitmask rows, for requests that get a token in this step."""

@@ -94,8 +94,8 @@ class CallPlanner:
         batch: ForwardBatch,
         kv_group: int,
         window: int | None,
-        attention_chunk: int | None = None,
-        unfused: Unfused | None = None,
+        attention_chunk: int | None,
+        unfused: Unfused | None,
     ) -> None:
         device = profile()
         self.batch = split_at_chunks(batch, attention_chunk) if attention_chunk else batch
