@@ -27,7 +27,7 @@ PHRASES = {
     r"a (scheduled|running) request has a row": "seat",
 }
 # Name in the package: the folders and files where it has its meaning, and the word for others.
-_PLANS = "attention kernels recurrence checks fusion/tune engine/scores engine/pooling_calls runner"
+_PLANS = "attention kernels recurrence checks fusion/tune engine/scores engine/llm runner"
 _RANKS = "distributed model runner fusion kernels vllm_plugin sampling engine server outputs"
 _RANKS += " prefix_disk/namespace"
 _GROUPS = "attention batch kv scheduler vllm_plugin distributed model kernels checks cli"

@@ -99,8 +99,8 @@ class RequestOutput:
     num_cached_tokens: prompt tokens that the prefix cache held when the request was admitted.
     num_restored_tokens: those of them that came from the disk, for this request.
     prompt_logprobs: one entry a prompt token, None for the first.
-    pooled: the values of a finished pooling request, float32: the embedding, or the logits of its
-    tokens.
+    pooled: the values of a finished pooling request, float32: the embedding, or the
+    log-probabilities of its tokens.
     """
 
     request_id: str

@@ -21,7 +21,7 @@ def plan_calls(batch, window=None, chunk=None, *, fused_rows=ANY, key_grain=1, *
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "_KEY_GRAIN", key_grain)
         change_device(patch, **{"sdpa_tile": ANY, "max_scores": ANY, **device})
-        return planner.CallPlanner(batch, window, chunk, unfused).calls()
+        return planner.CallPlanner(batch, 0, window, chunk, unfused).calls()
 
 
 def visible(call: SdpaCall, window: int | None) -> np.ndarray:

@@ -30,6 +30,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
+CALL = AttentionCall(0, 1.0)
 shape = st.tuples(st.integers(0, 40), st.integers(1, 20)) | st.tuples(
     st.just(0), st.integers(1, 20)
 )
@@ -84,7 +85,7 @@ def test_the_packed_form_equals_the_padded_one(monkeypatch):
     results, forms = [], []
     for cost in (1 << 20, 0):
         change_device(monkeypatch, sdpa_call_cost=cost)
-        calls = case.attention.prepare(case.batch, 70).plan.calls(0, None).calls
+        calls = case.attention.prepare(case.batch, 70).plan.calls(0, CALL, None).calls
         forms.append([g.host.segments is not None for g in calls])
         results.append(case.run())
     assert forms[0] == [True]
@@ -99,7 +100,8 @@ def test_a_mask_is_never_wider_than_the_queries(monkeypatch, where, dtype):
     """Bool; on CUDA, where a bool mask is not fused, the queries' dtype."""
     monkeypatch.setattr(backend, "name", lambda: where)
     case = Case(RAGGED)
-    calls = case.attention.prepare(case.batch, case.batch.num_tokens).plan.calls(0, 7).calls
+    plan = case.attention.prepare(case.batch, case.batch.num_tokens).plan
+    calls = plan.calls(0, CALL._replace(window=7), None).calls
     masks = [m for g in calls if isinstance(m := g.mask(dtype), mx.array)]
     assert {m.dtype for m in masks} == {dtype if where == "cuda" else mx.bool_}
 
@@ -107,7 +109,7 @@ def test_a_mask_is_never_wider_than_the_queries(monkeypatch, where, dtype):
 def unfused_call(segment: tuple[int, int], window: int | None = None) -> DeviceCall:
     case = Case([segment])
     step = case.attention.prepare(case.batch, case.batch.num_tokens)
-    (call,) = step.plan.calls(0, window, unfused=Unfused(heads=4)).calls
+    (call,) = step.plan.calls(0, CALL._replace(window=window), Unfused(heads=4)).calls
     return call
 
 
@@ -171,7 +173,6 @@ def test_masking_the_last_keys_copies_no_scores():
 def one_token_batch(slot: int, num_blocks: int) -> ForwardBatch:
     batch = make_batch([(0, 1)])
     batch.block_tables[:] = slot // BLOCK_SIZE
-    batch.slot_mapping[:] = slot
     batch.validate(num_blocks)
     return batch
 
@@ -201,7 +202,7 @@ def test_rows_of_padding_write_nowhere_that_is_read():
     n = case.batch.num_tokens
     step = begin(case.attention, case.batch, n + 5)
     rows = mx.full((n + 5, 2, 32), float("nan"))
-    rows[:n] = case.k[mx.array(case.batch.slot_mapping)]
+    rows[:n] = case.k[mx.array(case.batch.slot_mapping())]
     step.write(0, rows, rows)
     after = np.array(case.store.keys[0])
     last = case.store.padding_slots[0]

@@ -109,7 +109,7 @@ def test_a_prefix_that_is_remembered_is_still_one(changes, fewest):
                 key = word[: at + 1] + str(i) * ("c" in word[: at + 1])
                 tables[i, at] = names.setdefault(key, len(names))
         lens = np.array([n for _, n in rows], np.int32)
-        batch = replace(DECODES, block_tables=tables, seq_lens=lens, num_decodes=len(lens))
+        batch = replace(DECODES, block_tables=tables[None], seq_lens=lens, num_decodes=len(lens))
         found = search(batch, least)
         if change != "decode":
             other = find_shared_prefix([tables], lens, BLOCK_SIZE, least)

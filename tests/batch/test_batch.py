@@ -57,7 +57,7 @@ def test_pack_equals_a_plain_loop(filled, data):
     batch.validate(*[NUM_BLOCKS] * len(inputs.block_tables))
 
     tokens, positions, cu, last_rows, samples, scored = [], [], [0], [], [], []
-    slots = [[] for _ in batch.by_group]
+    slots = [[] for _ in batch.block_tables]
     for i, (r, start, count) in enumerate(spans):
         for p in range(start, start + count):
             if r["from"] is not None and r["from"] <= p and p + 1 < r["prompt"]:
@@ -71,11 +71,10 @@ def test_pack_equals_a_plain_loop(filled, data):
             samples.append(i)
             last_rows.append(len(tokens) - 1)
         used = -(-(start + count) // BLOCK_SIZE)
-        for view, table in zip(batch.by_group, r["tables"], strict=True):
-            assert view.block_tables[i, :used].tolist() == table[:used]
+        assert batch.block_tables[:, i, :used].tolist() == [t[:used] for t in r["tables"]]
     assert batch.token_ids.tolist() == tokens
     assert batch.positions.tolist() == positions
-    assert [view.slot_mapping.tolist() for view in batch.by_group] == slots
+    assert [batch.slot_mapping(group).tolist() for group in range(len(slots))] == slots
     assert batch.cu_seqlens_q.tolist() == cu
     assert batch.seq_lens.tolist() == [start + count for _, start, count in spans]
     assert batch.num_decodes == sum(count == 1 for _, _, count in spans)
@@ -86,7 +85,7 @@ def test_pack_equals_a_plain_loop(filled, data):
     assert all(
         getattr(batch, name).dtype == np.int32
         for name in ForwardBatch.__slots__
-        if name not in ("block_size", "num_decodes", "other_tables", "pooled")
+        if name not in ("block_size", "num_decodes", "pooled")
     )
 
 
@@ -111,9 +110,9 @@ def changed(array: np.ndarray, index: object, value: int) -> np.ndarray:
 BAD = {
     "an empty segment": lambda b: {"cu_seqlens_q": changed(b.cu_seqlens_q, 1, 0)},
     "falling": lambda b: {"cu_seqlens_q": np.array([0, 5, 1, 15], np.int32)},
-    "a block table too narrow": lambda b: {"block_tables": b.block_tables[:, :2]},
-    "a block behind the store": lambda b: {"block_tables": changed(b.block_tables, (2, 1), 7)},
-    "a block before the store": lambda b: {"block_tables": changed(b.block_tables, (2, 1), -1)},
+    "a block table too narrow": lambda b: {"block_tables": b.block_tables[..., :2]},
+    "a block behind the store": lambda b: {"block_tables": changed(b.block_tables, (0, 2, 1), 7)},
+    "a block before the store": lambda b: {"block_tables": changed(b.block_tables, (0, 2, 1), -1)},
 }
 
 
@@ -126,7 +125,7 @@ def test_a_bad_batch_is_refused_before_anything_is_computed(fault):
 
 def test_each_kv_group_is_held_to_its_own_store():
     batch = good_batch()
-    both = replace(batch, other_tables=(batch.block_tables,))
+    both = replace(batch, block_tables=batch.block_tables.repeat(2, axis=0))
     both.validate(7, 8)
     for num_blocks in ((7,), (7, 6), (7, 7, 7)):
         with pytest.raises(ValueError, match=r"KV groups|outside the store of (6|48)"):
@@ -135,17 +134,16 @@ def test_each_kv_group_is_held_to_its_own_store():
 
 def test_the_prompts_of_a_step_are_those_of_every_kv_group():
     batch = good_batch()
-    other = replace(batch, block_tables=batch.block_tables + 1)
-    both = replace(batch, other_tables=(other.block_tables,))
-    first, second = prompts_of(both, 1).by_group
-    assert second.slot_mapping.tolist() == other.slot_mapping[1:].tolist()
-    assert second.block_tables.tolist() == (first.block_tables + 1).tolist()
-    assert second.cu_seqlens_q.tolist() == first.cu_seqlens_q.tolist()
+    tables = np.concatenate([batch.block_tables, batch.block_tables + 1])
+    other = replace(batch, block_tables=tables[1:])
+    prompts = prompts_of(replace(batch, block_tables=tables), 1)
+    assert prompts.slot_mapping(1).tolist() == other.slot_mapping()[1:].tolist()
+    assert prompts.block_tables.tolist() == tables[:, 1:].tolist()
 
 
 def test_entries_of_a_block_table_behind_the_sequence_may_be_anything():
     batch = good_batch()
-    replace(batch, block_tables=changed(batch.block_tables, (1, 1), 999)).validate(7)
+    replace(batch, block_tables=changed(batch.block_tables, (0, 1, 1), 999)).validate(7)
 
 
 def test_rows_are_given_back_and_the_next_owner_finds_them_clean():
@@ -157,7 +155,7 @@ def test_rows_are_given_back_and_the_next_owner_finds_them_clean():
     inputs.append_blocks(row, [9])
     batch = inputs.pack(np.array([row]), np.array([0]), np.array([2]))
     assert batch.token_ids.tolist() == [2, 3]
-    assert batch.slot_mapping.tolist() == [72, 73]
+    assert batch.slot_mapping().tolist() == [72, 73]
     assert not len(batch.prompt_targets)
 
 

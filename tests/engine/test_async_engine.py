@@ -297,7 +297,7 @@ def test_a_step_that_fails_for_a_client_that_left_ends_no_other_stream():
         def fail():
             raise RuntimeError("the device is gone")
 
-        engine._engine.pipeline.steps[0].result.wait = fail
+        engine._engine.pipeline.steps[0].wait = fail
         await stream.aclose()
         other = asyncio.create_task(collect(engine, PROMPTS[1], greedy()))
         await asyncio.sleep(0)

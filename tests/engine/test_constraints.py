@@ -16,8 +16,7 @@ from tests.support.engine.slots import SlotConstraint, draw_slots
 from tests.support.engine.slots import alone as tokens_alone
 from tests.support.models import tiny_models as tiny
 from tests.support.models.tiny_models import greedy
-from vllm_metal_lite.engine import constraints
-from vllm_metal_lite.engine import engine as engines
+from vllm_metal_lite.engine import constraints, intake
 from vllm_metal_lite.sampling_params import SamplingParams
 
 VOCAB = tiny.VOCAB
@@ -36,7 +35,7 @@ def constrained(engine, slots_of: dict[str, list]):
     add_request = engine.add_request
 
     def add(*args, **options):
-        with patch.object(engines, "constraint_of", constrain):
+        with patch.object(intake, "constraint_of", constrain):
             add_request(*args, **options)
 
     engine.add_request = add

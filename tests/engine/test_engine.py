@@ -176,14 +176,14 @@ def lose_step_in_flight(engine) -> None:
     (step,) = engine.pipeline.steps
     store = engine.runner.attention.store
     keep = [np.ones(store.keys[0].shape[0], bool)]
-    keep[0][step.batch.slot_mapping] = False
+    keep[0][step.batch.slot_mapping()] = False
     poison(store, keep)
     poison_states(store.states, set(range(store.states.num_slots)) - set(step.batch.final_slots))
 
     def fail():
         raise RuntimeError("the device is gone")
 
-    step.result.wait = fail
+    step.wait = fail
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])

@@ -85,7 +85,7 @@ def test_an_id_that_is_used_again_is_not_at_fault_for_the_step_of_an_aborted_pro
     def fail():
         raise RuntimeError("the forward failed")
 
-    engine.pipeline.steps[0].result.wait = fail
+    engine.pipeline.steps[0].wait = fail
     with pytest.raises(RuntimeError, match="the forward failed"):
         engine.step()
     assert engine.requests_at_fault == []

@@ -110,7 +110,7 @@ def test_a_rebuilt_cache_goes_on_like_the_one_it_stands_for(template, start):
     store = PagedStore([LayerSpec(2, 4, 4, mx.float32)], 6, 8)
     nan = mx.full((max(start - 8, 0), 2, 4), mx.nan)
     blocks = [4, 1, 5, 0, 2]
-    slots = pack([(0, start)], [blocks]).slot_mapping
+    slots = pack([(0, start)], [blocks]).slot_mapping()
     store.write(0, k[0, :, :start].swapaxes(0, 1), v[0, :, :start].swapaxes(0, 1), mx.array(slots))
     if not isinstance(template, KVCache) and start >= 9:  # behind the window
         store.write(0, nan, nan, mx.array(slots[: start - 8]))

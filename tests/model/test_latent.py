@@ -35,7 +35,7 @@ SPEC = LayerSpec(1, RANK, ROPE, mx.float32)
 @pytest.fixture
 def cache() -> PagedLayerCache:
     attention = ReferenceAttention(PagedStore([SPEC], 4, 8))
-    return PagedLayerCache(0, SPEC, begin(attention, pack([(0, N)], [[1]]), N))
+    return PagedLayerCache(0, begin(attention, pack([(0, N)], [[1]]), N))
 
 
 def test_scores_are_the_sum_of_both_products(cache):
@@ -75,7 +75,7 @@ def test_scores_are_good_for_nothing_but_attention(cache, use):
 
 
 def test_scores_of_another_layer_are_refused(cache):
-    other = PagedLayerCache(0, SPEC, cache.attention)
+    other = PagedLayerCache(0, cache.attention)
     q = mx.ones((N, HEADS, 1, ROPE))
     scores = q @ other.keys_and_values()[1].swapaxes(-1, -2)
     with pytest.raises(NotImplementedError, match="LatentScores"):

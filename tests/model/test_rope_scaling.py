@@ -137,7 +137,7 @@ def test_fused_launches_rotate_alike(launches, name, joins):
     packed, factor = loaded.packed, factor_of(loaded.packed.model)
     assert (factor != 1) is (name in (*SCALED, *SCALED_LATENTS) or "yarn" in name or "long" in name)
     # The checks of kernels try the same factor.
-    assert {r.factor for r in loaded.fit.usage.ropes} == {factor}
+    assert {r.factor for r in loaded.usage.ropes} == {factor}
     store, latents = PagedStore(packed.layout.specs, 4, trial.BLOCK), name in SCALED_LATENTS
     attention = KernelAttention(store, "gather", (), latents=latents)
     draw, fusion = trial.Draw(packed.model, tiny.VOCAB), fuse(packed.model, joins=joins)

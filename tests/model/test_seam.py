@@ -26,7 +26,7 @@ def one_step(attention: ReferenceAttention, tokens: list[int]) -> ReferenceStepA
 @pytest.fixture
 def handle() -> KVHandle:
     attention = ReferenceAttention(PagedStore([SPEC], 4, 8))
-    cache = PagedLayerCache(0, SPEC, one_step(attention, [1, 2, 3]))
+    cache = PagedLayerCache(0, one_step(attention, [1, 2, 3]))
     k = mx.ones((3, 2, 1, 16))
     return cache.update_and_fetch(k, k)[0]
 
@@ -72,7 +72,7 @@ def test_the_hook_goes_away_after_an_error():
 def test_a_layer_that_is_given_no_mask_keeps_its_window():
     spec = LayerSpec(2, 16, 16, mx.float32, window=2)
     attention = ReferenceAttention(PagedStore([spec], 4, 8))
-    cache = PagedLayerCache(0, spec, one_step(attention, [1, 2, 3]))
+    cache = PagedLayerCache(0, one_step(attention, [1, 2, 3]))
     k = mx.random.normal((3, 2, 1, 16))
     cache.update_and_fetch(k, k)
     q = mx.random.normal((3, 4, 1, 16))

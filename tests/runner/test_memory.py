@@ -1,5 +1,6 @@
 """How many blocks the memory holds."""
 
+from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -126,8 +127,9 @@ def windowed(**changes):
     """Six layers of one size, every second one with a window of 64 tokens."""
     model = tiny.packed("llama")
     wide = replace(model.kv_specs[0], window=64)
-    specs = [wide, replace(wide, window=None)] * 3
-    return replace(model, kv_specs=specs, max_position=100_000, **changes)
+    packed = copy(model.packed)
+    packed.layout = replace(packed.layout, specs=[wide, replace(wide, window=None)] * 3)
+    return replace(model, packed=packed, max_position=100_000, **changes)
 
 
 def fitting(monkeypatch, num_bytes: int, **options):

@@ -13,6 +13,7 @@ from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.runner import bucket
+from vllm_metal_lite.sampling.sampler import SamplerOutput
 
 
 def step_of(batch, num_rows):
@@ -26,9 +27,10 @@ def test_unknown_tokens_are_taken_from_the_step_before(num_rows):
     for i in range(4):
         inputs.add([i] * 2, 2)
         inputs.append_blocks(i, [i, i + 4])
-    before = StepResult(np.array([3, 0, 2]), mx.array([13, 10, 12]), None, None)
+    ones, tokens = np.array([1, 1]), mx.array([13, 10, 12])
+    batch = inputs.pack(np.array([3, 0, 2]), np.zeros(3, int), np.full(3, 2))
+    before = StepResult(batch, SamplerOutput(tokens, None, tokens))
     inputs.append_tokens(np.array([0, 2, 3]), np.full(3, UNKNOWN_TOKEN))
-    ones = np.array([1, 1])
     batch = inputs.pack(np.array([0, 3]), 2 * ones, ones)
     assert before.complete(step_of(batch, num_rows))[:2].tolist() == [10, 13]
     batch = inputs.pack(np.array([3, 0, 2]), np.full(3, 2), np.full(3, 1))

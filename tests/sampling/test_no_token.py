@@ -14,7 +14,7 @@ from tests.support.engine.sampling import EMPTY
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli.main import main
-from vllm_metal_lite.engine import engine as engines
+from vllm_metal_lite.engine import intake
 from vllm_metal_lite.engine.async_engine import AsyncEngine
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.model.loader import from_model
@@ -98,7 +98,7 @@ def test_a_masked_request_ends_in_an_error_and_the_others_go_on(kind, random, mo
 
     # The second token would complete a bad word.
     word = {"allowed_token_ids": [9], "bad_words": ["x"]}
-    monkeypatch.setattr(engines, "bad_words_of", lambda p, _: [[9, 9]] if p.bad_words else [])
+    monkeypatch.setattr(intake, "bad_words_of", lambda p, _: [[9, 9]] if p.bad_words else [])
     expected, _ = run()
     tokens, done = run(never={**NEVER, "n": 2}, word={**word, "logprobs": 1})
     assert tokens == expected

@@ -13,13 +13,13 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.utils import tensor_data
 
 from tests.support.engine.sampling import log_softmax
 from tests.vllm_plugin import kit
 from vllm_metal_lite import SamplingParams as OurParams
 from vllm_metal_lite.vllm_plugin import outputs
-from vllm_metal_lite.vllm_plugin.prompt_logprobs import PromptLogprobs
 
 PROMPTS = tiny.prompts(6, 3, 40, seed=5)
 greedy = partial(SamplingParams, temperature=0, ignore_eos=True)
@@ -105,7 +105,7 @@ def test_logprobs_and_prompt_logprobs_over_chunks(llm, k):
 
 def test_prompt_logprobs_of_a_prompt_of_one_token_can_be_sent():
     """vLLM sends a tensor's bytes to its front end; an error there ends the server's answers."""
-    for tensor in PromptLogprobs(1, 2).take()[:3]:
+    for tensor in LogprobsTensors.empty_cpu(0, 3)[:3]:
         assert len(tensor_data(tensor)) == 0
 
 

@@ -1,7 +1,6 @@
 """Models with recurrent states under vLLM: its block manager gives out our state slots."""
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -36,7 +35,7 @@ own_pool = pytest.mark.skipif(
 def few_slots(monkeypatch, num_slots):
     plan = worker.plan_memory
     monkeypatch.setattr(
-        worker, "plan_memory", lambda *a: replace(plan(*a), num_state_slots=num_slots)
+        worker, "plan_memory", lambda *a: plan(*a)._replace(num_state_slots=num_slots)
     )
 
 

@@ -18,11 +18,10 @@ import numpy as np
 from tools.bench.lib.engines import ThisEngine
 from tools.bench.lib.loads import Load, Wave
 from tools.lib.frame import parser_of, print_table, run_main
-from vllm_metal_lite import backend
+from vllm_metal_lite.backend import mx
 from vllm_metal_lite.model.loader import load
 from vllm_metal_lite.runner.result import StepResult
-
-mx = backend.mx
+from vllm_metal_lite.sampling.sampler import SamplerOutput
 
 _README = Path(__file__).resolve().parents[2] / "README.md"
 _TEXTS = ("text that nobody reads", "text, read at each step", "and a stop string")
@@ -36,10 +35,10 @@ class NoModel:
         self._tokens, self._at = np.array(token_ids, np.int32), 0
 
     def execute(self, batch: Any, *rest: Any) -> StepResult:
-        req_indices = batch.sampled_seats
-        self._at = (self._at + len(req_indices)) % (len(self._tokens) - len(req_indices))
-        tokens = self._tokens[self._at : self._at + len(req_indices)]
-        return StepResult(req_indices, mx.array(tokens), None, None)
+        count = len(batch.sample_segments)
+        self._at = (self._at + count) % (len(self._tokens) - count)
+        tokens = mx.array(self._tokens[self._at : self._at + count])
+        return StepResult(batch, SamplerOutput(tokens, None, tokens))
 
 
 def rows(args: argparse.Namespace) -> Iterator[tuple[str, str]]:

@@ -175,7 +175,7 @@ def main() -> int:
     name, length = ("128x2", 120) if args.tiny else (args.model, args.length)
     model = get_model(name, bits=args.bits)
     prepared = Prepared(model.packed)
-    model = replace(model, fit=model.fit._replace(packed=prepared))
+    model = replace(model, packed=prepared)
     if "lookups" in args.only:
         print_table(("us a lookup", *(f"{n:,} tokens" for n in CONTEXTS)), lookups())
     print(f"\n### {model.name}: tokens a second, answers of {length} tokens\n")

@@ -84,7 +84,7 @@ class Loads:
         """Decodes with a shared prefix, which is read once if that saves enough."""
         s, tokens = self.shape, max(2 * _BLOCK, tokens // self.divisor)
         load = TimedStore(s, 1, tokens + rows * _OWN)
-        first, blocks = tokens // _BLOCK, mx.array(load.batch.block_tables[0])
+        first, blocks = tokens // _BLOCK, mx.array(load.batch.block_tables[0, 0])
         shared = mx.broadcast_to(blocks[:first], (rows, first))
         tables = mx.concatenate([shared, blocks[first:].reshape(rows, -1)], axis=1)
         lens = mx.full((max(rows, 8),), tokens + _OWN, mx.int32)

@@ -5,45 +5,16 @@ into a frozen `Step`.  `begin` binds the step to the previous step's state and r
 `StepAttention`, which the model's layers call in order.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from mlx.utils import tree_map
 
 from vllm_metal_lite.attention.padding import pad_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import PAD_SLOT, ForwardBatch
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.base import StepRecurrence
-
-Tree = TypeVar("Tree", bound=tuple)
-
-
-def arrays_of(tree: Any) -> list[mx.array]:
-    """The arrays of a step: those in named tuples, tuples and dicts, in order."""
-    if isinstance(tree, mx.array):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, tuple):
-        return []
-    return [array for part in tree for array in arrays_of(part)]
-
-
-def with_arrays(tree: Tree, arrays: Iterable[mx.array]) -> Tree:
-    """The same step with other arrays."""
-    left = iter(arrays)
-    return tree_map(lambda leaf: next(left) if isinstance(leaf, mx.array) else leaf, tree)
-
-
-def variant_of(tree: Any) -> Any:
-    """A plan without the values of its arrays, for comparisons."""
-    if isinstance(tree, mx.array):
-        return tree.shape
-    if isinstance(tree, dict):
-        tree = tuple(tree.items())
-    return tuple(map(variant_of, tree)) if isinstance(tree, tuple) else tree
 
 
 class Step(NamedTuple):
@@ -53,10 +24,9 @@ class Step(NamedTuple):
     A padded row has position 0, its group's padding slot, and any token.
     num_live: (1,) int32, the number of rows before the padding.
     logits_indices: (R,) int32, the batch's indices, then padding; None: all rows get logits.
-    plan: of the attention path, which alone reads it.  Two steps of one variant differ only in the
-    values of their arrays.
+    plan: of the attention path, which alone reads it: a tree of arrays and constants.
     pools: the forward also gives hidden states.
-    variant: all that a compiled step depends on, except its arrays' values; None: not compiled.
+    repeats: steps of the same shapes are likely to follow, so that compiling this one pays.
     """
 
     batch: ForwardBatch
@@ -68,7 +38,7 @@ class Step(NamedTuple):
     logits_indices: mx.array | None
     plan: Any
     pools: bool
-    variant: tuple | None = None
+    repeats: bool = False
 
 
 def make_step(
@@ -87,8 +57,8 @@ def make_step(
     num_logits: the fewest rows that get logits, unless all rows do.
     """
     slot_mapping = []
-    for group, of_group in enumerate(batch.by_group):
-        slots = pad_rows(of_group.slot_mapping, max(num_rows, num_slots), PAD_SLOT)
+    for group in range(len(batch.block_tables)):
+        slots = pad_rows(batch.slot_mapping(group), max(num_rows, num_slots), PAD_SLOT)
         if padding_slots is not None:
             slots = np.where(slots == PAD_SLOT, padding_slots[group], slots)
         slot_mapping.append(mx.array(slots))

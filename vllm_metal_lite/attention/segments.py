@@ -1,4 +1,7 @@
-"""The rows of a ForwardBatch, or some of them, in other segments."""
+"""The rows of a ForwardBatch, or some of them, in other segments, as attention sees them.
+
+What is sampled, and where states go, stays that of the whole step: attention does not read it.
+"""
 
 from dataclasses import replace
 
@@ -10,22 +13,15 @@ from vllm_metal_lite.batch.forward_batch import ForwardBatch
 def prompts_of(batch: ForwardBatch, first: int) -> ForwardBatch:
     """The segments from `first` on as a batch of prompts, with rows counted from 0."""
     rows = slice(int(batch.cu_seqlens_q[first]), None)
-    none = np.zeros(0, np.int32)
     return replace(
         batch,
         token_ids=batch.token_ids[rows],
         positions=batch.positions[rows],
         cu_seqlens_q=batch.cu_seqlens_q[first:] - rows.start,
         seq_lens=batch.seq_lens[first:],
-        block_tables=batch.block_tables[first:],
+        block_tables=batch.block_tables[:, first:],
         req_indices=batch.req_indices[first:],
         num_decodes=0,
-        # Sampling uses the whole step's batch.
-        logits_indices=none,
-        sample_segments=none,
-        prompt_targets=none,
-        prompt_segments=none,
-        other_tables=tuple(tables[first:] for tables in batch.other_tables),
     )
 
 
@@ -41,8 +37,7 @@ def split_at_chunks(batch: ForwardBatch, attention_chunk: int) -> ForwardBatch:
         batch,
         cu_seqlens_q=cu,
         seq_lens=batch.positions[cu[1:] - 1] + 1,
-        block_tables=batch.block_tables[segment],
-        other_tables=tuple(tables[segment] for tables in batch.other_tables),
+        block_tables=batch.block_tables[:, segment],
         req_indices=batch.req_indices[segment],
     )
 

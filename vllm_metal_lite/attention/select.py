@@ -8,7 +8,6 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Attention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
-from vllm_metal_lite.config import ATTENTION
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, Option
 from vllm_metal_lite.kernels.arguments import unsupported
@@ -43,7 +42,7 @@ def no_kernels(
     option: str,
     shapes: Sequence[AttentionShape],
     by_segment: str | None = None,
-    recurrences: Sequence[RecurrentShape] = (),
+    recurrences: Collection[RecurrentShape] = (),
 ) -> str | None:
     """Why a model that attends with `shapes` does not use the kernels; None: the model uses them.
 
@@ -51,12 +50,8 @@ def no_kernels(
     time; None: it attends to packed rows.  A model that attends by segment reads K and V through
     MLX operations, which must not touch a store that kernels write.
     recurrences: of the recurrent layers that work on packed rows.
-    Raises ConfigError for another option, and for "kernels" if they cannot serve the model.
+    Raises ConfigError for "kernels" if they cannot serve the model.
     """
-    if option not in ATTENTION:
-        raise ConfigError(
-            Option("attention"), f" must be one of {', '.join(ATTENTION)}, got {option!r}"
-        )
     if by_segment is not None:
         by_segment = f"this model's attention runs a segment at a time: {by_segment}"
     if option == "reference":
@@ -129,7 +124,7 @@ def _prefill(shapes: Sequence[AttentionShape], verdict: Verdict) -> tuple[str, s
 
 
 def _unsupported(
-    option: str, shapes: Sequence[AttentionShape], recurrences: Sequence[RecurrentShape]
+    option: str, shapes: Sequence[AttentionShape], recurrences: Collection[RecurrentShape]
 ) -> str | None:
     if not shapes and not recurrences:
         return "no layer of this model has a kernel"

@@ -1,6 +1,6 @@
 """Host-side description of one forward pass: its tokens, and where their K and V lie."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -31,20 +31,15 @@ class SegmentState:
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """The hidden states and the logits that a step reads for pooling requests.
+    """The hidden states that a step reads for pooling requests.
 
     segments: (Q,) int32, the segment of each range.
     ranges: (Q, 2) int32, first packed row and end; the hidden states of these rows are summed.
-    scored: (L,) int32, segments with scores; score_rows: (L,) int32, their places among the T
-    sampled rows; score_token_ids: (L, K) int32, the tokens whose logits are read there.
     samples_nothing: no row of the step needs a token.
     """
 
     segments: np.ndarray
     ranges: np.ndarray
-    scored: np.ndarray
-    score_rows: np.ndarray
-    score_token_ids: np.ndarray
     samples_nothing: bool
 
 
@@ -55,7 +50,8 @@ class ForwardBatch:
     token_ids, positions: (N,) int32.  cu_seqlens_q: (S+1,) int32.  A decode may hold UNKNOWN_TOKEN
     while the previous step is still sampling it.
     seq_lens: (S,) int32, context including this step's tokens.
-    block_tables: (S, max_blocks) int32; entries behind a window are meaningless.
+    block_tables: (num_kv_groups, S, max_blocks) int32 (scheduler/kv_groups.py); entries behind a
+    window are meaningless.
     req_indices: (S,) int32, the requests' seats in the InputBatch.  num_decodes: leading
     segments of length 1; 0 in a step with drafts, so that its shapes repeat.
     initial_slots, final_slots: (S,) int32, where recurrent layers read the state before a segment
@@ -69,8 +65,6 @@ class ForwardBatch:
     last row of a segment; empty for a step without drafts.
     prompt_targets: (P,) int32, the token that each of the P extra rows scores;
     prompt_segments: (P,) int32, the segment of each.
-    other_tables: with several KV groups (scheduler/kv_groups.py), the block tables of each group
-    after the first.
     pooled: what the step computes for pooling requests; None if it has none.
     """
 
@@ -89,28 +83,14 @@ class ForwardBatch:
     initial_slots: np.ndarray
     final_slots: np.ndarray
     checkpoints: np.ndarray
-    other_tables: tuple[np.ndarray, ...]
     draft_token_ids: np.ndarray
     pooled: PooledRows | None = None
 
-    @property
-    def by_group(self) -> tuple["ForwardBatch", ...]:
-        """The step as each KV group sees it."""
-        if not self.other_tables:
-            return (self,)
-        return tuple(replace(self, block_tables=t, other_tables=()) for t in self.tables)
-
-    @property
-    def tables(self) -> tuple[np.ndarray, ...]:
-        """The block tables of each KV group."""
-        return (self.block_tables, *self.other_tables)
-
-    @property
-    def slot_mapping(self) -> np.ndarray:
-        """(N,) int32, where the K and V of each row go: its place in the block table."""
+    def slot_mapping(self, group: int = 0) -> np.ndarray:
+        """(N,) int32, where the K and V of each row go: its place in the group's block table."""
         segments = np.repeat(np.arange(self.num_segments), np.diff(self.cu_seqlens_q))
         block, offset = np.divmod(self.positions, self.block_size)
-        return self.block_tables[segments, block] * self.block_size + offset
+        return self.block_tables[group, segments, block] * self.block_size + offset
 
     @property
     def sampled_seats(self) -> np.ndarray:
@@ -135,9 +115,9 @@ class ForwardBatch:
         q_lens = np.diff(self.cu_seqlens_q)
         if q_lens.min() <= 0:
             raise ValueError(f"segment {q_lens.argmin()} has {q_lens.min()} rows")
-        if len(num_blocks) != len(self.tables):
-            raise ValueError(f"{len(self.tables)} KV groups, the store has {len(num_blocks)}")
-        for tables, count in zip(self.tables, num_blocks, strict=True):
+        if len(num_blocks) != len(self.block_tables):
+            raise ValueError(f"{len(self.block_tables)} KV groups, the store has {len(num_blocks)}")
+        for tables, count in zip(self.block_tables, num_blocks, strict=True):
             self._validate_blocks(tables, count)
         if num_state_slots:
             self._validate_slots(num_state_slots)

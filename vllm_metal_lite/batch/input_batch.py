@@ -14,7 +14,6 @@ from vllm_metal_lite.batch.forward_batch import (
 
 _NONE = np.zeros(0, np.int32)
 _NO_CHECKPOINTS = np.zeros((0, 3), np.int32)
-_NEVER = np.iinfo(np.int32).max
 
 
 class InputBatch:
@@ -32,8 +31,8 @@ class InputBatch:
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
-        # First prompt position that scores the next prompt token.
-        self.prompt_logprobs_from = np.full(max_num_seqs, _NEVER, np.int32)
+        # First prompt position that scores the next prompt token; num_prompt_tokens: none does.
+        self.prompt_logprobs_from = np.zeros(max_num_seqs, np.int32)
         max_blocks = -(-max_model_len // block_size)
         self.block_tables = np.zeros((num_kv_groups, max_num_seqs, max_blocks), np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int32)
@@ -50,15 +49,15 @@ class InputBatch:
         self.token_ids[seat, : len(token_ids)] = token_ids
         self.num_tokens[seat] = len(token_ids)
         self.num_prompt_tokens[seat] = num_prompt_tokens
-        if prompt_logprobs_from is not None:
-            self.prompt_logprobs_from[seat] = prompt_logprobs_from
+        if prompt_logprobs_from is None:
+            prompt_logprobs_from = num_prompt_tokens
+        self.prompt_logprobs_from[seat] = prompt_logprobs_from
         self.num_blocks[seat] = 0
         return seat
 
     def remove(self, req_index: int) -> None:
         """Release a seat."""
         self.num_tokens[req_index] = 0
-        self.prompt_logprobs_from[req_index] = _NEVER
         self._free_seats.append(req_index)
 
     def append_blocks(self, req_index: int, *block_ids: Sequence[int]) -> None:
@@ -139,7 +138,7 @@ class InputBatch:
             samples = cu[1:][terminal] - 1
 
         scored = prompt_targets = prompt_segments = _NONE
-        if (self.prompt_logprobs_from[req_indices] < _NEVER).any():
+        if (self.prompt_logprobs_from < self.num_prompt_tokens)[req_indices].any():
             successor = positions + 1
             scored = np.flatnonzero(
                 (positions >= self.prompt_logprobs_from[seat])
@@ -148,7 +147,6 @@ class InputBatch:
             prompt_targets = self.token_ids[seat[scored], successor[scored]]
             prompt_segments = segment[scored]
         max_blocks = -(-int(seq_lens.max()) // bs)
-        tables, *other_tables = (t[req_indices, :max_blocks] for t in self.block_tables)
         if states is None:
             final = req_indices.astype(np.int32)
             initial, checkpoints = np.where(num_computed == 0, EMPTY_SLOT, final), _NO_CHECKPOINTS
@@ -159,7 +157,7 @@ class InputBatch:
             positions=positions,
             cu_seqlens_q=cu,
             seq_lens=seq_lens,
-            block_tables=tables,
+            block_tables=self.block_tables[:, req_indices, :max_blocks],
             req_indices=req_indices.astype(np.int32),
             block_size=bs,
             num_decodes=int(np.cumprod(q_lens == 1).sum()) if drafts is None else 0,
@@ -170,7 +168,6 @@ class InputBatch:
             initial_slots=initial.astype(np.int32),
             final_slots=final,
             checkpoints=checkpoints,
-            other_tables=tuple(other_tables),
             draft_token_ids=draft_token_ids,
         )
 

@@ -1,4 +1,4 @@
-"""Pooling requests: prompts whose hidden states or logits are read, and that draw no token."""
+"""Pooling requests: prompts whose hidden states are read, and that draw no token."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -38,48 +38,30 @@ class PoolingTable:
         """A step's batch, with what its pooling requests read.  keys: the key of each segment."""
         if not self._poolings:
             return batch
-        row_of = {segment: row for row, segment in enumerate(batch.sample_segments.tolist())}
-        segments, ranges, scored, token_ids = [], [], [], []
-        num_sampled = len(row_of)
+        terminal = set(batch.sample_segments.tolist())
+        segments, ranges, num_sampled = [], [], len(terminal)
         for i, (start, end) in enumerate(pairwise(batch.cu_seqlens_q.tolist())):
             if (pooling := self._poolings.get(keys[i])) is None:
                 continue
-            num_sampled -= i in row_of
-            if pooling.params.score_token_ids is not None:
-                if i in row_of:
-                    scored.append(i)
-                    token_ids.append(pooling.params.score_token_ids)
-            elif pooling.params.pooling == "mean":
+            num_sampled -= i in terminal
+            is_mean = pooling.params.pooling == "mean"
+            if is_mean or i in terminal:
                 segments.append(i)
-                ranges.append((start, end))
-            elif i in row_of:
-                segments.append(i)
-                ranges.append((end - 1, end))
-        if not segments and not scored:
+                ranges.append((start if is_mean else end - 1, end))
+        if not segments:
             return batch
-        rows = PooledRows(
-            np.array(segments, np.int32),
-            np.array(ranges, np.int32).reshape(-1, 2),
-            np.array(scored, np.int32),
-            np.array([row_of[i] for i in scored], np.int32),
-            _rectangle(token_ids),
-            samples_nothing=not num_sampled,
-        )
+        rows = PooledRows(np.array(segments, np.int32), np.array(ranges, np.int32), not num_sampled)
         return replace(batch, pooled=rows)
 
     def take(
-        self,
-        batch: ForwardBatch,
-        keys: Sequence[Key],
-        values: tuple[np.ndarray, np.ndarray] | None,
+        self, batch: ForwardBatch, keys: Sequence[Key], sums: np.ndarray | None
     ) -> Iterator[tuple[Key, np.ndarray]]:
-        """The embedding, or the logits, of each request whose prompt ends with a completed step.
+        """The embedding of each request whose prompt ends with a completed step.
 
-        values: `StepResult.pooled`.  Requests that were removed while the step ran are left out.
+        sums: `StepResult.pooled`.  Requests that were removed while the step ran are left out.
         """
-        if batch.pooled is None or values is None:
+        if batch.pooled is None or sums is None:
             return
-        sums, logits = values
         for i, value in zip(batch.pooled.segments.tolist(), sums, strict=True):
             if (pooling := self._poolings.get(keys[i])) is None:
                 continue
@@ -89,9 +71,6 @@ class PoolingTable:
             pooling.sum = value
             if batch.seq_lens[i] == count:
                 yield keys[i], _embedding(value / (count if is_mean else 1), pooling.params)
-        for i, value in zip(batch.pooled.scored.tolist(), logits, strict=True):
-            if (pooling := self._poolings.get(keys[i])) is not None:
-                yield keys[i], value[: len(pooling.params.score_token_ids or ())]
 
 
 def _embedding(hidden: np.ndarray, params: PoolingParams) -> np.ndarray:
@@ -99,10 +78,3 @@ def _embedding(hidden: np.ndarray, params: PoolingParams) -> np.ndarray:
     if not params.normalize:
         return hidden
     return hidden / max(float(np.linalg.norm(hidden)), 1e-12)
-
-
-def _rectangle(token_ids: Sequence[Sequence[int]]) -> np.ndarray:
-    """(L, K) int32; shorter rows are filled with token 0."""
-    width = max(map(len, token_ids), default=0)
-    filled = [[*ids, *[0] * (width - len(ids))] for ids in token_ids]
-    return np.array(filled, np.int32).reshape(len(token_ids), width)

@@ -102,7 +102,7 @@ def decode(check: Check[AttentionShape]) -> ErrorAndLimit:
 
 def _newest(case: Case, fresh: list[np.ndarray]) -> tuple[LayerStore, list[np.ndarray]]:
     """The case's store before the newest rows are written, and its values after."""
-    before, after, newest = [], [], case.decodes.slot_mapping
+    before, after, newest = [], [], case.decodes.slot_mapping()
     for row, kept, rows, new in zip(
         case.formats, case.kept, (case.keys, case.values), fresh, strict=True
     ):
@@ -121,7 +121,7 @@ def prefill(check: Check[AttentionShape]) -> ErrorAndLimit:
     case, shape = case_of(check.shape, check.block_size), check.shape
     batch, q = case.prompts, padded(case.q)
     tiles = plan_tiles(batch.cu_seqlens_q, len(q), shape.num_heads // shape.num_kv_heads)
-    arrays = batch.block_tables, batch.cu_seqlens_q, batch.seq_lens, tiles
+    arrays = batch.block_tables[0], batch.cu_seqlens_q, batch.seq_lens, tiles
     tables, cu_seqlens_q, seq_lens, tiles_of_q = map(mx.array, arrays)
     where = tables, cu_seqlens_q, seq_lens, tiles_of_q
     if shape.latent:
@@ -156,7 +156,7 @@ def rows(check: Check[AttentionShape]) -> ErrorAndLimit:
 
 def decode_arrays(batch: ForwardBatch) -> tuple[mx.array, mx.array]:
     """Block tables and sequence lengths of decodes and of a row of padding."""
-    return mx.array(padded(batch.block_tables)), mx.array(padded(batch.seq_lens))
+    return mx.array(padded(batch.block_tables[0])), mx.array(padded(batch.seq_lens))
 
 
 def _compare(case: Case, batch: ForwardBatch, q: np.ndarray, out: mx.array) -> ErrorAndLimit:

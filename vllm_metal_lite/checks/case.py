@@ -70,7 +70,7 @@ class Case:
         self.decodes = sequences.batch(np.ones_like(CONTEXTS))
         self.prompts = sequences.batch(_PROMPT_ROWS)
         slots = (self.num_blocks + 1) * block_size
-        self.owned = np.sort(sequences.batch(CONTEXTS).slot_mapping)
+        self.owned = np.sort(sequences.batch(CONTEXTS).slot_mapping())
         self.spec = spec_of(shape)
         self.formats = self.spec.k_row, self.spec.v_row
         self.drawn = [
@@ -124,7 +124,7 @@ class Case:
         first = len(CONTEXTS) - num_rows
         shared = (int(CONTEXTS[first]) - 1) // self.block_size
         tables = self.decodes.block_tables.copy()
-        tables[first:, :shared] = tables[-1, :shared]
+        tables[:, first:, :shared] = tables[:, -1:, :shared]
         lens = np.zeros(len(CONTEXTS), np.int32)
         lens[first:] = shared * self.block_size
         return replace(self.decodes, block_tables=tables), lens

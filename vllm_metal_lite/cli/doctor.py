@@ -85,7 +85,7 @@ def _examine(
         show(doctor_text.describe_model(report))
     if model is not None and not backend.is_cpu():
         report.no_kernels = no_kernels(
-            "auto", model.attention_shapes, model.packed.by_segment, model.fit.recurrences
+            "auto", model.attention_shapes, model.packed.by_segment, model.usage.recurrences
         )
     if report.no_kernels:
         show(doctor_text.describe_no_kernels(report))

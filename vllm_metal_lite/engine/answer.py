@@ -5,7 +5,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.detokenizer import Detokenizer, texts_of
 from vllm_metal_lite.outputs import CompletionOutput, Logprob, RequestOutput
+from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling import no_token
+from vllm_metal_lite.sampling.constraint import Constraint
 from vllm_metal_lite.sampling.logprobs import Logprobs
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.request import Request
@@ -15,7 +17,8 @@ class Answer:
     """Connects the scheduler's Request to the output that the user sees.
 
     The `n` answers of a request share `result`, which is updated in place.
-    bad_words: token ids of the texts that must not appear.
+    bad_words: token ids of the texts that must not appear.  constraint: what else limits the
+    tokens.  pooling: what to read of the prompt, in place of an answer.
     """
 
     def __init__(
@@ -28,9 +31,13 @@ class Answer:
         eos_token_ids: tuple[int, ...],
         seed: int,
         bad_words: list[list[int]],
+        constraint: Constraint | None,
+        pooling: PoolingParams | None,
     ) -> None:
         self.request, self.params, self.result, self.seed = request, params, result, seed
-        self.bad_words = bad_words
+        self.bad_words, self.constraint, self.pooling = bad_words, constraint, pooling
+        # Their log-probabilities become the `pooled` of the result.
+        self.score_token_ids = () if pooling is None else pooling.score_token_ids or ()
         self.output = CompletionOutput(index)
         self._token_ids = self.output.token_ids
         if params.logprobs is not None:
@@ -107,6 +114,8 @@ class Answer:
     def append_logprobs(self, logprobs: Logprobs[np.ndarray], row: int) -> None:
         """Report a sampled token's row of log-probabilities, if the request wants them."""
         output, k = self.output, self.params.logprobs
+        if self.score_token_ids:  # behind the sampled token's
+            self.result.pooled = logprobs.logprobs[row, 1 : 1 + len(self.score_token_ids)]
         if k is None or output.logprobs is None or output.cumulative_logprob is None:
             return
         output.logprobs.append(self._logprobs(logprobs, row, k))

@@ -19,15 +19,8 @@ from vllm_metal_lite.config import MAX_DRAFT, EngineConfig
 from vllm_metal_lite.engine.answer import Answer
 from vllm_metal_lite.engine.constraints import Constraints
 from vllm_metal_lite.engine.failed_steps import FailedSteps
-from vllm_metal_lite.engine.intake import (
-    bad_words_of,
-    check_arguments,
-    check_checkpoints,
-    constraint_of,
-    make_answers,
-)
-from vllm_metal_lite.engine.pooling import ONE_TOKEN, resolved, truncate
-from vllm_metal_lite.engine.prompt_ids import Prompt, cache_salt, encode, render_turn, tokenize
+from vllm_metal_lite.engine.intake import Intake
+from vllm_metal_lite.engine.prompt_ids import Prompt, render_turn
 from vllm_metal_lite.errors import ConfigError, RequestError, one_line, show
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel, load
@@ -35,11 +28,11 @@ from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.runner.build import build_runner, optional_module
 from vllm_metal_lite.runner.memory import set_memory_limits, size_store
-from vllm_metal_lite.runner.pipeline import LaunchedStep, Pipeline
+from vllm_metal_lite.runner.pipeline import Pipeline
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.runner import ModelRunner, StatesLost
 from vllm_metal_lite.sampling.masks import TokenMasks
-from vllm_metal_lite.sampling.sampler import Sampler, validate
+from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.counts import count
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
@@ -87,6 +80,7 @@ class LLMEngine:
         )
         # Cached prefixes that survive a restart; None: there is no folder for them.
         self.prefix_disk = disk and folder and disk.PrefixDisk(*folder, self.scheduler, store)
+        self.intake = Intake(model, self.max_model_len, config.seed)
         self.failed_steps = FailedSteps(self.scheduler)
         self.constraints = Constraints(model.vocab_size)
         self.pooling = PoolingTable()
@@ -96,7 +90,6 @@ class LLMEngine:
         self._last_end: float | None = None  # when the last step ended, while there is work
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id
         self._requests: dict[str, list[Answer]] = {}  # unfinished, by the user's request id
-        self._arrivals = itertools.count()
         self._counts = dict.fromkeys(_COUNTS, 0)
         self.async_scheduling = True
         # Called after each completed step, for watchers of the engine.
@@ -125,10 +118,6 @@ class LLMEngine:
         return SamplingParams(**self.model.sampling_defaults)
 
     # Requests
-
-    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """(text, token ids) of a prompt, see `prompt_ids.tokenize`."""
-        return tokenize(prompt, self.model.tokenizer, self.model.vocab_size)
 
     def render_turn(
         self,
@@ -169,56 +158,19 @@ class LLMEngine:
         checkpoints: numbers of prompt tokens after which other prompts may continue differently,
         such as the end of a system prompt.  Models with recurrent layers keep their state there.
         """
-        pooling = None
-        if isinstance(params, PoolingParams):
-            pooling, params = resolved(params, self.model), ONE_TOKEN
-            if pooling.truncate_prompt_tokens is not None:
-                prompt = self._truncated(prompt, pooling)
-        params = self.get_default_sampling_params() if params is None else params
-        check_arguments(request_id, params, priority, fair_round)
-        names = [request_id if params.n == 1 else f"{request_id}#{i}" for i in range(params.n)]
+        answers = self.intake.answers(request_id, prompt, params, priority, fair_round, checkpoints)
+        names = [answer.request.request_id for answer in answers]
         if request_id in self._requests or any(name in self._answers for name in names):
             raise RequestError(f"request_id {show(request_id)} is already in use")
-        validate(params, self.model.vocab_size)
-        bad_words = bad_words_of(params, self.model)
-        text, token_ids = self.tokenize(prompt)
-        salt = cache_salt(prompt)
-        positions = check_checkpoints(checkpoints, len(token_ids))
-        arrival = next(self._arrivals)
-        seed = params.seed if params.seed is not None else hash((self.config.seed, arrival))
-        result = RequestOutput(request_id, text, token_ids, [])
-        requests = [
-            Request(
-                name,
-                token_ids,
-                params.max_tokens or self.max_model_len,
-                priority,
-                arrival,
-                fair_round,
-                # A mean needs the hidden states of all rows.
-                skip_prefix_cache_read=pooling is not None and pooling.pooling == "mean",
-                only_reads=pooling is not None,
-                checkpoint_positions=positions,
-                cache_salt=salt,
-            )
-            for name in names
-        ]
-        answers = make_answers(requests, result, params, self.model, seed, bad_words)
-        constraints = [constraint_of(params, self.model) for _ in answers]
-        for answer, constraint in zip(answers, constraints, strict=True):
-            self.scheduler.add(answer.request)  # all are alike: if it refuses, it refuses the first
-            self._answers[answer.request.request_id] = answer
-            if constraint is not None:
-                self.constraints.add(answer.request, constraint, params)
-            if pooling is not None:
-                self.pooling.add(answer.request, pooling, len(token_ids))
+        for answer in answers:
+            request, pooling = answer.request, answer.pooling
+            self.scheduler.add(request)  # all are alike: if it refuses, it refuses the first
+            self._answers[request.request_id] = answer
+            if answer.constraint is not None:
+                self.constraints.add(request, answer.constraint, answer.params)
+            if pooling is not None and pooling.score_token_ids is None:
+                self.pooling.add(request, pooling, request.num_prompt_tokens)
         self._requests[request_id] = answers
-
-    def _truncated(self, prompt: Prompt, params: PoolingParams) -> Prompt:
-        text, token_ids = self.tokenize(prompt)
-        ends = [] if text is None else encode("", self.model.tokenizer)
-        kept = truncate(token_ids, params, self.max_model_len, ends)
-        return {"prompt_token_ids": kept, "cache_salt": cache_salt(prompt)}
 
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests with their current tokens; returns their outputs.  Ignores unknown ids."""
@@ -264,7 +216,7 @@ class LLMEngine:
             self._advance(self._outputs[0])
             if self._may_run_ahead(self._outputs[0]):
                 self._launch(self.scheduler.schedule())
-            step = self.pipeline.finish()
+            result = self.pipeline.finish()
         except StatesLost:  # a kernel was replaced, so this happens once per kernel
             self._roll_back()
             return self.step()
@@ -283,7 +235,7 @@ class LLMEngine:
             raise
         output = self._outputs.popleft()
         try:
-            return self._finish(output, step)
+            return self._finish(output, result)
         except Exception:
             self.failed_steps.spoilt(output)
             raise
@@ -363,7 +315,7 @@ class LLMEngine:
     def _masks(self, requests: list[Request], drafts: list[int]) -> TokenMasks | None:
         """The tokens that constraints allow in the rows of a step that is being launched."""
         if self.pipeline.steps:
-            self.constraints.accept(self._outputs[0], self.pipeline.steps[0].result)
+            self.constraints.accept(self._outputs[0], self.pipeline.steps[0])
         return self.constraints.masks(requests, drafts)
 
     def _advance(self, output: SchedulerOutput) -> None:
@@ -387,7 +339,7 @@ class LLMEngine:
             return self._outputs[0]
         try:
             for step in self.pipeline.steps:
-                step.result.wait()
+                step.wait()
         except Exception:
             return self._outputs[0]
         return self._outputs[-1]
@@ -403,9 +355,9 @@ class LLMEngine:
         self.scheduler.rollback(*outputs)
         self.constraints.rollback()
 
-    def _finish(self, output: SchedulerOutput, step: LaunchedStep) -> list[RequestOutput]:
+    def _finish(self, output: SchedulerOutput, result: StepResult) -> list[RequestOutput]:
         """Record a completed step; returns the requests that got a token."""
-        batch, result = step.batch, step.result
+        batch = result.batch
         self.constraints.accept(output, result)
         finished = RequestStatus.FINISHED
         # False: the request ended while the step was in flight; ignore its row.
@@ -501,7 +453,8 @@ class LLMEngine:
         answer = self._answers[request.request_id]
         tokens, ends = np.array(request.token_ids, np.int32), self.model.eos_token_ids
         known = answer.params, answer.seed, tokens, request.num_prompt_tokens
-        self.sampler.add(request.req_index, *known, ends, answer.bad_words)
+        words = answer.bad_words, answer.score_token_ids
+        self.sampler.add(request.req_index, *known, ends, *words)
 
     def _unseat(self, request: Request) -> None:
         if self.speculator is not None:

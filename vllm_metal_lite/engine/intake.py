@@ -1,16 +1,20 @@
-"""Checks a user's request, and makes its answers."""
+"""Makes the answers of a user's request, or refuses it."""
 
+import itertools
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
 from vllm_metal_lite.engine.answer import Answer
-from vllm_metal_lite.engine.prompt_ids import is_list
+from vllm_metal_lite.engine.pooling import ONE_TOKEN, resolved, truncate
+from vllm_metal_lite.engine.prompt_ids import Prompt, cache_salt, encode, is_list, tokenize
 from vllm_metal_lite.errors import Option, RequestError, SamplingError, one_line, show
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.outputs import RequestOutput
+from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling.bad_words import bad_word_ids
 from vllm_metal_lite.sampling.constraint import Constraint
+from vllm_metal_lite.sampling.sampler import validate
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.request import Request
 
@@ -18,7 +22,73 @@ from vllm_metal_lite.scheduler.request import Request
 _PROMPT_LOGPROBS_CHUNK = 256
 
 
-def check_arguments(request_id: Any, params: Any, priority: Any, fair_round: Any) -> None:
+class Intake:
+    """Makes answers from users' arguments.  seed: of requests that have none of their own."""
+
+    def __init__(self, model: LoadedModel, max_model_len: int, seed: int) -> None:
+        self._model, self._max_model_len, self._seed = model, max_model_len, seed
+        self._arrivals = itertools.count()
+
+    def answers(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams | None,
+        priority: int,
+        fair_round: int,
+        checkpoints: Sequence[int],
+    ) -> list[Answer]:
+        """The `n` answers of a request (see `LLMEngine.add_request`), which share one output.
+        Raises RequestError or SamplingError."""
+        model, pooling = self._model, None
+        if isinstance(params, PoolingParams):
+            pooling, params = resolved(params, model), ONE_TOKEN
+            if pooling.truncate_prompt_tokens is not None:
+                prompt = self._truncated(prompt, pooling)
+        params = SamplingParams(**model.sampling_defaults) if params is None else params
+        _check_arguments(request_id, params, priority, fair_round)
+        validate(params, model.vocab_size)
+        bad_words = bad_words_of(params, model)
+        text, token_ids = tokenize(prompt, model.tokenizer, model.vocab_size)
+        salt, positions = cache_salt(prompt), _check_checkpoints(checkpoints, len(token_ids))
+        arrival = next(self._arrivals)
+        seed = params.seed if params.seed is not None else hash((self._seed, arrival))
+        result = RequestOutput(request_id, text, token_ids, [])
+        if params.prompt_logprobs is not None:
+            result.prompt_logprobs = [None]
+        answers = []
+        for index in range(params.n):
+            scores_prompt = result.prompt_logprobs is not None and index == 0
+            # A mean needs the hidden states of all rows.
+            is_mean = pooling is not None and pooling.pooling == "mean"
+            request = Request(
+                request_id if params.n == 1 else f"{request_id}#{index}",
+                token_ids,
+                params.max_tokens or self._max_model_len,
+                priority,
+                arrival,
+                fair_round,
+                skip_prefix_cache_read=scores_prompt or is_mean,
+                only_reads=pooling is not None,
+                max_chunk=_PROMPT_LOGPROBS_CHUNK if scores_prompt else 0,
+                checkpoint_positions=positions,
+                cache_salt=salt,
+            )
+            how = model.tokenizer, model.eos_token_ids, seed + index, bad_words
+            limits = constraint_of(params, model), pooling
+            answers.append(Answer(request, params, result, index, *how, *limits))
+        result.outputs = [answer.output for answer in answers]
+        return answers
+
+    def _truncated(self, prompt: Prompt, params: PoolingParams) -> Prompt:
+        tokenizer = self._model.tokenizer
+        text, token_ids = tokenize(prompt, tokenizer, self._model.vocab_size)
+        ends = [] if text is None else encode("", tokenizer)
+        kept = truncate(token_ids, params, self._max_model_len, ends)
+        return {"prompt_token_ids": kept, "cache_salt": cache_salt(prompt)}
+
+
+def _check_arguments(request_id: Any, params: Any, priority: Any, fair_round: Any) -> None:
     """Raise RequestError for arguments of the wrong type."""
     for name, value, kind, allowed in (
         ("params", params, SamplingParams, "SamplingParams"),
@@ -30,7 +100,7 @@ def check_arguments(request_id: Any, params: Any, priority: Any, fair_round: Any
             raise RequestError(f"{name} must be {allowed}, got {show(value)}")
 
 
-def check_checkpoints(checkpoints: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+def _check_checkpoints(checkpoints: Sequence[int], num_tokens: int) -> tuple[int, ...]:
     """Numbers of tokens of a prompt of num_tokens, as ints.  Raises RequestError."""
     if not is_list(checkpoints):
         raise RequestError(
@@ -67,27 +137,3 @@ def constraint_of(params: SamplingParams, model: LoadedModel) -> Constraint | No
     except ModuleNotFoundError as e:
         raise SamplingError(Option("structured_outputs"), f" needs {e.name}") from e
     return build(params, model.tokenizer, model.vocab_size, model.eos_token_ids)
-
-
-def make_answers(
-    requests: Sequence[Request],
-    result: RequestOutput,
-    params: SamplingParams,
-    model: LoadedModel,
-    seed: int,
-    bad_words: list[list[int]],
-) -> list[Answer]:
-    """One answer per request; fills in `result`.  seed: the first answer's.  bad_words: their token
-    ids."""
-    if params.prompt_logprobs is not None:
-        result.prompt_logprobs = [None]
-    answers = []
-    for index, request in enumerate(requests):
-        if result.prompt_logprobs is not None and index == 0:
-            request.skip_prefix_cache_read = True
-            request.max_chunk = _PROMPT_LOGPROBS_CHUNK
-        tokenizer, ends, seed_of = model.tokenizer, model.eos_token_ids, seed + index
-        answer = Answer(request, params, result, index, tokenizer, ends, seed_of, bad_words)
-        answers.append(answer)
-    result.outputs = [answer.output for answer in answers]
-    return answers

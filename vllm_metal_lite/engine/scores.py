@@ -65,7 +65,7 @@ def plan_scores(
         return ScorePlan(
             [ids(queries[i], documents[j]) for i, j in pairs],
             replace(params, score_token_ids=pooling.score_token_ids),
-            # The probabilities of "yes", from the logits of "yes" and "no".
+            # The probabilities of "yes" where the answer is "yes" or "no".
             lambda values: [float(1 / (1 + np.exp(n - y))) for y, n in np.array(values, float)],
         )
     texts = [_named(pooling, "query") + query for query in queries]

@@ -62,7 +62,7 @@ def weight_of(layer: nn.Module) -> Weight:
 
 def product_weights(model: nn.Module) -> list[Weight]:
     """The weights of a model that `skinny_gemm` supports, those of embeddings included."""
-    layers = (m for _, m in model.named_modules() if isinstance(m, _LINEAR))
+    layers = (m for m in model.modules() if isinstance(m, _LINEAR))
     return [weight for weight in map(weight_of, layers) if readable(weight)]
 
 

@@ -1,6 +1,7 @@
 """Changes or observes calls of single modules; other modules of the same class stay as they are."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,19 @@ def wrap_call(module: nn.Module, around: Callable[..., Any]) -> None:
     module.__class__ = type(base.__name__, (base,), {"__call__": call})
 
 
+@contextmanager
+def observing(modules: Sequence[nn.Module], around: Callable[..., Any]) -> Iterator[None]:
+    """While held, around(module, call, *args, **kwargs) replaces the modules' calls."""
+    types = [type(module) for module in modules]
+    for module in modules:
+        wrap_call(module, partial(around, module))
+    try:
+        yield
+    finally:
+        for module, own in zip(modules, types, strict=True):
+            module.__class__ = own
+
+
 def calls_of(model: nn.Module, modules: Sequence[nn.Module]) -> list[tuple[nn.Module, Any, Any]]:
     """(module, first argument, result) of the modules' calls, in order, while the model runs one
     token natively.  Nothing is evaluated."""
@@ -35,12 +49,6 @@ def calls_of(model: nn.Module, modules: Sequence[nn.Module]) -> list[tuple[nn.Mo
         calls.append((module, x, y))
         return y
 
-    types = [type(module) for module in modules]
-    for module in modules:
-        wrap_call(module, partial(noting, module))
-    try:
+    with observing(modules, noting):
         model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model))
-    finally:
-        for module, own in zip(modules, types, strict=True):
-            module.__class__ = own
     return calls

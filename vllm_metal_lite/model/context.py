@@ -54,7 +54,7 @@ def _is_length(value: Any) -> TypeGuard[int]:
 def _model_args(model: nn.Module) -> Iterator[Any]:
     """The ModelArgs of a model's parts, outermost first.  A nested part has its own, from a nested
     configuration of any name."""
-    for _, module in model.named_modules():
+    for module in model.modules():
         for value in vars(module).values():
             if dataclasses.is_dataclass(value) and not isinstance(value, type):
                 yield value

@@ -50,7 +50,7 @@ def _weight_of(layer: nn.Module) -> ExpertWeight | None:
 
 def served_experts(model: nn.Module) -> list[Experts]:
     """The mixtures of experts of a model that the kernels serve."""
-    layers = (m for _, m in model.named_modules() if isinstance(m, MIXTURES))
+    layers = (m for m in model.modules() if isinstance(m, MIXTURES))
     return [experts for layer in layers if (experts := served(layer))]
 
 

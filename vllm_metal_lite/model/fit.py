@@ -7,14 +7,11 @@ reason.
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
 
 import mlx.nn as nn
 import numpy as np
 
-from vllm_metal_lite.attention.base import AttentionCall, Step
-from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention, ReferenceStepAttention
-from vllm_metal_lite.backend import mx
+from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import ModelLoadError, one_line
 from vllm_metal_lite.kv.store import PagedStore
@@ -22,53 +19,12 @@ from vllm_metal_lite.model.layout import Layout
 from vllm_metal_lite.model.packed import Mode, PackedModel
 from vllm_metal_lite.model.trial import BLOCK, LENGTHS, Trial, built_steps
 from vllm_metal_lite.model.usage import Usage
-from vllm_metal_lite.specs import AttentionShape, RecurrentShape
 
 logger = logging.getLogger(__name__)
 
 
-class _Observer(ReferenceAttention):
-    """Records the shapes of a model's attention and recurrent layers."""
-
-    def __init__(self, store: PagedStore) -> None:
-        super().__init__(store)
-        self.shapes: dict[AttentionShape, None] = {}
-        self.recurrences: dict[RecurrentShape, None] = {}
-
-    def begin(self, step: Step, state: list[mx.array]) -> "_ObserverStep":
-        bound = _ObserverStep(self.store, step)
-        bound.shapes, bound.recurrence.shapes = self.shapes, self.recurrences
-        return bound
-
-
-class _ObserverStep(ReferenceStepAttention):
-    shapes: dict[AttentionShape, None]
-
-    def attend(self, q: mx.array, call: AttentionCall) -> mx.array:
-        spec = self.store.specs[call.layer]
-        shape = AttentionShape(
-            num_heads=q.shape[1],
-            num_kv_heads=spec.num_kv_heads,
-            k_head_dim=spec.k_head_dim,
-            v_head_dim=spec.v_head_dim,
-            dtype=q.dtype,
-            window=call.window,
-            softcap=call.softcap,
-            sinks=call.sinks is not None,
-            latent=call.q_pe is not None,
-            attention_chunk=call.attention_chunk,
-        )
-        self.shapes[shape] = None
-        return super().attend(q, call)
-
-
-class Fit(NamedTuple):
-    """packed: the model, ready for packed steps.  shapes, recurrences, usage: what it runs."""
-
-    packed: PackedModel
-    shapes: list[AttentionShape]
-    recurrences: list[RecurrentShape]
-    usage: Usage
+# The model, ready for packed steps, and what it asks of the kernels.
+Fit = tuple[PackedModel, Usage]
 
 
 def fit(model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup = ALONE) -> Fit:
@@ -81,10 +37,10 @@ def fit(model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup = AL
         trial = Trial(model, layout.vocab_size, ranks)
     except Exception as e:
         raise ModelLoadError(f"mlx-lm cannot run this {model_type}: {one_line(e)}") from e
-    fitted = _choose(model, layout, model_type, trial.problem)
-    if (reason := fitted.packed.by_segment) is not None:
+    packed, usage = _choose(model, layout, model_type, trial.problem)
+    if (reason := packed.by_segment) is not None:
         _warn_by_segment(reason, model_type)
-    return fitted
+    return packed, usage
 
 
 def foresee(model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup = ALONE) -> Fit:
@@ -114,12 +70,12 @@ def _choose(
         if mode is Mode.IN_SEQUENCES and not layout.states:
             continue
         packed = PackedModel(model, layout, mode, reason)
-        attention = _Observer(PagedStore(layout.specs, 4, BLOCK, states=packed.state_store(2)))
+        store = PagedStore(layout.specs, 4, BLOCK, states=packed.state_store(2))
         usage = Usage()
         with usage.watching():
-            reason = problem_of(packed, attention)
+            reason = problem_of(packed, ReferenceAttention(store))
         if reason is None:
-            return Fit(packed, list(attention.shapes), list(attention.recurrences), usage)
+            return packed, usage
     raise ModelLoadError(f"the architecture {model_type} is not supported: {reason}")
 
 

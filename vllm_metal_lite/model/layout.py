@@ -1,12 +1,12 @@
 """The caches of a model and the modules that use them, observed over some native tokens.
 
-The model runs as mlx-lm runs it, with caches that record their callers.  Nothing is evaluated.
+The model runs as mlx-lm runs it.  Calls of modules are noted while they run, and a cache that is
+used notes the innermost of them.  Nothing is evaluated.
 """
 
 import copy
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import mlx.nn as nn
@@ -22,6 +22,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ModelLoadError, one_line
 from vllm_metal_lite.kv.state_store import StateSpec
 from vllm_metal_lite.kv.store import LayerSpec
+from vllm_metal_lite.model.calls import observing
 from vllm_metal_lite.model.seam.recurrent import noting_silu
 from vllm_metal_lite.model.sequences.kv_segments import NATIVE_TYPES
 
@@ -102,9 +103,17 @@ class Layout:
 def inspect(model: nn.Module, model_type: str) -> Layout:
     """Run some tokens natively to find the caches and their users; raises ModelLoadError."""
     users: dict[int, set[str]] = {}  # by the module's id: "kv", "state" or both
-    caches = [_watched(c, users, model_type) for c in make_prompt_cache(model)]
+    running: list[nn.Module | None] = []  # the modules that are being called, the innermost last
+    caches = [_watched(c, running, users, model_type) for c in make_prompt_cache(model)]
+
+    def noting(module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        running.append(module)
+        y = call(*args, **kwargs)
+        running.pop()
+        return y
+
     try:
-        with noting_silu():
+        with noting_silu(model), observing(model.modules(), noting):
             logits = model(mx.zeros((1, 1), mx.int32), cache=caches)
             if any("state" in kinds for kinds in users.values()):
                 # A state may grow during the first tokens: an n-gram's context does.
@@ -120,10 +129,12 @@ def inspect(model: nn.Module, model_type: str) -> Layout:
     return layout
 
 
-def _watched(cache: Any, users: dict[int, set[str]], model_type: str) -> Any:
-    """A copy of the cache that records which modules use it."""
+def _watched(
+    cache: Any, running: list[nn.Module | None], users: dict[int, set[str]], model_type: str
+) -> Any:
+    """A copy of the cache that notes which modules use it."""
     if type(cache) is CacheList:
-        return CacheList(*(_watched(c, users, model_type) for c in cache.caches))
+        return CacheList(*(_watched(c, running, users, model_type) for c in cache.caches))
     if type(cache) not in (ArraysCache, *NATIVE_TYPES) or getattr(cache, "keep", False):
         raise ModelLoadError(
             f"the architecture {model_type} is not supported: it keeps a cache of a kind of its "
@@ -132,38 +143,32 @@ def _watched(cache: Any, users: dict[int, set[str]], model_type: str) -> Any:
     base: Any = type(cache)
     kind = "state" if base is ArraysCache else "kv"
 
-    def note(frame: FrameType) -> None:
-        user = _calling_module(frame, watched)
-        if user is not None:
+    def note() -> None:
+        if running and (user := running[-1]) is not None:
             users.setdefault(id(user), set()).add(kind)
-            watched.user = user
+            vars(watched)["user"] = user
 
     def read(self: Any, name: str) -> Any:
         if name != "make_mask" and not name.startswith("__"):
-            note(sys._getframe(1))
+            note()
         return base.__getattribute__(self, name)
 
     def get(self: Any, index: int) -> Any:
-        note(sys._getframe(1))
+        note()
         return base.__getitem__(self, index)
+
+    def make_mask(self: Any, *args: Any, **kwargs: Any) -> Any:
+        running.append(None)  # a mask reads the cache, and is no use of K and V
+        mask = base.make_mask(self, *args, **kwargs)
+        running.pop()
+        return mask
 
     watched = copy.copy(cache)
     watched.template, watched.user = cache, None
-    methods = {"__getitem__": get} if kind == "state" else {"__getattribute__": read}
+    methods: dict[str, Callable] = {"make_mask": make_mask}
+    methods |= {"__getitem__": get} if kind == "state" else {"__getattribute__": read}
     watched.__class__ = type(base.__name__, (base,), methods)
     return watched
-
-
-def _calling_module(frame: FrameType | None, cache: Any) -> nn.Module | None:
-    """The innermost module with `__call__` on the stack; None for a call by the cache itself."""
-    if frame is not None and frame.f_locals.get("self") is cache:
-        return None
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if frame.f_code.co_name == "__call__" and isinstance(owner, nn.Module):
-            return owner
-        frame = frame.f_back
-    return None
 
 
 def outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -171,10 +176,6 @@ def outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     return {
         path: module
         for path, module in modules.items()
-        if not any(other != path and is_part(path, other) for other in modules)
+        # The path of the model itself is "".
+        if not any(path != whole and path.startswith(whole and f"{whole}.") for whole in modules)
     }
-
-
-def is_part(path: str, whole: str) -> bool:
-    """Whether the module at `path` is the one at `whole`, or a part of it."""
-    return path == whole or whole == "" or path.startswith(whole + ".")

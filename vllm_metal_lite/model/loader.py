@@ -32,6 +32,7 @@ from vllm_metal_lite.model.seam.hooks import namespaces
 from vllm_metal_lite.model.shards import shard
 from vllm_metal_lite.model.stages import check_kinds, keep_stage
 from vllm_metal_lite.model.tokenizer import end_token_ids, read_tokenizer
+from vllm_metal_lite.model.usage import Usage
 from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, RecurrenceShape
 
 # Architectures with wrong results in mlx-lm itself, and the reason.
@@ -45,36 +46,38 @@ _REFUSED = {
 class LoadedModel:
     """A model, its tokenizer and the facts that the engine needs.
 
-    fit: the mode, and what it asks of the kernels.
+    usage: what the model asks of the kernels.
     max_position: the longest context in tokens.  context_guess: the source of this number if it is
     a guess, otherwise None.
     sampling_defaults: SamplingParams fields of requests that name none.
-    kv_specs: the layers of the store.
+    kv_bits: of each value of K and V in the store; None: not quantised.
     ranks: the ranks that share the model; this is one shard.  ALONE for a whole model.
     pooling: how the model makes embeddings and scores.
     """
 
     name: str
     model_type: str
-    fit: Fit
+    packed: PackedModel
+    usage: Usage
     tokenizer: TokenizerWrapper | None
     max_position: int
     eos_token_ids: tuple[int, ...]
     num_parameters: int
     weight_bytes: int
     sampling_defaults: dict[str, Any]
-    kv_specs: list[LayerSpec]
     context_guess: str | None = None
     ranks: RankGroup = ALONE
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
+    kv_bits: int | None = None
 
     @property
-    def packed(self) -> PackedModel:
-        return self.fit.packed
+    def kv_specs(self) -> list[LayerSpec]:
+        """The layers of the store."""
+        return [replace(spec, bits=self.kv_bits) for spec in self.packed.layout.specs]
 
     @property
     def attention_shapes(self) -> list[AttentionShape]:
-        return self.fit.shapes
+        return [replace(shape, kv_bits=self.kv_bits) for shape in self.usage.shapes]
 
     @property
     def vocab_size(self) -> int:
@@ -97,9 +100,7 @@ class LoadedModel:
             raise ConfigError(
                 Option("kv_bits"), f"={kv_bits} is not possible for {self.name}: {problem}"
             )
-        shapes = [replace(shape, kv_bits=kv_bits) for shape in self.attention_shapes]
-        specs = [replace(spec, bits=kv_bits) for spec in self.kv_specs]
-        return replace(self, kv_specs=specs, fit=self.fit._replace(shapes=shapes))
+        return replace(self, kv_bits=kv_bits)
 
     def kernel_use(self, block_size: int) -> KernelUse:
         """What the model asks of the kernels, over a store with blocks of block_size tokens."""
@@ -110,17 +111,17 @@ class LoadedModel:
         gated = namespaces(model, activations.precise_swiglu)
         norms = [
             GatedNormShape(shape.v_dim, shape.v_heads, shape.dtype)
-            for shape in self.fit.recurrences
+            for shape in self.usage.recurrences
             if gated and isinstance(shape, RecurrenceShape) and shape.delta
         ]
         return KernelUse(
             shapes=tuple(self.attention_shapes),
             block_size=block_size,
-            ropes=self.fit.usage.ropes,
-            hidden_sizes=tuple(self.fit.usage.hidden_sizes),
+            ropes=self.usage.ropes,
+            hidden_sizes=tuple(self.usage.hidden_sizes),
             weights=tuple(weights),
             shares_prefix=self.packed.no_prefix_cache is None,
-            recurrences=(*self.fit.recurrences, *norms),
+            recurrences=(*self.usage.recurrences, *norms),
             experts=tuple(experts),
         )
 
@@ -236,17 +237,18 @@ def from_model(
     if tokenizer is not None:
         vocab = tokenizer.get_vocab()
         eos_token_ids = end_token_ids(name, tokenizer, layout.vocab_size)
+    packed, usage = fit(model, layout, model_type, ranks)
     return LoadedModel(
         name=name,
         model_type=model_type,
-        fit=fit(model, layout, model_type, ranks),
+        packed=packed,
+        usage=usage,
         tokenizer=tokenizer,
         max_position=max_position,
         eos_token_ids=eos_token_ids,
         num_parameters=num_parameters,
         weight_bytes=sum(w.nbytes for w in backend.leaves(model.parameters())),
         sampling_defaults=sampling_defaults(folder) if folder else {},
-        kv_specs=list(layout.specs),
         context_guess=context_guess,
         ranks=ranks,
         pooling=pooling_config(folder, name, vocab) if folder else PoolingConfig(),

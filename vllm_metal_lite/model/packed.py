@@ -9,12 +9,13 @@ from enum import StrEnum
 from typing import Any
 
 import mlx.nn as nn
+from mlx.utils import tree_map
 
 from vllm_metal_lite.attention.base import Step, StepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.state_store import StateStore
 from vllm_metal_lite.model.calls import wrap_call
-from vllm_metal_lite.model.layout import Layout, Node, PagedLayer, StateLayer, outermost
+from vllm_metal_lite.model.layout import Layout, PagedLayer, StateLayer, outermost
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
 from vllm_metal_lite.model.seam.recurrent import RecurrentHooks
@@ -52,7 +53,7 @@ class _HeadRows:
 
 def body_of(model: nn.Module) -> nn.Module | None:
     """The module below `model` that owns the list of decoder layers."""
-    for _, module in model.named_modules():
+    for module in model.modules():
         if module is not model and isinstance(module.get("layers"), list):
             return module
     return None
@@ -79,17 +80,6 @@ class Fusion:
 
 
 NO_FUSION = Fusion()
-
-
-def _map_leaves(cache: Callable[[Any], Any], node: Node) -> Any:
-    """An entry of the model's list of caches.
-
-    Not a closure in the forward: a recursive closure is a reference cycle, which would keep the
-    step's arrays until Python's garbage collector runs.
-    """
-    if isinstance(node, tuple):
-        return tuple(_map_leaves(cache, member) for member in node)
-    return None if node is None else cache(node)
 
 
 class PackedModel:
@@ -154,15 +144,15 @@ class PackedModel:
         recurrence = attention.recurrence if self._packs_states else None
         layers: list[PagedLayerCache] = []
 
-        def cache(node: PagedLayer | StateLayer) -> Any:
+        def cache(node: PagedLayer | StateLayer | None) -> Any:
             if isinstance(node, StateLayer):
                 return StateCache(node.index, node.size, recurrence, sequences)
-            spec = self.layout.specs[node.index]
-            layer = fusion.layer_cache(node.index, spec, attention, node.template, sequences)
-            layers.append(layer)
-            return layer
+            if node is None:
+                return None
+            layers.append(fusion.layer_cache(node.index, attention, node.template, sequences))
+            return layers[-1]
 
-        caches = [_map_leaves(cache, node) for node in self.layout.nodes]
+        caches = tree_map(cache, self.layout.nodes)
         rows, token_ids = self._rows, attention.step.token_ids
         rows.is_packed, rows.wanted = True, logits_indices
         try:

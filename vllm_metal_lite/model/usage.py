@@ -1,6 +1,7 @@
-"""The operations of a model besides attention: rotations and norms.
+"""What a model asks of the kernels: attention, recurrences, rotations, norms.
 
-Observed while the model runs: its modules differ, but all call mx.fast.rope and mx.fast.rms_norm.
+Observed while the model runs packed steps by the reference: its modules differ, but all call the
+same functions.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,19 +10,26 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from vllm_metal_lite.attention.base import AttentionCall
+from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kv.state_store import Key
 from vllm_metal_lite.model.seam.hooks import Hook, hooked
 from vllm_metal_lite.model.seam.scaling import ScalingAt
-from vllm_metal_lite.specs import RopeShape
+from vllm_metal_lite.recurrence.reference import ReferenceRecurrence
+from vllm_metal_lite.specs import AttentionShape, RecurrentShape, RopeShape
 
 
 class Usage:
-    """Records the norms and rotations of a model's forwards.
+    """Records the shapes of a model's operations.
 
-    hidden_sizes: sizes of the normalised rows, except heads.
+    recurrences: of layers that work on packed rows.  hidden_sizes: sizes of the normalised rows,
+    except heads.
     """
 
     def __init__(self) -> None:
+        self.shapes: dict[AttentionShape, None] = {}
+        self.recurrences: dict[RecurrentShape, None] = {}
         self.hidden_sizes: dict[int, None] = {}
         self._head_norms: dict[int, float] = {}  # head size -> eps
         self._ropes: dict[tuple[int, RopeShape], None] = {}
@@ -36,8 +44,13 @@ class Usage:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Record the calls of everything that runs meanwhile."""
-        fast, array = mx.fast, mx.array
+        fast, array, recurrence = mx.fast, mx.array, ReferenceRecurrence
         hooks: list[Hook] = [
+            (ReferenceStepAttention, "attend", self._attend(ReferenceStepAttention.attend)),
+            *(
+                (recurrence, name, self._recur(getattr(recurrence, name)))
+                for name in ("causal_conv", "gated_delta", "state_space")
+            ),
             (fast, "rms_norm", partial(self._rms_norm, fast.rms_norm)),
             (fast, "rope", partial(self._rope, fast.rope)),
             (array, "at", self._at(array.at)),
@@ -48,6 +61,33 @@ class Usage:
                 yield
         finally:
             self._scaled = None
+
+    def _attend(self, original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def attend(step: ReferenceStepAttention, q: mx.array, call: AttentionCall) -> mx.array:
+            spec = step.store.specs[call.layer]
+            shape = AttentionShape(
+                num_heads=q.shape[1],
+                num_kv_heads=spec.num_kv_heads,
+                k_head_dim=spec.k_head_dim,
+                v_head_dim=spec.v_head_dim,
+                dtype=q.dtype,
+                window=call.window,
+                softcap=call.softcap,
+                sinks=call.sinks is not None,
+                latent=call.q_pe is not None,
+                attention_chunk=call.attention_chunk,
+            )
+            self.shapes[shape] = None
+            return original(step, q, call)
+
+        return attend
+
+    def _recur(self, original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def recur(step: ReferenceRecurrence, key: Key, operation: Any) -> mx.array:
+            self.recurrences[operation.shape] = None
+            return original(step, key, operation)
+
+        return recur
 
     def _rms_norm(
         self, original: Callable, x: mx.array, weight: mx.array | None, eps: float, **kwargs: Any

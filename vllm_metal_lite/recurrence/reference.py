@@ -21,18 +21,16 @@ from vllm_metal_lite.recurrence.sequence_batches import (
     SequenceBatch,
     sequence_batches,
 )
-from vllm_metal_lite.specs import RecurrentShape
 
 # (state (B, ...) or None, rows (B, L, ...), ...) -> (rows (B, L, ...), state (B, ...))
 Advance = Callable[..., tuple[mx.array, mx.array]]
 
 
 class ReferenceRecurrence:
-    """See StepRecurrence.  shapes: of the calls so far."""
+    """See StepRecurrence."""
 
     def __init__(self, state_store: StateStore, batch: ForwardBatch, num_rows: int) -> None:
         self.state_store, self.batch, self.num_rows = state_store, batch, num_rows
-        self.shapes: dict[RecurrentShape, None] = {}
 
     @cached_property
     def _plan(self) -> tuple[list[SequenceBatch], RowOrder]:
@@ -40,7 +38,6 @@ class ReferenceRecurrence:
         return batches, RowOrder(batches, self.num_rows)
 
     def causal_conv(self, key: Key, conv: CausalConv) -> mx.array:
-        self.shapes[conv.shape] = None
         channels, size, _ = conv.weight.shape
 
         def advance(state: mx.array | None, x: mx.array) -> tuple[mx.array, mx.array]:
@@ -54,7 +51,6 @@ class ReferenceRecurrence:
         return nn.silu(y) if conv.silu else y
 
     def gated_delta(self, key: Key, delta: GatedDelta) -> mx.array:
-        self.shapes[delta.shape] = None
         d = delta
 
         def advance(
@@ -70,7 +66,6 @@ class ReferenceRecurrence:
         return self._scan(key, advance, q, k, d.v, d.a, d.b)
 
     def state_space(self, key: Key, update: StateSpace) -> mx.array:
-        self.shapes[update.shape] = None
         u = update
 
         def advance(

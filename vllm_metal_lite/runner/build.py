@@ -39,7 +39,7 @@ def build_runner(
 def choose_attention(model: LoadedModel, store: PagedStore, option: str) -> StepPath:
     """The path of a model on this device; nothing is fused yet."""
     shapes, verdict = model.attention_shapes, Verdict({})
-    reason = no_kernels(option, shapes, model.packed.by_segment, model.fit.recurrences)
+    reason = no_kernels(option, shapes, model.packed.by_segment, model.usage.recurrences)
     if reason is not None:
         return StepPath(ReferenceAttention(store), reason, option, shapes)
     if checks := optional_module("checks.verdicts"):

@@ -1,9 +1,9 @@
 """Compiles steps whose shapes repeat, so that Python builds each graph once.
 
 The host can take longer to build a forward than a GPU to run it.  Two steps of one variant (the
-shapes of their arrays, mostly powers of two) differ only in the arrays' values.  The step's arrays
-and the attention's state are arguments; the logits and the next state are results.  Weights and the
-store are captured without a copy; kernels write to the store in place.
+shapes of their arrays, mostly powers of two) differ only in the arrays' values.  The step and the
+attention's state are arguments; the logits and the next state are results.  Weights and the store
+are captured without a copy; kernels write to the store in place.
 
 Tracing costs more than building the graph once.  Steps of decodes usually repeat, so they are
 traced at once.  A variant with prompts is traced the second time.
@@ -12,11 +12,10 @@ traced at once.  A variant with prompts is traced the second time.
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from itertools import repeat
 from typing import Any
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.base import Attention, Step, arrays_of, with_arrays
+from vllm_metal_lite.attention.base import Attention, Step
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
@@ -28,11 +27,11 @@ State = list[mx.array]
 # Logits (R, vocab_size) of a step's `logits_indices`; the hidden states (N, 1, hidden_size) of all
 # rows, if the step pools; the next state.
 Result = tuple[mx.array, list[mx.array], State]
-Forward = Callable[[list[mx.array], State], Result]
+Forward = Callable[[Step, State], Result]
 
 
 class CompiledSteps:
-    """A model's forward; compiled for steps that have a `variant`.
+    """A model's forward; compiled for steps that repeat.
 
     reason: why steps run uncompiled, None if they may be compiled.  Whether a model can be traced
     is discovered on the first attempt.  num_steps: steps that ran compiled.
@@ -69,16 +68,19 @@ class CompiledSteps:
 
     def __call__(self, step: Step, state: State) -> Result | None:
         """What `build` gives for the step, compiled.  None: the caller must `build` the step."""
-        if self.reason is not None or step.variant is None:
+        if self.reason is not None or not step.repeats:
             return None
-        forward = self._variants.get(_key(step))
+        # MLX keeps traces per thread.
+        variant = threading.get_ident(), _variant_of(step[1:])
+        forward = self._variants.get(variant)
         if forward is None:
-            if self._waits(step):
+            if self._waits(step, variant):
                 return None
-            forward = self._compile(step)
-        _keep(self._variants, _key(step), forward)
+            forward = mx.compile(self.build)
+        _keep(self._variants, variant, forward)
+        no_batch: Any = None  # traced code must not read the batch
         try:
-            result = forward(arrays_of(step), state)
+            result = forward(step._replace(batch=no_batch), state)
         except Exception as e:  # models can fail to trace in any way
             self.reason = f"{type(e).__name__}: {one_line(e)}"
             self._variants.clear()
@@ -86,29 +88,22 @@ class CompiledSteps:
         self.num_steps += 1
         return result
 
-    def _waits(self, step: Step) -> bool:
+    def _waits(self, step: Step, variant: tuple) -> bool:
         """Whether a new variant must repeat before it is compiled."""
-        variant = _key(step)
         if step.batch.num_decodes == step.batch.num_segments or variant in self._seen:
             self._seen.pop(variant, None)
             return False
         _keep(self._seen, variant, None)
         return True
 
-    def _compile(self, step: Step) -> Forward:
-        # The closure keeps no array of this step.  Traced code must not read the batch.
-        no_batch: Any = None
-        like = with_arrays(step._replace(batch=no_batch), repeat(mx.array(0)))
 
-        def forward(arrays: list[mx.array], state: State) -> Result:
-            return self.build(with_arrays(like, arrays), state)
-
-        return mx.compile(forward)
-
-
-def _key(step: Step) -> tuple:
-    """The cache key of a variant.  MLX keeps traces per thread."""
-    return threading.get_ident(), step.variant
+def _variant_of(tree: Any) -> Any:
+    """A step without the values of its arrays."""
+    if isinstance(tree, mx.array):
+        return tree.shape
+    if isinstance(tree, dict):
+        tree = tuple(tree.items())
+    return tuple(map(_variant_of, tree)) if isinstance(tree, tuple) else tree
 
 
 def _keep(entries: OrderedDict, key: tuple, value: Forward | None) -> None:

@@ -10,7 +10,6 @@ writes them to the table.
 """
 
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,15 +17,6 @@ from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.runner import Grammar, ModelRunner
-
-
-@dataclass(slots=True)
-class LaunchedStep:
-    """advanced: see `Pipeline.advance`."""
-
-    batch: ForwardBatch
-    result: StepResult
-    advanced: bool = False
 
 
 class Pipeline:
@@ -38,37 +28,38 @@ class Pipeline:
 
     def __init__(self, runner: ModelRunner, inputs: InputBatch) -> None:
         self.runner, self.inputs = runner, inputs
-        self.steps: deque[LaunchedStep] = deque()
+        self.steps: deque[StepResult] = deque()
+        self._advanced = True  # the table has entries for the last step's tokens
         self.num_ahead = 0
 
     def launch(
         self, batch: ForwardBatch, num_prompt_logprobs: int = 0, grammar: Grammar | None = None
-    ) -> LaunchedStep:
-        """Submit a step.  After `advance`, it may continue the last step's tokens."""
-        after = self.steps[-1].result if self.steps else None
+    ) -> StepResult:
+        """Submit a step; after `advance`, if a step is in flight, whose tokens it may continue."""
+        after = self.steps[-1] if self.steps else None
         is_ahead = after is not None and not after.done
         result = self.runner.execute(batch, num_prompt_logprobs, grammar, after)
         self.num_ahead += is_ahead
-        self.steps.append(LaunchedStep(batch, result))
-        return self.steps[-1]
+        self.steps.append(result)
+        self._advanced = False
+        return result
 
     def advance(self) -> None:
         """Finish all steps but the last, and reserve table entries for the last step's tokens."""
         while len(self.steps) > 1:
             self.finish()
-        for step in self.steps:
-            if not step.advanced:
-                seats = step.batch.sampled_seats
-                self.inputs.append_tokens(seats, np.full(len(seats), UNKNOWN_TOKEN, np.int32))
-                step.advanced = True
+        if self.steps and not self._advanced:
+            seats = self.steps[-1].batch.sampled_seats
+            self.inputs.append_tokens(seats, np.full(len(seats), UNKNOWN_TOKEN, np.int32))
+            self._advanced = True
 
-    def finish(self) -> LaunchedStep:
+    def finish(self) -> StepResult:
         """Wait for the oldest step, which must be advanced, and fill in its tokens."""
         step = self.steps[0]
-        step.result.wait()
-        seats, token_ids = step.batch.sampled_seats, step.result.token_ids
+        step.wait()
+        seats, token_ids = step.batch.sampled_seats, step.token_ids
         if len(step.batch.draft_token_ids):
-            for live in step.result.live_rows:
+            for live in step.live_rows:
                 drawn = token_ids[live.start : live.stop].tolist()
                 self.inputs.replace_unknown(int(seats[live.start]), drawn)
         else:

@@ -9,18 +9,18 @@ import numpy as np
 from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.attention.padding import pad_rows
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import NO_DRAFT, UNKNOWN_TOKEN
-from vllm_metal_lite.runner.pooled import Pooled
+from vllm_metal_lite.batch.forward_batch import NO_DRAFT, UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.sampling.logprobs import Logprobs
+from vllm_metal_lite.sampling.sampler import SamplerOutput
 
 
 class StepResult:
     """A submitted step; reading a value waits for the step to end.
 
+    output: None for a step that samples nothing.
     token_ids: (T,) int32, one per sampled row.  logprobs, prompt_logprobs: None unless requested.
     no_token: row -> `no_token.MASKED` or NAN, for rows without a token; their token_ids are 0.
-    draft_token_ids: see ForwardBatch.
-    for_host: the tokens that the host reads; the next step reads `sampled`.
+    pooled: (Q, hidden_size) float32, the sums of PooledRows; None if the step pools nothing.
     written: arrays that exist once the step has written to the store.
     arrays: the arrays to wait for: the values, or `written` if the step has none.  If both are
     empty, `wait` waits for all submitted work.  done: whether `wait` has returned.
@@ -31,20 +31,16 @@ class StepResult:
 
     def __init__(
         self,
-        req_indices: np.ndarray,
-        sampled: mx.array | None,
-        logprobs: Logprobs[mx.array] | None,
-        prompt_logprobs: Logprobs[mx.array] | None,
-        for_host: mx.array | None = None,
+        batch: ForwardBatch,
+        output: SamplerOutput | None,
+        prompt_logprobs: Logprobs[mx.array] | None = None,
+        pooled: mx.array | None = None,
         written: Sequence[mx.array] = (),
-        draft_token_ids: np.ndarray | None = None,
-        pooled: Pooled | None = None,
     ) -> None:
-        self._req_indices, self._sampled = req_indices, sampled
-        self._drafts = [] if draft_token_ids is None else draft_token_ids.tolist()
-        self._logprobs, self._prompt_logprobs, self._pooled = logprobs, prompt_logprobs, pooled
-        self.arrays = [] if sampled is None else [sampled if for_host is None else for_host]
-        self.arrays += [*(logprobs or ()), *(prompt_logprobs or ()), *(pooled or ())]
+        self.batch, self._output = batch, output
+        self._prompt_logprobs, self._pooled = prompt_logprobs, pooled
+        self.arrays = [] if output is None else [output.for_host, *(output.logprobs or ())]
+        self.arrays += [*(prompt_logprobs or ()), *(() if pooled is None else (pooled,))]
         self.arrays = self.arrays or list(written)
         self.done = False
         # MLX does not allow two threads to wait for one array at the same time.
@@ -69,15 +65,16 @@ class StepResult:
     def live_rows(self) -> list[range]:
         """The rows of each terminal segment whose tokens count: the first, and each further row
         while the token before it is the draft that the row was computed from."""
-        if not self._drafts:
-            return [range(row, row + 1) for row in range(len(self._req_indices))]
+        drafts = self.batch.draft_token_ids.tolist()
+        if not drafts:
+            return [range(row, row + 1) for row in range(len(self.batch.sample_segments))]
         rows, first, tokens = [], 0, self._reported.tolist()
         while first < len(tokens):
             last = first
-            while self._drafts[last] != NO_DRAFT and tokens[last] == self._drafts[last]:
+            while drafts[last] != NO_DRAFT and tokens[last] == drafts[last]:
                 last += 1
             rows.append(range(first, last + 1))
-            first = self._drafts.index(NO_DRAFT, last) + 1
+            first = drafts.index(NO_DRAFT, last) + 1
         return rows
 
     @cached_property
@@ -88,14 +85,14 @@ class StepResult:
     @cached_property
     def _reported(self) -> np.ndarray:
         self.wait()
-        if self._sampled is None:  # without rows, or of a stage that samples nothing
-            return np.zeros(len(self._req_indices), np.int32)
-        return np.array(self.arrays[0])
+        if self._output is None:  # without rows, or of a stage that samples nothing
+            return np.zeros(len(self.batch.sample_segments), np.int32)
+        return np.array(self._output.for_host)
 
     @cached_property
     def logprobs(self) -> Logprobs[np.ndarray] | None:
         self.wait()
-        return _to_host(self._logprobs)
+        return None if self._output is None else _to_host(self._output.logprobs)
 
     @cached_property
     def prompt_logprobs(self) -> Logprobs[np.ndarray] | None:
@@ -103,12 +100,9 @@ class StepResult:
         return _to_host(self._prompt_logprobs)
 
     @cached_property
-    def pooled(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """The values of `Pooled`, on the host; None if the step pools nothing."""
+    def pooled(self) -> np.ndarray | None:
         self.wait()
-        if self._pooled is None:
-            return None
-        return np.array(self._pooled.sums), np.array(self._pooled.logits)
+        return None if self._pooled is None else np.array(self._pooled)
 
     def complete(self, step: Step) -> mx.array:
         """(num_rows,) int32: the next step's token_ids; this step's tokens, still on the device,
@@ -117,16 +111,17 @@ class StepResult:
         unknown = np.flatnonzero(batch.token_ids == UNKNOWN_TOKEN)  # leading rows, one per segment
         if not len(unknown):
             return step.token_ids
-        seats, sampled = batch.req_indices[unknown], self._sampled
-        assert sampled is not None, "a token is unknown that this step does not sample"
-        if len(unknown) == batch.num_tokens and np.array_equal(seats, self._req_indices):
+        assert self._output is not None, "a token is unknown that this step does not sample"
+        seats, sampled = batch.req_indices[unknown], self._output.token_ids
+        own_seats = self.batch.sampled_seats
+        if len(unknown) == batch.num_tokens and np.array_equal(seats, own_seats):
             behind = num_rows - len(unknown)
             return mx.pad(sampled, (0, behind)) if behind else sampled
-        place = np.zeros(self._req_indices.max() + 1, np.int32)
-        place[self._req_indices] = np.arange(len(self._req_indices))
+        place = np.zeros(own_seats.max() + 1, np.int32)
+        place[own_seats] = np.arange(len(own_seats))
         if len(unknown) == batch.num_tokens:
             return sampled[mx.array(pad_rows(place[seats], num_rows))]
-        index = np.arange(num_rows, dtype=np.int32) + len(self._req_indices)
+        index = np.arange(num_rows, dtype=np.int32) + len(own_seats)
         index[unknown] = place[seats]
         return mx.concatenate([sampled, step.token_ids])[mx.array(index)]
 

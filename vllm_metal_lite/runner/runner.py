@@ -15,13 +15,12 @@ from typing import Any
 from vllm_metal_lite.attention.base import Attention, Step
 from vllm_metal_lite.attention.padding import power_of_two
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.batch.forward_batch import ForwardBatch, PooledRows
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.kernels.launch import KernelError, one_by_one
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.runner.compiled import CompiledSteps
-from vllm_metal_lite.runner.pooled import pool
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.step_path import StepPath
 from vllm_metal_lite.sampling.logprobs import prompt_logprobs
@@ -136,35 +135,29 @@ class ModelRunner:
         after: StepResult | None,
     ) -> StepResult:
         """Submit a step once; a failure leaves the state before the step."""
-        before, req_indices = self.sampler.state, batch.sampled_seats
+        before, has_logits = self.sampler.state, self.ranks.has_logits
         try:
             step = self._prepare(batch, after)
             built = self.compiled(step, self._state) or self.compiled.build(step, self._state)
             logits, hidden, state = built
-            pooled = None if batch.pooled is None else pool(batch.pooled, hidden[0], logits)
-            if not self.ranks.has_logits:
-                result = StepResult(req_indices, None, None, None, written=[logits])
-                self._submit(result, state)
-                return result
+            output = scored = None
+            pooled = None if batch.pooled is None else _pool(batch.pooled, hidden[0])
             num_sampled = len(batch.sample_segments)
             samples = num_sampled and not (batch.pooled and batch.pooled.samples_nothing)
-            sampled = for_host = logprobs = scored = None
-            if samples:
+            if samples and has_logits:
                 if callable(grammar):
                     self._start(logits, state)
                     grammar = grammar()
-                output = self.sampler(
-                    logits[:num_sampled], req_indices, grammar, batch.draft_token_ids
-                )
-                sampled, logprobs, for_host = output.token_ids, output.logprobs, output.for_host
-            if len(batch.prompt_targets):
+                rows = logits[:num_sampled], batch.sampled_seats
+                output = self.sampler(*rows, grammar, batch.draft_token_ids)
+            if len(batch.prompt_targets) and has_logits:
                 targets = mx.array(batch.prompt_targets)
-                rows = logits[num_sampled : num_sampled + len(targets)]
-                scored = prompt_logprobs(rows, targets, num_prompt_logprobs)
-            # If steps overlap, a wait for this step must not include the next one.
-            written = state[:1] if self.attention.overlaps else ()
-            read = sampled, logprobs, scored, for_host
-            result = StepResult(req_indices, *read, written, batch.draft_token_ids, pooled)
+                wanted = logits[num_sampled : num_sampled + len(targets)]
+                scored = prompt_logprobs(wanted, targets, num_prompt_logprobs)
+            written = [] if has_logits else [logits]
+            if has_logits and self.attention.overlaps:
+                written = state[:1]  # a wait for this step must not include the next one
+            result = StepResult(batch, output, scored, pooled, written)
             self._submit(result, state)
         except BaseException:
             self.sampler.state = before
@@ -192,6 +185,17 @@ class ModelRunner:
         last, self._last = self._last, None
         if last is not None:
             last.wait()
+
+
+def _pool(rows: PooledRows, hidden: mx.array) -> mx.array:
+    """The sums of rows of hidden (N, 1, hidden_size), what the model's head sees: (Q, hidden_size)
+    float32.  N may include padding."""
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    first, end = rows.ranges[:, 0], rows.ranges[:, 1]
+    if (end - first == 1).all():
+        return hidden[mx.array(first)].astype(mx.float32)
+    parts = [hidden[a:b].astype(mx.float32).sum(axis=0) for a, b in rows.ranges.tolist()]
+    return mx.stack(parts)
 
 
 def bucket(num_tokens: int) -> int:

@@ -23,13 +23,12 @@ def estimated_step_peak(model: LoadedModel, config: EngineConfig, max_model_len:
     of one layer's context and the scores of a call that keeps them; the logits of all sampled rows,
     their float32 copy and its softmax.
     """
-    device, module = profile(), model.packed.model
+    device, modules = profile(), model.packed.model.modules()
     rows = min(config.max_num_batched_tokens, max_model_len)
     scale = rows / min(rows, device.profile_rows)
     sampled = min(config.max_sampled_rows, rows, device.profile_rows)
     context = max(min(max_model_len, device.profile_context), rows / scale)
     item = model.dtype.size
-    modules = [m for _, m in module.named_modules()]
     experts = max((getattr(m, name, 0) for m in modules for name in _EXPERTS_PER_TOKEN), default=0)
     width = 0
     for m in modules:

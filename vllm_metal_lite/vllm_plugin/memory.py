@@ -1,7 +1,7 @@
 """How the memory is divided under vLLM: weights, recurrent states, a step, K and V."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm.config import VllmConfig
 
@@ -19,8 +19,7 @@ from vllm_metal_lite.vllm_plugin.state_slot_manager import MOST_SLOTS
 _STATE_SHARE = 0.5
 
 
-@dataclass(frozen=True)
-class MemorySizes:
+class MemorySizes(NamedTuple):
     """num_state_slots: slots of recurrent states; 0 for a model without any.  kv_bytes: bytes for K
     and V."""
 

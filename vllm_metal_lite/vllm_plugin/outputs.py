@@ -61,25 +61,29 @@ class StepOutput(AsyncModelRunnerOutput):
         reports a stop token if it has one, and ends as stopped.
         """
         request = self._step.requests[segment]
+        has_grammar = request.asked.structured_outputs is not None
         num_generated = int(self._step.batch.seq_lens[segment]) - request.num_prompt_tokens
         if not request.is_undrawn:  # vLLM may have scheduled one more step
-            why = no_token.why(reason, request.params, num_generated, request.has_grammar)
+            why = no_token.why(reason, request.params, num_generated, has_grammar)
             logger.error("Request %s: %s", self._step.req_ids[segment], why)
         request.is_undrawn = True
-        return 0 if request.has_grammar else min(request.stop_token_ids, default=0)
+        return 0 if has_grammar else min(request.asked.all_stop_token_ids, default=0)
 
     def _prompt_logprobs(self) -> dict[str, Any]:
         """Prompt log-probabilities, by request id, of prompts that end with this step."""
         step, batch, done = self._step, self._step.batch, {}
         positions = batch.positions[batch.logits_indices[len(batch.sample_segments) :]]
-        for segment, prompt_logprobs in step.prompt_logprobs.items():
+        for segment, collected in step.prompt_logprobs.items():
             at = np.flatnonzero(batch.prompt_segments == segment)
             if len(at):
                 scored = self._result.prompt_logprobs
                 assert scored is not None, "rows of a prompt were not scored"
-                prompt_logprobs.put(positions[at], scored, at)
+                width = collected.logprobs.shape[1]
+                rows = scored.token_ids[at, :width], scored.logprobs[at, :width], scored.ranks[at]
+                for tensor, values in zip(collected[:3], rows, strict=True):
+                    tensor.numpy()[positions[at]] = values
             if batch.seq_lens[segment] >= step.requests[segment].num_prompt_tokens:
-                done[step.req_ids[segment]] = prompt_logprobs.take()
+                done[step.req_ids[segment]] = collected
         return done
 
 

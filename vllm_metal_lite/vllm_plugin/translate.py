@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
+from vllm.v1.outputs import LogprobsTensors
 
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch, SegmentState
 from vllm_metal_lite.batch.input_batch import InputBatch
@@ -19,7 +20,6 @@ from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.vllm_plugin.compat import get
-from vllm_metal_lite.vllm_plugin.prompt_logprobs import PromptLogprobs
 from vllm_metal_lite.vllm_plugin.sampling import translate_params
 
 
@@ -27,22 +27,21 @@ from vllm_metal_lite.vllm_plugin.sampling import translate_params
 class PluginRequest:
     """A request that vLLM has not finished.
 
+    asked: vLLM's SamplingParams; None for an embedding, which samples nothing.
     num_prompt_logprobs: as in SamplingParams; None in later turns of a session.
     req_index None: preempted and waiting.
-    prompt_logprobs: collected since the request got its seat, if vLLM does not have them yet.
+    prompt_logprobs: those of the prompt's chunks, until its last chunk is scheduled; row i scores
+    prompt token i + 1.
     is_undrawn: no token could be sampled, and an error was logged.
     state_blocks: vLLM's blocks of recurrent states, from the start of the context.
     """
 
     params: SamplingParams
     num_prompt_tokens: int
+    asked: Any = None
     num_prompt_logprobs: int | None = None
     seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    bad_words: list[list[int]] = field(default_factory=list)
-    logprob_token_ids: list[int] = field(default_factory=list)
-    has_grammar: bool = False
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: LogprobsTensors | None = None
     is_undrawn: bool = False
     req_index: int | None = None
     state_blocks: list[int] = field(default_factory=list)
@@ -52,20 +51,20 @@ class PluginRequest:
 class ScheduledStep:
     """A step to run.  req_ids, requests: those of the batch's segments, in order.
 
-    prompt_logprobs: by segment, the collector for the prompt tokens of this step.  pooling: reads
-    the step's results where no request samples.
+    prompt_logprobs: by segment, the tensors that the scores of its prompt tokens go to.  pooling:
+    reads the step's results where no request samples.
     """
 
     req_ids: list[str]
     requests: list[PluginRequest]
     batch: ForwardBatch
-    prompt_logprobs: dict[int, PromptLogprobs]
+    prompt_logprobs: dict[int, LogprobsTensors]
     pooling: PoolingTable | None = None
 
     @property
     def num_prompt_logprobs(self) -> int:
         """The largest k of all prompts in the step."""
-        return max((p.k for p in self.prompt_logprobs.values()), default=0)
+        return max((p.logprobs.shape[1] - 1 for p in self.prompt_logprobs.values()), default=0)
 
 
 def segment_slots(blocks: Sequence[int], start: int, end: int, block_size: int) -> SegmentState:
@@ -100,7 +99,7 @@ class StepTranslator:
     ) -> None:
         self.inputs, self.sampler, self.seed = inputs, sampler, seed
         self.state_group, self.pooling = state_group, pooling
-        self._poolings = None if pooling is None else PoolingTable()
+        self._poolings = PoolingTable()
         self._requests: dict[str, PluginRequest] = {}
         self._num_seen = 0
 
@@ -109,8 +108,7 @@ class StepTranslator:
         for req_id in output.finished_req_ids:
             if (request := self._requests.pop(req_id, None)) is not None:
                 self._unseat(request)
-                if self._poolings is not None:
-                    self._poolings.remove(req_id)
+                self._poolings.remove(req_id)
         for req_id in output.preempted_req_ids or ():
             if (request := self._requests.get(req_id)) is not None:
                 self._unseat(request)
@@ -132,14 +130,13 @@ class StepTranslator:
         known = self._requests.get(new.req_id)
         if known is not None:
             self._unseat(known)
-        if self._poolings is None:
+        if self.pooling is None:
             request = self._sampling_request(new, known)
         else:
             pooling = new.pooling_params
             normalize = pooling.use_activation is not False
             asked = PoolingParams(self.pooling, normalize, pooling.dimensions)
             self._poolings.add(new.req_id, asked, len(tokens))
-            # The sampler must know its seat, but samples nothing.
             request = PluginRequest(SamplingParams(temperature=0), len(tokens))
         self._requests[new.req_id] = request
         self._seat(request, tokens, new.block_ids)
@@ -156,12 +153,9 @@ class StepTranslator:
         return PluginRequest(
             params=params,
             num_prompt_tokens=num_prompt_tokens,
+            asked=asked,
             num_prompt_logprobs=None if is_next_turn else params.prompt_logprobs,
             seed=seed,
-            stop_token_ids=tuple(asked.all_stop_token_ids),
-            bad_words=asked.bad_words_token_ids or [],
-            logprob_token_ids=get(asked, "logprob_token_ids") or [],
-            has_grammar=asked.structured_outputs is not None,
         )
 
     def _update_cached(self, cached: Any, computed: dict[str, int]) -> None:
@@ -188,13 +182,15 @@ class StepTranslator:
         request.prompt_logprobs = None
         # vLLM gets these scores with the first token.  If it discarded both, collect them again.
         if k is not None and len(tokens) == prompt:
-            request.prompt_logprobs, scored = PromptLogprobs(prompt, k), 0
+            request.prompt_logprobs, scored = LogprobsTensors.empty_cpu(prompt - 1, 1 + k), 0
         request.req_index = seat = self.inputs.add(tokens, prompt, scored)
         request.state_blocks = []
         if block_ids:
             self._append_blocks(request, block_ids)
-        ends, words, named = request.stop_token_ids, request.bad_words, request.logprob_token_ids
-        self.sampler.add(seat, request.params, request.seed, tokens, prompt, ends, words, named)
+        if (asked := request.asked) is not None:
+            ends, words = asked.all_stop_token_ids, asked.bad_words_token_ids or ()
+            named = get(asked, "logprob_token_ids") or ()
+            self.sampler.add(seat, request.params, request.seed, tokens, prompt, ends, words, named)
 
     def _append_blocks(self, request: PluginRequest, block_ids: Sequence[Sequence[int]]) -> None:
         """block_ids: new blocks, one list per KV group."""
@@ -216,21 +212,21 @@ class StepTranslator:
         requests = [self._requests[req_id] for req_id in req_ids]
         starts = np.array([computed[req_id] for req_id in req_ids])
         lengths = np.array([scheduled[req_id] for req_id in req_ids])
-        states = None
+        spans = list(zip(requests, starts.tolist(), (starts + lengths).tolist(), strict=True))
+        states, size = None, self.inputs.block_size
         if self.state_group is not None:
-            spans = zip(requests, starts.tolist(), (starts + lengths).tolist(), strict=True)
-            size = self.inputs.block_size
             states = [segment_slots(r.state_blocks, start, end, size) for r, start, end in spans]
         seats = np.array([r.req_index for r in requests])
         batch = self.inputs.pack(seats, starts, lengths, states)
-        prompt_logprobs = {
-            segment: request.prompt_logprobs
-            for segment, (req_id, request) in enumerate(zip(req_ids, requests, strict=True))
-            if request.prompt_logprobs is not None and computed[req_id] < request.num_prompt_tokens
-        }
-        if self._poolings is not None:
-            batch = self._poolings.extend(batch, req_ids)
-        return ScheduledStep(req_ids, requests, batch, prompt_logprobs, self._poolings)
+        prompt_logprobs = {}
+        for segment, (request, _, end) in enumerate(spans):
+            if request.prompt_logprobs is not None:
+                prompt_logprobs[segment] = request.prompt_logprobs
+                if end >= request.num_prompt_tokens:
+                    request.prompt_logprobs = None
+        batch = self._poolings.extend(batch, req_ids)
+        pooling = None if self.pooling is None else self._poolings
+        return ScheduledStep(req_ids, requests, batch, prompt_logprobs, pooling)
 
     def masks(self, step: ScheduledStep, grammar: GrammarOutput | None) -> TokenMasks | None:
         """The grammar's bitmask rows, for requests that get a token in this step."""

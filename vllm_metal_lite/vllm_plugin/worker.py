@@ -1,6 +1,5 @@
 """The vLLM worker, which drives our runner."""
 
-from dataclasses import astuple, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -155,8 +154,8 @@ class MetalLiteWorker(WorkerBase):
         """Computed once, so that the number of slots stays the same when the worker sleeps.  The
         ranks take their smallest sizes.  Stages may differ in K and V; vLLM compares them."""
         sizes = plan_memory(self.model, self._layers.specs, self.vllm_config, self._caches_states)
-        least = MemorySizes(*map(min, zip(*self.ranks.gather(astuple(sizes)), strict=True)))
-        return replace(least, kv_bytes=sizes.kv_bytes) if self.ranks.stages else least
+        least = MemorySizes(*map(min, zip(*self.ranks.gather(sizes), strict=True)))
+        return least._replace(kv_bytes=sizes.kv_bytes) if self.ranks.stages else least
 
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_config.max_model_len = max_model_len
@@ -230,11 +229,11 @@ class MetalLiteWorker(WorkerBase):
         if step is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
         masks = self.translator.masks(step, grammar_output)
-        launched = self.pipeline.launch(step.batch, step.num_prompt_logprobs, masks)
-        output = StepOutput(step, launched.result)
+        result = self.pipeline.launch(step.batch, step.num_prompt_logprobs, masks)
+        output = StepOutput(step, result)
         if self.scheduler_config.async_scheduling or self.ranks.stages:
             return output  # a stage that is done may start the next step
-        launched.result.wait()
+        result.wait()
         return output.get_output()
 
     # Sleep: frees K and V; level 2 also frees the weights.

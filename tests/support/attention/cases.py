@@ -39,7 +39,7 @@ def expected_pairs(
     """By definition: the slots that each row sees, in order of position."""
     seen = {}
     for s, length in enumerate(batch.seq_lens.tolist()):
-        table = batch.block_tables[s]
+        table = batch.block_tables[0, s]
         for row in range(batch.cu_seqlens_q[s], batch.cu_seqlens_q[s + 1]):
             position = int(batch.positions[row])
             start = 0 if window is None else max(0, position - window + 1)
@@ -95,7 +95,7 @@ class Case:
         n, b = self.batch.num_tokens, self.batch
         seen = np.zeros(len(self.k), bool)
         first = b.seq_lens - np.diff(b.cu_seqlens_q) + 1 - (how.get("window") or 1 << 20)
-        for table, start, end in zip(b.block_tables, first, b.seq_lens, strict=True):
+        for table, start, end in zip(b.block_tables[0], first, b.seq_lens, strict=True):
             at = np.arange(max(start, 0), end)
             seen[table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE] = True
         poison(self.store, [seen])
@@ -112,7 +112,7 @@ class Case:
         how = {"scale": self.scale, "window": window, "softcap": softcap}
         how |= {"sinks": None if sinks is None else np.array(sinks.astype(mx.float32))}
         return paged_attention(
-            q, k, v, b.block_tables, b.cu_seqlens_q, b.seq_lens, block_size=BLOCK_SIZE, **how
+            q, k, v, b.block_tables[0], b.cu_seqlens_q, b.seq_lens, block_size=BLOCK_SIZE, **how
         )
 
 

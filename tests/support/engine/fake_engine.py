@@ -4,6 +4,7 @@ Used by the tests of the scheduler, and of steps one ahead.  Only the runner is 
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -22,6 +23,7 @@ from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.runner.result import StepResult
+from vllm_metal_lite.sampling.sampler import SamplerOutput
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
@@ -46,9 +48,9 @@ class FakeResult(StepResult):
     """A step of a FakeRunner, which may be told to fail while it is waited for."""
 
     def __init__(self, runner: "FakeRunner", batch: ForwardBatch, tokens: list[int]) -> None:
-        sampled, drafts = mx.array(tokens, mx.int32), batch.draft_token_ids
-        super().__init__(batch.sampled_seats, sampled, None, None, draft_token_ids=drafts)
-        self.runner, self.batch, self.tokens = runner, batch, tokens
+        sampled = mx.array(tokens, mx.int32)
+        super().__init__(batch, SamplerOutput(sampled, None, sampled))
+        self.runner, self.tokens = runner, tokens
 
     def wait(self) -> None:
         if self.runner.fails:
@@ -116,9 +118,12 @@ class FakeEngine(LLMEngine):
         groups = [replace(group, layers=(i,)) for i, group in enumerate(groups)]
         specs = [LayerSpec(1, 8, 8, mx.float32, group.window) for group in groups]
         runner = FakeRunner(FakeModel(groups, config.block_size, num_state_slots))
+        loaded = _loaded()
+        packed = copy(loaded.packed)
+        packed.layout = replace(packed.layout, specs=specs)
         parts = {"size_store": lambda *_: (groups, max_model_len, num_state_slots)}
         with patch.multiple(engines, build_runner=lambda *_: runner, **parts):
-            super().__init__(replace(_loaded(), kv_specs=specs), config)
+            super().__init__(replace(loaded, packed=packed), config)
         self.async_scheduling, self.stops = ahead, list(stops)
         self.speculator = None  # it measures times
         self.requests: dict[str, Request] = {}
@@ -131,7 +136,7 @@ class FakeEngine(LLMEngine):
         """fields: of `add_request`, and of the scheduler's Request."""
         number = len(self.requests)
         request_id = request_id or f"r{number}"
-        self._arrivals = iter([fields.pop("arrival", number)])
+        self.intake._arrivals = iter([fields.pop("arrival", number)])
         params = tiny.greedy(max_tokens, ignore_eos=True, stop_token_ids=self.stops)
         how = {name: fields.pop(name) for name in ("priority", "checkpoints") if name in fields}
         self.add_request(request_id, prompt, params, **how)

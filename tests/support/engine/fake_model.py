@@ -79,8 +79,8 @@ class FakeModel:
 
     def forget(self, batch: ForwardBatch) -> None:
         """As if a step's rows had never been written."""
-        for group, view in enumerate(batch.by_group):
-            self.positions[group].reshape(-1)[view.slot_mapping] = _EMPTY
+        for group, positions in enumerate(self.positions):
+            positions.reshape(-1)[batch.slot_mapping(group)] = _EMPTY
         for slot in _written_slots(batch) if self.states else ():
             self.states[slot] = _UNWRITTEN
 
@@ -95,8 +95,8 @@ class FakeModel:
         segment = np.repeat(np.arange(batch.num_segments), lengths)
         numbers = batch.token_ids.astype(np.uint64)
         for layer, group in enumerate(self.layers):
-            view, window = batch.by_group[group], self.groups[group].window or MAX_LEN
-            rows, slots = view.slot_mapping, view.block_tables[:, at // size] * size + at % size
+            rows, window = batch.slot_mapping(group), self.groups[group].window or MAX_LEN
+            slots = batch.block_tables[group][:, at // size] * size + at % size
             assert len(set(rows.tolist())) == batch.num_tokens, "a slot is written twice"
             stored, positions = self.numbers[layer].reshape(-1), self.positions[group].reshape(-1)
             stored[rows], positions[rows] = numbers, batch.positions

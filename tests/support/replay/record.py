@@ -190,8 +190,8 @@ def _label(batch: ForwardBatch, after: StepResult | None) -> str:
 
 def _reported(result: StepResult) -> np.ndarray:
     result.wait()
-    sampled = result._sampled
-    return np.full(0 if sampled is None else len(result._req_indices), TOKEN, np.int32)
+    count = 0 if result._output is None else len(result.batch.sample_segments)
+    return np.full(count, TOKEN, np.int32)
 
 
 def as_on_metal(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from copy import copy
 
 import numpy as np
 
-from vllm_metal_lite.attention.base import Step, make_step, variant_of
+from vllm_metal_lite.attention.base import Step, make_step
 from vllm_metal_lite.attention.padding import padded
 from vllm_metal_lite.attention.paged.decodes import DecodePlanner, reads_new_rows
 from vllm_metal_lite.attention.paged.plan import PagedPlan, plan_recurrent
@@ -51,7 +51,6 @@ class KernelAttention:
         rows_as_decodes: int = 0,
         latents: bool = False,
     ) -> None:
-        self.latents = latents
         self.store, self.prefill, self.failed_kernels = store, prefill, frozenset(failed_kernels)
         self.rows_as_decodes = rows_as_decodes
         self._queries_per_kv = sorted(queries_per_kv)
@@ -99,7 +98,7 @@ class KernelAttention:
         plan = PagedPlan(decodes, prompts, positions, recurrent)
         num_logits = plan.num_logits(batch)
         step = make_step(batch, num_rows, plan, num_slots=MIN_ELEMENTS, num_logits=num_logits)
-        return step._replace(variant=variant_of(step[1:])) if plan.repeats else step
+        return step._replace(repeats=plan.repeats)
 
     def begin(self, step: Step, state: list[mx.array]) -> KernelStepAttention:
         (ticket,) = state

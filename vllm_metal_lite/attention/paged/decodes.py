@@ -93,7 +93,7 @@ class DecodePlanner:
             )
         width = power_of_two(-(-int(seq_lens.max()) // batch.block_size))
         width = max(width, MIN_ELEMENTS)
-        tables = tuple(padded_tables(t[decodes], count, width) for t in batch.tables)
+        tables = tuple(padded_tables(t[decodes], count, width) for t in batch.block_tables)
         return Decodes(count, tables, padded(seq_lens, count), self._plans(count, seq_lens), shared)
 
     def _plans(self, count: int, num_keys: np.ndarray) -> Plans:
@@ -125,5 +125,5 @@ def reads_new_rows(batch: ForwardBatch) -> bool:
         return False
     last = seq_lens[whole] // batch.block_size - 1
     longer = seq_lens[:, None] > seq_lens[whole]
-    tables = [of_group[decodes] for of_group in batch.tables]
+    tables = batch.block_tables[:, decodes]
     return any((longer & (t[:, last] == t[whole, last])).any() for t in tables)

@@ -35,7 +35,7 @@ class PrefixSearch:
         if not self._groups:
             return None
         decodes, size = slice(batch.num_decodes), batch.block_size
-        tables = [batch.tables[group][decodes] for group in self._groups]
+        tables = [batch.block_tables[group, decodes] for group in self._groups]
         seq_lens = batch.seq_lens[decodes]
         if self._min_saved != min_saved or not self._holds(tables, seq_lens, size):
             self._found = find_shared_prefix(tables, seq_lens, size, min_saved)

@@ -38,7 +38,7 @@ class VarlenPrompts(NamedTuple):
         width = power_of_two(-(-longest // batch.block_size))
         cu_seqlens_q = pad_rows(batch.cu_seqlens_q, segments + 1, batch.num_tokens)
         return cls(
-            tuple(padded_tables(t, segments, width) for t in batch.tables),
+            tuple(padded_tables(t, segments, width) for t in batch.block_tables),
             mx.array(cu_seqlens_q),
             mx.array(pad_rows(batch.seq_lens, segments)),
             {g: mx.array(plan_tiles(cu_seqlens_q, num_rows, g)) for g in sorted(queries_per_kv)},

@@ -7,6 +7,7 @@ from itertools import accumulate
 import numpy as np
 
 from vllm_metal_lite import backend
+from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.sdpa.fused import Unfused
 from vllm_metal_lite.attention.sdpa.gathers import joint_gathers
 from vllm_metal_lite.attention.sdpa.planner import CallPlanner, SdpaCall, places
@@ -122,21 +123,15 @@ class SdpaPlan:
         self.batch, self.num_rows = batch, num_rows
         self._plans: dict[tuple, SdpaCalls] = {}
 
-    def calls(
-        self,
-        kv_group: int,
-        window: int | None,
-        attention_chunk: int | None = None,
-        unfused: Unfused | None = None,
-    ) -> SdpaCalls:
+    def calls(self, kv_group: int, call: AttentionCall, unfused: Unfused | None) -> SdpaCalls:
         """unfused: limits of a layer some of whose calls MLX does not fuse; None: MLX fuses all."""
         longest = int(self.batch.seq_lens.max())
-        window = None if window is not None and window >= longest else window
-        if attention_chunk is not None and attention_chunk >= longest:
-            attention_chunk = None
-        key = kv_group, window, attention_chunk, unfused
+        window, chunk = (
+            None if limit is not None and limit >= longest else limit
+            for limit in (call.window, call.attention_chunk)
+        )
+        key = kv_group, window, chunk, unfused
         if key not in self._plans:
-            batch = self.batch.by_group[kv_group]
-            planned = CallPlanner(batch, window, attention_chunk, unfused).calls()
+            planned = CallPlanner(self.batch, *key).calls()
             self._plans[key] = SdpaCalls(planned, window, self.num_rows)
         return self._plans[key]

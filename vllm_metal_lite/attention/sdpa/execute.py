@@ -40,7 +40,7 @@ def execute_calls(
     if call.q_pe is not None:
         q = mx.concatenate([q, call.q_pe[-len(q) :]], axis=-1)
     limits = unfused(q.shape[1], q.shape[2], call.softcap)
-    calls, outputs = plan.calls(kv_group, call.window, call.attention_chunk, limits), []
+    calls, outputs = plan.calls(kv_group, call, limits), []
     parts = calls.queries.cut(q if calls.q_rows is None else take(q, calls.q_rows))
     gathered = _keys_and_values(calls, gather, latent=call.q_pe is not None)
     for one, queries, (k, v) in zip(calls.calls, parts, gathered, strict=True):

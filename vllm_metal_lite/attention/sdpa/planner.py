@@ -92,14 +92,15 @@ class CallPlanner:
     def __init__(
         self,
         batch: ForwardBatch,
+        kv_group: int,
         window: int | None,
-        attention_chunk: int | None = None,
-        unfused: Unfused | None = None,
+        attention_chunk: int | None,
+        unfused: Unfused | None,
     ) -> None:
         device = profile()
         self.batch = split_at_chunks(batch, attention_chunk) if attention_chunk else batch
         self.q_lens = np.diff(self.batch.cu_seqlens_q)
-        self.window, self.attention_chunk = window, attention_chunk
+        self.kv_group, self.window, self.attention_chunk = kv_group, window, attention_chunk
         self.tile, self.call_cost = device.sdpa_tile, device.sdpa_call_cost
         self.max_scores, self.key_grain, self.fused_rows = _ANY_NUMBER, 1, _ANY_NUMBER
         if unfused is not None:
@@ -194,7 +195,7 @@ class CallPlanner:
         real = key < kv_lens[:, None]
         position = np.where(real, tiles.kv_start[:, None] + key, tiles.kv_start[:, None])
         block, offset = np.divmod(position, self.batch.block_size)
-        blocks = self.batch.block_tables[tiles.segment[:, None], block]
+        blocks = self.batch.block_tables[self.kv_group, tiles.segment[:, None], block]
         in_window = self.window is None or bool((tiles.kv_end <= self.window).all())
         uniform = (q_lens == q_lens[0]).all() and (kv_lens == len(key)).all()
         square = (q_lens == kv_lens).all() and row.shape[1] == len(key)
@@ -220,7 +221,7 @@ class CallPlanner:
         cu = self.batch.cu_seqlens_q
         rows = np.concatenate([np.arange(cu[s], cu[s + 1]) for s in pack]).astype(np.int32)[None]
         segments = np.repeat(pack, self.q_lens[pack]).astype(np.int32)[None]
-        positions, slots = self.batch.positions[rows], self.batch.slot_mapping[rows]
+        positions, slots = self.batch.positions[rows], self.batch.slot_mapping(self.kv_group)[rows]
         return SdpaCall(rows, slots, positions, positions, "array", segments=segments)
 
 

@@ -44,7 +44,7 @@ def namespaces(model: nn.Module, function: Callable) -> list[ModuleType]:
 
 def modules_of(model: nn.Module) -> list[ModuleType]:
     """The Python modules that define parts of a model."""
-    parts = {type(module) for _, module in model.named_modules()}
+    parts = set(map(type, model.modules()))
     names = {base.__module__ for part in parts for base in part.__mro__}
     return [sys.modules[name] for name in sorted(names) if name in sys.modules]
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from vllm_metal_lite.attention.base import AttentionCall, StepAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.sequences.kv_segments import rebuild
 from vllm_metal_lite.model.sequences.step import PackedCache, SequenceStep
 from vllm_metal_lite.recurrence.sequence_batches import SequenceBatch
@@ -108,12 +107,11 @@ class PagedLayerCache(PackedCache):
     def __init__(
         self,
         layer: int,
-        spec: LayerSpec,
         attention: StepAttention,
         template: Any = None,
         sequences: SequenceStep | None = None,
     ) -> None:
-        self.layer, self.spec = layer, spec
+        self.layer, self.spec = layer, attention.store.specs[layer]
         self.attention, self.step = attention, attention.step
         self.template, self.sequences = template, sequences
         self.offset = attention.step.positions

@@ -22,6 +22,7 @@ from mlx_lm.models import gated_delta, ssm
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.recurrence import QKNorm
+from vllm_metal_lite.model.calls import observing
 from vllm_metal_lite.model.seam.hooks import Hook, hooked, namespaces
 from vllm_metal_lite.model.seam.state_cache import StateHandle
 from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace
@@ -50,19 +51,12 @@ class ShortConv(nn.Conv1d):
     """A convolution that takes a ConvInput.
 
     silu: whether the model applied SiLU to the result when it ran natively.
-    results: the (convolution, result) pairs of native calls; None: not recorded.
     """
 
     silu = False
-    results: list[tuple["ShortConv", mx.array]] | None = None
 
     def __call__(self, x: mx.array) -> mx.array:
-        if isinstance(x, ConvInput):
-            return self._packed(x)
-        y = super().__call__(x)
-        if ShortConv.results is not None:
-            ShortConv.results.append((self, y))
-        return y
+        return self._packed(x) if isinstance(x, ConvInput) else super().__call__(x)
 
     def _packed(self, x: ConvInput) -> mx.array:
         weight, channels = self.weight, x.rows.shape[-1]
@@ -78,10 +72,14 @@ class ShortConv(nn.Conv1d):
 
 
 @contextmanager
-def noting_silu() -> Iterator[None]:
+def noting_silu(model: nn.Module) -> Iterator[None]:
     """While held, note which convolutions of a native forward are followed by SiLU."""
-    results: list[tuple[ShortConv, mx.array]] = []
+    results: list[tuple[nn.Module, mx.array]] = []
     original = nn.silu
+
+    def noting(conv: nn.Module, call: Callable[..., mx.array], x: mx.array) -> mx.array:
+        results.append((conv, call(x)))
+        return results[-1][1]
 
     def silu(x: mx.array) -> mx.array:
         for conv, y in results:
@@ -89,12 +87,9 @@ def noting_silu() -> Iterator[None]:
                 conv.silu = True
         return original(x)
 
-    ShortConv.results = results
-    try:
-        with hooked([(nn, "silu", silu)]):
-            yield
-    finally:
-        ShortConv.results = None
+    convs = [module for module in model.modules() if isinstance(module, ShortConv)]
+    with observing(convs, noting), hooked([(nn, "silu", silu)]):
+        yield
 
 
 class RecurrentHooks:

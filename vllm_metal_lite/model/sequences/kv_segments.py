@@ -52,7 +52,7 @@ def rebuild(
         count = len(positions)
         # In a full window the oldest token is out of sight, and its block may be reused.
         positions = np.maximum(positions, seqs.start - reach + 1)
-        table = batch.tables[store.group_of[layer]][seqs.segments[0]]
+        table = batch.block_tables[store.group_of[layer], seqs.segments[0]]
         slots = table[positions // batch.block_size] * batch.block_size
         slots = mx.array((slots + positions % batch.block_size).astype(np.int32))
         native.keys = _gather(store.keys[layer], spec.k_row, slots)

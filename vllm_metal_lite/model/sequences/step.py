@@ -10,10 +10,13 @@ Then each segment is its own batch, with its context gathered from the store (kv
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+from mlx.utils import tree_map
+
 from vllm_metal_lite.attention.base import Step
-from vllm_metal_lite.backend import mx
+from vllm_metal_lite.backend import leaves, mx
 from vllm_metal_lite.kv.state_store import StateStore
 from vllm_metal_lite.recurrence.sequence_batches import (
     BatchStates,
@@ -92,14 +95,14 @@ class PackedCache:
 
 def call_by_batches(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a module once per batch if it receives a packed cache, otherwise once, unchanged."""
-    caches = _find(args) + _find(tuple(kwargs.values()))
+    caches = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, PackedCache)]
     if not caches:
         return call(*args, **kwargs)
     steps, parts = caches[0].steps, []
     for seqs in steps.batches:
         natives = {id(c): c.native(seqs) for c in caches}
-        positional = [_of_batch(a, seqs, steps, natives) for a in args]
-        named = {name: _of_batch(a, seqs, steps, natives) for name, a in kwargs.items()}
+        of_batch = partial(_of_batch, seqs, steps, natives)
+        positional, named = tree_map(of_batch, (args, kwargs))
         parts.append(call(*positional, **named))
         for cache in caches:
             cache.keep(seqs, natives[id(cache)])
@@ -109,26 +112,10 @@ def call_by_batches(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return out
 
 
-def _of_batch(value: Any, seqs: SequenceBatch, steps: SequenceStep, natives: dict[int, Any]) -> Any:
-    """An argument as a batch sees it.  natives: the batch's caches by the id of the packed ones.
-
-    Not a closure: a recursive closure is a reference cycle.  It would keep states that no module
-    read, and with them the state store, which MLX then copies to write it.
-    """
+def _of_batch(seqs: SequenceBatch, steps: SequenceStep, natives: dict[int, Any], value: Any) -> Any:
+    """An argument as a batch sees it.  natives: the batch's caches by the id of the packed ones."""
     if isinstance(value, mx.array):
         return steps.to_sequences(value, seqs)
     if id(value) in natives:
         return natives[id(value)]
-    if isinstance(value, (list, tuple)):
-        return [_of_batch(v, seqs, steps, natives) for v in value]
     return value.native(seqs) if hasattr(value, "native") else value
-
-
-def _find(values: Sequence[Any]) -> list[PackedCache]:
-    found = []
-    for value in values:
-        if isinstance(value, PackedCache):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _find(value)
-    return found
