@@ -252,3 +252,13 @@ def test_a_junction_is_not_left_behind_by_the_prompt_that_found_it():
     for n in range(3):
         second = ask([*second.token_ids, *range(30 + 10 * n, 39 + 10 * n)])
     assert hit(engine, [*SYSTEM, *range(70, 79)]) == len(SYSTEM)
+
+
+def test_prompts_behind_many_that_follow_wait_too():
+    engine = make(160, seats=80, budget=512, groups=4096)
+    for number in range(70):
+        engine.add([*range(100), number], 2, f"r{number}")
+    engine.step()
+    assert [request.request_id for request in engine.scheduler.running] == ["r0"]
+    engine.step()
+    assert len(engine.scheduler.running) > 60

@@ -101,11 +101,11 @@ def _same_inputs(model: nn.Module) -> list[list[str]]:
         module, x, _ = call
         return found[id(module)][0].rpartition(".")[0], id(x), *_kind_of(module)
 
-    groups = [
+    sharing = [
         [found[id(module)][0] for module, _, _ in alike if counts[id(module)] == 1]
         for _, alike in groupby(calls, shared)
     ]
-    return [paths for paths in groups if len(paths) > 1]
+    return [paths for paths in sharing if len(paths) > 1]
 
 
 def _kind_of(module: nn.Module) -> tuple:

@@ -338,7 +338,9 @@ class Scheduler:
             hit = self.kv.find_prefix(request)
             start = hit.num_tokens
             held = self.holds is not None and self.holds(request, hit)
-            if at < _MAX_PASSED and (held or self._follows(request, start, out)):
+            if held or self._follows(request, start, out):
+                if at == _MAX_PASSED:
+                    break
                 at += 1
                 continue
             num_new_tokens = self._num_new_tokens(request, start, out)

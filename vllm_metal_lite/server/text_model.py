@@ -1,5 +1,6 @@
 """A model without its weights: what makes token ids of requests, and reads the text of answers."""
 
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -10,10 +11,37 @@ from vllm_metal_lite.chat_formats.detect import PLAIN, detect
 from vllm_metal_lite.chat_formats.grammars import marks_of
 from vllm_metal_lite.engine.piece_encoder import PieceEncoder
 from vllm_metal_lite.engine.prompt_ids import by_template
+from vllm_metal_lite.model.pooling_config import PoolingConfig
 from vllm_metal_lite.server.templates import THINKING, Template, probe
-from vllm_metal_lite.server.worker.messages import ModelFacts
 
 _LEAST_COUNTED = 16_384  # tokens of a prompt that are counted in any case
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the server knows of an engine and its model.
+
+    has_states: the model has recurrent layers, so checkpoints are of use.
+    num_blocks: of the first KV group.  description: lines for the user.
+    """
+
+    name: str
+    model_type: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    sampling_defaults: dict[str, Any]
+    has_states: bool
+    caches_prefixes: bool
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    attention: str
+    attention_reason: str
+    weight_bytes: int
+    store_bytes: int
+    description: tuple[str, ...]
+    pooling: PoolingConfig = field(default_factory=PoolingConfig)
 
 
 class TextModel:

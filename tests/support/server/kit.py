@@ -37,7 +37,7 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 def text_model(tokenizer: Any, name: str = "demo") -> TextModel:
-    """A model of which there is no more than a tokenizer."""
+    """A model that has a tokenizer alone."""
     facts = {"has_states": False, "caches_prefixes": True, "max_model_len": 1 << 16}
     return TextModel(SimpleNamespace(name=name, **facts), tokenizer)
 

@@ -55,7 +55,7 @@ class Seen:
 async def send(
     url: str, model: str, clients: Clients, seen: Seen, seconds: float, health: bool = False
 ) -> None:
-    """Send the requests of all clients, for so many seconds at most.
+    """Send the requests of all clients, for at most `seconds`.
 
     health: ask for /health meanwhile.  A body with messages is a chat, another one a completion;
     both are streamed.

@@ -12,7 +12,7 @@ from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.model.tokenizer import load_tokenizer_only
 from vllm_metal_lite.server.fair_rounds import FairRounds
 from vllm_metal_lite.server.offload import REQUESTER, offload
-from vllm_metal_lite.server.text_model import TextModel
+from vllm_metal_lite.server.text_model import ModelFacts, TextModel
 from vllm_metal_lite.server.worker import link
 from vllm_metal_lite.server.worker.messages import (
     FACTS,
@@ -20,7 +20,6 @@ from vllm_metal_lite.server.worker.messages import (
     Add,
     AnswerUpdate,
     EngineLost,
-    ModelFacts,
 )
 from vllm_metal_lite.server.worker.request_state import RequestState
 

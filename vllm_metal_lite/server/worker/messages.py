@@ -6,13 +6,12 @@ EngineConfig.  Every time is in seconds of `time.monotonic`, which all processes
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from vllm_metal_lite.engine.pooling import ONE_TOKEN
-from vllm_metal_lite.model.pooling_config import PoolingConfig
 from vllm_metal_lite.outputs import Logprob
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -44,33 +43,6 @@ class Add:
     def sampling(self) -> SamplingParams:
         """The parameters of its tokens; a prompt that is only read draws one, which is not used."""
         return ONE_TOKEN if isinstance(self.params, PoolingParams) else self.params
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What the server knows of an engine and its model.
-
-    has_states: the model has recurrent layers, so checkpoints are of use.
-    num_blocks: of the first KV group.  description: lines for the user.
-    """
-
-    name: str
-    model_type: str
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    sampling_defaults: dict[str, Any]
-    has_states: bool
-    caches_prefixes: bool
-    block_size: int
-    num_blocks: int
-    max_num_seqs: int
-    attention: str
-    attention_reason: str
-    weight_bytes: int
-    store_bytes: int
-    description: tuple[str, ...]
-    pooling: PoolingConfig = field(default_factory=PoolingConfig)
 
 
 class PositionLogprobs(NamedTuple):

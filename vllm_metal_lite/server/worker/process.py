@@ -22,13 +22,13 @@ from vllm_metal_lite.model.loader import preview
 from vllm_metal_lite.outputs import Cursor, RequestOutput
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
+from vllm_metal_lite.server.text_model import ModelFacts
 from vllm_metal_lite.server.worker.messages import (
     FACTS,
     FILES,
     Add,
     AnswerUpdate,
     EngineLost,
-    ModelFacts,
     to_wire,
 )
 from vllm_metal_lite.server.worker.watch import Watcher
