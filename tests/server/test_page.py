@@ -292,6 +292,21 @@ def test_an_answer_stopped_before_its_first_token_says_so(shown, page):
     expect(page.locator(".message .note")).to_have_text("Stopped before the first token.")
 
 
+def test_a_conversation_deleted_during_its_answer_stays_deleted(shown, page, running):
+    change_requests(page, "chat/completions", ignore_eos=True, temperature=1)
+    shown.ask("tell me a story")
+    expect(page.locator(".message.assistant .text")).not_to_be_empty()
+    page.locator("#conversations li").hover()
+    page.get_by_label("Delete tell me a story").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    _until_idle(running, page)
+    expect(page.locator("#conversations li")).to_have_count(0)
+    page.reload()
+    shown.ready()
+    expect(page.locator("#conversations li")).to_have_count(0)
+    page.unroute_all()
+
+
 def _until_idle(running, page):
     for _ in range(200):
         if not running.server.requests:

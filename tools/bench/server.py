@@ -43,6 +43,7 @@ from tools.bench.lib.models import BITS, write_model
 from tools.bench.lib.tables import print_medians, ratios
 from tools.lib.frame import parser_of, run_main, say
 from tools.lib.servers import cpu_seconds, mlx_lm, ours, sampled_memory, server
+from vllm_metal_lite.errors import MetalLiteError
 from vllm_metal_lite.model.tokenizer import load_tokenizer_only
 
 CLIENTS, WARM_UPS = 32, 2
@@ -120,7 +121,7 @@ def measure(seen: Seen, turns: int, server_cpu: float) -> Metrics:
     """The metrics of a run.  turns: of a session.  server_cpu: seconds; 0: unknown."""
     ended = [r for r in seen.requests if r.usage is not None and r.chunks]
     if not ended:
-        raise RuntimeError(f"no request ended within {seen.seconds:.0f} s")
+        raise MetalLiteError(f"no request ended within {seen.seconds:.0f} s")
     tokens = sum(r.usage.get("completion_tokens", 0) for r in ended)
     prompt = sum(r.usage.get("prompt_tokens", 0) for r in ended)
     gaps = [gap for r in ended for gap in r.gaps]
@@ -212,7 +213,7 @@ def main() -> int:
             say(f"{system} starts")
             try:
                 bench.run(system, *commands[system])
-            except (RuntimeError, httpx.HTTPError) as e:
+            except (MetalLiteError, httpx.HTTPError) as e:
                 say(f"{system}: not measured: {e}")
                 lines = bench.log.read_text().splitlines()
                 say("\n".join(([ln for ln in lines if "rror" in ln] or lines)[-5:]))

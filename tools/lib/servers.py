@@ -13,6 +13,8 @@ from pathlib import Path
 
 import httpx
 
+from vllm_metal_lite import MetalLiteError
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -43,14 +45,14 @@ def server(command: Sequence[str], log: Path) -> Iterator[tuple[str, int]]:
     by a free port."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [part.replace("PORT", str(port)) for part in command]
+    command = [str(port) if part == "PORT" else part for part in command]
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT)
         try:
             while not _answers(url):
                 if process.poll() is not None:
                     tail = "\n".join(log.read_text().splitlines()[-15:])
-                    raise RuntimeError(f"{command[1:4]} does not start:\n{tail}")
+                    raise MetalLiteError(f"{command[1:4]} does not start:\n{tail}")
                 time.sleep(0.2)
             yield url, process.pid
         finally:

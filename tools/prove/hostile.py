@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ import httpx
 from tools.bench.lib.clients import Seen, send
 from tools.lib.frame import parser_of, print_table, run_main
 from tools.lib.servers import ours, rss_mib, server
+from vllm_metal_lite import MetalLiteError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -170,14 +172,16 @@ class Others:
 
     def _run(self) -> None:
         steady = [{"prompt": "hello", "max_tokens": 3000}] * 1000
-        with suppress(httpx.HTTPError, RuntimeError):  # the server ends
+        with suppress(httpx.HTTPError, MetalLiteError):  # the server ends
             asyncio.run(send(self.url, "demo", [steady], self.seen, seconds=1e6, health=True))
 
     def longest_since(self, started: float) -> tuple[float, float]:
         """(gap, health)."""
         chunks = [at for request in self.seen.requests for at in request.chunks]
         gaps = [b - a for a, b in pairwise([*chunks, time.perf_counter()]) if b > started]
-        return max(gaps), max(seconds for at, seconds in self.seen.health if at > started)
+        return max(gaps), max(
+            [seconds for at, seconds in self.seen.health if at > started], default=inf
+        )
 
 
 class Bench:

@@ -105,8 +105,7 @@ class Conversation:
         stopping: Callable[[], object],
     ) -> Turn:
         request_id = f"turn-{next(self._ids)}"
-        start = first = time.perf_counter()
-        shown = 0
+        start, first, shown = time.perf_counter(), 0.0, 0
         output: RequestOutput | None = None
 
         def pressed() -> None:
@@ -121,8 +120,7 @@ class Conversation:
                 while not (output and output.finished):
                     for output in self.engine.step():
                         text = output.outputs[0].text
-                        if len(output.outputs[0].token_ids) == 1:
-                            first = time.perf_counter()
+                        first = first or time.perf_counter()
                         write(text[shown:])
                         shown = len(text)
                     if interrupt.pressed:
@@ -135,4 +133,4 @@ class Conversation:
         finally:
             self.engine.abort(request_id)
         end = time.perf_counter()
-        return Turn(output, first - start, end - start, self.engine.max_model_len)
+        return Turn(output, (first or end) - start, end - start, self.engine.max_model_len)

@@ -260,4 +260,4 @@ def _count(number: int) -> str:
     if number < 1024:
         return str(number)
     k = number / 1024
-    return f"{k:.0f}k" if k < 1000 else f"{k / 1024:.1f}M"
+    return f"{k:.0f}k" if k < 999.5 else f"{k / 1024:.1f}M"

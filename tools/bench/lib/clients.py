@@ -10,6 +10,8 @@ from typing import Any
 
 import httpx
 
+from vllm_metal_lite import MetalLiteError
+
 COMMON = {"temperature": 0, "ignore_eos": True, "stream": True}
 COMMON |= {"stream_options": {"include_usage": True}}
 
@@ -95,7 +97,7 @@ async def _ask(http: httpx.AsyncClient, body: dict[str, Any], request: Request) 
     async with http.stream("POST", path, json=body) as reply:
         if reply.status_code != 200:
             said = (await reply.aread())[-300:]
-            raise RuntimeError(f"{path}: {reply.status_code} {said!r}")
+            raise MetalLiteError(f"{path}: {reply.status_code} {said!r}")
         usage: dict[str, Any] = {}
         async for line in reply.aiter_lines():
             if not line.startswith("data: {"):

@@ -20,6 +20,7 @@ export class Chat {
     this.readModels = readModels;
     this.attachments = attachments;
     this.conversation = null;
+    this.deleted = new WeakSet();  // conversations that are not saved any more
     this.running = new Map();  // of each conversation that is answered: its AbortController
     this.models = [];
     this.list = byId("messages");
@@ -187,7 +188,14 @@ export class Chat {
     return this.views.find((view) => view.message === message);
   }
 
+  /** End a conversation that the user deletes. */
+  forget(conversation) {
+    this.deleted.add(conversation);
+    this.running.get(conversation.id)?.abort();
+  }
+
   async save(conversation, growing = false) {
+    if (this.deleted.has(conversation)) return;
     try {
       await store.put(conversation, growing);
     } catch (error) {

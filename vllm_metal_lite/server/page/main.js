@@ -59,11 +59,11 @@ function startNew() {
 }
 
 async function remove(conversation) {
-  chat.running.get(conversation.id)?.abort();
+  chat.forget(conversation);
   conversations = conversations.filter((c) => c !== conversation);
-  await store.remove(conversation.id);
   if (conversation === chat.conversation) startNew();
   else drawSidebar();
+  await store.remove(conversation.id);
 }
 
 /** Read what another tab has changed.  What is answered here stays as it is. */

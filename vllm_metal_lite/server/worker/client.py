@@ -29,7 +29,7 @@ logger = logging.getLogger("vllm_metal_lite")
 class EngineClient:
     """An engine in a process of its own.  Use from one event loop.
 
-    metrics: the latest `LLMEngine.metrics()`, at most about a second old while steps run.
+    metrics: the latest `LLMEngine.metrics()`, at most half a second old while steps run.
     pid: the process's id.  why_ended: one line, once `ended` is set.
     on_seen: gets the JSON of `watch.py`, after `watch`.
     """
