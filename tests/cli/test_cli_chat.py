@@ -204,6 +204,14 @@ def test_control_c_in_a_step_is_answered_at_once():
         os.close(fd)
 
 
+def test_the_first_output_is_timed_if_it_holds_several_tokens():
+    llm = LLM(str(model_folder()), max_num_seqs=1)
+    form = {"regex": "The answer: (yes|no)"}
+    conversation = Conversation(llm.engine, SamplingParams(temperature=0, structured_outputs=form))
+    turn = conversation.ask("hello", lambda text: None, lambda: None)
+    assert 0 < turn.seconds_to_first < turn.seconds
+
+
 def test_control_c_in_a_long_prompt_stops_at_the_next_chunk(monkeypatch):
     llm = LLM(str(model_folder()), max_num_seqs=1, max_num_batched_tokens=32)
     conversation = Conversation(llm.engine, SamplingParams(temperature=0, max_tokens=4))

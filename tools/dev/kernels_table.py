@@ -15,7 +15,7 @@ HEAD = "| kernel | what it does | fallback | not used without |\n| --- | --- | -
 
 
 def role(name: str) -> str:
-    """The first clause of the header of metal/NAME.metal, without what is in brackets."""
+    """The first clause of the header of metal/NAME.metal, without its brackets."""
     text = (FOLDER / f"{name}.metal").read_text(encoding="utf-8").removeprefix(f"// {name}: ")
     return re.split(r"[,;.:]\s", re.sub(r" \(.*?\)", "", text.replace("\n// ", " ")))[0]
 

@@ -19,7 +19,7 @@ def parser_of(header: str | None) -> argparse.ArgumentParser:
 
 
 def run_main(main: Callable[[], int]) -> NoReturn:
-    """Exit with main's code; with 1 after an error, which is printed; with 130 after Ctrl-C."""
+    """Exit with main's code.  An error is printed and exits with 1; Ctrl-C exits with 130."""
     try:
         sys.exit(main())
     except (MetalLiteError, OSError) as e:
@@ -34,7 +34,7 @@ def say(text: str) -> None:
 
 
 def print_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[Sequence[object]]:
-    """Print a table in Markdown, each row as soon as it is there; returns the rows."""
+    """Print a Markdown table row by row, as the rows come.  Returns the rows."""
     printed = []
     for cells in chain([heads, ["---"] * len(heads)], rows):
         print("|", " | ".join(map(str, cells)), "|", flush=True)

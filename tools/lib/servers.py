@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 
 from vllm_metal_lite import MetalLiteError
+from vllm_metal_lite.cli.launch import end_process
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,11 +57,7 @@ def server(command: Sequence[str], log: Path) -> Iterator[tuple[str, int]]:
                 time.sleep(0.2)
             yield url, process.pid
         finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            end_process(process, 20)
 
 
 def _answers(url: str) -> bool:

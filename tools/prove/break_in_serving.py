@@ -148,7 +148,7 @@ def expected_tokens(model: str, case: Case) -> list[dict[str, list[int]]]:
 
 
 def row_of(name: str, model: str, expected: list[dict[str, list[int]]]) -> tuple[str, ...]:
-    """Serve with one kernel broken after the first wave; the last cell tells what is wrong."""
+    """Serve with one kernel broken after the first wave; the last cell names the fault."""
     case, start = CASES[name], time.perf_counter()
     logger, warnings = logging.getLogger("vllm_metal_lite"), BufferingHandler(1000)
     warnings.setLevel(logging.WARNING)

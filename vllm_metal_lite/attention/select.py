@@ -100,7 +100,7 @@ def select(
 
 
 def _warn(failures: Mapping[str, str], known: Collection[str], fatal: str | None) -> None:
-    """Warn of each new failure; if one is fatal, only of that, because it decides."""
+    """Warn of each new failure, or of the fatal one alone: a fatal failure decides."""
     new = [kernel for kernel in failures if kernel not in known]
     for kernel in [fatal] if fatal in new else new:
         row = REGISTRY[kernel]

@@ -195,8 +195,13 @@ def _started(url: str, key: str, args: argparse.Namespace, flags: list[str]) -> 
             time.sleep(0.2)
         yield model
     finally:
-        server.terminate()
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            server.kill()
+        end_process(server, 30)
+
+
+def end_process(process: subprocess.Popen, seconds: float) -> None:
+    """End a process: by SIGTERM, or by SIGKILL if it runs for `seconds` more."""
+    process.terminate()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()

@@ -1,4 +1,4 @@
-"""Bad words: on the device, since only the device has the last token in time to match them."""
+"""Bad words.  The device matches them, since only the device has the last token in time."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,7 @@
 """Options of requests that change a step's logits: a class each, as vLLM's logits processors.
 
-A processor keeps what each seat asks for.  `of_rows` puts the option of a step's rows on the
-device; an unchanged decode batch reuses the result.
+A processor keeps the option's value for each seat.  `of_rows` puts the values of a step's rows on
+the device.  An unchanged decode batch reuses the result.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from vllm_metal_lite.sampling.masks import DeviceMasks, TokenMasks, pack_mask
 LARGE = 1e30  # bounds options that have no limit, so that float32 holds their products
 
 T = TypeVar("T")
-Members: TypeAlias = list[tuple[int, T]]  # rows that have an option, and what their requests ask
+Members: TypeAlias = list[tuple[int, T]]  # (row, its request's value) of rows with an option
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Operation:
 
 
 class LogitsProcessor(Generic[T]):
-    """One option.  T: what a request asks for."""
+    """One option.  T: its value for a request."""
 
     def __init__(self) -> None:
         self.seats: dict[int, T] = {}  # by req_index

@@ -276,7 +276,7 @@ _INCREMENT = np.uint64(0x9E3779B97F4A7C15)  # the increment of splitmix64
 
 
 def validate(params: SamplingParams, vocab_size: int) -> None:
-    """Raise SamplingError for token ids or logprobs beyond the vocabulary."""
+    """Raise SamplingError if a token id or a number of logprobs exceeds the vocabulary."""
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(params, name) or 0) > vocab_size:
             raise SamplingError(

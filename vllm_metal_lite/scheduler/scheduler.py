@@ -29,7 +29,7 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
 from vllm_metal_lite.scheduler.state_scheduler import StateScheduler
 from vllm_metal_lite.scheduler.state_slots import StateSlots
 
-# Waiting requests that a step examines to find one that waits for no other.
+# Waiting requests that a step may pass over, because each waits for another one or is held.
 _MAX_PASSED = 64
 
 
@@ -333,14 +333,13 @@ class Scheduler:
         if not self._waiting or not self._has_room(out):
             return
         left, at = self.spare_blocks(), 0
-        while min(left) > 0 and at < len(self._waiting) and self._has_room(out):
+        most = _MAX_PASSED + 1
+        while min(left) > 0 and at < min(len(self._waiting), most) and self._has_room(out):
             request = self._waiting[at]
             hit = self.kv.find_prefix(request)
             start = hit.num_tokens
             held = self.holds is not None and self.holds(request, hit)
             if held or self._follows(request, start, out):
-                if at == _MAX_PASSED:
-                    break
                 at += 1
                 continue
             num_new_tokens = self._num_new_tokens(request, start, out)

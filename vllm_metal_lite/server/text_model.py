@@ -1,4 +1,4 @@
-"""A model without its weights: what makes token ids of requests, and reads the text of answers."""
+"""The text side of a model: requests become token ids, and answers become text."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -45,7 +45,7 @@ class ModelFacts:
 
 
 class TextModel:
-    """A model's tokenizer, and what is found out about it, each when it is first asked for."""
+    """A model's tokenizer and its properties.  Each property is computed at its first use."""
 
     def __init__(self, facts: ModelFacts, tokenizer: TokenizerWrapper) -> None:
         self.facts, self.tokenizer = facts, tokenizer

@@ -1,4 +1,4 @@
-"""JSON of whole replies, off the event loop: it may hold many log-probabilities."""
+"""JSON of whole replies, encoded off the event loop: a reply may hold many log-probabilities."""
 
 import json
 from collections.abc import Callable

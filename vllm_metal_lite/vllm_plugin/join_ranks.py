@@ -177,7 +177,7 @@ def _exchange(tcp_store: dist.Store, rank: int, size: int, value: Any) -> list[A
 
 
 def _read(tcp_store: dist.Store, key: str, other: int, size: int) -> Any:
-    """A value of another rank.  RankError if there is none, or if a rank wrote why it failed."""
+    """A value of another rank.  Raises RankError if the value is missing, or holds a failure."""
     try:
         value = json.loads(tcp_store.get(key))
     except Exception as e:  # torch has a type for each store

@@ -133,7 +133,7 @@ class FakeEngine(LLMEngine):
     def add(
         self, prompt: list[int], max_tokens: int = 4, request_id: str = "", **fields: Any
     ) -> Request:
-        """fields: of `add_request`, and of the scheduler's Request."""
+        """Add a request.  fields: further arguments of `add_request`, or fields of the Request."""
         number = len(self.requests)
         request_id = request_id or f"r{number}"
         self.intake._arrivals = iter([fields.pop("arrival", number)])
@@ -150,8 +150,8 @@ class FakeEngine(LLMEngine):
         return {name: answer.request for name, answer in self._answers.items()}
 
     def step(self, fails: bool = False) -> SchedulerOutput:
-        """One step; returns the one whose tokens are known now, if any.  fails: the tokens that are
-        waited for do not come."""
+        """Run a step.  Returns the step that has completed, or an empty one.  fails: the wait for
+        its tokens raises StepFailed."""
         before, self.runner.fails = len(self.steps), fails
         super().step()
         return self.steps[-1] if len(self.steps) > before else SchedulerOutput()

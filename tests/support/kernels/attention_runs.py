@@ -85,7 +85,7 @@ def paged_decode(dtype, bits=None, plan=(1, 2), prefix=None):
 
 
 def fused_decode(dtype, bits=None, factor=1.0):
-    """In two splits; the newest rows are not in the store yet.  Several tiles a head."""
+    """Two splits, and several tiles a head.  The kernel writes the newest rows to the store."""
     written, rows = store(spec_of(dtype, bits)), new_rows(3, HEADS, dtype, factor=factor)
     return [*written[:2], decoded(rows, written, (2, 2))]
 

@@ -1,8 +1,8 @@
 """The texts that a serving session makes Metal compile: prompts, mixed steps and decodes of three
 models, built as on a Mac and not run.
 
-Models have two layers, one of each kind, and the sizes of real ones.  Used by the test of texts and
-tools.prove.metal_texts.
+Each model has the sizes of a real one, but one layer of each kind.  The test of texts and
+tools.prove.metal_texts use this module.
 """
 
 import importlib

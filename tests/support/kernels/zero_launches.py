@@ -1,4 +1,4 @@
-"""A launch of each kernel at given sizes, of arrays that are lazy zeros.
+"""Launches each kernel on lazy zeros of a given size.
 
 Nothing is computed, so real sizes cost nothing.  Used by `production_shapes` and tools/prove/agx.
 """

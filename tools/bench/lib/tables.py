@@ -10,7 +10,7 @@ from tools.lib.frame import print_table
 
 
 class Column(NamedTuple):
-    """How a metric is shown.  more: whether more is better; None: it has no ratio."""
+    """A metric in a table.  more: whether a larger value is better; None: it gets no ratio."""
 
     key: str
     heading: str

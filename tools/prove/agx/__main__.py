@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def rows(folder: Path, asked: dict[KernelText, str], strictly: bool) -> Iterator[tuple[str, ...]]:
-    """A row for each text; the last cell tells what goes beyond the limits."""
+    """A row for each text; the last cell names the limits that the text exceeds."""
     for text, code in compiled(folder, [*(CONTROLS if strictly else ()), *asked]):
         name = CONTROLS.get(text) or asked[text]
         what = faults(name, text.threads, code.threads, code.spills) if strictly else []

@@ -65,7 +65,7 @@ class Suite:
     def run(self, cases: Sequence[BenchCase], stop: Callable[[], bool]) -> None:
         """Fill `results`; ends early if `stop`, asked between steps, says so.
 
-        An engine that fails spoils its case only; MetalLiteError if that is the warm-up.
+        An engine's failure ends its case alone.  A failure of the warm-up raises MetalLiteError.
         """
         self._stop, self._random = stop, np.random.default_rng(0)
         self._deadline = time.perf_counter() + self.seconds

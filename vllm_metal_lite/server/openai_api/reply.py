@@ -72,7 +72,7 @@ class Reply:
         self._sends_every_delta = self._with_usage and bool(
             options and options.continuous_usage_stats
         )
-        # The constant part of the JSON is encoded once, because each token has a chunk.
+        # Each token has a chunk, so the constant part of its JSON is encoded once.
         self._head = encode(self._common)[:-1] + ',"choices":[{"index":'
         self._tail = ',"usage":null' if self._with_usage else ""
 
