@@ -283,14 +283,14 @@ def test_with_too_few_blocks_nothing_is_restored():
 @pytest.mark.parametrize(
     "change",
     [
-        {"name": "qwen3"}, {"dtype": mx.bfloat16}, {"kv_bits": 8}, {"block_size": 16},
+        {"model": "qwen3"}, {"dtype": mx.bfloat16}, {"kv_bits": 8}, {"block_size": 16},
         {"salt": "other"},
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
 def test_another_model_form_or_salt_never_hits(change):
     serve(start("llama"), PROMPTS[:2])
-    change = {"name": "llama", **change}
+    change = {"model": "llama", **change}
     salt = change.pop("salt", None)
     other = start(**change)
     other.add_request("a", {"prompt_token_ids": LONG, "cache_salt": salt}, GREEDY)

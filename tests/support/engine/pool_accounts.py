@@ -3,9 +3,10 @@
 Used by every engine of the tests.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
+from vllm_metal_lite.prefix_disk.restore import Restore
 from vllm_metal_lite.scheduler.block_pool import BlockPool
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
 from vllm_metal_lite.scheduler.request import Request
@@ -30,17 +31,24 @@ def check_pool(pool: BlockPool, block_tables: Iterable[Sequence[int]] | None = N
         assert [refs[b] for b in range(pool.num_blocks)] == pool._ref, "an ownership is wrong"
 
 
-def check_slots(slots: StateSlots, running: Sequence[Request]) -> None:
+def check_slots(
+    slots: StateSlots, running: Sequence[Request], restored: Sequence[int] = ()
+) -> None:
     owned = [[r.state.final] for r in running if r.state is not None]
-    check_pool(slots.pool, [*owned, slots._held])
+    check_pool(slots.pool, [*owned, slots._held, restored])
     assert slots._num_owners == len(owned)
     assert slots.pool.num_available + len(slots._held) >= slots.num_seats - len(owned)
 
 
-def check_accounts(kv: KVCacheManager, requests: Iterable[Request]) -> None:
-    """requests: all unfinished ones."""
+def check_accounts(
+    kv: KVCacheManager, requests: Iterable[Request], restore: Restore | None = None
+) -> None:
+    """requests: all unfinished ones.  restore: the prefix that is read from the disk."""
     running = [r for r in requests if r.block_tables]
+    restored: defaultdict[int, list[int]] = defaultdict(list)
+    for part, place in restore.places.items() if restore else ():
+        restored[part.group].append(place)
     for i, pool in enumerate(kv.pools):
-        check_pool(pool, [r.block_tables[i].owned for r in running])
+        check_pool(pool, [*(r.block_tables[i].owned for r in running), restored[i]])
     if kv.states is not None:
-        check_slots(kv.states, running)
+        check_slots(kv.states, running, restored[len(kv.pools)])

@@ -146,7 +146,7 @@ def engine(
     none."""
     loaded = packed(model, dtype) if isinstance(model, str) else model
     defaults = {"block_size": 8, "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    longest = min(128, 8 * options.get("num_blocks", 64))
+    longest = min(128, 8 * options.get("num_blocks", 64), loaded.max_position)
     defaults |= {"max_model_len": longest, "speculate": "off"}
     return LLMEngine(loaded, EngineConfig(**{**defaults, **options}))
 
@@ -157,7 +157,8 @@ def step(engine: LLMEngine, *may_fail: type[BaseException]) -> dict[str, Any]:
     done = {}
     with suppress(*may_fail):
         done = {o.request_id: o for o in engine.step() if o.finished}
-    check_accounts(engine.scheduler.kv, engine.scheduler._requests.values())
+    restore = engine.prefix_disk.reader.restore if engine.prefix_disk else None
+    check_accounts(engine.scheduler.kv, engine.scheduler._requests.values(), restore)
     return done
 
 
