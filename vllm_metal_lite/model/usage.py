@@ -60,11 +60,7 @@ class Usage(Fusion):
             self._scaled = None
 
     def _attend(
-        self,
-        original: Callable[..., mx.array],
-        step: ReferenceStepAttention,
-        q: mx.array,
-        call: AttentionCall,
+        self, original: Callable, step: ReferenceStepAttention, q: mx.array, call: AttentionCall
     ) -> mx.array:
         spec = step.store.specs[call.layer]
         shape = AttentionShape(
@@ -83,11 +79,7 @@ class Usage(Fusion):
         return original(step, q, call)
 
     def _recur(
-        self,
-        original: Callable[..., mx.array],
-        step: ReferenceRecurrence,
-        key: Key,
-        operation: Any,
+        self, original: Callable, step: ReferenceRecurrence, key: Key, operation: Any
     ) -> mx.array:
         self.recurrences[operation.shape] = None
         return original(step, key, operation)
