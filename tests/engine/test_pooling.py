@@ -295,6 +295,8 @@ def _module(kind: str, path: str) -> list[dict[str, str]]:
 
 
 _MEAN, _LAST = {"pooling_mode_mean_tokens": True}, {"pooling_mode": "lasttoken"}
+_NO_PROMPT = {"include_prompt": False}
+_PROMPTS = {"config_sentence_transformers.json": {"prompts": {"query": "q: "}}}
 _RERANKER, _YES = {"modules.json": _module("LogitScore", "1_L")}, {"true_token_id": 7}
 
 
@@ -308,6 +310,7 @@ _RERANKER, _YES = {"modules.json": _module("LogitScore", "1_L")}, {"true_token_i
             {"modules.json": _module("Pooling", "2_P"), "2_P/config.json": _MEAN},
             PoolingConfig("mean"),
         ),
+        ({"1_Pooling/config.json": {**_MEAN, **_NO_PROMPT}}, PoolingConfig("mean")),
         (
             {**_RERANKER, "1_L/config.json": {**_YES, "false_token_id": 8}},
             PoolingConfig(score_token_ids=(7, 8)),
@@ -339,6 +342,9 @@ def test_a_model_that_is_no_decoder_is_refused_by_name(tmp_path):
     [
         ({"modules.json": _module("Dense", "2_Dense")}, "Dense"),
         ({"1_Pooling/config.json": {"pooling_mode_cls_token": True}}, "neither"),
+        ({"1_Pooling/config.json": {"pooling_mode_cls_token": True, **_MEAN}}, "neither"),
+        ({"1_Pooling/config.json": {"pooling_mode_lasttoken": True, **_MEAN}}, "neither"),
+        ({"1_Pooling/config.json": {**_MEAN, **_NO_PROMPT}, **_PROMPTS}, "leaves out the prompt"),
         ({"config.json": {"use_bidirectional_attention": True}}, "causal"),
         ({"modules.json": {"type": 3}}, "cannot be read"),
         ({"modules.json": [{}]}, "cannot be read: 'type'"),

@@ -2,10 +2,12 @@
 
 import pytest
 
-from tests.support.models.configs import CANNOT_RUN, CONFIGS
-from tests.support.models.tiny_models import load
+from tests.support.models.configs import CANNOT_RUN, CONFIGS, config_of
+from tests.support.models.tiny_models import build, load
 from vllm_metal_lite.errors import ModelLoadError
-from vllm_metal_lite.model.fit import foresee
+from vllm_metal_lite.model.fit import fit, foresee
+from vllm_metal_lite.model.layout import inspect
+from vllm_metal_lite.model.trial import Trial
 
 
 def mode(name, **how):
@@ -22,3 +24,12 @@ def mode(name, **how):
 )
 def test_the_form_is_known_without_weights(name):
     assert mode(name, fit=foresee) == mode(name)
+
+
+def test_a_mode_that_fails_leaves_the_model_as_it_was(monkeypatch):
+    model = build(config_of("mamba2"))
+    layout, before = inspect(model, "mamba2"), list(map(type, model.modules()))
+    monkeypatch.setattr(Trial, "problem", lambda *_: "no mode fits")
+    with pytest.raises(ModelLoadError, match="no mode fits"):
+        fit(model, layout, "mamba2")
+    assert list(map(type, model.modules())) == before

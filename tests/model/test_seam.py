@@ -1,5 +1,7 @@
 """The seam itself: handles, the hook, which rows reach the head."""
 
+import threading
+
 import mlx.nn as nn
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model.layout import inspect
 from vllm_metal_lite.model.packed import PackedModel
-from vllm_metal_lite.model.seam.hooks import building
+from vllm_metal_lite.model.seam.hooks import building, hooked
 from vllm_metal_lite.model.seam.layer_cache import KVHandle, Mask, PagedLayerCache
 
 SPEC = LayerSpec(2, 16, 16, mx.float32)
@@ -67,6 +69,30 @@ def test_the_hook_goes_away_after_an_error():
     with pytest.raises(KeyboardInterrupt), building():
         raise KeyboardInterrupt
     assert mx.fast.scaled_dot_product_attention is original
+
+
+def test_threads_install_hooks_in_turn():
+    """Else the thread that ends last would put back the other thread's replacement for good."""
+    original = mx.fast.rms_norm
+    hooks = [(mx.fast, "rms_norm", lambda *args, **kwargs: None)]
+    entered, left = threading.Event(), threading.Event()
+
+    def load():
+        with hooked(hooks):
+            entered.set()
+            left.wait(5)
+
+    thread = threading.Thread(target=load)
+    try:
+        with building(), hooked(hooks):
+            thread.start()
+            assert not entered.wait(0.2)
+        left.set()
+        thread.join()
+        assert mx.fast.rms_norm is original
+    finally:
+        left.set()
+        mx.fast.rms_norm = original
 
 
 def test_a_layer_that_is_given_no_mask_keeps_its_window():

@@ -58,7 +58,8 @@ def num_common(a: str, b: str) -> int:
 
 
 def _alike(messages: Sequence[Message], add_generation_prompt: bool) -> Iterator[list[Message]]:
-    """Conversations with another first question, another last question, another answer."""
+    """Yields the same beginning with another first question, with another last question, and the
+    same conversation with another answer."""
     users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
     for end in sorted({num_systems(messages), *users[-1:]}):
         if end:

@@ -49,7 +49,6 @@ class LLMEngine:
     """Accepts requests at any time; each `step` runs one packed forward and reports its tokens.
 
     Not thread-safe: one thread adds, aborts and steps (coroutines use `AsyncEngine`).
-    async_scheduling: submit one step ahead; the tokens do not change.
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
@@ -91,6 +90,7 @@ class LLMEngine:
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id
         self._requests: dict[str, list[Answer]] = {}  # unfinished, by the user's request id
         self._counts = dict.fromkeys(_COUNTS, 0)
+        # Submit one step ahead.  Tests turn it off: the tokens do not change.
         self.async_scheduling = True
         # Called after each completed step, for watchers of the engine.
         self.on_step: Callable[[SchedulerOutput], None] | None = None
@@ -451,10 +451,16 @@ class LLMEngine:
         """Make the sampler continue from a request's known tokens."""
         assert request.req_index is not None, "a running request has a seat"
         answer = self._answers[request.request_id]
-        tokens, ends = np.array(request.token_ids, np.int32), self.model.eos_token_ids
-        known = answer.params, answer.seed, tokens, request.num_prompt_tokens
-        words = answer.bad_words, answer.score_token_ids
-        self.sampler.add(request.req_index, *known, ends, *words)
+        self.sampler.add(
+            request.req_index,
+            answer.params,
+            answer.seed,
+            np.array(request.token_ids, np.int32),
+            request.num_prompt_tokens,
+            self.model.eos_token_ids,
+            bad_words=answer.bad_words,
+            logprob_token_ids=answer.score_token_ids,
+        )
 
     def _unseat(self, request: Request) -> None:
         if self.speculator is not None:

@@ -10,6 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.engine.chat_checkpoints import Message
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt
 from vllm_metal_lite.engine.pooling import checked
@@ -20,7 +21,6 @@ from vllm_metal_lite.outputs import EmbeddingRequestOutput, RequestOutput, Scori
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams
 
-Message = dict[str, Any]
 # Seconds after the answers in which an engine may still copy prefixes to the disk.
 _LONGEST_REST = 2.0
 
@@ -58,7 +58,7 @@ class LLM:
         batch = as_list(prompts)
         params = _one_each(sampling_params, len(batch), "sampling_params")
         priorities = _one_each(priority, len(batch), "priority")
-        is_nested = is_list(checkpoints) and any(is_list(positions) for positions in checkpoints)
+        is_nested = is_list(checkpoints) and any(map(is_list, checkpoints))
         kept = _one_each(
             checkpoints if is_nested else (checkpoints,) * len(batch), len(batch), "checkpoints"
         )
@@ -94,9 +94,7 @@ class LLM:
                 f"chat_template_kwargs must be a dict with names as keys, got {show(kwargs)}"
             )
         # Anything but a list of lists is one conversation, which render_turn validates.
-        is_many = isinstance(messages, (list, tuple)) and any(
-            isinstance(m, (list, tuple)) for m in messages
-        )
+        is_many = is_list(messages) and any(map(is_list, messages))
         many: Sequence[Any] = messages if is_many else [messages]
         options = {"add_generation_prompt": add_generation_prompt, **kwargs}
         turns = [self.engine.render_turn(m, **options) for m in many]

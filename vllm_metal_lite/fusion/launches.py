@@ -48,7 +48,7 @@ class FusedLaunches(Fusion):
     def building(self, step: Step | None) -> Iterator[None]:
         replaced = hooks(self.named)
         if "expert_topk" not in self.unused:
-            replaced += [(m, name, uncompiled(getattr(m, name))) for m, name in self.selectors]
+            replaced += [(m, name, uncompiled) for m, name in self.selectors]
         current = Current(step, self.skinny_rows, self.expert_rows, self.unused)
         try:
             with hooked(replaced), fusing(current):

@@ -15,8 +15,9 @@ from vllm_metal_lite.fusion.products import Multiplied, Normed
 from vllm_metal_lite.fusion.traced import Function, as_view, origin_of, rows_of
 from vllm_metal_lite.kernels import experts, skinny_gemm
 from vllm_metal_lite.kernels.arguments import RMSNorm
-from vllm_metal_lite.kernels.weights import Weight, shape_of, weight_of
+from vllm_metal_lite.kernels.weights import Weight, shape_of
 from vllm_metal_lite.model.experts import MIXTURES, experts_of, served
+from vllm_metal_lite.model.weights import weight_of
 
 
 def _product(original: Function, layer: nn.Module, x: mx.array) -> mx.array:

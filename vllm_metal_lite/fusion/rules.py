@@ -6,6 +6,7 @@ arguments do not fit, it returns the value as it is.  The rules apply while `hoo
 """
 
 from collections.abc import Iterable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -93,22 +94,16 @@ def hooks(named: Iterable[tuple[ModuleType, str]]) -> list[Hook]:
     methods = [(Traced, name, operation) for name, operation in _METHODS.items()]
     functions = [(owner, name, name) for owner, name in (*_FUNCTIONS, *named)]
     return [
-        (owner, name, _by_rule(operation, getattr(owner, name)))
+        (owner, name, partial(_by_rule, operation))
         for owner, name, operation in (*methods, *functions)
     ]
 
 
-def _by_rule(operation: str, original: Any) -> Any:
+def _by_rule(operation: str, original: Function, x: Any, *args: Any, **kwargs: Any) -> Any:
     """The operation, and then the rule for the origin of its first array."""
-    if isinstance(original, property):
-        return property(_by_rule(operation, original.fget))
-
-    def apply(x: Any, *args: Any, **kwargs: Any) -> Any:
-        value = original(x, *args, **kwargs)
-        for kind in type(origin_of(x)).__mro__:
-            rule = RULES.get((operation, kind))
-            if rule is not None:
-                return rule(value, x, *args, **kwargs)
-        return value
-
-    return apply
+    value = original(x, *args, **kwargs)
+    for kind in type(origin_of(x)).__mro__:
+        rule = RULES.get((operation, kind))
+        if rule is not None:
+            return rule(value, x, *args, **kwargs)
+    return value

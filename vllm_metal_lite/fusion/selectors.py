@@ -7,7 +7,7 @@ import mlx.nn as nn
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.routing import Choice
-from vllm_metal_lite.fusion.traced import Function, as_view, origin_of, rows_of
+from vllm_metal_lite.fusion.traced import as_view, origin_of, rows_of
 from vllm_metal_lite.model.seam.hooks import modules_of
 
 _COMPILED = type(mx.compile(lambda: None))
@@ -26,16 +26,12 @@ def selectors_of(model: nn.Module) -> tuple[Selector, ...]:
     )
 
 
-def uncompiled(original: Any) -> Function:
-    """A function that runs `original` uncompiled, because compiled code has no origins.  If this
-    chooses no experts, `original` runs as it is."""
+def uncompiled(original: Any, logits: mx.array, *args: Any, **kwargs: Any) -> Any:
+    """Runs `original` uncompiled, because compiled code has no origins.  If this chooses no
+    experts, `original` runs as it is."""
     code, names, defaults = original.__code__, original.__globals__, original.__defaults__
     plain = FunctionType(code, names, original.__name__, defaults, original.__closure__)
     plain.__kwdefaults__ = original.__kwdefaults__
-
-    def select(logits: mx.array, *args: Any, **kwargs: Any) -> Any:
-        result = plain(as_view(rows_of(logits), logits.shape[:-1]), *args, **kwargs)
-        chosen = isinstance(result, tuple) and any(isinstance(origin_of(r), Choice) for r in result)
-        return result if chosen else original(logits, *args, **kwargs)
-
-    return select
+    result = plain(as_view(rows_of(logits), logits.shape[:-1]), *args, **kwargs)
+    chosen = isinstance(result, tuple) and any(isinstance(origin_of(r), Choice) for r in result)
+    return result if chosen else original(logits, *args, **kwargs)

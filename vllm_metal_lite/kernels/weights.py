@@ -1,8 +1,7 @@
-"""Weights of linear layers as kernels read them: 16-bit floats, or as `mx.quantize` makes them."""
+"""Weights of products as kernels read them: 16-bit floats, or as `mx.quantize` makes them."""
 
 from dataclasses import dataclass
 
-import mlx.nn as nn
 import numpy as np
 
 from vllm_metal_lite.backend import mx
@@ -48,22 +47,6 @@ class QuantisedWeight:
 
 
 Weight = mx.array | QuantisedWeight
-_LINEAR = nn.Linear | nn.QuantizedLinear | nn.Embedding | nn.QuantizedEmbedding
-
-
-def weight_of(layer: nn.Module) -> Weight:
-    """The weight (outputs, inputs) of a linear layer, or of an embedding used as one; (experts,
-    outputs, inputs) of a layer of experts."""
-    if "scales" not in layer:
-        return layer["weight"]
-    how = Quantisation(layer.bits, layer.group_size, layer.mode)
-    return QuantisedWeight(layer["weight"], layer["scales"], layer.get("biases"), how)
-
-
-def product_weights(model: nn.Module) -> list[Weight]:
-    """The weights of a model that `skinny_gemm` supports, those of embeddings included."""
-    layers = (m for m in model.modules() if isinstance(m, _LINEAR))
-    return [weight for weight in map(weight_of, layers) if readable(weight)]
 
 
 def quantised(weight: mx.array, how: Quantisation) -> QuantisedWeight:

@@ -12,7 +12,7 @@ from mlx_lm.models.switch_layers import (
 )
 
 from vllm_metal_lite.kernels.experts import Activation, Experts, ExpertWeight, experts_problem
-from vllm_metal_lite.kernels.weights import weight_of
+from vllm_metal_lite.model.weights import weight_of
 
 # mlx-lm's mixtures of experts.
 MIXTURES = (SwitchGLU, SwitchMLP)

@@ -49,9 +49,12 @@ def foresee(model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup 
     return _choose(model, layout, model_type, _problem_of_code)
 
 
-def _problem_of_code(packed: PackedModel, attention: ReferenceAttention) -> str | None:
+def _problem_of_code(
+    packed: PackedModel, attention: ReferenceAttention, usage: Usage
+) -> str | None:
+    sequences = [np.zeros(n, np.int32) for n in LENGTHS]
     try:
-        for _ in built_steps(packed, attention, [np.zeros(n, np.int32) for n in LENGTHS]):
+        for _ in built_steps(packed, attention, sequences, usage):
             pass
     except Exception as e:
         return f"{type(e).__name__}: {one_line(e)}"
@@ -62,20 +65,22 @@ def _choose(
     model: nn.Module,
     layout: Layout,
     model_type: str,
-    problem_of: Callable[[PackedModel, ReferenceAttention], str | None],
+    problem_of: Callable[[PackedModel, ReferenceAttention, Usage], str | None],
 ) -> Fit:
     """The first mode without a problem; ModelLoadError if all have one."""
     reason = None  # why the previous mode does not fit
+    own = [(module, type(module)) for module in model.modules()]
     for mode in Mode:
         if mode is Mode.IN_SEQUENCES and not layout.states:
             continue
         packed = PackedModel(model, layout, mode, reason)
         store = PagedStore(layout.specs, 4, BLOCK, states=packed.state_store(2))
         usage = Usage()
-        with usage.watching():
-            reason = problem_of(packed, ReferenceAttention(store))
+        reason = problem_of(packed, ReferenceAttention(store), usage)
         if reason is None:
             return packed, usage
+        for module, kind in own:  # PackedModel wraps calls
+            module.__class__ = kind
     raise ModelLoadError(f"the architecture {model_type} is not supported: {reason}")
 
 

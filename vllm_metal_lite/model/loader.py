@@ -16,7 +16,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option, RemoteCodeError, one_line
-from vllm_metal_lite.kernels.weights import product_weights, shape_of
+from vllm_metal_lite.kernels.weights import shape_of
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.adapters.modules import adapt
 from vllm_metal_lite.model.context import context_length
@@ -33,6 +33,7 @@ from vllm_metal_lite.model.shards import shard
 from vllm_metal_lite.model.stages import check_kinds, keep_stage
 from vllm_metal_lite.model.tokenizer import end_token_ids, read_tokenizer
 from vllm_metal_lite.model.usage import Usage
+from vllm_metal_lite.model.weights import product_weights
 from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, RecurrenceShape
 
 # Architectures with wrong results in mlx-lm itself, and the reason.

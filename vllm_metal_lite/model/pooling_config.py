@@ -62,10 +62,10 @@ def _read(folder: Path, name: str, vocab: Mapping[str, int]) -> PoolingConfig:
     kinds = {str(module["type"]).rpartition(".")[2]: module["path"] for module in listed}
     texts = read_json(folder / "config_sentence_transformers.json")
     pooling = read_json(folder / kinds.get("Pooling", "1_Pooling") / "config.json")
-    problem = _problem(read_json(folder / "config.json"), kinds, pooling)
     prompts = dict(texts.get("prompts") or {})
     if not all(isinstance(prompt, str) for prompt in prompts.values()):
         raise ValueError("a prompt is not a text")
+    problem = _problem(read_json(folder / "config.json"), kinds, pooling, prompts)
     default = texts.get("default_prompt_name")
     if default is not None and default not in prompts:
         known = ", ".join(prompts) or "none"
@@ -89,15 +89,22 @@ def _read(folder: Path, name: str, vocab: Mapping[str, int]) -> PoolingConfig:
 
 
 def _mode(config: dict[str, Any]) -> str | None:
-    on = [name for name, value in config.items() if name in _MODES and value is True]
-    return _MODES.get(on[0] if on else str(config.get("pooling_mode")))
+    """The pooling of a folder; None: another one than "last" and "mean", or several at once."""
+    on = [name for name, value in config.items() if name.startswith("pooling_mode_") and value]
+    on = on or [str(config.get("pooling_mode"))]
+    return _MODES.get(on[0]) if len(on) == 1 else None
 
 
-def _problem(config: dict[str, Any], kinds: dict[str, Any], pooling: dict[str, Any]) -> str | None:
+def _problem(
+    config: dict[str, Any], kinds: dict[str, Any], pooling: dict[str, Any], prompts: dict[str, str]
+) -> str | None:
     if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
         return "its attention is bidirectional, and this engine's is causal"
     if unknown := kinds.keys() - {"Transformer", "Pooling", "Normalize", "LogitScore"}:
         return f"it has a module that is not supported: {', '.join(sorted(unknown))}"
-    if pooling and _mode(pooling) is None:
+    mode = _mode(pooling)
+    if pooling and mode is None:
         return "its pooling is neither that of the last token nor the mean"
+    if mode == "mean" and any(prompts.values()) and not pooling.get("include_prompt", True):
+        return "its mean leaves out the prompt, and this engine's does not"
     return None

@@ -117,7 +117,7 @@ def built_steps(
     logits (rows, V) and the attention's state.
     """
     size = attention.store.block_size
-    inputs = InputBatch(2, 2 * size, size, len(attention.store.num_blocks))
+    inputs = InputBatch(2, 2 * size, size)
     seats = np.array([inputs.add(s, len(s)) for s in sequences])
     for seat in seats:
         inputs.append_blocks(seat, [2 * seat + 1, 2 * seat])

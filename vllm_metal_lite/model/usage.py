@@ -1,27 +1,27 @@
 """What a model asks of the kernels: attention, recurrences, rotations, norms.
 
-Observed while the model runs packed steps by the reference: its modules differ, but all call the
-same functions.
+Observed while packed steps by the reference are built: the modules of models differ, but all call
+the same functions.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from vllm_metal_lite.attention.base import AttentionCall
+from vllm_metal_lite.attention.base import AttentionCall, Step
 from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.state_store import Key
+from vllm_metal_lite.model.packed import Fusion
 from vllm_metal_lite.model.seam.hooks import Hook, hooked
 from vllm_metal_lite.model.seam.scaling import ScalingAt
 from vllm_metal_lite.recurrence.reference import ReferenceRecurrence
 from vllm_metal_lite.specs import AttentionShape, RecurrentShape, RopeShape
 
 
-class Usage:
-    """Records the shapes of a model's operations.
+class Usage(Fusion):
+    """Records the shapes of a model's operations, and merges none.
 
     recurrences: of layers that work on packed rows.  hidden_sizes: sizes of the normalised rows,
     except heads.
@@ -42,19 +42,16 @@ class Usage:
         return tuple(sorted(found, key=str))
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Record the calls of everything that runs meanwhile."""
-        fast, array, recurrence = mx.fast, mx.array, ReferenceRecurrence
+    def building(self, step: Step) -> Iterator[None]:
+        """Record the calls of a forward."""
+        recurrence = ReferenceRecurrence
         hooks: list[Hook] = [
-            (ReferenceStepAttention, "attend", self._attend(ReferenceStepAttention.attend)),
-            *(
-                (recurrence, name, self._recur(getattr(recurrence, name)))
-                for name in ("causal_conv", "gated_delta", "state_space")
-            ),
-            (fast, "rms_norm", partial(self._rms_norm, fast.rms_norm)),
-            (fast, "rope", partial(self._rope, fast.rope)),
-            (array, "at", self._at(array.at)),
-            *((array, name, self._mul(getattr(array, name))) for name in ("__mul__", "__rmul__")),
+            (ReferenceStepAttention, "attend", self._attend),
+            *((recurrence, n, self._recur) for n in ("causal_conv", "gated_delta", "state_space")),
+            (mx.fast, "rms_norm", self._rms_norm),
+            (mx.fast, "rope", self._rope),
+            (mx.array, "at", self._at),
+            *((mx.array, name, self._mul) for name in ("__mul__", "__rmul__")),
         ]
         try:
             with hooked(hooks):
@@ -62,32 +59,30 @@ class Usage:
         finally:
             self._scaled = None
 
-    def _attend(self, original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        def attend(step: ReferenceStepAttention, q: mx.array, call: AttentionCall) -> mx.array:
-            spec = step.store.specs[call.layer]
-            shape = AttentionShape(
-                num_heads=q.shape[1],
-                num_kv_heads=spec.num_kv_heads,
-                k_head_dim=spec.k_head_dim,
-                v_head_dim=spec.v_head_dim,
-                dtype=q.dtype,
-                window=call.window,
-                softcap=call.softcap,
-                sinks=call.sinks is not None,
-                latent=call.q_pe is not None,
-                attention_chunk=call.attention_chunk,
-            )
-            self.shapes[shape] = None
-            return original(step, q, call)
+    def _attend(
+        self, original: Callable, step: ReferenceStepAttention, q: mx.array, call: AttentionCall
+    ) -> mx.array:
+        spec = step.store.specs[call.layer]
+        shape = AttentionShape(
+            num_heads=q.shape[1],
+            num_kv_heads=spec.num_kv_heads,
+            k_head_dim=spec.k_head_dim,
+            v_head_dim=spec.v_head_dim,
+            dtype=q.dtype,
+            window=call.window,
+            softcap=call.softcap,
+            sinks=call.sinks is not None,
+            latent=call.q_pe is not None,
+            attention_chunk=call.attention_chunk,
+        )
+        self.shapes[shape] = None
+        return original(step, q, call)
 
-        return attend
-
-    def _recur(self, original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        def recur(step: ReferenceRecurrence, key: Key, operation: Any) -> mx.array:
-            self.recurrences[operation.shape] = None
-            return original(step, key, operation)
-
-        return recur
+    def _recur(
+        self, original: Callable, step: ReferenceRecurrence, key: Key, operation: Any
+    ) -> mx.array:
+        self.recurrences[operation.shape] = None
+        return original(step, key, operation)
 
     def _rms_norm(
         self, original: Callable, x: mx.array, weight: mx.array | None, eps: float, **kwargs: Any
@@ -110,13 +105,10 @@ class Usage:
         self._scaled = scaled, dims, factor
         return scaled
 
-    def _at(self, original: Any) -> Any:
-        return property(lambda x: ScalingAt(x, original.fget(x), self._note))
+    def _at(self, original: Callable, x: mx.array) -> ScalingAt:
+        return ScalingAt(x, original(x), self._note)
 
-    def _mul(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def mul(x: mx.array, y: Any) -> Any:
-            value = original(x, y)
-            heads = isinstance(y, float) and x.ndim == 4
-            return self._note(value, x.shape[-1], y) if heads else value
-
-        return mul
+    def _mul(self, original: Callable[..., Any], x: mx.array, y: Any) -> Any:
+        value = original(x, y)
+        heads = isinstance(y, float) and x.ndim == 4
+        return self._note(value, x.shape[-1], y) if heads else value

@@ -17,24 +17,35 @@ import mlx.nn as nn
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.model.seam.layer_cache import KVHandle
 
-# Hooks are global to the process, so one thread at a time builds a forward.
-_LOCK = threading.Lock()
+# Hooks are global to the process, so one thread at a time has some.
+_LOCK = threading.RLock()
 
-# (owner, name, replacement)
+# (owner, name, around): around(original, *args, **kwargs) replaces the owner's function.
 Hook = tuple[Any, str, Callable]
 
 
 @contextmanager
 def hooked(hooks: Sequence[Hook]) -> Iterator[None]:
-    """Install the hooks, and restore the original functions at the end."""
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in hooks]
-    for owner, name, function in hooks:
-        setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        for owner, name, function in originals:
-            setattr(owner, name, function)
+    """Install the hooks, and restore the original functions at the end.  Other threads wait."""
+    with _LOCK:
+        originals = [(owner, name, getattr(owner, name)) for owner, name, _ in hooks]
+        for (owner, name, around), (*_, original) in zip(hooks, originals, strict=True):
+            setattr(owner, name, _replacement(original, around))
+        try:
+            yield
+        finally:
+            for owner, name, original in originals:
+                setattr(owner, name, original)
+
+
+def _replacement(original: Any, around: Callable) -> Any:
+    if isinstance(original, property):
+        return property(partial(around, original.fget))
+
+    def call(*args: Any, **kwargs: Any) -> Any:  # a function, so a class makes it a method
+        return around(original, *args, **kwargs)
+
+    return call
 
 
 def namespaces(model: nn.Module, function: Callable) -> list[ModuleType]:
@@ -52,8 +63,7 @@ def modules_of(model: nn.Module) -> list[ModuleType]:
 @contextmanager
 def building(hooks: Sequence[Hook] = ()) -> Iterator[None]:
     """Held while a packed forward is built.  hooks: those beside attention's."""
-    attend = partial(_attend, mx.fast.scaled_dot_product_attention)
-    with _LOCK, hooked([(mx.fast, "scaled_dot_product_attention", attend), *hooks]):
+    with hooked([(mx.fast, "scaled_dot_product_attention", _attend), *hooks]):
         yield
 
 

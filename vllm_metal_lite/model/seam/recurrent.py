@@ -75,13 +75,12 @@ class ShortConv(nn.Conv1d):
 def noting_silu(model: nn.Module) -> Iterator[None]:
     """While held, note which convolutions of a native forward are followed by SiLU."""
     results: list[tuple[nn.Module, mx.array]] = []
-    original = nn.silu
 
     def noting(conv: nn.Module, call: Callable[..., mx.array], x: mx.array) -> mx.array:
         results.append((conv, call(x)))
         return results[-1][1]
 
-    def silu(x: mx.array) -> mx.array:
+    def silu(original: Callable[..., mx.array], x: mx.array) -> mx.array:
         for conv, y in results:
             if y is x:
                 conv.silu = True
@@ -108,16 +107,16 @@ class RecurrentHooks:
         activated: list[mx.array] = []
         normalized: list[_Normalized] = []
         return [
-            (mx, "concatenate", partial(_concatenate, mx.concatenate, activated)),
-            (mx, "split", partial(_split, mx.split)),
-            (nn, "silu", partial(_silu, nn.silu, activated)),
-            *((m, f.__name__, partial(new, f, normalized)) for m, f, new in self._named),
+            (mx, "concatenate", partial(_concatenate, activated)),
+            (mx, "split", _split),
+            (nn, "silu", partial(_silu, activated)),
+            *((m, f.__name__, partial(new, normalized)) for m, f, new in self._named),
         ]
 
 
 def _concatenate(
-    original: Callable,
     activated: list[mx.array],
+    original: Callable,
     arrays: Sequence[mx.array],
     *args: Any,
     **kwargs: Any,
@@ -143,12 +142,12 @@ def _split(
     return parts
 
 
-def _silu(original: Callable, activated: list[mx.array], x: mx.array) -> mx.array:
+def _silu(activated: list[mx.array], original: Callable, x: mx.array) -> mx.array:
     return x if any(x is y for y in activated) else original(x)
 
 
 def _normalize_qk(
-    original: Callable, normalized: list[_Normalized], q: mx.array, k: mx.array, **how: float
+    normalized: list[_Normalized], original: Callable, q: mx.array, k: mx.array, **how: float
 ) -> tuple[mx.array, mx.array]:
     """mlx-lm's function, which also records q and k before the norm, for the fused kernel."""
     qk = original(q, k, **how)
@@ -157,8 +156,8 @@ def _normalize_qk(
 
 
 def _gated_delta(
-    original: Callable,
     normalized: list[_Normalized],
+    original: Callable,
     q: mx.array,
     k: mx.array,
     v: mx.array,
@@ -182,8 +181,8 @@ def _gated_delta(
 
 
 def _state_space(
-    original: Callable,
     _: list[_Normalized],
+    original: Callable,
     x: mx.array,
     A_log: mx.array,
     B: mx.array,
