@@ -23,7 +23,7 @@ from vllm_metal_lite.kernels.arguments import LayerStore, new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
-from vllm_metal_lite.kernels.latent_attention import Where, decode_tiles, latent_attention
+from vllm_metal_lite.kernels.latent_attention import BatchArrays, decode_tiles, latent_attention
 from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.prefill import varlen_prefill
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix
@@ -137,7 +137,7 @@ def _latent_decodes(check: Check[AttentionShape], splits: int) -> ErrorAndLimit:
     return _latents(case, case.decodes, (tables, cu_seqlens_q, seq_lens, tiles), splits)
 
 
-def _latents(case: Case, batch: ForwardBatch, where: Where, splits: int) -> ErrorAndLimit:
+def _latents(case: Case, batch: ForwardBatch, where: BatchArrays, splits: int) -> ErrorAndLimit:
     assert case.q_pe is not None
     q, q_pe = case.q[: batch.num_tokens], case.q_pe[: batch.num_tokens]
     arrays = case.array(padded(q)), case.array(padded(q_pe)), *where, case.store()
