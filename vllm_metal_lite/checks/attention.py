@@ -67,9 +67,11 @@ def decode(check: Check[AttentionShape]) -> ErrorAndLimit:
     sequences share a prefix, in many splits.
     """
     plan = SPLIT if check.kernel == "merge_partitions" else WHOLE
-    if check.shape.latent:
-        return _latent_decodes(check, plan.splits)
     case = case_of(check.shape, check.block_size)
+    if check.shape.latent:
+        tables, seq_lens = decode_arrays(case.decodes)
+        cu_seqlens_q, tiles = decode_tiles(len(seq_lens), check.shape.num_heads)
+        return _latents(case, case.decodes, (tables, cu_seqlens_q, seq_lens, tiles), plan.splits)
     shares = "shared_prefix" in (check.kernel, *check.beside)
     batch, lens = case.sharing(SHARING) if shares else (case.decodes, np.zeros(0, np.int32))
     rows: mx.array | NewRows
@@ -128,13 +130,6 @@ def prefill(check: Check[AttentionShape]) -> ErrorAndLimit:
         return _latents(case, batch, where, splits=1)
     out, _ = varlen_prefill(case.array(q), *where, case.store(), **case.how())
     return _compare(case, batch, case.q, out)
-
-
-def _latent_decodes(check: Check[AttentionShape], splits: int) -> ErrorAndLimit:
-    case = case_of(check.shape, check.block_size)
-    tables, seq_lens = decode_arrays(case.decodes)
-    cu_seqlens_q, tiles = decode_tiles(len(CONTEXTS) + 1, check.shape.num_heads)
-    return _latents(case, case.decodes, (tables, cu_seqlens_q, seq_lens, tiles), splits)
 
 
 def _latents(case: Case, batch: ForwardBatch, where: BatchArrays, splits: int) -> ErrorAndLimit:
