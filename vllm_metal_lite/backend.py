@@ -5,6 +5,7 @@ replaces it (about 25 times faster in float32), but must be loaded with global s
 """
 
 import ctypes
+import logging
 import os
 import platform
 import re
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_metal_lite import envs
-from vllm_metal_lite.errors import ConfigError
+from vllm_metal_lite.errors import ConfigError, one_line
+
+logger = logging.getLogger(__name__)
 
 _LIBRARIES = {
     "MKL": ("libmkl_rt.so.2", "libmkl_rt.so.3", "libmkl_rt.so"),
@@ -159,3 +162,26 @@ def memory_limit() -> int:
     keys = ("max_recommended_working_set_size", "total_memory", "memory_size")  # Metal, CUDA
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(next((info[key] for key in keys if info.get(key)), host)) // _sharers
+
+
+_CPU_CACHE = 64 << 20  # with 1 GiB, steps of many sizes take as much CPU time
+
+
+def set_memory_limits() -> None:
+    """Limit MLX's memory and its cache of freed buffers; on Metal keep what MLX allocates resident.
+
+    At its memory limit MLX waits for running work before it allocates more.  Its default limit (0.8
+    of a CUDA device) may be less than weights and store: then MLX waits at each operation.
+
+    The cache gets a sixteenth of memory, at least 256 MiB: a step's buffers must fit, or each step
+    waits while the device frees and reallocates them, which costs a CPU nothing.  Without a wired
+    limit, macOS may take weights and store out of the GPU's reach between steps.
+    """
+    limit = memory_limit()
+    mx.set_memory_limit(limit)
+    mx.set_cache_limit(_CPU_CACHE if is_cpu() else max(limit // 16, 256 << 20))
+    if name() == "metal":
+        try:  # MLX refuses more than the system allows, and macOS before 15 has no such limit
+            mx.set_wired_limit(limit)
+        except (RuntimeError, ValueError) as e:
+            logger.info(f"memory is not wired: {one_line(e)}")

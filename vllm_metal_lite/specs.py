@@ -168,7 +168,7 @@ class KernelUse:
 
     hidden_sizes: elements of the rows whose residual sum is normalised.  weights: those of the
     linear layers that `skinny_gemm` could serve.  shares_prefix: requests may share blocks.
-    recurrences: the layers that keep states.  experts: the mixtures of experts.
+    recurrences: the parts of layers that keep states.  experts: the mixtures of experts.
     """
 
     shapes: tuple[AttentionShape, ...]

@@ -140,6 +140,14 @@ def test_the_command_is_that_of_this_python(monkeypatch):
     assert isolated.command() is None
 
 
+def test_a_process_that_cannot_start_leaves_no_file_open(monkeypatch):
+    monkeypatch.setattr(isolated, "command", lambda: ["/no/such/program"])
+    before = os.listdir("/dev/fd")
+    with pytest.raises(OSError, match="such") as error:  # keeps the frames, and what they opened
+        isolated.Child()
+    assert os.listdir("/dev/fd") == before, error
+
+
 def test_a_full_disk_costs_only_what_the_process_said(process, monkeypatch):
     process(varlen_prefill="os._exit(3)")
     monkeypatch.setattr(isolated.tempfile, "TemporaryFile", _no_space)

@@ -54,6 +54,7 @@ def test_a_row_names_what_exists():
         assert callable(getattr(import_module(f"{checks.__name__}.{module}"), function))
         assert not row.timed_against or callable(getattr(fallbacks, row.timed_against))
         assert {row.text, *row.needs} <= REGISTRY.keys()
+        assert not any(REGISTRY[needed].needs for needed in row.needs)
         assert constants.issuperset(row.constants)
 
 

@@ -361,8 +361,9 @@ def test_variants_that_are_long_unused_are_forgotten(monkeypatch):
     assert len(engine.runner.compiled._variants) == 2
 
 
-def test_a_step_with_prompts_that_cannot_be_traced_ends_it_too(monkeypatch):
+def test_a_step_with_prompts_that_cannot_be_traced_ends_it_too(monkeypatch, caplog):
     """After decodes were compiled, and with a step of decodes one ahead."""
+    caplog.set_level("INFO")
     engine = make_engine(max_num_batched_tokens=20, enable_prefix_caching=False)
     expected = arriving(uncompiled(make_engine(max_num_batched_tokens=20)), 3, PROMPTS[3:])
     norm = type(engine.model.packed.model.model.norm)
@@ -380,6 +381,7 @@ def test_a_step_with_prompts_that_cannot_be_traced_ends_it_too(monkeypatch):
         for request, output in expected.items():
             assert done[request].outputs[0].token_ids == output.outputs[0].token_ids
     assert "eval" in engine.runner.compiled.reason
+    assert caplog.text.count("no longer compiled") == 1
     assert engine.metrics()["compiled_steps"] > 0
     assert all(len(step.batch.token_ids) <= 8 for step in steps)
 

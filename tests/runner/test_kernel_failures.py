@@ -192,7 +192,7 @@ def test_a_kernel_that_its_next_best_way_needs_leaves_the_reference(monkeypatch,
     fault = FailingKernels(monkeypatch, "paged_decode")
     monkeypatch.setattr(
         "vllm_metal_lite.runner.step_path.select",
-        lambda option, store, shapes, *_: select(option, store, shapes, Verdict({})),
+        lambda *args, known, fatal: select(*args[:3], args[3] if fatal else Verdict({}), (), fatal),
     )
     engine = engine_of(PLAIN)
     assert serve(engine, before_step=arm(fault)) == expected

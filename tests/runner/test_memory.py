@@ -15,8 +15,8 @@ from vllm_metal_lite.errors import ConfigError, OutOfMemoryError
 from vllm_metal_lite.model.loader import load
 from vllm_metal_lite.runner import memory as sizing
 from vllm_metal_lite.runner import step_peak
-from vllm_metal_lite.runner.memory import size_store, step_peak_bytes
-from vllm_metal_lite.runner.step_peak import longer_context_bytes
+from vllm_metal_lite.runner.memory import size_store
+from vllm_metal_lite.runner.step_peak import longer_context_bytes, step_peak_bytes
 
 BYTES_PER_TOKEN = 3 * 2 * (16 + 16) * 4  # layers, KV heads, K and V, float32
 
@@ -193,12 +193,12 @@ def test_the_demo_starts_with_its_defaults_on_a_small_machine(monkeypatch):
 
 def test_memory_is_wired_on_metal_only(monkeypatch):
     wired = []
-    monkeypatch.setattr(sizing.mx, "set_wired_limit", wired.append)
-    sizing.set_memory_limits()
+    monkeypatch.setattr(mx, "set_wired_limit", wired.append)
+    backend.set_memory_limits()
     assert wired == []
     monkeypatch.setattr(backend, "name", lambda: "metal")
     monkeypatch.setattr(backend, "memory_limit", lambda: 1 << 33)
-    sizing.set_memory_limits()
+    backend.set_memory_limits()
     assert wired == [1 << 33]
 
 
@@ -206,7 +206,7 @@ def test_a_refused_wired_limit_harms_nothing(monkeypatch):
     def refuse(size):
         raise ValueError("larger than the maximum working set size")
 
-    monkeypatch.setattr(sizing.mx, "set_wired_limit", refuse)
+    monkeypatch.setattr(mx, "set_wired_limit", refuse)
     monkeypatch.setattr(backend, "name", lambda: "metal")
     monkeypatch.setattr(backend, "memory_limit", lambda: 1 << 33)
-    sizing.set_memory_limits()
+    backend.set_memory_limits()

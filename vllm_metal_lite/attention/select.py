@@ -57,8 +57,7 @@ def no_kernels(
     if option == "reference":
         return "asked for" if by_segment is None else f"asked for; {by_segment}"
     reason = by_segment or _unsupported(option, shapes, recurrences)
-    if reason is not None and option == "kernels":
-        raise ConfigError(Option("attention"), f"='kernels' is not possible: {reason}")
+    _check_option(option, reason)
     return reason
 
 
@@ -68,35 +67,41 @@ def select(
     shapes: Sequence[AttentionShape],
     verdict: Verdict,
     known: Collection[str] = (),
+    fatal: str | None = None,
 ) -> tuple[Attention, str]:
     """The attention path for a model that the kernels can serve, and the reason for the choice.
 
     A fallback replaces each failed kernel (kernels/registry.py), with a warning unless the kernel
-    is `known`.  If only the reference is left, option "kernels" raises ConfigError.
+    is `known`.  fatal: a failed kernel that its fallback needs, so only the reference is left.  If
+    only the reference is left, option "kernels" raises ConfigError.
     """
     failures = verdict.failures
-    prefill, fatal = _prefill(shapes, verdict)
-    if fatal is not None and option == "kernels":
-        raise ConfigError(
-            Option("attention"), f"='kernels' is not possible: a kernel fails: {failures[fatal]}"
-        )
+    prefill, irreplaceable = _prefill(shapes, verdict)
+    fatal = fatal or irreplaceable
+    reason = None if fatal is None else f"a kernel fails: {failures[fatal]}"
+    _check_option(option, reason)
     _warn(failures, known, fatal)
-    if fatal is not None:
-        return ReferenceAttention(store), f"a kernel fails: {failures[fatal]}"
+    if reason is not None:
+        return ReferenceAttention(store), reason
     latents = any(s.latent for s in shapes)
-    decodes = failures.keys().isdisjoint(("paged_decode", "latent_attention", "shared_prefix"))
     attention = KernelAttention(
         store,
         prefill,
         {s.num_heads // s.num_kv_heads for s in shapes},
         failed_kernels=failures,
-        rows_as_decodes=profile().rows_as_decodes if decodes else 0,
+        rows_as_decodes=profile().rows_as_decodes,
         latents=latents,
     )
     without = f"without {', '.join(sorted(failures))}, the others " if failures else ""
     varlen = "latent_attention" if latents else "varlen_prefill"
     prompts = varlen if prefill == "varlen" else "MLX's SDPA"
     return attention, f"{without}correct on this device; prompts by {prompts}"
+
+
+def _check_option(option: str, reason: str | None) -> None:
+    """Raise ConfigError if a reason leaves only the reference, which the option forbids."""
+    if reason is not None and option == "kernels":
+        raise ConfigError(Option("attention"), f"='kernels' is not possible: {reason}")
 
 
 def _warn(failures: Mapping[str, str], known: Collection[str], fatal: str | None) -> None:

@@ -23,7 +23,7 @@ from vllm_metal_lite.kernels.arguments import LayerStore, new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
-from vllm_metal_lite.kernels.latent_attention import Where, decode_tiles, latent_attention
+from vllm_metal_lite.kernels.latent_attention import BatchArrays, decode_tiles, latent_attention
 from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.prefill import varlen_prefill
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix
@@ -67,9 +67,11 @@ def decode(check: Check[AttentionShape]) -> ErrorAndLimit:
     sequences share a prefix, in many splits.
     """
     plan = SPLIT if check.kernel == "merge_partitions" else WHOLE
-    if check.shape.latent:
-        return _latent_decodes(check, plan.splits)
     case = case_of(check.shape, check.block_size)
+    if check.shape.latent:
+        tables, seq_lens = decode_arrays(case.decodes)
+        cu_seqlens_q, tiles = decode_tiles(len(seq_lens), check.shape.num_heads)
+        return _latents(case, case.decodes, (tables, cu_seqlens_q, seq_lens, tiles), plan.splits)
     shares = "shared_prefix" in (check.kernel, *check.beside)
     batch, lens = case.sharing(SHARING) if shares else (case.decodes, np.zeros(0, np.int32))
     rows: mx.array | NewRows
@@ -130,14 +132,7 @@ def prefill(check: Check[AttentionShape]) -> ErrorAndLimit:
     return _compare(case, batch, case.q, out)
 
 
-def _latent_decodes(check: Check[AttentionShape], splits: int) -> ErrorAndLimit:
-    case = case_of(check.shape, check.block_size)
-    tables, seq_lens = decode_arrays(case.decodes)
-    cu_seqlens_q, tiles = decode_tiles(len(CONTEXTS) + 1, check.shape.num_heads)
-    return _latents(case, case.decodes, (tables, cu_seqlens_q, seq_lens, tiles), splits)
-
-
-def _latents(case: Case, batch: ForwardBatch, where: Where, splits: int) -> ErrorAndLimit:
+def _latents(case: Case, batch: ForwardBatch, where: BatchArrays, splits: int) -> ErrorAndLimit:
     assert case.q_pe is not None
     q, q_pe = case.q[: batch.num_tokens], case.q_pe[: batch.num_tokens]
     arrays = case.array(padded(q)), case.array(padded(q_pe)), *where, case.store()

@@ -21,14 +21,14 @@ from vllm_metal_lite.kernels.experts import (
 from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS
 from vllm_metal_lite.specs import Quantisation
 
-_ROWS, _MANY_ROWS, _TOP_K = 20, 300, 4
+_ROWS, _MANY_ROWS, _CHOICES = 20, 300, 4
 _PADDING = 2  # rows, the last ones
 # Tiles of many rows, and of few, which take no instructions for matrices.
 _TILES = 32, MAX_LANE_ROWS
 # Fewer experts and columns than the model has, but its depth: the kernel's text is the same.
 _EXPERTS, _OUTPUTS = 5, 200
 _CLAMPED = Activation("clamped_swiglu", 1.702, 7.0)
-_TOPK = 8
+_MOST_CHOSEN = 8
 _ROUTINGS = (
     Routing("softmax", late=True, weights="renormalized"),
     Routing("sigmoid", weights="renormalized", eps=1e-2, factor=2.5),
@@ -52,7 +52,7 @@ def product(check: Check[MixtureShape]) -> ErrorAndLimit:
     arrays MLX passes in another address space."""
     (shape, dtype), rng = check.shape, np.random.default_rng(0)
     indices = _indices(_EXPERTS)
-    pairs, rows = indices.reshape(-1), np.arange(_ROWS).repeat(_TOP_K)
+    pairs, rows = indices.reshape(-1), np.arange(_ROWS).repeat(_CHOICES)
     # Halved: otherwise rounding errors of gate and up add up.
     x = rounded(draw(rng, (_ROWS, shape.hidden), dtype) / 2, dtype)
     clamped = shape.activation == "clamped_swiglu"
@@ -73,11 +73,11 @@ def product(check: Check[MixtureShape]) -> ErrorAndLimit:
         for array in [mx.array(_plan(indices, _EXPERTS, tile))]
     ]
     got, expected = [], []
-    for count, tiles in [*plans, (1, plan_experts(where[:_TOP_K][None], _EXPERTS))]:
-        own = where[: count * _TOP_K]
+    for count, tiles in [*plans, (1, plan_experts(where[:_CHOICES][None], _EXPERTS))]:
+        own = where[: count * _CHOICES]
         first, other = mx.array(x[:count]).astype(dtype), up if gated else None
         got.append(
-            expert_product(first, own, tiles, gate, up=other, activation=activation, share=_TOP_K)
+            expert_product(first, own, tiles, gate, up=other, activation=activation, share=_CHOICES)
         )
         got.append(expert_product(mx.array(y[: len(own)]).astype(dtype), own, tiles, down))
         expected += [inner[: len(own)], outer[: len(own)]]
@@ -88,7 +88,7 @@ def topk(check: Check[MixtureShape]) -> ErrorAndLimit:
     """Each way to score and to weigh, in both orders; equal scores, and a bias for half of them.
     Half of the rows are so large that their exponentials overflow."""
     count, dtype, rng = check.shape.experts.experts, check.shape.dtype, np.random.default_rng(0)
-    top_k = min(_TOPK, count)
+    top_k = min(_MOST_CHOSEN, count)
     got: list[mx.array] = []
     expected: list[np.ndarray] = []
     # Each value occurs twice; different values are apart by more than rounding.
@@ -133,11 +133,11 @@ def _softmax(x: np.ndarray) -> np.ndarray:
 
 def weighted_sum(check: Check[MixtureShape]) -> ErrorAndLimit:
     dtype, rng = check.shape.dtype, np.random.default_rng(0)
-    x = draw(rng, (_ROWS * _TOP_K, check.shape.experts.hidden), dtype)
-    weights = rng.random((_ROWS, _TOP_K)).astype(np.float32) / _TOP_K
-    expected = (x.reshape(_ROWS, _TOP_K, -1) * weights[..., None]).sum(1)
+    x = draw(rng, (_ROWS * _CHOICES, check.shape.experts.hidden), dtype)
+    weights = rng.random((_ROWS, _CHOICES)).astype(np.float32) / _CHOICES
+    expected = (x.reshape(_ROWS, _CHOICES, -1) * weights[..., None]).sum(1)
     got = [
-        expert_sum(mx.array(x[: rows * _TOP_K]).astype(dtype), mx.array(weights[:rows]), dtype)
+        expert_sum(mx.array(x[: rows * _CHOICES]).astype(dtype), mx.array(weights[:rows]), dtype)
         for rows in (_ROWS, 1)
     ]
     return largest(got, [expected, expected[:1]]), TOLERANCE[dtype]
@@ -145,7 +145,7 @@ def weighted_sum(check: Check[MixtureShape]) -> ErrorAndLimit:
 
 def _indices(experts: int, rows: int = _ROWS) -> np.ndarray:
     """All experts in turn for the first quarter of the rows, then the last expert only."""
-    indices = np.arange(rows * _TOP_K).reshape(rows, _TOP_K) % experts
+    indices = np.arange(rows * _CHOICES).reshape(rows, _CHOICES) % experts
     indices[rows // 4 :] = experts - 1
     return indices.astype(np.uint32)
 
@@ -161,7 +161,7 @@ def _plan(indices: np.ndarray, experts: int, tile: int) -> np.ndarray:
         for first, count in zip(np.cumsum(counts) - counts, counts, strict=True)
         for at in range(0, count, tile)
     ]
-    live = (len(indices) - _PADDING) * _TOP_K
+    live = (len(indices) - _PADDING) * _CHOICES
     tiles = [(first, count if first < live else -count) for first, count in tiles]
     tiles += [(0, 0)] * (most_tiles(len(pairs), experts, tile) - len(tiles))
     order = np.argsort(pairs, kind="stable")

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing import Pipe
 from typing import IO, Any
 
@@ -110,24 +110,25 @@ class Child:
             raise OSError("there is no program to start")
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         self._errors: IO[bytes] | None = None  # what the process prints, if the disk has room
-        with suppress(OSError):
-            self._errors = tempfile.TemporaryFile()  # noqa: SIM115
-        self._pipe, theirs = Pipe()
-        with theirs:
-            self._process = subprocess.Popen(
-                [*words, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.PIPE,
-                stdout=self._errors or subprocess.DEVNULL,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": path, **(variables or {})},
+        with ExitStack() as opened:
+            with suppress(OSError):
+                self._errors = opened.enter_context(tempfile.TemporaryFile())
+            self._pipe, theirs = map(opened.enter_context, Pipe())
+            self._process = opened.enter_context(
+                subprocess.Popen(
+                    [*words, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.PIPE,
+                    stdout=self._errors or subprocess.DEVNULL,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "PYTHONPATH": path, **(variables or {})},
+                )
             )
-        try:
+            opened.callback(self._process.kill)
+            theirs.close()
             if (device := self._answer(_START)) != backend.describe():
                 raise OSError(f"the child process uses {device}")
-        except BaseException:
-            self.close()
-            raise
+            self._opened = opened.pop_all()
 
     def ask(self, check: Check, timed: bool, deadline: float) -> CheckResult:
         """The result of one check, whatever the kernel does."""
@@ -151,12 +152,7 @@ class Child:
         raise OSError(f"hangs: no result after {seconds:g} s")
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._pipe.close()
-        for file in (self._process.stdin, self._errors):
-            if file is not None:
-                file.close()
+        self._opened.close()
 
     def _why(self) -> str:
         """How the process ended, and the last line that it printed."""

@@ -1,4 +1,4 @@
-"""The kernel use of popular models, for `doctor` without a model.
+"""Kernel uses for `doctor` without a model: of popular models; with --full, of many more shapes.
 
 Together the common uses cover heads of 64, 128 and 256, one to eight query heads a KV head, both
 16-bit types, windows, softcaps, sinks, norms of heads, rotations with a factor, stores of 8 and 4

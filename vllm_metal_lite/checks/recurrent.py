@@ -22,12 +22,7 @@ from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.recurrence import QKNorm
 from vllm_metal_lite.kv.state_store import Key, StateSpec, StateStore
-from vllm_metal_lite.recurrence.base import (
-    CausalConv,
-    GatedDelta,
-    StateSpace,
-    StepRecurrence,
-)
+from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace, StepRecurrence
 from vllm_metal_lite.recurrence.kernels import KernelRecurrence, SegmentPlan
 from vllm_metal_lite.recurrence.reference import ReferenceRecurrence
 from vllm_metal_lite.specs import ConvShape, GatedNormShape, RecurrenceShape

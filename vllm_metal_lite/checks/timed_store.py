@@ -45,7 +45,7 @@ class TimedStore:
         # Rotary parts of queries to latents.
         rotary = (self.batch.num_tokens, shape.num_heads, shape.v_head_dim)
         self.q_pe = mx.random.normal(rotary).astype(shape.dtype) if shape.latent else None
-        mx.eval(store.arrays, *[self.q_pe] * shape.latent)
+        mx.eval(store.arrays, self.q_pe)
 
     def queries(self) -> mx.array:
         q = mx.random.normal((self.batch.num_tokens, self.shape.num_heads, self.shape.k_head_dim))

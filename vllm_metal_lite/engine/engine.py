@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.input_batch import InputBatch
@@ -27,7 +28,7 @@ from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.runner.build import build_runner, optional_module
-from vllm_metal_lite.runner.memory import set_memory_limits, size_store
+from vllm_metal_lite.runner.memory import size_store
 from vllm_metal_lite.runner.pipeline import Pipeline
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.runner import ModelRunner, StatesLost
@@ -55,7 +56,7 @@ class LLMEngine:
         self.config = config = _config_of(config)
         self.model = model = model.with_kv_bits(config.kv_bits)
         self.kv_groups, self.max_model_len, self.num_state_slots = size_store(model, config)
-        set_memory_limits()
+        backend.set_memory_limits()
         seats, size = config.max_num_seqs, config.block_size
         states = model.packed.state_store(self.num_state_slots)
         store = PagedStore(model.kv_specs, self.kv_groups, size, states=states)

@@ -59,7 +59,7 @@ class FusedLaunches(Fusion):
 
     @property
     def note(self) -> str:
-        """The part of the start-up line about products."""
+        """The part of the start-up line about products and experts."""
         parts = (
             ("products", self.skinny_rows, "skinny_gemm"),
             ("experts", self.expert_rows, "expert_gemm"),

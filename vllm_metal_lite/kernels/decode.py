@@ -7,7 +7,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.arguments import MAX_SPLITS, STORE, TICKET_SHAPE, LayerStore, bits
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template
-from vllm_metal_lite.kernels.new_rows import NONE_NEW, NewRows
+from vllm_metal_lite.kernels.new_rows import NewRows, query_inputs
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult
 from vllm_metal_lite.kv.row_format import RowFormat
 
@@ -48,12 +48,7 @@ def paged_decode(
     """
     kv_heads, k_row, v_row = store.spec.num_kv_heads, store.spec.k_row, store.spec.v_row
     k_dim, v_dim, dtype = k_row.dim, v_row.dim, k_row.dtype
-    if isinstance(q, mx.array):
-        batch, heads, _ = q.shape
-        arrays, new = [q] * 3 + [None] * 3, NONE_NEW
-    else:
-        batch, heads = len(q.q.array), q.num_heads
-        arrays, new = q.arrays, q.template(store.spec)
+    batch, heads, arrays, of_rows = query_inputs(q, store.spec)
     group = heads // kv_heads
     aligned = (_load_words(row) for row in (k_row, v_row))
     lanes, k_width, v_width = _lanes(k_row.value_words, v_row.value_words, *aligned)
@@ -66,7 +61,7 @@ def paged_decode(
     partial = splits > 1
     out_dtype = mx.float32 if partial else dtype
     template: Template = {"T": dtype, "OUT_T": out_dtype, "KV_HEADS": kv_heads, "GROUP": group}
-    template |= {"HEADS": at_once, "FUSED": new is not NONE_NEW, **new}
+    template |= {"HEADS": at_once, **of_rows}
     template |= {"PREFIX": prefix is not None, **store.template}
     template |= {"BLOCK_SIZE": store.block_size, "WINDOW": window or 0, "SCALE": bits(scale)}
     template |= {"SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None}

@@ -20,7 +20,7 @@ _LATENT_ATTENTION = Kernel(
 
 
 # Block tables, cu_seqlens_q, seq_lens and tiles of a batch.
-Where = tuple[mx.array, mx.array, mx.array, mx.array]
+BatchArrays = tuple[mx.array, mx.array, mx.array, mx.array]
 
 
 @lru_cache(maxsize=256)

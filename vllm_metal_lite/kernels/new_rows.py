@@ -10,7 +10,7 @@ from vllm_metal_lite.kernels.launch import Template
 from vllm_metal_lite.kv.store import LayerSpec
 
 # Template values that disable the fused inputs.
-NONE_NEW: Template = {
+_NONE_NEW: Template = {
     **dict.fromkeys(("DIMS", "TRADITIONAL", "ROPE_SCALE", "LOG2_BASE", "FREQS", "FACTOR"), 0),
     **{f"{x}_{of}": 0 for x in "QKV" for of in ("WIDTH", "START")},
     **{f"{x}_{of}": 0 for x in "QK" for of in ("NORM", "WEIGHT", "EPS")},
@@ -116,3 +116,16 @@ class NewRows(NamedTuple):
             template[f"{name}_WEIGHT"] = weight is not None
             template |= {f"{name}_EPS": bits(eps), f"{name}_R": norm_dtype(dtype, weight)}
         return template
+
+
+def query_inputs(
+    q: mx.array | NewRows, spec: LayerSpec
+) -> tuple[int, int, list[mx.array | None], Template]:
+    """Rows and heads of q, `NewRows.arrays`, and its template values, FUSED included.
+
+    q: queries (B, H, k_head_dim), which stand in for keys and values; or new rows.
+    """
+    if isinstance(q, NewRows):
+        return len(q.q.array), q.num_heads, q.arrays, {"FUSED": True, **q.template(spec)}
+    rows, heads, _ = q.shape
+    return rows, heads, [q, q, q, None, None, None], {"FUSED": False, **_NONE_NEW}

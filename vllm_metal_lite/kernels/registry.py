@@ -24,7 +24,7 @@ class KernelRow:
     check: "module.function" in checks/.
     timed_against: the function of checks/fallbacks.py that times the kernel beside its
         fallback; "": the kernel is not timed.
-    needs: kernels without which this one is neither used nor checked.
+    needs: kernels without which this one is neither used nor checked; they need none themselves.
     base: the kernel that this is a use of; template: the values that the use sets.
     essential: nothing but the reference replaces the kernel, because no MLX operation may touch
         what kernels write.

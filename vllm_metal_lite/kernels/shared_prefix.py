@@ -6,7 +6,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.arguments import STORE, LayerStore, bits, num_splits
 from vllm_metal_lite.kernels.launch import Kernel, Template
-from vllm_metal_lite.kernels.new_rows import NONE_NEW, NewRows
+from vllm_metal_lite.kernels.new_rows import NewRows, query_inputs
 from vllm_metal_lite.kernels.prefill import TILE_ROWS, keys_at_once, partners_of
 
 _ROWS = ("q", "q_weight", "freqs", "block_tables", "seq_lens", "leader", "prefix_lens")
@@ -53,24 +53,17 @@ def shared_prefix(
     """
     spec = store.spec
     kv_heads, k_dim, v_dim, dtype = spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim, spec.dtype
-    if isinstance(q, mx.array):
-        rows, heads, _ = q.shape
-        arrays, new = [q, None, None], NONE_NEW
-    else:
-        rows, heads = len(q.q.array), q.num_heads
-        first, _, _, weight, _, freqs = q.arrays
-        arrays, new = [first, weight, freqs], q.template(spec)
-    fused = new is not NONE_NEW
+    rows, heads, (queries, _, _, weight, _, freqs), of_rows = query_inputs(q, spec)
     group, partners = heads // kv_heads, partners_of(k_dim, v_dim, dtype, held=64)
     simdgroups = TILE_ROWS // 8 * partners
-    template: Template = {"T": dtype, "FUSED": fused}
+    template: Template = {"T": dtype}
     # The kernel has no new keys and values.
-    template |= {name: value for name, value in new.items() if name[:2] not in ("K_", "V_")}
+    template |= {name: value for name, value in of_rows.items() if name[:2] not in ("K_", "V_")}
     template |= {"KV_HEADS": kv_heads, "GROUP": group, "BLOCK_SIZE": store.block_size}
     template |= store.template | {"SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0)}
     template |= {"KEYS": keys_at_once(k_dim, v_dim, dtype.size), "SIMDGROUPS": simdgroups}
     template["PARTNERS"] = partners
-    inputs = [*arrays, block_tables, seq_lens, leader, prefix_lens, *store.arrays]
+    inputs = [queries, weight, freqs, block_tables, seq_lens, leader, prefix_lens, *store.arrays]
     grid = kv_heads, -(-rows * group // TILE_ROWS), splits
     shapes, dtypes = [(rows, heads, splits, v_dim), (rows, heads, splits)], [mx.float32] * 2
     partial, lse = _SHARED_PREFIX(inputs, template, grid, 32 * simdgroups, shapes, dtypes)

@@ -67,7 +67,7 @@ class Fusion:
 
     @property
     def note(self) -> str:
-        """The part of the start-up line about products."""
+        """The part of the start-up line about what is fused."""
         return ""
 
     def building(self, step: Step) -> AbstractContextManager[None]:

@@ -9,6 +9,7 @@ Tracing costs more than building the graph once.  Steps of decodes usually repea
 traced at once.  A variant with prompts is traced the second time.
 """
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,9 +17,12 @@ from typing import Any
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Attention, Step
+from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
+
+logger = logging.getLogger(__name__)
 
 # Variants kept (LRU); one load has a few.
 _MAX_VARIANTS = 64
@@ -49,7 +53,7 @@ class CompiledSteps:
         self.reason: str | None = None
         if backend.is_cpu():
             self.reason = "on a CPU"
-        elif attention.name != "kernels":
+        elif not isinstance(attention, KernelAttention):
             self.reason = f"the {attention.name} attention plans each step"
         elif model.sees_sequences:
             self.reason = "some layers of this model see sequences"
@@ -83,6 +87,7 @@ class CompiledSteps:
             result = forward(step._replace(batch=no_batch), state)
         except Exception as e:  # models can fail to trace in any way
             self.reason = f"{type(e).__name__}: {one_line(e)}"
+            logger.info(f"steps are no longer compiled: {self.reason}")
             self._variants.clear()
             return None
         self.num_steps += 1

@@ -1,6 +1,5 @@
 """How many blocks fit on the device beside the weights, the states and a step's peak memory."""
 
-import gc
 import logging
 import math
 from bisect import bisect_right
@@ -9,19 +8,12 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
-from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import ForwardBatch, SegmentState
-from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.errors import ConfigError, Option, OutOfMemoryError, one_line, size_text
-from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.errors import ConfigError, Option, OutOfMemoryError, size_text
 from vllm_metal_lite.model.loader import LoadedModel
-from vllm_metal_lite.runner.step_peak import longer_context_bytes
+from vllm_metal_lite.runner.step_peak import step_peak_bytes
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
 
 logger = logging.getLogger(__name__)
@@ -214,73 +206,3 @@ def _states(model: LoadedModel, config: EngineConfig, num_slots: int) -> str:
     text = f" + recurrent states of {config.max_num_seqs} requests"
     text += f" and {checkpoints} checkpoints" if checkpoints else ""
     return f"{text} {_gib(num_slots * model.state_bytes)}"
-
-
-def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int) -> int:
-    """Bytes that a full step needs beyond weights, states and store, measured by running one.
-
-    The step has one chunk with earlier context, and logits for as many rows as may be sampled.  One
-    repeated block holds the whole context, so the store is tiny.
-    """
-    device = profile()
-    rows = min(config.max_num_batched_tokens, max_model_len, device.profile_rows)
-    count = min(config.max_num_seqs, rows)
-    bs = config.block_size
-    context = max(min(max_model_len, device.profile_context), rows)
-    inputs = InputBatch(count, context, bs)
-    lengths = np.ones(count, np.int64)
-    lengths[-1] = rows - count + 1
-    seats = np.array([inputs.add([0], 1) for _ in range(count)])
-    # All segments share one slot: only the sizes matter.
-    store = PagedStore(model.kv_specs, 1, bs, states=model.packed.state_store(1))
-    attention = ReferenceAttention(store)
-    inputs.num_tokens[seats[-1]] = context
-    batch = inputs.pack(
-        seats,
-        np.where(np.arange(count) == count - 1, context - lengths, 0),
-        lengths,
-        [SegmentState(0, 0)] * count,
-    )
-    gc.collect()  # what is freed later would hide a part of the peak
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    _run(model, attention, batch, min(config.max_sampled_rows, rows))
-    peak = mx.get_peak_memory() - before
-    del store, attention
-    mx.clear_cache()
-    full = min(config.max_num_batched_tokens, max_model_len)
-    return int(peak * max(full / rows, 1.0)) + longer_context_bytes(
-        model, full, context, max_model_len
-    )
-
-
-def _run(
-    model: LoadedModel, attention: ReferenceAttention, batch: ForwardBatch, num_sampled: int
-) -> None:
-    step = attention.prepare(batch, batch.num_tokens)
-    bound = attention.begin(step, attention.new_state())
-    logits, _ = model.packed(bound, mx.arange(num_sampled))
-    mx.eval(mx.softmax(logits.astype(mx.float32), axis=-1), attention.store.states.arrays)
-
-
-_CPU_CACHE = 64 << 20  # with 1 GiB, steps of many sizes take as much CPU time
-
-
-def set_memory_limits() -> None:
-    """Limit MLX's memory and its cache of freed buffers; on Metal keep what MLX allocates resident.
-
-    At its memory limit MLX waits for running work before it allocates more.  Its default limit (0.8
-    of a CUDA device) may be less than weights and store: then MLX waits at each operation.
-
-    The cache gets a sixteenth of memory, at least 256 MiB: a step's buffers must fit, or each step
-    waits while the device frees and reallocates them, which costs a CPU nothing.  Without a wired
-    limit, macOS may take weights and store out of the GPU's reach between steps.
-    """
-    limit = backend.memory_limit()
-    mx.set_memory_limit(limit)
-    mx.set_cache_limit(_CPU_CACHE if backend.is_cpu() else max(limit // 16, 256 << 20))
-    if backend.name() == "metal":
-        try:  # MLX refuses more than the system allows, and macOS before 15 has no such limit
-            mx.set_wired_limit(limit)
-        except (RuntimeError, ValueError) as e:
-            logger.info(f"memory is not wired: {one_line(e)}")

@@ -4,20 +4,15 @@ A kernel may fail while serving, because MLX compiles a kernel at its first laun
 sizes.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from vllm_metal_lite.attention.base import Attention
-from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
+from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.select import Verdict, select
-from vllm_metal_lite.errors import ConfigError, Option
 from vllm_metal_lite.kernels.launch import KernelError
-from vllm_metal_lite.kernels.registry import REFERENCE
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion
 from vllm_metal_lite.specs import AttentionShape
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,7 +36,7 @@ class StepPath:
 
     @property
     def uses_kernels(self) -> bool:
-        return self.attention.name == "kernels"
+        return isinstance(self.attention, KernelAttention)
 
     @property
     def failed_kernels(self) -> tuple[str, ...]:
@@ -53,16 +48,17 @@ class StepPath:
 
         Raises ConfigError if only the reference is left and the option forbids it.
         """
-        kernel, store, known = error.kernel, self.attention.store, self.verdict.failures
+        kernel, known = error.kernel, self.verdict.failures
         line = f"{kernel} fails in a step: {error.why}"
         verdict = replace(self.verdict, failures={**known, kernel: line})
-        if kernel not in known:
-            attention, reason = select(self.option, store, self.shapes, verdict, known)
-        elif self.option == "kernels":
-            raise ConfigError(Option("attention"), f"='kernels' is not possible: {line}")
-        else:  # the fallback runs this kernel too
-            logger.warning(f"{line}; {REFERENCE}")
-            attention, reason = ReferenceAttention(store), f"a kernel fails: {line}"
+        attention, reason = select(
+            self.option,
+            self.attention.store,
+            self.shapes,
+            verdict,
+            known=known.keys() - {kernel},
+            fatal=kernel if kernel in known else None,
+        )
         path = replace(self, attention=attention, attention_reason=reason, verdict=verdict)
         fusion = self.fusion.without(path.failed_kernels) if path.uses_kernels else NO_FUSION
         return replace(path, fusion=fusion)

@@ -1,12 +1,19 @@
-"""Estimates the memory of a step from shapes, for models that are not loaded and long contexts."""
+"""The peak memory of a full step: measured, or estimated for a model that is not loaded."""
 
+import gc
 import math
 
+import numpy as np
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from vllm_metal_lite.attention.sdpa.fused import unfused
+from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.forward_batch import ForwardBatch, SegmentState
+from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
+from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
 
 # Peak of a call by products, in sizes of its scores: measured 1.4, and 3.4 with sinks.
@@ -16,8 +23,55 @@ _COPIES, _COPIES_WITH_SINKS = 1.5, 3.5
 _EXPERTS_PER_TOKEN = ("top_k", "num_experts_per_tok")
 
 
+def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int) -> int:
+    """Bytes that a full step needs beyond weights, states and store, measured by running one.
+
+    The step has one chunk with earlier context, and logits for as many rows as may be sampled.  One
+    repeated block holds the whole context, so the store is tiny.
+    """
+    device = profile()
+    rows = min(config.max_num_batched_tokens, max_model_len, device.profile_rows)
+    count = min(config.max_num_seqs, rows)
+    bs = config.block_size
+    context = max(min(max_model_len, device.profile_context), rows)
+    inputs = InputBatch(count, context, bs)
+    lengths = np.ones(count, np.int64)
+    lengths[-1] = rows - count + 1
+    seats = np.array([inputs.add([0], 1) for _ in range(count)])
+    # All segments share one slot: only the sizes matter.
+    store = PagedStore(model.kv_specs, 1, bs, states=model.packed.state_store(1))
+    attention = ReferenceAttention(store)
+    inputs.num_tokens[seats[-1]] = context
+    batch = inputs.pack(
+        seats,
+        np.where(np.arange(count) == count - 1, context - lengths, 0),
+        lengths,
+        [SegmentState(0, 0)] * count,
+    )
+    gc.collect()  # what is freed later would hide a part of the peak
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    _run(model, attention, batch, min(config.max_sampled_rows, rows))
+    peak = mx.get_peak_memory() - before
+    del store, attention
+    mx.clear_cache()
+    full = min(config.max_num_batched_tokens, max_model_len)
+    return int(peak * max(full / rows, 1.0)) + longer_context_bytes(
+        model, full, context, max_model_len
+    )
+
+
+def _run(
+    model: LoadedModel, attention: ReferenceAttention, batch: ForwardBatch, num_sampled: int
+) -> None:
+    step = attention.prepare(batch, batch.num_tokens)
+    bound = attention.begin(step, attention.new_state())
+    logits, _ = model.packed(bound, mx.arange(num_sampled))
+    mx.eval(mx.softmax(logits.astype(mx.float32), axis=-1), attention.store.states.arrays)
+
+
 def estimated_step_peak(model: LoadedModel, config: EngineConfig, max_model_len: int) -> int:
-    """As `memory.step_peak_bytes`, from the shapes of the model's weights; nothing runs.
+    """As `step_peak_bytes`, from the shapes of the model's weights; nothing runs.
 
     Counts the outputs of a layer's products, twice to cover the values between them; the K and V
     of one layer's context and the scores of a call that keeps them; the logits of all sampled rows,

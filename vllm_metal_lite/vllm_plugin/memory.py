@@ -11,7 +11,7 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import OutOfMemoryError, size_text
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.loader import LoadedModel
-from vllm_metal_lite.runner.memory import step_peak_bytes
+from vllm_metal_lite.runner.step_peak import step_peak_bytes
 from vllm_metal_lite.vllm_plugin.state_slot_manager import MOST_SLOTS
 
 # The most of the memory beside weights and a step that state slots get.  A request needs about as

@@ -19,7 +19,6 @@ from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.adapters.modules import rotation_limit
 from vllm_metal_lite.model.loader import LoadedModel, load
-from vllm_metal_lite.runner import memory as sizing
 from vllm_metal_lite.runner.build import build_runner
 from vllm_metal_lite.runner.pipeline import Pipeline
 from vllm_metal_lite.runner.runner import ModelRunner, StatesLost
@@ -101,7 +100,7 @@ class MetalLiteWorker(WorkerBase):
         _check_rotation(self.model, self.model_config.max_model_len)
         if self._pooling is not None and (problem := self.model.no_embeddings) is not None:
             raise ConfigError(f"{model.name} gives no embeddings: {problem}")
-        sizing.set_memory_limits()
+        backend.set_memory_limits()
         if self.cache_config.enable_prefix_caching and (reason := self._no_prefix_cache()):
             self._disable_prefix_cache(reason)
 

@@ -34,7 +34,8 @@ class KernelAttention:
     prefill: the path of large prompts, "varlen" or "gather".  queries_per_kv: query heads per KV
     head, over all layers; empty: no prompt uses `varlen_prefill`.  failed_kernels: replaced as the
     registry says.
-    rows_as_decodes: in steps of at most this many rows, prompt rows may be attended to as decodes.
+    rows_as_decodes: in steps of at most this many rows, prompt rows may be attended to as decodes,
+    unless a kernel of such steps failed.
     latents: some layers keep latents.
     """
 
@@ -52,10 +53,12 @@ class KernelAttention:
         latents: bool = False,
     ) -> None:
         self.store, self.prefill, self.failed_kernels = store, prefill, frozenset(failed_kernels)
-        self.rows_as_decodes = rows_as_decodes
         self._queries_per_kv = sorted(queries_per_kv)
         fits = [tiles_serve(spec.k_head_dim, spec.v_head_dim) for spec in store.specs]
         self._unused = unused_kernels(self.failed_kernels)
+        decodes = self._unused.isdisjoint(("paged_decode", "latent_attention"))
+        can_share = decodes and "shared_prefix" not in self._unused
+        self.rows_as_decodes = rows_as_decodes if can_share else 0
         # `shared_prefix` needs full attention and a supported head size.
         self.shares = [
             "shared_prefix" not in self._unused and fit and spec.window is None
@@ -65,13 +68,13 @@ class KernelAttention:
         self._varlen = works and (latents or all(fits)) and bool(self._queries_per_kv)
         self._fuses_decodes = not latents and "fused_decode" not in self._unused
         self._plan_decodes: DecodePlanner | None = None
-        if self.failed_kernels.isdisjoint(("paged_decode", "latent_attention")):
+        if decodes:
             of_layers = zip(store.group_of, self.shares, strict=True)
             self._plan_decodes = DecodePlanner(
                 {keys.shape[1] for keys in store.keys},
                 splits="merge_partitions" not in self._unused,
                 sharing_groups=sorted({group for group, shared in of_layers if shared}),
-                rows_as_decodes=rows_as_decodes,
+                rows_as_decodes=self.rows_as_decodes,
             )
 
     def over(self, store: PagedStore) -> "KernelAttention":
@@ -87,7 +90,7 @@ class KernelAttention:
 
     def prepare(self, batch: ForwardBatch, num_rows: int) -> Step:
         decodes = self._plan_decodes(batch, num_rows) if self._plan_decodes else None
-        first = decodes.num_rows if decodes else 0
+        first = decodes.num_rows if decodes else 0  # row of the prompts, and their first segment
         prompts = None
         if first < batch.num_tokens:
             prompts = self._plan_prompts(batch, first, num_rows - first)

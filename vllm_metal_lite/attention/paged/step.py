@@ -16,7 +16,7 @@ from vllm_metal_lite.kernels.arguments import LayerStore
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
-from vllm_metal_lite.kernels.latent_attention import Where, decode_tiles, latent_attention
+from vllm_metal_lite.kernels.latent_attention import BatchArrays, decode_tiles, latent_attention
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
 from vllm_metal_lite.kernels.new_rows import NewRows
@@ -162,7 +162,7 @@ class KernelStepAttention:
         return out
 
     def _latents(
-        self, q: mx.array, q_pe: mx.array, where: Where, call: AttentionCall, splits: int = 1
+        self, q: mx.array, q_pe: mx.array, where: BatchArrays, call: AttentionCall, splits: int = 1
     ) -> mx.array:
         """where: block tables, cu_seqlens_q, seq_lens and tiles of decodes or of prompts."""
         arrays = q, q_pe, *where, self._store(call.layer)

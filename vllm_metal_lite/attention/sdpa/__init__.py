@@ -1,1 +1,1 @@
-"""The reference attention: MLX's SDPA, or MLX's products and softmax, on every backend."""
+"""Attention by MLX's SDPA, on every backend: the reference, and gathered prompts of the kernels."""
