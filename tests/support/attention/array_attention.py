@@ -1,7 +1,7 @@
 """KernelAttention without kernels: its rows by MLX operations that depend on nothing but arrays.
 
 So whole steps can be compiled on a CPU, where host kernels cannot (they need values).  K and V are
-the state: they go into a compiled step and come out of it.  Used by tests of compiled steps.
+the state: they go into a compiled step and come out of it.
 """
 
 from copy import copy

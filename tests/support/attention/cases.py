@@ -1,7 +1,4 @@
-"""Steps of given segments over a filled store, and what attention to them is by definition.
-
-Used by tests of the attention room.
-"""
+"""Steps of given segments over a filled store, and what attention to them is by definition."""
 
 from collections.abc import Sequence
 from dataclasses import replace

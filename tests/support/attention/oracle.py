@@ -1,7 +1,4 @@
-"""Paged attention by definition, in float64: what every attention path is compared with.
-
-Used by tests of attention and of its kernels.
-"""
+"""Paged attention by definition, in float64: what every attention path is compared with."""
 
 from itertools import pairwise
 

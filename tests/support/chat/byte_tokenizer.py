@@ -1,7 +1,4 @@
-"""A tokenizer that has a token for each byte, and one for each marker.
-
-Used by tests of formats.
-"""
+"""A tokenizer that has a token for each byte, and one for each marker."""
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

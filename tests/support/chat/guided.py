@@ -1,4 +1,4 @@
-"""Answers under a Constraint, without a model.  Used by tests of grammars."""
+"""Answers under a Constraint, without a model."""
 
 import random
 from collections.abc import Sequence

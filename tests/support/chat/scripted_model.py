@@ -1,7 +1,4 @@
-"""Folders of scripted models (scripted/model.py), with a real tokenizer and a real template.
-
-Used by tests of agents and of real calls.
-"""
+"""Folders of scripted models (scripted/model.py), with a real tokenizer and a real template."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Answers' texts through a ChatParser, in pieces of any size.  Used by tests of formats."""
+"""Answers' texts through a ChatParser, in pieces of any size."""
 
 import itertools
 import json

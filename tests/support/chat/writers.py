@@ -1,7 +1,4 @@
-"""Calls as models of each format write them.  Written by hand, beside the readers.
-
-Used by tests of formats.
-"""
+"""Calls as models of each format write them.  Written by hand, beside the readers."""
 
 import json
 import re

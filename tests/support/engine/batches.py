@@ -1,7 +1,6 @@
 """The ForwardBatch of one step, by the real InputBatch, for tests without a scheduler.
 
-Used by tests of attention, recurrence, the seam and kernels.  For several steps of the same
-requests there are `RunnerBench` and conformance's `Bench`.
+For several steps of the same requests there are `RunnerBench` and conformance's `Bench`.
 """
 
 from collections.abc import Sequence

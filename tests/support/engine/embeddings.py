@@ -1,7 +1,4 @@
-"""Embeddings by mlx-lm's own module, one prompt at a time, and how close others must be.
-
-Used by tests of embeddings.
-"""
+"""Embeddings by mlx-lm's own module, one prompt at a time, and how close others must be."""
 
 import numpy as np
 

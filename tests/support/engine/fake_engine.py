@@ -1,6 +1,6 @@
 """LLMEngine over a model of numbers (`FakeModel`): for thousands of runs of the scheduler.
 
-Used by the tests of the scheduler, and of steps one ahead.  Only the runner is not the real one.
+Only the runner is not the real one.
 """
 
 from collections.abc import Callable, Sequence

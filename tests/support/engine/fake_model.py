@@ -2,7 +2,7 @@
 
 `FakeModel` keeps numbers where a real one keeps K and V, and is read and written as the real one
 is: through the slots and block tables of a `ForwardBatch`, layer by layer, every row of a step
-written before any is read.  Used by `FakeEngine`; `alone` is the oracle of its tests.
+written before any is read.
 """
 
 from collections.abc import Sequence

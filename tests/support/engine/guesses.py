@@ -1,4 +1,4 @@
-"""A speculator whose drafts need no repetition.  Used by tests of drafts."""
+"""A speculator whose drafts need no repetition."""
 
 from random import Random
 

@@ -1,7 +1,4 @@
-"""An engine that launches kernels, on a machine without a GPU (within `metal.host.installed`).
-
-Used by tests of engines that compare its tokens with the reference's.
-"""
+"""An engine that launches kernels, on a machine without a GPU (within `metal.host.installed`)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""NaN in slots that no request may read.  Used by tests of attention, engines and models."""
+"""NaN in slots that no request may read."""
 
 from collections.abc import Collection, Sequence
 from typing import Any

@@ -1,7 +1,4 @@
-"""Whether the accounts of blocks and of state slots are consistent.
-
-Used by every engine of the tests.
-"""
+"""Whether the accounts of blocks and of state slots are consistent."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence

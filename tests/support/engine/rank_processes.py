@@ -4,8 +4,6 @@
 
 calls `task(ranks, "llama")` in two processes joined by a ring; the results, by rank, went through
 JSON.
-
-Used by tests of ranks, shards and stages.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""Steps of an engine's runner by hand, without a scheduler.
-
-Used by the tests of the runner and its pipeline, and of attention by segment.
-"""
+"""Steps of an engine's runner by hand, without a scheduler."""
 
 import numpy as np
 

@@ -1,7 +1,4 @@
-"""What sampling should give: float64, one row at a time, noise by hand; and how to run it.
-
-Used by tests of sampling.
-"""
+"""What sampling should give: float64, one row at a time, noise by hand; and how to run it."""
 
 import math
 import re

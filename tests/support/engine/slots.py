@@ -1,7 +1,4 @@
-"""Constraints for tests: for each position of an answer, the tokens that may stand there.
-
-Used by tests of constraints and of thoughts.
-"""
+"""Constraints for tests: for each position of an answer, the tokens that may stand there."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,4 @@
-"""Random workloads of a scheduler: arrivals, requests, and few blocks.
-
-Used by the property tests of the scheduler and of steps one ahead.
-"""
+"""Random workloads of a scheduler: arrivals, requests, and few blocks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

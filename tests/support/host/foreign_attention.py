@@ -1,7 +1,4 @@
-"""MLX's attention kernels: how they are called, and attention in float64.
-
-Used by the host's tests.
-"""
+"""MLX's attention kernels: how they are called, and attention in float64."""
 
 import struct
 

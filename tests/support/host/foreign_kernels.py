@@ -1,7 +1,7 @@
 """Metal kernels that are not ours, as text: MLX's own, and those that mlx-lm makes.
 
 Every wheel of MLX carries the headers of its Metal kernels, on Linux too, so nothing is downloaded
-and nothing is copied here.  Used by the host's tests.
+and nothing is copied here.
 """
 
 from __future__ import annotations

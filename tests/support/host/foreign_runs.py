@@ -1,4 +1,4 @@
-"""Running foreign kernels: in every way, and compared with float64.  Used by the host's tests."""
+"""Running foreign kernels: in every way, and compared with float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kernel of a few lines on the CPU host.  Used by the host's tests."""
+"""A kernel of a few lines on the CPU host."""
 
 from typing import Any
 

@@ -1,7 +1,4 @@
-"""Random arrays that a type holds exactly, and arrays as float64, bits or rows of a store.
-
-Used by the tests of kernels.
-"""
+"""Random arrays that a type holds exactly, and arrays as float64, bits or rows of a store."""
 
 import numpy as np
 

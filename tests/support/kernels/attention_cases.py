@@ -1,6 +1,6 @@
 """Steps for the kernels that attend, and their results by definition in float64.
 
-NaN is wherever a kernel must not read.  Used by the tests of decodes, prompts and latents.
+NaN is wherever a kernel must not read.
 """
 
 from collections.abc import Callable

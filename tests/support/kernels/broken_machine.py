@@ -1,8 +1,7 @@
 """Machines on which one kernel does not work.
 
 `python -m tests.support.kernels.broken_machine KERNEL KIND DEVICE` is checks/run_check.py on such a
-machine.  DEVICE "host": the CPU host stands in for a GPU; "gpu": the GPU of this machine.  Used by
-tests of checks and of doctor, and tools/prove.
+machine.  DEVICE "host": the CPU host stands in for a GPU; "gpu": the GPU of this machine.
 """
 
 import os

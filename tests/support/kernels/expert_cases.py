@@ -1,7 +1,4 @@
-"""Mixtures of experts, and their results by definition, in float64.
-
-Used by tests of the kernels of experts.
-"""
+"""Mixtures of experts, and their results by definition, in float64."""
 
 import numpy as np
 

@@ -1,7 +1,4 @@
-"""Kernels that fail in mid-serving, as when MLX cannot compile an instantiation.
-
-Used by tests of engines whose kernels fail.
-"""
+"""Kernels that fail in mid-serving, as when MLX cannot compile an instantiation."""
 
 from functools import partial
 

@@ -1,7 +1,4 @@
-"""Rows of q, k and v before norm, rotation and write, and what becomes of them, in float64.
-
-Used by the tests of rope_write, of the fused decode and of latent_write.
-"""
+"""Rows of q, k and v before norm, rotation and write, and what becomes of them, in float64."""
 
 import numpy as np
 

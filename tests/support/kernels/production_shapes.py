@@ -1,7 +1,4 @@
-"""The shapes of real models, and what each kernel launches there, for what only needs the texts.
-
-Used by the test of registers, and by tools/prove/agx and metal_texts.
-"""
+"""The shapes of real models, and what each kernel launches there, for what only needs the texts."""
 
 from collections.abc import Callable
 from functools import partial

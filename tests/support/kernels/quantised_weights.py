@@ -1,4 +1,4 @@
-"""Quantised weights by definition, in float64.  Used by tests of products and experts."""
+"""Quantised weights by definition, in float64."""
 
 import numpy as np
 

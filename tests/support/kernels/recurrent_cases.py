@@ -1,7 +1,6 @@
 """Steps of recurrent layers: segments of every kind, and what their kernels compute, in float64.
 
-Pools hold NaN in every slot that no segment starts from.  Used by tests of the kernels of recurrent
-layers.
+Pools hold NaN in every slot that no segment starts from.
 """
 
 from dataclasses import dataclass, field

@@ -1,7 +1,4 @@
-"""A small launch of every kernel, by name; what follows a / tells another form of it.
-
-Used by the tests of seeded faults, which change a kernel and launch it so.
-"""
+"""A small launch of every kernel, by name; what follows a / tells another form of it."""
 
 from tests.support.kernels.attention_runs import ATTENTION
 from tests.support.kernels.product_runs import PRODUCTS

@@ -1,7 +1,4 @@
-"""Faults to be seeded into kernels, from text files written as seeded_faults.txt says.
-
-Used by tests of kernels and of the host.
-"""
+"""Faults to be seeded into kernels, from text files written as seeded_faults.txt says."""
 
 import re
 from pathlib import Path

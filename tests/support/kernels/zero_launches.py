@@ -1,6 +1,6 @@
 """Launches each kernel on lazy zeros of a given size.
 
-Nothing is computed, so real sizes cost nothing.  Used by `production_shapes` and tools/prove/agx.
+Nothing is computed, so real sizes cost nothing.
 """
 
 from typing import NamedTuple

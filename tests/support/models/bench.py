@@ -3,7 +3,7 @@
 Generated tokens are fixed too, so that every step's logits have a counterpart.  Steps go through
 the runner with rows of padding, over blocks and state slots in random order.  NaN is in every slot
 of the store that holds nothing, or what is behind a window, and in every state slot that nobody
-needs.  Used by `conformance`, and by tests of single models.
+needs.
 """
 
 from collections.abc import Callable

@@ -3,7 +3,7 @@
 A name is the mlx-lm module, with "/variant" behind it where one configuration does not show all
 that a module can do.  Windows, chunks and sparse choices are shorter than the sequences of the
 tests, but longer than the trial by which the loader chooses how to run a model, as real ones are.
-Each window is run once more at 9 tokens.  Used by `tiny_models`, and tests over all architectures.
+Each window is run once more at 9 tokens.
 """
 
 from typing import Any

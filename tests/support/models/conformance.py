@@ -2,8 +2,7 @@
 
 The steps are those of `bench`; mlx-lm's own path is the prompt in one go and then token by token,
 with its own caches.  At the end the engine serves all requests over too few blocks; its greedy
-tokens must be mlx-lm's.  Errors are relative to the scale of the logits.  Used by the tests of
-models and by tools.dev.models_table.
+tokens must be mlx-lm's.  Errors are relative to the scale of the logits.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,4 @@
-"""Packed steps of recurrent layers, with state slots, and state stores to run them over.
-
-Used by the tests of recurrence, and of the state slots of batches.
-"""
+"""Packed steps of recurrent layers, with state slots, and state stores to run them over."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

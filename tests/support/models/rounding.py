@@ -1,7 +1,6 @@
 """Rounding as a GPU has it: products of another shape are summed in another order.
 
 MLX's CPU backend rounds each row by itself, so chunks there give the very bits of a single shot.
-Used by tests of trials and of products in 16 bits.
 """
 
 import mlx.nn as nn

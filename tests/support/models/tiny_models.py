@@ -1,8 +1,7 @@
 """Real mlx-lm models of toy size, and mlx-lm's own answers as the oracle.
 
 The weights are random enough that context and order move the logits (`test_conformance` checks it):
-with the default initialisation most bugs of attention stay invisible.  Used by nearly every test of
-an engine.
+with the default initialisation most bugs of attention stay invisible.
 """
 
 import importlib

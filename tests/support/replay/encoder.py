@@ -16,8 +16,6 @@ Facts that decide the order:
 - A command buffer ends after a primitive that made it exceed `Limits`, and at the end of an eval.
   Sizes are counted in elements, once per buffer and command buffer, for all of the buffer that the
   array spans.
-
-Used by `replay`.
 """
 
 from collections.abc import Iterator

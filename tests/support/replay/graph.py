@@ -1,7 +1,7 @@
 """A graph of MLX's, the order in which MLX evaluates it, and what its kernels touch in truth.
 
 The order is that of `eval_impl` in mlx/transforms.cpp (commit 846d176): the tape is built from the
-results, breadth first with a width limit, and run from its end.  Used by `record` and `replay`.
+results, breadth first with a width limit, and run from its end.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 The engine runs inside `mx.export_function`, where MLX records custom Metal kernels without a GPU.
 Nothing is computed: reading a step's tokens gives the same token always, and each `mx.async_eval`
-is noted.  What `mx.compile` would trace is recorded uncompiled.  Used by the test of the replay.
+is noted.  What `mx.compile` would trace is recorded uncompiled.
 """
 
 import itertools

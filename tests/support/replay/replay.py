@@ -12,7 +12,7 @@ primitives are approximated:
 
 So counts of launches, barriers and commits are estimates.  Proofs do not rest on them: with
 `tickets_only`, the encoder sees of each launch only its ticket, and the outputs of kernels that
-take one.  More declared arrays only add barriers and fences.  Used by the test of the replay.
+take one.  More declared arrays only add barriers and fences.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""Three chat APIs, asked the same through their official clients; what they say, in one form.
-
-Used by tests of tool calls.
-"""
+"""Three chat APIs, asked the same through their official clients; what they say, in one form."""
 
 import json
 from dataclasses import dataclass, field

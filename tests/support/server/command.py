@@ -1,7 +1,4 @@
-"""The command `serve` in a process group of its own, as a shell or a service manager starts it.
-
-Used by tests that start and stop a server.
-"""
+"""The command `serve` in a process group of its own, as a shell or a service manager starts it."""
 
 import os
 import re

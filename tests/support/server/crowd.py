@@ -1,7 +1,4 @@
-"""A crowd of clients: all APIs, streamed and not; some hang up, some send nonsense.
-
-Used by the test of crowds and tools.prove.soak.
-"""
+"""A crowd of clients: all APIs, streamed and not; some hang up, some send nonsense."""
 
 import asyncio
 import json

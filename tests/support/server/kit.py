@@ -1,7 +1,4 @@
-"""A real server on a free port, in a thread: real sockets, a real engine's process.
-
-Used by tests of the server.
-"""
+"""A real server on a free port, in a thread: real sockets, a real engine's process."""
 
 import asyncio
 import threading

@@ -1,7 +1,4 @@
-"""A real headless Chromium that shows the page, and a load that keeps the engine busy.
-
-Used by the page's tests and tools.dev.page_picture.
-"""
+"""A real headless Chromium that shows the page, and a load that keeps the engine busy."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""HTTP by hand, for requests that no client sends.  Used by tests of bad and hostile requests."""
+"""HTTP by hand, for requests that no client sends."""
 
 import json
 import socket

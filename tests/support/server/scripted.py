@@ -1,7 +1,4 @@
-"""A real server whose model's answers are prepared texts, as the engine would send them.
-
-Used by tests of the server.
-"""
+"""A real server whose model's answers are prepared texts, as the engine would send them."""
 
 import asyncio
 import json
