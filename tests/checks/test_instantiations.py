@@ -88,3 +88,11 @@ def test_one_row_of_few_experts_is_checked_with_its_own_text(instantiations):
     for kernel, number in ("expert_gemm", 1), ("expert_sum", 1):
         seen = {small[number][1] for name, small, *_ in instantiations if name == kernel}
         assert seen == {True, False}
+
+
+def test_a_step_of_decodes_is_checked_with_its_own_text(instantiations):
+    """Serving loads no tiles of rows where no segment has more than one."""
+    for check in checks_for(QWEN35):
+        assert run(check).failure is None
+    forms = [dict(v) for name, _, v, _ in instantiations if name == "gated_delta"]
+    assert {form["TILES"] for form in forms} == {True, False}

@@ -2,27 +2,35 @@
 thread live in registers."""
 
 import re
+from functools import cache
 
 import pytest
 
 from metal.host.registers import left_in_memory
 from metal.host.strict import check
-from tests.support.kernels.production_shapes import CASES, texts_of
+from tests.support.kernels.production_shapes import CHECKS, texts_of
 from vllm_metal_lite.kernels import source
+from vllm_metal_lite.kernels.registry import REGISTRY
 
 pytest.importorskip("ziglang", reason="clang is needed")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_no_array_of_a_thread_is_left_in_memory(case):
-    for kernel, text, _ in texts_of(CASES[case]):
-        assert check(text) == [], kernel
-        assert left_in_memory(text) == [], kernel
+@cache  # checks share texts
+def faults(text):
+    return check(text) + left_in_memory(text)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_no_array_of_a_thread_is_left_in_memory(name):
+    texts = texts_of(CHECKS[name])
+    assert {kernel: found for kernel, text, _ in texts if (found := faults(text))} == {}
+    own = REGISTRY[CHECKS[name].kernel].text
+    assert f"metal_lite_{own}" in {text.kernel for text in texts}
 
 
 def test_every_kernel_is_tried():
-    tried = {kernel for case in CASES.values() for kernel, *_ in texts_of(case)}
-    assert tried == {f"metal_lite_{file.stem}" for file in source.FOLDER.glob("*.metal")}
+    tried = {REGISTRY[check.kernel].text for check in CHECKS.values()}
+    assert tried == {file.stem for file in source.FOLDER.glob("*.metal")}
 
 
 # A text whose loops are not unrolled must be noticed.
@@ -60,8 +68,8 @@ WITH_ARRAYS = (
 
 @pytest.mark.parametrize("kernel", WITH_ARRAYS)
 def test_a_kernel_without_its_pragmas_is_noticed(kernel):
-    case = next(case for case in CASES if case.startswith(kernel + " "))
-    text = texts_of(CASES[case])[0].text
+    texts = texts_of(next(check for check in CHECKS.values() if check.kernel == kernel))
+    text = next(text for name, text, _ in texts if name == f"metal_lite_{kernel}")
     assert left_in_memory(text.replace("#pragma unroll", ""))
 
 

@@ -1,8 +1,8 @@
 """Checks the kernels of recurrent layers on this device.
 
 The reference is their fallback, mlx-lm's functions, in float32 on this machine's CPU.  Each check
-runs two steps: prompts, chunks and decodes together, with checkpoints and rows of padding; then
-rows that continue the states of the first step.
+runs three steps: prompts, chunks and decodes together, with checkpoints and rows of padding; rows
+that continue these states; and decodes alone, which load no tiles.
 """
 
 from collections.abc import Callable
@@ -52,6 +52,7 @@ _STEPS = (
         _Segment(12, 1, SegmentState(6, 6)),
         _Segment(16, 2, SegmentState(5, 7)),
     ),
+    (_Segment(22, 1, SegmentState(3, 3)), _Segment(18, 1, SegmentState(7, 7))),
 )
 _NUM_ROWS = [sum(segment.rows for segment in step) + _PADDING for step in _STEPS]
 
@@ -124,7 +125,7 @@ def gated_norm(check: Check[GatedNormShape]) -> ErrorAndLimit:
 
 
 def _compare(work: Work, states: np.ndarray, kept: mx.Dtype, dtype: mx.Dtype) -> ErrorAndLimit:
-    """Both steps by the kernels, and by the reference.  states: of _GIVEN, kept in that type."""
+    """The steps by the kernels, and by the reference.  states: of _GIVEN, kept in that type."""
     batches, order = list(map(_batch, _STEPS)), SimpleNamespace(ticket=new_ticket())
     state_store, got = _state_store(states, kept), []
     for step, (batch, count) in enumerate(zip(batches, _NUM_ROWS, strict=True)):

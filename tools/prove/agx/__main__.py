@@ -16,12 +16,11 @@ from pathlib import Path
 
 import tests.conftest  # noqa: F401  (the CPU, before anything imports MLX)
 from metal.host.texts import KernelText
-from tests.support.kernels.production_shapes import texts_of
 from tools.lib.frame import parser_of, print_table, run_main, say
 from tools.prove.agx import loops, mlx_kernels
 from tools.prove.agx.chain import AgxError, Code, compile_all
 from tools.prove.agx.limits import faults
-from tools.prove.agx.shapes import CASES
+from tools.prove.agx.shapes import named_texts
 
 HEADS = ("case", "instructions", "registers", "scratch", "threads (dispatched)", "spills : fills")
 HEADS += ("faults",)
@@ -48,15 +47,8 @@ CONTROLS = {
 
 
 def cases(words: list[str]) -> dict[KernelText, str]:
-    """Each distinct text, with the first case that launches it."""
-    found: dict[KernelText, str] = {}
-    for name, launch in CASES.items():
-        if not words or any(word in name for word in words):
-            for text in texts_of(launch):
-                kernel = text.kernel.removeprefix("metal_lite_")
-                found.setdefault(text, name if name.startswith(kernel) else f"{name}: {kernel}")
-    of_mlx = mlx_kernels.texts() if "MLX" in words or not words else {}
-    return found | of_mlx
+    """Each distinct text and its name."""
+    return named_texts(words) | (mlx_kernels.texts() if "MLX" in words or not words else {})
 
 
 def compiled(folder: Path, texts: list[KernelText]) -> Iterator[tuple[KernelText, Code]]:

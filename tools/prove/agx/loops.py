@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support.kernels.production_shapes import texts_of
 from tools.prove.agx import mlx_kernels
 from tools.prove.agx.chain import listing_of
-from tools.prove.agx.shapes import CASES
+from tools.prove.agx.shapes import named_texts
 
 _LINE = re.compile(r"^ *([0-9a-f]+): [0-9a-f]+ +(\S+) *(.*)$", re.M)
 _SLOW = ("shl", "shr", "asr", "extr", "bfeil", "bfi", "imul", "imadd", "exp2", "log2")
@@ -34,21 +33,24 @@ class Loop(NamedTuple):
     spilled: int
 
 
+_AFFINE = "affine of 4 bits in groups of 64"
+_PACKED = f"9728 x 2560 bfloat16, {_AFFINE}, biased)"
+_EXPERTS = f"expert_gemm (256 experts of 2048 x 512, {_AFFINE}, bfloat16)"
 # Rows of x, as branches depend on them (0: any), and bytes that a lane takes from memory in a turn:
 # weights of 4 bits with scales, or a state read and written (0: all loads of 16 bytes: K and V).
 LOOPS = (
     ("MLX sdpa_vector 128", 0, 16),
-    ("paged_decode group 2 of 128 bfloat16", 0, 0),
-    ("paged_decode group 4 of 128 bfloat16", 0, 0),
-    ("paged_decode group 8 of 128 bfloat16", 0, 0),
+    ("paged_decode (16/8 heads of 128 bfloat16, blocks of 16)", 0, 0),
+    ("paged_decode (32/8 heads of 128 bfloat16, blocks of 16)", 0, 0),
+    ("paged_decode (64/8 heads of 128 bfloat16, blocks of 16)", 0, 0),
     ("MLX qmv_fast 4 bits", 0, 36),
-    ("skinny_gemm 1 bfloat16 4 bits", 1, 72),
-    ("skinny_gemm 4 bfloat16 4 bits", 4, 72),
-    ("skinny_gemm 8 bfloat16 4 bits", 8, 72),
-    ("expert_gemm Qwen3.6 35B-A3B 1 bfloat16 4 bits", 1, 72),
-    ("expert_gemm Qwen3.6 35B-A3B 4 bfloat16 4 bits", 4, 72),
+    (f"skinny_gemm (1 x {_PACKED}", 1, 72),
+    (f"skinny_gemm (4 x {_PACKED}", 4, 72),
+    (f"skinny_gemm (8 x {_PACKED}", 8, 72),
+    (_EXPERTS, 1, 72),
+    (_EXPERTS, 4, 72),
     ("MLX gated_delta_seq", 0, 32),
-    ("gated_delta Qwen3-Next bfloat16 rows fused", 0, 256),
+    ("gated_delta (gated delta rule, 16/32 heads of 128x128 bfloat16) rows", 0, 256),
 )
 _GIVEN = re.compile(r"const int (rows|count) = (?:x_shape\[0\]|plan\[tile \+ 1\]);")
 
@@ -59,10 +61,10 @@ HEADS += tuple(f"{name}: {budget:.1f}" for name, budget in CHIPS.items())
 
 def rows(root: Path) -> Iterator[tuple[str, ...]]:
     """A row for each longest loop, beside the cycles a byte that chips have."""
-    of_mlx = {name: text for text, name in mlx_kernels.texts().items()}
+    found = named_texts([name for name, *_ in LOOPS]) | mlx_kernels.texts()
+    texts = {name: text for text, name in reversed(found.items())}
     for name, count, streamed in LOOPS:
-        texts = [of_mlx[name]] if name in of_mlx else texts_of(CASES[name])
-        text = next(t for t in texts if t.kernel.endswith(name.split()[0]) or name in of_mlx)
+        text = texts[name]
         given = _GIVEN.sub(rf"constexpr int \1 = {count};", text.text)
         loop = longest_loop(listing_of(root, text._replace(text=given)))
         streamed = streamed or loop.wide

@@ -1,47 +1,54 @@
-"""Launches at the shapes of models that people run, in both types of 16 bits."""
+"""The texts at the shapes of models that people run, in both types of 16 bits."""
 
-from collections.abc import Callable
-from functools import partial
+import re
+from collections.abc import Collection, Iterator
 
-from tests.support.kernels import production_shapes
-from tests.support.kernels import zero_launches as zero
-from vllm_metal_lite.backend import mx
+from metal.host.texts import KernelText
+from tests.support.kernels import production_shapes as shapes
+from tests.support.kernels.production_shapes import BF16, HALF, QWEN3, attention, experts, products
+from vllm_metal_lite.checks.check import Check, NormShape
+from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.specs import Quantisation
 
-# The tests have the others: Qwen3 to 8B and 32B, Llama, Gemma 3, gpt-oss.
+# The tests have the others: Qwen3 to 8B, Llama, Gemma 3, gpt-oss.
 _HEADS = (
-    zero.Heads("Granite 4 tiny, 3 of 128", 12, 4, 128),
-    zero.Heads("Qwen3 14B, 5 of 128", 40, 8, 128),
-    zero.Heads("Nemotron 3 Nano, 16 of 128", 32, 2, 128),
-    zero.Heads("Qwen3.5 4B and 9B, 4 of 256", 16, 4, 256),
-    zero.Heads("Qwen3.5 27B, 6 of 256", 24, 4, 256),
-    zero.Heads("Qwen3.6 35B-A3B, 8 of 256", 16, 2, 256),
-    zero.Heads("Gemma 4, 8 of 512", 16, 2, 512),
+    (12, 4, 128),  # Granite 4 tiny
+    (40, 8, 128),  # Qwen3 14B
+    (64, 8, 128),  # Qwen3 32B
+    (32, 2, 128),  # Nemotron 3 Nano
+    (16, 4, 256),  # Qwen3.5 4B and 9B
+    (24, 4, 256),  # Qwen3.5 27B
+    (16, 2, 256),  # Qwen3.6 35B-A3B
+    (16, 2, 512),  # Gemma 4
 )
-_BITS = Quantisation(4, 64)
+_AFFINE = Quantisation(4, 64)
 
 
-def _cases() -> dict[str, Callable[[], object]]:
-    cases: dict[str, Callable[[], object]] = {}
-    for dtype in (mx.float16, mx.bfloat16):
-        kind = str(dtype).removeprefix("mlx.core.")
-        for of in (*production_shapes.ALL_HEADS, *_HEADS):
-            name = f"{of.name} {kind}"
-            cases[f"paged_decode {name}"] = partial(zero.decode, of, dtype)
-            cases[f"paged_decode {name} fused"] = partial(zero.decode, of, dtype, fused=True)
-            cases[f"rope_write {name}"] = partial(zero.rope, of, dtype)
-            if of.dim <= 256:  # prompts of larger heads use MLX's attention
-                cases[f"varlen_prefill {name}"] = partial(zero.prefill, of, dtype)
-                cases[f"shared_prefix {name} fused"] = partial(zero.prefix, of, dtype, fused=True)
+def _checks() -> Iterator[Check]:
+    yield from shapes.CHECKS.values()
+    for dtype in (HALF, BF16):
+        for heads in (QWEN3, *shapes.OTHERS, shapes.PHI, shapes.GEMMA3, *_HEADS):
+            yield from checks_for(attention(heads, dtype, shares=True))
         for rows in (1, 4, 8, 16, 64):
-            product = partial(zero.product, rows, 2560, 9728, dtype)
-            cases[f"skinny_gemm {rows} {kind}"] = product
-            cases[f"skinny_gemm {rows} {kind} 4 bits"] = partial(product, quantisation=_BITS)
-            experts = partial(zero.experts, rows, 8, 256, 2048, 512, dtype, _BITS)
-            cases[f"expert_gemm Qwen3.6 35B-A3B {rows} {kind} 4 bits"] = experts
-        for dim in (1024, 2048, 4096, 5120, 8192, 12288, 16384):
-            cases[f"add_rms_norm {dim} {kind}"] = partial(zero.add_norm, dim, dtype, post=True)
-    return cases
+            for how in (None, _AFFINE):
+                yield from products(rows, 9728, 2560, dtype, how)
+        yield from experts(256, 2048, 512, "swiglu", False, _AFFINE, _AFFINE, dtype=dtype)
+        for size in (1024, 2048, 4096, 5120, 8192, 12288, 16384):
+            yield Check("add_rms_norm", NormShape(size, dtype))
 
 
-CASES = production_shapes.CASES | _cases()
+def named_texts(words: Collection[str] = ()) -> dict[KernelText, str]:
+    """The distinct texts of checks whose names hold one of the words; each text's name."""
+    checks = dict.fromkeys(c for c in _checks() if not words or any(w in str(c) for w in words))
+    found: dict[KernelText, str] = {}
+    for check in checks:
+        for text in shapes.texts_of(check):
+            found.setdefault(text, _name(text, check))
+    return found
+
+
+def _name(text: KernelText, check: Check) -> str:
+    kernel, name = text.kernel.removeprefix("metal_lite_"), str(check)
+    if kernel == "gated_delta":  # TILES is the last value but one
+        return f"{name} {'rows' if re.search(r', 0, [0-9]+>;\s*$', text.text) else 'tiles'}"
+    return name if name.startswith(f"{kernel} ") else f"{name}: {kernel}"
