@@ -128,7 +128,7 @@ def test_a_prompt_may_fill_the_context(pooling):
 
 def test_a_step_of_embeddings_samples_nothing(monkeypatch):
     engine = tiny.engine()
-    monkeypatch.setattr(type(engine.sampler), "__call__", None)
+    monkeypatch.setattr(type(engine.runner.sampler), "__call__", None)
     together(engine, PROMPTS)
 
 
@@ -188,6 +188,7 @@ def test_truncated_prompts_keep_their_end_of_sequence():
     assert truncate([1, 2, 3, 9], three, 100, [9]) == [1, 2, 9]
     assert truncate([1, 2, 3, 4], three, 100, [9]) == [1, 2, 3]
     assert truncate([1, 2, 9], three, 100, [9]) == [1, 2, 9]
+    assert truncate([8, 1, 2, 3, 9], three, 100, [8, 9]) == [8, 1, 9]
     assert truncate([1, 2, 3, 9], three, 3, [9]) == [1, 2, 9]
     assert truncate([1, 2, 3, 9], context, 3, [9]) == [1, 2, 9]
     assert truncate([1, 2, 9], context, 4, [9]) == [1, 2, 9]

@@ -117,7 +117,9 @@ def test_the_kernel_that_ran_last_makes_no_variant(monkeypatch, prefill):
     engine = tiny.engine("qwen3", max_num_batched_tokens=24)
     groups = {s.num_heads // s.num_kv_heads for s in engine.model.attention_shapes}
     attention = KernelAttention(engine.runner.attention.store, prefill, groups)
-    engine.pipeline.runner = ModelRunner(engine.model.packed, StepPath(attention), engine.sampler)
+    engine.pipeline.runner = ModelRunner(
+        engine.model.packed, StepPath(attention), engine.runner.sampler
+    )
     engine.runner.compiled.reason = None
     traced = count_traces(engine, monkeypatch)
     tokens_of(engine)
@@ -142,7 +144,7 @@ def forwards_with(monkeypatch, name, fuse, **fusion):
     attention = KernelAttention(engine.runner.attention.store, "gather", {2})
     fuse(engine.model.packed.model)
     path = StepPath(attention, fusion=FusedLaunches(**fusion))
-    engine.pipeline.runner = ModelRunner(engine.model.packed, path, engine.sampler)
+    engine.pipeline.runner = ModelRunner(engine.model.packed, path, engine.runner.sampler)
     engine.runner.compiled.reason = None
     tokens_of(engine)
     forms = {(compiled, rows) for compiled, rows, *_ in found}

@@ -124,6 +124,8 @@ def compile_on_cpu(
     attention = ArrayAttention(
         engine.runner.attention.store, prefill, groups, rows_as_decodes=rows_as_decodes
     )
-    engine.pipeline.runner = ArrayRunner(engine.model.packed, StepPath(attention), engine.sampler)
+    engine.pipeline.runner = ArrayRunner(
+        engine.model.packed, StepPath(attention), engine.runner.sampler
+    )
     engine.runner.compiled.reason = None
     return engine
