@@ -50,7 +50,7 @@ def kernel_engine(
     path = StepPath(attention)
     if fused:
         path = StepPath(attention, fusion=fuse(made.model.packed.model, joins=True))
-    made.pipeline.runner = ModelRunner(made.model.packed, path, made.sampler)
+    made.pipeline.runner = ModelRunner(made.model.packed, path, made.runner.sampler)
     return made
 
 
