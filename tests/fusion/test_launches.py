@@ -17,7 +17,7 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.fusion import layers
 from vllm_metal_lite.fusion.launches import fuse
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model.layout import inspect
+from vllm_metal_lite.model.inspect import inspect
 from vllm_metal_lite.model.packed import PackedModel
 
 FEW = range(1, 65)

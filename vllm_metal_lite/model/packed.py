@@ -14,8 +14,8 @@ from mlx.utils import tree_map
 from vllm_metal_lite.attention.base import Step, StepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.state_store import StateStore
-from vllm_metal_lite.model.calls import wrap_call
-from vllm_metal_lite.model.layout import Layout, PagedLayer, StateLayer, outermost
+from vllm_metal_lite.model.calls import unwrap_call, wrap_call
+from vllm_metal_lite.model.layout import Layout, PagedLayer, StateLayer
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
 from vllm_metal_lite.model.seam.recurrent import RecurrentHooks
@@ -81,6 +81,9 @@ class Fusion:
 
 NO_FUSION = Fusion()
 
+# A PackedModel, or a function around one.
+Forward = Callable[[StepAttention, mx.array | None, Fusion], tuple[mx.array, mx.array | None]]
+
 
 class PackedModel:
     """An mlx-lm model that takes a packed step.
@@ -96,16 +99,22 @@ class PackedModel:
         users = {} if mode is Mode.PACKED else layout.state_users
         if mode is Mode.BY_SEGMENT:
             users = users | layout.kv_users
-        for module in outermost(users).values():
+        self._wrapped = _outermost(users)
+        for module in self._wrapped:
             wrap_call(module, call_by_batches)
-        self._packs_states = bool(layout.states) and mode is Mode.PACKED
-        # Called for each forward; `tuple` makes no hooks.
-        self._hooks = RecurrentHooks(model) if self._packs_states else tuple
+        packs_states = bool(layout.states) and mode is Mode.PACKED
+        self._recurrent_hooks = RecurrentHooks(model) if packs_states else None
         self._rows = _HeadRows()
         body = body_of(model)
         self.shows_hidden = body is not None
         if body is not None:
             wrap_call(body, self._rows.select)
+            self._wrapped.append(body)
+
+    def release(self) -> None:
+        """Leave the model as it was."""
+        for module in self._wrapped:
+            unwrap_call(module)
 
     @property
     def sees_sequences(self) -> bool:
@@ -141,7 +150,8 @@ class PackedModel:
         if self.sees_sequences:
             alone = self.mode is Mode.BY_SEGMENT
             sequences = SequenceStep(attention.step, attention.store.states, alone)
-        recurrence = attention.recurrence if self._packs_states else None
+        recurrence = attention.recurrence if self._recurrent_hooks else None
+        hooks = self._recurrent_hooks() if self._recurrent_hooks else ()
         layers: list[PagedLayerCache] = []
 
         def cache(node: PagedLayer | StateLayer | None) -> Any:
@@ -156,7 +166,7 @@ class PackedModel:
         rows, token_ids = self._rows, attention.step.token_ids
         rows.is_packed, rows.wanted = True, logits_indices
         try:
-            with building(self._hooks()), fusion.building(attention.step):
+            with building(hooks), fusion.building(attention.step):
                 logits = self.model(token_ids[:, None], cache=caches)
         finally:
             hidden, rows.hidden = rows.hidden, None
@@ -168,3 +178,13 @@ class PackedModel:
         if logits_indices is not None and hidden is None:
             logits = logits[logits_indices]
         return logits.squeeze(1), hidden
+
+
+def _outermost(modules: dict[str, nn.Module]) -> list[nn.Module]:
+    """The modules (by path) that are not part of another one in `modules`."""
+    return [
+        module
+        for path, module in modules.items()
+        # The path of the model itself is "".
+        if not any(path != whole and path.startswith(whole and f"{whole}.") for whole in modules)
+    ]

@@ -23,7 +23,7 @@ from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.kernels.launch import KernelError
-from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
+from vllm_metal_lite.model.packed import NO_FUSION, Forward, Fusion
 
 # Two requests of 9 and 14 tokens.  Each step: their computed tokens, their scheduled tokens.
 # Prompts, then a decode beside a chunk, then decodes, then single decodes, because a step of one
@@ -85,9 +85,7 @@ class Draw:
         ]
         return [np.array(rows) for rows in self._ranks.first([n.tolist() for n in noise])]
 
-    def rows(
-        self, packed: PackedModel, attention: Attention, fusion: Fusion = NO_FUSION
-    ) -> list[Row]:
+    def rows(self, packed: Forward, attention: Attention, fusion: Fusion = NO_FUSION) -> list[Row]:
         """Run the steps through a packed model.  attention: over a store of 4 blocks."""
         rows: list[Row] = []
         for computed, scheduled, logits, state in built_steps(
@@ -106,7 +104,7 @@ class Draw:
 
 
 def built_steps(
-    packed: PackedModel,
+    packed: Forward,
     attention: Attention,
     sequences: Sequence[np.ndarray],
     fusion: Fusion = NO_FUSION,
@@ -144,7 +142,7 @@ class Trial:
         self._draw(0)
 
     def problem(
-        self, packed: PackedModel, attention: Attention, fusion: Fusion = NO_FUSION
+        self, packed: Forward, attention: Attention, fusion: Fusion = NO_FUSION
     ) -> str | None:
         """In one line why a packed model does not fit, or None if the model fits.
 
