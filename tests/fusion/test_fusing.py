@@ -15,8 +15,8 @@ from metal.host import compiler_available, installed
 from tests.support.kernels.launches import Stubs, watch
 from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import CANNOT_RUN, CONFIGS, VOCAB, config_of
-from vllm_metal_lite.attention.heads import Heads, same_rope
 from vllm_metal_lite.attention.paged.attention import KernelAttention
+from vllm_metal_lite.attention.pending_heads import Heads, same_rope
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts

@@ -110,8 +110,8 @@ def _is_pointer(file: Path) -> bool:
 
 
 @contextmanager
-def failures_explained(name: str, what: str) -> Iterator[None]:
-    """Turn every failure to load `what` into a ModelLoadError of one line."""
+def loading(name: str, what: str) -> Iterator[None]:
+    """Held while `what` is loaded: every failure becomes a ModelLoadError of one line."""
     try:
         yield
     except RemoteCodeError:

@@ -21,7 +21,7 @@ from vllm_metal_lite.model.context import context_length
 from vllm_metal_lite.model.dtypes import cast, expand
 from vllm_metal_lite.model.find import find
 from vllm_metal_lite.model.fit import Fit, fit, foresee
-from vllm_metal_lite.model.folder import failures_explained, read_config, remote_code_error
+from vllm_metal_lite.model.folder import loading, read_config, remote_code_error
 from vllm_metal_lite.model.generation_config import sampling_defaults
 from vllm_metal_lite.model.inspect import inspect
 from vllm_metal_lite.model.layout import Layout
@@ -129,7 +129,7 @@ def load(
     """
     folder, name = find(name), str(name)
     _check_folder(name, folder, trust_remote_code)
-    with failures_explained(name, "this model"):
+    with loading(name, "this model"):
         model, tokenizer, config = _unevaluated(name, folder, dtype, trust_remote_code)
         if ranks.size > 1:
             divide = keep_stage if ranks.stages else shard
@@ -147,7 +147,7 @@ def preview(
     zeros that take no memory.  The mode is `foresee`'s.
     """
     _check_folder(name, folder, trust_remote_code)
-    with failures_explained(name, "this model"):
+    with loading(name, "this model"):
         model, tokenizer, config = _unevaluated(name, folder, dtype, trust_remote_code)
         model.update(
             tree_map(lambda w: mx.broadcast_to(mx.zeros((), w.dtype), w.shape), model.parameters())

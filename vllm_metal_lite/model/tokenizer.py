@@ -11,12 +11,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from vllm_metal_lite.errors import ModelLoadError, show
 from vllm_metal_lite.model.find import find
-from vllm_metal_lite.model.folder import (
-    failures_explained,
-    read_config,
-    read_json,
-    remote_code_error,
-)
+from vllm_metal_lite.model.folder import loading, read_config, read_json, remote_code_error
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +24,7 @@ def load_tokenizer_only(name: str, trust_remote_code: bool = False) -> Tokenizer
     """The tokenizer of a model, without its weights; every failure is a ModelLoadError."""
     folder, name = find(name), str(name)
     config = read_config(folder, name)
-    with failures_explained(name, "its tokenizer"):
+    with loading(name, "its tokenizer"):
         return read_tokenizer(name, folder, config, trust_remote_code)
 
 
