@@ -17,7 +17,8 @@ class Step(NamedTuple):
     """The rows of a ForwardBatch (`batch`, on the host), padded to num_rows.
 
     token_ids, positions: (num_rows,) int32.  slot_mapping: (num_rows or more,) int32 per KV group.
-    A padded row has position 0, its group's padding slot, and any token.
+    A padded row has position 0, slot -1, and any token.  Kernels skip slot -1; MLX writes to the
+    last slot of the store, which is in no block.
     num_live: (1,) int32, the number of rows before the padding.
     logits_indices: (R,) int32, the batch's indices, then padding; None: all rows get logits.
     plan: of the attention path, which alone reads it: a tree of arrays and constants.

@@ -1,6 +1,5 @@
 """Pads a step's arrays to sizes that repeat, so that compiled steps repeat."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -42,22 +41,19 @@ def make_step(
     num_rows: int,
     plan: Any,
     *,
-    padding_slots: Sequence[int] | None = None,
     num_slots: int = 0,
     num_logits: int = 1,
 ) -> Step:
     """The step of a batch under a plan, with the batch's arrays padded and on the device.
 
-    padding_slots: the slot of padded rows in each KV group; None: -1, which kernels skip.
     num_slots: the fewest entries of slot_mapping.
     num_logits: the fewest rows that get logits, unless all rows do.
     """
-    slot_mapping = []
-    for group in range(len(batch.block_tables)):
-        slots = pad_rows(batch.slot_mapping(group), max(num_rows, num_slots), PAD_SLOT)
-        if padding_slots is not None:
-            slots = np.where(slots == PAD_SLOT, padding_slots[group], slots)
-        slot_mapping.append(mx.array(slots))
+    num_slots = max(num_rows, num_slots)
+    slot_mapping = tuple(
+        mx.array(pad_rows(batch.slot_mapping(group), num_slots, PAD_SLOT))
+        for group in range(len(batch.block_tables))
+    )
     logits_indices = None
     if len(batch.sample_segments) < batch.num_tokens:
         # A step with no terminal segment samples nothing, but must name one row.  MLX never
@@ -69,7 +65,7 @@ def make_step(
         num_rows=num_rows,
         token_ids=mx.array(pad_rows(batch.token_ids, num_rows)),
         positions=mx.array(pad_rows(batch.positions, num_rows)),
-        slot_mapping=tuple(slot_mapping),
+        slot_mapping=slot_mapping,
         num_live=mx.array([batch.num_tokens], mx.int32),
         logits_indices=logits_indices,
         plan=plan,

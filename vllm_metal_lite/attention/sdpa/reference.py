@@ -34,8 +34,7 @@ class ReferenceAttention:
         return self.store.arrays
 
     def prepare(self, batch: ForwardBatch, num_rows: int) -> Step:
-        plan = SdpaPlan(batch, num_rows)
-        return make_step(batch, num_rows, plan, padding_slots=self.store.padding_slots)
+        return make_step(batch, num_rows, SdpaPlan(batch, num_rows))
 
     def begin(self, step: Step, state: list[mx.array]) -> "ReferenceStepAttention":
         return ReferenceStepAttention(self.store, step)
