@@ -35,7 +35,7 @@ class Step(NamedTuple):
     logits_indices: mx.array | None
     plan: Any
     pools: bool
-    repeats: bool = False
+    repeats: bool
 
 
 class AttentionCall(NamedTuple):

@@ -1,4 +1,4 @@
-"""Pads a step's arrays to sizes that repeat, so that compiled steps repeat."""
+"""Makes a step: pads its arrays to sizes that repeat, so that compiled steps repeat."""
 
 from typing import Any
 
@@ -70,4 +70,5 @@ def make_step(
         logits_indices=logits_indices,
         plan=plan,
         pools=batch.pooled is not None,
+        repeats=plan.repeats,
     )

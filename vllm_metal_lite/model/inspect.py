@@ -65,19 +65,12 @@ def _watched(
     base: Any = type(cache)
     kind = "state" if base is ArraysCache else "kv"
 
-    def note() -> None:
-        if running and (user := running[-1]) is not None:
+    def read(self: Any, name: str) -> Any:
+        user = running[-1] if running else None
+        if user is not None and name != "make_mask" and not name.startswith("__"):
             users.setdefault(id(user), set()).add(kind)
             vars(watched)["user"] = user
-
-    def read(self: Any, name: str) -> Any:
-        if name != "make_mask" and not name.startswith("__"):
-            note()
         return base.__getattribute__(self, name)
-
-    def get(self: Any, index: int) -> Any:
-        note()
-        return base.__getitem__(self, index)
 
     def make_mask(self: Any, *args: Any, **kwargs: Any) -> Any:
         running.append(None)  # reading the cache for a mask is not a use of K and V
@@ -87,7 +80,6 @@ def _watched(
 
     watched = copy.copy(cache)
     watched.template, watched.user = cache, None
-    methods: dict[str, Callable] = {"make_mask": make_mask}
-    methods |= {"__getitem__": get} if kind == "state" else {"__getattribute__": read}
+    methods = {"make_mask": make_mask, "__getattribute__": read}
     watched.__class__ = type(base.__name__, (base,), methods)
     return watched

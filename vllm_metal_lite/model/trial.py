@@ -10,7 +10,7 @@ chunked rows just as often.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 import mlx.nn as nn
@@ -135,10 +135,9 @@ class Trial:
     """Tries modes of a packed model; keeps the model's own logits for the next mode."""
 
     def __init__(self, model: nn.Module, vocab_size: int, ranks: RankGroup = ALONE) -> None:
-        self._model, self._vocab_size, self._ranks = model, vocab_size, ranks
         self._exact = all(w.dtype not in _16_BIT for w in leaves(model.parameters()))
         self._limit = _EXACT_LIMIT if self._exact else _LIMIT
-        self._draws: list[Draw] = []
+        self._draw = cache(partial(Draw, model, vocab_size, ranks=ranks))
         self._draw(0)
 
     def problem(
@@ -179,11 +178,6 @@ class Trial:
             f"its packed logits ({kind}) are {np.median(errors[kind]):.2g} of their spread away "
             f"from mlx-lm's own, whose own chunks differ by {np.median(noise[kind]):.2g}"
         )
-
-    def _draw(self, number: int) -> Draw:
-        if number == len(self._draws):
-            self._draws.append(Draw(self._model, self._vocab_size, number, self._ranks))
-        return self._draws[number]
 
 
 def _share_beyond(errors: list[float], noise: list[np.ndarray]) -> float:

@@ -99,8 +99,7 @@ class KernelAttention:
         recurrent = plan_recurrent(batch, num_rows) if self.store.states.num_slots else None
         plan = PagedPlan(decodes, prompts, positions, recurrent)
         num_logits = plan.num_logits(batch)
-        step = make_step(batch, num_rows, plan, num_slots=MIN_ELEMENTS, num_logits=num_logits)
-        return step._replace(repeats=plan.repeats)
+        return make_step(batch, num_rows, plan, num_slots=MIN_ELEMENTS, num_logits=num_logits)
 
     def begin(self, step: Step, state: list[mx.array]) -> KernelStepAttention:
         (ticket,) = state

@@ -40,10 +40,10 @@ def execute_calls(
     if call.q_pe is not None:
         q = mx.concatenate([q, call.q_pe[-len(q) :]], axis=-1)
     limits = unfused(q.shape[1], q.shape[2], call.softcap)
-    step, outputs = plan.step_calls(kv_group, call, limits), []
-    parts = step.queries.cut(q if step.q_rows is None else take(q, step.q_rows))
-    gathered = _keys_and_values(step, read, latent=call.q_pe is not None)
-    for one, queries, (k, v) in zip(step.calls, parts, gathered, strict=True):
+    planned, outputs = plan.step_calls(kv_group, call, limits), []
+    parts = planned.queries.cut(q if planned.q_rows is None else take(q, planned.q_rows))
+    gathered = _keys_and_values(planned, read, latent=call.q_pe is not None)
+    for one, queries, (k, v) in zip(planned.calls, parts, gathered, strict=True):
         if limits is None or limits.fuses(queries.shape[2], one.host.mask):
             mask = one.mask(q.dtype)
             out = _sdpa(queries, k, v, scale=call.scale, mask=mask, sinks=call.sinks)
@@ -51,17 +51,17 @@ def execute_calls(
             out = _by_products(queries, k, v, one, call)
         outputs.append(out.swapaxes(1, 2).flatten(0, 1))
     out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-    return out if step.place is None else take(out, step.place)
+    return out if planned.place is None else take(out, planned.place)
 
 
 def _keys_and_values(
-    step: StepCalls, read: ReadKeys, latent: bool
+    planned: StepCalls, read: ReadKeys, latent: bool
 ) -> Iterator[tuple[mx.array, mx.array]]:
     """Keys and values of each call, (B, num_kv_heads, Lk, head_dim).
 
     latent: keys are the latents and the rotary keys; values are the latents.
     """
-    for slots, parts in step.gathers:
+    for slots, parts in planned.gathers:
         k, v = read(slots)
         if latent:
             k, v = mx.concatenate([k, v], axis=-1), k
