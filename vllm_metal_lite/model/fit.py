@@ -16,7 +16,7 @@ from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import ModelLoadError, one_line
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.layout import Layout
-from vllm_metal_lite.model.packed import Forward, Mode, PackedModel
+from vllm_metal_lite.model.packed import Mode, PackedForward, PackedModel
 from vllm_metal_lite.model.trial import BLOCK, LENGTHS, Trial, built_steps
 from vllm_metal_lite.model.usage import Usage
 
@@ -49,7 +49,7 @@ def foresee(model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup 
     return _choose(model, layout, model_type, _problem_of_code)
 
 
-def _problem_of_code(packed: Forward, attention: ReferenceAttention) -> str | None:
+def _problem_of_code(packed: PackedForward, attention: ReferenceAttention) -> str | None:
     sequences = [np.zeros(n, np.int32) for n in LENGTHS]
     try:
         for _ in built_steps(packed, attention, sequences):
@@ -63,7 +63,7 @@ def _choose(
     model: nn.Module,
     layout: Layout,
     model_type: str,
-    problem_of: Callable[[Forward, ReferenceAttention], str | None],
+    problem_of: Callable[[PackedForward, ReferenceAttention], str | None],
 ) -> Fit:
     """The first mode without a problem; ModelLoadError if all have one."""
     reason = None  # why the previous mode does not fit

@@ -81,8 +81,8 @@ class Fusion:
 
 NO_FUSION = Fusion()
 
-# A PackedModel, or a function around one.
-Forward = Callable[[StepAttention, mx.array | None, Fusion], tuple[mx.array, mx.array | None]]
+# A PackedModel, or a function around one: the step, its `logits_indices`, the fusion.
+PackedForward = Callable[[StepAttention, mx.array | None, Fusion], tuple[mx.array, mx.array | None]]
 
 
 class PackedModel:
@@ -117,11 +117,6 @@ class PackedModel:
             unwrap_call(module)
 
     @property
-    def sees_sequences(self) -> bool:
-        """Whether some modules run on sequences (sequences/step.py), not on packed rows."""
-        return self.mode is not Mode.PACKED
-
-    @property
     def by_segment(self) -> str | None:
         """Why attention runs a segment at a time: MLX operations read K and V.  None if packed."""
         return self.reason if self.mode is Mode.BY_SEGMENT else None
@@ -147,7 +142,7 @@ class PackedModel:
         hides them.
         """
         sequences = None
-        if self.sees_sequences:
+        if self.mode is not Mode.PACKED:
             alone = self.mode is Mode.BY_SEGMENT
             sequences = SequenceStep(attention.step, attention.store.states, alone)
         recurrence = attention.recurrence if self._recurrent_hooks else None

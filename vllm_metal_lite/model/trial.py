@@ -23,7 +23,7 @@ from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.kernels.launch import KernelError
-from vllm_metal_lite.model.packed import NO_FUSION, Forward, Fusion
+from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedForward
 
 # Two requests of 9 and 14 tokens.  Each step: their computed tokens, their scheduled tokens.
 # Prompts, then a decode beside a chunk, then decodes, then single decodes, because a step of one
@@ -85,7 +85,9 @@ class Draw:
         ]
         return [np.array(rows) for rows in self._ranks.first([n.tolist() for n in noise])]
 
-    def rows(self, packed: Forward, attention: Attention, fusion: Fusion = NO_FUSION) -> list[Row]:
+    def rows(
+        self, packed: PackedForward, attention: Attention, fusion: Fusion = NO_FUSION
+    ) -> list[Row]:
         """Run the steps through a packed model.  attention: over a store of 4 blocks."""
         rows: list[Row] = []
         for computed, scheduled, logits, state in built_steps(
@@ -104,7 +106,7 @@ class Draw:
 
 
 def built_steps(
-    packed: Forward,
+    packed: PackedForward,
     attention: Attention,
     sequences: Sequence[np.ndarray],
     fusion: Fusion = NO_FUSION,
@@ -141,7 +143,7 @@ class Trial:
         self._draw(0)
 
     def problem(
-        self, packed: Forward, attention: Attention, fusion: Fusion = NO_FUSION
+        self, packed: PackedForward, attention: Attention, fusion: Fusion = NO_FUSION
     ) -> str | None:
         """In one line why a packed model does not fit, or None if the model fits.
 

@@ -12,7 +12,7 @@ from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.state_store import Key
-from vllm_metal_lite.model.packed import Forward
+from vllm_metal_lite.model.packed import PackedForward
 from vllm_metal_lite.model.seam.hooks import Hook, hooked
 from vllm_metal_lite.model.seam.scaling import ScalingAt
 from vllm_metal_lite.recurrence.reference import ReferenceRecurrence
@@ -40,7 +40,7 @@ class Usage:
         found = {replace(r, eps=self._head_norms.get(head_dim)) for head_dim, r in self._ropes}
         return tuple(sorted(found, key=str))
 
-    def recorded(self, forward: Forward) -> Forward:
+    def recorded(self, forward: PackedForward) -> PackedForward:
         """The same forward, whose calls are recorded."""
         recurrence = ReferenceRecurrence
         hooks: list[Hook] = [
