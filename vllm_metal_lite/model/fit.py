@@ -38,8 +38,13 @@ def fit(model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup = AL
     except Exception as e:
         raise ModelLoadError(f"mlx-lm cannot run this {model_type}: {one_line(e)}") from e
     packed, usage = _choose(model, layout, model_type, trial.problem)
-    if (reason := packed.by_segment) is not None:
-        _warn_by_segment(reason, model_type)
+    if packed.by_segment is not None:
+        logger.warning(
+            f"SLOW: attention of this {model_type} runs a segment at a time. Each step copies the "
+            "context of every request, kernels are off, and even one request can run at half the "
+            f"speed of mlx-lm alone. Reason: {packed.by_segment}. Answers are correct. Please "
+            "report it, unless docs/models.md lists this type under attention by segment."
+        )
     return packed, usage
 
 
@@ -78,13 +83,3 @@ def _choose(
             return packed, usage
         packed.release()
     raise ModelLoadError(f"the architecture {model_type} is not supported: {reason}")
-
-
-def _warn_by_segment(reason: str, model_type: str) -> None:
-    logger.warning(
-        f"SLOW: attention of this {model_type} runs a segment at a time. Each step copies the "
-        "context of every request, kernels are off, and even one request can "
-        f"run at half the speed of mlx-lm alone. Reason: {reason}. "
-        "Answers are correct. Please report it, unless docs/models.md lists this type under "
-        "attention by segment."
-    )

@@ -53,10 +53,8 @@ class _HeadRows:
 
 def body_of(model: nn.Module) -> nn.Module | None:
     """The module below `model` that owns the list of decoder layers."""
-    for module in model.modules():
-        if module is not model and isinstance(module.get("layers"), list):
-            return module
-    return None
+    parts = (module for module in model.modules() if module is not model)
+    return next((part for part in parts if isinstance(part.get("layers"), list)), None)
 
 
 class Fusion:

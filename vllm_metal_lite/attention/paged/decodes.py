@@ -70,8 +70,7 @@ class DecodePlanner:
         no launches for its prompts, and parallel splits read the context.
         """
         device, prompts = profile(), batch.num_decodes < batch.num_segments
-        small = num_rows <= device.rows_as_decodes
-        if prompts and small and self._prompts_as_decodes:
+        if prompts and self._prompts_as_decodes and num_rows <= device.rows_as_decodes:
             rows = as_decodes(batch)
             prefix = self._shared_prefix(rows, device.min_saved_for_prompts)
             own = rows.seq_lens - (prefix.lens if prefix else 0)
