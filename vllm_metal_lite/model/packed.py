@@ -110,7 +110,7 @@ class PackedModel:
             self._wrapped.append(body)
 
     def release(self) -> None:
-        """Leave the model as it was."""
+        """Undo the wrapping: the model is as it was, and this object is of no more use."""
         for module in self._wrapped:
             unwrap_call(module)
 

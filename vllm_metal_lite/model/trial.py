@@ -90,9 +90,8 @@ class Draw:
     ) -> list[Row]:
         """Run the steps through a packed model.  attention: over a store of 4 blocks."""
         rows: list[Row] = []
-        for computed, scheduled, logits, state in built_steps(
-            packed, attention, self.sequences, fusion
-        ):
+        steps = built_steps(packed, attention, self.sequences, fusion)
+        for computed, scheduled, logits, state in steps:
             logits = logits.astype(mx.float32)
             mx.eval(logits, state, attention.store.states.arrays)
             got = iter(np.array(logits))
