@@ -53,11 +53,10 @@ class Usage:
         ]
 
         def recording(*arguments: Any) -> tuple[mx.array, mx.array | None]:
-            try:
-                with hooked(hooks):
-                    return forward(*arguments)
-            finally:
-                self._scaled = None
+            with hooked(hooks):
+                result = forward(*arguments)
+            self._scaled = None
+            return result
 
         return recording
 
