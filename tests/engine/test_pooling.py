@@ -345,7 +345,7 @@ def test_a_model_that_is_no_decoder_is_refused_by_name(tmp_path):
         ({"1_Pooling/config.json": {"pooling_mode_cls_token": True}}, "neither"),
         ({"1_Pooling/config.json": {"pooling_mode_cls_token": True, **_MEAN}}, "neither"),
         ({"1_Pooling/config.json": {"pooling_mode_lasttoken": True, **_MEAN}}, "neither"),
-        ({"1_Pooling/config.json": {**_MEAN, **_NO_PROMPT}, **_PROMPTS}, "leaves out the prompt"),
+        ({"1_Pooling/config.json": {**_MEAN, **_NO_PROMPT}, **_PROMPTS}, "excludes the prompt"),
         ({"config.json": {"use_bidirectional_attention": True}}, "causal"),
         ({"modules.json": {"type": 3}}, "cannot be read"),
         ({"modules.json": [{}]}, "cannot be read: 'type'"),

@@ -58,7 +58,7 @@ class LLMEngine:
         seats, size = config.max_num_seqs, config.block_size
         states = model.packed.state_store(self.num_state_slots)
         store = PagedStore(model.kv_specs, self.kv_groups, size, states=states)
-        caching = config.enable_prefix_caching and model.packed.no_prefix_cache is None
+        caching = model.caches_prefixes(config)
         self.scheduler = Scheduler(
             replace(config, enable_prefix_caching=caching),
             self.kv_groups,
