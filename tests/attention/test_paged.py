@@ -55,7 +55,7 @@ def test_chunks_whose_scores_are_bounded_are_cut_into_tiles_that_share_keys(monk
 
 def prompts_of_step(segments, dim=32, **options):
     case = Case(segments, dim=dim)
-    attention = KernelAttention(case.store, "gather", case.queries_per_kv, **options)
+    attention = KernelAttention(case.store, "gather", case.shapes, **options)
     return attention.prepare(case.batch, case.batch.num_tokens).plan.prompts
 
 

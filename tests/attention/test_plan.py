@@ -10,7 +10,7 @@ from tests.support.kernels.device import change_device
 from vllm_metal_lite.attention.sdpa import planner
 from vllm_metal_lite.attention.sdpa.fused import Unfused
 from vllm_metal_lite.attention.sdpa.gathers import joint_gathers
-from vllm_metal_lite.attention.sdpa.planner import _LEAST_TILE, NEVER, SdpaCall, places, split_packs
+from vllm_metal_lite.attention.sdpa.planner import _LEAST_TILE, NEVER, HostCall, places, split_packs
 
 ANY = 1 << 40
 
@@ -24,7 +24,7 @@ def plan_calls(batch, window=None, chunk=None, *, fused_rows=ANY, key_grain=1, *
         return planner.CallPlanner(batch, 0, window, chunk, unfused).calls()
 
 
-def visible(call: SdpaCall, window: int | None) -> np.ndarray:
+def visible(call: HostCall, window: int | None) -> np.ndarray:
     """(B, Lq, Lk) bool: what SDPA under this call's mask lets a query see."""
     shape = (*call.q_pos.shape, call.kv_slots.shape[1])
     if call.mask is None:
@@ -41,7 +41,7 @@ def visible(call: SdpaCall, window: int | None) -> np.ndarray:
     return out
 
 
-def seen_pairs(calls: list[SdpaCall], window: int | None) -> dict[int, list[int]]:
+def seen_pairs(calls: list[HostCall], window: int | None) -> dict[int, list[int]]:
     """The slots that each row sees at its first place, which is the one that counts."""
     seen: dict[int, list[int]] = {}
     for g in calls:
@@ -73,7 +73,7 @@ def test_every_row_sees_exactly_what_the_definition_says(
 ):
     batch = make_batch(segments)
     if window is not None and window >= int(batch.seq_lens.max()):
-        window = None  # as SdpaPlan.calls does
+        window = None  # as SdpaPlan.step_calls does
     how = {"sdpa_tile": tile, "sdpa_call_cost": call_cost, "max_scores": max_scores}
     calls = plan_calls(batch, window, chunk, key_grain=key_grain, fused_rows=fused_rows, **how)
     seen = seen_pairs(calls, window)
@@ -201,16 +201,16 @@ def test_every_call_finds_its_keys_in_a_gather_of_bounded_size(
     calls = plan_calls(batch, window, key_grain=key_grain, **how)
     gathers, left = joint_gathers(calls, cap), iter(calls)
     read = np.concatenate([g.kv_slots.ravel() for g in calls])
-    for gather in gathers:
-        of_gather = [next(left) for _ in gather.begins]
-        for call, begin in zip(of_gather, gather.begins, strict=True):
+    for slots_at_once, begins in gathers:
+        of_gather = [next(left) for _ in begins]
+        for call, begin in zip(of_gather, begins, strict=True):
             slots, real = call.kv_slots.ravel(), call.kv_pos.ravel() < NEVER
-            gathered = gather.slots[begin : begin + len(slots)]
+            gathered = slots_at_once[begin : begin + len(slots)]
             assert gathered[real].tolist() == slots[real].tolist()
             assert len(gathered) == len(slots)
             assert np.isin(gathered, read).all(), "padding is a key that some call reads"
         alone = len(of_gather) == 1 or len({call.span and call.span[0] for call in of_gather}) == 1
-        assert len(gather.slots) <= cap or alone
+        assert len(slots_at_once) <= cap or alone
     assert next(left, None) is None
 
 
@@ -219,6 +219,6 @@ def test_the_tiles_of_a_chunk_share_one_copy_of_its_keys(window, keys):
     batch = make_batch([(9000, 600)])
     calls = plan_calls(batch, window, sdpa_call_cost=1 << 21, max_scores=1 << 18)
     assert len(calls) > 1
-    (gather,) = joint_gathers(calls, 1 << 17)
-    assert len(gather.slots) == keys
+    [(slots, _)] = joint_gathers(calls, 1 << 17)
+    assert len(slots) == keys
     assert places(calls, 600) == (None, None), "rows are in order, and none is copied"

@@ -29,7 +29,7 @@ needs_host = pytest.mark.skipif(
     not backend.is_cpu() or not compiler_available(), reason="for the CPU host"
 )
 
-LIMIT = 64  # rows of a small step
+LIMIT = profile().rows_as_decodes
 SEGMENTS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), min_size=1, max_size=6)
 
 
@@ -50,7 +50,7 @@ class DecodesCase(KernelCase):
     """All rows as decodes."""
 
     def __init__(self, *args, **how) -> None:
-        super().__init__(*args, options={"rows_as_decodes": LIMIT}, **how)
+        super().__init__(*args, options={"prompts_as_decodes": True}, **how)
 
     def run(self, padding=0, **how):
         out = super().run(padding, **how)
@@ -83,9 +83,9 @@ def test_a_quantised_store(bits):
         check(DecodesCase([(9, 1), (21, 9)], dim=96, v_dim=80, bits=bits), window=11)
 
 
-def prepared(segments, padding=0, limit=LIMIT):
+def prepared(segments, padding=0, enabled=True):
     case = Case(segments)
-    attention = KernelAttention(case.store, "gather", case.queries_per_kv, rows_as_decodes=limit)
+    attention = KernelAttention(case.store, "gather", case.shapes, prompts_as_decodes=enabled)
     return attention.prepare(case.batch, case.batch.num_tokens + padding).plan
 
 
@@ -94,7 +94,7 @@ def test_only_small_steps(monkeypatch):
     assert prepared(chunk).prompts is None
     assert prepared(chunk, padding=LIMIT - 26).prompts is None
     assert prepared(chunk, padding=LIMIT - 25).prompts is not None
-    assert prepared(chunk, limit=0).prompts is not None
+    assert prepared(chunk, enabled=False).prompts is not None
     # Rows that would read too much, each for itself; what decodes read does not count.
     keys = sum(range(9, 34))
     change_device(monkeypatch, max_own_keys=keys)
@@ -108,8 +108,8 @@ def test_only_small_steps(monkeypatch):
 
 def test_decodes_alone_are_what_they_were():
     """One launch writes their rows and reads them, and rows of a chunk see each other's."""
-    assert prepared([(17, 1), (30, 1)]).writes_late
-    assert not prepared([(17, 1), (0, 2)]).writes_late
+    assert prepared([(17, 1), (30, 1)]).positions is None
+    assert prepared([(17, 1), (0, 2)]).positions is not None
 
 
 # Whole engines, compiled
@@ -134,7 +134,7 @@ def test_compiled_steps_give_the_same_tokens(budget, seed, scored):
     with pytest.MonkeyPatch.context() as patch:
         pad_to_powers_of_two(patch)
         change_device(patch, min_saved_for_prompts=8)
-        engine = compile_on_cpu(tiny.engine("qwen3", **options), rows_as_decodes=LIMIT)
+        engine = compile_on_cpu(tiny.engine("qwen3", **options), prompts_as_decodes=True)
         steps, prepare = [], engine.runner.attention.prepare
         engine.runner.attention.prepare = lambda *a: steps.append(prepare(*a)) or steps[-1]
         got, scores = answers(engine)
@@ -152,7 +152,7 @@ def test_a_prompt_alone_waits_to_be_compiled():
     """A chunk is less likely than a decode to be followed by a step of the same shape."""
     with pytest.MonkeyPatch.context() as patch:
         pad_to_powers_of_two(patch)
-        engine = compile_on_cpu(tiny.engine("qwen3"), rows_as_decodes=LIMIT)
+        engine = compile_on_cpu(tiny.engine("qwen3"), prompts_as_decodes=True)
         compiled = []
         for prompt in tiny.prompts(3, 20, 30, seed=1):
             tiny.answers(engine, [prompt], 1)
@@ -174,6 +174,6 @@ def test_tokens_through_kernels(monkeypatch, name):
         engine = tiny.engine(
             name, attention="kernels", block_size=8, num_blocks=10, max_num_batched_tokens=19
         )
-        assert engine.runner.attention.rows_as_decodes == profile().rows_as_decodes
+        assert engine.runner.attention.prompts_as_decodes
         assert tiny.answers(engine, prompts, 16) == tiny.all_alone(name, prompts, 16)
     assert engine.metrics()["preemptions"] > 0

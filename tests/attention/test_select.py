@@ -9,7 +9,6 @@ from tests.support.kernels.device import pretend_gpu
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.select import Verdict, no_kernels, select
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
@@ -72,7 +71,7 @@ def test_kernels_that_are_right_are_used_without_a_warning(caplog, option):
     assert (attention.name, attention.prefill) == ("kernels", "varlen")
     assert attention.shares == [True]
     assert not attention.failed_kernels
-    assert attention.rows_as_decodes == profile().rows_as_decodes
+    assert attention.prompts_as_decodes
     assert reason == "correct on this device; prompts by varlen_prefill"
 
 
@@ -120,7 +119,7 @@ def test_any_other_kernel_is_replaced_alone(caplog, name, option):
     alone = name in ("shared_prefix", "paged_decode")
     assert attention.shares == [not alone]
     alone |= name == "latent_attention"
-    assert attention.rows_as_decodes == (0 if alone else profile().rows_as_decodes)
+    assert attention.prompts_as_decodes != alone
     assert f"without {name}, the others correct" in reason
 
 

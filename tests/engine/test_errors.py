@@ -3,6 +3,7 @@
 import errno
 import json
 import re
+from pathlib import Path
 
 import huggingface_hub
 import numpy as np
@@ -232,6 +233,15 @@ def test_what_is_not_a_folder(tmp_path):
         with pytest.raises(ModelLoadError, match=words) as error:
             loader.load(name)
         assert "\n" not in str(error.value)
+
+
+def test_a_folder_that_cannot_be_listed_is_named(monkeypatch, folder):
+    def fails(_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", fails)
+    with pytest.raises(ModelLoadError, match=f"{folder}: .*Permission denied"):
+        loader.load(str(folder))
 
 
 def test_a_full_disk_is_no_missing_network(monkeypatch):

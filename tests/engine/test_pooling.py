@@ -128,7 +128,7 @@ def test_a_prompt_may_fill_the_context(pooling):
 
 def test_a_step_of_embeddings_samples_nothing(monkeypatch):
     engine = tiny.engine()
-    monkeypatch.setattr(type(engine.sampler), "__call__", None)
+    monkeypatch.setattr(type(engine.runner.sampler), "__call__", None)
     together(engine, PROMPTS)
 
 
@@ -188,6 +188,7 @@ def test_truncated_prompts_keep_their_end_of_sequence():
     assert truncate([1, 2, 3, 9], three, 100, [9]) == [1, 2, 9]
     assert truncate([1, 2, 3, 4], three, 100, [9]) == [1, 2, 3]
     assert truncate([1, 2, 9], three, 100, [9]) == [1, 2, 9]
+    assert truncate([8, 1, 2, 3, 9], three, 100, [8, 9]) == [8, 1, 9]
     assert truncate([1, 2, 3, 9], three, 3, [9]) == [1, 2, 9]
     assert truncate([1, 2, 3, 9], context, 3, [9]) == [1, 2, 9]
     assert truncate([1, 2, 9], context, 4, [9]) == [1, 2, 9]
@@ -344,7 +345,7 @@ def test_a_model_that_is_no_decoder_is_refused_by_name(tmp_path):
         ({"1_Pooling/config.json": {"pooling_mode_cls_token": True}}, "neither"),
         ({"1_Pooling/config.json": {"pooling_mode_cls_token": True, **_MEAN}}, "neither"),
         ({"1_Pooling/config.json": {"pooling_mode_lasttoken": True, **_MEAN}}, "neither"),
-        ({"1_Pooling/config.json": {**_MEAN, **_NO_PROMPT}, **_PROMPTS}, "leaves out the prompt"),
+        ({"1_Pooling/config.json": {**_MEAN, **_NO_PROMPT}, **_PROMPTS}, "excludes the prompt"),
         ({"config.json": {"use_bidirectional_attention": True}}, "causal"),
         ({"modules.json": {"type": 3}}, "cannot be read"),
         ({"modules.json": [{}]}, "cannot be read: 'type'"),

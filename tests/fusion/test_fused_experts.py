@@ -57,7 +57,7 @@ def test_a_model_of_16_bits_computes_the_same(monkeypatch, name):
         for rows in (range(0), FEW):
             launched.clear()
             store = PagedStore(layout.specs, 4, 8, states=packed.state_store(2))
-            attention = KernelAttention(store, "gather", (), latents=latents)
+            attention = KernelAttention(store, "gather", loaded.attention_shapes)
             found = draw.rows(packed, attention, replace(fusion, expert_rows=rows))
             assert max(medians(found)) < tolerance
             assert launched & EXPERT_KERNELS == (EXPERT_KERNELS if rows else set())

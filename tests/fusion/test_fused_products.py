@@ -21,7 +21,7 @@ from vllm_metal_lite.fusion.products import Multiplied, Normed
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import trial
-from vllm_metal_lite.model.layout import inspect
+from vllm_metal_lite.model.inspect import inspect
 from vllm_metal_lite.model.packed import PackedModel
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")

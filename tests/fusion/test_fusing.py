@@ -15,8 +15,8 @@ from metal.host import compiler_available, installed
 from tests.support.kernels.launches import Stubs, watch
 from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import CANNOT_RUN, CONFIGS, VOCAB, config_of
-from vllm_metal_lite.attention.heads import Heads, same_rope
 from vllm_metal_lite.attention.paged.attention import KernelAttention
+from vllm_metal_lite.attention.pending_heads import Heads, same_rope
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
@@ -39,7 +39,7 @@ from vllm_metal_lite.kernels.new_rows import Columns, Rope
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import trial
 from vllm_metal_lite.model.adapters.modules import adapt
-from vllm_metal_lite.model.layout import inspect
+from vllm_metal_lite.model.inspect import inspect
 from vllm_metal_lite.model.packed import NO_FUSION, PackedModel
 
 TOKENS = mx.array([[3, 14, 15, 9, 26, 5, 35]])

@@ -17,8 +17,9 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.fusion import layers
 from vllm_metal_lite.fusion.launches import fuse
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model.layout import inspect
+from vllm_metal_lite.model.inspect import inspect
 from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.specs import AttentionShape
 
 FEW = range(1, 65)
 LATENT = ("deepseek_v3",)
@@ -48,7 +49,8 @@ def _of_a_step(
     packed = PackedModel(model, layout)
     fusion = replace(fuse(model, joins=True), skinny_rows=skinny_rows, expert_rows=expert_rows)
     specs = [replace(spec, bits=kv_bits) for spec in layout.specs]
-    attention = KernelAttention(PagedStore(specs, rows, 8), "gather", (), latents=name in LATENT)
+    shapes = [AttentionShape(1, 1, 8, 8, dtype, latent=name in LATENT)]
+    attention = KernelAttention(PagedStore(specs, rows, 8), "gather", shapes)
     inputs = InputBatch(rows, 1, 8, len(attention.store.num_blocks))
     added = np.array([inputs.add([0], 1) for _ in range(rows)])
     for row in added:

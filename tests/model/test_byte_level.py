@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders
 
 from vllm_metal_lite.engine.detokenizer import Detokenizer
-from vllm_metal_lite.model.files import DEMO_PATH
+from vllm_metal_lite.model.find import DEMO_PATH
 from vllm_metal_lite.model.tokenizer import load_tokenizer_only
 from vllm_metal_lite.sampling_params import SamplingParams
 

@@ -6,7 +6,7 @@ from tests.support.models.configs import CANNOT_RUN, CONFIGS, config_of
 from tests.support.models.tiny_models import build, load
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.model.fit import fit, foresee
-from vllm_metal_lite.model.layout import inspect
+from vllm_metal_lite.model.inspect import inspect
 from vllm_metal_lite.model.trial import Trial
 
 
@@ -23,7 +23,7 @@ def mode(name, **how):
     "name", [n for n in CONFIGS if "/w9" not in n and n.split("/")[0] not in CANNOT_RUN]
 )
 def test_the_form_is_known_without_weights(name):
-    assert mode(name, fit=foresee) == mode(name)
+    assert mode(name, choose=foresee) == mode(name)
 
 
 def test_a_mode_that_fails_leaves_the_model_as_it_was(monkeypatch):

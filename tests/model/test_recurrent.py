@@ -83,7 +83,7 @@ def test_a_state_fails_in_any_use_that_nobody_foresaw(use):
     packed = tiny.packed("qwen3_next").packed
     state = StateCache(0, 2, Unused(), None)[0]
     rows = mx.ones((3, 1, 8))
-    with pytest.raises((ValueError, TypeError)), building(packed._hooks()):
+    with pytest.raises((ValueError, TypeError)), building(packed._recurrent_hooks()):
         mx.eval(UNFORESEEN[use](state, rows) + rows)
 
 

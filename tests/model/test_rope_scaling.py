@@ -139,7 +139,7 @@ def test_fused_launches_rotate_alike(launches, name, joins):
     # The checks of kernels try the same factor.
     assert {r.factor for r in loaded.usage.ropes} == {factor}
     store, latents = PagedStore(packed.layout.specs, 4, trial.BLOCK), name in SCALED_LATENTS
-    attention = KernelAttention(store, "gather", (), latents=latents)
+    attention = KernelAttention(store, "gather", loaded.attention_shapes)
     draw, fusion = trial.Draw(packed.model, tiny.VOCAB), fuse(packed.model, joins=joins)
     with installed():
         assert max(row.error for row in draw.rows(packed, attention, fusion)) < 1e-4

@@ -13,7 +13,7 @@ from tests.support.models.configs import WINDOW
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention, ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
-from vllm_metal_lite.model.layout import inspect
+from vllm_metal_lite.model.inspect import inspect
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.seam.hooks import building, hooked
 from vllm_metal_lite.model.seam.layer_cache import KVHandle, Mask, PagedLayerCache

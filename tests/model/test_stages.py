@@ -12,7 +12,7 @@ from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import loader, stages, trial
-from vllm_metal_lite.model.layout import inspect
+from vllm_metal_lite.model.inspect import inspect
 
 HERE = "tests.model.test_stages"
 # Layers of one kind, an odd number of them, windows, experts, latents, recurrent layers; and some

@@ -80,7 +80,7 @@ def serve(engine: LLMEngine, prompts: list[list[int]], **options: Any) -> list[R
 def rest(engine: LLMEngine) -> None:
     while engine.rest():
         pass
-    if engine.prefix_disk is not None:
+    if isinstance(engine.prefix_disk, PrefixDisk):
         engine.prefix_disk.writer.flush()
     check_accounts(engine.scheduler.kv, ())
 
@@ -336,7 +336,7 @@ def test_a_folder_that_cannot_be_used_costs_nothing_but_the_cache(tmp_path, capl
     envs.cache_folder().mkdir(parents=True)
     envs.prefix_folder().write_text("in the way")
     engine = start("llama")
-    assert engine.prefix_disk is None
+    assert engine.prefix_disk.description is None
     assert tokens(serve(engine, [LONG])) == [tiny.alone(tiny.native("llama"), LONG, 8)]
     assert "prefixes are not kept on the disk" in caplog.text
 

@@ -19,17 +19,16 @@ from tests.support.kernels.failing import FailingKernels
 from tests.support.kernels.launches import Stubs
 from tests.support.models import tiny_models as tiny
 from tests.support.models.rounding import of_16_bits
+from tests.support.replay.record import kernel_engine
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.fusion.layers import fuse_layers
 from vllm_metal_lite.kernels.launch import Kernel
-from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.model.packed import NO_FUSION, PackedModel
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.runner import compiled
 from vllm_metal_lite.runner.compiled import CompiledSteps
-from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.runner.step_path import StepPath
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -115,10 +114,7 @@ def test_the_kernel_that_ran_last_makes_no_variant(monkeypatch, prefill):
     """Tickets have the shapes of many kernels; launches are stubs here."""
     Stubs(monkeypatch)
     engine = tiny.engine("qwen3", max_num_batched_tokens=24)
-    groups = {s.num_heads // s.num_kv_heads for s in engine.model.attention_shapes}
-    attention = KernelAttention(engine.runner.attention.store, prefill, groups)
-    engine.pipeline.runner = ModelRunner(engine.model.packed, StepPath(attention), engine.sampler)
-    engine.runner.compiled.reason = None
+    kernel_engine(engine, prefill, NO_FUSION).runner.compiled.reason = None
     traced = count_traces(engine, monkeypatch)
     tokens_of(engine)
     assert sum(traced) == len(engine.runner.compiled._variants) > 2
@@ -139,15 +135,12 @@ def forwards_with(monkeypatch, name, fuse, **fusion):
 
     engine = tiny.engine(name, mx.bfloat16, max_num_batched_tokens=24)
     monkeypatch.setattr(PackedModel, "__call__", noting)
-    attention = KernelAttention(engine.runner.attention.store, "gather", {2})
     fuse(engine.model.packed.model)
-    path = StepPath(attention, fusion=FusedLaunches(**fusion))
-    engine.pipeline.runner = ModelRunner(engine.model.packed, path, engine.sampler)
-    engine.runner.compiled.reason = None
+    kernel_engine(engine, "gather", FusedLaunches(**fusion)).runner.compiled.reason = None
     tokens_of(engine)
     forms = {(compiled, rows) for compiled, rows, *_ in found}
     assert forms >= {(True, 1), (True, 2), (True, 8), (False, 8), (False, 32)}
-    return found, len(attention.store.specs)
+    return found, len(engine.runner.attention.store.specs)
 
 
 def test_products_of_few_rows_are_the_kernel_s_in_compiled_steps_too(monkeypatch):

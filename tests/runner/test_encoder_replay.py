@@ -30,6 +30,7 @@ from vllm_metal_lite.kernels import source
 from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.model.packed import NO_FUSION
 from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -43,11 +44,12 @@ def make_engine(
     name: str = "qwen3",
     prefill: str = "varlen",
     fused: bool = True,
-    rows_as_decodes: int = 0,
+    prompts_as_decodes: bool = False,
     **options: Any,
 ) -> LLMEngine:
     made = tiny.engine(tiny.load(name), **{"max_num_batched_tokens": 128, **options})
-    return kernel_engine(made, prefill=prefill, fused=fused, rows_as_decodes=rows_as_decodes)
+    fusion = None if fused else NO_FUSION
+    return kernel_engine(made, prefill, fusion, prompts_as_decodes=prompts_as_decodes)
 
 
 def arrivals(engine: LLMEngine) -> None:
@@ -110,7 +112,7 @@ def test_layers_that_share_arrays():
     store = PagedStore(old.store.specs, groups, 8, shared=True)
     assert len({id(a) for a in store.arrays}) < len(old.store.arrays)
     path = replace(engine.runner.path, attention=old.over(store))
-    engine.pipeline.runner = ModelRunner(engine.model.packed, path, engine.sampler)
+    engine.pipeline.runner = ModelRunner(engine.model.packed, path, engine.runner.sampler)
     check(record(engine, arrivals))
 
 
@@ -134,7 +136,7 @@ def test_rows_of_prompts_as_decodes_behind_a_shared_prefix(monkeypatch):
         tiny.run(engine)
         assert engine.metrics()["prefix_cache_hit_tokens"] >= 3 * 16
 
-    graph = record(make_engine(rows_as_decodes=64), drive)
+    graph = record(make_engine(prompts_as_decodes=True), drive)
     assert kernels_of(graph) >= {"shared_prefix", "paged_decode"}
     check(graph)
 

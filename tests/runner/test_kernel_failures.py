@@ -235,7 +235,7 @@ def test_errors_that_are_not_a_kernel_s_are_raised_and_nothing_is_lost(monkeypat
 def test_an_error_that_no_launch_repeats_is_raised(monkeypatch, caplog):
     expected = undisturbed("rope_write")
     engine, fault = engine_of(FUSED), SimpleNamespace(armed=False)
-    sample = type(engine.sampler).__call__
+    sample = type(engine.runner.sampler).__call__
 
     def fail(*args):
         output = sample(*args)
@@ -244,7 +244,7 @@ def test_an_error_that_no_launch_repeats_is_raised(monkeypatch, caplog):
             raise RuntimeError("not a kernel")
         return output
 
-    monkeypatch.setattr(type(engine.sampler), "__call__", fail)
+    monkeypatch.setattr(type(engine.runner.sampler), "__call__", fail)
     failing = raises_once(engine, fault, RuntimeError, "not a kernel")
     assert serve(engine, before_step=failing) == expected
     assert not caplog.messages

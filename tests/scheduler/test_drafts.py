@@ -22,7 +22,7 @@ from tests.support.engine.workloads import (
     make_config,
     workloads,
 )
-from vllm_metal_lite.speculation.speculator import Speculator
+from vllm_metal_lite.speculation.speculator import NoSpeculator, Speculator
 
 
 def play(workload: Workload, seed: int) -> None:
@@ -76,7 +76,7 @@ class Sevens(Speculator):
 def test_drafts_take_no_block_that_a_running_request_may_need(num_blocks):
     """Two requests that just fit: neither is preempted because of the other's drafts."""
     engine = FakeEngine(fake_config(4, max_num_seqs=2), num_blocks, 32)
-    engine.speculator = Sevens(engine._tokens_of)
+    engine.speculator = Sevens(engine.seats.tokens_of)
     for _ in range(2):
         engine.add([1, 2, 3], 13)
     steps = engine.run()
@@ -101,7 +101,7 @@ def test_drafts_use_what_a_step_leaves_over():
         engine = FakeEngine(fake_config(4, max_num_seqs=2, max_num_batched_tokens=6), 60, 64)
         engine.add([1, 2, 3], 20)
         engine.step()
-        engine.speculator = Sevens(engine._tokens_of) if drafts else None
+        engine.speculator = Sevens(engine.seats.tokens_of) if drafts else NoSpeculator()
         prompt = engine.add(list(range(30)), 1)
         steps = [engine.step() for _ in range(6)]
         mine = [[s.num_scheduled for s in out.segments if s.request is prompt] for out in steps]

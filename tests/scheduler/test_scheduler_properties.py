@@ -368,11 +368,18 @@ def test_invariants(workload):
     run(workload)
 
 
+# Of 700 seeds those that reach the rarest cases.
+RARE = {
+    False: (9, 51, 213, 263, 384, 425, 452, 571, 653, 684),
+    True: (61, 78, 181, 248, 263, 301, 311, 426, 429, 450),
+}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("pressed", [False, True])
 def test_invariants_of_many_workloads(pressed):
     seen: Counter = Counter()
-    for seed in range(700):
+    for seed in {*range(150), *RARE[pressed]}:
         workload = seeded_workload(seed, pressed=pressed)
         try:
             seen.update(run(workload).seen)

@@ -5,14 +5,10 @@ into a frozen `Step`.  `begin` binds the step to the previous step's state and r
 `StepAttention`, which the model's layers call in order.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
-from vllm_metal_lite.attention.padding import pad_rows
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import PAD_SLOT, ForwardBatch
+from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.base import StepRecurrence
 
@@ -21,7 +17,8 @@ class Step(NamedTuple):
     """The rows of a ForwardBatch (`batch`, on the host), padded to num_rows.
 
     token_ids, positions: (num_rows,) int32.  slot_mapping: (num_rows or more,) int32 per KV group.
-    A padded row has position 0, its group's padding slot, and any token.
+    A padded row has position 0, slot -1, and any token.  Kernels skip slot -1; MLX writes to the
+    last slot of the store, which is in no block.
     num_live: (1,) int32, the number of rows before the padding.
     logits_indices: (R,) int32, the batch's indices, then padding; None: all rows get logits.
     plan: of the attention path, which alone reads it: a tree of arrays and constants.
@@ -38,47 +35,7 @@ class Step(NamedTuple):
     logits_indices: mx.array | None
     plan: Any
     pools: bool
-    repeats: bool = False
-
-
-def make_step(
-    batch: ForwardBatch,
-    num_rows: int,
-    plan: Any,
-    *,
-    padding_slots: Sequence[int] | None = None,
-    num_slots: int = 0,
-    num_logits: int = 1,
-) -> Step:
-    """The step of a batch under a plan, with the batch's arrays padded and on the device.
-
-    padding_slots: the slot of padded rows in each KV group; None: -1, which kernels skip.
-    num_slots: the fewest entries of slot_mapping.
-    num_logits: the fewest rows that get logits, unless all rows do.
-    """
-    slot_mapping = []
-    for group in range(len(batch.block_tables)):
-        slots = pad_rows(batch.slot_mapping(group), max(num_rows, num_slots), PAD_SLOT)
-        if padding_slots is not None:
-            slots = np.where(slots == PAD_SLOT, padding_slots[group], slots)
-        slot_mapping.append(mx.array(slots))
-    logits_indices = None
-    if len(batch.sample_segments) < batch.num_tokens:
-        # A step with no terminal segment samples nothing, but must name one row.  MLX never
-        # computes that row's logits, because nothing reads them.
-        wanted = batch.logits_indices
-        logits_indices = mx.array(pad_rows(wanted, max(len(wanted), num_logits)))
-    return Step(
-        batch,
-        num_rows,
-        mx.array(pad_rows(batch.token_ids, num_rows)),
-        mx.array(pad_rows(batch.positions, num_rows)),
-        tuple(slot_mapping),
-        mx.array([batch.num_tokens], mx.int32),
-        logits_indices,
-        plan,
-        batch.pooled is not None,
-    )
+    repeats: bool
 
 
 class AttentionCall(NamedTuple):

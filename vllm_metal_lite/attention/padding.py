@@ -1,8 +1,12 @@
-"""Pads a step's arrays to sizes that repeat, so that compiled steps repeat."""
+"""Makes a step: pads its arrays to sizes that repeat, so that compiled steps repeat."""
+
+from typing import Any
 
 import numpy as np
 
+from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.forward_batch import PAD_SLOT, ForwardBatch
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
 
 
@@ -30,3 +34,41 @@ def padded_tables(tables: np.ndarray, num_rows: int, width: int) -> mx.array:
     out = np.zeros((num_rows, width), tables.dtype)
     out[: len(tables), : tables.shape[1]] = tables[:, :width]
     return mx.array(out)
+
+
+def make_step(
+    batch: ForwardBatch,
+    num_rows: int,
+    plan: Any,
+    *,
+    num_slots: int = 0,
+    num_logits: int = 1,
+) -> Step:
+    """The step of a batch under a plan, with the batch's arrays padded and on the device.
+
+    num_slots: the fewest entries of slot_mapping.
+    num_logits: the fewest rows that get logits, unless all rows do.
+    """
+    num_slots = max(num_rows, num_slots)
+    slot_mapping = tuple(
+        mx.array(pad_rows(batch.slot_mapping(group), num_slots, PAD_SLOT))
+        for group in range(len(batch.block_tables))
+    )
+    logits_indices = None
+    if len(batch.sample_segments) < batch.num_tokens:
+        # A step with no terminal segment samples nothing, but must name one row.  MLX never
+        # computes that row's logits, because nothing reads them.
+        wanted = batch.logits_indices
+        logits_indices = mx.array(pad_rows(wanted, max(len(wanted), num_logits)))
+    return Step(
+        batch=batch,
+        num_rows=num_rows,
+        token_ids=mx.array(pad_rows(batch.token_ids, num_rows)),
+        positions=mx.array(pad_rows(batch.positions, num_rows)),
+        slot_mapping=slot_mapping,
+        num_live=mx.array([batch.num_tokens], mx.int32),
+        logits_indices=logits_indices,
+        plan=plan,
+        pools=batch.pooled is not None,
+        repeats=plan.repeats,
+    )

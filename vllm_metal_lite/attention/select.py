@@ -8,7 +8,6 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Attention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
-from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, Option
 from vllm_metal_lite.kernels.arguments import unsupported
 from vllm_metal_lite.kernels.registry import REFERENCE, REGISTRY, unused_kernels
@@ -83,17 +82,11 @@ def select(
     _warn(failures, known, fatal)
     if reason is not None:
         return ReferenceAttention(store), reason
-    latents = any(s.latent for s in shapes)
     attention = KernelAttention(
-        store,
-        prefill,
-        {s.num_heads // s.num_kv_heads for s in shapes},
-        failed_kernels=failures,
-        rows_as_decodes=profile().rows_as_decodes,
-        latents=latents,
+        store, prefill, shapes, failed_kernels=failures, prompts_as_decodes=True
     )
     without = f"without {', '.join(sorted(failures))}, the others " if failures else ""
-    varlen = "latent_attention" if latents else "varlen_prefill"
+    varlen = "latent_attention" if any(s.latent for s in shapes) else "varlen_prefill"
     prompts = varlen if prefill == "varlen" else "MLX's SDPA"
     return attention, f"{without}correct on this device; prompts by {prompts}"
 

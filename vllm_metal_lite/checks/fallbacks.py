@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_metal_lite.attention.heads import Heads
+from vllm_metal_lite.attention.pending_heads import Heads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.case import spec_of
 from vllm_metal_lite.checks.check import Check, NormShape

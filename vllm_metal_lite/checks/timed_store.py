@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 
 from vllm_metal_lite.attention.base import AttentionCall
-from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.attention.paged.attention import KernelAttention
+from vllm_metal_lite.attention.pending_heads import Heads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.case import Sequences, spec_of
 from vllm_metal_lite.kv.store import PagedStore
@@ -61,8 +61,7 @@ class TimedStore:
         prefill: the path of prompts.  without: a kernel that is replaced.
         """
         s, failed = self.shape, () if without is None else (without,)
-        groups = {s.num_heads // s.num_kv_heads}
-        attention = KernelAttention(self.store, prefill, groups, failed_kernels=failed)
+        attention = KernelAttention(self.store, prefill, [s], failed_kernels=failed)
         step, state = attention.prepare(self.batch, self.batch.num_tokens), attention.new_state()
         sinks = mx.zeros(s.num_heads) if s.sinks else None
         call = AttentionCall(0, self.scale, s.window, s.softcap, sinks, self.q_pe)

@@ -28,14 +28,8 @@ from vllm_metal_lite.errors import (
     one_line,
     shorten,
 )
-from vllm_metal_lite.model.files import (
-    DEMO_PATH,
-    hub_names,
-    in_cache,
-    read_config,
-    read_json,
-    weights,
-)
+from vllm_metal_lite.model.find import DEMO_PATH, hub_names, in_cache
+from vllm_metal_lite.model.folder import read_config, read_json, weight_files, weights
 from vllm_metal_lite.model.loader import LoadedModel, preview
 from vllm_metal_lite.runner.memory import size_store
 from vllm_metal_lite.runner.step_peak import estimated_step_peak
@@ -129,7 +123,7 @@ def _is_candidate(folder: Path) -> bool:
     config = folder / "config.json"
     if not config.is_file():
         return False
-    if next(folder.glob("model*.safetensors"), None) is not None:
+    if weight_files(folder):
         return True
     with config.open("rb") as file:
         return b'"model_type"' in file.read(1 << 20)

@@ -1,9 +1,9 @@
 """One answer being generated: its tokens, text, log-probabilities and end conditions."""
 
 import numpy as np
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.detokenizer import Detokenizer, texts_of
+from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling import no_token
@@ -27,8 +27,8 @@ class Answer:
         params: SamplingParams,
         result: RequestOutput,
         index: int,
-        tokenizer: TokenizerWrapper | None,
-        eos_token_ids: tuple[int, ...],
+        model: LoadedModel,
+        *,
         seed: int,
         bad_words: list[list[int]],
         constraint: Constraint | None,
@@ -43,7 +43,7 @@ class Answer:
         if params.logprobs is not None:
             self.output.logprobs = []
             self.output.cumulative_logprob = 0.0
-        self._tokenizer = tokenizer
+        self._tokenizer = tokenizer = model.tokenizer
         self._detokenizer = None
         if tokenizer is not None:
             self._detokenizer = Detokenizer(
@@ -53,7 +53,7 @@ class Answer:
         self._stop_finder = self._detokenizer if params.stop_strings else None
         if self._detokenizer and not self._stop_finder:
             self.output.text = self._detokenizer.text  # a method: text is made when read
-        self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        self._eos = frozenset() if params.ignore_eos else frozenset(model.eos_token_ids)
         self._stop_ids = self._eos.union(params.stop_token_ids or ())
 
     @property
@@ -63,6 +63,15 @@ class Answer:
         if scored is None or self.output.index != 0:
             return None
         return len(scored) - 1
+
+    def report_cached(self) -> None:
+        """Report how much of the prompt was cached.  All answers of a request share the prompt, so
+        the first one tells."""
+        if self.output.index == 0:
+            request = self.request
+            self.result.num_cached_tokens = request.num_cached_tokens
+            restored = min(request.num_restored_tokens, request.num_cached_tokens)
+            self.result.num_restored_tokens = restored
 
     def extend(self) -> bool:
         """Take the request's new tokens, one by one; True when one ends the answer."""

@@ -38,9 +38,8 @@ def describe(engine: LLMEngine) -> Iterator[str]:
         )
     if config.enable_prefix_caching and model.packed.no_prefix_cache:
         yield f"Prefixes:  not cached for this model: {model.packed.no_prefix_cache}"
-    if engine.prefix_disk is not None:
-        folder = engine.prefix_disk.folder
-        yield f"Prefixes:  kept in {folder.path}, at most {size_text(folder.quota)}"
+    if (kept := engine.prefix_disk.description) is not None:
+        yield f"Prefixes:  {kept}"
     yield f"Attention: {engine.runner.attention.name} ({engine.attention_reason})"
     reason = engine.runner.compiled.reason
     yield "Decoding:  compiled" if reason is None else f"Decoding:  not compiled ({reason})"

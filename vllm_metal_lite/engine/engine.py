@@ -5,15 +5,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.batch.pooling_table import PoolingTable
 from vllm_metal_lite.config import MAX_DRAFT, EngineConfig
@@ -21,7 +18,10 @@ from vllm_metal_lite.engine.answer import Answer
 from vllm_metal_lite.engine.constraints import Constraints
 from vllm_metal_lite.engine.failed_steps import FailedSteps
 from vllm_metal_lite.engine.intake import Intake
+from vllm_metal_lite.engine.no_prefix_disk import NoPrefixDisk
 from vllm_metal_lite.engine.prompt_ids import Prompt, render_turn
+from vllm_metal_lite.engine.seats import Seats
+from vllm_metal_lite.engine.step_counts import StepCounts
 from vllm_metal_lite.errors import ConfigError, RequestError, one_line, show
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel, load
@@ -39,11 +39,9 @@ from vllm_metal_lite.scheduler.counts import count
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler import Scheduler
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
-from vllm_metal_lite.speculation.speculator import Speculator
+from vllm_metal_lite.speculation.speculator import NoSpeculator, Speculator
 
 logger = logging.getLogger(__name__)
-
-_COUNTS = ("steps", "prefill_tokens", "decode_tokens", "forced_tokens")
 
 
 class LLMEngine:
@@ -60,17 +58,7 @@ class LLMEngine:
         seats, size = config.max_num_seqs, config.block_size
         states = model.packed.state_store(self.num_state_slots)
         store = PagedStore(model.kv_specs, self.kv_groups, size, states=states)
-        caching = config.enable_prefix_caching and model.packed.no_prefix_cache is None
-        disk = folder = None
-        if caching and config.prefix_disk_gib > 0:
-            disk = optional_module("prefix_disk.disk")
-        if disk is not None:
-            # Before anything is fused: the folder knows a model by its weights.
-            folder = disk.open_folder(model, self.kv_groups, config)
-        self.sampler = Sampler(seats, model.vocab_size)
-        runner = build_runner(model, store, self.sampler, config.attention)
-        self.inputs = InputBatch(seats, self.max_model_len, size, len(self.kv_groups))
-        self.pipeline = Pipeline(runner, self.inputs)
+        caching = model.caches_prefixes(config)
         self.scheduler = Scheduler(
             replace(config, enable_prefix_caching=caching),
             self.kv_groups,
@@ -78,20 +66,28 @@ class LLMEngine:
             num_state_slots=self.num_state_slots,
             shares_in_step=model.packed.by_segment is None,
         )
-        # Cached prefixes that survive a restart; None: there is no folder for them.
-        self.prefix_disk = disk and folder and disk.PrefixDisk(*folder, self.scheduler, store)
+        # Cached prefixes that survive a restart.
+        disk = optional_module("prefix_disk.disk")
+        # Before anything is fused: the folder knows a model by its weights.
+        kept = None if disk is None else disk.attach(model, self.scheduler, store)
+        self.prefix_disk = NoPrefixDisk() if kept is None else kept
+        sampler = Sampler(seats, model.vocab_size)
+        runner = build_runner(model, store, sampler, config.attention)
+        self.inputs = InputBatch(seats, self.max_model_len, size, len(self.kv_groups))
+        self.pipeline = Pipeline(runner, self.inputs)
+        self.seats = Seats(self.inputs, sampler, model.eos_token_ids)
         self.intake = Intake(model, self.max_model_len, config.seed)
         self.failed_steps = FailedSteps(self.scheduler)
         self.constraints = Constraints(model.vocab_size)
         self.pooling = PoolingTable()
         # Each rank measures its own times, so ranks would choose different drafts.
         speculates = config.speculate == "auto" and model.ranks.size == 1
-        self.speculator = Speculator(self._tokens_of) if speculates else None
+        self.speculator = Speculator(self.seats.tokens_of) if speculates else NoSpeculator()
         self._last_end: float | None = None  # when the last step ended, while there is work
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id
         self._requests: dict[str, list[Answer]] = {}  # unfinished, by the user's request id
-        self._counts = dict.fromkeys(_COUNTS, 0)
-        # Submit one step ahead.  Tests turn it off: the tokens do not change.
+        self._counts = StepCounts()
+        # Launch a step before the tokens of the previous one are known.
         self.async_scheduling = True
         # Called after each completed step, for watchers of the engine.
         self.on_step: Callable[[SchedulerOutput], None] | None = None
@@ -205,14 +201,11 @@ class LLMEngine:
         """
         try:
             if not self._outputs:
-                if self.prefix_disk is not None:
-                    self.prefix_disk.between_steps()
-                propose = None if self.speculator is None else self._propose
-                self._launch(self.scheduler.schedule(propose))
+                self.prefix_disk.between_steps()
+                self._launch(self.scheduler.schedule(self._propose))
             if not self._outputs:
                 self._last_end = None
-                if self.prefix_disk is not None:
-                    self.prefix_disk.wait()
+                self.prefix_disk.wait()
                 return []
             self._advance(self._outputs[0])
             if self._may_run_ahead(self._outputs[0]):
@@ -246,7 +239,7 @@ class LLMEngine:
 
         An error is logged, not raised: it concerns no request.
         """
-        if self.prefix_disk is None or self._requests or self._outputs:
+        if self._requests or self._outputs:
             return False
         try:
             return self.prefix_disk.rest()
@@ -267,15 +260,13 @@ class LLMEngine:
         """Whether the next step may be launched before the tokens of `output` are known."""
         if not self.async_scheduling or output.has_drafts or self.scheduler.may_preempt():
             return False
-        if self.prefix_disk is not None and self.prefix_disk.wants_a_pause:
+        if self.prefix_disk.wants_a_pause:
             return False
-        if self.speculator is None or not self.scheduler.drafts.has_room:
-            return True
-        return not self.speculator.wants(self.scheduler.decoding)
+        has_room = self.scheduler.drafts.has_room
+        return not (has_room and self.speculator.wants(self.scheduler.decoding))
 
     def _propose(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
         """The drafts of decodes (`scheduler.drafts`), within the requests' constraints."""
-        assert self.speculator is not None, "drafts are asked for"
         drafts = self.speculator.propose(wanted)
         if not any(drafts):
             return drafts
@@ -283,11 +274,6 @@ class LLMEngine:
             self.constraints.continued(request, draft, min(most, MAX_DRAFT))
             for (request, most), draft in zip(wanted, drafts, strict=True)
         ]
-
-    def _tokens_of(self, request: Request) -> np.ndarray:
-        seat = request.req_index
-        known = self.inputs.token_ids[seat, : self.inputs.num_tokens[seat]]
-        return known[:-1] if known[-1] == UNKNOWN_TOKEN else known
 
     def _launch(self, output: SchedulerOutput) -> None:
         """Submit a step; it may extend the tokens of the step in flight."""
@@ -298,13 +284,7 @@ class LLMEngine:
         output.launched_at = time.monotonic()
         self._outputs.append(output)
         self._seat(output)
-        batch = self.inputs.pack(
-            np.array([s.request.req_index for s in output.segments]),
-            np.array([s.num_computed for s in output.segments]),
-            np.array([s.num_scheduled for s in output.segments]),
-            [s.state for s in output.segments if s.state is not None] or None,
-            [s.draft_token_ids for s in output.segments] if output.has_drafts else None,
-        )
+        batch = self.seats.pack(output)
         batch = self.pooling.extend(batch, [s.request for s in output.segments])
         scored = self._num_prompt_logprobs(output) if len(batch.prompt_targets) else 0
         requests = [output.segments[i].request for i in batch.sample_segments]
@@ -325,10 +305,8 @@ class LLMEngine:
         self.pipeline.advance()
         for request, token_ids in output.forced:
             self.constraints.accept_forced(request, token_ids)
-            self._counts["forced_tokens"] += len(token_ids)
-            if request.req_index is not None:
-                self.inputs.replace_unknown(request.req_index, token_ids)
-                self._sample(request)
+            self._counts.forced_tokens += len(token_ids)
+            self.seats.force(self._answers[request.request_id], token_ids)
         for request in ended:
             self._unseat(request)
 
@@ -365,7 +343,7 @@ class LLMEngine:
         continues = [request.status is not finished for request in output.terminal]
         num_accepted = self._record(output, result)
         num_dropped = output.num_decodes - sum(continues[: output.num_decodes])
-        self._count(output, num_accepted - num_dropped)
+        self._counts.add(output, num_accepted - num_dropped)
         if result.prompt_logprobs is not None:
             for row, i in enumerate(batch.prompt_segments.tolist()):
                 request = output.segments[i].request
@@ -383,8 +361,7 @@ class LLMEngine:
             if self._extend(answer, result, result.live_rows[i]):
                 self._end(answer)
             reports[answer.result.request_id] = answer.result
-        if self.prefix_disk is not None:
-            self.prefix_disk.note(output)
+        self.prefix_disk.note(output)
         if self.on_step is not None:
             self.on_step(output)
         self.failed_steps.succeeded(output)
@@ -407,13 +384,12 @@ class LLMEngine:
             self.scheduler.update(output, first, {r: tokens[1:] for r, tokens in drawn.items()})
             forced = {request for request, _ in output.forced}  # the sampler knows their tokens
             for request, known in drawn.items():
-                if request.req_index is not None and request not in forced:
-                    self.sampler.accept(request.req_index, known)
+                if request not in forced:
+                    self.seats.accept(request, known)
             drafted = (s.request for s in output.segments if s.draft_token_ids)
             counts = [max(len(drawn[request]) - 1, 0) for request in drafted]
-        if self.speculator is not None:
-            seconds = None if self._last_end is None else now - self._last_end
-            self.speculator.note(output, counts, seconds)
+        seconds = None if self._last_end is None else now - self._last_end
+        self.speculator.note(output, counts, seconds)
         self._last_end = now
         return sum(counts)
 
@@ -430,46 +406,16 @@ class LLMEngine:
         return False
 
     def _seat(self, output: SchedulerOutput) -> None:
-        """Give admitted requests seats in the table and the sampler; append new blocks."""
+        """Seat admitted requests; append new blocks."""
         for request in output.admitted:
             answer = self._answers[request.request_id]
-            tokens = np.array(request.token_ids, np.int32)
-            request.req_index = self.inputs.add(
-                tokens, request.num_prompt_tokens, answer.prompt_logprobs_from
-            )
-            self._sample(request)
-            if answer.output.index == 0:
-                answer.result.num_cached_tokens = request.num_cached_tokens
-                restored = min(request.num_restored_tokens, request.num_cached_tokens)
-                answer.result.num_restored_tokens = restored
-        for segment in output.segments:
-            if segment.new_block_ids:
-                seat = segment.request.req_index
-                assert seat is not None, "a scheduled request has a seat"
-                self.inputs.append_blocks(seat, *segment.new_block_ids)
-
-    def _sample(self, request: Request) -> None:
-        """Make the sampler continue from a request's known tokens."""
-        assert request.req_index is not None, "a running request has a seat"
-        answer = self._answers[request.request_id]
-        self.sampler.add(
-            request.req_index,
-            answer.params,
-            answer.seed,
-            np.array(request.token_ids, np.int32),
-            request.num_prompt_tokens,
-            self.model.eos_token_ids,
-            bad_words=answer.bad_words,
-            logprob_token_ids=answer.score_token_ids,
-        )
+            self.seats.add(answer)
+            answer.report_cached()
+        self.seats.append_blocks(output.segments)
 
     def _unseat(self, request: Request) -> None:
-        if self.speculator is not None:
-            self.speculator.forget(request)
-        if request.req_index is not None:
-            self.inputs.remove(request.req_index)
-            self.sampler.remove(request.req_index)
-            request.req_index = None
+        self.speculator.forget(request)
+        self.seats.remove(request)
 
     def _num_prompt_logprobs(self, output: SchedulerOutput) -> int:
         asked = (self._answers[s.request.request_id].params for s in output.segments)
@@ -487,21 +433,10 @@ class LLMEngine:
             result.finished = True
             del self._requests[result.request_id]
 
-    def _count(self, output: SchedulerOutput, num_more: int) -> None:
-        """num_more: decoded tokens beyond one per decode."""
-        prefills = output.segments[output.num_decodes :]
-        again = sum(s.num_computed >= s.request.num_prompt_tokens for s in prefills)
-        decodes = output.num_decodes + again  # again: resumed past the prompt, after preemption
-        drafts = sum(len(s.draft_token_ids) for s in prefills)
-        self._counts["steps"] += 1
-        self._counts["decode_tokens"] += decodes + num_more
-        self._counts["prefill_tokens"] += output.total_num_scheduled_tokens - decodes - drafts
-
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, and those that running requests would leave."""
         self.scheduler.reset_prefix_cache()
-        if self.prefix_disk is not None:
-            self.prefix_disk.reset()
+        self.prefix_disk.reset()
 
     def metrics(self) -> dict[str, int]:
         """Counters since the engine was created, and the present counts; see also `count`.
@@ -513,11 +448,10 @@ class LLMEngine:
         attention_by_segment: 1 if attention runs one segment at a time, which is slow.
         memory_*_bytes: MLX's memory in this process; cached ones are freed buffers that MLX keeps.
         """
-        speculator = self.speculator
         return {
-            **self._counts,
-            "draft_tokens": 0 if speculator is None else speculator.num_drafted,
-            "accepted_tokens": 0 if speculator is None else speculator.num_accepted,
+            **asdict(self._counts),
+            "draft_tokens": self.speculator.num_drafted,
+            "accepted_tokens": self.speculator.num_accepted,
             "steps_ahead": self.pipeline.num_ahead,
             "compiled_steps": self.runner.compiled.num_steps,
             "failed_kernels": len(self.runner.path.failed_kernels),
@@ -525,7 +459,7 @@ class LLMEngine:
             "memory_active_bytes": mx.get_active_memory(),
             "memory_cached_bytes": mx.get_cache_memory(),
             **count(self.scheduler),
-            **({} if self.prefix_disk is None else self.prefix_disk.metrics()),
+            **self.prefix_disk.metrics(),
         }
 
 

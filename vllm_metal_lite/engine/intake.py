@@ -43,24 +43,25 @@ class Intake:
         model, pooling = self._model, None
         if isinstance(params, PoolingParams):
             pooling, params = resolved(params, model), ONE_TOKEN
-            if pooling.truncate_prompt_tokens is not None:
-                prompt = self._truncated(prompt, pooling)
         params = SamplingParams(**model.sampling_defaults) if params is None else params
         _check_arguments(request_id, params, priority, fair_round)
         validate(params, model.vocab_size)
         bad_words = bad_words_of(params, model)
         text, token_ids = tokenize(prompt, model.tokenizer, model.vocab_size)
+        if pooling is not None and pooling.truncate_prompt_tokens is not None:
+            ends = [] if text is None else encode("", model.tokenizer)
+            token_ids = truncate(token_ids, pooling, self._max_model_len, ends)
         salt, positions = cache_salt(prompt), _check_checkpoints(checkpoints, len(token_ids))
         arrival = next(self._arrivals)
         seed = params.seed if params.seed is not None else hash((self._seed, arrival))
         result = RequestOutput(request_id, text, token_ids, [])
         if params.prompt_logprobs is not None:
             result.prompt_logprobs = [None]
+        # A mean needs the hidden states of all rows.
+        is_mean = pooling is not None and pooling.pooling == "mean"
         answers = []
         for index in range(params.n):
             scores_prompt = result.prompt_logprobs is not None and index == 0
-            # A mean needs the hidden states of all rows.
-            is_mean = pooling is not None and pooling.pooling == "mean"
             request = Request(
                 request_id if params.n == 1 else f"{request_id}#{index}",
                 token_ids,
@@ -74,18 +75,20 @@ class Intake:
                 checkpoint_positions=positions,
                 cache_salt=salt,
             )
-            how = model.tokenizer, model.eos_token_ids, seed + index, bad_words
-            limits = constraint_of(params, model), pooling
-            answers.append(Answer(request, params, result, index, *how, *limits))
+            answer = Answer(
+                request,
+                params,
+                result,
+                index,
+                model,
+                seed=seed + index,
+                bad_words=bad_words,
+                constraint=constraint_of(params, model),
+                pooling=pooling,
+            )
+            answers.append(answer)
         result.outputs = [answer.output for answer in answers]
         return answers
-
-    def _truncated(self, prompt: Prompt, params: PoolingParams) -> Prompt:
-        tokenizer = self._model.tokenizer
-        text, token_ids = tokenize(prompt, tokenizer, self._model.vocab_size)
-        ends = [] if text is None else encode("", tokenizer)
-        kept = truncate(token_ids, params, self._max_model_len, ends)
-        return {"prompt_token_ids": kept, "cache_salt": cache_salt(prompt)}
 
 
 def _check_arguments(request_id: Any, params: Any, priority: Any, fair_round: Any) -> None:

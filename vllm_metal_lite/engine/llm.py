@@ -138,8 +138,9 @@ class LLM:
         instruction: str | None = None,
         use_tqdm: bool = False,
     ) -> list[ScoringRequestOutput]:
-        """How well each pair of texts matches, in order: one text for all, or one each.
+        """How well each pair of texts matches, in order.
 
+        texts_1: the queries: one for all documents, or one each.  texts_2: the documents.
         A reranker gives the probability that the second text answers the first; other models give
         the cosine of two embeddings.
         instruction: what the reranker judges.

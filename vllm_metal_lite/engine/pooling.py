@@ -41,14 +41,16 @@ def checked(pooled: np.ndarray | None, params: PoolingParams) -> np.ndarray:
 def truncate(
     token_ids: Sequence[int], params: PoolingParams, max_model_len: int, ends: Sequence[int] = ()
 ) -> list[int]:
-    """The first tokens of a prompt, as many as `truncate_prompt_tokens` allows; `ends`, if the
-    prompt has them at its end, stay there."""
+    """The first tokens of a prompt, as many as `truncate_prompt_tokens` allows.
+
+    ends: special tokens around a text; those of them with which the prompt ends stay there.
+    """
     most = params.truncate_prompt_tokens
     if most is None:
         return list(token_ids)
     most = max_model_len if most < 0 else min(most, max_model_len)
     if len(token_ids) <= most:
         return list(token_ids)
-    kept = list(ends) if list(token_ids[-len(ends) :]) == list(ends) else []
-    kept = kept[-most:]
+    suffixes = [list(ends[i:]) for i in range(len(ends))]
+    kept = next((s for s in suffixes if list(token_ids[-len(s) :]) == s), [])[-most:]
     return [*token_ids[: most - len(kept)], *kept]

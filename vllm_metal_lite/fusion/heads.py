@@ -14,7 +14,7 @@ A rotation may scale its input (Scaled).  DeepSeek's models split heads and rows
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_metal_lite.attention.heads import Heads, Latents
+from vllm_metal_lite.attention.pending_heads import Heads, Latents
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.current import current
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of

@@ -1,8 +1,8 @@
 """A layer cache for fused kernels: one launch normalises, rotates, writes, and may attend."""
 
 from vllm_metal_lite.attention.base import AttentionCall
-from vllm_metal_lite.attention.heads import Heads, Latents
 from vllm_metal_lite.attention.paged.step import KernelStepAttention
+from vllm_metal_lite.attention.pending_heads import Heads, Latents
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.heads import Attended, Scaled, heads_of
 from vllm_metal_lite.fusion.traced import Traced, origin_of

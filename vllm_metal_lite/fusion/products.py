@@ -9,7 +9,7 @@ y = silu(gate) * up          the product that made both applies the gate
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_metal_lite.attention.heads import Heads
+from vllm_metal_lite.attention.pending_heads import Heads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.fusion.current import current

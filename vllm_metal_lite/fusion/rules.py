@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from vllm_metal_lite.attention.heads import Heads, Latents
+from vllm_metal_lite.attention.pending_heads import Heads, Latents
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion import experts, heads, products, routing
 from vllm_metal_lite.fusion.experts import Chosen, Summed, Weighted

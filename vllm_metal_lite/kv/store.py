@@ -95,11 +95,6 @@ class PagedStore:
         return [*self.keys, *self.values]
 
     @property
-    def padding_slots(self) -> list[int]:
-        """The slot, per group, that takes the writes of padding rows."""
-        return [n * self.block_size for n in self.num_blocks]
-
-    @property
     def nbytes(self) -> int:
         return sum({id(a): a.nbytes for a in self.arrays}.values())
 

@@ -24,17 +24,21 @@ def wrap_call(module: nn.Module, around: Callable[..., Any]) -> None:
     module.__class__ = type(base.__name__, (base,), {"__call__": call})
 
 
+def unwrap_call(module: nn.Module) -> None:
+    """Undo the newest wrap_call of a module."""
+    module.__class__ = type(module).__bases__[0]
+
+
 @contextmanager
 def observing(modules: Sequence[nn.Module], around: Callable[..., Any]) -> Iterator[None]:
     """While held, around(module, call, *args, **kwargs) replaces the modules' calls."""
-    types = [type(module) for module in modules]
     for module in modules:
         wrap_call(module, partial(around, module))
     try:
         yield
     finally:
-        for module, own in zip(modules, types, strict=True):
-            module.__class__ = own
+        for module in modules:
+            unwrap_call(module)
 
 
 def calls_of(model: nn.Module, modules: Sequence[nn.Module]) -> list[tuple[nn.Module, Any, Any]]:

@@ -16,7 +16,7 @@ from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import ModelLoadError, one_line
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.layout import Layout
-from vllm_metal_lite.model.packed import Mode, PackedModel
+from vllm_metal_lite.model.packed import Mode, PackedForward, PackedModel
 from vllm_metal_lite.model.trial import BLOCK, LENGTHS, Trial, built_steps
 from vllm_metal_lite.model.usage import Usage
 
@@ -38,8 +38,13 @@ def fit(model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup = AL
     except Exception as e:
         raise ModelLoadError(f"mlx-lm cannot run this {model_type}: {one_line(e)}") from e
     packed, usage = _choose(model, layout, model_type, trial.problem)
-    if (reason := packed.by_segment) is not None:
-        _warn_by_segment(reason, model_type)
+    if packed.by_segment is not None:
+        logger.warning(
+            f"SLOW: attention of this {model_type} runs a segment at a time. Each step copies the "
+            "context of every request, kernels are off, and even one request can run at half the "
+            f"speed of mlx-lm alone. Reason: {packed.by_segment}. Answers are correct. Please "
+            "report it, unless docs/models.md lists this type under attention by segment."
+        )
     return packed, usage
 
 
@@ -49,12 +54,10 @@ def foresee(model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup 
     return _choose(model, layout, model_type, _problem_of_code)
 
 
-def _problem_of_code(
-    packed: PackedModel, attention: ReferenceAttention, usage: Usage
-) -> str | None:
+def _problem_of_code(packed: PackedForward, attention: ReferenceAttention) -> str | None:
     sequences = [np.zeros(n, np.int32) for n in LENGTHS]
     try:
-        for _ in built_steps(packed, attention, sequences, usage):
+        for _ in built_steps(packed, attention, sequences):
             pass
     except Exception as e:
         return f"{type(e).__name__}: {one_line(e)}"
@@ -65,30 +68,18 @@ def _choose(
     model: nn.Module,
     layout: Layout,
     model_type: str,
-    problem_of: Callable[[PackedModel, ReferenceAttention, Usage], str | None],
+    problem_of: Callable[[PackedForward, ReferenceAttention], str | None],
 ) -> Fit:
     """The first mode without a problem; ModelLoadError if all have one."""
     reason = None  # why the previous mode does not fit
-    own = [(module, type(module)) for module in model.modules()]
     for mode in Mode:
         if mode is Mode.IN_SEQUENCES and not layout.states:
             continue
         packed = PackedModel(model, layout, mode, reason)
         store = PagedStore(layout.specs, 4, BLOCK, states=packed.state_store(2))
         usage = Usage()
-        reason = problem_of(packed, ReferenceAttention(store), usage)
+        reason = problem_of(usage.recorded(packed), ReferenceAttention(store))
         if reason is None:
             return packed, usage
-        for module, kind in own:  # PackedModel wraps calls
-            module.__class__ = kind
+        packed.release()
     raise ModelLoadError(f"the architecture {model_type} is not supported: {reason}")
-
-
-def _warn_by_segment(reason: str, model_type: str) -> None:
-    logger.warning(
-        f"SLOW: attention of this {model_type} runs a segment at a time. Each step copies the "
-        "context of every request, kernels are off, and even one request can "
-        f"run at half the speed of mlx-lm alone. Reason: {reason}. "
-        "Its answers are right. Please report it, unless docs/models.md lists this type under "
-        "attention by segment."
-    )

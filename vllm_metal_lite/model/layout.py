@@ -1,30 +1,14 @@
-"""The caches of a model and the modules that use them, observed over some native tokens.
+"""The caches of a model, and the modules that use them."""
 
-The model runs as mlx-lm runs it.  Calls of modules are noted while they run, and a cache that is
-used notes the innermost of them.  Nothing is evaluated.
-"""
-
-import copy
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm.models.cache import (
-    ArraysCache,
-    CacheList,
-    ChunkedKVCache,
-    RotatingKVCache,
-    make_prompt_cache,
-)
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, RotatingKVCache
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.errors import ModelLoadError, one_line
 from vllm_metal_lite.kv.state_store import StateSpec
 from vllm_metal_lite.kv.store import LayerSpec
-from vllm_metal_lite.model.calls import observing
-from vllm_metal_lite.model.seam.recurrent import noting_silu
-from vllm_metal_lite.model.sequences.kv_segments import NATIVE_TYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +26,6 @@ class StateLayer:
     index: int
     size: int
 
-
-# Tokens after which states have their final shapes.
-_SETTLED = 8
 
 # One entry of a model's list of caches: a layer, several layers (a CacheList), or no cache.
 Node = PagedLayer | StateLayer | tuple | None
@@ -98,84 +79,3 @@ class Layout:
         chunk = cache.chunk_size if isinstance(cache, ChunkedKVCache) else None
         self.specs.append(LayerSpec(heads, k_dim, v_dim, cache.keys.dtype, window, chunk))
         return PagedLayer(len(self.specs) - 1, cache.template)
-
-
-def inspect(model: nn.Module, model_type: str) -> Layout:
-    """Run some tokens natively to find the caches and their users; raises ModelLoadError."""
-    users: dict[int, set[str]] = {}  # by the module's id: "kv", "state" or both
-    running: list[nn.Module | None] = []  # the modules that are being called, the innermost last
-    caches = [_watched(c, running, users, model_type) for c in make_prompt_cache(model)]
-
-    def noting(module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        running.append(module)
-        y = call(*args, **kwargs)
-        running.pop()
-        return y
-
-    try:
-        with noting_silu(model), observing(model.modules(), noting):
-            logits = model(mx.zeros((1, 1), mx.int32), cache=caches)
-            if any("state" in kinds for kinds in users.values()):
-                # A state may grow during the first tokens: an n-gram's context does.
-                model(mx.zeros((1, _SETTLED), mx.int32), cache=caches)
-    except Exception as e:
-        raise ModelLoadError(f"mlx-lm cannot run this {model_type}: {one_line(e)}") from e
-    layout = Layout(logits.shape[-1], logits.dtype)
-    layout.nodes = [layout.add(c) for c in caches]
-    for path, module in model.named_modules():
-        for kind, found in (("kv", layout.kv_users), ("state", layout.state_users)):
-            if kind in users.get(id(module), ()):
-                found[path] = module
-    return layout
-
-
-def _watched(
-    cache: Any, running: list[nn.Module | None], users: dict[int, set[str]], model_type: str
-) -> Any:
-    """A copy of the cache that notes which modules use it."""
-    if type(cache) is CacheList:
-        return CacheList(*(_watched(c, running, users, model_type) for c in cache.caches))
-    if type(cache) not in (ArraysCache, *NATIVE_TYPES) or getattr(cache, "keep", False):
-        raise ModelLoadError(
-            f"the architecture {model_type} is not supported: it keeps a cache of a kind of its "
-            f"own ({type(cache).__name__})"
-        )
-    base: Any = type(cache)
-    kind = "state" if base is ArraysCache else "kv"
-
-    def note() -> None:
-        if running and (user := running[-1]) is not None:
-            users.setdefault(id(user), set()).add(kind)
-            vars(watched)["user"] = user
-
-    def read(self: Any, name: str) -> Any:
-        if name != "make_mask" and not name.startswith("__"):
-            note()
-        return base.__getattribute__(self, name)
-
-    def get(self: Any, index: int) -> Any:
-        note()
-        return base.__getitem__(self, index)
-
-    def make_mask(self: Any, *args: Any, **kwargs: Any) -> Any:
-        running.append(None)  # a mask reads the cache, and is no use of K and V
-        mask = base.make_mask(self, *args, **kwargs)
-        running.pop()
-        return mask
-
-    watched = copy.copy(cache)
-    watched.template, watched.user = cache, None
-    methods: dict[str, Callable] = {"make_mask": make_mask}
-    methods |= {"__getitem__": get} if kind == "state" else {"__getattribute__": read}
-    watched.__class__ = type(base.__name__, (base,), methods)
-    return watched
-
-
-def outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """The modules (by path) that are not part of another one in `modules`."""
-    return {
-        path: module
-        for path, module in modules.items()
-        # The path of the model itself is "".
-        if not any(path != whole and path.startswith(whole and f"{whole}.") for whole in modules)
-    }

@@ -1,40 +1,37 @@
-"""Loads a model by name (files.py) and prepares the model for packed steps."""
+"""Loads a model by name (find.py) and prepares the model for packed steps."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 from mlx.utils import tree_map
-from mlx_lm.models import activations
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import get_total_parameters, load_model
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.distributed import ALONE, RankGroup
-from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option, RemoteCodeError, one_line
-from vllm_metal_lite.kernels.weights import shape_of
+from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.adapters.modules import adapt
 from vllm_metal_lite.model.context import context_length
 from vllm_metal_lite.model.dtypes import cast, expand
-from vllm_metal_lite.model.experts import served_experts
-from vllm_metal_lite.model.files import find, read_config, remote_code_error
+from vllm_metal_lite.model.find import find
 from vllm_metal_lite.model.fit import Fit, fit, foresee
+from vllm_metal_lite.model.folder import loading, read_config, remote_code_error
 from vllm_metal_lite.model.generation_config import sampling_defaults
-from vllm_metal_lite.model.layout import Layout, inspect
+from vllm_metal_lite.model.inspect import inspect
+from vllm_metal_lite.model.layout import Layout
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.pooling_config import PoolingConfig, pooling_config
-from vllm_metal_lite.model.seam.hooks import namespaces
 from vllm_metal_lite.model.shards import shard
 from vllm_metal_lite.model.stages import check_kinds, keep_stage
 from vllm_metal_lite.model.tokenizer import end_token_ids, read_tokenizer
 from vllm_metal_lite.model.usage import Usage
-from vllm_metal_lite.model.weights import product_weights
-from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, RecurrenceShape
+from vllm_metal_lite.specs import AttentionShape
 
 # Architectures with wrong results in mlx-lm itself, and the reason.
 _REFUSED = {
@@ -103,28 +100,8 @@ class LoadedModel:
             )
         return replace(self, kv_bits=kv_bits)
 
-    def kernel_use(self, block_size: int) -> KernelUse:
-        """What the model asks of the kernels, over a store with blocks of block_size tokens."""
-        model = self.packed.model
-        weights = dict.fromkeys(map(shape_of, product_weights(model)))
-        experts = dict.fromkeys(e.shape for e in served_experts(model))
-        # mlx-lm uses this function for the gated norm after the gated delta rule.
-        gated = namespaces(model, activations.precise_swiglu)
-        norms = [
-            GatedNormShape(shape.v_dim, shape.v_heads, shape.dtype)
-            for shape in self.usage.recurrences
-            if gated and isinstance(shape, RecurrenceShape) and shape.delta
-        ]
-        return KernelUse(
-            shapes=tuple(self.attention_shapes),
-            block_size=block_size,
-            ropes=self.usage.ropes,
-            hidden_sizes=tuple(self.usage.hidden_sizes),
-            weights=tuple(weights),
-            shares_prefix=self.packed.no_prefix_cache is None,
-            recurrences=(*self.usage.recurrences, *norms),
-            experts=tuple(experts),
-        )
+    def caches_prefixes(self, config: EngineConfig) -> bool:
+        return config.enable_prefix_caching and self.packed.no_prefix_cache is None
 
     @property
     def no_embeddings(self) -> str | None:
@@ -152,7 +129,7 @@ def load(
     """
     folder, name = find(name), str(name)
     _check_folder(name, folder, trust_remote_code)
-    with _failures_explained(name):
+    with loading(name, "this model"):
         model, tokenizer, config = _unevaluated(name, folder, dtype, trust_remote_code)
         if ranks.size > 1:
             divide = keep_stage if ranks.stages else shard
@@ -170,12 +147,12 @@ def preview(
     zeros that take no memory.  The mode is `foresee`'s.
     """
     _check_folder(name, folder, trust_remote_code)
-    with _failures_explained(name):
+    with loading(name, "this model"):
         model, tokenizer, config = _unevaluated(name, folder, dtype, trust_remote_code)
         model.update(
             tree_map(lambda w: mx.broadcast_to(mx.zeros((), w.dtype), w.shape), model.parameters())
         )
-        return from_model(model, tokenizer, config, name=name, fit=foresee)
+        return from_model(model, tokenizer, config, name=name, choose=foresee)
 
 
 def _unevaluated(
@@ -200,30 +177,19 @@ def _check_folder(name: str, folder: Path, trust_remote_code: bool) -> None:
         raise remote_code_error(name, "architecture", folder)
 
 
-@contextmanager
-def _failures_explained(name: str) -> Iterator[None]:
-    """Turn every failure inside the block into a ModelLoadError of one line."""
-    try:
-        yield
-    except RemoteCodeError:
-        raise
-    except (Exception, SystemExit) as e:  # a broken folder can make the libraries raise anything
-        raise ModelLoadError(f"{name}: cannot load this model: {one_line(e)}") from e
-
-
 def from_model(
     model: nn.Module,
     tokenizer: TokenizerWrapper | None,
     config: dict[str, Any],
     name: str,
     folder: Path | None = None,
-    fit: Callable[[nn.Module, Layout, str, RankGroup], Fit] = fit,
+    choose: Callable[[nn.Module, Layout, str, RankGroup], Fit] = fit,
     ranks: RankGroup = ALONE,
 ) -> LoadedModel:
     """Wrap an mlx-lm model already in memory; ModelLoadError if packed steps cannot run it.
 
     folder: with the settings of sampling and pooling to follow; None: defaults.
-    fit: chooses the mode.  ranks: the model is this rank's shard.
+    choose: the mode.  ranks: the model is this rank's shard.
     """
     model_type = str(config.get("model_type"))
     _refuse_wrong(name, model_type)
@@ -238,7 +204,7 @@ def from_model(
     if tokenizer is not None:
         vocab = tokenizer.get_vocab()
         eos_token_ids = end_token_ids(name, tokenizer, layout.vocab_size)
-    packed, usage = fit(model, layout, model_type, ranks)
+    packed, usage = choose(model, layout, model_type, ranks)
     return LoadedModel(
         name=name,
         model_type=model_type,

@@ -14,8 +14,8 @@ from mlx.utils import tree_map
 from vllm_metal_lite.attention.base import Step, StepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.state_store import StateStore
-from vllm_metal_lite.model.calls import wrap_call
-from vllm_metal_lite.model.layout import Layout, PagedLayer, StateLayer, outermost
+from vllm_metal_lite.model.calls import unwrap_call, wrap_call
+from vllm_metal_lite.model.layout import Layout, PagedLayer, StateLayer
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
 from vllm_metal_lite.model.seam.recurrent import RecurrentHooks
@@ -53,10 +53,8 @@ class _HeadRows:
 
 def body_of(model: nn.Module) -> nn.Module | None:
     """The module below `model` that owns the list of decoder layers."""
-    for module in model.modules():
-        if module is not model and isinstance(module.get("layers"), list):
-            return module
-    return None
+    parts = (module for module in model.modules() if module is not model)
+    return next((part for part in parts if isinstance(part.get("layers"), list)), None)
 
 
 class Fusion:
@@ -81,6 +79,9 @@ class Fusion:
 
 NO_FUSION = Fusion()
 
+# A PackedModel, or a function around one: the step, its `logits_indices`, the fusion.
+PackedForward = Callable[[StepAttention, mx.array | None, Fusion], tuple[mx.array, mx.array | None]]
+
 
 class PackedModel:
     """An mlx-lm model that takes a packed step.
@@ -96,21 +97,22 @@ class PackedModel:
         users = {} if mode is Mode.PACKED else layout.state_users
         if mode is Mode.BY_SEGMENT:
             users = users | layout.kv_users
-        for module in outermost(users).values():
+        self._wrapped = _outermost(users)
+        for module in self._wrapped:
             wrap_call(module, call_by_batches)
-        self._packs_states = bool(layout.states) and mode is Mode.PACKED
-        # Called for each forward; `tuple` makes no hooks.
-        self._hooks = RecurrentHooks(model) if self._packs_states else tuple
+        packs_states = bool(layout.states) and mode is Mode.PACKED
+        self._recurrent_hooks = RecurrentHooks(model) if packs_states else None
         self._rows = _HeadRows()
         body = body_of(model)
         self.shows_hidden = body is not None
         if body is not None:
             wrap_call(body, self._rows.select)
+            self._wrapped.append(body)
 
-    @property
-    def sees_sequences(self) -> bool:
-        """Whether some modules run on sequences (sequences/step.py), not on packed rows."""
-        return self.mode is not Mode.PACKED
+    def release(self) -> None:
+        """Undo the wrapping: the model is as it was, and this object is of no more use."""
+        for module in self._wrapped:
+            unwrap_call(module)
 
     @property
     def by_segment(self) -> str | None:
@@ -138,10 +140,11 @@ class PackedModel:
         hides them.
         """
         sequences = None
-        if self.sees_sequences:
+        if self.mode is not Mode.PACKED:
             alone = self.mode is Mode.BY_SEGMENT
             sequences = SequenceStep(attention.step, attention.store.states, alone)
-        recurrence = attention.recurrence if self._packs_states else None
+        recurrence = attention.recurrence if self._recurrent_hooks else None
+        hooks = self._recurrent_hooks() if self._recurrent_hooks else ()
         layers: list[PagedLayerCache] = []
 
         def cache(node: PagedLayer | StateLayer | None) -> Any:
@@ -156,7 +159,7 @@ class PackedModel:
         rows, token_ids = self._rows, attention.step.token_ids
         rows.is_packed, rows.wanted = True, logits_indices
         try:
-            with building(self._hooks()), fusion.building(attention.step):
+            with building(hooks), fusion.building(attention.step):
                 logits = self.model(token_ids[:, None], cache=caches)
         finally:
             hidden, rows.hidden = rows.hidden, None
@@ -168,3 +171,13 @@ class PackedModel:
         if logits_indices is not None and hidden is None:
             logits = logits[logits_indices]
         return logits.squeeze(1), hidden
+
+
+def _outermost(modules: dict[str, nn.Module]) -> list[nn.Module]:
+    """The modules (by path) that are not part of another one in `modules`."""
+    return [
+        module
+        for path, module in modules.items()
+        # The path of the model itself is "".
+        if not any(path != whole and path.startswith(whole and f"{whole}.") for whole in modules)
+    ]

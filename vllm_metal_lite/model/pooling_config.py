@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_metal_lite.errors import ModelLoadError, Option, RequestError, show
-from vllm_metal_lite.model.files import read_json
+from vllm_metal_lite.model.folder import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +63,9 @@ def _read(folder: Path, name: str, vocab: Mapping[str, int]) -> PoolingConfig:
     texts = read_json(folder / "config_sentence_transformers.json")
     pooling = read_json(folder / kinds.get("Pooling", "1_Pooling") / "config.json")
     prompts = dict(texts.get("prompts") or {})
-    if not all(isinstance(prompt, str) for prompt in prompts.values()):
-        raise ValueError("a prompt is not a text")
+    for prompt_name, prompt in prompts.items():
+        if not isinstance(prompt, str):
+            raise ValueError(f"prompt {show(prompt_name)} must be a text, got {show(prompt)}")
     problem = _problem(read_json(folder / "config.json"), kinds, pooling, prompts)
     default = texts.get("default_prompt_name")
     if default is not None and default not in prompts:
@@ -106,5 +107,5 @@ def _problem(
     if pooling and mode is None:
         return "its pooling is neither that of the last token nor the mean"
     if mode == "mean" and any(prompts.values()) and not pooling.get("include_prompt", True):
-        return "its mean leaves out the prompt, and this engine's does not"
+        return "its mean excludes the prompt, which this engine cannot do"
     return None

@@ -36,15 +36,12 @@ def keep_stage(model: nn.Module, model_type: str, ranks: RankGroup) -> None:
         raise ModelLoadError(f"{refusal}: {problem}")
     start, end = stage_bounds(len(body.layers), ranks.rank, ranks.size)
     if start > 0:
-        wrap_call(
-            body.layers[start],
-            lambda call, x, *args, **how: call(ranks.receive(like=x), *args, **how),
-        )
+        first = body.layers[start]
+        wrap_call(first, lambda call, x, *args, **how: call(ranks.receive(like=x), *args, **how))
     if end < len(body.layers):
         wrap_call(body.layers[end - 1], lambda call, *args, **how: ranks.send(call(*args, **how)))
-    body.layers = [
-        layer if start <= i < end else Absent(layer) for i, layer in enumerate(body.layers)
-    ]
+    layers = enumerate(body.layers)
+    body.layers = [layer if start <= i < end else Absent(layer) for i, layer in layers]
 
 
 def stage_bounds(num_layers: int, rank: int, size: int) -> tuple[int, int]:

@@ -9,8 +9,9 @@ from mlx_lm.utils import load_tokenizer
 from tokenizers.decoders import ByteLevel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from vllm_metal_lite.errors import ModelLoadError, one_line, show
-from vllm_metal_lite.model.files import find, read_config, read_json, remote_code_error
+from vllm_metal_lite.errors import ModelLoadError, show
+from vllm_metal_lite.model.find import find
+from vllm_metal_lite.model.folder import loading, read_config, read_json, remote_code_error
 
 logger = logging.getLogger(__name__)
 
@@ -22,12 +23,9 @@ _SPACE = bytes_to_unicode()[ord(" ")]
 def load_tokenizer_only(name: str, trust_remote_code: bool = False) -> TokenizerWrapper:
     """The tokenizer of a model, without its weights; every failure is a ModelLoadError."""
     folder, name = find(name), str(name)
-    try:
-        return read_tokenizer(name, folder, read_config(folder, name), trust_remote_code)
-    except ModelLoadError:
-        raise
-    except (Exception, SystemExit) as e:
-        raise ModelLoadError(f"{name}: cannot load its tokenizer: {one_line(e)}") from e
+    config = read_config(folder, name)
+    with loading(name, "its tokenizer"):
+        return read_tokenizer(name, folder, config, trust_remote_code)
 
 
 def read_tokenizer(

@@ -10,7 +10,7 @@ chunked rows just as often.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 import mlx.nn as nn
@@ -23,7 +23,7 @@ from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.kernels.launch import KernelError
-from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
+from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedForward
 
 # Two requests of 9 and 14 tokens.  Each step: their computed tokens, their scheduled tokens.
 # Prompts, then a decode beside a chunk, then decodes, then single decodes, because a step of one
@@ -86,13 +86,12 @@ class Draw:
         return [np.array(rows) for rows in self._ranks.first([n.tolist() for n in noise])]
 
     def rows(
-        self, packed: PackedModel, attention: Attention, fusion: Fusion = NO_FUSION
+        self, packed: PackedForward, attention: Attention, fusion: Fusion = NO_FUSION
     ) -> list[Row]:
         """Run the steps through a packed model.  attention: over a store of 4 blocks."""
         rows: list[Row] = []
-        for computed, scheduled, logits, state in built_steps(
-            packed, attention, self.sequences, fusion
-        ):
+        steps = built_steps(packed, attention, self.sequences, fusion)
+        for computed, scheduled, logits, state in steps:
             logits = logits.astype(mx.float32)
             mx.eval(logits, state, attention.store.states.arrays)
             got = iter(np.array(logits))
@@ -106,7 +105,7 @@ class Draw:
 
 
 def built_steps(
-    packed: PackedModel,
+    packed: PackedForward,
     attention: Attention,
     sequences: Sequence[np.ndarray],
     fusion: Fusion = NO_FUSION,
@@ -137,14 +136,13 @@ class Trial:
     """Tries modes of a packed model; keeps the model's own logits for the next mode."""
 
     def __init__(self, model: nn.Module, vocab_size: int, ranks: RankGroup = ALONE) -> None:
-        self._model, self._vocab_size, self._ranks = model, vocab_size, ranks
         self._exact = all(w.dtype not in _16_BIT for w in leaves(model.parameters()))
         self._limit = _EXACT_LIMIT if self._exact else _LIMIT
-        self._draws: list[Draw] = []
+        self._draw = cache(partial(Draw, model, vocab_size, ranks=ranks))
         self._draw(0)
 
     def problem(
-        self, packed: PackedModel, attention: Attention, fusion: Fusion = NO_FUSION
+        self, packed: PackedForward, attention: Attention, fusion: Fusion = NO_FUSION
     ) -> str | None:
         """In one line why a packed model does not fit, or None if the model fits.
 
@@ -181,11 +179,6 @@ class Trial:
             f"its packed logits ({kind}) are {np.median(errors[kind]):.2g} of their spread away "
             f"from mlx-lm's own, whose own chunks differ by {np.median(noise[kind]):.2g}"
         )
-
-    def _draw(self, number: int) -> Draw:
-        if number == len(self._draws):
-            self._draws.append(Draw(self._model, self._vocab_size, number, self._ranks))
-        return self._draws[number]
 
 
 def _share_beyond(errors: list[float], noise: list[np.ndarray]) -> float:

@@ -4,24 +4,23 @@ Observed while packed steps by the reference are built: the modules of models di
 the same functions.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from vllm_metal_lite.attention.base import AttentionCall, Step
+from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.state_store import Key
-from vllm_metal_lite.model.packed import Fusion
+from vllm_metal_lite.model.packed import PackedForward
 from vllm_metal_lite.model.seam.hooks import Hook, hooked
 from vllm_metal_lite.model.seam.scaling import ScalingAt
 from vllm_metal_lite.recurrence.reference import ReferenceRecurrence
 from vllm_metal_lite.specs import AttentionShape, RecurrentShape, RopeShape
 
 
-class Usage(Fusion):
-    """Records the shapes of a model's operations, and merges none.
+class Usage:
+    """The shapes of a model's operations.
 
     recurrences: of layers that work on packed rows.  hidden_sizes: sizes of the normalised rows,
     except heads.
@@ -41,9 +40,8 @@ class Usage(Fusion):
         found = {replace(r, eps=self._head_norms.get(head_dim)) for head_dim, r in self._ropes}
         return tuple(sorted(found, key=str))
 
-    @contextmanager
-    def building(self, step: Step) -> Iterator[None]:
-        """Record the calls of a forward."""
+    def recorded(self, forward: PackedForward) -> PackedForward:
+        """The same forward, whose calls are recorded."""
         recurrence = ReferenceRecurrence
         hooks: list[Hook] = [
             (ReferenceStepAttention, "attend", self._attend),
@@ -53,11 +51,14 @@ class Usage(Fusion):
             (mx.array, "at", self._at),
             *((mx.array, name, self._mul) for name in ("__mul__", "__rmul__")),
         ]
-        try:
+
+        def recording(*arguments: Any) -> tuple[mx.array, mx.array | None]:
             with hooked(hooks):
-                yield
-        finally:
+                result = forward(*arguments)
             self._scaled = None
+            return result
+
+        return recording
 
     def _attend(
         self, original: Callable, step: ReferenceStepAttention, q: mx.array, call: AttentionCall

@@ -7,13 +7,11 @@ writes that nobody reads wear a disk.
 
 import logging
 import os
-from collections.abc import Sequence
 from contextlib import closing
 
 from vllm_metal_lite import backend, envs
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.errors import ConfigError, one_line
+from vllm_metal_lite.errors import ConfigError, one_line, size_text
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.prefix_disk.folder import Folder
@@ -22,7 +20,6 @@ from vllm_metal_lite.prefix_disk.parts import Parts
 from vllm_metal_lite.prefix_disk.restore import Reader
 from vllm_metal_lite.prefix_disk.writer import Writer
 from vllm_metal_lite.runner.block_bytes import BlockBytes
-from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.kv_manager import PrefixHit
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler import Scheduler
@@ -31,20 +28,25 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 logger = logging.getLogger(__name__)
 
 
-def open_folder(
-    model: LoadedModel, groups: Sequence[KVGroup], config: EngineConfig
-) -> tuple[Folder, bytes] | None:
-    """The folder of this user, and the namespace of the model; None, with a warning, if the folder
-    cannot be used, or on CUDA."""
+def attach(model: LoadedModel, scheduler: Scheduler, store: PagedStore) -> "PrefixDisk | None":
+    """What keeps the prefixes of a new engine, in the folder of this user.
+
+    None if the engine should keep none; also, with a warning, on CUDA and if the folder cannot be
+    used.
+    """
+    config = scheduler.config
+    if not config.enable_prefix_caching or config.prefix_disk_gib <= 0:
+        return None
     path = envs.prefix_folder()
     try:
         if backend.name() == "cuda":
             raise ConfigError("the host cannot reach K and V in the memory of a CUDA device")
-        digest = namespace(model, groups, config.block_size)
-        return Folder(path, int(config.prefix_disk_gib * 2**30), model.name), digest
+        digest = namespace(model, scheduler.kv.groups, config.block_size)
+        folder = Folder(path, int(config.prefix_disk_gib * 2**30), model.name)
     except Exception as e:  # a read-only or broken folder must not keep a model from serving
         logger.warning(f"prefixes are not kept on the disk: {path}: {one_line(e)}")
         return None
+    return PrefixDisk(folder, digest, scheduler, store)
 
 
 class PrefixDisk:
@@ -59,6 +61,7 @@ class PrefixDisk:
         self.writer = Writer(self.folder, self.parts, self.bytes)
         self.reader = Reader(self.folder, self.parts, self.bytes, scheduler)
         scheduler.holds = self.holds
+        self.description = f"kept in {folder.path}, at most {size_text(folder.quota)}"
 
     def holds(self, request: Request, hit: PrefixHit) -> bool:
         """Whether a request waits for a read from the disk.  hit: its prefix in memory."""

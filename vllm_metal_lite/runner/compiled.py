@@ -20,7 +20,7 @@ from vllm_metal_lite.attention.base import Attention, Step
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import one_line
-from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
+from vllm_metal_lite.model.packed import NO_FUSION, Fusion, Mode, PackedModel
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class CompiledSteps:
             self.reason = "on a CPU"
         elif not isinstance(attention, KernelAttention):
             self.reason = f"the {attention.name} attention plans each step"
-        elif model.sees_sequences:
+        elif model.mode is not Mode.PACKED:
             self.reason = "some layers of this model see sequences"
         self._variants: OrderedDict[tuple, Forward] = OrderedDict()
         self._seen: OrderedDict[tuple, None] = OrderedDict()  # ran once, not compiled

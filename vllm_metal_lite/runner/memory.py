@@ -111,7 +111,7 @@ def state_slots(model: LoadedModel, config: EngineConfig, left: float, num_block
     seats, size = config.max_num_seqs, model.state_bytes
     if not size:
         return 0
-    if not config.enable_prefix_caching or model.packed.no_prefix_cache is not None:
+    if not model.caches_prefixes(config):
         return seats
     if config.state_cache_gib is not None:
         return seats + int(min(config.state_cache_gib * 2**30 / size, num_blocks))

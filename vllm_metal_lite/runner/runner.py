@@ -148,8 +148,8 @@ class ModelRunner:
                 if callable(grammar):
                     self._start(logits, state)
                     grammar = grammar()
-                rows = logits[:num_sampled], batch.sampled_seats
-                output = self.sampler(*rows, grammar, batch.draft_token_ids)
+                seats, drafts = batch.sampled_seats, batch.draft_token_ids
+                output = self.sampler(logits[:num_sampled], seats, grammar, drafts)
             if len(batch.prompt_targets) and has_logits:
                 targets = mx.array(batch.prompt_targets)
                 wanted = logits[num_sampled : num_sampled + len(targets)]

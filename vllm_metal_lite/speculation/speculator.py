@@ -128,3 +128,20 @@ class Speculator:
         if seconds is not None and output.num_decodes + len(drafted) == len(output.segments):
             rows = output.total_num_scheduled_tokens
             self.pace.note(rows, bool(drafted), seconds)
+
+
+class NoSpeculator(Speculator):
+    """Proposes no drafts, and measures nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: np.empty(0, np.int32))
+
+    def wants(self, decodes: Sequence[Request]) -> bool:
+        return False
+
+    def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
+        return [[] for _ in wanted]
+
+    def note(
+        self, output: SchedulerOutput, accepted: Sequence[int], seconds: float | None
+    ) -> None: ...

@@ -24,6 +24,7 @@ from vllm_metal_lite import backend, envs
 from vllm_metal_lite.distributed import Links, RankGroup, join, reserve
 from vllm_metal_lite.distributed import links as make_links
 from vllm_metal_lite.errors import ConfigError, MetalLiteError, one_line
+from vllm_metal_lite.model.folder import weight_files
 from vllm_metal_lite.vllm_plugin.heartbeat import Heartbeat
 
 logger = logging.getLogger("vllm.metal_lite")
@@ -217,7 +218,7 @@ def check_alike(ranks: RankGroup, path: Path, options: dict[str, Any]) -> None:
         "METAL_LITE_ATTENTION": envs.attention(),
         "METAL_LITE_KV_BITS": envs.kv_bits(),
         "config.json": hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:16],
-        "weights": sorted((f.name, f.stat().st_size) for f in path.glob("model*.safetensors")),
+        "weights": [(f.name, f.stat().st_size) for f in weight_files(path)],
         **options,
     }
     first, *others = ranks.gather(own)

@@ -117,13 +117,13 @@ class ArrayRunner(ModelRunner):
 
 
 def compile_on_cpu(
-    engine: LLMEngine, prefill: str = "gather", rows_as_decodes: int = 0
+    engine: LLMEngine, prefill: str = "gather", prompts_as_decodes: bool = False
 ) -> LLMEngine:
     """Put ArrayAttention into an engine and have its steps compiled."""
-    groups = {s.num_heads // s.num_kv_heads for s in engine.model.attention_shapes}
-    attention = ArrayAttention(
-        engine.runner.attention.store, prefill, groups, rows_as_decodes=rows_as_decodes
+    store, shapes = engine.runner.attention.store, engine.model.attention_shapes
+    attention = ArrayAttention(store, prefill, shapes, prompts_as_decodes=prompts_as_decodes)
+    engine.pipeline.runner = ArrayRunner(
+        engine.model.packed, StepPath(attention), engine.runner.sampler
     )
-    engine.pipeline.runner = ArrayRunner(engine.model.packed, StepPath(attention), engine.sampler)
     engine.runner.compiled.reason = None
     return engine

@@ -14,6 +14,7 @@ from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
+from vllm_metal_lite.specs import AttentionShape
 
 BLOCK_SIZE = 8
 PREFILLS = "varlen", "gather"
@@ -70,7 +71,8 @@ class Case:
     ) -> None:
         rng = np.random.default_rng(seed)
         self.batch, self.dtype = make_batch(segments, seed), dtype
-        self.scale, self.queries_per_kv = dim**-0.5, {heads // kv_heads}
+        self.scale = dim**-0.5
+        self.shapes = [AttentionShape(heads, kv_heads, dim, v_dim or dim, dtype)]
         num_blocks = int(self.batch.block_tables.max()) + 2
         slots = (num_blocks + 1) * BLOCK_SIZE
 
@@ -125,8 +127,7 @@ class KernelCase(Case):
 
     def run(self, padding: int = 0, **how) -> np.ndarray:
         self.store.specs = [replace(self.store.specs[0], window=how.get("window"))]
-        groups = self.queries_per_kv
-        self.attention = KernelAttention(self.store, self.prefill, groups, **self.options)
+        self.attention = KernelAttention(self.store, self.prefill, self.shapes, **self.options)
         return super().run(padding, **how)
 
 

@@ -27,6 +27,7 @@ from vllm_metal_lite.sampling.sampler import SamplerOutput
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
+from vllm_metal_lite.speculation.speculator import NoSpeculator
 
 
 class FakeConfig(EngineConfig):
@@ -125,7 +126,7 @@ class FakeEngine(LLMEngine):
         with patch.multiple(engines, build_runner=lambda *_: runner, **parts):
             super().__init__(replace(loaded, packed=packed), config)
         self.async_scheduling, self.stops = ahead, list(stops)
-        self.speculator = None  # it measures times
+        self.speculator = NoSpeculator()  # it measures times
         self.requests: dict[str, Request] = {}
         self.steps: list[SchedulerOutput] = []
         self.on_step = self.steps.append

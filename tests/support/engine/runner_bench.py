@@ -20,7 +20,7 @@ class RunnerBench:
             rows.append(self.inputs.add(prompt, len(prompt)))
             self.inputs.append_blocks(rows[-1], list(range(8 * i, 8 * i + 8)))
             tokens, greedy = np.array(prompt, np.int32), SamplingParams(temperature=0)
-            engine.sampler.add(rows[-1], greedy, 0, tokens, len(prompt), ())
+            engine.runner.sampler.add(rows[-1], greedy, 0, tokens, len(prompt), ())
         self.rows = np.array(rows)
 
     def step(self, which, computed, scheduled):

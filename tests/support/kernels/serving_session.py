@@ -22,10 +22,11 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model.layout import inspect
+from vllm_metal_lite.model.inspect import inspect
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.runner.runner import bucket
 from vllm_metal_lite.scheduler.kv_groups import kv_groups
+from vllm_metal_lite.specs import AttentionShape
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -113,8 +114,10 @@ class Session:
         self.fusion = replace(fused, skinny_rows=range(1, skinny_rows + 1))
         groups = [replace(group, num_blocks=1) for group in kv_groups(layout.specs)]
         store = PagedStore(layout.specs, groups, BLOCK_SIZE)
-        heads = config["num_attention_heads"] // config["num_key_value_heads"]
-        self.attention = KernelAttention(store, prefill, {heads}, rows_as_decodes=64)
+        spec, heads = layout.specs[0], config["num_attention_heads"]
+        dims = spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim
+        shapes = [AttentionShape(heads, *dims, spec.dtype)]
+        self.attention = KernelAttention(store, prefill, shapes, prompts_as_decodes=True)
 
     def texts(self) -> list[KernelText]:
         """The distinct texts of all steps, in the order in which they are first needed."""

@@ -35,6 +35,7 @@ from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.model.layout import Node, StateLayer
 from vllm_metal_lite.model.loader import LoadedModel
+from vllm_metal_lite.model.packed import Mode
 
 TOLERANCE = 1e-4
 PROMPTS = [s[:n] for s, n in zip(SEQUENCES, PROMPT_LENGTHS, strict=True)]
@@ -115,7 +116,7 @@ def check(name: str) -> Result:
     if loaded.packed.by_segment:
         result.attention = "by segment"
     if loaded.packed.layout.states:
-        result.recurrent = "in sequences" if loaded.packed.sees_sequences else "packed"
+        result.recurrent = "packed" if loaded.packed.mode is Mode.PACKED else "in sequences"
     result.no_prefix_cache = loaded.packed.no_prefix_cache or ""
     scale = float(np.abs(np.concatenate(expected)).max())
     runs = {

@@ -156,7 +156,8 @@ def step(engine: LLMEngine, *may_fail: type[BaseException]) -> dict[str, Any]:
     done = {}
     with suppress(*may_fail):
         done = {o.request_id: o for o in engine.step() if o.finished}
-    restore = engine.prefix_disk.reader.restore if engine.prefix_disk else None
+    reader = getattr(engine.prefix_disk, "reader", None)
+    restore = None if reader is None else reader.restore
     check_accounts(engine.scheduler.kv, engine.scheduler._requests.values(), restore)
     return done
 

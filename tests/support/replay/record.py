@@ -23,6 +23,7 @@ from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.fusion.launches import fuse
 from vllm_metal_lite.kernels.launch import Kernel, placeholder
+from vllm_metal_lite.model.packed import Fusion
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.runner.step_path import StepPath
@@ -32,25 +33,14 @@ _SWIGLU = activations.swiglu
 
 
 def kernel_engine(
-    made: LLMEngine,
-    *,
-    prefill: str = "varlen",
-    fused: bool = True,
-    rows_as_decodes: int = 0,
+    made: LLMEngine, prefill: str = "varlen", fusion: Fusion | None = None, **options: Any
 ) -> LLMEngine:
-    """The engine with kernels, unchecked.  fused: changes the model in place."""
-    shapes = made.model.attention_shapes
-    attention = KernelAttention(
-        made.runner.attention.store,
-        prefill,
-        {s.num_heads // s.num_kv_heads for s in shapes},
-        rows_as_decodes=rows_as_decodes,
-        latents=any(s.latent for s in shapes),
-    )
-    path = StepPath(attention)
-    if fused:
-        path = StepPath(attention, fusion=fuse(made.model.packed.model, joins=True))
-    made.pipeline.runner = ModelRunner(made.model.packed, path, made.sampler)
+    """The engine with kernels, unchecked.  fusion: None: of all that can be fused, which changes
+    the model in place.  options: of KernelAttention."""
+    store, shapes = made.runner.attention.store, made.model.attention_shapes
+    attention = KernelAttention(store, prefill, shapes, **options)
+    path = StepPath(attention, fusion=fusion or fuse(made.model.packed.model, joins=True))
+    made.pipeline.runner = ModelRunner(made.model.packed, path, made.runner.sampler)
     return made
 
 

@@ -11,8 +11,8 @@ from copy import copy
 
 import numpy as np
 
-from vllm_metal_lite.attention.base import Step, make_step
-from vllm_metal_lite.attention.padding import padded
+from vllm_metal_lite.attention.base import Step
+from vllm_metal_lite.attention.padding import make_step, padded
 from vllm_metal_lite.attention.paged.decodes import DecodePlanner, reads_new_rows
 from vllm_metal_lite.attention.paged.plan import PagedPlan, plan_recurrent
 from vllm_metal_lite.attention.paged.step import KernelStepAttention
@@ -26,17 +26,16 @@ from vllm_metal_lite.kernels.arguments import new_ticket, tiles_serve
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
 from vllm_metal_lite.kernels.registry import REGISTRY, unused_kernels
 from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.specs import AttentionShape
 
 
 class KernelAttention:
     """Only kernels write and read the store.  The state is the ticket that orders the kernels.
 
-    prefill: the path of large prompts, "varlen" or "gather".  queries_per_kv: query heads per KV
-    head, over all layers; empty: no prompt uses `varlen_prefill`.  failed_kernels: replaced as the
-    registry says.
-    rows_as_decodes: in steps of at most this many rows, prompt rows may be attended to as decodes,
-    unless a kernel of such steps failed.
-    latents: some layers keep latents.
+    prefill: the path of large prompts, "varlen" or "gather".  shapes: of the layers; none: no
+    prompt uses `varlen_prefill`.  failed_kernels: replaced as the registry says.
+    prompts_as_decodes: in small steps, prompt rows may be attended to as decodes, unless a kernel
+    of such steps failed.
     """
 
     name = "kernels"
@@ -46,19 +45,19 @@ class KernelAttention:
         self,
         store: PagedStore,
         prefill: str,
-        queries_per_kv: Collection[int],
+        shapes: Collection[AttentionShape],
         *,
         failed_kernels: Collection[str] = (),
-        rows_as_decodes: int = 0,
-        latents: bool = False,
+        prompts_as_decodes: bool = False,
     ) -> None:
         self.store, self.prefill, self.failed_kernels = store, prefill, frozenset(failed_kernels)
-        self._queries_per_kv = sorted(queries_per_kv)
+        self._queries_per_kv = {s.num_heads // s.num_kv_heads for s in shapes}
+        latents = any(s.latent for s in shapes)
         fits = [tiles_serve(spec.k_head_dim, spec.v_head_dim) for spec in store.specs]
         self._unused = unused_kernels(self.failed_kernels)
         decodes = self._unused.isdisjoint(("paged_decode", "latent_attention"))
         can_share = decodes and "shared_prefix" not in self._unused
-        self.rows_as_decodes = rows_as_decodes if can_share else 0
+        self.prompts_as_decodes = prompts_as_decodes and can_share
         # `shared_prefix` needs full attention and a supported head size.
         self.shares = [
             "shared_prefix" not in self._unused and fit and spec.window is None
@@ -74,7 +73,7 @@ class KernelAttention:
                 {keys.shape[1] for keys in store.keys},
                 splits="merge_partitions" not in self._unused,
                 sharing_groups=sorted({group for group, shared in of_layers if shared}),
-                rows_as_decodes=self.rows_as_decodes,
+                prompts_as_decodes=self.prompts_as_decodes,
             )
 
     def over(self, store: PagedStore) -> "KernelAttention":
@@ -100,8 +99,7 @@ class KernelAttention:
         recurrent = plan_recurrent(batch, num_rows) if self.store.states.num_slots else None
         plan = PagedPlan(decodes, prompts, positions, recurrent)
         num_logits = plan.num_logits(batch)
-        step = make_step(batch, num_rows, plan, num_slots=MIN_ELEMENTS, num_logits=num_logits)
-        return step._replace(repeats=plan.repeats)
+        return make_step(batch, num_rows, plan, num_slots=MIN_ELEMENTS, num_logits=num_logits)
 
     def begin(self, step: Step, state: list[mx.array]) -> KernelStepAttention:
         (ticket,) = state

@@ -47,8 +47,8 @@ class DecodePlanner:
     """Plans the decodes of each step.
 
     kv_heads: the numbers of KV heads that layers have.  splits: contexts may be cut.
-    sharing_groups: KV groups with layers that read a shared prefix once.  rows_as_decodes: the most
-    rows of a step whose prompt rows may be decodes.
+    sharing_groups: KV groups with layers that read a shared prefix once.  prompts_as_decodes:
+    prompt rows of small steps may be decodes.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class DecodePlanner:
         *,
         splits: bool,
         sharing_groups: Sequence[int],
-        rows_as_decodes: int,
+        prompts_as_decodes: bool,
     ) -> None:
         self._kv_heads, self._splits = sorted(kv_heads), splits
-        self._rows_as_decodes = rows_as_decodes
+        self._prompts_as_decodes = prompts_as_decodes
         self._shared_prefix = PrefixSearch(sharing_groups)
 
     def __call__(self, batch: ForwardBatch, num_rows: int) -> Decodes | None:
@@ -70,7 +70,7 @@ class DecodePlanner:
         no launches for its prompts, and parallel splits read the context.
         """
         device, prompts = profile(), batch.num_decodes < batch.num_segments
-        if prompts and num_rows <= self._rows_as_decodes:
+        if prompts and self._prompts_as_decodes and num_rows <= device.rows_as_decodes:
             rows = as_decodes(batch)
             prefix = self._shared_prefix(rows, device.min_saved_for_prompts)
             own = rows.seq_lens - (prefix.lens if prefix else 0)

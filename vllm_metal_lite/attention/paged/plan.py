@@ -14,7 +14,8 @@ from vllm_metal_lite.recurrence.kernels import SegmentPlan
 class PagedPlan(NamedTuple):
     """The first rows of a step are decodes; the rest are prompts.  None: the step has none.
 
-    positions: (num_rows,), for `rope_write`; None if attention writes the rows (`writes_late`).
+    positions: (num_rows,), for `rope_write`; None if attention writes the rows itself, which it may
+    if no row sees another new row.
     recurrent: the segments of recurrent layers.
     """
 
@@ -26,11 +27,6 @@ class PagedPlan(NamedTuple):
     @property
     def num_decodes(self) -> int:
         return self.decodes.num_rows if self.decodes else 0
-
-    @property
-    def writes_late(self) -> bool:
-        """No row sees another new row, so attention may write the step's rows itself."""
-        return self.positions is None
 
     @property
     def repeats(self) -> bool:

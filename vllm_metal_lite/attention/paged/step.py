@@ -2,13 +2,12 @@
 
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any
 
 from vllm_metal_lite.attention.base import AttentionCall, Step
-from vllm_metal_lite.attention.heads import Heads, Latents, same_rope
 from vllm_metal_lite.attention.paged.decodes import Decodes
 from vllm_metal_lite.attention.paged.plan import PagedPlan
 from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
+from vllm_metal_lite.attention.pending_heads import Heads, Latents, same_rope
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.attention.sdpa.execute import execute_calls, take_rows
 from vllm_metal_lite.backend import mx
@@ -16,7 +15,7 @@ from vllm_metal_lite.kernels.arguments import LayerStore
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
-from vllm_metal_lite.kernels.latent_attention import BatchArrays, decode_tiles, latent_attention
+from vllm_metal_lite.kernels.latent_attention import decode_tiles, latent_attention
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
 from vllm_metal_lite.kernels.new_rows import NewRows
@@ -57,9 +56,9 @@ class KernelStepAttention:
         return [self.ticket.reshape(-1)[:MIN_ELEMENTS]]
 
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
-        spec, slot_mapping = self.store.specs[layer], self._slot_mapping(layer)
-        rows = k.astype(spec.dtype), v.astype(spec.dtype)
-        self.ticket = kv_write(*rows, slot_mapping, self._store(layer))
+        dtype = self.store.specs[layer].dtype
+        k, v = k.astype(dtype), v.astype(dtype)
+        self.ticket = kv_write(k, v, self._slot_mapping(layer), self._store(layer))
 
     def rope_write(self, layer: int, q: Heads, k: Heads, v: Heads) -> mx.array | NewRows | None:
         """Norm and rotate q and k, write k and v -> q (num_rows, H, D), for `attend`.
@@ -75,13 +74,12 @@ class KernelStepAttention:
         if any(h.stride or h.columns.array.dtype != spec.dtype for h in (q, k, v)):
             return None
         new = NewRows(q.columns, k.columns, v.columns, q.num_heads, k.rope, q.norm, k.norm)
-        if self.plan.writes_late:
+        positions, slot_mapping = self.plan.positions, self._slot_mapping(layer)
+        if positions is None:
             return new
         if "rope_write" in self.unused_kernels:
             return None
-        assert self.plan.positions is not None
-        where = self.plan.positions, self._slot_mapping(layer)
-        rows, self.ticket = rope_write(new, *where, self._store(layer))
+        rows, self.ticket = rope_write(new, positions, slot_mapping, self._store(layer))
         return rows
 
     def latent_write(self, layer: int, q: Heads, latents: Latents, k_pe: Heads) -> mx.array | None:
@@ -99,14 +97,13 @@ class KernelStepAttention:
             return None
         if norm.weight is None or q.norm or k_pe.norm or not same_rope(q.rope, rope):
             return None
-        columns = q.columns, latents.columns, k_pe.columns
-        if any(c.array.dtype != spec.dtype for c in columns):
+        if any(rows.columns.array.dtype != spec.dtype for rows in (q, latents, k_pe)):
             return None
         stride = q.stride or q.head_dim
-        new = NewLatents(columns[0], stride, q.num_heads, *columns[1:], norm, rope)
-        where = positions, self._slot_mapping(layer)
-        rows, self.ticket = latent_write(new, *where, self._store(layer))
-        return rows
+        new = NewLatents(q.columns, stride, q.num_heads, latents.columns, k_pe.columns, norm, rope)
+        slot_mapping = self._slot_mapping(layer)
+        q_pe, self.ticket = latent_write(new, positions, slot_mapping, self._store(layer))
+        return q_pe
 
     def attend(self, q: mx.array | NewRows, call: AttentionCall) -> mx.array:
         decodes, prompts = self.plan.decodes, self.plan.prompts
@@ -127,46 +124,70 @@ class KernelStepAttention:
         return out.astype(q.dtype)
 
     def _decode(self, q: mx.array | NewRows, decodes: Decodes, call: AttentionCall) -> mx.array:
-        spec, seq_lens = self.store.specs[call.layer], decodes.seq_lens
+        store, seq_lens = self._store(call.layer), decodes.seq_lens
         tables = decodes.block_tables[self.store.group_of[call.layer]]
+        num_kv_heads, prefix, shared = store.spec.num_kv_heads, None, decodes.prefix
+        plan = decodes.plans[num_kv_heads]
         if call.q_pe is not None and isinstance(q, mx.array):
-            cu_seqlens_q, tiles = decode_tiles(*q.shape[:2])
-            splits = decodes.plans[spec.num_kv_heads].splits
-            where = tables, cu_seqlens_q, seq_lens, tiles
-            return self._latents(q, call.q_pe[: len(q)], where, call, splits)
-        prefix, plans, shared = None, decodes.plans, decodes.prefix
-        store = self._store(call.layer)
-        options: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap}
+            num_rows, num_heads, _ = q.shape
+            q_pe, scale, splits = call.q_pe[:num_rows], call.scale, plan.splits
+            cu_seqlens_q, tiles = decode_tiles(num_rows, num_heads)
+            out, self.ticket = latent_attention(
+                q, q_pe, tables, cu_seqlens_q, seq_lens, tiles, store, scale=scale, splits=splits
+            )
+            return out
         if shared and self.shares[call.layer] and call.window is None:
-            plans = shared.plans
+            plan = shared.plans[num_kv_heads]
             num_heads = q.num_heads if isinstance(q, NewRows) else q.shape[1]
-            splits = prefix_splits(decodes.num_rows, num_heads, spec.num_kv_heads, shared.length)
-            rows = seq_lens, shared.leader, shared.lens
-            prefix = shared_prefix(q, tables, *rows, store, splits=splits, **options)
+            prefix = shared_prefix(
+                q,
+                tables,
+                seq_lens,
+                shared.leader,
+                shared.lens,
+                store,
+                scale=call.scale,
+                splits=prefix_splits(decodes.num_rows, num_heads, num_kv_heads, shared.length),
+                softcap=call.softcap,
+            )
             store = store._replace(ticket=prefix.lse)
-        options |= {"window": call.window, "sinks": call.sinks, "prefix": prefix}
-        plan = plans[spec.num_kv_heads]
-        out, self.ticket = paged_decode(q, tables, seq_lens, store, plan=plan, **options)
+        out, self.ticket = paged_decode(
+            q,
+            tables,
+            seq_lens,
+            store,
+            scale=call.scale,
+            plan=plan,
+            window=call.window,
+            softcap=call.softcap,
+            sinks=call.sinks,
+            prefix=prefix,
+        )
         return out
 
     def _varlen(self, q: mx.array, prompts: VarlenPrompts, call: AttentionCall) -> mx.array:
+        store = self._store(call.layer)
         tables = prompts.block_tables[self.store.group_of[call.layer]]
-        spec = self.store.specs[call.layer]
-        tiles = prompts.tiles[q.shape[1] // spec.num_kv_heads]
-        where = tables, prompts.cu_seqlens_q, prompts.seq_lens, tiles
+        tiles = prompts.tiles[q.shape[1] // store.spec.num_kv_heads]
+        cu_seqlens_q, seq_lens = prompts.cu_seqlens_q, prompts.seq_lens
         if call.q_pe is not None:
-            return self._latents(q, call.q_pe[-len(q) :], where, call)
-        options: dict[str, Any] = {"window": call.window, "softcap": call.softcap}
-        options |= {"scale": call.scale, "sinks": call.sinks}
-        out, self.ticket = varlen_prefill(q, *where, self._store(call.layer), **options)
-        return out
-
-    def _latents(
-        self, q: mx.array, q_pe: mx.array, where: BatchArrays, call: AttentionCall, splits: int = 1
-    ) -> mx.array:
-        """where: block tables, cu_seqlens_q, seq_lens and tiles of decodes or of prompts."""
-        arrays = q, q_pe, *where, self._store(call.layer)
-        out, self.ticket = latent_attention(*arrays, scale=call.scale, splits=splits)
+            q_pe = call.q_pe[-len(q) :]
+            out, self.ticket = latent_attention(
+                q, q_pe, tables, cu_seqlens_q, seq_lens, tiles, store, scale=call.scale
+            )
+            return out
+        out, self.ticket = varlen_prefill(
+            q,
+            tables,
+            cu_seqlens_q,
+            seq_lens,
+            tiles,
+            store,
+            scale=call.scale,
+            window=call.window,
+            softcap=call.softcap,
+            sinks=call.sinks,
+        )
         return out
 
     def _sdpa(self, q: mx.array, prompts: SdpaPlan, call: AttentionCall) -> mx.array:
@@ -183,5 +204,10 @@ class KernelStepAttention:
 
     def _store(self, layer: int) -> LayerStore:
         store = self.store
-        kept = store.keys[layer], store.values[layer], self.ticket
-        return LayerStore(*kept, store.specs[layer], store.block_size)
+        return LayerStore(
+            keys=store.keys[layer],
+            values=store.values[layer],
+            ticket=self.ticket,
+            spec=store.specs[layer],
+            block_size=store.block_size,
+        )

@@ -10,7 +10,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.sdpa.fused import Unfused
 from vllm_metal_lite.attention.sdpa.gathers import joint_gathers
-from vllm_metal_lite.attention.sdpa.planner import CallPlanner, SdpaCall, places
+from vllm_metal_lite.attention.sdpa.planner import CallPlanner, HostCall, places
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
@@ -26,7 +26,7 @@ class DeviceCall:
     host: the call on the host.
     """
 
-    def __init__(self, host: SdpaCall, window: int | None) -> None:
+    def __init__(self, host: HostCall, window: int | None) -> None:
         self.host, self.window = host, window
         self._q_pos, self._kv_pos = mx.array(host.q_pos), mx.array(host.kv_pos)
         self._segments = on_device(host.segments)
@@ -88,26 +88,26 @@ class Joined:
         return [mx.as_strided(flat, *view) for view in self._views[key]]
 
 
-class SdpaCalls:
+class StepCalls:
     """The SDPA calls that cover a step, with their input and output rows.
 
     q_rows: (T,) rows of the packed batch in the order of the calls; None: the first T.
     place: (num_rows,) the place of each row in the calls' concatenated outputs; None: in order.
     """
 
-    def __init__(self, planned: list[SdpaCall], window: int | None, num_rows: int) -> None:
-        self.calls = [DeviceCall(g, window) for g in planned]
+    def __init__(self, planned: list[HostCall], window: int | None, num_rows: int) -> None:
+        self.calls = [DeviceCall(call, window) for call in planned]
         self.q_rows, self.place = map(on_device, places(planned, num_rows))
-        self.queries = Joined([g.q_pos.shape for g in planned])
+        self.queries = Joined([call.q_pos.shape for call in planned])
 
     @cached_property
     def gathers(self) -> list[tuple[mx.array, Joined]]:
         """The slots (K,) of each gather, and how its rows are cut into calls."""
-        planned = [g.host for g in self.calls]
-        found, left = [], iter([g.kv_slots.shape for g in planned])
-        for gather in joint_gathers(planned, profile().max_gathered_keys):
-            cut = Joined([next(left) for _ in gather.begins], gather.begins)
-            found.append((mx.array(gather.slots), cut))
+        planned = [call.host for call in self.calls]
+        found, left = [], iter([call.kv_slots.shape for call in planned])
+        for slots, begins in joint_gathers(planned, profile().max_gathered_keys):
+            cut = Joined([next(left) for _ in begins], begins)
+            found.append((mx.array(slots), cut))
         return found
 
 
@@ -121,9 +121,9 @@ class SdpaPlan:
 
     def __init__(self, batch: ForwardBatch, num_rows: int) -> None:
         self.batch, self.num_rows = batch, num_rows
-        self._plans: dict[tuple, SdpaCalls] = {}
+        self._plans: dict[tuple, StepCalls] = {}
 
-    def calls(self, kv_group: int, call: AttentionCall, unfused: Unfused | None) -> SdpaCalls:
+    def step_calls(self, kv_group: int, call: AttentionCall, unfused: Unfused | None) -> StepCalls:
         """unfused: limits of a layer some of whose calls MLX does not fuse; None: MLX fuses all."""
         longest = int(self.batch.seq_lens.max())
         window, chunk = (
@@ -133,5 +133,5 @@ class SdpaPlan:
         key = kv_group, window, chunk, unfused
         if key not in self._plans:
             planned = CallPlanner(self.batch, *key).calls()
-            self._plans[key] = SdpaCalls(planned, window, self.num_rows)
+            self._plans[key] = StepCalls(planned, window, self.num_rows)
         return self._plans[key]

@@ -7,7 +7,7 @@ products and softmax.
 from collections.abc import Callable, Iterator
 
 from vllm_metal_lite.attention.base import AttentionCall
-from vllm_metal_lite.attention.sdpa.calls import DeviceCall, SdpaCalls, SdpaPlan
+from vllm_metal_lite.attention.sdpa.calls import DeviceCall, SdpaPlan, StepCalls
 from vllm_metal_lite.attention.sdpa.fused import unfused
 from vllm_metal_lite.backend import mx
 
@@ -17,7 +17,7 @@ _sdpa = mx.fast.scaled_dot_product_attention
 # Rows (N, ...) and an index of any shape -> those rows.
 Take = Callable[[mx.array, mx.array], mx.array]
 # Slots (K,) -> a layer's keys and values there, (num_kv_heads, K, head_dim).
-Gather = Callable[[mx.array], tuple[mx.array, mx.array]]
+ReadKeys = Callable[[mx.array], tuple[mx.array, mx.array]]
 
 
 def take_rows(rows: mx.array, index: mx.array) -> mx.array:
@@ -29,21 +29,21 @@ def execute_calls(
     kv_group: int,
     q: mx.array,
     call: AttentionCall,
-    gather: Gather,
+    read: ReadKeys,
     take: Take = take_rows,
 ) -> mx.array:
     """Attention of q (num_rows, H, D) -> (num_rows, H, Dv).
 
-    kv_group, gather: of the layer.  call.q_pe: its last num_rows rows count.
+    kv_group, read: of the layer.  call.q_pe: its last num_rows rows count.
     take: selects rows of queries and of results.
     """
     if call.q_pe is not None:
         q = mx.concatenate([q, call.q_pe[-len(q) :]], axis=-1)
     limits = unfused(q.shape[1], q.shape[2], call.softcap)
-    calls, outputs = plan.calls(kv_group, call, limits), []
-    parts = calls.queries.cut(q if calls.q_rows is None else take(q, calls.q_rows))
-    gathered = _keys_and_values(calls, gather, latent=call.q_pe is not None)
-    for one, queries, (k, v) in zip(calls.calls, parts, gathered, strict=True):
+    planned, outputs = plan.step_calls(kv_group, call, limits), []
+    parts = planned.queries.cut(q if planned.q_rows is None else take(q, planned.q_rows))
+    gathered = _keys_and_values(planned, read, latent=call.q_pe is not None)
+    for one, queries, (k, v) in zip(planned.calls, parts, gathered, strict=True):
         if limits is None or limits.fuses(queries.shape[2], one.host.mask):
             mask = one.mask(q.dtype)
             out = _sdpa(queries, k, v, scale=call.scale, mask=mask, sinks=call.sinks)
@@ -51,18 +51,18 @@ def execute_calls(
             out = _by_products(queries, k, v, one, call)
         outputs.append(out.swapaxes(1, 2).flatten(0, 1))
     out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-    return out if calls.place is None else take(out, calls.place)
+    return out if planned.place is None else take(out, planned.place)
 
 
 def _keys_and_values(
-    calls: SdpaCalls, gather: Gather, latent: bool
+    planned: StepCalls, read: ReadKeys, latent: bool
 ) -> Iterator[tuple[mx.array, mx.array]]:
     """Keys and values of each call, (B, num_kv_heads, Lk, head_dim).
 
     latent: keys are the latents and the rotary keys; values are the latents.
     """
-    for slots, parts in calls.gathers:
-        k, v = gather(slots)
+    for slots, parts in planned.gathers:
+        k, v = read(slots)
         if latent:
             k, v = mx.concatenate([k, v], axis=-1), k
         yield from zip(parts.cut(k, axis=1), parts.cut(v, axis=1), strict=True)

@@ -4,23 +4,16 @@ The tiles of a long chunk read nearly the same keys: calls whose keys are spans 
 one copy.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from vllm_metal_lite.attention.sdpa.planner import SdpaCall
+from vllm_metal_lite.attention.sdpa.planner import HostCall
 
 
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """Keys that are gathered at once: slots (K,), and where the keys of each call begin in them."""
+def joint_gathers(calls: list[HostCall], cap: int) -> list[tuple[np.ndarray, list[int]]]:
+    """Gathers for all calls, in order, of at most `cap` keys each unless one call needs more.
 
-    slots: np.ndarray
-    begins: list[int]
-
-
-def joint_gathers(calls: list[SdpaCall], cap: int) -> list[Gather]:
-    """Gathers for all calls, in order, of at most `cap` keys each unless one call needs more."""
+    Of each gather: its slots (K,), and where the keys of each call begin in them.
+    """
     spans = _spans(calls)
     found: list[tuple[list[np.ndarray], list[int]]] = []
     begins: dict[int, int] = {}  # of the segments in the last gather
@@ -36,10 +29,10 @@ def joint_gathers(calls: list[SdpaCall], cap: int) -> list[Gather]:
             size += len(slots)
             found[-1][0].append(slots)
         found[-1][1].append(begins[segment] + start - first)
-    return [Gather(np.concatenate(parts), starts) for parts, starts in found]
+    return [(np.concatenate(parts), starts) for parts, starts in found]
 
 
-def _spans(calls: list[SdpaCall]) -> dict[int, tuple[int, np.ndarray]]:
+def _spans(calls: list[HostCall]) -> dict[int, tuple[int, np.ndarray]]:
     """The keys that the spans of each segment need: their first position, and their slots."""
     spans: dict[int, list[tuple[int, np.ndarray]]] = {}
     for call in calls:

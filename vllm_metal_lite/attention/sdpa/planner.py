@@ -32,7 +32,7 @@ Lengths = TypeVar("Lengths", int, np.ndarray)
 
 
 @dataclass(frozen=True, slots=True)
-class SdpaCall:
+class HostCall:
     """One call of SDPA on the host: B rows of Lq queries over Lk keys.
 
     q_rows (B, Lq): rows of the packed batch; padding repeats the last.
@@ -107,7 +107,7 @@ class CallPlanner:
             self.max_scores = device.max_scores // unfused.heads
             self.key_grain, self.fused_rows = _KEY_GRAIN, unfused.fused_rows
 
-    def calls(self) -> list[SdpaCall]:
+    def calls(self) -> list[HostCall]:
         """The calls, in the order of their first rows."""
         alone = (self.q_lens >= self.fused_rows) & (self.window is None)
         tiles = self._tiles(np.flatnonzero(alone), _ANY_NUMBER)
@@ -186,7 +186,7 @@ class CallPlanner:
             end = int(begins[end])
         return int(least[-1]), batches[::-1]
 
-    def _padded(self, tiles: Tiles, key_grain: int) -> SdpaCall:
+    def _padded(self, tiles: Tiles, key_grain: int) -> HostCall:
         """Tiles as a batch, padded to the longest."""
         q_lens, kv_lens = tiles.q_len, tiles.kv_end - tiles.kv_start
         row = np.minimum(np.arange(q_lens.max()), q_lens[:, None] - 1)
@@ -206,7 +206,7 @@ class CallPlanner:
         else:
             mask = "array"
         num_visible = int((kv_lens - q_lens).min()) + 1 if in_window else 0
-        return SdpaCall(
+        return HostCall(
             q_rows=q_rows.astype(np.int32),
             kv_slots=(blocks * self.batch.block_size + offset).astype(np.int32),
             q_pos=self.batch.positions[q_rows],
@@ -216,13 +216,13 @@ class CallPlanner:
             span=(int(tiles.segment[0]), int(tiles.kv_start[0])) if len(tiles) == 1 else None,
         )
 
-    def _packed(self, pack: np.ndarray) -> SdpaCall:
+    def _packed(self, pack: np.ndarray) -> HostCall:
         """Complete prompts concatenated: queries and keys are the same rows of the step."""
         cu = self.batch.cu_seqlens_q
         rows = np.concatenate([np.arange(cu[s], cu[s + 1]) for s in pack]).astype(np.int32)[None]
         segments = np.repeat(pack, self.q_lens[pack]).astype(np.int32)[None]
         positions, slots = self.batch.positions[rows], self.batch.slot_mapping(self.kv_group)[rows]
-        return SdpaCall(rows, slots, positions, positions, "array", segments=segments)
+        return HostCall(rows, slots, positions, positions, "array", segments=segments)
 
 
 def split_packs(
@@ -240,7 +240,7 @@ def split_packs(
     return [np.array(p) for p in packs]
 
 
-def places(calls: list[SdpaCall], num_rows: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+def places(calls: list[HostCall], num_rows: int) -> tuple[np.ndarray | None, np.ndarray | None]:
     """(T,) int32, all calls' q_rows concatenated, and (num_rows,) int32, each row's place there.
 
     Rows are None if they are the first T, in order.  Places are None if also T == num_rows.

@@ -7,7 +7,8 @@ segment may share blocks that another segment of the same step fills.
 
 from functools import partial
 
-from vllm_metal_lite.attention.base import AttentionCall, Step, make_step
+from vllm_metal_lite.attention.base import AttentionCall, Step
+from vllm_metal_lite.attention.padding import make_step
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.attention.sdpa.execute import execute_calls
 from vllm_metal_lite.backend import mx
@@ -33,8 +34,7 @@ class ReferenceAttention:
         return self.store.arrays
 
     def prepare(self, batch: ForwardBatch, num_rows: int) -> Step:
-        plan = SdpaPlan(batch, num_rows)
-        return make_step(batch, num_rows, plan, padding_slots=self.store.padding_slots)
+        return make_step(batch, num_rows, SdpaPlan(batch, num_rows))
 
     def begin(self, step: Step, state: list[mx.array]) -> "ReferenceStepAttention":
         return ReferenceStepAttention(self.store, step)

@@ -19,12 +19,9 @@ from vllm_metal_lite.model.seam.recurrent import ShortConv
 
 def _project(attention: nn.Module, x: mx.array) -> Iterator[mx.array]:
     """Queries, keys and values of x (B, L, hidden), each (B, heads, L, head_dim)."""
-    heads, kv_heads = attention.n_heads, attention.n_kv_heads
-    for project, count in (
-        (attention.q_proj, heads),
-        (attention.k_proj, kv_heads),
-        (attention.v_proj, kv_heads),
-    ):
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    counts = attention.n_heads, attention.n_kv_heads, attention.n_kv_heads
+    for project, count in zip(projections, counts, strict=True):
         yield project(x).reshape(*x.shape[:2], count, -1).transpose(0, 2, 1, 3)
 
 

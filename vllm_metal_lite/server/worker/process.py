@@ -17,7 +17,8 @@ from vllm_metal_lite.engine.describe import describe
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.intake import constraint_of
 from vllm_metal_lite.errors import MetalLiteError, ModelLoadError, RequestError, one_line
-from vllm_metal_lite.model.files import find
+from vllm_metal_lite.model.find import find
+from vllm_metal_lite.model.folder import weight_files
 from vllm_metal_lite.model.loader import preview
 from vllm_metal_lite.outputs import Cursor, RequestOutput
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -55,7 +56,7 @@ def main(pipe: Connection, name: str, check: EngineConfig | None) -> None:
             path = find(name)
             if check is not None:
                 preview(path, name, check.dtype, check.trust_remote_code)
-            weight_bytes = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
+            weight_bytes = sum(file.stat().st_size for file in weight_files(path))
             server.call("replied", FILES, (str(path), weight_bytes))
             engine = LLMEngine.from_name(name, pipe.recv())
         except Exception as e:

@@ -8,9 +8,9 @@ from vllm_metal_lite.kernels.new_rows import Columns, Rope
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """num_heads x head_dim columns of each row.  An optional norm per head, then an optional
-    rotation, are pending.
+    """num_heads x head_dim columns of each row.
 
+    norm, rope: applied later, in this order; None: not at all.
     stride: columns from one head to the next, if these are parts of heads; None: head_dim.
     """
 

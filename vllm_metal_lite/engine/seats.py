@@ -1,0 +1,89 @@
+"""The seats of running requests: rows of the input table and of the sampler."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
+from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.engine.answer import Answer
+from vllm_metal_lite.sampling.sampler import Sampler
+from vllm_metal_lite.scheduler.request import Request
+from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
+
+
+class Seats:
+    """A running request has the same row in both tables: its `req_index`."""
+
+    def __init__(
+        self, inputs: InputBatch, sampler: Sampler, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self._inputs, self._sampler, self._eos = inputs, sampler, eos_token_ids
+
+    def add(self, answer: Answer) -> None:
+        """Seat an admitted request."""
+        request = answer.request
+        tokens = np.array(request.token_ids, np.int32)
+        first_scored = answer.prompt_logprobs_from
+        request.req_index = self._inputs.add(tokens, request.num_prompt_tokens, first_scored)
+        self.update_sampler(answer)
+
+    def remove(self, request: Request) -> None:
+        """Free the seat of a request, if it has one."""
+        if request.req_index is not None:
+            self._inputs.remove(request.req_index)
+            self._sampler.remove(request.req_index)
+            request.req_index = None
+
+    def append_blocks(self, segments: Iterable[Segment]) -> None:
+        for segment in segments:
+            if segment.new_block_ids:
+                self._inputs.append_blocks(index_of(segment.request), *segment.new_block_ids)
+
+    def pack(self, output: SchedulerOutput) -> ForwardBatch:
+        """The batch of a scheduled step, whose requests have seats."""
+        segments = output.segments
+        return self._inputs.pack(
+            np.array([s.request.req_index for s in segments]),
+            np.array([s.num_computed for s in segments]),
+            np.array([s.num_scheduled for s in segments]),
+            [s.state for s in segments if s.state is not None] or None,
+            [s.draft_token_ids for s in segments] if output.has_drafts else None,
+        )
+
+    def tokens_of(self, request: Request) -> np.ndarray:
+        """The known tokens of a running request, (n,) int32."""
+        seat = index_of(request)
+        known = self._inputs.token_ids[seat, : self._inputs.num_tokens[seat]]
+        return known[:-1] if known[-1] == UNKNOWN_TOKEN else known
+
+    def force(self, answer: Answer, token_ids: list[int]) -> None:
+        """Put tokens that are known without sampling in place of the unknown one."""
+        if answer.request.req_index is not None:
+            self._inputs.replace_unknown(answer.request.req_index, token_ids)
+            self.update_sampler(answer)
+
+    def accept(self, request: Request, token_ids: list[int]) -> None:
+        """Tell the sampler the tokens that a step with drafts has given."""
+        if request.req_index is not None:
+            self._sampler.accept(request.req_index, token_ids)
+
+    def update_sampler(self, answer: Answer) -> None:
+        """Make the sampler continue from the known tokens of a running request."""
+        request = answer.request
+        self._sampler.add(
+            index_of(request),
+            answer.params,
+            answer.seed,
+            np.array(request.token_ids, np.int32),
+            request.num_prompt_tokens,
+            self._eos,
+            bad_words=answer.bad_words,
+            logprob_token_ids=answer.score_token_ids,
+        )
+
+
+def index_of(request: Request) -> int:
+    """The seat of a running request."""
+    assert request.req_index is not None, "a running request has a seat"
+    return request.req_index
