@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from vllm_metal_lite.attention.base import Step
-from vllm_metal_lite.backend import mx
 
 NO_ROWS = range(0)
 
@@ -31,11 +30,6 @@ class Current(NamedTuple):
 
     step: Step | None = None
     kernels: FusedKernels = FusedKernels()
-
-    @property
-    def num_live(self) -> mx.array | None:
-        """See `expert_mlp`."""
-        return None if self.step is None else self.step.num_live
 
 
 _current: ContextVar[Current] = ContextVar("current", default=Current())  # noqa: B039

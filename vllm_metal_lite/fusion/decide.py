@@ -32,11 +32,8 @@ def decide(packed: PackedModel, attention: Attention, ranks: RankGroup) -> Fusio
 
     The checks cover each kernel alone; the trial here covers the fused kernels in this model.  If
     the trial fails, nothing is fused, with a warning.  Raises KernelError if a launch fails in the
-    trial.
-
-    Changes the model in place, also if nothing is fused: projections are joined, and norms keep
-    their weight.  The trial's own logits come from the changed model, so the trial cannot find a
-    wrong join.  Logits from before would cost native runs at every start.
+    trial.  Changes the model in place; its joined projections and norms also serve without fusion,
+    and the trial does not cover them: the model's own logits already come from them.
     """
     if not isinstance(attention, KernelAttention):
         return NO_FUSION

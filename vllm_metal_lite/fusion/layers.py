@@ -61,13 +61,15 @@ def _transposed(linear: nn.Linear) -> mx.array:
 
 def _mixture(original: Function, layer: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
     """The results (*indices.shape, hidden) of a mixture of experts."""
+    step, kernels = current()
     num_rows = x.size // x.shape[-1]
-    if indices.shape[:-1] != x.shape[:-1] or num_rows not in current().kernels.expert_rows:
+    if indices.shape[:-1] != x.shape[:-1] or num_rows not in kernels.expert_rows:
         return original(layer, x, indices)
     rows, chosen, mixture = rows_of(x), rows_of(indices), experts_of(layer)
     if mixture is None or not experts.fits(rows, chosen, mixture):
         return original(layer, x, indices)
-    result = experts.expert_mlp(rows, chosen, mixture, num_live=current().num_live)
+    num_live = None if step is None else step.num_live
+    result = experts.expert_mlp(rows, chosen, mixture, num_live=num_live)
     shape = (*indices.shape, result.shape[-1])
     return as_view(result, shape[:-1], Chosen(result, shape))
 
