@@ -75,11 +75,10 @@ class ModelRunner:
     ) -> StepResult:
         """Submit a step.
 
-        masks: of some of the T sampled rows; a function is called while the device runs the
-        forward, and may be called again.  after: the previous step, which
-        holds the tokens that are unknown on the host; it has no drafts.  Raises if this step is
-        invalid, or if the previous step failed before the host waited for it.  A kernel that fails
-        is replaced (`StepPath.fallback`).
+        masks: a function is called while the device runs the forward, and may be called again.
+        after: the previous step, which holds the tokens that are unknown on the host; it has no
+        drafts.  Raises if this step is invalid, or if the previous step failed before the host
+        waited for it.  A kernel that fails is replaced (`StepPath.fallback`).
         """
         store = self.attention.store
         batch.validate(*store.num_blocks, num_state_slots=store.states.num_slots)
