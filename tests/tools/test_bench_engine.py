@@ -22,6 +22,7 @@ from tools.bench.lib.trust import trusted
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
+from vllm_metal_lite.distributed import ALONE
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.kv.store import PagedStore
 
@@ -216,7 +217,7 @@ def test_a_trusted_engine_uses_every_kernel_for_all_rows(monkeypatch):
     monkeypatch.setattr(decide.Trial, "problem", lambda *_: pytest.fail("a trial"))
     with trusted("varlen"):
         verdict = verdicts.verify(None)
-        fusion = decide.decide(model.packed, KernelAttention(store, verdict.prefill, ()))
+        fusion = decide.decide(model.packed, KernelAttention(store, verdict.prefill, ()), ALONE)
     assert not verdict.failures
     assert fusion.skinny_rows == range(1, 65)
 
