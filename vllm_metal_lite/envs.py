@@ -35,7 +35,7 @@ def kv_bits() -> str | None:
 
 
 def hostfile() -> str | None:
-    """METAL_LITE_HOSTFILE: how the ranks of a model are connected, under vLLM (distributed.py)."""
+    """METAL_LITE_HOSTFILE: how the ranks of a model are connected, under vLLM (links.py)."""
     return os.environ.get("METAL_LITE_HOSTFILE") or None
 
 

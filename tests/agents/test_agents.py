@@ -1,7 +1,8 @@
 """Claude Code, Codex and OpenCode do real work through our server.
 
-The weights cannot code, so the model is scripted (tests/support/scripted/model.py): its answers are
-prepared, and all else is real: template, tokenizer, scheduler, store, sampler, parser and server.
+The weights cannot code, so the model is scripted (tests/support/chat/scripted/model.py): its
+answers are prepared, and all else is real: template, tokenizer, scheduler, store, sampler, parser
+and server.
 """
 
 import re

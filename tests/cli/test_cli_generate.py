@@ -3,12 +3,12 @@
 import json
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.server.cli_kit import COMMAND, CONTEXT, ENDLESS, SAFETY, model_folder
+from tests.support.server.command import eventually
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.engine.llm import LLM
 from vllm_metal_lite.runner.runner import ModelRunner
@@ -211,10 +211,7 @@ def test_a_slow_pipe_streams_and_an_interrupt_keeps_what_is_done(tmp_path):
         process.stdin.flush()
 
     def wait_for(count: int) -> None:
-        deadline = time.monotonic() + SAFETY
-        while not target.exists() or target.read_text().count("\n") < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        eventually(lambda: target.exists() and target.read_text().count("\n") >= count)
 
     send({"prompt": "a"})
     wait_for(1)  # though the input continues

@@ -17,7 +17,8 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.joined import JoinedProjection
 from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.fusion.layers import fuse_layers
-from vllm_metal_lite.fusion.products import Multiplied, Normed
+from vllm_metal_lite.fusion.norms import Normed
+from vllm_metal_lite.fusion.products import Multiplied
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import trial

@@ -22,6 +22,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
+from vllm_metal_lite.distributed import ALONE
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.fusion.joined import (
@@ -31,7 +32,7 @@ from vllm_metal_lite.fusion.joined import (
     joined_projections,
 )
 from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
-from vllm_metal_lite.fusion.products import Sum
+from vllm_metal_lite.fusion.norms import Sum
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
 from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.launch import Kernel
@@ -346,7 +347,7 @@ def test_products_that_do_not_suit_a_model_are_done_without(monkeypatch, caplog,
     attention = KernelAttention(store, "gather", ())
     monkeypatch.setattr(decide, "faster_rows", lambda *_: range(1, 65))
     with installed():
-        fusion = decide.decide(packed, attention)
+        fusion = decide.decide(packed, attention, ALONE)
     assert isinstance(fusion, FusedLaunches)
     assert fusion.skinny_rows == (range(0) if wrong else range(1, 65))
     assert ["products by skinny_gemm" in m for m in caplog.messages] == [True] * bool(wrong)

@@ -8,17 +8,20 @@ import numpy as np
 import pytest
 
 from metal.host import compiler_available, installed
+from tests.support.engine import rank_threads
 from tests.support.kernels.device import pretend_gpu
 from tests.support.kernels.launches import watch
 from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import CONFIGS
+from tests.support.models.rounding import of_16_bits
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated
-from vllm_metal_lite.distributed import RankGroup
-from vllm_metal_lite.fusion import decide, tune
+from vllm_metal_lite.distributed import ALONE, RankGroup
+from vllm_metal_lite.fusion import decide, tune, tune_prompts
 from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
+from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.packed import NO_FUSION
@@ -50,7 +53,7 @@ def decided(monkeypatch, packed, attention) -> tuple[range, str]:
     """The rows whose products go through the kernel, and the note, for a model that passes its
     trial."""
     monkeypatch.setattr(decide._Trials, "problem", lambda *_: None)
-    fusion = decide.decide(packed, attention)
+    fusion = decide.decide(packed, attention, ALONE)
     return fusion.skinny_rows, fusion.note
 
 
@@ -138,7 +141,7 @@ def test_products_are_timed(monkeypatch, name):
 def test_nothing_is_timed_where_fused_launches_are_wrong(monkeypatch, caplog):
     sizes = timed(monkeypatch, 1, 8)
     monkeypatch.setattr(decide._Trials, "problem", lambda *_: "wrong logits")
-    assert decide.decide(*model()) is NO_FUSION
+    assert decide.decide(*model(), ALONE) is NO_FUSION
     assert "fused launches do not suit this model: wrong logits" in caplog.text
     assert sizes == []
 
@@ -189,7 +192,7 @@ def test_timing_leaves_the_store_as_it_is(monkeypatch, name):
     assert all(np.isfinite(a).all() for a in before)
     fusion = replace(fuse(packed.model, joins=True), skinny_rows=ALL_ROWS)
     with installed():
-        tune.faster_rows(packed, attention, fusion)
+        tune.faster_rows(packed, attention, fusion, ALONE)
     kept = [*store.arrays, *store.states.arrays]
     assert all(a is b for a, b in zip(kept, held, strict=True))
     for array, expected in zip(held, before, strict=True):
@@ -208,7 +211,7 @@ def test_a_trial_that_passed_is_remembered_for_models_of_its_form(monkeypatch, t
         [("qwen3", fusion), ("llama", fusion), ("qwen3", fusion.without(["add_rms_norm"]))], 1
     ):
         for _ in range(2):
-            assert decide._Trials(*models[name]).problem(of_fusion) is None
+            assert decide._Trials(*models[name], ALONE).problem(of_fusion) is None
             assert len(tried) == count
 
 
@@ -216,7 +219,7 @@ def test_a_trial_that_failed_is_repeated(monkeypatch):
     packed, attention = model()
     monkeypatch.setattr(decide.Trial, "problem", lambda *_: "wrong logits")
     for _ in range(2):
-        assert decide._Trials(packed, attention).problem(FusedLaunches())
+        assert decide._Trials(packed, attention, ALONE).problem(FusedLaunches())
 
 
 @needs_compiler
@@ -254,3 +257,29 @@ def test_a_rank_follows_what_rank_0_knows(monkeypatch):
     fusion = FusedLaunches(skinny_rows=ALL_ROWS)
     assert tune.faster_rows(packed, attention, fusion, Follower()) == range(1, 9)
     assert not sizes
+
+
+@pytest.mark.parametrize("names", [("qwen3", "qwen3_moe"), ("qwen3_moe", "qwen3")])
+def test_a_stage_without_experts_waits_for_the_others(monkeypatch, names):
+    """Each stage takes part in the trial and the timing of what another stage has."""
+    monkeypatch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
+    stages, layers = [model(name) for name in names], Counter()
+
+    def problem(trials, fusion):
+        trials.ranks.gather("rows")
+
+    def seconds(steps, num_rows):
+        return steps.ranks.first((1.0, 1.1))
+
+    def mixture_seconds(layer, *_):
+        layers[id(layer)] += 1
+        return 1.0, 1.1
+
+    monkeypatch.setattr(decide._Trials, "problem", problem)
+    monkeypatch.setattr(decide, "fuse", lambda *_, **__: FusedLaunches())
+    monkeypatch.setattr(tune._Steps, "seconds", seconds)
+    monkeypatch.setattr(tune_prompts, "_mixture_seconds", mixture_seconds)
+    fusions = rank_threads.run(lambda ranks: decide.decide(*stages[ranks.rank], ranks))
+    assert fusions[0] == fusions[1]
+    assert fusions[0].expert_rows == range(1, EXPERT_ROWS + 1)
+    assert len(layers) == 1

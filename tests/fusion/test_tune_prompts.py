@@ -9,7 +9,8 @@ from tests.support.models import tiny_models as tiny
 from tests.support.models.rounding import of_16_bits
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion import tune
+from vllm_metal_lite.distributed import ALONE
+from vllm_metal_lite.fusion import tune, tune_prompts
 from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.kernels.experts import MAX_ROWS
 from vllm_metal_lite.kernels.launch import Kernel
@@ -35,11 +36,11 @@ def timed(monkeypatch, by_kernels: float, by_mlx: float) -> list[int]:
     """A list that grows by the experts of each mixture that is timed."""
     found = []
 
-    def seconds(layer, shape, dtype, ranks):
+    def seconds(layer, shape, dtype):
         found.append(shape.experts)
         return by_kernels, by_mlx
 
-    monkeypatch.setattr(tune, "_mixture_seconds", seconds)
+    monkeypatch.setattr(tune_prompts, "_mixture_seconds", seconds)
     return found
 
 
@@ -52,7 +53,7 @@ def timed(monkeypatch, by_kernels: float, by_mlx: float) -> list[int]:
 def test_prompts_come_behind_few_rows(monkeypatch, few, prompts, rows):
     monkeypatch.setattr(tune._Steps, "faster_rows", lambda *_: few)
     monkeypatch.setattr(tune, "faster_prompts", lambda *_: prompts)
-    assert tune.faster_expert_rows(*model(), ALL) == rows
+    assert tune.faster_expert_rows(*model(), ALL, ALONE) == rows
 
 
 @pytest.mark.parametrize(("seconds", "faster"), [((1.0, 1.1), True), ((1.0, 1.0), False)])
@@ -60,11 +61,11 @@ def test_the_faster_way_is_remembered(monkeypatch, seconds, faster):
     """The model's mixtures all have the same shapes."""
     packed, _ = model()
     calls = timed(monkeypatch, *seconds)
-    assert [tune.faster_prompts(packed) for _ in range(2)] == [faster, faster]
+    assert [tune_prompts.faster_prompts(packed) for _ in range(2)] == [faster, faster]
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize(("enough", "calls"), [(1e9, tune._CHAINS), (0, 1)])
+@pytest.mark.parametrize(("enough", "calls"), [(1e9, tune_prompts._ROUNDS), (0, 1)])
 def test_mixtures_are_timed_by_kernels_and_by_mlx(monkeypatch, enough, calls):
     launched = []
 
@@ -73,9 +74,9 @@ def test_mixtures_are_timed_by_kernels_and_by_mlx(monkeypatch, enough, calls):
         return [mx.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
 
     monkeypatch.setattr(Kernel, "__call__", stub)
-    monkeypatch.setattr(tune, "_ENOUGH_FOR_PROMPTS", enough)
+    monkeypatch.setattr(tune_prompts, "_ENOUGH", enough)
     packed, _ = model()
-    tune.faster_prompts(packed)
+    tune_prompts.faster_prompts(packed)
     assert launched.count("expert_plan") == 2 + calls  # one compiles, one tells how many to time
     assert launched.count("expert_gemm") == 2 * launched.count("expert_plan")
 
@@ -90,7 +91,7 @@ def test_prompts_that_cannot_be_timed_are_mlx_s(monkeypatch, caplog):
     packed, _ = model()
     for _ in range(2):
         caplog.clear()
-        assert not tune.faster_prompts(packed)
+        assert not tune_prompts.faster_prompts(packed)
         assert "cannot be timed: [metal] no room" in caplog.text
 
 

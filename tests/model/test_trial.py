@@ -6,11 +6,13 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from tests.support.engine import rank_threads
 from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import config_of
 from tests.support.models.rounding import medians, of_16_bits, rounding
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention, ReferenceStepAttention
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.launch import KernelError
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import trial
 from vllm_metal_lite.model.adapters.modules import adapt
@@ -139,3 +141,28 @@ def test_a_first_trial_of_tokens_is_enough_for_a_model_that_fits(monkeypatch, na
     monkeypatch.setattr(trial, "_DRAWS", 1)
     monkeypatch.setattr(trial.Draw, "noise", property(lambda self: 1 / 0))
     assert not tiny.load(name).packed.by_segment
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no room"), KernelError("gather_rows", ValueError("no room"))]
+)
+def test_a_failure_of_one_rank_is_one_of_all(monkeypatch, error):
+    """The others must not wait for its rows."""
+    model = tiny.build(config_of("llama"))
+
+    def built_steps(fails, *_):
+        if fails:
+            raise error
+        return iter(())
+
+    def problem(ranks):
+        judge = trial.Trial(model, tiny.VOCAB, ranks)
+        try:
+            return judge.problem(ranks.rank == 1, None)
+        except KernelError as e:
+            return f"{e.kernel} {e}"
+
+    monkeypatch.setattr(trial, "built_steps", built_steps)
+    first, second = rank_threads.run(problem)
+    assert first == second
+    assert "no room" in first

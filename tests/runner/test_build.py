@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from importlib.abc import MetaPathFinder
 
 import pytest
@@ -13,6 +14,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
+from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.kv.store import PagedStore
@@ -55,6 +57,16 @@ def test_without_a_gpu_the_reference_is_used_unchecked_and_without_a_warning(mon
     assert built.attention.name == "reference"
     assert built.path.fusion is NO_FUSION
     assert built.path.reason == ("kernels need a GPU" if backend.is_cpu() else "")
+
+
+def test_a_stage_attends_as_the_others_can(a_gpu, monkeypatch):
+    """It must not wait for checks that they do not make."""
+    with_wrong(monkeypatch)
+    model, ranks = tiny.packed("qwen3"), RankGroup()
+    ranks.gather = lambda own: [own, "heads of 20"]
+    store = PagedStore(model.packed.layout.specs, 8, 8)
+    path = choose_attention(replace(model, ranks=ranks), store, "auto")
+    assert (path.attention.name, path.reason) == ("reference", "heads of 20")
 
 
 @needs_compiler

@@ -37,9 +37,8 @@ def test_the_numbers_add_up(model, monkeypatch):
     assert model.kv_bytes_per_token == BYTES_PER_TOKEN
     peak, room = 10**7, 100 * 8 * BYTES_PER_TOKEN + 1000  # a hundred blocks and a bit
     limit = 2 * (model.weight_bytes + peak + room)
-    monkeypatch.setattr(sizing, "step_peak_bytes", lambda *_: peak)
     monkeypatch.setattr(backend, "memory_limit", lambda: limit)
-    assert sizes(model, config) == (100, 512)
+    assert sizes(model, config, lambda *_: peak) == (100, 512)
 
 
 def test_no_more_blocks_than_all_seats_at_full_length_can_own(model):
@@ -135,10 +134,9 @@ def windowed(**changes):
 def fitting(monkeypatch, num_bytes: int, **options):
     """The groups that fit into this memory beside weights and a step."""
     model = windowed()
-    monkeypatch.setattr(sizing, "step_peak_bytes", lambda *_: 0)
     monkeypatch.setattr(backend, "memory_limit", lambda: model.weight_bytes + num_bytes)
     config = EngineConfig(block_size=8, memory_fraction=1.0, **options)
-    groups, max_model_len, _ = size_store(model, config)
+    groups, max_model_len, _ = size_store(model, config, lambda *_: 0)
     assert sizing.store_bytes(model, groups, 8) <= num_bytes
     return [g.num_blocks for g in groups], max_model_len
 

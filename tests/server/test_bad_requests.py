@@ -59,7 +59,7 @@ BAD = {
         ({"structured_outputs": "yes"}, "structured_outputs", "got 'yes'"),
         ({"cache_salt": ""}, "cache_salt", "must be a non-empty string, got ''"),
         ({"cache_salt": ["a"]}, "cache_salt", "got ['a']"),
-        ({"chat_template_kwargs": {"tokenize": 0}}, "chat_template_kwargs", "tokenize is none"),
+        ({"chat_template_kwargs": {"tokenize": 0}}, "chat_template_kwargs", "cannot set tokenize"),
         ({"messages": []}, None, "messages is empty"),
         ({"messages": [{"content": "x"}]}, "messages.0.role", "got None"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "got 5"),

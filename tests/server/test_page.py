@@ -378,6 +378,43 @@ def test_two_tabs_know_of_each_other(shown, page):
     expect(page.locator(".message.user .text")).to_have_text("hello")
 
 
+def test_a_conversation_that_another_tab_deletes_stays_deleted(shown, page):
+    shown.answer_to("hello")
+    other = shown.context.new_page()
+    other.goto(shown.url)
+    other.locator("body[data-ready]").wait_for()
+    other.locator("#conversations li").hover()
+    other.get_by_label("Delete hello").click()
+    other.get_by_role("button", name="Delete", exact=True).click()
+    expect(page.locator("#conversations li")).to_have_count(0)
+    expect(page.locator("#welcome")).to_be_visible()
+    shown.answer_to("hi")
+    page.reload()
+    shown.ready()
+    expect(page.locator("#conversations .title")).to_have_text(["hi"])
+
+
+@pytest.mark.parametrize("field", ['"sampling": null', '"sampling": 5', '"system": 5'])
+def test_a_file_with_odd_settings_is_not_imported(shown, page, field):
+    text = f'[{{"title": "x", "messages": [], {field}}}]'
+    file = {"name": "odd.json", "mimeType": "application/json", "buffer": text.encode()}
+    page.set_input_files("#import", file)
+    expect(page.locator("#problem-text")).to_have_text(
+        "odd.json holds no conversations of this page."
+    )
+    expect(page.locator("#conversations li")).to_have_count(0)
+
+
+def test_a_file_with_a_title_and_messages_is_enough(shown, page):
+    text = '[{"title": "old", "messages": []}, {"title": "new", "messages": [], "updated": 1e15}]'
+    file = {"name": "short.json", "mimeType": "application/json", "buffer": text.encode()}
+    page.set_input_files("#import", file)
+    expect(page.locator("#conversations .title")).to_have_text(["new", "old"])
+    page.get_by_text("old").click()
+    page.reload()
+    shown.ready()
+
+
 def test_settings_are_sent(shown, page):
     page.click("#settings-open")
     page.fill("#set-system", "The code of the red box is 4821.")
@@ -430,7 +467,7 @@ def test_text_files_go_with_a_message(shown, page):
     notes = {"name": "notes.md", "mimeType": "", "buffer": b"```\ncar: level 3\n```\n"}
     picture = {"name": "a.png", "mimeType": "image/png", "buffer": b"\x89PNG\0\xff"}
     page.set_input_files("#attach", [notes, picture])
-    expect(page.locator("#problem")).to_contain_text("a.png is no text in UTF-8.")
+    expect(page.locator("#problem")).to_contain_text("a.png is not UTF-8 text.")
     expect(page.locator("#attached li")).to_have_text(["notes.md"])
     answer_with(page, {"content": "Level 3."})
     body = body_of(shown, "Where is my car?")
@@ -490,7 +527,7 @@ def test_a_question_after_a_failed_one_keeps_roles_in_turns(shown, page):
     shown.ask("My name is Ada.")
     expect(page.locator(".message .problem")).to_contain_text("does not answer")
     page.unroute_all()
-    expect(page.locator(".message .problem")).to_contain_text("It answers again now.")
+    expect(page.locator(".message .problem")).to_contain_text("It is back.")
     body = body_of(shown, "What is my name?")
     assert body["messages"] == [{"role": "user", "content": "My name is Ada.\n\nWhat is my name?"}]
     shown.answered(2)
@@ -570,6 +607,26 @@ def test_samples_can_be_sent_and_ended(show, running):
     expect(page.locator("#no-requests")).to_be_visible()
     expect(page.locator("#samples")).to_have_text("Send 18 samples")
     _until_idle(running, page)
+
+
+def test_why_samples_are_refused_stays_until_they_are_sent_again(show):
+    shown = show(**WIDE)
+    page, state = shown.page, shown.page.locator("#engine-state")
+    error = {"error": {"message": "the server is busy"}}
+    page.route("**/v1/completions", lambda route: route.fulfill(status=503, json=error))
+    page.click("#samples")
+    expect(state).to_have_text("the server is busy")
+    with page.expect_response("**/v1/chat/completions"):
+        shown.answer_to("hello")
+    expect(page.locator("#no-requests")).to_be_visible()
+    page.wait_for_timeout(500)  # events come
+    expect(state).to_have_text("the server is busy")
+    page.unroute_all()
+    page.click("#samples")
+    expect(state).to_be_hidden()
+    page.click("#samples")
+    expect(page.locator("#no-requests")).to_be_visible()
+    shown.complaints[:] = [c for c in shown.complaints if "503" not in c]
 
 
 def test_the_end_of_the_engine_is_said(browser):
@@ -714,7 +771,6 @@ def test_nothing_is_wider_than_the_screen(show, scheme, width):
         expect(page.locator("#chat")).to_have_attribute("inert", "")  # the view covers it
         page.click("#engine-close")
         expect(page.locator("#chat")).not_to_have_attribute("inert", "")
-    assert len(page.screenshot()) > 10_000
     page.evaluate("switchTheme()")
     other = {"light": "dark", "dark": "light"}[scheme]
     assert page.evaluate("document.documentElement.dataset.theme") == other

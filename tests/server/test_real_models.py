@@ -5,7 +5,9 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jsonschema
@@ -49,15 +51,17 @@ MODELS = [
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=lambda m: f"{m[0]}-{m[1]}".strip("-"))
-def model(request, tmp_path_factory):
-    family, name = request.param
+def model(request):
+    return model_of(*request.param)
+
+
+@lru_cache(maxsize=1)  # a tokenizer takes seconds and 200 MB; gpt-oss comes last, and again below
+def model_of(family: str, name: str) -> TextModel:
+    """name: of a template on the hub; "": the family's own."""
     template = real_parts.template(name) if name else ""
-    return model_of(family, template, tmp_path_factory.mktemp(family))
-
-
-def model_of(family: str, template: str, folder: Path) -> TextModel:
-    real_tokenizers.tokenizer_folder(folder, family, template)
-    return text_model(load_tokenizer(folder), folder.name)
+    with TemporaryDirectory() as folder:
+        real_tokenizers.tokenizer_folder(Path(folder), family, template)
+        return text_model(load_tokenizer(Path(folder)), family)
 
 
 def turn_of(
@@ -132,8 +136,8 @@ def test_calls_under_the_grammar(model, mode):
 
 
 @pytest.fixture(scope="module")
-def gpt_oss(tmp_path_factory):
-    return model_of("gpt-oss", "", tmp_path_factory.mktemp("gpt-oss"))
+def gpt_oss():
+    return model_of("gpt-oss", "")
 
 
 def limits_of(model: TextModel, turn: PreparedTurn, answer: str) -> Constraint:
@@ -188,8 +192,8 @@ def test_where_calls_are_forbidden_their_channel_is_not_sampled(gpt_oss):
     assert (json.loads(said.text), said.calls) == (CALLS[0][1], [])
 
 
-def test_closed_thoughts_in_the_prompt_leave_the_answer_none(tmp_path):
-    model = model_of("qwen3.5", real_parts.template("HuggingFaceTB-SmolLM3-3B"), tmp_path)
+def test_closed_thoughts_in_the_prompt_leave_the_answer_none():
+    model = model_of("qwen3.5", "HuggingFaceTB-SmolLM3-3B")
     assert model.thinks
     assert model.can_think
     params = SamplingParams(structured_outputs={"json_object": True})

@@ -15,6 +15,7 @@ import pytest
 from tests.support.server.command import eventually
 from tests.support.server.raw_http import connect
 from vllm_metal_lite import EngineConfig
+from vllm_metal_lite.server.openai_api import completions
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.structured_outputs import compiler
@@ -89,6 +90,27 @@ def test_requests_whose_grammars_are_compiled_wait_like_others(running, client, 
         go.set()
         assert [answer.result().status_code for answer in waiting] == [200] * 4
     assert client.get("/status").json()["server"]["running"] == 0
+
+
+def test_requests_whose_token_ids_are_made_wait_like_others(running, client, monkeypatch):
+    go, token_ids_of = threading.Event(), completions.token_ids_of
+
+    def held(*args) -> list[list[int]]:
+        go.wait(60)
+        return token_ids_of(*args)
+
+    monkeypatch.setattr(completions, "token_ids_of", held)
+    body = {"prompt": "hi", "max_tokens": 2}
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(4)]
+        try:
+            eventually(lambda: client.get("/status").json()["server"]["waiting"] == 2)
+            assert (
+                client.post("/v1/completions", json=body).json()["error"]["code"] == "server_busy"
+            )
+        finally:
+            go.set()
+        assert [answer.result().status_code for answer in waiting] == [200] * 4
 
 
 @pytest.mark.parametrize("stream", [False, True])

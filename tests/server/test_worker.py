@@ -94,7 +94,7 @@ async def assert_clean(client: EngineClient) -> None:
     assert not client._replies
 
 
-def test_http_tokens_are_the_engines_tokens(engine):
+def test_tokens_over_the_pipe_are_the_engines_tokens(engine):
     own = LLMEngine.from_name("demo", CONFIG)
     own.add_request("a", {"prompt_token_ids": PROMPT}, short(20))
     outputs = []

@@ -10,8 +10,9 @@ import pytest
 from tests.support.models import tiny_models as tiny
 from tools.bench import engine as bench_engine
 from tools.bench import speculation
-from tools.bench.lib import engines as engines
 from tools.bench.lib.agreement import agree
+from tools.bench.lib.driver import Run, drive
+from tools.bench.lib.engines import ThisEngine
 from tools.bench.lib.loads import Load, Sizes, Wave, agents, newcomer, users
 from tools.bench.lib.metrics import measure, median_of
 from tools.bench.lib.mlx_lm import MlxLm, MlxLmSingle, Settings
@@ -21,6 +22,7 @@ from tools.bench.lib.trust import trusted
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
+from vllm_metal_lite.distributed import ALONE
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.kv.store import PagedStore
 
@@ -39,8 +41,8 @@ def shared() -> Load:
 
 
 @pytest.fixture(scope="module")
-def expected(model, shared) -> engines.Run:
-    return engines.drive(engines.ThisEngine(model, shared), shared)
+def expected(model, shared) -> Run:
+    return drive(ThisEngine(model, shared), shared)
 
 
 def test_waves_come_when_the_one_before_has_half_its_answer(shared, expected):
@@ -54,7 +56,7 @@ def test_waves_come_when_the_one_before_has_half_its_answer(shared, expected):
 @pytest.mark.parametrize("prefix", ["none", "once", "server"])
 def test_mlx_lm_with_and_without_caches_of_the_prefix(model, shared, expected, prefix):
     settings = Settings(2, 8, prefix=prefix)
-    run = engines.drive(MlxLm(model, settings), shared)
+    run = drive(MlxLm(model, settings), shared)
     agreement = agree(model, expected, run)
     assert agreement.within_ties
     late = len(shared.prompts) - len(shared.waves[0].prompts)
@@ -63,15 +65,15 @@ def test_mlx_lm_with_and_without_caches_of_the_prefix(model, shared, expected, p
 
 
 def test_runs_are_alike_because_the_prefix_is_forgotten_between_them(model, shared, expected):
-    ours = engines.ThisEngine(model, shared)
-    runs = [engines.drive(ours, shared) for _ in range(2)]
+    ours = ThisEngine(model, shared)
+    runs = [drive(ours, shared) for _ in range(2)]
     assert [r.cached_tokens for r in runs] == [expected.cached_tokens] * 2
     assert runs[0].tokens == runs[1].tokens == expected.tokens
 
 
 def test_one_request_alone(model):
     load = Load("one", [Wave([list(range(9))], [6])])
-    runs = [engines.drive(e, load) for e in (engines.ThisEngine(model, load), MlxLmSingle(model))]
+    runs = [drive(e, load) for e in (ThisEngine(model, load), MlxLmSingle(model))]
     assert agree(model, *runs).within_ties
     assert [len(r.tokens[0]) for r in runs] == [6, 6]
 
@@ -88,7 +90,7 @@ def test_paces_of_a_run():
     """Two requests, a token every 10 ms from 0.1 s on; the second is 5 ms late once."""
     times = [[0.1 + 0.01 * i for i in range(20)] for _ in range(2)]
     times[1][12:] = [t + 0.005 for t in times[1][12:]]
-    run = engines.Run([0.0, 0.05], times, [[0] * 20] * 2, seconds=0.4, peak_bytes=1 << 30)
+    run = Run([0.0, 0.05], times, [[0] * 20] * 2, seconds=0.4, peak_bytes=1 << 30)
     values = measure(Load("", [Wave([[1]] * 2, [20] * 2)]), run)
     assert values["output_tokens_per_s"] == pytest.approx(100)
     assert values["ttft_median"] == pytest.approx(0.075)
@@ -108,7 +110,7 @@ def test_medians_are_of_the_metrics_that_all_turns_have():
 def test_gaps_around_a_newcomer():
     """One request decodes every 10 ms; while the newcomer is computed (0.2 to 0.26), every 30."""
     times = [0.01 * i for i in range(1, 21)] + [0.23, 0.26, 0.27]
-    run = engines.Run([0.0, 0.2], [times, [0.26, 0.27]], [[0] * 23, [0] * 2], seconds=0.27)
+    run = Run([0.0, 0.2], [times, [0.26, 0.27]], [[0] * 23, [0] * 2], seconds=0.27)
     (load,) = newcomer(Sizes(100, 0.01))
     values = measure(load, run)
     assert values["newcomer_ttft"] == pytest.approx(0.06)
@@ -141,7 +143,7 @@ def test_states_of_random_weights_stay_finite_and_remember(hybrid):
 
 
 def test_a_turn_follows_its_own_answer(model, conversations):
-    run = engines.drive(engines.ThisEngine(model, conversations), conversations)
+    run = drive(ThisEngine(model, conversations), conversations)
     for i, before in enumerate(conversations.follows):
         if before is not None:
             said = run.prompts[before] + run.tokens[before]
@@ -154,9 +156,9 @@ def test_a_turn_follows_its_own_answer(model, conversations):
 @pytest.mark.long
 @pytest.mark.parametrize("prefix", ["once", "server"])
 def test_mlx_lm_keeps_caches_with_states(hybrid, conversations, prefix):
-    ours = engines.drive(engines.ThisEngine(hybrid, conversations), conversations)
+    ours = drive(ThisEngine(hybrid, conversations), conversations)
     settings = Settings(3, 8, prefix=prefix)
-    run = engines.drive(MlxLm(hybrid, settings), conversations)
+    run = drive(MlxLm(hybrid, settings), conversations)
     assert agree(hybrid, ours, run).within_ties
     shared = conversations.prefix_length * (len(conversations.prompts) - 1)
     assert run.cached_tokens == {"once": shared, "server": run.reusable_tokens}[prefix]
@@ -201,7 +203,7 @@ def test_an_engine_that_fails_is_left_out(monkeypatch, capsys):
 
     bench = bench_engine.Bench("D", Load("one", [Wave([[1]], [2])]))
     engine = argparse.Namespace(name="mlx-lm 16/32", way="none")
-    done = engines.Run([0.0], [[0.1, 0.2]], [[1, 2]], [[1]], seconds=0.2)
+    done = Run([0.0], [[0.1, 0.2]], [[1, 2]], [[1]], seconds=0.2)
     monkeypatch.setattr(bench_engine, "drive", lambda *_: done)
     assert bench.tried(engine)["output_tokens_per_s"] == 10
     monkeypatch.setattr(bench_engine, "drive", fails)
@@ -215,7 +217,7 @@ def test_a_trusted_engine_uses_every_kernel_for_all_rows(monkeypatch):
     monkeypatch.setattr(decide.Trial, "problem", lambda *_: pytest.fail("a trial"))
     with trusted("varlen"):
         verdict = verdicts.verify(None)
-        fusion = decide.decide(model.packed, KernelAttention(store, verdict.prefill, ()))
+        fusion = decide.decide(model.packed, KernelAttention(store, verdict.prefill, ()), ALONE)
     assert not verdict.failures
     assert fusion.skinny_rows == range(1, 65)
 

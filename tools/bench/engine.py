@@ -24,7 +24,8 @@ from dataclasses import replace
 from typing import Any
 
 from tools.bench.lib.agreement import agree
-from tools.bench.lib.engines import Engine, Run, ThisEngine, drive
+from tools.bench.lib.driver import Run, drive
+from tools.bench.lib.engines import Engine, ThisEngine
 from tools.bench.lib.loads import LOADS, Load, Sizes
 from tools.bench.lib.metrics import Metrics, measure, median_of
 from tools.bench.lib.mlx_lm import MlxLm, MlxLmSingle, Settings, native

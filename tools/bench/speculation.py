@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench.lib.engines import ThisEngine, drive
+from tools.bench.lib.driver import drive
+from tools.bench.lib.engines import ThisEngine
 from tools.bench.lib.loads import Load, Wave
 from tools.bench.lib.metrics import measure, median_of
 from tools.bench.lib.models import BITS, get_model

@@ -3,24 +3,33 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from vllm_metal_lite.attention.base import Step
-from vllm_metal_lite.backend import mx
+
+NO_ROWS = range(0)
+
+
+@dataclass(frozen=True)
+class FusedKernels:
+    """The kernels that fused launches use.
+
+    skinny_rows: the row counts that use `skinny_gemm`.
+    expert_rows: the row counts that use `expert_gemm` and its neighbours.
+    unused: kernels that failed, or for which the model has no work.
+    """
+
+    skinny_rows: range = NO_ROWS
+    expert_rows: range = NO_ROWS
+    unused: frozenset[str] = frozenset()
 
 
 class Current(NamedTuple):
-    """step: of the forward; None: no forward is being built.  The others: see FusedLaunches."""
+    """step: of the forward; None: no forward is being built."""
 
     step: Step | None = None
-    skinny_rows: range = range(0)
-    expert_rows: range = range(0)
-    unused: frozenset[str] = frozenset()
-
-    @property
-    def num_live(self) -> mx.array | None:
-        """See `expert_mlp`."""
-        return None if self.step is None else self.step.num_live
+    kernels: FusedKernels = FusedKernels()
 
 
 _current: ContextVar[Current] = ContextVar("current", default=Current())  # noqa: B039

@@ -11,7 +11,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Attention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.distributed import ALONE, RankGroup
+from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.fusion.tune import faster_expert_rows, faster_rows
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
@@ -27,12 +27,13 @@ from vllm_metal_lite.model.weights import product_weights
 logger = logging.getLogger(__name__)
 
 
-def decide(packed: PackedModel, attention: Attention, ranks: RankGroup = ALONE) -> Fusion:
+def decide(packed: PackedModel, attention: Attention, ranks: RankGroup) -> Fusion:
     """The fusion for a model's steps.  ranks: all of them decide as one.
 
     The checks cover each kernel alone; the trial here covers the fused kernels in this model.  If
     the trial fails, nothing is fused, with a warning.  Raises KernelError if a launch fails in the
-    trial.  Changes the model in place; forwards without fusion are unaffected.
+    trial.  Changes the model in place; its joined projections and norms also serve without fusion,
+    and the trial does not cover them: the model's own logits already come from them.
     """
     if not isinstance(attention, KernelAttention):
         return NO_FUSION
@@ -44,13 +45,16 @@ def decide(packed: PackedModel, attention: Attention, ranks: RankGroup = ALONE) 
         return NO_FUSION
     if packed.layout.dtype == mx.float32:
         return fusion
+    # A stage without experts takes part in the trials and timings of the others.
+    own = bool(product_weights(packed.model)), bool(served_experts(packed.model))
+    has_products, has_experts = map(any, zip(*ranks.gather(own), strict=True))
     # Steps of many rows use neither of these kernels, so fusion without them was tried first.
-    if "skinny_gemm" not in fusion.unused and product_weights(packed.model):
+    if "skinny_gemm" not in fusion.unused and has_products:
         ours = replace(fusion, skinny_rows=range(1, MAX_ROWS + 1))
         if trials.passed(ours, "products by skinny_gemm"):
             rows = faster_rows(packed, attention, ours, ranks)
             fusion = replace(fusion, skinny_rows=rows)
-    if "expert_gemm" not in fusion.unused and served_experts(packed.model):
+    if "expert_gemm" not in fusion.unused and has_experts:
         ours = replace(fusion, expert_rows=range(1, EXPERT_ROWS + 1))
         if trials.passed(ours, "experts by expert_gemm"):
             rows = faster_expert_rows(packed, attention, ours, ranks)
@@ -61,9 +65,7 @@ def decide(packed: PackedModel, attention: Attention, ranks: RankGroup = ALONE) 
 class _Trials:
     """Trials of one model with its attention.  A pass is remembered for its fingerprint."""
 
-    def __init__(
-        self, packed: PackedModel, attention: KernelAttention, ranks: RankGroup = ALONE
-    ) -> None:
+    def __init__(self, packed: PackedModel, attention: KernelAttention, ranks: RankGroup) -> None:
         self.packed, self.attention, self.ranks = packed, attention, ranks
         self._found = Findings()
         self._trial: Trial | None = None

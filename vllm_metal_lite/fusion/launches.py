@@ -9,11 +9,11 @@ import mlx.nn as nn
 from mlx_lm.models import activations, gemma3_text
 
 from vllm_metal_lite.attention.base import Step
-from vllm_metal_lite.fusion.current import Current, fusing
+from vllm_metal_lite.fusion.current import NO_ROWS, Current, FusedKernels, fusing
+from vllm_metal_lite.fusion.fold_norms import fold_norm_weights
 from vllm_metal_lite.fusion.joined import JoinedProjection, join_projections, joined_projections
 from vllm_metal_lite.fusion.layer_cache import FusedLayerCache
 from vllm_metal_lite.fusion.layers import fuse_layers
-from vllm_metal_lite.fusion.norms import fold_norm_weights
 from vllm_metal_lite.fusion.rules import hooks
 from vllm_metal_lite.fusion.selectors import Selector, selectors_of, uncompiled
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
@@ -24,23 +24,17 @@ from vllm_metal_lite.model.seam.hooks import hooked, namespaces
 
 
 @dataclass(frozen=True)
-class FusedLaunches(Fusion):
+class FusedLaunches(FusedKernels, Fusion):
     """What the steps of a model fuse, if it runs on KernelAttention.
 
     joined: the model's joined projections.
     named: (Python module, name) of mlx-lm's functions that have a rule.
     selectors: compiled functions of the model that may choose experts.
-    skinny_rows: the row counts that use `skinny_gemm`.
-    expert_rows: the row counts that use `expert_gemm` and its neighbours.
-    unused: kernels that failed, or for which the model has no work.
     """
 
     joined: tuple[JoinedProjection, ...] = ()
     named: tuple[tuple[ModuleType, str], ...] = ()
     selectors: tuple[Selector, ...] = ()
-    skinny_rows: range = range(0)
-    expert_rows: range = range(0)
-    unused: frozenset[str] = frozenset()
 
     layer_cache = FusedLayerCache
 
@@ -49,9 +43,8 @@ class FusedLaunches(Fusion):
         replaced = hooks(self.named)
         if "expert_topk" not in self.unused:
             replaced += [(m, name, uncompiled) for m, name in self.selectors]
-        current = Current(step, self.skinny_rows, self.expert_rows, self.unused)
         try:
-            with hooked(replaced), fusing(current):
+            with hooked(replaced), fusing(Current(step, self)):
                 yield
         finally:
             for projection in self.joined:
@@ -71,8 +64,8 @@ class FusedLaunches(Fusion):
         unused = self.unused | unused_kernels(failed_kernels)
         return replace(
             self,
-            skinny_rows=range(0) if "skinny_gemm" in unused else self.skinny_rows,
-            expert_rows=range(0) if "expert_gemm" in unused else self.expert_rows,
+            skinny_rows=NO_ROWS if "skinny_gemm" in unused else self.skinny_rows,
+            expert_rows=NO_ROWS if "expert_gemm" in unused else self.expert_rows,
             unused=unused,
         )
 
@@ -88,9 +81,9 @@ def fuse(model: nn.Module, *, joins: bool) -> FusedLaunches:
     fuse_layers(model)
     functions = activations.swiglu, activations.precise_swiglu, gemma3_text.clip_residual
     return FusedLaunches(
-        tuple(joined_projections(model)),
-        tuple((module, f.__name__) for f in functions for module in namespaces(model, f)),
-        selectors_of(model),
+        joined=tuple(joined_projections(model)),
+        named=tuple((module, f.__name__) for f in functions for module in namespaces(model, f)),
+        selectors=selectors_of(model),
         unused=frozenset() if served_experts(model) else frozenset({"expert_topk"}),
     )
 

@@ -1,4 +1,5 @@
-"""Layers that run by our kernels while a fused forward is built; otherwise as MLX has them.
+"""Runs linear layers and mixtures with our kernels while a fused forward is built; otherwise MLX's
+code runs.
 
 Only the instances of one model change class, so other models in the process are unaffected.
 """
@@ -11,7 +12,8 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.fusion.current import current
 from vllm_metal_lite.fusion.experts import Chosen
-from vllm_metal_lite.fusion.products import Multiplied, Normed
+from vllm_metal_lite.fusion.norms import Normed
+from vllm_metal_lite.fusion.products import Multiplied
 from vllm_metal_lite.fusion.traced import Function, as_view, origin_of, rows_of
 from vllm_metal_lite.kernels import experts, skinny_gemm
 from vllm_metal_lite.kernels.arguments import RMSNorm
@@ -26,7 +28,7 @@ def _product(original: Function, layer: nn.Module, x: mx.array) -> mx.array:
         return original(layer, x)
     rows, weight, bias = rows_of(x), weight_of(layer), layer.get("bias")
     fits = (bias is None or bias.dtype == x.dtype) and skinny_gemm.fits(rows, weight)
-    if fits and len(rows) in current().skinny_rows:
+    if fits and len(rows) in current().kernels.skinny_rows:
         product = Multiplied(*_normed(x, weight), weight, bias)
         return as_view(product(), x.shape[:-1], product)
     if isinstance(layer, nn.Linear) and bias is None:
@@ -59,12 +61,15 @@ def _transposed(linear: nn.Linear) -> mx.array:
 
 def _mixture(original: Function, layer: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
     """The results (*indices.shape, hidden) of a mixture of experts."""
-    if indices.shape[:-1] != x.shape[:-1] or x.size // x.shape[-1] not in current().expert_rows:
+    step, kernels = current()
+    num_rows = x.size // x.shape[-1]
+    if indices.shape[:-1] != x.shape[:-1] or num_rows not in kernels.expert_rows:
         return original(layer, x, indices)
     rows, chosen, mixture = rows_of(x), rows_of(indices), experts_of(layer)
     if mixture is None or not experts.fits(rows, chosen, mixture):
         return original(layer, x, indices)
-    result = experts.expert_mlp(rows, chosen, mixture, num_live=current().num_live)
+    num_live = None if step is None else step.num_live
+    result = experts.expert_mlp(rows, chosen, mixture, num_live=num_live)
     shape = (*indices.shape, result.shape[-1])
     return as_view(result, shape[:-1], Chosen(result, shape))
 

@@ -1,55 +1,103 @@
-"""Computes the weight of a norm once, if the model computes it in each call, such as 1 + weight.
+"""Origins and rules of norms and sums.
 
-This saves a small launch a norm, and Gemma has six norms a layer.
+y = norm(x)                  Normed: the next product may compute the norm
+h = x + o_proj(y)            Sum: the next norm asks the product to add, or `add_rms_norm`
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import mlx.nn as nn
-from mlx.utils import tree_unflatten
-
+from vllm_metal_lite.attention.pending_heads import Heads
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.model.seam.hooks import hooked
+from vllm_metal_lite.devices import profile
+from vllm_metal_lite.fusion.current import current
+from vllm_metal_lite.fusion.products import Multiplied
+from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
+from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.arguments import RMSNorm
+from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
+from vllm_metal_lite.kernels.new_rows import Columns
 
 
-def fold_norm_weights(model: nn.Module) -> None:
-    """Replace such norms by nn.RMSNorm, in place.  Results stay the same to the bit."""
-    found = [
-        (path, folded)
-        for path, module in model.named_modules()
-        if list(module) == ["weight"] and (folded := _folded(module)) is not None
-    ]
-    model.update_modules(tree_unflatten(found))
+@dataclass(frozen=True, slots=True)
+class Normed:
+    """The RMS norm of rows (N, K), or of each head of x (N, 1, heads, K)."""
+
+    x: mx.array
+    norm: RMSNorm
 
 
-def _folded(module: nn.Module) -> nn.RMSNorm | None:
-    """A norm with the weight that the module computes; None if it does anything else."""
-    weight = module["weight"]
-    if not isinstance(weight, mx.array) or weight.ndim != 1:
-        return None
-    x = mx.zeros((1, 1, weight.size), weight.dtype)
-    calls: list[tuple[mx.array, mx.array, float, mx.array]] = []
+@dataclass(frozen=True, slots=True)
+class Sum:
+    x: mx.array
+    y: mx.array
 
-    def rms_norm(
-        original: Callable, x: mx.array, weight: mx.array, eps: float, **kwargs: Any
-    ) -> mx.array:
-        calls.append((x, weight, eps, original(x, weight, eps, **kwargs)))
-        return calls[-1][-1]
 
-    try:
-        with hooked([(mx.fast, "rms_norm", rms_norm)]):
-            out = module(x)
-    except Exception:  # no norm, and not meant to be called like one
-        return None
-    if len(calls) != 1:
-        return None
-    given, used, eps, normed = calls[0]
-    if given is not x or out is not normed or used is weight or not isinstance(used, mx.array):
-        return None
-    if (used.shape, used.dtype) != (weight.shape, weight.dtype):
-        return None
-    norm = nn.RMSNorm(weight.size, eps)
-    norm.weight = used
-    mx.eval(norm.weight)
-    return norm
+# Rules
+
+
+def norm(value: mx.array, x: mx.array, weight: mx.array | None, eps: float, **_: Any) -> mx.array:
+    if x.ndim not in (3, 4) or (weight is not None and weight.dtype != x.dtype):
+        return value
+    return Traced(value, Normed(rows_of(x) if x.ndim == 3 else x, RMSNorm(weight, eps)))
+
+
+def norm_of_sum(
+    value: mx.array, x: Traced, weight: mx.array | None, eps: float, **how: Any
+) -> mx.array:
+    """A launch computes the sum, and x becomes its result.  With few rows this is the product
+    before, and the next products compute the norm; otherwise sum and norm are one launch."""
+    shape, rows = x.shape[:-1], x.size // x.shape[-1]
+    few = rows in current().kernels.skinny_rows and rows <= profile().max_normed_rows
+    total = _with_product(x.origin) if few else None
+    if total is not None:
+        x.become(as_view(total, shape))
+        return mx.fast.rms_norm(x, weight, eps, **how)
+    if "add_rms_norm" in current().kernels.unused:
+        return norm(value, x, weight, eps)
+    one, other, of_other = _summands(x.origin)
+    total, normed = add_rms_norm(one, other, weight, eps, of_other)
+    x.become(as_view(total, shape))
+    return as_view(normed, shape)
+
+
+def _with_product(origin: Sum) -> mx.array | None:
+    """The sum (N, K) from the product on one side of it; None if neither side is Multiplied."""
+    for product, other in ((origin.y, origin.x), (origin.x, origin.y)):
+        multiplied = origin_of(product)
+        if isinstance(multiplied, Multiplied):
+            return multiplied(residual=rows_of(other))
+    return None
+
+
+def _summands(origin: Sum) -> tuple[mx.array, mx.array, RMSNorm | None]:
+    """The rows of both sides, and the norm that the sum applies to the second, if there is one."""
+    for side, other in ((origin.y, origin.x), (origin.x, origin.y)):
+        normed = origin_of(side)
+        if isinstance(normed, Normed):
+            return rows_of(other), normed.x, normed.norm
+    return rows_of(origin.x), rows_of(origin.y), None
+
+
+def plus(value: mx.array, x: mx.array, y: Any) -> mx.array:
+    alike = isinstance(y, mx.array) and (x.shape, x.dtype) == (y.shape, y.dtype)
+    return Traced(value, Sum(x, y)) if alike and x.ndim == 3 else value
+
+
+def clipped_sum(value: mx.array, x: mx.array, y: mx.array) -> mx.array:
+    """Gemma 3's residual sum, which clips in float16 only."""
+    return value if x.dtype == mx.float16 else x + y
+
+
+def gated_norm(value: mx.array, h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
+    """silu(gate) * x behind a recurrence, where x is a norm of h: one launch."""
+    origin, known = origin_of(x), origin_of(gate)
+    of_h = isinstance(origin, Normed) and origin.x is h and origin.norm.weight is not None
+    if not of_h or gate.shape != h.shape or gate.dtype != h.dtype:
+        return value
+    if "gated_rms_norm" in current().kernels.unused:
+        return value
+    plain = known.plain if isinstance(known, Heads) else None
+    z = plain or Columns(gate.reshape(len(gate), -1), 0)
+    rows = h.reshape(len(h), -1)
+    return gated_rms_norm(rows, z, *origin.norm, dim=h.shape[-1]).reshape(h.shape)

@@ -1,33 +1,18 @@
-"""Origins and rules of products by `skinny_gemm`, with the operations around them.
+"""Origins and rules of products by `skinny_gemm`, and of gates.
 
-y = norm(x)                  Normed: the next product may compute the norm
-y = q_proj(y)                Multiplied (layers.py); of joined projections, Columns of one
-h = x + o_proj(y)            Sum: the next norm asks the product to add, or `add_rms_norm`
+y = q_proj(x)                Multiplied (layers.py); of joined projections, Columns of one
 y = silu(gate) * up          the product that made both applies the gate
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_metal_lite.attention.pending_heads import Heads
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.devices import profile
-from vllm_metal_lite.fusion.current import current
-from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
-from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of
 from vllm_metal_lite.kernels.arguments import RMSNorm
-from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.skinny_gemm import Gate, skinny_gemm
 from vllm_metal_lite.kernels.weights import Weight
-
-
-@dataclass(frozen=True, slots=True)
-class Normed:
-    """The RMS norm of rows (N, K), or of each head of x (N, 1, heads, K)."""
-
-    x: mx.array
-    norm: RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,69 +40,7 @@ class Activated:
     activation: Gate
 
 
-@dataclass(frozen=True, slots=True)
-class Sum:
-    x: mx.array
-    y: mx.array
-
-
-# Rules of norms and sums
-
-
-def norm(value: mx.array, x: mx.array, weight: mx.array | None, eps: float, **_: Any) -> mx.array:
-    if x.ndim not in (3, 4) or (weight is not None and weight.dtype != x.dtype):
-        return value
-    return Traced(value, Normed(rows_of(x) if x.ndim == 3 else x, RMSNorm(weight, eps)))
-
-
-def norm_of_sum(
-    value: mx.array, x: Traced, weight: mx.array | None, eps: float, **how: Any
-) -> mx.array:
-    """A launch computes the sum, and x becomes its result.  With few rows this is the product
-    before, and the next products compute the norm; otherwise sum and norm are one launch."""
-    shape, rows = x.shape[:-1], x.size // x.shape[-1]
-    few = rows in current().skinny_rows and rows <= profile().max_normed_rows
-    total = _with_product(x.origin) if few else None
-    if total is not None:
-        x.become(as_view(total, shape))
-        return mx.fast.rms_norm(x, weight, eps, **how)
-    if "add_rms_norm" in current().unused:
-        return norm(value, x, weight, eps)
-    one, other, of_other = _summands(x.origin)
-    total, normed = add_rms_norm(one, other, weight, eps, of_other)
-    x.become(as_view(total, shape))
-    return as_view(normed, shape)
-
-
-def _with_product(origin: Sum) -> mx.array | None:
-    """The sum (N, K) from the product on one side of it; None if neither side is Multiplied."""
-    for product, other in ((origin.y, origin.x), (origin.x, origin.y)):
-        multiplied = origin_of(product)
-        if isinstance(multiplied, Multiplied):
-            return multiplied(residual=rows_of(other))
-    return None
-
-
-def _summands(origin: Sum) -> tuple[mx.array, mx.array, RMSNorm | None]:
-    """The rows of both sides, and the norm that the sum applies to the second, if there is one."""
-    for side, other in ((origin.y, origin.x), (origin.x, origin.y)):
-        normed = origin_of(side)
-        if isinstance(normed, Normed):
-            return rows_of(other), normed.x, normed.norm
-    return rows_of(origin.x), rows_of(origin.y), None
-
-
-def plus(value: mx.array, x: mx.array, y: Any) -> mx.array:
-    alike = isinstance(y, mx.array) and (x.shape, x.dtype) == (y.shape, y.dtype)
-    return Traced(value, Sum(x, y)) if alike and x.ndim == 3 else value
-
-
-def clipped_sum(value: mx.array, x: mx.array, y: mx.array) -> mx.array:
-    """Gemma 3's residual sum, which clips in float16 only."""
-    return value if x.dtype == mx.float16 else x + y
-
-
-# Rules of gates
+# Rules
 
 
 def gelu(value: mx.array, x: Traced) -> mx.array:
@@ -142,17 +65,3 @@ def _gated(value: mx.array, gate: Columns, up: Any, activation: Gate) -> mx.arra
     if not halves or gate.array is not up.array:
         return value
     return as_view(product(gate=activation), value.shape[:-1])
-
-
-def gated_norm(value: mx.array, h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
-    """silu(gate) * x behind a recurrence, where x is a norm of h: one launch."""
-    origin, known = origin_of(x), origin_of(gate)
-    of_h = isinstance(origin, Normed) and origin.x is h and origin.norm.weight is not None
-    if not of_h or gate.shape != h.shape or gate.dtype != h.dtype:
-        return value
-    if "gated_rms_norm" in current().unused:
-        return value
-    plain = known.plain if isinstance(known, Heads) else None
-    z = plain or Columns(gate.reshape(len(gate), -1), 0)
-    rows = h.reshape(len(h), -1)
-    return gated_rms_norm(rows, z, *origin.norm, dim=h.shape[-1]).reshape(h.shape)

@@ -3,6 +3,9 @@
 A rule gets the value of the operation, which MLX has not computed yet, and the arguments.  It
 returns the value with an origin, or the result of a launch that does more of the work.  If the
 arguments do not fit, it returns the value as it is.  The rules apply while `hooks` are installed.
+
+Traced itself has two more operations (traced.py), which make no launch: `@` keeps rows as rows, and
+`/=` is `/` in place.
 """
 
 from collections.abc import Iterable
@@ -14,10 +17,11 @@ import mlx.nn as nn
 
 from vllm_metal_lite.attention.pending_heads import Heads, Latents
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion import experts, heads, products, routing
+from vllm_metal_lite.fusion import experts, heads, norms, products, routing
 from vllm_metal_lite.fusion.experts import Chosen, Summed, Weighted
 from vllm_metal_lite.fusion.heads import Attended, Slice
-from vllm_metal_lite.fusion.products import Activated, Sum
+from vllm_metal_lite.fusion.norms import Sum
+from vllm_metal_lite.fusion.products import Activated
 from vllm_metal_lite.fusion.routing import Choice, Gathered, Partition, RouterScores, Total
 from vllm_metal_lite.fusion.traced import Function, Traced, origin_of
 from vllm_metal_lite.kernels.new_rows import Columns
@@ -43,14 +47,14 @@ RULES: dict[tuple[str, type], Function] = {
     ("at", Heads): heads.scaled_at,
     ("rope", ANY): heads.rotation,
     # Around a product: `skinny_gemm`, `add_rms_norm`, `gated_rms_norm`
-    ("rms_norm", ANY): products.norm,
-    ("rms_norm", Sum): products.norm_of_sum,
-    ("add", ANY): products.plus,
-    ("clip_residual", ANY): products.clipped_sum,
+    ("rms_norm", ANY): norms.norm,
+    ("rms_norm", Sum): norms.norm_of_sum,
+    ("add", ANY): norms.plus,
+    ("clip_residual", ANY): norms.clipped_sum,
     ("swiglu", Columns): products.swiglu,
     ("gelu_approx", Columns): products.gelu,
     ("mul", Activated): products.times_up,
-    ("precise_swiglu", ANY): products.gated_norm,
+    ("precise_swiglu", ANY): norms.gated_norm,
     # Behind a mixture of experts: `expert_sum`
     ("mul", Chosen): experts.weighted,
     ("sum", Weighted): experts.summed,

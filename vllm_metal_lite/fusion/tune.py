@@ -10,27 +10,26 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
-import mlx.nn as nn
 import numpy as np
 
 from vllm_metal_lite.attention.base import Attention, Step
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, PAD_SLOT, SegmentState
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.distributed import ALONE, RankGroup
+from vllm_metal_lite.distributed import RankGroup
+from vllm_metal_lite.fusion.current import NO_ROWS
 from vllm_metal_lite.fusion.launches import FusedLaunches
+from vllm_metal_lite.fusion.tune_prompts import faster_prompts
 from vllm_metal_lite.kernels import timing
-from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
 from vllm_metal_lite.kernels.findings import timed_once
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kernels.weights import Weight, shape_of
-from vllm_metal_lite.model.experts import MIXTURES, served, served_experts
+from vllm_metal_lite.model.experts import served_experts
 from vllm_metal_lite.model.packed import PackedModel
-from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.weights import product_weights
 from vllm_metal_lite.runner.compiled import CompiledSteps
-from vllm_metal_lite.specs import ExpertShape
 
 # Row counts to time: the first of _FEWEST that wins, and by bisection the last of _SIZES.
 _FEWEST = (1, 2, 4)
@@ -38,15 +37,10 @@ _SIZES = (8, 16, 32, MAX_ROWS)
 # For each size, with and without the kernel: the median of _CHAINS chains of at most _STEPS steps.
 # A Mac may need 100 ms a step, so a chain gets fewer steps if it would exceed _ENOUGH seconds.
 _CHAINS, _STEPS, _ENOUGH = 5, 20, 0.24
-# Rows of a prompt, and the experts of each row, as in gpt-oss and GLM.  Mixtures of
-# prompts are timed alone: a step of as many rows takes seconds, and the host does not matter.
-_PROMPT_ROWS, _TOP_K, _ENOUGH_FOR_PROMPTS = 512, 4, 0.75
-
-NONE = range(0)
 
 
 def faster_rows(
-    packed: PackedModel, attention: Attention, fusion: FusedLaunches, ranks: RankGroup = ALONE
+    packed: PackedModel, attention: Attention, fusion: FusedLaunches, ranks: RankGroup
 ) -> range:
     """The row counts in `fusion.skinny_rows` at which `skinny_gemm` speeds up this model.
 
@@ -55,25 +49,25 @@ def faster_rows(
     """
     dtype = packed.layout.dtype  # the kernel was checked with rows of this type
     weights = [w for w in product_weights(packed.model) if w.dtype is None or w.dtype == dtype]
-    steps = _Steps(packed, attention, fusion, replace(fusion, skinny_rows=NONE), ranks)
+    steps = _Steps(packed, attention, fusion, replace(fusion, skinny_rows=NO_ROWS), ranks)
     weight_types = [_weight_type(weight) for weight in weights]
     return steps.faster_rows("skinny_gemm", "products of few rows", weight_types)
 
 
 def faster_expert_rows(
-    packed: PackedModel, attention: Attention, fusion: FusedLaunches, ranks: RankGroup = ALONE
+    packed: PackedModel, attention: Attention, fusion: FusedLaunches, ranks: RankGroup
 ) -> range:
     """The same for `fusion.expert_rows` and the kernels of mixtures of experts.
 
     Steps of more rows are prompts, which are timed if the kernels win up to there.
     """
-    steps = _Steps(packed, attention, fusion, replace(fusion, expert_rows=NONE), ranks)
+    steps = _Steps(packed, attention, fusion, replace(fusion, expert_rows=NO_ROWS), ranks)
     weight_types = [
         f"{experts.count} experts of {_weight_type(experts.gate.weight)}"
         for experts in served_experts(packed.model)
     ]
     rows = steps.faster_rows("expert_gemm", "mixtures of experts of few rows", weight_types)
-    if rows.stop > _SIZES[-1] and faster_prompts(packed, ranks):
+    if rows.stop > _SIZES[-1] and all(ranks.gather(faster_prompts(packed))):
         return range(rows.start, fusion.expert_rows.stop)
     return rows
 
@@ -98,11 +92,12 @@ class _Steps:
 
         what: the name of its work in messages.  weight_types: of the weights that it reads.
         """
+        # A stage without such weights takes part: its forward is a part of each step.
+        counts = sorted(Counter(chain(*self.ranks.gather([*weight_types]))).items())
         # Uncompiled steps are bound by the host.  On a CPU, kernels run only in tests, where timing
         # means nothing.
-        if not weight_types or CompiledSteps(self.packed, self.attention).reason is not None:
-            return NONE
-        counts = sorted(Counter(weight_types).items())
+        if not counts or CompiledSteps(self.packed, self.attention).reason is not None:
+            return NO_ROWS
         key = "steps with " + ", ".join(f"{n} x {weight}" for weight, n in counts)
 
         def measure() -> str:
@@ -110,7 +105,7 @@ class _Steps:
             return f"{rows.start} {rows.stop}"
 
         known = timed_once(key, kernel, f"{what} with this model", measure, self.ranks)
-        return range(*map(int, known.split())) if known else NONE
+        return range(*map(int, known.split())) if known else NO_ROWS
 
     def _winning_rows(self) -> range:
         """From the fewest rows to the most at which the kernel wins.  It computes eight rows at
@@ -125,7 +120,7 @@ class _Steps:
         wins = bisect_left(_SIZES, True, key=loses)
         if wins:
             return range(first or _SIZES[0], _SIZES[wins - 1] + 1)
-        return NONE if first is None else range(first, first + 1)
+        return NO_ROWS if first is None else range(first, first + 1)
 
     def seconds(self, num_rows: int) -> list[float]:
         """Seconds per step with the kernel and with MLX's products."""
@@ -170,53 +165,3 @@ def _padding(attention: Attention, num_rows: int, vocab_size: int) -> Step:
         no_keys = mx.zeros_like(plan.decodes.seq_lens)
         plan = plan._replace(decodes=plan.decodes._replace(seq_lens=no_keys))
     return step._replace(slot_mapping=nowhere, plan=plan)
-
-
-def faster_prompts(packed: PackedModel, ranks: RankGroup = ALONE) -> bool:
-    """Whether each of the model's mixtures of experts takes a prompt faster by the kernels.
-
-    Measured once for each type of a mixture, then remembered.  If timing fails, mlx-lm's code
-    serves prompts, with a warning.  ranks: the leader's timing counts.
-    """
-    layers: dict[ExpertShape, nn.Module] = {}
-    for _, layer in packed.model.named_modules():
-        if isinstance(layer, MIXTURES) and (experts := served(layer)):
-            layers.setdefault(experts.shape, layer)
-    dtype = packed.layout.dtype
-    return all(_faster_prompt(layer, shape, dtype, ranks) for shape, layer in layers.items())
-
-
-def _faster_prompt(layer: nn.Module, shape: ExpertShape, dtype: mx.Dtype, ranks: RankGroup) -> bool:
-    def measure() -> str:
-        by_kernels, by_mlx = _mixture_seconds(layer, shape, dtype, ranks)
-        return "faster" if by_kernels < by_mlx else "slower"
-
-    key = f"prompts with {shape}, {dtype}"
-    return timed_once(key, "expert_gemm", "experts of prompts", measure, ranks) == "faster"
-
-
-def _mixture_seconds(
-    layer: nn.Module, shape: ExpertShape, dtype: mx.Dtype, ranks: RankGroup
-) -> list[float]:
-    """Seconds of a mixture and its weighted sum, with the kernels and without."""
-    rng, top_k = np.random.default_rng(0), min(_TOP_K, shape.experts)
-    chosen = rng.random((1, _PROMPT_ROWS, shape.experts)).argpartition(top_k - 1)[..., :top_k]
-    indices, weights = mx.array(chosen.astype(np.uint32)), mx.full(chosen.shape, 1 / top_k)
-    x = mx.random.normal((1, _PROMPT_ROWS, shape.hidden), dtype)
-    mx.eval(x, indices, weights)
-
-    def candidate(rows: range) -> timing.Candidate:
-        fusion = FusedLaunches(expert_rows=rows)
-
-        def run(count: int) -> None:
-            for _ in range(count):
-                with building(), fusion.building(None):
-                    summed = (layer(x, indices) * weights[..., None]).sum(axis=-2)
-                mx.eval(summed)
-
-        return run
-
-    candidates = [candidate(range(1, EXPERT_ROWS + 1)), candidate(NONE)]
-    return timing.seconds_alternating(
-        candidates, rounds=_CHAINS, enough=_ENOUGH_FOR_PROMPTS, warm=1, ranks=ranks
-    )

@@ -9,7 +9,7 @@ chunked rows just as often.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property, partial
 from typing import NamedTuple
 
@@ -65,7 +65,8 @@ class Row(NamedTuple):
 class Draw:
     """Random tokens of two requests, and the model's own logits for them.
 
-    ranks: the distances are the leader's, so that all ranks conclude the same.
+    ranks: the distances are the leader's, and an error is one of all ranks, so that all ranks
+    conclude the same.
     """
 
     def __init__(
@@ -79,16 +80,23 @@ class Draw:
     @cached_property
     def noise(self) -> list[np.ndarray]:
         """Distances of the model's own chunked logits, (positions, chunk sizes) per request."""
+        return [np.array(rows) for rows in self._of_all(self._own_noise)]
+
+    def _own_noise(self) -> list[list]:
         noise = [
             np.transpose([list(map(_distance, _native(self._model, s, n), own)) for n in _CHUNKS])
             for s, own in zip(self.sequences, self.own, strict=True)
         ]
-        return [np.array(rows) for rows in self._ranks.first([n.tolist() for n in noise])]
+        return [n.tolist() for n in noise]
 
     def rows(
         self, packed: PackedForward, attention: Attention, fusion: Fusion = NO_FUSION
     ) -> list[Row]:
         """Run the steps through a packed model.  attention: over a store of 4 blocks."""
+        own = partial(self._own_rows, packed, attention, fusion)
+        return [Row(*row) for row in self._of_all(own)]
+
+    def _own_rows(self, packed: PackedForward, attention: Attention, fusion: Fusion) -> list[Row]:
         rows: list[Row] = []
         steps = built_steps(packed, attention, self.sequences, fusion)
         for computed, scheduled, logits, state in steps:
@@ -101,7 +109,23 @@ class Draw:
                 for position in range(start, start + count):
                     error = _distance(next(got), self.own[request][position])
                     rows.append(Row(kind, error, request, position))
-        return [Row(*row) for row in self._ranks.first(rows)]
+        return rows
+
+    def _of_all(self, measure: Callable[[], list]) -> list:
+        """What the leader measures.  Raises on every rank if one fails: the others would wait."""
+        if self._ranks.size == 1:
+            return measure()
+        measured: list = []
+        failed: tuple[str | None, str] | None = None
+        try:
+            measured = measure()
+        except KernelError as e:
+            failed = e.kernel, e.why
+        except Exception as e:
+            failed = None, one_line(e)
+        for kernel, why in filter(None, self._ranks.gather(failed)):
+            raise KernelError(kernel, RuntimeError(why)) if kernel else RuntimeError(why)
+        return self._ranks.first(measured)
 
 
 def built_steps(

@@ -40,7 +40,9 @@ def build_runner(
 def choose_attention(model: LoadedModel, store: PagedStore, option: str) -> StepPath:
     """The path of a model on this device; nothing is fused yet."""
     shapes, verdict = model.attention_shapes, Verdict({})
-    reason = no_kernels(option, shapes, model.packed.by_segment, model.usage.recurrences)
+    own = no_kernels(option, shapes, model.packed.by_segment, model.usage.recurrences)
+    # Layers of another stage may attend otherwise; all stages take one path.
+    reason = next((r for r in model.ranks.gather(own) if r is not None), None)
     if reason is not None:
         return StepPath(ReferenceAttention(store), reason, option, shapes)
     if checks := optional_module("checks.verdicts"):

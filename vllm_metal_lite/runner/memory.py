@@ -45,59 +45,70 @@ class StoreSize(NamedTuple):
 def size_store(
     model: LoadedModel,
     config: EngineConfig,
-    peak_of: Callable[[LoadedModel, EngineConfig, int], int] | None = None,
+    peak_of: Callable[[LoadedModel, EngineConfig, int], int] = step_peak_bytes,
 ) -> StoreSize:
     """How much the store holds.
 
-    peak_of: the bytes of a full step; None: `step_peak_bytes`.
+    peak_of: the bytes of a full step.
 
     config.num_blocks, if given, sizes the first group; the other groups get the most they can need.
     Raises OutOfMemoryError, with the sum, if the device is too small.  Raises ConfigError if
     max_model_len exceeds the model's context or the blocks.  A guessed context length only causes a
     warning.
     """
-    wanted = config.max_model_len
-    if model.context_guess is not None and (wanted is None or wanted > model.max_position):
+    max_model_len, limit = _wanted_length(model, config), backend.memory_limit()
+    if config.num_blocks is not None:
+        fitting = _given_groups(model, config, config.num_blocks, max_model_len, limit)
+    else:
+        peak = peak_of(model, config, max_model_len)
+        fitting = _fitting_groups(model, config, max_model_len, limit, peak)
+    groups, num_state_slots = fitting
+    capacity, num_blocks = min((_capacity(g, config.block_size), g.num_blocks) for g in groups)
+    if capacity < max_model_len and config.max_model_len is not None:
+        raise ConfigError(
+            Option("max_model_len"),
+            f" must be at most the {capacity} tokens that {num_blocks} blocks of "
+            f"{config.block_size} hold, got {max_model_len}",
+        )
+    return StoreSize(groups, min(capacity, max_model_len), num_state_slots)
+
+
+def _wanted_length(model: LoadedModel, config: EngineConfig) -> int:
+    """config.max_model_len, or else the model's context."""
+    wanted, longest = config.max_model_len, model.max_position
+    if model.context_guess is not None and (wanted is None or wanted > longest):
         used = "max_model_len may be larger" if wanted is None else f"max_model_len is {wanted}"
         logger.warning(
             f"config.json does not say how long the context of {model.name} is; "
-            f"{model.max_position} tokens are a guess ({model.context_guess}), and {used}"
+            f"{longest} tokens are a guess ({model.context_guess}), and {used}"
         )
-    elif wanted is not None and wanted > model.max_position:
+    elif wanted is not None and wanted > longest:
         raise ConfigError(
             Option("max_model_len"),
-            f" must be at most the model's context length, {model.max_position}, got {wanted}",
+            f" must be at most the model's context length, {longest}, got {wanted}",
         )
-    max_model_len = wanted or model.max_position
-    limit = backend.memory_limit()
-    if config.num_blocks is not None:
-        first, *others = kv_groups(model.kv_specs)
-        groups = [replace(first, num_blocks=config.num_blocks)]
-        for group in others:
-            most = min(config.num_blocks, _most_owned(group, config, max_model_len))
-            groups.append(replace(group, num_blocks=most))
-        need = model.weight_bytes + store_bytes(model, groups, config.block_size)
-        num_state_slots = state_slots(model, config, limit - need, config.num_blocks)
-        need += num_state_slots * model.state_bytes
-        if need > limit:
-            raise OutOfMemoryError(
-                Option("num_blocks"),
-                f" {config.num_blocks} needs {_gib(need)} with the weights"
-                f"{_states(model, config, num_state_slots)}; this device has {_gib(limit)}",
-            )
-    else:
-        peak = (peak_of or step_peak_bytes)(model, config, max_model_len)
-        groups, num_state_slots = _fitting_groups(model, config, max_model_len, limit, peak)
-    capacity, num_blocks = min((_capacity(g, config.block_size), g.num_blocks) for g in groups)
-    if capacity < max_model_len:
-        if wanted is not None:
-            raise ConfigError(
-                Option("max_model_len"),
-                f" must be at most the {capacity} tokens that {num_blocks} blocks of "
-                f"{config.block_size} hold, got {wanted}",
-            )
-        max_model_len = capacity
-    return StoreSize(groups, max_model_len, num_state_slots)
+    return wanted or longest
+
+
+def _given_groups(
+    model: LoadedModel, config: EngineConfig, num_blocks: int, max_model_len: int, limit: int
+) -> tuple[list[KVGroup], int]:
+    """The KV groups and the state slots, with num_blocks in the first group."""
+    first, *others = kv_groups(model.kv_specs)
+    groups = [replace(first, num_blocks=num_blocks)]
+    for group in others:
+        most = min(num_blocks, _most_owned(group, config, max_model_len))
+        groups.append(replace(group, num_blocks=most))
+    need = model.weight_bytes + store_bytes(model, groups, config.block_size)
+    num_state_slots = state_slots(model, config, limit - need, num_blocks)
+    need += num_state_slots * model.state_bytes
+    if need > limit:
+        raise OutOfMemoryError(
+            Option("num_blocks"),
+            f" {num_blocks} needs {_gib(need)} with the weights"
+            f"{_states(model, config, num_state_slots)}; this device has {_gib(limit)}",
+        )
+    return groups, num_state_slots
 
 
 def state_slots(model: LoadedModel, config: EngineConfig, left: float, num_blocks: int) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.runner.result import StepResult
-from vllm_metal_lite.runner.runner import Grammar, ModelRunner
+from vllm_metal_lite.runner.runner import Masks, ModelRunner
 
 
 class Pipeline:
@@ -33,12 +33,12 @@ class Pipeline:
         self.num_ahead = 0
 
     def launch(
-        self, batch: ForwardBatch, num_prompt_logprobs: int = 0, grammar: Grammar | None = None
+        self, batch: ForwardBatch, num_prompt_logprobs: int = 0, masks: Masks | None = None
     ) -> StepResult:
         """Submit a step; after `advance`, if a step is in flight, whose tokens it may continue."""
         after = self.steps[-1] if self.steps else None
         is_ahead = after is not None and not after.done
-        result = self.runner.execute(batch, num_prompt_logprobs, grammar, after)
+        result = self.runner.execute(batch, num_prompt_logprobs, masks, after)
         self.num_ahead += is_ahead
         self.steps.append(result)
         self._advanced = False
@@ -67,5 +67,5 @@ class Pipeline:
         return self.steps.popleft()
 
     def clear(self) -> None:
-        """Drop the steps in flight and their tokens."""
+        """Forget the steps in flight; the caller removes their seats."""
         self.steps.clear()

@@ -7,7 +7,6 @@ from functools import cached_property
 import numpy as np
 
 from vllm_metal_lite.attention.base import Step
-from vllm_metal_lite.attention.padding import pad_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import NO_DRAFT, UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.sampling.logprobs import Logprobs
@@ -119,8 +118,6 @@ class StepResult:
             return mx.pad(sampled, (0, behind)) if behind else sampled
         place = np.zeros(own_seats.max() + 1, np.int32)
         place[own_seats] = np.arange(len(own_seats))
-        if len(unknown) == batch.num_tokens:
-            return sampled[mx.array(pad_rows(place[seats], num_rows))]
         index = np.arange(num_rows, dtype=np.int32) + len(own_seats)
         index[unknown] = place[seats]
         return mx.concatenate([sampled, step.token_ids])[mx.array(index)]

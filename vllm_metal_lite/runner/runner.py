@@ -20,7 +20,7 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.kernels.launch import KernelError, one_by_one
 from vllm_metal_lite.model.packed import PackedModel
-from vllm_metal_lite.runner.compiled import CompiledSteps
+from vllm_metal_lite.runner.compiled import CompiledSteps, Result
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.step_path import StepPath
 from vllm_metal_lite.sampling.logprobs import prompt_logprobs
@@ -33,8 +33,8 @@ _OUT_OF_MEMORY = re.compile(
 )
 
 
-# Masks, or a function that makes them.
-Grammar = TokenMasks | Callable[[], TokenMasks | None]
+# The tokens allowed in some sampled rows, or a function that makes them.
+Masks = TokenMasks | Callable[[], TokenMasks | None]
 
 
 class StatesLost(RuntimeError):
@@ -70,22 +70,21 @@ class ModelRunner:
         self,
         batch: ForwardBatch,
         num_prompt_logprobs: int = 0,
-        grammar: Grammar | None = None,
+        masks: Masks | None = None,
         after: StepResult | None = None,
     ) -> StepResult:
         """Submit a step.
 
-        grammar: the tokens allowed in some of the T sampled rows, or a function that makes them
-        while the device runs the forward; it may be called again.  after: the previous step, which
-        holds the tokens that are unknown on the host; it has no drafts.  Raises if this step is
-        invalid, or if the previous step failed before the host waited for it.  A kernel that fails
-        is replaced (`StepPath.fallback`).
+        masks: a function is called while the device runs the forward, and may be called again.
+        after: the previous step, which holds the tokens that are unknown on the host; it has no
+        drafts.  Raises if this step is invalid, or if the previous step failed before the host
+        waited for it.  A kernel that fails is replaced (`StepPath.fallback`).
         """
         store = self.attention.store
         batch.validate(*store.num_blocks, num_state_slots=store.states.num_slots)
         while True:
             try:
-                return self._launch(batch, num_prompt_logprobs, grammar, after)
+                return self._launch(batch, num_prompt_logprobs, masks, after)
             except Exception as e:
                 if not self._fall_back(e, batch, after):
                     raise
@@ -131,38 +130,45 @@ class ModelRunner:
         self,
         batch: ForwardBatch,
         num_prompt_logprobs: int,
-        grammar: Grammar | None,
+        masks: Masks | None,
         after: StepResult | None,
     ) -> StepResult:
         """Submit a step once; a failure leaves the state before the step."""
-        before, has_logits = self.sampler.state, self.ranks.has_logits
+        before = self.sampler.state
         try:
             step = self._prepare(batch, after)
             built = self.compiled(step, self._state) or self.compiled.build(step, self._state)
-            logits, hidden, state = built
-            output = scored = None
-            pooled = None if batch.pooled is None else _pool(batch.pooled, hidden[0])
-            num_sampled = len(batch.sample_segments)
-            samples = num_sampled and not (batch.pooled and batch.pooled.samples_nothing)
-            if samples and has_logits:
-                if callable(grammar):
-                    self._start(logits, state)
-                    grammar = grammar()
-                seats, drafts = batch.sampled_seats, batch.draft_token_ids
-                output = self.sampler(logits[:num_sampled], seats, grammar, drafts)
-            if len(batch.prompt_targets) and has_logits:
-                targets = mx.array(batch.prompt_targets)
-                wanted = logits[num_sampled : num_sampled + len(targets)]
-                scored = prompt_logprobs(wanted, targets, num_prompt_logprobs)
-            written = [] if has_logits else [logits]
-            if has_logits and self.attention.overlaps:
-                written = state[:1]  # a wait for this step must not include the next one
-            result = StepResult(batch, output, scored, pooled, written)
+            result = self._read(batch, built, num_prompt_logprobs, masks)
+            *_, state = built
             self._submit(result, state)
         except BaseException:
             self.sampler.state = before
             raise
         return result
+
+    def _read(
+        self, batch: ForwardBatch, built: Result, num_prompt_logprobs: int, masks: Masks | None
+    ) -> StepResult:
+        """What the host reads of a step: samples, scores and sums of a forward's results."""
+        logits, hidden, state = built
+        if not self.ranks.has_logits:
+            return StepResult(batch, None, written=[logits])
+        output = scored = None
+        pooled = None if batch.pooled is None else _pool(batch.pooled, hidden[0])
+        num_sampled = len(batch.sample_segments)
+        if num_sampled and not (batch.pooled and batch.pooled.samples_nothing):
+            if callable(masks):
+                self._start(logits, state)
+                masks = masks()
+            seats, drafts = batch.sampled_seats, batch.draft_token_ids
+            output = self.sampler(logits[:num_sampled], seats, masks, drafts)
+        if len(batch.prompt_targets):
+            targets = mx.array(batch.prompt_targets)
+            wanted = logits[num_sampled : num_sampled + len(targets)]
+            scored = prompt_logprobs(wanted, targets, num_prompt_logprobs)
+        # A wait for this step must not include the next one.
+        written = state[:1] if self.attention.overlaps else []
+        return StepResult(batch, output, scored, pooled, written)
 
     def _start(self, *arrays: Any) -> None:
         """Have the device compute a step's arrays."""

@@ -1,10 +1,8 @@
-"""The peak memory of a full step: measured, or estimated for a model that is not loaded."""
+"""The peak memory of a full step, measured by running one."""
 
 import gc
-import math
 
 import numpy as np
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from vllm_metal_lite.attention.sdpa.fused import unfused
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
@@ -19,27 +17,24 @@ from vllm_metal_lite.model.loader import LoadedModel
 # Peak of a call by products, in sizes of its scores: measured 1.4, and 3.4 with sinks.
 _COPIES, _COPIES_WITH_SINKS = 1.5, 3.5
 
-# The attributes of mlx-lm's modules that hold the number of experts per token.
-_EXPERTS_PER_TOKEN = ("top_k", "num_experts_per_tok")
-
 
 def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int) -> int:
-    """Bytes that a full step needs beyond weights, states and store, measured by running one.
+    """Bytes that a full step needs beyond weights, states and store.
 
     The step has one chunk with earlier context, and logits for as many rows as may be sampled.  One
     repeated block holds the whole context, so the store is tiny.
     """
     device = profile()
-    rows = min(config.max_num_batched_tokens, max_model_len, device.profile_rows)
+    full = min(config.max_num_batched_tokens, max_model_len)
+    rows = min(full, device.profile_rows)
     count = min(config.max_num_seqs, rows)
-    bs = config.block_size
     context = max(min(max_model_len, device.profile_context), rows)
-    inputs = InputBatch(count, context, bs)
+    inputs = InputBatch(count, context, config.block_size)
     lengths = np.ones(count, np.int64)
     lengths[-1] = rows - count + 1
     seats = np.array([inputs.add([0], 1) for _ in range(count)])
     # All segments share one slot: only the sizes matter.
-    store = PagedStore(model.kv_specs, 1, bs, states=model.packed.state_store(1))
+    store = PagedStore(model.kv_specs, 1, config.block_size, states=model.packed.state_store(1))
     attention = ReferenceAttention(store)
     inputs.num_tokens[seats[-1]] = context
     batch = inputs.pack(
@@ -55,10 +50,7 @@ def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int
     peak = mx.get_peak_memory() - before
     del store, attention
     mx.clear_cache()
-    full = min(config.max_num_batched_tokens, max_model_len)
-    return int(peak * max(full / rows, 1.0)) + longer_context_bytes(
-        model, full, context, max_model_len
-    )
+    return int(peak * full / rows) + longer_context_bytes(model, full, context, max_model_len)
 
 
 def _run(
@@ -70,36 +62,6 @@ def _run(
     mx.eval(mx.softmax(logits.astype(mx.float32), axis=-1), attention.store.states.arrays)
 
 
-def estimated_step_peak(model: LoadedModel, config: EngineConfig, max_model_len: int) -> int:
-    """As `step_peak_bytes`, from the shapes of the model's weights; nothing runs.
-
-    Counts the outputs of a layer's products, twice to cover the values between them; the K and V
-    of one layer's context and the scores of a call that keeps them; the logits of all sampled rows,
-    their float32 copy and its softmax.
-    """
-    device, modules = profile(), model.packed.model.modules()
-    rows = min(config.max_num_batched_tokens, max_model_len)
-    scale = rows / min(rows, device.profile_rows)
-    sampled = min(config.max_sampled_rows, rows, device.profile_rows)
-    context = max(min(max_model_len, device.profile_context), rows / scale)
-    item = model.dtype.size
-    experts = max((getattr(m, name, 0) for m in modules for name in _EXPERTS_PER_TOKEN), default=0)
-    width = 0
-    for m in modules:
-        weight = m.get("weight")
-        if weight is None or weight.ndim < 2 or weight.shape[-2] == model.vocab_size:
-            continue
-        is_expert = isinstance(m, (SwitchLinear, QuantizedSwitchLinear))
-        width += weight.shape[-2] * (experts if is_expert else math.prod(weight.shape[:-2]))
-    layer = width / max(len(model.packed.layout.nodes), 1)
-    copies = item + 8 if item < 4 else 8
-    kept = max((s.bytes_per_token for s in model.kv_specs), default=0)
-    peak = 2 * rows * item * layer
-    peak += scale * (context * kept + sampled * model.vocab_size * copies)
-    peak += _scores_bytes(model, rows, int(context))
-    return int(peak) + longer_context_bytes(model, rows, int(context), max_model_len)
-
-
 def longer_context_bytes(model: LoadedModel, rows: int, context: int, max_model_len: int) -> int:
     """What a step of `rows` needs at the longest context beyond a step at `context`.
 
@@ -107,11 +69,11 @@ def longer_context_bytes(model: LoadedModel, rows: int, context: int, max_model_
     """
     longer = max(min(max_model_len, profile().max_gathered_keys) - context, 0)
     copies = 2 * longer * max((spec.bytes_per_token for spec in model.kv_specs), default=0)
-    scores = _scores_bytes(model, rows, max_model_len) - _scores_bytes(model, rows, context)
+    scores = scores_bytes(model, rows, max_model_len) - scores_bytes(model, rows, context)
     return copies + max(scores, 0)
 
 
-def _scores_bytes(model: LoadedModel, rows: int, context: int) -> int:
+def scores_bytes(model: LoadedModel, rows: int, context: int) -> int:
     """The most scores that one call keeps in memory, with copies; 0 if MLX fuses all calls.
 
     rows: those of one request.

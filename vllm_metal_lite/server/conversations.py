@@ -80,8 +80,6 @@ async def render(
 
     to_run: False to get only the tokens.
     """
-    if (adapt := model.chat_format.adapt) is not None:
-        conversation = replace(conversation, messages=adapt(conversation.messages))
     facts = model.facts
     with_checkpoints = to_run and facts.has_states and facts.caches_prefixes
     return await offload(render_prompt, model, conversation, with_checkpoints)
@@ -91,6 +89,8 @@ def render_prompt(
     model: TextModel, conversation: ChatRequest, with_checkpoints: bool
 ) -> RenderedPrompt:
     """with_checkpoints: for models with recurrent layers."""
+    if (adapt := model.chat_format.adapt) is not None:
+        conversation = replace(conversation, messages=adapt(conversation.messages))
     check_length(model, (conversation.messages, conversation.template))
     tokenizer, template, most = model.tokenizer, model.template, model.max_prompt_tokens
     with overflow(model):

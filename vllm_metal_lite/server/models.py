@@ -85,7 +85,7 @@ class Model:
         self.num_waiting = 0  # requests that wait for `loading`
         self.context: int | None = None  # tokens, as its files say
         self.failure: str | None = None  # of the last try
-        self.retry_at = float("-inf")
+        self.retry_at = -inf
         self.made_room = False  # others were unloaded for it
         self.back_off = 0.0  # seconds, of failures in a row for which others were unloaded
 

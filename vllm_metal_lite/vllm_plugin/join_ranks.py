@@ -21,9 +21,10 @@ from vllm.utils.network_utils import get_ip, get_loopback_ip
 
 import vllm_metal_lite
 from vllm_metal_lite import backend, envs
-from vllm_metal_lite.distributed import Links, RankGroup, join, reserve
-from vllm_metal_lite.distributed import links as make_links
+from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ConfigError, MetalLiteError, one_line
+from vllm_metal_lite.links import Links, join, reserve
+from vllm_metal_lite.links import links as make_links
 from vllm_metal_lite.model.folder import weight_files
 from vllm_metal_lite.vllm_plugin.heartbeat import Heartbeat
 

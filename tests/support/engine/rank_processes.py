@@ -14,8 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from vllm_metal_lite.distributed import join, reserve
-from vllm_metal_lite.distributed import links as links_of
+from vllm_metal_lite.links import join, reserve
+from vllm_metal_lite.links import links as links_of
 
 ROOT = Path(__file__).parents[3]
 

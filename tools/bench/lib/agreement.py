@@ -3,7 +3,7 @@
 import statistics
 from dataclasses import dataclass
 
-from tools.bench.lib.engines import Run
+from tools.bench.lib.driver import Run
 from tools.bench.lib.mlx_lm import native
 from vllm_metal_lite import backend
 from vllm_metal_lite.model.loader import LoadedModel

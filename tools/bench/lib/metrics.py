@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from tools.bench.lib.engines import Run
+from tools.bench.lib.driver import Run
 from tools.bench.lib.loads import Load
 
 _SETTLED = 8  # tokens of a request before its pace counts

@@ -46,7 +46,7 @@ class ConversationFields(Body):
             raise bad("continue_final_message", " and add_generation_prompt cannot both be true")
         template = dict(self.chat_template_kwargs or {})
         if reserved := sorted(_RESERVED.intersection(template)):
-            words = f" holds variables of the template, and {reserved[0]} is none"
+            words = f" cannot set {reserved[0]}: it is not a variable of the template"
             raise bad("chat_template_kwargs", words)
         if self.documents is not None:
             template["documents"] = self.documents

@@ -58,6 +58,7 @@ class ChatWriter(Writer):
     """echoed: the text before the answer's."""
 
     empty: ClassVar = {"delta": {"content": ""}}
+    reports_reasoning = True
 
     def __init__(self, echoed: str, scores_of: ScoresOf) -> None:
         self.head = {"delta": {"role": "assistant", "content": ""}}

@@ -56,18 +56,18 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
     prompts, model = split_prompts(body.prompt), serving.model
     with serving.preparing():
         params = await sampling_params(serving, body)
-    if body.best_of not in (None, params.n):
-        raise bad("best_of", f" must equal n ({params.n}), got {body.best_of}")
-    most = model.facts.max_num_seqs + serving.server.config.max_waiting
-    if (count := len(prompts) * params.n) > most:
-        raise ApiError(
-            400,
-            f"{len(prompts)} prompts with n={params.n} need {count} answers, and at most {most} "
-            "may run or wait",
-            param="prompt",
-        )
-    special = body.add_special_tokens is not False
-    token_ids = await offload(token_ids_of, prompts, model, special, "prompt")
+        if body.best_of not in (None, params.n):
+            raise bad("best_of", f" must equal n ({params.n}), got {body.best_of}")
+        most = model.facts.max_num_seqs + serving.server.config.max_waiting
+        if (count := len(prompts) * params.n) > most:
+            raise ApiError(
+                400,
+                f"{len(prompts)} prompts with n={params.n} need {count} answers, and at most "
+                f"{most} may run or wait",
+                param="prompt",
+            )
+        special = body.add_special_tokens is not False
+        token_ids = await offload(token_ids_of, prompts, model, special, "prompt")
     requests = await all_of(
         serving.generate("cmpl-", RenderedPrompt(ids), params, **body.scheduling())
         for ids in token_ids

@@ -27,10 +27,12 @@ class Writer(ABC):
 
     head: fields of a first chunk without news; None: there is none.
     empty: of a chunk that has other news than text.
+    reports_reasoning: whether the usage counts tokens of thoughts.
     """
 
     head: dict[str, Any] | None = None
     empty: ClassVar[dict[str, Any]]
+    reports_reasoning: ClassVar = False
 
     @abstractmethod
     async def take(self, delta: Delta) -> tuple[list[dict[str, Any]], Scores]:
@@ -59,7 +61,7 @@ class Reply:
         hides_answers: bool = False,
     ) -> None:
         self._requests, self._writers, self._hides_answers = requests, writers, hides_answers
-        self._num_reasoning_tokens, self._is_chat = 0, kind.startswith("chat")
+        self._num_reasoning_tokens = 0
         self._common = {
             "id": requests[0].request_id,
             "object": kind,
@@ -147,7 +149,7 @@ class Reply:
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached, "restored_tokens": restored},
         }
-        if self._is_chat:
+        if self._writers[0].reports_reasoning:
             usage["completion_tokens_details"] = {"reasoning_tokens": self._num_reasoning_tokens}
         return usage
 

@@ -10,6 +10,7 @@ from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.openai_api.chat_messages import ConversationFields
 from vllm_metal_lite.server.server import Body, Serving
+from vllm_metal_lite.server.whole_json import whole_json
 
 
 class TokenizeRequest(ConversationFields):
@@ -37,15 +38,17 @@ async def tokenize_text(serving: Serving, body: TokenizeRequest) -> Response:
     else:
         special = body.add_special_tokens is not False
         token_ids = await offload(encode_prompt, model, body.prompt or "", special)
-    texts = model.tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
-    return JSONResponse(
-        {
+    names = model.tokenizer.convert_ids_to_tokens if body.return_token_strs else None
+
+    def whole() -> dict[str, Any]:
+        return {
             "count": len(token_ids),
             "max_model_len": model.facts.max_model_len,
             "tokens": token_ids,
-            "token_strs": texts,
+            "token_strs": names and names(token_ids),
         }
-    )
+
+    return await whole_json(whole)
 
 
 async def detokenize(serving: Serving, body: DetokenizeRequest) -> Response:

@@ -10,8 +10,8 @@ async function read(file) {
   try {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
     if (!text.includes("\0")) return text;
-  } catch { /* no UTF-8 */ }
-  throw new Error(`${file.name} is no text in UTF-8.`);
+  } catch { /* not UTF-8 */ }
+  throw new Error(`${file.name} is not UTF-8 text.`);
 }
 
 /** What the model gets of a message: its files, each in a fence that the file does not hold, then its text. */

@@ -61,10 +61,10 @@ export async function editSettings(conversation, model) {
   return true;
 }
 
-/** A schema that is no JSON object cannot be saved. */
+/** A schema that is not a JSON object cannot be saved. */
 function checkSchema(field) {
   const good = !field.value.trim() || parsed(field.value);
-  field.setCustomValidity(good ? "" : "This is no JSON object.");
+  field.setCustomValidity(good ? "" : "This is not a JSON object.");
 }
 
 /** Buttons with data-close close their dialog without a value, whatever its fields hold. */

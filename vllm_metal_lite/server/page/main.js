@@ -59,16 +59,23 @@ function startNew() {
 }
 
 async function remove(conversation) {
+  drop(conversation);
+  await store.remove(conversation.id);
+}
+
+/** Forget a conversation that was deleted, here or in another tab. */
+function drop(conversation) {
   chat.forget(conversation);
   conversations = conversations.filter((c) => c !== conversation);
   if (conversation === chat.conversation) startNew();
   else drawSidebar();
-  await store.remove(conversation.id);
 }
 
-/** Read what another tab has changed.  What is answered here stays as it is. */
+/** Read what another tab has changed.  What is answered here stays as it is, unless it was deleted. */
 async function reload(changed) {
   const stored = await store.all();
+  const known = conversations.find((c) => c.id === changed);
+  if (known && !stored.some((c) => c.id === changed)) return drop(known);
   const mine = new Map(conversations.map((c) => [c.id, c]));
   conversations = stored.map((c) => {
     const known = mine.get(c.id);

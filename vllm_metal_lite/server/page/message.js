@@ -108,7 +108,7 @@ export class MessageView {
     if (message.unreachable) {
       serverBack().then(() => {
         box.classList.add("over");
-        words.textContent = "The server did not answer. It answers again now.";
+        words.textContent = "The server did not answer. It is back.";
       });
     }
     return box;

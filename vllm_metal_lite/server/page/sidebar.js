@@ -20,7 +20,9 @@ const fileName = (title) => `${title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 4
 export const exportAll = async () => download("conversations.json", await store.all());
 
 const isConversation = (c) =>
-  typeof c?.title === "string" && Array.isArray(c.messages) && c.messages.every((m) =>
+  [c.title, c.system].every((s) => typeof s === "string") &&
+  c.sampling && typeof c.sampling === "object" &&
+  Array.isArray(c.messages) && c.messages.every((m) =>
     ["user", "assistant"].includes(m?.role) && [m.id, m.content].every((s) => typeof s === "string") &&
     (m.files ?? []).every((f) => [f?.name, f?.text].every((s) => typeof s === "string")));
 
@@ -30,14 +32,15 @@ export async function readExport(file) {
   try {
     value = JSON.parse(await file.text());
   } catch {
-    throw new Error(`${file.name} holds no JSON.`);
+    throw new Error(`${file.name} is not JSON.`);
   }
-  const found = Array.isArray(value) ? value : [value];
+  // A new id: the file never replaces what is here.
+  const defaults = { sampling: {}, system: "", model: null, leaf: null, updated: Date.now() };
+  const found = [value].flat().map((c) => ({ ...defaults, ...c, id: newId() }));
   if (!found.length || !found.every(isConversation)) {
     throw new Error(`${file.name} holds no conversations of this page.`);
   }
-  // A new id: the file never replaces what is here.
-  return found.map((c) => ({ sampling: {}, system: "", model: null, leaf: null, ...c, id: newId() }));
+  return found;
 }
 
 /** Whether a title or a message holds each of these words. */
@@ -59,7 +62,7 @@ export function drawList(conversations, current, running, actions) {
       make("span", {}, c.title),
     );
     if (c.id === current?.id) open.setAttribute("aria-current", "page");
-    if (running.has(c.id)) open.append(make("span", { class: "pulse", role: "img", "aria-label": "is answered" }));
+    if (running.has(c.id)) open.append(make("span", { class: "pulse", role: "img", "aria-label": "being answered" }));
     const rename = async () => {
       const name = await ask("Name of the conversation", c.title);
       if (!name) return;

@@ -20,18 +20,12 @@ from vllm_metal_lite.errors import MetalLiteError, ModelLoadError, RequestError,
 from vllm_metal_lite.model.find import find
 from vllm_metal_lite.model.folder import weight_files
 from vllm_metal_lite.model.loader import preview
-from vllm_metal_lite.outputs import Cursor, RequestOutput
+from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 from vllm_metal_lite.server.text_model import ModelFacts
-from vllm_metal_lite.server.worker.messages import (
-    FACTS,
-    FILES,
-    Add,
-    AnswerUpdate,
-    EngineLost,
-    to_wire,
-)
+from vllm_metal_lite.server.worker.messages import FACTS, FILES, Add, EngineLost
+from vllm_metal_lite.server.worker.progress import Progress
 from vllm_metal_lite.server.worker.watch import Watcher
 
 logger = logging.getLogger(__name__)
@@ -94,7 +88,7 @@ class Worker:
 
     def __init__(self, engine: LLMEngine, pipe: Connection, server: Caller) -> None:
         self._engine, self._pipe, self._server = engine, pipe, server
-        self._progress: dict[str, _Progress] = {}  # unfinished, by request id
+        self._progress: dict[str, Progress] = {}  # unfinished, by request id
         self._metrics_at = 0.0
         self._watcher = Watcher(engine)
         self._is_stopped = False
@@ -142,7 +136,7 @@ class Worker:
             error = EngineLost(f"the engine failed: {one_line(e)}")
             self._server.call("failed", [request_id], error)
         else:
-            self._progress[request_id] = _Progress(bool(add.sampling.stop_strings))
+            self._progress[request_id] = Progress(bool(add.sampling.stop_strings))
             self._server.call("replied", request_id)
 
     def compile(self, request_id: str, params: SamplingParams) -> None:
@@ -209,52 +203,6 @@ class Worker:
             self._server.call("measured", self._engine.metrics())
         if updates:
             self._server.call("stepped", updates)
-
-
-class _Progress:
-    """What the server knows of a request."""
-
-    def __init__(self, sends_text: bool) -> None:
-        self.scheduled_at: float | None = None
-        self._sends_text = sends_text
-        self._unfinished: dict[int, Cursor] | None = None  # by index of the answer
-
-    def news(self, output: RequestOutput) -> list[AnswerUpdate]:
-        """What is new since the last call."""
-        is_first = self._unfinished is None
-        if self._unfinished is None:
-            self._unfinished = {answer.index: Cursor(answer) for answer in output.outputs}
-        updates = []
-        for index, cursor in list(self._unfinished.items()):
-            answer, (token_ids, logprobs) = cursor.answer, cursor.tokens()
-            if answer.finished:
-                del self._unfinished[index]
-            elif not token_ids:
-                continue
-            updates.append(
-                AnswerUpdate(
-                    index,
-                    token_ids,
-                    cursor.text() if self._sends_text else None,
-                    answer.finish_reason,
-                    answer.stop_reason,
-                    answer.num_shown_tokens,
-                    answer.error,
-                    None if logprobs is None else list(map(to_wire, logprobs)),
-                )
-            )
-        if is_first:
-            scored = output.prompt_logprobs
-            updates[0] = updates[0]._replace(
-                scheduled_at=self.scheduled_at,
-                num_cached_tokens=output.num_cached_tokens,
-                num_restored_tokens=output.num_restored_tokens,
-                pooled=output.pooled,
-                prompt_logprobs=None
-                if scored is None
-                else [None if p is None else to_wire(p) for p in scored],
-            )
-        return updates
 
 
 class ToServer(logging.Handler):

@@ -65,7 +65,7 @@ export class History {
     const silent = performance.now() - this.takenAt;
     this.numUnfinished = null;
     if (!requests || !this.takenAt || silent < SILENT_MS) return false;
-    this.words = `No news for ${Math.round(silent / 1000)} s: a long step is under way. What is shown is from before it.`;
+    this.words = `No news for ${Math.round(silent / 1000)} s: a long step is under way. The view shows the state before it.`;
     this.numUnfinished = requests;
     return true;
   }

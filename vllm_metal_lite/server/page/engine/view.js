@@ -18,6 +18,7 @@ export class EngineView {
   constructor(model) {
     this.model = model;
     this.samples = null;  // the AbortController of those that run
+    this.refusal = "";  // why the last samples were not answered
     this.histories = new Map();  // by model
     this.history = new History(null);  // until the first event
     this.highlight = 0;
@@ -74,15 +75,17 @@ export class EngineView {
     const button = byId("samples");
     const label = button.textContent;
     this.samples = new AbortController();
+    this.refusal = "";
     button.textContent = "End the samples";
     try {
       await sendSamples(this.model(), this.samples.signal);
     } catch (error) {
-      if (error.name !== "AbortError") byId("engine-state").textContent = error.message;
+      if (error.name !== "AbortError") this.refusal = error.message;
       this.samples.abort();
     }
     this.samples = null;
     button.textContent = label;
+    this.drawWords();
   }
 
   /** Show or hide the paragraphs that explain the view. */
@@ -92,9 +95,9 @@ export class EngineView {
     keepSetting("explain", shown);
   }
 
-  /** The connection's words go before the engine's. */
+  /** The connection's words go before the engine's, and those before why samples were refused. */
   drawWords() {
-    const words = this.words || this.history.words;
+    const words = this.words || this.history.words || this.refusal;
     byId("engine").dataset.model = this.history.state;
     if (byId("engine-state").textContent !== words) byId("engine-state").textContent = words;
   }

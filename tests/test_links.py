@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.engine import rank_processes
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.distributed import Links, links, reserve
 from vllm_metal_lite.errors import ConfigError
+from vllm_metal_lite.links import Links, links, reserve
 
 
 @pytest.fixture
@@ -45,6 +45,13 @@ def test_addresses_of_the_ring(hostfile):
     assert found == Links("ring", [["192.168.0.1"], ["192.168.0.2"]], [])
 
 
+def test_a_list_of_hosts_is_a_ring(hostfile):
+    hosts = [{"ssh": "a", "ips": ["192.168.0.1"]}, {"ssh": "b", "ips": ["192.168.0.2"]}]
+    for content in (hosts, {"hosts": hosts}):
+        found = links(2, hostfile(content))
+        assert found == Links("ring", [["192.168.0.1"], ["192.168.0.2"]], [])
+
+
 def test_devices_of_jaccl(hostfile, monkeypatch):
     """Read, not run: RDMA needs two Macs."""
     monkeypatch.setattr(mx.distributed, "is_available", lambda backend: backend == "jaccl")
@@ -60,8 +67,9 @@ def test_devices_of_jaccl(hostfile, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("{", "is not a hostfile of mlx.distributed_config"),
-        ([{"ssh": "a"}], "is not a hostfile of mlx.distributed_config"),
+        ("{", "is not a hostfile of mlx.launch"),
+        ([{"ssh": "a"}], "must have a host for each of 2 ranks, got 1"),
+        (["a", "b"], "is not a hostfile of mlx.launch"),
         ({"backend": "ring", "hosts": []}, "must have a host for each of 2 ranks, got 0"),
         (two("mpi"), "its backend must be one of .*, got 'mpi'"),
         (two("ring", ips=[]), "its hosts must all have the same number of ips"),
@@ -80,5 +88,5 @@ def total(ranks, n):
 
 def test_the_ring_takes_several_addresses_a_rank():
     n = 500_000  # MLX uses the second connection from 1.5 MiB
-    results = rank_processes.run("tests.test_distributed:total", 2, n, links=2)
+    results = rank_processes.run("tests.test_links:total", 2, n, links=2)
     assert results == [[[1, 3, 5, 7], n * n]] * 2

@@ -1,0 +1,33 @@
+"""Threads as the ranks of a model: stages that gather from each other and send nothing.
+
+Used by tests of collectives; a rank that waits for one that does not come fails after 20 seconds.
+"""
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+from vllm_metal_lite.distributed import RankGroup
+
+
+class _Rank(RankGroup):
+    def __init__(self, rank: int, values: list, barrier: Barrier) -> None:
+        super().__init__(stages=True)
+        self.rank, self.size, self.leader = rank, len(values), len(values) - 1
+        self._values, self._barrier = values, barrier
+
+    def gather(self, value):
+        self._values[self.rank] = json.dumps(value)
+        self._barrier.wait(20)
+        values = [json.loads(v) for v in self._values]
+        self._barrier.wait(20)
+        return values
+
+
+def run(task: Callable[[RankGroup], Any], size: int = 2) -> list[Any]:
+    """What `task` returns on each rank.  A rank that ends releases none of the others."""
+    values, barrier = [None] * size, Barrier(size)
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(lambda rank: task(_Rank(rank, values, barrier)), range(size)))

@@ -1,0 +1,104 @@
+"""How ranks are connected: over TCP, RDMA or NCCL; joins a process to its group."""
+
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm_metal_lite import backend
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.distributed import RankGroup
+from vllm_metal_lite.errors import ConfigError
+
+_BACKENDS = ("ring", "jaccl", "jaccl-ring")
+
+
+class Links(NamedTuple):
+    """How ranks are connected.
+
+    backend: a backend of mx.distributed; "jaccl-ring" is JACCL without a cable between each two
+    hosts.
+    ips: by rank, the addresses at which it listens (the ring makes a connection for each); without
+    any, the rank chooses one.
+    devices: by rank, its RDMA device for each other rank; None where there is none (JACCL).
+    """
+
+    backend: str
+    ips: list[list[str]]
+    devices: list[list[Any]]
+
+
+def links(size: int, hostfile: str | None) -> Links:
+    """The links of `size` ranks: as `hostfile` says, else NCCL on NVIDIA, else the ring over TCP.
+
+    hostfile: a file that `mlx.launch` takes; its hosts are the ranks.  Raises ConfigError.
+    """
+    if hostfile is None:
+        nccl = backend.name() == "cuda" and mx.distributed.is_available("nccl")
+        return Links("nccl" if nccl else "ring", [[]] * size, [])
+    file = f"METAL_LITE_HOSTFILE {hostfile}"
+    try:
+        found = json.loads(Path(hostfile).read_text())
+        found = {"hosts": found} if isinstance(found, list) else found
+        hosts, how = found["hosts"], found.get("backend") or "ring"
+        ips, devices = ([host.get(key, []) for host in hosts] for key in ("ips", "rdma"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ConfigError(f"{file} is not a hostfile of mlx.launch: {e!r}") from e
+    if len(hosts) != size:
+        raise ConfigError(f"{file} must have a host for each of {size} ranks, got {len(hosts)}")
+    if how not in _BACKENDS:
+        raise ConfigError(f"{file}: its backend must be one of {', '.join(_BACKENDS)}, got {how!r}")
+    if how == "ring":
+        if len({len(some) for some in ips}) > 1:
+            raise ConfigError(f"{file}: its hosts must all have the same number of ips")
+        return Links(how, ips, [])
+    if not mx.distributed.is_available("jaccl"):
+        raise ConfigError(
+            f"{file} asks for {how}, which needs macOS 26.2 and RDMA over "
+            "Thunderbolt 5 (ibv_devices lists it)"
+        )
+    if any(len(row) != size for row in devices):
+        raise ConfigError(f"{file}: each host must have {size} rdma devices, one for each rank")
+    return Links(how, [some[:1] for some in ips], devices)
+
+
+def reserve(ip: str) -> socket.socket:
+    """A socket at a free port of this host's `ip`, kept from other processes; MLX may listen there.
+
+    Raises OSError if the host has no such address.
+    """
+    s = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # NCCL's
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # the ring's, JACCL's
+    s.bind((ip, 0))
+    return s
+
+
+def join(rank: int, addresses: Sequence[Sequence[str]], how: Links) -> RankGroup:
+    """Connect to the other ranks; waits until all of them do the same.
+
+    addresses: "ip:port" by rank, IPv4; each rank listens at its own.
+    The backends take their settings from the environment, which stays set: MLX reads it when the
+    group is made.  Raises RuntimeError if a rank cannot be reached.
+    """
+    os.environ["MLX_RANK"] = str(rank)
+    first = addresses[0][0]
+    if how.backend == "nccl":
+        host, _, port = first.rpartition(":")
+        os.environ |= {"NCCL_HOST_IP": host, "NCCL_PORT": port}
+        os.environ["MLX_WORLD_SIZE"] = str(len(addresses))
+        return RankGroup(mx.distributed.init(strict=True, backend="nccl"))
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        ring = how.backend == "ring"
+        json.dump(addresses if ring else how.devices, file)
+        file.flush()
+        if ring:
+            os.environ["MLX_HOSTFILE"] = file.name
+        else:
+            os.environ |= {"MLX_IBV_DEVICES": file.name, "MLX_JACCL_COORDINATOR": first}
+        if how.backend == "jaccl-ring":
+            os.environ["MLX_JACCL_RING"] = "1"
+        return RankGroup(mx.distributed.init(strict=True, backend=how.backend.split("-")[0]))
