@@ -50,5 +50,6 @@ def named_texts(words: Collection[str] = ()) -> dict[KernelText, str]:
 def _name(text: KernelText, check: Check) -> str:
     kernel, name = text.kernel.removeprefix("metal_lite_"), str(check)
     if kernel == "gated_delta":  # TILES is the last value but one
-        return f"{name} {'rows' if re.search(r', 0, [0-9]+>;\s*$', text.text) else 'tiles'}"
+        has_tiles = re.search(r", 0, [0-9]+>;\s*$", text.text) is None
+        return f"{name} {'tiles' if has_tiles else 'rows'}"
     return name if name.startswith(f"{kernel} ") else f"{name}: {kernel}"
