@@ -62,8 +62,8 @@ class Bench:
         self.checkpoints: dict[int, int] = {}  # its state after SHARED tokens
 
     def admit(self, request: int, computed: int = 0, donor: int | None = None) -> None:
-        """Give a request a seat, a state slot, and blocks for all it will ever be behind those it
-        shares."""
+        """Give a request a seat, a state slot, and blocks for all of its tokens after the shared
+        ones."""
         sequence, shared = SEQUENCES[request], computed // BLOCK_SIZE
         self.seats[request] = seat = self.inputs.add(sequence, PROMPT_LENGTHS[request])
         missing = -(-len(sequence) // BLOCK_SIZE) - shared

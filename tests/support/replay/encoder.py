@@ -56,7 +56,7 @@ class Launch:
     name: str
     encoder: int
     epoch: int
-    truth: "Truth"
+    truth: Truth
 
 
 class Encoder:

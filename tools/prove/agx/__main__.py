@@ -47,8 +47,12 @@ CONTROLS = {
 
 
 def cases(words: list[str]) -> dict[KernelText, str]:
-    """Each distinct text and its name."""
-    return named_texts(words) | (mlx_kernels.texts() if "MLX" in words or not words else {})
+    """Each distinct text, with its first name."""
+    found: dict[KernelText, str] = {}
+    for name, text in (named_texts() | mlx_kernels.texts()).items():
+        if not words or any(word in name for word in words):
+            found.setdefault(text, name)
+    return found
 
 
 def compiled(folder: Path, texts: list[KernelText]) -> Iterator[tuple[KernelText, Code]]:

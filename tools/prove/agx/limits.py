@@ -17,20 +17,22 @@ class Limit(NamedTuple):
 _TILES = "registers change places where branches meet, mostly Mesa's doing; prompts only"
 _QUERIES = "queries of bfloat16 count as floats here; prompts, or many rows"
 LIMITS = (
-    Limit(("latent_attention", "512 64 float32"), 297, "8 simdgroups: 16 have no memory"),
-    Limit(("latent_attention", "512 64 float16"), 17, "sums, queries and the next tile"),
-    Limit(("latent_attention", "512 64"), 77, "as above; queries of bfloat16 count as floats here"),
+    Limit(("latent_attention", "512/64 float32"), 297, "8 simdgroups: 16 have no memory"),
+    Limit(("latent_attention", "512/64 float16"), 17, "sums, queries and the next tile"),
+    Limit(("latent_attention", "512/64"), 77, "as above; queries of bfloat16 count as floats here"),
     Limit(("latent_attention",), 16, "as above"),
-    Limit(("gated_delta", "of 256", "tiles"), 489, _TILES),
-    Limit(("gated_delta", "Falcon-H1", "tiles"), 314, _TILES),
-    Limit(("gated_delta", "tiles"), 145, _TILES),
-    Limit(("gated_delta", "of 256", "rows"), 82, "a state's row is 128 registers a lane"),
-    Limit(("gated_delta", "Falcon-H1", "rows"), 68, "as above"),
-    Limit(("gated_delta", "Kimi Linear float32"), 27, "gates of a row beside its state"),
+    # A check launches tiles of rows first, then rows.
+    Limit(("gated_delta", "256x256", "#2"), 82, "a state's row is 128 registers a lane"),
+    Limit(("gated_delta", "256x128", "#2"), 68, "as above"),
+    Limit(("gated_delta", "float32, vector gates", "#2"), 27, "gates of a row beside its state"),
+    Limit(("gated_delta", "#2"), AS_MLX, "the state of a row fits"),
+    Limit(("gated_delta", "256x256"), 489, _TILES),
+    Limit(("gated_delta", "256x128"), 314, _TILES),
+    Limit(("gated_delta",), 145, _TILES),
     Limit(("varlen_prefill", "of 256", "bfloat16"), 42, _QUERIES),
     Limit(("varlen_prefill", "of 256", "float32"), 30, "queries and sums are 192 of 256"),
     Limit(("shared_prefix", "of 256", "bfloat16"), 46, _QUERIES),
-    Limit(("skinny_gemm 64", "norm swiglu"), 21, "8 tiles of rows with a norm, seldom fused"),
+    Limit(("skinny_gemm (64 x",), 21, "8 tiles of rows with a norm, seldom fused"),
 )
 
 

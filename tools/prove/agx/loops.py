@@ -35,7 +35,7 @@ class Loop(NamedTuple):
 
 _AFFINE = "affine of 4 bits in groups of 64"
 _PACKED = f"9728 x 2560 bfloat16, {_AFFINE}, biased)"
-_EXPERTS = f"expert_gemm (256 experts of 2048 x 512, {_AFFINE}, bfloat16)"
+_EXPERTS = f"expert_gemm (256 experts of 2048 x 512, {_AFFINE}, bfloat16) #3"
 # Rows of x, as branches depend on them (0: any), and bytes that a lane takes from memory in a turn:
 # weights of 4 bits with scales, or a state read and written (0: all loads of 16 bytes: K and V).
 LOOPS = (
@@ -50,7 +50,7 @@ LOOPS = (
     (_EXPERTS, 1, 72),
     (_EXPERTS, 4, 72),
     ("MLX gated_delta_seq", 0, 32),
-    ("gated_delta (gated delta rule, 16/32 heads of 128x128 bfloat16) rows", 0, 256),
+    ("gated_delta (gated delta rule, 16/32 heads of 128x128 bfloat16) #2", 0, 256),
 )
 _GIVEN = re.compile(r"const int (rows|count) = (?:x_shape\[0\]|plan\[tile \+ 1\]);")
 
@@ -61,9 +61,7 @@ HEADS += tuple(f"{name}: {budget:.1f}" for name, budget in CHIPS.items())
 
 def rows(root: Path) -> Iterator[tuple[str, ...]]:
     """A row for each longest loop, beside the cycles a byte that chips have."""
-    checks = [name.removesuffix(" rows") for name, *_ in LOOPS]
-    found = named_texts(checks) | mlx_kernels.texts()
-    texts = {name: text for text, name in reversed(found.items())}
+    texts = named_texts() | mlx_kernels.texts()
     for name, count, streamed in LOOPS:
         text = texts[name]
         given = _GIVEN.sub(rf"constexpr int \1 = {count};", text.text)

@@ -47,9 +47,9 @@ _REWRITES = (
 )
 
 
-def texts() -> dict[KernelText, str]:
-    """The texts and their names."""
-    return {_text(*launch): f"MLX {name}" for name, launch in _LAUNCHES.items()}
+def texts() -> dict[str, KernelText]:
+    """The texts by name."""
+    return {f"MLX {name}": _text(*launch) for name, launch in _LAUNCHES.items()}
 
 
 def _text(header: str, kernel: str, arguments: str, threads: int) -> KernelText:

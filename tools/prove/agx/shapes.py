@@ -1,7 +1,7 @@
 """The texts at the shapes of models that people run, in both types of 16 bits."""
 
-import re
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Iterator
 
 from metal.host.texts import KernelText
 from tests.support.kernels import production_shapes as shapes
@@ -24,7 +24,7 @@ _HEADS = (
 _AFFINE = Quantisation(4, 64)
 
 
-def _checks() -> Iterator[Check]:
+def checks() -> Iterator[Check]:
     yield from shapes.CHECKS.values()
     for dtype in (HALF, BF16):
         for heads in (QWEN3, *shapes.OTHERS, shapes.PHI, shapes.GEMMA3, *_HEADS):
@@ -37,19 +37,15 @@ def _checks() -> Iterator[Check]:
             yield Check("add_rms_norm", NormShape(size, dtype))
 
 
-def named_texts(words: Collection[str] = ()) -> dict[KernelText, str]:
-    """The distinct texts of checks whose names hold one of the words; each text's name."""
-    checks = dict.fromkeys(c for c in _checks() if not words or any(w in str(c) for w in words))
-    found: dict[KernelText, str] = {}
-    for check in checks:
+def named_texts() -> dict[str, KernelText]:
+    """The texts of each check under its name; and the kernel's, if it is not the check's; and a
+    number, if it is not the first text of this kernel there."""
+    found: dict[str, KernelText] = {}
+    for check in dict.fromkeys(checks()):
+        numbers: Counter[str] = Counter()
         for text in shapes.texts_of(check):
-            found.setdefault(text, _name(text, check))
+            kernel = text.kernel.removeprefix("metal_lite_")
+            numbers[kernel] += 1
+            name = str(check) if check.kernel == kernel else f"{check}: {kernel}"
+            found[name + (f" #{numbers[kernel]}" if numbers[kernel] > 1 else "")] = text
     return found
-
-
-def _name(text: KernelText, check: Check) -> str:
-    kernel, name = text.kernel.removeprefix("metal_lite_"), str(check)
-    if kernel == "gated_delta":  # TILES is the last value but one
-        has_tiles = re.search(r", 0, [0-9]+>;\s*$", text.text) is None
-        return f"{name} {'tiles' if has_tiles else 'rows'}"
-    return name if name.startswith(f"{kernel} ") else f"{name}: {kernel}"
