@@ -4,6 +4,7 @@ import json
 import resource
 from dataclasses import fields
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -153,7 +154,7 @@ def test_a_bad_call_is_refused_and_changes_nothing(llm, fault):
 
 def test_a_request_that_cannot_be_added_leaves_nothing(llm, monkeypatch):
     before = tiny.counts(llm.engine)
-    monkeypatch.setattr(intake, "Answer", lambda *_: 1 / 0)
+    monkeypatch.setattr(intake, "Answer", Mock(side_effect=ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
         llm.engine.add_request("a", "x", GREEDY)
     assert tiny.counts(llm.engine) == before

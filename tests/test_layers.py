@@ -24,7 +24,7 @@ LAYERS = (
     # From here on modules may know MLX.
     ("backend",),
     ("distributed",),
-    ("devices",),
+    ("devices", "links"),
     ("kv", "sampling", "specs"),
     ("kernels",),
     ("recurrence",),
