@@ -61,7 +61,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """Marks the tests of slow.txt, and leaves out most of their cases."""
     lines = (TESTS / "slow.txt").read_text(encoding="utf-8").splitlines()
-    how = {TESTS / path: rest for path, *rest in map(str.split, filter(None, lines)) if path != "#"}
+    how = {TESTS / path: rest for path, *rest in filter(None, map(str.split, lines)) if path != "#"}
     if missing := [str(path) for path in how if not path.exists()]:
         raise pytest.UsageError(f"slow.txt names what is not there: {', '.join(missing)}")
     named = {
