@@ -81,8 +81,8 @@ def join(rank: int, addresses: Sequence[Sequence[str]], how: Links) -> RankGroup
     """Connect to the other ranks; waits until all of them do the same.
 
     addresses: "ip:port" by rank, IPv4; each rank listens at its own.
-    The backends take their settings from the environment, which stays set: MLX reads it when the
-    group is made.  Raises RuntimeError if a rank cannot be reached.
+    MLX reads the settings of a backend from environment variables, which stay set.
+    Raises RuntimeError if a rank cannot be reached.
     """
     os.environ["MLX_RANK"] = str(rank)
     first = addresses[0][0]

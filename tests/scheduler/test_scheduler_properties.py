@@ -377,9 +377,10 @@ RARE = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("pressed", [False, True])
-def test_invariants_of_many_workloads(pressed):
+def test_invariants_of_many_workloads(request, pressed):
+    most = 700 if request.config.getoption("all_cases") else 150
     seen: Counter = Counter()
-    for seed in {*range(150), *RARE[pressed]}:
+    for seed in {*range(most), *RARE[pressed]}:
         workload = seeded_workload(seed, pressed=pressed)
         try:
             seen.update(run(workload).seen)

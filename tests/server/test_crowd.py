@@ -1,4 +1,4 @@
-"""160 clients at random: the answers are right, and nothing is left behind."""
+"""256 clients at random: the answers are right, and nothing is left behind."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ from vllm_metal_lite.server.settings import ServerConfig
 
 # The pool holds three or four of the requests that its seats would run.
 TINY = EngineConfig(num_blocks=36, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=512)
-CLIENTS, WARM_UP = 160, 48
+CLIENTS, WARM_UP = 256, 48
 # 15 of the pool's 36 blocks: those that sit at once must preempt each other.
 LONG = Question("What is under the mat?", 200)
 

@@ -771,6 +771,7 @@ def test_nothing_is_wider_than_the_screen(show, scheme, width):
         expect(page.locator("#chat")).to_have_attribute("inert", "")  # the view covers it
         page.click("#engine-close")
         expect(page.locator("#chat")).not_to_have_attribute("inert", "")
+    assert len(page.screenshot()) > 10_000
     page.evaluate("switchTheme()")
     other = {"light": "dark", "dark": "light"}[scheme]
     assert page.evaluate("document.documentElement.dataset.theme") == other

@@ -44,7 +44,7 @@ def make_step(
     num_slots: int = 0,
     num_logits: int = 1,
 ) -> Step:
-    """The step of a batch under a plan, with the batch's arrays padded and on the device.
+    """Pad a batch's arrays and copy them to the device, beside the plan.
 
     num_slots: the fewest entries of slot_mapping.
     num_logits: the fewest rows that get logits, unless all rows do.

@@ -58,8 +58,10 @@ def num_common(a: str, b: str) -> int:
 
 
 def _alike(messages: Sequence[Message], add_generation_prompt: bool) -> Iterator[list[Message]]:
-    """Yields the same beginning with another first question, with another last question, and the
-    same conversation with another answer."""
+    """Conversations that share a beginning with this one.
+
+    They differ in the first question, in the last question, or only in the answer.
+    """
     users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
     for end in sorted({num_systems(messages), *users[-1:]}):
         if end:

@@ -67,7 +67,8 @@ class LLMEngine:
             shares_in_step=model.packed.by_segment is None,
         )
         # Cached prefixes that survive a restart.
-        disk = optional_module("prefix_disk.disk")
+        wants_disk = caching and config.prefix_disk_gib > 0
+        disk = optional_module("prefix_disk.disk") if wants_disk else None
         # Before anything is fused: the folder knows a model by its weights.
         kept = None if disk is None else disk.attach(model, self.scheduler, store)
         self.prefix_disk = NoPrefixDisk() if kept is None else kept

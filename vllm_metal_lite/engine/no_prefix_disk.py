@@ -1,10 +1,10 @@
-"""The prefix disk of an engine that keeps no prefixes; `prefix_disk.disk` has the other."""
+"""The prefix disk of an engine that keeps no prefixes on the disk."""
 
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
 
 class NoPrefixDisk:
-    """Keeps nothing, and has no work."""
+    """Does nothing where a `prefix_disk.disk.PrefixDisk` would work."""
 
     description: str | None = None
     wants_a_pause = False

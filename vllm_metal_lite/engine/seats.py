@@ -13,7 +13,7 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
 
 
 class Seats:
-    """A running request has the same row in both tables: its `req_index`."""
+    """Each running request has one row, `req_index`, in both tables."""
 
     def __init__(
         self, inputs: InputBatch, sampler: Sampler, eos_token_ids: tuple[int, ...]
@@ -38,7 +38,7 @@ class Seats:
     def append_blocks(self, segments: Iterable[Segment]) -> None:
         for segment in segments:
             if segment.new_block_ids:
-                self._inputs.append_blocks(index_of(segment.request), *segment.new_block_ids)
+                self._inputs.append_blocks(_index_of(segment.request), *segment.new_block_ids)
 
     def pack(self, output: SchedulerOutput) -> ForwardBatch:
         """The batch of a scheduled step, whose requests have seats."""
@@ -53,7 +53,7 @@ class Seats:
 
     def tokens_of(self, request: Request) -> np.ndarray:
         """The known tokens of a running request, (n,) int32."""
-        seat = index_of(request)
+        seat = _index_of(request)
         known = self._inputs.token_ids[seat, : self._inputs.num_tokens[seat]]
         return known[:-1] if known[-1] == UNKNOWN_TOKEN else known
 
@@ -72,7 +72,7 @@ class Seats:
         """Make the sampler continue from the known tokens of a running request."""
         request = answer.request
         self._sampler.add(
-            index_of(request),
+            _index_of(request),
             answer.params,
             answer.seed,
             np.array(request.token_ids, np.int32),
@@ -83,7 +83,7 @@ class Seats:
         )
 
 
-def index_of(request: Request) -> int:
+def _index_of(request: Request) -> int:
     """The seat of a running request."""
     assert request.req_index is not None, "a running request has a seat"
     return request.req_index

@@ -27,8 +27,8 @@ def selectors_of(model: nn.Module) -> tuple[Selector, ...]:
 
 
 def uncompiled(original: Any, logits: mx.array, *args: Any, **kwargs: Any) -> Any:
-    """Runs `original` uncompiled, because compiled code has no origins.  If this chooses no
-    experts, `original` runs as it is."""
+    """The result of `original`.  Runs its Python code, because compiled code keeps no origins; if
+    the code chooses no experts, runs `original` itself."""
     code, names, defaults = original.__code__, original.__globals__, original.__defaults__
     plain = FunctionType(code, names, original.__name__, defaults, original.__closure__)
     plain.__kwdefaults__ = original.__kwdefaults__

@@ -18,6 +18,6 @@ def weight_of(layer: nn.Module) -> Weight:
 
 
 def product_weights(model: nn.Module) -> list[Weight]:
-    """The weights of a model that `skinny_gemm` supports, those of embeddings included."""
+    """A model's weights that `skinny_gemm` supports, including those of embeddings."""
     layers = (m for m in model.modules() if isinstance(m, _LINEAR))
     return [weight for weight in map(weight_of, layers) if readable(weight)]

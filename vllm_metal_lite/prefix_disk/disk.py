@@ -31,13 +31,9 @@ logger = logging.getLogger(__name__)
 def attach(model: LoadedModel, scheduler: Scheduler, store: PagedStore) -> "PrefixDisk | None":
     """What keeps the prefixes of a new engine, in the folder of this user.
 
-    None if the engine should keep none; also, with a warning, on CUDA and if the folder cannot be
-    used.
+    None, with a warning, on CUDA and if the folder cannot be used.
     """
-    config = scheduler.config
-    if not config.enable_prefix_caching or config.prefix_disk_gib <= 0:
-        return None
-    path = envs.prefix_folder()
+    config, path = scheduler.config, envs.prefix_folder()
     try:
         if backend.name() == "cuda":
             raise ConfigError("the host cannot reach K and V in the memory of a CUDA device")

@@ -1,4 +1,4 @@
-"""Paged attention by definition, in float64: what every attention path is compared with."""
+"""Paged attention by definition, in float64.  Tests compare every attention path with it."""
 
 from itertools import pairwise
 

@@ -126,7 +126,7 @@ class FakeEngine(LLMEngine):
         with patch.multiple(engines, build_runner=lambda *_: runner, **parts):
             super().__init__(replace(loaded, packed=packed), config)
         self.async_scheduling, self.stops = ahead, list(stops)
-        self.speculator = NoSpeculator()  # it measures times
+        self.speculator = NoSpeculator()  # another one depends on measured times
         self.requests: dict[str, Request] = {}
         self.steps: list[SchedulerOutput] = []
         self.on_step = self.steps.append

@@ -1,6 +1,6 @@
 """Threads as the ranks of a model: stages that gather from each other and send nothing.
 
-Used by tests of collectives; a rank that waits for one that does not come fails after 20 seconds.
+A rank that waits 20 seconds for the others fails.
 """
 
 import json

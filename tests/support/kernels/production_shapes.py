@@ -25,7 +25,7 @@ from vllm_metal_lite.specs import (
 )
 
 BF16, HALF, F32 = mx.bfloat16, mx.float16, mx.float32
-# Query heads, K/V heads, their size: groups and sizes that COMMON has not.
+# Query heads, K/V heads, size of a head: groups and sizes that COMMON lacks.
 QWEN3, PHI, GEMMA3 = (16, 8, 128), (32, 32, 80), (8, 4, 256)
 OTHERS = (28, 4, 128), (16, 16, 128), (14, 2, 64), (64, 8, 128)
 LATENTS = (20, 512, 64), (64, 512, 64), (40, 256, 32)  # heads, latents, rotary part

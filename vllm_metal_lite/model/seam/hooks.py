@@ -20,13 +20,13 @@ from vllm_metal_lite.model.seam.layer_cache import KVHandle
 # Hooks are global to the process, so one thread at a time has some.
 _LOCK = threading.RLock()
 
-# (owner, name, around): around(original, *args, **kwargs) replaces the owner's function.
+# (owner, name, around): a call of owner.name becomes around(original, *args, **kwargs).
 Hook = tuple[Any, str, Callable]
 
 
 @contextmanager
 def hooked(hooks: Sequence[Hook]) -> Iterator[None]:
-    """Install the hooks, and restore the original functions at the end.  Other threads wait."""
+    """Install the hooks while the block runs.  Other threads wait to install theirs."""
     with _LOCK:
         originals = [(owner, name, getattr(owner, name)) for owner, name, _ in hooks]
         for (owner, name, around), (*_, original) in zip(hooks, originals, strict=True):
