@@ -55,7 +55,8 @@ class Threads:
 
     def submit(self, client: Hashable, job: _Job) -> None:
         with self._lock:
-            waiting = [round_ for round_, *_ in self._jobs.queue.copy()]
+            with self._jobs.mutex:  # a copy crashes Python 3.11 if a thread takes a job meanwhile
+                waiting = [round_ for round_, *_ in self._jobs.queue]
             self._num_jobs += 1
             self._jobs.put((self._rounds.next_round(client, waiting), self._num_jobs, job))
             if self._missing:
