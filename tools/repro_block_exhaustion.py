@@ -26,7 +26,7 @@ from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.model.find import find
 from vllm_metal_lite.model.loader import LoadedModel, load
 
-BLOCK, STEP = 16, 256  # tokens of a block; most of a step
+BLOCK, STEP = 16, 256  # tokens per block; maximum tokens per step
 
 
 def parse_args() -> argparse.Namespace:

@@ -223,7 +223,7 @@ def test_a_trusted_engine_uses_every_kernel_for_all_rows(monkeypatch):
 
 
 def test_drafts_of_an_edited_text_are_accepted(monkeypatch, capsys):
-    how = "--tiny --only edit --requests 1 --runs 1"
+    how = "--model 128x2 --length 120 --only edit --requests 1 --runs 1"
     monkeypatch.setattr(sys, "argv", ["speculation.py", *how.split()])
     speculation.main()
     assert int(re.search(r"(\d+) of \d+ \|$", capsys.readouterr().out.rstrip())[1]) > 0

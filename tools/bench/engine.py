@@ -213,7 +213,7 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="of lengths and request counts")
     parser.add_argument("--repeats", type=int, help="counted turns (default 3)")
     parser.add_argument("--quick", action="store_true", help="one turn, mlx-lm's likely best only")
-    text = "mlx-lm's batch sizes to try, but for load D; PREFIX: none, once or server"
+    text = "mlx-lm's batch sizes to try, except for load D; PREFIX: none, once or server"
     names = "PREFILL/COMPLETION[/PREFIX]"
     parser.add_argument("--settings", nargs="+", type=_settings, metavar=names, help=text)
     fields = {"metavar": "NAME=VALUE", "help": "fields of EngineConfig"}

@@ -12,7 +12,7 @@
 - mixed: 32 clients, each sends 2 requests, one after the other; prompts lognormal around 500
   tokens, 40 to 220 tokens out.
 - decodes: 32 clients, 32 tokens in, 512 out: the highest output rate.
-- health: 64 streams and one prompt of 30,000 tokens (fewer if the context is shorter), while this
+- health: 31 streams and one prompt of 30,000 tokens (fewer if the context is shorter), while this
   server's /health is called every 20 ms.
 - agents: sessions that start with 25,000 tokens, 20,000 of them common to all (system prompt and
   tools); 12 turns, each with 200 to 2,000 new tokens (lognormal) and 150 out.  Recorded answers go
@@ -28,6 +28,7 @@ of this server's HTTP process; other servers also compute in theirs.
 import argparse
 import asyncio
 import json
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -87,7 +88,7 @@ class Prompts:
         return [[self.body(32, 512 * self.args.scale)] for _ in range(CLIENTS)]
 
     def health(self) -> Clients:
-        bodies = [self.body(100, 200 * self.args.scale) for _ in range(2 * CLIENTS)]
+        bodies = [self.body(100, 200 * self.args.scale) for _ in range(CLIENTS - 1)]
         return [[body] for body in [*bodies, self.body(min(0.9 * self.longest, 30_000), 8)]]
 
     def agents(self, count: int, turns: int) -> Clients:
@@ -189,10 +190,10 @@ def main() -> int:
     parser.add_argument("--ours", default="", help="flags of our server")
     parser.add_argument("--trusted", action="store_true", help="ours without checks and timings")
     parser.add_argument("--json", type=Path, help="a file for the numbers")
-    parser.add_argument("--seconds", type=float, default=200, help="the most of a run")
+    parser.add_argument("--seconds", type=float, default=200, help="time limit of a run")
     args = parser.parse_args()
-    if "vllm" in args.systems and not args.vllm:
-        parser.error("--systems vllm needs --vllm")
+    if "vllm" in args.systems and not shutil.which(args.vllm or ""):
+        parser.error(f"--systems vllm needs --vllm with vLLM's command, not {args.vllm!r}")
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_model(args.model, Path(scratch) / "model", args.bits)
         bench = Bench(args, folder, Path(scratch))

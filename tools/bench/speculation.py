@@ -1,7 +1,7 @@
 """Speculation by lookup: the same answers with and without drafts, by one engine each.
 
     python -m tools.bench.speculation --model qwen3-4b --bits 4        a GPU; random weights
-    python -m tools.bench.speculation --tiny                           a CPU: its times say nothing
+    python -m tools.bench.speculation --model 128x2 --length 120       a CPU: its times say nothing
 
 The model computes as always, but its logits are replaced: the token at each position of an answer
 is prepared.  `edit`: the prompt is a text, and the answer says it again with every 20th token
@@ -29,7 +29,7 @@ from tools.bench.lib.metrics import measure, median_of
 from tools.bench.lib.models import BITS, get_model
 from tools.bench.lib.trust import trusted
 from tools.lib.frame import parser_of, print_table, run_main
-from vllm_metal_lite import backend
+from vllm_metal_lite import MetalLiteError, backend
 from vllm_metal_lite.config import MAX_DRAFT
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.model.loader import load as load_model
@@ -130,7 +130,7 @@ def lookups() -> Iterator[Sequence[str]]:
 
 
 def speeds(
-    model: LoadedModel, prepared: Prepared, args: argparse.Namespace, length: int
+    model: LoadedModel, prepared: Prepared, args: argparse.Namespace
 ) -> Iterator[Sequence[object]]:
     """A row for each kind of answers and number of requests."""
     for kind, counts in LOADS.items():
@@ -139,15 +139,16 @@ def speeds(
         speaks = load_model("demo") if kind == "json" else model
         tokens = {"tokenizer": speaks.tokenizer, "eos_token_ids": speaks.eos_token_ids}
         answering = replace(model, **tokens)
-        prompt, answer = texts(kind, length, answering)
+        prompt, answer = texts(kind, args.length, answering)
         prepared.tokens = mx.array([0, *prompt[1:], *answer, 0])
         mx.eval(prepared.tokens)
         for count in (count for count in counts if count in args.requests):
-            load, found = Load(kind, [Wave([prompt] * count, [length] * count)]), {}
+            load, found = Load(kind, [Wave([prompt] * count, [args.length] * count)]), {}
             for mode in MODES[kind != "json" :]:
                 engine = make_engine(answering, load, kind, mode)
                 runs = [drive(engine, load) for _ in range(args.runs + 2)]  # two warm up
-                assert all(tokens == answer for run in runs for tokens in run.tokens), kind
+                if any(tokens != answer for run in runs for tokens in run.tokens):
+                    raise MetalLiteError(f"{kind}: an answer is not the prepared one")
                 found[mode] = median_of([measure(load, run) for run in runs[2:]])
                 drafts = engine.engine.metrics()
                 del engine
@@ -166,22 +167,22 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="qwen3-4b")
     parser.add_argument("--bits", choices=BITS)
-    parser.add_argument("--tiny", action="store_true")
     parts = ("lookups", *LOADS)
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--requests", nargs="+", type=int, default=(1, 8, 32))
+    parser.add_argument("--requests", nargs="+", type=int, choices=(1, 8, 32), default=(1, 8, 32))
     parser.add_argument("--length", type=int, default=2000)
     parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args()
-    name, length = ("128x2", 120) if args.tiny else (args.model, args.length)
-    model = get_model(name, bits=args.bits)
-    prepared = Prepared(model.packed)
-    model = replace(model, packed=prepared)
     if "lookups" in args.only:
         print_table(("us a lookup", *(f"{n:,} tokens" for n in CONTEXTS)), lookups())
-    print(f"\n### {model.name}: tokens a second, answers of {length} tokens\n")
+    if set(args.only) == {"lookups"}:
+        return 0
+    model = get_model(args.model, bits=args.bits)
+    prepared = Prepared(model.packed)
+    model = replace(model, packed=prepared)
+    print(f"\n### {model.name}: tokens a second, answers of {args.length} tokens\n")
     heads = ("answers", "requests", "unforced", "without", "with drafts", "ratio", "accepted")
-    print_table(heads, speeds(model, prepared, args, length))
+    print_table(heads, speeds(model, prepared, args))
     return 0
 
 

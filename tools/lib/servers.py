@@ -1,6 +1,7 @@
 """Starts this server and others for a tool, and measures their CPU time and memory."""
 
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -53,7 +54,7 @@ def server(command: Sequence[str], log: Path) -> Iterator[tuple[str, int]]:
             while not _answers(url):
                 if process.poll() is not None:
                     tail = "\n".join(log.read_text().splitlines()[-15:])
-                    raise MetalLiteError(f"{command[1:4]} does not start:\n{tail}")
+                    raise MetalLiteError(f"{shlex.join(command[:4])} does not start:\n{tail}")
                 time.sleep(0.2)
             yield url, process.pid
         finally:

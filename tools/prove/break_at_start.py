@@ -35,28 +35,6 @@ EQUAL = "equal"
 HANGS = 15.0  # seconds until the kernel that hangs is given up
 
 
-def main() -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--seconds", type=float, default=900, help="the most that all cases take")
-    parser.add_argument("--kernel")
-    args = parser.parse_args()
-    on_host = backend.is_cpu()
-    device = "host" if on_host else "gpu"
-    # One folder for all: MLX CUDA includes texts that lie in it.
-    home = tempfile.TemporaryDirectory()
-    os.environ["XDG_CACHE_HOME"] = home.name
-    print(f"{backend.describe()}\n")
-    chosen = [case for case in cases() if args.kernel in (None, case[0])]
-    with pytest.MonkeyPatch.context() as machine, installed() if on_host else nullcontext():
-        if on_host:
-            pretend_gpu(machine)
-        heads = ("kernel", "fault", "failures", "s", "tokens")
-        found = print_table(heads, rows(chosen, device, time.monotonic() + args.seconds))
-    wrong = [row for row in found if row[-1] != EQUAL]
-    print(f"\n{len(wrong)} cases ended otherwise than they should")
-    return 1 if wrong else 0
-
-
 def rows(chosen: list[tuple[str, str]], device: str, end: float) -> Iterator[tuple[str, ...]]:
     """Try the cases until `end`; a row each, whose last cell is EQUAL if all is right."""
     expected, known = tokens(Verdict({}), "reference"), {}
@@ -96,6 +74,28 @@ def tokens(verdict: Verdict, attention: str) -> list[list[int]]:
     with patch.object(verdicts, "verify", lambda _: verdict):
         engine = tiny.engine("qwen3", attention=attention, num_blocks=64, max_num_batched_tokens=32)
     return tiny.answers(engine, tiny.prompts(4, 20, 40), 12)
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--seconds", type=float, default=900, help="time limit for all cases")
+    parser.add_argument("--kernel", choices=sorted({kernel for kernel, _ in cases()}))
+    args = parser.parse_args()
+    on_host = backend.is_cpu()
+    device = "host" if on_host else "gpu"
+    # One folder for all: MLX CUDA includes texts that lie in it.
+    home = tempfile.TemporaryDirectory()
+    os.environ["XDG_CACHE_HOME"] = home.name
+    print(f"{backend.describe()}\n")
+    chosen = [case for case in cases() if args.kernel in (None, case[0])]
+    with pytest.MonkeyPatch.context() as machine, installed() if on_host else nullcontext():
+        if on_host:
+            pretend_gpu(machine)
+        heads = ("kernel", "fault", "failures", "s", "tokens")
+        found = print_table(heads, rows(chosen, device, time.monotonic() + args.seconds))
+    wrong = [row for row in found if row[-1] != EQUAL]
+    print(f"\n{len(wrong)} cases ended otherwise than they should")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

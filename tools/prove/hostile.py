@@ -204,7 +204,7 @@ class Bench:
             return "left" if case.leaves else type(e).__name__
 
     def memory(self) -> list[float]:
-        """MB of the server and of the engine, without the freed buffers that MLX keeps."""
+        """MiB of the server and of the engine, without the freed buffers that MLX keeps."""
         kept = self._status()["models"][0]["metrics"]["memory_cached_bytes"] / 2**20
         server, engine = (rss_mib(pid) or 0.0 for pid in self.pids)
         return [server, engine - kept]
@@ -272,6 +272,8 @@ def main() -> int:
     parser.add_argument("--only", action="append", metavar="TEXT")
     args = parser.parse_args()
     chosen = [c for c in cases() if not args.only or any(o in c.name for o in args.only)]
+    if not chosen:
+        raise MetalLiteError(f"no case's name contains {' or '.join(map(repr, args.only))}")
     # Without --num-blocks the store grows when it is first used.
     command = ours("demo", "--drain", str(DRAIN), "--num-blocks", "640")
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,7 +1,7 @@
 """Write every Metal text that MLX generates at the shapes of real models, one file each.
 
-    python -m tools.prove.metal_texts [FOLDER]    launches at many shapes, three serving sessions
-    python -m tools.prove.metal_texts --count        how many texts each session compiles
+    python -m tools.prove.metal_texts [FOLDER]    launches at many shapes, six serving sessions
+    python -m tools.prove.metal_texts --count     how many texts each session compiles
 
 Each file begins with MLX's own prelude.  On a Mac, Apple's compiler tells whether a file compiles:
 

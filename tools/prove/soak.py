@@ -169,7 +169,7 @@ class Soak:
     def rows(self, opened: list[int], left: list[int]) -> Iterator[tuple[str, ...]]:
         """Memory in the second and the last quarter; open files at the start and at the end."""
         quarter = max(len(self.mib) // 4, 1)
-        names = "MiB of the server", "MiB of the engine, but for kept buffers"
+        names = "MiB of the server", "MiB of the engine without kept buffers"
         for name, mib in zip(names, zip(*self.mib, strict=True), strict=True):
             before = statistics.median(mib[quarter : 2 * quarter] or mib)
             limit = before * (1 + ALLOWED_SHARE) + ALLOWED_MIB

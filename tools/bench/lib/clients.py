@@ -102,6 +102,8 @@ async def _ask(http: httpx.AsyncClient, body: dict[str, Any], request: Request) 
         async for line in reply.aiter_lines():
             if not line.startswith("data: {"):
                 continue
+            if line.startswith('data: {"error":'):
+                raise MetalLiteError(f"{path}: {line[6:306]}")
             if '"usage":' in line and '"completion_tokens"' in line:
                 usage = json.loads(line[6:])["usage"]
             # Chats begin with the role alone.

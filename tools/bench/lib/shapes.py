@@ -1,8 +1,11 @@
 """Shapes of real models, and of tiny ones of the same form."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
+
+from vllm_metal_lite import MetalLiteError
 
 _READ = json.loads(Path(__file__).with_name("shapes.json").read_text("utf-8"))
 
@@ -20,7 +23,11 @@ def random_config(name: str) -> dict[str, Any]:
     """name: a key of SHAPES, or HIDDENxLAYERS: qwen3, heads of 64, two a KV head, 8,192 tokens."""
     if name in SHAPES:
         return SHAPES[name]
-    hidden, layers = map(int, name.split("x"))
+    sizes = re.fullmatch(r"(\d+)x(\d+)", name)
+    if sizes is None:
+        known = ", ".join(SHAPES)
+        raise MetalLiteError(f"no shape is named {name!r}; give HIDDENxLAYERS, or one of: {known}")
+    hidden, layers = map(int, sizes.groups())
     heads, kv_heads = hidden // 64, max(hidden // 128, 1)
     config = SHAPES["qwen3-0.6b"] | {"hidden_size": hidden, "num_hidden_layers": layers}
     config |= {"intermediate_size": 3 * hidden, "num_attention_heads": heads, "head_dim": 64}

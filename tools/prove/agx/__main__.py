@@ -21,6 +21,7 @@ from tools.prove.agx import loops, mlx_kernels
 from tools.prove.agx.chain import AgxError, Code, compile_all
 from tools.prove.agx.limits import faults
 from tools.prove.agx.shapes import named_texts
+from vllm_metal_lite import MetalLiteError
 
 HEADS = ("case", "instructions", "registers", "scratch", "threads (dispatched)", "spills : fills")
 HEADS += ("faults",)
@@ -62,20 +63,6 @@ def compiled(folder: Path, texts: list[KernelText]) -> Iterator[tuple[KernelText
         yield from zip(some, compile_all(folder, some), strict=True)
 
 
-def main() -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("words", nargs="*")
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--loops", action="store_true")
-    args = parser.parse_args()
-    if args.loops:
-        print_table(loops.HEADS, loops.rows(args.folder))
-        return 0
-    found = print_table(HEADS, rows(args.folder, cases(args.words), args.check))
-    return 1 if any(row[-1] for row in found) else 0
-
-
 def rows(folder: Path, asked: dict[KernelText, str], strictly: bool) -> Iterator[tuple[str, ...]]:
     """A row for each text; the last cell names the limits that the text exceeds."""
     for text, code in compiled(folder, [*(CONTROLS if strictly else ()), *asked]):
@@ -88,6 +75,24 @@ def rows(folder: Path, asked: dict[KernelText, str], strictly: bool) -> Iterator
         sizes = f"{code.instructions:,}", f"{code.registers}", f"{code.scratch}"
         fits = f"{code.threads} ({text.threads})"
         yield name, *sizes, fits, f"{code.spills} : {code.fills}", "; ".join(what)
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("folder", type=Path)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("words", nargs="*", default=[])
+    what.add_argument("--loops", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    if args.loops:
+        print_table(loops.HEADS, loops.rows(args.folder))
+        return 0
+    chosen = cases(args.words)
+    if not chosen:
+        raise MetalLiteError(f"no text's name contains {' or '.join(map(repr, args.words))}")
+    found = print_table(HEADS, rows(args.folder, chosen, args.check))
+    return 1 if any(row[-1] for row in found) else 0
 
 
 if __name__ == "__main__":

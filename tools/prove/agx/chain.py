@@ -22,7 +22,7 @@ _OUTPUT = ("-Wno-everything", "-triple", "spirv64", "-O2", "-emit-obj")
 _EXTENSIONS = "+cl_khr_fp16,+__opencl_c_generic_address_space,+__opencl_c_subgroups"
 _INCLUDED = ("-include", str(HERE / "metal.h"), f"-cl-ext={_EXTENSIONS}")
 _CLANG = (sys.executable, "-m", "ziglang", "clang", "-cc1", *_LANGUAGE, *_OUTPUT, *_INCLUDED)
-_OF_OURS = ("-fno-unroll-loops",)  # but for those that a pragma names
+_OF_OURS = ("-fno-unroll-loops",)  # except those that a pragma names
 # Mesa's OpenCL has no memset, and clang would make one of a loop that writes zeros.
 _OF_MLX = ("-fno-builtin", "-include", str(HERE / "mlx.h"))
 _SHIM = {
