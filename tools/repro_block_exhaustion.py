@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Drive the block pool to exhaustion, and prove that no token changed.
 
 A crowd of requests runs twice over the same weights: in a pool that cannot hold them, and in one

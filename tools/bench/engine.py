@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Runs one load on this engine and on mlx-lm: same weights, one process, alternately, medians.
 
     python -m tools.bench.engine --load A --model qwen3-0.6b          a GPU

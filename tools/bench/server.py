@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Measures this HTTP server beside others: same weights, same load.
 
     python -m tools.bench.server --model qwen3-0.6b                   a GPU
@@ -39,7 +38,7 @@ import httpx
 import numpy as np
 
 from tools.bench.lib.clients import Clients, Seen, send
-from tools.bench.lib.metrics import Metrics, median_of, pace
+from tools.bench.lib.metrics import Metrics, gaps, median_of, pace
 from tools.bench.lib.models import BITS, write_model
 from tools.bench.lib.tables import print_medians, ratios
 from tools.lib.frame import parser_of, run_main, say
@@ -125,8 +124,8 @@ def measure(seen: Seen, turns: int, server_cpu: float) -> Metrics:
         raise MetalLiteError(f"no request ended within {seen.seconds:.0f} s")
     tokens = sum(r.usage.get("completion_tokens", 0) for r in ended)
     prompt = sum(r.usage.get("prompt_tokens", 0) for r in ended)
-    gaps = [gap for r in ended for gap in r.gaps]
-    values = {"done": len(ended), **pace(tokens, seen.seconds, [r.first for r in ended], gaps)}
+    between = [gap for r in ended for gap in gaps(r.chunks)]
+    values = {"done": len(ended), **pace(tokens, seen.seconds, [r.first for r in ended], between)}
     if turns > 1:
         values["sessions_per_minute"] = 60 * len(ended) / turns / seen.seconds
     if later := [r.first for r in ended if r.turn]:

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Check the wheel: its content, and that it runs from an empty virtual environment.
 
     python -m tools.dev.check_wheel [WHEEL]      (default: build one from this checkout)

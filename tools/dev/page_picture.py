@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""Take a picture of the page at work: `python -m tools.dev.page_picture [FILE] [--dark]`.
+"""Take a picture of the page at work: `python -m tools.dev.page_picture [FILE]`.
 
 Starts a server with the demo model, keeps 24 requests of different lengths running or waiting, some
 with a shared prefix, and asks two questions in the page's own chat.  Needs Chromium and the
@@ -24,14 +23,13 @@ QUESTIONS = (
 )
 
 
-def take(path: Path, dark: bool) -> None:
+def take(path: Path) -> None:
     """Write a PNG of 1600 x 1000 pixels."""
     with serving(engine=ENGINE) as running, chromium() as browser:
         shown = Shown(
             browser,
             running.url,
             viewport={"width": 1600, "height": 1000},
-            color_scheme="dark" if dark else "light",
             reduced_motion="no-preference",
         )
         page = shown.page
@@ -55,12 +53,11 @@ def main() -> int:
     parser = parser_of(__doc__)
     picture = ROOT / "docs" / "images" / "engine.png"
     parser.add_argument("file", type=Path, nargs="?", default=picture)
-    parser.add_argument("--dark", action="store_true")
     args = parser.parse_args()
     if chromium_path() is None:
         raise MetalLiteError("there is no Chromium or Chrome here")
     args.file.parent.mkdir(parents=True, exist_ok=True)
-    take(args.file, args.dark)
+    take(args.file)
     print(f"{args.file}: {args.file.stat().st_size / 1e3:.0f} kB")
     return 0
 

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Break each kernel while serving, and prove that serving continues and no token changed.
 
 Requests arrive in waves.  After the first wave, the text of one kernel no longer compiles, so its

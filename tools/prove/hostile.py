@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Sends hostile but well-formed requests beside one steady stream, and measures the harm to others.
 
     python -m tools.prove.hostile                        all cases, the demo model

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Runs minutes of mixed traffic against the real server, and fails if its memory grows.
 
     python -m tools.prove.soak --minutes 20

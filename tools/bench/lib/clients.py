@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -33,11 +32,6 @@ class Request:
     def first(self) -> float:
         """Seconds until the first chunk."""
         return self.chunks[0] - self.sent
-
-    @property
-    def gaps(self) -> list[float]:
-        """Seconds between chunks."""
-        return [b - a for a, b in pairwise(self.chunks)]
 
     @property
     def cached(self) -> int:
