@@ -9,7 +9,7 @@ import pytest
 from tests.support.engine import rank_processes
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ConfigError
-from vllm_metal_lite.links import Links, links, reserve
+from vllm_metal_lite.links import Links, read_links, reserve
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def two(backend, **keys):
 
 
 def test_without_a_hostfile_the_ring_chooses_its_addresses():
-    assert links(2, None) == Links("ring", [[], []], [])
+    assert read_links(2, None) == Links("ring", [[], []], [])
 
 
 def test_a_reserved_port_is_free_for_nccl():
@@ -41,14 +41,19 @@ def test_a_reserved_port_is_free_for_nccl():
 
 
 def test_addresses_of_the_ring(hostfile):
-    found = links(2, hostfile(two("ring", ips=["192.168.0.2"])))
+    found = read_links(2, hostfile(two("ring", ips=["192.168.0.2"])))
     assert found == Links("ring", [["192.168.0.1"], ["192.168.0.2"]], [])
+
+
+@pytest.mark.parametrize("hosts", [[{"ips": None, "rdma": None}] * 2, [{}] * 2])
+def test_a_host_may_leave_its_addresses_open(hostfile, hosts):
+    assert read_links(2, hostfile({"hosts": hosts})) == Links("ring", [[], []], [])
 
 
 def test_a_list_of_hosts_is_a_ring(hostfile):
     hosts = [{"ssh": "a", "ips": ["192.168.0.1"]}, {"ssh": "b", "ips": ["192.168.0.2"]}]
     for content in (hosts, {"hosts": hosts}):
-        found = links(2, hostfile(content))
+        found = read_links(2, hostfile(content))
         assert found == Links("ring", [["192.168.0.1"], ["192.168.0.2"]], [])
 
 
@@ -58,10 +63,10 @@ def test_devices_of_jaccl(hostfile, monkeypatch):
     content = two("jaccl", ips=[], rdma=["rdma_en5", None])
     content["hosts"][0]["rdma"] = [None, "rdma_en4"]
     expected = [[None, "rdma_en4"], ["rdma_en5", None]]
-    assert links(2, hostfile(content)) == Links("jaccl", [["192.168.0.1"], []], expected)
+    assert read_links(2, hostfile(content)) == Links("jaccl", [["192.168.0.1"], []], expected)
     content["hosts"][1]["rdma"] = ["rdma_en5"]
     with pytest.raises(ConfigError, match="each host must have 2 rdma devices"):
-        links(2, hostfile(content))
+        read_links(2, hostfile(content))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +83,7 @@ def test_devices_of_jaccl(hostfile, monkeypatch):
 )
 def test_a_wrong_hostfile_is_named(hostfile, content, problem):
     with pytest.raises(ConfigError, match=f"METAL_LITE_HOSTFILE .*hosts.json:? {problem}"):
-        links(2, hostfile(content))
+        read_links(2, hostfile(content))
 
 
 def total(ranks, n):

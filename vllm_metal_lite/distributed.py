@@ -1,7 +1,7 @@
 """Processes ("ranks") that run shards of one model in step, over mx.distributed.
 
 Every rank must call the same collectives in the same order.  So each decision that shapes a
-forward and may differ between ranks is the leader's (`first`).
+forward and may differ between ranks is the leader's (`from_leader`).
 """
 
 import json
@@ -51,11 +51,11 @@ class RankGroup:
         rows = self._gather(padded).reshape(self.size, -1)
         return [json.loads(row[:n].tobytes()) for row, n in zip(rows, counts, strict=True)]
 
-    def first(self, value: T) -> T:
+    def from_leader(self, value: T) -> T:
         """The leader's value, on every rank."""
         return self.gather(value)[self.leader]
 
-    def first_array(self, x: mx.array) -> mx.array:
+    def from_rank_0(self, x: mx.array) -> mx.array:
         """Rank 0's integers, lazily; x has one shape on all ranks."""
         if self.size == 1:
             return x

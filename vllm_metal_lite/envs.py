@@ -31,7 +31,7 @@ def attention() -> str:
 
 def kv_bits() -> str | None:
     """METAL_LITE_KV_BITS: `EngineConfig.kv_bits` under vLLM, None or empty for its default."""
-    return os.environ.get("METAL_LITE_KV_BITS")
+    return os.environ.get("METAL_LITE_KV_BITS") or None
 
 
 def hostfile() -> str | None:

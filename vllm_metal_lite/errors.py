@@ -48,7 +48,7 @@ class PromptTooLong(RequestError):
     """A prompt that does not fit.  num_tokens: how many it has; an estimate if it has very many."""
 
     def __init__(self, num_tokens: int, most: int) -> None:
-        super().__init__(f"the prompt has about {num_tokens} tokens, and at most {most} are taken")
+        super().__init__(f"the prompt has about {num_tokens} tokens; the limit is {most}")
         self.num_tokens = num_tokens
 
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ConfigError
 
 _BACKENDS = ("ring", "jaccl", "jaccl-ring")
@@ -31,7 +30,7 @@ class Links(NamedTuple):
     devices: list[list[Any]]
 
 
-def links(size: int, hostfile: str | None) -> Links:
+def read_links(size: int, hostfile: str | None) -> Links:
     """The links of `size` ranks: as `hostfile` says, else NCCL on NVIDIA, else the ring over TCP.
 
     hostfile: a file that `mlx.launch` takes; its hosts are the ranks.  Raises ConfigError.
@@ -43,26 +42,28 @@ def links(size: int, hostfile: str | None) -> Links:
     try:
         found = json.loads(Path(hostfile).read_text())
         found = {"hosts": found} if isinstance(found, list) else found
-        hosts, how = found["hosts"], found.get("backend") or "ring"
-        ips, devices = ([host.get(key, []) for host in hosts] for key in ("ips", "rdma"))
+        hosts, kind = found["hosts"], found.get("backend") or "ring"
+        ips, devices = ([host.get(key) or [] for host in hosts] for key in ("ips", "rdma"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise ConfigError(f"{file} is not a hostfile of mlx.launch: {e!r}") from e
     if len(hosts) != size:
         raise ConfigError(f"{file} must have a host for each of {size} ranks, got {len(hosts)}")
-    if how not in _BACKENDS:
-        raise ConfigError(f"{file}: its backend must be one of {', '.join(_BACKENDS)}, got {how!r}")
-    if how == "ring":
+    if kind not in _BACKENDS:
+        raise ConfigError(
+            f"{file}: its backend must be one of {', '.join(_BACKENDS)}, got {kind!r}"
+        )
+    if kind == "ring":
         if len({len(some) for some in ips}) > 1:
             raise ConfigError(f"{file}: its hosts must all have the same number of ips")
-        return Links(how, ips, [])
+        return Links(kind, ips, [])
     if not mx.distributed.is_available("jaccl"):
         raise ConfigError(
-            f"{file} asks for {how}, which needs macOS 26.2 and RDMA over "
+            f"{file} asks for {kind}, which needs macOS 26.2 and RDMA over "
             "Thunderbolt 5 (ibv_devices lists it)"
         )
     if any(len(row) != size for row in devices):
         raise ConfigError(f"{file}: each host must have {size} rdma devices, one for each rank")
-    return Links(how, [some[:1] for some in ips], devices)
+    return Links(kind, [some[:1] for some in ips], devices)
 
 
 def reserve(ip: str) -> socket.socket:
@@ -70,15 +71,15 @@ def reserve(ip: str) -> socket.socket:
 
     Raises OSError if the host has no such address.
     """
-    s = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
+    s = socket.socket()
     s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # NCCL's
     s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # the ring's, JACCL's
     s.bind((ip, 0))
     return s
 
 
-def join(rank: int, addresses: Sequence[Sequence[str]], how: Links) -> RankGroup:
-    """Connect to the other ranks; waits until all of them do the same.
+def join(rank: int, addresses: Sequence[Sequence[str]], links: Links) -> Any:
+    """Connect to the other ranks; waits until all of them do the same.  Returns MLX's group.
 
     addresses: "ip:port" by rank, IPv4; each rank listens at its own.
     MLX reads the settings of a backend from environment variables, which stay set.
@@ -86,19 +87,19 @@ def join(rank: int, addresses: Sequence[Sequence[str]], how: Links) -> RankGroup
     """
     os.environ["MLX_RANK"] = str(rank)
     first = addresses[0][0]
-    if how.backend == "nccl":
+    if links.backend == "nccl":
         host, _, port = first.rpartition(":")
         os.environ |= {"NCCL_HOST_IP": host, "NCCL_PORT": port}
         os.environ["MLX_WORLD_SIZE"] = str(len(addresses))
-        return RankGroup(mx.distributed.init(strict=True, backend="nccl"))
+        return mx.distributed.init(strict=True, backend="nccl")
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        ring = how.backend == "ring"
-        json.dump(addresses if ring else how.devices, file)
+        ring = links.backend == "ring"
+        json.dump(addresses if ring else links.devices, file)
         file.flush()
         if ring:
             os.environ["MLX_HOSTFILE"] = file.name
         else:
             os.environ |= {"MLX_IBV_DEVICES": file.name, "MLX_JACCL_COORDINATOR": first}
-        if how.backend == "jaccl-ring":
+        if links.backend == "jaccl-ring":
             os.environ["MLX_JACCL_RING"] = "1"
-        return RankGroup(mx.distributed.init(strict=True, backend=how.backend.split("-")[0]))
+        return mx.distributed.init(strict=True, backend=links.backend.split("-")[0])

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from vllm_metal_lite.errors import Option, RequestError
+from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.rules import apply_rules, choice, integer, switch, token_ids
 
 POOLING_RULES = {
@@ -10,7 +10,7 @@ POOLING_RULES = {
     "normalize": switch(),
     "dimensions": integer(1, optional=True),
     "truncate_prompt_tokens": integer(
-        -1, allowed="a positive integer, or -1 for the context length", optional=True
+        -1, allowed="a positive integer, or -1 for the context length", zero=False, optional=True
     ),
     "score_token_ids": token_ids(empty=False),
 }
@@ -38,6 +38,3 @@ class PoolingParams:
 
     def __post_init__(self) -> None:
         apply_rules(self, POOLING_RULES, RequestError)
-        if self.truncate_prompt_tokens == 0:
-            name = Option("truncate_prompt_tokens")
-            raise RequestError(name, " must be a positive integer, or -1, got 0")

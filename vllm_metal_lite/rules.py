@@ -46,12 +46,14 @@ def integer(
     high: int | None = None,
     *,
     allowed: str | None = None,
+    zero: bool = True,
     optional: bool = False,
 ) -> Rule:
-    """An integer from low to high, and not a bool."""
+    """An integer from low to high, and not a bool.  zero: whether 0 is allowed."""
 
     def take(value: Any) -> int:
         value = _integer(value)
+        _require(zero or value != 0)
         _require((low is None or value >= low) and (high is None or value <= high))
         return value
 
@@ -120,16 +122,17 @@ def biases() -> Rule:
     return Rule("a dict of token ids to finite numbers", take, True)
 
 
+def text() -> Rule:
+    return Rule("a non-empty string of valid Unicode", _text, True)
+
+
 def texts(*, alone: bool = False) -> Rule:
     """Strings that are not empty and can be encoded.  alone: one string needs no list."""
 
     def take(value: Any) -> tuple[str, ...]:
         value = (value,) if alone and isinstance(value, str) else value
         _require(isinstance(value, (list, tuple)))
-        _require(all(isinstance(text, str) and text for text in value))
-        for text in value:
-            text.encode()  # fails for half a surrogate pair
-        return tuple(map(str, value))
+        return tuple(map(_text, value))
 
     allowed = "a list of non-empty strings of valid Unicode"
     if alone:
@@ -167,6 +170,12 @@ def _number(value: Any) -> float:
     value = float(value)
     _require(isfinite(value))
     return value
+
+
+def _text(value: Any) -> str:
+    _require(isinstance(value, str) and value != "")
+    value.encode()  # fails for half a surrogate pair
+    return str(value)
 
 
 def _token_id(value: Any) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm_metal_lite.errors import Option, SamplingError, one_line, show
-from vllm_metal_lite.rules import Rule, apply_rules, integer, switch, texts, token_ids
+from vllm_metal_lite.rules import Rule, apply_rules, integer, switch, text, texts, token_ids
 
 # Between the parts of JSON: a space, or a line break and an indent.  Without a limit, a model may
 # write spaces forever.
@@ -82,25 +82,15 @@ def _schema_text(schema: Mapping[str, Any]) -> str:
         ) from None
 
 
-def _text() -> Rule:
-    def take(value: Any) -> str:
-        if not isinstance(value, str) or not value:
-            raise ValueError
-        value.encode()
-        return value
-
-    return Rule("a non-empty string of valid Unicode", take, True)
-
-
 _STRUCTURED_RULES = {
-    "json": _text(),
+    "json": text(),
     "json_object": switch(),
-    "regex": _text(),
+    "regex": text(),
     "choice": texts(),
-    "grammar": _text(),
+    "grammar": text(),
     "disable_any_whitespace": switch(),
     "disable_additional_properties": switch(),
-    "whitespace_pattern": _text(),
+    "whitespace_pattern": text(),
 }
 _THINKING_RULES = {
     "start": token_ids(),

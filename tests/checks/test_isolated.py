@@ -37,7 +37,7 @@ def run(check, timed):
     acts = {ACTS}
     if check.kernel in acts:
         return acts[check.kernel](check)
-    return CheckResult(check, 1e-6, 1e-4, speed=Speed(1.0, 2.0) if timed else None)
+    return CheckResult(check, 0.01, speed=Speed(1.0, 2.0) if timed else None)
 
 child.run = run
 child.main()
@@ -54,7 +54,7 @@ def process(monkeypatch):
         named = ", ".join(f"{name!r}: lambda check: {act}" for name, act in acts.items())
         script = script.replace("{ACTS}", "{" + named + "}")
         monkeypatch.setattr(isolated, "command", lambda: [sys.executable, "-c", script])
-        monkeypatch.setattr(isolated, "run_here", lambda check, timed: CheckResult(check, 0.5, 1))
+        monkeypatch.setattr(isolated, "run_here", lambda check, timed: CheckResult(check, 0.5))
 
     return replace_it
 
@@ -70,7 +70,7 @@ def test_results_cross_the_process_whole(process):
     process(varlen_prefill="CheckResult(check, failure='no such function')")
     results = run(CHECKS, timed=True)
     assert [r.check for r in results] == CHECKS
-    assert results[0] == CheckResult(CHECKS[0], 1e-6, 1e-4, speed=Speed(1.0, 2.0))
+    assert results[0] == CheckResult(CHECKS[0], 0.01, speed=Speed(1.0, 2.0))
     assert results[2] == CheckResult(CHECKS[2], failure="no such function")
 
 

@@ -50,7 +50,7 @@ def found(monkeypatch):
 
     def run(check, timed):
         ran.append(check)
-        return replace(results.get(check.kernel, CheckResult(check, 0.0, 1.0)), check=check)
+        return replace(results.get(check.kernel, CheckResult(check, 0.0)), check=check)
 
     monkeypatch.setattr(isolated, "run_here", run)
     return results, ran
@@ -232,9 +232,9 @@ def test_findings_of_others_stay():
 
 def test_a_kernel_whose_timing_failed_is_timed_at_the_next_start(found):
     results, ran = found
-    results["varlen_prefill"] = CheckResult(None, 0.0, 1.0, timing_failed=True)
+    results["varlen_prefill"] = CheckResult(None, 0.0, timing_failed=True)
     assert verify(USE) == Verdict({}, "varlen")
-    results["varlen_prefill"] = CheckResult(None, 0.0, 1.0, speed=Speed(1.1e-4, 1e-4))
+    results["varlen_prefill"] = CheckResult(None, 0.0, speed=Speed(1.1e-4, 1e-4))
     ran.clear()
     assert verify(USE) == Verdict({}, "gather")
     assert [check.kernel for check in ran] == ["varlen_prefill"]
@@ -245,8 +245,8 @@ def test_a_kernel_whose_timing_failed_is_timed_at_the_next_start(found):
 
 def test_a_kernel_that_is_clearly_slower_is_replaced(found, tmp_path):
     results, _ = found
-    results["gather_rows"] = CheckResult(None, 0.0, 1.0, speed=Speed(1.6e-3, 1e-3))
-    results["paged_decode"] = CheckResult(None, 0.0, 1.0, speed=Speed(1.4e-3, 1e-3))
+    results["gather_rows"] = CheckResult(None, 0.0, speed=Speed(1.6e-3, 1e-3))
+    results["paged_decode"] = CheckResult(None, 0.0, speed=Speed(1.4e-3, 1e-3))
     line = f"gather_rows ({SHAPE}): takes 1,600 us where its fallback takes 1,000 us"
     assert verify(USE).failures == {"gather_rows": line}
     (file,) = tmp_path.rglob("*.json")
@@ -257,16 +257,16 @@ def test_a_kernel_that_is_clearly_slower_is_replaced(found, tmp_path):
 def test_prompts_of_all_layers_go_the_way_that_serves_them_all(found):
     """`gather` if that is faster for one of them."""
     results, _ = found
-    results["varlen_prefill"] = CheckResult(None, 0.0, 1.0, speed=Speed(1e-4, 1e-4))
+    results["varlen_prefill"] = CheckResult(None, 0.0, speed=Speed(1e-4, 1e-4))
     assert verify(USE) == Verdict({}, "varlen")
-    results["varlen_prefill"] = CheckResult(None, 0.0, 1.0, speed=Speed(1.1e-4, 1e-4))
+    results["varlen_prefill"] = CheckResult(None, 0.0, speed=Speed(1.1e-4, 1e-4))
     both = replace(USE, shapes=(SHAPE, replace(SHAPE, window=9)))
     assert verify(both) == Verdict({}, "gather")
 
 
 def test_what_is_wrong_is_said_before_what_is_slow(found):
     results, _ = found
-    results["gather_rows"] = CheckResult(None, 2.0, 1.0, speed=Speed(2e-4, 1e-4))
+    results["gather_rows"] = CheckResult(None, 2.0, speed=Speed(2e-4, 1e-4))
     assert verify(USE).failures["gather_rows"].endswith("error 2, allowed 1")
 
 

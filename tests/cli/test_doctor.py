@@ -156,7 +156,7 @@ def test_a_kernel_that_ends_its_process_does_not_end_doctor(a_gpu, monkeypatch, 
 def no_work(a_gpu, monkeypatch):
     """All parts pass without running.  Tests change these results."""
     monkeypatch.setattr(verdicts, "remember", lambda _: None)
-    results = [CheckResult(check, 0.0, 1.0) for check in doctor.checks_for(TINY)]
+    results = [CheckResult(check, 0.0) for check in doctor.checks_for(TINY)]
     found = {"results": results, "order": [Outcome("one", 9, None)], "answers": EQUAL}
 
     def check(checks, progress, *, timed, known):
@@ -263,7 +263,7 @@ def test_a_hang_costs_its_deadline_once(a_gpu, monkeypatch, capsys):
         tried.append(check.kernel)
         if check.kernel == "gather_rows":
             return CheckResult(check, failure="hangs: no result after 60 s", ended=True)
-        return CheckResult(check, 0.0, 1.0)
+        return CheckResult(check, 0.0)
 
     monkeypatch.setattr(isolated, "run_here", check)
     assert run(*LONG) == 1
@@ -274,7 +274,7 @@ def test_a_hang_costs_its_deadline_once(a_gpu, monkeypatch, capsys):
 @needs_compiler
 def test_a_model_without_attention_is_checked(a_gpu, monkeypatch, capsys, tmp_path):
     folder = tiny.write_folder(tmp_path / "mamba", "mamba2")
-    monkeypatch.setattr(isolated, "run_here", lambda check, timed: CheckResult(check, 0.0, 1.0))
+    monkeypatch.setattr(isolated, "run_here", lambda check, timed: CheckResult(check, 0.0))
     monkeypatch.setattr(compare_tokens, "compare", lambda *_: EQUAL)
     report = report_of(capsys, str(folder), *LONG)
     assert {"causal_conv", "gated_delta"} <= {check["kernel"] for check in report["checks"]}
@@ -288,7 +288,7 @@ def test_no_check_begins_when_the_time_is_over(a_gpu, monkeypatch, capsys, tmp_p
 
     def check(check, timed):
         tried.append(check)
-        return CheckResult(check, 0.0, 1.0)
+        return CheckResult(check, 0.0)
 
     monkeypatch.setattr(isolated, "run_here", check)
     monkeypatch.setattr(compare_tokens, "compare", lambda *_: EQUAL)

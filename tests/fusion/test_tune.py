@@ -269,7 +269,7 @@ def test_a_stage_without_experts_waits_for_the_others(monkeypatch, names):
         trials.ranks.gather("rows")
 
     def seconds(steps, num_rows):
-        return steps.ranks.first((1.0, 1.1))
+        return steps.ranks.from_leader((1.0, 1.1))
 
     def mixture_seconds(layer, *_):
         layers[id(layer)] += 1

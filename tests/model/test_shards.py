@@ -88,7 +88,8 @@ def unlike(ranks):
         sampler.add(row, SamplingParams(temperature=0.0), 0, np.zeros(1, int), 1, ())
     logits = mx.zeros((2, model.vocab_size)).at[:, 5 + ranks.rank].add(1.0)
     tokens = sampler(logits, np.arange(2)).for_host.tolist()
-    return [model.packed.by_segment, tokens, ranks.gather(ranks.rank * "x"), ranks.first("own")]
+    gathered, own = ranks.gather(ranks.rank * "x"), ranks.from_leader("own")
+    return [model.packed.by_segment, tokens, gathered, own]
 
 
 @pytest.mark.long

@@ -186,8 +186,9 @@ def test_a_disk_that_fills_up_leaves_no_bytes(tmp_path, monkeypatch):
 
 def test_foreign_files_are_dropped(tmp_path):
     folder = folder_at(tmp_path / "x")
-    write(folder, 1, 2)
+    write(folder, 1, 2, 3)
     folder.path_of(key(1)).write_bytes(b"short")
+    folder.path_of(key(3)).unlink()  # as another process does, and not bad
     (folder.path_of(key(2)).parent / "foreign").write_bytes(b"of somebody")
     assert folder.read(key(1), SIZE) is None
     assert folder.verify() == (1, 1)

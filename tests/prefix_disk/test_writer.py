@@ -23,6 +23,7 @@ def test_the_rest_of_a_prefix_that_cannot_be_used_is_left_out():
         kv=SimpleNamespace(block_size=16),
         min_tokens=16,
         of=lambda names: [SimpleNamespace(key=name, group=0) for name in names],
+        has_file=lambda group: True,
         in_memory=lambda part: 0,
     )
     writer = Writer(folder, parts, store)

@@ -47,7 +47,7 @@ def use_kernels(patch: pytest.MonkeyPatch, rank: int) -> set[str]:
     """
     launched = set()
     verdict = Verdict({"add_rms_norm": "wrong"} if rank else {}, "varlen")
-    few_rows = lambda packed, attention, fusion, ranks: range(1, ranks.first(9 - 8 * rank))  # noqa: E731
+    few_rows = lambda packed, attention, fusion, ranks: range(1, ranks.from_leader(9 - 8 * rank))  # noqa: E731
     watch(patch, lambda kernel, *_: launched.add(kernel))
     pretend_gpu(patch, verdict)
     patch.setattr(decide, "faster_rows", few_rows)
@@ -145,9 +145,9 @@ def ahead(ranks, file):
     file = Path(file)
     if ranks.rank == 1:
         eventually(file.exists)
-    tokens = ranks.first_array(mx.arange(4) + 10 * ranks.rank)
+    tokens = ranks.from_rank_0(mx.arange(4) + 10 * ranks.rank)
     mx.async_eval(tokens)
-    following = ranks.first_array(tokens + 1)
+    following = ranks.from_rank_0(tokens + 1)
     mx.async_eval(following)
     if ranks.rank == 0:
         file.touch()

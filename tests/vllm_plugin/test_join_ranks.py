@@ -1,5 +1,6 @@
 """How ranks find each other, notice who is lost, and refuse who is unlike; no engine."""
 
+import json
 import os
 import signal
 import subprocess
@@ -111,8 +112,8 @@ def test_a_rank_whose_vllm_is_gone_ends(ranks, monkeypatch):
 
 # A process with a watchdog, as `Heartbeat` starts it, which gives no sign; it ends when told to.
 _SILENT = """
-import subprocess, sys
-command = [sys.executable, "-I", "-S", *sys.argv[1:]]
+import os, subprocess, sys
+command = [sys.executable, "-I", "-S", *sys.argv[1:3], sys.argv[3].format(os.getpid())]
 child = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
 child.stdin.write(b".")
 sys.stdin.read()
@@ -120,7 +121,8 @@ sys.stdin.read()
 
 
 def silent_process(seconds):
-    command = [sys.executable, "-c", _SILENT, watchdog.__file__, str(seconds), "rank 1 of 2"]
+    line = f"rank 1 of 2 (pid {{}}) has been silent for {seconds} s and is killed"
+    command = [sys.executable, "-c", _SILENT, watchdog.__file__, str(seconds), line]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=0
     )
@@ -149,7 +151,7 @@ def parallel(**options):
 
 def test_a_rank_that_does_not_start_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(join_ranks, "START", 0.2)
-    with pytest.raises(RankError, match=r"rank 1 of 2 has not started \(limit: 0 s\)"):
+    with pytest.raises(RankError, match=r"rank 1 of 2 has not answered \(limit: 0 s\)"):
         join_ranks.join_workers(0, parallel(), f"file://{tmp_path / 'store'}", print)
 
 
@@ -157,7 +159,7 @@ def test_a_host_that_does_not_start_is_named(monkeypatch):
     monkeypatch.setattr(join_ranks, "START_HOSTS", 0.2)
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
     options = parallel(nnodes=2, master_port=free_port())
-    with pytest.raises(RankError, match=r"rank 1 of 2 has not started \(limit: 0 s\)"):
+    with pytest.raises(RankError, match=r"rank 1 of 2 has not answered \(limit: 0 s\)"):
         join_ranks.join_workers(0, options, "", print)
 
 
@@ -243,6 +245,38 @@ def test_a_bad_hostfile_of_rank_0_is_told_to_the_others(monkeypatch, tmp_path):
             join_ranks.join_workers(rank, parallel(world_size=2), "", lambda why: None)
 
 
+def test_a_failure_of_rank_0_is_told_to_ranks_that_know_the_links(monkeypatch, tmp_path):
+    hosts = [{"ips": ["203.0.113.1"]}, {"ips": ["127.0.0.1"]}]
+    (tmp_path / "hosts.json").write_text(json.dumps(hosts))
+    monkeypatch.setenv("METAL_LITE_HOSTFILE", str(tmp_path / "hosts.json"))
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    monkeypatch.setattr(join_ranks, "_store_of_host", lambda *_: store)
+    with pytest.raises(ConfigError, match=r"has no address 203\.0\.113\.1"):
+        join_ranks.join_workers(0, parallel(), "", print)
+    with pytest.raises(RankError, match=r"another rank cannot start: rank 0 on .* has no address"):
+        join_ranks._exchange(store, 1, 2, ["rank 1 of 2", []])
+
+
+def test_ranks_of_one_host_are_not_told_of_options_for_several():
+    with pytest.raises(RankError) as caught:
+        join_ranks._tcp_store(1, 2, "127.0.0.1", free_port(), 0.2)
+    assert "--master" not in str(caught.value)
+
+
+def test_a_rank_that_cannot_be_connected_is_named(monkeypatch):
+    """MLX waits forever, with the interpreter's lock."""
+    script = """
+import ctypes
+from vllm_metal_lite.vllm_plugin.heartbeat import killed_after
+with killed_after(1, "rank 1 of 2 cannot connect"):
+    ctypes.PyDLL(None).sleep(600)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert found.returncode == -signal.SIGKILL
+    assert found.stderr == "The engine ends: rank 1 of 2 cannot connect\n"
+
+
 def test_an_address_of_another_host_in_the_hostfile():
     with pytest.raises(ConfigError, match=r"rank 1 on .* has no address 203.0.113.1: the hosts"):
         join_ranks._reserve(1, ["127.0.0.1", "203.0.113.1"])
@@ -265,3 +299,8 @@ def test_unlike_ranks_are_refused_by_what_differs(other):
     with pytest.raises(ConfigError, match=f"rank 1 has {name} .*, rank 0 has .*: all ranks"):
         join_ranks.check_alike(Unlike(**other), DEMO_PATH, {})
     join_ranks.check_alike(Unlike(), DEMO_PATH, {"--dtype": "auto"})
+
+
+def test_an_empty_variable_is_as_one_that_is_not_set(monkeypatch):
+    monkeypatch.setenv("METAL_LITE_KV_BITS", "")
+    join_ranks.check_alike(Unlike(METAL_LITE_KV_BITS=None), DEMO_PATH, {})

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.accuracy import TOLERANCE, ErrorAndLimit, largest
+from vllm_metal_lite.checks.accuracy import TOLERANCE, largest
 from vllm_metal_lite.checks.check import Check, MixtureShape
 from vllm_metal_lite.checks.values import activated, draw, draw_weight, rounded
 from vllm_metal_lite.kernels.expert_topk import Routing, expert_topk
@@ -36,7 +36,7 @@ _ROUTINGS = (
 )
 
 
-def expert_plan(check: Check[MixtureShape]) -> ErrorAndLimit:
+def expert_plan(check: Check[MixtureShape]) -> float:
     """Plans, equal to the bit, with padding and one expert that has several tiles.  For few rows,
     and for more than threadgroup memory holds at once."""
     count, got, expected = check.shape.experts.experts, [], []
@@ -44,10 +44,10 @@ def expert_plan(check: Check[MixtureShape]) -> ErrorAndLimit:
         indices, num_live = _indices(count, rows), rows - _PADDING
         got.append(plan_experts(mx.array(indices), count, mx.array([num_live], mx.int32)).array)
         expected.append(_plan(indices, count, _TILES[0]))
-    return largest(got, expected), 0.0
+    return largest(got, expected)
 
 
-def product(check: Check[MixtureShape]) -> ErrorAndLimit:
+def product(check: Check[MixtureShape]) -> float:
     """Gate and up with the activation, and down.  For many rows, and for one row, whose short
     arrays MLX passes in another address space."""
     (shape, dtype), rng = check.shape, np.random.default_rng(0)
@@ -67,11 +67,10 @@ def product(check: Check[MixtureShape]) -> ErrorAndLimit:
     inner = activated(of_gate(x[rows], pairs), of_up(x[rows], pairs), activation) * of_live
     y = draw(rng, (len(pairs), shape.intermediate), dtype)
     outer = of_down(y, pairs) * of_live
-    plans = [
-        (_ROWS, ExpertPlan(array, most_tiles(len(pairs), _EXPERTS, tile), tile))
-        for tile in _TILES
-        for array in [mx.array(_plan(indices, _EXPERTS, tile))]
-    ]
+    plans = []
+    for tile in _TILES:
+        order = mx.array(_plan(indices, _EXPERTS, tile))
+        plans.append((_ROWS, ExpertPlan(order, most_tiles(len(pairs), _EXPERTS, tile), tile)))
     got, expected = [], []
     for count, tiles in [*plans, (1, plan_experts(where[:_CHOICES][None], _EXPERTS))]:
         own = where[: count * _CHOICES]
@@ -81,10 +80,10 @@ def product(check: Check[MixtureShape]) -> ErrorAndLimit:
         )
         got.append(expert_product(mx.array(y[: len(own)]).astype(dtype), own, tiles, down))
         expected += [inner[: len(own)], outer[: len(own)]]
-    return largest(got, expected), TOLERANCE[dtype]
+    return largest(got, expected, TOLERANCE[dtype])
 
 
-def topk(check: Check[MixtureShape]) -> ErrorAndLimit:
+def topk(check: Check[MixtureShape]) -> float:
     """Each way to score and to weigh, in both orders; equal scores, and a bias for half of them.
     Half of the rows are so large that their exponentials overflow."""
     count, dtype, rng = check.shape.experts.experts, check.shape.dtype, np.random.default_rng(0)
@@ -103,7 +102,7 @@ def topk(check: Check[MixtureShape]) -> ErrorAndLimit:
             mx.array(logits).astype(dtype), top_k, routing, dtype=mx.float32, bias=added
         )
         expected += _chosen(logits, top_k, routing, bias * biased)
-    return largest(got, expected), TOLERANCE[mx.float32]
+    return largest(got, expected, TOLERANCE[mx.float32])
 
 
 def _chosen(
@@ -131,7 +130,7 @@ def _softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum(-1, keepdims=True)
 
 
-def weighted_sum(check: Check[MixtureShape]) -> ErrorAndLimit:
+def weighted_sum(check: Check[MixtureShape]) -> float:
     dtype, rng = check.shape.dtype, np.random.default_rng(0)
     x = draw(rng, (_ROWS * _CHOICES, check.shape.experts.hidden), dtype)
     weights = rng.random((_ROWS, _CHOICES)).astype(np.float32) / _CHOICES
@@ -140,7 +139,7 @@ def weighted_sum(check: Check[MixtureShape]) -> ErrorAndLimit:
         expert_sum(mx.array(x[: rows * _CHOICES]).astype(dtype), mx.array(weights[:rows]), dtype)
         for rows in (_ROWS, 1)
     ]
-    return largest(got, [expected, expected[:1]]), TOLERANCE[dtype]
+    return largest(got, [expected, expected[:1]], TOLERANCE[dtype])
 
 
 def _indices(experts: int, rows: int = _ROWS) -> np.ndarray:

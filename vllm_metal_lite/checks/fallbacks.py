@@ -17,6 +17,7 @@ from vllm_metal_lite.checks.case import spec_of
 from vllm_metal_lite.checks.check import Check, NormShape
 from vllm_metal_lite.checks.new_rows import drawn, new_rows
 from vllm_metal_lite.checks.timed_store import TimedStore
+from vllm_metal_lite.checks.values import EPS
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
 from vllm_metal_lite.kernels.arguments import LayerStore, new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_write
@@ -86,9 +87,9 @@ def add_norm(check: Check[NormShape]) -> list[Pair]:
 
     def apart() -> object:
         added = x + x
-        return added, mx.fast.rms_norm(added, weight, 1e-5)
+        return added, mx.fast.rms_norm(added, weight, EPS)
 
-    return [(lambda: add_rms_norm(x, x, weight, 1e-5), apart)]
+    return [(lambda: add_rms_norm(x, x, weight, EPS), apart)]
 
 
 def gated_norm(check: Check[GatedNormShape]) -> list[Pair]:
@@ -99,9 +100,9 @@ def gated_norm(check: Check[GatedNormShape]) -> list[Pair]:
     mx.eval(x, weight, z.array)
 
     def apart() -> mx.array:
-        return mx.fast.rms_norm(x, weight, 1e-5) * (x * mx.sigmoid(x))
+        return mx.fast.rms_norm(x, weight, EPS) * (x * mx.sigmoid(x))
 
-    together = partial(gated_rms_norm, x, z, weight, 1e-5, dim=shape.dim)
+    together = partial(gated_rms_norm, x, z, weight, EPS, dim=shape.dim)
     return [(together, mx.compile(apart))]
 
 

@@ -68,7 +68,7 @@ def results(
             if child is None and not alone:
                 child = _start()
                 alone = child is None
-            result = child.ask(check, timed, DEADLINE) if child else run_here(check, timed)
+            result = child.ask(check, timed) if child else run_here(check, timed)
             found.append(result)
             yield result
             if result.ended and child is not None:
@@ -130,10 +130,10 @@ class Child:
                 raise OSError(f"the child process uses {device}")
             self._opened = opened.pop_all()
 
-    def ask(self, check: Check, timed: bool, deadline: float) -> CheckResult:
+    def ask(self, check: Check, timed: bool) -> CheckResult:
         """The result of one check, whatever the kernel does."""
         try:
-            return self.call(deadline, run_check.run, check, timed)
+            return self.call(DEADLINE, run_check.run, check, timed)
         except OSError as e:
             return CheckResult(check, failure=str(e), ended=True)
 

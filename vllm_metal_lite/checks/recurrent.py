@@ -14,7 +14,7 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch, SegmentState
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.checks.accuracy import TOLERANCE, ErrorAndLimit, largest, largest_error
+from vllm_metal_lite.checks.accuracy import TOLERANCE, largest, largest_error
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.values import EPS, ROWS, draw
 from vllm_metal_lite.kernels.arguments import new_ticket
@@ -56,11 +56,11 @@ _STEPS = (
 )
 _NUM_ROWS = [sum(segment.rows for segment in step) + _PADDING for step in _STEPS]
 
-# The work of a layer in a step of _STEPS, on rows of a type.
-Work = Callable[[StepRecurrence, int, mx.Dtype], mx.array]
+# What a layer does in a step of _STEPS, on rows of a type.
+LayerStep = Callable[[StepRecurrence, int, mx.Dtype], mx.array]
 
 
-def convolution(check: Check[ConvShape]) -> ErrorAndLimit:
+def convolution(check: Check[ConvShape]) -> float:
     shape, rng = check.shape, np.random.default_rng(0)
     channels, size = shape.channels, shape.kernel_size
     weight = draw(rng, (channels, size, 1), shape.dtype)
@@ -76,7 +76,7 @@ def convolution(check: Check[ConvShape]) -> ErrorAndLimit:
     return _compare(work, states, shape.dtype, shape.dtype)
 
 
-def recurrence(check: Check[RecurrenceShape]) -> ErrorAndLimit:
+def recurrence(check: Check[RecurrenceShape]) -> float:
     """With the logits of gates, and with the norm of the delta rule."""
     shape, rng = check.shape, np.random.default_rng(0)
     # Keys have about unit length.  Behind a norm results are small, so values are large instead.  A
@@ -106,7 +106,7 @@ def recurrence(check: Check[RecurrenceShape]) -> ErrorAndLimit:
     return _compare(work, states, mx.float32, shape.dtype)
 
 
-def gated_norm(check: Check[GatedNormShape]) -> ErrorAndLimit:
+def gated_norm(check: Check[GatedNormShape]) -> float:
     """The gate has columns of a wider array."""
     shape, rng = check.shape, np.random.default_rng(0)
     dtype, width = shape.dtype, shape.groups * shape.dim
@@ -121,10 +121,10 @@ def gated_norm(check: Check[GatedNormShape]) -> ErrorAndLimit:
     rows = (x * act if shape.gate_first else x).reshape(ROWS, -1, shape.dim)
     rows = rows / np.sqrt((rows.astype(np.float64) ** 2).mean(-1, keepdims=True) + EPS)
     expected = (rows * weight.reshape(-1, shape.dim)).reshape(ROWS, width)
-    return largest_error(got, expected if shape.gate_first else expected * act), TOLERANCE[dtype]
+    return largest_error(got, expected if shape.gate_first else expected * act, TOLERANCE[dtype])
 
 
-def _compare(work: Work, states: np.ndarray, kept: mx.Dtype, dtype: mx.Dtype) -> ErrorAndLimit:
+def _compare(work: LayerStep, states: np.ndarray, kept: mx.Dtype, dtype: mx.Dtype) -> float:
     """The steps by the kernels, and by the reference.  states: of _GIVEN, kept in that type."""
     batches, order = list(map(_batch, _STEPS)), SimpleNamespace(ticket=new_ticket())
     state_store, got = _state_store(states, kept), []
@@ -144,8 +144,8 @@ def _compare(work: Work, states: np.ndarray, kept: mx.Dtype, dtype: mx.Dtype) ->
         mx.enable_compile()
     for rows in expected:
         rows[-_PADDING:] = 0
-    error = largest_error(state_store[_KEY], np.array(after[_KEY])) / TOLERANCE[kept]
-    return max(largest(got, expected), error * TOLERANCE[dtype]), TOLERANCE[dtype]
+    error = largest_error(state_store[_KEY], np.array(after[_KEY]), TOLERANCE[kept])
+    return max(largest(got, expected, TOLERANCE[dtype]), error)
 
 
 def _batch(step: tuple[_Segment, ...]) -> ForwardBatch:

@@ -54,7 +54,7 @@ def describe_checks(report: Report) -> Iterator[str]:
             yield from (f"  {result}" for result in wrong)
             yield f"  fallback: {REGISTRY[kernel].fallback}"
             continue
-        largest = max((r.error / r.tolerance for r in own if r.tolerance), default=0.0)
+        largest = max(result.error for result in own)
         text = f"right in {len(own)} checks, largest error {100 * largest:.0f} % of the tolerance"
         speeds = [result.speed for result in own if result.speed]
         slowest = max(speeds, key=lambda speed: speed.ratio, default=None)

@@ -51,7 +51,7 @@ def timed_once(
     finding that the leader remembers.
     """
     found = Findings()
-    known = ranks.first(found.known.get(key))
+    known = ranks.from_leader(found.known.get(key))
     if known is None:
         logger.info(f"timing {what}, once on this machine", extra={"transient": True})
         try:

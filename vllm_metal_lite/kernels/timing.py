@@ -32,7 +32,7 @@ def seconds_alternating(
     def seconds(candidate: Candidate, calls: int) -> float:
         start = time.perf_counter()
         candidate(calls)
-        return ranks.first((time.perf_counter() - start) / calls)
+        return ranks.from_leader((time.perf_counter() - start) / calls)
 
     for candidate in candidates:
         seconds(candidate, warm)

@@ -125,7 +125,7 @@ class Draw:
             failed = None, one_line(e)
         for kernel, why in filter(None, self._ranks.gather(failed)):
             raise KernelError(kernel, RuntimeError(why)) if kernel else RuntimeError(why)
-        return self._ranks.first(measured)
+        return self._ranks.from_leader(measured)
 
 
 def built_steps(

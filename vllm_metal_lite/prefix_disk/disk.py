@@ -11,7 +11,7 @@ from contextlib import closing
 
 from vllm_metal_lite import backend, envs
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.errors import ConfigError, one_line, size_text
+from vllm_metal_lite.errors import one_line, size_text
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.prefix_disk.folder import Folder
@@ -34,9 +34,10 @@ def attach(model: LoadedModel, scheduler: Scheduler, store: PagedStore) -> "Pref
     None, with a warning, on CUDA and if the folder cannot be used.
     """
     config, path = scheduler.config, envs.prefix_folder()
+    if backend.name() == "cuda":
+        logger.warning("prefixes are not kept on the disk: the host cannot read a CUDA device")
+        return None
     try:
-        if backend.name() == "cuda":
-            raise ConfigError("the host cannot reach K and V in the memory of a CUDA device")
         digest = namespace(model, scheduler.kv.groups, config.block_size)
         folder = Folder(path, int(config.prefix_disk_gib * 2**30), model.name)
     except Exception as e:  # a read-only or broken folder must not keep a model from serving
@@ -63,7 +64,8 @@ class PrefixDisk:
         """Whether a request waits for a read from the disk.  hit: its prefix in memory."""
         if request.wants_restore is None:
             self.writer.refresh()
-        return self.reader.wants(request, hit)
+            request.wants_restore = self.reader.wants(request, hit)
+        return request.wants_restore
 
     def note(self, output: SchedulerOutput) -> None:
         """Learn from a completed step: which prefixes are used again, and how fast it was."""
@@ -89,7 +91,7 @@ class PrefixDisk:
             with closing(self.bytes):
                 if self.writer.is_ready:
                     self.writer.copy()
-                self.reader.copy()
+                self.reader.advance()
 
     def rest(self) -> bool:
         """Continue to copy while there are no requests; returns whether work is left."""

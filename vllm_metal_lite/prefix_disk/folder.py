@@ -32,14 +32,14 @@ _MAGIC = b"VMLPFX01"
 _HEADER = len(_MAGIC) + 32
 # A file takes whole pages of the disk, and a row of the index, in which names are cut.
 _PAGE, _ROW = 4096, 512
-_FORMAT = 2
+_INDEX_FORMAT = 2
 
 File = tuple[bytes, bytes | memoryview]  # the key, and what the file holds
 # used: larger is later.
 _TABLES = f"""
 CREATE TABLE files (key BLOB PRIMARY KEY, model TEXT, bytes INTEGER, used INTEGER) WITHOUT ROWID;
 CREATE INDEX by_use ON files (used, bytes);
-PRAGMA user_version = {_FORMAT};
+PRAGMA user_version = {_INDEX_FORMAT};
 """
 
 
@@ -113,7 +113,7 @@ class Folder:
         if path.exists():
             try:
                 db = connect()
-                if db.execute("PRAGMA user_version").fetchone() == (_FORMAT,):
+                if db.execute("PRAGMA user_version").fetchone() == (_INDEX_FORMAT,):
                     return db
             except sqlite3.DatabaseError as e:
                 logger.warning(f"the prefix cache starts empty: its index is damaged ({e})")
@@ -245,9 +245,9 @@ class Folder:
     def verify(self) -> tuple[int, int]:
         """Read every file, and drop what is bad or foreign; returns (good, dropped)."""
         self.refresh()
-        keys = list(self.known)
-        good = sum(self.read(key, None) is not None for key in keys)
-        dropped = len(keys) - good
+        before = self.num_bad
+        good = sum(self.read(key, None) is not None for key in list(self.known))
+        dropped = self.num_bad - before
         with self._alone():
             names = {key.hex() for (key,) in self._db.execute("SELECT key FROM files")}
             for file in self._files():

@@ -19,7 +19,7 @@ from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 
 # Of the names of blocks and files, and of the content of files.
-_FORMAT = 1
+_CONTENT_FORMAT = 1
 _SAMPLES = 256
 
 
@@ -28,7 +28,7 @@ def namespace(model: LoadedModel, groups: Sequence[KVGroup], block_size: int) ->
     packed = model.packed
     args = getattr(packed.model, "args", None)
     facts = {
-        "format": _FORMAT,
+        "format": _CONTENT_FORMAT,
         "versions": (__version__, version("mlx"), version("mlx-lm")),
         "type": model.model_type,
         "args": getattr(args, "__dict__", args),

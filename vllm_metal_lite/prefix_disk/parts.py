@@ -1,4 +1,4 @@
-"""The files that make up a prefix, and which of them are in memory."""
+"""The parts that make up a prefix, and which of them are in memory."""
 
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
@@ -10,9 +10,9 @@ from vllm_metal_lite.scheduler.request import Request
 
 
 class Part(NamedTuple):
-    """One file: a block of a KV group, or a state, whose group is the number of KV groups.
+    """A block of a KV group, or a state, whose group is the number of KV groups.
 
-    name: of the block, or of the block before the state.
+    key: of the file.  name: of the block, or of the block before the state.
     """
 
     key: bytes
@@ -51,6 +51,10 @@ class Parts:
         key = blake2b(self.digest + bytes([group]) + name, digest_size=16).digest()
         return Part(key, group, name)
 
+    def has_file(self, group: int) -> bool:
+        """False for blocks without layers, which only count tokens."""
+        return group == len(self.kv.groups) or bool(self.kv.groups[group].layers)
+
     def in_memory(self, part: Part) -> int | None:
         """The block or slot that holds a part; None if none does."""
         return self.pools[part.group].lookup(part.name)
@@ -60,9 +64,8 @@ class Parts:
 
         def find(group: int, name: bytes) -> bool | None:
             part = self._part(group, name)
-            # Blocks without layers only count tokens, and have no files.
-            is_empty = group < len(self.kv.groups) and not self.kv.groups[group].layers
-            return is_empty or part.key in on_disk or self.in_memory(part) is not None or None
+            is_on_disk = part.key in on_disk or not self.has_file(group)
+            return is_on_disk or self.in_memory(part) is not None or None
 
         by_group = [partial(find, group) for group in range(len(self.pools))]
         state = None if self.kv.states is None else by_group.pop()

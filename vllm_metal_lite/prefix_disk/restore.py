@@ -30,21 +30,28 @@ _PATIENCE = 10.0
 _READ_SPEED, _COMPUTE_SPEED = 5e8, 300.0
 
 
+# What a file holds, None if it is bad or gone; and the seconds of reading it.
+Reading = tuple[memoryview | None, float]
+
+
 @dataclass(eq=False)
 class Restore:
     """One prefix.  The restore owns the blocks of all parts until its end, so that none is evicted.
 
-    num_tokens: the tokens that the disk adds.  needed: all parts of the prefix.  unread: the parts
-    that are not in memory, until a thread reads them.  places: the block or slot of each part.
+    num_tokens: the tokens that the disk adds.  needed: all parts of the prefix.  unread: the files
+    of the parts that are not in memory, until a thread reads them.  places: the block or slot of
+    each part.  num_reads, num_bytes, seconds: of the files read; the sum over all threads.
     """
 
     request: Request
     num_tokens: int
     needed: Sequence[Part]
     unread: deque[Part]
-    reads: deque[tuple[Part, Future[memoryview | None]]] = field(default_factory=deque)
+    reads: deque[tuple[Part, Future[Reading]]] = field(default_factory=deque)
     places: dict[Part, int] = field(default_factory=dict)
+    num_reads: int = 0
     num_bytes: int = 0
+    seconds: float = 0.0
     begun: float = field(default_factory=time.monotonic)
 
 
@@ -68,11 +75,10 @@ class Reader:
         self._last_end = 0.0
 
     def wants(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether a request waits for a read from the disk.  hit: its prefix in memory."""
-        if request.wants_restore is None:
-            request.wants_restore = self._restore_of(request, hit) is not None
-            self._asked |= request.wants_restore
-        return request.wants_restore
+        """Whether a request should wait for a read from the disk.  hit: its prefix in memory."""
+        wants = self._restore_of(request, hit) is not None
+        self._asked |= wants
+        return wants
 
     def _restore_of(self, request: Request, hit: PrefixHit) -> Restore | None:
         """The restore of a request's prefix; None if computing is faster."""
@@ -86,7 +92,7 @@ class Reader:
         if num_tokens < parts.min_tokens:
             return None
         needed = list(parts.of(names[:length]))
-        unread = deque(part for part in needed if parts.in_memory(part) is None)
+        unread = deque(p for p in needed if parts.has_file(p.group) and parts.in_memory(p) is None)
         num_bytes = sum(self._store.size(part.group) for part in unread)
         is_faster = self._is_faster(num_bytes, num_tokens)
         return Restore(request, num_tokens, needed, unread) if is_faster else None
@@ -99,21 +105,21 @@ class Reader:
         now, rows = time.monotonic(), output.total_num_scheduled_tokens
         if rows >= self._parts.min_tokens and rows > 2 * output.num_decodes:
             speed = rows / (now - max(output.launched_at, self._last_end) + 1e-6)
-            self._compute_speed = 0.7 * self._compute_speed + 0.3 * speed
+            self._compute_speed = _smooth(self._compute_speed, speed)
         self._last_end = now
 
     @property
     def is_ready(self) -> bool:
-        """Whether `copy` has something to do."""
+        """Whether `advance` has something to do."""
         restore = self.restore
         if restore is None:
             return self._asked
         return not restore.reads or restore.reads[0][1].done() or self._must_stop(restore)
 
-    def copy(self) -> None:
+    def advance(self) -> None:
         """Copy the parts that were read to the store, or begin with the next prefix."""
         if self.restore is not None:
-            self._continue(self.restore)
+            self._copy_arrived(self.restore)
         elif request := next((r for r in self._scheduler.waiting if r.wants_restore), None):
             self._start(request)
         else:
@@ -122,63 +128,75 @@ class Reader:
     def _start(self, request: Request) -> None:
         """Begin to read a request's prefix, if there is room for it."""
         restore = self._restore_of(request, self._kv.find_prefix(request))
-        request.wants_restore = restore is not None and self._take(restore)
+        request.wants_restore = restore is not None and self._claim_places(restore)
         if restore is not None and request.wants_restore:
             self.restore = restore
-            self._read_on(restore)
+            self._submit_reads(restore)
 
-    def _take(self, restore: Restore) -> bool:
+    def _claim_places(self, restore: Restore) -> bool:
         """Own the places of all parts; False, and none is taken, if a pool has too few."""
         pools, find, states = self._parts.pools, self._parts.in_memory, self._kv.states
         spare = self._scheduler.spare_blocks()
         if states is not None:
             spare.append(states.num_spare)
         known = {part: place for part in restore.needed if (place := find(part)) is not None}
-        cost = Counter(part.group for part in restore.unread)
+        missing = [part for part in restore.needed if part not in known]
+        cost = Counter(part.group for part in missing)
         cost.update(p.group for p, place in known.items() if not pools[p.group].is_owned(place))
         if any(cost[group] > left for group, left in enumerate(spare)):
             return False
         for part, place in known.items():
             pools[part.group].touch([place])
-        for part in restore.unread:
+        for part in missing:
             taken = pools[part.group].allocate(1)
             assert taken is not None, "spare places are available"
             known[part] = taken[0]
         restore.places = {part: known[part] for part in restore.needed}
+        for part in missing:
+            if not self._parts.has_file(part.group):
+                self._name(restore, part)
         return True
 
-    def _continue(self, restore: Restore) -> None:
+    def _name(self, restore: Restore, part: Part) -> None:
+        """Let requests find a part, which is complete."""
+        if self._kv.states is not None and part.group == len(self._kv.groups):
+            self._kv.states.name(restore.places[part], part.name)
+        else:
+            self._parts.pools[part.group].name(restore.places[part], part.name)
+
+    def _copy_arrived(self, restore: Restore) -> None:
         """Copy the parts that were read; end the restore if it is done or must stop."""
         while restore.reads and restore.reads[0][1].done():
             part, reading = restore.reads.popleft()
-            data = None if reading.exception() else reading.result()
-            if data is None:  # the file is bad or gone, and the prefix ends here
+            data, seconds = (None, 0.0) if reading.exception() else reading.result()
+            if data is None:  # the prefix ends here
                 self.stop()
                 return
             self._store.write(part.group, restore.places[part], data)
-            if self._kv.states is not None and part.group == len(self._kv.groups):
-                self._kv.states.name(restore.places[part], part.name)
-            else:
-                self._parts.pools[part.group].name(restore.places[part], part.name)
+            self._name(restore, part)
+            restore.num_reads += 1
             restore.num_bytes += len(data)
-        self._read_on(restore)
+            restore.seconds += seconds
+        self._submit_reads(restore)
         is_done = not restore.reads
         if is_done:
-            self._read_speed = restore.num_bytes / max(time.monotonic() - restore.begun, 1e-6)
             self.num_tokens += restore.num_tokens
             restore.request.num_restored_tokens = restore.num_tokens
         if is_done or self._must_stop(restore):
             self.stop()
 
-    def _read_on(self, restore: Restore) -> None:
+    def _submit_reads(self, restore: Restore) -> None:
         ahead = sum(self._store.size(part.group) for part, _ in restore.reads)
         while restore.unread and ahead < _READ_AHEAD:
             part = restore.unread.popleft()
             size = self._store.size(part.group)
-            # Without attention layers, blocks only count tokens, and have no files.
-            job = (self._folder.read, part.key, size) if size else (memoryview, b"")
-            restore.reads.append((part, self._threads.submit(*job)))
+            restore.reads.append((part, self._threads.submit(self._read, part.key, size)))
             ahead += size
+
+    def _read(self, key: bytes, size: int) -> Reading:
+        start = time.monotonic()
+        data = self._folder.read(key, size)
+        return data, time.monotonic() - start
 
     def _must_stop(self, restore: Restore) -> bool:
         """Whether its request has ended, it takes too long, or running requests need its blocks."""
@@ -194,6 +212,10 @@ class Reader:
                 data.cancel()
             for part, place in reversed(restore.places.items()):
                 self._parts.pools[part.group].free([place])
+            if restore.num_reads:
+                at_once = min(restore.num_reads, _THREADS)
+                speed = at_once * restore.num_bytes / max(restore.seconds, 1e-6)
+                self._read_speed = _smooth(self._read_speed, speed)
             restore.request.wants_restore = False
             self.restore = None
 
@@ -202,3 +224,7 @@ class Reader:
         if self.restore is not None and self.restore.reads:
             with suppress(TimeoutError):
                 self.restore.reads[0][1].exception(0.05)
+
+
+def _smooth(speed: float, newest: float) -> float:
+    return 0.7 * speed + 0.3 * newest

@@ -42,7 +42,8 @@ class Writer:
         """Write a prefix, or count it as used."""
         is_long = len(names) * self._parts.kv.block_size >= self._parts.min_tokens
         if is_long and len(self.waiting) < _MOST_WAITING:
-            self.waiting.append(deque(self._parts.of(names)))
+            files = (p for p in self._parts.of(names) if self._parts.has_file(p.group))
+            self.waiting.append(deque(files))
 
     @property
     def is_ready(self) -> bool:
@@ -59,10 +60,10 @@ class Writer:
         chain = [part.key for part in parts] if self._is_new else []
         while parts and num_bytes < _COPIED:
             part = parts.popleft()
-            place, size = self._parts.in_memory(part), self._store.size(part.group)
-            if place is not None and size and part.key not in self._folder.known:
+            place = self._parts.in_memory(part)
+            if place is not None and part.key not in self._folder.known:
                 files.append((part.key, self._store.read(part.group, place)))
-                num_bytes += size
+                num_bytes += self._store.size(part.group)
         self._work = self._thread.submit(self._write, chain, files)
         self._is_new = not parts
         if not parts:

@@ -211,7 +211,7 @@ class Sampler:
                 x = ops.perturb_above(x, floor, bits, metadata.temperature)
             else:
                 x = ops.perturb(x, bits, metadata.temperature)
-        token_ids = self._ranks.first_array(ops.argmax(x).view(mx.int32))
+        token_ids = self._ranks.from_rank_0(ops.argmax(x).view(mx.int32))
         for_host = no_token.mark(x, token_ids)
         if drafts is None:
             self._rows["num_generated"][req_indices] += 1

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from vllm_metal_lite.chat_formats.events import Event, Reasoning, ToolCallEnd
 from vllm_metal_lite.chat_formats.parser import ChatParser
-from vllm_metal_lite.outputs import CompletionOutput, Cursor, Logprob
+from vllm_metal_lite.outputs import CompletionOutput, Logprob
+from vllm_metal_lite.server.cursor import Cursor
 from vllm_metal_lite.server.errors import check_ended
 from vllm_metal_lite.server.worker.request_state import RequestState, changes
 

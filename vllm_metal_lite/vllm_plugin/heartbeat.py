@@ -10,8 +10,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
@@ -20,6 +20,21 @@ from vllm_metal_lite.vllm_plugin import watchdog
 # Seconds between heartbeats; seconds that this rank waits for an orderly end before it reports a
 # loss; missed heartbeats after which a rank is lost.  After one more its watchdog kills it.
 INTERVAL, LEAVE, MISSED = 1.0, 3.0, 6
+
+
+def _start_watchdog(seconds: int, line: str) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-I", "-S", watchdog.__file__, str(seconds), line]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
+
+
+@contextmanager
+def killed_after(seconds: int, line: str) -> Iterator[None]:
+    """Kill this process, with a line on stderr, if the context takes longer."""
+    guard = _start_watchdog(seconds, line)
+    try:
+        yield
+    finally:
+        guard.communicate()
 
 
 class Heartbeat:
@@ -36,9 +51,8 @@ class Heartbeat:
         self._rank, self._names, self._lost = rank, names, lost
         self._tcp_store, self._client = tcp_store, tcp_store.clone()
         self._leaving, self._parent = threading.Event(), os.getppid()
-        name = f"rank {rank} of {len(names)}"
-        command = [sys.executable, "-I", "-S", watchdog.__file__, str(MISSED + 1), name]
-        self._watchdog = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
+        line = f"{names[rank]} has been silent for {MISSED + 1} s and is killed"
+        self._watchdog = _start_watchdog(MISSED + 1, line)
         self._thread = threading.Thread(target=self._watch, name="Heartbeat", daemon=True)
         self._thread.start()
 

@@ -1,6 +1,5 @@
 """Joins vLLM's workers into one group of ranks: their addresses, and whether all are alike."""
 
-import faulthandler
 import hashlib
 import json
 import logging
@@ -23,16 +22,15 @@ import vllm_metal_lite
 from vllm_metal_lite import backend, envs
 from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ConfigError, MetalLiteError, one_line
-from vllm_metal_lite.links import Links, join, reserve
-from vllm_metal_lite.links import links as make_links
+from vllm_metal_lite.links import Links, join, read_links, reserve
 from vllm_metal_lite.model.folder import weight_files
-from vllm_metal_lite.vllm_plugin.heartbeat import Heartbeat
+from vllm_metal_lite.vllm_plugin.heartbeat import Heartbeat, killed_after
 
 logger = logging.getLogger("vllm.metal_lite")
 
 # Time limits in seconds: for the ranks of one host to start, for those of several hosts (which a
 # user starts one by one), and for MLX to connect them (NCCL makes its contexts in that time).
-START, START_HOSTS, _JOIN = 120.0, 300.0, 30.0
+START, START_HOSTS, _JOIN = 120.0, 300.0, 30
 
 
 class RankError(MetalLiteError):
@@ -41,8 +39,8 @@ class RankError(MetalLiteError):
 
 def join_workers(
     rank: int, parallel: ParallelConfig, init_method: str, lost: Callable[[str], None]
-) -> tuple[RankGroup, Heartbeat]:
-    """Connect this worker with the others of its model.
+) -> tuple[Any, Heartbeat]:
+    """Connect this worker with the others of its model; returns MLX's group of them.
 
     init_method: vLLM's, a file or an address at which the workers of one host find each other.
     lost: see `Heartbeat`.  Raises RankError, with the rank that is missing.
@@ -57,7 +55,7 @@ def join_workers(
         address = get_ip() if several_hosts else get_loopback_ip()
         reserved = _reserve(rank, links.ips[rank] or [address])
     except ConfigError as e:  # tell all ranks: this rank's number may be wrong
-        for key in ("links", *range(1, size)):
+        for key in ("links", *range(size)):
             tcp_store.set(f"metal_lite/{key}", json.dumps(one_line(e)))
         raise
     name = f"rank {rank} of {size} (pid {os.getpid()} on {socket.gethostname()})"
@@ -65,18 +63,16 @@ def join_workers(
     names, addresses = zip(*_exchange(tcp_store, rank, size, [name, where]), strict=True)
     if several_hosts:
         _join_queues(tcp_store, rank, parallel)
-    # Ends the process if MLX does not connect: it waits forever, with the interpreter's lock.
-    faulthandler.dump_traceback_later(_JOIN, exit=True)
-    try:
-        ranks = join(rank, addresses, links)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+    line = f"{name} is not connected to all of {addresses} by {links.backend} within {_JOIN} s: "
+    line += "a firewall or a cable may be the reason"
+    with killed_after(_JOIN, line):  # MLX waits forever, with the interpreter's lock
+        group = join(rank, addresses, links)
     for s in reserved:
         s.close()
     logger.info(
         "rank %d of %d has joined (pid %d), links: %s", rank, size, os.getpid(), links.backend
     )
-    return ranks, Heartbeat(rank, names, tcp_store, lost)
+    return group, Heartbeat(rank, names, tcp_store, lost)
 
 
 def _store_of_hosts(rank: int, parallel: ParallelConfig) -> dist.TCPStore:
@@ -96,7 +92,8 @@ def _store_of_hosts(rank: int, parallel: ParallelConfig) -> dist.TCPStore:
     else:
         text = "rank %d looks up to %.0f s for rank 0 at --master-addr %s --master-port %d"
         logger.info(text, rank, START_HOSTS, master, port)
-    return _tcp_store(rank, parallel.world_size, master, port, START_HOSTS)
+    options = " (--master-addr and --master-port)"
+    return _tcp_store(rank, parallel.world_size, master, port, START_HOSTS, options)
 
 
 def _store_of_host(rank: int, size: int, init_method: str) -> dist.TCPStore:
@@ -110,8 +107,13 @@ def _store_of_host(rank: int, size: int, init_method: str) -> dist.TCPStore:
     return tcp_store
 
 
-def _tcp_store(rank: int, size: int, host: str, port: int, limit: float) -> dist.TCPStore:
-    """torch's store at `host`.  Rank 0 brings a socket, or torch would listen on all interfaces."""
+def _tcp_store(
+    rank: int, size: int, host: str, port: int, limit: float, options: str = ""
+) -> dist.TCPStore:
+    """torch's store at `host`.  Rank 0 brings a socket, or torch would listen on all interfaces.
+
+    options: those that a user sets for the address, for messages.
+    """
     listening = None
     try:
         if rank == 0:
@@ -125,10 +127,8 @@ def _tcp_store(rank: int, size: int, host: str, port: int, limit: float) -> dist
         )
     except Exception as e:  # torch has several
         what = "cannot listen at" if rank == 0 else f"found no rank 0 within {limit:.0f} s at"
-        raise RankError(
-            f"rank {rank} {what} {host} port {port} (--master-addr and --master-port): "
-            f"{one_line(e)}"
-        ) from e
+        where = f"{host} port {port}{options}"
+        raise RankError(f"rank {rank} {what} {where}: {one_line(e)}") from e
 
 
 def _wait_for(host: str, port: int, limit: float) -> None:
@@ -146,7 +146,7 @@ def _wait_for(host: str, port: int, limit: float) -> None:
 def _links_of_rank_0(tcp_store: dist.Store, rank: int, size: int) -> Links:
     """The links as rank 0 describes them.  Raises ConfigError if the numbers of ranks differ."""
     if rank == 0:
-        links = make_links(size, envs.hostfile())
+        links = read_links(size, envs.hostfile())
         tcp_store.set("metal_lite/links", json.dumps([size, links]))
         return links
     size_of_0, links = _read(tcp_store, "metal_lite/links", 0, size)
@@ -185,7 +185,7 @@ def _read(tcp_store: dist.Store, key: str, other: int, size: int) -> Any:
     except Exception as e:  # torch has a type for each store
         limit = tcp_store.timeout.total_seconds()
         raise RankError(
-            f"rank {other} of {size} has not started (limit: {limit:.0f} s): {one_line(e)}"
+            f"rank {other} of {size} has not answered (limit: {limit:.0f} s): {one_line(e)}"
         ) from e
     if isinstance(value, str):
         raise RankError(f"another rank cannot start: {value}")

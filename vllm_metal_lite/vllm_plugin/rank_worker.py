@@ -64,10 +64,10 @@ class RankWorker(MetalLiteWorker):
                 "--pipeline-parallel-size is not possible on NVIDIA: MLX cannot send between GPUs; "
                 "take --tensor-parallel-size"
             )
-        ranks, self._heartbeat = join_workers(
+        group, self._heartbeat = join_workers(
             self.rank, self.parallel_config, self.distributed_init_method, self._end
         )
-        self.ranks = RankGroup(ranks.group, stages)
+        self.ranks = RankGroup(group, stages)
         self._waiter = ThreadPoolExecutor(1, "StepWaiter")
 
     def _take_device(self) -> None:
@@ -82,8 +82,7 @@ class RankWorker(MetalLiteWorker):
             devices = visible.split(",") if visible else None
             if devices is not None and self.local_rank >= len(devices):
                 raise ConfigError(
-                    f"rank {self.local_rank} has no device: CUDA_VISIBLE_DEVICES names "
-                    f"{len(devices)}"
+                    f"rank {self.rank} has no device: CUDA_VISIBLE_DEVICES names {len(devices)}"
                 )
             device = devices[self.local_rank] if devices else str(self.local_rank)
             os.environ["CUDA_VISIBLE_DEVICES"] = device

@@ -1,9 +1,9 @@
 """A script beside a process: kills the process if it hangs, as no other host can.
 
-    python watchdog.py SECONDS NAME
+    python watchdog.py SECONDS LINE
 
-The parent process writes to this one's standard input every second.  The script imports nothing of
-the package, so that its process is small.
+LINE is printed then.  The parent process writes to this one's standard input every second.  The
+script imports nothing of the package, so that its process is small.
 """
 
 import os
@@ -12,7 +12,7 @@ import signal
 import sys
 
 
-def watch(parent: int, seconds: int, name: str) -> None:
+def watch(parent: int, seconds: int, line: str) -> None:
     """Kill `parent` after `seconds` without a heartbeat; return when it ends or closes the pipe."""
     silent = 0  # counted, not measured: all of a terminal's processes may be stopped at once
     while silent < seconds:
@@ -23,10 +23,7 @@ def watch(parent: int, seconds: int, name: str) -> None:
         else:
             return
     if os.getppid() == parent:
-        print(
-            f"The engine ends: {name} (pid {parent}) has been silent for {seconds} s and is killed",
-            file=sys.stderr,
-        )
+        print(f"The engine ends: {line}", file=sys.stderr)
         os.kill(parent, signal.SIGKILL)
 
 

@@ -14,8 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from vllm_metal_lite.links import join, reserve
-from vllm_metal_lite.links import links as links_of
+from vllm_metal_lite.distributed import RankGroup
+from vllm_metal_lite.links import join, read_links, reserve
 
 ROOT = Path(__file__).parents[3]
 
@@ -51,7 +51,7 @@ def main() -> None:
     task, rank, rest = sys.argv[1:]
     addresses, args = json.loads(rest)
     module, _, name = task.partition(":")
-    ranks = join(int(rank), addresses, links_of(len(addresses), None))
+    ranks = RankGroup(join(int(rank), addresses, read_links(len(addresses), None)))
     print(json.dumps(getattr(import_module(module), name)(ranks, *args)), flush=True)
 
 

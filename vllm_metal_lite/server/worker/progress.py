@@ -1,6 +1,7 @@
 """What the server knows of a request, so that a message holds only what is new."""
 
-from vllm_metal_lite.outputs import Cursor, RequestOutput
+from vllm_metal_lite.outputs import RequestOutput
+from vllm_metal_lite.server.cursor import Cursor
 from vllm_metal_lite.server.worker.messages import AnswerUpdate, to_wire
 
 
