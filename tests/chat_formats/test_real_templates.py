@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -11,6 +12,7 @@ from tests.support.chat.text import check_splits
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.detect import detect
 from vllm_metal_lite.chat_formats.probe import ARGUMENTS, TOOL, reads, written_calls
+from vllm_metal_lite.server.openai_api.chat_messages import chat_messages
 
 USER = {"role": "user", "content": "Read it."}
 
@@ -87,6 +89,22 @@ def test_a_format_reads_what_its_template_writes_or_there_is_none():
     assert counts.total() == 389
     assert len(unread) <= 10, unread
     assert counts["none"] <= 39, counts
+
+
+@pytest.mark.long
+def test_a_template_that_renders_calls_renders_malformed_ones_too():
+    """Clients send an answer's calls back with the next request."""
+    taken = [name for name, text in templates().items() if takes(text, '{"path": "x"}')]
+    assert len(taken) > 350
+    assert [name for name in taken if not takes(template(name), '{"path": "x" oops}')] == []
+
+
+def takes(text: str, arguments: str) -> bool:
+    call = {"id": "abcdefghi", "function": {"name": TOOL.name, "arguments": arguments}}
+    messages = chat_messages([USER, {"role": "assistant", "tool_calls": [call]}])
+    with suppress(Exception):  # templates raise any error
+        return bool(renderer(text)(messages, [TOOL.for_template()], True))
+    return False
 
 
 def refuse(messages, tools, generation):

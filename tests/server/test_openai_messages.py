@@ -51,6 +51,13 @@ def test_an_image_in_a_result_is_named():
         chat_messages([{"role": "user", "content": parts}])
 
 
+@pytest.mark.parametrize(("kind", "name"), [("refusal", "refusal"), ("output_text", "text")])
+def test_a_part_without_text_is_named(kind, name):
+    with pytest.raises(ApiError) as refused:
+        chat_messages([{"role": "assistant", "content": [{"type": kind, name: 5}]}])
+    assert refused.value.param == f"messages.0.content.0.{name}"
+
+
 @pytest.mark.parametrize("name", ["partial", "prefix"])
 def test_a_begun_answer_goes_on(name):
     said = {"role": "assistant", "content": "The"}
@@ -73,10 +80,13 @@ def test_the_older_form_of_a_call():
     assert result == {"role": "tool", "name": "f", "content": "ok"}
 
 
-def test_arguments_that_are_not_json_stay_as_they_are_and_null_is_an_empty_object():
-    calls = [{"function": {"name": "f", "arguments": text}} for text in ('{"x": ', "null")]
+def test_arguments_are_always_an_object():
+    texts = ['{"x": ', "[1]", "null", "", '{"x": "a\nb"}']
+    calls = [{"function": {"name": "f", "arguments": text}} for text in texts]
     [message] = chat_messages([{"role": "assistant", "tool_calls": calls}])
-    assert [c["function"]["arguments"] for c in message["tool_calls"]] == ['{"x": ', {}]
+    malformed = [{"INVALID_JSON": text} for text in texts[:2]]
+    found = [call["function"]["arguments"] for call in message["tool_calls"]]
+    assert found == [*malformed, {}, {}, {"x": "a\nb"}]
 
 
 @pytest.mark.parametrize("calls", [5, [5], [{}], [{"function": {"name": 1}}]])

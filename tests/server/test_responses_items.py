@@ -119,9 +119,9 @@ def test_thoughts_that_cannot_be_read_or_that_nothing_follows_are_left_out():
     assert input_messages(items, None) == [message("assistant", "yes"), message("user", "go on")]
 
 
-def test_arguments_that_are_no_json_stay_text():
+def test_arguments_that_are_no_json_become_a_parameter():
     [said] = input_messages([{**CALL, "arguments": "{cmd"}], None)
-    assert said["tool_calls"][0]["function"]["arguments"] == "{cmd"
+    assert said["tool_calls"][0]["function"]["arguments"] == {"INVALID_JSON": "{cmd"}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """`/events`: what the engines do, while a client watches.
 
-All viewers get the same events.  An engine sends them only for some seconds after `watch`.
+All viewers get the same events; a slow one misses the oldest.  An engine sends them only for some seconds after `watch`.
 
 An engine sends no event during a step, and none after its process has ended.  So the server adds
 events with the state of each model and the number of its requests.
@@ -78,6 +78,8 @@ class Live:
             self._send(event)
 
     def _seen(self, name: str, text: str) -> None:
+        if not self._viewers:  # an engine goes on for some seconds
+            return
         event = self._latest[name] = sse(f'{{"model":{json.dumps(name)},{text[1:]}', "engine")
         self._send(event)
 
