@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vllm_metal_lite.chat_formats.schema import names_of, standalone
+from vllm_metal_lite.chat_formats.schema import named_values, names_of, standalone
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.chat_formats.typed import types_of
 
@@ -154,9 +154,7 @@ def _choices(schema: Any) -> Sequence[Any]:
         if isinstance(parts := schema.get(key), list):
             choices = [_choices(part) for part in parts]
             return [value for values in choices for value in values] if all(choices) else ()
-    none = [None] if schema.get("type") == "null" else ()
-    values = schema.get("enum", [schema["const"]] if "const" in schema else none)
-    return values if isinstance(values, list) else ()
+    return named_values(schema) or ([None] if schema.get("type") == "null" else ())
 
 
 def _bare(value: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading, loads
+from vllm_metal_lite.chat_formats.schema import named_values
 from vllm_metal_lite.chat_formats.tool import Tool
 
 # The JSON types of Python's values; "null" is not among them.
@@ -164,7 +165,7 @@ def types_of(schema: Any) -> set[str]:
         return {types}
     if isinstance(types, list):
         return {t for t in types if isinstance(t, str)}
-    if isinstance(values := schema.get("enum"), list):
+    if (values := named_values(schema)) is not None:
         return {"string"} if all(isinstance(v, str) for v in values) else set()
     for key in ("anyOf", "oneOf"):
         if isinstance(parts := schema.get(key), list):

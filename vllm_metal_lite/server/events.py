@@ -1,6 +1,7 @@
 """`/events`: what the engines do, while a client watches.
 
-All viewers get the same events; a slow one misses the oldest.  An engine sends them only for some seconds after `watch`.
+All viewers get the same events; a slow one misses the oldest.  An engine sends events only for some
+seconds after `watch`.
 
 An engine sends no event during a step, and none after its process has ended.  So the server adds
 events with the state of each model and the number of its requests.
