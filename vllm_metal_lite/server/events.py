@@ -79,7 +79,7 @@ class Live:
             self._send(event)
 
     def _seen(self, name: str, text: str) -> None:
-        if not self._viewers:  # an engine goes on for some seconds
+        if not self._viewers:  # engines send for some seconds more
             return
         event = self._latest[name] = sse(f'{{"model":{json.dumps(name)},{text[1:]}', "engine")
         self._send(event)

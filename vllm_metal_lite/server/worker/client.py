@@ -39,7 +39,7 @@ class EngineClient:
     def __init__(self, name: str, check: EngineConfig | None) -> None:
         """Start the process.  `start` also loads the model.  check: see there."""
         self.metrics: dict[str, int] = {}
-        self.on_seen: Callable[[str], None] = lambda text: None
+        self.on_seen: Callable[[str], None] = lambda event: None
         self.requests: dict[str, RequestState] = {}  # unfinished, by request id
         self.num_preparing = 0  # requests whose prompts and grammars the server makes
         self.ended = asyncio.Event()  # the process has ended
@@ -152,7 +152,7 @@ class EngineClient:
         getattr(self, method)(*args)
 
     def replied(self, key: str, value: Any = None) -> None:
-        """A request is queued or its grammar is made, or the engine's start comes to `key`."""
+        """`key`: a request that is queued or whose grammar is made, or a stage of the start."""
         reply = self._replies.pop(key, None)
         if reply is not None and not reply.done():  # done: no caller waits any longer
             reply.set_result(value)
@@ -166,6 +166,10 @@ class EngineClient:
             if reply is not None and not reply.done():
                 reply.set_exception(error)
                 reply.exception()  # perhaps no caller waits for it
+
+    def seen(self, event: str) -> None:
+        """What the engine does, for its watchers."""
+        self.on_seen(event)
 
     def stepped(self, updates: dict[str, list[AnswerUpdate]]) -> None:
         """A step has brought these updates, by request id."""
