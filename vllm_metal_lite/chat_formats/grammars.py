@@ -15,7 +15,7 @@ from vllm_metal_lite.chat_formats.typed import types_of
 
 SpecialTokens = Mapping[str, int]  # ids by text
 CallGrammar = Callable[[Sequence[Tool], ToolChoice, SpecialTokens], str]
-_NONE: SpecialTokens = {}
+_NO_TOKENS: SpecialTokens = {}
 # The spaces that chat templates write.  So the next prompt repeats the model's tokens, and
 # separators need no sampling.
 _SPACES = {
@@ -34,7 +34,7 @@ def marks_of(tokenizer: Any) -> dict[str, int]:
     }
 
 
-def literal(text: str, special_tokens: SpecialTokens = _NONE) -> str:
+def literal(text: str, special_tokens: SpecialTokens = _NO_TOKENS) -> str:
     """Text as a terminal of the grammar."""
     if text in special_tokens:
         return f"<[{special_tokens[text]}]>"

@@ -1,6 +1,6 @@
 """JSON objects with name and arguments between markers, or a list of them; Llama 3 needs no marker.
 
-Hermes is also that of Qwen 2.5 and 3, SmolLM 3 and many others.
+Qwen 2.5 and 3, SmolLM 3 and many others use Hermes too.
 """
 
 from functools import partial

@@ -104,7 +104,8 @@ def _calls(
 ) -> Reading[None]:
     """Read one or more calls after their marker.  out: gets text that is no call after all."""
     assert chat_format.read_calls is not None, "a format with markers of calls reads them"
-    calls, reader.taken = writer.calls, marker
+    calls = writer.calls
+    reader.record(marker)
     try:
         reading = chat_format.read_calls(reader, calls)
         yield from calls.guard(reading, chat_format.call_ends)
@@ -117,4 +118,4 @@ def _calls(
             out(reader.taken or "")
             if isinstance(e, CutShort) and not reader.taken:
                 reader.take(len(reader.rest))  # an end marker that has begun
-    reader.taken = None
+    reader.record(None)

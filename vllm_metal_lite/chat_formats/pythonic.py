@@ -33,7 +33,7 @@ def _read(reader: Reader, calls: CallWriter, *, end: str) -> Reading[None]:
             raise Malformed
         name = names.get(call.func.id)  # None for a name in parentheses
         if not calls.knows(name) and not reader.taken:
-            reader.taken = _written(source, call, names)  # only this one is text
+            reader.record(_written(source, call, names))  # only this one is text
         calls.begin(name)
         try:
             values = {names[str(k.arg)]: _value(k.value) for k in call.keywords}

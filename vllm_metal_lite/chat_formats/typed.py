@@ -108,26 +108,24 @@ def _value(
     while True:
         yield from reader.before(tags.marks, keep)
         found = yield from reader.follows([tags.end, *coming, *filter(None, [tags.close])])
+        text = "".join(parts)
+        is_complete = is_json and found is not None and _is_json(text)
         if found == tags.end:
             count = yield from _num_ends(reader, tags)
-            if count and not (count > 1 and _is_open("".join(parts), tags.end)):
-                for _ in range(count):  # some models double them
-                    yield from reader.expect(tags.end)
-                return "".join(parts), True
-            if is_json and _is_json("".join(parts)):
-                reader.take(len(tags.end))
-                return "".join(parts), True
-        elif found in coming or (
-            found is not None
-            and (
-                (is_json and _is_json("".join(parts)))
-                or (tags.outer and (yield from reader.follows(tags.outer, len(found))))
-            )
-        ):
-            text = "".join(parts)
-            if any(end in text for end in (tags.end, tags.close, *tags.outer) if end):
-                raise Malformed  # the value ended before
-            return text, False
+            if not count or (count > 1 and _is_open(text, tags.end)):
+                count = int(is_complete)
+            for _ in range(count):  # some models double them
+                yield from reader.expect(tags.end)
+            if count:
+                return text, True
+        elif found is not None:
+            end_is_missing = found in coming or is_complete
+            if tags.outer and not end_is_missing:
+                end_is_missing = (yield from reader.follows(tags.outer, len(found))) is not None
+            if end_is_missing:
+                if any(end in text for end in (tags.end, tags.close, *tags.outer) if end):
+                    raise Malformed  # the value ended before
+                return text, False
         keep(reader.take(len(found or " ")))  # it is text
 
 
