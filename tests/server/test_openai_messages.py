@@ -4,6 +4,7 @@ import pytest
 
 from vllm_metal_lite.outputs import Logprob
 from vllm_metal_lite.sampling_params import SAMPLING_RULES
+from vllm_metal_lite.server.content import arguments_of
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.openai_api.chat import ChatCompletionRequest
 from vllm_metal_lite.server.openai_api.chat_messages import ConversationFields, chat_messages
@@ -51,13 +52,6 @@ def test_an_image_in_a_result_is_named():
         chat_messages([{"role": "user", "content": parts}])
 
 
-@pytest.mark.parametrize(("kind", "name"), [("refusal", "refusal"), ("output_text", "text")])
-def test_a_part_without_text_is_named(kind, name):
-    with pytest.raises(ApiError) as refused:
-        chat_messages([{"role": "assistant", "content": [{"type": kind, name: 5}]}])
-    assert refused.value.param == f"messages.0.content.0.{name}"
-
-
 @pytest.mark.parametrize("name", ["partial", "prefix"])
 def test_a_begun_answer_goes_on(name):
     said = {"role": "assistant", "content": "The"}
@@ -81,12 +75,10 @@ def test_the_older_form_of_a_call():
 
 
 def test_arguments_are_always_an_object():
-    texts = ['{"x": ', "[1]", "null", "", '{"x": "a\nb"}']
-    calls = [{"function": {"name": "f", "arguments": text}} for text in texts]
-    [message] = chat_messages([{"role": "assistant", "tool_calls": calls}])
-    malformed = [{"INVALID_JSON": text} for text in texts[:2]]
-    found = [call["function"]["arguments"] for call in message["tool_calls"]]
-    assert found == [*malformed, {}, {}, {"x": "a\nb"}]
+    for text in '{"x": ', "[1]", "5":
+        assert arguments_of(text) == {"INVALID_JSON": text}
+    for text, value in {"null": {}, "": {}, '{"x": "a\nb"}': {"x": "a\nb"}}.items():
+        assert arguments_of(text) == value
 
 
 @pytest.mark.parametrize("calls", [5, [5], [{}], [{"function": {"name": 1}}]])
