@@ -80,10 +80,9 @@ async def until(client: EngineClient, is_so: Callable[[dict[str, int]], bool]) -
         if is_so(json.loads(text)["metrics"]):
             reached.set()
 
-    client.on_seen = take
-    client.watch(60)
+    client.watch(60, take)
     await reached.wait()
-    client.watch(0)
+    client.watch(0, take)
 
 
 async def assert_clean(client: EngineClient) -> None:

@@ -12,10 +12,7 @@ from vllm_metal_lite.chat_formats.tool import Tool
 
 
 class AnswerWriter:
-    """Where a reader puts what it finds; each part emits its events.
-
-    has_tools: the request has tools, so calls are read.  hidden: special tokens to drop.
-    """
+    """What a reader writes to.  hidden: special tokens to drop."""
 
     def __init__(
         self,

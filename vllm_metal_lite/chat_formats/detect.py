@@ -30,7 +30,7 @@ from vllm_metal_lite.chat_formats.tagged import (
     SEED_OSS,
 )
 
-PLAIN = ChatFormat("plain", think_start="", think_end="")
+PLAIN = ChatFormat("plain", thoughts=None)
 THINKING = ChatFormat("thinking")
 
 # The first format whose texts are all in the template, or in a call that the template writes.

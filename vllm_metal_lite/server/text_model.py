@@ -92,8 +92,8 @@ class TextModel:
     @cached_property
     def thinks(self) -> bool:
         """Whether the chat template knows of thoughts."""
-        end = self.chat_format.think_end
-        return bool(end) and end in self._source
+        thoughts = self.chat_format.thoughts
+        return thoughts is not None and thoughts.end in self._source
 
     @property
     def can_think(self) -> bool:

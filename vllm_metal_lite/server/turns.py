@@ -90,13 +90,14 @@ def _thinking(
     model: TextModel, conversation: ChatRequest, in_reasoning: bool, has_form: bool
 ) -> ThinkingParams | None:
     """The thoughts that come before the answer's form, or have a budget; None: neither."""
-    chat_format, budget = model.chat_format, conversation.thinking_budget
-    is_channel = chat_format.thinks_in_channel
-    if is_channel and conversation.thinks_not:
-        budget = 0  # the templates of such formats cannot turn thoughts off
-    thinks_first = has_form and not is_channel and (in_reasoning or model.thinks)
-    markers = chat_format.think_start, chat_format.think_end
-    if not all(markers) or (budget is None and not thinks_first):
+    thoughts, budget = model.chat_format.thoughts, conversation.thinking_budget
+    if thoughts is None:
         return None
+    if thoughts.in_channel and conversation.thinks_not:
+        budget = 0  # the templates of such formats cannot turn thoughts off
+    thinks_first = has_form and not thoughts.in_channel and (in_reasoning or model.thinks)
+    if budget is None and not thinks_first:
+        return None
+    markers = thoughts.start, thoughts.end
     start, end = (model.tokenizer.encode(m, add_special_tokens=False) for m in markers)
-    return ThinkingParams(start, end, in_reasoning, budget, is_channel)
+    return ThinkingParams(start, end, in_reasoning, budget, thoughts.in_channel)
