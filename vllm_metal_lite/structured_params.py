@@ -11,6 +11,7 @@ from vllm_metal_lite.rules import Rule, apply_rules, integer, switch, text, text
 # Between the parts of JSON: a space, or a line break and an indent.  Without a limit, a model may
 # write spaces forever.
 WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
+MAX_FORM = 200_000  # characters
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 

@@ -23,7 +23,8 @@ CALLS = [
 def test_text_thoughts_and_several_calls(name):
     calls = CALLS[:1] + CALLS[3:]
     form = FORMATS[name]
-    thoughts = f"{form.think_start}\nWhich file?\n{form.think_end}\n\n" if form.think_start else ""
+    marks = form.thoughts
+    thoughts = f"{marks.start}\nWhich file?\n{marks.end}\n\n" if marks else ""
     if name == "harmony":
         thoughts = "<|channel|>analysis<|message|>Which file?<|end|><|start|>assistant"
         thoughts += "<|channel|>commentary<|message|>"

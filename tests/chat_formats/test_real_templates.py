@@ -8,9 +8,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.support.chat.real_parts import template, templates
 from tests.support.chat.text import check_splits
+from tests.support.chat.writers import WRITERS
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.detect import detect
 from vllm_metal_lite.chat_formats.probe import ARGUMENTS, TOOL, reads, written_calls
+from vllm_metal_lite.server.content import function_call
 
 USER = {"role": "user", "content": "Read it."}
 
@@ -89,6 +91,23 @@ def test_a_format_reads_what_its_template_writes_or_there_is_none():
     assert counts["none"] <= 39, counts
 
 
+@pytest.mark.long
+def test_a_template_that_renders_calls_renders_malformed_ones_too():
+    """Clients send an answer's calls back with the next request."""
+    taken = [text for text in templates().values() if takes(text, '{"path": "x"}')]
+    assert len(taken) > 350
+    assert all(takes(text, '{"path": "x" oops}') for text in taken)
+
+
+def takes(text: str, arguments: str) -> bool:
+    call = function_call({"name": TOOL.name, "id": "abcdefghi"}, "id", arguments, "")
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    try:
+        return bool(renderer(text)(messages, [TOOL.for_template()], True))
+    except Exception:  # templates raise any error
+        return False
+
+
 def refuse(messages, tools, generation):
     raise ValueError
 
@@ -101,6 +120,19 @@ def test_a_format_that_does_not_read_the_template_s_call_is_not_chosen(name, exp
     text = template(name)
     assert detect(text, refuse).has_calls
     assert detect(text, renderer(text)).name == expected
+
+
+def test_a_format_that_is_not_chosen_does_not_change_the_call_that_others_read():
+    def render(messages, tools, generation):
+        [call] = messages[-1].get("tool_calls", [None])
+        if call is None:
+            return ""
+        if call["id"].startswith("functions."):  # by Kimi's `adapt`
+            return TOOL.name
+        return WRITERS["hermes"]([(TOOL.name, ARGUMENTS)])
+
+    text = "<|tool_calls_section_begin|><|tool_call_argument_begin|><tool_call>"
+    assert detect(text, render).name == "hermes"
 
 
 def test_a_template_that_writes_no_calls_leaves_it_to_the_vocabulary():

@@ -105,7 +105,7 @@ SLIPS = {
         for name, text, value in [
             ("cmd", "12", "12"), ("cmd", "\n\na\n\n", "\na\n"), ("dry", "True", True),
             ("scale", "\n2\n", 2), ("note", "null", None), ("note", "5", "5"),
-            ("args", "\nnot json\n", "not json"), ("other", "5", "5"),
+            ("version", "5", "5"), ("args", "\nnot json\n", "not json"), ("other", "5", "5"),
         ]
     ],
     "numbers that JSON has not": [
@@ -218,6 +218,14 @@ def test_a_slip(name, call, part, slip, meant, cuts):
 def test_a_slip_that_is_cut_short(name, call, part, slip, meant):
     if meant is not None:
         check_cuts(FORMATS[name], slipped(name, call, part, slip))
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_a_malformed_call_is_passed_on_as_it_is_written(name):
+    written = 'run(cmd=x(), mode="n0 n1", note=n1)'
+    text = WRITERS[name]([NOW]).replace("now()", written)
+    [call] = parse(FORMATS[name], text).calls
+    assert (call.text, call.is_whole) == (written, False)
 
 
 @pytest.mark.parametrize("name", PYTHON)

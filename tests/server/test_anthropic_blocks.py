@@ -75,20 +75,15 @@ def test_calls_and_results():
 
 def test_results_alone_are_no_message_of_the_user():
     said = {"role": "assistant", "content": [use("t1", "Read")]}
-    assert [m["role"] for m in messages(user("a"), said, user([result("t1", None)]))] == [
-        "user",
-        "assistant",
-        "tool",
-    ]
+    found = messages(user("a"), said, user([result("t1", None)]))
+    assert [message["role"] for message in found] == ["user", "assistant", "tool"]
 
 
 def test_only_text_of_the_assistant_is_gone_on_with():
     said = {"role": "assistant", "content": [block("Well,")]}
     begun = conversation([user("a"), said], None)
-    assert (begun.template, begun.add_generation_prompt) == (
-        {"continue_final_message": True},
-        False,
-    )
+    assert begun.template == {"continue_final_message": True}
+    assert not begun.add_generation_prompt
     called = {"role": "assistant", "content": [block("Well,"), use("t1", "Read")]}
     assert conversation([user("a"), called], None).add_generation_prompt
 

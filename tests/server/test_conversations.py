@@ -87,9 +87,8 @@ def test_a_template_that_thinks(tokenizer):
         "{% if m.role == 'assistant' and loop.last %}<think>{% endif %}{{ m.content }}<|end|>"
         "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
     )
-    system, question, end = shown(
-        tokenizer, render(tokenizer, SYSTEM, user("a"), assistant("b"), user("c d"))
-    )
+    prompt = render(tokenizer, SYSTEM, user("a"), assistant("b"), user("c d"))
+    system, question, end = shown(tokenizer, prompt)
     assert system.endswith("<|end|>")
     assert question.endswith("<|assistant|>b<|end|>")
     assert end.endswith("<|user|>c d")

@@ -7,11 +7,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 
 from tests.support.server.cli_kit import SAFETY
 from tests.support.server.kit import Running, serving
+from vllm_metal_lite.server.events import Live
 
 LONG = {"messages": [{"role": "user", "content": "tell me a story"}], "max_tokens": 200}
 
@@ -53,6 +55,12 @@ def test_all_viewers_see_the_work_and_its_end(running):
                     break
             assert len(steps) > 1
             assert all(code <= 0 for code, _ in event["blocks"]["runs"])
+
+
+def test_an_event_that_comes_after_the_last_viewer_has_left_is_not_kept():
+    live = Live(Mock())
+    live._seen("demo", "{}")
+    assert live._latest == {}
 
 
 def test_the_server_counts_what_a_silent_engine_does_not_tell(running):

@@ -36,7 +36,7 @@ ENDPOINTS = {
     "/v1/score": (pooling.ScoreRequest, {"text_1": "hi", "text_2": "a"}),
     "/v1/responses": (ResponsesRequest, {"input": "hi", "max_output_tokens": 2}),
     "/v1/messages": (messages.MessagesRequest, {"messages": HI, "max_tokens": 2}),
-    "/v1/messages/count_tokens": (messages.ConversationFields, {"messages": HI}),
+    "/v1/messages/count_tokens": (messages.CountTokensRequest, {"messages": HI}),
     "/tokenize": (TokenizeRequest, {"prompt": "hi"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [1]}),
 }

@@ -95,12 +95,8 @@ def test_logprobs_are_those_of_the_embedded_engine(client, llm):
         assert entry.logprob == pytest.approx(position[token_id].logprob, abs=1e-5)
         ranks = sorted(position.values(), key=lambda p: p.rank)
         assert [top.token for top in entry.top_logprobs] == [p.decoded_token for p in ranks]
-    streamed = [
-        entry
-        for chunk in chat(client, **options, stream=True)
-        if chunk.choices[0].logprobs
-        for entry in chunk.choices[0].logprobs.content
-    ]
+    chunks = [chunk.choices[0].logprobs for chunk in chat(client, **options, stream=True)]
+    streamed = [entry for scores in chunks if scores for entry in scores.content]
     assert [e.token for e in streamed] == [e.token for e in whole]
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from vllm_metal_lite.outputs import Logprob
 from vllm_metal_lite.sampling_params import SAMPLING_RULES
+from vllm_metal_lite.server.content import arguments_of
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.openai_api.chat import ChatCompletionRequest
 from vllm_metal_lite.server.openai_api.chat_messages import ConversationFields, chat_messages
@@ -73,10 +74,11 @@ def test_the_older_form_of_a_call():
     assert result == {"role": "tool", "name": "f", "content": "ok"}
 
 
-def test_arguments_that_are_not_json_stay_as_they_are_and_null_is_an_empty_object():
-    calls = [{"function": {"name": "f", "arguments": text}} for text in ('{"x": ', "null")]
-    [message] = chat_messages([{"role": "assistant", "tool_calls": calls}])
-    assert [c["function"]["arguments"] for c in message["tool_calls"]] == ['{"x": ', {}]
+def test_arguments_are_always_an_object():
+    for text in '{"x": ', "[1]", "5":
+        assert arguments_of(text) == {"INVALID_JSON": text}
+    for text, value in {"null": {}, "": {}, '{"x": "a\nb"}': {"x": "a\nb"}}.items():
+        assert arguments_of(text) == value
 
 
 @pytest.mark.parametrize("calls", [5, [5], [{}], [{"function": {"name": 1}}]])

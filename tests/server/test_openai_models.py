@@ -46,7 +46,7 @@ def test_the_version_and_what_is_not_there(http):
     missing = http.get("/v1/nothing")
     assert missing.status_code == 404
     message = missing.json()["error"]["message"]
-    assert message == "there is no /v1/nothing here"
+    assert message == "unknown path: /v1/nothing"
 
 
 ROLES = "the role of a message must be one of system, user, assistant, tool, got "

@@ -101,7 +101,7 @@ def test_calls_token_by_token(model):
     text = WRITERS[format_.name](CALLS)
     tail = model.tokenizer.decode(turn.prompt.token_ids[-64:])
     if format_.opens_reasoning(tail):
-        text = f"Hm.\n{format_.think_end}\n\n{text}"
+        text = f"Hm.\n{format_.thoughts.end}\n\n{text}"
     said = said_by(model, turn, encode(model, text))
     assert said.called == CALLS
     assert said.text == ""

@@ -52,9 +52,8 @@ def test_a_custom_tool_is_a_function_of_one_string():
     assert about["type"] == "string"
     assert about["description"].endswith("It must match this lark grammar:\nstart: /.+/")
     assert tool.parameters["required"] == ["input"]
-    [plain] = offered(
-        [{"type": "custom", "name": "say", "format": {"type": "text"}}]
-    ).tools.values()
+    say = {"type": "custom", "name": "say", "format": {"type": "text"}}
+    [plain] = offered([say]).tools.values()
     assert "grammar" not in plain.parameters["properties"]["input"]["description"]
 
 
@@ -72,10 +71,8 @@ def test_tools_that_this_server_cannot_run_are_left_out(caplog, monkeypatch):
 
 def test_additional_tools_come_with_the_input():
     more = {"type": "additional_tools", "role": "developer", "tools": [AGENTS]}
-    assert names(offered([RUN], items=[more, {"role": "user", "content": "x"}])) == [
-        "run",
-        "agents__wait",
-    ]
+    items = [more, {"role": "user", "content": "x"}]
+    assert names(offered([RUN], items=items)) == ["run", "agents__wait"]
     assert names(offered(None, items=[more])) == ["agents__wait"]
     assert names(ResponseTools(None, "hi", None, True)) == []
 

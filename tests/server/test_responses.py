@@ -37,10 +37,8 @@ def test_a_response(client):
     )
     assert response.id.startswith("resp_")
     assert response.output_text == chat(client, user(ASK)) != ""
-    assert (response.status, response.incomplete_details.reason) == (
-        "incomplete",
-        "max_output_tokens",
-    )
+    assert response.status == "incomplete"
+    assert response.incomplete_details.reason == "max_output_tokens"
     [item] = response.output
     assert (item.type, item.role, item.status) == ("message", "assistant", "incomplete")
     assert (response.store, response.truncation) == (False, "disabled")
@@ -124,21 +122,15 @@ def test_the_next_turn_finds_the_prefix(client):
 
 
 def test_logprobs(client):
-    include = ["message.output_text.logprobs"]
-    whole = client.responses.create(input=ASK, include=include, top_logprobs=3, **LIMITS)
+    asked = {"input": ASK, "include": ["message.output_text.logprobs"], "top_logprobs": 3, **LIMITS}
+    whole = client.responses.create(**asked)
     tokens = whole.output[0].content[0].logprobs
     assert len(tokens) == 12
     assert "".join(token.token for token in tokens) == whole.output_text
     assert all(len(token.top_logprobs) == 3 for token in tokens)
-    events = client.responses.create(
-        input=ASK, include=include, top_logprobs=3, stream=True, **LIMITS
-    )
-    streamed = [
-        token
-        for event in events
-        if event.type == "response.output_text.delta"
-        for token in event.logprobs
-    ]
+    events = client.responses.create(**asked, stream=True)
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    streamed = [token for delta in deltas for token in delta.logprobs]
     assert [token.token for token in streamed] == [token.token for token in tokens]
 
 

@@ -11,7 +11,7 @@ from tests.support.server.kit import Running, serving
 from tests.support.server.raw_http import ask, connect, parsed, raw, read_all
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.errors import ConfigError
-from vllm_metal_lite.server import http, security
+from vllm_metal_lite.server import connection, security
 from vllm_metal_lite.server.lifecycle import listen, url_of
 from vllm_metal_lite.server.settings import ServerConfig
 
@@ -226,7 +226,7 @@ def test_a_large_body_is_refused(running, path, chunked):
         answer = ask(running.url, path, method="POST", body=body)
     assert answer.status == 413
     error = answer.json()["error"]
-    assert error["message"] == "the request is larger than max_body_mib (0.01 MiB)"
+    assert error["message"] == "the request is larger than --max-body-mib (0.01 MiB)"
     expected = "request_too_large" if path == MESSAGES else "invalid_request_error"
     assert error["type"] == expected
 
@@ -248,7 +248,7 @@ def test_a_body_that_drips_is_given_up(running, monkeypatch):
 @pytest.mark.parametrize("head", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "])
 @pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"])
 def test_a_head_that_drips_or_stays_away_is_given_up(running, monkeypatch, before, head):
-    monkeypatch.setattr(http, "_HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(connection, "_HEAD_SECONDS", 0.5)
     with connect(running.url) as sock:
         sock.sendall(before + head)
         answer = drip(sock) if head else read_all(sock)

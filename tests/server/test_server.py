@@ -40,9 +40,8 @@ def client(running) -> Iterator[httpx.Client]:
 def begun(client: httpx.Client, **fields) -> ExitStack:
     """A stream that has been accepted; its client leaves when the stack is closed."""
     stack = ExitStack()
-    answer = stack.enter_context(
-        client.stream("POST", PATH, json={**LONG, "stream": True, **fields})
-    )
+    body = {**LONG, "stream": True, **fields}
+    answer = stack.enter_context(client.stream("POST", PATH, json=body))
     assert answer.status_code == 200
     return stack
 
@@ -105,9 +104,8 @@ def test_requests_whose_token_ids_are_made_wait_like_others(running, client, mon
         waiting = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(4)]
         try:
             eventually(lambda: client.get("/status").json()["server"]["waiting"] == 2)
-            assert (
-                client.post("/v1/completions", json=body).json()["error"]["code"] == "server_busy"
-            )
+            refused = client.post("/v1/completions", json=body)
+            assert refused.json()["error"]["code"] == "server_busy"
         finally:
             go.set()
         assert [answer.result().status_code for answer in waiting] == [200] * 4

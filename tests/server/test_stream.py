@@ -49,6 +49,14 @@ async def endless(ended: asyncio.Event) -> AsyncIterator[bytes]:
         ended.set()
 
 
+async def forever(begun: asyncio.Event, cancelled: asyncio.Event) -> None:
+    try:
+        begun.set()
+        await asyncio.Event().wait()
+    finally:
+        cancelled.set()
+
+
 async def few() -> AsyncIterator[bytes]:
     yield b"one"
     yield b"two"
@@ -117,31 +125,17 @@ async def test_a_watch_that_fails_is_not_a_client_that_goes():
         await connection.stream(endless(ended))
     assert connection.closed.is_set()
 
-    async def slow() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cancelled.set()
-
     cancelled = asyncio.Event()
     with pytest.raises(ConnectionError):
-        await until_gone(connection.request(), slow())
+        await until_gone(connection.request(), forever(asyncio.Event(), cancelled))
     assert cancelled.is_set()
 
 
 @in_loop
 async def test_work_ends_with_its_client():
     connection, cancelled = Connection(), asyncio.Event()
-
-    async def slow() -> None:
-        try:
-            connection.gone.set()
-            await asyncio.Event().wait()
-        finally:
-            cancelled.set()
-
     with pytest.raises(ClientGone):
-        await until_gone(connection.request(), slow())
+        await until_gone(connection.request(), forever(connection.gone, cancelled))
     assert cancelled.is_set()
 
 

@@ -46,9 +46,8 @@ def test_the_official_client_parses_responses(client):
 
 def test_the_anthropic_client_parses(running, http):
     with anthropic.Anthropic(base_url=running.url, api_key="x", max_retries=0) as client:
-        reply = client.messages.parse(
-            model="demo", messages=ASK, max_tokens=200, output_format=Lantern
-        )
+        asked = {"model": "demo", "messages": ASK, "max_tokens": 200}
+        reply = client.messages.parse(**asked, output_format=Lantern)
         assert isinstance(reply.parsed_output, Lantern)
     form = {"type": "json_schema", "schema": SCHEMA}
     for fields in {"output_format": form}, {"output_config": {"format": form}}:

@@ -41,10 +41,7 @@ class Engine:
         self.client = self.run(start_engine("demo", CONFIG))
 
     def run(self, work):
-        async def limited():
-            return await asyncio.wait_for(work, 60)
-
-        return self._runner.run(limited())
+        return self._runner.run(asyncio.wait_for(work, 60))
 
 
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -80,10 +77,9 @@ async def until(client: EngineClient, is_so: Callable[[dict[str, int]], bool]) -
         if is_so(json.loads(text)["metrics"]):
             reached.set()
 
-    client.on_seen = take
-    client.watch(60)
+    client.watch(60, take)
     await reached.wait()
-    client.watch(0)
+    client.watch(0, take)
 
 
 async def assert_clean(client: EngineClient) -> None:
@@ -310,9 +306,8 @@ async def test_lost_requests_fail_and_others_go_on(engine):
 
 @in_loop
 async def test_a_generation_that_fails_while_another_is_read_is_not_taken_for_finished(engine):
-    first, second = (
-        RequestState(Add(name, PROMPT, short()), engine.client.model.tokenizer) for name in "ab"
-    )
+    tokenizer = engine.client.model.tokenizer
+    first, second = (RequestState(Add(name, PROMPT, short()), tokenizer) for name in "ab")
 
     first.take([AnswerUpdate(0, [5])])
     second.take([AnswerUpdate(0, [5], finish_reason="length")])

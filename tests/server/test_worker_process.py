@@ -52,10 +52,7 @@ asyncio.run(main())
 
 
 def run(work):
-    async def limited():
-        return await asyncio.wait_for(work, SAFETY)
-
-    return asyncio.run(limited())
+    return asyncio.run(asyncio.wait_for(work, SAFETY))
 
 
 def no_threads() -> bool:

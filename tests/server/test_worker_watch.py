@@ -75,10 +75,8 @@ def test_an_event_shows_steps_requests_and_blocks():
     blocks = event["blocks"]
     assert (blocks["total"], blocks["size"], blocks["per_cell"]) == (64, 16, 1)
     assert sum(cells for _, cells in blocks["runs"]) == 64
-    request = engine.scheduler.running[-1]
-    assert [i for i, code in enumerate(codes(blocks)) if code == 2] == sorted(
-        request.block_tables[0].owned
-    )
+    owned = engine.scheduler.running[-1].block_tables[0].owned
+    assert [i for i, code in enumerate(codes(blocks)) if code == 2] == sorted(owned)
     run(engine)
     ended = json.loads(watcher.event())
     assert ended["requests"] == []

@@ -12,6 +12,8 @@ from vllm_metal_lite.chat_formats.tool import Tool
 
 
 class AnswerWriter:
+    """What a reader writes to.  hidden: special tokens to drop."""
+
     def __init__(
         self,
         reader: Reader,

@@ -42,7 +42,7 @@ class CallWriter:
 
     def arguments(self, text: str) -> None:
         """The next piece of the JSON of the arguments."""
-        self._reader.taken = ""
+        self._reader.record()
         if text:
             self._parts.append(text)
             self._send(Arguments(text))
@@ -83,10 +83,10 @@ class CallWriter:
 
     def _send(self, event: Event) -> None:
         self._emit(event)
-        self._reader.taken = ""  # the text read so far belongs to the call
+        self._reader.record()  # the text read so far belongs to the call
 
     def guard(self, reading: Reading[None], ends: Sequence[str]) -> Reading[None]:
-        """Read a call.  If the call goes wrong after its name, the rest up to one of `ends` becomes
+        """Read a call.  If a call is malformed after its name, the rest up to one of `ends` becomes
         its arguments.
 
         Raises CutShort, and Malformed if no call is open.
@@ -104,9 +104,9 @@ class CallWriter:
     def section(
         self, read: Callable[[], Reading[None]], start: str, call_end: str, end: str
     ) -> Reading[None]:
-        """Read calls that begin with `start`; `read` reads one call after `start`.  If a call goes
-        wrong, reading resumes after `call_end`.  A model may end its answer without `end`, the mark
-        after all calls; "": there is one call."""
+        """Read calls that begin with `start`; `read` reads one call after `start`.  If a call is
+        malformed, reading resumes after `call_end`.  A model may end its answer without `end`, the
+        mark after all calls; "": there is one call."""
         reader = self._reader
         if reader.taken != start:  # the marker that led here
             yield from reader.expect(start)

@@ -11,6 +11,19 @@ from vllm_metal_lite.chat_formats.reader import Reader, Reading
 
 
 @dataclass(frozen=True)
+class Thoughts:
+    """The markers around thoughts.  in_channel: thoughts are messages, several in an answer, and
+    the format's `grammar` includes them."""
+
+    start: str
+    end: str
+    in_channel: bool = False
+
+
+THINK = Thoughts("<think>", "</think>")
+
+
+@dataclass(frozen=True)
 class ChatFormat:
     """How a family of models writes.
 
@@ -19,11 +32,10 @@ class ChatFormat:
     read_calls: reads calls after a marker, which is `reader.taken`; raises Malformed, CutShort.
     grammar: makes the grammar of an answer after its thoughts: the calls that a ToolChoice demands,
     or in mode "auto" text and any calls.
-    think_start, think_end: around thoughts; "": the format has none.
+    thoughts: None: the format has none.
     bare_start: an answer that begins with this character may be a call without a marker.
     adapt: changes earlier messages to the form that the model's templates take.
     read_answer: reads the whole answer, in formats that are not text with markers.
-    thinks_in_channel: thoughts are messages, several in an answer; `grammar` includes them.
     """
 
     name: str
@@ -31,11 +43,9 @@ class ChatFormat:
     call_ends: tuple[str, ...] = ()
     read_calls: Callable[[Reader, CallWriter], Reading[None]] | None = None
     grammar: CallGrammar | None = None
-    think_start: str = "<think>"
-    think_end: str = "</think>"
+    thoughts: Thoughts | None = THINK
     bare_start: str = ""
     adapt: Adapt | None = None
-    thinks_in_channel: bool = False
     read_answer: "Callable[[Reader, AnswerWriter, ChatFormat, bool], Reading[None]] | None" = None
 
     @property
@@ -46,18 +56,20 @@ class ChatFormat:
     @property
     def markers(self) -> tuple[str, ...]:
         """All markers.  The parsed text must contain them, also those that are special tokens."""
-        thoughts = filter(None, (self.think_start, self.think_end))
+        thoughts = (self.thoughts.start, self.thoughts.end) if self.thoughts else ()
         return (*self.call_starts, *self.call_ends, *thoughts)
 
     def opens_reasoning(self, prompt: str) -> bool:
         """Whether a rendered prompt ends with the start of thoughts, and not only contains it."""
-        return bool(self.think_start) and prompt.rstrip().endswith(self.think_start)
+        return self.thoughts is not None and prompt.rstrip().endswith(self.thoughts.start)
 
     def closes_reasoning(self, prompt: str) -> bool:
         """Whether a rendered prompt ends where thoughts end, so that the answer has none."""
-        has_end = bool(self.think_end) and not self.thinks_in_channel
-        return has_end and prompt.rstrip().endswith(self.think_end)
+        if self.thoughts is None or self.thoughts.in_channel:
+            return False
+        return prompt.rstrip().endswith(self.thoughts.end)
 
     def is_thinking(self, answer: str) -> bool:
         """Whether an answer, so far, ends within thoughts."""
-        return answer.rfind(self.think_start) > answer.rfind(self.think_end)
+        thoughts = self.thoughts
+        return thoughts is not None and answer.rfind(thoughts.start) > answer.rfind(thoughts.end)

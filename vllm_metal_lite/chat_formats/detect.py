@@ -30,7 +30,7 @@ from vllm_metal_lite.chat_formats.tagged import (
     SEED_OSS,
 )
 
-PLAIN = ChatFormat("plain", think_start="", think_end="")
+PLAIN = ChatFormat("plain", thoughts=None)
 THINKING = ChatFormat("thinking")
 
 # The first format whose texts are all in the template, or in a call that the template writes.
@@ -83,9 +83,9 @@ def detect(template: str, render: Render, vocabulary: Container[str] = ()) -> Ch
     shown = template + "".join(written)
     for chat_format, texts in _SHOWN:
         if all(text in shown for text in texts):
-            if chat_format.adapt is not None:
-                written = written_calls(render, chat_format.adapt)
-            if not written or any(reads(chat_format, answer) for answer in written):
+            adapt = chat_format.adapt
+            answers = written if adapt is None else written_calls(render, adapt)
+            if not answers or any(reads(chat_format, answer) for answer in answers):
                 return chat_format
     has_tokens = all(token in vocabulary for token in _LFM2_TOKENS)
     if has_tokens and not written and shows_tools(render):

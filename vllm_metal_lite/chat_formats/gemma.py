@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_metal_lite.chat_formats.calls import CallWriter
-from vllm_metal_lite.chat_formats.chat_format import ChatFormat
+from vllm_metal_lite.chat_formats.chat_format import ChatFormat, Thoughts
 from vllm_metal_lite.chat_formats.grammars import SpecialTokens, calls_grammar, literal, texts
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
 from vllm_metal_lite.chat_formats.schema_rules import SCALARS, SchemaRules
@@ -70,7 +70,7 @@ def _has_item(reader: Reader, end: str, *, is_first: bool) -> Reading[bool]:
     return not (yield from reader.has(end))
 
 
-def _format(name: str, start: str, end: str, quote: str, thoughts: tuple[str, str]) -> ChatFormat:
+def _format(name: str, start: str, end: str, quote: str, thoughts: Thoughts | None) -> ChatFormat:
     """quote: stands before and after a string."""
 
     def read(reader: Reader, calls: CallWriter) -> Reading[None]:
@@ -95,7 +95,7 @@ def _format(name: str, start: str, end: str, quote: str, thoughts: tuple[str, st
         arguments = _Rules(quote, special, lines).arguments(tool.parameters)
         return f"{literal(f'call:{tool.name}')} {arguments} {texts(end, special)}"
 
-    return ChatFormat(name, (start,), (end,), read, calls_grammar(rule, start=start), *thoughts)
+    return ChatFormat(name, (start,), (end,), read, calls_grammar(rule, start=start), thoughts)
 
 
 class _Rules(SchemaRules):
@@ -125,9 +125,8 @@ class _Rules(SchemaRules):
         return sorted(names, key=str.lower)
 
 
-GEMMA_4 = _format(
-    "gemma4", "<|tool_call>", "<tool_call|>", '<|"|>', ("<|channel>thought", "<channel|>")
-)
+_THOUGHTS = Thoughts("<|channel>thought", "<channel|>")
+GEMMA_4 = _format("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>', _THOUGHTS)
 FUNCTION_GEMMA = _format(
-    "function_gemma", "<start_function_call>", "<end_function_call>", "<escape>", ("", "")
+    "function_gemma", "<start_function_call>", "<end_function_call>", "<escape>", None
 )

@@ -9,13 +9,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vllm_metal_lite.chat_formats.schema import names_of, standalone
+from vllm_metal_lite.chat_formats.schema import named_values, names_of, standalone
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.chat_formats.typed import types_of
 
 SpecialTokens = Mapping[str, int]  # ids by text
 CallGrammar = Callable[[Sequence[Tool], ToolChoice, SpecialTokens], str]
-_NONE: SpecialTokens = {}
+_NO_TOKENS: SpecialTokens = {}
 # The spaces that chat templates write.  So the next prompt repeats the model's tokens, and
 # separators need no sampling.
 _SPACES = {
@@ -34,7 +34,7 @@ def marks_of(tokenizer: Any) -> dict[str, int]:
     }
 
 
-def literal(text: str, special_tokens: SpecialTokens = _NONE) -> str:
+def literal(text: str, special_tokens: SpecialTokens = _NO_TOKENS) -> str:
     """Text as a terminal of the grammar."""
     if text in special_tokens:
         return f"<[{special_tokens[text]}]>"
@@ -154,9 +154,7 @@ def _choices(schema: Any) -> Sequence[Any]:
         if isinstance(parts := schema.get(key), list):
             choices = [_choices(part) for part in parts]
             return [value for values in choices for value in values] if all(choices) else ()
-    none = [None] if schema.get("type") == "null" else ()
-    values = schema.get("enum", [schema["const"]] if "const" in schema else none)
-    return values if isinstance(values, list) else ()
+    return named_values(schema) or ([None] if schema.get("type") == "null" else ())
 
 
 def _bare(value: Any) -> str:

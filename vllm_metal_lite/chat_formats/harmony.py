@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from vllm_metal_lite.chat_formats.answer_writer import AnswerWriter
 from vllm_metal_lite.chat_formats.calls import json_arguments
-from vllm_metal_lite.chat_formats.chat_format import ChatFormat
+from vllm_metal_lite.chat_formats.chat_format import ChatFormat, Thoughts
 from vllm_metal_lite.chat_formats.grammars import SpecialTokens, schema_of, texts
 from vllm_metal_lite.chat_formats.history import one_call_each, text_as_thoughts
 from vllm_metal_lite.chat_formats.reader import CutShort, Malformed, Reader, Reading
@@ -107,9 +107,7 @@ HARMONY = ChatFormat(
     # Calls are in `commentary`, or name a recipient.
     (f"{_CHANNEL}commentary", f"{_CHANNEL}analysis to", f"{_START}assistant to"),
     (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS),
-    think_start=f"{_CHANNEL}analysis{_MESSAGE}",
-    think_end=f"<|end|>{_START}assistant",
-    thinks_in_channel=True,
+    thoughts=Thoughts(f"{_CHANNEL}analysis{_MESSAGE}", f"<|end|>{_START}assistant", True),
     read_answer=_read,
     grammar=_grammar,
     adapt=lambda messages: one_call_each(text_as_thoughts(messages)),

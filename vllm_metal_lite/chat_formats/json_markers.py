@@ -1,12 +1,12 @@
 """JSON objects with name and arguments between markers, or a list of them; Llama 3 needs no marker.
 
-Hermes is also that of Qwen 2.5 and 3, SmolLM 3 and many others.
+Qwen 2.5 and 3, SmolLM 3 and many others use Hermes too.
 """
 
 from functools import partial
 
 from vllm_metal_lite.chat_formats.calls import CallWriter, json_call, json_list
-from vllm_metal_lite.chat_formats.chat_format import ChatFormat
+from vllm_metal_lite.chat_formats.chat_format import THINK, ChatFormat, Thoughts
 from vllm_metal_lite.chat_formats.grammars import json_calls
 from vllm_metal_lite.chat_formats.history import one_call_each
 from vllm_metal_lite.chat_formats.reader import Reader, Reading
@@ -25,7 +25,7 @@ def _format(
     name: str,
     start: str,
     end: str,
-    thoughts: tuple[str, str] = ("<think>", "</think>"),
+    thoughts: Thoughts = THINK,
     name_key: str = "name",
     **grammar: str,
 ) -> ChatFormat:
@@ -33,7 +33,7 @@ def _format(
     ends = (end,) if end else ()
     read = partial(_read, end=end, name_key=name_key)
     demanded = json_calls(start=start, quoted=True, **grammar)
-    return ChatFormat(name, (start,), ends, read, demanded, *thoughts)
+    return ChatFormat(name, (start,), ends, read, demanded, thoughts)
 
 
 def _objects(name: str, prefix: str) -> ChatFormat:
@@ -43,7 +43,7 @@ def _objects(name: str, prefix: str) -> ChatFormat:
         name,
         f"<{prefix}tool_call>",
         end,
-        (f"<{prefix}think>", f"</{prefix}think>"),
+        Thoughts(f"<{prefix}think>", f"</{prefix}think>"),
         head='\n{"name": ',
         middle=', "arguments": ',
         tail=f"}}\n{end}",
@@ -76,7 +76,7 @@ COHERE = _format(
     "cohere",
     "<|START_ACTION|>",
     "<|END_ACTION|>",
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    Thoughts("<|START_THINKING|>", "<|END_THINKING|>"),
     name_key="tool_name",
     opening="[",
     head='\n    {"tool_call_id": "0", "tool_name": ',
@@ -101,8 +101,7 @@ LLAMA_3 = ChatFormat(
     (),
     _read_llama,
     json_calls(start="", head='{"name": ', middle=', "parameters": ', tail="}", between="; "),
-    think_start="",
-    think_end="",
+    thoughts=None,
     bare_start="{",
     adapt=one_call_each,
 )

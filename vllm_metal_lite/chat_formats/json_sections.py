@@ -74,7 +74,7 @@ def _kimi_id(name: str, number: int, given: str) -> str:
     return f"functions.{name}:{number}"
 
 
-# The number after the name is that of the call in the conversation; the format reads any.
+# The number after the name is that of the call in the conversation; the reader accepts any number.
 KIMI_K2 = _format(
     "kimi_k2",
     ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),

@@ -7,7 +7,7 @@ from functools import partial
 from hashlib import sha256
 
 from vllm_metal_lite.chat_formats.calls import CallWriter, json_arguments, json_list
-from vllm_metal_lite.chat_formats.chat_format import ChatFormat
+from vllm_metal_lite.chat_formats.chat_format import ChatFormat, Thoughts
 from vllm_metal_lite.chat_formats.grammars import json_calls
 from vllm_metal_lite.chat_formats.history import with_call_ids
 from vllm_metal_lite.chat_formats.reader import Reader, Reading
@@ -40,8 +40,7 @@ MISTRAL = ChatFormat(
     (),
     _read,
     json_calls(start=_START, head="", middle=_ARGUMENTS, quoted=False),
-    think_start="[THINK]",
-    think_end="[/THINK]",
+    thoughts=Thoughts("[THINK]", "[/THINK]"),
     adapt=partial(with_call_ids, _call_id),
 )
 _NAME, _VALUES = '{"name": ', ', "arguments": '

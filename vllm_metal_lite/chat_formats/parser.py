@@ -67,11 +67,12 @@ def read_answer(
     reader: Reader, writer: AnswerWriter, chat_format: ChatFormat, in_reasoning: bool
 ) -> Reading[None]:
     """An answer of text with marked thoughts and calls."""
-    starts = [chat_format.think_start] if chat_format.think_start else []
+    thoughts = chat_format.thoughts
+    starts = [thoughts.start] if thoughts else []
     if writer.has_tools:
         starts += chat_format.call_starts
-    if in_reasoning:
-        yield from _thoughts(reader, writer, chat_format)
+    if thoughts and in_reasoning:
+        yield from _thoughts(reader, writer, chat_format, thoughts.end)
     if writer.has_tools and chat_format.bare_start:
         writer.text.at_marker()
         if (yield from reader.peek()) == chat_format.bare_start:
@@ -80,20 +81,22 @@ def read_answer(
         marker = yield from reader.pass_until(starts, writer.text)
         if marker is None:
             return
-        if marker == chat_format.think_start:
+        if thoughts and marker == thoughts.start:
             writer.text.at_marker()
-            yield from _thoughts(reader, writer, chat_format)
+            yield from _thoughts(reader, writer, chat_format, thoughts.end)
         else:
             yield from _calls(reader, writer, chat_format, marker, writer.text)
 
 
-def _thoughts(reader: Reader, writer: AnswerWriter, chat_format: ChatFormat) -> Reading[None]:
+def _thoughts(
+    reader: Reader, writer: AnswerWriter, chat_format: ChatFormat, end: str
+) -> Reading[None]:
     writer.reasoning.at_marker()
     # A model may make a call before it closes its thoughts, or mention a marker in them.
     calls = chat_format.call_starts if writer.has_tools else ()
     while True:
-        marker = yield from reader.pass_until([chat_format.think_end, *calls], writer.reasoning)
-        if marker is None or marker == chat_format.think_end:
+        marker = yield from reader.pass_until([end, *calls], writer.reasoning)
+        if marker is None or marker == end:
             writer.text.at_marker()
             return
         yield from _calls(reader, writer, chat_format, marker, writer.reasoning)
@@ -104,7 +107,8 @@ def _calls(
 ) -> Reading[None]:
     """Read one or more calls after their marker.  out: gets text that is no call after all."""
     assert chat_format.read_calls is not None, "a format with markers of calls reads them"
-    calls, reader.taken = writer.calls, marker
+    calls = writer.calls
+    reader.record(marker)
     try:
         reading = chat_format.read_calls(reader, calls)
         yield from calls.guard(reading, chat_format.call_ends)
@@ -117,4 +121,4 @@ def _calls(
             out(reader.taken or "")
             if isinstance(e, CutShort) and not reader.taken:
                 reader.take(len(reader.rest))  # an end marker that has begun
-    reader.taken = None
+    reader.record(None)

@@ -19,6 +19,7 @@ from vllm_metal_lite.chat_formats.tool import Tool
 from vllm_metal_lite.chat_formats.typed import JSON_NAMES, python_value
 
 _STRING = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
+_STAND_IN = "\ua66e"  # a letter of Python's names that no model writes
 # Names of tools and parameters need not be Python's: `-A`, `get-weather`, `class`.
 _NAMES = re.compile(rf"""{_STRING}|(?P<name>[^\s()\[\]{{}},'"=]+)(?=\s*[(=])""", re.DOTALL)
 
@@ -32,7 +33,7 @@ def _read(reader: Reader, calls: CallWriter, *, end: str) -> Reading[None]:
             raise Malformed
         name = names.get(call.func.id)  # None for a name in parentheses
         if not calls.knows(name) and not reader.taken:
-            reader.taken = _written(source, call, names)  # only this one is text
+            reader.record(_written(source, call, names))  # only this one is text
         calls.begin(name)
         try:
             values = {names[str(k.arg)]: _value(k.value) for k in call.keywords}
@@ -49,7 +50,7 @@ def _read(reader: Reader, calls: CallWriter, *, end: str) -> Reading[None]:
 def _written(source: str, call: ast.Call, names: dict[str, str]) -> str:
     """A call as the model wrote it."""
     text = ast.get_source_segment(source, call) or ""
-    return re.sub(r"\bn\d+\b", lambda match: names.get(match[0], match[0]), text)
+    return re.sub(rf"{_STAND_IN}\d+", lambda match: names.get(match[0], match[0]), text)
 
 
 def _value(node: ast.expr) -> object:
@@ -63,7 +64,7 @@ def _stand_in(names: dict[str, str], match: re.Match[str]) -> str:
     """A valid Python name in place of a tool's or a parameter's; strings stay unchanged."""
     if match["name"] is None:
         return match[0]
-    stand_in = f"n{len(names)}"
+    stand_in = f"{_STAND_IN}{len(names)}"
     names[stand_in] = match["name"]
     return stand_in
 

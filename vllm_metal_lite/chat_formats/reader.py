@@ -38,13 +38,17 @@ class CutShort(Malformed):
 
 
 class Reader:
-    """rest: text that has arrived and is not read yet.  taken: the text read since a caller set
-    `taken`; None: not recorded."""
+    """rest: text that has arrived and is not read yet.  taken: the text that `record` has kept;
+    None: none is kept."""
 
     def __init__(self) -> None:
         self.rest = ""
         self.taken: str | None = None
         self.is_closed = False
+
+    def record(self, text: str | None = "") -> None:
+        """Keep what is read from here on, after `text`; None: keep nothing."""
+        self.taken = text
 
     def take(self, num_characters: int) -> str:
         """Read characters that have arrived."""

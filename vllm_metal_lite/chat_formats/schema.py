@@ -32,6 +32,12 @@ def names_of(required: Any) -> list[str]:
     return [name for name in required if isinstance(name, str)]
 
 
+def named_values(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The only values that a schema allows (`enum`, `const`); None: it names none."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return values if isinstance(values, list) else None
+
+
 class Resolver:
     """Resolves the schema of a parameter, so that its top level says which values are allowed.
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vllm_metal_lite.chat_formats.schema import names_of, pointed
+from vllm_metal_lite.chat_formats.schema import named_values, names_of, pointed
 
 SCALARS = "integer", "number", "boolean", "null"
 
@@ -75,10 +75,8 @@ class SchemaRules:
         for key in ("anyOf", "oneOf"):
             if isinstance(parts := schema.get(key), list) and parts:
                 return self._add(" | ".join(self._rule(part, root) for part in parts))
-        if isinstance(values := schema.get("enum"), list) and values:
+        if values := named_values(schema):
             return self._add(" | ".join(map(self.constant, values)))
-        if "const" in schema:
-            return self._add(self.constant(schema["const"]))
         kind = schema.get("type")
         if isinstance(kind, list) and kind:
             return self._add(" | ".join(self._rule({**schema, "type": k}, root) for k in kind))

@@ -13,7 +13,7 @@ MiniCPM 5                                      <function name="NAME"><param name
 import re
 
 from vllm_metal_lite.chat_formats.calls import CallWriter
-from vllm_metal_lite.chat_formats.chat_format import ChatFormat
+from vllm_metal_lite.chat_formats.chat_format import THINK, ChatFormat, Thoughts
 from vllm_metal_lite.chat_formats.grammars import parameter_calls
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
 from vllm_metal_lite.chat_formats.typed import Tags, read_typed
@@ -29,7 +29,7 @@ def _format(
     call: tuple[str, str],
     end: str = "",
     *,
-    thoughts: tuple[str, str] = ("<think>", "</think>"),
+    thoughts: Thoughts = THINK,
     newlines: bool = False,
     raw: tuple[str, str] = ("", ""),
     **grammar: str,
@@ -64,7 +64,7 @@ def _format(
     def read(reader: Reader, calls: CallWriter) -> Reading[None]:
         return calls.section(lambda: read_one(reader, calls), begin, call_end, end)
 
-    return ChatFormat(name, starts, (end or call_end,), read, parameter_calls(**grammar), *thoughts)
+    return ChatFormat(name, starts, (end or call_end,), read, parameter_calls(**grammar), thoughts)
 
 
 def _name(reader: Reader) -> Reading[tuple[str, bool | None]]:
@@ -84,7 +84,7 @@ def _qwen(name: str, prefix: str) -> ChatFormat:
         (start, "<function="),  # models forget the outer marker at times
         ("<function=", "</function>"),
         end,
-        thoughts=(f"<{prefix}think>", f"</{prefix}think>"),
+        thoughts=Thoughts(f"<{prefix}think>", f"</{prefix}think>"),
         newlines=True,
         start=start,
         head="\n<function={}>\n",
@@ -128,8 +128,8 @@ def _glm(name: str, line_break: str, prefix: str = "") -> ChatFormat:
         parameter_end=f"{value_end}{line_break}",
         between="\n",
     )
-    thoughts = f"<{prefix}think>", f"</{prefix}think>"
-    return ChatFormat(name, (start,), (end,), read, grammar, *thoughts)
+    thoughts = Thoughts(f"<{prefix}think>", f"</{prefix}think>")
+    return ChatFormat(name, (start,), (end,), read, grammar, thoughts)
 
 
 GLM_4_5 = _glm("glm45", "\n")

@@ -35,7 +35,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Which calls an answer may, or must, hold.
+    """Which calls an answer may, or must, contain.
 
     name: the tool of mode "named".  parallel: several calls may come.  allowed: names of the tools
     that may be called; None: all that the model is shown.

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading, loads
+from vllm_metal_lite.chat_formats.schema import named_values
 from vllm_metal_lite.chat_formats.tool import Tool
 
 # The JSON types of Python's values; "null" is not among them.
@@ -107,26 +108,24 @@ def _value(
     while True:
         yield from reader.before(tags.marks, keep)
         found = yield from reader.follows([tags.end, *coming, *filter(None, [tags.close])])
+        text = "".join(parts)
+        is_complete = is_json and found is not None and _is_json(text)
         if found == tags.end:
             count = yield from _num_ends(reader, tags)
-            if count and not (count > 1 and _is_open("".join(parts), tags.end)):
-                for _ in range(count):  # some models double them
-                    yield from reader.expect(tags.end)
-                return "".join(parts), True
-            if is_json and _is_json("".join(parts)):
-                reader.take(len(tags.end))
-                return "".join(parts), True
-        elif found in coming or (
-            found is not None
-            and (
-                (is_json and _is_json("".join(parts)))
-                or (tags.outer and (yield from reader.follows(tags.outer, len(found))))
-            )
-        ):
-            text = "".join(parts)
-            if any(end in text for end in (tags.end, tags.close, *tags.outer) if end):
-                raise Malformed  # the value ended before
-            return text, False
+            if not count or (count > 1 and _is_open(text, tags.end)):
+                count = int(is_complete)
+            for _ in range(count):  # some models double them
+                yield from reader.expect(tags.end)
+            if count:
+                return text, True
+        elif found is not None:
+            end_is_missing = found in coming or is_complete
+            if tags.outer and not end_is_missing:
+                end_is_missing = (yield from reader.follows(tags.outer, len(found))) is not None
+            if end_is_missing:
+                if any(end in text for end in (tags.end, tags.close, *tags.outer) if end):
+                    raise Malformed  # the value ended before
+                return text, False
         keep(reader.take(len(found or " ")))  # it is text
 
 
@@ -164,7 +163,7 @@ def types_of(schema: Any) -> set[str]:
         return {types}
     if isinstance(types, list):
         return {t for t in types if isinstance(t, str)}
-    if isinstance(values := schema.get("enum"), list):
+    if (values := named_values(schema)) is not None:
         return {"string"} if all(isinstance(v, str) for v in values) else set()
     for key in ("anyOf", "oneOf"):
         if isinstance(parts := schema.get(key), list):

@@ -33,7 +33,7 @@ _POSTS = (
     ("/v1/score", pooling.ScoreRequest, pooling.score),
     ("/v1/responses", responses.ResponsesRequest, responses.create_response),
     ("/v1/messages", messages.MessagesRequest, messages.create_message),
-    ("/v1/messages/count_tokens", messages.ConversationFields, messages.count_tokens),
+    ("/v1/messages/count_tokens", messages.CountTokensRequest, messages.count_tokens),
     ("/tokenize", tokenize.TokenizeRequest, tokenize.tokenize_text),
     ("/detokenize", tokenize.DetokenizeRequest, tokenize.detokenize),
 )
@@ -45,8 +45,8 @@ def make_app(server: Server) -> ASGIApp:
         Route(path, endpoint(server, body, handler), methods=["POST"])  # type: ignore[arg-type]
         for path, body, handler in _POSTS
     ]
-    for room in model_list, events, status:
-        routes += room.routes(server)
+    for module in model_list, events, status:
+        routes += module.routes(server)
     app = Starlette(
         routes=[*routes, *page.ROUTES],
         middleware=guards(server.config),
@@ -56,7 +56,7 @@ def make_app(server: Server) -> ASGIApp:
 
 
 def _identified(app: ASGIApp) -> ASGIApp:
-    """`app`, whose responses all have an id to report, under the names of both APIs."""
+    """Adds a request id to every response, under both APIs' header names."""
 
     async def identified(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_id(message: Message) -> None:
@@ -76,7 +76,7 @@ async def _http_error(request: Request, e: Exception) -> Response:
     path = request.url.path
     message = f"{request.method} {shorten(path)}: {e.detail}"
     if e.status_code == 404:
-        message = f"there is no {shorten(path)} here"
+        message = f"unknown path: {shorten(path)}"
     return error_response(ApiError(e.status_code, message, headers=e.headers), path)
 
 

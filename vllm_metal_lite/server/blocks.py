@@ -18,7 +18,7 @@ class Blocks(ABC, Generic[T]):
     kind = ""
 
     def take(self, events: Iterable[Event]) -> list[T]:
-        """What a client gets to know by these events."""
+        """The output for these events."""
         return [news for event in events for news in self._take(event)]
 
     def close(self, is_whole: bool = True) -> Iterator[T]:

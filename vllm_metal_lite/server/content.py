@@ -1,7 +1,7 @@
 """The parts of messages, converted for chat templates."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -23,7 +23,7 @@ def text_of(content: Any, where: str) -> str:
         return ""
     if isinstance(content, str):
         return content
-    if not isinstance(content, Iterable) or isinstance(content, Mapping):
+    if not isinstance(content, list):
         raise must_be(where, "a string or a list of parts", content)
     return "\n".join(part_text(part, f"{where}.{i}") for i, part in enumerate(content))
 
@@ -43,12 +43,18 @@ def _named(part: Any) -> Any:
     return f"[{kind}: left out, since the model takes text only]"
 
 
-def arguments_of(arguments: Any) -> Any:
-    """The arguments of a call as an object for templates, or as the text if they are not JSON."""
-    if isinstance(arguments, str) and arguments:
+def arguments_of(arguments: Any) -> dict[str, Any]:
+    """The arguments of a call as an object: templates and Anthropic's API take nothing else.
+
+    Malformed arguments become a parameter that no tool has, so that the call fails.
+    """
+    value = arguments
+    if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
-    return arguments or {}
+            value = json.loads(arguments, strict=False)
+    if isinstance(value, dict):
+        return value
+    return {"INVALID_JSON": arguments} if value else {}
 
 
 def function_call(
@@ -82,9 +88,9 @@ def part_text(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
     kind = required_type(part, where)
-    text = part.get("refusal" if kind == "refusal" else "text")
     if kind not in (*_TEXT, "refusal"):
         raise bad(where, f": this server takes text only, got a part of type {show(kind)}")
-    if not isinstance(text, str):
-        raise must_be(f"{where}.text", "a string", text)
+    name = "refusal" if kind == "refusal" else "text"
+    if not isinstance(text := part.get(name), str):
+        raise must_be(f"{where}.{name}", "a string", text)
     return text

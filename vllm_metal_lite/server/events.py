@@ -1,6 +1,7 @@
 """`/events`: what the engines do, while a client watches.
 
-All viewers get the same events.  An engine sends them only for some seconds after `watch`.
+All viewers get the same events; a slow one misses the oldest.  An engine sends them only for some
+seconds after `watch`.
 
 An engine sends no event during a step, and none after its process has ended.  So the server adds
 events with the state of each model and the number of its requests.
@@ -61,8 +62,7 @@ class Live:
                 loaded = self._server.models.loaded
                 self._latest = {name: e for name, e in self._latest.items() if name in loaded}
                 for name, client in loaded.items():
-                    client.on_seen = partial(self._seen, name)
-                    client.watch(_WATCHED)
+                    client.watch(_WATCHED, partial(self._seen, name))
             self._send_states()
             await asyncio.sleep(_SENT)
         self._watching, self._states = None, b""
@@ -78,6 +78,8 @@ class Live:
             self._send(event)
 
     def _seen(self, name: str, text: str) -> None:
+        if not self._viewers:  # engines send for some seconds more
+            return
         event = self._latest[name] = sse(f'{{"model":{json.dumps(name)},{text[1:]}', "engine")
         self._send(event)
 

@@ -11,7 +11,7 @@ import uvicorn
 
 from vllm_metal_lite.errors import ConfigError, Option
 from vllm_metal_lite.server.app import make_app
-from vllm_metal_lite.server.http import HttpProtocol
+from vllm_metal_lite.server.connection import HttpProtocol
 from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.settings import ServerConfig

@@ -10,6 +10,7 @@ from typing import Any
 from vllm_metal_lite.errors import shorten
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.errors import ApiError, bad
+from vllm_metal_lite.structured_params import MAX_FORM
 
 # Entries of a list or an object, by the field's name in any API.
 MAX_ENTRIES = {
@@ -24,18 +25,17 @@ MAX_ENTRIES = {
     "allowed_token_ids": 32_768,
 }
 MAX_OTHER_ENTRIES = 1_024  # tools, stop_token_ids, documents, metadata, ...
-_FORM = 200_000  # as MAX_CHARACTERS in `grammar_text`, which imports an optional package
 # Characters of all texts within a field.
 MAX_CHARACTERS = {
     "tools": 1_000_000,
     "stop": 8_192,
     "stop_sequences": 8_192,
     "bad_words": 16_384,
-    "response_format": _FORM,
-    "structured_outputs": _FORM,
-    "output_format": _FORM,
-    "output_config": _FORM,
-    "text": _FORM,
+    "response_format": MAX_FORM,
+    "structured_outputs": MAX_FORM,
+    "output_format": MAX_FORM,
+    "output_config": MAX_FORM,
+    "text": MAX_FORM,
 }
 MAX_N = 128  # as in OpenAI's API
 # Tokens times the log-probabilities of each.  A request with n=1 may always fill the context.

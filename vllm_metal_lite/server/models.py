@@ -129,10 +129,7 @@ class Models:
     _clock = staticmethod(time.monotonic)
 
     def __init__(
-        self,
-        specs: list[ModelSpec],
-        config: EngineConfig,
-        budget_gib: float | None = None,
+        self, specs: list[ModelSpec], config: EngineConfig, budget_gib: float | None = None
     ) -> None:
         names = [spec.name for spec in specs]
         for name in names:

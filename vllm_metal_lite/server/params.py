@@ -10,9 +10,10 @@ from vllm_metal_lite.errors import SamplingError
 from vllm_metal_lite.rules import by_token_id
 from vllm_metal_lite.sampling.sampler import validate
 from vllm_metal_lite.sampling_params import SAMPLING_RULES, SamplingParams
+from vllm_metal_lite.server.body import Body
 from vllm_metal_lite.server.errors import ApiError, must_be
 from vllm_metal_lite.server.limits import MAX_N
-from vllm_metal_lite.server.server import Body, Serving
+from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.structured import with_form
 
 # Fields of SamplingParams that an API calls otherwise.
@@ -79,9 +80,9 @@ class SamplingFields(ScheduledBody):
 
         Not `thinking`: Anthropic's API gives that name to something else.
         """
-        names = SAMPLING_RULES.keys() & type(self).model_fields.keys() - {"thinking"}
-        fields = {name: getattr(self, name) for name in SAMPLING_RULES if name in names}
-        return fields | {own: getattr(self, name) for own, name in self.names().items()}
+        fields = type(self).model_fields.keys() - {"thinking"}
+        given = {name: getattr(self, name) for name in SAMPLING_RULES if name in fields}
+        return given | {own: getattr(self, name) for own, name in self.names().items()}
 
     def names(self) -> dict[str, str]:
         """The API's names of fields, by their names in SamplingParams, where these differ."""

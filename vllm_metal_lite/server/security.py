@@ -127,7 +127,7 @@ class _Checked:
 
     def _too_large(self) -> ApiError:
         limit = f"{self._config.max_body_mib:g} MiB"
-        return ApiError(413, f"the request is larger than max_body_mib ({limit})")
+        return ApiError(413, f"the request is larger than --max-body-mib ({limit})")
 
     def _bounded(self, receive: Receive) -> Receive:
         """`receive`, which raises ApiError for a body that is too large or too slow."""

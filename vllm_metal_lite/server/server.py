@@ -7,19 +7,18 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from vllm_metal_lite.errors import show
 from vllm_metal_lite.pooling_params import PoolingParams
-from vllm_metal_lite.rules import whole
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.server import limits
+from vllm_metal_lite.server.body import B, Body, read_body
 from vllm_metal_lite.server.conversations import RenderedPrompt
 from vllm_metal_lite.server.errors import ApiError, ContextOverflow, error_response
+from vllm_metal_lite.server.limits import check_logprobs
 from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.offload import LARGE, REQUESTER, Requester, offload
 from vllm_metal_lite.server.prometheus import Metrics
@@ -33,31 +32,6 @@ from vllm_metal_lite.server.worker.request_state import RequestState, ShuttingDo
 logger = logging.getLogger(__name__)
 
 _MOST_UNKNOWN, _MOST_SHOWN = 1000, 10  # names of unknown fields in the log: in all, in one line
-
-
-class Body(BaseModel):
-    """Base of all bodies.  Unknown fields are ignored, with one line in the log for each name."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    model: str | None = None
-
-    _check_fields = model_validator(mode="before")(limits.check_fields)
-    _whole = field_validator("*", mode="before")(whole)
-
-    def check(self) -> None:
-        """Raise ApiError (400) for fields that contradict each other.  No model is loaded yet."""
-
-    @property
-    def prompt_field(self) -> str:
-        """The field with the prompt, for errors."""
-        fields = [
-            name for name in ("messages", "prompt", "input") if name in type(self).model_fields
-        ]
-        return next(name for name in fields if getattr(self, name) is not None)
-
-
-B = TypeVar("B", bound=Body)
 
 
 class Server:
@@ -94,7 +68,7 @@ class Server:
             if not request.finished:
                 request.fail(ShuttingDown())
 
-    def note_unknown(self, path: str, body: BaseModel) -> None:
+    def note_unknown(self, path: str, body: Body) -> None:
         """Log the fields of a body that no one reads: one line a request, once for each name."""
         left = _MOST_UNKNOWN - len(self._unknown_fields)
         unknown = ((path, show(name)) for name in body.model_extra or ())
@@ -124,11 +98,6 @@ def client_of(request: Request) -> tuple[str, ...]:
     host = request.client.host if request.client is not None else ""
     keys = ("user-agent", "authorization", "x-api-key")
     return (host, *(request.headers.get(key, "") for key in keys))
-
-
-def _read(body_type: type[B], raw: bytes) -> B:
-    limits.check_json(raw)
-    return body_type.model_validate_json(raw)
 
 
 @dataclass(frozen=True)
@@ -173,7 +142,7 @@ class Serving:
             raise ContextOverflow(num_tokens, limit)
         self.server.check_room(self.engine)
         if isinstance(params, SamplingParams):
-            limits.check_logprobs(num_tokens, limit, params)
+            check_logprobs(num_tokens, limit, params)
         request_id = f"{prefix}{uuid.uuid4().hex}"
         checkpoints = prompt.checkpoints
         add = Add(request_id, prompt.token_ids, params, checkpoints=checkpoints, **options)
@@ -218,7 +187,7 @@ def endpoint(
 
     async def respond(path: str, raw: bytes) -> Response:
         large = len(raw) >= LARGE
-        body = await offload(_read, body_type, raw) if large else _read(body_type, raw)
+        body = await offload(read_body, body_type, raw) if large else read_body(body_type, raw)
         server.note_unknown(path, body)
         body.check()
         async with AsyncExitStack() as resources:

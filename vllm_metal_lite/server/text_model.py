@@ -9,9 +9,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.detect import PLAIN, detect
 from vllm_metal_lite.chat_formats.grammars import marks_of
-from vllm_metal_lite.engine.piece_encoder import PieceEncoder
 from vllm_metal_lite.engine.prompt_ids import by_template
 from vllm_metal_lite.model.pooling_config import PoolingConfig
+from vllm_metal_lite.server.piece_encoder import PieceEncoder
 from vllm_metal_lite.server.templates import THINKING, Template, probe
 
 _LEAST_COUNTED = 16_384  # tokens of a prompt that are counted in any case
@@ -92,8 +92,8 @@ class TextModel:
     @cached_property
     def thinks(self) -> bool:
         """Whether the chat template knows of thoughts."""
-        end = self.chat_format.think_end
-        return bool(end) and end in self._source
+        thoughts = self.chat_format.thoughts
+        return thoughts is not None and thoughts.end in self._source
 
     @property
     def can_think(self) -> bool:

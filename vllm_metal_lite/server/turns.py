@@ -56,22 +56,20 @@ async def prepare(
         await check_calls(form, tools)
     prompt = await render(model, conversation)
     in_reasoning, thoughts_over = _reasoning(model, conversation, prompt)
-    params = replace(params, structured_outputs=form)
+    thinking = _thinking(model, conversation, in_reasoning, form is not None)
+    bad_words, skips, special = params.bad_words, params.skip_special_tokens, model.special_tokens
     if choice.mode == "none" and tools:
-        tools = []
-        banned = [*(params.bad_words or ()), *chat_format.call_starts]
-        params = replace(params, bad_words=banned)
-    budget = conversation.thinking_budget
-    if chat_format.thinks_in_channel and conversation.thinks_not:
-        budget = 0  # the templates of such formats cannot turn thoughts off
-    if (form is not None or budget is not None) and not thoughts_over:
-        params = replace(params, thinking=_thinking(model, in_reasoning, budget))
-    special = model.special_tokens
-    seen = {t for t in special if t and any(t in marker for marker in chat_format.markers)}
+        tools, bad_words = [], [*(bad_words or ()), *chat_format.call_starts]
     # The parser must see the markers; other special tokens are as the client wants them.
-    hidden = frozenset(special.keys() - seen if seen and params.skip_special_tokens else ())
-    if seen:
-        params = replace(params, skip_special_tokens=False)
+    seen = {t for t in special if t and any(t in marker for marker in chat_format.markers)}
+    hidden = frozenset(special.keys() - seen if seen and skips else ())
+    params = replace(
+        params,
+        structured_outputs=form,
+        thinking=None if thoughts_over else thinking,
+        bad_words=bad_words,
+        skip_special_tokens=skips and not seen,
+    )
     make_parser = partial(ChatParser, chat_format, tools, in_reasoning=in_reasoning, hidden=hidden)
     return PreparedTurn(prompt, params, make_parser)
 
@@ -88,13 +86,18 @@ def _reasoning(
     return last["role"] == "assistant" and chat_format.is_thinking(last["content"]), False
 
 
-def _thinking(model: TextModel, in_reasoning: bool, budget: int | None) -> ThinkingParams | None:
-    """None if the model does not mark thoughts or has none: a form then holds from the start."""
-    if budget is None and not in_reasoning and not model.thinks:
+def _thinking(
+    model: TextModel, conversation: ChatRequest, in_reasoning: bool, has_form: bool
+) -> ThinkingParams | None:
+    """The thoughts that come before the answer's form, or have a budget; None: neither."""
+    thoughts, budget = model.chat_format.thoughts, conversation.thinking_budget
+    if thoughts is None:
         return None
-    is_channel = model.chat_format.thinks_in_channel
-    markers = model.chat_format.think_start, model.chat_format.think_end
-    if not all(markers) or (is_channel and budget is None):
+    if thoughts.in_channel and conversation.thinks_not:
+        budget = 0  # the templates of such formats cannot turn thoughts off
+    thinks_first = has_form and not thoughts.in_channel and (in_reasoning or model.thinks)
+    if budget is None and not thinks_first:
         return None
+    markers = thoughts.start, thoughts.end
     start, end = (model.tokenizer.encode(m, add_special_tokens=False) for m in markers)
-    return ThinkingParams(start, end, in_reasoning, budget, is_channel)
+    return ThinkingParams(start, end, in_reasoning, budget, thoughts.in_channel)

@@ -23,8 +23,8 @@ T = TypeVar("T")
 # Intersections of regexes may take minutes.
 MAX_SECONDS = 5
 _MAX_THREADS = 8
-# llguidance recurses from rule to rule and from $ref to $ref.  A grammar of MAX_CHARACTERS that
-# does nothing else overflows a stack of 64 MB, and an overflow ends the process.
+# llguidance recurses from rule to rule and from $ref to $ref.  A grammar of MAX_FORM that does
+# nothing else overflows a stack of 64 MB, and an overflow ends the process.
 _STACK_BYTES = 512 << 20
 _LIMITS = LLParserLimits(max_grammar_size=20_000, max_lexer_states=50_000, verbose_errors=False)
 # Grammars that are kept compiled.  One may hold 35 MiB, however short its text is.

@@ -10,11 +10,10 @@ from llguidance.gbnf_to_lark import is_lark_syntax
 
 from vllm_metal_lite.errors import Option, SamplingError, one_line, show
 from vllm_metal_lite.structured_outputs.json_schema import SchemaError, closed, prepared
-from vllm_metal_lite.structured_params import WHITESPACE, StructuredOutputsParams
+from vllm_metal_lite.structured_params import MAX_FORM, WHITESPACE, StructuredOutputsParams
 
 # The time to compile grows faster than these sizes.  Within the limits, a hostile grammar takes a
-# second or two.
-MAX_CHARACTERS = 200_000
+# second or two.  MAX_FORM is such a limit, too.
 MAX_LINES = 4_000  # of a grammar in Lark's syntax: a rule has a line of its own
 MAX_GBNF_LINES = 500  # translated to Lark's syntax in Python
 
@@ -34,7 +33,7 @@ def grammar_text(params: StructuredOutputsParams) -> str:
     """The grammar in llguidance's own format.  Raises GrammarError if that is not possible."""
     kind, given = params.kind, getattr(params, params.kind)
     size = sum(map(len, given)) if kind == "choice" else len(str(given))
-    _limit(kind, size, MAX_CHARACTERS, "characters")
+    _limit(kind, size, MAX_FORM, "characters")
     try:
         if kind in ("json", "json_object"):
             schema = {"type": "object"}

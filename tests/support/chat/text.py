@@ -30,6 +30,7 @@ TOOLS = (
             "cmd": {"type": "string"}, "env": {"type": "object"}, "args": {"type": "array"},
             "dry": {"type": "boolean"}, "scale": {"type": "number"},
             "mode": {"enum": ["fast", "slow"]}, "note": {"type": ["string", "null"]},
+            "version": {"const": "5"},
         },
         "required": ["cmd"],
     }),

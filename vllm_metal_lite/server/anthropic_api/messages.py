@@ -8,14 +8,15 @@ from starlette.responses import JSONResponse, Response
 from vllm_metal_lite.server.anthropic_api import request_content
 from vllm_metal_lite.server.anthropic_api.reply import PING, MessageReply
 from vllm_metal_lite.server.anthropic_api.tools import message_tools, thinking_of
+from vllm_metal_lite.server.body import Body
 from vllm_metal_lite.server.conversations import ChatRequest, render
 from vllm_metal_lite.server.errors import bad
 from vllm_metal_lite.server.params import SamplingFields, Unsupported
-from vllm_metal_lite.server.server import Body, Serving
+from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.turns import answer
 
 
-class ConversationFields(Body):
+class CountTokensRequest(Body):
     """system: checked with the messages.  context_management: has no effect."""
 
     messages: list[dict[str, Any]]
@@ -37,7 +38,7 @@ class ConversationFields(Body):
         return replace(conversation, tools=tools, choice=choice, thinking_budget=budget, **thinking)
 
 
-class MessagesRequest(ConversationFields, SamplingFields):
+class MessagesRequest(CountTokensRequest, SamplingFields):
     """max_tokens has no default in this API."""
 
     max_tokens: Any
@@ -63,6 +64,6 @@ async def create_message(serving: Serving, body: MessagesRequest) -> Response:
     return JSONResponse(await reply.whole())
 
 
-async def count_tokens(serving: Serving, body: ConversationFields) -> Response:
+async def count_tokens(serving: Serving, body: CountTokensRequest) -> Response:
     prompt = await render(serving.model, body.conversation(), to_run=False)
     return JSONResponse({"input_tokens": len(prompt.token_ids)})

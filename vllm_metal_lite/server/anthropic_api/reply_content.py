@@ -1,11 +1,11 @@
 """The content of a message: blocks of text, thoughts and calls."""
 
-import json
 import uuid
 from collections.abc import Iterator
 from typing import Any
 
 from vllm_metal_lite.server.blocks import Blocks
+from vllm_metal_lite.server.content import arguments_of
 from vllm_metal_lite.server.stream import encode, sse
 
 # By type of block: the type of its deltas, and the field of a delta that holds the text.
@@ -46,7 +46,7 @@ class ContentBlocks(Blocks[bytes]):
     def _end(self, is_whole: bool) -> Iterator[bytes]:
         text, block = "".join(self._texts), self.blocks[-1]
         if self.kind == "call":
-            block["input"] = _object(text)
+            block["input"] = arguments_of(text)
         else:
             block[block["type"]] = text
         if self.kind == "thoughts":  # clients want a signature, and check none
@@ -55,13 +55,3 @@ class ContentBlocks(Blocks[bytes]):
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         return event(f"content_block_{kind}", index=len(self.blocks) - 1, **fields)
-
-
-def _object(text: str) -> dict[str, Any]:
-    """The arguments of a call.  The API allows only objects.  Other text becomes a parameter that
-    no tool has, so that the call fails."""
-    try:
-        value = json.loads(text, strict=False)
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"INVALID_JSON": text}

@@ -9,7 +9,6 @@ from vllm_metal_lite.server.conversations import ChatRequest, Message, join_syst
 from vllm_metal_lite.server.errors import must_be
 from vllm_metal_lite.server.fields import type_of
 
-Blocks = list[Mapping[str, Any]]
 # A header that Claude Code puts before its system prompt.  Its text changes with each request, so
 # no two prompts would share a prefix.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
@@ -53,7 +52,7 @@ def _messages(message: Mapping[str, Any], where: str, names: dict[Any, str]) -> 
         yield from _user(role, blocks, where, names)
 
 
-def _assistant(blocks: Blocks, where: str, names: dict[Any, str]) -> Message:
+def _assistant(blocks: list[Any], where: str, names: dict[Any, str]) -> Message:
     texts, thoughts, calls = [], [], []
     for i, block in enumerate(blocks):
         at, kind = f"{where}.{i}", type_of(block)
@@ -73,7 +72,7 @@ def _assistant(blocks: Blocks, where: str, names: dict[Any, str]) -> Message:
     return message
 
 
-def _user(role: str, blocks: Blocks, where: str, names: dict[Any, str]) -> Iterator[Message]:
+def _user(role: str, blocks: list[Any], where: str, names: dict[Any, str]) -> Iterator[Message]:
     texts: list[str] = []
     num_results = 0
     for i, block in enumerate(blocks):

@@ -7,7 +7,7 @@ from vllm_metal_lite.errors import show
 from vllm_metal_lite.rules import whole
 from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.fields import type_of
-from vllm_metal_lite.server.request_tools import add_tool, check_named, function_tool
+from vllm_metal_lite.server.request_tools import add_tool, check_demand, check_named, function_tool
 
 _MODES: dict[str, Literal["auto", "required", "none", "named"]] = {
     "auto": "auto",
@@ -36,10 +36,9 @@ def _choice(tools: dict[str, Tool], choice: Any) -> ToolChoice:
     where, kind = "tool_choice", type_of(choice)
     if kind not in _MODES:
         raise must_be(f"{where}.type", "auto, any, tool or none", kind)
-    if kind in ("any", "tool") and not tools:
-        raise bad(where, f" is {show(kind)}, but the request has no tools")
     name = check_named(choice.get("name"), tools, f"{where}.name") if kind == "tool" else None
-    return ToolChoice(_MODES[kind], name, choice.get("disable_parallel_tool_use") is not True)
+    parallel = choice.get("disable_parallel_tool_use") is not True
+    return check_demand(ToolChoice(_MODES[kind], name, parallel), tools)
 
 
 def thinking_of(thinking: Any, output_config: Any) -> tuple[bool | None, str | None, int | None]:

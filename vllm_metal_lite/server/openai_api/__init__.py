@@ -1,1 +1,1 @@
-"""OpenAI's API: chat completions, completions, responses, models."""
+"""OpenAI's API (chat, completions, responses, embeddings), and vLLM's rerank, score, tokenize."""

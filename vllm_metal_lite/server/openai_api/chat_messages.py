@@ -6,13 +6,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from vllm_metal_lite.server.body import Body
 from vllm_metal_lite.server.content import arguments_of, result_text, text_of
 from vllm_metal_lite.server.conversations import ChatRequest, Message, join_systems
 from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.fields import optional, required_text
 from vllm_metal_lite.server.openai_api.chat_tools import chat_tools
 from vllm_metal_lite.server.params import Unsupported
-from vllm_metal_lite.server.server import Body
 
 # Arguments of transformers' apply_chat_template that are no variables of a template.
 _PARAMETERS = signature(PreTrainedTokenizerBase.apply_chat_template).parameters

@@ -12,7 +12,7 @@ from vllm_metal_lite.server.openai_api.response_tools import Callee
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 # logprobs of tokens as the API shows them.
-Scores = Callable[[list[int], Positions | None], Logprobs]
+LogprobsOf = Callable[[list[int], Positions | None], Logprobs]
 
 
 class ResponseReply:
@@ -30,7 +30,7 @@ class ResponseReply:
         callees: Mapping[str, Callee],
         with_summary: bool,
         echo: Mapping[str, Any],
-        scores: Scores,
+        scores: LogprobsOf,
     ) -> None:
         self._request, self._deltas, self._scores = request, deltas, scores
         self._writer, self._echo = EventWriter(), echo

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
+from vllm_metal_lite.chat_formats.tool import Tool
 from vllm_metal_lite.errors import show
-from vllm_metal_lite.server.errors import bad, must_be
+from vllm_metal_lite.server.errors import must_be
 from vllm_metal_lite.server.fields import optional, required_text, required_type, type_of
 from vllm_metal_lite.server.openai_api.freeform import PARAMETER
-from vllm_metal_lite.server.request_tools import add_tool, check_named, function_tool
+from vllm_metal_lite.server.request_tools import add_tool, check_named, function_tool, openai_choice
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +56,7 @@ class ResponseTools:
         for i, item in enumerate(items if isinstance(items, list) else ()):
             if type_of(item) == "additional_tools":
                 self._add_all(item.get("tools"), f"input.{i}.tools")
-        self.choice = replace(_choice(choice, self.callees), parallel=parallel)
-        demands = self.choice.mode in ("required", "named")
-        if demands and not any(map(self.choice.allows, self.tools.values())):
-            raise bad("tool_choice", " demands a call, but there is no function or custom tool")
+        self.choice = openai_choice(choice, parallel, self.tools, _TOOLS, self._name_of)
 
     def _add_all(self, definitions: Any, where: str) -> None:
         if not isinstance(definitions, list | None):
@@ -96,6 +93,19 @@ class ResponseTools:
         self.callees[name] = Callee(kind, tool.name, namespace)
         return True
 
+    def _name_of(self, chosen: Any, where: str) -> str | None:
+        """The model's name of a tool that the client names, with its namespace or without."""
+        if required_type(chosen, where) not in _TOOLS:
+            return None
+        name = required_text(chosen, "name", where)
+        flat = flat_name(chosen.get("namespace"), name)
+        if flat in self.callees:
+            return flat
+        inside = [flat for flat, callee in self.callees.items() if callee.name == name]
+        if "namespace" in chosen or len(inside) != 1:
+            check_named(name, (), where)
+        return inside[0]
+
 
 def _custom_tool(definition: Mapping[str, Any], where: str) -> Tool:
     """A function of one string; the string's description has the tool's grammar, if any."""
@@ -115,46 +125,3 @@ def _custom_tool(definition: Mapping[str, Any], where: str) -> Tool:
 
 
 _TOOLS = {"function": function_tool, "custom": _custom_tool}
-
-
-def _choice(choice: Any, callees: Mapping[str, Callee]) -> ToolChoice:
-    if choice in (None, "auto", "none", "required"):
-        return ToolChoice(choice or "auto")
-    kind = type_of(choice)
-    if kind in _TOOLS:
-        return ToolChoice("named", _chosen(choice, callees, "tool_choice"))
-    if kind == "allowed_tools":
-        return _allowed(choice, callees)
-    raise must_be(
-        "tool_choice",
-        "'auto', 'none', 'required', a function, a custom tool or allowed_tools",
-        choice,
-    )
-
-
-def _allowed(choice: Mapping[str, Any], callees: Mapping[str, Callee]) -> ToolChoice:
-    """`allowed_tools`.  Those of types that are left out are left out here too."""
-    mode, tools = choice.get("mode", "auto"), choice.get("tools")
-    if mode not in ("auto", "required"):
-        raise must_be("tool_choice.mode", "'auto' or 'required'", mode)
-    if not isinstance(tools, list):
-        raise must_be("tool_choice.tools", "a list", tools)
-    places = {f"tool_choice.tools.{i}": tool for i, tool in enumerate(tools)}
-    names = (
-        _chosen(tool, callees, where)
-        for where, tool in places.items()
-        if required_type(tool, where) in _TOOLS
-    )
-    return ToolChoice(mode, allowed=frozenset(names))
-
-
-def _chosen(choice: Mapping[str, Any], callees: Mapping[str, Callee], where: str) -> str:
-    """The model's name of a tool that the client names, with its namespace or without."""
-    name = required_text(choice, "name", where)
-    flat = flat_name(choice.get("namespace"), name)
-    if flat in callees:
-        return flat
-    inside = [flat for flat, callee in callees.items() if callee.name == name]
-    if "namespace" in choice or len(inside) != 1:
-        check_named(name, (), where)
-    return inside[0]

@@ -5,11 +5,12 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from vllm_metal_lite.engine.prompt_ids import tokenize
+from vllm_metal_lite.server.body import Body
 from vllm_metal_lite.server.conversations import encode_prompt, render
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.openai_api.chat_messages import ConversationFields
-from vllm_metal_lite.server.server import Body, Serving
+from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.whole_json import whole_json
 
 

@@ -14,13 +14,7 @@ from vllm_metal_lite.server.fair_rounds import FairRounds
 from vllm_metal_lite.server.offload import REQUESTER, offload
 from vllm_metal_lite.server.text_model import ModelFacts, TextModel
 from vllm_metal_lite.server.worker import link
-from vllm_metal_lite.server.worker.messages import (
-    FACTS,
-    FILES,
-    Add,
-    AnswerUpdate,
-    EngineLost,
-)
+from vllm_metal_lite.server.worker.messages import FACTS, FILES, Add, AnswerUpdate, EngineLost
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 logger = logging.getLogger("vllm_metal_lite")
@@ -31,7 +25,6 @@ class EngineClient:
 
     metrics: the latest `LLMEngine.metrics()`, at most half a second old while steps run.
     pid: the process's id.  why_ended: one line, once `ended` is set.
-    on_seen: gets the JSON of `watch.py`, after `watch`.
     """
 
     model: TextModel
@@ -39,7 +32,7 @@ class EngineClient:
     def __init__(self, name: str, check: EngineConfig | None) -> None:
         """Start the process.  `start` also loads the model.  check: see there."""
         self.metrics: dict[str, int] = {}
-        self.on_seen: Callable[[str], None] = lambda text: None
+        self.seen: Callable[[str], None] = lambda event: None
         self.requests: dict[str, RequestState] = {}  # unfinished, by request id
         self.num_preparing = 0  # requests whose prompts and grammars the server makes
         self.ended = asyncio.Event()  # the process has ended
@@ -123,8 +116,9 @@ class EngineClient:
         self.call(method, *args)
         await reply
 
-    def watch(self, seconds: float) -> None:
-        """Have `on_seen` called from time to time, for the next `seconds`."""
+    def watch(self, seconds: float, seen: Callable[[str], None]) -> None:
+        """Have `seen` get the JSON of `watch.py` from time to time, for the next `seconds`."""
+        self.seen = seen
         self.call("watch", seconds)
 
     async def stop(self) -> None:
@@ -152,7 +146,7 @@ class EngineClient:
         getattr(self, method)(*args)
 
     def replied(self, key: str, value: Any = None) -> None:
-        """A request is queued or its grammar is made, or the engine's start comes to `key`."""
+        """`key`: a request that is queued or whose grammar is made, or a stage of the start."""
         reply = self._replies.pop(key, None)
         if reply is not None and not reply.done():  # done: no caller waits any longer
             reply.set_result(value)

@@ -182,7 +182,7 @@ class Worker:
         self._report([])
 
     def _show(self) -> None:
-        self._server.call("on_seen", self._watcher.event())
+        self._server.call("seen", self._watcher.event())
 
     def _see(self, output: SchedulerOutput) -> None:
         self._watcher.saw(output)

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from vllm_metal_lite.engine import piece_encoder
-from vllm_metal_lite.engine.piece_encoder import PieceEncoder
 from vllm_metal_lite.errors import PromptTooLong
+from vllm_metal_lite.server import piece_encoder
+from vllm_metal_lite.server.piece_encoder import PieceEncoder
 
 ADDED = [
     AddedToken("<|start|>", normalized=False, special=True),
