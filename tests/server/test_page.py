@@ -247,8 +247,6 @@ def test_an_answer_that_grew_looks_like_one_that_came_at_once(show, step):
 @pytest.mark.parametrize(
     "deltas",
     [
-        [{"content": "<think>\nLet me "}, {"content": "see.</thi"}, {"content": "nk>\n\nFour."}],
-        [{"content": "Let me see.\n</think>\n\nFour."}],
         [{"reasoning_content": "Let me "}, {"reasoning_content": "see."}, {"content": "Four."}],
         [{"reasoning": "Let me see."}, {"content": "Four."}],
     ],
@@ -263,10 +261,19 @@ def test_thoughts_are_folded_away(shown, page, deltas):
 
 
 def test_thoughts_that_never_end(shown, page):
-    answer_with(page, {"content": "<think>hm"}, finish="length")
+    answer_with(page, {"reasoning_content": "hm"}, finish="length")
     assert shown.answer_to("two and two") == ""
     expect(page.locator(".thoughts")).to_have_text("hm")
     expect(page.locator(".cost")).to_contain_text("cut off")
+
+
+@pytest.mark.parametrize("text", ["<", "The tag is\n</think>\nand it closes."])
+def test_text_that_looks_like_a_tag_of_thoughts_is_text(shown, page, text):
+    """The server splits thoughts from answers, and the page splits nothing again."""
+    answer_with(page, {"content": text})
+    assert shown.answer_to("Only the sign.").split() == text.split()
+    assert body_of(shown, "Sure?")["messages"][1] == {"role": "assistant", "content": text}
+    expect(page.locator(".thoughts")).to_have_count(0)
 
 
 @pytest.mark.parametrize("way", ["button", "Escape"])

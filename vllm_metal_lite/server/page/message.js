@@ -4,14 +4,7 @@ import { serverBack } from "./api.js";
 import { fileView } from "./attachments.js";
 import { copy, count, duration, grow, icon, iconButton, make } from "./dom.js";
 import { Growing } from "./markdown.js";
-import { split } from "./reasoning.js";
 import { versions } from "./tree.js";
-
-/** The thoughts and the answer of an assistant's message. */
-export function parts(message) {
-  const found = split(message.content);
-  return { ...found, reasoning: [message.reasoning, found.reasoning].filter(Boolean).join("\n\n") };
-}
 
 /** What an answer cost, in words. */
 function cost(message) {
@@ -65,17 +58,17 @@ export class MessageView {
   /** Show what the message holds now.  Cheap while it grows. */
   update(conversation, actions) {
     const { message } = this;
-    const { reasoning, answer, thinking } = parts(message);
+    const { reasoning, content } = message;
     const running = message.finish === null;
     this.element.setAttribute("aria-busy", String(running));
-    this.wait.hidden = !running || Boolean(reasoning || answer);
-    if (reasoning) this.showThoughts(reasoning, running && (thinking || !answer));
-    if (answer !== this.shown || !running) this.growing.show(answer, !running);
-    this.shown = answer;
+    this.wait.hidden = !running || Boolean(reasoning || content);
+    if (reasoning) this.showThoughts(reasoning, running && !content);
+    if (content !== this.shown || !running) this.growing.show(content, !running);
+    this.shown = content;
     if (running) return;
     this.foot.replaceChildren();
     if (message.error) this.foot.append(this.problem(message, actions));
-    else if (!answer && !reasoning) {
+    else if (!content && !reasoning) {
       const stopped = message.finish === "stopped";
       const words = stopped ? "Stopped before the first token." : "The model gave an empty answer.";
       this.foot.append(make("p", { class: "note" }, words));
@@ -129,8 +122,7 @@ export class MessageView {
         step(1, "chevron", "Later version"),
       );
     }
-    const text = () => (mine ? message.content : parts(message).answer);
-    const copying = iconButton("copy", mine ? "Copy message" : "Copy answer", () => copy(text(), copying));
+    const copying = iconButton("copy", mine ? "Copy message" : "Copy answer", () => copy(message.content, copying));
     row.append(copying);
     if (mine) row.append(iconButton("edit", "Edit and ask again", () => this.edit(actions)));
     else row.append(iconButton("again", "Answer again", () => actions.regenerate(message)));
