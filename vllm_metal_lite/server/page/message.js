@@ -21,7 +21,7 @@ function cost(message) {
     const rate = (1000 * (usage.completion_tokens - 1)) / (endedAt - firstAt);
     shown.push(`${rate < 100 ? rate.toFixed(1) : count(rate)} tokens/s`);
   }
-  if (message.finish === "length") shown.push("cut off: no tokens left");
+  if (message.finish === "length") shown.push("cut off at the token limit");
   if (message.finish === "stopped") {
     shown.push(endedAt ? `stopped after ${duration(endedAt - startedAt)}` : "stopped");
   }
@@ -101,7 +101,7 @@ export class MessageView {
     if (message.unreachable) {
       serverBack().then(() => {
         box.classList.add("over");
-        words.textContent = "The server did not answer. It is back.";
+        words.textContent = "The server did not answer, but it is back now.";
       });
     }
     return box;
@@ -117,9 +117,9 @@ export class MessageView {
       const step = (by, name, label) =>
         iconButton(name, label, () => actions.show(all[at + by]), { disabled: !all[at + by] });
       row.append(
-        step(-1, "back", "Earlier version"),
+        step(-1, "back", "Previous version"),
         make("span", { class: "version" }, `${at + 1} of ${all.length}`),
-        step(1, "chevron", "Later version"),
+        step(1, "chevron", "Next version"),
       );
     }
     const copying = iconButton("copy", mine ? "Copy message" : "Copy answer", () => copy(message.content, copying));
