@@ -142,6 +142,12 @@ def test_a_template_that_writes_no_calls_leaves_it_to_the_vocabulary():
     assert not detect(text, renderer(text)).has_calls
 
 
+def test_marks_of_thoughts_in_the_vocabulary_are_enough():
+    text = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert detect(text, renderer(text), {"<think>", "</think>"}).name == "thinking"
+    assert detect(text, renderer(text)).name == "plain"
+
+
 def test_a_template_that_shows_no_tools_has_no_calls():
     text = template("HuggingFaceTB-SmolLM3-3B")
     tokens = {"<|tool_call_start|>", "<|tool_call_end|>"}

@@ -247,8 +247,6 @@ def test_an_answer_that_grew_looks_like_one_that_came_at_once(show, step):
 @pytest.mark.parametrize(
     "deltas",
     [
-        [{"content": "<think>\nLet me "}, {"content": "see.</thi"}, {"content": "nk>\n\nFour."}],
-        [{"content": "Let me see.\n</think>\n\nFour."}],
         [{"reasoning_content": "Let me "}, {"reasoning_content": "see."}, {"content": "Four."}],
         [{"reasoning": "Let me see."}, {"content": "Four."}],
     ],
@@ -263,10 +261,19 @@ def test_thoughts_are_folded_away(shown, page, deltas):
 
 
 def test_thoughts_that_never_end(shown, page):
-    answer_with(page, {"content": "<think>hm"}, finish="length")
+    answer_with(page, {"reasoning_content": "hm"}, finish="length")
     assert shown.answer_to("two and two") == ""
     expect(page.locator(".thoughts")).to_have_text("hm")
     expect(page.locator(".cost")).to_contain_text("cut off")
+
+
+@pytest.mark.parametrize("text", ["<", "The tag is\n</think>\nand it closes."])
+def test_text_that_looks_like_a_tag_of_thoughts_is_text(shown, page, text):
+    """The server splits thoughts from answers, and the page splits nothing again."""
+    answer_with(page, {"content": text})
+    assert shown.answer_to("Only the sign.").split() == text.split()
+    assert body_of(shown, "Sure?")["messages"][1] == {"role": "assistant", "content": text}
+    expect(page.locator(".thoughts")).to_have_count(0)
 
 
 @pytest.mark.parametrize("way", ["button", "Escape"])
@@ -325,7 +332,7 @@ def test_edit_and_ask_again_keeps_both(shown, page):
         "three, two, one"
     )
     expect(page.locator(".message.user .version")).to_have_text("2 of 2")
-    page.get_by_label("Earlier version").click()
+    page.get_by_label("Previous version").click()
     expect(page.locator(".message.assistant .text")).to_have_text("blue, green, red")
     # Again: the old answer stays beside the new one.
     page.get_by_label("Answer again").click()
@@ -399,9 +406,7 @@ def test_a_file_with_odd_settings_is_not_imported(shown, page, field):
     text = f'[{{"title": "x", "messages": [], {field}}}]'
     file = {"name": "odd.json", "mimeType": "application/json", "buffer": text.encode()}
     page.set_input_files("#import", file)
-    expect(page.locator("#problem-text")).to_have_text(
-        "odd.json holds no conversations of this page."
-    )
+    expect(page.locator("#problem-text")).to_have_text("odd.json is not an export of this page.")
     expect(page.locator("#conversations li")).to_have_count(0)
 
 
@@ -527,7 +532,7 @@ def test_a_question_after_a_failed_one_keeps_roles_in_turns(shown, page):
     shown.ask("My name is Ada.")
     expect(page.locator(".message .problem")).to_contain_text("does not answer")
     page.unroute_all()
-    expect(page.locator(".message .problem")).to_contain_text("It is back.")
+    expect(page.locator(".message .problem")).to_contain_text("it is back now.")
     body = body_of(shown, "What is my name?")
     assert body["messages"] == [{"role": "user", "content": "My name is Ada.\n\nWhat is my name?"}]
     shown.answered(2)
@@ -585,7 +590,7 @@ def test_the_view_of_the_engine_changes_under_load(show, running):
         page.locator("#requests li").first.hover()
         expect(page.locator("#requests .dim")).not_to_have_count(0)
         page.click("#engine-pause")
-        expect(page.locator("#engine-state")).to_have_text("The view is held.")
+        expect(page.locator("#engine-state")).to_have_text("Paused")
         held = page.locator("#pool").get_attribute("aria-label")
         page.wait_for_timeout(700)
         assert page.locator("#pool").get_attribute("aria-label") == held
@@ -594,7 +599,7 @@ def test_the_view_of_the_engine_changes_under_load(show, running):
     expect(page.locator("#no-requests")).to_be_visible()
 
 
-def test_samples_can_be_sent_and_ended(show, running):
+def test_samples_can_be_sent_and_stopped(show, running):
     shown = show(**WIDE)
     shown.open("/#engine")
     page = shown.page
@@ -637,7 +642,7 @@ def test_the_end_of_the_engine_is_said(browser):
         os.kill(client.pid, signal.SIGKILL)
         state = shown.page.locator("#engine-state")
         expect(state).to_contain_text(
-            "demo does not run: the engine's process has ended by SIGKILL"
+            "demo is not running: the engine's process has ended by SIGKILL"
         )
         expect(shown.page.locator("#legend li")).to_have_count(0)
         shown.context.close()
@@ -652,7 +657,7 @@ def test_numbers_from_before_a_long_step_are_not_shown_as_current(show, running)
     try:
         page.click("#samples")
         expect(page.locator("#requests-size")).to_have_text("18 unfinished")
-        expect(page.locator("#engine-state")).to_contain_text("a long step is under way")
+        expect(page.locator("#engine-state")).to_contain_text("a long step is running")
         expect(page.locator("#figures dd").first).to_have_text("–")
     finally:
         os.kill(client.pid, signal.SIGCONT)

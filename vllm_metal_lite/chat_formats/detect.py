@@ -77,7 +77,8 @@ def detect(template: str, render: Render, vocabulary: Container[str] = ()) -> Ch
     """The format of a chat template; "thinking" or "plain", which have no calls, if none is known.
 
     render: by the template.  A format that does not read the call that the template writes is not
-    the model's, whatever texts the template has.  vocabulary: special tokens.
+    the model's, whatever texts the template has.  vocabulary: tokens with a
+    meaning, such as marks of thoughts.
     """
     written = written_calls(render)
     shown = template + "".join(written)
@@ -90,4 +91,4 @@ def detect(template: str, render: Render, vocabulary: Container[str] = ()) -> Ch
     has_tokens = all(token in vocabulary for token in _LFM2_TOKENS)
     if has_tokens and not written and shows_tools(render):
         return LFM2
-    return THINKING if "</think>" in shown else PLAIN
+    return THINKING if "</think>" in shown or "</think>" in vocabulary else PLAIN

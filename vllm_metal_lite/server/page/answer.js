@@ -2,7 +2,6 @@
 
 import { ApiError, events, request } from "./api.js";
 import { contentOf } from "./attachments.js";
-import { parts } from "./message.js";
 import { fields } from "./sampling.js";
 
 /** The body of a request for an answer to `shown`, messages of a conversation. */
@@ -11,7 +10,7 @@ export function bodyOf(conversation, shown) {
     ? [{ role: "system", content: conversation.system.trim() }]
     : [];
   for (const m of shown) {
-    const content = m.role === "user" ? contentOf(m) : parts(m).answer;
+    const content = m.role === "user" ? contentOf(m) : m.content;
     const last = messages.at(-1);
     // Behind an answer that failed: many chat templates want roles in turns.
     if (m.role === "user" && last?.role === "user") last.content += `\n\n${content}`;

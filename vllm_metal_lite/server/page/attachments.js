@@ -6,7 +6,7 @@ const MOST = 2 ** 20;  // bytes of a file
 
 /** The text of a file; raises an Error in words. */
 async function read(file) {
-  if (file.size > MOST) throw new Error(`${file.name} has ${count(file.size)} bytes, and at most ${count(MOST)} can be attached.`);
+  if (file.size > MOST) throw new Error(`${file.name} has ${count(file.size)} bytes; the limit is ${count(MOST)}.`);
   try {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
     if (!text.includes("\0")) return text;

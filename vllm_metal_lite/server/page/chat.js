@@ -199,7 +199,7 @@ export class Chat {
     try {
       await store.put(conversation, growing);
     } catch (error) {
-      announce(`The browser does not keep this conversation: ${error.message}`);
+      announce(`The browser could not save this conversation: ${error.message}`);
     }
     if (!growing) this.changed();
   }

@@ -91,7 +91,7 @@ async function readModels() {
   try {
     chat.models = (await (await request("/v1/models")).json()).data;
   } catch (error) {
-    problem(`The list of models cannot be read. ${error.message}`, readModels);
+    problem(`The list of models could not be read. ${error.message}`, readModels);
     if (error.unreachable) serverBack().then(readModels);
     return;
   }
@@ -206,7 +206,7 @@ async function changeSettings() {
   chat.drawState();
 }
 
-/** New conversations begin with what was chosen last. */
+/** New conversations start with what was chosen last. */
 function keepDefaults() {
   const { model, sampling } = chat.conversation;
   store.keepSetting("defaults", { model, sampling: kept(sampling) });
@@ -224,7 +224,7 @@ async function start() {
   chat.open(chat.conversation);
   store.onChange(reload);
   followHash();
-  if (!(await store.keeps())) problem("This browser keeps no conversations: they end with this page.", dismiss, "Close");
+  if (!(await store.keeps())) problem("This browser does not keep conversations: they are lost when this page is closed.", dismiss, "Close");
   document.body.dataset.ready = "true";
 }
 

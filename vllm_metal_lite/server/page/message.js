@@ -4,14 +4,7 @@ import { serverBack } from "./api.js";
 import { fileView } from "./attachments.js";
 import { copy, count, duration, grow, icon, iconButton, make } from "./dom.js";
 import { Growing } from "./markdown.js";
-import { split } from "./reasoning.js";
 import { versions } from "./tree.js";
-
-/** The thoughts and the answer of an assistant's message. */
-export function parts(message) {
-  const found = split(message.content);
-  return { ...found, reasoning: [message.reasoning, found.reasoning].filter(Boolean).join("\n\n") };
-}
 
 /** What an answer cost, in words. */
 function cost(message) {
@@ -28,7 +21,7 @@ function cost(message) {
     const rate = (1000 * (usage.completion_tokens - 1)) / (endedAt - firstAt);
     shown.push(`${rate < 100 ? rate.toFixed(1) : count(rate)} tokens/s`);
   }
-  if (message.finish === "length") shown.push("cut off: no tokens left");
+  if (message.finish === "length") shown.push("cut off at the token limit");
   if (message.finish === "stopped") {
     shown.push(endedAt ? `stopped after ${duration(endedAt - startedAt)}` : "stopped");
   }
@@ -65,17 +58,17 @@ export class MessageView {
   /** Show what the message holds now.  Cheap while it grows. */
   update(conversation, actions) {
     const { message } = this;
-    const { reasoning, answer, thinking } = parts(message);
+    const { reasoning, content } = message;
     const running = message.finish === null;
     this.element.setAttribute("aria-busy", String(running));
-    this.wait.hidden = !running || Boolean(reasoning || answer);
-    if (reasoning) this.showThoughts(reasoning, running && (thinking || !answer));
-    if (answer !== this.shown || !running) this.growing.show(answer, !running);
-    this.shown = answer;
+    this.wait.hidden = !running || Boolean(reasoning || content);
+    if (reasoning) this.showThoughts(reasoning, running && !content);
+    if (content !== this.shown || !running) this.growing.show(content, !running);
+    this.shown = content;
     if (running) return;
     this.foot.replaceChildren();
     if (message.error) this.foot.append(this.problem(message, actions));
-    else if (!answer && !reasoning) {
+    else if (!content && !reasoning) {
       const stopped = message.finish === "stopped";
       const words = stopped ? "Stopped before the first token." : "The model gave an empty answer.";
       this.foot.append(make("p", { class: "note" }, words));
@@ -108,7 +101,7 @@ export class MessageView {
     if (message.unreachable) {
       serverBack().then(() => {
         box.classList.add("over");
-        words.textContent = "The server did not answer. It is back.";
+        words.textContent = "The server did not answer, but it is back now.";
       });
     }
     return box;
@@ -124,13 +117,12 @@ export class MessageView {
       const step = (by, name, label) =>
         iconButton(name, label, () => actions.show(all[at + by]), { disabled: !all[at + by] });
       row.append(
-        step(-1, "back", "Earlier version"),
+        step(-1, "back", "Previous version"),
         make("span", { class: "version" }, `${at + 1} of ${all.length}`),
-        step(1, "chevron", "Later version"),
+        step(1, "chevron", "Next version"),
       );
     }
-    const text = () => (mine ? message.content : parts(message).answer);
-    const copying = iconButton("copy", mine ? "Copy message" : "Copy answer", () => copy(text(), copying));
+    const copying = iconButton("copy", mine ? "Copy message" : "Copy answer", () => copy(message.content, copying));
     row.append(copying);
     if (mine) row.append(iconButton("edit", "Edit and ask again", () => this.edit(actions)));
     else row.append(iconButton("again", "Answer again", () => actions.regenerate(message)));

@@ -42,7 +42,7 @@ export function inEffect({ system, sampling }) {
   return text && text[0].toUpperCase() + text.slice(1);
 }
 
-/** What new conversations begin with. */
+/** What new conversations start with. */
 export function kept({ stop, schema, ...rest }) {
   return rest;
 }

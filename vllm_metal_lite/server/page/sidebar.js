@@ -38,7 +38,7 @@ export async function readExport(file) {
   const defaults = { sampling: {}, system: "", model: null, leaf: null, updated: Date.now() };
   const found = [value].flat().map((c) => ({ ...defaults, ...c, id: newId() }));
   if (!found.length || !found.every(isConversation)) {
-    throw new Error(`${file.name} holds no conversations of this page.`);
+    throw new Error(`${file.name} is not an export of this page.`);
   }
   return found;
 }
@@ -64,7 +64,7 @@ export function drawList(conversations, current, running, actions) {
     if (c.id === current?.id) open.setAttribute("aria-current", "page");
     if (running.has(c.id)) open.append(make("span", { class: "pulse", role: "img", "aria-label": "being answered" }));
     const rename = async () => {
-      const name = await ask("Name of the conversation", c.title);
+      const name = await ask("Conversation name", c.title);
       if (!name) return;
       c.title = name;
       actions.renamed(c);

@@ -5,12 +5,12 @@ import { events, request } from "../api.js";
 const WAITS = [1, 2, 4, 8];  // seconds before another attempt
 
 export class Watcher {
-  /** take: gets the name and the value of each event.  state: gets "watching", "held", "trying" or "none" with words. */
+  /** take: gets the name and the value of each event.  state: gets "watching", "paused", "trying" or "none" with words. */
   constructor(take, state) {
     this.take = take;
     this.state = state;
     this.shown = false;
-    this.held = false;
+    this.paused = false;
     this.stopper = null;
     document.addEventListener("visibilitychange", () => this.check());
     document.addEventListener("key", () => {
@@ -24,16 +24,16 @@ export class Watcher {
     this.check();
   }
 
-  setHeld(held) {
-    this.held = held;
+  setPaused(paused) {
+    this.paused = paused;
     this.check();
   }
 
   check() {
-    const watch = this.shown && !this.held && !document.hidden;
+    const watch = this.shown && !this.paused && !document.hidden;
     if (!watch) {
       this.end();
-      if (this.held) this.state("held", "The view is held.");
+      if (this.paused) this.state("paused", "Paused");
     } else if (!this.stopper) {
       this.stopper = new AbortController();
       this.watch(this.stopper.signal);
@@ -47,7 +47,7 @@ export class Watcher {
 
   async watch(signal) {
     for (let failed = 0; !signal.aborted; ) {
-      let words = "The stream of events has ended.";
+      let words = "The event stream has ended.";
       try {
         const response = await request("/events", { signal, asks: false });
         this.state("watching", "");
@@ -59,7 +59,7 @@ export class Watcher {
       } catch (error) {
         if (signal.aborted) return;
         if (error.status === 404 || error.status === 401) {
-          this.state("none", error.status === 404 ? "This server has no view of its engine." : error.message);
+          this.state("none", error.status === 404 ? "This server does not offer a view of its engine." : error.message);
           return;
         }
         words = error.message;

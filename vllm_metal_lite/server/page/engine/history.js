@@ -50,14 +50,14 @@ export class History {
 
   /** Take what the server says of the model; true: its engine is silent or gone. */
   takeState({ model, state, error, requests }) {
-    const waits = requests ? ` Requests that wait: ${count(requests)}.` : "";
+    const waits = requests ? ` ${count(requests)} ${requests === 1 ? "request is" : "requests are"} waiting.` : "";
     this.state = state;
     this.words = "";
     if (state !== "loaded") {
       if (this.blocks) this.restart();
       this.words = {
         loading: `${model} is being loaded.${waits}`,
-        failed: `${model} does not run: ${error}. The next request starts it again.`,
+        failed: `${model} is not running: ${error}. The next request starts it again.`,
         unloaded: `${model} is not loaded. The next request loads it.`,
       }[state];
       return true;
@@ -65,7 +65,7 @@ export class History {
     const silent = performance.now() - this.takenAt;
     this.numUnfinished = null;
     if (!requests || !this.takenAt || silent < SILENT_MS) return false;
-    this.words = `No news for ${Math.round(silent / 1000)} s: a long step is under way. The view shows the state before it.`;
+    this.words = `No news for ${Math.round(silent / 1000)} s: a long step is running. The view shows the state before it.`;
     this.numUnfinished = requests;
     return true;
   }

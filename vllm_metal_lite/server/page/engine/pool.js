@@ -84,7 +84,7 @@ export class PoolMap {
       : `Block ${count(i)}`;
     const kinds = {
       [FREE]: "free",
-      [CACHED]: "cached: kept for prompts that begin alike",
+      [CACHED]: "cached: kept for prompts with the same beginning",
       [SHARED]: "shared by two or more requests",
     };
     const request = this.history.known.get(code);

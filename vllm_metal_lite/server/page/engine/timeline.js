@@ -37,7 +37,7 @@ export class Timeline {
       this.columns = [];
       context.font = FONT;
       context.fillStyle = colours.text;
-      context.fillText("No step has run while this page was watching.", 0, EMPTY / 2);
+      context.fillText("No steps have run since this page was opened.", 0, EMPTY / 2);
       canvas.setAttribute("aria-label", this.summary());
       return;
     }
@@ -80,7 +80,7 @@ export class Timeline {
     return found;
   }
 
-  /** Pieces of prompts: outlines, filled lightly, so that they differ from decodes without colour. */
+  /** Chunks of prompts: outlines, filled lightly, so that they differ from decodes without colour. */
   chunks(context, colours, n, faint, rectangles) {
     context.fillStyle = colours.request(n, 0.36 * faint);
     for (const rectangle of rectangles) context.fillRect(...rectangle);
@@ -159,7 +159,7 @@ export class Timeline {
     const chunks = step.segments.length - step.decodes;
     const lines = [
       `Step ${count(step.number)}: ${duration(step.ms)}, ${count(sum)} tokens`,
-      `${step.decodes} decodes, ${chunks} pieces of prompts`,
+      `${step.decodes} decodes, ${chunks} prompt chunks`,
     ];
     if (segment) {
       const [n, tokens, context] = segment;

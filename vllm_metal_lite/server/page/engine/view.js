@@ -44,7 +44,7 @@ export class EngineView {
     this.explain(setting("explain", innerHeight >= 900));
     byId("engine-explain").addEventListener("click", () =>
       this.explain(!byId("engine").classList.contains("explained")));
-    byId("engine-pause").addEventListener("click", () => this.hold(!this.watcher.held));
+    byId("engine-pause").addEventListener("click", () => this.pause(!this.watcher.paused));
     byId("samples").addEventListener("click", () => this.toggleSamples());
     document.addEventListener("theme", () => this.draw());
     new ResizeObserver(() => this.draw()).observe(byId("engine"));
@@ -56,17 +56,17 @@ export class EngineView {
     if (shown) this.draw();
   }
 
-  hold(held) {
-    this.watcher.setHeld(held);
+  pause(paused) {
+    this.watcher.setPaused(paused);
     const button = byId("engine-pause");
-    const label = held ? "Go on" : "Hold the view";
-    button.setAttribute("aria-pressed", String(held));
+    const label = paused ? "Resume" : "Pause";
+    button.setAttribute("aria-pressed", String(paused));
     button.setAttribute("aria-label", label);
     button.title = label;
-    button.querySelector("use").setAttribute("href", held ? "#i-play" : "#i-pause");
+    button.querySelector("use").setAttribute("href", paused ? "#i-play" : "#i-pause");
   }
 
-  /** Send a load to look at, or end the one that runs. */
+  /** Send a load to look at, or stop the one that runs. */
   async toggleSamples() {
     if (this.samples) {
       this.samples.abort();
@@ -76,7 +76,7 @@ export class EngineView {
     const label = button.textContent;
     this.samples = new AbortController();
     this.refusal = "";
-    button.textContent = "End the samples";
+    button.textContent = "Stop samples";
     try {
       await sendSamples(this.model(), this.samples.signal);
     } catch (error) {
@@ -227,15 +227,15 @@ export class EngineView {
     const current = this.history.numUnfinished === null && m.blocks_total;
     const share = (part, all) => (all ? `${((100 * part) / all).toFixed(0)} %` : "–");
     const figures = [
-      ["Generated", current ? `${count(rates.decode)} tok/s` : "–", "Tokens of answers a second, over the last 3 seconds"],
-      ["Prompts", current ? `${count(rates.prefill)} tok/s` : "–", "Tokens of prompts computed a second, over the last 3 seconds"],
-      ["Step", current && rates.ms !== null ? duration(rates.ms) : "–", "Median time of a step, over the last 3 seconds"],
-      ["Cache hits", share(m.prefix_cache_hit_tokens, queried), "Share of all prompt tokens since the start that were found in the cache"],
-      ["Blocks used", share(m.blocks_owned, m.blocks_total), "Share of the KV blocks that requests own"],
+      ["Generated", current ? `${count(rates.decode)} tok/s` : "–", "Answer tokens per second, over the last 3 seconds"],
+      ["Prompts", current ? `${count(rates.prefill)} tok/s` : "–", "Prompt tokens computed per second, over the last 3 seconds"],
+      ["Step", current && rates.ms !== null ? duration(rates.ms) : "–", "Median step time, over the last 3 seconds"],
+      ["Cache hits", share(m.prefix_cache_hit_tokens, queried), "Share of prompt tokens found in the cache, since the start"],
+      ["Blocks used", share(m.blocks_owned, m.blocks_total), "Share of KV blocks owned by requests"],
       ["Preempted", m.blocks_total ? count(m.preemptions) : "–", "Requests that lost their blocks to others, since the start"],
     ];
     if (m.draft_tokens) {
-      figures.push(["Drafts right", share(m.accepted_tokens, m.draft_tokens), "Share of the tokens computed ahead that answers took, since the start"]);
+      figures.push(["Drafts accepted", share(m.accepted_tokens, m.draft_tokens), "Share of draft tokens accepted, since the start"]);
     }
     byId("figures").replaceChildren(...figures.map(([name, words, title]) => {
       const [value, unit = ""] = words.split(" ");
