@@ -11,6 +11,7 @@ from mlx.utils import tree_map
 
 from tests.support.attention.array_attention import compile_on_cpu
 from tests.support.engine.sampling import EMPTY
+from tests.support.engine.slots import SlotConstraint
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli.main import main
@@ -166,5 +167,6 @@ def test_reasons():
     plain = SamplingParams()
     assert "logits are all -inf" in why(MASKED, plain, 0)
     assert "logits are NaN" in why(NAN, SamplingParams(**NEVER), 0)
-    assert "all are excluded by the grammar" in why(MASKED, plain, 0, True)
+    formed, free = SamplingParams(structured_outputs={"regex": "a"}), SlotConstraint([], 9)
+    assert "all are excluded by the grammar" in why(MASKED, formed, 0, free)
     assert "min_tokens" not in why(MASKED, SamplingParams(**NEVER), 3)

@@ -115,8 +115,8 @@ class Answer:
 
     def fail(self, reason: int) -> bool:
         """End the answer because no token can be sampled (see `no_token`); returns True."""
-        has_grammar = self.params.structured_outputs is not None
-        self.output.error = no_token.why(reason, self.params, len(self._token_ids), has_grammar)
+        count = len(self._token_ids)
+        self.output.error = no_token.why(reason, self.params, count, self.constraint)
         self.abort("error")
         return True
 

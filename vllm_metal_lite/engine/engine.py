@@ -197,8 +197,8 @@ class LLMEngine:
 
         If a forward fails (an error or Ctrl-C), all scheduled requests return to the queue before
         the exception propagates: nothing is lost.  The caller ends `requests_at_fault` with the
-        error, and may call `step` again.  The error of a step whose requests were all aborted is
-        only logged.
+        error, and may call `step` again.  Every error is logged; that of a step whose requests were
+        all aborted is not raised.
         """
         try:
             if not self._outputs:
@@ -219,7 +219,7 @@ class LLMEngine:
             failed = self._failed_step()
             is_wanted = not self._outputs or failed.is_wanted
             if is_wanted:
-                self.failed_steps.failed(failed)
+                self.failed_steps.failed(failed, e)
             self._roll_back()
             if is_wanted:
                 raise
@@ -231,8 +231,8 @@ class LLMEngine:
         output = self._outputs.popleft()
         try:
             return self._finish(output, result)
-        except Exception:
-            self.failed_steps.spoilt(output)
+        except Exception as e:
+            self.failed_steps.spoilt(output, e)
             raise
 
     def rest(self) -> bool:
@@ -342,9 +342,7 @@ class LLMEngine:
         finished = RequestStatus.FINISHED
         # False: the request ended while the step was in flight; ignore its row.
         continues = [request.status is not finished for request in output.terminal]
-        num_accepted = self._record(output, result)
-        num_dropped = output.num_decodes - sum(continues[: output.num_decodes])
-        self._counts.add(output, num_accepted - num_dropped)
+        self._record(output, result)
         if result.prompt_logprobs is not None:
             for row, i in enumerate(batch.prompt_segments.tolist()):
                 request = output.segments[i].request
@@ -355,22 +353,27 @@ class LLMEngine:
         for request, values in read:
             self._answers[request.request_id].result.pooled = values
         reports: dict[str, RequestOutput] = {}
+        num_accepted = 0
         for i, request in enumerate(output.terminal):
             if not continues[i]:
                 continue
-            answer = self._answers[request.request_id]
-            if self._extend(answer, result, result.live_rows[i]):
+            answer, rows = self._answers[request.request_id], result.live_rows[i]
+            before = len(answer.output.token_ids)
+            if self._extend(answer, result, rows):
                 self._end(answer)
+            if len(rows) > 1:  # the tokens behind the first were drafts
+                num_accepted += max(len(answer.output.token_ids) - before - 1, 0)
             reports[answer.result.request_id] = answer.result
+        num_dropped = output.num_decodes - sum(continues[: output.num_decodes])
+        self._counts.add(output, num_accepted, num_dropped)
         self.prefix_disk.note(output)
         if self.on_step is not None:
             self.on_step(output)
         self.failed_steps.succeeded(output)
         return list(reports.values())
 
-    def _record(self, output: SchedulerOutput, result: StepResult) -> int:
-        """Tell the scheduler the step's tokens, and the sampler those of a step with drafts;
-        returns the number of accepted drafts."""
+    def _record(self, output: SchedulerOutput, result: StepResult) -> None:
+        """Tell the scheduler the step's tokens, and the sampler those of a step with drafts."""
         tokens, now = result.token_ids.tolist(), time.monotonic()
         if not output.has_drafts:
             self.scheduler.update(output, tokens)
@@ -392,7 +395,6 @@ class LLMEngine:
         seconds = None if self._last_end is None else now - self._last_end
         self.speculator.note(output, counts, seconds)
         self._last_end = now
-        return sum(counts)
 
     def _extend(self, answer: Answer, result: StepResult, rows: range) -> bool:
         """Give an answer the tokens of its rows; True when one ends the answer."""
@@ -451,8 +453,6 @@ class LLMEngine:
         """
         return {
             **asdict(self._counts),
-            "draft_tokens": self.speculator.num_drafted,
-            "accepted_tokens": self.speculator.num_accepted,
             "steps_ahead": self.pipeline.num_ahead,
             "compiled_steps": self.runner.compiled.num_steps,
             "failed_kernels": len(self.runner.path.failed_kernels),

@@ -5,6 +5,7 @@ the unmarked token, which is never shown.
 """
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.sampling.constraint import Constraint
 from vllm_metal_lite.sampling.logits import fused
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -25,15 +26,19 @@ def _mark(best: mx.array, token_ids: mx.array) -> mx.array:
     return mx.where(best > -mx.inf, token_ids, mx.where(best == -mx.inf, MASKED, NAN))
 
 
-def why(reason: int, params: SamplingParams, num_generated: int, has_grammar: bool = False) -> str:
+def why(
+    reason: int, params: SamplingParams, num_generated: int, constraint: Constraint | None = None
+) -> str:
     """One line: why a row is MASKED or NAN (`reason`), after num_generated tokens."""
+    if constraint is not None and (error := constraint.error()):
+        return f"no token can be sampled: the grammar failed: {error}"
     if reason == NAN:
         return (
             "no token can be sampled: the model's logits are NaN (its weights are damaged, or its "
             "numbers do not fit its dtype)"
         )
     rules = {
-        "the grammar": has_grammar,
+        "the grammar": constraint is not None and params.structured_outputs is not None,
         "allowed_token_ids": params.allowed_token_ids,
         "bad_words": params.bad_words,
         "min_tokens (until then, no stop token)": params.min_tokens > num_generated,

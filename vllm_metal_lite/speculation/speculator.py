@@ -51,15 +51,11 @@ class _Record:
 
 
 class Speculator:
-    """tokens_of: the known tokens of a running request, (n,) int32.
-
-    num_drafted, num_accepted: draft tokens so far, and those that came true.
-    """
+    """tokens_of: the known tokens of a running request, (n,) int32."""
 
     def __init__(self, tokens_of: Callable[[Request], np.ndarray]) -> None:
         self._tokens_of = tokens_of
         self.pace = Pace()
-        self.num_drafted = self.num_accepted = 0
         self._records: dict[Request, _Record] = {}
         self._turn = 0
 
@@ -120,8 +116,6 @@ class Speculator:
             own = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
             if own:
                 record.note(min(count, own), own)
-            self.num_drafted += len(segment.draft_token_ids)
-            self.num_accepted += count
         for segment in output.segments[: output.num_decodes]:
             if segment.request in self._records:
                 self._records[segment.request].recover()
@@ -130,11 +124,10 @@ class Speculator:
             self.pace.note(rows, bool(drafted), seconds)
 
 
-class NoSpeculator(Speculator):
+class NoSpeculator:
     """Proposes no drafts, and measures nothing."""
 
-    def __init__(self) -> None:
-        super().__init__(lambda _: np.empty(0, np.int32))
+    def forget(self, request: Request) -> None: ...
 
     def wants(self, decodes: Sequence[Request]) -> bool:
         return False
