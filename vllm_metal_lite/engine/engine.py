@@ -15,11 +15,12 @@ from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.batch.pooling_table import PoolingTable
 from vllm_metal_lite.config import MAX_DRAFT, EngineConfig
 from vllm_metal_lite.engine.answer import Answer
+from vllm_metal_lite.engine.chat_prompt import ChatPrompt
 from vllm_metal_lite.engine.constraints import Constraints
 from vllm_metal_lite.engine.failed_steps import FailedSteps
 from vllm_metal_lite.engine.intake import Intake
 from vllm_metal_lite.engine.no_prefix_disk import NoPrefixDisk
-from vllm_metal_lite.engine.prompt_ids import Prompt, render_turn
+from vllm_metal_lite.engine.prompt_ids import Prompt
 from vllm_metal_lite.engine.seats import Seats
 from vllm_metal_lite.engine.step_counts import StepCounts
 from vllm_metal_lite.errors import ConfigError, RequestError, one_line, show
@@ -72,12 +73,15 @@ class LLMEngine:
         # Before anything is fused: the folder knows a model by its weights.
         kept = None if disk is None else disk.attach(model, self.scheduler, store)
         self.prefix_disk = NoPrefixDisk() if kept is None else kept
+        self.scheduler.holds = self.prefix_disk.holds
         sampler = Sampler(seats, model.vocab_size)
         runner = build_runner(model, store, sampler, config.attention)
         self.inputs = InputBatch(seats, self.max_model_len, size, len(self.kv_groups))
         self.pipeline = Pipeline(runner, self.inputs)
         self.seats = Seats(self.inputs, sampler, model.eos_token_ids)
         self.intake = Intake(model, self.max_model_len, config.seed)
+        keeps_states = caching and self.num_state_slots > 0
+        self._chat_prompt = ChatPrompt(model.tokenizer, model.name, keeps_states)
         self.failed_steps = FailedSteps(self.scheduler)
         self.constraints = Constraints(model.vocab_size)
         self.pooling = PoolingTable()
@@ -126,15 +130,7 @@ class LLMEngine:
         **variables: Any,
     ) -> tuple[list[int], tuple[int, ...]]:
         """(Token ids, `checkpoints`) of a conversation under the model's chat template."""
-        caches = self.num_state_slots and self.scheduler.config.enable_prefix_caching
-        return render_turn(
-            self.model.tokenizer,
-            self.model.name,
-            messages,
-            add_generation_prompt,
-            variables,
-            with_checkpoints=bool(caches),
-        )
+        return self._chat_prompt.turn(messages, add_generation_prompt, variables)
 
     def add_request(
         self,

@@ -11,6 +11,7 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 from vllm_metal_lite.speculation.lookup import look_up
 from vllm_metal_lite.speculation.pace import Pace
 
+# These numbers were chosen by hand; docs/speculation.md measures them together.
 _CAPS = (MAX_DRAFT, 15, 7, 3)  # lengths that are weighed against each other
 _MARGIN = 1.05  # expected gain below which drafts are not worth their noise
 _LOOKUPS = 8  # requests looked at before a step is launched ahead

@@ -92,7 +92,7 @@ def _compile(params: StructuredOutputsParams, grammar: str, tokenizer: LLTokeniz
 
 
 def check(params: StructuredOutputsParams) -> None:
-    """Raise GrammarError for a form that no model's answer can be held to.
+    """Raise GrammarError for a form that cannot be used with any model.
 
     Needs no tokenizer, so names and ids of special tokens are not checked: every id becomes 0.
     """
@@ -127,6 +127,7 @@ def words(error: str) -> str:
     if error.startswith("NoExtension"):
         return "no text fits"
     error = error.removesuffix("<non-verbose/>")
+    error = error.replace("Unimplemented keys", "keywords that are not supported")
     # Errors of regexes point at a column, which one line cannot do.
     error = re.sub(r"regex parse error:.*\n *error: ([^\n]*).*", r"\1", error, flags=re.DOTALL)
     if error.startswith("oneOf constraints"):  # llguidance names an option of its own
