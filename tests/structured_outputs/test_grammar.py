@@ -273,7 +273,7 @@ def test_a_grammar_that_becomes_too_complex_leaves_no_token(tokenizer):
         ids = allowed(limits, tokenizer.vocab_size)
         if not ids:
             error = "the grammar failed: lexer error: too many expressions constructed"
-            assert why(MASKED, SamplingParams(), 2, limits).endswith(error)
+            assert why(MASKED, SamplingParams(), 2, True, limits.error()).endswith(error)
             return
         assert not limits.error()
         limits.accept(a)

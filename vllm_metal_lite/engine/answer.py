@@ -115,8 +115,10 @@ class Answer:
 
     def fail(self, reason: int) -> bool:
         """End the answer because no token can be sampled (see `no_token`); returns True."""
+        has_grammar = self.params.structured_outputs is not None
+        error = "" if self.constraint is None else self.constraint.error()
         count = len(self._token_ids)
-        self.output.error = no_token.why(reason, self.params, count, self.constraint)
+        self.output.error = no_token.why(reason, self.params, count, has_grammar, error)
         self.abort("error")
         return True
 

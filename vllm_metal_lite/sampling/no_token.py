@@ -5,7 +5,6 @@ the unmarked token, which is never shown.
 """
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.sampling.constraint import Constraint
 from vllm_metal_lite.sampling.logits import fused
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -27,18 +26,22 @@ def _mark(best: mx.array, token_ids: mx.array) -> mx.array:
 
 
 def why(
-    reason: int, params: SamplingParams, num_generated: int, constraint: Constraint | None = None
+    reason: int,
+    params: SamplingParams,
+    num_generated: int,
+    has_grammar: bool = False,
+    grammar_error: str = "",
 ) -> str:
     """One line: why a row is MASKED or NAN (`reason`), after num_generated tokens."""
-    if constraint is not None and (error := constraint.error()):
-        return f"no token can be sampled: the grammar failed: {error}"
+    if grammar_error:
+        return f"no token can be sampled: the grammar failed: {grammar_error}"
     if reason == NAN:
         return (
             "no token can be sampled: the model's logits are NaN (its weights are damaged, or its "
             "numbers do not fit its dtype)"
         )
     rules = {
-        "the grammar": constraint is not None and params.structured_outputs is not None,
+        "the grammar": has_grammar,
         "allowed_token_ids": params.allowed_token_ids,
         "bad_words": params.bad_words,
         "min_tokens (until then, no stop token)": params.min_tokens > num_generated,
