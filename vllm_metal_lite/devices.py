@@ -58,10 +58,6 @@ class DeviceProfile:
     # products in few bits have none to spare.
     max_normed_rows: int = 16
     max_normed_weights: int = 1 << 21
-    # Rows of logits from which MLX's argmax, one threadgroup per row, needs no parts.
-    argmax_fill: int = 128
-    # Vocabulary size from which argmax in parts repays its launches.
-    argmax_long: int = 1 << 16
 
     # Decodes that share a prefix
 

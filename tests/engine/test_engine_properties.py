@@ -167,7 +167,7 @@ def test_chunked_equals_single_shot_for_any_split(splits, name):
     prompt = STEMS[0] + STEMS[1]
     engine = tiny.engine(name, enable_prefix_caching=False, max_num_batched_tokens=128)
     engine.add_request("a", prompt, SamplingParams(temperature=0, max_tokens=4))
-    request = engine.scheduler._requests["a"]
+    request = engine._answers["a"].request
     for split in splits:
         request.max_chunk = split
         engine.step()

@@ -33,6 +33,8 @@ BAD_REQUESTS = {
     "no prompt": ((None, GREEDY), {}, ["a prompt must be", "None"]),
     "a dict without a prompt": (({"text": "x"}, GREEDY), {}, ["prompt"]),
     "text without a tokenizer": (("hello", GREEDY), {}, ["tokenizer"]),
+    "a stop string without a tokenizer": (
+        ([1], SamplingParams(stop="e")), {}, ["stop", "tokenizer"]),
     "parameters of another type": (
         ([1], {"temperature": 0}), {}, ["SamplingParams", "{'temperature': 0}"]),
     "bias beyond the vocabulary": (
@@ -71,7 +73,7 @@ def test_request_ids_are_strings():
             engine.add_request(bad, [1], GREEDY)
 
 
-def test_an_id_that_is_used_again_is_not_at_fault_for_the_step_of_an_aborted_prompt():
+def test_an_id_that_is_used_again_is_not_at_fault_for_the_step_of_an_aborted_prompt(caplog):
     engine = tiny.engine()
     prompts = tiny.prompts(2, 20, 20)
     engine.add_request("y", prompts[0], GREEDY)
@@ -90,6 +92,7 @@ def test_an_id_that_is_used_again_is_not_at_fault_for_the_step_of_an_aborted_pro
     with pytest.raises(RuntimeError, match="the forward failed"):
         engine.step()
     assert engine.requests_at_fault == []
+    assert caplog.messages == ["a step of the engine failed: the forward failed"]
     done = tiny.run(engine)
     for name, prompt in zip("yx", prompts, strict=True):
         assert done[name].outputs[0].token_ids == tiny.alone(tiny.native("llama"), prompt, 8)

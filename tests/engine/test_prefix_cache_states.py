@@ -288,4 +288,4 @@ def state_after(
     tokens = [*prompt, *answer.token_ids]
     hit = engine.scheduler.kv.find_prefix(Request("asks", tokens[: position + 1], 1))
     assert hit.num_tokens == position
-    return [np.array(a[hit.state]) for a in engine.runner.attention.store.states.arrays]
+    return [np.array(a[hit.state_slot]) for a in engine.runner.attention.store.states.arrays]

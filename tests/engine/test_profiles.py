@@ -16,11 +16,10 @@ LIMITS = {
     "decode_fill": (8, 4096), "min_split_context": (64, 1 << 20), "min_split_keys": (32, 1 << 14),
     "few_keys": (0, 1 << 20), "prefix_fill": (8, 4096), "min_prefix_split_keys": (32, 1 << 14),
     "rope_many_rows": (1, 1 << 30), "gemm_fill": (1, 4096), "max_lane_rows": (0, 4),
-    "max_normed_rows": (0, 64), "max_normed_weights": (0, 1 << 30), "argmax_fill": (1, 4096),
-    "argmax_long": (1 << 10, 1 << 30), "min_saved_tokens": (256, 1 << 22),
-    "prefix_row_cost": (0, 1), "rows_as_decodes": (0, 512), "sdpa_call_cost": (1, 1 << 28),
-    "key_cost": (1, 1 << 14), "decode_sums": (1, 64), "decode_sums_of_four": (0, 64),
-    "prefill_registers": (0, 1024),
+    "max_normed_rows": (0, 64), "max_normed_weights": (0, 1 << 30),
+    "min_saved_tokens": (256, 1 << 22), "prefix_row_cost": (0, 1), "rows_as_decodes": (0, 512),
+    "sdpa_call_cost": (1, 1 << 28), "key_cost": (1, 1 << 14), "decode_sums": (1, 64),
+    "decode_sums_of_four": (0, 64), "prefill_registers": (0, 1024),
 }  # fmt: skip
 
 

@@ -51,8 +51,7 @@ def test_tokens_equal_the_model_alone(name):
     alone = [tiny.alone(tiny.native(name), prompt, 40) for prompt in prompts]
     engine = drafting(name, num_blocks=34, max_model_len=100, max_num_batched_tokens=32)
     assert tokens_of(run(engine, prompts, greedy(40), alone, seed=1)) == alone
-    assert engine.speculator.num_accepted > 20
-    assert engine.speculator.num_accepted < engine.speculator.num_drafted
+    assert engine.metrics()["draft_tokens"] > engine.metrics()["accepted_tokens"] > 20
 
 
 @pytest.mark.long
@@ -66,6 +65,22 @@ def test_true_drafts_save_steps(name):
     assert drafted.metrics()["steps"] < 0.7 * plain.metrics()["steps"]
     assert drafted.metrics()["decode_tokens"] == plain.metrics()["decode_tokens"]
     assert drafted.metrics()["accepted_tokens"] == drafted.metrics()["draft_tokens"] > 40
+
+
+def test_drafts_behind_the_end_of_an_answer_are_not_counted():
+    (prompt,) = tiny.prompts(1, 5, 5, seed=4)
+    alone = tiny.alone(tiny.native("llama"), prompt, 40)
+    stop = next(i for i in range(4, 40) if alone[i] not in alone[:i])
+    engine = drafting("llama")
+    engine.speculator = Guesses(engine, {"0": alone}, right=1.0)
+    engine.speculator.propose = lambda wanted: [alone[1:30] for _ in wanted]
+    engine.speculator.wants = lambda decodes: True
+    engine.add_request("0", prompt, greedy(40, stop_token_ids=[alone[stop]]))
+    (answer,) = tiny.run(engine)["0"].outputs
+    assert answer.token_ids == alone[: stop + 1]
+    metrics = engine.metrics()
+    assert metrics["draft_tokens"] > stop
+    assert (metrics["accepted_tokens"], metrics["decode_tokens"]) == (stop - 1, stop)
 
 
 @pytest.mark.parametrize("params", [
@@ -151,7 +166,7 @@ def test_aborts_failures_preemption_and_the_prefix_cache(name, seed):
         done |= tiny.step(engine, OSError)
         if not (waiting or engine.has_unfinished_requests()):
             break
-    assert engine.speculator.num_accepted > 10
+    assert engine.metrics()["accepted_tokens"] > 10
     for i, expected in enumerate(alone):
         if i != aborted:
             assert done[str(i)].outputs[0].token_ids == expected
@@ -183,7 +198,7 @@ def test_through_host_kernels(name):
         engine = engine_with_kernels(name, speculate="auto")
         assert engine.attention_reason.startswith("the kernels") or engine.runner.path.uses_kernels
         assert tokens_of(run(engine, prompts, greedy(16), alone)) == alone
-        assert engine.speculator.num_accepted > 5
+        assert engine.metrics()["accepted_tokens"] > 5
 
 
 @pytest.mark.parametrize("num_rows", [10, 4])

@@ -82,11 +82,11 @@ def test_a_windowed_layer_costs_its_window_while_the_context_grows(name, ahead):
     poison_free_blocks(engine)
     prompt = tiny.prompts(1, 100, 100, seed=3)[0]
     engine.add_request("a", prompt, tiny.greedy(60, ignore_eos=True))
-    request = engine.scheduler._requests["a"]
+    request = engine._answers["a"].request
     tokens, most = [], {}
     while engine.has_unfinished_requests():
         tokens = engine.step()[-1:] or tokens
-        check_accounts(engine.scheduler.kv, engine.scheduler._requests.values())
+        check_accounts(engine.scheduler.kv, [a.request for a in engine._answers.values()])
         for group, table in zip(engine.kv_groups, request.block_tables, strict=False):
             chunk = 24 if request.num_tokens == 100 else 1
             assert table.num_owned <= group.most_blocks(160, chunk, 8)

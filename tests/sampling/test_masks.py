@@ -12,7 +12,8 @@ from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import RequestError, SamplingError
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.sampling.bad_words import bad_word_ids
-from vllm_metal_lite.sampling.masks import DeviceMasks, TokenMasks, pack_mask
+from vllm_metal_lite.sampling.masks import TokenMasks, pack_mask
+from vllm_metal_lite.sampling.processors import DeviceMasks
 from vllm_metal_lite.sampling.sampler import Sampler, validate
 from vllm_metal_lite.sampling_params import SamplingParams
 

@@ -5,19 +5,22 @@ import pickle
 import re
 from contextlib import suppress
 from fractions import Fraction
+from threading import Semaphore
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from jsonschema import validate
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from tests.support.chat.guided import allowed, walk
 from tests.support.chat.json_schemas import schemas
 from vllm_metal_lite.errors import SamplingError
 from vllm_metal_lite.model.tokenizer import load_tokenizer_only
+from vllm_metal_lite.sampling.no_token import MASKED, why
 from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.structured_outputs import compiler
 from vllm_metal_lite.structured_outputs.build import build
 from vllm_metal_lite.structured_outputs.compiler import Compiler, check
 from vllm_metal_lite.structured_params import StructuredOutputsParams
@@ -101,7 +104,7 @@ def test_forced_tokens_are_the_text_that_must_come(tokenizer):
         ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
         ({"json": "{"}, "json"),
         ({"json": {"$ref": "#/nowhere"}}, "nowhere"),
-        ({"regex": "("}, "regex"),
+        ({"regex": "("}, r'regex: at 1\(8\): invalid regex "\(" \(in regex\): unclosed group$'),
         ({"regex": r"(a)\1"}, "regex"),
         ({"grammar": "start: nowhere"}, "grammar.*nowhere"),
         ({"json": {"not": {}}}, "not"),
@@ -269,7 +272,10 @@ def test_a_grammar_that_becomes_too_complex_leaves_no_token(tokenizer):
     for _ in range(10):
         ids = allowed(limits, tokenizer.vocab_size)
         if not ids:
+            error = "the grammar failed: lexer error: too many expressions constructed"
+            assert why(MASKED, SamplingParams(), 2, True, limits.error()).endswith(error)
             return
+        assert not limits.error()
         limits.accept(a)
     pytest.fail("the grammar is not complex enough")
 
@@ -305,6 +311,26 @@ def test_forms_pass_through_a_pipe():
 
 def test_ids_of_tokens_are_not_checked_without_a_model():
     check(StructuredOutputsParams(grammar='start: <[151657]> "a" <[200000-200005]>'))
+
+
+def test_a_grammar_that_fails_is_not_compiled_again(monkeypatch):
+    own, begun = Compiler(LLTokenizer("byte")), []
+    monkeypatch.setattr(compiler, "_begun", lambda *a: begun.append(a) or LLMatcher(a[1], a[0]))
+    for _ in range(2):
+        with pytest.raises(SamplingError, match="nowhere"):
+            own.compile(StructuredOutputsParams(grammar="start: nowhere"))
+    assert len(begun) == 1
+
+
+def test_a_grammar_that_finds_all_threads_busy_may_come_again(monkeypatch):
+    own, yes = Compiler(LLTokenizer("byte")), StructuredOutputsParams(choice=["yes"])
+    monkeypatch.setattr(compiler, "MAX_SECONDS", 0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "_threads", Semaphore(0))
+        with pytest.raises(SamplingError, match="other grammars are being compiled; try again"):
+            own.compile(yes)
+    monkeypatch.undo()
+    own.compile(yes)
 
 
 def test_few_grammars_are_kept_compiled():

@@ -40,6 +40,9 @@ def test_within_thoughts_all_but_the_end_of_the_answer_may_come():
 def test_thoughts_without_a_form_are_not_limited():
     limits = thinking(inner=False, is_open=True)
     assert allowed(limits, V) is None
+    bits = np.ones(-(-V // 32), np.uint32)
+    assert not limits.fill(bits)
+    assert (bits == 1).all()
     accept(limits, *END)
     assert allowed(limits, V) is None
 

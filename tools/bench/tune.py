@@ -33,7 +33,6 @@ from vllm_metal_lite.kernels.segments import pack_segments
 from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix
 from vllm_metal_lite.kernels.skinny_gemm import skinny_gemm
 from vllm_metal_lite.kernels.weights import quantised
-from vllm_metal_lite.sampling.logits import argmax_in_parts, num_parts
 from vllm_metal_lite.specs import AttentionShape, Quantisation
 
 _BLOCK, _OWN = 16, 128  # of a store; keys of a row after a shared prefix
@@ -145,18 +144,6 @@ class Loads:
 
         return self.seconds(call, self._random(count, heads * 128))
 
-    def argmax(self, rows: int, vocab_size: int) -> float:
-        """Not compiled, like the sampler."""
-        x = self._random(rows, vocab_size // self.divisor)
-        num_parts.cache_clear()  # its results belong to another profile
-        parts = num_parts(*x.shape)
-
-        def call(x: mx.array) -> mx.array:
-            found = argmax_in_parts(x, parts) if parts > 1 else mx.argmax(x, -1)
-            return mx.depends([x], [found])[0]
-
-        return self.seconds(call, x, compiled=False)
-
 
 # Constant, or a kernel without constants: (values, load, its arguments).
 CONSTANTS: dict[str, tuple[Sequence[int], Load, Sequence[tuple[Any, ...]]]] = {
@@ -179,8 +166,6 @@ CONSTANTS: dict[str, tuple[Sequence[int], Load, Sequence[tuple[Any, ...]]]] = {
     "max_normed_weights": (
         (0, 1 << 30), Loads.product, [(8, 1 << n, 4, True) for n in range(10, 14)]
     ),
-    "argmax_long": ((1 << 14, 1 << 20), Loads.argmax, [(8, 1 << n) for n in range(14, 19)]),
-    "argmax_fill": ((2, 512), Loads.argmax, [(1 << n, 1 << 17) for n in range(2, 9)]),
     "gated_delta": ((), Loads.recurrence, [(1, 1), (16, 1), (64, 1), (8, 512), (1, 4096)]),
 }  # fmt: skip
 

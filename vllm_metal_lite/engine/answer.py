@@ -18,7 +18,7 @@ class Answer:
 
     The `n` answers of a request share `result`, which is updated in place.
     bad_words: token ids of the texts that must not appear.  constraint: what else limits the
-    tokens.  pooling: what to read of the prompt, in place of an answer.
+    tokens.  pooling: set if the request only reads its prompt.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Answer:
 
     def report_cached(self) -> None:
         """Report how much of the prompt was cached.  All answers of a request share the prompt, so
-        the first one tells."""
+        only the first answer reports it."""
         if self.output.index == 0:
             request = self.request
             self.result.num_cached_tokens = request.num_cached_tokens
@@ -116,7 +116,9 @@ class Answer:
     def fail(self, reason: int) -> bool:
         """End the answer because no token can be sampled (see `no_token`); returns True."""
         has_grammar = self.params.structured_outputs is not None
-        self.output.error = no_token.why(reason, self.params, len(self._token_ids), has_grammar)
+        error = "" if self.constraint is None else self.constraint.error()
+        count = len(self._token_ids)
+        self.output.error = no_token.why(reason, self.params, count, has_grammar, error)
         self.abort("error")
         return True
 

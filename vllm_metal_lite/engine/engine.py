@@ -15,11 +15,12 @@ from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.batch.pooling_table import PoolingTable
 from vllm_metal_lite.config import MAX_DRAFT, EngineConfig
 from vllm_metal_lite.engine.answer import Answer
+from vllm_metal_lite.engine.chat_prompt import ChatPrompt
 from vllm_metal_lite.engine.constraints import Constraints
 from vllm_metal_lite.engine.failed_steps import FailedSteps
 from vllm_metal_lite.engine.intake import Intake
 from vllm_metal_lite.engine.no_prefix_disk import NoPrefixDisk
-from vllm_metal_lite.engine.prompt_ids import Prompt, render_turn
+from vllm_metal_lite.engine.prompt_ids import Prompt
 from vllm_metal_lite.engine.seats import Seats
 from vllm_metal_lite.engine.step_counts import StepCounts
 from vllm_metal_lite.errors import ConfigError, RequestError, one_line, show
@@ -72,12 +73,15 @@ class LLMEngine:
         # Before anything is fused: the folder knows a model by its weights.
         kept = None if disk is None else disk.attach(model, self.scheduler, store)
         self.prefix_disk = NoPrefixDisk() if kept is None else kept
+        self.scheduler.holds = self.prefix_disk.holds
         sampler = Sampler(seats, model.vocab_size)
         runner = build_runner(model, store, sampler, config.attention)
         self.inputs = InputBatch(seats, self.max_model_len, size, len(self.kv_groups))
         self.pipeline = Pipeline(runner, self.inputs)
         self.seats = Seats(self.inputs, sampler, model.eos_token_ids)
         self.intake = Intake(model, self.max_model_len, config.seed)
+        keeps_states = caching and self.num_state_slots > 0
+        self._chat_prompt = ChatPrompt(model.tokenizer, model.name, keeps_states)
         self.failed_steps = FailedSteps(self.scheduler)
         self.constraints = Constraints(model.vocab_size)
         self.pooling = PoolingTable()
@@ -126,15 +130,7 @@ class LLMEngine:
         **variables: Any,
     ) -> tuple[list[int], tuple[int, ...]]:
         """(Token ids, `checkpoints`) of a conversation under the model's chat template."""
-        caches = self.num_state_slots and self.scheduler.config.enable_prefix_caching
-        return render_turn(
-            self.model.tokenizer,
-            self.model.name,
-            messages,
-            add_generation_prompt,
-            variables,
-            with_checkpoints=bool(caches),
-        )
+        return self._chat_prompt.turn(messages, add_generation_prompt, variables)
 
     def add_request(
         self,
@@ -197,8 +193,8 @@ class LLMEngine:
 
         If a forward fails (an error or Ctrl-C), all scheduled requests return to the queue before
         the exception propagates: nothing is lost.  The caller ends `requests_at_fault` with the
-        error, and may call `step` again.  The error of a step whose requests were all aborted is
-        only logged.
+        error, and may call `step` again.  Every error is logged; that of a step whose requests were
+        all aborted is not raised.
         """
         try:
             if not self._outputs:
@@ -219,7 +215,7 @@ class LLMEngine:
             failed = self._failed_step()
             is_wanted = not self._outputs or failed.is_wanted
             if is_wanted:
-                self.failed_steps.failed(failed)
+                self.failed_steps.failed(failed, e)
             self._roll_back()
             if is_wanted:
                 raise
@@ -231,8 +227,8 @@ class LLMEngine:
         output = self._outputs.popleft()
         try:
             return self._finish(output, result)
-        except Exception:
-            self.failed_steps.spoilt(output)
+        except Exception as e:
+            self.failed_steps.spoilt(output, e)
             raise
 
     def rest(self) -> bool:
@@ -342,9 +338,7 @@ class LLMEngine:
         finished = RequestStatus.FINISHED
         # False: the request ended while the step was in flight; ignore its row.
         continues = [request.status is not finished for request in output.terminal]
-        num_accepted = self._record(output, result)
-        num_dropped = output.num_decodes - sum(continues[: output.num_decodes])
-        self._counts.add(output, num_accepted - num_dropped)
+        self._record(output, result)
         if result.prompt_logprobs is not None:
             for row, i in enumerate(batch.prompt_segments.tolist()):
                 request = output.segments[i].request
@@ -355,22 +349,27 @@ class LLMEngine:
         for request, values in read:
             self._answers[request.request_id].result.pooled = values
         reports: dict[str, RequestOutput] = {}
+        num_accepted = 0
         for i, request in enumerate(output.terminal):
             if not continues[i]:
                 continue
-            answer = self._answers[request.request_id]
-            if self._extend(answer, result, result.live_rows[i]):
+            answer, rows = self._answers[request.request_id], result.live_rows[i]
+            before = len(answer.output.token_ids)
+            if self._extend(answer, result, rows):
                 self._end(answer)
+            if len(rows) > 1:  # the tokens behind the first were drafts
+                num_accepted += max(len(answer.output.token_ids) - before - 1, 0)
             reports[answer.result.request_id] = answer.result
+        num_dropped = output.num_decodes - sum(continues[: output.num_decodes])
+        self._counts.add(output, num_accepted, num_dropped)
         self.prefix_disk.note(output)
         if self.on_step is not None:
             self.on_step(output)
         self.failed_steps.succeeded(output)
         return list(reports.values())
 
-    def _record(self, output: SchedulerOutput, result: StepResult) -> int:
-        """Tell the scheduler the step's tokens, and the sampler those of a step with drafts;
-        returns the number of accepted drafts."""
+    def _record(self, output: SchedulerOutput, result: StepResult) -> None:
+        """Tell the scheduler the step's tokens, and the sampler those of a step with drafts."""
         tokens, now = result.token_ids.tolist(), time.monotonic()
         if not output.has_drafts:
             self.scheduler.update(output, tokens)
@@ -392,7 +391,6 @@ class LLMEngine:
         seconds = None if self._last_end is None else now - self._last_end
         self.speculator.note(output, counts, seconds)
         self._last_end = now
-        return sum(counts)
 
     def _extend(self, answer: Answer, result: StepResult, rows: range) -> bool:
         """Give an answer the tokens of its rows; True when one ends the answer."""
@@ -451,8 +449,6 @@ class LLMEngine:
         """
         return {
             **asdict(self._counts),
-            "draft_tokens": self.speculator.num_drafted,
-            "accepted_tokens": self.speculator.num_accepted,
             "steps_ahead": self.pipeline.num_ahead,
             "compiled_steps": self.runner.compiled.num_steps,
             "failed_kernels": len(self.runner.path.failed_kernels),

@@ -5,9 +5,14 @@ scheduler admits them one by one.  Each step then computes at most one prompt, t
 the step fails.
 """
 
+import logging
+
+from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler import Scheduler
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
+
+logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3  # of steps, without one that succeeds between them
 
@@ -26,9 +31,9 @@ class FailedSteps:
         """MAX_FAILURES steps failed without a success between them: all requests must end."""
         return self._num_failures >= MAX_FAILURES
 
-    def failed(self, output: SchedulerOutput) -> None:
+    def failed(self, output: SchedulerOutput, error: Exception) -> None:
         """output: the step, before its rollback."""
-        self._num_failures += 1
+        self._note(error)
         running = [s.request for s in output.segments if s.request.status is RequestStatus.RUNNING]
         if self._scheduler.one_by_one or len(running) == 1:
             prefills = output.segments[output.num_decodes :]
@@ -40,10 +45,15 @@ class FailedSteps:
             self._suspects.update(running)
             self._scheduler.one_by_one = True
 
-    def spoilt(self, output: SchedulerOutput) -> None:
+    def spoilt(self, output: SchedulerOutput, error: Exception) -> None:
         """output: a step whose tokens could not all be recorded, so all of its requests end."""
-        self._num_failures += 1
+        self._note(error)
         self.at_fault = [s.request for s in output.segments]
+
+    def _note(self, error: Exception) -> None:
+        """Count a failure, and log it: perhaps no request ends with its error."""
+        self._num_failures += 1
+        logger.warning(f"a step of the engine failed: {one_line(error)}")
 
     def succeeded(self, output: SchedulerOutput) -> None:
         """output: a step whose tokens are recorded."""

@@ -23,7 +23,7 @@ _PROMPT_LOGPROBS_CHUNK = 256
 
 
 class Intake:
-    """Makes answers from users' arguments.  seed: of requests that have none of their own."""
+    """Makes answers from users' arguments.  seed: used for requests without a seed."""
 
     def __init__(self, model: LoadedModel, max_model_len: int, seed: int) -> None:
         self._model, self._max_model_len, self._seed = model, max_model_len, seed
@@ -46,6 +46,8 @@ class Intake:
         params = SamplingParams(**model.sampling_defaults) if params is None else params
         _check_arguments(request_id, params, priority, fair_round)
         validate(params, model.vocab_size)
+        if params.stop_strings and model.tokenizer is None:
+            raise RequestError("stop needs a tokenizer, and this model was loaded without one")
         bad_words = bad_words_of(params, model)
         text, token_ids = tokenize(prompt, model.tokenizer, model.vocab_size)
         if pooling is not None and pooling.truncate_prompt_tokens is not None:

@@ -1,5 +1,7 @@
 """The prefix disk of an engine that keeps no prefixes on the disk."""
 
+from vllm_metal_lite.scheduler.kv_manager import PrefixHit
+from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
 
@@ -8,6 +10,9 @@ class NoPrefixDisk:
 
     description: str | None = None
     wants_a_pause = False
+
+    def holds(self, request: Request, hit: PrefixHit) -> bool:
+        return False
 
     def note(self, output: SchedulerOutput) -> None: ...
 

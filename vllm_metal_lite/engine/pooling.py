@@ -1,4 +1,4 @@
-"""Checks what a pooling request asks for and gets.
+"""Validates pooling parameters and results.
 
 The scheduler sees a request of one token, which ends as soon as its prompt is computed.
 """
@@ -43,7 +43,7 @@ def truncate(
 ) -> list[int]:
     """The first tokens of a prompt, as many as `truncate_prompt_tokens` allows.
 
-    ends: special tokens around a text; those of them with which the prompt ends stay there.
+    ends: special tokens around a text.  The prompt keeps those that it ends with.
     """
     most = params.truncate_prompt_tokens
     if most is None:

@@ -57,7 +57,6 @@ class PrefixDisk:
         self.bytes = BlockBytes(store)
         self.writer = Writer(self.folder, self.parts, self.bytes)
         self.reader = Reader(self.folder, self.parts, self.bytes, scheduler)
-        scheduler.holds = self.holds
         self.description = f"kept in {folder.path}, at most {size_text(folder.quota)}"
 
     def holds(self, request: Request, hit: PrefixHit) -> bool:

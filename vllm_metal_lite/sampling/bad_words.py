@@ -86,7 +86,7 @@ class BadWords(LogitsProcessor[_Words]):
         req_indices = rows.req_indices.astype(np.int32)
         word_seats, seats = mx.array(req_indices[which]), mx.array(req_indices)
         prefix = mx.array(np.concatenate(padded))
-        drafts = None if rows.drafts is None else rows.drafts.matrix(which)
+        drafts = None if rows.drafts is None else [*map(mx.array, rows.drafts.matrix(which))]
 
         def apply(x: mx.array, grammar: TokenMasks | None) -> mx.array:
             """-inf for tokens that would complete a bad word."""

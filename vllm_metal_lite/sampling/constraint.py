@@ -26,3 +26,7 @@ class Constraint(Protocol):
     def forced(self) -> list[int]:
         """The tokens that must come next, in order; [] if there is a choice."""
         ...
+
+    def error(self) -> str:
+        """Why no token may come next, after a failure of the constraint itself; "" without one."""
+        ...

@@ -31,16 +31,15 @@ class Drafts:
 
     def before(self, rows: np.ndarray) -> tuple[mx.array, mx.array]:
         """(index into `rows`, token) of each draft before each of these rows."""
-        depth = self.depth[rows].astype(np.intp)
-        index = np.repeat(np.arange(len(rows)), depth)
-        behind = np.repeat(np.cumsum(depth), depth) - np.arange(len(index))  # rows back
-        return mx.array(index.astype(np.int32)), mx.array(self.token_ids[rows[index] - behind])
+        tokens, _ = self.matrix(rows)
+        index, at = np.nonzero(tokens != NO_DRAFT)
+        return mx.array(index.astype(np.int32)), mx.array(tokens[index, at])
 
-    def matrix(self, rows: np.ndarray) -> tuple[mx.array, mx.array]:
+    def matrix(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The drafts before each of these rows, (R, K) int32 padded behind, and their number
         (R, 1)."""
         depth = self.depth[rows].astype(np.int32)
         width = np.arange(max(int(depth.max()), 1))
         at = np.minimum((rows - depth)[:, None] + width, len(self.token_ids) - 1)
         tokens = np.where(width < depth[:, None], self.token_ids[at], NO_DRAFT)
-        return mx.array(tokens.astype(np.int32)), mx.array(depth[:, None])
+        return tokens.astype(np.int32), depth[:, None]

@@ -9,19 +9,14 @@ stays iff its logit is not below the threshold.  Tokens that tie with the last t
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
-from math import isqrt
 
 import numpy as np
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.devices import profile
 
 # Tokens per block in the search for the k largest logits.
 _BLOCK = 64
-
-# The fewest parts per row that justify five launches.
-_MIN_PARTS = 16
 
 
 def column(values: np.ndarray) -> mx.array:
@@ -225,46 +220,3 @@ def perturb(x: mx.array, bits: mx.array, temperature: mx.array) -> mx.array:
 def perturb_above(x: mx.array, floor: mx.array, bits: mx.array, temperature: mx.array) -> mx.array:
     """`perturb` without the tokens below `floor` (T, 1)."""
     return _perturb(mx.where(x < floor, -mx.inf, x), bits, temperature)
-
-
-def argmax(x: mx.array) -> mx.array:
-    """mx.argmax(x, -1) of logits (T, V) of any float type -> (T,) uint32, in parts where faster.
-
-    MLX uses one threadgroup per row, so a few long rows leave most of a GPU idle: 16 rows of
-    151,936 in bfloat16 take 90 us of a 2 ms decode step on an H200.
-    """
-    parts = 1 if backend.is_cpu() else num_parts(*x.shape)
-    return mx.argmax(x, -1) if parts == 1 else argmax_in_parts(x, parts)
-
-
-@cache
-def num_parts(rows: int, vocab_size: int) -> int:
-    """How many equal parts per row a GPU's `argmax` uses; 1: the whole row.
-
-    The largest divisor of V up to its square root makes both argmax passes about equally long.  A
-    step of one row is host-bound, so four more launches would slow it down.
-    """
-    device = profile()
-    if rows == 1 or rows >= device.argmax_fill or vocab_size < device.argmax_long:
-        return 1
-    parts = next(p for p in range(isqrt(vocab_size), 0, -1) if vocab_size % p == 0)
-    return parts if parts >= _MIN_PARTS else 1
-
-
-def argmax_in_parts(x: mx.array, parts: int) -> mx.array:
-    """`argmax` over the best token of each part; `parts` divides V.
-
-    Five launches on a GPU.  Each argmax takes the first of tied values, so the lowest id wins.
-    mx.argmax starts from -inf on a GPU, so it skips NaN.  On a CPU it starts from the first value,
-    so a part that begins with NaN is skipped entirely.
-    """
-    x = x.reshape(len(x), parts, -1)
-    ids = mx.argmax(x, -1, keepdims=True)
-    part = mx.argmax(mx.take_along_axis(x, ids, -1).squeeze(-1), -1, keepdims=True)
-    best = mx.take_along_axis(ids.squeeze(-1), part, -1)
-    return _token(part, best, x.shape[-1]).squeeze(-1)
-
-
-@fused
-def _token(part: mx.array, token: mx.array, size: int) -> mx.array:
-    return part * size + token

@@ -25,8 +25,16 @@ def _mark(best: mx.array, token_ids: mx.array) -> mx.array:
     return mx.where(best > -mx.inf, token_ids, mx.where(best == -mx.inf, MASKED, NAN))
 
 
-def why(reason: int, params: SamplingParams, num_generated: int, has_grammar: bool = False) -> str:
+def why(
+    reason: int,
+    params: SamplingParams,
+    num_generated: int,
+    has_grammar: bool = False,
+    grammar_error: str = "",
+) -> str:
     """One line: why a row is MASKED or NAN (`reason`), after num_generated tokens."""
+    if grammar_error:
+        return f"no token can be sampled: the grammar failed: {grammar_error}"
     if reason == NAN:
         return (
             "no token can be sampled: the model's logits are NaN (its weights are damaged, or its "

@@ -1,4 +1,4 @@
-"""Options of requests that change a step's logits: a class each, as vLLM's logits processors.
+"""Options that change logits, one class each, like vLLM's logits processors.
 
 A processor keeps the option's value for each seat.  `of_rows` puts the values of a step's rows on
 the device.  An unchanged decode batch reuses the result.
@@ -12,7 +12,7 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.sampling.drafts import Drafts
-from vllm_metal_lite.sampling.masks import DeviceMasks, TokenMasks, pack_mask
+from vllm_metal_lite.sampling.masks import TokenMasks, pack_mask
 
 LARGE = 1e30  # bounds options that have no limit, so that float32 holds their products
 
@@ -59,6 +59,26 @@ class LogitsProcessor(Generic[T]):
         raise NotImplementedError
 
 
+class DeviceMasks:
+    """TokenMasks on the device.  A mask may be applied in many steps."""
+
+    def __init__(self, masks: TokenMasks, num_rows: int) -> None:
+        order = np.argsort(masks.rows)
+        is_all = len(masks.rows) == num_rows
+        self.rows = None if is_all else mx.array(masks.rows[order].astype(np.int32))
+        self.bits = mx.array(np.ascontiguousarray(masks.bits[order]).view(np.uint32))
+
+    def apply(self, x: mx.array) -> mx.array:
+        """Logits (T, V) with -inf for tokens that are not allowed, or beyond the mask's end."""
+        bits = (self.bits[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1
+        may = bits.reshape(len(bits), -1)[:, : x.shape[1]]
+        if may.shape[1] < x.shape[1]:
+            may = mx.pad(may, [(0, 0), (0, x.shape[1] - may.shape[1])])
+        y = x if self.rows is None else x[self.rows]
+        y = mx.where(may == 1, y, mx.array(-mx.inf, x.dtype))
+        return y if self.rows is None else mx.put_along_axis(x, self.rows[:, None], y, axis=0)
+
+
 class AllowedTokens(LogitsProcessor[np.ndarray]):
     """Excludes all tokens but some.  A seat keeps bits, see TokenMasks."""
 
@@ -94,12 +114,12 @@ class LogitBias(LogitsProcessor[_Bias]):
         return Operation(lambda x, grammar: x.astype(mx.float32).at[at].add(addends))
 
 
-class _Held(NamedTuple):
+class _MinTokens(NamedTuple):
     stop_token_ids: np.ndarray
     min_tokens: int
 
 
-class MinTokens(LogitsProcessor[_Held]):
+class MinTokens(LogitsProcessor[_MinTokens]):
     """Excludes stop tokens before min_tokens.
 
     num_generated: (max_num_seqs,) int, the sampler's own count.
@@ -112,9 +132,9 @@ class MinTokens(LogitsProcessor[_Held]):
     def add(self, req_index: int, min_tokens: int, ends: Iterable[int], vocab_size: int) -> None:
         known = [t for t in ends if 0 <= t < vocab_size]
         if known and min_tokens > self._num_generated[req_index]:
-            self.seats[req_index] = _Held(np.array(known, np.int32), min_tokens)
+            self.seats[req_index] = _MinTokens(np.array(known, np.int32), min_tokens)
 
-    def gather(self, members: Members[_Held], rows: SampledRows) -> Operation | None:
+    def gather(self, members: Members[_MinTokens], rows: SampledRows) -> Operation | None:
         known = self._num_generated[rows.req_indices]
         if rows.drafts is not None:
             known = known + rows.drafts.depth.astype(np.int32)

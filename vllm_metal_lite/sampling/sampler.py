@@ -24,11 +24,12 @@ from vllm_metal_lite.sampling import no_token
 from vllm_metal_lite.sampling.bad_words import BadWords
 from vllm_metal_lite.sampling.drafts import NO_DRAFTS, Drafts
 from vllm_metal_lite.sampling.logprobs import Logprobs, gather_logprobs
-from vllm_metal_lite.sampling.masks import DeviceMasks, TokenMasks
+from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.penalties import Penalties
 from vllm_metal_lite.sampling.processors import (
     LARGE,
     AllowedTokens,
+    DeviceMasks,
     LogitBias,
     MinTokens,
     Operation,
@@ -95,7 +96,7 @@ class Sampler:
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, ranks: RankGroup = ALONE) -> None:
-        self.max_num_seqs, self.vocab_size, self._ranks = max_num_seqs, vocab_size, ranks
+        self.vocab_size, self._ranks = vocab_size, ranks
         self._rows = np.full(max_num_seqs, _NEUTRAL)
         self._named: dict[int, Sequence[int]] = {}  # req_index -> tokens to score
         self._allowed = AllowedTokens()
@@ -211,7 +212,7 @@ class Sampler:
                 x = ops.perturb_above(x, floor, bits, metadata.temperature)
             else:
                 x = ops.perturb(x, bits, metadata.temperature)
-        token_ids = self._ranks.from_rank_0(ops.argmax(x).view(mx.int32))
+        token_ids = self._ranks.from_rank_0(mx.argmax(x, -1).view(mx.int32))
         for_host = no_token.mark(x, token_ids)
         if drafts is None:
             self._rows["num_generated"][req_indices] += 1

@@ -38,15 +38,19 @@ def last_position(num_tokens: int, block_size: int) -> int:
 
 
 def plan_checkpoints(
-    num_tokens: int, start: int, block_size: int, junction: int, named: Iterable[int]
+    num_tokens: int,
+    start: int,
+    block_size: int,
+    junction: int,
+    checkpoint_positions: Iterable[int],
 ) -> list[PlannedCheckpoint]:
     """The checkpoints of a prompt of num_tokens that is computed from `start` on, in order.
 
-    junction: end of the known blocks, or `start`.  named: positions from the caller.  If there are
-    too many, the first one, which most prompts share, and the last ones are kept.
+    junction: end of the known blocks, or `start`.  checkpoint_positions: named by the caller.  Of
+    too many, the first one, which most prompts share, and the last ones are used.
     """
     end = last_position(num_tokens, block_size)
-    wanted = sorted({at // block_size * block_size for at in named})
+    wanted = sorted({at // block_size * block_size for at in checkpoint_positions})
     wanted = [at for at in wanted if start < at <= end]
     if len(wanted) > MAX_NAMED:
         wanted = [wanted[0], *wanted[1 - MAX_NAMED :]]
@@ -59,11 +63,12 @@ def plan_checkpoints(
     )
 
 
-def end_of_turn(num_tokens: int, block_size: int, named: Iterable[int]) -> int:
+def end_of_turn(num_tokens: int, block_size: int, checkpoint_positions: Iterable[int]) -> int:
     """The position from which a prompt with the same beginning is the conversation's next turn:
     the last one that the caller names, or the end of the prompt."""
     end = last_position(num_tokens, block_size)
-    return max((at for n in named if (at := n // block_size * block_size) <= end), default=end)
+    ends = (position // block_size * block_size for position in checkpoint_positions)
+    return max((at for at in ends if at <= end), default=end)
 
 
 def add_planned(planned: list[PlannedCheckpoint], position: int) -> None:

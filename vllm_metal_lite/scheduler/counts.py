@@ -27,11 +27,11 @@ def count(scheduler: Scheduler) -> dict[str, int]:
         blocks[f"blocks_owned{kind}"] = pool.num_owned
         blocks[f"blocks_peak_owned{kind}"] = pool.peak_owned
     return {
-        "prefix_cache_hit_tokens": scheduler.prefix_hit_tokens,
-        "prefix_cache_queried_tokens": scheduler.prefix_queried_tokens,
-        "prefix_cache_lost_tokens": scheduler.prefix_lost_tokens,
+        "prefix_cache_hit_tokens": scheduler.counts.prefix_hit_tokens,
+        "prefix_cache_queried_tokens": scheduler.counts.prefix_queried_tokens,
+        "prefix_cache_lost_tokens": scheduler.counts.prefix_lost_tokens,
         "preemptions": scheduler.num_preemptions,
-        "recomputed_tokens": scheduler.num_recomputed_tokens,
+        "recomputed_tokens": scheduler.counts.num_recomputed_tokens,
         "requests_running": scheduler.num_running,
         "requests_waiting": scheduler.num_waiting,
         **blocks,

@@ -1,8 +1,8 @@
 """Lengthens decodes by drafts, and keeps the accepted ones.
 
-A decode with k drafts is a segment of 1 + k rows.  All rows are sampled.  The tokens of the first
-row and of each row behind an accepted draft are the request's; K and V of the other rows are
-overwritten by the next step.  So a draft costs rows, and blocks until then, and nothing else.
+A decode with k drafts is a segment of 1 + k rows.  All rows are sampled.  The request gets the
+tokens of the first row and of each row behind an accepted draft.  The next step overwrites K and V
+of the other rows.  So a draft costs only rows, and blocks until the next step.
 
 A recurrent state cannot be overwritten in part.  The segment reads one slot and writes another: if
 all drafts are accepted, the request continues from the second, otherwise from the first, and the

@@ -8,11 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_metal_lite.scheduler.block_pool import BlockPool, BlockTable
-from vllm_metal_lite.scheduler.checkpoints import (
-    end_of_turn,
-    last_position,
-    plan_checkpoints,
-)
+from vllm_metal_lite.scheduler.checkpoints import end_of_turn, last_position, plan_checkpoints
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
 from vllm_metal_lite.scheduler.request import Request
@@ -20,7 +16,7 @@ from vllm_metal_lite.scheduler.state_slots import StateSlots
 
 # Blocks to append to a request's block tables, one sequence per group; empty: none.
 NewBlocks = Sequence[Sequence[int]]
-# What is known by a name; None: nothing.
+# Looks up a name; None if it is unknown.
 Find = Callable[[bytes], object]
 
 
@@ -29,14 +25,14 @@ class PrefixHit:
     """The longest prefix that a request can start behind.
 
     tables: the block tables of its blocks.  num_tokens: the length of the prefix.  num_in_blocks:
-    tokens whose blocks are known; more than num_tokens if their end has no state.  state: the slot
-    of the state.
+    tokens whose blocks are known; more than num_tokens if their end has no state.  state_slot: of
+    the state at the end.
     """
 
     tables: list[BlockTable]
     num_tokens: int
     num_in_blocks: int
-    state: int | None = None
+    state_slot: int | None = None
 
 
 class KVCacheManager:
@@ -116,7 +112,7 @@ class KVCacheManager:
         if self.states is not None:
             if self.enable_caching:
                 self._continue_turn(request, hit, self.states)
-            self.states.admit(request, hit.state)
+            self.states.admit(request, hit.state_slot)
         if self.enable_caching:
             wanted, found = request.checkpoint_positions, max(hit.num_in_blocks, hit.num_tokens)
             planned = plan_checkpoints(
@@ -127,11 +123,11 @@ class KVCacheManager:
 
     def _continue_turn(self, request: Request, hit: PrefixHit, states: StateSlots) -> None:
         """Record which conversation a request continues, and which checkpoints it still needs."""
-        size, named = self.block_size, request.checkpoint_positions
-        end = end_of_turn(request.num_prompt_tokens, size, named)
-        places = [at // size for at in named if size <= at <= hit.num_tokens]
-        known = [request.block_names[place - 1] for place in places]
-        states.continue_from(request, end, hit.state, hit.num_tokens, known)
+        size, positions = self.block_size, request.checkpoint_positions
+        end = end_of_turn(request.num_prompt_tokens, size, positions)
+        places = [at // size for at in positions if size <= at <= hit.num_tokens]
+        names = [request.block_names[place - 1] for place in places]
+        states.continue_from(request, end, hit.state_slot, hit.num_tokens, names)
 
     def allocate(self, request: Request, start: int, end: int) -> NewBlocks | None:
         """Release blocks behind the windows, then allocate for tokens [start, end) in every group;

@@ -1,12 +1,11 @@
 """Refuses requests that could never finish."""
 
-from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import Option, RequestError, show
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
 from vllm_metal_lite.scheduler.request import Request
 
 
-def longest(request: Request, config: EngineConfig, max_model_len: int, kv: KVCacheManager) -> int:
+def longest(request: Request, max_model_len: int, kv: KVCacheManager) -> int:
     """The most tokens that a request may reach, its prompt included.
 
     Raises RequestError, with the numbers, if the request could never finish: it has no room for a
@@ -27,7 +26,7 @@ def longest(request: Request, config: EngineConfig, max_model_len: int, kv: KVCa
     size = f"{prompt} prompt tokens + max_tokens {request.max_tokens}"
     if sizes := kv.too_large(num_stored):
         raise RequestError(
-            f"{name} ({size}) needs {sizes[0]} blocks of {config.block_size} tokens; "
+            f"{name} ({size}) needs {sizes[0]} blocks of {kv.block_size} tokens; "
             f"the store has {sizes[1]}"
         )
     return max_length

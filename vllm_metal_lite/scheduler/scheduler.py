@@ -25,7 +25,7 @@ from vllm_metal_lite.scheduler.kv_manager import KVCacheManager, NewBlocks, Pref
 from vllm_metal_lite.scheduler.limits import longest
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.request_queue import SORT_KEY, RequestQueue
-from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
+from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment, TokenCounts
 from vllm_metal_lite.scheduler.state_scheduler import StateScheduler
 from vllm_metal_lite.scheduler.state_slots import StateSlots
 
@@ -58,15 +58,11 @@ class Scheduler:
         self._states = None if states is None else StateScheduler(self.kv, states)
         self.drafts = DraftScheduler(self.kv, self._states)
         # Whether a request waits although there is room, given what it finds in memory.
-        self.holds: Callable[[Request, PrefixHit], bool] | None = None
+        self.holds: Callable[[Request, PrefixHit], bool] = lambda request, hit: False
         self.one_by_one = False  # admit a request only if no other prompt is being computed
         self.num_preemptions = 0
-        self.num_recomputed_tokens = 0
-        self.prefix_hit_tokens = 0
-        self.prefix_queried_tokens = 0
-        self.prefix_lost_tokens = 0  # in blocks, but without a state behind them
+        self.counts = TokenCounts()
         self._block_size = config.block_size
-        self._requests: dict[str, Request] = {}
         # Each unfinished request is in one of these queues, or ended by `advance`.
         self._waiting = RequestQueue()
         self._partials = RequestQueue()
@@ -103,18 +99,16 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request.  Raises RequestError, changing nothing, if it could never finish."""
-        request.max_length = longest(request, self.config, self.max_model_len, self.kv)
+        request.max_length = longest(request, self.max_model_len, self.kv)
         # The count orders requests of equal arrival (the n answers of one prompt).
         request.sort_key = (request.priority, request.fair_round, request.arrival, self._num_added)
         self._num_added += 1
-        self._requests[request.request_id] = request
         self._waiting.add(request)
 
     def finish(self, request: Request) -> None:
-        """Remove a request from its queue and release its blocks; unknown ones are ignored."""
-        if self._requests.get(request.request_id) is not request:
+        """Remove a request from its queue and release its blocks, unless that is done."""
+        if request.status is RequestStatus.FINISHED:
             return
-        del self._requests[request.request_id]
         request.forget_unknown()
         if request.status is RequestStatus.RUNNING:
             self._unseat(request)
@@ -247,10 +241,7 @@ class Scheduler:
                 end = request.num_tokens
                 ahead.named += self.kv.name_blocks(request, end - 1, end)
         self._unnamed.clear()
-        self.num_recomputed_tokens += output.num_recomputed_tokens
-        self.prefix_hit_tokens += output.prefix_hit_tokens
-        self.prefix_queried_tokens += output.prefix_queried_tokens
-        self.prefix_lost_tokens += output.prefix_lost_tokens
+        self.counts.add(output.counts)
 
     def _settle(self, output: SchedulerOutput, accepted: Mapping[Request, Sequence[int]]) -> None:
         for segment in output.segments:
@@ -338,41 +329,50 @@ class Scheduler:
             request = self._waiting[at]
             hit = self.kv.find_prefix(request)
             start = hit.num_tokens
-            held = self.holds is not None and self.holds(request, hit)
-            if held or self._follows(request, start, out):
+            if self.holds(request, hit) or self._follows(request, start, out):
                 at += 1
                 continue
             num_new_tokens = self._num_new_tokens(request, start, out)
-            # A hit on a cached block makes it unavailable; a hit on an owned block costs nothing.
-            wanted = self.kv.wanted(request, self._max_num_new_tokens(request, start))
-            cost = [
-                w - sum(map(pool.is_owned, table.owned))
-                for w, pool, table in zip(wanted, self.kv.pools, hit.tables, strict=True)
-            ]
-            fits = num_new_tokens > 0 and all(map(le, cost, left))
-            if self.config.prefill_policy == "whole" and not starting:
-                # Decodes wait for the turn to end, so admit only prompts that finish in this step.
-                fits = fits and num_new_tokens == request.num_tokens - start
-            if not fits:
+            cost = self._cost(request, hit)
+            if num_new_tokens <= 0 or not all(map(le, cost, left)):
+                break
+            # Decodes wait for the turn to end, so admit only prompts that finish in this step.
+            must_finish = self.config.prefill_policy == "whole" and not starting
+            if must_finish and num_new_tokens < request.num_tokens - start:
                 break
             del self._waiting[at]
             self._partials.add(request)
             request.status = RequestStatus.RUNNING
             request.num_computed_tokens = start
             if not request.num_computed_before:
-                # Tokens of the answer that are known by now may be cached, too.
-                num_prompt = request.num_prompt_tokens
-                num_cached = request.num_cached_tokens = min(start, num_prompt)
-                if self.kv.enable_caching and not request.skip_prefix_cache_read:
-                    out.prefix_hit_tokens += num_cached
-                    out.prefix_queried_tokens += num_prompt
-                    out.prefix_lost_tokens += min(hit.num_in_blocks, num_prompt) - num_cached
+                self._count_hit(request, hit, out)
             self.kv.admit(request, hit)
             out.admitted.append(request)
             segment = self._schedule_chunk(request, min(num_new_tokens, self.kv.room(request)), out)
             segment.new_block_ids = [list(t.block_ids) for t in request.block_tables]
             out.segments.append(segment)
             left = list(map(sub, left, cost))
+
+    def _cost(self, request: Request, hit: PrefixHit) -> list[int]:
+        """Blocks per KV group that admission makes unavailable.
+
+        A hit on a cached block makes it unavailable; a hit on an owned block costs nothing.
+        """
+        wanted = self.kv.wanted(request, self._max_num_new_tokens(request, hit.num_tokens))
+        return [
+            w - sum(map(pool.is_owned, table.owned))
+            for w, pool, table in zip(wanted, self.kv.pools, hit.tables, strict=True)
+        ]
+
+    def _count_hit(self, request: Request, hit: PrefixHit, out: SchedulerOutput) -> None:
+        """Count what a request finds at its first admission.  Tokens of the answer that are known
+        by now may be cached, too."""
+        num_prompt = request.num_prompt_tokens
+        num_cached = request.num_cached_tokens = min(hit.num_tokens, num_prompt)
+        if self.kv.enable_caching and not request.skip_prefix_cache_read:
+            out.counts.prefix_hit_tokens += num_cached
+            out.counts.prefix_queried_tokens += num_prompt
+            out.counts.prefix_lost_tokens += min(hit.num_in_blocks, num_prompt) - num_cached
 
     def spare_blocks(self) -> list[int]:
         """Blocks per KV group left once every running request has what it wants."""
@@ -396,7 +396,7 @@ class Scheduler:
         assert blocks is not None, "a chunk was scheduled without its blocks"
         out.total_num_scheduled_tokens += num_new_tokens
         again = min(end, request.num_computed_before) - start
-        out.num_recomputed_tokens += max(again, 0)
+        out.counts.num_recomputed_tokens += max(again, 0)
         if self.shares_in_step:
             out.named += self.kv.name_blocks(request, start, end)
         state = None

@@ -1,7 +1,7 @@
 """The scheduler's decision for one step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from vllm_metal_lite.batch.forward_batch import SegmentState
 from vllm_metal_lite.scheduler.kv_manager import NewBlocks
@@ -49,6 +49,20 @@ class Checkpoint:
 
 
 @dataclass(slots=True)
+class TokenCounts:
+    """prefix_lost_tokens: in cached blocks, but without a recurrent state at their end."""
+
+    num_recomputed_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_lost_tokens: int = 0
+
+    def add(self, other: "TokenCounts") -> None:
+        for name, value in asdict(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+@dataclass(slots=True)
 class SchedulerOutput:
     """One step.  The caller launches it, calls `advance`, then `update` with its tokens.  If
     the step fails, before or after `advance`, the caller calls `rollback`.
@@ -76,11 +90,8 @@ class SchedulerOutput:
     forced: list[tuple[Request, list[int]]] = field(default_factory=list)
     # When the caller launched it, by time.monotonic().
     launched_at: float = 0.0
-    # Added to the scheduler's counters by `update`.
-    num_recomputed_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    prefix_queried_tokens: int = 0
-    prefix_lost_tokens: int = 0
+    # `update` adds them to the scheduler's.
+    counts: TokenCounts = field(default_factory=TokenCounts)
 
     @property
     def is_empty(self) -> bool:

@@ -65,11 +65,12 @@ class StateSlots:
         return self.pool.num_available - (self.num_seats - self._num_owners)
 
     def continue_from(
-        self, request: Request, end: int, hit: int | None, position: int, named: Iterable[bytes]
+        self, request: Request, end: int, hit: int | None, position: int, names: Iterable[bytes]
     ) -> None:
         """Record which conversation a request continues; it starts from `hit`, at `position`.
 
-        end: the end of its own checkpoints.  named: the checkpoints at its checkpoint_positions.
+        end: the end of its own checkpoints.  names: of the blocks that end at its
+        checkpoint_positions.
         """
         if request.own_checkpoints is None:
             request.own_checkpoints = ConversationCheckpoints(end)
@@ -80,7 +81,7 @@ class StateSlots:
             elif start.owner not in (None, request.own_checkpoints) and position >= start.owner.end:
                 request.earlier_checkpoints = start.owner
                 start.owner = request.own_checkpoints  # kept for one more turn
-        for name in named:
+        for name in names:
             if (slot := self.pool.lookup(name)) is not None:
                 self._take_over(slot, request)
                 self._checkpoints[slot].disposable = False

@@ -8,7 +8,8 @@ from typing import Any
 
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.engine.chat_checkpoints import num_systems
-from vllm_metal_lite.engine.prompt_ids import encode, render_turn
+from vllm_metal_lite.engine.chat_prompt import ChatPrompt
+from vllm_metal_lite.engine.prompt_ids import encode
 from vllm_metal_lite.errors import PromptTooLong
 from vllm_metal_lite.server.errors import ContextOverflow
 from vllm_metal_lite.server.limits import num_characters
@@ -94,15 +95,17 @@ def render_prompt(
     check_length(model, (conversation.messages, conversation.template))
     tokenizer, template, most = model.tokenizer, model.template, model.max_prompt_tokens
     with overflow(model):
-        token_ids, checkpoints = render_turn(
+        prompt = ChatPrompt(
             tokenizer,
             model.facts.name,
+            with_checkpoints,
+            render=partial(render_text, tokenizer, template),
+            encode_text=partial(model.encode_text, most=most, check=check_wanted),
+        )
+        token_ids, checkpoints = prompt.turn(
             template.prepare(conversation.messages),
             conversation.add_generation_prompt,
             conversation.variables(template),
-            with_checkpoints=with_checkpoints,
-            render=partial(render_text, tokenizer, template),
-            encode_text=partial(model.encode_text, most=most, check=check_wanted),
         )
     return RenderedPrompt(token_ids, checkpoints)
 

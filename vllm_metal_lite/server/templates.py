@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.chat_checkpoints import num_common
-from vllm_metal_lite.engine.prompt_ids import by_template
+from vllm_metal_lite.engine.chat_prompt import by_template
 from vllm_metal_lite.server.offload import check_wanted
 
 Message = dict[str, Any]

@@ -17,22 +17,26 @@ def look_up(token_ids: np.ndarray, most: int) -> np.ndarray:
 
     They follow the longest match of the last tokens; of equal matches, the latest.  If nothing
     matches, the text may be edited here: then the tokens before the newest one or two are matched.
-    The newest token, if it stands close behind that match, shows what was deleted or inserted.
-    Otherwise the newest tokens replace as many others.
     """
     if most < 1:
         return token_ids[:0]
     for skipped in range(_MAX_EDIT + 1):
         following, length = _match(token_ids, skipped)
         if length:
-            break
-    else:
-        return token_ids[:0]
-    start, same = skipped, np.flatnonzero(following[:-1][: skipped + 2] == token_ids[-1])
-    if skipped and len(same):
-        start = int(same[0]) + 1
-    # A match that overlaps the end repeats itself.
-    return np.resize(following[start:], min(most, 2 * length))
+            start = _after_edit(following, skipped, token_ids[-1]) if skipped else 0
+            # A match that overlaps the end repeats itself.
+            return np.resize(following[start:], min(most, 2 * length))
+    return token_ids[:0]
+
+
+def _after_edit(following: np.ndarray, skipped: int, newest: int) -> int:
+    """How many of the tokens behind a match belong to an edit of the last `skipped` tokens.
+
+    The newest token, if it stands close behind the match, shows what was deleted or inserted.
+    Otherwise the newest tokens replace as many others.
+    """
+    same = np.flatnonzero(following[:-1][: skipped + 2] == newest)
+    return int(same[0]) + 1 if len(same) else skipped
 
 
 def _match(token_ids: np.ndarray, skipped: int) -> tuple[np.ndarray, int]:

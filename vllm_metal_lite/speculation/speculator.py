@@ -11,6 +11,7 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 from vllm_metal_lite.speculation.lookup import look_up
 from vllm_metal_lite.speculation.pace import Pace
 
+# These numbers were chosen by hand; docs/speculation.md measures them together.
 _CAPS = (MAX_DRAFT, 15, 7, 3)  # lengths that are weighed against each other
 _MARGIN = 1.05  # expected gain below which drafts are not worth their noise
 _LOOKUPS = 8  # requests looked at before a step is launched ahead
@@ -51,15 +52,11 @@ class _Record:
 
 
 class Speculator:
-    """tokens_of: the known tokens of a running request, (n,) int32.
-
-    num_drafted, num_accepted: draft tokens so far, and those that came true.
-    """
+    """tokens_of: the known tokens of a running request, (n,) int32."""
 
     def __init__(self, tokens_of: Callable[[Request], np.ndarray]) -> None:
         self._tokens_of = tokens_of
         self.pace = Pace()
-        self.num_drafted = self.num_accepted = 0
         self._records: dict[Request, _Record] = {}
         self._turn = 0
 
@@ -120,8 +117,6 @@ class Speculator:
             own = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
             if own:
                 record.note(min(count, own), own)
-            self.num_drafted += len(segment.draft_token_ids)
-            self.num_accepted += count
         for segment in output.segments[: output.num_decodes]:
             if segment.request in self._records:
                 self._records[segment.request].recover()
@@ -130,11 +125,10 @@ class Speculator:
             self.pace.note(rows, bool(drafted), seconds)
 
 
-class NoSpeculator(Speculator):
+class NoSpeculator:
     """Proposes no drafts, and measures nothing."""
 
-    def __init__(self) -> None:
-        super().__init__(lambda _: np.empty(0, np.int32))
+    def forget(self, request: Request) -> None: ...
 
     def wants(self, decodes: Sequence[Request]) -> bool:
         return False

@@ -30,41 +30,51 @@ _LIMITS = LLParserLimits(max_grammar_size=20_000, max_lexer_states=50_000, verbo
 # Grammars that are kept compiled.  One may hold 35 MiB, however short its text is.
 _MAX_KEPT, _MAX_KEPT_CHARACTERS = 8, 200_000
 _TOKEN_IDS = re.compile(r"<\[[\d,\s-]+\]>")  # in Lark: tokens by their ids
+_BUSY = "other grammars are being compiled; try again"
 _stack, _threads = threading.Lock(), threading.Semaphore(_MAX_THREADS)
 
 
 class Compiler:
-    """The grammars of one tokenizer.  Those used last are kept.  Threads may share it."""
+    """The grammars of one tokenizer.  Those used last are kept, and why they failed: a thread may
+    have compiled the grammar of a request that the engine is about to take.  Threads may share it.
+    """
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self.tokenizer = tokenizer
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # by text, oldest first
+        # By text, oldest first.
+        self._compiled: OrderedDict[str, LLMatcher | GrammarError] = OrderedDict()
         self._lock = threading.Lock()
 
     def compile(self, params: StructuredOutputsParams) -> LLMatcher:
         """A matcher at the beginning of an answer.  Raises GrammarError."""
         grammar = grammar_text(params)
         with self._lock:
-            matcher = self._compiled.pop(grammar, None)
-        if matcher is None:
-            matcher = _compile(params, grammar, self.tokenizer)
+            found = self._compiled.pop(grammar, None)
+        if found is None:
+            try:
+                found = _compile(params, grammar, self.tokenizer)
+            except GrammarError as e:
+                if e.why == _BUSY:
+                    raise
+                found = e
         with self._lock:
-            self._compiled[grammar] = matcher
+            self._compiled[grammar] = found
             while (
                 len(self._compiled) > _MAX_KEPT
                 or sum(map(len, self._compiled)) > _MAX_KEPT_CHARACTERS
             ):
                 self._compiled.popitem(last=False)
-        return matcher.deep_copy()
+        if isinstance(found, GrammarError):
+            raise GrammarError(params.kind, found.place, found.why)
+        return found.deep_copy()
 
 
 def _compile(params: StructuredOutputsParams, grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
     """grammar: the text that `params` describe.  Raises GrammarError that says where."""
     try:
         matcher = _on_deep_stack(lambda: _begun(grammar, tokenizer))
-    except TimeoutError:
-        why = f"it takes longer than {MAX_SECONDS} seconds to compile"
-        raise GrammarError(params.kind, "", why) from None
+    except TimeoutError as e:
+        raise GrammarError(params.kind, "", str(e)) from None
     if not matcher.is_error():
         return matcher
     error = matcher.get_error()
@@ -78,11 +88,11 @@ def _compile(params: StructuredOutputsParams, grammar: str, tokenizer: LLTokeniz
         schema = json.loads(str(params.json))
         with suppress(TimeoutError):
             place = _on_deep_stack(lambda: locate(schema, error_of))
-    raise GrammarError(params.kind, place, _words(error))
+    raise GrammarError(params.kind, place, words(error))
 
 
 def check(params: StructuredOutputsParams) -> None:
-    """Raise GrammarError for a form that no model's answer can be held to.
+    """Raise GrammarError for a form that cannot be used with any model.
 
     Needs no tokenizer, so names and ids of special tokens are not checked: every id becomes 0.
     """
@@ -112,10 +122,14 @@ def _begun(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
     return matcher
 
 
-def _words(error: str) -> str:
+def words(error: str) -> str:
+    """An error of llguidance in one line."""
     if error.startswith("NoExtension"):
         return "no text fits"
     error = error.removesuffix("<non-verbose/>")
+    error = error.replace("Unimplemented keys", "keywords that are not supported")
+    # Errors of regexes point at a column, which one line cannot do.
+    error = re.sub(r"regex parse error:.*\n *error: ([^\n]*).*", r"\1", error, flags=re.DOTALL)
     if error.startswith("oneOf constraints"):  # llguidance names an option of its own
         error = "oneOf needs parts that exclude each other by a type or a constant; or use anyOf"
     return one_line(ValueError(error))
@@ -138,7 +152,7 @@ def _on_deep_stack(work: Callable[[], T]) -> T:
             _threads.release()
 
     if not _threads.acquire(timeout=MAX_SECONDS):
-        raise TimeoutError
+        raise TimeoutError(_BUSY)
     with _stack:
         before = threading.stack_size(_STACK_BYTES)
         try:
@@ -148,4 +162,7 @@ def _on_deep_stack(work: Callable[[], T]) -> T:
             raise
         finally:
             threading.stack_size(before)
-    return result.result(MAX_SECONDS)
+    try:
+        return result.result(MAX_SECONDS)
+    except TimeoutError:
+        raise TimeoutError(f"it takes longer than {MAX_SECONDS} seconds to compile") from None

@@ -10,7 +10,7 @@ from llguidance.hf import from_tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.errors import Option, SamplingError, one_line
-from vllm_metal_lite.structured_outputs.compiler import Compiler
+from vllm_metal_lite.structured_outputs.compiler import Compiler, words
 from vllm_metal_lite.structured_params import StructuredOutputsParams
 
 
@@ -28,7 +28,7 @@ class GrammarConstraint:
     def fill(self, bits: np.ndarray) -> bool:
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         # A matcher that hit a limit allows the answer to end, which would hide the failure.  If no
-        # token is allowed, the answer ends with an error.
+        # token is allowed, the answer ends with `error`.
         bits[:] = 0 if self._matcher.is_error() else self._mask[: len(bits)]
         return True
 
@@ -48,6 +48,9 @@ class GrammarConstraint:
         if self._matcher.is_stopped():
             return []
         return list(self._matcher.compute_ff_tokens())
+
+    def error(self) -> str:
+        return words(self._matcher.get_error()) if self._matcher.is_error() else ""
 
 
 _making = Lock()

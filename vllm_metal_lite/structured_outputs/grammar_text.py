@@ -19,7 +19,7 @@ MAX_GBNF_LINES = 500  # translated to Lark's syntax in Python
 
 
 class GrammarError(SamplingError):
-    """A form that no answer can be held to.
+    """A grammar that cannot be used.
 
     kind: the field of StructuredOutputsParams.  place: within it, such as ".properties.age".
     """

@@ -65,8 +65,10 @@ class Thinking:
             bits[:] = self._mask(self.forced()[0])
             return True
         if phase is _Phase.THINKING and not self._is_channel:
-            bits[:] = self._mask(self._end[0]) if self._is_spent else self._not_last
-            return self._is_spent or self._inner is not None
+            limited = self._is_spent or self._inner is not None
+            if limited:
+                bits[:] = self._mask(self._end[0]) if self._is_spent else self._not_last
+            return limited
         limited = self._inner is not None and self._inner.fill(bits)
         if not self._is_channel:
             if limited and phase is _Phase.BEFORE and self._budget != 0:
@@ -98,6 +100,9 @@ class Thinking:
         if self._inner is not None and (self._is_channel or phase is _Phase.OVER):
             return self._inner.forced()
         return []
+
+    def error(self) -> str:
+        return "" if self._inner is None else self._inner.error()
 
     def accept(self, token_id: int) -> None:
         phase, num_thoughts, num_written, num_inner = self._states[-1]

@@ -45,6 +45,9 @@ class SlotConstraint:
         assert 0 < num_tokens <= len(self.seen)
         del self.seen[-num_tokens:]
 
+    def error(self) -> str:
+        return ""
+
     def forced(self) -> list[int]:
         tokens: list[int] = []
         for slot in self.slots[len(self.seen) :]:

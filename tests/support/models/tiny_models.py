@@ -158,7 +158,8 @@ def step(engine: LLMEngine, *may_fail: type[BaseException]) -> dict[str, Any]:
         done = {o.request_id: o for o in engine.step() if o.finished}
     reader = getattr(engine.prefix_disk, "reader", None)
     restore = None if reader is None else reader.restore
-    check_accounts(engine.scheduler.kv, engine.scheduler._requests.values(), restore)
+    requests = [answer.request for answer in engine._answers.values()]
+    check_accounts(engine.scheduler.kv, requests, restore)
     return done
 
 

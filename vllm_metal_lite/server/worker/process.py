@@ -170,7 +170,6 @@ class Worker:
     def _fail(self, e: Exception) -> None:
         """End the requests at fault for a failed step; SystemExit if no step succeeds."""
         why = f"a step of the engine failed: {one_line(e)}"
-        logger.warning(why)
         if lost := self._engine.requests_at_fault:
             self._engine.abort(lost)
             for request_id in lost:

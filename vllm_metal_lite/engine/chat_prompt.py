@@ -1,0 +1,121 @@
+"""Conversations to token ids, under a model's chat template."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from vllm_metal_lite.engine.chat_checkpoints import Message, chat_checkpoints
+from vllm_metal_lite.engine.prompt_ids import check_text
+from vllm_metal_lite.errors import RequestError, one_line, show
+
+# Roles that chat templates know; a template may name others.
+_ROLES = ("system", "user", "assistant", "tool")
+# A conversation as text, of (messages, add_generation_prompt, extra template variables).
+Render = Callable[[Sequence[Message], bool, Mapping[str, Any]], str]
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """Makes the prompts of conversations.
+
+    model: the name, for errors.  with_checkpoints: False for models without recurrent layers.
+    render: None: by the template of `tokenizer`.  encode_text: makes the token ids, as a
+    PieceEncoder does; None: the tokenizer.
+    """
+
+    tokenizer: TokenizerWrapper | None
+    model: str
+    with_checkpoints: bool
+    render: Render | None = None
+    encode_text: Callable[[str], list[int]] | None = None
+
+    def turn(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> tuple[list[int], tuple[int, ...]]:
+        """(Token ids, `chat_checkpoints`) of a conversation.
+
+        variables: extra template variables.  Raises RequestError, with the template's own words.
+        """
+        _check_arguments(messages, add_generation_prompt)
+        tokenizer = self.tokenizer
+        if tokenizer is None or not tokenizer.has_chat_template:
+            raise RequestError(
+                f"{self.model} has no chat template, so it takes no messages: "
+                "give it a prompt (text or token ids)"
+            )
+        render = self.render or partial(by_template, tokenizer)
+        encode_text = self.encode_text or partial(tokenizer.encode, add_special_tokens=False)
+        try:
+            _check_roles(tokenizer, messages)
+            check_text("messages", messages)
+            text = render(messages, add_generation_prompt, variables)
+            token_ids = encode_text(text) if isinstance(text, str) else None
+        except RequestError:
+            raise
+        except Exception as e:  # templates raise any error, as for unknown roles
+            raise RequestError(f"the chat template refuses these messages: {one_line(e)}") from e
+        if token_ids is None:
+            raise RequestError(f"the chat template returns {show(text)} for {show(variables)}")
+        if not self.with_checkpoints:
+            return token_ids, ()
+        others = {k: v for k, v in variables.items() if k != "continue_final_message"}
+        return token_ids, chat_checkpoints(
+            text,
+            token_ids,
+            messages,
+            add_generation_prompt,
+            lambda alike: render(alike, False, others),
+            encode_text,
+        )
+
+
+def by_template(
+    tokenizer: TokenizerWrapper,
+    messages: Sequence[Message],
+    add_generation_prompt: bool,
+    variables: Mapping[str, Any],
+) -> str:
+    """A conversation as text.  Raises what the template raises."""
+    text: str = tokenizer.apply_chat_template(
+        list(messages),
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+        **variables,
+    )
+    return text
+
+
+def _check_arguments(messages: Any, add_generation_prompt: Any) -> None:
+    """Raise RequestError for arguments of the wrong type."""
+    if not isinstance(messages, (list, tuple)) or not all(
+        isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        for message in messages
+    ):
+        raise RequestError(
+            f"messages must be a list of dicts with role and content, got {show(messages)}"
+        )
+    if not messages:
+        raise RequestError("messages is empty: a conversation has at least one message")
+    if not isinstance(add_generation_prompt, bool):
+        raise RequestError(
+            f"add_generation_prompt must be true or false, got {show(add_generation_prompt)}"
+        )
+
+
+def _check_roles(tokenizer: TokenizerWrapper, messages: Sequence[Message]) -> None:
+    """Raise RequestError for a role that the chat template does not name: many templates leave
+    such messages out."""
+    template = tokenizer.chat_template
+    sources = template.values() if isinstance(template, Mapping) else [template or ""]
+    source = "".join(map(str, sources))  # "": a template in Python, which refuses by itself
+    for role in dict.fromkeys(message["role"] for message in messages):
+        if role not in _ROLES and source and f"'{role}'" not in source.replace('"', "'"):
+            raise RequestError(
+                f"the role of a message must be one of {', '.join(_ROLES)}, got {show(role)}"
+            )
