@@ -169,6 +169,9 @@ def test_a_follower_says_where_it_looked_for_rank_0(monkeypatch):
     found = f"rank 1 found no rank 0 within 0 s at 127.0.0.1 port {port} "
     with pytest.raises(RankError, match=found):
         join_ranks.join_workers(1, parallel(nnodes=2, node_rank=1, master_port=port), "", print)
+    with pytest.raises(RankError) as of_one_host:
+        join_ranks._tcp_store(1, 2, "127.0.0.1", port, 0.2)
+    assert "--master" not in str(of_one_host.value)
 
 
 def test_hosts_must_agree_on_the_number_of_ranks():
@@ -258,12 +261,6 @@ def test_a_failure_of_rank_0_is_told_to_ranks_that_know_the_links(monkeypatch, t
         join_ranks._exchange(store, 1, 2, ["rank 1 of 2", []])
 
 
-def test_ranks_of_one_host_are_not_told_of_options_for_several():
-    with pytest.raises(RankError) as caught:
-        join_ranks._tcp_store(1, 2, "127.0.0.1", free_port(), 0.2)
-    assert "--master" not in str(caught.value)
-
-
 def test_a_rank_that_cannot_be_connected_is_named(monkeypatch):
     """MLX waits forever, with the interpreter's lock."""
     script = """
@@ -294,13 +291,10 @@ class Unlike(RankGroup):
 
 
 @pytest.mark.parametrize("other", [{"mlx": "0.1"}, {"config.json": "x"}, {"weights": []}])
-def test_unlike_ranks_are_refused_by_what_differs(other):
+def test_unlike_ranks_are_refused_by_what_differs(monkeypatch, other):
     (name,) = other
     with pytest.raises(ConfigError, match=f"rank 1 has {name} .*, rank 0 has .*: all ranks"):
         join_ranks.check_alike(Unlike(**other), DEMO_PATH, {})
     join_ranks.check_alike(Unlike(), DEMO_PATH, {"--dtype": "auto"})
-
-
-def test_an_empty_variable_is_as_one_that_is_not_set(monkeypatch):
-    monkeypatch.setenv("METAL_LITE_KV_BITS", "")
+    monkeypatch.setenv("METAL_LITE_KV_BITS", "")  # as if it were not set
     join_ranks.check_alike(Unlike(METAL_LITE_KV_BITS=None), DEMO_PATH, {})

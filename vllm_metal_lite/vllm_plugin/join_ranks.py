@@ -69,29 +69,21 @@ def join_workers(
         group = join(rank, addresses, links)
     for s in reserved:
         s.close()
-    logger.info(
-        "rank %d of %d has joined (pid %d), links: %s", rank, size, os.getpid(), links.backend
-    )
+    logger.info(f"rank {rank} of {size} has joined (pid {os.getpid()}), links: {links.backend}")
     return group, Heartbeat(rank, names, tcp_store, lost)
 
 
 def _store_of_hosts(rank: int, parallel: ParallelConfig) -> dist.TCPStore:
     """The store of all hosts' ranks, which rank 0 keeps at --master-addr."""
     master, port = parallel.master_addr, parallel.master_port
+    limit, where = f"up to {START_HOSTS:.0f} s", f"--master-addr {master} --master-port {port}"
     if rank == 0:
-        logger.info(
-            "waits up to %.0f s for the other hosts: start them with --headless --nnodes %d "
-            "--node-rank N --master-addr %s --master-port %d",
-            START_HOSTS,
-            parallel.nnodes,
-            master,
-            port,
-        )
+        start = f"--headless --nnodes {parallel.nnodes} --node-rank N {where}"
+        logger.info(f"waits {limit} for the other hosts: start them with {start}")
         if master.startswith("127."):
-            logger.warning("--master-addr %s: other machines cannot reach this address", master)
+            logger.warning(f"--master-addr {master}: other machines cannot reach this address")
     else:
-        text = "rank %d looks up to %.0f s for rank 0 at --master-addr %s --master-port %d"
-        logger.info(text, rank, START_HOSTS, master, port)
+        logger.info(f"rank {rank} looks {limit} for rank 0 at {where}")
     options = " (--master-addr and --master-port)"
     return _tcp_store(rank, parallel.world_size, master, port, START_HOSTS, options)
 
