@@ -1,6 +1,7 @@
 """A real headless Chromium that shows the page, and a load that keeps the engine busy."""
 
 import itertools
+import json
 import random
 import shutil
 import threading
@@ -18,7 +19,8 @@ _MAC = (
     "/Applications/Chromium.app/Contents/MacOS/Chromium",
 )
 
-expect.set_options(timeout=300_000)  # of every `expect`, in ms: a busy machine shows a page late
+_TIMEOUT = 120_000  # ms: a busy machine shows a page late
+expect.set_options(timeout=_TIMEOUT)
 
 
 def chromium_path() -> str | None:
@@ -48,7 +50,7 @@ class Shown:
         self.url, self.complaints = url, []
         self.context = browser.new_context(**{"reduced_motion": "reduce", **context})
         self.page: Page = self.context.new_page()
-        self.page.set_default_timeout(300_000)
+        self.page.set_default_timeout(_TIMEOUT)
         self.page.on("console", self._read)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.context.on("request", lambda request: self._check(request.url))
@@ -61,6 +63,23 @@ class Shown:
 
     def ready(self) -> None:
         self.page.locator("body[data-ready]").wait_for()
+
+    def new_tab(self) -> Page:
+        """Another tab of the same browser, with the page open."""
+        page = self.context.new_page()
+        page.goto(self.url)
+        page.locator("body[data-ready]").wait_for()
+        return page
+
+    def import_file(self, name: str, value: object) -> None:
+        """Import a file of conversations that holds `value` as JSON."""
+        buffer = json.dumps(value).encode()
+        file = {"name": name, "mimeType": "application/json", "buffer": buffer}
+        self.page.set_input_files("#import", file)
+
+    def forgive(self, words: str) -> None:
+        """Forget the complaints with these words, such as Chromium's own on a response of 503."""
+        self.complaints[:] = [text for text in self.complaints if words not in text]
 
     def ask(self, text: str) -> None:
         self.page.fill("#prompt", text)
