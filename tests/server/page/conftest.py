@@ -1,18 +1,11 @@
-"""Fixtures of the page's tests, which share a browser and a server."""
+"""Fixtures of the page's tests.  The tests of a module share a browser."""
 
 import pytest
 
-from tests.support.server.kit import serving
 from tests.support.server.page_kit import Shown, chromium, chromium_path
 
 
-@pytest.fixture(scope="package")
-def running():
-    with serving() as running:
-        yield running
-
-
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser():
     if chromium_path() is None:
         pytest.skip("there is no Chromium or Chrome here")
