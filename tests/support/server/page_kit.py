@@ -1,6 +1,7 @@
 """A real headless Chromium that shows the page, and a load that keeps the engine busy."""
 
 import itertools
+import json
 import random
 import shutil
 import threading
@@ -10,7 +11,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+
+from tests.support.server.kit import Running
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _MAC = (
@@ -18,7 +21,14 @@ _MAC = (
     "/Applications/Chromium.app/Contents/MacOS/Chromium",
 )
 
-expect.set_options(timeout=300_000)  # of every `expect`, in ms: a busy machine shows a page late
+WIDE = {"viewport": {"width": 1600, "height": 1000}}
+USAGE = {
+    "prompt_tokens": 1812,
+    "completion_tokens": 640,
+    "prompt_tokens_details": {"cached_tokens": 1600},
+}
+_TIMEOUT = 120_000  # ms: a busy machine shows a page late
+expect.set_options(timeout=_TIMEOUT)
 
 
 def chromium_path() -> str | None:
@@ -48,7 +58,7 @@ class Shown:
         self.url, self.complaints = url, []
         self.context = browser.new_context(**{"reduced_motion": "reduce", **context})
         self.page: Page = self.context.new_page()
-        self.page.set_default_timeout(300_000)
+        self.page.set_default_timeout(_TIMEOUT)
         self.page.on("console", self._read)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.context.on("request", lambda request: self._check(request.url))
@@ -61,6 +71,23 @@ class Shown:
 
     def ready(self) -> None:
         self.page.locator("body[data-ready]").wait_for()
+
+    def new_tab(self) -> Page:
+        """Another tab of the same browser, with the page open."""
+        page = self.context.new_page()
+        page.goto(self.url)
+        page.locator("body[data-ready]").wait_for()
+        return page
+
+    def import_file(self, name: str, value: object) -> None:
+        """Import a file of conversations that holds `value` as JSON."""
+        buffer = json.dumps(value).encode()
+        file = {"name": name, "mimeType": "application/json", "buffer": buffer}
+        self.page.set_input_files("#import", file)
+
+    def forgive(self, words: str) -> None:
+        """Forget the complaints with these words, such as Chromium's own on a response of 503."""
+        self.complaints[:] = [text for text in self.complaints if words not in text]
 
     def ask(self, text: str) -> None:
         self.page.fill("#prompt", text)
@@ -86,6 +113,55 @@ class Shown:
         scheme, host = urlsplit(url)[:2]
         if scheme not in ("blob", "data") and host != urlsplit(self.url)[1]:
             self.complaints.append(f"a request to {url}")
+
+
+def answer_with(page: Page, *deltas: dict, usage: dict | None = None, finish: str = "stop") -> None:
+    """Let the page get these deltas as the answer to all its questions."""
+    chunks = [{"choices": [{"index": 0, "delta": d, "finish_reason": None}]} for d in deltas]
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
+    if usage:
+        chunks.append({"choices": [], "usage": usage})
+    answer_with_events(page, *map(json.dumps, chunks), "[DONE]")
+
+
+def answer_with_events(page: Page, *events: str) -> None:
+    """As `answer_with`, with the data of each event."""
+    body = "".join(f"data: {event}\n\n" for event in events)
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(content_type="text/event-stream", body=body),
+    )
+
+
+def body_of(shown: Shown, text: str) -> dict:
+    """Ask; returns the body of the request."""
+    with shown.page.expect_request("**/v1/chat/completions") as asked:
+        shown.ask(text)
+    return asked.value.post_data_json
+
+
+def change_requests(page: Page, path: str, **fields: object) -> None:
+    """Let the server get these fields in the page's requests."""
+
+    def change(route: Route) -> None:
+        body = {**route.request.post_data_json, **fields}
+        route.continue_(post_data=json.dumps(body))
+
+    page.route(f"**/v1/{path}", change)
+
+
+def lasting_samples(page: Page) -> None:
+    """Let the sample requests run until they are stopped, however slow the browser is."""
+    change_requests(page, "completions", max_tokens=3000)
+
+
+def until_idle(running: Running, page: Page) -> None:
+    """Wait until the server has no requests."""
+    for _ in range(200):
+        if not running.server.requests:
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"requests that nobody reads still run: {list(running.server.requests)}")
 
 
 _SHARED = "You are a helpful assistant. Use these notes. " + " ".join(

@@ -1,7 +1,7 @@
 // The chat: shows a conversation, asks, stops, edits.
 
 import { answer, bodyOf } from "./answer.js";
-import { announce, byId, count, make } from "./dom.js";
+import { announce, byId, count, Drawing, make } from "./dom.js";
 import { MessageView } from "./message.js";
 import { inEffect } from "./sampling.js";
 import * as store from "./store.js";
@@ -147,29 +147,16 @@ export class Chat {
     if (matchMedia("(hover: hover)").matches) this.input.focus();  // no keyboard on a phone
     this.save(conversation);
     announce("Waiting for the answer");
-    let frame = 0;
-    let pause = 0;  // a text that is slow to draw is drawn less often
-    let drawnAt = 0;
+    const drawing = new Drawing(() => this.viewOf(message)?.update(conversation, this.actions));
     let savedAt = performance.now();
-    const draw = () => {
-      frame = 0;
-      const now = performance.now();
-      if (now - drawnAt < pause) {
-        frame = requestAnimationFrame(draw);
-        return;
-      }
-      this.viewOf(message)?.update(conversation, this.actions);
-      drawnAt = performance.now();
-      pause = 3 * (drawnAt - now);
-    };
     await answer(message, body, stopper.signal, () => {
-      frame ||= requestAnimationFrame(draw);
+      drawing.request();
       if (performance.now() - savedAt > SAVE_MS) {
         savedAt = performance.now();
         this.save(conversation, true);
       }
     });
-    cancelAnimationFrame(frame);
+    drawing.cancel();
     // An edit may have started another answer by now.
     if (this.running.get(conversation.id) === stopper) this.running.delete(conversation.id);
     conversation.updated = Date.now();

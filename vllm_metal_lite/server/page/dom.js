@@ -56,6 +56,33 @@ export function grow(area, most) {
   area.style.height = `${Math.min(area.scrollHeight + area.offsetHeight - area.clientHeight, most)}px`;
 }
 
+/** Draws once in a frame, however often it is requested, and less often if that is slow. */
+export class Drawing {
+  constructor(draw) {
+    this.draw = draw;
+    this.frame = 0;
+    this.pause = 0;
+    this.drawnAt = 0;
+  }
+
+  request() {
+    this.frame ||= requestAnimationFrame(() => this.run());
+  }
+
+  cancel() {
+    cancelAnimationFrame(this.frame);
+  }
+
+  run() {
+    this.frame = 0;
+    const now = performance.now();
+    if (now - this.drawnAt < this.pause) return this.request();
+    this.draw();
+    this.drawnAt = performance.now();
+    this.pause = 3 * (this.drawnAt - now);
+  }
+}
+
 /** Copy, and say so on the button for a moment. */
 export async function copy(text, button) {
   try {

@@ -11,23 +11,21 @@ import { drawList, exportAll, readExport } from "./sidebar.js";
 import * as store from "./store.js";
 import { newConversation } from "./tree.js";
 
-const EXAMPLES = {
-  demo: [
-    "Hi, my name is Ada and I parked my car on level 3. Where is my car?",
-    "Please reverse this list: red, green, blue",
-    "The code of the red box is 4821. What is the code of the red box?",
-  ],
-  other: [
-    "Explain how a paged KV cache works, in three sentences.",
-    "Write a Python function that merges two sorted lists.",
-    "Give me a table of five sorting algorithms and their complexity.",
-  ],
-};
+// The demo model knows an answer to each.
+const EXAMPLES = [
+  "Hi, my name is Ada and I parked my car on level 3. Where is my car?",
+  "Please reverse this list: red, green, blue",
+  "The code of the red box is 4821. What is the code of the red box?",
+];
 
 let conversations = [];
 const dismiss = () => problem("");
 const chat = new Chat(drawSidebar, readModels, new Attachments((words) => problem(words, dismiss, "Close")));
 const engine = new EngineView(() => byId("model").value || null);
+
+function closeSidebar() {
+  document.body.classList.remove("show-sidebar");
+}
 
 function drawSidebar() {
   conversations.sort((a, b) => b.updated - a.updated);
@@ -37,7 +35,7 @@ function drawSidebar() {
   drawList(conversations, chat.conversation, chat.running, {
     open: (conversation) => {
       open(conversation);
-      document.body.classList.remove("show-sidebar");
+      closeSidebar();
     },
     renamed: (conversation) => chat.save(conversation),
     removed: remove,
@@ -54,7 +52,7 @@ function open(conversation) {
 function startNew() {
   const defaults = store.setting("defaults", { sampling: {} });
   open(newConversation({ ...defaults, model: byId("model").value || null }));
-  document.body.classList.remove("show-sidebar");
+  closeSidebar();
   byId("prompt").focus();
 }
 
@@ -100,11 +98,6 @@ async function readModels() {
   const wanted = chat.conversation?.model ?? store.setting("defaults", {}).model;
   if (chat.models.some((m) => m.id === wanted)) choice.value = wanted;
   if (chat.conversation) chat.conversation.model = choice.value;
-  const demo = chat.models.length === 1 && (chat.models[0].root ?? chat.models[0].id) === "demo";
-  examples(demo ? EXAMPLES.demo : EXAMPLES.other, (text) => {
-    byId("prompt").value = text;
-    chat.send();
-  });
 }
 
 /** Show a problem of the page with what can be done; "": none. */
@@ -159,7 +152,7 @@ function listen() {
   document.addEventListener("keydown", (event) => {
     if (event.key !== "Escape" || event.defaultPrevented || document.querySelector("dialog[open]")) return;
     if (chat.busy) chat.stop();
-    else document.body.classList.remove("show-sidebar");
+    else closeSidebar();
   });
   byId("new").addEventListener("click", startNew);
   byId("theme").addEventListener("click", () => window.switchTheme());
@@ -177,7 +170,7 @@ function listen() {
   byId("sidebar-toggle").addEventListener("click", () => {
     if (document.body.classList.toggle("show-sidebar")) byId("new").focus();
   });
-  byId("backdrop").addEventListener("click", () => document.body.classList.remove("show-sidebar"));
+  byId("backdrop").addEventListener("click", closeSidebar);
   byId("engine-toggle").addEventListener("click", () =>
     showEngine(!document.body.classList.contains("show-engine")));
   byId("engine-close").addEventListener("click", () => {
@@ -214,6 +207,10 @@ function keepDefaults() {
 
 async function start() {
   prepare();
+  examples(EXAMPLES, (text) => {
+    byId("prompt").value = text;
+    chat.send();
+  });
   onKeyNeeded(askKey);
   listen();
   conversations = (await store.all()).map(mend);

@@ -19,12 +19,21 @@ const fileName = (title) => `${title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 4
 
 export const exportAll = async () => download("conversations.json", await store.all());
 
-const isConversation = (c) =>
-  [c.title, c.system].every((s) => typeof s === "string") &&
-  c.sampling && typeof c.sampling === "object" &&
-  Array.isArray(c.messages) && c.messages.every((m) =>
-    ["user", "assistant"].includes(m?.role) && [m.id, m.content].every((s) => typeof s === "string") &&
-    (m.files ?? []).every((f) => [f?.name, f?.text].every((s) => typeof s === "string")));
+const isText = (value) => typeof value === "string";
+
+const isMessage = (m) =>
+  ["user", "assistant"].includes(m?.role) && isText(m.id) && isText(m.content) &&
+  (m.files === undefined || Array.isArray(m.files) && m.files.every((f) => isText(f?.name) && isText(f.text)));
+
+const GOOD = {  // whether a conversation's field is what it must be
+  title: isText,
+  system: isText,
+  updated: Number.isFinite,
+  model: (model) => model === null || isText(model),
+  sampling: (sampling) => sampling?.constructor === Object,
+  messages: (messages) => Array.isArray(messages) && messages.every(isMessage),
+  leaf: (leaf, { messages }) => leaf === null || messages.some((m) => m.id === leaf),
+};
 
 /** The conversations of a file that was exported; raises an Error in words. */
 export async function readExport(file) {
@@ -37,9 +46,9 @@ export async function readExport(file) {
   // A new id: the file never replaces what is here.
   const defaults = { sampling: {}, system: "", model: null, leaf: null, updated: Date.now() };
   const found = [value].flat().map((c) => ({ ...defaults, ...c, id: newId() }));
-  if (!found.length || !found.every(isConversation)) {
-    throw new Error(`${file.name} is not an export of this page.`);
-  }
+  const odd = Object.keys(GOOD).find((name) => !found.every((c) => GOOD[name](c[name], c)));
+  if (odd) throw new Error(`${file.name} is not an export of this page: its “${odd}” is not valid.`);
+  if (!found.length) throw new Error(`${file.name} contains no conversations.`);
   return found;
 }
 

@@ -6,16 +6,16 @@
   const stored = () => {
     try { return localStorage.getItem(KEY); } catch { return null; }
   };
-  const apply = () => {
-    document.documentElement.dataset.theme = stored() ?? (dark.matches ? "dark" : "light");
+  const show = (theme) => {
+    document.documentElement.dataset.theme = theme;
     document.dispatchEvent(new Event("theme"));
   };
+  const apply = () => show(stored() ?? (dark.matches ? "dark" : "light"));
   dark.addEventListener("change", apply);
   apply();
   window.switchTheme = () => {
     const other = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
     try { localStorage.setItem(KEY, other); } catch { /* only this visit */ }
-    document.documentElement.dataset.theme = other;
-    document.dispatchEvent(new Event("theme"));
+    show(other);
   };
 }

@@ -1,6 +1,6 @@
 // What both canvases need: sharp lines on every screen, a pointer, a tip.
 
-import { byId } from "../dom.js";
+import { byId, make } from "../dom.js";
 
 /** Fit a canvas to its place; returns its context in CSS pixels. */
 export function fit(canvas, height) {
@@ -24,11 +24,7 @@ export function point(canvas, look, left) {
     const lines = look(event.offsetX, event.offsetY);
     tip.hidden = !lines;
     if (!lines) return;
-    tip.replaceChildren(...lines.map((line) => {
-      const row = document.createElement("div");
-      row.textContent = line;
-      return row;
-    }));
+    tip.replaceChildren(...lines.map((line) => make("div", {}, line)));
     const panel = tip.parentElement.getBoundingClientRect();
     const x = Math.min(event.clientX - panel.left + 14, panel.width - tip.offsetWidth - 8);
     const y = event.clientY - panel.top + 18;

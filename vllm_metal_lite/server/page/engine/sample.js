@@ -20,11 +20,40 @@ function prompt(connection, i) {
 }
 
 /** Send the requests; resolves when all have ended, or `signal` has ended them. */
-export async function sendSamples(model, signal) {
+async function sendSamples(model, signal) {
   await Promise.all(LENGTHS.map(async (max_tokens, connection) => {
     const prompts = STORIES.map((_, i) => prompt(connection, i));
     const body = { model, prompt: prompts, stream: true, ignore_eos: true, max_tokens };
     const response = await request("/v1/completions", { body, signal });
     for await (const event of events(response)) void event;
   }));
+}
+
+/** A button that sends samples, or stops those that run. */
+export class SampleButton {
+  /** model: gives the name of the model that answers.  ended: called when the samples have ended. */
+  constructor(button, model, ended) {
+    this.button = button;
+    this.model = model;
+    this.ended = ended;
+    this.running = null;  // the AbortController of those that run
+    this.refusal = "";  // why the last samples were not answered
+    button.addEventListener("click", () => (this.running ? this.running.abort() : this.send()));
+  }
+
+  async send() {
+    const label = this.button.textContent;
+    this.running = new AbortController();
+    this.refusal = "";
+    this.button.textContent = "Stop samples";
+    try {
+      await sendSamples(this.model(), this.running.signal);
+    } catch (error) {
+      if (error.name !== "AbortError") this.refusal = error.message;
+      this.running.abort();
+    }
+    this.running = null;
+    this.button.textContent = label;
+    this.ended();
+  }
 }

@@ -37,7 +37,7 @@ export class Timeline {
       this.columns = [];
       context.font = FONT;
       context.fillStyle = colours.text;
-      context.fillText("No steps have run since this page was opened.", 0, EMPTY / 2);
+      context.fillText("No steps have been seen yet.", 0, EMPTY / 2);
       canvas.setAttribute("aria-label", this.summary());
       return;
     }

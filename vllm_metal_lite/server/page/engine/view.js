@@ -4,26 +4,20 @@ import { byId, count, duration, make } from "../dom.js";
 import { keepSetting, setting } from "../store.js";
 import { Watcher } from "./events.js";
 import { History } from "./history.js";
+import { Motion } from "./motion.js";
 import { PoolMap } from "./pool.js";
 import { RequestList } from "./requests.js";
-import { sendSamples } from "./sample.js";
+import { SampleButton } from "./sample.js";
 import { Timeline } from "./timeline.js";
 
-const FRAME_MS = 30;  // at least, between frames of moving steps
-const SMOOTH_MS = 300;  // over which the steps of an event come in
 const IDLE_MS = 1500;  // without an event, while no request is there
 
 export class EngineView {
   /** model: gives the name of the model that samples are sent to. */
   constructor(model) {
-    this.model = model;
-    this.samples = null;  // the AbortController of those that run
-    this.refusal = "";  // why the last samples were not answered
     this.histories = new Map();  // by model
     this.history = new History(null);  // until the first event
     this.highlight = 0;
-    this.frame = 0;
-    this.drawnAt = 0;
     this.calm = matchMedia("(prefers-reduced-motion: reduce)");
     const hover = (n) => {
       if (n === this.highlight) return;
@@ -41,11 +35,12 @@ export class EngineView {
         this.drawWords();
       },
     );
+    this.samples = new SampleButton(byId("samples"), model, () => this.drawWords());
+    this.motion = new Motion(() => this.history, () => this.timeline.draw(this.history, this.highlight));
     this.explain(setting("explain", innerHeight >= 900));
     byId("engine-explain").addEventListener("click", () =>
       this.explain(!byId("engine").classList.contains("explained")));
     byId("engine-pause").addEventListener("click", () => this.pause(!this.watcher.paused));
-    byId("samples").addEventListener("click", () => this.toggleSamples());
     document.addEventListener("theme", () => this.draw());
     new ResizeObserver(() => this.draw()).observe(byId("engine"));
   }
@@ -66,28 +61,6 @@ export class EngineView {
     button.querySelector("use").setAttribute("href", paused ? "#i-play" : "#i-pause");
   }
 
-  /** Send a load to look at, or stop the one that runs. */
-  async toggleSamples() {
-    if (this.samples) {
-      this.samples.abort();
-      return;
-    }
-    const button = byId("samples");
-    const label = button.textContent;
-    this.samples = new AbortController();
-    this.refusal = "";
-    button.textContent = "Stop samples";
-    try {
-      await sendSamples(this.model(), this.samples.signal);
-    } catch (error) {
-      if (error.name !== "AbortError") this.refusal = error.message;
-      this.samples.abort();
-    }
-    this.samples = null;
-    button.textContent = label;
-    this.drawWords();
-  }
-
   /** Show or hide the paragraphs that explain the view. */
   explain(shown) {
     byId("engine").classList.toggle("explained", shown);
@@ -97,7 +70,7 @@ export class EngineView {
 
   /** The connection's words go before the engine's, and those before why samples were refused. */
   drawWords() {
-    const words = this.words || this.history.words || this.refusal;
+    const words = this.words || this.history.words || this.samples.refusal;
     byId("engine").dataset.model = this.history.state;
     if (byId("engine-state").textContent !== words) byId("engine-state").textContent = words;
   }
@@ -138,10 +111,11 @@ export class EngineView {
       history.advance(Infinity);
       return;
     }
-    if (this.calm.matches || history.coming.length === 0) history.advance(Infinity);
+    if (this.calm.matches) history.advance(Infinity);
     this.drawFigures();
     this.drawSlow();
-    this.step();
+    if (history.coming.length) this.motion.start();
+    else this.timeline.draw(history, this.highlight);
   }
 
   choose(history) {
@@ -158,35 +132,6 @@ export class EngineView {
       make("button", {
         type: "button", "aria-pressed": String(history === this.history), onclick: () => this.choose(history),
       }, history.model))));
-  }
-
-  /** Let the steps that came move in, some in each frame. */
-  step() {
-    const { history } = this;
-    if (!history.coming.length) {
-      this.timeline.draw(history, this.highlight);
-      return;
-    }
-    if (this.frame) return;
-    this.drawnAt = performance.now();
-    let owed = 0;
-    const move = (now) => {
-      if (now - this.drawnAt < FRAME_MS) {
-        this.frame = requestAnimationFrame(move);
-        return;
-      }
-      const rate = Math.max(this.history.coming.length, 8) / SMOOTH_MS;
-      owed += rate * Math.max(now - this.drawnAt, 0);
-      this.drawnAt = now;
-      const whole = Math.floor(owed);
-      owed -= whole;
-      if (whole) {
-        this.history.advance(whole);
-        this.timeline.draw(this.history, this.highlight);
-      }
-      this.frame = this.history.coming.length ? requestAnimationFrame(move) : 0;
-    };
-    this.frame = requestAnimationFrame(move);
   }
 
   draw() {

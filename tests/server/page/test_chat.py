@@ -1,0 +1,358 @@
+"""The chat in a real browser: answers, harmless markup, settings, files, errors."""
+
+import json
+import re
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.support.server.kit import serving
+from tests.support.server.page_kit import (
+    USAGE,
+    WIDE,
+    Shown,
+    answer_with,
+    answer_with_events,
+    body_of,
+    change_requests,
+    until_idle,
+)
+from vllm_metal_lite.server.settings import ServerConfig
+
+pytestmark = pytest.mark.long
+
+
+def test_a_chat_and_what_it_cost(shown, page):
+    assert "remember" in shown.answer_to("Hi, my name is Ada and I parked my car on level 3.")
+    assert shown.answer_to("Where is my car?") == "Your car is on level 3."
+    expect(page.locator("#send")).to_be_visible()
+    assert "first after" in page.locator(".cost").last.inner_text()
+    expect(page.locator(".message.user")).to_have_count(2)
+
+
+def test_what_was_drawn_is_not_drawn_again(shown, page):
+    shown.answer_to("hello")
+    first = page.locator(".message.assistant .text").first
+    first.evaluate("e => { e.firstChild.mark = 1; }")
+    shown.answer_to("hello again")
+    assert first.evaluate("e => e.firstChild.mark") == 1
+
+
+def test_the_cost_is_read_from_usage(shown, page):
+    answer_with(page, {"content": "Good."}, usage=USAGE)
+    shown.answer_to("How are you?")
+    cost = page.locator(".cost").inner_text()
+    assert re.search(r"1,812 tokens in \(1,600 cached\).*640 out", cost, re.S)
+
+
+def test_markup_in_an_answer_is_harmless(shown, page):
+    evil = """<script>window.bad = 1</script><img src="/x" onerror="window.bad = 2">
+<a href="javascript:window.bad = 3" id="prompt">link</a> <svg onload="window.bad = 4"></svg>
+
+![picture](https://example.com/track.png) <iframe src="https://example.com"></iframe>
+
+<style>body { display: none }</style><form action="https://example.com"><input name="x"></form>
+
+<div style="position: fixed; inset: 0" class="offscreen">over</div>
+
+[go](javascript:window.bad%20=%205)
+[there](https://example.com/a)
+"""
+    answer_with(page, {"content": evil})
+    shown.answer_to(evil)
+    assert page.evaluate("window.bad") is None
+    inside = page.locator(".message .text")
+    tags = ["script", "img", "iframe", "style", "form", "input", "svg"]
+    for tag in [*tags, "[style]", "[id]", "[onerror]"]:
+        expect(inside.locator(tag)).to_have_count(0)
+    expect(inside.locator("[class=offscreen]")).to_have_count(0)
+    expect(page.locator(".assistant .text")).to_contain_text("<script>window.bad = 1</script>")
+    hrefs = inside.locator("a[href]").evaluate_all("all => all.map((a) => a.getAttribute('href'))")
+    assert hrefs == ["https://example.com/track.png", "https://example.com/a"]
+    link = inside.locator("a[href]").last
+    assert link.get_attribute("rel") == "noopener noreferrer"
+    assert link.get_attribute("target") == "_blank"
+
+
+def test_markdown_and_copied_code(show):
+    shown = show(permissions=["clipboard-read", "clipboard-write"])
+    text = (
+        "# Head\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nprint('<hi>')\n```\n\n- **one**\n"
+    )
+    answer_with(shown.page, *({"content": c} for c in text))
+    shown.answer_to("show me")
+    answer = shown.page.locator(".message.assistant .text")
+    expect(answer.locator("h1")).to_have_text("Head")
+    expect(answer.locator("td")).to_have_text(["1", "2"])
+    expect(answer.locator("strong")).to_have_text("one")
+    expect(answer.locator(".code-bar")).to_have_text("python")
+    answer.get_by_label("Copy code").click()
+    expect(shown.page.locator("#status")).to_have_text("Copied")
+    expect(answer.locator(".done use")).to_have_attribute("href", "#i-check")
+    expect(answer.locator(".hljs-built_in")).to_have_text("print")
+    assert shown.page.evaluate("navigator.clipboard.readText()") == "print('<hi>')\n"
+
+
+_GROWS = """First *line*.
+
+- one
+- two
+
+  | a | b |
+  |---|---|
+  | 1 | 2 |
+
+1. first
+2. second
+
+```python
+def f():
+
+    return 1
+```
+
+> quote
+> continues
+
+Last line<br>ends\r\nhere.
+"""
+
+
+@pytest.mark.parametrize("step", [1, 7, 100])
+def test_an_answer_that_grew_looks_like_one_that_came_at_once(show, step):
+    found = show().page.evaluate(
+        """async ([text, step]) => {
+          const { Growing } = await import("/page/markdown.js");
+          const [grown, once] = [0, 1].map(() => document.createElement("div"));
+          const growing = new Growing(grown);
+          for (let n = step; n < text.length + step; n += step) {
+            growing.show(text.slice(0, n), false);
+          }
+          new Growing(once).show(text, true);
+          return [grown.innerText, once.innerText, growing.done];
+        }""",
+        [_GROWS, step],
+    )
+    assert found[0].split() == found[1].split()
+    if step < 100:
+        assert found[2] > len(_GROWS) / 2  # most of it was not rendered again
+
+
+@pytest.mark.parametrize(
+    "deltas",
+    [
+        [{"reasoning_content": "Let me "}, {"reasoning_content": "see."}, {"content": "Four."}],
+        [{"reasoning": "Let me see."}, {"content": "Four."}],
+    ],
+)
+def test_thoughts_are_folded_away(shown, page, deltas):
+    answer_with(page, *deltas)
+    assert shown.answer_to("two and two") == "Four."
+    thoughts = page.locator(".thoughts")
+    expect(thoughts).to_be_hidden()
+    page.get_by_text("Thoughts").click()
+    expect(thoughts).to_have_text("Let me see.")
+
+
+def test_thoughts_that_never_end(shown, page):
+    answer_with(page, {"reasoning_content": "hm"}, finish="length")
+    assert shown.answer_to("two and two") == ""
+    expect(page.locator(".thoughts")).to_have_text("hm")
+    expect(page.locator(".cost")).to_contain_text("cut off")
+
+
+@pytest.mark.parametrize("text", ["<", "The tag is\n</think>\nand it closes."])
+def test_text_that_looks_like_a_tag_of_thoughts_is_text(shown, page, text):
+    """The server splits thoughts from answers, and the page splits nothing again."""
+    answer_with(page, {"content": text})
+    assert shown.answer_to("Only the sign.").split() == text.split()
+    assert body_of(shown, "Sure?")["messages"][1] == {"role": "assistant", "content": text}
+    expect(page.locator(".thoughts")).to_have_count(0)
+
+
+@pytest.mark.parametrize("way", ["button", "Escape"])
+def test_stop_ends_the_request(shown, page, running, way):
+    change_requests(page, "chat/completions", ignore_eos=True, temperature=1)
+    shown.ask("tell me a story")
+    expect(page.locator(".message.assistant .text")).not_to_be_empty()
+    if way == "button":
+        page.click("#stop")
+    else:
+        page.keyboard.press("Escape")
+    shown.answered(1)
+    expect(page.locator(".cost")).to_contain_text("stopped after")
+    expect(page.locator("#send")).to_be_visible()
+    until_idle(running, page)
+    page.unroute_all()
+
+
+def test_an_answer_stopped_before_its_first_token_says_so(shown, page):
+    page.route("**/v1/chat/completions", lambda route: None)  # no answer comes
+    shown.ask("hello")
+    page.click("#stop")
+    expect(page.locator(".message .note")).to_have_text("Stopped before the first token.")
+
+
+def test_edit_and_ask_again_keeps_both(shown, page):
+    assert shown.answer_to("Please reverse this list: red, green, blue") == "blue, green, red"
+    page.get_by_label("Edit and ask again").click()
+    assert page.get_by_label("Edit your message").bounding_box()["height"] < 60  # a line
+    page.get_by_label("Edit your message").fill("Please reverse this list: one, two, three")
+    page.keyboard.press("Enter")
+    expect(page.locator(".message.assistant[aria-busy=false] .text")).to_have_text(
+        "three, two, one"
+    )
+    expect(page.locator(".message.user .version")).to_have_text("2 of 2")
+    page.get_by_label("Previous version").click()
+    expect(page.locator(".message.assistant .text")).to_have_text("blue, green, red")
+    # Again: the old answer stays beside the new one.
+    page.get_by_label("Answer again").click()
+    expect(page.locator(".message.assistant .version")).to_have_text("2 of 2")
+
+
+def test_settings_are_sent(shown, page):
+    page.click("#settings-open")
+    page.fill("#set-system", "The code of the red box is 4821.")
+    page.fill("#set-temperature", "0")
+    page.fill("#set-max_tokens", "7")
+    page.get_by_role("button", name="Save").click()
+    body = body_of(shown, "What is the code of the red box?")
+    assert body["messages"][0] == {"role": "system", "content": "The code of the red box is 4821."}
+    assert (body["temperature"], body["max_tokens"], body["stream"]) == (0, 7, True)
+    assert "top_p" not in body
+    shown.answered(1)
+    expect(page.locator("#effect")).to_contain_text("system prompt: The code of the red box")
+
+
+def test_the_server_takes_every_setting(shown, page):
+    page.evaluate(
+        """localStorage.setItem("metal-lite-defaults", '{"sampling": {"thinking": true}}')"""
+    )
+    page.reload()
+    shown.ready()
+    page.click("#settings-open")
+    numbers = {
+        "min_p": 0.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "repetition_penalty": 1.1,
+    }
+    for name, value in numbers.items():
+        page.fill(f"#set-{name}", str(value))
+    page.select_option("#set-thinking", "false")
+    page.fill("#set-stop", "one\ntwo")
+    page.fill("#set-schema", '{"enum": ["x"]')
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#set-schema:invalid")).to_be_visible()  # it is not saved
+    page.fill("#set-schema", '{"enum": ["yes"]}')
+    page.get_by_role("button", name="Save").click()
+    body = body_of(shown, "hello")
+    assert {name: body[name] for name in numbers} == numbers
+    assert (body["stop"], body["reasoning_effort"]) == (["one", "two"], "none")
+    assert shown.answered(1) == '"yes"'
+    page.click("#effect")
+    page.select_option("#set-thinking", "true")
+    page.get_by_role("button", name="Save").click()
+    body = body_of(shown, "hello")
+    assert body["chat_template_kwargs"]["enable_thinking"] is True
+    assert shown.answered(2) == '"yes"'
+
+
+def test_text_files_go_with_a_message(shown, page):
+    notes = {"name": "notes.md", "mimeType": "", "buffer": b"```\ncar: level 3\n```\n"}
+    picture = {"name": "a.png", "mimeType": "image/png", "buffer": b"\x89PNG\0\xff"}
+    page.set_input_files("#attach", [notes, picture])
+    expect(page.locator("#problem")).to_contain_text("a.png is not UTF-8 text.")
+    expect(page.locator("#attached li")).to_have_text(["notes.md"])
+    answer_with(page, {"content": "Level 3."})
+    body = body_of(shown, "Where is my car?")
+    (message,) = body["messages"]
+    fenced = "notes.md:\n````\n```\ncar: level 3\n```\n````"  # by more than the file holds
+    assert message["content"] == f"{fenced}\n\nWhere is my car?"
+    expect(page.locator("#attached li")).to_have_count(0)
+    expect(page.locator("#problem")).to_be_hidden()
+    page.get_by_text("notes.md").click()
+    expect(page.locator(".attachment pre")).to_contain_text("car: level 3")
+
+
+def test_an_error_is_said_and_can_be_tried_again(shown, page):
+    error = {"error": {"message": "264 requests run or wait, and max_waiting is 256"}}
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=503, json=error))
+    shown.ask("hello")
+    expect(page.locator(".message .problem")).to_contain_text("max_waiting is 256")
+    page.unroute_all()
+    page.get_by_role("button", name="Try again").click()
+    assert shown.answered(1)
+    expect(page.locator(".message .problem")).to_have_count(0)
+    shown.forgive("503")
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        ([], "The answer was cut off."),
+        (['{"error": {"message": "the engine has ended"}}'], "the engine has ended"),
+    ],
+)
+def test_an_answer_that_breaks_off_keeps_what_came(shown, page, last, words):
+    chunk = {"choices": [{"index": 0, "delta": {"content": "Once upon"}, "finish_reason": None}]}
+    answer_with_events(page, json.dumps(chunk), *last)
+    assert shown.answer_to("tell me a story") == "Once upon"
+    expect(page.locator(".message .problem")).to_contain_text(words)
+
+
+def test_the_key_is_asked_for_until_it_is_right(browser):
+    config = ServerConfig(port=0, api_key="secret")
+    with serving(config=config) as running:
+        shown = Shown(browser, running.url, opens=False, **WIDE)
+        page = shown.page
+        page.goto(running.url)
+        for key in "wrong", "secret":
+            page.fill("#key-value", key)
+            page.keyboard.press("Enter")
+        shown.ready()
+        assert shown.answer_to("hello")
+        expect(page.locator("#legend li")).to_have_count(4)  # the view has the key too
+        assert all("401" in complaint for complaint in shown.complaints)
+        shown.context.close()
+
+
+def test_a_question_after_a_failed_one_keeps_roles_in_turns(shown, page):
+    page.route(re.compile("chat/completions|health"), lambda route: route.abort())
+    shown.ask("My name is Ada.")
+    expect(page.locator(".message .problem")).to_contain_text("does not answer")
+    page.unroute_all()
+    expect(page.locator(".message .problem")).to_contain_text("it is back now.")
+    body = body_of(shown, "What is my name?")
+    assert body["messages"] == [{"role": "user", "content": "My name is Ada.\n\nWhat is my name?"}]
+    shown.answered(2)
+    shown.forgive("ERR_FAILED")
+
+
+def test_keyboard_and_names_for_screen_readers(page):
+    expect(page.locator("#prompt")).to_be_focused()
+    page.keyboard.type("one")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("two")
+    assert page.locator("#prompt").input_value() == "one\ntwo"
+    unnamed = page.locator("button, select, input, textarea").evaluate_all(
+        """all => all.filter((e) => !(e.getAttribute('aria-label') || e.textContent.trim()
+           || e.labels?.length)).map((e) => e.outerHTML)"""
+    )
+    assert not unnamed
+    expect(page.get_by_role("log")).to_have_attribute("aria-live", "polite")
+
+
+def test_it_scrolls_along_only_at_the_end(show):
+    shown = show(viewport={"width": 700, "height": 400})
+    page = shown.page
+    long = "\n\n".join(f"Paragraph {i}." for i in range(60))
+    answer_with(page, {"content": long})
+    shown.answer_to("write")
+    left = "e => e.scrollHeight - e.scrollTop - e.clientHeight"
+    expect(page.get_by_text("Paragraph 59.")).to_be_in_viewport()
+    page.locator("#scroller").evaluate("e => { e.scrollTop = 0; }")
+    expect(page.locator("#to-end")).to_be_visible()
+    assert page.locator("#scroller").evaluate(left) > 100
+    page.click("#to-end")
+    expect(page.get_by_text("Paragraph 59.")).to_be_in_viewport()
