@@ -48,7 +48,7 @@ def timed_once(
     """The finding of `measure`, from an earlier start or now; None, with a warning, if it fails.
 
     what: names the work in messages.  kernel: is not used after a failure.  ranks: all take the
-    finding that the leader remembers.
+    finding that the leader remembers, and `measure` fails on all of them or on none.
     """
     found = Findings()
     known = ranks.first(found.known.get(key))
