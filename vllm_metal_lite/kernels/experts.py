@@ -5,7 +5,7 @@ from functools import cache
 from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import bits, check_array
+from vllm_metal_lite.kernels.arguments import bits, check_array, grid_for
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template
 from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS, GemmPlan, multiplies_in_lanes
 from vllm_metal_lite.kernels.weights import (
@@ -249,8 +249,8 @@ def expert_sum(x: mx.array, weights: mx.array, dtype: mx.Dtype | None = None) ->
     rows, top_k = weights.shape
     check_array("x", x, (rows * top_k, x.shape[1]))
     product = x.dtype if weights.dtype == x.dtype else mx.float32
-    threads = min(256, -(-x.shape[1] // 128) * 32)
+    threads, groups = grid_for(x.shape[1] // 4)
     result = dtype or product
     template: Template = {"T": x.dtype, "P": product, "Y": result, "TOP_K": top_k}
-    grid, shape = (-(-x.shape[1] // (4 * threads)), rows, 1), (rows, x.shape[1])
+    grid, shape = (groups, rows, 1), (rows, x.shape[1])
     return _SUM([x, weights], template, grid, threads, [shape], [result])[0]

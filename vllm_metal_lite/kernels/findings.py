@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Findings:
-    """Findings for one MLX version, device and source of this package; any change empties them."""
+    """Findings for one MLX version, device and source of this package: a file for each."""
 
     def __init__(self) -> None:
         identity = repr([backend.mlx_version(), backend.describe(), source.digest()])
