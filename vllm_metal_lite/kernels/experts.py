@@ -10,7 +10,6 @@ from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template
 from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS, GemmPlan, multiplies_in_lanes
 from vllm_metal_lite.kernels.weights import (
     Weight,
-    described,
     inputs_of,
     readable,
     shape_of,
@@ -104,7 +103,9 @@ def experts_problem(experts: Experts) -> str | None:
     """Why the kernels cannot serve these experts for rows of any type, or None if they can."""
     for part in experts.parts:
         if not readable(part.weight):
-            return f"the kernels do not read weights {described(part.weight)}"
+            how = shape_of(part.weight).quantisation
+            described = f"{part.weight.shape} {part.weight.dtype}" + (f" ({how})" if how else "")
+            return f"the kernels do not read weights {described}"
     other = experts.up or experts.gate
     gate, up, down = experts.gate.weight, other.weight, experts.down.weight
     if gate.shape != up.shape or down.shape != (gate.shape[0], gate.shape[2], gate.shape[1]):
