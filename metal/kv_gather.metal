@@ -2,12 +2,12 @@
 //
 //   keys, values  (slots, KV_HEADS, DIM)   the store; a head has K_WORDS and V_WORDS words
 //   kv_slots      (N,) int32               the slot of each key wanted; every one must be valid
-//   ticket         float32 -> next_ticket (8,) read after the writes before it, before those after it
+//   ticket        float32 -> next_ticket (8,) read after the writes before it, before those after it
 //   k, v          (KV_HEADS, N, DIM)       outputs; each SDPA call takes views of them; the keys of a
 //                                          head follow each other, as matrix products need them
 //
-// Besides attention this is the only reader of the store: an MLX operation must not read it, for MLX
-// cannot see that kernels write it.
+// Only kernels read the store, as this one does for MLX's operations: MLX cannot see that kernels
+// write it.
 //
 // Who does what.  Grid (N, threadgroups of THREADS for the longer of the two rows); CUDA allows no more
 // than 65,535 of the latter.  Thread (key, x) copies W words of the key's row of K at x * W, and of V.

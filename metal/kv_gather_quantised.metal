@@ -2,7 +2,7 @@
 //
 //   keys, values  (slots, KV_HEADS, ROW) uint   the store; rows as in quantised.h
 //   kv_slots      (N,) int32                    the slot of each key wanted; every one must be valid
-//   ticket         float32 -> next_ticket (8,)    as in kv_gather
+//   ticket        float32 -> next_ticket (8,)    as in kv_gather
 //   k, v          (KV_HEADS, N, DIM) of T       outputs, as in kv_gather
 //
 // Who does what.  Grid (N, threadgroups of THREADS for the words of the longer of the two rows).

@@ -3,7 +3,7 @@
 //   k, v          (N, KV_HEADS, DIM)       this step's rows, packed
 //   slot_mapping  (N,) int32               slot = block * block_size + offset; negative: skip the row
 //   keys, values  (slots, KV_HEADS, DIM)   the store; declared as inputs, and written
-//   ticket         float32 -> next_ticket (8,) orders this write before the reads that follow
+//   ticket        float32 -> next_ticket (8,) orders this write before the reads that follow
 //
 // Layout.  Both sides are row-contiguous, so a row of K is one run of K_WORDS words of 32 bits and a
 // copy needs no head arithmetic and no element type: bytes go over as they are.

@@ -3,7 +3,7 @@
 //   k, v          (N, KV_HEADS, DIM) of T       this step's rows, packed
 //   slot_mapping  (N,) int32                    negative: skip the row
 //   keys, values  (slots, KV_HEADS, ROW) uint   the store; written through; rows as in quantised.h
-//   ticket         float32 -> next_ticket (8,)    as in kv_write
+//   ticket        float32 -> next_ticket (8,)    as in kv_write
 //
 // Who does what.  Grid (simdgroups for the heads of K and of V, N).  A simdgroup quantises one head's row
 // (quantise_row), which it reads and writes in one run.

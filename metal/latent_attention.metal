@@ -9,7 +9,7 @@
 //   cu_seqlens_q  (S + 1,) int32          segment s has rows cu_seqlens_q[s] .. [s + 1] - 1
 //   seq_lens      (S,) int32              its keys, those of its own rows included
 //   tiles         (T, 2) int32            segment, first (row, head) pair; see plan_tiles
-//   ticket         float32                 read after the writes before it
+//   ticket        float32                 read after the writes before it
 //   SCALE         the bits of a float (a template value is an integer)
 //   out           (N, HEADS, LATENT_DIM) of T; zeros in rows of no segment
 //                 if PARTIAL (N, HEADS, splits, LATENT_DIM) float32, each split normalised
@@ -53,7 +53,7 @@
 // so a decode of many heads is bound by arithmetic.  Threadgroup memory: 8 latents of 584 elements, 9.1 KB
 // (18.3 KB in float32), 8 KB of scores, 0.6 KB of weights.  Registers of a lane: 64 floats of sums, 72
 // elements of queries (36 registers in 16 bits; in float32 more than Apple's GPUs have, not measured);
-// with 16 simdgroups half of both, and 16 KB of scores, which Metal takes.
+// with 16 simdgroups half of both, and 16 KB of scores, which fits Metal's 32 KB.
 // The next tile under way takes 12 more.  For 8 keys and 32 pairs a simdgroup has 36 products for scores
 // and 32 for values, and 4 barriers.
 #include "key_tile.h"

@@ -1,18 +1,18 @@
-// latent_write: normalises latents and turns rotary parts and puts latents and rotary keys into their
+// latent_write: normalises latents and rotates rotary parts and puts latents and rotary keys into their
 // slots, in one launch.  The rotary parts are those of a layer's keys and queries.
 //
 //   q             (N, Q_WIDTH) of T        this step's rows: the rotary part of head h are the ROPE
 //                                          columns from Q_START + h * Q_STRIDE on
 //   latent        (N, L_WIDTH) of T        LATENT_DIM columns from L_START on, not normalised yet
-//   k_pe          (N, P_WIDTH) of T        ROPE columns from P_START on, not turned yet
+//   k_pe          (N, P_WIDTH) of T        ROPE columns from P_START on, not rotated yet
 //   weight        (LATENT_DIM,) floats     of the RMS norm of a latent
 //   freqs         (DIMS / 2,) float32      not read unless FREQS
 //   positions     (N,) int32               of each row in its sequence
 //   slot_mapping  (N,) int32               slot = block * block_size + offset; negative: write nothing
 //   keys, values  (slots, 1, LATENT_DIM or ROPE) the store; declared as inputs, and written;
 //                                          a value has BITS bits: those of T, or 8 or 4 as in quantised.h
-//   ticket         float32 -> next_ticket (8,) orders this write before the reads that follow
-//   out           (N, HEADS, ROPE) of T    rotary parts of queries, turned
+//   ticket        float32 -> next_ticket (8,) orders this write before the reads that follow
+//   out           (N, HEADS, ROPE) of T    rotary parts of queries, rotated
 //   ROPE_SCALE, LOG2_BASE, FACTOR, EPS     the bits of floats (a template value is an integer)
 //
 // rope.h has the equations, and the lane of each pair.

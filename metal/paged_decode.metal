@@ -13,7 +13,7 @@
 //   sinks         (KV_HEADS * GROUP,) of T      one logit a head; has a weight, but no value
 //   prefix, prefix_lse, prefix_lens             read if PREFIX: the results of shared_prefix
 //                 for each sequence's first prefix_lens[sequence] keys, by split; 0 = no such keys
-//   ticket         float32                       read after the writes before it
+//   ticket        float32                       read after the writes before it
 //   out           (B, heads, splits, V_DIM) of OUT_T: T if there is one split; if there are more,
 //                 float; merge_partitions merges the splits, weighted by lse
 //   lse           (B, heads, splits) float32, log2 of the sum of exponentials, LOWEST = no key seen;

@@ -1,18 +1,18 @@
 // A head normalised and rotated by one simdgroup, in registers.
 //
 // (RoFormer, Su et al. 2021; rounded as mx.fast.rms_norm and mx.fast.rope round it.)  The first DIMS
-// elements of a head are DIMS / 2 pairs, and pair i of a row turns by the angle
+// elements of a head are DIMS / 2 pairs, and pair i of a row rotates by the angle
 //
 //   theta = ROPE_SCALE * position * base^(-i / (DIMS / 2))      or  ROPE_SCALE * position / freqs[i]
 //
 //   (a, b)  ->  (a cos - b sin, a sin + b cos)
 //
-// FACTOR, the bits of a float, multiplies a and b before they turn (YaRN, LongRoPE); elements from DIMS
+// FACTOR, the bits of a float, multiplies a and b before they rotate (YaRN, LongRoPE); elements from DIMS
 // on keep their size.  Factor and product are rounded as a multiplication of MLX rounds them, to the
-// type of a head before it turns: R of its norm, or T.  A FACTOR of 1 changes nothing.
+// type of a head before it rotates: R of its norm, or T.  A FACTOR of 1 changes nothing.
 //
 // Layout.  A head is DIM / 2 pairs, and pair i belongs to lane i % 32, which so holds both elements
-// that a rotation needs.  Elements from DIMS on are pairs too, of neighbours, that do not turn:
+// that a rotation needs.  Elements from DIMS on are pairs too, of neighbours, that do not rotate:
 //
 //   halves (DIMS 8 of 12)    0 1 2 3 0 1 2 3 4 4 5 5        the number is the pair
 //   TRADITIONAL              0 0 1 1 2 2 3 3 4 4 5 5
@@ -21,7 +21,7 @@
 // sine does not reduce.
 #include "rms_norm.h"
 
-// Where the two elements of pair i lie in a head; `rotated`: the pairs that turn.
+// Where the two elements of pair i lie in a head; `rotated`: the pairs that rotate.
 METAL_FUNC int first_of_pair(int i, int rotated, bool traditional) {
   return traditional || i >= rotated ? 2 * i : i;
 }
@@ -58,8 +58,8 @@ METAL_FUNC float rope_scaled(float x) {
 }
 
 // Copy a head of DIM elements of T from `from` to `to`, in any address space: normalised if NORM, its
-// first DIMS elements multiplied and turned.  R is T without a norm.  All lanes of a simdgroup call it
-// together.  A turn that all lanes take has no branch: compilers do not know that a lane is below 32.
+// first DIMS elements multiplied and rotated.  R is T without a norm.  All lanes of a simdgroup call it
+// together.  A rotation that all lanes take has no branch: compilers do not know that a lane is below 32.
 template <typename T, typename R, int DIM, int DIMS, bool TRADITIONAL, int FACTOR, bool NORM,
           bool WEIGHT, typename W, typename P>
 METAL_FUNC void rope_head(const device T* from, const device W* weight, float eps,

@@ -1,4 +1,4 @@
-// rope_write: normalises and turns heads and puts K and V into their slots of the paged store, in one
+// rope_write: normalises and rotates heads and puts K and V into their slots of the paged store, in one
 // launch.  The heads are those of a layer's queries and keys.
 //
 //   q, k, v       (N, WIDTH) of T          this step's rows: heads side by side, from column START on;
@@ -9,7 +9,7 @@
 //   slot_mapping  (N,) int32               slot = block * block_size + offset; negative: skip k and v
 //   keys, values  (slots, KV_HEADS, DIM)   the store; declared as inputs, and written; a value
 //                                          has BITS bits: those of T, or 8 or 4 as in quantised.h
-//   ticket         float32 -> next_ticket (8,) orders this write before the reads that follow
+//   ticket        float32 -> next_ticket (8,) orders this write before the reads that follow
 //   out           (N, Q_HEADS, K_DIM) of T queries, rotated
 //   ROPE_SCALE, LOG2_BASE, FACTOR, Q_EPS, K_EPS  the bits of floats (a template value is an integer)
 //

@@ -3,7 +3,7 @@
 //
 //   q             (B, KV_HEADS * GROUP, K_DIM)  one row a sequence; GROUP query heads share a KV head
 //                 of T; if FUSED rows of Q_WIDTH columns, heads from Q_START on, still to be
-//                 normalised and turned
+//                 normalised and rotated
 //   q_weight, freqs                             read if Q_WEIGHT, FREQS, as in rope_write
 //   keys, values  (slots, KV_HEADS, DIM)        the store; slot = block * BLOCK_SIZE + offset
 //                 a value has BITS bits: those of T, or 8 or 4 in rows of words as in quantised.h
@@ -11,7 +11,7 @@
 //   leader        (1,) int32                    a sequence that has the prefix: its blocks are read
 //   seq_lens      (B,) int32                    read if FUSED: a row's position is one less
 //   prefix_lens   (B,) int32                    prefix_lens[leader] is the prefix's length
-//   ticket         float32                       read after the writes before it
+//   ticket        float32                       read after the writes before it
 //   SCALE, SOFTCAP  the bits of two floats (a template value is an integer); SOFTCAP 0 = none.
 //                 So are ROPE_SCALE, LOG2_BASE, FACTOR and Q_EPS
 //   partial       (B, heads, splits, V_DIM) float32  attention over each split, normalised in itself
@@ -28,7 +28,7 @@
 //
 //   grid   x: KV head   y: tile of pairs   z: split of the prefix, at multiples of KEYS
 //
-// FUSED.  Each threadgroup normalises and turns its own queries (rope.h), which costs less than a launch
+// FUSED.  Each threadgroup normalises and rotates its own queries (rope.h), which costs less than a launch
 // that does it once.  A simdgroup does so for HELD of its pairs at a time, by way of its rows of k_tile,
 // which is not used yet.
 //

@@ -8,7 +8,7 @@
 //   seq_lens      (S,) int32                    its keys, those of its own rows included
 //   tiles         (T, 2) int32                  segment, first (row, head) pair; see plan_tiles
 //   sinks         (KV_HEADS * GROUP,) of T      one logit a head; has a weight, but no value
-//   ticket         float32 -> next_ticket (8,)    read after the writes before it
+//   ticket        float32 -> next_ticket (8,)    read after the writes before it
 //   SCALE, SOFTCAP  the bits of two floats (a template value is an integer); SOFTCAP 0 = none
 //   out           (N, KV_HEADS * GROUP, V_DIM)  of T; zeros in rows of no segment
 //

@@ -2,7 +2,8 @@
 
 
 class HostError(RuntimeError):
-    """The host itself could not do what was asked: no compiler, a kernel that does not compile."""
+    """The host itself could not do what was asked: no compiler, a kernel that does not compile, no
+    memory."""
 
 
 class KernelFault(RuntimeError):

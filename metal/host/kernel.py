@@ -18,9 +18,8 @@ class HostKernel:
     The source that is executed is the one MLX generates. Inputs are read where they lie: a kernel
     that writes into the memory of an input changes the array that was passed.
 
-    name to ensure_row_contiguous: as for `mx.fast.metal_kernel`.  A call raises HostError if there
-    is no compiler or the source does not compile, and KernelFault if the kernel does what no kernel
-    may.
+    name to ensure_row_contiguous: as for `mx.fast.metal_kernel`.  A call raises HostError if the
+    host cannot compile or run the kernel, and KernelFault if the kernel does what no kernel may.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class HostKernel:
         """Run the kernel -> its outputs, evaluated.
 
         inputs: arrays (MLX or numpy) or scalars.  options: for this call only.  The rest as for a
-        kernel of `mx.fast.metal_kernel`; `stream` is ignored.
+        kernel of `mx.fast.metal_kernel`; `verbose` and `stream` are ignored.
         """
         options = options or self.options
         arrays = [a if isinstance(a, mx.array) else mx.array(a) for a in inputs]
@@ -75,7 +74,7 @@ class HostKernel:
             memory.new_output(tuple(shape), dtype, init_value)
             for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
         ]
-        library, parameters = self._build(arrays, template or (), output_dtypes, options, verbose)
+        library, parameters = self._build(arrays, template or (), output_dtypes, options)
         buffers = self._buffers(parameters, arrays, outputs, init_value, options)
         library.run(grid, threadgroup, buffers, options)
         return outputs
@@ -102,17 +101,15 @@ class HostKernel:
             buffers[parameter.index] = buffer_of(name, data, **settings)
         return buffers
 
-    def _build(self, arrays, template, output_dtypes, options, verbose):
+    def _build(self, arrays, template, output_dtypes, options):
         key = (
             tuple((a.dtype, a.ndim, a.size < mlx_source.SMALL) for a in arrays),
             tuple(template),
             tuple(output_dtypes),
             toolchain.flavour(options),
         )
-        if key not in self._builds or verbose:
+        if key not in self._builds:
             text = mlx_source.generated_source(self.definition, arrays, template, output_dtypes)
-            if verbose:
-                print(text)
             self._builds[key] = self._compile(text, options)
         return self._builds[key]
 

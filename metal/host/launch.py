@@ -107,7 +107,7 @@ class Library:
 
         buffers: by index.  shared_bytes: the size of each `[[threadgroup(i)]]` argument.
         constants: the bytes of each function constant.  Raises KernelFault if the kernel did what
-        no kernel may do.
+        no kernel may do, and HostError if the host cannot run it.
         """
         threads = [min(t, g) for t, g in zip(threads, grid, strict=True)]
         total = threads[0] * threads[1] * threads[2]
@@ -133,16 +133,17 @@ class Library:
         if failed:
             raise self._fault(fault)
 
-    def _fault(self, fault: _Fault) -> KernelFault:
+    def _fault(self, fault: _Fault) -> HostError | KernelFault:
+        kind, message = fault.kind.decode(), fault.message.decode()
+        if kind == "host":
+            return HostError(f"kernel {self.kernel}: {message}")
         location = f"{fault.file.decode()}:{fault.line}" if fault.line else ""
         if fault.code:  # the return address of a call: it lies behind the call
             location = line_at(self.path, fault.code - 1)
         if fault.earlier_code:
             location += f", the other at {line_at(self.path, fault.earlier_code - 1)}"
         positions = (tuple(fault.group), tuple(fault.thread)) if fault.has_thread else (None, None)
-        return KernelFault(
-            fault.kind.decode(), self.kernel, fault.message.decode(), location, *positions
-        )
+        return KernelFault(kind, self.kernel, message, location, *positions)
 
 
 @functools.cache

@@ -40,8 +40,8 @@ def run_metal(
     outputs: the buffers that the kernel has to fill: checked, nothing else may be written, and
     reading them before is a fault.  By default any array may be written, and none must be.
 
-    Raises HostError if the source does not compile or a buffer is not contiguous; KernelFault if
-    the kernel did what no kernel may do.
+    Raises HostError if the host cannot compile or run the kernel; KernelFault if the kernel did
+    what no kernel may do; TypeError or ValueError if a buffer is none of the above.
     """
     options = options or HostOptions()
     unit, parameters = _translated(source, function, tuple(include_dirs), name)

@@ -313,7 +313,7 @@ def test_products_of_few_rows_go_through_the_kernel(monkeypatch, name):
             engine = tiny.engine(name, mx.bfloat16, attention="kernels", max_num_batched_tokens=70)
             assert isinstance(engine.runner.path.fusion, FusedLaunches)
             fusion = replace(engine.runner.path.fusion, skinny_rows=few)
-            engine.runner._take(replace(engine.runner.path, fusion=fusion))
+            engine.runner._use(replace(engine.runner.path, fusion=fusion))
             launches.clear(), forwards.clear()
             params = [tiny.greedy(4 + i) for i in range(5)]
             tokens.append(tiny.answers(engine, tiny.prompts(5, 3, 20, seed=3), params))

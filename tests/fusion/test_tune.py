@@ -259,6 +259,24 @@ def test_a_rank_follows_what_rank_0_knows(monkeypatch):
     assert not sizes
 
 
+def test_a_step_that_fails_on_one_rank_fails_on_all(monkeypatch, caplog):
+    """A rank that stops alone would let the others wait for its time."""
+    stages = [model() for _ in range(2)]
+
+    def back_to_back(steps, *_):
+        def run(count):
+            if steps.ranks.rank == 0:
+                raise RuntimeError("[metal]\n no room")
+
+        return run
+
+    monkeypatch.setattr(tune._Steps, "_back_to_back", back_to_back)
+    fusion = FusedLaunches(skinny_rows=ALL_ROWS)
+    rows = rank_threads.run(lambda ranks: tune.faster_rows(*stages[ranks.rank], fusion, ranks))
+    assert rows == [range(0)] * 2
+    assert [m.rpartition(": ")[2] for m in caplog.messages] == ["[metal] no room"] * 2
+
+
 @pytest.mark.parametrize("names", [("qwen3", "qwen3_moe"), ("qwen3_moe", "qwen3")])
 def test_a_stage_without_experts_waits_for_the_others(monkeypatch, names):
     """Each stage takes part in the trial and the timing of what another stage has."""

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal.host import HostOptions, KernelFault, compiler_available
+from metal.host import HostError, HostOptions, KernelFault, compiler_available, run_metal
 from tests.support.host.launch import launch
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
@@ -112,6 +112,40 @@ def test_outputs_are_filled():
     report = fault("if (t != 7) { out[t] = a[t]; }")
     assert report.kind == "unwritten"
     assert "1 of 64 elements of the output out, from byte 28 on" in str(report)
+
+
+def test_outputs_behind_an_unfilled_one_are_returned():
+    """A later output has the values that the kernel wrote."""
+    rest = np.zeros(N, np.float32)
+    source = """kernel void k(device float* out [[buffer(0)]], device float* rest [[buffer(1)]],
+                              uint t [[thread_position_in_grid]]) { rest[t] = float(t); }"""
+    with pytest.raises(KernelFault, match="64 of 64 elements of the output out"):
+        run_metal(
+            source,
+            "k",
+            [np.zeros(N, np.float32), rest],
+            (N, 1, 1),
+            (N, 1, 1),
+            outputs=[0, 1],
+            options=HostOptions(checked=True),
+        )
+    assert rest[-1] == N - 1
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_more_threadgroup_variables_than_the_host_has_room_for(checked):
+    """The host is at fault, not the kernel."""
+    unused = "".join(f"threadgroup float s{i}[1];\n" for i in range(256))
+    source = f"if (t > 999) {{\n{unused}}}\nthreadgroup float s[1];\ns[0] = a[0];\nout[t] = s[0];"
+    with pytest.raises(HostError, match="256 threadgroup variables"):
+        launch(
+            f"uint t = thread_index_in_threadgroup;\n{source}",
+            [mx.zeros(N)],
+            ((N,), mx.float32),
+            (1, 1, 1),
+            (1, 1, 1),
+            options=HostOptions(checked=checked),
+        )
 
 
 @pytest.mark.parametrize("schedule", ["forward", "reverse", 1])

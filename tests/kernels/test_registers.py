@@ -24,12 +24,12 @@ def faults(text):
 def test_no_array_of_a_thread_is_left_in_memory(name):
     texts = texts_of(CHECKS[name])
     assert {kernel: found for kernel, text, _ in texts if (found := faults(text))} == {}
-    own = REGISTRY[CHECKS[name].kernel].text
+    own = REGISTRY[CHECKS[name].kernel].file
     assert f"metal_lite_{own}" in {text.kernel for text in texts}
 
 
 def test_every_kernel_is_tried():
-    tried = {REGISTRY[check.kernel].text for check in CHECKS.values()}
+    tried = {REGISTRY[check.kernel].file for check in CHECKS.values()}
     assert tried == {file.stem for file in source.FOLDER.glob("*.metal")}
 
 

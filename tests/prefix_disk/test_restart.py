@@ -25,11 +25,11 @@ from vllm_metal_lite.engine.llm import LLM
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.prefix_disk import folder
+from vllm_metal_lite.prefix_disk.block_bytes import BlockBytes
 from vllm_metal_lite.prefix_disk.disk import PrefixDisk
 from vllm_metal_lite.prefix_disk.namespace import namespace
 from vllm_metal_lite.prefix_disk.parts import Parts
 from vllm_metal_lite.prefix_disk.restore import Reader
-from vllm_metal_lite.runner.block_bytes import BlockBytes
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.kv_groups import kv_groups
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_names

@@ -100,7 +100,7 @@ def test_profiling_leaves_no_memory_behind(model):
     ("options", "error", "words"),
     [
         ({"memory_fraction": 1e-9}, OutOfMemoryError, ["llama", "memory_fraction 1e-09"]),
-        ({"num_blocks": 10**12}, OutOfMemoryError, ["1000000000000", "GiB"]),
+        ({"num_blocks": 10**12}, OutOfMemoryError, ["num_blocks=1000000000000", "lower it"]),
         ({"num_blocks": 2, "max_model_len": 33}, ConfigError, ["33", "32 tokens", "2 blocks"]),
         ({"max_model_len": 513}, ConfigError, ["513", "512"]),
     ],
@@ -111,6 +111,21 @@ def test_what_does_not_fit_is_refused_in_one_line_with_the_numbers(model, option
     message = str(caught.value)
     assert "\n" not in message
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("num_blocks", [None, 20])
+def test_a_length_that_memory_cannot_hold_names_the_options_that_help(
+    model, monkeypatch, num_blocks
+):
+    """Without them, if the user set the number of blocks."""
+    monkeypatch.setattr(
+        backend, "memory_limit", lambda: model.weight_bytes + 20 * 16 * BYTES_PER_TOKEN
+    )
+    config = EngineConfig(memory_fraction=1.0, max_model_len=512, num_blocks=num_blocks)
+    with pytest.raises(ConfigError, match="at most the 320 tokens") as caught:
+        size_store(model, config, lambda *_: 0)
+    helps = str(caught.value).endswith("; raise memory_fraction or lower kv_bits")
+    assert helps is (num_blocks is None)
 
 
 def test_weights_larger_than_the_memory(model, monkeypatch):

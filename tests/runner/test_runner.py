@@ -12,7 +12,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.runner.result import StepResult
-from vllm_metal_lite.runner.runner import bucket
+from vllm_metal_lite.runner.runner import padded_rows
 from vllm_metal_lite.sampling.sampler import SamplerOutput
 
 
@@ -77,9 +77,9 @@ def test_a_batch_that_points_outside_the_store_is_refused():
 
 
 def test_buckets_are_few_and_never_too_small(monkeypatch):
-    assert [bucket(n) for n in (1, 63, 2048)] == [1, 63, 2048]  # a CPU pads nothing
+    assert [padded_rows(n) for n in (1, 63, 2048)] == [1, 63, 2048]  # a CPU pads nothing
     monkeypatch.setattr(backend, "name", lambda: "metal")
-    sizes = [bucket(n) for n in range(1, 4097)]
+    sizes = [padded_rows(n) for n in range(1, 4097)]
     assert all(size >= n for n, size in enumerate(sizes, 1))
     assert sizes == sorted(sizes)
     assert len(set(sizes)) < 32

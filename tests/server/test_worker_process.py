@@ -107,7 +107,7 @@ def test_starts_and_stops_leak_nothing(monkeypatch):
     ("name", "config", "reason"),
     [
         ("demo", EngineConfig(max_model_len=10**9), "max_model_len must be at most"),
-        ("demo", EngineConfig(num_blocks=10**9), "num_blocks 1000000000 needs .* this device has"),
+        ("demo", EngineConfig(num_blocks=10**9), "num_blocks=1000000000 needs .* this device has"),
         ("/no/such/model", SMALL, "no such folder"),
         ("unknown", SMALL, ""),
         ("unreadable", SMALL, r"config\.json"),

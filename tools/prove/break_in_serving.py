@@ -87,7 +87,7 @@ def broken(name: str, wrong: str) -> Iterator[None]:
     read = edit(name, lambda text: text.replace(source.MARKER, line))
     with patch.object(source, "read", read), ExitStack() as stack:
         for kernel in all_kernels():
-            if kernel.name == REGISTRY[name].text:
+            if kernel.name == REGISTRY[name].file:
                 stack.enter_context(patch.object(kernel, "_launchers", {}))
         yield
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.experts import Activation
-from vllm_metal_lite.kernels.weights import Weight, dequantised, quantised
+from vllm_metal_lite.kernels.weights import QuantisedWeight, Weight, quantised
 from vllm_metal_lite.specs import Quantisation
 
 # Of norms.
@@ -40,7 +40,20 @@ def draw_weight(
     if how is None:
         return plain, values
     packed = quantised(plain, how)
-    return packed, rounded(dequantised(packed), dtype)
+    return packed, rounded(_dequantised(packed), dtype)
+
+
+def _dequantised(weight: QuantisedWeight) -> np.ndarray:
+    """The values (outputs, depth) in float32, by MLX on the CPU."""
+    bits, group_size, mode = weight.quantisation
+    scales, biases = weight.scales, weight.biases
+    if biases is not None:
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+    return np.array(
+        mx.dequantize(
+            weight.words, scales, biases, group_size, bits, mode, dtype=mx.float32, stream=mx.cpu
+        )
+    )
 
 
 def activated(gate: np.ndarray, up: np.ndarray, how: Activation) -> np.ndarray:

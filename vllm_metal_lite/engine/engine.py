@@ -450,7 +450,7 @@ class LLMEngine:
         return {
             **asdict(self._counts),
             "steps_ahead": self.pipeline.num_ahead,
-            "compiled_steps": self.runner.compiled.num_steps,
+            "compiled_steps": self.runner.num_compiled_steps,
             "failed_kernels": len(self.runner.path.failed_kernels),
             "attention_by_segment": int(self.model.packed.by_segment is not None),
             "memory_active_bytes": mx.get_active_memory(),

@@ -1,14 +1,14 @@
 """Fusion: several launches of a model's step become one.  The engine also works without.
 
-Launches dominate the cost of a decode step.  mlx-lm needs 20 a layer, a fused step 5 to 8.  The
-model's own code still runs, and no rule names an architecture, because MLX is lazy: it computes an
-array only if somebody uses the value.
+Launches dominate the cost of a decode step.  mlx-lm launches 20 kernels a layer; a fused step, 5 to
+8.  The model's own code still runs, because MLX is lazy: it computes an array only if somebody uses
+the value.  Rules name operations, and two functions of mlx-lm (launches.py), but no architecture.
 
     y = x + o_proj(a)     y is an ordinary array.  It also remembers its origin: a sum, one side of
                           it a product.
     z = rms_norm(y)       The rule for the norm of a sum asks the product to add x as well: one
                           launch, whose result y becomes.  MLX computes neither the first product
-                          nor the first sum, for nobody uses their values now.
+                          nor the first sum, because nothing uses their values.
 
     rules.py              the table of all rules: an operation, and the origin of its array
     traced.py             arrays with an origin
@@ -16,10 +16,10 @@ array only if somebody uses the value.
     selectors.py          routers that a model compiles
     layer_cache.py        new K and V rows wait for their queries, so that one launch takes both
 
-When it is loaded, a model is changed: its layers (layers.py) start origins, projections of one
-input are joined (joined.py), and norms keep their computed weight (fold_norms.py).  launches.py has
-the result as a value, FusedLaunches.  current.py holds what the forward that is being built may
-use.
+When it is loaded, a model is changed: its layers return arrays with origins (layers.py),
+projections of one input are joined (joined.py), and norms keep their computed weight
+(fold_norms.py).  launches.py has the result as a value, FusedLaunches.  current.py holds what the
+forward that is being built may use.
 
 Fusion declines step by step.  An operation that has no rule, or does not fit its rule, is MLX's.  A
 kernel that failed on this device serves no launch (FusedLaunches.without).  Kernels of few rows

@@ -37,9 +37,9 @@ current = _current.get
 
 
 @contextmanager
-def fusing(current: Current) -> Iterator[None]:
+def fusing(step: Step | None, kernels: FusedKernels) -> Iterator[None]:
     """Held while a fused forward is built."""
-    before = _current.set(current)
+    before = _current.set(Current(step, kernels))
     try:
         yield
     finally:

@@ -74,7 +74,7 @@ class _Trials:
         """Whether a fusion suits the model; otherwise a warning names `what` is tried."""
         problem = self.problem(fusion)
         if problem is not None:
-            logger.warning(f"{what} do not suit this model: {problem}")
+            logger.warning(f"{what} do not suit this model: {problem}; they are not used")
         return problem is None
 
     def problem(self, fusion: FusedLaunches) -> str | None:

@@ -1,4 +1,4 @@
-"""Origins and rules of what is behind a mixture of experts.
+"""Origins and rules of the weighted sum behind a mixture of experts.
 
 y = switch_mlp(x, indices)          Chosen, by `expert_gemm` (layers.py)
 y = y * weights[..., None]          Weighted

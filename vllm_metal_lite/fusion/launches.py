@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx_lm.models import activations, gemma3_text
 
 from vllm_metal_lite.attention.base import Step
-from vllm_metal_lite.fusion.current import NO_ROWS, Current, FusedKernels, fusing
+from vllm_metal_lite.fusion.current import NO_ROWS, FusedKernels, fusing
 from vllm_metal_lite.fusion.fold_norms import fold_norm_weights
 from vllm_metal_lite.fusion.joined import JoinedProjection, join_projections, joined_projections
 from vllm_metal_lite.fusion.layer_cache import FusedLayerCache
@@ -44,7 +44,7 @@ class FusedLaunches(FusedKernels, Fusion):
         if "expert_topk" not in self.unused:
             replaced += [(m, name, uncompiled) for m, name in self.selectors]
         try:
-            with hooked(replaced), fusing(Current(step, self)):
+            with hooked(replaced), fusing(step, self):
                 yield
         finally:
             for projection in self.joined:

@@ -1,5 +1,4 @@
-"""Runs linear layers and mixtures with our kernels while a fused forward is built; otherwise MLX's
-code runs.
+"""Runs linear layers and mixtures by our kernels while a fused forward is built; otherwise by MLX.
 
 Only the instances of one model change class, so other models in the process are unaffected.
 """

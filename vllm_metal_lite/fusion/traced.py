@@ -38,7 +38,7 @@ class Traced(ColumnsOf):
         return self.origin.plain if isinstance(self.origin, Heads) else super().columns
 
     def __matmul__(self, other: Any) -> mx.array:
-        # Python asks this class first, and MLX's product knows no placeholder.
+        # Python asks this class first, and MLX's product does not know RotaryKeys.
         if isinstance(other, RotaryKeys):
             return other.__rmatmul__(self)
         if isinstance(other, mx.array) and (self.ndim, other.ndim) == (3, 2):

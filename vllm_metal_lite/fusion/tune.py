@@ -123,7 +123,7 @@ class _Steps:
         return NO_ROWS if first is None else range(first, first + 1)
 
     def seconds(self, num_rows: int) -> list[float]:
-        """Seconds per step with the kernel and with MLX's products."""
+        """Seconds per step with the kernel and by MLX."""
         step = _padding(self.attention, num_rows, self.packed.layout.vocab_size)
         candidates = [self._back_to_back(fusion, step) for fusion in (self.by_kernel, self.by_mlx)]
         return timing.seconds_alternating(

@@ -5,7 +5,14 @@ from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import MAX_SPLITS, STORE, TICKET_SHAPE, LayerStore, bits
+from vllm_metal_lite.kernels.arguments import (
+    MAX_SPLITS,
+    STORE,
+    TICKET_SHAPE,
+    LayerStore,
+    bits,
+    grid_for,
+)
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template
 from vllm_metal_lite.kernels.new_rows import NewRows, query_inputs
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult
@@ -84,7 +91,7 @@ def paged_decode(
 def merge_partitions(partial: mx.array, lse: mx.array, dtype: mx.Dtype) -> mx.array:
     """Merge attention over splits: partial (B, H, splits, D), lse (B, H, splits) -> (B, H, D)."""
     batch, heads, splits, dim = partial.shape
-    threads = min(256, -(-dim // 32) * 32)
+    threads, _ = grid_for(dim)
     inputs = [partial.reshape(-1, splits, dim), lse.reshape(-1, splits)]
     template: Template = {"T": dtype, "V_DIM": dim, "THREADS": threads, "MAX_SPLITS": MAX_SPLITS}
     grid, shape = (batch * heads, 1, 1), (batch, heads, dim)

@@ -5,12 +5,11 @@ from functools import cache
 from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import bits, check_array
+from vllm_metal_lite.kernels.arguments import bits, check_array, grid_for
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template
 from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS, GemmPlan, multiplies_in_lanes
 from vllm_metal_lite.kernels.weights import (
     Weight,
-    described,
     inputs_of,
     readable,
     shape_of,
@@ -104,7 +103,9 @@ def experts_problem(experts: Experts) -> str | None:
     """Why the kernels cannot serve these experts for rows of any type, or None if they can."""
     for part in experts.parts:
         if not readable(part.weight):
-            return f"the kernels do not read weights {described(part.weight)}"
+            how = shape_of(part.weight).quantisation
+            described = f"{part.weight.shape} {part.weight.dtype}" + (f" ({how})" if how else "")
+            return f"the kernels do not read weights {described}"
     other = experts.up or experts.gate
     gate, up, down = experts.gate.weight, other.weight, experts.down.weight
     if gate.shape != up.shape or down.shape != (gate.shape[0], gate.shape[2], gate.shape[1]):
@@ -249,8 +250,8 @@ def expert_sum(x: mx.array, weights: mx.array, dtype: mx.Dtype | None = None) ->
     rows, top_k = weights.shape
     check_array("x", x, (rows * top_k, x.shape[1]))
     product = x.dtype if weights.dtype == x.dtype else mx.float32
-    threads = min(256, -(-x.shape[1] // 128) * 32)
+    threads, groups = grid_for(x.shape[1] // 4)
     result = dtype or product
     template: Template = {"T": x.dtype, "P": product, "Y": result, "TOP_K": top_k}
-    grid, shape = (-(-x.shape[1] // (4 * threads)), rows, 1), (rows, x.shape[1])
+    grid, shape = (groups, rows, 1), (rows, x.shape[1])
     return _SUM([x, weights], template, grid, threads, [shape], [result])[0]

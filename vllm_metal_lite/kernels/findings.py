@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Findings:
-    """Findings for one MLX version, device and source of this package; any change empties them."""
+    """Findings for one MLX version, device and source of this package: a file for each."""
 
     def __init__(self) -> None:
         identity = repr([backend.mlx_version(), backend.describe(), source.digest()])
@@ -48,7 +48,7 @@ def timed_once(
     """The finding of `measure`, from an earlier start or now; None, with a warning, if it fails.
 
     what: names the work in messages.  kernel: is not used after a failure.  ranks: all take the
-    finding that the leader remembers.
+    finding that the leader remembers, and `measure` fails on all of them or on none.
     """
     found = Findings()
     known = ranks.from_leader(found.known.get(key))

@@ -20,8 +20,8 @@ _NONE_NEW: Template = {
 
 
 class Columns(NamedTuple):
-    """The heads of q, k or v of N packed rows: columns [start, start + heads * head_dim) of array
-    (N, width) or (N, 1, width), row-contiguous.  origin: of the array (fusion/traced.py), if known.
+    """The columns from `start` on of an array (N, width) or (N, 1, width), row-contiguous: heads,
+    latents or gates of N packed rows.  origin: of the array (fusion/traced.py), if known.
     """
 
     array: mx.array

@@ -29,7 +29,6 @@ class KernelRow:
     essential: nothing but the reference replaces the kernel, because no MLX operation may touch
         what kernels write.
     prefill: as `Verdict.prefill`, if the kernel is a part of it.
-    constants: the numbers in devices.py that its launches depend on.
     """
 
     name: str
@@ -41,11 +40,10 @@ class KernelRow:
     template: tuple[str, ...] = ()
     essential: bool = False
     prefill: Literal["varlen", "gather"] | None = None
-    constants: tuple[str, ...] = ()
 
     @property
-    def text(self) -> str:
-        """The name of its file in metal/."""
+    def file(self) -> str:
+        """The name of its file in metal/, without a suffix."""
         return self.base or self.name
 
 
@@ -61,14 +59,6 @@ _ROWS = (
         "decodes are computed as prompts of one token",
         "attention.decode",
         "decode",
-        constants=(
-            "decode_fill",
-            "min_split_context",
-            "min_split_keys",
-            "few_keys",
-            "decode_sums",
-            "decode_sums_of_four",
-        ),
     ),
     KernelRow(
         "latent_attention", "all rows use kv_gather and MLX's SDPA", "attention.decode", "decode"
@@ -95,13 +85,6 @@ _ROWS = (
         "attention.decode",
         "prefix",
         needs=("paged_decode",),
-        constants=(
-            "prefix_fill",
-            "min_prefix_split_keys",
-            "min_saved_tokens",
-            "min_saved_for_prompts",
-            "prefix_row_cost",
-        ),
     ),
     KernelRow("varlen_prefill", _GATHER, "attention.prefill", "prompts", prefill="varlen"),
     KernelRow("gather_rows", "MLX's own operations are used", "attention.rows", "rows"),
@@ -110,7 +93,6 @@ _ROWS = (
         "prompts use MLX's norm and rotation, and kv_write",
         "new_rows.write",
         "write",
-        constants=("rope_many_rows",),
     ),
     KernelRow(
         "fused_decode",
@@ -129,7 +111,6 @@ _ROWS = (
         "skinny_gemm",
         "MLX's product is used",
         "fused.product",
-        constants=("gemm_fill", "max_lane_rows", "max_normed_rows", "max_normed_weights"),
     ),
     KernelRow("expert_topk", "MLX's operations choose experts", "experts.topk"),
     KernelRow("expert_plan", _EXPERTS, "experts.expert_plan"),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from vllm_metal_lite.distributed import ALONE, RankGroup
+from vllm_metal_lite.errors import one_line
 
 # Does its work the given number of times, and waits for the device.
 Candidate = Callable[[int], object]
@@ -26,13 +27,20 @@ def seconds_alternating(
     The candidates alternate, because clocks drift.  calls: a candidate's in a round.  There are
     fewer rounds, then fewer calls, if a candidate would take more than `enough` seconds.  warm:
     calls before, which trace, compile and capture.  ranks: the leader's times count: all ranks
-    must make the same calls.
+    must make the same calls.  So an error of one rank is raised on all.
     """
 
     def seconds(candidate: Candidate, calls: int) -> float:
+        error: Exception | None = None
         start = time.perf_counter()
-        candidate(calls)
-        return ranks.from_leader((time.perf_counter() - start) / calls)
+        try:
+            candidate(calls)
+        except Exception as e:
+            error = e
+        own = (time.perf_counter() - start) / calls
+        for why in filter(None, ranks.gather(error and one_line(error))):
+            raise error or RuntimeError(why)
+        return ranks.from_leader(own)
 
     for candidate in candidates:
         seconds(candidate, warm)

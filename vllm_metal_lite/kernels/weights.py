@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Template
 from vllm_metal_lite.specs import Quantisation, WeightShape
@@ -55,29 +53,10 @@ def quantised(weight: mx.array, how: Quantisation) -> QuantisedWeight:
     return QuantisedWeight(words, scales, biases[0] if biases else None, how)
 
 
-def dequantised(weight: QuantisedWeight) -> np.ndarray:
-    """The values (outputs, depth) in float32, by MLX on the CPU."""
-    bits, group_size, mode = weight.quantisation
-    scales, biases = weight.scales, weight.biases
-    if biases is not None:
-        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-    return np.array(
-        mx.dequantize(
-            weight.words, scales, biases, group_size, bits, mode, dtype=mx.float32, stream=mx.cpu
-        )
-    )
-
-
 def shape_of(weight: Weight) -> WeightShape:
     *_, outputs, depth = weight.shape
     how = weight.quantisation if isinstance(weight, QuantisedWeight) else None
     return WeightShape(outputs, depth, how)
-
-
-def described(weight: Weight) -> str:
-    """In an error message: shape, type and quantisation."""
-    how = shape_of(weight).quantisation
-    return f"{weight.shape} {weight.dtype}" + (f" ({how})" if how else "")
 
 
 def spread_of(shape: WeightShape) -> int:

@@ -14,12 +14,12 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import one_line, size_text
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
+from vllm_metal_lite.prefix_disk.block_bytes import BlockBytes
 from vllm_metal_lite.prefix_disk.folder import Folder
 from vllm_metal_lite.prefix_disk.namespace import namespace
 from vllm_metal_lite.prefix_disk.parts import Parts
 from vllm_metal_lite.prefix_disk.restore import Reader
 from vllm_metal_lite.prefix_disk.writer import Writer
-from vllm_metal_lite.runner.block_bytes import BlockBytes
 from vllm_metal_lite.scheduler.kv_manager import PrefixHit
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler import Scheduler

@@ -12,9 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from vllm_metal_lite.prefix_disk.block_bytes import BlockBytes
 from vllm_metal_lite.prefix_disk.folder import Folder
 from vllm_metal_lite.prefix_disk.parts import Part, Parts
-from vllm_metal_lite.runner.block_bytes import BlockBytes
 from vllm_metal_lite.scheduler.checkpoints import last_position
 from vllm_metal_lite.scheduler.kv_manager import PrefixHit
 from vllm_metal_lite.scheduler.request import Request, RequestStatus

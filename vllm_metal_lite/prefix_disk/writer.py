@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
 from vllm_metal_lite.errors import one_line
+from vllm_metal_lite.prefix_disk.block_bytes import BlockBytes
 from vllm_metal_lite.prefix_disk.folder import Folder
 from vllm_metal_lite.prefix_disk.parts import Part, Parts
-from vllm_metal_lite.runner.block_bytes import BlockBytes
 
 logger = logging.getLogger(__name__)
 

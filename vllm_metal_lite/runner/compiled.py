@@ -38,7 +38,7 @@ class CompiledSteps:
     """A model's forward; compiled for steps that repeat.
 
     reason: why steps run uncompiled, None if they may be compiled.  Whether a model can be traced
-    is discovered on the first attempt.  num_steps: steps that ran compiled.
+    is discovered on the first attempt.
     """
 
     def __init__(
@@ -46,10 +46,8 @@ class CompiledSteps:
         model: PackedModel,
         attention: Attention,
         fusion: Fusion = NO_FUSION,
-        num_steps: int = 0,
     ) -> None:
         self.model, self.attention, self.fusion = model, attention, fusion
-        self.num_steps = num_steps
         self.reason: str | None = None
         if backend.is_cpu():
             self.reason = "on a CPU"
@@ -71,7 +69,7 @@ class CompiledSteps:
         return logits, [hidden], attention.state
 
     def __call__(self, step: Step, state: State) -> Result | None:
-        """What `build` gives for the step, compiled.  None: the caller must `build` the step."""
+        """The result of `build`, by compiled code; None: the caller must `build` the step."""
         if self.reason is not None or not step.repeats:
             return None
         # MLX keeps traces per thread.
@@ -84,14 +82,12 @@ class CompiledSteps:
         _keep(self._variants, variant, forward)
         no_batch: Any = None  # traced code must not read the batch
         try:
-            result = forward(step._replace(batch=no_batch), state)
+            return forward(step._replace(batch=no_batch), state)
         except Exception as e:  # models can fail to trace in any way
             self.reason = f"{type(e).__name__}: {one_line(e)}"
             logger.info(f"steps are no longer compiled: {self.reason}")
             self._variants.clear()
             return None
-        self.num_steps += 1
-        return result
 
     def _waits(self, step: Step, variant: tuple) -> bool:
         """Whether a new variant must repeat before it is compiled."""

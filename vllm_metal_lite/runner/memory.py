@@ -4,7 +4,7 @@ import logging
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -57,18 +57,19 @@ def size_store(
     warning.
     """
     max_model_len, limit = _wanted_length(model, config), backend.memory_limit()
+    sizing = _Sizing(model, config, max_model_len)
     if config.num_blocks is not None:
-        fitting = _given_groups(model, config, config.num_blocks, max_model_len, limit)
+        groups, num_state_slots = sizing.given(config.num_blocks, limit)
     else:
-        peak = peak_of(model, config, max_model_len)
-        fitting = _fitting_groups(model, config, max_model_len, limit, peak)
-    groups, num_state_slots = fitting
+        groups, num_state_slots = sizing.fitting(limit, peak_of(model, config, max_model_len))
     capacity, num_blocks = min((_capacity(g, config.block_size), g.num_blocks) for g in groups)
     if capacity < max_model_len and config.max_model_len is not None:
+        more: tuple = ("; raise ", Option("memory_fraction"), " or lower ", Option("kv_bits"))
         raise ConfigError(
             Option("max_model_len"),
             f" must be at most the {capacity} tokens that {num_blocks} blocks of "
             f"{config.block_size} hold, got {max_model_len}",
+            *(more if config.num_blocks is None else ()),
         )
     return StoreSize(groups, min(capacity, max_model_len), num_state_slots)
 
@@ -90,46 +91,6 @@ def _wanted_length(model: LoadedModel, config: EngineConfig) -> int:
     return wanted or longest
 
 
-def _given_groups(
-    model: LoadedModel, config: EngineConfig, num_blocks: int, max_model_len: int, limit: int
-) -> tuple[list[KVGroup], int]:
-    """The KV groups and the state slots, with num_blocks in the first group."""
-    first, *others = kv_groups(model.kv_specs)
-    groups = [replace(first, num_blocks=num_blocks)]
-    for group in others:
-        most = min(num_blocks, _most_owned(group, config, max_model_len))
-        groups.append(replace(group, num_blocks=most))
-    need = model.weight_bytes + store_bytes(model, groups, config.block_size)
-    num_state_slots = state_slots(model, config, limit - need, num_blocks)
-    need += num_state_slots * model.state_bytes
-    if need > limit:
-        raise OutOfMemoryError(
-            Option("num_blocks"),
-            f" {num_blocks} needs {_gib(need)} with the weights"
-            f"{_states(model, config, num_state_slots)}; this device has {_gib(limit)}",
-        )
-    return groups, num_state_slots
-
-
-def state_slots(model: LoadedModel, config: EngineConfig, left: float, num_blocks: int) -> int:
-    """Slots of recurrent states: one per seat, and those of checkpoints.
-
-    left: bytes that weights and a step leave.  num_blocks: the most of the first group, and so the
-    most checkpoints: each is at the end of a block.  Checkpoints are few and large, and a prefix
-    needs its checkpoint as well as its blocks.  So they get _CHECKPOINT_SHARE of the bytes that the
-    seats leave, and at most _CHECKPOINTS_A_SEAT slots a seat unless state_cache_gib is given.
-    """
-    seats, size = config.max_num_seqs, model.state_bytes
-    if not size:
-        return 0
-    if not model.caches_prefixes(config):
-        return seats
-    if config.state_cache_gib is not None:
-        return seats + int(min(config.state_cache_gib * 2**30 / size, num_blocks))
-    fitting = max(int((left - seats * size) * _CHECKPOINT_SHARE / size), 0)
-    return seats + min(_CHECKPOINTS_A_SEAT * seats, num_blocks, fitting)
-
-
 def store_bytes(model: LoadedModel, groups: Sequence[KVGroup], block_size: int) -> int:
     """Bytes of K and V in these groups."""
     specs = model.kv_specs
@@ -146,74 +107,118 @@ def _capacity(group: KVGroup, block_size: int) -> int:
     return size if group.most_blocks(2 * size, 1, block_size) > group.num_blocks else _ANY_LENGTH
 
 
-def _most_owned(group: KVGroup, config: EngineConfig, max_model_len: int) -> int:
-    """The most blocks that all seats can own at once, with a step's new tokens."""
-    seats, size = config.max_num_seqs, config.block_size
-    all_seats = seats * -(-max_model_len // size)
-    # Each seat's new tokens may start in a partly filled block.
-    new_blocks = seats + -(-config.max_num_batched_tokens // size)
-    return min(all_seats, seats * group.most_blocks(max_model_len, 1, size) + new_blocks)
+@dataclass(frozen=True)
+class _Sizing:
+    """Sizes the KV groups and the state slots of a model for contexts of max_model_len."""
 
+    model: LoadedModel
+    config: EngineConfig
+    max_model_len: int
 
-def _beside(num_blocks: int, group: KVGroup, config: EngineConfig, max_model_len: int) -> int:
-    """Blocks of a windowed group when the first group has num_blocks.
+    def given(self, num_blocks: int, limit: int) -> tuple[list[KVGroup], int]:
+        """The KV groups and the state slots, with num_blocks in the first group."""
+        first, *others = kv_groups(self.model.kv_specs)
+        groups = [replace(first, num_blocks=num_blocks)]
+        for group in others:
+            groups.append(replace(group, num_blocks=min(num_blocks, self._most_owned(group))))
+        store = store_bytes(self.model, groups, self.config.block_size)
+        left = limit - self.model.weight_bytes - store
+        num_state_slots = self._state_slots(left, num_blocks)
+        short = num_state_slots * self.model.state_bytes - left
+        if short > 0:
+            raise OutOfMemoryError(
+                Option("num_blocks"),
+                f"={num_blocks} needs {_gib(limit + short)} in all (weights "
+                f"{_gib(self.model.weight_bytes)}{self._states(num_state_slots)} + KV "
+                f"{_gib(store)}), and this device has {_gib(limit)}; lower it",
+            )
+        return groups, num_state_slots
 
-    The share is that of an average request, but at most what the group can ever own.  An average
-    request is some windows long, at most half of the longest.  A larger share favours short
-    requests, a smaller share long contexts.  One request and a step of its tokens always fit.
-    """
-    size, window = config.block_size, group.window or max_model_len
-    average = min(_AVERAGE_WINDOWS * window, max_model_len // 2)
-    share = group.most_blocks(average, 1, size) / max(-(-average // size), 1)
-    least = group.most_blocks(max_model_len, config.max_num_batched_tokens, size)
-    most = min(num_blocks, _most_owned(group, config, max_model_len))
-    return min(most, max(math.ceil(share * num_blocks), least))
+    def fitting(self, limit: int, peak: int) -> tuple[list[KVGroup], int]:
+        """The KV groups and the state slots that fit beside a step's peak memory."""
+        model, config = self.model, self.config
+        first, *others = kv_groups(model.kv_specs)
 
+        def groups(num_blocks: int) -> list[KVGroup]:
+            counts = [self._beside(num_blocks, group) for group in others]
+            pairs = zip((first, *others), (num_blocks, *counts), strict=True)
+            return [replace(group, num_blocks=count) for group, count in pairs]
 
-def _fitting_groups(
-    model: LoadedModel, config: EngineConfig, max_model_len: int, limit: int, peak: int
-) -> tuple[list[KVGroup], int]:
-    """The KV groups and the state slots that fit."""
-    first, *others = kv_groups(model.kv_specs)
+        def size(num_blocks: int) -> int:
+            return store_bytes(model, groups(num_blocks), config.block_size)
 
-    def groups(num_blocks: int) -> list[KVGroup]:
-        counts = [_beside(num_blocks, g, config, max_model_len) for g in others]
-        pairs = zip((first, *others), (num_blocks, *counts), strict=True)
-        return [replace(group, num_blocks=count) for group, count in pairs]
+        fraction = config.memory_fraction or profile().memory_fraction
+        left = limit * fraction - model.weight_bytes - peak
+        most = self._most_owned(first)
+        num_state_slots = self._state_slots(left, most)
+        left -= num_state_slots * model.state_bytes
+        if left < size(1):
+            fewer: tuple = (" or ", Option("max_num_seqs")) if num_state_slots else ()
+            if num_state_slots > config.max_num_seqs:
+                fewer += " or ", Option("state_cache_gib")
+            raise OutOfMemoryError(
+                f"{model.name} does not fit: weights {_gib(model.weight_bytes)}"
+                f"{self._states(num_state_slots)} + a step of "
+                f"{config.max_num_batched_tokens} tokens {_gib(peak)} + one block of KV "
+                f"{_gib(size(1))}, and only {_gib(limit * fraction)} may be used "
+                "(",
+                Option("memory_fraction"),
+                f" {fraction:g} of {_gib(limit)}); lower ",
+                Option("max_num_batched_tokens"),
+                *fewer,
+                " or raise ",
+                Option("memory_fraction"),
+            )
+        # Blocks of a purely recurrent model hold no data; they only count tokens.
+        return groups(bisect_right(range(most + 1), left, key=size) - 1), num_state_slots
 
-    def size(num_blocks: int) -> int:
-        return store_bytes(model, groups(num_blocks), config.block_size)
+    def _state_slots(self, left: float, num_blocks: int) -> int:
+        """Slots of recurrent states: one per seat, and those of checkpoints.
 
-    fraction = config.memory_fraction or profile().memory_fraction
-    left = limit * fraction - model.weight_bytes - peak
-    most = _most_owned(first, config, max_model_len)
-    num_state_slots = state_slots(model, config, left, most)
-    left -= num_state_slots * model.state_bytes
-    if left < size(1):
-        fewer: tuple = (" or ", Option("max_num_seqs")) if num_state_slots else ()
-        if num_state_slots > config.max_num_seqs:
-            fewer += " or ", Option("state_cache_gib")
-        raise OutOfMemoryError(
-            f"{model.name} does not fit: weights {_gib(model.weight_bytes)}"
-            f"{_states(model, config, num_state_slots)} + a step of "
-            f"{config.max_num_batched_tokens} tokens {_gib(peak)} + one block of KV "
-            f"{_gib(size(1))}, and only {_gib(limit * fraction)} may be used "
-            "(",
-            Option("memory_fraction"),
-            f" {fraction:g} of {_gib(limit)}); lower ",
-            Option("max_num_batched_tokens"),
-            *fewer,
-            " or raise ",
-            Option("memory_fraction"),
-        )
-    # Blocks of a purely recurrent model hold no data; they only count tokens.
-    return groups(bisect_right(range(most + 1), left, key=size) - 1), num_state_slots
+        left: bytes beside the weights and a step; with `num_blocks` given, beside the weights and
+        the store.  num_blocks: the most of the first group, and so the most checkpoints: each is at
+        the end of a block.  Checkpoints are few and large, and a prefix needs its checkpoint as
+        well as its blocks.  So they get _CHECKPOINT_SHARE of the bytes that the seats leave, and at
+        most _CHECKPOINTS_A_SEAT slots a seat unless state_cache_gib is given.
+        """
+        config, seats, size = self.config, self.config.max_num_seqs, self.model.state_bytes
+        if not size:
+            return 0
+        if not self.model.caches_prefixes(config):
+            return seats
+        if config.state_cache_gib is not None:
+            return seats + int(min(config.state_cache_gib * 2**30 / size, num_blocks))
+        fitting = max(int((left - seats * size) * _CHECKPOINT_SHARE / size), 0)
+        return seats + min(_CHECKPOINTS_A_SEAT * seats, num_blocks, fitting)
 
+    def _most_owned(self, group: KVGroup) -> int:
+        """The most blocks that all seats can own at once, with a step's new tokens."""
+        seats, size = self.config.max_num_seqs, self.config.block_size
+        all_seats = seats * -(-self.max_model_len // size)
+        # Each seat's new tokens may start in a partly filled block.
+        new_blocks = seats + -(-self.config.max_num_batched_tokens // size)
+        return min(all_seats, seats * group.most_blocks(self.max_model_len, 1, size) + new_blocks)
 
-def _states(model: LoadedModel, config: EngineConfig, num_slots: int) -> str:
-    if not num_slots:
-        return ""
-    checkpoints = num_slots - config.max_num_seqs
-    text = f" + recurrent states of {config.max_num_seqs} requests"
-    text += f" and {checkpoints} checkpoints" if checkpoints else ""
-    return f"{text} {_gib(num_slots * model.state_bytes)}"
+    def _beside(self, num_blocks: int, group: KVGroup) -> int:
+        """Blocks of a windowed group when the first group has num_blocks.
+
+        The share is that of an average request, but at most what the group can ever own.  An
+        average request is some windows long, at most half of the longest.  A larger share favours
+        short requests, a smaller share long contexts.  One request and a step of its tokens always
+        fit.
+        """
+        size, longest = self.config.block_size, self.max_model_len
+        average = min(_AVERAGE_WINDOWS * (group.window or longest), longest // 2)
+        share = group.most_blocks(average, 1, size) / max(-(-average // size), 1)
+        least = group.most_blocks(longest, self.config.max_num_batched_tokens, size)
+        most = min(num_blocks, self._most_owned(group))
+        return min(most, max(math.ceil(share * num_blocks), least))
+
+    def _states(self, num_slots: int) -> str:
+        """The part of a message about recurrent states."""
+        if not num_slots:
+            return ""
+        seats = self.config.max_num_seqs
+        text = f" + recurrent states of {seats} requests"
+        text += f" and {num_slots - seats} checkpoints" if num_slots > seats else ""
+        return f"{text} {_gib(num_slots * self.model.state_bytes)}"

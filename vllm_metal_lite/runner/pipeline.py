@@ -35,7 +35,7 @@ class Pipeline:
     def launch(
         self, batch: ForwardBatch, num_prompt_logprobs: int = 0, masks: Masks | None = None
     ) -> StepResult:
-        """Submit a step; after `advance`, if a step is in flight, whose tokens it may continue."""
+        """Submit a step.  If one is in flight, call `advance` first; this step may continue it."""
         after = self.steps[-1] if self.steps else None
         is_ahead = after is not None and not after.done
         result = self.runner.execute(batch, num_prompt_logprobs, masks, after)

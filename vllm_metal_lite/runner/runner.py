@@ -53,13 +53,14 @@ class ModelRunner:
         self, model: PackedModel, path: StepPath, sampler: Sampler, ranks: RankGroup = ALONE
     ) -> None:
         self.model, self.sampler, self.ranks = model, sampler, ranks
-        self._take(path)
+        self._use(path)
+        self.num_compiled_steps = 0
         self._last: StepResult | None = None
 
-    def _take(self, path: StepPath, num_compiled: int = 0) -> None:
-        """Use this path from now on.  num_compiled: the number of compiled steps so far."""
+    def _use(self, path: StepPath) -> None:
+        """Use this path from now on."""
         state = path.attention.new_state()
-        compiled = CompiledSteps(self.model, path.attention, path.fusion, num_compiled)
+        compiled = CompiledSteps(self.model, path.attention, path.fusion)
         self.path, self.compiled, self._state = path, compiled, state
 
     @property
@@ -104,7 +105,7 @@ class ModelRunner:
         culprit = self._find_culprit(batch, after)
         if culprit is None or _OUT_OF_MEMORY.search(culprit.why):
             return False
-        self._take(self.path.fallback(culprit), self.compiled.num_steps)
+        self._use(self.path.fallback(culprit))
         return True
 
     def _find_culprit(self, batch: ForwardBatch, after: StepResult | None) -> KernelError | None:
@@ -121,7 +122,7 @@ class ModelRunner:
         return None
 
     def _prepare(self, batch: ForwardBatch, after: StepResult | None) -> Step:
-        step = self.attention.prepare(batch, bucket(batch.num_tokens))
+        step = self.attention.prepare(batch, padded_rows(batch.num_tokens))
         if not self.ranks.has_logits:  # evaluating any row sends the hidden states
             step = step._replace(logits_indices=mx.zeros(1, mx.int32))
         return step if after is None else step._replace(token_ids=after.complete(step))
@@ -137,7 +138,11 @@ class ModelRunner:
         before = self.sampler.state
         try:
             step = self._prepare(batch, after)
-            built = self.compiled(step, self._state) or self.compiled.build(step, self._state)
+            built = self.compiled(step, self._state)
+            if built is None:
+                built = self.compiled.build(step, self._state)
+            else:
+                self.num_compiled_steps += 1
             result = self._read(batch, built, num_prompt_logprobs, masks)
             *_, state = built
             self._submit(result, state)
@@ -154,7 +159,7 @@ class ModelRunner:
         if not self.ranks.has_logits:
             return StepResult(batch, None, written=[logits])
         output = scored = None
-        pooled = None if batch.pooled is None else _pool(batch.pooled, hidden[0])
+        pooled = None if batch.pooled is None else _pooled_sums(batch.pooled, hidden[0])
         num_sampled = len(batch.sample_segments)
         if num_sampled and not (batch.pooled and batch.pooled.samples_nothing):
             if callable(masks):
@@ -193,7 +198,7 @@ class ModelRunner:
             last.wait()
 
 
-def _pool(rows: PooledRows, hidden: mx.array) -> mx.array:
+def _pooled_sums(rows: PooledRows, hidden: mx.array) -> mx.array:
     """The sums of rows of hidden (N, 1, hidden_size), what the model's head sees: (Q, hidden_size)
     float32.  N may include padding."""
     hidden = hidden.reshape(-1, hidden.shape[-1])
@@ -204,7 +209,7 @@ def _pool(rows: PooledRows, hidden: mx.array) -> mx.array:
     return mx.stack(parts)
 
 
-def bucket(num_tokens: int) -> int:
+def padded_rows(num_tokens: int) -> int:
     """Rows of a padded step.  Shapes must repeat: MLX only reuses buffers of similar size.
 
     See `DeviceProfile.row_grains`.

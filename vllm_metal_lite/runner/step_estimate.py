@@ -5,9 +5,8 @@ import math
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.devices import profile
 from vllm_metal_lite.model.loader import LoadedModel
-from vllm_metal_lite.runner.step_peak import longer_context_bytes, scores_bytes
+from vllm_metal_lite.runner.step_peak import longer_context_bytes, profiled_sizes, scores_bytes
 
 # The attributes of mlx-lm's modules that hold the number of experts per token.
 _EXPERTS_PER_TOKEN = ("top_k", "num_experts_per_tok")
@@ -20,12 +19,9 @@ def estimated_step_peak(model: LoadedModel, config: EngineConfig, max_model_len:
     of one layer's context and the scores of a call that keeps them; the logits of all sampled rows,
     their float32 copy and its softmax.
     """
-    device, modules = profile(), model.packed.model.modules()
-    rows = min(config.max_num_batched_tokens, max_model_len)
-    scale = rows / min(rows, device.profile_rows)
-    sampled = min(config.max_sampled_rows, rows, device.profile_rows)
-    context = max(min(max_model_len, device.profile_context), rows / scale)
-    item = model.dtype.size
+    full, rows, context = profiled_sizes(config, max_model_len)
+    sampled = min(config.max_sampled_rows, rows)
+    modules, item = model.packed.model.modules(), model.dtype.size
     experts = max((getattr(m, name, 0) for m in modules for name in _EXPERTS_PER_TOKEN), default=0)
     width = 0
     for m in modules:
@@ -37,7 +33,7 @@ def estimated_step_peak(model: LoadedModel, config: EngineConfig, max_model_len:
     layer = width / max(len(model.packed.layout.nodes), 1)
     copies = item + 8 if item < 4 else 8
     kept = max((s.bytes_per_token for s in model.kv_specs), default=0)
-    peak = 2 * rows * item * layer
-    peak += scale * (context * kept + sampled * model.vocab_size * copies)
-    peak += scores_bytes(model, rows, int(context))
-    return int(peak) + longer_context_bytes(model, rows, int(context), max_model_len)
+    peak = 2 * full * item * layer
+    peak += full / rows * (context * kept + sampled * model.vocab_size * copies)
+    peak += scores_bytes(model, full, context)
+    return int(peak) + longer_context_bytes(model, full, context, max_model_len)

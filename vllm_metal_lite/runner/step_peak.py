@@ -24,11 +24,8 @@ def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int
     The step has one chunk with earlier context, and logits for as many rows as may be sampled.  One
     repeated block holds the whole context, so the store is tiny.
     """
-    device = profile()
-    full = min(config.max_num_batched_tokens, max_model_len)
-    rows = min(full, device.profile_rows)
+    full, rows, context = profiled_sizes(config, max_model_len)
     count = min(config.max_num_seqs, rows)
-    context = max(min(max_model_len, device.profile_context), rows)
     inputs = InputBatch(count, context, config.block_size)
     lengths = np.ones(count, np.int64)
     lengths[-1] = rows - count + 1
@@ -51,6 +48,14 @@ def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int
     del store, attention
     mx.clear_cache()
     return int(peak * full / rows) + longer_context_bytes(model, full, context, max_model_len)
+
+
+def profiled_sizes(config: EngineConfig, max_model_len: int) -> tuple[int, int, int]:
+    """The rows of a full step; the rows and the context of the measured step."""
+    device = profile()
+    full = min(config.max_num_batched_tokens, max_model_len)
+    rows = min(full, device.profile_rows)
+    return full, rows, max(min(max_model_len, device.profile_context), rows)
 
 
 def _run(

@@ -19,7 +19,7 @@ namespace {
 constexpr size_t kSlot = size_t(1) << 30, kSlotStart = kSlot / 4, kSlotMax = kSlot / 2;
 // One slot a threadgroup variable; [[threadgroup(i)]] arguments follow the variables.
 constexpr size_t kSharedSlot = size_t(1) << 17, kSharedStart = kSharedSlot / 4;
-constexpr unsigned kMaxVariables = 192, kSharedSlots = kMaxVariables + kMaxBuffers;
+constexpr unsigned kSharedSlots = kMaxVariables + kMaxBuffers;
 
 struct Region {
   char* base;
@@ -168,21 +168,24 @@ void memory_start_dispatch(const Launch* what) {
 
 void memory_finish_dispatch(bool failed) {
   if (!failed) current_report().code = 0;
+  const Region* unfilled = nullptr;
+  size_t missing = 0, first = 0;  // cells of it
   for (unsigned i = 0; i < launch->num_buffers; i++) {
     Region& r = buffers[i];
     const Buffer& b = launch->buffers[i];
-    size_t missing = 0, first = 0;
-    if (r.cells && !b.initialised && !failed)
+    if (r.cells && !b.initialised && !failed && !unfilled) {
       for (size_t c = r.bytes >> r.grain; c-- > 0;)
         if (!r.cells[c].writer.who) missing++, first = c;
+      if (missing) unfilled = &r;
+    }
     drop_cells(r);
     if (r.writable && r.bytes) memcpy(b.address, r.base, r.bytes);
     if (r.bytes) madvise(reinterpret_cast<void*>(uintptr_t(r.base) & ~uintptr_t(65535)),
                          r.bytes + 65536, MADV_DONTNEED);
-    if (missing)
-      fault("unwritten", {}, "%zu of %zu elements of the output %s, from byte %zu on", missing,
-            r.bytes >> r.grain, r.name, first << r.grain);
   }
+  if (unfilled)
+    fault("unwritten", {}, "%zu of %zu elements of the output %s, from byte %zu on", missing,
+          unfilled->bytes >> unfilled->grain, unfilled->name, first << unfilled->grain);
 }
 
 void memory_start_threadgroup(unsigned) {
@@ -218,6 +221,7 @@ static void* shared_region(unsigned slot, const char* name, size_t bytes, size_t
 }
 
 void* group_storage(unsigned id, const char* name, size_t bytes, size_t element) {
+  check_variable(id);
   return shared_region(id, name, bytes, element);
 }
 void* threadgroup_argument(unsigned index) {

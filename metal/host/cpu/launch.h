@@ -16,6 +16,7 @@ extern "C" HOST_INTERNAL const char __ehdr_start[];
 namespace metal_host {
 
 constexpr size_t kStackBytes = 256 << 10;  // of one thread
+constexpr unsigned kMaxVariables = 256;    // threadgroup variables of a text
 HOST_INTERNAL extern char* stacks;
 
 enum Schedule : uint32_t { kForward = 0, kReverse = 1, kRandom = 2 };
@@ -62,6 +63,9 @@ HOST_INTERNAL void memory_simd_barrier(unsigned simdgroup, unsigned flags);
 HOST_INTERNAL bool in_image(const void* address);  // the library's own code and data
 inline bool on_fiber_stack(const void* address) {
   return size_t(static_cast<const char*>(address) - stacks) < kMaxThreads * kStackBytes;
+}
+inline void check_variable(unsigned id) {
+  if (id >= kMaxVariables) fault("host", {}, "more than %u threadgroup variables", kMaxVariables);
 }
 inline uint32_t code_offset(const void* code) {
   return uint32_t(static_cast<const char*>(code) - HOST_IMAGE);

@@ -7,7 +7,6 @@ namespace metal_host {
 
 namespace {
 const Launch* launch;
-constexpr unsigned kMaxVariables = 256;
 alignas(64) char block[kMaxThreadgroupBytes];
 void* variables[kMaxVariables];  // by number; null until the threadgroup first names it
 void* shared[kMaxBuffers];
@@ -34,6 +33,7 @@ void memory_start_threadgroup(unsigned) {
 }
 
 void* group_storage(unsigned id, const char*, size_t bytes, size_t) {
+  check_variable(id);
   if (!variables[id]) variables[id] = take(bytes);
   return variables[id];
 }

@@ -182,7 +182,7 @@ def edit(kernel: str, change: Callable[[str], str]) -> Callable[[str], tuple[str
 
     def read(name: str) -> tuple[str, str]:
         header, body = original(name)
-        if name != REGISTRY[kernel].text:
+        if name != REGISTRY[kernel].file:
             return header, body
         changed = change(header + source.MARKER + body)
         assert changed != header + source.MARKER + body

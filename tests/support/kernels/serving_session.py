@@ -24,7 +24,7 @@ from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.inspect import inspect
 from vllm_metal_lite.model.packed import PackedModel
-from vllm_metal_lite.runner.runner import bucket
+from vllm_metal_lite.runner.runner import padded_rows
 from vllm_metal_lite.scheduler.kv_groups import kv_groups
 from vllm_metal_lite.specs import AttentionShape
 
@@ -127,7 +127,7 @@ class Session:
             patch.setattr(backend, "name", lambda: "metal")
             for requests in steps():
                 batch = _batch(requests, len(self.attention.store.num_blocks))
-                step = self.attention.prepare(batch, bucket(batch.num_tokens))
+                step = self.attention.prepare(batch, padded_rows(batch.num_tokens))
                 bound = self.attention.begin(step, state)
                 logits, _ = self.packed(bound, step.logits_indices, self.fusion)
                 found |= dict.fromkeys(recording.texts(logits, *bound.state))

@@ -104,7 +104,7 @@ class Bench:
         states = [self._slots_of(request, count) for request, count in segments]
         has_states = self.store.states.num_slots > 0
         batch = self.inputs.pack(rows, start, counts, states if has_states else None)
-        with patch.object(runner, "bucket", lambda rows: rows + PADDING):
+        with patch.object(runner, "padded_rows", lambda rows: rows + PADDING):
             self.logits = None
             self.runner.execute(batch)
         for request, count in segments:
