@@ -25,9 +25,6 @@ MAX_DRAFT = 31
 # Most rows that a step with drafts samples: logits take memory, a vocabulary for each row.
 _MAX_DRAFTED_ROWS = 256
 
-# Longest pack of prompts that shares one block-diagonal mask: the mask grows with its square.
-MAX_PACKED_PREFILL_TOKENS = 4096
-
 ENGINE_RULES = {
     "block_size": choice(*BLOCK_SIZES),
     "num_blocks": integer(1, optional=True),

@@ -348,7 +348,8 @@ def test_a_model_that_is_no_decoder_is_refused_by_name(tmp_path):
         ({"1_Pooling/config.json": {**_MEAN, **_NO_PROMPT}, **_PROMPTS}, "excludes the prompt"),
         ({"config.json": {"use_bidirectional_attention": True}}, "causal"),
         ({"modules.json": {"type": 3}}, "cannot be read"),
-        ({"modules.json": [{}]}, "cannot be read: 'type'"),
+        ({"modules.json": [{}]}, "cannot be read: no key 'type'"),
+        ({"modules.json": 5}, "cannot be read: modules.json: must be"),
         ({"config_sentence_transformers.json": {"prompts": {"query": 5}}}, "cannot be read"),
         ({**_RERANKER, "1_L/config.json": {"true_token_id": 9}}, "reranker"),
     ],
@@ -361,6 +362,7 @@ def test_folders_that_give_no_embeddings(tmp_path, files, words):
 def test_a_name_tells_a_reranker(tmp_path):
     vocab = {"yes": 7, "no": 8}
     assert pooling_config(tmp_path, "org/Qwen3-Reranker-4B-4bit", vocab).score_token_ids == (7, 8)
+    assert pooling_config(tmp_path, "qwen3-reranker-eval/llama", vocab).score_token_ids is None
 
 
 def _write(folder, files):

@@ -12,11 +12,14 @@ from tests.support.engine.runner_bench import RunnerBench
 from tests.support.kernels.device import pretend_gpu
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.attention.sdpa import execute
+from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ConfigError, ModelLoadError
+from vllm_metal_lite.kv.state_store import StateStore
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model import trial
 from vllm_metal_lite.model.sequences.kv_segments import rebuild
+from vllm_metal_lite.model.sequences.step import SequenceStep
 from vllm_metal_lite.recurrence.sequence_batches import sequence_batches
 from vllm_metal_lite.runner.build import choose_attention
 
@@ -154,6 +157,14 @@ def test_a_model_whose_logits_come_out_wrong_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(trial, "_native", lambda m, tokens, n: native(m, tokens[::-1].copy(), n))
     with pytest.raises(ModelLoadError, match=r"llama is not supported.*away from mlx-lm's own"):
         tiny.load("llama")
+
+
+def test_a_result_without_a_row_per_token_is_refused():
+    batch = pack([(0, 3)], [[0]])
+    attention = ReferenceAttention(PagedStore([LayerSpec(1, 4, 4, mx.float32)], 1, 8))
+    steps = SequenceStep(attention.prepare(batch, 3), StateStore([], 1), alone=True)
+    with pytest.raises(NotImplementedError, match="without one row per token"):
+        steps.to_rows([mx.zeros((1, 5, 4))])
 
 
 def test_a_model_whose_own_cache_is_unknown_is_refused_by_name():

@@ -4,7 +4,9 @@ import pytest
 
 from tests.support.models.configs import CANNOT_RUN, CONFIGS, config_of
 from tests.support.models.tiny_models import build, load
+from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ModelLoadError
+from vllm_metal_lite.model.adapters.modules import adapt
 from vllm_metal_lite.model.fit import fit, foresee
 from vllm_metal_lite.model.inspect import inspect
 from vllm_metal_lite.model.trial import Trial
@@ -24,6 +26,14 @@ def mode(name, **how):
 )
 def test_the_form_is_known_without_weights(name):
     assert mode(name, choose=foresee) == mode(name)
+
+
+def test_adapters_compute_nothing_without_weights():
+    model = build(config_of("deepseek_v2"))
+    mx.eval(model.parameters())
+    before = mx.get_active_memory()
+    adapt(model)
+    assert mx.get_active_memory() == before
 
 
 def test_a_mode_that_fails_leaves_the_model_as_it_was(monkeypatch):

@@ -21,7 +21,7 @@ class Step(NamedTuple):
     last slot of the store, which is in no block.
     num_live: (1,) int32, the number of rows before the padding.
     logits_indices: (R,) int32, the batch's indices, then padding; None: all rows get logits.
-    plan: of the attention path, which alone reads it: a tree of arrays and constants.
+    plan: of the attention path: a tree of arrays and constants.
     pools: the forward also gives hidden states.
     repeats: steps of the same shapes are likely to follow, so that compiling this one pays.
     """

@@ -1,6 +1,6 @@
-"""The rows of a ForwardBatch, or some of them, in other segments, as attention sees them.
+"""Cuts a ForwardBatch into other segments for attention.
 
-What is sampled, and where states go, stays that of the whole step: attention does not read it.
+Sampling and state slots still describe the whole step; attention does not read them.
 """
 
 from dataclasses import replace

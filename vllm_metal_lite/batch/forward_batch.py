@@ -9,7 +9,7 @@ PAD_SLOT = -1  # slot_mapping value of a row whose K and V are not kept
 # A token that a step in flight samples: the host does not have it yet.
 UNKNOWN_TOKEN = -1
 
-# Behind a sampled row that no draft follows.
+# The draft after a sampled row that no draft follows.
 NO_DRAFT = -1
 
 # The initial state slot of a segment that starts from zeros.
@@ -50,8 +50,8 @@ class ForwardBatch:
     token_ids, positions: (N,) int32.  cu_seqlens_q: (S+1,) int32.  A decode may hold UNKNOWN_TOKEN
     while the previous step is still sampling it.
     seq_lens: (S,) int32, context including this step's tokens.
-    block_tables: (num_kv_groups, S, max_blocks) int32 (scheduler/kv_groups.py); entries behind a
-    window are meaningless.
+    block_tables: (num_kv_groups, S, max_blocks) int32 (scheduler/kv_groups.py); entries of
+    blocks that a window has left are meaningless.
     req_indices: (S,) int32, the requests' seats in the InputBatch.  num_decodes: leading
     segments of length 1; 0 in a step with drafts, so that its shapes repeat.
     initial_slots, final_slots: (S,) int32, where recurrent layers read the state before a segment
@@ -61,7 +61,7 @@ class ForwardBatch:
     segment (one that reaches the last known token) and the rows of its drafts, then the rows that
     score the next prompt token for prompt log-probabilities.
     sample_segments: (T,) int32, the terminal segment of each sampled row.
-    draft_token_ids: (T,) int32, the draft that the row after this one holds, or NO_DRAFT behind the
+    draft_token_ids: (T,) int32, the draft that the row after this one holds, or NO_DRAFT after the
     last row of a segment; empty for a step without drafts.
     prompt_targets: (P,) int32, the token that each of the P extra rows scores;
     prompt_segments: (P,) int32, the segment of each.

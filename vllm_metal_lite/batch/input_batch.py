@@ -110,7 +110,7 @@ class InputBatch:
 
         req_indices, num_computed, num_scheduled: (S,) int; segments of length 1 must come first.
         states: the state slots of each segment; None: a request's slot is its seat.
-        drafts: the draft tokens at the end of each segment, behind its last known token; None:
+        drafts: the draft tokens at the end of each segment, after its last known token; None:
         there are none.
         """
         bs = self.block_size

@@ -12,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
+from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import ModelLoadError, one_line
 from vllm_metal_lite.kv.store import PagedStore
@@ -33,6 +34,7 @@ def fit(model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup = AL
     The trial also evaluates lazy arrays that are not parameters (RoPE's frequencies): MLX can
     evaluate them only in the thread that created them.
     """
+    mx.eval(model.parameters())  # lazy ones of the files and of the adapters
     try:
         trial = Trial(model, layout.vocab_size, ranks)
     except Exception as e:

@@ -20,15 +20,17 @@ READ_PATTERNS += ["merges.txt", "vocab.txt"]
 _LFS_FIRST_WORDS = b"version https://git-lfs"
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path, kind: type = dict) -> Any:
+    """The JSON object of a file, or with `kind` list the array; empty if the file is missing."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return {}
+        return kind()
     except (OSError, ValueError, RecursionError) as e:
         raise ModelLoadError(f"{file.name}: not readable as JSON: {one_line(e)}") from e
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{file.name}: must be a JSON object")
+    if not isinstance(value, kind):
+        wanted = "object" if kind is dict else "array"
+        raise ModelLoadError(f"{file.name}: must be a JSON {wanted}")
     return value
 
 

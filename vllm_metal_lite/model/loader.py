@@ -48,7 +48,7 @@ class LoadedModel:
     max_position: the longest context in tokens.  context_guess: the source of this number if it is
     a guess, otherwise None.
     sampling_defaults: SamplingParams fields of requests that name none.
-    kv_bits: of each value of K and V in the store; None: not quantised.
+    kv_bits: bits per stored K or V value; None: not quantised.
     ranks: the ranks that share the model; this is one shard.  ALONE for a whole model.
     pooling: how the model makes embeddings and scores.
     """
@@ -134,7 +134,6 @@ def load(
         if ranks.size > 1:
             divide = keep_stage if ranks.stages else shard
             divide(model, str(config.get("model_type")), ranks)
-        mx.eval(model.parameters())
         return from_model(model, tokenizer, config, name=name, folder=folder, ranks=ranks)
 
 
@@ -200,10 +199,8 @@ def from_model(
         check_kinds(layout, model_type, ranks)
     max_position, context_guess = context_length(model, config)
     vocab: dict[str, int] = {}
-    eos_token_ids: tuple[int, ...] = ()
-    if tokenizer is not None:
+    if folder is not None and tokenizer is not None:
         vocab = tokenizer.get_vocab()
-        eos_token_ids = end_token_ids(name, tokenizer, layout.vocab_size)
     packed, usage = choose(model, layout, model_type, ranks)
     return LoadedModel(
         name=name,
@@ -212,7 +209,9 @@ def from_model(
         usage=usage,
         tokenizer=tokenizer,
         max_position=max_position,
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=()
+        if tokenizer is None
+        else end_token_ids(name, tokenizer, layout.vocab_size),
         num_parameters=num_parameters,
         weight_bytes=sum(w.nbytes for w in backend.leaves(model.parameters())),
         sampling_defaults=sampling_defaults(folder) if folder else {},

@@ -1,13 +1,12 @@
 """How a model of embeddings or scores is used, as sentence-transformers writes it to its folder."""
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_metal_lite.errors import ModelLoadError, Option, RequestError, show
+from vllm_metal_lite.errors import ModelLoadError, Option, RequestError, one_line, show
 from vllm_metal_lite.model.folder import read_json
 
 logger = logging.getLogger(__name__)
@@ -25,8 +24,8 @@ _MODES = {
 class PoolingConfig:
     """The pooling that a model's folder describes.
 
-    pooling: "last" or "mean".  prompts: texts before a text, by name.  default_prompt_name:
-    for texts that name none.
+    pooling: "last" or "mean".  prompts: prefixes for texts, by name.  default_prompt_name: used if
+    a request names none.
     score_token_ids: the tokens "yes" and "no" of a reranker.
     problem: why the model gives no embeddings, in a few words.
     """
@@ -38,7 +37,7 @@ class PoolingConfig:
     problem: str | None = None
 
     def prompt(self, name: str | None) -> str:
-        """The text of a prompt; None: of the default.  Raises RequestError."""
+        """The prefix `name`, or with None the default one.  Raises RequestError if unknown."""
         name = self.default_prompt_name if name is None else name
         if name is None:
             return ""
@@ -53,12 +52,11 @@ def pooling_config(folder: Path, name: str, vocab: Mapping[str, int]) -> Pooling
     try:
         return _read(folder, name, vocab)
     except (ModelLoadError, OSError, LookupError, ValueError, TypeError, AttributeError) as e:
-        return PoolingConfig(problem=f"its settings cannot be read: {e}")
+        return PoolingConfig(problem=f"its settings cannot be read: {one_line(e)}")
 
 
 def _read(folder: Path, name: str, vocab: Mapping[str, int]) -> PoolingConfig:
-    modules = folder / "modules.json"
-    listed = json.loads(modules.read_text("utf-8")) if modules.is_file() else []
+    listed = read_json(folder / "modules.json", list)
     kinds = {str(module["type"]).rpartition(".")[2]: module["path"] for module in listed}
     texts = read_json(folder / "config_sentence_transformers.json")
     pooling = read_json(folder / kinds.get("Pooling", "1_Pooling") / "config.json")
@@ -79,7 +77,7 @@ def _read(folder: Path, name: str, vocab: Mapping[str, int]) -> PoolingConfig:
         scores = read_json(folder / kinds["LogitScore"] / "config.json")
         if labels != (scores.get("true_token_id"), scores.get("false_token_id")):
             problem = "it is a reranker, and its answers are not yes and no"
-    is_reranker = "LogitScore" in kinds or "qwen3-reranker" in name.lower()
+    is_reranker = "LogitScore" in kinds or "qwen3-reranker" in Path(name).name.lower()
     return PoolingConfig(
         pooling=_mode(pooling) or "last",
         prompts=prompts,

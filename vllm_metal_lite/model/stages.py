@@ -34,7 +34,7 @@ def keep_stage(model: nn.Module, model_type: str, ranks: RankGroup) -> None:
         raise ModelLoadError(f"{refusal}: it has {len(body.layers)} layers")
     if (problem := _no_chain(model, body.layers)) is not None:
         raise ModelLoadError(f"{refusal}: {problem}")
-    start, end = stage_bounds(len(body.layers), ranks.rank, ranks.size)
+    start, end = _bounds(len(body.layers), ranks.rank, ranks.size)
     if start > 0:
         first = body.layers[start]
         wrap_call(first, lambda call, x, *args, **how: call(ranks.receive(like=x), *args, **how))
@@ -44,7 +44,7 @@ def keep_stage(model: nn.Module, model_type: str, ranks: RankGroup) -> None:
     body.layers = [layer if start <= i < end else Absent(layer) for i, layer in layers]
 
 
-def stage_bounds(num_layers: int, rank: int, size: int) -> tuple[int, int]:
+def _bounds(num_layers: int, rank: int, size: int) -> tuple[int, int]:
     """The layers [start, end) of a stage.  If the layers do not divide, the first stages get one
     layer more."""
     least, more = divmod(num_layers, size)
@@ -90,8 +90,8 @@ def _advance(cache: Any, num_tokens: int) -> None:
 
 
 def _no_chain(model: nn.Module, layers: list[nn.Module]) -> str | None:
-    """Why the layers are not a chain, in which each takes the result of the one before; None if
-    they are.  Builds a forward of one token; evaluates nothing."""
+    """Why the layers do not form a chain (each takes the previous one's result), or None.
+    Builds a forward of one token; evaluates nothing."""
     try:
         calls = calls_of(model, layers)
     except Exception as e:

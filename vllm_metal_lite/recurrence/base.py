@@ -64,7 +64,7 @@ class GatedDelta:
 
     @property
     def normalized(self) -> tuple[mx.array, mx.array]:
-        """q and k behind their norm."""
+        """q and k after their norm."""
         if self.norm is None:
             return self.q, self.k
         return normalize_qk(self.q, self.k, **self.norm._asdict())

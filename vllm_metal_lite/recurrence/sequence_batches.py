@@ -63,20 +63,17 @@ def sequence_batches(batch: ForwardBatch, alone: bool = False) -> list[SequenceB
 
 def _parts(batch: ForwardBatch) -> tuple[np.ndarray, ...]:
     """(segments, part, begins, ends, initial, final), one entry for each part of a segment."""
-    count = batch.num_segments
-    if not len(batch.checkpoints):
-        cu, numbers = batch.cu_seqlens_q, np.arange(count)
-        nones = np.zeros(count, np.int64)
-        return numbers, nones, cu[:-1], cu[1:], batch.initial_slots, batch.final_slots
-    found = []
-    for s in range(count):
-        inside = sorted(batch.checkpoints[batch.checkpoints[:, 0] == s, 1:].tolist())
-        begin, slot = int(batch.cu_seqlens_q[s]), int(batch.initial_slots[s])
-        last = int(batch.cu_seqlens_q[s + 1]), int(batch.final_slots[s])
-        for part, (end, to) in enumerate([*inside, last]):
-            found.append((s, part, begin, end, slot, to))
-            begin, slot = end, to
-    return tuple(np.array(found, np.int32).T)
+    cu = batch.cu_seqlens_q
+    finals = np.stack(
+        [np.arange(batch.num_segments, dtype=np.int32), cu[1:], batch.final_slots], axis=1
+    )
+    parts = np.concatenate([batch.checkpoints, finals])
+    segments, ends, final = parts[np.lexsort((parts[:, 1], parts[:, 0]))].T
+    first = np.diff(segments, prepend=-1) > 0
+    begins = np.where(first, cu[segments], np.roll(ends, 1))
+    initial = np.where(first, batch.initial_slots[segments], np.roll(final, 1))
+    part = np.arange(len(segments)) - np.flatnonzero(first)[segments]
+    return segments, part, begins, ends, initial, final
 
 
 class BatchStates:
@@ -151,7 +148,7 @@ class RowOrder:
 
 
 def joined(parts: Sequence[mx.array]) -> mx.array:
-    """The parts behind one another along the first axis."""
+    """The parts concatenated along the first axis."""
     return parts[0] if len(parts) == 1 else mx.concatenate(list(parts))
 
 

@@ -47,7 +47,7 @@ class DeviceCall:
 
     @cached_property
     def visible(self) -> mx.array:
-        """Bool (B, 1, Lq, Lk - num_visible): whether rows see keys behind num_visible."""
+        """Bool (B, 1, Lq, Lk - num_visible): whether rows see keys after num_visible."""
         return self._visible(self.host.num_visible)
 
     def _visible(self, first: int) -> mx.array:

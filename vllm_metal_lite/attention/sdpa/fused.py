@@ -1,4 +1,4 @@
-"""Which calls MLX's SDPA fuses.  The scores of all others lie in memory.
+"""Which calls MLX's SDPA fuses.  All other calls keep their scores in memory.
 
 Source: `has_fused_kernel` and `use_fallback` in MLX's scaled_dot_product_attention.cpp, for values
 as wide as keys, in 16 bits.

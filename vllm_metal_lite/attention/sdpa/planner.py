@@ -17,7 +17,6 @@ import numpy as np
 from vllm_metal_lite.attention.sdpa.fused import Unfused
 from vllm_metal_lite.attention.segments import split_at_chunks
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
-from vllm_metal_lite.config import MAX_PACKED_PREFILL_TOKENS
 from vllm_metal_lite.devices import profile
 
 NEVER = np.iinfo(np.int32).max  # position of a padding key: after every query
@@ -29,6 +28,9 @@ _LEAST_TILE = 32
 _KEY_GRAIN = 16
 
 Lengths = TypeVar("Lengths", int, np.ndarray)
+
+# Rows of prompts that share one block-diagonal mask: the mask grows with their square.
+_LONGEST_PACK = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +228,7 @@ class CallPlanner:
 
 
 def split_packs(
-    segments: np.ndarray, q_lens: np.ndarray, cap: int = MAX_PACKED_PREFILL_TOKENS
+    segments: np.ndarray, q_lens: np.ndarray, cap: int = _LONGEST_PACK
 ) -> list[np.ndarray]:
     """Split segments, in order, into packs of at most `cap` rows; a longer one is its own pack."""
     packs: list[list[int]] = []

@@ -33,7 +33,6 @@ class LatentAttention(nn.Module):
         weight = weight.reshape(self.num_heads, -1, self.kv_lora_rank)
         keys, values = mx.split(weight, [self.qk_nope_head_dim], axis=1)
         self.up_keys, self.up_values = mx.contiguous(keys), mx.contiguous(values)
-        mx.eval(self.up_keys, self.up_values)
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if not isinstance(cache, PagedLayerCache):

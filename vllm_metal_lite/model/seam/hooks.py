@@ -7,7 +7,7 @@ modules differ in how they call SDPA, but all use that name.
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -60,11 +60,9 @@ def modules_of(model: nn.Module) -> list[ModuleType]:
     return [sys.modules[name] for name in sorted(names) if name in sys.modules]
 
 
-@contextmanager
-def building(hooks: Sequence[Hook] = ()) -> Iterator[None]:
+def building(hooks: Sequence[Hook] = ()) -> AbstractContextManager[None]:
     """Held while a packed forward is built.  hooks: those beside attention's."""
-    with hooked([(mx.fast, "scaled_dot_product_attention", _attend), *hooks]):
-        yield
+    return hooked([(mx.fast, "scaled_dot_product_attention", _attend), *hooks])
 
 
 def _attend(

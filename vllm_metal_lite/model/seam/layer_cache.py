@@ -17,7 +17,7 @@ from vllm_metal_lite.model.sequences.kv_segments import rebuild
 from vllm_metal_lite.model.sequences.step import PackedCache, SequenceStep
 from vllm_metal_lite.recurrence.sequence_batches import SequenceBatch
 
-# An array of this absurd shape fails if a module computes with it.
+# An array of this shape fails if a module computes with it.
 POISON_SHAPE = (0, 7919)
 
 

@@ -62,10 +62,15 @@ class SequenceStep:
             return type(parts[0])(self.to_rows(items) for items in zip(*parts, strict=True))
         if not isinstance(parts[0], mx.array):
             return parts[0]
-        batches = self.batches
-        if all(p.shape[1] == r.length for p, r in zip(parts, batches, strict=True)):
+        if self._holds_rows(parts, axis=1):
             return self.rows.pack([p.reshape(-1, 1, *p.shape[2:]) for p in parts])
-        return self.to_rows([p.swapaxes(1, 2) for p in parts]).swapaxes(1, 2)
+        if self._holds_rows(parts, axis=2):
+            return self.to_rows([p.swapaxes(1, 2) for p in parts]).swapaxes(1, 2)
+        raise NotImplementedError("a result without one row per token")
+
+    def _holds_rows(self, parts: Sequence[mx.array], axis: int) -> bool:
+        pairs = zip(parts, self.batches, strict=True)
+        return all(p.ndim > axis and p.shape[axis] == seqs.length for p, seqs in pairs)
 
 
 class PackedCache:
