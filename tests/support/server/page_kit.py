@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -133,7 +134,7 @@ def answer_with_events(page: Page, *events: str) -> None:
     )
 
 
-def body_of(shown: Shown, text: str) -> dict:
+def body_of(shown: Shown, text: str) -> Any:
     """Ask; returns the body of the request."""
     with shown.page.expect_request("**/v1/chat/completions") as asked:
         shown.ask(text)
@@ -144,7 +145,7 @@ def change_requests(page: Page, path: str, **fields: object) -> None:
     """Let the server get these fields in the page's requests."""
 
     def change(route: Route) -> None:
-        body = {**route.request.post_data_json, **fields}
+        body = {**(route.request.post_data_json or {}), **fields}
         route.continue_(post_data=json.dumps(body))
 
     page.route(f"**/v1/{path}", change)
