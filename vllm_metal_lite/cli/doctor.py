@@ -29,7 +29,6 @@ from vllm_metal_lite.cli.doctor_report import Report
 from vllm_metal_lite.cli.files import check_writable, write_json
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError, one_line
-from vllm_metal_lite.model.kernel_use import kernel_use
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.runner.memory import size_store, store_bytes
 from vllm_metal_lite.specs import KernelUse
@@ -93,7 +92,7 @@ def _examine(
         return
     common = [] if model is not None else list(COMMON.values())
     model = model or load("demo")
-    own = checks_for(kernel_use(model, _BLOCK))
+    own = checks_for(model.kernel_use(_BLOCK))
     try:
         with _section(report, "checks", "checking the kernels"):
             for result in _results(report, own, common, args):

@@ -17,7 +17,7 @@ from vllm_metal_lite.fusion.traced import Function, as_view, origin_of, rows_of
 from vllm_metal_lite.kernels import experts, skinny_gemm
 from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.weights import Weight, shape_of
-from vllm_metal_lite.model.experts import MIXTURES, experts_of, served
+from vllm_metal_lite.model.experts import MIXTURES, served
 from vllm_metal_lite.model.weights import weight_of
 
 
@@ -64,7 +64,7 @@ def _mixture(original: Function, layer: nn.Module, x: mx.array, indices: mx.arra
     num_rows = x.size // x.shape[-1]
     if indices.shape[:-1] != x.shape[:-1] or num_rows not in kernels.expert_rows:
         return original(layer, x, indices)
-    rows, chosen, mixture = rows_of(x), rows_of(indices), experts_of(layer)
+    rows, chosen, mixture = rows_of(x), rows_of(indices), served(layer)
     if mixture is None or not experts.fits(rows, chosen, mixture):
         return original(layer, x, indices)
     num_live = None if step is None else step.num_live

@@ -18,8 +18,14 @@ from vllm_metal_lite.model.weights import weight_of
 MIXTURES = (SwitchGLU, SwitchMLP)
 
 
-def experts_of(layer: nn.Module) -> Experts | None:
-    """The experts of a mixture, if the kernels know its activation and kinds of layers."""
+def served(layer: nn.Module) -> Experts | None:
+    """The experts of a mixture, if the kernels serve them."""
+    experts = _experts_of(layer)
+    return experts if experts is not None and experts_problem(experts) is None else None
+
+
+def _experts_of(layer: nn.Module) -> Experts | None:
+    """The experts of a mixture with an activation and layers of known kinds."""
     how = _activation_of(layer)
     if how is None:
         return None
@@ -52,9 +58,3 @@ def served_experts(model: nn.Module) -> list[Experts]:
     """The mixtures of experts of a model that the kernels serve."""
     layers = (m for m in model.modules() if isinstance(m, MIXTURES))
     return [experts for layer in layers if (experts := served(layer))]
-
-
-def served(layer: nn.Module) -> Experts | None:
-    """The experts of a mixture, if the kernels serve them."""
-    experts = experts_of(layer)
-    return experts if experts is not None and experts_problem(experts) is None else None

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.nn as nn
 from mlx.utils import tree_map
+from mlx_lm.models import activations
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import get_total_parameters, load_model
 
@@ -15,10 +16,12 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option
+from vllm_metal_lite.kernels.weights import shape_of
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.adapters.modules import adapt
 from vllm_metal_lite.model.context import context_length
 from vllm_metal_lite.model.dtypes import cast, expand
+from vllm_metal_lite.model.experts import served_experts
 from vllm_metal_lite.model.find import find
 from vllm_metal_lite.model.fit import Fit, fit, foresee
 from vllm_metal_lite.model.folder import loading, read_config, remote_code_error
@@ -27,11 +30,13 @@ from vllm_metal_lite.model.inspect import inspect
 from vllm_metal_lite.model.layout import Layout
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.pooling_config import PoolingConfig, pooling_config
+from vllm_metal_lite.model.seam.hooks import namespaces
 from vllm_metal_lite.model.shards import shard
 from vllm_metal_lite.model.stages import check_kinds, keep_stage
 from vllm_metal_lite.model.tokenizer import end_token_ids, read_tokenizer
 from vllm_metal_lite.model.usage import Usage
-from vllm_metal_lite.specs import AttentionShape
+from vllm_metal_lite.model.weights import product_weights
+from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, RecurrenceShape
 
 # Architectures with wrong results in mlx-lm itself, and the reason.
 _REFUSED = {
@@ -114,6 +119,27 @@ class LoadedModel:
     def state_bytes(self) -> int:
         """Bytes of recurrent state per request, independent of the length."""
         return sum(state.nbytes for state in self.packed.layout.states)
+
+    def kernel_use(self, block_size: int) -> KernelUse:
+        """What the model asks of the kernels, over a store with blocks of block_size tokens."""
+        model, usage = self.packed.model, self.usage
+        # mlx-lm uses this function for the gated norm after the gated delta rule.
+        gated = namespaces(model, activations.precise_swiglu)
+        norms = [
+            GatedNormShape(shape.v_dim, shape.v_heads, shape.dtype)
+            for shape in usage.recurrences
+            if gated and isinstance(shape, RecurrenceShape) and shape.delta
+        ]
+        return KernelUse(
+            shapes=tuple(self.attention_shapes),
+            block_size=block_size,
+            ropes=usage.ropes,
+            hidden_sizes=tuple(usage.hidden_sizes),
+            weights=tuple(dict.fromkeys(map(shape_of, product_weights(model)))),
+            shares_prefix=self.packed.no_prefix_cache is None,
+            recurrences=(*usage.recurrences, *norms),
+            experts=tuple(dict.fromkeys(experts.shape for experts in served_experts(model))),
+        )
 
 
 def load(

@@ -1,4 +1,4 @@
-"""What a model asks of the kernels: attention, recurrences, rotations, norms.
+"""The operations of a model: attention, recurrences, rotations, norms.
 
 Observed while packed steps by the reference are built: the modules of models differ, but all call
 the same functions.

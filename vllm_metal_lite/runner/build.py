@@ -11,7 +11,6 @@ from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.attention.select import Verdict, no_kernels, select
 from vllm_metal_lite.kernels.launch import KernelError
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model.kernel_use import kernel_use
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.runner.step_path import StepPath
@@ -55,7 +54,7 @@ def _by_all(checks: ModuleType, model: LoadedModel, block_size: int) -> Verdict:
     own = Verdict({})
     for rank in range(model.ranks.size):
         if rank == model.ranks.rank:
-            own = checks.verify(kernel_use(model, block_size))
+            own = checks.verify(model.kernel_use(block_size))
         model.ranks.gather(rank)  # until this one is done
     return Verdict.of_all([Verdict(**found) for found in model.ranks.gather(asdict(own))])
 

@@ -11,12 +11,18 @@ import { drawList, exportAll, readExport } from "./sidebar.js";
 import * as store from "./store.js";
 import { newConversation } from "./tree.js";
 
-// The demo model knows an answer to each.
-const EXAMPLES = [
-  "Hi, my name is Ada and I parked my car on level 3. Where is my car?",
-  "Please reverse this list: red, green, blue",
-  "The code of the red box is 4821. What is the code of the red box?",
-];
+const EXAMPLES = {
+  demo: [
+    "Hi, my name is Ada and I parked my car on level 3. Where is my car?",
+    "Please reverse this list: red, green, blue",
+    "The code of the red box is 4821. What is the code of the red box?",
+  ],
+  other: [
+    "Explain how a paged KV cache works, in three sentences.",
+    "Write a Python function that merges two sorted lists.",
+    "Give me a table of five sorting algorithms and their complexity.",
+  ],
+};
 
 let conversations = [];
 const dismiss = () => problem("");
@@ -98,6 +104,11 @@ async function readModels() {
   const wanted = chat.conversation?.model ?? store.setting("defaults", {}).model;
   if (chat.models.some((m) => m.id === wanted)) choice.value = wanted;
   if (chat.conversation) chat.conversation.model = choice.value;
+  const demo = chat.models.length === 1 && (chat.models[0].root ?? chat.models[0].id) === "demo";
+  examples(demo ? EXAMPLES.demo : EXAMPLES.other, (text) => {
+    byId("prompt").value = text;
+    chat.send();
+  });
 }
 
 /** Show a problem of the page with what can be done; "": none. */
@@ -207,10 +218,6 @@ function keepDefaults() {
 
 async function start() {
   prepare();
-  examples(EXAMPLES, (text) => {
-    byId("prompt").value = text;
-    chat.send();
-  });
   onKeyNeeded(askKey);
   listen();
   conversations = (await store.all()).map(mend);
