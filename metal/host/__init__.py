@@ -4,7 +4,6 @@ from .faults import HostError, KernelFault
 from .kernel import HostKernel
 from .options import HostOptions
 from .standin import installed
-from .toolchain import compiler_available
 from .whole_source import run_metal
 
 __all__ = [
@@ -12,7 +11,6 @@ __all__ = [
     "HostKernel",
     "HostOptions",
     "KernelFault",
-    "compiler_available",
     "installed",
     "run_metal",
 ]

@@ -22,7 +22,7 @@ from pathlib import Path
 from .faults import HostError
 from .mlx_source import INCLUDE, UTILS
 from .strict_tree import Violation, in_metal, tree_violations
-from .toolchain import compiler_available, zig
+from .toolchain import zig
 from .translate import SHARED, SHARED_NAME, without_comments
 
 MAX_THREADGROUP_BYTES = 32768
@@ -89,7 +89,7 @@ def check(source: str) -> list[Violation]:
 def compile_metal(source: str, options: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run clang with `options` on a Metal text (see `check`).  Raises ValueError if brackets do not
     match, HostError if clang is missing."""
-    if not compiler_available():
+    if zig() is None:
         raise HostError("the strict front end needs clang: pip install ziglang")
     lowered = _lower(without_comments(source))
     prelude = [] if _WHOLE.search(source) else ["-include", UTILS]

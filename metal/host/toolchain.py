@@ -44,11 +44,6 @@ def compiler() -> tuple[str, ...]:
     return (zig(), "c++", "-mcpu=baseline")
 
 
-def compiler_available() -> bool:
-    """Whether kernels can be compiled here; tests skip by name where they cannot."""
-    return zig() is not None
-
-
 @cache
 def _version() -> str:
     command = [*compiler(), "--version"]
@@ -165,7 +160,7 @@ def build(unit: Unit, name: str, flavour: Flavour) -> Path:
 
     Raises HostError if there is no compiler, or the text does not compile.
     """
-    if not compiler_available():
+    if zig() is None:
         raise HostError("no C++ compiler: pip install ziglang")
     flags = _kernel_flags(flavour)
     key = hashlib.sha256("\0".join([_runtime_hash(), *flags, *unit]).encode()).hexdigest()[:32]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from metal.host import compiler_available, installed
+from metal.host import installed
 from tests.support.attention.cases import PREFILLS, RAGGED, Case, KernelCase, check
 from tests.support.kernels.device import change_device
 from tests.support.kernels.launches import watch
@@ -15,8 +15,6 @@ from vllm_metal_lite.attention.sdpa import execute as sdpa_run
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
-
-pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metal.host import compiler_available, installed
+from metal.host import installed
 from tests.support.attention.array_attention import compile_on_cpu
 from tests.support.attention.cases import (
     BLOCK_SIZE,
@@ -25,9 +25,7 @@ from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.devices import profile
 
-needs_host = pytest.mark.skipif(
-    not backend.is_cpu() or not compiler_available(), reason="for the CPU host"
-)
+needs_host = pytest.mark.skipif(not backend.is_cpu(), reason="for the CPU host")
 
 LIMIT = profile().rows_as_decodes
 SEGMENTS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), min_size=1, max_size=6)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metal.host import compiler_available, installed
+from metal.host import installed
 from tests.support.attention.array_attention import compile_on_cpu
 from tests.support.attention.cases import BLOCK_SIZE, make_batch
 from tests.support.kernels.device import change_device, pad_to_powers_of_two
@@ -20,10 +20,6 @@ from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import verdicts
 
 DECODES = make_batch([(0, 1)])
-
-needs_kernels = pytest.mark.skipif(
-    backend.is_cpu() and not compiler_available(), reason="no C++ compiler"
-)
 
 
 # Rows are words of few letters, so that many begin alike; a letter is a block.
@@ -163,7 +159,6 @@ PREFIX = tiny.prompts(1, 40, 40, seed=3)[0]
 OTHERS = tiny.prompts(4, 1, 20, seed=4)
 
 
-@needs_kernels
 @pytest.mark.parametrize("length", [7, 8, 9, 23, 24, 25])
 def test_tokens_are_those_without_sharing(on_kernels, steps, monkeypatch, length):
     """Rows with the prefix, and one without."""
@@ -179,7 +174,6 @@ def test_tokens_are_those_without_sharing(on_kernels, steps, monkeypatch, length
     assert tiny.answers(engine_of("llama", "reference"), prompts, 10) == got
 
 
-@needs_kernels
 @pytest.mark.parametrize(
     ("name", "options"),
     [("qwen3", {}), ("gemma2", {}), ("llama/window", {}), ("gpt_oss", {}),

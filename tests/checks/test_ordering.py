@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from metal.host import HostKernel, compiler_available, installed
+from metal.host import HostKernel, installed
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated, ordering
 from vllm_metal_lite.checks.ordering import BUFFERS, GraphSizes, build, problem, stress
@@ -18,10 +18,7 @@ from vllm_metal_lite.kernels.arguments import LayerStore
 TINY = GraphSizes(launches=24, sequences=2, context=32, num_heads=2, num_kv_heads=1, head_dim=16)
 KERNELS = "kv_write", "kv_gather", "paged_decode"
 
-needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
-
-@needs_compiler
 def test_launches_in_order_are_right():
     with installed():
         reads = build(TINY)
@@ -87,14 +84,12 @@ def first_problem(pick):
     return problem([replace(read, values=results[id(read.values)]) for read in reads])
 
 
-@needs_compiler
 def test_tickets_order_the_launches_in_every_order_that_a_device_may_take():
     rng = np.random.default_rng(0)
     assert first_problem(max) is None
     assert first_problem(lambda ready: int(rng.choice(ready))) is None
 
 
-@needs_compiler
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_dropped_ticket_is_noticed(monkeypatch, kernel):
     """The launch gives back the ticket that it took, so that no later launch waits for it."""

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from metal.host import compiler_available
 from tests.support.kernels.device import change_device, gpu_on_host
 from tests.support.kernels.launches import watch
 from vllm_metal_lite.backend import mx
@@ -41,7 +40,6 @@ def a_gpu(monkeypatch, tmp_path):
         yield
 
 
-@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("kernel", TIMED)
 def test_both_candidates_compute_the_same_and_one_lacks_the_kernel(monkeypatch, a_gpu, kernel):
     launched = set()
@@ -77,14 +75,12 @@ def test_both_candidates_compute_the_same_and_one_lacks_the_kernel(monkeypatch, 
     ]
 
 
-@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 def test_what_has_no_alternative_is_not_timed(a_gpu):
     for check in checks_for(USE):
         if check.kernel not in TIMED:
             assert measure(check) is None
 
 
-@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 def test_only_a_kernel_that_is_right_is_timed(monkeypatch, a_gpu):
     monkeypatch.setattr(speed, "measure", lambda check: Speed(1.0, 2.0))
     check = checks_for(USE)[0]

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from metal.host import compiler_available
 from tests.support.kernels.broken_machine import MISCOMPILED, miscompile
 from tests.support.kernels.device import gpu_on_host
 from vllm_metal_lite.attention.select import Verdict
@@ -33,8 +32,6 @@ from vllm_metal_lite.specs import (
 SHAPE = AttentionShape(4, 2, 32, 32, mx.float32)
 BFLOAT16 = replace(SHAPE, dtype=mx.bfloat16)
 USE = KernelUse((SHAPE,), 8)
-
-pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from metal.host import compiler_available
 from tests.support.kernels import broken_machine
 from tests.support.kernels.broken_machine import miscompile
 from tests.support.kernels.device import gpu_on_host
@@ -28,8 +27,6 @@ TINY = KernelUse((SHAPE,), 16, (RopeShape(32),), (64,), (WeightShape(64, 32), We
 
 EQUAL = compare_tokens.Comparison("kernels", "right", 1, 2, {})
 LONG = ("--seconds", "3600")  # enough on a busy machine
-
-needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
 
 def run(*argv):
@@ -104,7 +101,6 @@ def a_gpu(monkeypatch, tmp_path):
 
 
 @pytest.mark.long
-@needs_compiler
 def test_a_machine_that_is_well(a_gpu, capsys, tmp_path):
     file = tmp_path / "report.json"
     assert run(*LONG, "--report", str(file)) == 0
@@ -123,7 +119,6 @@ def test_a_machine_that_is_well(a_gpu, capsys, tmp_path):
     assert set(report["profile"]["constants"]) == names
 
 
-@needs_compiler
 def test_a_miscompiled_kernel_is_named_and_the_answers_stay_right(a_gpu, monkeypatch, capsys):
     miscompile(monkeypatch, "varlen_prefill")
     assert run(*LONG) == 1
@@ -138,7 +133,6 @@ def test_a_miscompiled_kernel_is_named_and_the_answers_stay_right(a_gpu, monkeyp
 
 
 @pytest.mark.long
-@needs_compiler
 def test_a_kernel_that_ends_its_process_does_not_end_doctor(a_gpu, monkeypatch, capsys):
     words = broken_machine.command("gather_rows", "ends the process", "host")
     monkeypatch.setattr(isolated, "command", lambda: words)
@@ -254,7 +248,6 @@ def test_ctrl_c_in_the_checks_keeps_the_results_before_it(no_work, monkeypatch, 
     assert report["of_checks"] > len(done)
 
 
-@needs_compiler
 def test_a_hang_costs_its_deadline_once(a_gpu, monkeypatch, capsys):
     """The engine of the answers does not try the kernel again, not even at the demo's shapes."""
     tried = []
@@ -271,7 +264,6 @@ def test_a_hang_costs_its_deadline_once(a_gpu, monkeypatch, capsys):
     assert re.search("Attention: .*without gather_rows", capsys.readouterr().out)
 
 
-@needs_compiler
 def test_a_model_without_attention_is_checked(a_gpu, monkeypatch, capsys, tmp_path):
     folder = tiny.write_folder(tmp_path / "mamba", "mamba2")
     monkeypatch.setattr(isolated, "run_here", lambda check, timed: CheckResult(check, 0.0))
@@ -280,7 +272,6 @@ def test_a_model_without_attention_is_checked(a_gpu, monkeypatch, capsys, tmp_pa
     assert {"causal_conv", "gated_delta"} <= {check["kernel"] for check in report["checks"]}
 
 
-@needs_compiler
 def test_no_check_begins_when_the_time_is_over(a_gpu, monkeypatch, capsys, tmp_path):
     """Each check takes a second of an injected clock."""
     tried, file = [], tmp_path / "report.json"

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from metal.host import compiler_available, installed
+from metal.host import installed
 from tests.support.engine.embeddings import alone, compare
 from tests.support.engine.kernel_engine import engine_with_kernels
 from tests.support.models import tiny_models as tiny
@@ -83,7 +83,6 @@ def test_beside_decodes_and_preempted(pooling, speculate):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not compiler_available(), reason="needs a C++ compiler")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_next"])
 def test_through_host_kernels(name):
     """Steps of decodes are compiled there; steps with embeddings are not."""

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from metal.host import compiler_available, installed
+from metal.host import installed
 from tests.support.engine.fake_engine import StepFailed
 from tests.support.engine.kernel_engine import engine_with_kernels
 from tests.support.engine.poison import poison_states
@@ -226,7 +226,6 @@ def test_the_runs_above_were_not_all_easy():
     assert min(happened.values()) >= 4, happened
 
 
-@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 @settings(max_examples=3, phases=FIND)
 @given(chats=st.lists(CHATS, min_size=2, max_size=4), trouble=TROUBLES, options=OPTIONS)
 def test_tokens_with_the_cache_are_those_without_by_kernels(chats, trouble, options):
@@ -265,8 +264,8 @@ def test_a_second_turn_and_a_fork_start_from_checkpoints(name):
     "name", ["qwen3_next", "lfm2", "mamba2", "kimi_linear", "rwkv7", "longcat_flash_ngram"]
 )
 def test_decodes_leave_the_state_that_a_prompt_leaves(name, kernels):
-    if kernels and (not compiler_available() or name not in ("qwen3_next", "lfm2")):
-        pytest.skip("no C++ compiler, or the same kernels as qwen3_next")
+    if kernels and name not in ("qwen3_next", "lfm2"):
+        pytest.skip("the same kernels as qwen3_next")
     tokens = [*STEMS[0][:12]]
     tokens += tiny.alone(tiny.native(name), tokens, 9)
     with installed(writable_inputs=["states"]) if kernels else nullcontext():

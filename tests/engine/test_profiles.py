@@ -2,7 +2,7 @@
 
 import pytest
 
-from metal.host import compiler_available, installed
+from metal.host import installed
 from tests.support.kernels.device import change_device
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.attention.select import Verdict
@@ -48,7 +48,6 @@ def test_the_reference(expected, extreme):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 def test_the_kernels(expected, extreme, monkeypatch):
     monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}, "varlen"))
     with installed():

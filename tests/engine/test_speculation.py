@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from metal.host import compiler_available, installed
+from metal.host import installed
 from tests.support.engine.guesses import Guesses
 from tests.support.engine.kernel_engine import engine_with_kernels
 from tests.support.models import tiny_models as tiny
@@ -189,7 +189,6 @@ def test_the_next_turn_starts_behind_a_drafted_answer(name):
     assert hits[0] == hits[1] == 48
 
 
-@pytest.mark.skipif(not compiler_available(), reason="needs a compiler for the host's kernels")
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "deepseek_v3", "gpt_oss"])
 def test_through_host_kernels(name):
     prompts = tiny.prompts(3, 2, 20, seed=9)

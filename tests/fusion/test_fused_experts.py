@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from metal.host import compiler_available, installed
+from metal.host import installed
 from tests.support.kernels.arrays import floats
 from tests.support.kernels.expert_cases import EXPERT_KERNELS
 from tests.support.kernels.launches import watch
@@ -25,8 +25,6 @@ from vllm_metal_lite.kernels import experts
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import loader, trial
 from vllm_metal_lite.model.experts import served_experts
-
-pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
 FEW = range(1, 65)
 

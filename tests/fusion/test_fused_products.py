@@ -6,7 +6,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from metal.host import compiler_available, installed
+from metal.host import installed
 from tests.support.kernels.arrays import floats
 from tests.support.kernels.launches import watch
 from tests.support.models import tiny_models as tiny
@@ -24,8 +24,6 @@ from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import trial
 from vllm_metal_lite.model.inspect import inspect
 from vllm_metal_lite.model.packed import PackedModel
-
-pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
 # What is fused of each, of a norm, a residual sum and SwiGLU.
 FUSED = {

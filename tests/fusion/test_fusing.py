@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from metal.host import compiler_available, installed
+from metal.host import installed
 from tests.support.kernels.launches import Stubs, watch
 from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import CANNOT_RUN, CONFIGS, VOCAB, config_of
@@ -240,7 +240,6 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_fused_model_computes_the_same(monkeypatch, name):
     launches = Counter()
@@ -267,7 +266,6 @@ def test_a_fused_model_computes_the_same(monkeypatch, name):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_model_whose_fused_logits_differ_does_without(monkeypatch, caplog, tmp_path, wrong):
     """As if its rotation were read wrongly: the kernels are right, but their arguments are not."""
@@ -285,7 +283,6 @@ def test_a_model_whose_fused_logits_differ_does_without(monkeypatch, caplog, tmp
     assert ("fused launches do not suit this model" in caplog.text) is wrong
 
 
-@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.long)])
 def test_products_of_few_rows_go_through_the_kernel(monkeypatch, name):
     """Every one of every forward of these rows, and the sums behind two of them; the tokens stay
@@ -329,7 +326,6 @@ def test_products_of_few_rows_go_through_the_kernel(monkeypatch, name):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("wrong", [(), (1, 2, 7), (1,), (2,)])
 def test_products_that_do_not_suit_a_model_are_done_without(monkeypatch, caplog, wrong):
     """Those of these rows are wrong.  Fused launches stay: the model is tried both ways."""
@@ -359,7 +355,6 @@ def test_products_that_do_not_suit_a_model_are_done_without(monkeypatch, caplog,
 # One model, several engines
 
 
-@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 def test_nothing_of_a_forward_is_kept_in_joined_projections(monkeypatch):
     """Also if a forward breaks off between two parts of a product."""
     model = tiny.build(config_of("llama"))
@@ -382,7 +377,6 @@ def test_nothing_of_a_forward_is_kept_in_joined_projections(monkeypatch):
     assert countdown[0] > 1
 
 
-@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 def test_engines_with_and_without_fused_launches_share_a_model(monkeypatch):
     """As on a GPU, where projections are joined, in turns, and each starts while others run."""
     monkeypatch.setattr(decide, "backend", SimpleNamespace(is_cpu=lambda: False))

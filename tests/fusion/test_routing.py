@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mlx_lm.models import deepseek_v3, glm4_moe, gpt_oss, kimi_linear
 
-from metal.host import compiler_available, installed
+from metal.host import installed
 from tests.support.kernels.launches import Stubs
 from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import config_of
@@ -14,8 +14,6 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.fusion.traced import as_view
 from vllm_metal_lite.kernels.launch import Kernel
-
-pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
 ROWS, EXPERTS, K = 5, 16, 3
 LOGITS = mx.array(

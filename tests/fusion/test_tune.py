@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from metal.host import compiler_available, installed
+from metal.host import installed
 from tests.support.engine import rank_threads
 from tests.support.kernels.device import pretend_gpu
 from tests.support.kernels.launches import watch
@@ -28,7 +28,6 @@ from vllm_metal_lite.model.packed import NO_FUSION
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 
 ALL_ROWS = range(1, 65)
-needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
 
 @pytest.fixture(autouse=True)
@@ -171,7 +170,6 @@ def test_products_that_cannot_be_timed_are_mlx_s(monkeypatch, caplog, tmp_path):
 
 
 @pytest.mark.long
-@needs_compiler
 @pytest.mark.parametrize("name", ["qwen3", "hunyuan_v1_dense", "gemma3_text/w9", "lfm2"])
 def test_timing_leaves_the_store_as_it_is(monkeypatch, name):
     """Rows that attention would write, and rows that kv_write would; two KV groups; states."""
@@ -201,7 +199,6 @@ def test_timing_leaves_the_store_as_it_is(monkeypatch, name):
     assert rows[1] == rows[8] > 0
 
 
-@needs_compiler
 def test_a_trial_that_passed_is_remembered_for_models_of_its_form(monkeypatch, tmp_path):
     tried = []
     models = {name: model(name) for name in ("qwen3", "llama")}  # each is tried, once
@@ -222,7 +219,6 @@ def test_a_trial_that_failed_is_repeated(monkeypatch):
         assert decide._Trials(packed, attention, ALONE).problem(FusedLaunches())
 
 
-@needs_compiler
 @pytest.mark.parametrize("suits", [True, False])
 def test_an_engine_times_a_model_that_passed_its_trial(monkeypatch, caplog, suits):
     order = []

@@ -4,10 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal.host import HostError, HostOptions, KernelFault, compiler_available, run_metal
+from metal.host import HostError, HostOptions, KernelFault, run_metal
 from tests.support.host.launch import launch
-
-pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
 N = 64
 

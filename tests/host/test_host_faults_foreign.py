@@ -10,12 +10,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from metal.host import HostOptions, KernelFault, compiler_available
+from metal.host import HostOptions, KernelFault
 from tests.support.host.foreign_attention import sdpa_vector, steel_attention, two_pass_second
 from tests.support.host.foreign_runs import random, softmax, sort
 from tests.support.kernels.seeded_faults import read_faults
-
-pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 

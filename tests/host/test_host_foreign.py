@@ -8,7 +8,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal.host import compiler_available
 from tests.support.host import foreign_kernels as foreign
 from tests.support.host.foreign_runs import (
     DTYPES,
@@ -21,7 +20,6 @@ from tests.support.host.foreign_runs import (
 )
 from tests.support.kernels.arrays import floats
 
-pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from metal.host import compiler_available
 from tests.support.host.foreign_attention import (
     sdpa_vector,
     steel_attention,
@@ -11,7 +10,6 @@ from tests.support.host.foreign_attention import (
 )
 from tests.support.host.foreign_runs import DTYPES, check_close, in_every_way
 
-pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 

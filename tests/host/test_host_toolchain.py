@@ -5,10 +5,8 @@ import subprocess
 import mlx.core as mx
 import pytest
 
-from metal.host import compiler_available, toolchain
+from metal.host import toolchain
 from tests.support.host.launch import launch
-
-pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
 # Macros of instructions that CPUs of one architecture may lack.
 OPTIONAL = (

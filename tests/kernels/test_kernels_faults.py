@@ -10,14 +10,12 @@ from functools import cache
 import numpy as np
 import pytest
 
-from metal.host import HostError, KernelFault, compiler_available, installed, mlx_source
+from metal.host import HostError, KernelFault, installed, mlx_source
 from tests.support.kernels.attention_runs import kv_write
 from tests.support.kernels.runs import RUN, STORE
 from tests.support.kernels.seeded_faults import FAULTS
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import source
-
-pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
 
 @contextmanager

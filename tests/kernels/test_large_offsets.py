@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from metal.host import compiler_available, installed, memory
+from metal.host import installed, memory
 from tests.support.kernels.arrays import floats
 from tests.support.kernels.recurrent_cases import given
 from vllm_metal_lite.backend import mx
@@ -23,8 +23,6 @@ from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.segments import pack_segments
-
-pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
 BEYOND = 1 << 31
 # Memory that is not counted before a page is touched.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from metal.host import compiler_available, installed
+from metal.host import installed
 from tests.support.attention.cases import PREFILLS, begin
 from tests.support.engine.batches import pack
 from tests.support.engine.kernel_engine import engine_with_kernels
@@ -109,7 +109,6 @@ def test_up_projections_that_are_quantised_are_absorbed_too():
 
 # Through kernels, on the CPU host
 
-needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 # Heads for more than a tile, latents that are scaled, YaRN, quantised up-projections, and models
 # that mlx-lm expands.
 THROUGH_KERNELS = (
@@ -127,7 +126,6 @@ def kernels(name: str, prefill: str, *failed: str, **options: Any) -> Iterator[L
         yield engine
 
 
-@needs_compiler
 @pytest.mark.parametrize("prefill", PREFILLS)
 @pytest.mark.parametrize("name", THROUGH_KERNELS)
 def test_kernels_give_the_tokens_of_mlx_lm(name, prefill):
@@ -137,7 +135,6 @@ def test_kernels_give_the_tokens_of_mlx_lm(name, prefill):
         assert tiny.answers(engine, prompts, 12) == tiny.all_alone(name, prompts, 12)
 
 
-@needs_compiler
 @pytest.mark.parametrize("prefill", PREFILLS)
 def test_prompts_without_rows_as_decodes(prefill, monkeypatch):
     change_device(monkeypatch, rows_as_decodes=0, small_rows=0)
@@ -146,7 +143,6 @@ def test_prompts_without_rows_as_decodes(prefill, monkeypatch):
         assert tiny.answers(engine, prompts, 6) == tiny.all_alone("glm4_moe_lite", prompts, 6)
 
 
-@needs_compiler
 def test_preempted_requests_and_cached_prefixes():
     """Blocks for two of four requests; then the same prompts, whose whole blocks are known."""
     prompts = tiny.prompts(4, 30, 40)
@@ -157,7 +153,6 @@ def test_preempted_requests_and_cached_prefixes():
         assert engine.scheduler.num_preemptions
 
 
-@needs_compiler
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantised_latents_give_the_references_tokens(bits):
     prompts = tiny.prompts(3, 5, 40)
@@ -168,7 +163,6 @@ def test_quantised_latents_give_the_references_tokens(bits):
 
 
 # Of mistral4 and longcat_flash, which scale what they write, norm and rotation stay MLX's.
-@needs_compiler
 @pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.parametrize(
     ("name", "write"),
@@ -192,7 +186,6 @@ def test_norm_rotations_and_write_are_one_launch(monkeypatch, name, write, bits)
     assert launched["latent_attention"] == launched[next(iter(writes))]
 
 
-@needs_compiler
 @pytest.mark.parametrize("failed", ["latent_attention", "latent_prefill"])
 def test_without_the_kernel_the_store_is_gathered(failed):
     prompts = tiny.prompts(3, 5, 40)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mlx_lm.models import rope_utils
 
-from metal.host import compiler_available, installed
+from metal.host import installed
 from tests.support.kernels.launches import watch
 from tests.support.models import tiny_models as tiny
 from tests.support.models.bench import MODES, PROMPT_LENGTHS, SEQUENCES, Bench
@@ -129,7 +129,6 @@ SCALED = ("gpt_oss/yarn", "qwen3/yarn", "phi3/longrope", "phi3/su", "phimoe/long
 SCALED_LATENTS = ("deepseek_v2/yarn", "deepseek_v3/deepseek_yarn", "minicpm3/longrope")
 
 
-@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("name", [*(f"llama/{kind}" for kind in KINDS), *SCALED, *SCALED_LATENTS])
 def test_fused_launches_rotate_alike(launches, name, joins):
@@ -149,7 +148,6 @@ def test_fused_launches_rotate_alike(launches, name, joins):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("name", SCALED)
 def test_kernels_with_a_factor_give_the_tokens_of_mlx_lm(launches, name):
     """Whole prompts, chunks beside decodes, and decodes."""

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from metal.host import compiler_available, installed
+from metal.host import installed
 from tests.support.engine.kernel_engine import engine_with_kernels
 from tests.support.engine.pool_accounts import check_accounts, check_slots
 from tests.support.models import tiny_models as tiny
@@ -112,8 +112,6 @@ def test_tokens_after_a_restart_are_those_computed(name, options):
 
 
 def test_tokens_after_a_restart_through_kernels():
-    if not compiler_available():
-        pytest.skip("no compiler for the host kernels")
     with installed():
         engines = [engine_with_kernels("qwen3", prefix_disk_gib=1) for _ in range(2)]
         expected, _ = serve(engines[0], PROMPTS[:2])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metal.host import compiler_available, installed
+from metal.host import installed
 from tests.support.models.recurrent_steps import (
     KEY,
     PackedSpans,
@@ -28,8 +28,6 @@ from vllm_metal_lite.kv.state_store import Key
 from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace, StepRecurrence
 from vllm_metal_lite.recurrence.kernels import recurrence_unsupported
 from vllm_metal_lite.specs import ConvShape, RecurrenceShape
-
-needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
 CHANNELS, SIZE = 12, 4
 K_HEADS, HEADS, K_DIM, V_DIM = 2, 4, 16, 8
@@ -115,7 +113,6 @@ each_call = pytest.mark.parametrize("name", CALLS)
 each_form = pytest.mark.parametrize("form", FORMS)
 
 
-@needs_compiler
 @each_call
 @given(step=packed_spans())
 @settings(max_examples=25)
@@ -129,7 +126,6 @@ def test_reference_and_kernels_give_the_same_rows_and_the_same_pool(name, step):
     close(kernel_states, states)
 
 
-@needs_compiler
 @each_form
 @each_call
 @given(step=packed_spans())
@@ -144,7 +140,6 @@ def test_exactly_the_slots_that_a_step_names_are_written(form, name, step):
     assert np.isfinite(after[sorted(step.written)]).all()
 
 
-@needs_compiler
 @each_form
 @each_call
 @given(step=packed_spans(), data=st.data())
@@ -160,7 +155,6 @@ def test_rows_and_states_of_a_request_do_not_depend_on_who_runs_beside(form, nam
     close(states[sorted(part.written)], own_states[sorted(part.written)])
 
 
-@needs_compiler
 @each_form
 @each_call
 def test_a_request_goes_on_from_a_checkpoint_and_leaves_the_checkpoint_as_it_is(form, name):

@@ -7,7 +7,6 @@ from importlib.abc import MetaPathFinder
 
 import pytest
 
-from metal.host import compiler_available
 from tests.support.kernels.device import gpu_on_host
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import backend
@@ -21,8 +20,6 @@ from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.packed import NO_FUSION
 from vllm_metal_lite.runner.build import build_runner, choose_attention
 from vllm_metal_lite.sampling.sampler import Sampler
-
-needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
 SKINNY = range(1, 9)
 
@@ -69,7 +66,6 @@ def test_a_stage_attends_as_the_others_can(a_gpu, monkeypatch):
     assert (path.attention.name, path.reason) == ("reference", "heads of 20")
 
 
-@needs_compiler
 @pytest.mark.parametrize(
     "name", ["rope_write", "add_rms_norm", "fused_decode", "gather_rows", "paged_decode"]
 )
@@ -85,7 +81,6 @@ def test_without_one_kernel_the_others_are_fused(
     assert "skinny_gemm" in built.path.reason
 
 
-@needs_compiler
 def test_a_wrong_skinny_gemm_is_all_that_is_done_without(
     a_gpu, fast_skinny_gemm, monkeypatch, caplog
 ):
@@ -98,7 +93,6 @@ def test_a_wrong_skinny_gemm_is_all_that_is_done_without(
     assert "products of" not in built.path.reason
 
 
-@needs_compiler
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 def test_products_may_go_through_skinny_gemm_in_16_bits(
     a_gpu, fast_skinny_gemm, monkeypatch, dtype
@@ -110,7 +104,6 @@ def test_products_may_go_through_skinny_gemm_in_16_bits(
     assert ("products of 1 to 8 rows" in built.path.reason) == bool(wanted)
 
 
-@needs_compiler
 def test_the_core_works_without_the_rooms_on_top_of_it(a_gpu, monkeypatch, caplog):
     rooms = "vllm_metal_lite.checks", "vllm_metal_lite.fusion"
 

@@ -6,7 +6,7 @@ on a GPU.
 
 import pytest
 
-from metal.host import compiler_available, installed
+from metal.host import installed
 from tests.support.kernels.device import RIGHT, pad_to_powers_of_two, pretend_gpu
 from tests.support.kernels.expert_cases import EXPERT_KERNELS
 from tests.support.kernels.launches import watch
@@ -15,8 +15,6 @@ from tests.support.models.rounding import of_16_bits
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.kernels.experts import MAX_ROWS
-
-pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
 # Three requests run together, then two, then one: steps have a padding row, none, one row.
 PROMPTS, COUNTS, TOP_K = tiny.prompts(3, 5, 11, seed=9), (4, 6, 8), 2

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from metal.host import compiler_available, installed
+from metal.host import installed
 from tests.support.kernels.device import change_device, pretend_gpu
 from tests.support.kernels.failing import MESSAGE, FailingKernels
 from tests.support.models import tiny_models as tiny
@@ -23,8 +23,6 @@ from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.model.packed import NO_FUSION
 from vllm_metal_lite.sampling_params import SamplingParams
-
-pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
 # The engine in which a kernel is used: (model, fused, way of prompts, options).
 PLAIN = ("llama", False, "gather", {})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from metal.host import compiler_available, installed
+from metal.host import installed
 from tests.model.test_shards import MODELS, seeded, shard
 from tests.support.attention.array_attention import compile_on_cpu
 from tests.support.engine import rank_processes
@@ -25,8 +25,6 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.distributed import ALONE
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.fusion import decide
-
-needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
 HERE = "tests.runner.test_ranks"
 PREFIX = tiny.prompts(1, 16, 16, seed=3)[0]
@@ -95,7 +93,6 @@ def one_rank(name):
     return [tokens_of(engine) for _ in range(2)]
 
 
-@needs_compiler
 @pytest.mark.long
 def test_ranks_with_kernels_answer_as_one_rank_without():
     """Chunked, mixed, preempted, with shared prefixes, one step ahead.  A kernel that is wrong on

@@ -6,9 +6,6 @@ import sys
 
 import pytest
 
-from metal.host import compiler_available
-from vllm_metal_lite import backend
-
 pytestmark = pytest.mark.long
 
 
@@ -25,7 +22,6 @@ def medians_of(tmp_path, load: str, *words: str) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(backend.is_cpu() and not compiler_available(), reason="no C++ compiler")
 def test_both_systems_serve_all_turns_and_find_what_came_before(tmp_path):
     words = ["--model", "qwen3.5-tiny", "--scale", "0.02", "--sessions", "2", "--turns", "2"]
     medians = medians_of(tmp_path, "agents", *words, "--trusted")

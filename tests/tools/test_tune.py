@@ -2,7 +2,7 @@
 
 import pytest
 
-from metal.host import compiler_available, installed
+from metal.host import installed
 from tools.bench.tune import CONSTANTS, Loads, sweep
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
@@ -11,7 +11,6 @@ from vllm_metal_lite.specs import AttentionShape
 TINY = Loads(AttentionShape(2, 1, 16, 16, mx.bfloat16), divisor=32, chain=1)
 
 
-@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_a_row_for_each_value_and_one_for_the_present(name, capsys):
     values, _, loads = CONSTANTS[name]

@@ -6,7 +6,7 @@ from tests.support.models import tiny_models as tiny
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
 
-from metal.host import compiler_available, installed
+from metal.host import installed
 from tests.support.kernels.device import change_device
 from tests.support.kernels.failing import FailingKernels
 from tests.vllm_plugin import kit
@@ -15,8 +15,6 @@ from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.model.packed import NO_FUSION
 from vllm_metal_lite.vllm_plugin.worker import MetalLiteWorker
-
-pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
 SHARED = tiny.prompts(1, 20, 20, seed=2)[0]
 PROMPTS = [[*SHARED, 3], [*SHARED, 4, 5], *tiny.prompts(3, 3, 40, seed=4)]
