@@ -5,6 +5,7 @@ import hashlib
 import os
 import signal
 import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
@@ -52,6 +53,11 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have the folder of their parent
+        # What tests find about pretended devices is not remembered.
+        cache = tempfile.TemporaryDirectory()
+        config.add_cleanup(cache.cleanup)
+        os.environ["XDG_CACHE_HOME"] = cache.name
     if config.getoption("all_cases"):
         # Kernels on the CPU host count which of their lines run.
         os.environ.setdefault("METAL_LITE_HOST_COVERAGE", "1")
@@ -91,13 +97,13 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Garbage collections pass over what imports have made: each would take 0.3 s otherwise."""
+    """Freeze imported objects: each garbage collection would scan them for 0.3 s."""
     gc.collect()
     gc.freeze()
 
 
 def most_of_many(items, one_in):
-    """Of tests with MANY cases the ones not to run: always the same, from all over."""
+    """The cases to skip: all but one in `one_in`, by a hash, so every run skips the same."""
     cases = defaultdict(list)
     for item in items:
         cases[item.path, item.cls, item.originalname].append(item)
@@ -108,11 +114,20 @@ def most_of_many(items, one_in):
 
 
 def try_fewer_examples(items, one_in):
-    """Of the random examples of tests MANY in `one_in`."""
+    """Keep MANY of every `one_in` examples of hypothesis."""
     for test in {item.obj for item in items}:
         if how := getattr(test, "_hypothesis_internal_use_settings", None):
             examples = max(1, min(1, MANY / one_in) * how.max_examples)
             test._hypothesis_internal_use_settings = settings(how, max_examples=int(examples))
+
+
+@pytest.fixture
+def a_gpu(monkeypatch, tmp_path):
+    """A machine that seems to have a GPU; the CPU host executes its kernels."""
+    from tests.support.kernels.device import gpu_on_host
+
+    with gpu_on_host(monkeypatch, tmp_path):
+        yield
 
 
 def pytest_sessionfinish(session):

@@ -24,12 +24,14 @@ from tests.support.kernels.broken_machine import (
     impatient,
     use_of,
 )
-from tests.support.kernels.device import change_device, gpu_on_host
+from tests.support.kernels.device import change_device
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import isolated, verdicts
 from vllm_metal_lite.checks.verdicts import verify
 from vllm_metal_lite.kernels.launch import Kernel
+
+pytestmark = pytest.mark.usefixtures("a_gpu")
 
 KINDS_OF = {
     "paged_decode": "is wrong",
@@ -56,12 +58,6 @@ KINDS_OF = {
     "gated_rms_norm": "is wrong",
 }
 CASES = [(kernel, kind) for kernel, kinds in KINDS_OF.items() for kind in kinds.split(", ")]
-
-
-@pytest.fixture(autouse=True)
-def a_gpu(monkeypatch, tmp_path):
-    with gpu_on_host(monkeypatch, tmp_path):
-        yield
 
 
 def machine(monkeypatch, kernel, kind):

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from tests.support.kernels.broken_machine import MISCOMPILED, miscompile
-from tests.support.kernels.device import gpu_on_host
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated
@@ -29,15 +28,11 @@ from vllm_metal_lite.specs import (
     WeightShape,
 )
 
+pytestmark = pytest.mark.usefixtures("a_gpu")
+
 SHAPE = AttentionShape(4, 2, 32, 32, mx.float32)
 BFLOAT16 = replace(SHAPE, dtype=mx.bfloat16)
 USE = KernelUse((SHAPE,), 8)
-
-
-@pytest.fixture(autouse=True)
-def a_gpu(monkeypatch, tmp_path):
-    with gpu_on_host(monkeypatch, tmp_path):
-        yield
 
 
 @pytest.fixture

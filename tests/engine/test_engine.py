@@ -217,15 +217,6 @@ def test_stepping_an_idle_engine_does_nothing():
     assert engine.metrics()["steps"] == 0
 
 
-@pytest.fixture
-def ctrl_c_works():
-    """As in a terminal: a background job, which a test run may be, is deaf to it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("ctrl_c_works")
 def test_ctrl_c_ends_a_blocking_call_between_steps_and_the_engine_goes_on(tmp_path, monkeypatch):
     llm = LLM(str(tiny.write_folder(tmp_path)), num_blocks=32, block_size=8)
     step, calls, finished = llm.engine.step, [], []

@@ -245,7 +245,7 @@ def test_a_rank_follows_what_rank_0_knows(monkeypatch):
     """A rank that measured nothing may not measure alone: the others would not take part."""
 
     class Follower(RankGroup):
-        def first(self, value):
+        def from_leader(self, value):
             return "1 9"
 
     sizes = timed(monkeypatch, 1, 8)

@@ -1,6 +1,6 @@
 """The reference and the kernels of recurrent layers: the same rows, the same state store.
 
-SegmentState that no segment starts from hold NaN before a step, so a wrong slot shows in the rows.
+Slots that no segment starts from hold NaN before a step, so a wrong slot shows in the rows.
 """
 
 from functools import partial

@@ -7,7 +7,6 @@ from importlib.abc import MetaPathFinder
 
 import pytest
 
-from tests.support.kernels.device import gpu_on_host
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.select import Verdict
@@ -22,12 +21,6 @@ from vllm_metal_lite.runner.build import build_runner, choose_attention
 from vllm_metal_lite.sampling.sampler import Sampler
 
 SKINNY = range(1, 9)
-
-
-@pytest.fixture
-def a_gpu(monkeypatch, tmp_path):
-    with gpu_on_host(monkeypatch, tmp_path):
-        yield
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from vllm_metal_lite import backend, devices
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import isolated, speed, verdicts
 
-RIGHT = Verdict({}, "gather")  # all kernels are
+RIGHT = Verdict({}, "gather")  # no kernel failed
 
 
 def pretend_gpu(patch: pytest.MonkeyPatch, verdict: Verdict | None = None) -> None:
