@@ -22,7 +22,7 @@ from vllm_metal_lite.fusion.products import Multiplied
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import trial
-from vllm_metal_lite.model.inspect import inspect
+from vllm_metal_lite.model.find_layout import find_layout
 from vllm_metal_lite.model.packed import PackedModel
 
 # What is fused of each, of a norm, a residual sum and SwiGLU.
@@ -60,7 +60,7 @@ def test_a_model_of_16_bits_computes_the_same(monkeypatch, name):
     model = tiny.build(config_of(name))
     # MLX's embeddings in mxfp4 are of this type, whatever the rest is.
     model.set_dtype(mx.bfloat16 if "mxfp4" in name else mx.float16)
-    layout = inspect(model, name)
+    layout = find_layout(model, name)
     draw = trial.Draw(model, layout.vocab_size)
     packed, fusion = PackedModel(model, layout), fuse(model, joins=True)
     with installed():

@@ -40,7 +40,7 @@ from vllm_metal_lite.kernels.new_rows import Columns, Rope
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import trial
 from vllm_metal_lite.model.adapters.modules import adapt
-from vllm_metal_lite.model.inspect import inspect
+from vllm_metal_lite.model.find_layout import find_layout
 from vllm_metal_lite.model.packed import NO_FUSION, PackedModel
 
 TOKENS = mx.array([[3, 14, 15, 9, 26, 5, 35]])
@@ -250,7 +250,7 @@ def test_a_fused_model_computes_the_same(monkeypatch, name):
     watch(monkeypatch, count)
     config = config_of(name)
     model = tiny.build(config)
-    layout = inspect(model, config["model_type"])
+    layout = find_layout(model, config["model_type"])
     draw = trial.Draw(model, layout.vocab_size)
     packed, fusion = PackedModel(model, layout), fuse(model, joins=True)
     attention = KernelAttention(PagedStore(layout.specs, 4, trial.BLOCK), "gather", ())
@@ -358,7 +358,7 @@ def test_products_that_do_not_suit_a_model_are_done_without(monkeypatch, caplog,
 def test_nothing_of_a_forward_is_kept_in_joined_projections(monkeypatch):
     """Also if a forward breaks off between two parts of a product."""
     model = tiny.build(config_of("llama"))
-    packed, fusion = PackedModel(model, inspect(model, "llama")), fuse(model, joins=True)
+    packed, fusion = PackedModel(model, find_layout(model, "llama")), fuse(model, joins=True)
     attention = KernelAttention(PagedStore(packed.layout.specs, 4, trial.BLOCK), "gather", ())
     assert fusion.joined
     part, countdown = JoinedProjection.part, [0]

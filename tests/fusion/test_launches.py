@@ -17,7 +17,7 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.fusion import layers
 from vllm_metal_lite.fusion.launches import fuse
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model.inspect import inspect
+from vllm_metal_lite.model.find_layout import find_layout
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.specs import AttentionShape
 
@@ -45,7 +45,7 @@ def _of_a_step(
     model.set_dtype(dtype)
     # Frequencies of rotations, too, which are no parameters: they are made once.
     mx.eval([v for m in model.modules() for v in m.values() if isinstance(v, mx.array)])
-    layout = inspect(model, name)
+    layout = find_layout(model, name)
     packed = PackedModel(model, layout)
     fusion = replace(fuse(model, joins=True), skinny_rows=skinny_rows, expert_rows=expert_rows)
     specs = [replace(spec, bits=kv_bits) for spec in layout.specs]

@@ -7,8 +7,8 @@ from tests.support.models.tiny_models import build, load
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.model.adapters.modules import adapt
+from vllm_metal_lite.model.find_layout import find_layout
 from vllm_metal_lite.model.fit import fit, foresee
-from vllm_metal_lite.model.inspect import inspect
 from vllm_metal_lite.model.trial import Trial
 
 
@@ -38,7 +38,7 @@ def test_adapters_compute_nothing_without_weights():
 
 def test_a_mode_that_fails_leaves_the_model_as_it_was(monkeypatch):
     model = build(config_of("mamba2"))
-    layout, before = inspect(model, "mamba2"), list(map(type, model.modules()))
+    layout, before = find_layout(model, "mamba2"), list(map(type, model.modules()))
     monkeypatch.setattr(Trial, "problem", lambda *_: "no mode fits")
     with pytest.raises(ModelLoadError, match="no mode fits"):
         fit(model, layout, "mamba2")

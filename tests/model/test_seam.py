@@ -13,7 +13,7 @@ from tests.support.models.configs import WINDOW
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention, ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
-from vllm_metal_lite.model.inspect import inspect
+from vllm_metal_lite.model.find_layout import find_layout
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.seam.hooks import building, hooked
 from vllm_metal_lite.model.seam.layer_cache import KVHandle, Mask, PagedLayerCache
@@ -143,7 +143,7 @@ def test_the_head_sees_only_the_rows_asked_for(name, monkeypatch):
 def test_rows_are_picked_from_the_logits_where_a_model_has_no_separate_body():
     """The head then sees every row, and the result is the same."""
     model = tiny.build(tiny.config_of("llama"))
-    packed = PackedModel(model, inspect(model, "llama"))
+    packed = PackedModel(model, find_layout(model, "llama"))
     model.model.__class__ = type(model.model).__mro__[1]  # undo the selection of rows
     attention = ReferenceAttention(PagedStore(packed.layout.specs, 4, 8))
     tokens = list(range(20))

@@ -12,7 +12,7 @@ from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import loader, stages, trial
-from vllm_metal_lite.model.inspect import inspect
+from vllm_metal_lite.model.find_layout import find_layout
 
 HERE = "tests.model.test_stages"
 # Layers of one kind, an odd number of them, windows, experts, latents, recurrent layers; and some
@@ -85,6 +85,6 @@ def test_what_is_no_chain_of_layers_is_refused(name, size, reason):
 
 
 def test_stages_of_unlike_kinds_are_refused():
-    layout = inspect(tiny.build(config_of("llama")), "llama")
+    layout = find_layout(tiny.build(config_of("llama")), "llama")
     with pytest.raises(ModelLoadError, match="no layer of stage 1 keeps K and V"):
         stages.check_kinds(layout, "llama", Stage(2, others=[[False, False]]))

@@ -16,7 +16,7 @@ from vllm_metal_lite.kernels.launch import KernelError
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import trial
 from vllm_metal_lite.model.adapters.modules import adapt
-from vllm_metal_lite.model.inspect import inspect
+from vllm_metal_lite.model.find_layout import find_layout
 from vllm_metal_lite.model.packed import PackedModel
 
 # What routes a token to 4 of 16 experts, in many layers, is chaotic: rounding flips experts.
@@ -34,7 +34,7 @@ def build(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0, **changes) -> 
 
 
 def packed(model: nn.Module, name: str) -> PackedModel:
-    return PackedModel(model, inspect(model, name))
+    return PackedModel(model, find_layout(model, name))
 
 
 def attention(ours: PackedModel, cls: type = ReferenceAttention) -> ReferenceAttention:

@@ -116,9 +116,12 @@ def _prefill(shapes: Sequence[AttentionShape], verdict: Verdict) -> tuple[str, s
     choices = {"varlen", "gather"} - {row.prefill for row in unused}
     if any(unsupported(shape, prefill=True) for shape in shapes):
         choices.discard("varlen")
-    if not choices and fatal is None:
-        fatal = next(row.name for row in unused if row.prefill == "gather")
-    return verdict.prefill if verdict.prefill in choices or not choices else choices.pop(), fatal
+    if not choices:
+        return verdict.prefill, fatal or next(r.name for r in unused if r.prefill == "gather")
+    if verdict.prefill in choices:
+        return verdict.prefill, fatal
+    [only] = choices
+    return only, fatal
 
 
 def _unsupported(

@@ -24,6 +24,7 @@ def pack_segments(
     final_slots: np.ndarray,
     num_rows: int,
     checkpoints: Iterable[tuple[int, int, int]] = (),
+    num_segments: int = 0,
 ) -> np.ndarray:
     """The segments (S + 1 or more, 2 + 2 M) int32 of a step with S segments.
 
@@ -31,6 +32,7 @@ def pack_segments(
     starts from; EMPTY_SLOT: zeros.  final_slots: (S,), the slot that takes the state after the
     segment; EMPTY_SLOT: none.  num_rows: packed rows, padding included.  checkpoints: (segment,
     row, slot): `slot` takes the state that `segment` has before packed row `row`.
+    num_segments: the fewest rows of the result but one.
     `ForwardBatch.validate` has checked these numbers: a wrong index in a kernel would corrupt
     memory.
 
@@ -51,7 +53,8 @@ def pack_segments(
     for s, of in inside.items():
         for column, (_, row, slot) in enumerate(of, pairs - 1 - len(of)):
             segments[s, 2 + 2 * column : 4 + 2 * column] = row, slot
-    missing = max(0, -(-MIN_ELEMENTS // segments.shape[1]) - len(segments))
+    fewest = max(num_segments + 1, -(-MIN_ELEMENTS // segments.shape[1]))
+    missing = max(0, fewest - len(segments))
     nothing = np.full((missing, segments.shape[1]), EMPTY_SLOT, np.int32)
     nothing[:, 1], nothing[:, 0], nothing[:, 2::2] = PADDING, num_rows, num_rows
     return np.concatenate([segments, nothing])

@@ -23,10 +23,10 @@ from vllm_metal_lite.model.context import context_length
 from vllm_metal_lite.model.dtypes import cast, expand
 from vllm_metal_lite.model.experts import served_experts
 from vllm_metal_lite.model.find import find
+from vllm_metal_lite.model.find_layout import find_layout
 from vllm_metal_lite.model.fit import Fit, fit, foresee
 from vllm_metal_lite.model.folder import loading, read_config, remote_code_error
 from vllm_metal_lite.model.generation_config import sampling_defaults
-from vllm_metal_lite.model.inspect import inspect
 from vllm_metal_lite.model.layout import Layout
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.pooling_config import PoolingConfig, pooling_config
@@ -220,7 +220,7 @@ def from_model(
     _refuse_wrong(name, model_type)
     num_parameters = get_total_parameters(model)  # adapters may add copies
     adapt(model)
-    layout = inspect(model, model_type)
+    layout = find_layout(model, model_type)
     if ranks.stages:
         check_kinds(layout, model_type, ranks)
     max_position, context_guess = context_length(model, config)

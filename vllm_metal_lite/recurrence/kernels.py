@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
+from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.kernels.causal_conv import MAX_KERNEL_SIZE, causal_conv, plan_conv_tiles
 from vllm_metal_lite.kernels.gated_delta import gated_delta, recurrence_problem
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
@@ -44,17 +44,15 @@ class SegmentPlan(NamedTuple):
     @staticmethod
     def plan(batch: ForwardBatch, num_rows: int, num_segments: int) -> "SegmentPlan":
         """The plan of a step padded to num_rows rows and num_segments segments."""
-        missing = num_segments - batch.num_segments
-        empty = np.full(missing, EMPTY_SLOT, np.int32)
-        cu = batch.cu_seqlens_q
         segments = pack_segments(
-            np.concatenate([cu, np.full(missing, cu[-1], cu.dtype)]),
-            np.concatenate([batch.initial_slots, empty]),
-            np.concatenate([batch.final_slots, empty]),
+            batch.cu_seqlens_q,
+            batch.initial_slots,
+            batch.final_slots,
             num_rows,
             batch.checkpoints.tolist(),
+            num_segments,
         )
-        longest = int(np.diff(cu).max())
+        longest = int(np.diff(batch.cu_seqlens_q).max())
         return SegmentPlan(
             mx.array(segments), mx.array(plan_conv_tiles(segments)), 2 if longest > 1 else 1
         )

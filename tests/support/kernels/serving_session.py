@@ -22,7 +22,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model.inspect import inspect
+from vllm_metal_lite.model.find_layout import find_layout
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.runner.runner import padded_rows
 from vllm_metal_lite.scheduler.kv_groups import kv_groups
@@ -108,7 +108,7 @@ class Session:
         module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
         model = module.Model(module.ModelArgs.from_dict(config))
         model.set_dtype(mx.bfloat16)
-        layout = inspect(model, name)
+        layout = find_layout(model, name)
         self.packed = PackedModel(model, layout)
         fused: FusedLaunches = fuse(model, joins=True)
         self.fusion = replace(fused, skinny_rows=range(1, skinny_rows + 1))

@@ -22,7 +22,7 @@ from vllm_metal_lite.model.sequences.kv_segments import NATIVE_TYPES
 _SETTLED = 8
 
 
-def inspect(model: nn.Module, model_type: str) -> Layout:
+def find_layout(model: nn.Module, model_type: str) -> Layout:
     """Run some tokens natively to find the caches and their users; raises ModelLoadError."""
     users: dict[int, set[str]] = {}  # by the module's id: "kv", "state" or both
     running: list[nn.Module | None] = []  # the modules that are being called, the innermost last
