@@ -93,6 +93,11 @@ def test_what_is_too_long_or_too_large_is_skipped(bench):
     assert "the memory holds" in report["cases"][2]["skipped"]
 
 
+def test_an_error_names_its_own_option(capsys):
+    assert main(["bench", str(model_folder()), "--attention", "kernels", "--requests", "1"]) == 1
+    assert "--context" not in capsys.readouterr().err
+
+
 def test_control_c_shows_what_is_measured_so_far(monkeypatch, capsys, tmp_path):
     """Ctrl-C comes after the first of two cases."""
 

@@ -1,5 +1,8 @@
 """The command `cache`."""
 
+import errno
+from unittest.mock import Mock
+
 import pytest
 
 from vllm_metal_lite import envs
@@ -45,3 +48,10 @@ def test_without_a_folder(monkeypatch, tmp_path, capsys):
     assert main(["cache"]) == 0
     assert "no prefixes are kept" in capsys.readouterr().out
     assert not envs.prefix_folder().exists()
+
+
+def test_a_folder_that_cannot_be_read_is_named(folder, monkeypatch, capfd):
+    refused = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied", "/the/folder"))
+    monkeypatch.setattr(Folder, "models", refused)
+    assert main(["cache"]) == 1
+    assert capfd.readouterr().err == "error: /the/folder: Permission denied\n"

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,6 +20,7 @@ from vllm_metal_lite.cli.conversation import Conversation
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt
 from vllm_metal_lite.engine.llm import LLM
+from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.sampling_params import SamplingParams
 
 PROMPT = r">>> "
@@ -232,6 +234,18 @@ def test_control_c_in_a_long_prompt_stops_at_the_next_chunk(monkeypatch):
     monkeypatch.undo()
     assert conversation.ask("go on", written.append, pytest.fail).end == "max_tokens"
     assert "".join(written)
+
+
+def test_a_failed_step_takes_the_message_back(monkeypatch):
+    llm = LLM(str(model_folder()), max_num_seqs=1)
+    conversation = Conversation(llm.engine, SamplingParams(temperature=0, max_tokens=4))
+    lost = Mock(side_effect=RuntimeError("[METAL] out of memory"))
+    monkeypatch.setattr(llm.engine.runner, "execute", lost)
+    with pytest.raises(RequestError, match=r"a step of the engine failed: \[METAL\] out of memory"):
+        conversation.ask("hello", pytest.fail)
+    assert conversation.messages == []
+    monkeypatch.undo()
+    assert conversation.ask("hello", lambda text: None).end == "max_tokens"
 
 
 def test_a_pipe_gets_only_the_answer(capsys, monkeypatch):

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from functools import partial
 from math import inf
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,6 +21,7 @@ from vllm_metal_lite.checks.ordering import Outcome
 from vllm_metal_lite.checks.result import CheckResult, Speed
 from vllm_metal_lite.cli import doctor, shared_report
 from vllm_metal_lite.cli.main import main
+from vllm_metal_lite.errors import OutOfMemoryError
 from vllm_metal_lite.specs import AttentionShape, KernelUse, RopeShape, WeightShape
 
 SHAPE = AttentionShape(4, 2, 32, 32, mx.bfloat16)
@@ -163,6 +165,15 @@ def no_work(a_gpu, monkeypatch):
     monkeypatch.setattr(ordering, "stress", lambda: found["order"])
     monkeypatch.setattr(compare_tokens, "compare", lambda *_: found["answers"])
     return found
+
+
+def test_answers_that_cannot_be_compared_are_no_problem(no_work, monkeypatch, capsys):
+    too_large = Mock(side_effect=OutOfMemoryError("demo does not fit"))
+    monkeypatch.setattr(compare_tokens, "compare", too_large)
+    assert run() == 0
+    out = capsys.readouterr().out
+    assert "Answers:   not compared: demo does not fit" in out
+    assert "Verdict:   everything that was tried is right" in out
 
 
 def a_slow_kernel(found):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt
-from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.errors import RequestError, one_line
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -118,7 +118,7 @@ class Conversation:
                     request_id, {"prompt_token_ids": prompt}, self.params, checkpoints=checkpoints
                 )
                 while not (output and output.finished):
-                    for output in self.engine.step():
+                    for output in self._step():
                         text = output.outputs[0].text
                         first = first or time.perf_counter()
                         write(text[shown:])
@@ -134,3 +134,9 @@ class Conversation:
             self.engine.abort(request_id)
         end = time.perf_counter()
         return Turn(output, (first or end) - start, end - start, self.engine.max_model_len)
+
+    def _step(self) -> list[RequestOutput]:
+        try:
+            return self.engine.step()
+        except Exception as e:
+            raise RequestError(f"a step of the engine failed: {one_line(e)}") from e

@@ -107,7 +107,8 @@ def describe_verdict(report: Report) -> Iterator[str]:
     yield ""
     if not report.problems:
         slow = any(result.speed and result.speed.is_slow for result in report.checks)
-        what = "everything that was tried" if report.not_tried else "everything"
+        partly = report.not_tried or report.not_compared
+        what = "everything that was tried" if partly else "everything"
         yield f"Verdict:   {what} is right{', but a kernel is slow: see above' if slow else ''}"
         return
     yield f"Verdict:   problems: {len(report.problems)}"

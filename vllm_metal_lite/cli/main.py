@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except OSError as e:  # a full disk, a closed terminal
         _discard_output()
-        return _fail(e.strerror or str(e), 1)
+        return _fail(f"{e.filename}: {e.strerror}" if e.filename else e.strerror or str(e), 1)
     except KeyboardInterrupt:
         return 130
     return code

@@ -111,6 +111,7 @@ def _refuse_pooling(model: Any, parallel: Any) -> None:
 
 
 def _refuse(option: str, value: Any, hint: str | None = None) -> None:
-    text = option if value is True else f"{option} {shorten(str(value))}"
+    shown = isinstance(value, str | int | float) and value is not True
+    text = f"{option} {shorten(str(value))}" if shown else option
     hint = hint or _HINTS.get(option)
     raise ConfigError(f"vllm-metal-lite does not support {text}" + (f": {hint}" if hint else ""))

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         engine = build_engine(model, config, log.say, "vllm-metal-lite bench")
     except ConfigError as e:
-        if given.max_model_len is not None:
+        if given.max_model_len is not None or "max_model_len" not in e.parts:
             raise
         raise ConfigError(*e.parts, " (of the longest --context and its new tokens)") from None
     engines.insert(0, ThisEngine(engine))
