@@ -6,8 +6,8 @@
 //   k, v          (KV_HEADS, N, DIM)       outputs; each SDPA call takes views of them; the keys of a
 //                                          head follow each other, as matrix products need them
 //
-// Only kernels read the store, as this one does for MLX's operations: MLX cannot see that kernels
-// write it.
+// MLX cannot see that kernels write the store, so only kernels read the store.  This one reads for
+// MLX's operations.
 //
 // Who does what.  Grid (N, threadgroups of THREADS for the longer of the two rows); CUDA allows no more
 // than 65,535 of the latter.  Thread (key, x) copies W words of the key's row of K at x * W, and of V.

@@ -69,7 +69,8 @@ METAL_FUNC int column_of(int i, int col) {
   return i * 4 + col * 2;
 }
 
-// The lane's elements of the 8 rows at `from`, in an array of rows of HELD * 4 columns, and back.
+// Loads a lane's elements of 8 rows, from an array whose rows have HELD * 4 columns; store_state is the
+// reverse.
 template <int HELD>
 METAL_FUNC void load_state(const device float* from, int row, int col, thread float* state) {
 #pragma unroll

@@ -83,7 +83,7 @@ def test_any_workload_gives_every_request_its_own_tokens():
     assert sum(e.pipeline.num_ahead for e in engines) > 8000
     assert sum(e.num_dropped for e in engines) > 150
     assert sum(e.scheduler.num_preemptions for e in engines) > 20
-    assert sum(e.scheduler.counts.prefix_hit_tokens for e in engines) > 800
+    assert sum(e.scheduler.counts.prefix_cache_hit_tokens for e in engines) > 800
 
 
 def noted(engine: FakeEngine) -> list[list[tuple[str, int, int]]]:
@@ -138,10 +138,7 @@ def test_steps_are_those_of_an_engine_that_waits_for_tokens(workload):
     waiting, ahead = (FakeEngine(config, groups, MAX_MODEL_LEN, ahead=a) for a in (False, True))
     assert steps_of(ahead, workload) == steps_of(waiting, workload)
     assert ahead.scheduler.num_preemptions == waiting.scheduler.num_preemptions
-    assert (
-        ahead.scheduler.counts.num_recomputed_tokens
-        == waiting.scheduler.counts.num_recomputed_tokens
-    )
+    assert ahead.scheduler.counts.recomputed_tokens == waiting.scheduler.counts.recomputed_tokens
     for request in ahead.requests.values():
         assert answer_of(request) == expected(ahead, request)
 

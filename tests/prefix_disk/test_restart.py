@@ -361,7 +361,7 @@ def test_reading_that_takes_longer_than_computing_is_left_out():
 
 
 def test_only_counting_blocks_are_missing(monkeypatch):
-    """Without attention layers, blocks only count tokens: nothing is read for them."""
+    """Without attention layers, blocks only count tokens, and have no files."""
     monkeypatch.setattr(Reader, "_is_faster", IS_FASTER)
     engine = start("mamba2", num_blocks=16, max_num_seqs=2)
     (long,) = tiny.prompts(1, 100, 100, seed=7)

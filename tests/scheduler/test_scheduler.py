@@ -133,7 +133,7 @@ def test_out_of_blocks_the_lowest_is_preempted_and_is_recomputed():
     again = next(seg for out in run_and_check(engine) for seg in shape(out) if seg[0] == "r1")
     assert again == ("r1", 0, lost + 1)  # all it had, and the token that it had not got to
     assert engine.scheduler.num_preemptions == 1
-    assert engine.scheduler.counts.num_recomputed_tokens == lost
+    assert engine.scheduler.counts.recomputed_tokens == lost
 
 
 def test_a_partial_prefill_shrinks_its_chunk_then_waits_for_decodes():
@@ -181,8 +181,8 @@ def test_full_blocks_are_found_again():
     assert shape(engine.step()) == [("r1", 8, 2)]
     assert again.num_cached_tokens == 8
     run_and_check(engine)
-    assert engine.scheduler.counts.prefix_hit_tokens == 8
-    assert engine.scheduler.counts.prefix_queried_tokens == 20
+    assert engine.scheduler.counts.prefix_cache_hit_tokens == 8
+    assert engine.scheduler.counts.prefix_cache_queried_tokens == 20
 
 
 def test_without_caching_nothing_is_named():
@@ -229,8 +229,10 @@ def test_a_preempted_request_finds_its_own_blocks():
     engine.add(prompt(4, 1), max_tokens=13)
     run_and_check(engine)
     assert engine.scheduler.num_preemptions > 0
-    assert engine.scheduler.counts.num_recomputed_tokens < 8
-    assert engine.scheduler.counts.prefix_hit_tokens == 0  # counts what a request finds at first
+    assert engine.scheduler.counts.recomputed_tokens < 8
+    assert (
+        engine.scheduler.counts.prefix_cache_hit_tokens == 0
+    )  # counts what a request finds at first
 
 
 def test_a_request_may_name_blocks_without_looking_up():
@@ -244,7 +246,7 @@ def test_a_request_may_name_blocks_without_looking_up():
     engine.run()
     engine.add(prompt(12, 3), max_tokens=1)
     assert shape(engine.step()) == [("r3", 8, 4)]
-    assert engine.scheduler.counts.prefix_queried_tokens == 8 + 12
+    assert engine.scheduler.counts.prefix_cache_queried_tokens == 8 + 12
 
 
 def test_reset_forgets_prefixes_and_disturbs_nobody():

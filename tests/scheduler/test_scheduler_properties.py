@@ -307,8 +307,8 @@ def check_end_counters(play: Play) -> None:
     scheduler, requests = play.engine.scheduler, play.engine.requests.values()
     assert scheduler.num_preemptions == sum(r.num_preemptions for r in requests)
     assert scheduler.num_preemptions == sum(len(out.preempted) for out in play.steps)
-    assert scheduler.counts.num_recomputed_tokens == play.num_again
-    assert scheduler.counts.prefix_hit_tokens <= scheduler.counts.prefix_queried_tokens
+    assert scheduler.counts.recomputed_tokens == play.num_again
+    assert scheduler.counts.prefix_cache_hit_tokens <= scheduler.counts.prefix_cache_queried_tokens
     for name, request in play.engine.requests.items():
         assert request.num_cached_tokens < request.num_prompt_tokens
         if not play.lost[name] and name not in play.aborted:
@@ -429,7 +429,7 @@ def test_chunked_is_single_shot(workload, budget, threshold):
 def test_cache_on_is_cache_off(workload):
     on, off = run(replace(workload, caching=True)), run(replace(workload, caching=False))
     assert on.answers() == off.answers()
-    assert off.engine.scheduler.counts.prefix_hit_tokens == 0
+    assert off.engine.scheduler.counts.prefix_cache_hit_tokens == 0
 
 
 @pytest.mark.long

@@ -103,7 +103,7 @@ def test_a_prompt_that_leaves_a_known_one_keeps_the_state_of_the_junction():
     engine.abort("a")
     second = engine.add([*shared, *range(70, 79)], 20, "b")
     assert engine.step().segments[0].num_computed == 0
-    assert engine.scheduler.counts.prefix_lost_tokens == 16
+    assert engine.scheduler.counts.prefix_cache_lost_tokens == 16
     assert 16 in [position for position, _ in second.state.checkpoints]
     assert hit(engine, [*shared, 90, 91]) == 16
 

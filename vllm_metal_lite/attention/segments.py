@@ -1,6 +1,6 @@
 """Cuts a ForwardBatch into other segments for attention.
 
-Sampling and state slots still describe the whole step; attention does not read them.
+Attention reads only the fields that are cut.  The others still describe the whole step.
 """
 
 from dataclasses import replace

@@ -77,8 +77,8 @@ def detect(template: str, render: Render, vocabulary: Container[str] = ()) -> Ch
     """The format of a chat template; "thinking" or "plain", which have no calls, if none is known.
 
     render: by the template.  A format that does not read the call that the template writes is not
-    the model's, whatever texts the template has.  vocabulary: tokens with a
-    meaning, such as marks of thoughts.
+    the model's, whatever texts the template has.  vocabulary: tokens with a meaning, such
+    as marks of thoughts.
     """
     written = written_calls(render)
     shown = template + "".join(written)

@@ -38,8 +38,8 @@ class CutShort(Malformed):
 
 
 class Reader:
-    """rest: text that has arrived and is not read yet.  taken: the text that `record` has kept;
-    None: none is kept."""
+    """rest: text that has arrived and is not read yet.  taken: the recorded text; None:
+    the reader does not record."""
 
     def __init__(self) -> None:
         self.rest = ""
@@ -47,7 +47,7 @@ class Reader:
         self.is_closed = False
 
     def record(self, text: str | None = "") -> None:
-        """Keep what is read from here on, after `text`; None: keep nothing."""
+        """Record text from here on, starting with `text`; None: stop recording."""
         self.taken = text
 
     def take(self, num_characters: int) -> str:

@@ -23,7 +23,7 @@ _PROMPT_LOGPROBS_CHUNK = 256
 
 
 class Intake:
-    """Makes answers from users' arguments.  seed: used for requests without a seed."""
+    """Makes answers from users' arguments.  seed: for requests that give none."""
 
     def __init__(self, model: LoadedModel, max_model_len: int, seed: int) -> None:
         self._model, self._max_model_len, self._seed = model, max_model_len, seed

@@ -1,8 +1,9 @@
 """Fusion: several launches of a model's step become one.  The engine also works without.
 
-Launches dominate the cost of a decode step.  mlx-lm launches 20 kernels a layer; a fused step, 5 to
-8.  The model's own code still runs, because MLX is lazy: it computes an array only if somebody uses
-the value.  Rules name operations, and two functions of mlx-lm (launches.py), but no architecture.
+Launches dominate the cost of a decode step.  mlx-lm launches 20 kernels per layer.  A fused step
+launches 5 to 8.  The model's own code still runs, because MLX is lazy: MLX computes an array only
+if somebody uses the value.  Rules name operations, and two functions of mlx-lm (launches.py), but
+no architecture.
 
     y = x + o_proj(a)     y is an ordinary array.  It also remembers its origin: a sum, one side of
                           it a product.

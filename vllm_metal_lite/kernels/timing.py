@@ -38,9 +38,10 @@ def seconds_alternating(
         except Exception as e:
             error = e
         own = (time.perf_counter() - start) / calls
-        for why in filter(None, ranks.gather(error and one_line(error))):
+        found = ranks.gather((own, error and one_line(error)))
+        for why in filter(None, (problem for _, problem in found)):
             raise error or RuntimeError(why)
-        return ranks.from_leader(own)
+        return found[ranks.leader][0]
 
     for candidate in candidates:
         seconds(candidate, warm)

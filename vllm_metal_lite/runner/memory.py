@@ -192,7 +192,7 @@ class _Sizing:
         return seats + min(_CHECKPOINTS_A_SEAT * seats, num_blocks, fitting)
 
     def _most_owned(self, group: KVGroup) -> int:
-        """The most blocks that all seats can own at once, with a step's new tokens."""
+        """The largest number of blocks that all seats can own during a step."""
         seats, size = self.config.max_num_seqs, self.config.block_size
         all_seats = seats * -(-self.max_model_len // size)
         # Each seat's new tokens may start in a partly filled block.

@@ -1,12 +1,14 @@
 """What the scheduler did and holds, as numbers by name."""
 
+from dataclasses import asdict
+
 from vllm_metal_lite.scheduler.scheduler import Scheduler
 
 
 def count(scheduler: Scheduler) -> dict[str, int]:
     """Counters since the scheduler was created, and the present counts of requests and blocks.
 
-    prefix_cache_lost_tokens: in cached blocks, but without a recurrent state at their end.
+    *_tokens: see TokenCounts.
     state_*: slots of recurrent states; cached ones are checkpoints.
     blocks_*: of the first KV group; blocks_*_window_N: of each other group, by its window of N
     tokens.
@@ -27,11 +29,8 @@ def count(scheduler: Scheduler) -> dict[str, int]:
         blocks[f"blocks_owned{kind}"] = pool.num_owned
         blocks[f"blocks_peak_owned{kind}"] = pool.peak_owned
     return {
-        "prefix_cache_hit_tokens": scheduler.counts.prefix_hit_tokens,
-        "prefix_cache_queried_tokens": scheduler.counts.prefix_queried_tokens,
-        "prefix_cache_lost_tokens": scheduler.counts.prefix_lost_tokens,
+        **asdict(scheduler.counts),
         "preemptions": scheduler.num_preemptions,
-        "recomputed_tokens": scheduler.counts.num_recomputed_tokens,
         "requests_running": scheduler.num_running,
         "requests_waiting": scheduler.num_waiting,
         **blocks,

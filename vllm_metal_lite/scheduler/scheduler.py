@@ -365,14 +365,14 @@ class Scheduler:
         ]
 
     def _count_hit(self, request: Request, hit: PrefixHit, out: SchedulerOutput) -> None:
-        """Count what a request finds at its first admission.  Tokens of the answer that are known
-        by now may be cached, too."""
+        """Count the cached tokens of a prompt at its first admission.  The hit may reach into an
+        answer that is known by then."""
         num_prompt = request.num_prompt_tokens
         num_cached = request.num_cached_tokens = min(hit.num_tokens, num_prompt)
         if self.kv.enable_caching and not request.skip_prefix_cache_read:
-            out.counts.prefix_hit_tokens += num_cached
-            out.counts.prefix_queried_tokens += num_prompt
-            out.counts.prefix_lost_tokens += min(hit.num_in_blocks, num_prompt) - num_cached
+            out.counts.prefix_cache_hit_tokens += num_cached
+            out.counts.prefix_cache_queried_tokens += num_prompt
+            out.counts.prefix_cache_lost_tokens += min(hit.num_in_blocks, num_prompt) - num_cached
 
     def spare_blocks(self) -> list[int]:
         """Blocks per KV group left once every running request has what it wants."""
@@ -396,7 +396,7 @@ class Scheduler:
         assert blocks is not None, "a chunk was scheduled without its blocks"
         out.total_num_scheduled_tokens += num_new_tokens
         again = min(end, request.num_computed_before) - start
-        out.counts.num_recomputed_tokens += max(again, 0)
+        out.counts.recomputed_tokens += max(again, 0)
         if self.shares_in_step:
             out.named += self.kv.name_blocks(request, start, end)
         state = None

@@ -1,7 +1,7 @@
 """The scheduler's decision for one step."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 
 from vllm_metal_lite.batch.forward_batch import SegmentState
 from vllm_metal_lite.scheduler.kv_manager import NewBlocks
@@ -50,16 +50,19 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class TokenCounts:
-    """prefix_lost_tokens: in cached blocks, but without a recurrent state at their end."""
+    """Under their names as metrics.
 
-    num_recomputed_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    prefix_queried_tokens: int = 0
-    prefix_lost_tokens: int = 0
+    prefix_cache_lost_tokens: in cached blocks, but without a recurrent state at their end.
+    """
+
+    recomputed_tokens: int = 0
+    prefix_cache_hit_tokens: int = 0
+    prefix_cache_queried_tokens: int = 0
+    prefix_cache_lost_tokens: int = 0
 
     def add(self, other: "TokenCounts") -> None:
-        for name, value in asdict(other).items():
-            setattr(self, name, getattr(self, name) + value)
+        for name in (f.name for f in fields(self)):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 @dataclass(slots=True)

@@ -54,7 +54,7 @@ def arguments_of(arguments: Any) -> dict[str, Any]:
             value = json.loads(arguments, strict=False)
     if isinstance(value, dict):
         return value
-    return {"INVALID_JSON": arguments} if value else {}
+    return {} if value in (None, "", []) else {"INVALID_JSON": arguments}
 
 
 def function_call(

@@ -30,10 +30,10 @@ def look_up(token_ids: np.ndarray, most: int) -> np.ndarray:
 
 
 def _after_edit(following: np.ndarray, skipped: int, newest: int) -> int:
-    """How many of the tokens behind a match belong to an edit of the last `skipped` tokens.
+    """The number of tokens after a match that an edit of the last `skipped` tokens replaces.
 
-    The newest token, if it stands close behind the match, shows what was deleted or inserted.
-    Otherwise the newest tokens replace as many others.
+    If the newest token occurs shortly after the match, the edit ends there.  Otherwise the newest
+    tokens replace as many others.
     """
     same = np.flatnonzero(following[:-1][: skipped + 2] == newest)
     return int(same[0]) + 1 if len(same) else skipped

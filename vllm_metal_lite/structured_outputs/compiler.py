@@ -35,8 +35,10 @@ _stack, _threads = threading.Lock(), threading.Semaphore(_MAX_THREADS)
 
 
 class Compiler:
-    """The grammars of one tokenizer.  Those used last are kept, and why they failed: a thread may
-    have compiled the grammar of a request that the engine is about to take.  Threads may share it.
+    """Compiles grammars for one tokenizer, and keeps the last results.  Thread-safe.
+
+    Errors are kept too: the server compiles a request's grammar on a thread, and the engine asks
+    for the same grammar when it takes the request.
     """
 
     def __init__(self, tokenizer: LLTokenizer) -> None:

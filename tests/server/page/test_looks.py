@@ -68,7 +68,7 @@ def test_a_phone_shows_the_samples_button_beside_its_title(show, width):
 
 @pytest.mark.parametrize("thinking", [True, False, None])
 def test_the_thinking_switch_is_shown_where_the_model_has_one(show, thinking):
-    """Also of a model that is not loaded yet, and where a conversation has it set."""
+    """A model that is not loaded has the switch too, and so has a conversation that set it."""
     shown = show(opens=False)
     page = shown.page
 

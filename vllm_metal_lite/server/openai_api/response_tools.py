@@ -94,7 +94,7 @@ class ResponseTools:
         return True
 
     def _name_of(self, chosen: Any, where: str) -> str | None:
-        """The model's name of a tool that the client names, with its namespace or without."""
+        """The model's name for a tool.  The client may leave out the namespace."""
         if required_type(chosen, where) not in _TOOLS:
             return None
         name = required_text(chosen, "name", where)
