@@ -12,9 +12,9 @@ from vllm_metal_lite import SamplingParams
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
 from vllm_metal_lite.attention.sdpa import execute as sdpa_run
-from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
+from vllm_metal_lite.kernels.registry import Verdict
 
 
 @pytest.fixture(autouse=True)

@@ -21,9 +21,9 @@ from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import SamplingParams, backend
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.segments import as_decodes
-from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.devices import profile
+from vllm_metal_lite.kernels.registry import Verdict
 
 needs_host = pytest.mark.skipif(not backend.is_cpu(), reason="for the CPU host")
 

@@ -7,10 +7,10 @@ import pytest
 
 from tests.support.kernels.device import pretend_gpu
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.select import Verdict, no_kernels, select
+from vllm_metal_lite.attention.select import no_kernels, select
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ConfigError
-from vllm_metal_lite.kernels.registry import REGISTRY
+from vllm_metal_lite.kernels.registry import REGISTRY, Verdict
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.specs import AttentionShape
 

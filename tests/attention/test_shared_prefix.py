@@ -16,8 +16,8 @@ from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged import decodes
 from vllm_metal_lite.attention.paged.shared_prefix import PrefixSearch, find_shared_prefix
-from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import verdicts
+from vllm_metal_lite.kernels.registry import Verdict
 
 DECODES = make_batch([(0, 1)])
 

@@ -26,10 +26,10 @@ from tests.support.kernels.broken_machine import (
 )
 from tests.support.kernels.device import change_device
 from tests.support.models import tiny_models as tiny
-from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import isolated, verdicts
 from vllm_metal_lite.checks.verdicts import verify
 from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kernels.registry import Verdict
 
 pytestmark = pytest.mark.usefixtures("a_gpu")
 

@@ -13,7 +13,7 @@ from metal.host import HostKernel, installed
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated, ordering
 from vllm_metal_lite.checks.ordering import BUFFERS, GraphSizes, build, problem, stress
-from vllm_metal_lite.kernels.arguments import LayerStore
+from vllm_metal_lite.kernels.store import LayerStore
 
 TINY = GraphSizes(launches=24, sequences=2, context=32, num_heads=2, num_kv_heads=1, head_dim=16)
 KERNELS = "kv_write", "kv_gather", "paged_decode"

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from tests.support.kernels.broken_machine import MISCOMPILED, miscompile
-from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated
 from vllm_metal_lite.checks.check import Check, MixtureShape
@@ -17,6 +16,7 @@ from vllm_metal_lite.checks.result import CheckResult, Speed
 from vllm_metal_lite.checks.run_check import run
 from vllm_metal_lite.checks.verdicts import verify
 from vllm_metal_lite.kernels.findings import Findings
+from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.specs import (
     AttentionShape,
     ConvShape,

@@ -5,8 +5,8 @@ import pytest
 from metal.host import installed
 from tests.support.kernels.device import change_device
 from tests.support.models import tiny_models as tiny
-from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import verdicts
+from vllm_metal_lite.kernels.registry import Verdict
 
 # Alike for three blocks; long enough for splits where those are short; more rows than one decodes.
 PREFIX = [1 + i % 50 for i in range(90)]

@@ -17,7 +17,6 @@ from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import CANNOT_RUN, CONFIGS, VOCAB, config_of
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.pending_heads import Heads, same_rope
-from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.config import EngineConfig
@@ -34,9 +33,10 @@ from vllm_metal_lite.fusion.joined import (
 from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.fusion.norms import Sum
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
-from vllm_metal_lite.kernels.arguments import RMSNorm
+from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.launch import Kernel
-from vllm_metal_lite.kernels.new_rows import Columns, Rope
+from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
+from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import trial
 from vllm_metal_lite.model.adapters.modules import adapt

@@ -17,8 +17,8 @@ from tests.support.kernels.attention_cases import RAGGED, PagedSequences
 from tests.support.kernels.new_rows_cases import NewRowsCase
 from vllm_metal_lite.attention.paged.decodes import reads_new_rows
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import LayerStore, new_ticket
 from vllm_metal_lite.kernels.rope_write import rope_write
+from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 
 pytestmark = pytest.mark.usefixtures("host")
 WRITTEN = STORE

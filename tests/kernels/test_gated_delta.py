@@ -24,10 +24,10 @@ from tests.support.kernels.recurrent_cases import (
 )
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import new_ticket
-from vllm_metal_lite.kernels.gated_delta import gated_delta, recurrence_problem
-from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.columns import Columns
+from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.recurrence import QKNorm, column_gates, delta_gates, time_gates
+from vllm_metal_lite.kernels.store import new_ticket
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")
 WRITTEN = ("states",)
@@ -401,19 +401,6 @@ def test_bad_input_is_named(change, message):
     gates = arrays.pop("gates")
     with pytest.raises(ValueError, match=message):
         gated_delta(**arrays, gates=given(*gates), max_seqlen=2)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ((272, 8, mx.float32), "key size 272 is not a multiple of 16 up to 256"),
-        ((24, 8, mx.float32), "key size 24 is not"),
-        ((16, 12, mx.float32), "head size 12 is not a multiple of 8"),
-        ((16, 8, mx.int32), "no kernels for mlx.core.int32"),
-    ],
-)
-def test_sizes_that_are_not_served_are_named(sizes, message):
-    assert message in recurrence_problem(*sizes)
 
 
 @pytest.mark.parametrize(

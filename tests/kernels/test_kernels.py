@@ -15,11 +15,11 @@ from tests.support.kernels.arrays import STORE, TOLERANCE, draw, raw
 from tests.support.kernels.attention_cases import RAGGED, PagedSequences
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import decode
-from vllm_metal_lite.kernels.arguments import LayerStore, new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
-from vllm_metal_lite.kernels.decode import merge_partitions
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kernels.merge_partitions import merge_partitions
+from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec
 
 pytestmark = pytest.mark.usefixtures("host")

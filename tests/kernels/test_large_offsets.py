@@ -16,13 +16,13 @@ from tests.support.kernels.arrays import floats
 from tests.support.kernels.recurrent_cases import given
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import source
-from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
+from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.experts import ExpertWeight, expert_product, plan_experts
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
-from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.segments import pack_segments
+from vllm_metal_lite.kernels.store import new_ticket
 
 BEYOND = 1 << 31
 # Memory that is not counted before a page is touched.

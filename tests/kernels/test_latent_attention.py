@@ -17,8 +17,8 @@ from tests.support.kernels.attention_cases import AttentionCase, segments_of
 from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import latent_attention as module
-from vllm_metal_lite.kernels.arguments import latent_problem
 from vllm_metal_lite.kernels.latent_attention import decode_tiles, latent_attention
+from vllm_metal_lite.kernels.limits import latent_problem
 from vllm_metal_lite.kernels.prefill import TILE_ROWS
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")

@@ -14,9 +14,9 @@ from tests.support.kernels.arrays import TOLERANCE
 from tests.support.kernels.attention_cases import PagedSequences
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import new_ticket
-from vllm_metal_lite.kernels.decode import merge_partitions
+from vllm_metal_lite.kernels.merge_partitions import merge_partitions
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, prefix_splits
+from vllm_metal_lite.kernels.store import new_ticket
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")
 

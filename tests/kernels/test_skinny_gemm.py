@@ -10,7 +10,7 @@ from tests.support.kernels.arrays import floats, normal
 from tests.support.kernels.expert_cases import HALF_A_STEP
 from tests.support.kernels.quantised_weights import dequantised
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import RMSNorm
+from vllm_metal_lite.kernels.norm_rope import RMSNorm
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS, GemmPlan, fits, gemm_plan, skinny_gemm
 from vllm_metal_lite.kernels.weights import READABLE, QuantisedWeight, Weight, quantised, shape_of
 from vllm_metal_lite.specs import Quantisation, WeightShape

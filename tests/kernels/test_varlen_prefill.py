@@ -22,7 +22,7 @@ from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels import prefill
-from vllm_metal_lite.kernels.arguments import MAX_PREFILL_DIM, head_size_problem
+from vllm_metal_lite.kernels.limits import MAX_PREFILL_DIM, head_size_problem
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")
 

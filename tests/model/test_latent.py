@@ -18,9 +18,9 @@ from tests.support.models import configs as arch_configs
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
-from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache

@@ -17,7 +17,7 @@ from tests.support.models.conformance import TOLERANCE, native_logits
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.fusion.launches import fuse
-from vllm_metal_lite.kernels.arguments import bits
+from vllm_metal_lite.kernels.launch import bits
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import loader, trial
 from vllm_metal_lite.model.adapters.modules import rotation_limit

@@ -23,10 +23,10 @@ from tests.support.models.recurrent_steps import (
 )
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, SegmentState
+from vllm_metal_lite.kernels.limits import recurrence_problem
 from vllm_metal_lite.kernels.recurrence import QKNorm
 from vllm_metal_lite.kv.state_store import Key
 from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace, StepRecurrence
-from vllm_metal_lite.recurrence.kernels import recurrence_unsupported
 from vllm_metal_lite.specs import ConvShape, RecurrenceShape
 
 CHANNELS, SIZE = 12, 4
@@ -204,7 +204,13 @@ def test_mlxs_own_gated_delta_rule_agrees(step):
         (ConvShape(7, 4, False, True, mx.float16), "there is no kernel for a 7 channels"),
         (ConvShape(64, 4, False, True, mx.int32), "there are no kernels for mlx.core.int32"),
         (RecurrenceShape(2, 4, 24, 8, mx.float16), "key size 24 is not"),
+        (
+            RecurrenceShape(2, 4, 272, 8, mx.float32),
+            "key size 272 is not a multiple of 16 up to 256",
+        ),
+        (RecurrenceShape(2, 4, 16, 12, mx.float32), "head size 12 is not a multiple of 8"),
+        (RecurrenceShape(2, 4, 16, 8, mx.int32), "no kernels for mlx.core.int32"),
     ],
 )
 def test_layers_that_no_kernel_serves_are_named(shape, message):
-    assert message in recurrence_unsupported(shape)
+    assert message in recurrence_problem(shape)

@@ -27,8 +27,8 @@ from vllm_metal_lite import devices
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.kernels import source
-from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kernels.store import new_ticket
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.packed import NO_FUSION
 from vllm_metal_lite.runner.runner import ModelRunner

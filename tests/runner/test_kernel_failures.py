@@ -16,11 +16,12 @@ from tests.support.kernels.device import change_device, pretend_gpu
 from tests.support.kernels.failing import MESSAGE, FailingKernels
 from tests.support.models import tiny_models as tiny
 from tests.support.models.rounding import of_16_bits
-from vllm_metal_lite.attention.select import Verdict, select
+from vllm_metal_lite.attention.select import select
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.async_engine import AsyncEngine
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.fusion import decide
+from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.model.packed import NO_FUSION
 from vllm_metal_lite.sampling_params import SamplingParams
 

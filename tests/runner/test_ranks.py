@@ -19,12 +19,12 @@ from tests.support.kernels.launches import watch
 from tests.support.models import tiny_models as tiny
 from tests.support.models.rounding import of_16_bits
 from tests.support.server.command import eventually
-from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.distributed import ALONE
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.fusion import decide
+from vllm_metal_lite.kernels.registry import Verdict
 
 HERE = "tests.runner.test_ranks"
 PREFIX = tiny.prompts(1, 16, 16, seed=3)[0]

@@ -7,8 +7,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh
 from metal.host import installed
 from tests.vllm_plugin import kit
 from tests.vllm_plugin.test_greedy import CHUNKS, PLAIN, PREFIX, SHARED, check
-from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import verdicts
+from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.vllm_plugin.kv_layers import KVLayers
 
 # A request takes 13 blocks of the full group; of two others, what a window and a step touch.

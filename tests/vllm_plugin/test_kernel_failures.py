@@ -11,8 +11,8 @@ from tests.support.kernels.device import change_device
 from tests.support.kernels.failing import FailingKernels
 from tests.vllm_plugin import kit
 from vllm_metal_lite.attention import select
-from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import verdicts
+from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.model.packed import NO_FUSION
 from vllm_metal_lite.vllm_plugin.worker import MetalLiteWorker
 
@@ -25,7 +25,7 @@ CHUNKS = {"max_num_batched_tokens": 16}
 def kernels(monkeypatch):
     """The worker uses the kernels, on the CPU host."""
     change_device(monkeypatch, rows_as_decodes=0)
-    monkeypatch.setattr(select, "_unsupported", lambda *_: None)
+    monkeypatch.setattr(select, "_problem", lambda *_: None)
     monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}, "varlen"))
     with installed():
         yield

@@ -17,9 +17,9 @@ from tests.vllm_plugin.test_greedy import (
     TINY_POOL,
     check,
 )
-from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.batch.forward_batch import SegmentState
 from vllm_metal_lite.checks import verdicts
+from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.vllm_plugin import state_slot_manager, worker
 from vllm_metal_lite.vllm_plugin.translate import segment_slots
 

@@ -23,15 +23,16 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.timed_store import TimedStore
 from vllm_metal_lite.devices import PROFILES, profile
 from vllm_metal_lite.kernels import timing
-from vllm_metal_lite.kernels.arguments import LayerStore, RMSNorm, new_ticket
+from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.decode import paged_decode
 from vllm_metal_lite.kernels.experts import Activation, Experts, ExpertWeight, expert_mlp
 from vllm_metal_lite.kernels.gated_delta import gated_delta
-from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.norm_rope import RMSNorm
 from vllm_metal_lite.kernels.recurrence import QKNorm, delta_gates
 from vllm_metal_lite.kernels.segments import pack_segments
 from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix
 from vllm_metal_lite.kernels.skinny_gemm import skinny_gemm
+from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kernels.weights import quantised
 from vllm_metal_lite.specs import AttentionShape, Quantisation
 

@@ -27,9 +27,9 @@ from tests.support.kernels.device import pretend_gpu
 from tests.support.models import tiny_models as tiny
 from tools.lib.frame import parser_of, print_table, run_main
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import isolated, verdicts
 from vllm_metal_lite.kernels.findings import Findings
+from vllm_metal_lite.kernels.registry import Verdict
 
 EQUAL = "equal"
 HANGS = 15.0  # seconds until the kernel that hangs is given up

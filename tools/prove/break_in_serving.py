@@ -27,12 +27,11 @@ from tests.support.models import tiny_models
 from tests.support.models.rounding import of_16_bits
 from tools.lib.frame import parser_of, print_table, run_main
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend
-from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.kernels import source
-from vllm_metal_lite.kernels.registry import REGISTRY
+from vllm_metal_lite.kernels.registry import REGISTRY, Verdict
 from vllm_metal_lite.model.loader import load
 from vllm_metal_lite.model.packed import NO_FUSION
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from vllm_metal_lite.kernels.arguments import RMSNorm
-from vllm_metal_lite.kernels.new_rows import Columns, Rope
+from vllm_metal_lite.kernels.columns import Columns
+from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
 
 
 @dataclass(frozen=True, slots=True)

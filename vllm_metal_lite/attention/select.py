@@ -2,39 +2,18 @@
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Attention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.errors import ConfigError, Option
-from vllm_metal_lite.kernels.arguments import unsupported
-from vllm_metal_lite.kernels.registry import REFERENCE, REGISTRY, unused_kernels
+from vllm_metal_lite.kernels.limits import attention_problem, recurrence_problem
+from vllm_metal_lite.kernels.registry import REFERENCE, REGISTRY, Verdict, unused_kernels
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.recurrence.kernels import recurrence_unsupported
 from vllm_metal_lite.specs import AttentionShape, RecurrentShape
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Results of the kernel checks on this device.
-
-    failures: kernel -> why it is replaced, in one line.
-    prefill: the faster path for prompts, "varlen" or "gather".
-    """
-
-    failures: dict[str, str]
-    prefill: str = "gather"
-
-    @classmethod
-    def of_all(cls, verdicts: Sequence["Verdict"]) -> "Verdict":
-        """The verdict for several devices that must take the same path."""
-        failures = {kernel: line for v in reversed(verdicts) for kernel, line in v.failures.items()}
-        prefills = {v.prefill for v in verdicts}
-        return cls(failures, "varlen" if prefills == {"varlen"} else "gather")
 
 
 def no_kernels(
@@ -55,7 +34,7 @@ def no_kernels(
         by_segment = f"this model's attention runs a segment at a time: {by_segment}"
     if option == "reference":
         return "asked for" if by_segment is None else f"asked for; {by_segment}"
-    reason = by_segment or _unsupported(option, shapes, recurrences)
+    reason = by_segment or _problem(option, shapes, recurrences)
     _check_option(option, reason)
     return reason
 
@@ -114,7 +93,7 @@ def _prefill(shapes: Sequence[AttentionShape], verdict: Verdict) -> tuple[str, s
     unused = [row for row in REGISTRY.values() if row.name in unused_kernels(verdict.failures)]
     fatal = next((row.name for row in unused if row.essential), None)
     choices = {"varlen", "gather"} - {row.prefill for row in unused}
-    if any(unsupported(shape, prefill=True) for shape in shapes):
+    if any(attention_problem(shape, prefill=True) for shape in shapes):
         choices.discard("varlen")
     if not choices:
         return verdict.prefill, fatal or next(r.name for r in unused if r.prefill == "gather")
@@ -124,12 +103,12 @@ def _prefill(shapes: Sequence[AttentionShape], verdict: Verdict) -> tuple[str, s
     return only, fatal
 
 
-def _unsupported(
+def _problem(
     option: str, shapes: Sequence[AttentionShape], recurrences: Collection[RecurrentShape]
 ) -> str | None:
     if not shapes and not recurrences:
         return "no layer of this model has a kernel"
     if option == "auto" and backend.is_cpu():
         return "kernels need a GPU"
-    reasons = (*map(unsupported, shapes), *map(recurrence_unsupported, recurrences))
+    reasons = (*map(attention_problem, shapes), *map(recurrence_problem, recurrences))
     return next((reason for reason in reasons if reason is not None), None)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import LayerStore
+from vllm_metal_lite.kernels.store import LayerStore
 
 # Largest |kernel - reference| / (1 + |reference|).  The reference computes in float32 from the same
 # rounded inputs; a kernel rounds its result, and in prompts also the weights, to the type.

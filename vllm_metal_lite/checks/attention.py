@@ -18,7 +18,6 @@ from vllm_metal_lite.checks.case import CONTEXTS, Case, case_of
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.new_rows import new_rows, tolerance
 from vllm_metal_lite.checks.values import draw, padded, rounded
-from vllm_metal_lite.kernels.arguments import LayerStore, new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
@@ -26,6 +25,7 @@ from vllm_metal_lite.kernels.latent_attention import BatchArrays, decode_tiles, 
 from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.prefill import varlen_prefill
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix
+from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.specs import AttentionShape
 
 # Plans of serving: for a context in one piece, and for one in several.

@@ -19,12 +19,14 @@ from vllm_metal_lite.checks.new_rows import drawn, new_rows
 from vllm_metal_lite.checks.timed_store import TimedStore
 from vllm_metal_lite.checks.values import EPS
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
-from vllm_metal_lite.kernels.arguments import LayerStore, new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_write
+from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_write import NewLatents
-from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
+from vllm_metal_lite.kernels.new_rows import NewRows
+from vllm_metal_lite.kernels.norm_rope import Rope
+from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.specs import AttentionShape, GatedNormShape
 

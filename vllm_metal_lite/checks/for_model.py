@@ -6,7 +6,7 @@ from dataclasses import replace
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.check import Check, MixtureShape, NormShape, ProductShape
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import tiles_serve, unsupported
+from vllm_metal_lite.kernels.limits import attention_problem, tiles_serve
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS, multiplies_in_lanes
 from vllm_metal_lite.specs import (
     AttentionShape,
@@ -94,7 +94,7 @@ def _attention(shape: AttentionShape, use: KernelUse) -> list[Check]:
     if shares(shape, use):
         checks.append(Check("shared_prefix", shape, size))
         checks.append(Check("merge_partitions", shape, size, beside=("shared_prefix",)))
-    if unsupported(shape, prefill=True) is None:
+    if attention_problem(shape, prefill=True) is None:
         checks.append(Check("varlen_prefill", shape, size))
     checks.append(Check("gather_rows", _heads_only(shape)))
     return checks

@@ -10,8 +10,8 @@ from vllm_metal_lite.checks.accuracy import TOLERANCE, largest, largest_error
 from vllm_metal_lite.checks.check import Check, NormShape, ProductShape
 from vllm_metal_lite.checks.values import EPS, ROWS, activated, draw, draw_weight, rms_norm, rounded
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
-from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.experts import Activation
+from vllm_metal_lite.kernels.norm_rope import RMSNorm
 from vllm_metal_lite.kernels.skinny_gemm import gemm_plan, skinny_gemm
 
 _MOST_OUTPUTS = 256

@@ -13,10 +13,12 @@ from vllm_metal_lite.checks.case import spec_of
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.values import EPS, ROWS, draw, rms_norm, rounded
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import LayerStore, RMSNorm, new_ticket
+from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
-from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
+from vllm_metal_lite.kernels.new_rows import NewRows
+from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
 from vllm_metal_lite.kernels.rope_write import rope_write
+from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.specs import AttentionShape, RopeShape
 
 # With a base, a frequency is a float32 exp2, exact to two units in the last place, and the error of

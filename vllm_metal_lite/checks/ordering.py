@@ -1,6 +1,6 @@
 """Checks that this device runs the writes and reads of a graph in order.
 
-MLX cannot see a write through an input, so a ticket orders the launches (kernels/arguments.py).
+MLX cannot see a write through an input, so a ticket orders the launches (kernels/store.py).
 Here one graph of many writes and reads is built, and evaluated at once.
 
 All keys are zero, so attention gives them equal weight; write n stores the number n as all values,
@@ -21,9 +21,9 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated
 from vllm_metal_lite.errors import one_line
-from vllm_metal_lite.kernels.arguments import LayerStore, new_ticket
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
+from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec
 
 # Launches a command buffer, by what the user reads.

@@ -17,10 +17,10 @@ from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.checks.accuracy import TOLERANCE, largest, largest_error
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.values import EPS, ROWS, draw
-from vllm_metal_lite.kernels.arguments import new_ticket
+from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
-from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.recurrence import QKNorm
+from vllm_metal_lite.kernels.store import new_ticket
 from vllm_metal_lite.kv.state_store import Key, StateSpec, StateStore
 from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace, StepRecurrence
 from vllm_metal_lite.recurrence.kernels import KernelRecurrence, SegmentPlan

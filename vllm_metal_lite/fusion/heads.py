@@ -18,8 +18,8 @@ from vllm_metal_lite.attention.pending_heads import Heads, Latents
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.current import current
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
-from vllm_metal_lite.kernels.arguments import RMSNorm
-from vllm_metal_lite.kernels.new_rows import Columns, Rope
+from vllm_metal_lite.kernels.columns import Columns
+from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
 from vllm_metal_lite.model.seam.scaling import ScalingAt
 
 

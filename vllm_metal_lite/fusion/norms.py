@@ -14,9 +14,9 @@ from vllm_metal_lite.fusion.current import current
 from vllm_metal_lite.fusion.products import Multiplied
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
-from vllm_metal_lite.kernels.arguments import RMSNorm
+from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
-from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.norm_rope import RMSNorm
 
 
 @dataclass(frozen=True, slots=True)

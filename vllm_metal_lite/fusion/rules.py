@@ -24,7 +24,7 @@ from vllm_metal_lite.fusion.norms import Sum
 from vllm_metal_lite.fusion.products import Activated
 from vllm_metal_lite.fusion.routing import Choice, Gathered, Partition, RouterScores, Total
 from vllm_metal_lite.fusion.traced import Function, Traced, origin_of
-from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.model.seam.hooks import Hook
 
 # Every other origin, or none.

@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm_metal_lite.attention.pending_heads import Heads
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.model.seam.layer_cache import RotaryKeys
 from vllm_metal_lite.recurrence.columns import ColumnsOf
 

@@ -1,8 +1,8 @@
 """A residual sum and its RMS norm in one launch."""
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import RMSNorm, bits, check_array, norm_dtype
-from vllm_metal_lite.kernels.launch import Kernel, Template
+from vllm_metal_lite.kernels.launch import Kernel, Template, bits, check_array
+from vllm_metal_lite.kernels.norm_rope import RMSNorm, norm_dtype
 
 _ADD_RMS_NORM = Kernel("add_rms_norm", ["x", "y", "weight", "y_weight"], ["sum", "normed"])
 

@@ -3,8 +3,8 @@
 import math
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import STORE, TICKET_SHAPE, LayerStore, grid_for
-from vllm_metal_lite.kernels.launch import Kernel, Template
+from vllm_metal_lite.kernels.launch import Kernel, Template, grid_for
+from vllm_metal_lite.kernels.store import STORE, TICKET_SHAPE, LayerStore
 
 _KV_WRITE = Kernel("kv_write", ["k", "v", "slot_mapping", *STORE], ["next_ticket"])
 _KV_GATHER = Kernel("kv_gather", ["kv_slots", *STORE], ["k", "v", "next_ticket"])

@@ -3,9 +3,9 @@
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import TICKET_SHAPE, check_array, grid_for
-from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template
-from vllm_metal_lite.kernels.new_rows import Columns, columns_template
+from vllm_metal_lite.kernels.columns import Columns, columns_template
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template, check_array, grid_for
+from vllm_metal_lite.kernels.store import TICKET_SHAPE
 
 _CAUSAL_CONV = Kernel(
     "causal_conv",
@@ -15,8 +15,6 @@ _CAUSAL_CONV = Kernel(
 
 # Rows of a tile: enough that reading the rows before it costs little.
 TILE_ROWS = 16
-# The longest convolution, because the rows before a row stay in registers.
-MAX_KERNEL_SIZE = 8
 
 
 def plan_conv_tiles(segments: np.ndarray) -> np.ndarray:

@@ -5,23 +5,16 @@ from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import (
-    MAX_SPLITS,
-    STORE,
-    TICKET_SHAPE,
-    LayerStore,
-    bits,
-    grid_for,
-)
-from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template, bits
+from vllm_metal_lite.kernels.merge_partitions import merge_partitions
 from vllm_metal_lite.kernels.new_rows import NewRows, query_inputs
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult
+from vllm_metal_lite.kernels.store import STORE, TICKET_SHAPE, LayerStore
 from vllm_metal_lite.kv.row_format import RowFormat
 
 _ROWS = ("q", "k", "v", "q_weight", "k_weight", "freqs")
 _CONTEXT = ("block_tables", "seq_lens", "sinks", "prefix", "prefix_lse", "prefix_lens")
 _PAGED_DECODE = Kernel("paged_decode", [*_ROWS, *_CONTEXT, *STORE], ["out", "lse"])
-_MERGE = Kernel("merge_partitions", ["partial", "lse"], ["out"])
 
 
 class DecodePlan(NamedTuple):
@@ -86,16 +79,6 @@ def paged_decode(
     if partial:
         out = merge_partitions(out, lse, dtype)
     return out, lse
-
-
-def merge_partitions(partial: mx.array, lse: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Merge attention over splits: partial (B, H, splits, D), lse (B, H, splits) -> (B, H, D)."""
-    batch, heads, splits, dim = partial.shape
-    threads, _ = grid_for(dim)
-    inputs = [partial.reshape(-1, splits, dim), lse.reshape(-1, splits)]
-    template: Template = {"T": dtype, "V_DIM": dim, "THREADS": threads, "MAX_SPLITS": MAX_SPLITS}
-    grid, shape = (batch * heads, 1, 1), (batch, heads, dim)
-    return _MERGE(inputs, template, grid, threads, [shape], [dtype])[0]
 
 
 def _load_words(row: RowFormat) -> int:

@@ -3,8 +3,7 @@
 from typing import Literal, NamedTuple, get_args
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import bits, check_array
-from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template, bits, check_array
 
 _TOPK = Kernel("expert_topk", ["logits", "bias"], ["indices", "weights"])
 

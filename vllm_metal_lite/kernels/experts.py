@@ -5,8 +5,14 @@ from functools import cache
 from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import bits, check_array, grid_for
-from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template
+from vllm_metal_lite.kernels.launch import (
+    MIN_ELEMENTS,
+    Kernel,
+    Template,
+    bits,
+    check_array,
+    grid_for,
+)
 from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS, GemmPlan, multiplies_in_lanes
 from vllm_metal_lite.kernels.weights import (
     Weight,

@@ -1,10 +1,10 @@
 """The gated delta rule over packed rows, which also computes Mamba 2's state space update."""
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import TICKET_SHAPE, check_array, head_size_problem
-from vllm_metal_lite.kernels.launch import Kernel, Template
-from vllm_metal_lite.kernels.new_rows import Columns, columns_template
+from vllm_metal_lite.kernels.columns import Columns, columns_template
+from vllm_metal_lite.kernels.launch import Kernel, Template, check_array
 from vllm_metal_lite.kernels.recurrence import Gates, QKNorm
+from vllm_metal_lite.kernels.store import TICKET_SHAPE
 
 _GATED_DELTA = Kernel(
     "gated_delta",
@@ -12,19 +12,8 @@ _GATED_DELTA = Kernel(
     ["y", "next_ticket"],
 )
 
-# The largest rows of q and k, which lie in threadgroup memory, and of v.
-MAX_K_DIM, MAX_V_DIM = 256, 1024
 # Most simdgroups of a threadgroup: in general, and for tiles of wide keys.
 _SIMDGROUPS, _WIDE_SIMDGROUPS = 4, 8
-
-
-def recurrence_problem(k_dim: int, v_dim: int, dtype: mx.Dtype) -> str | None:
-    """Why the kernel cannot serve states (v_dim, k_dim) and rows of dtype, or None if it can."""
-    if dtype not in (mx.float32, mx.float16, mx.bfloat16):
-        return f"there are no kernels for {dtype}"
-    if k_dim % 16 or not 16 <= k_dim <= MAX_K_DIM:
-        return f"key size {k_dim} is not a multiple of 16 up to {MAX_K_DIM}"
-    return head_size_problem((v_dim,), MAX_V_DIM)
 
 
 def gated_delta(

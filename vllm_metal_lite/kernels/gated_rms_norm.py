@@ -1,9 +1,8 @@
 """The norm behind a recurrence and its gate, in one launch."""
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import bits, check_array
-from vllm_metal_lite.kernels.launch import Kernel, Template
-from vllm_metal_lite.kernels.new_rows import Columns, columns_template
+from vllm_metal_lite.kernels.columns import Columns, columns_template
+from vllm_metal_lite.kernels.launch import Kernel, Template, bits, check_array
 
 _GATED_RMS_NORM = Kernel("gated_rms_norm", ["x", "z", "weight"], ["y"])
 

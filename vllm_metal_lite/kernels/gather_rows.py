@@ -3,8 +3,7 @@
 import math
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import grid_for
-from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template, grid_for
 
 _GATHER_ROWS = Kernel("gather_rows", ["rows", "index"], ["out"])
 

@@ -7,10 +7,10 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import STORE, TICKET_SHAPE, LayerStore, bits
-from vllm_metal_lite.kernels.decode import merge_partitions
-from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template, bits
+from vllm_metal_lite.kernels.merge_partitions import merge_partitions
 from vllm_metal_lite.kernels.prefill import TILE_ROWS
+from vllm_metal_lite.kernels.store import STORE, TICKET_SHAPE, LayerStore
 
 _LATENT_ATTENTION = Kernel(
     "latent_attention",

@@ -4,16 +4,10 @@ in one launch."""
 from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import (
-    STORE,
-    TICKET_SHAPE,
-    LayerStore,
-    RMSNorm,
-    bits,
-    norm_dtype,
-)
-from vllm_metal_lite.kernels.launch import Kernel, Template
-from vllm_metal_lite.kernels.new_rows import Columns, Rope, columns_template
+from vllm_metal_lite.kernels.columns import Columns, columns_template
+from vllm_metal_lite.kernels.launch import Kernel, Template, bits
+from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope, norm_dtype
+from vllm_metal_lite.kernels.store import STORE, TICKET_SHAPE, LayerStore
 
 _ROWS = ("q", "latent", "k_pe", "weight", "freqs", "positions", "slot_mapping")
 _LATENT_WRITE = Kernel("latent_write", [*_ROWS, *STORE], ["out", "next_ticket"])

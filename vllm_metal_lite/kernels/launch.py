@@ -6,6 +6,8 @@ from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.kernels import registry, source
@@ -17,6 +19,32 @@ Template = dict[str, int | mx.Dtype]
 MIN_ELEMENTS = 8
 
 _one_by_one: ContextVar[bool] = ContextVar("one_by_one", default=False)
+
+
+@cache
+def bits(x: float) -> int:
+    """The bits of a float32: a template value must be an integer."""
+    return int(np.float32(x).view(np.int32))
+
+
+def grid_for(count: int) -> tuple[int, int]:
+    """Threads of a threadgroup (a multiple of 32, at most 256) and threadgroups for `count`."""
+    threads = min(256, -(-count // 32) * 32)
+    return threads, -(-count // threads)
+
+
+def check_array(
+    name: str, array: mx.array | None, shape: tuple[int, ...], dtype: mx.Dtype | None = None
+) -> None:
+    """Raise ValueError unless an array, if given, has this shape, and this type, if given.
+
+    A kernel would read or write outside of another array, without an error.
+    """
+    if array is None:
+        return
+    if array.shape != shape or (dtype is not None and array.dtype != dtype):
+        wanted = shape if dtype is None else f"{shape} {dtype}"
+        raise ValueError(f"{name} must be {wanted}, not {array.shape} {array.dtype}")
 
 
 class KernelError(RuntimeError):

@@ -1,83 +1,23 @@
 """New rows of a layer, as input for kernels that normalise, rotate and write them."""
 
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import RMSNorm, bits, norm_dtype
-from vllm_metal_lite.kernels.launch import Template
+from vllm_metal_lite.kernels.columns import Columns, columns_template
+from vllm_metal_lite.kernels.launch import Template, bits
+from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope, norm_dtype
 from vllm_metal_lite.kv.store import LayerSpec
 
+# Template values of rows that are not rotated.
+_STILL = Rope(0, False, None, 1.0, None).template
 # Template values that disable the fused inputs.
 _NONE_NEW: Template = {
-    **dict.fromkeys(("DIMS", "TRADITIONAL", "ROPE_SCALE", "LOG2_BASE", "FREQS", "FACTOR"), 0),
+    **_STILL,
     **{f"{x}_{of}": 0 for x in "QKV" for of in ("WIDTH", "START")},
     **{f"{x}_{of}": 0 for x in "QK" for of in ("NORM", "WEIGHT", "EPS")},
     "Q_R": mx.float32,
     "K_R": mx.float32,
 }
-
-
-class Columns(NamedTuple):
-    """The columns from `start` on of an array (N, width) or (N, 1, width), row-contiguous: heads,
-    latents or gates of N packed rows.  origin: of the array (fusion/traced.py), if known.
-    """
-
-    array: mx.array
-    start: int
-    origin: Any = None
-
-
-def columns_template(
-    name: str, columns: Columns, rows: int, size: int, dtype: mx.Dtype
-) -> Template:
-    """Template values for `size` columns of the input `name`: NAME_WIDTH and NAME_START.
-
-    Raises ValueError if the columns lie outside their array, which has `rows` rows of dtype.
-    """
-    (array, start, _), width = columns, columns.array.shape[-1]
-    if not 0 <= start <= width - size or len(array) != rows or array.dtype != dtype:
-        raise ValueError(
-            f"{name} is columns {start} to {start + size} of {rows} rows of {dtype}, "
-            f"but its array is {array.shape} {array.dtype}"
-        )
-    return {f"{name.upper()}_WIDTH": width, f"{name.upper()}_START": start}
-
-
-class Rope(NamedTuple):
-    """The arguments of mx.fast.rope, and the factor of its input.
-
-    dims: leading elements of each head that are rotated, even, at most head_dim.  traditional:
-    pairs are (2i, 2i + 1), not (i, i + dims / 2).  The angle of pair i is scale * position * f with
-    f = base^(-2i / dims), or 1 / freqs[i] where freqs (dims / 2,) float32 is given instead of base.
-    factor: multiplies these elements before the rotation (YaRN, LongRoPE).  Factor and products are
-    rounded to the type of x, as MLX rounds them.
-    """
-
-    dims: int
-    traditional: bool
-    base: float | None
-    scale: float
-    freqs: mx.array | None
-    factor: float = 1.0
-
-    @property
-    def frequencies(self) -> mx.array | None:
-        """The kernel input freqs."""
-        return None if self.freqs is None else self.freqs.astype(mx.float32)
-
-    @property
-    def template(self) -> Template:
-        """Template values of rope.h."""
-        log2_base = 0.0 if self.base is None else np.log2(np.float32(self.base))
-        template: Template = {"DIMS": self.dims, "TRADITIONAL": self.traditional}
-        template |= {"ROPE_SCALE": bits(self.scale), "LOG2_BASE": bits(log2_base)}
-        return template | {"FREQS": self.freqs is not None, "FACTOR": bits(self.factor)}
-
-
-# Template values of rows that are not rotated.
-_STILL = Rope(0, False, None, 1.0, None).template
 
 
 class NewRows(NamedTuple):

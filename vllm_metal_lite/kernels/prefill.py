@@ -2,8 +2,8 @@
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import STORE, TICKET_SHAPE, LayerStore, bits
-from vllm_metal_lite.kernels.launch import Kernel, Template
+from vllm_metal_lite.kernels.launch import Kernel, Template, bits
+from vllm_metal_lite.kernels.store import STORE, TICKET_SHAPE, LayerStore
 
 _ROWS = ("q", "block_tables", "cu_seqlens_q", "seq_lens", "tiles", "sinks")
 _VARLEN_PREFILL = Kernel("varlen_prefill", [*_ROWS, *STORE], ["out", "next_ticket"])

@@ -5,7 +5,7 @@ choice of an attention path, the checks, `doctor`, the fallback in a step, the t
 docs/kernels.md and the tools read these rows.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -135,3 +135,22 @@ def unused_kernels(failed_kernels: Collection[str]) -> frozenset[str]:
     """The kernels that are not used if these fail: these, and those that need one of them."""
     needing = (row.name for row in _ROWS if not set(failed_kernels).isdisjoint(row.needs))
     return frozenset((*failed_kernels, *needing))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Results of the kernel checks on this device.
+
+    failures: kernel -> why it is replaced, in one line.
+    prefill: the faster path for prompts, "varlen" or "gather".
+    """
+
+    failures: dict[str, str]
+    prefill: str = "gather"
+
+    @classmethod
+    def of_all(cls, verdicts: Sequence["Verdict"]) -> "Verdict":
+        """The verdict for several devices that must take the same path."""
+        failures = {kernel: line for v in reversed(verdicts) for kernel, line in v.failures.items()}
+        prefills = {v.prefill for v in verdicts}
+        return cls(failures, "varlen" if prefills == {"varlen"} else "gather")

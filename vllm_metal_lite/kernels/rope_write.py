@@ -3,9 +3,9 @@ in one launch."""
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import STORE, TICKET_SHAPE, LayerStore
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import NewRows
+from vllm_metal_lite.kernels.store import STORE, TICKET_SHAPE, LayerStore
 
 _ROWS = ("q", "k", "v", "q_weight", "k_weight", "freqs", "positions", "slot_mapping")
 _ROPE_WRITE = Kernel("rope_write", [*_ROWS, *STORE], ["out", "next_ticket"])

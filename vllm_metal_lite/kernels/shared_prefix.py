@@ -4,10 +4,11 @@ from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import STORE, LayerStore, bits, num_splits
-from vllm_metal_lite.kernels.launch import Kernel, Template
+from vllm_metal_lite.kernels.launch import Kernel, Template, bits
+from vllm_metal_lite.kernels.merge_partitions import num_splits
 from vllm_metal_lite.kernels.new_rows import NewRows, query_inputs
 from vllm_metal_lite.kernels.prefill import TILE_ROWS, keys_at_once, partners_of
+from vllm_metal_lite.kernels.store import STORE, LayerStore
 
 _ROWS = ("q", "q_weight", "freqs", "block_tables", "seq_lens", "leader", "prefix_lens")
 _SHARED_PREFIX = Kernel("shared_prefix", [*_ROWS, *STORE], ["partial", "lse"])

@@ -4,8 +4,8 @@ from typing import Literal, NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import RMSNorm, bits, check_array
-from vllm_metal_lite.kernels.launch import Kernel, Template
+from vllm_metal_lite.kernels.launch import Kernel, Template, bits, check_array
+from vllm_metal_lite.kernels.norm_rope import RMSNorm
 from vllm_metal_lite.kernels.weights import Weight, inputs_of, readable, shape_of, spread_of
 from vllm_metal_lite.specs import WeightShape
 

@@ -5,7 +5,7 @@ from functools import wraps
 from typing import Any
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.columns import Columns
 
 # Operations that change an array in place.
 _ARITHMETIC = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul")

@@ -6,28 +6,14 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
-from vllm_metal_lite.kernels.causal_conv import MAX_KERNEL_SIZE, causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.gated_delta import gated_delta, recurrence_problem
-from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
-from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
+from vllm_metal_lite.kernels.columns import Columns
+from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.recurrence import Gates, column_gates, delta_gates, time_gates
 from vllm_metal_lite.kernels.segments import pack_segments
 from vllm_metal_lite.kv.state_store import Key, StateStore
 from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace
 from vllm_metal_lite.recurrence.columns import columns_of
-from vllm_metal_lite.specs import ConvShape, RecurrenceShape, RecurrentShape
-
-
-def recurrence_unsupported(shape: RecurrentShape) -> str | None:
-    """Why the kernels cannot serve a recurrent layer of this shape, or None if they can."""
-    if isinstance(shape, RecurrenceShape):
-        return recurrence_problem(shape.k_dim, shape.v_dim, shape.dtype)
-    if isinstance(shape, ConvShape):
-        if shape.dtype not in (mx.float32, mx.float16, mx.bfloat16):
-            return f"there are no kernels for {shape.dtype}"
-        if not 2 <= shape.kernel_size <= MAX_KERNEL_SIZE or shape.channels < MIN_ELEMENTS:
-            return f"there is no kernel for a {shape}"
-    return None
 
 
 class SegmentPlan(NamedTuple):

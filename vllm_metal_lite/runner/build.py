@@ -8,8 +8,9 @@ from importlib import import_module
 from types import ModuleType
 
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
-from vllm_metal_lite.attention.select import Verdict, no_kernels, select
+from vllm_metal_lite.attention.select import no_kernels, select
 from vllm_metal_lite.kernels.launch import KernelError
+from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.runner.runner import ModelRunner

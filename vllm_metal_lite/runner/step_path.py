@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from vllm_metal_lite.attention.base import Attention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
-from vllm_metal_lite.attention.select import Verdict, select
+from vllm_metal_lite.attention.select import select
 from vllm_metal_lite.kernels.launch import KernelError
+from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion
 from vllm_metal_lite.specs import AttentionShape
 

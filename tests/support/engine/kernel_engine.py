@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.kernels.device import RIGHT, pretend_gpu
 from tests.support.models import tiny_models as tiny
-from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.fusion import decide
+from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.model.packed import NO_FUSION
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.support.attention.oracle import paged_attention
 from tests.support.kernels.arrays import TOLERANCE, draw, from_store, in_store
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import LayerStore, new_ticket
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, shared_prefix
+from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec
 
 # Keys of each sequence: the first token of all, an empty row, whole blocks, and the first token of

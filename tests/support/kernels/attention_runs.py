@@ -13,14 +13,17 @@ from tests.support.kernels.device import change_device
 from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import cache_ops, decode, latent_attention
-from vllm_metal_lite.kernels.arguments import LayerStore, RMSNorm, new_ticket
+from vllm_metal_lite.kernels import merge_partitions as merging
+from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.decode import DecodePlan
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
-from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
+from vllm_metal_lite.kernels.new_rows import NewRows
+from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
 from vllm_metal_lite.kernels.prefill import varlen_prefill
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, shared_prefix
+from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec
 
 FACTOR = 1.3466  # of a rotation
@@ -116,7 +119,8 @@ def decode_behind_a_prefix(dtype, splits=3, plan=(1, 2)):
 
 def merge_partitions(dtype):
     """Two rows of 40 splits."""
-    return [decode.merge_partitions(seeded(1, 2, 40, DIM, seed=7), seeded(1, 2, 40, seed=8), dtype)]
+    parts = seeded(1, 2, 40, DIM, seed=7), seeded(1, 2, 40, seed=8)
+    return [merging.merge_partitions(*parts, dtype)]
 
 
 def varlen_prefill_rows(dtype, bits=None):

@@ -13,8 +13,8 @@ import pytest
 
 from metal.host import installed
 from vllm_metal_lite import backend, devices
-from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import isolated, speed, verdicts
+from vllm_metal_lite.kernels.registry import Verdict
 
 RIGHT = Verdict({}, "gather")  # no kernel failed
 

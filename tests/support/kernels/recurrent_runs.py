@@ -8,12 +8,12 @@ from functools import partial
 from tests.support.kernels.arrays import seeded
 from tests.support.kernels.recurrent_cases import RAGGED, Segments, given
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import new_ticket
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
+from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
-from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.recurrence import QKNorm, delta_gates, time_gates
+from vllm_metal_lite.kernels.store import new_ticket
 
 
 def causal_conv_rows(dtype):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.support.engine.batches import pack
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch, SegmentState
-from vllm_metal_lite.kernels.arguments import new_ticket
+from vllm_metal_lite.kernels.store import new_ticket
 from vllm_metal_lite.kv.state_store import Key, StateSpec, StateStore
 from vllm_metal_lite.recurrence.base import StepRecurrence
 from vllm_metal_lite.recurrence.kernels import KernelRecurrence, SegmentPlan

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.fusion import decide
+from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.specs import KernelUse
 
 

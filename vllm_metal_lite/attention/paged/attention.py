@@ -22,9 +22,10 @@ from vllm_metal_lite.attention.segments import prompts_of
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import new_ticket, tiles_serve
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
+from vllm_metal_lite.kernels.limits import tiles_serve
 from vllm_metal_lite.kernels.registry import REGISTRY, unused_kernels
+from vllm_metal_lite.kernels.store import new_ticket
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.specs import AttentionShape
 

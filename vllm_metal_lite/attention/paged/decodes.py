@@ -11,9 +11,9 @@ from vllm_metal_lite.attention.segments import as_decodes
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.arguments import num_splits
 from vllm_metal_lite.kernels.decode import DecodePlan
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
+from vllm_metal_lite.kernels.merge_partitions import num_splits
 
 # Number of KV heads -> the plan of such layers.
 Plans = dict[int, DecodePlan]

@@ -11,7 +11,6 @@ from vllm_metal_lite.attention.pending_heads import Heads, Latents, same_rope
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.attention.sdpa.execute import execute_calls, take_rows
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.arguments import LayerStore
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
@@ -22,6 +21,7 @@ from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.prefill import varlen_prefill
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix
+from vllm_metal_lite.kernels.store import LayerStore
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.kernels import KernelRecurrence
 

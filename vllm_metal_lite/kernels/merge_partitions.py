@@ -1,0 +1,28 @@
+"""How a context is split, and how the attention over its splits is merged."""
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.launch import Kernel, Template, grid_for
+
+_MERGE_PARTITIONS = Kernel("merge_partitions", ["partial", "lse"], ["out"])
+
+# Most splits of a context.
+_MAX_SPLITS = 64
+
+
+def num_splits(most: int, num_keys: int, min_keys: int) -> int:
+    """Splits of num_keys: at most `most`, with at least min_keys each.
+
+    A power of two, so that few variants of a compiled step exist.
+    """
+    splits = max(1, min(most, num_keys // min_keys, _MAX_SPLITS))
+    return 1 << (splits.bit_length() - 1)
+
+
+def merge_partitions(partial: mx.array, lse: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Merge attention over splits: partial (B, H, splits, D), lse (B, H, splits) -> (B, H, D)."""
+    batch, heads, splits, dim = partial.shape
+    threads, _ = grid_for(dim)
+    inputs = [partial.reshape(-1, splits, dim), lse.reshape(-1, splits)]
+    template: Template = {"T": dtype, "V_DIM": dim, "THREADS": threads, "MAX_SPLITS": _MAX_SPLITS}
+    grid, shape = (batch * heads, 1, 1), (batch, heads, dim)
+    return _MERGE_PARTITIONS(inputs, template, grid, threads, [shape], [dtype])[0]
