@@ -60,6 +60,7 @@ def prompts_of_step(segments, dim=32, **options):
 def test_small_steps_read_the_store_in_place_whatever_is_faster_for_large_ones(monkeypatch):
     """They are compiled, if a decode waits for them: MLX's calls differ from step to step."""
     segments, scores = [(5, 1), (20, 6), (8, 25)], 6 * 26 + 25 * 33
+    change_device(monkeypatch, rows_as_decodes=0)
     assert not prompts_of_step(segments).repeats  # small_rows is 0
     change_device(monkeypatch, small_rows=31, small_scores=scores)
     small = prompts_of_step(segments)

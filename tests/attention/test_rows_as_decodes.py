@@ -47,8 +47,7 @@ def test_every_row_sees_what_it_saw(segments):
 class DecodesCase(KernelCase):
     """All rows as decodes."""
 
-    def __init__(self, *args, **how) -> None:
-        super().__init__(*args, options={"prompts_as_decodes": True}, **how)
+    rows_as_decodes = LIMIT
 
     def run(self, padding=0, **how):
         out = super().run(padding, **how)
@@ -81,9 +80,9 @@ def test_a_quantised_store(bits):
         check(DecodesCase([(9, 1), (21, 9)], dim=96, v_dim=80, bits=bits), window=11)
 
 
-def prepared(segments, padding=0, enabled=True):
+def prepared(segments, padding=0):
     case = Case(segments)
-    attention = KernelAttention(case.store, "gather", case.shapes, prompts_as_decodes=enabled)
+    attention = KernelAttention(case.store, "gather", case.shapes)
     return attention.prepare(case.batch, case.batch.num_tokens + padding).plan
 
 
@@ -92,7 +91,9 @@ def test_only_small_steps(monkeypatch):
     assert prepared(chunk).prompts is None
     assert prepared(chunk, padding=LIMIT - 26).prompts is None
     assert prepared(chunk, padding=LIMIT - 25).prompts is not None
-    assert prepared(chunk, enabled=False).prompts is not None
+    with monkeypatch.context() as patch:
+        change_device(patch, rows_as_decodes=0)
+        assert prepared(chunk).prompts is not None
     # Rows that would read too much, each for itself; what decodes read does not count.
     keys = sum(range(9, 34))
     change_device(monkeypatch, max_own_keys=keys)
@@ -132,7 +133,7 @@ def test_compiled_steps_give_the_same_tokens(budget, seed, scored):
     with pytest.MonkeyPatch.context() as patch:
         pad_to_powers_of_two(patch)
         change_device(patch, min_saved_for_prompts=8)
-        engine = compile_on_cpu(tiny.engine("qwen3", **options), prompts_as_decodes=True)
+        engine = compile_on_cpu(tiny.engine("qwen3", **options))
         steps, prepare = [], engine.runner.attention.prepare
         engine.runner.attention.prepare = lambda *a: steps.append(prepare(*a)) or steps[-1]
         got, scores = answers(engine)
@@ -150,7 +151,7 @@ def test_a_prompt_alone_waits_to_be_compiled():
     """A chunk is less likely than a decode to be followed by a step of the same shape."""
     with pytest.MonkeyPatch.context() as patch:
         pad_to_powers_of_two(patch)
-        engine = compile_on_cpu(tiny.engine("qwen3"), prompts_as_decodes=True)
+        engine = compile_on_cpu(tiny.engine("qwen3"))
         compiled = []
         for prompt in tiny.prompts(3, 20, 30, seed=1):
             tiny.answers(engine, [prompt], 1)

@@ -195,6 +195,7 @@ def test_other_layers(on_kernels, steps, name, options):
 def test_compiled_steps_that_share(steps, monkeypatch):
     """Through ArrayAttention, which takes the blocks of the prefix from the leader."""
     pad_to_powers_of_two(monkeypatch)
+    change_device(monkeypatch, rows_as_decodes=0)
     prompts = [PREFIX[:26] + rest for rest in OTHERS] + [OTHERS[3]]
     options = {"max_num_batched_tokens": 24, "block_size": BLOCK_SIZE}
     expected = tiny.answers(tiny.engine("qwen3", **options), prompts, 24)

@@ -259,7 +259,7 @@ def test_prompts_of_all_layers_go_the_way_that_serves_them_all(found):
 def test_what_is_wrong_is_said_before_what_is_slow(found):
     results, _ = found
     results["gather_rows"] = CheckResult(None, 2.0, speed=Speed(2e-4, 1e-4))
-    assert verify(USE).failures["gather_rows"].endswith("error 2, allowed 1")
+    assert verify(USE).failures["gather_rows"].endswith("the error is 2 times the allowed one")
 
 
 LATENT = AttentionShape(4, 1, 64, 16, mx.float32, latent=True)

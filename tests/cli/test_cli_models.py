@@ -15,8 +15,7 @@ from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.cli.models import describe, find_models, table
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.model.loader import load, preview
-from vllm_metal_lite.runner.step_estimate import estimated_step_peak
-from vllm_metal_lite.runner.step_peak import step_peak_bytes
+from vllm_metal_lite.runner.step_peak import estimated_step_peak, step_peak_bytes
 
 # One of each way to run.
 _RUNS = {

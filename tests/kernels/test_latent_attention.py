@@ -17,13 +17,14 @@ from tests.support.kernels.attention_cases import AttentionCase, segments_of
 from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import latent_attention as module
-from vllm_metal_lite.kernels.latent_attention import decode_tiles, latent_attention
+from vllm_metal_lite.kernels.latent_attention import decode_metadata, latent_attention
 from vllm_metal_lite.kernels.limits import latent_problem
-from vllm_metal_lite.kernels.prefill import TILE_ROWS
+from vllm_metal_lite.kernels.prefill import TILE_ROWS, VarlenMetadata
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")
 
 DTYPES = list(TOLERANCE)
+NO_KEYS = mx.zeros((0, 8)), mx.zeros(0)  # block tables and lengths
 
 
 class Case(AttentionCase):
@@ -39,7 +40,7 @@ class Case(AttentionCase):
     def run(self, splits: int = 1, tiles: np.ndarray | None = None) -> np.ndarray:
         tiles = self.tiles if tiles is None else tiles
         metadata = (self.block_tables, self.cu_seqlens_q, self.seq_lens, tiles)
-        arrays = *map(mx.array, metadata), self.layer(mx.full(8, 41.0))
+        arrays = VarlenMetadata(*map(mx.array, metadata)), self.layer(mx.full(8, 41.0))
         how = {"splits": splits, **self.how}
         q_pe = mx.array(self.q_pe).astype(self.dtype)
         out, ticket = latent_attention(self.queries(), q_pe, *arrays, **how)
@@ -125,7 +126,7 @@ def test_decodes(heads, splits):
     case = Case([(1, n) for n in (1, 7, 40, 16, 33)], heads=heads, padding=0)
     case.seq_lens[3] = 0
     expected = case.run(splits)
-    cu_seqlens_q, tiles = decode_tiles(5, heads)
+    _, cu_seqlens_q, _, tiles = decode_metadata(*NO_KEYS, 5, heads)
     case.cu_seqlens_q = np.array(cu_seqlens_q)
     np.testing.assert_array_equal(case.run(splits, np.array(tiles)), expected)
     assert not expected[3].any()
@@ -151,7 +152,7 @@ def test_sizes_that_matrices_cannot_cover_are_named():
 
 @given(st.integers(1, 40), st.integers(1, 130))
 def test_every_pair_of_every_decode_is_in_one_tile(rows, heads):
-    cu_seqlens_q, tiles = map(np.array, decode_tiles(rows, heads))
+    _, cu_seqlens_q, _, tiles = map(np.array, decode_metadata(*NO_KEYS, rows, heads))
     assert cu_seqlens_q[: rows + 1].tolist() == list(range(rows + 1))
     covered = np.zeros(rows * heads, int)
     for s, first in tiles.tolist():

@@ -33,7 +33,7 @@ class Case(AttentionCase):
     def run(self) -> np.ndarray:
         tiles = plan_tiles(self.cu_seqlens_q, len(self.q), self.heads[0] // self.heads[1])
         metadata = (self.block_tables, self.cu_seqlens_q, self.seq_lens, tiles)
-        arrays = self.queries(), *map(mx.array, metadata)
+        arrays = self.queries(), prefill.VarlenMetadata(*map(mx.array, metadata))
         store, how = self.layer(mx.full(8, 41.0)), self.how
         out, ticket = prefill.varlen_prefill(*arrays, store, sinks=self.sinks_of_heads(), **how)
         assert ticket.tolist() == [41.0] * 8

@@ -47,8 +47,9 @@ def cache_of_verdicts(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def power_of_two_rows(monkeypatch):
-    """As on a GPU; on a CPU steps are not padded."""
+    """As on a GPU; on a CPU steps are not padded.  Prompts are no decodes."""
     pad_to_powers_of_two(monkeypatch)
+    change_device(monkeypatch, rows_as_decodes=0)
 
 
 def make_engine(name="qwen3", prefill="gather", **options):

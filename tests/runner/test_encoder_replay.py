@@ -40,16 +40,20 @@ PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = tiny.prompts(4, 20, 40, seed=3)
 
 
+@pytest.fixture(autouse=True)
+def prompts_are_no_decodes(monkeypatch):
+    monkeypatch.setitem(devices.PROFILES, "metal", replace(devices.METAL, rows_as_decodes=0))
+
+
 def make_engine(
     name: str = "qwen3",
     prefill: str = "varlen",
     fused: bool = True,
-    prompts_as_decodes: bool = False,
     **options: Any,
 ) -> LLMEngine:
     made = tiny.engine(tiny.load(name), **{"max_num_batched_tokens": 128, **options})
     fusion = None if fused else NO_FUSION
-    return kernel_engine(made, prefill, fusion, prompts_as_decodes=prompts_as_decodes)
+    return kernel_engine(made, prefill, fusion)
 
 
 def arrivals(engine: LLMEngine) -> None:
@@ -136,7 +140,7 @@ def test_rows_of_prompts_as_decodes_behind_a_shared_prefix(monkeypatch):
         tiny.run(engine)
         assert engine.metrics()["prefix_cache_hit_tokens"] >= 3 * 16
 
-    graph = record(make_engine(prompts_as_decodes=True), drive)
+    graph = record(make_engine(), drive)
     assert kernels_of(graph) >= {"shared_prefix", "paged_decode"}
     check(graph)
 

@@ -21,9 +21,9 @@ class Step(NamedTuple):
     last slot of the store, which is in no block.
     num_live: (1,) int32, the number of rows before the padding.
     logits_indices: (R,) int32, the batch's indices, then padding; None: all rows get logits.
-    plan: of the attention path: a tree of arrays and constants.
+    plan: of the attention path: a tree of arrays and constants.  plan.repeats: steps of the same
+    shapes are likely to follow, so that compiling this one pays.
     pools: the forward also gives hidden states.
-    repeats: steps of the same shapes are likely to follow, so that compiling this one pays.
     """
 
     batch: ForwardBatch
@@ -35,7 +35,6 @@ class Step(NamedTuple):
     logits_indices: mx.array | None
     plan: Any
     pools: bool
-    repeats: bool
 
 
 class AttentionCall(NamedTuple):

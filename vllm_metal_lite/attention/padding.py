@@ -7,7 +7,6 @@ import numpy as np
 from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import PAD_SLOT, ForwardBatch
-from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
 
 
 def power_of_two(n: int) -> int:
@@ -24,12 +23,12 @@ def pad_rows(rows: np.ndarray, num_rows: int, value: int = 0) -> np.ndarray:
     return out
 
 
-def padded(rows: np.ndarray, num_rows: int) -> mx.array:
-    """(n,) -> (num_rows,) or more, on the device."""
-    return mx.array(pad_rows(rows, max(num_rows, MIN_ELEMENTS)))
+def upload_padded(rows: np.ndarray, num_rows: int, value: int = 0) -> mx.array:
+    """`pad_rows` on the device."""
+    return mx.array(pad_rows(rows, num_rows, value))
 
 
-def padded_tables(tables: np.ndarray, num_rows: int, width: int) -> mx.array:
+def upload_tables(tables: np.ndarray, num_rows: int, width: int) -> mx.array:
     """Block tables cut or padded with zeros to (num_rows, width), on the device."""
     out = np.zeros((num_rows, width), tables.dtype)
     out[: len(tables), : tables.shape[1]] = tables[:, :width]
@@ -51,7 +50,7 @@ def make_step(
     """
     num_slots = max(num_rows, num_slots)
     slot_mapping = tuple(
-        mx.array(pad_rows(batch.slot_mapping(group), num_slots, PAD_SLOT))
+        upload_padded(batch.slot_mapping(group), num_slots, PAD_SLOT)
         for group in range(len(batch.block_tables))
     )
     logits_indices = None
@@ -59,16 +58,15 @@ def make_step(
         # A step with no terminal segment samples nothing, but must name one row.  MLX never
         # computes that row's logits, because nothing reads them.
         wanted = batch.logits_indices
-        logits_indices = mx.array(pad_rows(wanted, max(len(wanted), num_logits)))
+        logits_indices = upload_padded(wanted, max(len(wanted), num_logits))
     return Step(
         batch=batch,
         num_rows=num_rows,
-        token_ids=mx.array(pad_rows(batch.token_ids, num_rows)),
-        positions=mx.array(pad_rows(batch.positions, num_rows)),
+        token_ids=upload_padded(batch.token_ids, num_rows),
+        positions=upload_padded(batch.positions, num_rows),
         slot_mapping=slot_mapping,
         num_live=mx.array([batch.num_tokens], mx.int32),
         logits_indices=logits_indices,
         plan=plan,
         pools=batch.pooled is not None,
-        repeats=plan.repeats,
     )

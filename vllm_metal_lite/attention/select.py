@@ -61,9 +61,7 @@ def select(
     _warn(failures, known, fatal)
     if reason is not None:
         return ReferenceAttention(store), reason
-    attention = KernelAttention(
-        store, prefill, shapes, failed_kernels=failures, prompts_as_decodes=True
-    )
+    attention = KernelAttention(store, prefill, shapes, failed_kernels=failures)
     without = f"without {', '.join(sorted(failures))}, the others " if failures else ""
     varlen = "latent_attention" if any(s.latent for s in shapes) else "varlen_prefill"
     prompts = varlen if prefill == "varlen" else "MLX's SDPA"
@@ -91,16 +89,14 @@ def _warn(failures: Mapping[str, str], known: Collection[str], fatal: str | None
 def _prefill(shapes: Sequence[AttentionShape], verdict: Verdict) -> tuple[str, str | None]:
     """The path of prompts; and the failed kernel, if any, that only the reference can replace."""
     unused = [row for row in REGISTRY.values() if row.name in unused_kernels(verdict.failures)]
-    fatal = next((row.name for row in unused if row.essential), None)
+    irreplaceable = [row.name for row in unused if row.essential]
     choices = {"varlen", "gather"} - {row.prefill for row in unused}
     if any(attention_problem(shape, prefill=True) for shape in shapes):
         choices.discard("varlen")
     if not choices:
-        return verdict.prefill, fatal or next(r.name for r in unused if r.prefill == "gather")
-    if verdict.prefill in choices:
-        return verdict.prefill, fatal
-    [only] = choices
-    return only, fatal
+        irreplaceable += [row.name for row in unused if row.prefill == "gather"]
+    prefill = min(choices & {verdict.prefill} or choices, default=verdict.prefill)
+    return prefill, next(iter(irreplaceable), None)
 
 
 def _problem(

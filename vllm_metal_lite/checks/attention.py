@@ -21,9 +21,9 @@ from vllm_metal_lite.checks.values import draw, padded, rounded
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
-from vllm_metal_lite.kernels.latent_attention import BatchArrays, decode_tiles, latent_attention
+from vllm_metal_lite.kernels.latent_attention import decode_metadata, latent_attention
 from vllm_metal_lite.kernels.new_rows import NewRows
-from vllm_metal_lite.kernels.prefill import varlen_prefill
+from vllm_metal_lite.kernels.prefill import VarlenMetadata, varlen_prefill
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.specs import AttentionShape
@@ -69,8 +69,8 @@ def decode(check: Check[AttentionShape]) -> float:
     case = case_of(check.shape, check.block_size)
     if check.shape.latent:
         tables, seq_lens = decode_arrays(case.decodes)
-        cu_seqlens_q, tiles = decode_tiles(len(seq_lens), check.shape.num_heads)
-        return _latents(case, case.decodes, (tables, cu_seqlens_q, seq_lens, tiles), plan.splits)
+        metadata = decode_metadata(tables, seq_lens, len(seq_lens), check.shape.num_heads)
+        return _latents(case, case.decodes, metadata, plan.splits)
     shares = "shared_prefix" in (check.kernel, *check.beside)
     batch, lens = case.sharing(SHARING) if shares else (case.decodes, np.zeros(0, np.int32))
     rows: mx.array | NewRows
@@ -124,18 +124,17 @@ def prefill(check: Check[AttentionShape]) -> float:
     batch, q = case.prompts, padded(case.q)
     tiles = plan_tiles(batch.cu_seqlens_q, len(q), shape.num_heads // shape.num_kv_heads)
     arrays = batch.block_tables[0], batch.cu_seqlens_q, batch.seq_lens, tiles
-    tables, cu_seqlens_q, seq_lens, tiles_of_q = map(mx.array, arrays)
-    where = tables, cu_seqlens_q, seq_lens, tiles_of_q
+    metadata = VarlenMetadata(*map(mx.array, arrays))
     if shape.latent:
-        return _latents(case, batch, where, splits=1)
-    out, _ = varlen_prefill(case.array(q), *where, case.store(), **case.how())
+        return _latents(case, batch, metadata, splits=1)
+    out, _ = varlen_prefill(case.array(q), metadata, case.store(), **case.how())
     return _compare(case, batch, case.q, out)
 
 
-def _latents(case: Case, batch: ForwardBatch, where: BatchArrays, splits: int) -> float:
+def _latents(case: Case, batch: ForwardBatch, metadata: VarlenMetadata, splits: int) -> float:
     assert case.q_pe is not None
     q, q_pe = case.q[: batch.num_tokens], case.q_pe[: batch.num_tokens]
-    arrays = case.array(padded(q)), case.array(padded(q_pe)), *where, case.store()
+    arrays = case.array(padded(q)), case.array(padded(q_pe)), metadata, case.store()
     out, _ = latent_attention(*arrays, splits=splits, scale=case.how()["scale"])
     return _compare(case, batch, q, out)
 

@@ -61,4 +61,4 @@ class CheckResult:
     def __str__(self) -> str:
         if self.failure is not None:
             return f"{self.check}: {self.failure}"
-        return f"{self.check}: error {self.error:.2g}, allowed 1"
+        return f"{self.check}: the error is {self.error:.2g} times the allowed one"

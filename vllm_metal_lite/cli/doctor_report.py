@@ -67,4 +67,4 @@ def _check_as_json(result: CheckResult) -> dict[str, Any]:
     error = result.error if isfinite(result.error) else None  # JSON has no infinity
     speed = result.speed and asdict(result.speed)
     text = {"kernel": result.kernel, "check": str(result.check), "passed": result.passed}
-    return {**vars(result), **text, "error": error, "tolerance": 1.0, "speed": speed}
+    return {**vars(result), **text, "error": error, "speed": speed}

@@ -32,7 +32,7 @@ from vllm_metal_lite.model.find import DEMO_PATH, hub_names, in_cache
 from vllm_metal_lite.model.folder import read_config, read_json, weight_files, weights
 from vllm_metal_lite.model.loader import LoadedModel, preview
 from vllm_metal_lite.runner.memory import size_store
-from vllm_metal_lite.runner.step_estimate import estimated_step_peak
+from vllm_metal_lite.runner.step_peak import estimated_step_peak
 
 DEPTH = 3  # levels of folders that are searched below a given one
 _HEADINGS = ("name", "type", "size", "bits", "context", "runs", "cache", "fits")

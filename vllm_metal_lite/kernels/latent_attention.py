@@ -9,23 +9,24 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template, bits
 from vllm_metal_lite.kernels.merge_partitions import merge_partitions
-from vllm_metal_lite.kernels.prefill import TILE_ROWS
+from vllm_metal_lite.kernels.prefill import TILE_ROWS, VarlenMetadata
 from vllm_metal_lite.kernels.store import STORE, TICKET_SHAPE, LayerStore
 
-_LATENT_ATTENTION = Kernel(
-    "latent_attention",
-    ["q", "q_pe", "block_tables", "cu_seqlens_q", "seq_lens", "tiles", *STORE],
-    ["out", "lse"],
-)
+_INPUTS = ("q", "q_pe", *VarlenMetadata._fields, *STORE)
+_LATENT_ATTENTION = Kernel("latent_attention", _INPUTS, ["out", "lse"])
 
 
-# Block tables, cu_seqlens_q, seq_lens and tiles of a batch.
-BatchArrays = tuple[mx.array, mx.array, mx.array, mx.array]
+def decode_metadata(
+    block_tables: mx.array, seq_lens: mx.array, num_rows: int, num_heads: int
+) -> VarlenMetadata:
+    """Decodes as segments of one row, for `latent_attention`."""
+    cu_seqlens_q, tiles = _decode_tiles(num_rows, num_heads)
+    return VarlenMetadata(block_tables, cu_seqlens_q, seq_lens, tiles)
 
 
 @lru_cache(maxsize=256)
-def decode_tiles(num_rows: int, num_heads: int) -> tuple[mx.array, mx.array]:
-    """cu_seqlens_q and tiles of num_rows segments of one row, for `latent_attention`."""
+def _decode_tiles(num_rows: int, num_heads: int) -> tuple[mx.array, mx.array]:
+    """cu_seqlens_q and tiles of decodes."""
     firsts = np.arange(0, num_heads, TILE_ROWS)
     tiles = np.stack([np.repeat(np.arange(num_rows), len(firsts)), np.tile(firsts, num_rows)], 1)
     padding = np.tile([-1, num_rows * num_heads], (max(0, MIN_ELEMENTS // 2 - len(tiles)), 1))
@@ -38,10 +39,7 @@ def decode_tiles(num_rows: int, num_heads: int) -> tuple[mx.array, mx.array]:
 def latent_attention(
     q: mx.array,
     q_pe: mx.array,
-    block_tables: mx.array,
-    cu_seqlens_q: mx.array,
-    seq_lens: mx.array,
-    tiles: mx.array,
+    metadata: VarlenMetadata,
     store: LayerStore,
     *,
     scale: float,
@@ -50,8 +48,7 @@ def latent_attention(
     """Causal attention of q (N, H, latent), q_pe (N, H, rope) -> (N, H, latent), the ticket.
 
     A slot's key is a latent, its value a rotary key.  A score is (q . latent + q_pe . rotary key)
-    * scale, and its value is the latent.  block_tables, cu_seqlens_q, seq_lens: as of
-    `varlen_prefill`.  tiles: (T, 2), of `plan_tiles` with H queries per KV head, or `decode_tiles`.
+    * scale, and its value is the latent.  metadata: its tiles are for H queries per KV head.
     splits: the parts of each context.
     The kernel reads q as (H, N, latent_dim), the layout of products per head; others are copied.
     Padding rows give zeros.  Sizes: those for which `latent_problem` finds none.
@@ -66,11 +63,10 @@ def latent_attention(
     lse_shape: tuple[int, ...] = (rows, heads, splits)
     if not partial or math.prod(lse_shape) < MIN_ELEMENTS:
         lse_shape = TICKET_SHAPE
-    context = [block_tables, cu_seqlens_q, seq_lens, tiles]
-    inputs = [q.swapaxes(0, 1), q_pe, *context, *store.arrays]
+    inputs = [q.swapaxes(0, 1), q_pe, *metadata, *store.arrays]
     out_shape = (rows, heads, splits, latent_dim) if partial else (rows, heads, latent_dim)
     shapes, dtypes = [out_shape, lse_shape], [dtype, mx.float32]
-    grid, threads = (tiles.shape[0], splits, 1), 32 * simdgroups
+    grid, threads = (len(metadata.tiles), splits, 1), 32 * simdgroups
     out, lse = _LATENT_ATTENTION(inputs, template, grid, threads, shapes, dtypes)
     if partial:
         out = merge_partitions(out, lse, q.dtype)

@@ -1,12 +1,11 @@
 """Attention of packed prefills over the paged store."""
 
+from typing import NamedTuple
+
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.launch import Kernel, Template, bits
 from vllm_metal_lite.kernels.store import STORE, TICKET_SHAPE, LayerStore
-
-_ROWS = ("q", "block_tables", "cu_seqlens_q", "seq_lens", "tiles", "sinks")
-_VARLEN_PREFILL = Kernel("varlen_prefill", [*_ROWS, *STORE], ["out", "next_ticket"])
 
 # (row, head) pairs per threadgroup, 8 per simdgroup, as in MLX's attention.  More would save
 # fetches, but registers limit the simdgroups of a core, whatever their tile.
@@ -16,12 +15,27 @@ TILE_ROWS = 32
 _TILE_BYTES = 18 << 10
 
 
+class VarlenMetadata(NamedTuple):
+    """Kernel inputs: where the keys of packed rows are, in int32.
+
+    block_tables: (S, max_blocks).  cu_seqlens_q: (S+1,).  seq_lens: (S,) keys of each segment,
+    including this step's rows.  tiles: (T, 2), see `plan_tiles` in
+    attention/paged/varlen_prompts.py.
+    """
+
+    block_tables: mx.array
+    cu_seqlens_q: mx.array
+    seq_lens: mx.array
+    tiles: mx.array
+
+
+_INPUTS = ("q", *VarlenMetadata._fields, "sinks", *STORE)
+_VARLEN_PREFILL = Kernel("varlen_prefill", _INPUTS, ["out", "next_ticket"])
+
+
 def varlen_prefill(
     q: mx.array,
-    block_tables: mx.array,
-    cu_seqlens_q: mx.array,
-    seq_lens: mx.array,
-    tiles: mx.array,
+    metadata: VarlenMetadata,
     store: LayerStore,
     *,
     scale: float,
@@ -31,9 +45,6 @@ def varlen_prefill(
 ) -> tuple[mx.array, mx.array]:
     """Causal attention of packed q (N, H, k_head_dim) -> (N, H, v_head_dim), the ticket.
 
-    block_tables: (S, max_blocks).  cu_seqlens_q: (S+1,).  seq_lens: (S,) keys of each segment,
-    including this step's rows.  tiles: (T, 2), see `plan_tiles` in
-    attention/paged/varlen_prompts.py.
     Padding rows give zeros.  sinks: (H,).  Head dims: multiples of 8 up to MAX_PREFILL_DIM.
     """
     rows, heads, _ = q.shape
@@ -47,8 +58,8 @@ def varlen_prefill(
     template |= {"KEYS": keys_at_once(k_dim, v_dim, q.dtype.size), "SIMDGROUPS": simdgroups}
     template["PARTNERS"] = partners
     sinks = None if sinks is None else sinks.astype(q.dtype)
-    inputs = [q, block_tables, cu_seqlens_q, seq_lens, tiles, sinks, *store.arrays]
-    grid, threads = (kv_heads, tiles.shape[0], 1), 32 * simdgroups
+    inputs = [q, *metadata, sinks, *store.arrays]
+    grid, threads = (kv_heads, len(metadata.tiles), 1), 32 * simdgroups
     shapes, dtypes = [(rows, heads, v_dim), TICKET_SHAPE], [q.dtype, mx.float32]
     out, ticket = _VARLEN_PREFILL(inputs, template, grid, threads, shapes, dtypes)
     return out, ticket

@@ -57,11 +57,9 @@ def shared_prefix(
     rows, heads, (queries, _, _, weight, _, freqs), of_rows = query_inputs(q, spec)
     group, partners = heads // kv_heads, partners_of(k_dim, v_dim, dtype, held=64)
     simdgroups = TILE_ROWS // 8 * partners
-    template: Template = {"T": dtype}
-    # The kernel has no new keys and values.
-    template |= {name: value for name, value in of_rows.items() if name[:2] not in ("K_", "V_")}
-    template |= {"KV_HEADS": kv_heads, "GROUP": group, "BLOCK_SIZE": store.block_size}
-    template |= store.template | {"SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0)}
+    template: Template = {"T": dtype, "KV_HEADS": kv_heads, "GROUP": group, **of_rows}
+    template |= store.template | {"BLOCK_SIZE": store.block_size, "SCALE": bits(scale)}
+    template["SOFTCAP"] = bits(softcap or 0.0)
     template |= {"KEYS": keys_at_once(k_dim, v_dim, dtype.size), "SIMDGROUPS": simdgroups}
     template["PARTNERS"] = partners
     inputs = [queries, weight, freqs, block_tables, seq_lens, leader, prefix_lens, *store.arrays]

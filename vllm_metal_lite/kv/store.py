@@ -75,18 +75,13 @@ class PagedStore:
         self.group_of = [of[layer] for layer in range(len(specs))]
         place = {layer: i for group in blocks for i, layer in enumerate(group.layers)}
         self.keys, self.values = [], []
-        made: dict[int, tuple[mx.array, mx.array]] = {}
+        made: dict[int, list[mx.array]] = {}  # `new` arrays take memory when they are evaluated
         for layer, (s, g) in enumerate(zip(specs, self.group_of, strict=True)):
-            at = place[layer] if shared else layer
-            if at not in made:
-                slots = (self.num_blocks[g] + 1) * block_size
-                k, v = (
-                    mx.zeros((slots, s.num_kv_heads, row.width), row.kept_dtype)
-                    for row in (s.k_row, s.v_row)
-                )
-                made[at] = k, v
-            self.keys.append(made[at][0])
-            self.values.append(made[at][1])
+            shape = (self.num_blocks[g] + 1) * block_size, s.num_kv_heads
+            new = [mx.zeros((*shape, row.width), row.kept_dtype) for row in (s.k_row, s.v_row)]
+            k, v = made.setdefault(place[layer] if shared else layer, new)
+            self.keys.append(k)
+            self.values.append(v)
         self.states = StateStore() if states is None else states
         mx.eval(self.arrays)
 

@@ -7,7 +7,7 @@ state, which `key` names in the state store.
 from dataclasses import dataclass
 from typing import Protocol
 
-from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g, normalize_qk
+from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.recurrence import QKNorm
@@ -61,13 +61,6 @@ class GatedDelta:
     def shape(self) -> RecurrenceShape:
         (k_heads, k_dim), (v_heads, v_dim) = self.k.shape[2:], self.v.shape[2:]
         return RecurrenceShape(k_heads, v_heads, k_dim, v_dim, self.v.dtype, vector=self.is_vector)
-
-    @property
-    def normalized(self) -> tuple[mx.array, mx.array]:
-        """q and k after their norm."""
-        if self.norm is None:
-            return self.q, self.k
-        return normalize_qk(self.q, self.k, **self.norm._asdict())
 
     @property
     def gates(self) -> mx.array:

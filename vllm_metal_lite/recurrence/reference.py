@@ -4,11 +4,10 @@ Each batch of sequences (sequence_batches.py) is one call of mlx-lm's own functi
 """
 
 from collections.abc import Callable
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
 
 import mlx.nn as nn
-from mlx_lm.models.gated_delta import gated_delta_update
+from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
 from mlx_lm.models.ssm import ssm_update
 
 from vllm_metal_lite.backend import mx
@@ -22,7 +21,7 @@ from vllm_metal_lite.recurrence.sequence_batches import (
     sequence_batches,
 )
 
-# (state (B, ...) or None, rows (B, L, ...), ...) -> (rows (B, L, ...), state (B, ...))
+# (rows (B, L, ...), ..., state=(B, ...) or None) -> (rows (B, L, ...), state (B, ...))
 Advance = Callable[..., tuple[mx.array, mx.array]]
 
 
@@ -40,7 +39,7 @@ class ReferenceRecurrence:
     def causal_conv(self, key: Key, conv: CausalConv) -> mx.array:
         channels, size, _ = conv.weight.shape
 
-        def advance(state: mx.array | None, x: mx.array) -> tuple[mx.array, mx.array]:
+        def advance(x: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
             if state is None:
                 state = mx.zeros((len(x), size - 1, channels), x.dtype)
             x = mx.concatenate([state, x], axis=1)
@@ -51,25 +50,22 @@ class ReferenceRecurrence:
         return nn.silu(y) if conv.silu else y
 
     def gated_delta(self, key: Key, delta: GatedDelta) -> mx.array:
-        d = delta
-
-        def advance(
-            state: mx.array | None, q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array
-        ) -> tuple[mx.array, mx.array]:
-            bounds: dict[str, Any] = {
-                "lower_bound": d.lower_bound,
-                "allow_neg_eigval": d.allow_neg_eigval,
-            }
-            return gated_delta_update(q, k, v, a, b, d.A_log, d.dt_bias, state, **bounds)
-
-        q, k = d.normalized
+        d, norm = delta, delta.norm
+        advance = partial(
+            gated_delta_update,
+            A_log=d.A_log,
+            dt_bias=d.dt_bias,
+            lower_bound=d.lower_bound,
+            allow_neg_eigval=d.allow_neg_eigval,
+        )
+        q, k = (d.q, d.k) if norm is None else normalize_qk(d.q, d.k, **norm._asdict())
         return self._scan(key, advance, q, k, d.v, d.a, d.b)
 
     def state_space(self, key: Key, update: StateSpace) -> mx.array:
         u = update
 
         def advance(
-            state: mx.array | None, x: mx.array, b: mx.array, c: mx.array, dt: mx.array
+            x: mx.array, b: mx.array, c: mx.array, dt: mx.array, state: mx.array | None
         ) -> tuple[mx.array, mx.array]:
             limit = u.time_step_limit
             return ssm_update(x, u.A_log, b, c, u.d, dt, u.dt_bias, state, limit)
@@ -83,7 +79,7 @@ class ReferenceRecurrence:
         states, parts = BatchStates(self.state_store), []
         for seqs in batches:
             taken = (packed.take(x, seqs) for x in rows)
-            y, state = advance(states.get(seqs, key), *taken)
+            y, state = advance(*taken, state=states.get(seqs, key))
             states.set(seqs, key, state)
             parts.append(y.reshape(-1, *y.shape[2:]))
         states.commit()

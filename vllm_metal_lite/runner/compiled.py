@@ -70,7 +70,7 @@ class CompiledSteps:
 
     def __call__(self, step: Step, state: State) -> Result | None:
         """The result of `build`, by compiled code; None: the caller must `build` the step."""
-        if self.reason is not None or not step.repeats:
+        if self.reason is not None or not step.plan.repeats:
             return None
         # MLX keeps traces per thread.
         variant = threading.get_ident(), _variant_of(step[1:])

@@ -116,12 +116,10 @@ class ArrayRunner(ModelRunner):
         store.keys, store.values = state[:half], state[half:]
 
 
-def compile_on_cpu(
-    engine: LLMEngine, prefill: str = "gather", prompts_as_decodes: bool = False
-) -> LLMEngine:
+def compile_on_cpu(engine: LLMEngine, prefill: str = "gather") -> LLMEngine:
     """Put ArrayAttention into an engine and have its steps compiled."""
     store, shapes = engine.runner.attention.store, engine.model.attention_shapes
-    attention = ArrayAttention(store, prefill, shapes, prompts_as_decodes=prompts_as_decodes)
+    attention = ArrayAttention(store, prefill, shapes)
     engine.pipeline.runner = ArrayRunner(
         engine.model.packed, StepPath(attention), engine.runner.sampler
     )

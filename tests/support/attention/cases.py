@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from tests.support.attention.oracle import paged_attention
 from tests.support.engine.batches import Segment, own_blocks, pack
 from tests.support.engine.poison import poison
+from tests.support.kernels.device import change_device
 from vllm_metal_lite.attention.base import Attention, AttentionCall, StepAttention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
@@ -116,19 +118,20 @@ class Case:
 
 
 class KernelCase(Case):
-    """A case of the reference's own tests, through kernels; the window is the layer's own.
+    """A case of the reference's own tests, through kernels; the window is the layer's own."""
 
-    options: of KernelAttention.
-    """
+    rows_as_decodes = 0
 
-    def __init__(self, *args, prefill="gather", options=None, **kwargs) -> None:
+    def __init__(self, *args, prefill="gather", **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.prefill, self.options = prefill, options or {}
+        self.prefill = prefill
 
     def run(self, padding: int = 0, **how) -> np.ndarray:
         self.store.specs = [replace(self.store.specs[0], window=how.get("window"))]
-        self.attention = KernelAttention(self.store, self.prefill, self.shapes, **self.options)
-        return super().run(padding, **how)
+        self.attention = KernelAttention(self.store, self.prefill, self.shapes)
+        with pytest.MonkeyPatch.context() as patch:
+            change_device(patch, rows_as_decodes=self.rows_as_decodes)
+            return super().run(padding, **how)
 
 
 def check(case: Case, padding: int = 0, **how) -> None:

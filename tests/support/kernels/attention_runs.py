@@ -20,7 +20,7 @@ from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
-from vllm_metal_lite.kernels.prefill import varlen_prefill
+from vllm_metal_lite.kernels.prefill import VarlenMetadata, varlen_prefill
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, shared_prefix
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
@@ -130,7 +130,7 @@ def varlen_prefill_rows(dtype, bits=None):
     tiles = mx.array(plan_tiles(cu_seqlens_q, 30, GROUP))
     q = seeded(30, HEADS, DIM, seed=6, dtype=dtype)
     where = tables, mx.array(cu_seqlens_q), mx.array([1, 22, 45], mx.int32), tiles
-    return [varlen_prefill(q, *where, store(spec), **HOW)[0]]
+    return [varlen_prefill(q, VarlenMetadata(*where), store(spec), **HOW)[0]]
 
 
 def latent_rows(dtype, splits=1, dims=(64, 16), bits=None):
@@ -141,7 +141,7 @@ def latent_rows(dtype, splits=1, dims=(64, 16), bits=None):
     queries = [seeded(12, GROUP, d, seed=n, dtype=dtype) for n, d in enumerate(dims, 6)]
     tiles = mx.array(plan_tiles(cu_seqlens_q, 12, GROUP))
     where = tables, mx.array(cu_seqlens_q), mx.array([1, 5, 48], mx.int32), tiles
-    arrays = *queries, *where, store(spec)
+    arrays = *queries, VarlenMetadata(*where), store(spec)
     return list(latent_attention.latent_attention(*arrays, splits=splits, **HOW))
 
 

@@ -117,7 +117,7 @@ class Session:
         spec, heads = layout.specs[0], config["num_attention_heads"]
         dims = spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim
         shapes = [AttentionShape(heads, *dims, spec.dtype)]
-        self.attention = KernelAttention(store, prefill, shapes, prompts_as_decodes=True)
+        self.attention = KernelAttention(store, prefill, shapes)
 
     def texts(self) -> list[KernelText]:
         """The distinct texts of all steps, in the order in which they are first needed."""

@@ -33,12 +33,12 @@ _SWIGLU = activations.swiglu
 
 
 def kernel_engine(
-    made: LLMEngine, prefill: str = "varlen", fusion: Fusion | None = None, **options: Any
+    made: LLMEngine, prefill: str = "varlen", fusion: Fusion | None = None
 ) -> LLMEngine:
     """The engine with kernels, unchecked.  fusion: None: of all that can be fused, which changes
-    the model in place.  options: of KernelAttention."""
+    the model in place."""
     store, shapes = made.runner.attention.store, made.model.attention_shapes
-    attention = KernelAttention(store, prefill, shapes, **options)
+    attention = KernelAttention(store, prefill, shapes)
     path = StepPath(attention, fusion=fusion or fuse(made.model.packed.model, joins=True))
     made.pipeline.runner = ModelRunner(made.model.packed, path, made.runner.sampler)
     return made

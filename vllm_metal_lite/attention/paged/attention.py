@@ -12,7 +12,7 @@ from copy import copy
 import numpy as np
 
 from vllm_metal_lite.attention.base import Step
-from vllm_metal_lite.attention.padding import make_step, padded
+from vllm_metal_lite.attention.padding import make_step, upload_padded
 from vllm_metal_lite.attention.paged.decodes import DecodePlanner, reads_new_rows
 from vllm_metal_lite.attention.paged.plan import PagedPlan, plan_recurrent
 from vllm_metal_lite.attention.paged.step import KernelStepAttention
@@ -35,8 +35,7 @@ class KernelAttention:
 
     prefill: the path of large prompts, "varlen" or "gather".  shapes: of the layers; none: no
     prompt uses `varlen_prefill`.  failed_kernels: replaced as the registry says.
-    prompts_as_decodes: in small steps, prompt rows may be attended to as decodes, unless a kernel
-    of such steps failed.
+    prompts_as_decodes: whether prompt rows of small steps may be attended to as decodes.
     """
 
     name = "kernels"
@@ -49,7 +48,6 @@ class KernelAttention:
         shapes: Collection[AttentionShape],
         *,
         failed_kernels: Collection[str] = (),
-        prompts_as_decodes: bool = False,
     ) -> None:
         self.store, self.prefill, self.failed_kernels = store, prefill, frozenset(failed_kernels)
         self._queries_per_kv = {s.num_heads // s.num_kv_heads for s in shapes}
@@ -57,8 +55,7 @@ class KernelAttention:
         fits = [tiles_serve(spec.k_head_dim, spec.v_head_dim) for spec in store.specs]
         self._unused = unused_kernels(self.failed_kernels)
         decodes = self._unused.isdisjoint(("paged_decode", "latent_attention"))
-        can_share = decodes and "shared_prefix" not in self._unused
-        self.prompts_as_decodes = prompts_as_decodes and can_share
+        self.prompts_as_decodes = decodes and "shared_prefix" not in self._unused
         # `shared_prefix` needs full attention and a supported head size.
         self.shares = [
             "shared_prefix" not in self._unused and fit and spec.window is None
@@ -96,7 +93,8 @@ class KernelAttention:
             prompts = self._plan_prompts(batch, first, num_rows - first)
         only_decodes = decodes is not None and batch.num_decodes == batch.num_segments
         late = only_decodes and self._fuses_decodes and not reads_new_rows(batch)
-        positions = None if late else padded(batch.positions, num_rows)
+        num_positions = max(num_rows, MIN_ELEMENTS)
+        positions = None if late else upload_padded(batch.positions, num_positions)
         recurrent = plan_recurrent(batch, num_rows) if self.store.states.num_slots else None
         plan = PagedPlan(decodes, prompts, positions, recurrent)
         num_logits = plan.num_logits(batch)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_metal_lite.attention.padding import padded, padded_tables, power_of_two
+from vllm_metal_lite.attention.padding import power_of_two, upload_padded, upload_tables
 from vllm_metal_lite.attention.paged.shared_prefix import PrefixSearch, SharedPrefixRows
 from vllm_metal_lite.attention.segments import as_decodes
 from vllm_metal_lite.backend import mx
@@ -84,17 +84,18 @@ class DecodePlanner:
     def _plan(self, batch: ForwardBatch, count: int, prefix: SharedPrefixRows | None) -> Decodes:
         decodes = slice(batch.num_decodes)
         seq_lens, shared = batch.seq_lens[decodes], None
+        length, plans = max(count, MIN_ELEMENTS), self._plans(count, seq_lens)
         if prefix is not None:
             shared = SharedPrefixArrays(
                 1 << (int(prefix.lens.max()).bit_length() - 1),
                 mx.array([prefix.leader], mx.int32),
-                padded(prefix.lens, count),
+                upload_padded(prefix.lens, length),
                 self._plans(count, seq_lens - prefix.lens),
             )
         width = power_of_two(-(-int(seq_lens.max()) // batch.block_size))
         width = max(width, MIN_ELEMENTS)
-        tables = tuple(padded_tables(t[decodes], count, width) for t in batch.block_tables)
-        return Decodes(count, tables, padded(seq_lens, count), self._plans(count, seq_lens), shared)
+        tables = tuple(upload_tables(t[decodes], count, width) for t in batch.block_tables)
+        return Decodes(count, tables, upload_padded(seq_lens, length), plans, shared)
 
     def _plans(self, count: int, num_keys: np.ndarray) -> Plans:
         longest = int(num_keys.max())

@@ -30,7 +30,7 @@ class PagedPlan(NamedTuple):
 
     @property
     def repeats(self) -> bool:
-        """Whether steps of the same shapes are likely to repeat, so that compiling one pays."""
+        """See Step."""
         return self.prompts is None or self.prompts.repeats
 
     def num_logits(self, batch: ForwardBatch) -> int:

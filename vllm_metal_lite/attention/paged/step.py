@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from functools import partial
+from typing import Any
 
 from vllm_metal_lite.attention.base import AttentionCall, Step
 from vllm_metal_lite.attention.paged.decodes import Decodes
@@ -14,7 +15,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
-from vllm_metal_lite.kernels.latent_attention import decode_tiles, latent_attention
+from vllm_metal_lite.kernels.latent_attention import decode_metadata, latent_attention
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
 from vllm_metal_lite.kernels.new_rows import NewRows
@@ -124,70 +125,35 @@ class KernelStepAttention:
         return out.astype(q.dtype)
 
     def _decode(self, q: mx.array | NewRows, decodes: Decodes, call: AttentionCall) -> mx.array:
-        store, seq_lens = self._store(call.layer), decodes.seq_lens
+        store, seq_lens, shared = self._store(call.layer), decodes.seq_lens, decodes.prefix
         tables = decodes.block_tables[self.store.group_of[call.layer]]
-        num_kv_heads, prefix, shared = store.spec.num_kv_heads, None, decodes.prefix
-        plan = decodes.plans[num_kv_heads]
+        num_heads = q.num_heads if isinstance(q, NewRows) else q.shape[1]
+        num_kv_heads, scale = store.spec.num_kv_heads, call.scale
+        plan, prefix = decodes.plans[num_kv_heads], None
+        how: dict[str, Any]
         if call.q_pe is not None and isinstance(q, mx.array):
-            num_rows, num_heads, _ = q.shape
-            q_pe, scale, splits = call.q_pe[:num_rows], call.scale, plan.splits
-            cu_seqlens_q, tiles = decode_tiles(num_rows, num_heads)
-            out, self.ticket = latent_attention(
-                q, q_pe, tables, cu_seqlens_q, seq_lens, tiles, store, scale=scale, splits=splits
-            )
+            queries, how = (q, call.q_pe[: len(q)]), {"scale": scale, "splits": plan.splits}
+            metadata = decode_metadata(tables, seq_lens, len(q), num_heads)
+            out, self.ticket = latent_attention(*queries, metadata, store, **how)
             return out
         if shared and self.shares[call.layer] and call.window is None:
             plan = shared.plans[num_kv_heads]
-            num_heads = q.num_heads if isinstance(q, NewRows) else q.shape[1]
-            prefix = shared_prefix(
-                q,
-                tables,
-                seq_lens,
-                shared.leader,
-                shared.lens,
-                store,
-                scale=call.scale,
-                splits=prefix_splits(decodes.num_rows, num_heads, num_kv_heads, shared.length),
-                softcap=call.softcap,
-            )
+            splits = prefix_splits(decodes.num_rows, num_heads, num_kv_heads, shared.length)
+            how = {"scale": scale, "softcap": call.softcap, "splits": splits}
+            prefix = shared_prefix(q, tables, seq_lens, shared.leader, shared.lens, store, **how)
             store = store._replace(ticket=prefix.lse)
-        out, self.ticket = paged_decode(
-            q,
-            tables,
-            seq_lens,
-            store,
-            scale=call.scale,
-            plan=plan,
-            window=call.window,
-            softcap=call.softcap,
-            sinks=call.sinks,
-            prefix=prefix,
-        )
+        how = _scores_of(call) | {"plan": plan, "prefix": prefix}
+        out, self.ticket = paged_decode(q, tables, seq_lens, store, **how)
         return out
 
     def _varlen(self, q: mx.array, prompts: VarlenPrompts, call: AttentionCall) -> mx.array:
-        store = self._store(call.layer)
-        tables = prompts.block_tables[self.store.group_of[call.layer]]
-        tiles = prompts.tiles[q.shape[1] // store.spec.num_kv_heads]
-        cu_seqlens_q, seq_lens = prompts.cu_seqlens_q, prompts.seq_lens
+        store, group = self._store(call.layer), self.store.group_of[call.layer]
+        metadata = prompts.metadata(group, q.shape[1] // store.spec.num_kv_heads)
         if call.q_pe is not None:
-            q_pe = call.q_pe[-len(q) :]
-            out, self.ticket = latent_attention(
-                q, q_pe, tables, cu_seqlens_q, seq_lens, tiles, store, scale=call.scale
-            )
-            return out
-        out, self.ticket = varlen_prefill(
-            q,
-            tables,
-            cu_seqlens_q,
-            seq_lens,
-            tiles,
-            store,
-            scale=call.scale,
-            window=call.window,
-            softcap=call.softcap,
-            sinks=call.sinks,
-        )
+            queries = q, call.q_pe[-len(q) :]
+            out, self.ticket = latent_attention(*queries, metadata, store, scale=call.scale)
+        else:
+            out, self.ticket = varlen_prefill(q, metadata, store, **_scores_of(call))
         return out
 
     def _sdpa(self, q: mx.array, prompts: SdpaPlan, call: AttentionCall) -> mx.array:
@@ -211,3 +177,8 @@ class KernelStepAttention:
             spec=store.specs[layer],
             block_size=store.block_size,
         )
+
+
+def _scores_of(call: AttentionCall) -> dict[str, Any]:
+    """The arguments of kernels that say how a call makes scores, and which scores count."""
+    return {name: getattr(call, name) for name in ("scale", "window", "softcap", "sinks")}

@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_metal_lite.attention.padding import pad_rows, padded_tables, power_of_two
+from vllm_metal_lite.attention.padding import pad_rows, power_of_two, upload_padded, upload_tables
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
-from vllm_metal_lite.kernels.prefill import TILE_ROWS
+from vllm_metal_lite.kernels.prefill import TILE_ROWS, VarlenMetadata
 
 
 class VarlenPrompts(NamedTuple):
@@ -18,7 +18,7 @@ class VarlenPrompts(NamedTuple):
     (S+1,), seq_lens (S,).
 
     S (at least MIN_ELEMENTS) and W are powers of two; padded segments have no rows.  tiles: query
-    heads per KV head -> the tiles of such layers.  repeats: see PagedPlan.
+    heads per KV head -> the tiles of such layers.  repeats: see Step.
     """
 
     block_tables: tuple[mx.array, ...]
@@ -38,12 +38,17 @@ class VarlenPrompts(NamedTuple):
         width = power_of_two(-(-longest // batch.block_size))
         cu_seqlens_q = pad_rows(batch.cu_seqlens_q, segments + 1, batch.num_tokens)
         return cls(
-            tuple(padded_tables(t, segments, width) for t in batch.block_tables),
+            tuple(upload_tables(t, segments, width) for t in batch.block_tables),
             mx.array(cu_seqlens_q),
-            mx.array(pad_rows(batch.seq_lens, segments)),
+            upload_padded(batch.seq_lens, segments),
             {g: mx.array(plan_tiles(cu_seqlens_q, num_rows, g)) for g in sorted(queries_per_kv)},
             repeats,
         )
+
+    def metadata(self, group: int, queries_per_kv: int) -> VarlenMetadata:
+        """The prompts for layers of a KV group with this number of query heads per KV head."""
+        tables, tiles = self.block_tables[group], self.tiles[queries_per_kv]
+        return VarlenMetadata(tables, self.cu_seqlens_q, self.seq_lens, tiles)
 
 
 def plan_tiles(cu_seqlens_q: np.ndarray, num_rows: int, num_queries_per_kv: int) -> np.ndarray:

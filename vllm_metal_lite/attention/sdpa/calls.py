@@ -1,15 +1,13 @@
 """The SDPA calls that cover a step, on the device."""
 
-from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
 
 import numpy as np
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.sdpa.fused import Unfused
-from vllm_metal_lite.attention.sdpa.gathers import joint_gathers
+from vllm_metal_lite.attention.sdpa.gathers import Joined, joint_gathers
 from vllm_metal_lite.attention.sdpa.planner import CallPlanner, HostCall, places
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
@@ -60,55 +58,22 @@ class DeviceCall:
         return visible[:, None]
 
 
-class Joined:
-    """Rows of several calls in one array, so that one launch serves all of them.
-
-    shapes: (B, L) of each call.  begins: the first row of each; None: they are concatenated.
-    """
-
-    def __init__(
-        self, shapes: Sequence[tuple[int, ...]], begins: Sequence[int] | None = None
-    ) -> None:
-        sizes = [b * length for b, length in shapes]
-        self._shapes, self._begins = shapes, begins or [0, *accumulate(sizes[:-1])]
-        self._views: dict[tuple[int, int, int], list[tuple]] = {}
-
-    def cut(self, rows: mx.array, axis: int = 0) -> list[mx.array]:
-        """rows (T, H, D), or (H, T, D) with axis 1 -> a view (B, H, L, D) for each call, without a
-        copy.  T may be more than the calls have."""
-        heads, dim = rows.shape[1 - axis], rows.shape[2]
-        of_row, of_head = (heads * dim, dim) if axis == 0 else (dim, rows.shape[1] * dim)
-        key = heads, of_row, of_head
-        if key not in self._views:
-            views = self._views[key] = []
-            for (b, length), first in zip(self._shapes, self._begins, strict=True):
-                strides = (length * of_row, of_head, of_row, 1)
-                views.append(((b, heads, length, dim), strides, first * of_row))
-        flat = rows.reshape(-1)
-        return [mx.as_strided(flat, *view) for view in self._views[key]]
-
-
 class StepCalls:
     """The SDPA calls that cover a step, with their input and output rows.
 
     q_rows: (T,) rows of the packed batch in the order of the calls; None: the first T.
     place: (num_rows,) the place of each row in the calls' concatenated outputs; None: in order.
+    gathers: the slots (K,) of each gather, and how its rows are cut into calls.
     """
 
     def __init__(self, planned: list[HostCall], window: int | None, num_rows: int) -> None:
         self.calls = [DeviceCall(call, window) for call in planned]
         self.q_rows, self.place = map(on_device, places(planned, num_rows))
         self.queries = Joined([call.q_pos.shape for call in planned])
-
-    @cached_property
-    def gathers(self) -> list[tuple[mx.array, Joined]]:
-        """The slots (K,) of each gather, and how its rows are cut into calls."""
-        planned = [call.host for call in self.calls]
-        found, left = [], iter([call.kv_slots.shape for call in planned])
+        self.gathers, shapes = [], iter([call.kv_slots.shape for call in planned])
         for slots, begins in joint_gathers(planned, profile().max_gathered_keys):
-            cut = Joined([next(left) for _ in begins], begins)
-            found.append((mx.array(slots), cut))
-        return found
+            cut = Joined([next(shapes) for _ in begins], begins)
+            self.gathers.append((mx.array(slots), cut))
 
 
 class SdpaPlan:

@@ -1,12 +1,44 @@
-"""The keys that a step's SDPA calls read from the store, gathered together (on the host, numpy).
+"""Rows of several SDPA calls in one array: queries, and the keys that the calls read.
 
 The tiles of a long chunk read nearly the same keys: calls whose keys are spans of one segment share
 one copy.
 """
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import numpy as np
 
 from vllm_metal_lite.attention.sdpa.planner import HostCall
+from vllm_metal_lite.backend import mx
+
+
+class Joined:
+    """Rows of several calls in one array, so that one launch serves all of them.
+
+    shapes: (B, L) of each call.  begins: the first row of each; None: they are concatenated.
+    """
+
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], begins: Sequence[int] | None = None
+    ) -> None:
+        sizes = [b * length for b, length in shapes]
+        self._shapes, self._begins = shapes, begins or [0, *accumulate(sizes[:-1])]
+        self._views: dict[tuple[int, int, int], list[tuple]] = {}
+
+    def cut(self, rows: mx.array, axis: int = 0) -> list[mx.array]:
+        """rows (T, H, D), or (H, T, D) with axis 1 -> a view (B, H, L, D) for each call, without a
+        copy.  T may be more than the calls have."""
+        heads, dim = rows.shape[1 - axis], rows.shape[2]
+        of_row, of_head = (heads * dim, dim) if axis == 0 else (dim, rows.shape[1] * dim)
+        key = heads, of_row, of_head
+        if key not in self._views:
+            views = self._views[key] = []
+            for (b, length), first in zip(self._shapes, self._begins, strict=True):
+                strides = (length * of_row, of_head, of_row, 1)
+                views.append(((b, heads, length, dim), strides, first * of_row))
+        flat = rows.reshape(-1)
+        return [mx.as_strided(flat, *view) for view in self._views[key]]
 
 
 def joint_gathers(calls: list[HostCall], cap: int) -> list[tuple[np.ndarray, list[int]]]:
