@@ -376,47 +376,38 @@ def test_logits_give_the_same_as_mlx_lm_s_functions(kind):
 # What is refused
 
 
+OF_3_ROWS = Columns(mx.zeros((3, 4)), 0)
+
+
+def logits(**change):
+    arrays = {"a": Columns(mx.zeros((2, 4)), 0), "b": Columns(mx.zeros((2, 4)), 0)}
+    return delta_gates(**{**arrays, "a_log": mx.zeros(4), "dt_bias": mx.zeros(4), **change})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"k": Columns(mx.zeros((3, 32)), 0)}, r"k is columns 0 to 32 of 2 rows .* \(3, 32\)"),
         ({"q": Columns(mx.zeros((2, 32), mx.float16), 0)}, r"array is \(2, 32\) mlx.core.float16"),
         ({"k": Columns(mx.zeros((2, 32)), 8)}, r"k is columns 8 to 40 of .* \(2, 32\)"),
-        (
-            {"gates": (mx.zeros((1, 4)), mx.zeros((1, 4)))},
-            r"g is columns 0 to 4 of 2 rows .* \(1, 4\)",
-        ),
+        ({"gates": given(*mx.zeros((2, 1, 4)))}, r"g is columns 0 to 4 of 2 rows .* \(1, 4\)"),
         ({"skip": mx.zeros(3)}, r"skip must be \(4,\), not \(3,\)"),
         (
             {"states": mx.zeros((3, 4, 8, 16), mx.float16)},
             r"states must be \(3, 4, 8, 16\) mlx.core.float32, not",
         ),
+        ({"gates": logits(a=Columns(mx.zeros((2, 4)), 2))}, r"g is columns 2 to 6 of .* \(2, 4\)"),
+        (
+            {"gates": logits(b=Columns(mx.zeros((3, 4)), 0))},
+            r"b is columns 0 to 4 of 2 .* \(3, 4\)",
+        ),
+        ({"gates": logits(a_log=mx.zeros(3))}, r"a_log must be \(4,\), not \(3,\)"),
+        ({"gates": logits(dt_bias=mx.zeros((4, 16)))}, r"bias must be \(4,\), not \(4, 16\)"),
     ],
 )
 def test_bad_input_is_named(change, message):
-    arrays = {"q": Columns(mx.zeros((2, 32)), 0), "k": Columns(mx.zeros((2, 32)), 0)}
-    arrays |= {"v": Columns(mx.zeros((2, 32)), 0), "num_k_heads": 2}
-    arrays |= {"gates": (mx.zeros((2, 4)), mx.zeros((2, 4))), "states": mx.zeros((3, 4, 8, 16))}
+    arrays = dict.fromkeys("qkv", Columns(mx.zeros((2, 32)), 0))
+    arrays |= {"gates": given(*mx.zeros((2, 2, 4))), "states": mx.zeros((3, 4, 8, 16))}
     arrays |= {"segments": mx.array(Segments([2]).array), "ticket": new_ticket(), **change}
-    gates = arrays.pop("gates")
     with pytest.raises(ValueError, match=message):
-        gated_delta(**arrays, gates=given(*gates), max_seqlen=2)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"a": Columns(mx.zeros((2, 4)), 2)}, r"g is columns 2 to 6 of .* \(2, 4\)"),
-        ({"b": Columns(mx.zeros((3, 4)), 0)}, r"b is columns 0 to 4 of 2 rows .* \(3, 4\)"),
-        ({"a_log": mx.zeros(3)}, r"a_log must be \(4,\), not \(3,\)"),
-        ({"dt_bias": mx.zeros((4, 16))}, r"bias must be \(4,\), not \(4, 16\)"),
-    ],
-)
-def test_bad_logits_are_named(change, message):
-    arrays = {"a": Columns(mx.zeros((2, 4)), 0), "b": Columns(mx.zeros((2, 4)), 0)}
-    arrays |= {"a_log": mx.zeros(4), "dt_bias": mx.zeros(4)}
-    rows = Columns(mx.zeros((2, 32)), 0)
-    inputs = mx.zeros((3, 4, 8, 16)), mx.array(Segments([2]).array), new_ticket()
-    how = {"num_k_heads": 2, "max_seqlen": 2, "norm": QKNorm(0.25, 1e-6)}
-    with pytest.raises(ValueError, match=message):
-        gated_delta(rows, rows, rows, delta_gates(**(arrays | change)), *inputs, **how)
+        gated_delta(**arrays, num_k_heads=2, max_seqlen=2)

@@ -46,10 +46,7 @@ def prompts_are_no_decodes(monkeypatch):
 
 
 def make_engine(
-    name: str = "qwen3",
-    prefill: str = "varlen",
-    fused: bool = True,
-    **options: Any,
+    name: str = "qwen3", prefill: str = "varlen", fused: bool = True, **options: Any
 ) -> LLMEngine:
     made = tiny.engine(tiny.load(name), **{"max_num_batched_tokens": 128, **options})
     fusion = None if fused else NO_FUSION

@@ -9,11 +9,6 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import PAD_SLOT, ForwardBatch
 
 
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n; n >= 1."""
-    return 1 << (n - 1).bit_length()
-
-
 def pad_rows(rows: np.ndarray, num_rows: int, value: int = 0) -> np.ndarray:
     """Pad (n, ...) to num_rows rows of `value`.  (np.pad takes ten times as long.)"""
     if len(rows) == num_rows:
@@ -36,12 +31,7 @@ def upload_tables(tables: np.ndarray, num_rows: int, width: int) -> mx.array:
 
 
 def make_step(
-    batch: ForwardBatch,
-    num_rows: int,
-    plan: Any,
-    *,
-    num_slots: int = 0,
-    num_logits: int = 1,
+    batch: ForwardBatch, num_rows: int, plan: Any, *, num_slots: int = 0, num_logits: int = 1
 ) -> Step:
     """Pad a batch's arrays and copy them to the device, beside the plan.
 

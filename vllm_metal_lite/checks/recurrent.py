@@ -129,7 +129,7 @@ def _compare(work: LayerStep, states: np.ndarray, kept: mx.Dtype, dtype: mx.Dtyp
     batches, order = list(map(_batch, _STEPS)), SimpleNamespace(ticket=new_ticket())
     state_store, got = _state_store(states, kept), []
     for step, (batch, count) in enumerate(zip(batches, _NUM_ROWS, strict=True)):
-        plan = SegmentPlan.plan(batch, count, batch.num_segments + 1)
+        plan = SegmentPlan.plan(batch, count)
         got.append(work(KernelRecurrence(state_store, plan, order), step, dtype))
     mx.eval(got, order.ticket)
     mx.disable_compile()  # on a CPU it needs a C++ compiler

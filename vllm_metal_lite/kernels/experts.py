@@ -14,13 +14,7 @@ from vllm_metal_lite.kernels.launch import (
     grid_for,
 )
 from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS, GemmPlan, multiplies_in_lanes
-from vllm_metal_lite.kernels.weights import (
-    Weight,
-    inputs_of,
-    readable,
-    shape_of,
-    spread_of,
-)
+from vllm_metal_lite.kernels.weights import Weight, inputs_of, readable, shape_of, spread_of
 from vllm_metal_lite.specs import ExpertActivation, ExpertShape, WeightShape
 
 _PLAN = Kernel("expert_plan", ["indices", "num_live"], ["plan"])

@@ -21,6 +21,11 @@ MIN_ELEMENTS = 8
 _one_by_one: ContextVar[bool] = ContextVar("one_by_one", default=False)
 
 
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n; n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
 @cache
 def bits(x: float) -> int:
     """The bits of a float32: a template value must be an integer."""

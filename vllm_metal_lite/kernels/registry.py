@@ -1,4 +1,4 @@
-"""All kernels: what each one needs, what replaces it, how it is checked and timed.
+"""All kernels: what each one needs, what replaces it, how it is checked and timed; and a verdict.
 
 One row for each kernel of metal/, and one for each use of a kernel that can fail by itself.  The
 choice of an attention path, the checks, `doctor`, the fallback in a step, the table in
@@ -55,10 +55,7 @@ _ROWS = (
         "kv_gather_quantised", "prompts use varlen_prefill", "attention.gather", prefill="gather"
     ),
     KernelRow(
-        "paged_decode",
-        "decodes are computed as prompts of one token",
-        "attention.decode",
-        "decode",
+        "paged_decode", "decodes are computed as prompts of one token", "attention.decode", "decode"
     ),
     KernelRow(
         "latent_attention", "all rows use kv_gather and MLX's SDPA", "attention.decode", "decode"
@@ -89,10 +86,7 @@ _ROWS = (
     KernelRow("varlen_prefill", _GATHER, "attention.prefill", "prompts", prefill="varlen"),
     KernelRow("gather_rows", "MLX's own operations are used", "attention.rows", "rows"),
     KernelRow(
-        "rope_write",
-        "prompts use MLX's norm and rotation, and kv_write",
-        "new_rows.write",
-        "write",
+        "rope_write", "prompts use MLX's norm and rotation, and kv_write", "new_rows.write", "write"
     ),
     KernelRow(
         "fused_decode",
@@ -107,11 +101,7 @@ _ROWS = (
         "latent_write", "MLX's norm and rotation, and kv_write, are used", "new_rows.write", "write"
     ),
     KernelRow("add_rms_norm", "MLX's sum and norm are used", "fused.add_norm", "add_norm"),
-    KernelRow(
-        "skinny_gemm",
-        "MLX's product is used",
-        "fused.product",
-    ),
+    KernelRow("skinny_gemm", "MLX's product is used", "fused.product"),
     KernelRow("expert_topk", "MLX's operations choose experts", "experts.topk"),
     KernelRow("expert_plan", _EXPERTS, "experts.expert_plan"),
     KernelRow("expert_gemm", _EXPERTS, "experts.product", needs=("expert_plan", "expert_sum")),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
+from types import EllipsisType
 from typing import Any
 
 from vllm_metal_lite.backend import mx
@@ -47,14 +48,11 @@ class ColumnsOf(mx.array):
 
     def __getitem__(self, index: Any) -> mx.array:
         value, columns = super().__getitem__(index), self.columns
-        if columns is None or self.ndim != 3 or not isinstance(index, tuple) or len(index) != 2:
-            return value
-        rows, last = index
-        if rows is not Ellipsis or not isinstance(last, slice) or last.step not in (None, 1):
-            return value
-        array, first, *rest = columns
-        start, _, _ = last.indices(self.shape[-1])
-        return ColumnsOf(value, Columns(array, first + start, *rest))
+        match index:
+            case (EllipsisType(), slice(step=None | 1) as last) if columns and self.ndim == 3:
+                start, _, _ = last.indices(self.shape[-1])
+                return ColumnsOf(value, columns._replace(start=columns.start + start))
+        return value
 
 
 def _forgetting(name: str) -> Callable:

@@ -9,6 +9,7 @@ from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
 from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.gated_delta import gated_delta
+from vllm_metal_lite.kernels.launch import power_of_two
 from vllm_metal_lite.kernels.recurrence import Gates, column_gates, delta_gates, time_gates
 from vllm_metal_lite.kernels.segments import pack_segments
 from vllm_metal_lite.kv.state_store import Key, StateStore
@@ -28,8 +29,13 @@ class SegmentPlan(NamedTuple):
     max_seqlen: int
 
     @staticmethod
-    def plan(batch: ForwardBatch, num_rows: int, num_segments: int) -> "SegmentPlan":
-        """The plan of a step padded to num_rows rows and num_segments segments."""
+    def plan(batch: ForwardBatch, num_rows: int) -> "SegmentPlan":
+        """The plan of a step padded to num_rows rows.
+
+        The number of segments is rounded, so that shapes repeat.
+        """
+        prompts = batch.num_segments - batch.num_decodes
+        num_segments = batch.num_decodes + power_of_two(prompts) if prompts else num_rows
         segments = pack_segments(
             batch.cu_seqlens_q,
             batch.initial_slots,

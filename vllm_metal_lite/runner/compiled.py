@@ -42,10 +42,7 @@ class CompiledSteps:
     """
 
     def __init__(
-        self,
-        model: PackedModel,
-        attention: Attention,
-        fusion: Fusion = NO_FUSION,
+        self, model: PackedModel, attention: Attention, fusion: Fusion = NO_FUSION
     ) -> None:
         self.model, self.attention, self.fusion = model, attention, fusion
         self.reason: str | None = None

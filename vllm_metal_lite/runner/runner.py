@@ -13,12 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_metal_lite.attention.base import Attention, Step
-from vllm_metal_lite.attention.padding import power_of_two
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch, PooledRows
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.distributed import ALONE, RankGroup
-from vllm_metal_lite.kernels.launch import KernelError, one_by_one
+from vllm_metal_lite.kernels.launch import KernelError, one_by_one, power_of_two
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.runner.compiled import CompiledSteps, Result
 from vllm_metal_lite.runner.result import StepResult
@@ -177,9 +176,9 @@ class ModelRunner:
 
     def _start(self, *arrays: Any) -> None:
         """Have the device compute a step's arrays."""
-        last, self._last = self._last, None
-        if last is not None and not self.attention.overlaps:
-            last.wait()
+        if not self.attention.overlaps:
+            self.synchronize()
+        self.forget()
         mx.async_eval(*arrays, self.attention.store.states.arrays)
 
     def _submit(self, result: StepResult, state: list[mx.array]) -> None:

@@ -133,9 +133,7 @@ def reference(step: PackedSpans, state_store: StateStore) -> StepRecurrence:
 
 def kernels(step: PackedSpans, state_store: StateStore) -> StepRecurrence:
     """By the kernels; hold `metal.host.installed(writable_inputs=["states"])`."""
-    batch = step.batch
-    plan = SegmentPlan.plan(batch, step.num_rows, batch.num_segments + 1)
-    return KernelRecurrence(state_store, plan, _Order())
+    return KernelRecurrence(state_store, SegmentPlan.plan(step.batch, step.num_rows), _Order())
 
 
 def run(

@@ -45,10 +45,7 @@ def kernel_engine(
 
 
 def record(
-    engine: LLMEngine,
-    drive: Callable[[LLMEngine], Any],
-    *,
-    fails: dict[int, int] | None = None,
+    engine: LLMEngine, drive: Callable[[LLMEngine], Any], *, fails: dict[int, int] | None = None
 ) -> Graph:
     """The graph of everything that `drive(engine)` submits.
 

@@ -14,7 +14,7 @@ import numpy as np
 from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.attention.padding import make_step, upload_padded
 from vllm_metal_lite.attention.paged.decodes import DecodePlanner, reads_new_rows
-from vllm_metal_lite.attention.paged.plan import PagedPlan, plan_recurrent
+from vllm_metal_lite.attention.paged.plan import PagedPlan
 from vllm_metal_lite.attention.paged.step import KernelStepAttention
 from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
@@ -23,18 +23,19 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
-from vllm_metal_lite.kernels.limits import tiles_serve
+from vllm_metal_lite.kernels.limits import attention_problem, tiles_serve
 from vllm_metal_lite.kernels.registry import REGISTRY, unused_kernels
 from vllm_metal_lite.kernels.store import new_ticket
 from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.recurrence.kernels import SegmentPlan
 from vllm_metal_lite.specs import AttentionShape
 
 
 class KernelAttention:
     """Only kernels write and read the store.  The state is the ticket that orders the kernels.
 
-    prefill: the path of large prompts, "varlen" or "gather".  shapes: of the layers; none: no
-    prompt uses `varlen_prefill`.  failed_kernels: replaced as the registry says.
+    prefill: the path of large prompts, "varlen" or "gather".  shapes: of the layers.
+    failed_kernels: replaced as the registry says.
     prompts_as_decodes: whether prompt rows of small steps may be attended to as decodes.
     """
 
@@ -51,18 +52,18 @@ class KernelAttention:
     ) -> None:
         self.store, self.prefill, self.failed_kernels = store, prefill, frozenset(failed_kernels)
         self._queries_per_kv = {s.num_heads // s.num_kv_heads for s in shapes}
-        latents = any(s.latent for s in shapes)
-        fits = [tiles_serve(spec.k_head_dim, spec.v_head_dim) for spec in store.specs]
         self._unused = unused_kernels(self.failed_kernels)
         decodes = self._unused.isdisjoint(("paged_decode", "latent_attention"))
-        self.prompts_as_decodes = decodes and "shared_prefix" not in self._unused
         # `shared_prefix` needs full attention and a supported head size.
+        can_share = "shared_prefix" not in self._unused
         self.shares = [
-            "shared_prefix" not in self._unused and fit and spec.window is None
-            for fit, spec in zip(fits, store.specs, strict=True)
+            can_share and spec.window is None and tiles_serve(spec.k_head_dim, spec.v_head_dim)
+            for spec in store.specs
         ]
+        self.prompts_as_decodes = decodes and can_share
         works = "varlen" not in {REGISTRY[kernel].prefill for kernel in self._unused}
-        self._varlen = works and (latents or all(fits)) and bool(self._queries_per_kv)
+        self._varlen = works and not any(attention_problem(s, prefill=True) for s in shapes)
+        latents = any(s.latent for s in shapes)
         self._fuses_decodes = not latents and "fused_decode" not in self._unused
         self._plan_decodes: DecodePlanner | None = None
         if decodes:
@@ -95,7 +96,7 @@ class KernelAttention:
         late = only_decodes and self._fuses_decodes and not reads_new_rows(batch)
         num_positions = max(num_rows, MIN_ELEMENTS)
         positions = None if late else upload_padded(batch.positions, num_positions)
-        recurrent = plan_recurrent(batch, num_rows) if self.store.states.num_slots else None
+        recurrent = SegmentPlan.plan(batch, num_rows) if self.store.states.num_slots else None
         plan = PagedPlan(decodes, prompts, positions, recurrent)
         num_logits = plan.num_logits(batch)
         return make_step(batch, num_rows, plan, num_slots=MIN_ELEMENTS, num_logits=num_logits)

@@ -5,14 +5,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_metal_lite.attention.padding import power_of_two, upload_padded, upload_tables
+from vllm_metal_lite.attention.padding import upload_padded, upload_tables
 from vllm_metal_lite.attention.paged.shared_prefix import PrefixSearch, SharedPrefixRows
 from vllm_metal_lite.attention.segments import as_decodes
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.decode import DecodePlan
-from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, power_of_two
 from vllm_metal_lite.kernels.merge_partitions import num_splits
 
 # Number of KV heads -> the plan of such layers.

@@ -2,12 +2,12 @@
 
 from typing import NamedTuple
 
-from vllm_metal_lite.attention.padding import power_of_two
 from vllm_metal_lite.attention.paged.decodes import Decodes
 from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.kernels.launch import power_of_two
 from vllm_metal_lite.recurrence.kernels import SegmentPlan
 
 
@@ -42,10 +42,3 @@ class PagedPlan(NamedTuple):
         num_logits = first + power_of_two(batch.num_segments - first)
         wanted = len(batch.logits_indices)
         return num_logits if wanted <= num_logits else power_of_two(wanted)
-
-
-def plan_recurrent(batch: ForwardBatch, num_rows: int) -> SegmentPlan:
-    """The segments of recurrent layers, their number rounded so that shapes repeat."""
-    prompts = batch.num_segments - batch.num_decodes
-    count = batch.num_decodes + power_of_two(prompts) if prompts else num_rows
-    return SegmentPlan.plan(batch, num_rows, count)

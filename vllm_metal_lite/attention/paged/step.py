@@ -169,16 +169,10 @@ class KernelStepAttention:
         return self.step.slot_mapping[self.store.group_of[layer]]
 
     def _store(self, layer: int) -> LayerStore:
-        store = self.store
-        return LayerStore(
-            keys=store.keys[layer],
-            values=store.values[layer],
-            ticket=self.ticket,
-            spec=store.specs[layer],
-            block_size=store.block_size,
-        )
+        s = self.store
+        return LayerStore(s.keys[layer], s.values[layer], self.ticket, s.specs[layer], s.block_size)
 
 
 def _scores_of(call: AttentionCall) -> dict[str, Any]:
-    """The arguments of kernels that say how a call makes scores, and which scores count."""
+    """How a call makes scores, and which scores count: arguments of attention kernels."""
     return {name: getattr(call, name) for name in ("scale", "window", "softcap", "sinks")}

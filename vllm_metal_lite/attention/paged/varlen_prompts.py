@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_metal_lite.attention.padding import pad_rows, power_of_two, upload_padded, upload_tables
+from vllm_metal_lite.attention.padding import pad_rows, upload_padded, upload_tables
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, power_of_two
 from vllm_metal_lite.kernels.prefill import TILE_ROWS, VarlenMetadata
 
 
