@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from metal.host import installed
 from tests.support.models.recurrent_steps import (
-    KEY,
     PackedSpans,
     Span,
     bits,
@@ -167,34 +166,6 @@ def test_a_request_goes_on_from_a_checkpoint_and_leaves_the_checkpoint_as_it_is(
     close(rest_rows, rows[11:])
     close(rest_states[4], states[3])
     np.testing.assert_array_equal(bits(rest_states[:4]), bits(states[:4]))
-
-
-class Asked:
-    """A recurrence that keeps the question."""
-
-    def gated_delta(self, key: Key, given: GatedDelta) -> mx.array:
-        self.given = given
-        return given.v
-
-
-@given(step=packed_spans())
-@settings(max_examples=15)
-def test_mlxs_own_gated_delta_rule_agrees(step):
-    """`mx.fast.gated_delta_update`, a segment at a time."""
-    before = step.states(*LINEAR)
-    y_rows, after = run(reference, step, before, delta)
-    asked = Asked()
-    delta(asked, KEY, step)
-    given = asked.given
-    for index, (_, _, slots) in enumerate(step.spans):
-        part = step.rows_of(index)
-        packed = given.q, given.k, given.v, given.gates, mx.sigmoid(given.b)
-        inputs = (x.squeeze(1)[part][None] for x in packed)
-        fresh = slots.initial == EMPTY_SLOT
-        state = mx.zeros((1, *LINEAR)) if fresh else mx.array(before[slots.initial])[None]
-        y, last = mx.fast.gated_delta_update(*inputs, state)
-        close(np.array(y[0]), y_rows[part])
-        close(np.array(last[0]), after[slots.final])
 
 
 @pytest.mark.parametrize(
