@@ -1,4 +1,4 @@
-"""Launches the kernels of metal/."""
+"""Launches of the kernels of metal/, and numbers and checks for their arguments."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
