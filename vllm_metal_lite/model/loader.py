@@ -224,9 +224,7 @@ def from_model(
     if ranks.stages:
         check_kinds(layout, model_type, ranks)
     max_position, context_guess = context_length(model, config)
-    vocab: dict[str, int] = {}
-    if folder is not None and tokenizer is not None:
-        vocab = tokenizer.get_vocab()
+    vocab = tokenizer.get_vocab() if folder is not None and tokenizer is not None else {}
     packed, usage = choose(model, layout, model_type, ranks)
     return LoadedModel(
         name=name,
