@@ -8,7 +8,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from vllm_metal_lite.backend import mx
 
 # Exact types: a subclass computes something else, and stays packed.
-_PLAIN = {
+_PLAIN: dict[type, type] = {
     nn.QuantizedLinear: nn.Linear,
     nn.QuantizedEmbedding: nn.Embedding,
     QuantizedSwitchLinear: SwitchLinear,
@@ -39,13 +39,15 @@ def expand(model: nn.Module) -> None:
 def _expand(module: nn.Module) -> None:
     """Give a layer the weight that its packed parameters represent."""
     # mlx-lm takes a layer with `bits` for a packed one.
-    how = [vars(module).pop(name) for name in ("group_size", "bits", "mode")]
+    size, bits, mode = (vars(module).pop(name) for name in ("group_size", "bits", "mode"))
     scale = module.pop("global_scale", None)  # one per expert, and MLX takes one per call
     weight = mx.dequantize(
         module.weight,
         module.pop("scales"),
         module.pop("biases", None),
-        *how,
+        size,
+        bits,
+        mode,
         None if scale is None else mx.array(1.0),
         mx.float32,
     )

@@ -30,7 +30,7 @@ _BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _BY_INPUT = ("o_proj", "out_proj", "down_proj")
 
 # Sharded layers, and the plain ones with the same parameters.
-_PLAIN = {
+_PLAIN: dict[type, type] = {
     layers.AllToShardedLinear: nn.Linear,
     layers.ShardedToAllLinear: nn.Linear,
     layers.QuantizedAllToShardedLinear: nn.QuantizedLinear,

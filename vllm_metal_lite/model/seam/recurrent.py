@@ -115,8 +115,9 @@ class RecurrentHooks:
 def _concatenate(
     original: Callable, arrays: Sequence[mx.array], *args: Any, **kwargs: Any
 ) -> mx.array:
-    if arrays and isinstance(arrays[0], StateHandle):
-        state, rows = arrays
+    state = arrays[0] if arrays else None
+    if isinstance(state, StateHandle):
+        _, rows = arrays
         return ConvInput(state, rows)
     return original(arrays, *args, **kwargs)
 
