@@ -58,27 +58,20 @@ def apply_rules(record: Any, error: type[MetalLiteError]) -> None:
 
 
 def integer(
-    low: int | None = None,
-    high: int | None = None,
-    *,
-    allowed: str | None = None,
-    zero: bool = True,
+    low: int, high: int | None = None, *, allowed: str | None = None, zero: bool = True
 ) -> Rule:
     """An integer from low to high, and not a bool.  zero: whether 0 is allowed."""
 
     def take(value: Any) -> int:
         value = _integer(value)
-        _require(zero or value != 0)
-        _require((low is None or value >= low) and (high is None or value <= high))
+        _require(value >= low and (high is None or value <= high) and (zero or value != 0))
         return value
 
-    if allowed is None:
-        allowed = "an integer" + (f" from {low} to {high}" if high is not None else "")
-        allowed += f" of at least {low}" if low is not None and high is None else ""
-    return Rule(allowed, take)
+    limits = f"of at least {low}" if high is None else f"from {low} to {high}"
+    return Rule(allowed or f"an integer {limits}", take)
 
 
-def number(low: float = 0, high: float | None = None, *, above: bool = False) -> Rule:
+def number(low: float, high: float | None = None, *, above: bool = False) -> Rule:
     """A finite number from low to high.  above: low itself is not allowed."""
 
     def take(value: Any) -> float:
