@@ -14,7 +14,7 @@ from vllm_metal_lite import LLM
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ModelLoadError, RequestError, SamplingError
 from vllm_metal_lite.model import loader
-from vllm_metal_lite.model.generation_config import sampling_defaults
+from vllm_metal_lite.model.files.generation_config import sampling_defaults
 from vllm_metal_lite.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)

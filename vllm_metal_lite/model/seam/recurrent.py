@@ -22,7 +22,7 @@ from mlx_lm.models import gated_delta, ssm
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.recurrence import QKNorm
-from vllm_metal_lite.model.calls import observing
+from vllm_metal_lite.model.seam.calls import observing
 from vllm_metal_lite.model.seam.hooks import Hook, hooked, namespaces
 from vllm_metal_lite.model.seam.state_cache import StateHandle
 from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace

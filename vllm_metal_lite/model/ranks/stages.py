@@ -14,9 +14,9 @@ from mlx_lm.models.cache import CacheList
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ModelLoadError, one_line
-from vllm_metal_lite.model.calls import calls_of, wrap_call
 from vllm_metal_lite.model.layout import Layout
 from vllm_metal_lite.model.packed import body_of
+from vllm_metal_lite.model.seam.calls import calls_of, wrap_call
 from vllm_metal_lite.model.sequences.kv_segments import NATIVE_TYPES
 
 
