@@ -28,13 +28,13 @@ def test_pack_equals_a_plain_loop(step):
         assert array.dtype == np.int32
 
 
-def test_without_slots_a_requests_slot_is_its_row():
+def test_without_slots_a_requests_slot_is_its_seat():
     inputs = InputBatch(3, 32, 8)
-    rows = np.array([inputs.add([5] * 9, 9) for _ in range(3)])[::-1]
-    for row in rows:
-        inputs.append_blocks(row, [int(row), int(row) + 3])
-    batch = inputs.pack(rows, np.array([8, 0, 3]), np.array([1, 4, 6]))
-    assert batch.final_slots.tolist() == rows.tolist() == [2, 1, 0]
+    seats = np.array([inputs.add([5] * 9, 9) for _ in range(3)])[::-1]
+    for seat in seats:
+        inputs.append_blocks(seat, [int(seat), int(seat) + 3])
+    batch = inputs.pack(seats, np.array([8, 0, 3]), np.array([1, 4, 6]))
+    assert batch.final_slots.tolist() == seats.tolist() == [2, 1, 0]
     assert batch.initial_slots.tolist() == [2, EMPTY_SLOT, 0]
     assert batch.checkpoints.shape == (0, 3)
     batch.validate(6, num_state_slots=3)
