@@ -16,11 +16,10 @@ from vllm_metal_lite import LLM, AsyncEngine, EngineConfig, LLMEngine, SamplingP
 from vllm_metal_lite.cli.files import OrderedWriter
 from vllm_metal_lite.cli.jsonl import BadLine, parse_line, result_line
 from vllm_metal_lite.cli.main import main
-from vllm_metal_lite.config import ENGINE_RULES
 from vllm_metal_lite.engine import intake
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.outputs import CompletionOutput, Logprob, RequestOutput
-from vllm_metal_lite.sampling_params import SAMPLING_RULES
+from vllm_metal_lite.rules import rules_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3)
 NAN, INF = float("nan"), float("inf")
@@ -30,8 +29,8 @@ NAN, INF = float("nan"), float("inf")
 
 
 def test_every_field_has_a_rule():
-    assert [f.name for f in fields(EngineConfig)] == list(ENGINE_RULES)
-    assert {f.name for f in fields(SamplingParams)} == SAMPLING_RULES.keys()
+    for kind in (EngineConfig, SamplingParams):
+        assert [f.name for f in fields(kind)] == list(rules_of(kind))
 
 
 @pytest.mark.parametrize(

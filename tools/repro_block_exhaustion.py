@@ -22,7 +22,7 @@ import numpy as np
 
 from tools.lib.frame import parser_of, print_table, run_main
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
-from vllm_metal_lite.model.find import find
+from vllm_metal_lite.model.files.find import find
 from vllm_metal_lite.model.loader import LoadedModel, load
 
 BLOCK, STEP = 16, 256  # tokens per block; maximum tokens per step

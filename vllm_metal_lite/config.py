@@ -1,6 +1,7 @@
 """Every option of the engine, validated when it is made."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from vllm_metal_lite.errors import ConfigError, Option
 from vllm_metal_lite.rules import apply_rules, choice, integer, number, switch
@@ -25,26 +26,6 @@ MAX_DRAFT = 31
 # Most rows that a step with drafts samples: logits take memory, a vocabulary for each row.
 _MAX_DRAFTED_ROWS = 256
 
-ENGINE_RULES = {
-    "block_size": choice(*BLOCK_SIZES),
-    "num_blocks": integer(1, optional=True),
-    "max_num_seqs": integer(1, MAX_NUM_SEQS),
-    "max_num_batched_tokens": integer(1),
-    "max_model_len": integer(1, optional=True),
-    "long_prefill_token_threshold": integer(0),
-    "prefill_policy": choice(*PREFILL_POLICIES),
-    "enable_prefix_caching": switch(),
-    "memory_fraction": number(0, 1, above=True, optional=True),
-    "state_cache_gib": number(0, optional=True),
-    "prefix_disk_gib": number(0),
-    "dtype": choice(*DTYPES),
-    "kv_bits": choice(*KV_BITS, optional=True),
-    "attention": choice(*ATTENTION),
-    "speculate": choice(*SPECULATE),
-    "seed": integer(0),
-    "trust_remote_code": switch(),
-}
-
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -66,26 +47,26 @@ class EngineConfig:
     trust_remote_code: run Python code that comes with a model, such as its tokenizer's.
     """
 
-    block_size: int = 16
-    num_blocks: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    max_model_len: int | None = None
-    long_prefill_token_threshold: int = 0
-    prefill_policy: str = "mixed"
-    enable_prefix_caching: bool = True
-    memory_fraction: float | None = None
-    state_cache_gib: float | None = None
-    prefix_disk_gib: float = 0.0
-    dtype: str = "auto"
-    kv_bits: int | None = None
-    attention: str = "auto"
-    speculate: str = "auto"
-    seed: int = 0
-    trust_remote_code: bool = False
+    block_size: Annotated[int, choice(*BLOCK_SIZES)] = 16
+    num_blocks: Annotated[int | None, integer(1)] = None
+    max_num_seqs: Annotated[int, integer(1, MAX_NUM_SEQS)] = 64
+    max_num_batched_tokens: Annotated[int, integer(1)] = 2048
+    max_model_len: Annotated[int | None, integer(1)] = None
+    long_prefill_token_threshold: Annotated[int, integer(0)] = 0
+    prefill_policy: Annotated[str, choice(*PREFILL_POLICIES)] = "mixed"
+    enable_prefix_caching: Annotated[bool, switch()] = True
+    memory_fraction: Annotated[float | None, number(0, 1, above=True)] = None
+    state_cache_gib: Annotated[float | None, number(0)] = None
+    prefix_disk_gib: Annotated[float, number(0)] = 0.0
+    dtype: Annotated[str, choice(*DTYPES)] = "auto"
+    kv_bits: Annotated[int | None, choice(*KV_BITS)] = None
+    attention: Annotated[str, choice(*ATTENTION)] = "auto"
+    speculate: Annotated[str, choice(*SPECULATE)] = "auto"
+    seed: Annotated[int, integer(0)] = 0
+    trust_remote_code: Annotated[bool, switch()] = False
 
     def __post_init__(self) -> None:
-        apply_rules(self, ENGINE_RULES, ConfigError)
+        apply_rules(self, ConfigError)
         threshold, name = self.long_prefill_token_threshold, Option("long_prefill_token_threshold")
         if threshold and threshold < self.block_size:
             size = f" ({self.block_size}), got {threshold}"

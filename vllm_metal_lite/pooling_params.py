@@ -1,19 +1,10 @@
 """What one pooling request reads from its prompt, named as vLLM names it."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.rules import apply_rules, choice, integer, switch, token_ids
-
-POOLING_RULES = {
-    "pooling": choice("last", "mean", optional=True),
-    "normalize": switch(),
-    "dimensions": integer(1, optional=True),
-    "truncate_prompt_tokens": integer(
-        -1, allowed="a positive integer, or -1 for the context length", zero=False, optional=True
-    ),
-    "score_token_ids": token_ids(empty=False),
-}
 
 
 @dataclass(frozen=True)
@@ -30,11 +21,14 @@ class PoolingParams:
     embedding.
     """
 
-    pooling: str | None = None
-    normalize: bool = True
-    dimensions: int | None = None
-    truncate_prompt_tokens: int | None = None
-    score_token_ids: list[int] | tuple[int, ...] | None = None
+    pooling: Annotated[str | None, choice("last", "mean")] = None
+    normalize: Annotated[bool, switch()] = True
+    dimensions: Annotated[int | None, integer(1)] = None
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        integer(-1, allowed="a positive integer, or -1 for the context length", zero=False),
+    ] = None
+    score_token_ids: Annotated[list[int] | tuple[int, ...] | None, token_ids(empty=False)] = None
 
     def __post_init__(self) -> None:
-        apply_rules(self, POOLING_RULES, RequestError)
+        apply_rules(self, RequestError)

@@ -1,14 +1,16 @@
-"""What each option and each parameter may be: one rule a field.
+"""What each option and each parameter may be: a rule annotates the field's type.
 
 Python, JSON lines and flags all come to the same rules, so a bad value gets the same words
 everywhere.  Numpy's scalars are numbers too; a field that passed holds a plain Python value.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from math import isfinite
 from numbers import Integral, Real
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin
 
 from vllm_metal_lite.errors import MetalLiteError, Option, show
 
@@ -26,9 +28,23 @@ class Rule:
 _REFUSALS = (TypeError, ValueError, OverflowError)
 
 
-def apply_rules(record: Any, rules: Mapping[str, Rule], error: type[MetalLiteError]) -> None:
+@cache
+def rules_of(kind: type) -> dict[str, Rule]:
+    """The rules of a dataclass, by field: those that annotate the fields' types.
+
+    A field is optional if its type includes None.
+    """
+    rules = {}
+    for field in fields(kind):
+        if get_origin(field.type) is Annotated:
+            plain, rule = get_args(field.type)
+            rules[field.name] = replace(rule, optional=NoneType in get_args(plain))
+    return rules
+
+
+def apply_rules(record: Any, error: type[MetalLiteError]) -> None:
     """Replace the fields of a frozen dataclass by plain values; raises `error` for a bad one."""
-    for name, rule in rules.items():
+    for name, rule in rules_of(record.__class__).items():
         value = getattr(record, name)
         if value is None and rule.optional:
             continue
@@ -42,30 +58,20 @@ def apply_rules(record: Any, rules: Mapping[str, Rule], error: type[MetalLiteErr
 
 
 def integer(
-    low: int | None = None,
-    high: int | None = None,
-    *,
-    allowed: str | None = None,
-    zero: bool = True,
-    optional: bool = False,
+    low: int, high: int | None = None, *, allowed: str | None = None, zero: bool = True
 ) -> Rule:
     """An integer from low to high, and not a bool.  zero: whether 0 is allowed."""
 
     def take(value: Any) -> int:
         value = _integer(value)
-        _require(zero or value != 0)
-        _require((low is None or value >= low) and (high is None or value <= high))
+        _require(value >= low and (high is None or value <= high) and (zero or value != 0))
         return value
 
-    if allowed is None:
-        allowed = "an integer" + (f" from {low} to {high}" if high is not None else "")
-        allowed += f" of at least {low}" if low is not None and high is None else ""
-    return Rule(allowed, take, optional)
+    limits = f"of at least {low}" if high is None else f"from {low} to {high}"
+    return Rule(allowed or f"an integer {limits}", take)
 
 
-def number(
-    low: float = 0, high: float | None = None, *, above: bool = False, optional: bool = False
-) -> Rule:
+def number(low: float, high: float | None = None, *, above: bool = False) -> Rule:
     """A finite number from low to high.  above: low itself is not allowed."""
 
     def take(value: Any) -> float:
@@ -78,10 +84,10 @@ def number(
         allowed = f"a number above {low}" + (f" and at most {high}" if high is not None else "")
     else:
         allowed = f"a number from {low} to {high}" if high is not None else f"a number >= {low}"
-    return Rule(allowed, take, optional)
+    return Rule(allowed, take)
 
 
-def choice(*values: Any, optional: bool = False) -> Rule:
+def choice(*values: Any) -> Rule:
     """One of the values, which are all integers or all strings."""
 
     def take(value: Any) -> Any:
@@ -91,7 +97,7 @@ def choice(*values: Any, optional: bool = False) -> Rule:
         return values[values.index(value)]
 
     *names, last = map(str, values)
-    return Rule(f"{', '.join(names)} or {last}", take, optional)
+    return Rule(f"{', '.join(names)} or {last}", take)
 
 
 def switch() -> Rule:
@@ -111,7 +117,7 @@ def token_ids(*, empty: bool = True) -> Rule:
         return tuple(map(_token_id, value))
 
     allowed = "a list of token ids" if empty else "a list of at least one token id"
-    return Rule(allowed, take, True)
+    return Rule(allowed, take)
 
 
 def biases() -> Rule:
@@ -119,7 +125,7 @@ def biases() -> Rule:
         _require(isinstance(value, Mapping))
         return {_token_id(token): _number(bias) for token, bias in value.items()}
 
-    return Rule("a dict of token ids to finite numbers", take, True)
+    return Rule("a dict of token ids to finite numbers", take)
 
 
 def text() -> Rule:
@@ -137,7 +143,7 @@ def texts(*, alone: bool = False) -> Rule:
     allowed = "a list of non-empty strings of valid Unicode"
     if alone:
         allowed = "a non-empty string of valid Unicode, or a list of them"
-    return Rule(allowed, take, True)
+    return Rule(allowed, take)
 
 
 def whole(value: Any) -> Any:

@@ -1,36 +1,13 @@
 """How one request wants its tokens chosen, named as vLLM names it."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from vllm_metal_lite.errors import Option, SamplingError
 from vllm_metal_lite.rules import apply_rules, biases, integer, number, switch, texts, token_ids
 from vllm_metal_lite.structured_params import StructuredOutputsParams, ThinkingParams, record
 
-SAMPLING_RULES = {
-    "n": integer(1, 1024),
-    "temperature": number(0),
-    "top_k": integer(-1, allowed="a positive integer, or 0 or -1 for all tokens"),
-    "top_p": number(0, 1, above=True),
-    "min_p": number(0, 1),
-    "seed": integer(-(2**63), 2**64 - 1, allowed="an integer of 64 bits", optional=True),
-    "repetition_penalty": number(0, above=True),
-    "presence_penalty": number(-2, 2),
-    "frequency_penalty": number(-2, 2),
-    "logit_bias": biases(),
-    "allowed_token_ids": token_ids(empty=False),
-    "bad_words": texts(),
-    "stop": texts(alone=True),
-    "stop_token_ids": token_ids(),
-    "include_stop_str_in_output": switch(),
-    "ignore_eos": switch(),
-    "max_tokens": integer(1, optional=True),
-    "min_tokens": integer(0),
-    "logprobs": integer(0, optional=True),
-    "prompt_logprobs": integer(0, optional=True),
-    "skip_special_tokens": switch(),
-    "structured_outputs": record(StructuredOutputsParams),
-    "thinking": record(ThinkingParams),
-}
+_SEED = integer(-(2**63), 2**64 - 1, allowed="an integer of 64 bits")
 
 
 @dataclass(frozen=True)
@@ -46,32 +23,34 @@ class SamplingParams:
     begins if the model thinks first, and how long the model may think.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | tuple[int, ...] | None = None
-    bad_words: list[str] | tuple[str, ...] | None = None
-    stop: str | list[str] | tuple[str, ...] | None = None
-    stop_token_ids: list[int] | tuple[int, ...] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool = True
-    structured_outputs: StructuredOutputsParams | None = None
-    thinking: ThinkingParams | None = None
+    n: Annotated[int, integer(1, 1024)] = 1
+    temperature: Annotated[float, number(0)] = 1.0
+    top_k: Annotated[int, integer(-1, allowed="a positive integer, or 0 or -1 for all tokens")] = 0
+    top_p: Annotated[float, number(0, 1, above=True)] = 1.0
+    min_p: Annotated[float, number(0, 1)] = 0.0
+    seed: Annotated[int | None, _SEED] = None
+    repetition_penalty: Annotated[float, number(0, above=True)] = 1.0
+    presence_penalty: Annotated[float, number(-2, 2)] = 0.0
+    frequency_penalty: Annotated[float, number(-2, 2)] = 0.0
+    logit_bias: Annotated[dict[int, float] | None, biases()] = None
+    allowed_token_ids: Annotated[list[int] | tuple[int, ...] | None, token_ids(empty=False)] = None
+    bad_words: Annotated[list[str] | tuple[str, ...] | None, texts()] = None
+    stop: Annotated[str | list[str] | tuple[str, ...] | None, texts(alone=True)] = None
+    stop_token_ids: Annotated[list[int] | tuple[int, ...] | None, token_ids()] = None
+    include_stop_str_in_output: Annotated[bool, switch()] = False
+    ignore_eos: Annotated[bool, switch()] = False
+    max_tokens: Annotated[int | None, integer(1)] = 16
+    min_tokens: Annotated[int, integer(0)] = 0
+    logprobs: Annotated[int | None, integer(0)] = None
+    prompt_logprobs: Annotated[int | None, integer(0)] = None
+    skip_special_tokens: Annotated[bool, switch()] = True
+    structured_outputs: Annotated[
+        StructuredOutputsParams | None, record(StructuredOutputsParams)
+    ] = None
+    thinking: Annotated[ThinkingParams | None, record(ThinkingParams)] = None
 
     def __post_init__(self) -> None:
-        apply_rules(self, SAMPLING_RULES, SamplingError)
+        apply_rules(self, SamplingError)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             values = f" ({self.max_tokens}), got {self.min_tokens}"
             raise SamplingError(

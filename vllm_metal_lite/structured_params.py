@@ -3,7 +3,7 @@
 import json as json_format
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
 from vllm_metal_lite.errors import Option, SamplingError, one_line, show
 from vllm_metal_lite.rules import Rule, apply_rules, integer, switch, text, texts, token_ids
@@ -26,21 +26,21 @@ class StructuredOutputsParams:
     object has no other properties, unless its schema names additionalProperties.
     """
 
-    json: str | Mapping[str, Any] | None = None
-    json_object: bool = False
-    regex: str | None = None
-    choice: list[str] | tuple[str, ...] | None = None
-    grammar: str | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
-    whitespace_pattern: str | None = None
+    json: Annotated[str | Mapping[str, Any] | None, text()] = None
+    json_object: Annotated[bool, switch()] = False
+    regex: Annotated[str | None, text()] = None
+    choice: Annotated[list[str] | tuple[str, ...] | None, texts()] = None
+    grammar: Annotated[str | None, text()] = None
+    disable_any_whitespace: Annotated[bool, switch()] = False
+    disable_additional_properties: Annotated[bool, switch()] = False
+    whitespace_pattern: Annotated[str | None, text()] = None
 
     def __post_init__(self) -> None:
         if isinstance(self.json, Mapping):
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.json_object is None:  # as vLLM has it
             object.__setattr__(self, "json_object", False)
-        apply_rules(self, _STRUCTURED_RULES, SamplingError)
+        apply_rules(self, SamplingError)
         given = [name for name in KINDS if getattr(self, name) not in (None, False, ())]
         if len(given) != 1:
             raise SamplingError(
@@ -64,14 +64,14 @@ class ThinkingParams:
     the form, if there is one; the budget is for all thoughts together.
     """
 
-    start: tuple[int, ...] | list[int]
-    end: tuple[int, ...] | list[int]
-    is_open: bool = False
-    budget: int | None = None
-    is_channel: bool = False
+    start: Annotated[tuple[int, ...] | list[int], token_ids()]
+    end: Annotated[tuple[int, ...] | list[int], token_ids(empty=False)]
+    is_open: Annotated[bool, switch()] = False
+    budget: Annotated[int | None, integer(0)] = None
+    is_channel: Annotated[bool, switch()] = False
 
     def __post_init__(self) -> None:
-        apply_rules(self, _THINKING_RULES, SamplingError)
+        apply_rules(self, SamplingError)
 
 
 def _schema_text(schema: Mapping[str, Any]) -> str:
@@ -81,25 +81,6 @@ def _schema_text(schema: Mapping[str, Any]) -> str:
         raise SamplingError(
             Option("structured_outputs"), f".json cannot be written as JSON: {one_line(e)}"
         ) from None
-
-
-_STRUCTURED_RULES = {
-    "json": text(),
-    "json_object": switch(),
-    "regex": text(),
-    "choice": texts(),
-    "grammar": text(),
-    "disable_any_whitespace": switch(),
-    "disable_additional_properties": switch(),
-    "whitespace_pattern": text(),
-}
-_THINKING_RULES = {
-    "start": token_ids(),
-    "end": token_ids(empty=False),
-    "is_open": switch(),
-    "budget": integer(0, optional=True),
-    "is_channel": switch(),
-}
 
 
 def record(kind: type) -> Rule:

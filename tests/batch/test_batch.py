@@ -1,5 +1,6 @@
 """ForwardBatch and the host table that it is cut from."""
 
+from collections import namedtuple
 from dataclasses import replace
 
 import numpy as np
@@ -12,30 +13,29 @@ from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 
 MAX_SEQS, MAX_LEN, BLOCK_SIZE, NUM_BLOCKS = 6, 48, 8, 300
+Request = namedtuple("Request", "seat tokens prompt scored_from tables")
 
 
 @st.composite
-def tables(draw) -> tuple[InputBatch, list[dict]]:
-    """A table after some requests came and went, and its content as plain lists."""
+def tables(draw) -> tuple[InputBatch, list[Request]]:
+    """A table after some requests came and went, and its content as plain values."""
     inputs = InputBatch(MAX_SEQS, MAX_LEN, BLOCK_SIZE, num_kv_groups=draw(st.integers(1, 3)))
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
     blocks = rng.permutation(NUM_BLOCKS).tolist()
     requests = []
     for _ in range(draw(st.integers(1, MAX_SEQS + 4))):
         if requests and (len(requests) == MAX_SEQS or draw(st.booleans())):
-            inputs.remove(requests.pop(draw(st.integers(0, len(requests) - 1)))["row"])
+            inputs.remove(requests.pop(draw(st.integers(0, len(requests) - 1))).seat)
         tokens = rng.integers(0, 100, draw(st.integers(1, MAX_LEN))).tolist()
         prompt = draw(st.integers(1, len(tokens)))
         scored_from = draw(st.none() | st.integers(0, prompt - 1))
-        row = inputs.add(tokens, prompt, scored_from)
+        seat = inputs.add(tokens, prompt, scored_from)
         count = -(-len(tokens) // BLOCK_SIZE)
         tables = [[blocks.pop() for _ in range(count)] for _ in inputs.block_tables]
         cut = draw(st.integers(0, count))
-        inputs.append_blocks(row, *(t[:cut] for t in tables))
-        inputs.append_blocks(row, *(t[cut:] for t in tables))
-        requests.append(
-            {"row": row, "tokens": tokens, "prompt": prompt, "from": scored_from, "tables": tables}
-        )
+        inputs.append_blocks(seat, *(t[:cut] for t in tables))
+        inputs.append_blocks(seat, *(t[cut:] for t in tables))
+        requests.append(Request(seat, tokens, prompt, scored_from, tables))
     return inputs, requests
 
 
@@ -46,11 +46,11 @@ def test_pack_equals_a_plain_loop(filled, data):
     chosen = data.draw(st.permutations(requests))[: data.draw(st.integers(1, len(requests)))]
     spans = []
     for r in chosen:
-        start = data.draw(st.integers(0, len(r["tokens"]) - 1))
-        spans.append((r, start, data.draw(st.integers(1, len(r["tokens"]) - start))))
+        start = data.draw(st.integers(0, len(r.tokens) - 1))
+        spans.append((r, start, data.draw(st.integers(1, len(r.tokens) - start))))
     spans.sort(key=lambda span: span[2] > 1)
     batch = inputs.pack(
-        np.array([r["row"] for r, _, _ in spans]),
+        np.array([r.seat for r, _, _ in spans]),
         np.array([start for _, start, _ in spans]),
         np.array([count for _, _, count in spans]),
     )
@@ -60,18 +60,18 @@ def test_pack_equals_a_plain_loop(filled, data):
     slots = [[] for _ in batch.block_tables]
     for i, (r, start, count) in enumerate(spans):
         for p in range(start, start + count):
-            if r["from"] is not None and r["from"] <= p and p + 1 < r["prompt"]:
-                scored.append((len(tokens), r["tokens"][p + 1], i))
-            tokens.append(r["tokens"][p])
+            if r.scored_from is not None and r.scored_from <= p and p + 1 < r.prompt:
+                scored.append((len(tokens), r.tokens[p + 1], i))
+            tokens.append(r.tokens[p])
             positions.append(p)
-            for group, table in zip(slots, r["tables"], strict=True):
+            for group, table in zip(slots, r.tables, strict=True):
                 group.append(table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE)
         cu.append(len(tokens))
-        if start + count == len(r["tokens"]):
+        if start + count == len(r.tokens):
             samples.append(i)
             last_rows.append(len(tokens) - 1)
         used = -(-(start + count) // BLOCK_SIZE)
-        assert batch.block_tables[:, i, :used].tolist() == [t[:used] for t in r["tables"]]
+        assert batch.block_tables[:, i, :used].tolist() == [t[:used] for t in r.tables]
     assert batch.token_ids.tolist() == tokens
     assert batch.positions.tolist() == positions
     assert [batch.slot_mapping(group).tolist() for group in range(len(slots))] == slots
@@ -91,11 +91,11 @@ def test_pack_equals_a_plain_loop(filled, data):
 
 def good_batch() -> ForwardBatch:
     inputs = InputBatch(3, 32, 8)
-    rows = []
+    seats = []
     for count, blocks in ((9, [3, 1]), (4, [0]), (20, [4, 6, 2])):
-        rows.append(inputs.add([5] * count, count))
-        inputs.append_blocks(rows[-1], blocks)
-    batch = inputs.pack(np.array(rows), np.array([8, 0, 10]), np.array([1, 4, 10]))
+        seats.append(inputs.add([5] * count, count))
+        inputs.append_blocks(seats[-1], blocks)
+    batch = inputs.pack(np.array(seats), np.array([8, 0, 10]), np.array([1, 4, 10]))
     batch.validate(7)
     return batch
 
@@ -146,35 +146,35 @@ def test_entries_of_a_block_table_behind_the_sequence_may_be_anything():
     replace(batch, block_tables=changed(batch.block_tables, (0, 1, 1), 999)).validate(7)
 
 
-def test_rows_are_given_back_and_the_next_owner_finds_them_clean():
+def test_seats_are_given_back_and_the_next_owner_finds_them_clean():
     inputs = InputBatch(1, 16, 8)
-    row = inputs.add([1] * 12, 12, prompt_logprobs_from=0)
-    inputs.append_blocks(row, [5, 6])
-    inputs.remove(row)
-    assert inputs.add([2, 3], 2) == row
-    inputs.append_blocks(row, [9])
-    batch = inputs.pack(np.array([row]), np.array([0]), np.array([2]))
+    seat = inputs.add([1] * 12, 12, prompt_logprobs_from=0)
+    inputs.append_blocks(seat, [5, 6])
+    inputs.remove(seat)
+    assert inputs.add([2, 3], 2) == seat
+    inputs.append_blocks(seat, [9])
+    batch = inputs.pack(np.array([seat]), np.array([0]), np.array([2]))
     assert batch.token_ids.tolist() == [2, 3]
     assert batch.slot_mapping().tolist() == [72, 73]
     assert not len(batch.prompt_targets)
 
 
-def test_a_token_is_filled_in_where_one_is_unknown_unless_the_row_is_anothers_by_then():
+def test_a_token_is_filled_in_where_one_is_unknown_unless_the_seat_is_anothers_by_then():
     inputs = InputBatch(3, 4, 8)
-    rows = np.array([inputs.add([i, i], 2) for i in range(3)])
-    inputs.append_tokens(rows, np.full(3, UNKNOWN_TOKEN))
-    inputs.remove(rows[1])
-    assert inputs.add([7], 1) == rows[1]
-    inputs.remove(rows[2])
-    inputs.fill_tokens(rows, np.array([4, 5, 6]))
-    assert inputs.token_ids[rows[0], :3].tolist() == [0, 0, 4]
-    assert inputs.token_ids[rows[1], 0] == 7
-    assert inputs.num_tokens[rows].tolist() == [3, 1, 0]
+    seats = np.array([inputs.add([i, i], 2) for i in range(3)])
+    inputs.append_tokens(seats, np.full(3, UNKNOWN_TOKEN))
+    inputs.remove(seats[1])
+    assert inputs.add([7], 1) == seats[1]
+    inputs.remove(seats[2])
+    inputs.fill_tokens(seats, np.array([4, 5, 6]))
+    assert inputs.token_ids[seats[0], :3].tolist() == [0, 0, 4]
+    assert inputs.token_ids[seats[1], 0] == 7
+    assert inputs.num_tokens[seats].tolist() == [3, 1, 0]
 
 
 def test_append_tokens_stops_at_the_end_of_the_context():
     inputs = InputBatch(2, 4, 8)
-    rows = np.array([inputs.add([1, 2, 3, 4], 4), inputs.add([7], 1)])
-    inputs.append_tokens(rows, np.array([8, 9]))
-    assert inputs.num_tokens[rows].tolist() == [4, 2]
-    assert inputs.token_ids[rows[1], :2].tolist() == [7, 9]
+    seats = np.array([inputs.add([1, 2, 3, 4], 4), inputs.add([7], 1)])
+    inputs.append_tokens(seats, np.array([8, 9]))
+    assert inputs.num_tokens[seats].tolist() == [4, 2]
+    assert inputs.token_ids[seats[1], :2].tolist() == [7, 9]

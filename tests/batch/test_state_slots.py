@@ -28,13 +28,13 @@ def test_pack_equals_a_plain_loop(step):
         assert array.dtype == np.int32
 
 
-def test_without_slots_a_requests_slot_is_its_row():
+def test_without_slots_a_requests_slot_is_its_seat():
     inputs = InputBatch(3, 32, 8)
-    rows = np.array([inputs.add([5] * 9, 9) for _ in range(3)])[::-1]
-    for row in rows:
-        inputs.append_blocks(row, [int(row), int(row) + 3])
-    batch = inputs.pack(rows, np.array([8, 0, 3]), np.array([1, 4, 6]))
-    assert batch.final_slots.tolist() == rows.tolist() == [2, 1, 0]
+    seats = np.array([inputs.add([5] * 9, 9) for _ in range(3)])[::-1]
+    for seat in seats:
+        inputs.append_blocks(seat, [int(seat), int(seat) + 3])
+    batch = inputs.pack(seats, np.array([8, 0, 3]), np.array([1, 4, 6]))
+    assert batch.final_slots.tolist() == seats.tolist() == [2, 1, 0]
     assert batch.initial_slots.tolist() == [2, EMPTY_SLOT, 0]
     assert batch.checkpoints.shape == (0, 3)
     batch.validate(6, num_state_slots=3)
@@ -49,54 +49,48 @@ def good_batch() -> ForwardBatch:
     return batch
 
 
-# What is wrong, the change, and the message.
+# What is wrong: the field, where it changes, the new value, and the message.
 BAD = {
-    "no final slots": (lambda b: {"final_slots": b.final_slots[:2]}, "3 initial and 2 final"),
-    "no initial slots": (lambda b: {"initial_slots": b.initial_slots[:0]}, "0 initial and 3 final"),
-    "a prompt with a state": (
-        lambda b: {"initial_slots": changed(b.initial_slots, 1, 6)}, "exactly at position 0"),
-    "a decode without a state": (
-        lambda b: {"initial_slots": changed(b.initial_slots, 0, EMPTY_SLOT)},
-        "exactly at position 0"),
-    "an initial slot before the pool": (
-        lambda b: {"initial_slots": changed(b.initial_slots, 0, -2)}, "state store of 8"),
-    "an initial slot behind the pool": (
-        lambda b: {"initial_slots": changed(b.initial_slots, 2, 8)}, "state store of 8"),
-    "nothing takes the state": (
-        lambda b: {"final_slots": changed(b.final_slots, 0, EMPTY_SLOT)}, "state store of 8"),
-    "a final slot behind the pool": (
-        lambda b: {"final_slots": changed(b.final_slots, 2, 8)}, "state store of 8"),
-    "a checkpoint behind the pool": (
-        lambda b: {"checkpoints": changed(b.checkpoints, (1, 2), 8)}, "state store of 8"),
-    "a checkpoint before the pool": (
-        lambda b: {"checkpoints": changed(b.checkpoints, (1, 2), -1)}, "state store of 8"),
-    "one final slot for two": (
-        lambda b: {"final_slots": changed(b.final_slots, 2, 1)}, "two states"),
-    "a checkpoint in a final slot": (
-        lambda b: {"checkpoints": changed(b.checkpoints, (0, 2), 1)}, "two states"),
-    "two checkpoints in one slot": (
-        lambda b: {"checkpoints": changed(b.checkpoints, (0, 2), 3)}, "two states"),
-    "another's final slot is read": (
-        lambda b: {"initial_slots": changed(b.initial_slots, 2, 1)}, "another segment writes"),
-    "another's checkpoint is read": (
-        lambda b: {"initial_slots": changed(b.initial_slots, 2, 3)}, "another segment writes"),
-    "a checkpoint before the first row": (
-        lambda b: {"checkpoints": changed(b.checkpoints, (0, 1), 1)}, "outside its segment"),
-    "a checkpoint behind the last row": (
-        lambda b: {"checkpoints": changed(b.checkpoints, (1, 1), 11)}, "outside its segment"),
-    "a checkpoint of no segment": (
-        lambda b: {"checkpoints": changed(b.checkpoints, (1, 0), 3)}, "none of the 3 segments"),
+    "a prompt with a state": ("initial_slots", 1, 6, "exactly at position 0"),
+    "a decode without a state": ("initial_slots", 0, EMPTY_SLOT, "exactly at position 0"),
+    "an initial slot before the pool": ("initial_slots", 0, -2, "state store of 8"),
+    "an initial slot behind the pool": ("initial_slots", 2, 8, "state store of 8"),
+    "nothing takes the state": ("final_slots", 0, EMPTY_SLOT, "state store of 8"),
+    "a final slot behind the pool": ("final_slots", 2, 8, "state store of 8"),
+    "a checkpoint behind the pool": ("checkpoints", (1, 2), 8, "state store of 8"),
+    "a checkpoint before the pool": ("checkpoints", (1, 2), -1, "state store of 8"),
+    "one final slot for two": ("final_slots", 2, 1, "two states"),
+    "a checkpoint in a final slot": ("checkpoints", (0, 2), 1, "two states"),
+    "two checkpoints in one slot": ("checkpoints", (0, 2), 3, "two states"),
+    "another's final slot is read": ("initial_slots", 2, 1, "another segment writes"),
+    "another's checkpoint is read": ("initial_slots", 2, 3, "another segment writes"),
+    "a checkpoint before the first row": ("checkpoints", (0, 1), 1, "outside its segment"),
+    "a checkpoint behind the last row": ("checkpoints", (1, 1), 11, "outside its segment"),
+    "a checkpoint of no segment": ("checkpoints", (1, 0), 3, "none of the 3 segments"),
     "a checkpoint of a segment before the first": (
-        lambda b: {"checkpoints": changed(b.checkpoints, (1, 0), -1)}, "none of the 3 segments"),
+        "checkpoints", (1, 0), -1, "none of the 3 segments"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", BAD)
 def test_bad_slots_are_refused_before_anything_is_computed(fault):
-    change, message = BAD[fault]
+    field, index, value, message = BAD[fault]
+    batch = good_batch()
+    bad = replace(batch, **{field: changed(getattr(batch, field), index, value)})
+    with pytest.raises(ValueError, match=message):
+        bad.validate(BLOCKS, num_state_slots=NUM_SLOTS)
+
+
+@pytest.mark.parametrize(
+    ("field", "count", "message"),
+    [("final_slots", 2, "3 initial and 2 final"), ("initial_slots", 0, "0 initial and 3 final")],
+)
+def test_each_segment_has_slots(field, count, message):
     batch = good_batch()
     with pytest.raises(ValueError, match=message):
-        replace(batch, **change(batch)).validate(BLOCKS, num_state_slots=NUM_SLOTS)
+        replace(batch, **{field: getattr(batch, field)[:count]}).validate(
+            BLOCKS, num_state_slots=NUM_SLOTS
+        )
 
 
 def test_two_segments_may_start_from_one_checkpoint():

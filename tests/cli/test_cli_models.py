@@ -134,67 +134,6 @@ def test_the_estimate_of_a_step_is_near_the_measurement(folders, name):
     assert measured / 3 < estimate < measured * 3
 
 
-def with_code(config: bytes) -> str:
-    return json.dumps({**json.loads(config), "model_file": "x.py"})
-
-
-# Weights of another model: a header with its length, and three floats.
-OTHER = b'{"x":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}'
-OTHER = len(OTHER).to_bytes(8, "little") + OTHER + bytes(12)
-INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
-SHARDS = {"a": WEIGHTS, "b": "model-00002-of-00002.safetensors"}
-# Files of the folder: what they become, None for a file that is missing; and the reason.
-BROKEN = {
-    "cut JSON": ({"config.json": '{"model_type": "lla'}, "not readable as JSON"),
-    "pointer": (
-        {WEIGHTS: "version https://git-lfs.github.com/spec/v1\noid x\n"},
-        "is a git-lfs pointer",
-    ),
-    "unknown": (
-        {"config.json": '{"model_type": "nothing_like_it"}'},
-        "Model type nothing_like_it not supported",
-    ),
-    "refused": (
-        {"config.json": '{"model_type": "plamo3"}'},
-        "plamo3 is not supported: its decoding",
-    ),
-    "cut weights": ({WEIGHTS: lambda data: data[: len(data) // 2]}, ""),
-    "garbage": ({WEIGHTS: b"\xff" * 100}, ""),
-    "other weights": ({WEIGHTS: OTHER}, "parameters"),
-    "no weights": ({WEIGHTS: None}, "no model*.safetensors"),
-    "missing shard": (
-        {INDEX: json.dumps({"weight_map": SHARDS})},
-        "1 of its 2 files of weights are missing, such as model-00002",
-    ),
-    "odd index": ({INDEX: "[]"}, f"{INDEX}: not readable"),
-    "no tokenizer": ({"tokenizer.json": None, "tokenizer_config.json": None}, "tokenizer"),
-    "own code": (
-        {"config.json": with_code, "x.py": "raise SystemExit('ran')"},
-        "set --trust-remote-code to run it",
-    ),
-}
-
-
-@pytest.mark.parametrize("damage", BROKEN)
-def test_a_broken_folder_is_listed_with_the_reason(folders, tmp_path, damage):
-    path = tmp_path / "broken"
-    shutil.copytree(folders / "tiny" / "llama", path)
-    files, reason = BROKEN[damage]
-    for name, content in files.items():
-        content = content((path / name).read_bytes()) if callable(content) else content
-        if content is None:
-            (path / name).unlink()
-        else:
-            (path / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    entry = entries(tmp_path)["broken"]
-    assert not entry.supported
-    assert entry.problem
-    assert reason in entry.problem
-    assert "\n" not in entry.problem
-    assert not entry.problem.startswith(str(path))
-    assert "broken" in "\n".join(table([vars(entry)]))
-
-
 def test_what_is_no_model(tmp_path):
     other = tmp_path / "website"
     other.mkdir()

@@ -12,7 +12,7 @@ from vllm_metal_lite import LLM, SamplingParams
 from vllm_metal_lite.engine import describe
 from vllm_metal_lite.engine.detokenizer import Detokenizer
 from vllm_metal_lite.errors import RequestError
-from vllm_metal_lite.model.find import DEMO_PATH
+from vllm_metal_lite.model.files.find import DEMO_PATH
 
 # Tokens beyond the tokenizer's vocabulary are the model's padding, and decode to nothing.
 DECODED = dict(enumerate([*tiny.CHARACTERS, "</s>", "<s>"]))

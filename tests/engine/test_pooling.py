@@ -15,7 +15,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.pooling import truncate
 from vllm_metal_lite.engine.scores import plan_scores
 from vllm_metal_lite.errors import RequestError
-from vllm_metal_lite.model.pooling_config import PoolingConfig, pooling_config
+from vllm_metal_lite.model.files.pooling_config import PoolingConfig, pooling_config
 
 PROMPTS = tiny.prompts(7, 1, 60, seed=5)
 OPTIONS = {"num_blocks": 64, "block_size": 8, "max_model_len": 256, "max_num_batched_tokens": 64}

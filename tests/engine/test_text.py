@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from vllm_metal_lite import LLM, SamplingParams
 from vllm_metal_lite.engine.detokenizer import Detokenizer
-from vllm_metal_lite.model.find import DEMO_PATH
+from vllm_metal_lite.model.files.find import DEMO_PATH
 from vllm_metal_lite.outputs import CompletionOutput
 
 TOKENIZER = load_tokenizer(DEMO_PATH)

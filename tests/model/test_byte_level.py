@@ -7,8 +7,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders
 
 from vllm_metal_lite.engine.detokenizer import Detokenizer
-from vllm_metal_lite.model.find import DEMO_PATH
-from vllm_metal_lite.model.tokenizer import load_tokenizer_only
+from vllm_metal_lite.model.files.find import DEMO_PATH
+from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
 from vllm_metal_lite.sampling_params import SamplingParams
 
 SPM = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from tools.demo_model import data, recall, train
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.model.find import DEMO_PATH
+from vllm_metal_lite.model.files.find import DEMO_PATH
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,7 @@ def test_a_convolution_of_another_kind_is_refused(how):
     conv.__class__ = ShortConv
     state = StateCache(0, 2, Unused(), None)[0]
     with pytest.raises(NotImplementedError, match="depthwise"):
-        conv(ConvInput(state, mx.ones((3, 1, 8)), []))
+        conv(ConvInput(state, mx.ones((3, 1, 8))))
 
 
 def test_a_cache_has_as_many_states_as_the_layer():

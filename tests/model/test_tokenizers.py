@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.support.models import tiny_models
-from vllm_metal_lite.model.tokenizer import load_tokenizer_only
+from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
 
 CHAT = [{"role": "user", "content": "hi"}]
 TEMPLATE = "{% for m in messages %}json {{ m.content }}{% endfor %}"

@@ -9,8 +9,8 @@ from tests.support.models import tiny_models
 from tests.support.server.kit import serving, text_model
 from vllm_metal_lite import LLM, SamplingParams
 from vllm_metal_lite.errors import RequestError
-from vllm_metal_lite.model.find import DEMO_PATH
-from vllm_metal_lite.model.tokenizer import load_tokenizer_only
+from vllm_metal_lite.model.files.find import DEMO_PATH
+from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
 from vllm_metal_lite.server.conversations import ChatRequest, join_systems, render_prompt
 from vllm_metal_lite.server.models import ModelSpec
 

@@ -14,7 +14,7 @@ from tests.support.server.kit import in_loop, serving
 from vllm_metal_lite import EngineConfig, backend
 from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.errors import ConfigError, ModelLoadError
-from vllm_metal_lite.model.find import DEMO_PATH
+from vllm_metal_lite.model.files.find import DEMO_PATH
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.models import Models, ModelSpec
 from vllm_metal_lite.server.settings import ServerConfig

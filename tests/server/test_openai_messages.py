@@ -3,7 +3,8 @@
 import pytest
 
 from vllm_metal_lite.outputs import Logprob
-from vllm_metal_lite.sampling_params import SAMPLING_RULES
+from vllm_metal_lite.rules import rules_of
+from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.content import arguments_of
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.openai_api.chat import ChatCompletionRequest
@@ -106,7 +107,7 @@ def test_a_message_that_goes_on_has_no_generation_prompt_behind_it():
 
 @pytest.mark.parametrize("body", [ChatCompletionRequest, CompletionRequest])
 def test_every_sampling_parameter_is_a_field(body):
-    assert SAMPLING_RULES.keys() - {"thinking"} <= body.model_fields.keys()
+    assert rules_of(SamplingParams).keys() - {"thinking"} <= body.model_fields.keys()
 
 
 def test_bytes_of_tokens_that_are_parts_of_characters():

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from vllm_metal_lite import SamplingParams
 from vllm_metal_lite.chat_formats.detect import PLAIN
 from vllm_metal_lite.chat_formats.parser import ChatParser
-from vllm_metal_lite.model.tokenizer import load_tokenizer_only
+from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
 from vllm_metal_lite.server.deltas import deltas
 from vllm_metal_lite.server.openai_api.response_events import ResponseReply
 from vllm_metal_lite.server.settings import ServerConfig

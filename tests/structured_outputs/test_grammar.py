@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tests.support.chat.guided import allowed, walk
 from tests.support.chat.json_schemas import schemas
 from vllm_metal_lite.errors import SamplingError
-from vllm_metal_lite.model.tokenizer import load_tokenizer_only
+from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
 from vllm_metal_lite.sampling.no_token import MASKED, why
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.structured_outputs import compiler

@@ -25,7 +25,7 @@ from vllm.triton_utils import HAS_TRITON
 
 from tests.support.models import tiny_models as tiny
 from tools.lib.servers import free_port
-from vllm_metal_lite.model.find import DEMO_PATH
+from vllm_metal_lite.model.files.find import DEMO_PATH
 
 # At the end of each engine vLLM unfreezes what imports have made, and collections walk over it.
 gc.unfreeze = lambda: None

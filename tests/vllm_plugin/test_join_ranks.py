@@ -20,7 +20,7 @@ from tools.lib.servers import free_port
 from vllm_metal_lite import backend
 from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ConfigError
-from vllm_metal_lite.model.find import DEMO_PATH
+from vllm_metal_lite.model.files.find import DEMO_PATH
 from vllm_metal_lite.vllm_plugin import heartbeat, hosts, join_ranks, watchdog
 from vllm_metal_lite.vllm_plugin.heartbeat import Heartbeat
 from vllm_metal_lite.vllm_plugin.join_ranks import RankError

@@ -44,7 +44,7 @@ from tools.bench.lib.tables import print_medians, ratios
 from tools.lib.frame import parser_of, run_main, say
 from tools.lib.servers import cpu_seconds, mlx_lm, ours, sampled_memory, server
 from vllm_metal_lite.errors import MetalLiteError
-from vllm_metal_lite.model.tokenizer import load_tokenizer_only
+from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
 
 CLIENTS, WARM_UPS = 32, 2
 START, SHARED, OUT = 25_000, 20_000, 150  # tokens of agents: of the first prompt, of all, generated

@@ -16,7 +16,7 @@ from tools.demo_model import data
 from tools.lib.frame import parser_of, print_table, run_main, say
 from vllm_metal_lite import LLM, SamplingParams
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.model.find import DEMO_PATH
+from vllm_metal_lite.model.files.find import DEMO_PATH
 
 MAX_TOKENS = 64
 

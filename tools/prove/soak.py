@@ -42,7 +42,7 @@ from tests.support.server.crowd import (
 )
 from tools.lib.frame import parser_of, print_table, run_main, say
 from tools.lib.servers import ours, rss_mib, server
-from vllm_metal_lite.model.find import find
+from vllm_metal_lite.model.files.find import find
 
 EVERY = 10  # seconds
 ALLOWED_SHARE, ALLOWED_MIB, ALLOWED_FILES = 0.03, 4, 4

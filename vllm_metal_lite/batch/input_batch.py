@@ -136,16 +136,7 @@ class InputBatch:
         else:
             terminal = np.flatnonzero(seq_lens == known).astype(np.int32)
             samples = cu[1:][terminal] - 1
-
-        scored = prompt_targets = prompt_segments = _NONE
-        if (self.prompt_logprobs_from < self.num_prompt_tokens)[req_indices].any():
-            successor = positions + 1
-            scored = np.flatnonzero(
-                (positions >= self.prompt_logprobs_from[seat])
-                & (successor < self.num_prompt_tokens[seat])
-            ).astype(np.int32)
-            prompt_targets = self.token_ids[seat[scored], successor[scored]]
-            prompt_segments = segment[scored]
+        scored = self._scored_rows(seat, positions)
         max_blocks = -(-int(seq_lens.max()) // bs)
         if states is None:
             final = req_indices.astype(np.int32)
@@ -163,13 +154,18 @@ class InputBatch:
             num_decodes=int(np.cumprod(q_lens == 1).sum()) if drafts is None else 0,
             logits_indices=np.concatenate([samples, scored]),
             sample_segments=terminal,
-            prompt_targets=prompt_targets,
-            prompt_segments=prompt_segments,
+            prompt_targets=self.token_ids[seat[scored], positions[scored] + 1],
+            prompt_segments=segment[scored],
             initial_slots=initial.astype(np.int32),
             final_slots=final,
             checkpoints=checkpoints,
             draft_token_ids=draft_token_ids,
         )
+
+    def _scored_rows(self, seat: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """The packed rows that score the next prompt token.  seat: of each row."""
+        first, end = self.prompt_logprobs_from[seat], self.num_prompt_tokens[seat]
+        return np.flatnonzero((positions >= first) & (positions + 1 < end)).astype(np.int32)
 
 
 def _sampled_rows(

@@ -9,8 +9,8 @@ from typing import Any
 
 from vllm_metal_lite.errors import MetalLiteError, RequestError, show
 from vllm_metal_lite.outputs import CompletionOutput, Logprob, RequestOutput
-from vllm_metal_lite.rules import by_token_id, whole
-from vllm_metal_lite.sampling_params import SAMPLING_RULES, SamplingParams
+from vllm_metal_lite.rules import by_token_id, rules_of, whole
+from vllm_metal_lite.sampling_params import SamplingParams
 
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
 
@@ -52,7 +52,7 @@ def parse_line(line: bytes, number: int, defaults: Mapping[str, Any]) -> Job:
         prompts = {name: entry.pop(name) for name in _PROMPTS if name in entry}
         if len(prompts) != 1:
             raise RequestError(f"there must be exactly one of {', '.join(_PROMPTS)}")
-        if unknown := entry.keys() - SAMPLING_RULES.keys():
+        if unknown := entry.keys() - rules_of(SamplingParams).keys():
             raise RequestError(f"unknown field {show(min(unknown))}")
         if "logit_bias" in entry:
             entry["logit_bias"] = by_token_id(entry["logit_bias"])

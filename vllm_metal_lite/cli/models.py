@@ -28,8 +28,8 @@ from vllm_metal_lite.errors import (
     one_line,
     shorten,
 )
-from vllm_metal_lite.model.find import DEMO_PATH, hub_names, in_cache
-from vllm_metal_lite.model.folder import read_config, read_json, weight_files, weights
+from vllm_metal_lite.model.files.find import DEMO_PATH, hub_names, in_cache
+from vllm_metal_lite.model.files.folder import read_config, read_json, weight_files, weights
 from vllm_metal_lite.model.loader import LoadedModel, preview
 from vllm_metal_lite.runner.memory import size_store
 from vllm_metal_lite.runner.step_peak import estimated_step_peak

@@ -13,9 +13,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from vllm_metal_lite.config import ENGINE_RULES, EngineConfig
+from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError
-from vllm_metal_lite.rules import Rule, integer
+from vllm_metal_lite.rules import Rule, integer, rules_of
 from vllm_metal_lite.sampling_params import SamplingParams
 
 R = TypeVar("R")
@@ -51,10 +51,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def _allowed(field: str) -> str:
-    return ENGINE_RULES[field].allowed
+    return rules_of(EngineConfig)[field].allowed
 
 
-# (field, metavar, help) of EngineConfig; ENGINE_RULES have the allowed values.
+# (field, metavar, help) of EngineConfig; its rules have the allowed values.
 _ENGINE = (
     ("block_size", "N", f"tokens per block of the KV store: {_allowed('block_size')}"),
     ("num_blocks", "N", "blocks of the KV store (default: what the memory holds)"),
@@ -233,7 +233,9 @@ def flag(field: str) -> str:
 
 def engine_flag(field: str) -> str:
     """The name of a field in error messages: its flag if there is one, else the field's name."""
-    known = field in ENGINE_RULES or any(field == name for name, *_ in (*_SERVER, *_REPEATED))
+    known = field in rules_of(EngineConfig) or any(
+        field == name for name, *_ in (*_SERVER, *_REPEATED)
+    )
     return flag(field) if known else field
 
 

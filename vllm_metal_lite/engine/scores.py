@@ -9,7 +9,7 @@ import numpy as np
 from vllm_metal_lite.engine.pooling import truncate
 from vllm_metal_lite.engine.prompt_ids import Prompt, encode
 from vllm_metal_lite.errors import RequestError, show
-from vllm_metal_lite.model.pooling_config import PoolingConfig
+from vllm_metal_lite.model.files.pooling_config import PoolingConfig
 from vllm_metal_lite.pooling_params import PoolingParams
 
 # The format that Qwen3-Reranker was trained with.

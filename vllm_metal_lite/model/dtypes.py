@@ -1,14 +1,14 @@
 """The types of a model's weights: cast, or expanded from a quantised format."""
 
 import mlx.nn as nn
-from mlx.utils import tree_map_with_path, tree_unflatten
+from mlx.utils import tree_map_with_path
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from vllm_metal_lite.backend import mx
 
 # Exact types: a subclass computes something else, and stays packed.
-_PLAIN = {
+_PLAIN: dict[type, type] = {
     nn.QuantizedLinear: nn.Linear,
     nn.QuantizedEmbedding: nn.Embedding,
     QuantizedSwitchLinear: SwitchLinear,
@@ -30,31 +30,25 @@ def cast(model: nn.Module, dtype: mx.Dtype) -> None:
 def expand(model: nn.Module) -> None:
     """Make all weights float32, quantised ones too: MLX's CPU backend is fast in no other type."""
     cast(model, mx.float32)  # first: scales of 16 bits would round the weights
-    layers = [
-        (path, _expanded(module))
-        for path, module in model.named_modules()
-        if type(module) in _PLAIN
-    ]
-    model.update_modules(tree_unflatten(layers))
+    for module in model.modules():
+        if (plain := _PLAIN.get(type(module))) is not None:
+            _expand(module)
+            module.__class__ = plain
 
 
-def _expanded(module: nn.Module) -> nn.Module:
-    scale = module.get("global_scale")  # one per expert, and MLX takes one per call
+def _expand(module: nn.Module) -> None:
+    """Give a layer the weight that its packed parameters represent."""
+    # mlx-lm takes a layer with `bits` for a packed one.
+    size, bits, mode = (vars(module).pop(name) for name in ("group_size", "bits", "mode"))
+    scale = module.pop("global_scale", None)  # one per expert, and MLX takes one per call
     weight = mx.dequantize(
         module.weight,
-        module.scales,
-        module.get("biases"),
-        module.group_size,
-        module.bits,
-        module.mode,
+        module.pop("scales"),
+        module.pop("biases", None),
+        size,
+        bits,
+        mode,
         None if scale is None else mx.array(1.0),
         mx.float32,
     )
-    if scale is not None:
-        weight = weight * scale[:, None, None]
-    layer = _PLAIN[type(module)](*(1 for _ in weight.shape))
-    layer.weight = weight
-    layer.pop("bias", None)
-    if "bias" in module:
-        layer.bias = module.bias
-    return layer
+    module.weight = weight if scale is None else weight * scale[:, None, None]

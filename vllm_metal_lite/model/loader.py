@@ -1,4 +1,4 @@
-"""Loads a model by name (find.py) and prepares the model for packed steps."""
+"""Loads a model by name and prepares the model for packed steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -22,18 +22,18 @@ from vllm_metal_lite.model.adapters.modules import adapt
 from vllm_metal_lite.model.context import context_length
 from vllm_metal_lite.model.dtypes import cast, expand
 from vllm_metal_lite.model.experts import served_experts
-from vllm_metal_lite.model.find import find
+from vllm_metal_lite.model.files.find import find
+from vllm_metal_lite.model.files.folder import loading, read_config, remote_code_error
+from vllm_metal_lite.model.files.generation_config import sampling_defaults
+from vllm_metal_lite.model.files.pooling_config import PoolingConfig, pooling_config
+from vllm_metal_lite.model.files.tokenizer import end_token_ids, read_tokenizer
 from vllm_metal_lite.model.find_layout import find_layout
 from vllm_metal_lite.model.fit import Fit, fit, foresee
-from vllm_metal_lite.model.folder import loading, read_config, remote_code_error
-from vllm_metal_lite.model.generation_config import sampling_defaults
 from vllm_metal_lite.model.layout import Layout
 from vllm_metal_lite.model.packed import PackedModel
-from vllm_metal_lite.model.pooling_config import PoolingConfig, pooling_config
+from vllm_metal_lite.model.ranks.shards import shard
+from vllm_metal_lite.model.ranks.stages import check_kinds, keep_stage
 from vllm_metal_lite.model.seam.hooks import namespaces
-from vllm_metal_lite.model.shards import shard
-from vllm_metal_lite.model.stages import check_kinds, keep_stage
-from vllm_metal_lite.model.tokenizer import end_token_ids, read_tokenizer
 from vllm_metal_lite.model.usage import Usage
 from vllm_metal_lite.model.weights import product_weights
 from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, RecurrenceShape
@@ -224,9 +224,7 @@ def from_model(
     if ranks.stages:
         check_kinds(layout, model_type, ranks)
     max_position, context_guess = context_length(model, config)
-    vocab: dict[str, int] = {}
-    if folder is not None and tokenizer is not None:
-        vocab = tokenizer.get_vocab()
+    vocab = tokenizer.get_vocab() if folder is not None and tokenizer is not None else {}
     packed, usage = choose(model, layout, model_type, ranks)
     return LoadedModel(
         name=name,

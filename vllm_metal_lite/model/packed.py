@@ -5,6 +5,7 @@ While the model's code runs, the hooks of seam/hooks.py hand its attention to th
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -14,8 +15,8 @@ from mlx.utils import tree_map
 from vllm_metal_lite.attention.base import Step, StepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.state_store import StateStore
-from vllm_metal_lite.model.calls import unwrap_call, wrap_call
 from vllm_metal_lite.model.layout import Layout, PagedLayer, StateLayer
+from vllm_metal_lite.model.seam.calls import unwrap_call, wrap_call
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
 from vllm_metal_lite.model.seam.recurrent import RecurrentHooks
@@ -31,6 +32,7 @@ class Mode(StrEnum):
     BY_SEGMENT = "by segment"  # attention too, a segment at a time (sequences/kv_segments.py)
 
 
+@dataclass
 class _HeadRows:
     """The rows that the body of a model hands to its head during a packed forward.
 
@@ -38,17 +40,8 @@ class _HeadRows:
     returned them.
     """
 
-    is_packed = False  # while a packed forward is built
-    wanted: mx.array | None = None
+    wanted: mx.array | None
     hidden: mx.array | None = None
-
-    def select(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The wanted rows of what the body's call returns."""
-        h = call(*args, **kwargs)
-        if not self.is_packed or not isinstance(h, mx.array) or h.ndim != 3:
-            return h
-        self.hidden = h
-        return h if self.wanted is None else h[self.wanted]
 
 
 def body_of(model: nn.Module) -> nn.Module | None:
@@ -102,17 +95,25 @@ class PackedModel:
             wrap_call(module, call_by_batches)
         packs_states = bool(layout.states) and mode is Mode.PACKED
         self._recurrent_hooks = RecurrentHooks(model) if packs_states else None
-        self._rows = _HeadRows()
+        self._rows: _HeadRows | None = None  # while a packed forward is built
         body = body_of(model)
         self.shows_hidden = body is not None
         if body is not None:
-            wrap_call(body, self._rows.select)
+            wrap_call(body, self._select_rows)
             self._wrapped.append(body)
 
     def release(self) -> None:
         """Undo the wrapping: the model is as it was, and this object is of no more use."""
         for module in self._wrapped:
             unwrap_call(module)
+
+    def _select_rows(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The wanted rows of what the body's call returns."""
+        h, rows = call(*args, **kwargs), self._rows
+        if rows is None or not isinstance(h, mx.array) or h.ndim != 3:
+            return h
+        rows.hidden = h
+        return h if rows.wanted is None else h[rows.wanted]
 
     @property
     def by_segment(self) -> str | None:
@@ -156,21 +157,19 @@ class PackedModel:
             return layers[-1]
 
         caches = tree_map(cache, self.layout.nodes)
-        rows, token_ids = self._rows, attention.step.token_ids
-        rows.is_packed, rows.wanted = True, logits_indices
+        self._rows = rows = _HeadRows(logits_indices)
         try:
             with building(hooks), fusion.building(attention.step):
-                logits = self.model(token_ids[:, None], cache=caches)
+                logits = self.model(attention.step.token_ids[:, None], cache=caches)
         finally:
-            hidden, rows.hidden = rows.hidden, None
-            rows.is_packed, rows.wanted = False, None
+            self._rows = None
         for layer in layers:
             layer.end()
         if sequences is not None:
             sequences.states.commit()
-        if logits_indices is not None and hidden is None:
+        if logits_indices is not None and rows.hidden is None:
             logits = logits[logits_indices]
-        return logits.squeeze(1), hidden
+        return logits.squeeze(1), rows.hidden
 
 
 def _outermost(modules: dict[str, nn.Module]) -> list[nn.Module]:

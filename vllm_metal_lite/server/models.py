@@ -21,8 +21,8 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option, one_line, shorten, size_text
 from vllm_metal_lite.model.context import configured_length
-from vllm_metal_lite.model.find import find
-from vllm_metal_lite.model.folder import read_json
+from vllm_metal_lite.model.files.find import find
+from vllm_metal_lite.model.files.folder import read_json
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.worker.client import EngineClient

@@ -7,9 +7,9 @@ from pydantic_core import PydanticCustomError
 
 from vllm_metal_lite.engine.prompt_ids import check_salt
 from vllm_metal_lite.errors import SamplingError
-from vllm_metal_lite.rules import by_token_id
+from vllm_metal_lite.rules import by_token_id, rules_of
 from vllm_metal_lite.sampling.sampler import validate
-from vllm_metal_lite.sampling_params import SAMPLING_RULES, SamplingParams
+from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.body import Body
 from vllm_metal_lite.server.errors import ApiError, must_be
 from vllm_metal_lite.server.limits import MAX_N
@@ -81,7 +81,7 @@ class SamplingFields(ScheduledBody):
         Not `thinking`: Anthropic's API gives that name to something else.
         """
         fields = type(self).model_fields.keys() - {"thinking"}
-        given = {name: getattr(self, name) for name in SAMPLING_RULES if name in fields}
+        given = {name: getattr(self, name) for name in rules_of(SamplingParams) if name in fields}
         return given | {own: getattr(self, name) for own, name in self.names().items()}
 
     def names(self) -> dict[str, str]:

@@ -3,19 +3,10 @@
 import ipaddress
 import re
 from dataclasses import dataclass
+from typing import Annotated
 
 from vllm_metal_lite.errors import ConfigError, Option, show
 from vllm_metal_lite.rules import apply_rules, integer, number
-
-SERVER_RULES = {
-    "port": integer(0, 65535),
-    "max_body_mib": number(0, above=True),
-    "max_waiting": integer(0),
-    "max_logprobs": integer(0),
-    "drain": number(0),
-    "keep_alive": number(0, above=True),
-    "memory_budget_gib": number(0, above=True, optional=True),
-}
 
 _NAME = re.compile(r"[^\s/:@\[\]]+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/A-Z]+")
@@ -37,19 +28,19 @@ class ServerConfig:
     """
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, integer(0, 65535)] = 8000
     api_key: str | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
-    max_body_mib: float = 32
-    max_waiting: int = 256
-    max_logprobs: int = 20
-    drain: float = 10
-    keep_alive: float = 5
-    memory_budget_gib: float | None = None
+    max_body_mib: Annotated[float, number(0, above=True)] = 32
+    max_waiting: Annotated[int, integer(0)] = 256
+    max_logprobs: Annotated[int, integer(0)] = 20
+    drain: Annotated[float, number(0)] = 10
+    keep_alive: Annotated[float, number(0, above=True)] = 5
+    memory_budget_gib: Annotated[float | None, number(0, above=True)] = None
 
     def __post_init__(self) -> None:
-        apply_rules(self, SERVER_RULES, ConfigError)
+        apply_rules(self, ConfigError)
         if self.api_key is not None and not _fits_a_header(self.api_key):
             raise ConfigError(Option("api_key"), " must be ASCII, without spaces, and not empty")
         for origin in self.allowed_origins:

@@ -10,7 +10,7 @@ from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.detect import PLAIN, detect
 from vllm_metal_lite.chat_formats.grammars import marks_of
 from vllm_metal_lite.engine.chat_prompt import by_template
-from vllm_metal_lite.model.pooling_config import PoolingConfig
+from vllm_metal_lite.model.files.pooling_config import PoolingConfig
 from vllm_metal_lite.server.piece_encoder import PieceEncoder
 from vllm_metal_lite.server.templates import THINKING, Template, probe
 

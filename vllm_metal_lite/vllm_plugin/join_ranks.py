@@ -23,7 +23,7 @@ from vllm_metal_lite import backend, envs
 from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ConfigError, MetalLiteError, one_line
 from vllm_metal_lite.links import Links, join, read_links, reserve
-from vllm_metal_lite.model.folder import weight_files
+from vllm_metal_lite.model.files.folder import weight_files
 from vllm_metal_lite.vllm_plugin.heartbeat import Heartbeat, killed_after
 
 logger = logging.getLogger("vllm.metal_lite")

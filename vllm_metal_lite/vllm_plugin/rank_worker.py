@@ -20,7 +20,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm_metal_lite import backend, envs
 from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ConfigError, one_line
-from vllm_metal_lite.model.find import find
+from vllm_metal_lite.model.files.find import find
 from vllm_metal_lite.vllm_plugin.heartbeat import Heartbeat
 from vllm_metal_lite.vllm_plugin.join_ranks import check_alike, join_workers
 from vllm_metal_lite.vllm_plugin.worker import MetalLiteWorker

@@ -14,7 +14,7 @@ from typing import Any
 
 from tools.bench.lib.shapes import SHAPES, random_config
 from vllm_metal_lite import MetalLiteError, backend
-from vllm_metal_lite.model.find import DEMO_PATH
+from vllm_metal_lite.model.files.find import DEMO_PATH
 from vllm_metal_lite.model.loader import LoadedModel, from_model, load
 
 # isort: split

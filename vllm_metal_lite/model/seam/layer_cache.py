@@ -83,16 +83,12 @@ class Mask:
     """
 
     def __init__(self, cache: "PagedLayerCache", return_array: bool, window: int | None) -> None:
-        self._cache, self._return_array, self._window = cache, return_array, window
-
-    @property
-    def window(self) -> int | None:
-        return self._window or self._cache.spec.window
+        self._cache, self._return_array, self.window = cache, return_array, window
 
     def native(self, seqs: SequenceBatch) -> Any:
         cache = self._cache.native(seqs)
         return cache.make_mask(
-            seqs.length, return_array=self._return_array, window_size=self._window
+            seqs.length, return_array=self._return_array, window_size=self.window
         )
 
 

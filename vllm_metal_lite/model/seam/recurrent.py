@@ -22,7 +22,7 @@ from mlx_lm.models import gated_delta, ssm
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.recurrence import QKNorm
-from vllm_metal_lite.model.calls import observing
+from vllm_metal_lite.model.seam.calls import observing
 from vllm_metal_lite.model.seam.hooks import Hook, hooked, namespaces
 from vllm_metal_lite.model.seam.state_cache import StateHandle
 from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace
@@ -33,18 +33,19 @@ _Normalized = tuple[_Pair, _Pair, QKNorm]  # q and k after the norm, q and k bef
 
 
 class ConvInput(mx.array):
-    """Represents the input of a convolution: the rows of `state`, then `rows` (N, 1, C).
+    """Represents the input of a convolution: the rows of `state`, then `rows` (N, 1, C)."""
 
-    activated: a list that takes the result if it includes SiLU.
-    """
-
-    def __init__(self, state: StateHandle, rows: mx.array, activated: list[mx.array]) -> None:
+    def __init__(self, state: StateHandle, rows: mx.array) -> None:
         super().__init__(state)
-        self.state, self.rows, self.activated = state, rows, activated
+        self.state, self.rows = state, rows
 
     def __getitem__(self, index: Any) -> "ConvInput":
         """The rows for the next segment, which the recurrence keeps."""
         return self
+
+
+class Activated(ColumnsOf):
+    """The result of a convolution that includes SiLU."""
 
 
 class ShortConv(nn.Conv1d):
@@ -65,10 +66,8 @@ class ShortConv(nn.Conv1d):
             raise NotImplementedError("a convolution that is not depthwise, causal and dense")
         conv = CausalConv(x.rows, weight, self.get("bias"), self.silu)
         rows = x.state.recurrence.causal_conv(x.state.key, conv)
-        y = ColumnsOf(rows[:, None], Columns(rows, 0))
-        if self.silu:
-            x.activated.append(y)
-        return y
+        kind = Activated if self.silu else ColumnsOf
+        return kind(rows[:, None], Columns(rows, 0))
 
 
 @contextmanager
@@ -104,27 +103,22 @@ class RecurrentHooks:
 
     def __call__(self) -> Sequence[Hook]:
         """The hooks of one forward."""
-        activated: list[mx.array] = []
         normalized: list[_Normalized] = []
         return [
-            (mx, "concatenate", partial(_concatenate, activated)),
+            (mx, "concatenate", _concatenate),
             (mx, "split", _split),
-            (nn, "silu", partial(_silu, activated)),
+            (nn, "silu", _silu),
             *((m, f.__name__, partial(new, normalized)) for m, f, new in self._named),
         ]
 
 
 def _concatenate(
-    activated: list[mx.array],
-    original: Callable,
-    arrays: Sequence[mx.array],
-    *args: Any,
-    **kwargs: Any,
+    original: Callable, arrays: Sequence[mx.array], *args: Any, **kwargs: Any
 ) -> mx.array:
     state = arrays[0] if arrays else None
     if isinstance(state, StateHandle):
         _, rows = arrays
-        return ConvInput(state, rows, activated)
+        return ConvInput(state, rows)
     return original(arrays, *args, **kwargs)
 
 
@@ -142,8 +136,8 @@ def _split(
     return parts
 
 
-def _silu(activated: list[mx.array], original: Callable, x: mx.array) -> mx.array:
-    return x if any(x is y for y in activated) else original(x)
+def _silu(original: Callable, x: mx.array) -> mx.array:
+    return x if isinstance(x, Activated) else original(x)
 
 
 def _normalize_qk(

@@ -8,7 +8,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.detokenizer import Detokenizer
-from vllm_metal_lite.model.tokenizer import BYTES
+from vllm_metal_lite.model.files.tokenizer import BYTES
 from vllm_metal_lite.outputs import Logprob
 from vllm_metal_lite.sampling_params import SamplingParams
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import ModelLoadError
-from vllm_metal_lite.model.tokenizer import load_tokenizer_only
+from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
 from vllm_metal_lite.server.fair_rounds import FairRounds
 from vllm_metal_lite.server.offload import REQUESTER, offload
 from vllm_metal_lite.server.text_model import ModelFacts, TextModel

@@ -17,8 +17,8 @@ from vllm_metal_lite.engine.describe import describe
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.intake import constraint_of
 from vllm_metal_lite.errors import MetalLiteError, ModelLoadError, RequestError, one_line
-from vllm_metal_lite.model.find import find
-from vllm_metal_lite.model.folder import weight_files
+from vllm_metal_lite.model.files.find import find
+from vllm_metal_lite.model.files.folder import weight_files
 from vllm_metal_lite.model.loader import preview
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.sampling_params import SamplingParams

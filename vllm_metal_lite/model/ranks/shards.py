@@ -4,8 +4,6 @@ mlx-lm's sharded linear layers become plain ones, followed by a sum over the ran
 all code for plain linear layers (joined projections, kernels) works with a shard too.
 """
 
-from typing import Any
-
 import mlx.nn as nn
 from mlx.nn.layers import distributed as layers
 from mlx.utils import tree_unflatten
@@ -31,6 +29,15 @@ _REPEATS_KV_HEADS = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text")
 _BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _BY_INPUT = ("o_proj", "out_proj", "down_proj")
 
+# Sharded layers, and the plain ones with the same parameters.
+_PLAIN: dict[type, type] = {
+    layers.AllToShardedLinear: nn.Linear,
+    layers.ShardedToAllLinear: nn.Linear,
+    layers.QuantizedAllToShardedLinear: nn.QuantizedLinear,
+    layers.QuantizedShardedToAllLinear: nn.QuantizedLinear,
+}
+_SUMMED = (layers.ShardedToAllLinear, layers.QuantizedShardedToAllLinear)
+
 
 def shard(model: nn.Module, model_type: str, ranks: RankGroup) -> None:
     """Keep this rank's part of each weight, in place; raises ModelLoadError, with the numbers.
@@ -47,8 +54,8 @@ def shard(model: nn.Module, model_type: str, ranks: RankGroup) -> None:
         model.shard(ranks.group)
     except Exception as e:  # whatever mlx-lm or MLX says of parts that do not divide
         raise ModelLoadError(f"{refusal}: {problem or one_line(e)}") from e
-    plain = [(path, _plain(module, ranks)) for path, module in model.named_modules()]
-    model.update_modules(tree_unflatten([(path, m) for path, m in plain if m is not None]))
+    sharded = ((path, m) for path, m in model.named_modules() if type(m) in _PLAIN)
+    model.update_modules(tree_unflatten([(path, _plain(m, ranks)) for path, m in sharded]))
 
 
 def _undivided_heads(model: nn.Module, model_type: str, size: int) -> str | None:
@@ -90,36 +97,19 @@ def _undivided_weight(model: nn.Module, size: int) -> str | None:
 class SummedLinear(nn.Module):
     """A linear layer over this rank's inputs, and the sum over all ranks."""
 
-    def __init__(self, linear: nn.Module, bias: mx.array | None, ranks: RankGroup) -> None:
+    def __init__(self, linear: nn.Module, ranks: RankGroup) -> None:
         super().__init__()
         self.linear, self._ranks = linear, ranks
-        if bias is not None:
-            self.bias = bias
+        if "bias" in linear:
+            self.bias = linear.pop("bias")
 
     def __call__(self, x: mx.array) -> mx.array:
         y = mx.distributed.all_sum(self.linear(x), group=self._ranks.group)
         return y + self["bias"] if "bias" in self else y
 
 
-def _plain(module: Any, ranks: RankGroup) -> nn.Module | None:
-    """The same as a plain layer; None for any other module."""
-    linear: nn.Module
-    if isinstance(module, layers.AllToShardedLinear | layers.ShardedToAllLinear):
-        linear = nn.Linear(1, 1, bias=False)
-    elif isinstance(
-        module, layers.QuantizedAllToShardedLinear | layers.QuantizedShardedToAllLinear
-    ):
-        how = module.group_size, module.bits, module.mode
-        linear = nn.QuantizedLinear(module.group_size, 1, False, *how)
-        linear.pop("biases", None)  # not every mode has them
-    else:
-        return None
-    for name in ("weight", "scales", "biases"):
-        if name in module:
-            linear[name] = module[name]
-    bias = module.get("bias")
-    if isinstance(module, layers.ShardedToAllLinear | layers.QuantizedShardedToAllLinear):
-        return SummedLinear(linear, bias, ranks)
-    if bias is not None:
-        linear.bias = bias
-    return linear
+def _plain(module: nn.Module, ranks: RankGroup) -> nn.Module:
+    """A sharded layer as a plain one, in place, and the sum if one follows."""
+    kind = type(module)
+    module.__class__ = _PLAIN[kind]
+    return SummedLinear(module, ranks) if kind in _SUMMED else module

@@ -10,8 +10,8 @@ from tokenizers.decoders import ByteLevel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from vllm_metal_lite.errors import ModelLoadError, show
-from vllm_metal_lite.model.find import find
-from vllm_metal_lite.model.folder import loading, read_config, read_json, remote_code_error
+from vllm_metal_lite.model.files.find import find
+from vllm_metal_lite.model.files.folder import loading, read_config, read_json, remote_code_error
 
 logger = logging.getLogger(__name__)
 

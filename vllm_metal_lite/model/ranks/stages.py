@@ -14,9 +14,9 @@ from mlx_lm.models.cache import CacheList
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ModelLoadError, one_line
-from vllm_metal_lite.model.calls import calls_of, wrap_call
 from vllm_metal_lite.model.layout import Layout
 from vllm_metal_lite.model.packed import body_of
+from vllm_metal_lite.model.seam.calls import calls_of, wrap_call
 from vllm_metal_lite.model.sequences.kv_segments import NATIVE_TYPES
 
 
@@ -34,7 +34,9 @@ def keep_stage(model: nn.Module, model_type: str, ranks: RankGroup) -> None:
         raise ModelLoadError(f"{refusal}: it has {len(body.layers)} layers")
     if (problem := _no_chain(model, body.layers)) is not None:
         raise ModelLoadError(f"{refusal}: {problem}")
-    start, end = _bounds(len(body.layers), ranks.rank, ranks.size)
+    # Rounded up, so that the last stage, which also computes the head, has no layer more.
+    bounds = (-(-stage * len(body.layers) // ranks.size) for stage in (ranks.rank, ranks.rank + 1))
+    start, end = bounds
     if start > 0:
         first = body.layers[start]
         wrap_call(first, lambda call, x, *args, **how: call(ranks.receive(like=x), *args, **how))
@@ -42,14 +44,6 @@ def keep_stage(model: nn.Module, model_type: str, ranks: RankGroup) -> None:
         wrap_call(body.layers[end - 1], lambda call, *args, **how: ranks.send(call(*args, **how)))
     layers = enumerate(body.layers)
     body.layers = [layer if start <= i < end else Absent(layer) for i, layer in layers]
-
-
-def _bounds(num_layers: int, rank: int, size: int) -> tuple[int, int]:
-    """The layers [start, end) of a stage.  If the layers do not divide, the first stages get one
-    layer more."""
-    least, more = divmod(num_layers, size)
-    start = rank * least + min(rank, more)
-    return start, start + least + (rank < more)
 
 
 def check_kinds(layout: Layout, model_type: str, ranks: RankGroup) -> None:

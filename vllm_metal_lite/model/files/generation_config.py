@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_metal_lite.errors import ModelLoadError, SamplingError
-from vllm_metal_lite.model.folder import read_json
+from vllm_metal_lite.model.files.folder import read_json
 from vllm_metal_lite.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from pathlib import Path
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from vllm_metal_lite.errors import ModelLoadError, one_line, shorten, show
-from vllm_metal_lite.model.folder import READ_PATTERNS
+from vllm_metal_lite.model.files.folder import READ_PATTERNS
 
-DEMO_PATH = Path(__file__).parent.parent / "demo_model"
+DEMO_PATH = Path(__file__).parents[2] / "demo_model"
 _A_MODEL = (
     "a model is 'demo', a local folder, or a Hugging Face name such as "
     "mlx-community/Qwen3-0.6B-4bit"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_metal_lite.errors import ModelLoadError, Option, RequestError, one_line, show
-from vllm_metal_lite.model.folder import read_json
+from vllm_metal_lite.model.files.folder import read_json
 
 logger = logging.getLogger(__name__)
 

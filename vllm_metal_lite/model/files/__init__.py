@@ -1,0 +1,1 @@
+"""Finds the folder of a model, and reads its files."""
