@@ -37,12 +37,13 @@ from typing import Any
 import httpx
 import numpy as np
 
-from tools.bench.lib.clients import Clients, Seen, send
 from tools.bench.lib.metrics import Metrics, gaps, median_of, pace
 from tools.bench.lib.models import BITS, write_model
 from tools.bench.lib.tables import print_medians, ratios
+from tools.lib.clients import Clients, Seen, send
 from tools.lib.frame import parser_of, run_main, say
-from tools.lib.servers import cpu_seconds, mlx_lm, ours, sampled_memory, server
+from tools.lib.processes import cpu_seconds, sampled_memory
+from tools.lib.servers import mlx_lm, ours, server
 from vllm_metal_lite.errors import MetalLiteError
 from vllm_metal_lite.model.tokenizer import load_tokenizer_only
 

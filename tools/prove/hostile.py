@@ -29,9 +29,10 @@ from typing import Any
 
 import httpx
 
-from tools.bench.lib.clients import Seen, send
+from tools.lib.clients import Seen, send
 from tools.lib.frame import parser_of, print_table, run_main
-from tools.lib.servers import ours, rss_mib, server
+from tools.lib.processes import rss_mib
+from tools.lib.servers import ours, server
 from vllm_metal_lite import MetalLiteError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -16,7 +16,6 @@ more files may be open than before the first one.  Prints a table.
 import argparse
 import asyncio
 import json
-import os
 import random
 import shutil
 import socket
@@ -41,19 +40,14 @@ from tests.support.server.crowd import (
     until,
 )
 from tools.lib.frame import parser_of, print_table, run_main, say
-from tools.lib.servers import ours, rss_mib, server
+from tools.lib.processes import num_fds, rss_mib
+from tools.lib.servers import ours, server
 from vllm_metal_lite.model.find import find
 
 EVERY = 10  # seconds
 ALLOWED_SHARE, ALLOWED_MIB, ALLOWED_FILES = 0.03, 4, 4
 PATIENCE = 240  # seconds until a reply counts as lost
 CHAT, BUSY = "/v1/chat/completions", b"and max_waiting"
-
-
-def num_fds(pid: int) -> int:
-    """The number of open files; -1 if the system does not tell."""
-    folder = Path(f"/proc/{pid}/fd")
-    return len(os.listdir(folder)) if folder.exists() else -1
 
 
 class Patient(Crowd):

@@ -1,7 +1,7 @@
 """The tables of the benchmarks of engines and of servers, and the ratios in them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tools.bench.lib.agreement import Agreement
@@ -58,20 +58,14 @@ SUMMARY = tuple(c for c in COLUMNS if c.key in (*_SPEEDS, "peak_gib", "cached_sh
 
 @dataclass(frozen=True)
 class Result:
-    """A load: the medians of each engine.
-
-    load: the letter.  agreement: None if mlx-lm failed in all settings.  ratios: of this engine to
-    mlx-lm's best.
-    """
+    """A load: the medians of each engine.  agreement: None if mlx-lm failed in all settings."""
 
     load: str
-    name: str
     requests: int
     tokens_in: int
     tokens_out: int
     engines: dict[str, Metrics]
     agreement: Agreement | None
-    ratios: Metrics = field(default_factory=dict)
 
     @property
     def within_ties(self) -> bool:
@@ -80,6 +74,11 @@ class Result:
     @property
     def summary(self) -> str:
         return str(self.agreement or "mlx-lm failed in all settings")
+
+    @property
+    def ratios(self) -> Metrics:
+        """Of this engine to mlx-lm's best."""
+        return ratios(self.engines)
 
 
 def ratios(medians: dict[str, Metrics]) -> Metrics:
@@ -107,7 +106,7 @@ def print_medians(
 def print_load(result: Result) -> None:
     """Print the table of a load of engines."""
     print(
-        f"\n### {result.load}: {result.name}, {result.requests:,} requests, "
+        f"\n### {result.load}: {result.requests:,} requests, "
         f"{result.tokens_in:,} / {result.tokens_out:,} tokens in / out\n\n"
         f"Tokens: {result.summary}.\n"
     )
