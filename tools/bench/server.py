@@ -172,6 +172,23 @@ class Bench:
                 print_medians(medians, ratios(medians))
 
 
+def commands_of(args: argparse.Namespace, folder: Path) -> dict[str, tuple[list[str], str]]:
+    """The command of each system, and the name by which it serves the model."""
+    seats = str(args.sessions if args.load == ["agents"] else CLIENTS)
+    flags = ["--served-model-name", "m", "--max-num-seqs", seats]
+    if args.max_model_len:
+        flags += ["--max-model-len", str(args.max_model_len)]
+    theirs = "--decode-concurrency 32 --prompt-concurrency 8 --prompt-cache-size 4"
+    if "agents" in args.load:
+        theirs = "--decode-concurrency 8 --prompt-concurrency 2 --prompt-cache-size 32 "
+        theirs += "--prompt-cache-bytes 45GB"
+    return {
+        "ours": (ours(folder, *flags, *args.ours.split(), trusted=args.trusted), "m"),
+        "mlx-lm": (mlx_lm(folder, *theirs.split()), str(folder)),
+        "vllm": ([args.vllm, "serve", str(folder), "--port", "PORT", *flags], "m"),
+    }
+
+
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="demo")
@@ -197,19 +214,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_model(args.model, Path(scratch) / "model", args.bits)
         bench = Bench(args, folder, Path(scratch))
-        seats = str(args.sessions if args.load == ["agents"] else CLIENTS)
-        flags = ["--served-model-name", "m", "--max-num-seqs", seats]
-        if args.max_model_len:
-            flags += ["--max-model-len", str(args.max_model_len)]
-        theirs = "--decode-concurrency 32 --prompt-concurrency 8 --prompt-cache-size 4"
-        if "agents" in args.load:
-            theirs = "--decode-concurrency 8 --prompt-concurrency 2 --prompt-cache-size 32 "
-            theirs += "--prompt-cache-bytes 45GB"
-        commands = {
-            "ours": (ours(folder, *flags, *args.ours.split(), trusted=args.trusted), "m"),
-            "mlx-lm": (mlx_lm(folder, *theirs.split()), str(folder)),
-            "vllm": ([args.vllm, "serve", str(folder), "--port", "PORT", *flags], "m"),
-        }
+        commands = commands_of(args, folder)
         for system in args.systems:
             say(f"{system} starts")
             try:
