@@ -11,8 +11,6 @@
 - mixed: 32 clients, each sends 2 requests, one after the other; prompts lognormal around 500
   tokens, 40 to 220 tokens out.
 - decodes: 32 clients, 32 tokens in, 512 out: the highest output rate.
-- health: 31 streams and one prompt of 30,000 tokens (fewer if the context is shorter), while this
-  server's /health is called every 20 ms.
 - agents: sessions that start with 25,000 tokens, 20,000 of them common to all (system prompt and
   tools); 12 turns, each with 200 to 2,000 new tokens (lognormal) and 150 out.  Recorded answers go
   into the next prompt, so all servers see the same prompts.  For a system that needs longer than
@@ -87,10 +85,6 @@ class Prompts:
     def decodes(self) -> Clients:
         return [[self.body(32, 512 * self.args.scale)] for _ in range(CLIENTS)]
 
-    def health(self) -> Clients:
-        bodies = [self.body(100, 200 * self.args.scale) for _ in range(CLIENTS - 1)]
-        return [[body] for body in [*bodies, self.body(min(0.9 * self.longest, 30_000), 8)]]
-
     def agents(self, count: int, turns: int) -> Clients:
         scale = self.args.scale
         system = {"role": "system", "content": self.text(SHARED * scale)}
@@ -113,8 +107,6 @@ class Prompts:
         if load == "agents":
             return [self.agents(args.warm, 2)], [self.agents(args.sessions, args.turns)]
         draw: Callable[[], Clients] = getattr(self, load)
-        if load == "health":
-            return [], [draw()]
         return [draw() for _ in range(WARM_UPS)], [draw() for _ in range(args.repeats)]
 
 
@@ -135,8 +127,6 @@ def measure(seen: Seen, turns: int, server_cpu: float) -> Metrics:
         values["cached_prompt_share"] = sum(r.cached for r in ended) / prompt
     if server_cpu:
         values["server_cpu_per_token"] = server_cpu / tokens
-    if health := [seconds for _, seconds in seen.health]:
-        values |= {"health_median": statistics.median(health), "health_worst": max(health)}
     return values
 
 
@@ -151,13 +141,10 @@ class Bench:
     def run(self, name: str, command: list[str], model: str) -> None:
         with server(command, self.log) as (url, pid), sampled_memory(pid) as peak_gb:
             for load, (warm, counted) in self.runs.items():
-                health = load == "health"
-                if health and name != "ours":
-                    continue
                 turns, found = len(counted[0][0]) if load == "agents" else 1, []
                 for i, clients in enumerate([*warm, *counted]):
                     seen, before = Seen(), cpu_seconds(pid)
-                    asyncio.run(send(url, model, clients, seen, self.args.seconds, health))
+                    asyncio.run(send(url, model, clients, seen, self.args.seconds))
                     cpu = cpu_seconds(pid) - before if name == "ours" else 0
                     if i >= len(warm):
                         found.append(measure(seen, turns, cpu))
@@ -193,8 +180,8 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--bits", choices=BITS, help="of random weights")
-    loads = ("mixed", "decodes", "health", "agents")
-    parser.add_argument("--load", nargs="+", choices=loads, default=list(loads[:3]))
+    loads = ("mixed", "decodes", "agents")
+    parser.add_argument("--load", nargs="+", choices=loads, default=list(loads[:2]))
     parser.add_argument("--scale", type=float, default=1.0, help="of prompt and answer lengths")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-model-len", type=int)

@@ -168,20 +168,32 @@ class Others:
 
     def __init__(self, url: str) -> None:
         self.url, self.seen = url, Seen()
-        threading.Thread(target=self._run, daemon=True).start()
+        self.health: list[tuple[float, float]] = []  # (when it was answered, after how long)
+        threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True).start()
 
-    def _run(self) -> None:
+    async def _run(self) -> None:
         steady = [{"prompt": "hello", "max_tokens": 3000}] * 1000
+        asking = asyncio.ensure_future(self._ask_health())
         with suppress(httpx.HTTPError, MetalLiteError):  # the server ends
-            asyncio.run(send(self.url, "demo", [steady], self.seen, seconds=1e6, health=True))
+            await send(self.url, "demo", [steady], self.seen, seconds=1e6)
+        asking.cancel()
+
+    async def _ask_health(self) -> None:
+        limits = httpx.Limits(max_keepalive_connections=0)  # a new connection each time
+        async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as http:
+            while True:
+                started = time.perf_counter()
+                await http.get(f"{self.url}/health")
+                now = time.perf_counter()
+                self.health.append((now, now - started))
+                await asyncio.sleep(0.02)
 
     def longest_since(self, started: float) -> tuple[float, float]:
         """(gap, health)."""
         chunks = [at for request in self.seen.requests for at in request.chunks]
         gaps = [b - a for a, b in pairwise([*chunks, time.perf_counter()]) if b > started]
-        return max(gaps), max(
-            [seconds for at, seconds in self.seen.health if at > started], default=inf
-        )
+        health = [seconds for at, seconds in self.health if at > started]
+        return max(gaps), max(health, default=inf)
 
 
 class Bench:

@@ -57,9 +57,9 @@ class Load:
 
     @property
     def is_even(self) -> bool:
-        """Whether all requests come at once, with prompts of one length and answers of one."""
-        lengths = {(len(p), n) for p, n in zip(self.prompts, self.max_tokens, strict=True)}
-        return len(self.waves) == len(lengths) == 1
+        """Whether all requests come at once, are of one size, and share nothing."""
+        sizes = {(len(p), n) for p, n in zip(self.prompts, self.max_tokens, strict=True)}
+        return len(self.waves) == len(sizes) == 1 and not self.prefix_length
 
 
 class Sizes:

@@ -39,8 +39,6 @@ COLUMNS = (
     Column("cached_prompt_share", "of prompts cached", ".1%"),
     Column("roofline", "of roofline", ".0%"),
     Column("server_cpu_per_token", "server CPU ms a token", ".3f", 1e3),
-    Column("health_median", "/health ms, median", ".1f", 1e3),
-    Column("health_worst", "worst", ".1f", 1e3),
     Column("peak_gib", "GiB beside weights", ".2f", more=False),
     Column("server_gb", "peak GB of the server", ".1f", more=False),
 )
