@@ -28,7 +28,7 @@ from tools.bench.lib.metrics import Metrics, measure, median_of
 from tools.bench.lib.mlx_lm import MlxLm, MlxLmSingle, Settings, native
 from tools.bench.lib.models import BITS, get_model
 from tools.bench.lib.roofline import measured_bandwidth, step_bytes
-from tools.bench.lib.tables import Result, print_load, print_summary
+from tools.bench.lib.tables import Result, print_load
 from tools.lib.frame import parser_of, run_main, say
 from tools.lib.trust import trusted
 from vllm_metal_lite import EngineConfig, MetalLiteError, backend
@@ -221,7 +221,6 @@ def main() -> int:
     parser.add_argument(
         "--trusted", action="store_true", help="every kernel for all rows; no checks or timings"
     )
-    parser.add_argument("--summary", action="store_true", help="at the end, a line a load")
     args = parser.parse_args()
     args.ours = dict(args.ours)
     args.repeats = args.repeats or (1 if args.quick else 3)
@@ -234,8 +233,6 @@ def main() -> int:
         print(f"\nAttention runs by segment: {model.packed.by_segment}", flush=True)
     with trusted() if args.trusted else nullcontext():
         results = run_loads(model, args)
-    if args.summary:
-        print_summary(results)
     apart = [result.load for result in results if not result.within_ties]
     for name in apart:
         say(f"{name}: tokens differ by more than ties")

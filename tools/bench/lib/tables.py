@@ -50,8 +50,6 @@ NEWCOMER = (
     Column("busy_gap_median", "gap meanwhile, median", ".2f", 1e3),
     Column("busy_gap_worst", "worst", ".2f", 1e3),
 )
-_SPEEDS = ("output_tokens_per_s", "requests_per_s", "ttft_median", "steady_step_median")
-SUMMARY = tuple(c for c in COLUMNS if c.key in (*_SPEEDS, "peak_gib", "cached_share", "roofline"))
 
 
 @dataclass(frozen=True)
@@ -68,10 +66,6 @@ class Result:
     @property
     def within_ties(self) -> bool:
         return self.agreement is None or self.agreement.within_ties
-
-    @property
-    def summary(self) -> str:
-        return str(self.agreement or "mlx-lm failed in all settings")
 
     @property
     def ratios(self) -> Metrics:
@@ -106,20 +100,7 @@ def print_load(result: Result) -> None:
     print(
         f"\n### {result.load}: {result.requests:,} requests, "
         f"{result.tokens_in:,} / {result.tokens_out:,} tokens in / out\n\n"
-        f"Tokens: {result.summary}.\n"
+        f"Tokens: {result.agreement or 'mlx-lm failed in all settings'}.\n"
     )
     is_newcomer = any(NEWCOMER[0].key in m for m in result.engines.values())
     print_medians(result.engines, result.ratios, NEWCOMER if is_newcomer else COLUMNS)
-
-
-def print_summary(results: Sequence[Result]) -> None:
-    """Print this engine's numbers for every load, each with its ratio to the best of the others."""
-    print("\n### Ours, in brackets the ratios to mlx-lm at its best\n")
-    rows = []
-    for result in results:
-        mine, found = result.engines.get("ours", {}), result.ratios
-        cells = [
-            c.text(mine) + (f" ({found[c.key]:.3g})" if c.key in found else "") for c in SUMMARY
-        ]
-        rows.append([result.load, *cells, result.summary])
-    print_table(["load", *(c.heading for c in SUMMARY), "tokens"], rows)
