@@ -196,7 +196,9 @@ class Others:
         return max(gaps), max(health, default=inf)
 
 
-class Bench:
+class Proof:
+    """Sends cases beside the others."""
+
     def __init__(self, url: str, http: httpx.Client, pid: int) -> None:
         self.http, self.others = http, Others(url)
         time.sleep(4)
@@ -295,9 +297,9 @@ def main() -> int:
             # Another client than the steady stream's.
             httpx.Client(base_url=url, headers={"User-Agent": "x"}, trust_env=False) as http,
         ):
-            bench = Bench(url, http, pid)
-            passed = [not row[-1] for row in print_table(HEADS, bench.rows(chosen))]
-            passed.append(bench.end())
+            proof = Proof(url, http, pid)
+            passed = [not row[-1] for row in print_table(HEADS, proof.rows(chosen))]
+            passed.append(proof.end())
         if "Traceback" in log.read_text():
             print(f"the server's log has a trace:\n{log.read_text()[-2000:]}")
             passed.append(False)

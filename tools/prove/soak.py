@@ -139,15 +139,13 @@ class Soak:
                 await asyncio.sleep(rng.uniform(0, 20))
 
         async def measure() -> None:
-            while True:
+            while time.monotonic() < end:
                 await self._measure()
                 await asyncio.sleep(EVERY)
 
-        measuring = asyncio.ensure_future(measure())
         crowd = self.crowd
         odd_ones = map(odd, (crowd.ask_models, crowd.read_late, crowd.drip))
-        await asyncio.gather(*map(client, range(num_clients)), *odd_ones)
-        measuring.cancel()
+        await asyncio.gather(measure(), *map(client, range(num_clients)), *odd_ones)
 
     async def _measure(self) -> None:
         metrics = (await get(self.url, "/status"))["models"][0]["metrics"]
