@@ -17,6 +17,8 @@ import argparse
 import dataclasses
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -72,6 +74,20 @@ def blocks_of(prompt: list[int], params: SamplingParams) -> int:
     return -(-(len(prompt) + params.max_tokens - 1) // BLOCK)
 
 
+def drain(engine: Any, watch: Callable[[], None] = lambda: None) -> list[Any]:
+    """Step until all requests have ended; returns their last outputs in order.  watch: called
+    after each step."""
+    ended = []
+    while engine.has_unfinished_requests():
+        ended += [output for output in engine.step() if output.finished]
+        watch()
+    return sorted(ended, key=lambda output: int(output.request_id))
+
+
+def tokens_of(ended: list[Any]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in ended]
+
+
 def run(
     model: LoadedModel, config: EngineConfig, crowd: list
 ) -> tuple[list[list[int]], dict[str, int]]:
@@ -79,12 +95,7 @@ def run(
     engine = LLMEngine(model, config)
     for i, (prompt, params) in enumerate(crowd):
         engine.add_request(str(i), prompt, params)
-    tokens: list[list[int]] = [[] for _ in crowd]
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.finished:
-                tokens[int(output.request_id)] = output.outputs[0].token_ids
-    return tokens, engine.metrics()
+    return tokens_of(drain(engine)), engine.metrics()
 
 
 def run_vllm(
@@ -109,17 +120,14 @@ def run_vllm(
         how = {name: getattr(p, name) for name in ("temperature", "seed", "max_tokens")}
         params = VllmParams(**how, ignore_eos=True)
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
-    tokens: list[list[int]] = [[] for _ in crowd]
-    peak = hits = 0
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.finished:
-                tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
-                hits += output.num_cached_tokens or 0
-        peak = max(peak, num_blocks - pool.get_num_free_blocks())
+    free: list[int] = []
+    ended = drain(engine, lambda: free.append(pool.get_num_free_blocks()))
     counters = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
-    counts = {"blocks_peak_owned": peak, "preemptions": counters["vllm:num_preemptions"]}
-    return tokens, counts | {"prefix_cache_hit_tokens": hits}
+    return tokens_of(ended), {
+        "blocks_peak_owned": num_blocks - min(free),
+        "preemptions": counters["vllm:num_preemptions"],
+        "prefix_cache_hit_tokens": sum(output.num_cached_tokens or 0 for output in ended),
+    }
 
 
 def main() -> int:

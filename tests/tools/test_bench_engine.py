@@ -18,7 +18,7 @@ from tools.bench.lib.metrics import measure, median_of
 from tools.bench.lib.mlx_lm import MlxLm, MlxLmSingle, Settings
 from tools.bench.lib.models import random_model
 from tools.bench.lib.roofline import step_bytes
-from tools.bench.lib.trust import trusted
+from tools.lib.trust import trusted
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
@@ -36,8 +36,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def shared() -> Load:
-    (load,) = agents(Sizes(8192, 0.02))
-    return load
+    return agents(Sizes(8192, 0.02))
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +71,7 @@ def test_runs_are_alike_because_the_prefix_is_forgotten_between_them(model, shar
 
 
 def test_one_request_alone(model):
-    load = Load("one", [Wave([list(range(9))], [6])])
+    load = Load([Wave([list(range(9))], [6])])
     runs = [drive(e, load) for e in (ThisEngine(model, load), MlxLmSingle(model))]
     assert agree(model, *runs).within_ties
     assert [len(r.tokens[0]) for r in runs] == [6, 6]
@@ -91,7 +90,7 @@ def test_paces_of_a_run():
     times = [[0.1 + 0.01 * i for i in range(20)] for _ in range(2)]
     times[1][12:] = [t + 0.005 for t in times[1][12:]]
     run = Run([0.0, 0.05], times, [[0] * 20] * 2, seconds=0.4, peak_bytes=1 << 30)
-    values = measure(Load("", [Wave([[1]] * 2, [20] * 2)]), run)
+    values = measure(Load([Wave([[1]] * 2, [20] * 2)]), run)
     assert values["output_tokens_per_s"] == pytest.approx(100)
     assert values["ttft_median"] == pytest.approx(0.075)
     assert values["gap_median"] == pytest.approx(0.01)
@@ -111,7 +110,7 @@ def test_gaps_around_a_newcomer():
     """One request decodes every 10 ms; while the newcomer is computed (0.2 to 0.26), every 30."""
     times = [0.01 * i for i in range(1, 21)] + [0.23, 0.26, 0.27]
     run = Run([0.0, 0.2], [times, [0.26, 0.27]], [[0] * 23, [0] * 2], seconds=0.27)
-    (load,) = newcomer(Sizes(100, 0.01))
+    load = newcomer(Sizes(100, 0.01))
     values = measure(load, run)
     assert values["newcomer_ttft"] == pytest.approx(0.06)
     assert values["newcomer_tokens_per_s"] == pytest.approx(2 / 0.07)
@@ -128,8 +127,7 @@ def hybrid(request):
 
 @pytest.fixture(scope="module")
 def conversations() -> Load:
-    (load,) = users(Sizes(512, 0.02), count=3, turns=2)
-    return load
+    return users(Sizes(512, 0.02), count=3, turns=2)
 
 
 @pytest.mark.long
@@ -185,24 +183,27 @@ def test_bytes_of_experts_that_are_used():
 
 
 @pytest.mark.thorough
-def test_the_summary_of_loads_of_a_hybrid_model(monkeypatch, capsys):
-    arguments = "--model nemotron-h-tiny --load C D --scale 0.03 --quick --summary"
+def test_the_tables_of_loads_of_a_hybrid_model(monkeypatch, capsys):
+    arguments = "--model nemotron-h-tiny --load decodes single --scale 0.03 --quick"
     monkeypatch.setattr(sys, "argv", ["bench/engine.py", *arguments.split()])
     assert bench_engine.main() == 0
-    lines = capsys.readouterr().out.splitlines()
-    heading = lines.index("### Ours, in brackets the ratios to mlx-lm at its best") + 2
-    columns, _, *rows = (line.split(" | ") for line in lines[heading : heading + 4])
-    decode, alone = (dict(zip(columns, row, strict=True)) for row in rows)
-    assert decode["of roofline"].endswith("%")
-    assert all(row["output tokens/s"].count("(") == 1 for row in (decode, alone))
+    tables = []
+    for text in capsys.readouterr().out.split("### ")[1:]:
+        columns, _, ours, _, ratio = (
+            line.split(" | ") for line in text.splitlines() if line.startswith("| ")
+        )
+        assert dict(zip(columns, ratio, strict=True))["output tokens/s"].startswith("**")
+        tables.append(dict(zip(columns, ours, strict=True)))
+    decodes, _ = tables
+    assert decodes["of roofline"].endswith("%")
 
 
 def test_an_engine_that_fails_is_left_out(monkeypatch, capsys):
     def fails(*_):
         raise RuntimeError("cuGraphAddKernelNode: invalid argument")
 
-    bench = bench_engine.Bench("D", Load("one", [Wave([[1]], [2])]))
-    engine = argparse.Namespace(name="mlx-lm 16/32", way="none")
+    bench = bench_engine.Bench("single", Load([Wave([[1]], [2])]))
+    engine = argparse.Namespace(name="mlx-lm 16/32")
     done = Run([0.0], [[0.1, 0.2]], [[1, 2]], [[1]], seconds=0.2)
     monkeypatch.setattr(bench_engine, "drive", lambda *_: done)
     assert bench.tried(engine)["output_tokens_per_s"] == 10

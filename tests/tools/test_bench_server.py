@@ -1,4 +1,4 @@
-"""The benchmark of servers, as a user runs it."""
+"""The benchmark of servers, as a user runs it; servers that a tool starts."""
 
 import json
 import subprocess
@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.long
+from tools.lib import servers
+from vllm_metal_lite import MetalLiteError
 
 
 def medians_of(tmp_path, load: str, *words: str) -> dict[str, dict[str, float]]:
@@ -21,6 +22,7 @@ def medians_of(tmp_path, load: str, *words: str) -> dict[str, dict[str, float]]:
     return json.loads(result.read_text())["loads"][load]
 
 
+@pytest.mark.long
 @pytest.mark.thorough
 def test_both_systems_serve_all_turns_and_find_what_came_before(tmp_path):
     words = ["--model", "qwen3.5-tiny", "--scale", "0.02", "--sessions", "2", "--turns", "2"]
@@ -31,9 +33,20 @@ def test_both_systems_serve_all_turns_and_find_what_came_before(tmp_path):
         assert metrics["cached_prompt_share"] > 0
 
 
+@pytest.mark.long
 def test_our_server_answers_all_clients(tmp_path):
     words = ["--scale", "0.01", "--repeats", "1", "--max-model-len", "128", "--systems", "ours"]
     medians = medians_of(tmp_path, "decodes", *words)
     assert medians["ours"]["done"] == 32
     assert medians["ours"]["output_tokens_per_s"] > 0
     assert medians["ours"]["ttft_median"] > 0
+
+
+def test_a_server_that_never_answers_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(servers, "DEADLINE", 0.5)
+    command = [sys.executable, "-c", "import time; print('loading', flush=True); time.sleep(30)"]
+    with (
+        pytest.raises(MetalLiteError, match="does not start: loading"),
+        servers.server(command, tmp_path / "log"),
+    ):
+        pass

@@ -15,35 +15,25 @@ if grep -q BAD "$2"; then echo "error: BAD" >&2; exit 1; fi
 """
 
 
-@pytest.fixture
-def compile_texts(tmp_path):
+def compile_texts(tmp_path: Path, texts: list[str], *versions: str) -> tuple[int, str]:
     """Runs the script on texts; returns (exit code, the job's summary)."""
-    xcrun = tmp_path / "bin" / "xcrun"
-    xcrun.parent.mkdir()
+    xcrun, folder, summary = (tmp_path / name for name in ("xcrun", "texts", "summary"))
     xcrun.write_text(XCRUN)
     xcrun.chmod(0o755)
-
-    def run(texts: list[str], *versions: str) -> tuple[int, str]:
-        folder, summary = tmp_path / "texts", tmp_path / "summary"
-        folder.mkdir()
-        for i, text in enumerate(texts):
-            (folder / f"{i}.metal").write_text(text)
-        done = subprocess.run(
-            [sys.executable, SCRIPT, folder, "--include", tmp_path, "--std", *versions],
-            env={
-                **os.environ,
-                "PATH": f"{xcrun.parent}:{os.environ['PATH']}",
-                "GITHUB_STEP_SUMMARY": str(summary),
-            },
-            capture_output=True,
-        )
-        return done.returncode, summary.read_text() if summary.exists() else ""
-
-    return run
+    folder.mkdir()
+    for i, text in enumerate(texts):
+        (folder / f"{i}.metal").write_text(text)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "GITHUB_STEP_SUMMARY": str(summary)}
+    done = subprocess.run(
+        [sys.executable, SCRIPT, folder, "--include", tmp_path, "--std", *versions],
+        env=os.environ | variables,
+        capture_output=True,
+    )
+    return done.returncode, summary.read_text() if summary.exists() else ""
 
 
-def test_a_version_that_xcode_does_not_know_is_skipped_aloud(compile_texts):
-    code, summary = compile_texts(["good", "good"], "metal3.1", "metal9.9")
+def test_a_version_that_xcode_does_not_know_is_skipped_aloud(tmp_path):
+    code, summary = compile_texts(tmp_path, ["good", "good"], "metal3.1", "metal9.9")
     assert code == 0
     assert "metal3.1 | 2 of 2 texts compile" in summary
     assert "metal9.9 | skipped" in summary
@@ -52,5 +42,5 @@ def test_a_version_that_xcode_does_not_know_is_skipped_aloud(compile_texts):
 @pytest.mark.parametrize(
     ("texts", "version"), [(["good", "BAD"], "metal3.1"), (["good"], "metal9.9"), ([], "metal3.1")]
 )
-def test_an_error_no_compiler_and_no_text_fail_the_job(compile_texts, texts, version):
-    assert compile_texts(texts, version)[0] == 1
+def test_an_error_no_compiler_and_no_text_fail_the_job(tmp_path, texts, version):
+    assert compile_texts(tmp_path, texts, version)[0] == 1

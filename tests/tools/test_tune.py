@@ -3,23 +3,25 @@
 import pytest
 
 from metal.host import installed
-from tools.bench.tune import CONSTANTS, Loads, sweep
+from tools.bench import tune
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.specs import AttentionShape
 
-TINY = Loads(AttentionShape(2, 1, 16, 16, mx.bfloat16), divisor=32, chain=1)
 
-
-@pytest.mark.parametrize("name", CONSTANTS)
-def test_a_row_for_each_value_and_one_for_the_present(name, capsys):
-    values, _, loads = CONSTANTS[name]
-    present = getattr(profile(), name.split(":")[0], 0)  # 0: a kernel without constants
+@pytest.mark.parametrize("name", tune.CONSTANTS)
+def test_a_row_for_each_value_and_one_for_the_present(name, capsys, monkeypatch):
+    values, load, columns = tune.CONSTANTS[name]
+    columns = [[max(32, n // 32) if n and n > 255 else n for n in column] for column in columns]
+    monkeypatch.setitem(tune.CONSTANTS, name, (values, load, columns))
+    monkeypatch.setattr(tune, "SHAPE", AttentionShape(2, 1, 16, 16, mx.bfloat16))
+    monkeypatch.setattr(tune, "CHAIN", 1)
+    present = getattr(profile(), name.split(":")[0])
     with installed():
-        sweep(name, TINY)
+        tune.sweep(name)
     _, *rows = capsys.readouterr().out.strip().splitlines()[2:]
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[1:]]
     assert [row[0] for row in rows if row[0].endswith("*")] == [f"{present:,} *"]
     assert {int(row[0].rstrip(" *").replace(",", "")) for row in rows} == {*values, present}
     assert all(float(cell.replace(",", "")) > 0 for row in rows for cell in row[1:])
-    assert all(len(row) == 1 + len(loads) for row in rows)
+    assert all(len(row) == 1 + len(columns) for row in rows)

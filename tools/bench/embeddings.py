@@ -19,8 +19,8 @@ import numpy as np
 from tools.bench.lib.engines import MLX_CACHE_LIMIT
 from tools.bench.lib.mlx_lm import native
 from tools.bench.lib.models import get_model
-from tools.bench.lib.trust import trusted
 from tools.lib.frame import parser_of, print_table, run_main
+from tools.lib.trust import trusted
 from vllm_metal_lite import EngineConfig, LLMEngine, PoolingParams, backend
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.model.packed import body_of

@@ -1,13 +1,12 @@
 """Runs one load on this engine and on mlx-lm: same weights, one process, alternately, medians.
 
-    python -m tools.bench.engine --load A --model qwen3-0.6b          a GPU
-    python -m tools.bench.engine --load B --model qwen3-4b --bits 4
-    python -m tools.bench.engine --load H U C --model qwen3.5-4b
-    python -m tools.bench.engine --load G                             a CPU, the demo model
-    python -m tools.bench.engine --load G --quick --scale 0.1         the same in some seconds
+    python -m tools.bench.engine --load uniform --model qwen3-0.6b               a GPU
+    python -m tools.bench.engine --load mixed users --model qwen3.5-4b --bits 4
+    python -m tools.bench.engine --load short_even short_prefix                  a CPU
+    python -m tools.bench.engine --load short_even --quick --scale 0.1           some seconds
 
---model: a key of bench/lib/shapes.json or HIDDENxLAYERS, with random weights; or what the
-engine can load.
+--model: the demo model; or a key of bench/lib/shapes.json or HIDDENxLAYERS, with random weights; or
+what the engine can load.
 
 Decoding is greedy and ignores the end of sequence.  The first runs of each engine are warm-ups.  So
 is the sweep over mlx-lm's settings: the best by tokens/s and the best by time to first token are
@@ -19,20 +18,19 @@ import argparse
 import gc
 import json
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 from tools.bench.lib.agreement import agree
 from tools.bench.lib.driver import Run, drive
 from tools.bench.lib.engines import Engine, ThisEngine
-from tools.bench.lib.loads import LOADS, Load, Sizes
+from tools.bench.lib.loads import CONTENT, LOADS, Load, Sizes
 from tools.bench.lib.metrics import Metrics, measure, median_of
 from tools.bench.lib.mlx_lm import MlxLm, MlxLmSingle, Settings, native
 from tools.bench.lib.models import BITS, get_model
 from tools.bench.lib.roofline import measured_bandwidth, step_bytes
-from tools.bench.lib.tables import Result, print_load, print_summary, ratios
-from tools.bench.lib.trust import trusted
+from tools.bench.lib.tables import Result, print_load
 from tools.lib.frame import parser_of, run_main, say
+from tools.lib.trust import trusted
 from vllm_metal_lite import EngineConfig, MetalLiteError, backend
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.model.loader import LoadedModel
@@ -40,21 +38,17 @@ from vllm_metal_lite.model.loader import LoadedModel
 STEPS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens of a step, the decodes' among them
 
 
-def peers(letter: str, load: Load, model: LoadedModel) -> list[Engine]:
+def peers(load: Load, model: LoadedModel) -> list[Engine]:
     """The settings of mlx-lm to try on a load, the likely best first."""
-    n = len(load.prompts)
-    if letter == "D":
+    n, wave = len(load.prompts), max(len(w.prompts) for w in load.waves)
+    if n == 1:
         return [MlxLmSingle(model), MlxLm(model, Settings(1, 1))]
-    if letter == "C":
-        return [MlxLm(model, Settings(n, n))]
-    if letter == "U":
-        ways = [(n // 3, "server"), (1, "server"), (n // 3, "once")]
-        settings = [Settings(size, n, prefix=how) for size, how in ways]
-    elif load.prefix_length:
-        sizes = (n,) if letter == "G" else (n // 4, n)
-        settings = [Settings(s, n, prefix=how) for how in ("once", "server") for s in sizes]
-    elif letter == "G":
-        settings = [Settings(s, n) for s in (n // 2, 1, n)]
+    if load.prefix_length:
+        # A cache that is computed once holds the prefix; the server's hold whole conversations.
+        ways = ("server", "once") if any(w.follows for w in load.waves) else ("once", "server")
+        settings = [Settings(s, n, prefix=w) for w in ways for s in dict.fromkeys((wave, n))]
+    elif load.is_even:
+        settings = [Settings(n, n)]  # without padding
     else:
         settings = [Settings(s, n) for s in (n // 2, n // 4, n)] + [Settings(n // 2, n // 2)]
         settings.append(Settings(max(n // 8, 1), n))  # in case nothing larger works
@@ -64,14 +58,14 @@ def peers(letter: str, load: Load, model: LoadedModel) -> list[Engine]:
 class Bench:
     """Runs engines on a load, alternately."""
 
-    def __init__(self, letter: str, load: Load) -> None:
-        self.letter, self.load, self.label = letter, load, f"{letter} {load.name}"
+    def __init__(self, name: str, load: Load) -> None:
+        self.name, self.load = name, load
 
     def run(self, engine: Engine, note: str) -> tuple[Metrics, Run]:
         run = drive(engine, self.load)
         values = measure(self.load, run)
         speed = values["output_tokens_per_s"]
-        say(f"{self.label}, {note}, {engine.name}: {run.seconds:.2f} s, {speed:,.0f} tokens/s")
+        say(f"{self.name}, {note}, {engine.name}: {run.seconds:.2f} s, {speed:,.0f} tokens/s")
         return values, run
 
     def tried(self, engine: Engine) -> Metrics | None:
@@ -80,7 +74,7 @@ class Bench:
         try:
             return self.run(engine, "sweep")[0]
         except (RuntimeError, ValueError) as e:
-            say(f"{self.label}, {engine.name}: left out, {one_line(e)}")
+            say(f"{self.name}, {engine.name}: left out, {one_line(e)}")
             return None
         finally:
             gc.collect()
@@ -97,8 +91,7 @@ class Bench:
                 values[engine.name].append(metrics)
         ours = last[engines[0].name]
         return Result(
-            self.letter,
-            self.load.name,
+            self.name,
             requests=len(ours.prompts),
             tokens_in=sum(map(len, ours.prompts)),
             tokens_out=sum(map(len, ours.tokens)),
@@ -107,28 +100,35 @@ class Bench:
         )
 
 
-def compare(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> Result:
+def compare(name: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> Result:
     """Run one load on this engine and on mlx-lm at its best."""
-    bench = Bench(letter, load)
+    bench = Bench(name, load)
     ours = ThisEngine(model, load, args.ours)
-    candidates = peers(letter, load, model)
-    if args.settings and letter != "D":
+    candidates = peers(load, model)
+    if args.settings and len(load.prompts) > 1:
         candidates = [MlxLm(model, s) for s in args.settings]
     for _ in range(2):  # a variant with prompts is compiled when it comes a second time
         bench.run(ours, "warm-up")
-    sweep: dict[str, Metrics] = {}
-    for engine in [*candidates] if args.quick else [candidates[0], *candidates]:
-        if metrics := bench.tried(engine):
-            sweep[engine.name] = metrics  # of the first engine: the second run, which compiles less
-        if args.quick and sweep:
-            bench.tried(engine)  # again, see above
-            break
-    finalists = best_of([e for e in candidates if e.name in sweep], sweep)
+    found = sweep(bench, candidates, args.quick)
+    finalists = best_of([e for e in candidates if e.name in found], found)
     best = finalists[0] if finalists else None
     result = bench.turns(model, [ours, *finalists], args.repeats, theirs=best)
-    if letter == "C":
+    if load.is_even:
         add_roofline(model, load, result.engines)
-    return replace(result, ratios=ratios(result.engines))
+    return result
+
+
+def sweep(bench: Bench, candidates: list[Engine], quick: bool) -> dict[str, Metrics]:
+    """The metrics of each engine that works.  quick: of the first one alone."""
+    found: dict[str, Metrics] = {}
+    for engine in candidates:
+        if not found and bench.tried(engine) is None:  # a warm-up for all
+            continue
+        if metrics := bench.tried(engine):
+            found[engine.name] = metrics
+        if quick and found:
+            break
+    return found
 
 
 def best_of(candidates: list[Engine], sweep: dict[str, Metrics]) -> list[Engine]:
@@ -152,7 +152,7 @@ def add_roofline(model: LoadedModel, load: Load, medians: dict[str, Metrics]) ->
             metrics["roofline"] = size / bandwidth / step
 
 
-def newcomer(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> Result:
+def share_steps(name: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> Result:
     """Measure a prompt that arrives while others decode, under each way to share the steps."""
     steps = [n for n in (STEPS[:5:2] if args.quick else STEPS) if n < len(load.prompts[-1])]
     engines: list[Engine] = []
@@ -164,7 +164,7 @@ def newcomer(letter: str, load: Load, model: LoadedModel, args: argparse.Namespa
         engines.append(ThisEngine(model, load, options, name=f"{policy}, in one step"))
     steps = (2048,) if args.quick else (2048, 512)
     engines += [MlxLm(model, Settings(8, 32, prefill_step_size=s)) for s in steps]
-    bench = Bench(letter, load)
+    bench = Bench(name, load)
     for engine in engines:
         for _ in range(2):
             bench.run(engine, "warm-up")
@@ -173,24 +173,24 @@ def newcomer(letter: str, load: Load, model: LoadedModel, args: argparse.Namespa
 
 def run_loads(model: LoadedModel, args: argparse.Namespace) -> list[Result]:
     results = []
-    for letter in args.load:
-        for load in LOADS[letter](Sizes(model.vocab_size, args.scale)):
-            if load.longest > model.max_position:
-                raise MetalLiteError(
-                    f"load {letter} has requests of {load.longest} tokens, and {model.name} a "
-                    f"context of {model.max_position}: lower --scale"
-                )
-            how = newcomer if letter == "F" else compare
-            results.append(how(letter, load, model, args))
-            print_load(results[-1])
+    for name in args.load:
+        load = LOADS[name](Sizes(model.vocab_size, args.scale))
+        if load.longest > model.max_position:
+            raise MetalLiteError(
+                f"load {name} has requests of {load.longest} tokens, and {model.name} a context of "
+                f"{model.max_position}: lower --scale"
+            )
+        how = share_steps if load.ends_with_last_wave else compare
+        results.append(how(name, load, model, args))
+        print_load(results[-1])
     return results
 
 
 def _settings(text: str) -> Settings:
-    prefill, completion, prefix, *rest = [*text.split("/"), "none"][:4]
-    if prefix not in ("none", "once", "server") or rest not in ([], ["none"]):
+    prefill, completion, *prefix = text.split("/")
+    if prefix not in ([], ["none"], ["once"], ["server"]):
         raise ValueError(text)
-    return Settings(int(prefill), int(completion), prefix=prefix)
+    return Settings(int(prefill), int(completion), prefix=prefix[0] if prefix else "none")
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -204,7 +204,8 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
+    loads = "\n".join(f"- {name}: {content}" for name, content in CONTENT.items())
+    parser = parser_of(f"{__doc__}\nLoads:\n\n{loads}")
     parser.add_argument("--load", nargs="+", choices=list(LOADS), required=True)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto")
@@ -212,7 +213,7 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="of lengths and request counts")
     parser.add_argument("--repeats", type=int, help="counted turns (default 3)")
     parser.add_argument("--quick", action="store_true", help="one turn, mlx-lm's likely best only")
-    text = "mlx-lm's batch sizes to try, except for load D; PREFIX: none, once or server"
+    text = "mlx-lm's batch sizes to try, except for one request; PREFIX: none, once or server"
     names = "PREFILL/COMPLETION[/PREFIX]"
     parser.add_argument("--settings", nargs="+", type=_settings, metavar=names, help=text)
     fields = {"metavar": "NAME=VALUE", "help": "fields of EngineConfig"}
@@ -220,7 +221,6 @@ def main() -> int:
     parser.add_argument(
         "--trusted", action="store_true", help="every kernel for all rows; no checks or timings"
     )
-    parser.add_argument("--summary", action="store_true", help="at the end, a line a load")
     args = parser.parse_args()
     args.ours = dict(args.ours)
     args.repeats = args.repeats or (1 if args.quick else 3)
@@ -233,11 +233,9 @@ def main() -> int:
         print(f"\nAttention runs by segment: {model.packed.by_segment}", flush=True)
     with trusted() if args.trusted else nullcontext():
         results = run_loads(model, args)
-    if args.summary:
-        print_summary(results)
     apart = [result.load for result in results if not result.within_ties]
-    for letter in apart:
-        say(f"{letter}: tokens differ by more than ties")
+    for name in apart:
+        say(f"{name}: tokens differ by more than ties")
     return 1 if apart else 0
 
 

@@ -47,7 +47,7 @@ def rows(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     said = model.tokenizer.encode(_README.read_text(encoding="utf-8")[:6000])
     rng, count = np.random.default_rng(0), args.requests
     prompts = [rng.integers(32, model.vocab_size, 100).tolist() for _ in range(count)]
-    requests = Load("decodes", [Wave(prompts, [args.steps + 2 * _WARM_UPS] * count)])
+    requests = Load([Wave(prompts, [args.steps + 2 * _WARM_UPS] * count)])
     for text in _TEXTS:
         params = {"stop": "\n\n\n"} if text == _TEXTS[2] else {}
         ours = ThisEngine(model, requests, {"max_num_batched_tokens": 8192}, params=params)

@@ -11,8 +11,6 @@
 - mixed: 32 clients, each sends 2 requests, one after the other; prompts lognormal around 500
   tokens, 40 to 220 tokens out.
 - decodes: 32 clients, 32 tokens in, 512 out: the highest output rate.
-- health: 31 streams and one prompt of 30,000 tokens (fewer if the context is shorter), while this
-  server's /health is called every 20 ms.
 - agents: sessions that start with 25,000 tokens, 20,000 of them common to all (system prompt and
   tools); 12 turns, each with 200 to 2,000 new tokens (lognormal) and 150 out.  Recorded answers go
   into the next prompt, so all servers see the same prompts.  For a system that needs longer than
@@ -37,12 +35,13 @@ from typing import Any
 import httpx
 import numpy as np
 
-from tools.bench.lib.clients import Clients, Seen, send
 from tools.bench.lib.metrics import Metrics, gaps, median_of, pace
 from tools.bench.lib.models import BITS, write_model
 from tools.bench.lib.tables import print_medians, ratios
+from tools.lib.clients import Clients, Seen, send
 from tools.lib.frame import parser_of, run_main, say
-from tools.lib.servers import cpu_seconds, mlx_lm, ours, sampled_memory, server
+from tools.lib.processes import cpu_seconds, sampled_memory
+from tools.lib.servers import mlx_lm, ours, server
 from vllm_metal_lite.errors import MetalLiteError
 from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
 
@@ -86,10 +85,6 @@ class Prompts:
     def decodes(self) -> Clients:
         return [[self.body(32, 512 * self.args.scale)] for _ in range(CLIENTS)]
 
-    def health(self) -> Clients:
-        bodies = [self.body(100, 200 * self.args.scale) for _ in range(CLIENTS - 1)]
-        return [[body] for body in [*bodies, self.body(min(0.9 * self.longest, 30_000), 8)]]
-
     def agents(self, count: int, turns: int) -> Clients:
         scale = self.args.scale
         system = {"role": "system", "content": self.text(SHARED * scale)}
@@ -112,8 +107,6 @@ class Prompts:
         if load == "agents":
             return [self.agents(args.warm, 2)], [self.agents(args.sessions, args.turns)]
         draw: Callable[[], Clients] = getattr(self, load)
-        if load == "health":
-            return [], [draw()]
         return [draw() for _ in range(WARM_UPS)], [draw() for _ in range(args.repeats)]
 
 
@@ -134,8 +127,6 @@ def measure(seen: Seen, turns: int, server_cpu: float) -> Metrics:
         values["cached_prompt_share"] = sum(r.cached for r in ended) / prompt
     if server_cpu:
         values["server_cpu_per_token"] = server_cpu / tokens
-    if health := [seconds for _, seconds in seen.health]:
-        values |= {"health_median": statistics.median(health), "health_worst": max(health)}
     return values
 
 
@@ -150,13 +141,10 @@ class Bench:
     def run(self, name: str, command: list[str], model: str) -> None:
         with server(command, self.log) as (url, pid), sampled_memory(pid) as peak_gb:
             for load, (warm, counted) in self.runs.items():
-                health = load == "health"
-                if health and name != "ours":
-                    continue
                 turns, found = len(counted[0][0]) if load == "agents" else 1, []
                 for i, clients in enumerate([*warm, *counted]):
                     seen, before = Seen(), cpu_seconds(pid)
-                    asyncio.run(send(url, model, clients, seen, self.args.seconds, health))
+                    asyncio.run(send(url, model, clients, seen, self.args.seconds))
                     cpu = cpu_seconds(pid) - before if name == "ours" else 0
                     if i >= len(warm):
                         found.append(measure(seen, turns, cpu))
@@ -171,12 +159,29 @@ class Bench:
                 print_medians(medians, ratios(medians))
 
 
+def commands_of(args: argparse.Namespace, folder: Path) -> dict[str, tuple[list[str], str]]:
+    """The command of each system, and the name by which it serves the model."""
+    seats = str(args.sessions if args.load == ["agents"] else CLIENTS)
+    flags = ["--served-model-name", "m", "--max-num-seqs", seats]
+    if args.max_model_len:
+        flags += ["--max-model-len", str(args.max_model_len)]
+    theirs = "--decode-concurrency 32 --prompt-concurrency 8 --prompt-cache-size 4"
+    if "agents" in args.load:
+        theirs = "--decode-concurrency 8 --prompt-concurrency 2 --prompt-cache-size 32 "
+        theirs += "--prompt-cache-bytes 45GB"
+    return {
+        "ours": (ours(folder, *flags, *args.ours.split(), trusted=args.trusted), "m"),
+        "mlx-lm": (mlx_lm(folder, *theirs.split()), str(folder)),
+        "vllm": ([args.vllm, "serve", str(folder), "--port", "PORT", *flags], "m"),
+    }
+
+
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--bits", choices=BITS, help="of random weights")
-    loads = ("mixed", "decodes", "health", "agents")
-    parser.add_argument("--load", nargs="+", choices=loads, default=list(loads[:3]))
+    loads = ("mixed", "decodes", "agents")
+    parser.add_argument("--load", nargs="+", choices=loads, default=list(loads[:2]))
     parser.add_argument("--scale", type=float, default=1.0, help="of prompt and answer lengths")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-model-len", type=int)
@@ -196,19 +201,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_model(args.model, Path(scratch) / "model", args.bits)
         bench = Bench(args, folder, Path(scratch))
-        seats = str(args.sessions if args.load == ["agents"] else CLIENTS)
-        flags = ["--served-model-name", "m", "--max-num-seqs", seats]
-        if args.max_model_len:
-            flags += ["--max-model-len", str(args.max_model_len)]
-        theirs = "--decode-concurrency 32 --prompt-concurrency 8 --prompt-cache-size 4"
-        if "agents" in args.load:
-            theirs = "--decode-concurrency 8 --prompt-concurrency 2 --prompt-cache-size 32 "
-            theirs += "--prompt-cache-bytes 45GB"
-        commands = {
-            "ours": (ours(folder, *flags, *args.ours.split(), trusted=args.trusted), "m"),
-            "mlx-lm": (mlx_lm(folder, *theirs.split()), str(folder)),
-            "vllm": ([args.vllm, "serve", str(folder), "--port", "PORT", *flags], "m"),
-        }
+        commands = commands_of(args, folder)
         for system in args.systems:
             say(f"{system} starts")
             try:

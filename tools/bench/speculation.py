@@ -27,8 +27,8 @@ from tools.bench.lib.engines import ThisEngine
 from tools.bench.lib.loads import Load, Wave
 from tools.bench.lib.metrics import measure, median_of
 from tools.bench.lib.models import BITS, get_model
-from tools.bench.lib.trust import trusted
 from tools.lib.frame import parser_of, print_table, run_main
+from tools.lib.trust import trusted
 from vllm_metal_lite import MetalLiteError, backend
 from vllm_metal_lite.config import MAX_DRAFT
 from vllm_metal_lite.model.loader import LoadedModel
@@ -143,7 +143,7 @@ def speeds(
         prepared.tokens = mx.array([0, *prompt[1:], *answer, 0])
         mx.eval(prepared.tokens)
         for count in (count for count in counts if count in args.requests):
-            load, found = Load(kind, [Wave([prompt] * count, [args.length] * count)]), {}
+            load, found = Load([Wave([prompt] * count, [args.length] * count)]), {}
             for mode in MODES[kind != "json" :]:
                 engine = make_engine(answering, load, kind, mode)
                 runs = [drive(engine, load) for _ in range(args.runs + 2)]  # two warm up

@@ -10,11 +10,8 @@ Qwen3 models, in bfloat16.  Check the kernels first: `vllm-metal-lite doctor`.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest.mock import patch
-
-import numpy as np
 
 from tools.lib.frame import parser_of, print_table, run_main
 from vllm_metal_lite import MetalLiteError, backend
@@ -23,166 +20,141 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.timed_store import TimedStore
 from vllm_metal_lite.devices import PROFILES, profile
 from vllm_metal_lite.kernels import timing
-from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.decode import paged_decode
 from vllm_metal_lite.kernels.experts import Activation, Experts, ExpertWeight, expert_mlp
-from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.norm_rope import RMSNorm
-from vllm_metal_lite.kernels.recurrence import QKNorm, delta_gates
-from vllm_metal_lite.kernels.segments import pack_segments
 from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix
 from vllm_metal_lite.kernels.skinny_gemm import skinny_gemm
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kernels.weights import quantised
 from vllm_metal_lite.specs import AttentionShape, Quantisation
 
+SHAPE = AttentionShape(16, 8, 128, 128, mx.bfloat16)
+CHAIN = 100  # calls
 _BLOCK, _OWN = 16, 128  # of a store; keys of a row after a shared prefix
 _FILLS = (16, 64, 128, 256, 512)
 
 Load = Callable[..., float]  # seconds of a call, under the profile in use
 
 
-def seconds_per_call(
-    call: Callable[[mx.array], mx.array], x: mx.array, chain: int, compiled: bool = True
-) -> float:
+def seconds_per_call(call: Callable[[mx.array], mx.array], x: mx.array) -> float:
     """Seconds of x = call(x), in chains, which keep the stream busy.
 
     Compiled, as decode steps are, the time excludes building the graph.
     """
 
-    def run(x: mx.array) -> mx.array:
-        for _ in range(chain):
+    def chain(x: mx.array) -> mx.array:
+        for _ in range(CHAIN):
             x = call(x)
         return x
 
-    run = mx.compile(run) if compiled else run
+    run = mx.compile(chain)
 
     def chains(count: int) -> None:
         for _ in range(count):
             mx.eval(run(x))
 
-    return timing.seconds_alternating([chains])[0] / chain
+    return timing.seconds_alternating([chains])[0] / CHAIN
 
 
-class Loads:
-    """divisor: of contexts, widths and vocabularies; above 1 only in tests.  chain: of calls."""
-
-    def __init__(self, shape: AttentionShape, divisor: int = 1, chain: int = 100) -> None:
-        self.shape, self.divisor = shape, divisor
-        self.seconds = partial(seconds_per_call, chain=chain)
-
-    def _random(self, *size: int, scale: float = 1.0) -> mx.array:
-        x = (mx.random.normal(size) * scale).astype(self.shape.dtype)
-        mx.eval(x)
-        return x
-
-    def decode(self, batch: int, context: int) -> float:
-        load = TimedStore(self.shape, batch, max(32, context // self.divisor))
-        return self.seconds(load.attention(), load.queries())
-
-    def prefix(self, rows: int, tokens: int) -> float:
-        """Decodes with a shared prefix, which is read once if that saves enough."""
-        s, tokens = self.shape, max(2 * _BLOCK, tokens // self.divisor)
-        load = TimedStore(s, 1, tokens + rows * _OWN)
-        first, blocks = tokens // _BLOCK, mx.array(load.batch.block_tables[0, 0])
-        shared = mx.broadcast_to(blocks[:first], (rows, first))
-        tables = mx.concatenate([shared, blocks[first:].reshape(rows, -1)], axis=1)
-        lens = mx.full((max(rows, 8),), tokens + _OWN, mx.int32)
-        begin, end = mx.array([0], mx.int32), mx.full((max(rows, 8),), tokens, mx.int32)
-        device = profile()
-        saved = tokens * (rows - 1 - rows * device.prefix_row_cost)
-        once = saved >= device.min_saved_tokens // self.divisor
-        splits = prefix_splits(rows, s.num_heads, s.num_kv_heads, tokens)
-        plan = decode_plan(rows, s.num_kv_heads, _OWN if once else tokens + _OWN)
-        paged, how = load.store, {"scale": load.scale}
-        store = LayerStore(paged.keys[0], paged.values[0], new_ticket(), paged.specs[0], _BLOCK)
-
-        def call(q: mx.array) -> mx.array:
-            args = tables, lens
-            part = shared_prefix(q, *args, begin, end, store, splits=splits, **how)
-            last, prefix = (store._replace(ticket=part.lse), part) if once else (store, None)
-            return paged_decode(q, *args, last, plan=plan, prefix=prefix, **how)[0]
-
-        return self.seconds(call, self._random(rows, s.num_heads, s.k_head_dim))
-
-    def product(self, rows: int, width: int, bits: int | None = None, norm: bool = False) -> float:
-        """skinny_gemm with a square weight.  norm: before it, fused if the profile fuses."""
-        size, device = max(32, width // self.divisor), profile()
-        x, w = self._random(rows, size), self._random(size, size, scale=size**-0.5)
-        weight, gain = quantised(w, Quantisation(bits, 32)) if bits else w, mx.ones(size, w.dtype)
-        few = bits is None or size * size <= device.max_normed_weights
-        inside = RMSNorm(gain, 1e-5) if norm and few and rows <= device.max_normed_rows else None
-
-        def call(x: mx.array) -> mx.array:
-            normed = mx.fast.rms_norm(x, gain, 1e-5) if norm and not inside else x
-            return skinny_gemm(normed, weight, norm=inside)
-
-        return self.seconds(call, x)
-
-    def experts(self, rows: int, width: int, count: int) -> float:
-        """Square weights in 4 bits, three an expert; a row has 8 experts.  Sums are left out."""
-        size, how = max(64, width // self.divisor), Quantisation(4, 64)
-        weights = [quantised(self._random(count, size, size, scale=0.02), how) for _ in range(3)]
-        indices = mx.arange(rows * 8, dtype=mx.uint32).reshape(rows, 8) % count
-        mx.eval(weights, indices)
-        gate, up, down = map(ExpertWeight, weights)
-        mixture, x = Experts(gate, up, down, Activation()), self._random(rows, size)
-        return self.seconds(lambda x: expert_mlp(x, indices, mixture)[:rows], x)
-
-    def recurrence(self, segments: int, rows: int) -> float:
-        """gated_delta as Qwen3.5 4B has it, `rows` rows a segment; one array is q and k."""
-        heads, rows = max(2, 32 // self.divisor), max(1, rows // self.divisor)
-        count, slots = segments * rows, np.arange(segments + 1)
-        q, a = (Columns(self._random(count, n), 0) for n in (heads // 2 * 128, heads))
-        packed = mx.array(pack_segments(slots * rows, slots[:-1], slots[:-1], count))
-        states, zeros = mx.zeros((segments, heads, 128, 128)), mx.zeros(heads)
-        mx.eval(states, packed, zeros)
-        how = {"norm": QKNorm(128**-0.5, 1e-6), "num_k_heads": heads // 2, "max_seqlen": rows}
-
-        def call(v: mx.array) -> mx.array:
-            given = Columns(v, 0), delta_gates(a, a, zeros, zeros), states, packed, new_ticket()
-            return gated_delta(q, q, *given, **how)[0].flatten(1)
-
-        return self.seconds(call, self._random(count, heads * 128))
+def _random(*size: int, scale: float = 1.0) -> mx.array:
+    x = (mx.random.normal(size) * scale).astype(SHAPE.dtype)
+    mx.eval(x)
+    return x
 
 
-# Constant, or a kernel without constants: (values, load, its arguments).
+def decode(batch: int, context: int) -> float:
+    load = TimedStore(SHAPE, batch, context)
+    return seconds_per_call(load.attention(), load.queries())
+
+
+def prefix(rows: int, tokens: int) -> float:
+    """Decodes with a shared prefix, which is read once if that saves enough."""
+    load = TimedStore(SHAPE, 1, tokens + rows * _OWN)
+    first, blocks = tokens // _BLOCK, mx.array(load.batch.block_tables[0, 0])
+    shared = mx.broadcast_to(blocks[:first], (rows, first))
+    tables = mx.concatenate([shared, blocks[first:].reshape(rows, -1)], axis=1)
+    lens = mx.full((max(rows, 8),), tokens + _OWN, mx.int32)
+    begin, end = mx.array([0], mx.int32), mx.full((max(rows, 8),), tokens, mx.int32)
+    device = profile()
+    saved = tokens * (rows - 1 - rows * device.prefix_row_cost)
+    once = saved >= device.min_saved_tokens
+    splits = prefix_splits(rows, SHAPE.num_heads, SHAPE.num_kv_heads, tokens)
+    plan = decode_plan(rows, SHAPE.num_kv_heads, _OWN if once else tokens + _OWN)
+    paged, how = load.store, {"scale": load.scale}
+    store = LayerStore(paged.keys[0], paged.values[0], new_ticket(), paged.specs[0], _BLOCK)
+
+    def call(q: mx.array) -> mx.array:
+        args = tables, lens
+        part = shared_prefix(q, *args, begin, end, store, splits=splits, **how)
+        last, prefix = (store._replace(ticket=part.lse), part) if once else (store, None)
+        return paged_decode(q, *args, last, plan=plan, prefix=prefix, **how)[0]
+
+    return seconds_per_call(call, _random(rows, SHAPE.num_heads, SHAPE.k_head_dim))
+
+
+def product(rows: int, width: int, bits: int | None = None, norm: bool = False) -> float:
+    """skinny_gemm with a square weight.  norm: before it, fused if the profile fuses."""
+    device = profile()
+    x, w = _random(rows, width), _random(width, width, scale=width**-0.5)
+    weight, gain = quantised(w, Quantisation(bits, 32)) if bits else w, mx.ones(width, w.dtype)
+    few = bits is None or width * width <= device.max_normed_weights
+    inside = RMSNorm(gain, 1e-5) if norm and few and rows <= device.max_normed_rows else None
+
+    def call(x: mx.array) -> mx.array:
+        normed = mx.fast.rms_norm(x, gain, 1e-5) if norm and not inside else x
+        return skinny_gemm(normed, weight, norm=inside)
+
+    return seconds_per_call(call, x)
+
+
+def experts(rows: int, width: int, count: int) -> float:
+    """Square weights in 4 bits, three an expert; a row has 8 experts.  Sums are left out."""
+    how = Quantisation(4, 64)
+    weights = [quantised(_random(count, width, width, scale=0.02), how) for _ in range(3)]
+    indices = mx.arange(rows * 8, dtype=mx.uint32).reshape(rows, 8) % count
+    mx.eval(weights, indices)
+    gate, up, down = map(ExpertWeight, weights)
+    mixture, x = Experts(gate, up, down, Activation()), _random(rows, width)
+    return seconds_per_call(lambda x: expert_mlp(x, indices, mixture)[:rows], x)
+
+
+# Constant: (values, load, its arguments).
 CONSTANTS: dict[str, tuple[Sequence[int], Load, Sequence[tuple[Any, ...]]]] = {
-    "decode_fill": (_FILLS, Loads.decode, [(1, 4096), (1, 16384), (2, 16384), (8, 4096)]),
-    "few_keys": ((128, 256, 512, 1024, 2048), Loads.decode, [(4, 1 << n) for n in range(10, 14)]),
-    "min_split_keys": ((64, 128, 256, 512), Loads.decode, [(1, 1024), (1, 2048), (1, 4096)]),
-    "min_split_context": ((256, 512, 1024, 2048), Loads.decode, [(1, 256), (1, 512), (1, 1024)]),
-    "prefix_fill": (_FILLS, Loads.prefix, [(8, 4096), (32, 4096)]),
-    "min_prefix_split_keys": ((64, 128, 256, 512), Loads.prefix, [(8, 512), (8, 1024), (8, 2048)]),
+    "decode_fill": (_FILLS, decode, [(1, 4096), (1, 16384), (2, 16384), (8, 4096)]),
+    "few_keys": ((128, 256, 512, 1024, 2048), decode, [(4, 1 << n) for n in range(10, 14)]),
+    "min_split_keys": ((64, 128, 256, 512), decode, [(1, 1024), (1, 2048), (1, 4096)]),
+    "min_split_context": ((256, 512, 1024, 2048), decode, [(1, 256), (1, 512), (1, 1024)]),
+    "prefix_fill": (_FILLS, prefix, [(8, 4096), (32, 4096)]),
+    "min_prefix_split_keys": ((64, 128, 256, 512), prefix, [(8, 512), (8, 1024), (8, 2048)]),
     "min_saved_tokens": (
-        (1, 1 << 12, 1 << 13, 1 << 14, 1 << 20), Loads.prefix,
+        (1, 1 << 12, 1 << 13, 1 << 14, 1 << 20), prefix,
         [(n, 1 << p) for n in (4, 16) for p in range(9, 13)],
     ),
-    "gemm_fill": ((16, 64, 128, 256), Loads.product, [(8, 1 << n) for n in range(10, 14)]),
-    "max_lane_rows": ((0, 4), Loads.product, [(1, 4096, 4), (2, 4096, 4), (4, 4096, 4)]),
+    "gemm_fill": ((16, 64, 128, 256), product, [(8, 1 << n) for n in range(10, 14)]),
+    "max_lane_rows": ((0, 4), product, [(1, 4096, 4), (2, 4096, 4), (4, 4096, 4)]),
     "max_lane_rows:experts": (
-        (0, 4), Loads.experts, [(1, 2048, 128), (4, 2048, 128), (4, 2048, 8)]
+        (0, 4), experts, [(1, 2048, 128), (4, 2048, 128), (4, 2048, 8)]
     ),
-    "max_normed_rows": ((0, 64), Loads.product, [(n, 2048, None, True) for n in (8, 16, 32, 64)]),
+    "max_normed_rows": ((0, 64), product, [(n, 2048, None, True) for n in (8, 16, 32, 64)]),
     "max_normed_weights": (
-        (0, 1 << 30), Loads.product, [(8, 1 << n, 4, True) for n in range(10, 14)]
+        (0, 1 << 30), product, [(8, 1 << n, 4, True) for n in range(10, 14)]
     ),
-    "gated_delta": ((), Loads.recurrence, [(1, 1), (16, 1), (64, 1), (8, 512), (1, 4096)]),
 }  # fmt: skip
 
 
-def sweep(name: str, loads: Loads) -> None:
+def sweep(name: str) -> None:
     """Print the table of a constant."""
     values, load, columns = CONSTANTS[name]
     constant, now = name.split(":")[0], profile()
-    present = getattr(now, constant, 0)
+    present = getattr(now, constant)
     print(f"\n### {name}: us a call of `{load.__name__}`\n")
 
     def timed() -> Iterator[Sequence[str]]:
         for value in sorted({*values, present}):
-            changed = {backend.name(): replace(now, **{constant: value} if values else {})}
+            changed = {backend.name(): replace(now, **{constant: value})}
             with patch.dict(PROFILES, changed):
-                times = [load(loads, *arguments) for arguments in columns]
+                times = [load(*arguments) for arguments in columns]
             star = " *" if value == present else ""
             yield f"{value:,}{star}", *(f"{1e6 * seconds:,.1f}" for seconds in times)
             mx.clear_cache()
@@ -198,7 +170,7 @@ def main() -> int:
         raise MetalLiteError("constants are measured on a GPU, and MLX sees none")
     print(f"{backend.describe()}, MLX {backend.mlx_version()}")
     for name in args.names or CONSTANTS:
-        sweep(name, Loads(AttentionShape(16, 8, 128, 128, mx.bfloat16)))
+        sweep(name)
     return 0
 
 

@@ -1,1 +1,1 @@
-"""What all tools share: their frame, and servers."""
+"""What several tools share: their frame, servers and their clients, and trusted engines."""

@@ -26,12 +26,12 @@ from tests.support.kernels.device import change_device, pretend_gpu
 from tests.support.models import tiny_models
 from tests.support.models.rounding import of_16_bits
 from tools.lib.frame import parser_of, print_table, run_main
+from tools.lib.trust import trusted
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.kernels import source
-from vllm_metal_lite.kernels.registry import REGISTRY, Verdict
+from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.model.loader import load
 from vllm_metal_lite.model.packed import NO_FUSION
 
@@ -91,21 +91,15 @@ def broken(name: str, wrong: str) -> Iterator[None]:
         yield
 
 
-def make_engine(model: str, case: Case, attention: str, few: bool = True) -> LLMEngine:
-    """few: products and experts of few rows use the kernels."""
+def make_engine(model: str, case: Case, attention: str, products: bool = True) -> LLMEngine:
+    """products: kernels compute the products and the experts."""
     sizes = {"num_blocks": 256, "max_num_seqs": 16, "max_model_len": 512}
     how = {"attention": attention, "kv_bits": case.kv_bits, "dtype": case.dtype}
     config = EngineConfig(max_num_batched_tokens=256, **sizes, **how)
     dtype = getattr(mx, case.dtype)
     loaded = tiny_models.packed(case.tiny, dtype) if case.tiny else load(model, config.dtype)
-    rows = range(1, 65) if few else range(0)
-    with ExitStack() as stack:
-        for name in ("faster_rows", "faster_expert_rows"):
-            stack.enter_context(patch.object(decide, name, lambda *_: rows))
-        if not case.fused:
-            stack.enter_context(patch.object(decide, "decide", lambda *_: NO_FUSION))
-        verdict = Verdict({}, case.prefill)
-        stack.enter_context(patch.object(verdicts, "verify", lambda *_: verdict))
+    unfused = patch.object(decide, "decide", lambda *_: NO_FUSION)
+    with trusted(case.prefill, products), nullcontext() if case.fused else unfused:
         return LLMEngine(loaded, config)
 
 
@@ -142,7 +136,7 @@ def expected_tokens(model: str, case: Case) -> list[dict[str, list[int]]]:
     the kernel and without it."""
     if case.dtype == "float32":
         return [Serving(make_engine(model, case, "reference")).run()]
-    return [Serving(make_engine(model, case, "auto", few)).run() for few in (True, False)]
+    return [Serving(make_engine(model, case, "auto", products)).run() for products in (True, False)]
 
 
 def row_of(name: str, model: str, expected: list[dict[str, list[int]]]) -> tuple[str, ...]:

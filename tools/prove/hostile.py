@@ -29,9 +29,10 @@ from typing import Any
 
 import httpx
 
-from tools.bench.lib.clients import Seen, send
+from tools.lib.clients import Seen, send
 from tools.lib.frame import parser_of, print_table, run_main
-from tools.lib.servers import ours, rss_mib, server
+from tools.lib.processes import rss_mib
+from tools.lib.servers import ours, server
 from vllm_metal_lite import MetalLiteError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -167,23 +168,37 @@ class Others:
 
     def __init__(self, url: str) -> None:
         self.url, self.seen = url, Seen()
-        threading.Thread(target=self._run, daemon=True).start()
+        self.health: list[tuple[float, float]] = []  # (when it was answered, after how long)
+        threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True).start()
 
-    def _run(self) -> None:
+    async def _run(self) -> None:
         steady = [{"prompt": "hello", "max_tokens": 3000}] * 1000
+        asking = asyncio.ensure_future(self._ask_health())
         with suppress(httpx.HTTPError, MetalLiteError):  # the server ends
-            asyncio.run(send(self.url, "demo", [steady], self.seen, seconds=1e6, health=True))
+            await send(self.url, "demo", [steady], self.seen, seconds=1e6)
+        asking.cancel()
+
+    async def _ask_health(self) -> None:
+        limits = httpx.Limits(max_keepalive_connections=0)  # a new connection each time
+        async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as http:
+            while True:
+                started = time.perf_counter()
+                await http.get(f"{self.url}/health")
+                now = time.perf_counter()
+                self.health.append((now, now - started))
+                await asyncio.sleep(0.02)
 
     def longest_since(self, started: float) -> tuple[float, float]:
         """(gap, health)."""
         chunks = [at for request in self.seen.requests for at in request.chunks]
         gaps = [b - a for a, b in pairwise([*chunks, time.perf_counter()]) if b > started]
-        return max(gaps), max(
-            [seconds for at, seconds in self.seen.health if at > started], default=inf
-        )
+        health = [seconds for at, seconds in self.health if at > started]
+        return max(gaps), max(health, default=inf)
 
 
-class Bench:
+class Proof:
+    """Sends cases beside the others."""
+
     def __init__(self, url: str, http: httpx.Client, pid: int) -> None:
         self.http, self.others = http, Others(url)
         time.sleep(4)
@@ -282,9 +297,9 @@ def main() -> int:
             # Another client than the steady stream's.
             httpx.Client(base_url=url, headers={"User-Agent": "x"}, trust_env=False) as http,
         ):
-            bench = Bench(url, http, pid)
-            passed = [not row[-1] for row in print_table(HEADS, bench.rows(chosen))]
-            passed.append(bench.end())
+            proof = Proof(url, http, pid)
+            passed = [not row[-1] for row in print_table(HEADS, proof.rows(chosen))]
+            passed.append(proof.end())
         if "Traceback" in log.read_text():
             print(f"the server's log has a trace:\n{log.read_text()[-2000:]}")
             passed.append(False)

@@ -16,7 +16,6 @@ more files may be open than before the first one.  Prints a table.
 import argparse
 import asyncio
 import json
-import os
 import random
 import shutil
 import socket
@@ -41,19 +40,14 @@ from tests.support.server.crowd import (
     until,
 )
 from tools.lib.frame import parser_of, print_table, run_main, say
-from tools.lib.servers import ours, rss_mib, server
+from tools.lib.processes import num_fds, rss_mib
+from tools.lib.servers import ours, server
 from vllm_metal_lite.model.files.find import find
 
 EVERY = 10  # seconds
 ALLOWED_SHARE, ALLOWED_MIB, ALLOWED_FILES = 0.03, 4, 4
 PATIENCE = 240  # seconds until a reply counts as lost
 CHAT, BUSY = "/v1/chat/completions", b"and max_waiting"
-
-
-def num_fds(pid: int) -> int:
-    """The number of open files; -1 if the system does not tell."""
-    folder = Path(f"/proc/{pid}/fd")
-    return len(os.listdir(folder)) if folder.exists() else -1
 
 
 class Patient(Crowd):
@@ -145,15 +139,13 @@ class Soak:
                 await asyncio.sleep(rng.uniform(0, 20))
 
         async def measure() -> None:
-            while True:
+            while time.monotonic() < end:
                 await self._measure()
                 await asyncio.sleep(EVERY)
 
-        measuring = asyncio.ensure_future(measure())
         crowd = self.crowd
         odd_ones = map(odd, (crowd.ask_models, crowd.read_late, crowd.drip))
-        await asyncio.gather(*map(client, range(num_clients)), *odd_ones)
-        measuring.cancel()
+        await asyncio.gather(measure(), *map(client, range(num_clients)), *odd_ones)
 
     async def _measure(self) -> None:
         metrics = (await get(self.url, "/status"))["models"][0]["metrics"]

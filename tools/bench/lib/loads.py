@@ -1,6 +1,5 @@
 """The loads of the serving benchmarks."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +27,6 @@ class Load:
     ends_with_last_wave: the run ends when the last wave is done, even if other requests still run.
     """
 
-    name: str
     waves: list[Wave]
     prefix_length: int = 0
     ends_with_last_wave: bool = False
@@ -57,6 +55,12 @@ class Load:
     def longest(self) -> int:
         return max(self.sizes)
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all requests come at once, are of one size, and share nothing."""
+        sizes = {(len(p), n) for p, n in zip(self.prompts, self.max_tokens, strict=True)}
+        return len(self.waves) == len(sizes) == 1 and not self.prefix_length
+
 
 class Sizes:
     """Token ids from a fixed seed, and numbers under one scale (never below `least`)."""
@@ -75,82 +79,48 @@ class Sizes:
         return self.rng.integers(low, high + 1, count).tolist()
 
 
-def _at_once(name: str, prompts: list[list[int]], max_tokens: list[int], prefix: int = 0) -> Load:
-    return Load(name, [Wave(prompts, max_tokens)], prefix)
-
-
-def mixed_lengths(s: Sizes) -> list[Load]:
-    """A and B: 64 requests of 128 to 1,024 tokens in, 128 out, all at once."""
+def uniform(s: Sizes) -> Load:
+    """64 requests of 128 to 1,024 tokens in, 128 out, all at once."""
     count, out = s(64, 4), s(128, 8)
     lengths = s.between(s(128, 8), s(1024, 32), count)
-    return [_at_once("mixed lengths", [s.tokens(n) for n in lengths], [out] * count)]
+    return Load([Wave([s.tokens(n) for n in lengths], [out] * count)])
 
 
-def decode_only(s: Sizes) -> list[Load]:
-    """C: 64 requests whose context is 700 on average while they decode 256 tokens."""
+def mixed(s: Sizes) -> Load:
+    """32 requests, prompts lognormal around 500 tokens, 40 to 220 out, all at once."""
+    count = s(32, 4)
+    lengths = np.clip(s.rng.lognormal(np.log(500), 0.8, count), 32, 2048)
+    prompts = [s.tokens(s(n, 8)) for n in lengths]
+    return Load([Wave(prompts, s.between(s(40, 9), s(220, 12), count))])
+
+
+def decodes(s: Sizes) -> Load:
+    """64 requests whose context is 700 on average while they decode 256 tokens."""
     count, out = s(64, 4), s(256, 32)
     prompts = [s.tokens(s(700, 32) - out // 2) for _ in range(count)]
-    return [_at_once("decode only", prompts, [out] * count)]
+    return Load([Wave(prompts, [out] * count)])
 
 
-def single(s: Sizes) -> list[Load]:
-    """D: one request, 512 in, 256 out."""
-    return [_at_once("one request", [s.tokens(s(512, 8))], [s(256, 8)])]
+def single(s: Sizes) -> Load:
+    """One request, 512 tokens in, 256 out."""
+    return Load([Wave([s.tokens(s(512, 8))], [s(256, 8)])])
 
 
-def agents(s: Sizes) -> list[Load]:
-    """E: 32 requests that share 4,600 tokens, 64 of their own, 70 out, in four waves.
-
-    A wave arrives when each request of the previous wave has half of its answer.
-    """
+def agents(s: Sizes) -> Load:
+    """32 requests that share 4,600 tokens, with 64 of their own, 70 out, in four waves.  A wave
+    comes when all requests of the one before have half of their answers."""
     per_wave, out, own = s(8, 2), s(70, 8), s(64, 4)
     prefix = s.tokens(s(4600, 64))
     waves = [
         Wave([prefix + s.tokens(own) for _ in range(per_wave)], [out] * per_wave, out // 2)
         for _ in range(4)
     ]
-    return [Load("agents", waves, len(prefix))]
+    return Load(waves, len(prefix))
 
 
-def newcomer(s: Sizes) -> list[Load]:
-    """F: four decodes at context 512, then a prompt of 4,096 tokens, 64 out."""
-    decodes = Wave([s.tokens(s(512, 8)) for _ in range(4)], [s(2048, 512)] * 4)
-    late = Wave([s.tokens(s(4096, 64))], [s(64, 4)], s(64, 24))
-    return [Load("newcomer", [decodes, late], ends_with_last_wave=True)]
-
-
-def three_kinds(s: Sizes) -> list[Load]:
-    """G: prompts of 128; of 16 to 512; and 16 tokens after a shared prefix of 512."""
-    long, out, count = s(512, 32), s(64, 8), 16
-    lengths = s.rng.integers(long // 32, long + 1, count)
-    prefix = s.tokens(long)
-    return [
-        _at_once("uniform", [s.tokens(long // 4) for _ in range(count)], [out] * count),
-        _at_once(
-            "mixed lengths", [s.tokens(int(n)) for n in lengths], s.between(out // 8, out, count)
-        ),
-        _at_once(
-            "shared prefix",
-            [prefix + s.tokens(long // 32) for _ in range(count)],
-            [out // 2] * count,
-            len(prefix),
-        ),
-    ]
-
-
-def many(s: Sizes) -> list[Load]:
-    """H: 32 requests, prompts lognormal around 500 tokens, 40 to 220 out, all at once."""
-    count = s(32, 4)
-    lengths = np.clip(s.rng.lognormal(np.log(500), 0.8, count), 32, 2048)
-    prompts = [s.tokens(s(n, 8)) for n in lengths]
-    return [_at_once("lognormal lengths", prompts, s.between(s(40, 9), s(220, 12), count))]
-
-
-def users(s: Sizes, count: int = 6, turns: int = 3) -> list[Load]:
-    """U: 6 users with a shared prefix of 3,000 tokens; each asks 3 times 100 tokens and gets 120.
-
-    One user comes first, the others when that one has a token.  A turn follows the answer.
-    """
+def users(s: Sizes, count: int = 6, turns: int = 3) -> Load:
+    """6 users that share 3,000 tokens; each asks 3 times 100 tokens and gets 120.  The first
+    user comes alone, the others after its first token."""
     own, out, prefix = s(100, 4), s(120, 10), s.tokens(s(3000, 64))
     waves = [
         Wave([prefix + s.tokens(own) for _ in range(n)], [out] * n, after)
@@ -159,17 +129,35 @@ def users(s: Sizes, count: int = 6, turns: int = 3) -> list[Load]:
     for turn in range(1, turns):
         before = list(range((turn - 1) * count, turn * count))
         waves.append(Wave([s.tokens(own) for _ in before], [out] * count, follows=before))
-    return [Load(f"{count} users, {turns} turns", waves, len(prefix))]
+    return Load(waves, len(prefix))
 
 
-LOADS: dict[str, Callable[[Sizes], list[Load]]] = {
-    "A": mixed_lengths,
-    "B": mixed_lengths,
-    "C": decode_only,
-    "D": single,
-    "E": agents,
-    "F": newcomer,
-    "G": three_kinds,
-    "H": many,
-    "U": users,
-}
+def newcomer(s: Sizes) -> Load:
+    """Four decodes at a context of 512, then a prompt of 4,096 tokens, 64 out."""
+    decoding = Wave([s.tokens(s(512, 8)) for _ in range(4)], [s(2048, 512)] * 4)
+    late = Wave([s.tokens(s(4096, 64))], [s(64, 4)], s(64, 24))
+    return Load([decoding, late], ends_with_last_wave=True)
+
+
+def short_even(s: Sizes) -> Load:
+    """16 requests, 128 tokens in, 64 out, all at once."""
+    return Load([Wave([s.tokens(s(128, 8)) for _ in range(16)], [s(64, 8)] * 16)])
+
+
+def short_uniform(s: Sizes) -> Load:
+    """16 requests of 16 to 512 tokens in, 8 to 64 out, all at once."""
+    prompts = [s.tokens(n) for n in s.between(s(16), s(512, 32), 16)]
+    return Load([Wave(prompts, s.between(s(8), s(64, 8), 16))])
+
+
+def short_prefix(s: Sizes) -> Load:
+    """16 requests that share 512 tokens, with 16 of their own, 32 out, all at once."""
+    prefix = s.tokens(s(512, 32))
+    prompts = [prefix + s.tokens(s(16)) for _ in range(16)]
+    return Load([Wave(prompts, [s(32, 4)] * 16)], len(prefix))
+
+
+_ALL = (uniform, mixed, decodes, single, agents, users, newcomer)
+_ALL += (short_even, short_uniform, short_prefix)
+LOADS = {make.__name__: make for make in _ALL}
+CONTENT = {name: " ".join((make.__doc__ or "").split()) for name, make in LOADS.items()}

@@ -1,7 +1,7 @@
 """The tables of the benchmarks of engines and of servers, and the ratios in them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tools.bench.lib.agreement import Agreement
@@ -39,8 +39,6 @@ COLUMNS = (
     Column("cached_prompt_share", "of prompts cached", ".1%"),
     Column("roofline", "of roofline", ".0%"),
     Column("server_cpu_per_token", "server CPU ms a token", ".3f", 1e3),
-    Column("health_median", "/health ms, median", ".1f", 1e3),
-    Column("health_worst", "worst", ".1f", 1e3),
     Column("peak_gib", "GiB beside weights", ".2f", more=False),
     Column("server_gb", "peak GB of the server", ".1f", more=False),
 )
@@ -52,34 +50,27 @@ NEWCOMER = (
     Column("busy_gap_median", "gap meanwhile, median", ".2f", 1e3),
     Column("busy_gap_worst", "worst", ".2f", 1e3),
 )
-_SPEEDS = ("output_tokens_per_s", "requests_per_s", "ttft_median", "steady_step_median")
-SUMMARY = tuple(c for c in COLUMNS if c.key in (*_SPEEDS, "peak_gib", "cached_share", "roofline"))
 
 
 @dataclass(frozen=True)
 class Result:
-    """A load: the medians of each engine.
-
-    load: the letter.  agreement: None if mlx-lm failed in all settings.  ratios: of this engine to
-    mlx-lm's best.
-    """
+    """A load: the medians of each engine.  agreement: None if mlx-lm failed in all settings."""
 
     load: str
-    name: str
     requests: int
     tokens_in: int
     tokens_out: int
     engines: dict[str, Metrics]
     agreement: Agreement | None
-    ratios: Metrics = field(default_factory=dict)
 
     @property
     def within_ties(self) -> bool:
         return self.agreement is None or self.agreement.within_ties
 
     @property
-    def summary(self) -> str:
-        return str(self.agreement or "mlx-lm failed in all settings")
+    def ratios(self) -> Metrics:
+        """Of this engine to mlx-lm's best."""
+        return ratios(self.engines)
 
 
 def ratios(medians: dict[str, Metrics]) -> Metrics:
@@ -107,22 +98,9 @@ def print_medians(
 def print_load(result: Result) -> None:
     """Print the table of a load of engines."""
     print(
-        f"\n### {result.load}: {result.name}, {result.requests:,} requests, "
+        f"\n### {result.load}: {result.requests:,} requests, "
         f"{result.tokens_in:,} / {result.tokens_out:,} tokens in / out\n\n"
-        f"Tokens: {result.summary}.\n"
+        f"Tokens: {result.agreement or 'mlx-lm failed in all settings'}.\n"
     )
     is_newcomer = any(NEWCOMER[0].key in m for m in result.engines.values())
     print_medians(result.engines, result.ratios, NEWCOMER if is_newcomer else COLUMNS)
-
-
-def print_summary(results: Sequence[Result]) -> None:
-    """Print this engine's numbers for every load, each with its ratio to the best of the others."""
-    print("\n### Ours, in brackets the ratios to mlx-lm at its best\n")
-    rows = []
-    for result in results:
-        mine, found = result.engines.get("ours", {}), result.ratios
-        cells = [
-            c.text(mine) + (f" ({found[c.key]:.3g})" if c.key in found else "") for c in SUMMARY
-        ]
-        rows.append([result.load, *cells, result.summary])
-    print_table(["load", *(c.heading for c in SUMMARY), "tokens"], rows)

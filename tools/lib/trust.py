@@ -1,6 +1,6 @@
 """Starts engines at once: every kernel is used, for all rows that it takes.
 
-    python -m tools.bench.lib.trust serve MODEL --port 8000      our server, with its flags
+    python -m tools.lib.trust serve MODEL --port 8000      this server, with its flags
 
 On MLX CUDA a first start compiles for minutes, for its checks, trials and timings, and keeps no
 compiled kernel.  That takes longer than a short measurement.
@@ -9,11 +9,13 @@ compiled kernel.  That takes longer than a short measurement.
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.fusion import decide
+from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.specs import KernelUse
 
@@ -25,18 +27,24 @@ def faster_prefill(use: KernelUse) -> str:
 
 
 @contextmanager
-def trusted(prefill: str | None = None) -> Iterator[None]:
+def trusted(prefill: str | None = None, products: bool = True) -> Iterator[None]:
     """Engines made inside this context check, try and time nothing.
 
-    prefill: "varlen" or "gather"; None: `faster_prefill`.
+    prefill: "varlen" or "gather"; None: `faster_prefill`.  products: kernels compute the products
+    and the experts, for all rows that they take.
     """
+
+    def skinny_rows(packed: Any, attention: Any, fusion: FusedLaunches, ranks: Any) -> range:
+        return fusion.skinny_rows if products else range(0)
+
+    def expert_rows(packed: Any, attention: Any, fusion: FusedLaunches, ranks: Any) -> range:
+        return fusion.expert_rows if products else range(0)
+
     with (
         patch.object(verdicts, "verify", lambda use: Verdict({}, prefill or faster_prefill(use))),
         patch.object(decide._Trials, "problem", lambda *_: None),
-        patch.object(decide, "faster_rows", lambda packed, attention, f, ranks: f.skinny_rows),
-        patch.object(
-            decide, "faster_expert_rows", lambda packed, attention, f, ranks: f.expert_rows
-        ),
+        patch.object(decide, "faster_rows", skinny_rows),
+        patch.object(decide, "faster_expert_rows", expert_rows),
     ):
         yield
 

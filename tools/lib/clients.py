@@ -40,21 +40,16 @@ class Request:
 
 @dataclass
 class Seen:
-    """What clients see, while they run: the requests, and when each /health was answered, after how
-    many seconds.  seconds: of the whole load, once it is over."""
+    """What clients see, while they run.  seconds: of the whole load, once it is over."""
 
     requests: list[Request] = field(default_factory=list)
-    health: list[tuple[float, float]] = field(default_factory=list)
     seconds: float = 0.0
 
 
-async def send(
-    url: str, model: str, clients: Clients, seen: Seen, seconds: float, health: bool = False
-) -> None:
+async def send(url: str, model: str, clients: Clients, seen: Seen, seconds: float) -> None:
     """Send the requests of all clients, for at most `seconds`.
 
-    health: ask for /health meanwhile.  A body with messages is a chat, another one a completion;
-    both are streamed.
+    A body with messages is a chat, another one a completion; both are streamed.
     """
     limits = httpx.Limits(max_keepalive_connections=0)  # a new connection for each request
     async with httpx.AsyncClient(
@@ -66,22 +61,13 @@ async def send(
                 seen.requests.append(Request(turn, time.perf_counter()))
                 await _ask(http, {**COMMON, "model": model, **body}, seen.requests[-1])
 
-        async def ask_health() -> None:
-            while True:
-                started = time.perf_counter()
-                await http.get("/health")
-                now = time.perf_counter()
-                seen.health.append((now, now - started))
-                await asyncio.sleep(0.02)
-
         started = time.perf_counter()
-        asking = [asyncio.ensure_future(ask_health())] if health else []
         running = [asyncio.ensure_future(client(bodies)) for bodies in clients]
         ended, late = await asyncio.wait(running, timeout=seconds)
         seen.seconds = time.perf_counter() - started
-        for task in (*asking, *late):
+        for task in late:
             task.cancel()
-        await asyncio.gather(*asking, *late, return_exceptions=True)
+        await asyncio.gather(*late, return_exceptions=True)
         if errors := [error for task in ended if (error := task.exception())]:
             raise errors[0]
 
