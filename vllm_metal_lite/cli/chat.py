@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
             f"{args.model} has no chat template, so it cannot chat; it completes text with "
             "`vllm-metal-lite generate`"
         )
-    engine = build_engine(model, config, terminal.status, "vllm-metal-lite chat")
+    engine = build_engine(model, config, terminal.status)
     from vllm_metal_lite.cli.session import Conversation, Session  # they import MLX
 
     params = SamplingParams(**{**model.sampling_defaults, "max_tokens": None, **given})

@@ -151,7 +151,7 @@ def _add_serve(command: Command) -> None:
     )
     options.add_model(serve)
     options.add_server_options(serve)
-    options.add_engine_options(serve, max_num_seqs=32)
+    options.add_engine_options(serve, max_num_seqs=options.SERVER_SEATS)
     # The model: none if --model is given.  The tokens of a step: by the device.
     serve.set_defaults(model=None, max_num_batched_tokens=None)
 
@@ -180,7 +180,7 @@ def _add_launch(command: Command) -> None:
     options.add_number(launch, "--port", "N", "port of the server", 8000, integer(1, 65535))
     text = "print the agent's command and variables, and end"
     launch.add_argument("--print", action="store_true", help=text)
-    options.add_engine_options(launch, max_num_seqs=32)
+    options.add_engine_options(launch, max_num_seqs=options.SERVER_SEATS)
 
 
 def _add_generate(command: Command) -> None:

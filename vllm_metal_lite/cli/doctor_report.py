@@ -15,7 +15,7 @@ class Report:
     """The fields are those of the JSON, too.
 
     machine: the fields that every report begins with.  no_kernels: why no kernel is checked.
-    model: its facts, with its store by default options, or the `problem` that prevents a store.
+    model: its facts, and the context that fits.
     not_tried: checks for which there was no time; of_checks: their number with the others.
     not_compared: why there are no answers.  seconds: by part.
     """

@@ -26,12 +26,12 @@ def describe_model(report: Report) -> Iterator[str]:
         f"Model:     {model['name']}: {model['type']}, {size_text(model['weight_bytes'])}, "
         f"computes in {model['dtype']}"
     )
-    if problem := model.get("problem"):
-        yield f"Context:   {problem}"
+    if problem := model.get("memory_problem"):
+        yield f"Context:   does not fit: {problem}"
     else:
         yield (
             f"Context:   {model['max_model_len']:,} tokens; the KV store would hold "
-            f"{model['kv_store_tokens']:,} ({size_text(model['kv_store_bytes'])})"
+            f"{model['num_tokens']:,} ({size_text(model['kv_store_bytes'])})"
         )
 
 

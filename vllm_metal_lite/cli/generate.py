@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     source = open_input(args.input)
     check_output(args.output, source)
     model = load_model(args.model, config, log.say)
-    engine = build_engine(model, config, log.say, f"vllm-metal-lite generate {args.input} --model")
+    engine = build_engine(model, config, log.say)
     from vllm_metal_lite.cli.batch import Batch  # it imports MLX
 
     defaults = {**model.sampling_defaults, "max_tokens": _MAX_TOKENS, **given}

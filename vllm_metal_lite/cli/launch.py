@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
         raise MetalLiteError(f"{args.agent} is not installed: {install}")
     url = f"http://127.0.0.1:{args.port}"
     key = envs.api_key() or "none"
-    flags = options.engine_flags(options.engine_config(args), max_num_seqs=32)
+    flags = options.serve_flags(options.engine_config(args))
     running = _asked(url, key, args.model)
     if running is not None:
         print(f"Using the server at {url}", file=sys.stderr)

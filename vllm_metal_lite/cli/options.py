@@ -20,6 +20,8 @@ from vllm_metal_lite.sampling_params import SamplingParams
 
 R = TypeVar("R")
 
+SERVER_SEATS = 32  # max_num_seqs of `serve`, by default
+
 
 class UsageError(MetalLiteError):
     """An invalid command line: exit code 2."""
@@ -168,9 +170,9 @@ def checked(make: Callable[..., R], given: dict[str, Any], spell: Callable[[str]
         raise UsageError(e.spelled(spell)) from None
 
 
-def engine_flags(config: EngineConfig, max_num_seqs: int) -> list[str]:
-    """The flags that give another command this configuration.  max_num_seqs: its own default."""
-    defaults = EngineConfig(max_num_seqs=max_num_seqs)
+def serve_flags(config: EngineConfig) -> list[str]:
+    """The flags that give `serve` this configuration."""
+    defaults = EngineConfig(max_num_seqs=SERVER_SEATS)
     flags = []
     for field, *_ in _ENGINE:
         value = getattr(config, field)

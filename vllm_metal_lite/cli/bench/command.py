@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         config = replace(config, memory_fraction=fraction / 2)
         log.say("Memory:    each engine gets half of it (--compare)")
     try:
-        engine = build_engine(model, config, log.say, "vllm-metal-lite bench")
+        engine = build_engine(model, config, log.say)
     except ConfigError as e:
         if given.max_model_len is not None or "max_model_len" not in e.parts:
             raise
