@@ -5,16 +5,12 @@ import subprocess
 import sys
 
 import pytest
-
-from tests.support.models import tiny_models as tiny
-from tests.support.models.configs import config_of
-
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
-
 from vllm import LLM
 from vllm.config import PoolerConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from tests.support.models import tiny_models as tiny
+from tests.support.models.configs import config_of
 from tests.vllm_plugin import kit
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.fusion import decide

@@ -8,9 +8,6 @@ import sys
 import pytest
 
 from tests.support.models import tiny_models as tiny
-
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
-
 from tests.vllm_plugin import kit
 
 NUM_TOKENS = 40

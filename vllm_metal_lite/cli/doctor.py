@@ -23,7 +23,7 @@ from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.popular_shapes import COMMON, full_list
 from vllm_metal_lite.checks.result import CheckResult
-from vllm_metal_lite.cli import doctor_text, log, shared_report
+from vllm_metal_lite.cli import doctor_text, log, machine, shared_report
 from vllm_metal_lite.cli.doctor_report import Report
 from vllm_metal_lite.cli.files import check_writable, write_json
 from vllm_metal_lite.cli.models import context_that_fits
@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
     if args.report is not None:
         check_writable(args.report, replaces=False)
     folder = next(p for p in (envs.cache_folder(), *envs.cache_folder().parents) if p.is_dir())
+    head = shared_report.new_report("doctor")
     report = Report(
-        shared_report.new_report("doctor"),
         engine_memory_bytes=int(backend.memory_limit() * devices.profile().memory_fraction),
         free_disk_bytes=shutil.disk_usage(folder).free,
         no_kernels="there is no GPU, or MLX does not use it" if backend.is_cpu() else None,
@@ -54,13 +54,14 @@ def run(args: argparse.Namespace) -> int:
     def show_found(lines: Iterable[str]) -> None:
         show(shared_report.without_names(list(lines), args.model))
 
-    show(doctor_text.describe_machine(report))  # unchanged: a host may have the name "Apple"
+    show(machine.describe(head["machine"]))  # unchanged: a host may have the name "Apple"
+    show(doctor_text.describe_memory(report))
     try:
         _examine(report, args, show_found)
     except KeyboardInterrupt:
         report.interrupted = True
         show_found(doctor_text.describe_interrupted(report))
-    shared = shared_report.without_names(report.as_json(), args.model)
+    shared = shared_report.without_names(head | report.as_json(), args.model)
     if args.json:
         print(json.dumps(shared, indent=2))
     if args.report is not None:
