@@ -165,12 +165,12 @@ def _asked(url: str, key: str, name: str | None) -> Served | None:
         names = [model["id"] for model in models]
     except (OSError, HTTPException, ValueError, KeyError, TypeError) as e:
         status = getattr(e, "code", None)  # of an HTTPError
-        if status == 401:
-            why = f"the server at {url} needs its API key: set METAL_LITE_API_KEY"
-            raise MetalLiteError(why) from None
         if isinstance(e, OSError) and status is None:
             return None
-        raise MetalLiteError(f"{url} does not serve models: {one_line(e)}") from None
+        why = f"{url} does not serve models: {one_line(e)}"
+        if status == 401:
+            why = f"the server at {url} needs its API key: set METAL_LITE_API_KEY"
+        raise MetalLiteError(why) from None
     found = next((m for m in models if name in (None, m["id"], m.get("root"))), None)
     if found is None:
         raise MetalLiteError(

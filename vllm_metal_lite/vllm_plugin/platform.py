@@ -82,7 +82,7 @@ class MetalLitePlatform(Platform):
 
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: "VllmConfig") -> None:
-        """Called in the scheduler's process, by vLLM 0.33 and later."""
+        """Called in the scheduler's process, by vLLM 0.30 and later."""
         from vllm_metal_lite.vllm_plugin import state_slot_manager
 
         if state_slot_manager.no_own_pool() is None:
