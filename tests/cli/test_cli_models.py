@@ -1,6 +1,7 @@
 """`vllm-metal-lite models`: found, described and printed, without their weights."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -232,7 +233,7 @@ def test_the_table(folders, capsys):
     lines = captured.out.splitlines()
     assert lines[0].split() == ["name", "type", "size", "bits", "context", "runs", "cache", "fits"]
     (quantised,) = [line for line in lines if "llama-q4" in line]
-    cells = quantised.split()
+    cells = re.split("  +", quantised)
     assert (cells[1], cells[3], cells[5], cells[6]) == ("llama", "4", "packed", "yes")
     assert captured.err == ""
 

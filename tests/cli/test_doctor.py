@@ -54,7 +54,7 @@ def test_a_model_is_described_on_a_cpu_too(capsys):
     model = report_of(capsys, "demo")["model"]
     assert model["name"] == "demo"
     assert model["type"] == "qwen3"
-    assert model["kv_store_tokens"] >= model["max_model_len"]
+    assert model["num_tokens"] >= model["max_model_len"]
 
 
 def test_the_report_is_the_json(capsys, tmp_path):

@@ -1,8 +1,28 @@
-"""Tests of the plugin under real vLLM; skipped where vLLM is not installed."""
+"""Tests of the plugin under real vLLM; not collected where vLLM is not installed."""
 
 import os
+from importlib.util import find_spec
+
+import pytest
+
+from metal.host import installed
+from vllm_metal_lite.attention import select
+from vllm_metal_lite.checks import verdicts
+from vllm_metal_lite.kernels.registry import Verdict
+
+if find_spec("vllm") is None:  # tools/dev/vllm_env.sh
+    collect_ignore_glob = ["test_*.py"]
 
 # Engines live in this process, where a test can look at the scheduler's blocks.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Workers use the kernels, on the CPU host."""
+    monkeypatch.setattr(select, "_problem", lambda *_: None)
+    monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}, "varlen"))
+    with installed():
+        yield

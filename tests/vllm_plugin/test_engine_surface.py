@@ -5,16 +5,12 @@ import subprocess
 import sys
 
 import pytest
-
-from tests.support.models import tiny_models as tiny
-from tests.support.models.configs import config_of
-
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
-
 from vllm import LLM
 from vllm.config import PoolerConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from tests.support.models import tiny_models as tiny
+from tests.support.models.configs import config_of
 from tests.vllm_plugin import kit
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.fusion import decide
@@ -121,8 +117,8 @@ def test_a_long_answer_ends_at_the_context_length():
         ({"logprobs_mode": "processed_logprobs"}, "--logprobs-mode processed_logprobs"),
         ({"load_format": "dummy"}, "--load-format dummy"),
         ({"runner": "pooling", "convert": "classify"}, "--convert classify"),
-        ({"runner": "pooling", "pooler_config": PoolerConfig(seq_pooling_type="CLS")},
-         "--runner pooling: of type CLS"),
+        ({"runner": "pooling", "pooler_config": PoolerConfig(seq_pooling_type="CLS"),
+          "max_num_batched_tokens": 128}, "--runner pooling: its pooling type is CLS"),
         ({"model_impl": "transformers"}, "--model-impl transformers"),
         ({"attention_backend": "TRITON_ATTN"}, "--attention-backend"),
         ({"mamba_block_size": 24}, "--mamba-block-size 24: states have blocks of 8 tokens"),

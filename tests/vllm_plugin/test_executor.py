@@ -6,9 +6,6 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
-
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
 from vllm_metal_lite.vllm_plugin.executor import answer

@@ -8,9 +8,6 @@ import sys
 import pytest
 
 from tests.support.models import tiny_models as tiny
-
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
-
 from tests.vllm_plugin import kit
 
 NUM_TOKENS = 40
@@ -113,15 +110,15 @@ def test_both_dialects_of_the_scheduler_with_and_without_async_scheduling(
 def test_the_engine_in_a_process_of_its_own(executor, name):
     """`LLM` as users call it: the engine (and with "mp" also the worker) is another process."""
     script = f"""
+import json
 from tests.vllm_plugin import kit
 def main():
     llm = kit.LLM({str(kit.folder(name))!r}, max_model_len=128, num_gpu_blocks_override=40,
                   distributed_executor_backend={executor!r})
-    print(kit.json.dumps(kit.tokens(kit.generate(llm, {PLAIN!r}, max_tokens={NUM_TOKENS}))))
+    print(json.dumps(kit.tokens(kit.generate(llm, {PLAIN!r}, max_tokens={NUM_TOKENS}))))
 if __name__ == "__main__":
     main()
 """
-    script = script.replace("kit.json", "__import__('json')")
     path = kit.folder(name) / f"{executor}.py"
     path.write_text(script)
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": ":".join(sys.path)}

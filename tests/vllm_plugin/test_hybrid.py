@@ -1,14 +1,7 @@
 """vLLM's KV cache groups: windowed layers beside full ones, with block tables of their own."""
 
-import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
-
-from metal.host import installed
 from tests.vllm_plugin import kit
 from tests.vllm_plugin.test_greedy import CHUNKS, PLAIN, PREFIX, SHARED, check
-from vllm_metal_lite.checks import verdicts
-from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.vllm_plugin.kv_layers import KVLayers
 
 # A request takes 13 blocks of the full group; of two others, what a window and a step touch.
@@ -19,18 +12,18 @@ def num_groups(llm) -> int:
     return len(kit.core(llm).scheduler.kv_cache_config.kv_cache_groups)
 
 
-def most_used(llm, prompts) -> int:
-    """The most blocks of vLLM's pool that were in use while these were served one by one."""
+def most_used(llm, prompt) -> int:
+    """The most blocks of vLLM's pool that were in use while this was served."""
     pool = kit.core(llm).scheduler.kv_cache_manager.block_pool
-    allocate, free = type(pool).get_new_blocks, []
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(
-            type(pool),
-            "get_new_blocks",
-            lambda *a: (allocate(*a), free.append(pool.get_num_free_blocks()))[0],
-        )
-        for prompt in prompts:
-            kit.generate(llm, [prompt], max_tokens=40)
+    allocate, free = pool.get_new_blocks, []
+
+    def counting(*args):
+        blocks = allocate(*args)
+        free.append(pool.get_num_free_blocks())
+        return blocks
+
+    pool.get_new_blocks = counting
+    kit.generate(llm, [prompt], max_tokens=40)
     return pool.num_gpu_blocks - 1 - min(free)
 
 
@@ -61,20 +54,16 @@ def test_every_way_of_scheduling(monkeypatch):
         check(llm, name, SHARED)
 
 
-def test_kernels_share_arrays_and_windows_cost_less(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("METAL_LITE_ATTENTION", "kernels")
-    monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}, "varlen"))
+def test_kernels_share_arrays_and_windows_cost_less(kernels):
     name, used = "gemma3_text", []
-    with installed():
-        for disabled in (True, False):
-            options = {"disable_hybrid_kv_cache_manager": disabled, "enable_prefix_caching": False}
-            with kit.engine(name, **CHUNKS, **options) as llm:
-                assert (num_groups(llm) > 1) != disabled
-                assert kit.worker(llm).runner.attention.name == "kernels"
-                check(llm, name, PLAIN[:4])
-                assert kit.worker(llm).pipeline.num_ahead > 20
-                groups = kit.core(llm).scheduler.kv_cache_config.kv_cache_groups
-                layers = max(len(g.layer_names) for g in groups)  # arrays that a block lies in
-                used.append(layers * most_used(llm, [SHARED[0]]))
+    for disabled in (True, False):
+        options = {"disable_hybrid_kv_cache_manager": disabled, "enable_prefix_caching": False}
+        with kit.engine(name, **CHUNKS, **options) as llm:
+            assert (num_groups(llm) > 1) != disabled
+            assert kit.worker(llm).runner.attention.name == "kernels"
+            check(llm, name, PLAIN[:4])
+            assert kit.worker(llm).pipeline.num_ahead > 20
+            groups = kit.core(llm).scheduler.kv_cache_config.kv_cache_groups
+            layers = max(len(g.layer_names) for g in groups)  # arrays that a block lies in
+            used.append(layers * most_used(llm, SHARED[0]))
     assert used[1] < 0.8 * used[0]

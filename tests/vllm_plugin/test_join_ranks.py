@@ -10,9 +10,6 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
-
 import torch.distributed as dist
 
 from tests.support.server.command import eventually

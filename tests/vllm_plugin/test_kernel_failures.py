@@ -2,17 +2,10 @@
 
 import pytest
 
-from tests.support.models import tiny_models as tiny
-
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
-
-from metal.host import installed
 from tests.support.kernels.device import change_device
 from tests.support.kernels.failing import FailingKernels
+from tests.support.models import tiny_models as tiny
 from tests.vllm_plugin import kit
-from vllm_metal_lite.attention import select
-from vllm_metal_lite.checks import verdicts
-from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.model.packed import NO_FUSION
 from vllm_metal_lite.vllm_plugin.worker import MetalLiteWorker
 
@@ -21,20 +14,15 @@ PROMPTS = [[*SHARED, 3], [*SHARED, 4, 5], *tiny.prompts(3, 3, 40, seed=4)]
 CHUNKS = {"max_num_batched_tokens": 16}
 
 
-@pytest.fixture
-def kernels(monkeypatch):
-    """The worker uses the kernels, on the CPU host."""
+@pytest.fixture(autouse=True)
+def no_prompt_is_a_decode(kernels, monkeypatch):
     change_device(monkeypatch, rows_as_decodes=0)
-    monkeypatch.setattr(select, "_problem", lambda *_: None)
-    monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}, "varlen"))
-    with installed():
-        yield
 
 
 @pytest.mark.parametrize("how", ["call", "submit"])
 @pytest.mark.parametrize("kernel", ["kv_write", "varlen_prefill", "fused_decode"])
 @pytest.mark.parametrize("async_scheduling", [True, False])
-def test_answers_are_those_of_the_model_alone(kernels, monkeypatch, kernel, how, async_scheduling):
+def test_answers_are_those_of_the_model_alone(monkeypatch, kernel, how, async_scheduling):
     if kernel == "kv_write":  # fused launches do without
         monkeypatch.setattr("vllm_metal_lite.fusion.decide.decide", lambda *_: NO_FUSION)
     fault = FailingKernels(monkeypatch, kernel, how=how)
@@ -56,7 +44,7 @@ def test_answers_are_those_of_the_model_alone(kernels, monkeypatch, kernel, how,
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
-def test_a_kernel_that_fails_while_the_engine_warms_up(kernels, monkeypatch, name):
+def test_a_kernel_that_fails_while_the_engine_warms_up(monkeypatch, name):
     fault = FailingKernels(monkeypatch, "fused_decode")
     warm_up = MetalLiteWorker.compile_or_warm_up_model
 

@@ -7,9 +7,6 @@ import signal
 import pytest
 
 from tests.support.models import tiny_models as tiny
-
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
-
 from tests.vllm_plugin import kit
 from tests.vllm_plugin.test_tensor_parallel import (
     LONG,

@@ -2,14 +2,10 @@
 
 import numpy as np
 import pytest
-
-from tests.support.models import tiny_models as tiny
-
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
-
 from vllm.config import PoolerConfig
 
 from tests.support.engine.embeddings import alone, compare
+from tests.support.models import tiny_models as tiny
 from tests.vllm_plugin import kit
 
 PROMPTS = tiny.prompts(8, 1, 60, seed=9)

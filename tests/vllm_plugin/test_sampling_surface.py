@@ -5,11 +5,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-
-from tests.support.models import tiny_models as tiny
-
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
-
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
@@ -17,6 +12,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.utils import tensor_data
 
 from tests.support.engine.sampling import log_softmax
+from tests.support.models import tiny_models as tiny
 from tests.vllm_plugin import kit
 from vllm_metal_lite import SamplingParams as OurParams
 from vllm_metal_lite.vllm_plugin import outputs

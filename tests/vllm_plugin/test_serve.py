@@ -13,9 +13,6 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
-
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from tests.vllm_plugin import kit

@@ -4,9 +4,6 @@ import random
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
-
-from metal.host import installed
 from tests.vllm_plugin import kit
 from tests.vllm_plugin.test_greedy import (
     CHUNKS,
@@ -18,8 +15,6 @@ from tests.vllm_plugin.test_greedy import (
     check,
 )
 from vllm_metal_lite.batch.forward_batch import SegmentState
-from vllm_metal_lite.checks import verdicts
-from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.vllm_plugin import state_slot_manager, worker
 from vllm_metal_lite.vllm_plugin.translate import segment_slots
 
@@ -119,11 +114,8 @@ def test_a_reset_and_a_sleep_forget_the_states():
 
 
 @own_pool
-def test_kernels_write_checkpoints_in_place(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("METAL_LITE_ATTENTION", "kernels")
-    monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}, "varlen"))
-    with installed(), kit.engine(NAME) as llm:
+def test_kernels_write_checkpoints_in_place(kernels):
+    with kit.engine(NAME) as llm:
         assert kit.worker(llm).runner.attention.name == "kernels"
         check(llm, NAME, SHARED[:4])
         check(llm, NAME, SHARED, min_hits=8 * len(PREFIX))
@@ -151,19 +143,16 @@ def test_forks_and_aborts(monkeypatch, seed, num_slots):
                 fork = rng.choice(prompts)
                 prompt = fork[: rng.randint(1, len(fork))] + rng.choice(PLAIN)[: rng.randint(1, 20)]
                 prompts.append(prompt[:70])
-                req_id, n = str(step), rng.randint(1, 30)
-                expected[req_id] = kit.alone(NAME, prompts[-1], n)
-                params = kit.SamplingParams(temperature=0, ignore_eos=True, max_tokens=n)
-                engine.add_request(req_id, {"prompt_token_ids": prompts[-1]}, params)
+                n = rng.randint(1, 30)
+                expected[str(step)] = kit.alone(NAME, prompts[-1], n)
+                kit.add(llm, str(step), prompts[-1], max_tokens=n)
             if rng.random() < 0.05 and expected.keys() - outputs:
                 engine.abort_request([rng.choice(sorted(expected.keys() - outputs))])
             for output in engine.step():
                 if output.finished and output.outputs[0].finish_reason != "abort":
                     outputs[output.request_id] = list(output.outputs[0].token_ids)
                     hits += output.num_cached_tokens
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                outputs[output.request_id] = list(output.outputs[0].token_ids)
+        outputs |= {name: list(o.outputs[0].token_ids) for name, o in kit.run(llm).items()}
     assert outputs == {req_id: expected[req_id] for req_id in outputs}
     assert len(outputs) > 15
     assert hits

@@ -3,10 +3,6 @@
 import pytest
 
 from tests.support.models import tiny_models as tiny
-
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
-
-
 from tests.vllm_plugin import kit
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.runner.result import StepResult

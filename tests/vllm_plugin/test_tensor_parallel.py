@@ -8,14 +8,10 @@ import time
 
 import mlx_lm
 import pytest
-
-from tests.support.models import tiny_models as tiny
-
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
-
 from vllm import LLM
 from vllm.sampling_params import StructuredOutputsParams
 
+from tests.support.models import tiny_models as tiny
 from tests.vllm_plugin import kit
 
 # Of one worker: each engine has three processes.

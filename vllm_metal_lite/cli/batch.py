@@ -7,8 +7,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from vllm_metal_lite.cli.files import LineReader, OrderedWriter
 from vllm_metal_lite.cli.jsonl import BadLine, Job, parse_line, result_line
+from vllm_metal_lite.cli.lines import LineReader, OrderedWriter
 from vllm_metal_lite.cli.options import engine_flag
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt

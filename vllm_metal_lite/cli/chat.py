@@ -19,10 +19,10 @@ def run(args: argparse.Namespace) -> int:
     model = load_model(args.model, config, terminal.status)
     if model.tokenizer is None or not model.tokenizer.has_chat_template:
         raise RequestError(
-            f"{args.model} has no chat template, so it cannot chat; it completes text with "
-            "`vllm-metal-lite generate`"
+            f"{args.model} has no chat template, so it cannot chat; `vllm-metal-lite generate` "
+            "completes text with it"
         )
-    engine = build_engine(model, config, terminal.status, "vllm-metal-lite chat")
+    engine = build_engine(model, config, terminal.status)
     from vllm_metal_lite.cli.session import Conversation, Session  # they import MLX
 
     params = SamplingParams(**{**model.sampling_defaults, "max_tokens": None, **given})

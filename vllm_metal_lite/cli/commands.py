@@ -47,10 +47,10 @@ Each line of the input is a JSON object with one of
   "prompt": TEXT
   "prompt_token_ids": [IDS]
   "messages": [{"role": "user", "content": TEXT}, ...]
-and, where wanted, "id" (else the line's number), "priority" (lower goes
-first), "checkpoints" (numbers of prompt tokens after which later prompts may
-continue differently) and any sampling parameter ("temperature", "max_tokens",
-"seed", "stop", "n", ...), which overrides its flag.
+and optionally "id" (default: the line's number), "priority" (lower goes first),
+"checkpoints" (numbers of prompt tokens after which later prompts may differ)
+and any sampling parameter ("temperature", "max_tokens", "seed", "stop", "n",
+...), which overrides its flag.
 
 Each line of the output, in the order of the input, is an object with id,
 text, token_ids, finish_reason, num_prompt_tokens and num_cached_tokens; with
@@ -132,9 +132,9 @@ def _add_chat(command: Command) -> None:
     )
     options.add_model(chat)
     chat.add_argument("--system", metavar="TEXT", help="the system prompt")
-    text = "ask a model that can think first to answer at once"
+    text = "turn thinking off, for a model that can think before it answers"
     chat.add_argument("--no-thinking", action="store_true", help=text)
-    text = "notices on stderr also when stdin is a pipe"
+    text = "print notices to stderr even if stdin is a pipe"
     chat.add_argument("--verbose", action="store_true", help=text)
     options.add_sampling_options(chat, max_tokens="what the context holds")
     # A conversation needs one seat, and seats determine the size of the store.
@@ -151,7 +151,7 @@ def _add_serve(command: Command) -> None:
     )
     options.add_model(serve)
     options.add_server_options(serve)
-    options.add_engine_options(serve, max_num_seqs=32)
+    options.add_engine_options(serve, max_num_seqs=options.SERVER_SEATS)
     # The model: none if --model is given.  The tokens of a step: by the device.
     serve.set_defaults(model=None, max_num_batched_tokens=None)
 
@@ -178,9 +178,9 @@ def _add_launch(command: Command) -> None:
         "(default: its first)",
     )
     options.add_number(launch, "--port", "N", "port of the server", 8000, integer(1, 65535))
-    text = "print the agent's command and variables, and end"
+    text = "print the agent's command and variables, and exit"
     launch.add_argument("--print", action="store_true", help=text)
-    options.add_engine_options(launch, max_num_seqs=32)
+    options.add_engine_options(launch, max_num_seqs=options.SERVER_SEATS)
 
 
 def _add_generate(command: Command) -> None:
@@ -216,9 +216,10 @@ def _add_bench(command: Command) -> None:
     options.add_number(bench, "--new-tokens", "N", text, 64, options.COUNT)
     text = "time for measuring, after the model is loaded"
     options.add_number(bench, "--seconds", "S", text, 140, _SECONDS)
-    text = "measure mlx-lm on the same weights too, in turns"
+    text = "also measure mlx-lm on the same weights, in turns"
     bench.add_argument("--compare", action="store_true", help=text)
-    bench.add_argument("--report", metavar="FILE", help="write a new JSON file to share")
+    text = "write a JSON report to share; FILE must be new"
+    bench.add_argument("--report", metavar="FILE", help=text)
     options.add_engine_options(bench, max_num_seqs=32)
 
 
@@ -233,7 +234,7 @@ def _add_models(command: Command) -> None:
     )
     text = "also look in this folder, 3 levels deep"
     models.add_argument("folders", nargs="*", metavar="FOLDER", help=text)
-    models.add_argument("--json", action="store_true", help="print everything known, as JSON")
+    models.add_argument("--json", action="store_true", help="print all facts as JSON")
 
 
 def _add_cache(command: Command) -> None:
@@ -268,8 +269,8 @@ def _add_doctor(command: Command) -> None:
         "that most models have, and the answers of the demo)",
     )
     options.add_number(doctor, "--seconds", "S", "time for the checks of kernels", 60, _SECONDS)
-    text = "check many more shapes, without a limit: minutes"
+    text = "check many more shapes, without a time limit; takes minutes"
     doctor.add_argument("--full", action="store_true", help=text)
-    text = "write everything as one JSON file, for an issue"
+    text = "write a JSON report to attach to an issue; FILE must be new"
     doctor.add_argument("--report", metavar="FILE", help=text)
-    doctor.add_argument("--json", action="store_true", help="print the same JSON")
+    doctor.add_argument("--json", action="store_true", help="print the report as JSON")

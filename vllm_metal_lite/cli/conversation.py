@@ -117,21 +117,20 @@ class Conversation:
                 self.engine.add_request(
                     request_id, {"prompt_token_ids": prompt}, self.params, checkpoints=checkpoints
                 )
-                while not (output and output.finished):
+                while not (interrupt.pressed or (output and output.finished)):
                     for output in self._step():
                         text = output.outputs[0].text
                         first = first or time.perf_counter()
                         write(text[shown:])
                         shown = len(text)
-                    if interrupt.pressed:
-                        raise KeyboardInterrupt
-        except KeyboardInterrupt:  # ours, between two steps, or a second Ctrl-C
-            for output in self.engine.abort(request_id):
-                write(output.outputs[0].text[shown:])
-            if output is None:
-                raise
+        except KeyboardInterrupt:  # a second Ctrl-C, within a step
+            pass
         finally:
-            self.engine.abort(request_id)
+            aborted = self.engine.abort(request_id)
+        for output in aborted:
+            write(output.outputs[0].text[shown:])
+        if output is None:  # it was not added yet
+            raise KeyboardInterrupt
         end = time.perf_counter()
         return Turn(output, (first or end) - start, end - start, self.engine.max_model_len)
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from math import inf
 from time import monotonic, perf_counter
-from typing import Any
 
 from vllm_metal_lite import backend, devices, envs
 from vllm_metal_lite.attention.select import no_kernels
@@ -24,13 +23,12 @@ from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.popular_shapes import COMMON, full_list
 from vllm_metal_lite.checks.result import CheckResult
-from vllm_metal_lite.cli import doctor_text, log, shared_report
+from vllm_metal_lite.cli import doctor_text, log, machine, shared_report
 from vllm_metal_lite.cli.doctor_report import Report
 from vllm_metal_lite.cli.files import check_writable, write_json
-from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.cli.models import context_that_fits
 from vllm_metal_lite.errors import MetalLiteError, one_line
-from vllm_metal_lite.model.loader import LoadedModel, load
-from vllm_metal_lite.runner.memory import size_store, store_bytes
+from vllm_metal_lite.model.loader import load
 from vllm_metal_lite.specs import KernelUse
 
 _BLOCK = 16
@@ -41,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
     if args.report is not None:
         check_writable(args.report, replaces=False)
     folder = next(p for p in (envs.cache_folder(), *envs.cache_folder().parents) if p.is_dir())
+    head = shared_report.new_report("doctor")
     report = Report(
-        shared_report.new_report("doctor"),
         engine_memory_bytes=int(backend.memory_limit() * devices.profile().memory_fraction),
         free_disk_bytes=shutil.disk_usage(folder).free,
         no_kernels="there is no GPU, or MLX does not use it" if backend.is_cpu() else None,
@@ -56,13 +54,14 @@ def run(args: argparse.Namespace) -> int:
     def show_found(lines: Iterable[str]) -> None:
         show(shared_report.without_names(list(lines), args.model))
 
-    show(doctor_text.describe_machine(report))  # unchanged: a host may have the name "Apple"
+    show(machine.describe(head["machine"]))  # unchanged: a host may have the name "Apple"
+    show(doctor_text.describe_memory(report))
     try:
         _examine(report, args, show_found)
     except KeyboardInterrupt:
         report.interrupted = True
         show_found(doctor_text.describe_interrupted(report))
-    shared = shared_report.without_names(report.as_json(), args.model)
+    shared = shared_report.without_names(head | report.as_json(), args.model)
     if args.json:
         print(json.dumps(shared, indent=2))
     if args.report is not None:
@@ -81,7 +80,7 @@ def _examine(
     if args.model is not None:
         with _section(report, "model", f"loading {args.model}"):
             model = load(args.model)
-            report.model = shared_report.model_facts(args.model, model) | _store(model)
+            report.model = shared_report.model_facts(args.model, model) | context_that_fits(model)
         show(doctor_text.describe_model(report))
     if model is not None and not backend.is_cpu():
         report.no_kernels = no_kernels(
@@ -156,17 +155,3 @@ def _results(
             while monotonic() < end and (result := next(running, None)) is not None:
                 known.append(result)
                 yield result
-
-
-def _store(model: LoadedModel) -> dict[str, Any]:
-    """The KV store that a model gets with default options, or why there is none."""
-    config = EngineConfig()
-    try:
-        groups, max_model_len, _ = size_store(model, config)
-    except MetalLiteError as e:  # too little memory
-        return {"problem": one_line(e)}
-    return {
-        "max_model_len": max_model_len,
-        "kv_store_bytes": store_bytes(model, groups, config.block_size),
-        "kv_store_tokens": groups[0].num_blocks * config.block_size,
-    }

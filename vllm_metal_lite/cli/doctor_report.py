@@ -14,13 +14,11 @@ from vllm_metal_lite.checks.result import CheckResult
 class Report:
     """The fields are those of the JSON, too.
 
-    machine: the fields that every report begins with.  no_kernels: why no kernel is checked.
-    model: its facts, with its store by default options, or the `problem` that prevents a store.
+    no_kernels: why no kernel is checked.  model: its facts, and the context that fits.
     not_tried: checks for which there was no time; of_checks: their number with the others.
     not_compared: why there are no answers.  seconds: by part.
     """
 
-    machine: dict[str, Any]
     engine_memory_bytes: int
     free_disk_bytes: int
     no_kernels: str | None
@@ -52,9 +50,7 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            **self.machine,
             **vars(self),
-            "machine": self.machine["machine"],
             "profile": {"constants": asdict(devices.profile())},
             "checks": list(map(_check_as_json, self.checks)),
             "ordering": list(map(asdict, self.ordering)),

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from vllm_metal_lite.cli import machine
 from vllm_metal_lite.cli.doctor_report import Report
 from vllm_metal_lite.errors import size_text
 from vllm_metal_lite.kernels.registry import REGISTRY
@@ -10,13 +9,12 @@ from vllm_metal_lite.kernels.registry import REGISTRY
 _SEND = "please open an issue with the file of `vllm-metal-lite doctor --report report.json`"
 
 
-def describe_machine(report: Report) -> Iterator[str]:
-    yield from machine.describe(report.machine["machine"])
-    used, disk = report.engine_memory_bytes, report.free_disk_bytes
-    yield (
-        f"Memory:    the engine would use {size_text(used)} of it for weights, steps, K and V; "
-        f"{size_text(disk)} of disk are free"
-    )
+def describe_memory(report: Report) -> list[str]:
+    used, disk = map(size_text, (report.engine_memory_bytes, report.free_disk_bytes))
+    return [
+        f"Memory:    the engine would use {used} of it for weights, steps, K and V; {disk} of disk "
+        "are free"
+    ]
 
 
 def describe_model(report: Report) -> Iterator[str]:
@@ -26,12 +24,12 @@ def describe_model(report: Report) -> Iterator[str]:
         f"Model:     {model['name']}: {model['type']}, {size_text(model['weight_bytes'])}, "
         f"computes in {model['dtype']}"
     )
-    if problem := model.get("problem"):
-        yield f"Context:   {problem}"
+    if problem := model.get("memory_problem"):
+        yield f"Context:   does not fit: {problem}"
     else:
         yield (
             f"Context:   {model['max_model_len']:,} tokens; the KV store would hold "
-            f"{model['kv_store_tokens']:,} ({size_text(model['kv_store_bytes'])})"
+            f"{model['num_tokens']:,} ({size_text(model['kv_store_bytes'])})"
         )
 
 

@@ -5,13 +5,8 @@ import sys
 from contextlib import closing
 
 from vllm_metal_lite.cli import log, options
-from vllm_metal_lite.cli.files import (
-    LineReader,
-    OrderedWriter,
-    check_output,
-    count_lines,
-    open_input,
-)
+from vllm_metal_lite.cli.files import check_output, open_input
+from vllm_metal_lite.cli.lines import LineReader, OrderedWriter, count_lines
 from vllm_metal_lite.cli.startup import build_engine, load_model
 
 _MAX_TOKENS = 256
@@ -25,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     source = open_input(args.input)
     check_output(args.output, source)
     model = load_model(args.model, config, log.say)
-    engine = build_engine(model, config, log.say, f"vllm-metal-lite generate {args.input} --model")
+    engine = build_engine(model, config, log.say)
     from vllm_metal_lite.cli.batch import Batch  # it imports MLX
 
     defaults = {**model.sampling_defaults, "max_tokens": _MAX_TOKENS, **given}

@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
         raise MetalLiteError(f"{args.agent} is not installed: {install}")
     url = f"http://127.0.0.1:{args.port}"
     key = envs.api_key() or "none"
-    flags = options.engine_flags(options.engine_config(args), max_num_seqs=32)
+    flags = options.serve_flags(options.engine_config(args))
     running = _asked(url, key, args.model)
     if running is not None:
         print(f"Using the server at {url}", file=sys.stderr)
@@ -165,12 +165,12 @@ def _asked(url: str, key: str, name: str | None) -> Served | None:
         names = [model["id"] for model in models]
     except (OSError, HTTPException, ValueError, KeyError, TypeError) as e:
         status = getattr(e, "code", None)  # of an HTTPError
-        if status == 401:
-            why = f"the server at {url} needs its API key: set METAL_LITE_API_KEY"
-            raise MetalLiteError(why) from None
         if isinstance(e, OSError) and status is None:
             return None
-        raise MetalLiteError(f"{url} does not serve models: {one_line(e)}") from None
+        why = f"{url} does not serve models: {one_line(e)}"
+        if status == 401:
+            why = f"the server at {url} needs its API key: set METAL_LITE_API_KEY"
+        raise MetalLiteError(why) from None
     found = next((m for m in models if name in (None, m["id"], m.get("root"))), None)
     if found is None:
         raise MetalLiteError(

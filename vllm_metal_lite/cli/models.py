@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,13 @@ from vllm_metal_lite.errors import (
     OutOfMemoryError,
     one_line,
     shorten,
+    size_text,
 )
 from vllm_metal_lite.model.files.find import DEMO_PATH, hub_names, in_cache
 from vllm_metal_lite.model.files.folder import read_config, read_json, weight_files, weights
 from vllm_metal_lite.model.loader import LoadedModel, preview
-from vllm_metal_lite.runner.memory import size_store
-from vllm_metal_lite.runner.step_peak import estimated_step_peak
+from vllm_metal_lite.runner.memory import size_store, store_bytes
+from vllm_metal_lite.runner.step_peak import estimated_step_peak, step_peak_bytes
 
 DEPTH = 3  # levels of folders that are searched below a given one
 _HEADINGS = ("name", "type", "size", "bits", "context", "runs", "cache", "fits")
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     for line in table(entries):
         print(line)
     if any(entry["supported"] for entry in entries):
-        print("\n" + _LEGEND.format(memory=f"{_gib(memory * fraction)} GiB"))
+        print("\n" + _LEGEND.format(memory=size_text(memory * fraction)))
     return 0
 
 
@@ -147,9 +148,7 @@ def describe(found: Entry) -> Entry:
 def _read(entry: Entry, folder: Path) -> None:
     """Add what is known, as far as it goes.
 
-    runs: "packed", "in sequences" or "by segment"; runs_reason: why not packed.  max_model_len: the
-    longest request here.  num_tokens: those of all requests together that fit in memory beside the
-    weights; 0: the model does not fit, and memory_problem says why.
+    runs: "packed", "in sequences" or "by segment"; runs_reason: why not packed.
     """
     entry["size_bytes"] = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
     with suppress(ModelLoadError, OSError):  # also of a model that cannot be loaded
@@ -171,19 +170,27 @@ def _read(entry: Entry, folder: Path) -> None:
         "weight_bytes": model.weight_bytes,
         "kv_bytes_per_token": model.kv_bytes_per_token,
         "state_bytes": model.state_bytes,
-        **_memory(model, EngineConfig()),
+        **context_that_fits(model, estimated_step_peak),
     }
 
 
-def _memory(model: LoadedModel, options: EngineConfig) -> Entry:
-    """How much context fits, by the arithmetic with which an engine starts."""
+def context_that_fits(model: LoadedModel, peak_of: Callable[..., int] = step_peak_bytes) -> Entry:
+    """How much context fits beside the weights, as an engine with default options finds it.
+
+    max_model_len: the longest request here.  num_tokens, kv_store_bytes: of all requests together;
+    num_tokens 0: the model does not fit, and memory_problem says why.
+    """
+    config = EngineConfig()
     try:
-        store = size_store(model, options, estimated_step_peak)
+        groups, max_model_len, _ = size_store(model, config, peak_of)
     except OutOfMemoryError as e:
         problem = e.spelled(engine_flag).removeprefix(f"{model.name} does not fit: ")
         return {"max_model_len": 0, "num_tokens": 0, "memory_problem": problem}
-    num_tokens = store.groups[0].num_blocks * options.block_size
-    return {"max_model_len": store.max_model_len, "num_tokens": num_tokens}
+    return {
+        "max_model_len": max_model_len,
+        "num_tokens": groups[0].num_blocks * config.block_size,
+        "kv_store_bytes": store_bytes(model, groups, config.block_size),
+    }
 
 
 def _bits(folder: Path, quantization: dict[str, Any] | None) -> list[int]:
@@ -234,19 +241,13 @@ def _cells(entry: Entry) -> tuple[str, ...]:
     return (
         entry["name"],
         entry["model_type"],
-        f"{_gib(entry['size_bytes'])}G",
+        size_text(entry["size_bytes"]),
         "+".join(map(str, entry["bits"])) or "?",
         _count(entry["context"]),
         {"by segment": "segments", "in sequences": "sequences"}.get(entry["runs"], "packed"),
         "yes" if entry["prefix_cache"] else "no",
         _count(entry["num_tokens"]) if entry["num_tokens"] else "no",
     )
-
-
-def _gib(size: float) -> str:
-    """Bytes in GiB, without the unit."""
-    gib = size / 2**30
-    return f"{gib:.2f}" if gib < 1 else f"{gib:.1f}" if gib < 100 else f"{gib:.0f}"
 
 
 def _count(number: int) -> str:

@@ -20,6 +20,8 @@ from vllm_metal_lite.sampling_params import SamplingParams
 
 R = TypeVar("R")
 
+SERVER_SEATS = 32  # max_num_seqs of `serve`, by default
+
 
 class UsageError(MetalLiteError):
     """An invalid command line: exit code 2."""
@@ -59,9 +61,9 @@ _ENGINE = (
     ("block_size", "N", f"tokens per block of the KV store: {_allowed('block_size')}"),
     ("num_blocks", "N", "blocks of the KV store (default: what the memory holds)"),
     ("max_num_seqs", "N", "requests that run at the same time"),
-    ("max_num_batched_tokens", "N", "tokens of one step (serve on a CPU: 256)"),
+    ("max_num_batched_tokens", "N", "most tokens of one step (serve on a CPU: 256)"),
     ("max_model_len", "N", "longest context in tokens (default: the model's own)"),
-    ("long_prefill_token_threshold", "N", "prompt tokens a request gets in one step; 0: any"),
+    ("long_prefill_token_threshold", "N", "most prompt tokens of a request in a step; 0: any"),
     ("prefill_policy", "NAME", f"prompts beside decodes: {_allowed('prefill_policy')}"),
     ("memory_fraction", "F", "share of the memory to use (default: a safe value)"),
     ("state_cache_gib", "N", "GiB for state checkpoints of recurrent layers (default: a share)"),
@@ -79,8 +81,8 @@ _SAMPLING = (
     ("top_p", "P", "only the most likely tokens that together have probability P"),
     ("min_p", "P", "only tokens at least P times as likely as the most likely one"),
     ("repetition_penalty", "X", "above 1: tokens seen before become less likely"),
-    ("presence_penalty", "X", "-2 to 2, for tokens in the answer so far"),
-    ("frequency_penalty", "X", "-2 to 2, times how often they are in it"),
+    ("presence_penalty", "X", "-2 to 2; above 0: tokens of the answer so far become less likely"),
+    ("frequency_penalty", "X", "the same, times how often a token occurs"),
 )
 # The same of ServerConfig.
 _SERVER = (
@@ -90,7 +92,7 @@ _SERVER = (
     ("max_body_mib", "N", "largest request in MiB"),
     ("max_waiting", "N", "requests that may wait for a seat; more get 503"),
     ("max_logprobs", "N", "log-probabilities a token that a request may ask for"),
-    ("drain", "S", "seconds that running requests get at the end"),
+    ("drain", "S", "seconds that running requests may take when the server stops"),
     ("keep_alive", "S", "seconds without a token, after which a stream gets a keep-alive event"),
     ("memory_budget_gib", "N", "GiB for all models together (default: a safe value)"),
 )
@@ -168,9 +170,9 @@ def checked(make: Callable[..., R], given: dict[str, Any], spell: Callable[[str]
         raise UsageError(e.spelled(spell)) from None
 
 
-def engine_flags(config: EngineConfig, max_num_seqs: int) -> list[str]:
-    """The flags that give another command this configuration.  max_num_seqs: its own default."""
-    defaults = EngineConfig(max_num_seqs=max_num_seqs)
+def serve_flags(config: EngineConfig) -> list[str]:
+    """The flags that give `serve` this configuration."""
+    defaults = EngineConfig(max_num_seqs=SERVER_SEATS)
     flags = []
     for field, *_ in _ENGINE:
         value = getattr(config, field)
@@ -204,10 +206,10 @@ def add_number(
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: str) -> None:
     """Add the sampling flags; `max_tokens` describes this command's default in words."""
     group = parser.add_argument_group(
-        "sampling options", "Those not given are the model's own (its generation_config.json)."
+        "sampling options", "The defaults are the model's own (generation_config.json)."
     )
     _add(group, _SAMPLING)
-    same = "the same tokens for the same prompt, whatever else is running"
+    same = "seed: the same tokens for the same prompt, whatever else runs"
     longest = f"longest answer (default: {max_tokens})"
     _add(group, [("max_tokens", "N", longest), ("sample_seed", "N", same)])
     text = "end an answer before TEXT; repeatable"

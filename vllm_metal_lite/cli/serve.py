@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
             for line in client.facts.description:
                 print(line, file=sys.stderr)
             if server.models.models[name].spec.source == "demo":
-                print(DEMO.format("vllm-metal-lite serve"), file=sys.stderr)
+                print(DEMO, file=sys.stderr)
         print(
             f"Server:    {url} - a chat and a view of the engine; OpenAI's API at {url}/v1, "
             f"Anthropic's at {url}",

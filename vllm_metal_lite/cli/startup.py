@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from vllm_metal_lite.engine.engine import LLMEngine
     from vllm_metal_lite.model.loader import LoadedModel
 
-DEMO = (  # {}: the command line up to a model's name
+DEMO = (
     "demo is a tiny model (about 3 million parameters) that is shipped to show that everything "
     "works: it recalls what you tell it, copies, sorts, and does small sums, and knows nothing "
-    "else.\nFor a real one, give its name or its folder: {} mlx-community/Qwen3-0.6B-4bit"
+    "else.\nFor a real one, give its folder or its name, such as mlx-community/Qwen3-0.6B-4bit."
 )
 Say = Callable[[str], None]  # gets the lines for the user
 
@@ -25,10 +25,7 @@ def load_model(name: str, config: EngineConfig, say: Say) -> "LoadedModel":
     return load(name, config.dtype, config.trust_remote_code)
 
 
-def build_engine(
-    model: "LoadedModel", config: EngineConfig, say: Say, name_after: str
-) -> "LLMEngine":
-    """name_after: the words before a model's name on the command line, for a usage hint."""
+def build_engine(model: "LoadedModel", config: EngineConfig, say: Say) -> "LLMEngine":
     from vllm_metal_lite.engine.describe import describe
     from vllm_metal_lite.engine.engine import LLMEngine
 
@@ -37,5 +34,5 @@ def build_engine(
     for line in describe(engine):
         say(line)
     if model.name == "demo":
-        say(DEMO.format(name_after))
+        say(DEMO)
     return engine

@@ -56,7 +56,7 @@ def join_workers(
         reserved = _reserve(rank, links.ips[rank] or [address])
     except ConfigError as e:  # tell all ranks: this rank's number may be wrong
         for key in ("links", *range(size)):
-            tcp_store.set(f"metal_lite/{key}", json.dumps(one_line(e)))
+            _tell(tcp_store, key, failure=one_line(e))
         raise
     name = f"rank {rank} of {size} (pid {os.getpid()} on {socket.gethostname()})"
     where = ["{}:{}".format(*s.getsockname()[:2]) for s in reserved]
@@ -92,10 +92,10 @@ def _store_of_host(rank: int, size: int, init_method: str) -> dist.TCPStore:
     """The store of one host's ranks, which rank 0 keeps.  vLLM's own store has its port."""
     found, *_ = next(iter(dist.rendezvous(init_method, rank, size)))
     found.set_timeout(timedelta(seconds=START))
-    port = 0 if rank == 0 else _read(found, "metal_lite/port", 0, size)
+    port = 0 if rank == 0 else _told(found, "port", 0, size)
     tcp_store = _tcp_store(rank, size, get_loopback_ip(), port, START)
     if rank == 0:
-        found.set("metal_lite/port", str(tcp_store.port))
+        _tell(found, "port", tcp_store.port)
     return tcp_store
 
 
@@ -139,9 +139,9 @@ def _links_of_rank_0(tcp_store: dist.Store, rank: int, size: int) -> Links:
     """The links as rank 0 describes them.  Raises ConfigError if the numbers of ranks differ."""
     if rank == 0:
         links = read_links(size, envs.hostfile())
-        tcp_store.set("metal_lite/links", json.dumps([size, links]))
+        _tell(tcp_store, "links", [size, links])
         return links
-    size_of_0, links = _read(tcp_store, "metal_lite/links", 0, size)
+    size_of_0, links = _told(tcp_store, "links", 0, size)
     if size != size_of_0:
         raise ConfigError(
             f"rank {rank} is one of {size} ranks, rank 0 is one of {size_of_0}: all hosts need the "
@@ -165,22 +165,27 @@ def _reserve(rank: int, ips: Sequence[str]) -> list[socket.socket]:
 
 
 def _exchange(tcp_store: dist.Store, rank: int, size: int, value: Any) -> list[Any]:
-    """The values of all ranks, by rank, as JSON has them; RankError if one has failed."""
-    tcp_store.set(f"metal_lite/{rank}", json.dumps(value))
-    return [_read(tcp_store, f"metal_lite/{r}", r, size) for r in range(size)]
+    """The values of all ranks, by rank."""
+    _tell(tcp_store, rank, value)
+    return [_told(tcp_store, r, r, size) for r in range(size)]
 
 
-def _read(tcp_store: dist.Store, key: str, other: int, size: int) -> Any:
-    """A value of another rank.  Raises RankError if the value is missing, or holds a failure."""
+def _tell(store: dist.Store, key: str | int, value: Any = None, failure: str | None = None) -> None:
+    """Give all ranks a value under a key, or the reason why there is none."""
+    store.set(f"metal_lite/{key}", json.dumps([value, failure]))
+
+
+def _told(store: dist.Store, key: str | int, other: int, size: int) -> Any:
+    """A value of another rank, as JSON has it; RankError if the rank is silent or has failed."""
     try:
-        value = json.loads(tcp_store.get(key))
+        value, failure = json.loads(store.get(f"metal_lite/{key}"))
     except Exception as e:  # torch has a type for each store
-        limit = tcp_store.timeout.total_seconds()
+        limit = store.timeout.total_seconds()
         raise RankError(
             f"rank {other} of {size} has not answered (limit: {limit:.0f} s): {one_line(e)}"
         ) from e
-    if isinstance(value, str):
-        raise RankError(f"another rank cannot start: {value}")
+    if failure is not None:
+        raise RankError(f"another rank cannot start: {failure}")
     return value
 
 

@@ -36,40 +36,38 @@ def plan_memory(
     which wait while there are none; otherwise each seat needs a slot.
     Raises OutOfMemoryError, with the sum, if the device is too small.
     """
-    cache, seats = vllm_config.cache_config, vllm_config.scheduler_config.max_num_seqs
-    max_model_len = vllm_config.model_config.max_model_len
+    cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+    limit, seats = backend.memory_limit(), scheduler.max_num_seqs
+    asked = cache.kv_cache_memory_bytes
+    if asked is not None:
+        num_state_slots, left = _beside(model, limit - asked, seats, caches_states)
+        if left < 0:
+            fixed = size_text(limit - asked - left)
+            raise OutOfMemoryError(
+                f"--kv-cache-memory-bytes {asked} and {fixed} of weights and states are more than "
+                f"the {size_text(limit)} of this device"
+            )
+        return MemorySizes(num_state_slots, int(asked))
     config = EngineConfig(
         block_size=cache.block_size,
         max_num_seqs=seats,
-        max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
         speculate="off",
     )
-    limit, asked = backend.memory_limit(), cache.kv_cache_memory_bytes
+    max_model_len = vllm_config.model_config.max_model_len
     fraction = cache.gpu_memory_utilization
     if backend.is_cpu():  # other processes use this memory too
         fraction = min(fraction, profile().memory_fraction)
-    if asked is None:
-        usable, peak = int(limit * fraction), step_peak_bytes(model, config, max_model_len)
-    else:
-        usable, peak = limit - asked, 0
-    left = usable - model.weight_bytes - peak
-    num_state_slots = _num_state_slots(model, seats, left, caches_states)
-    fixed = model.weight_bytes + num_state_slots * model.state_bytes
-    left = usable - fixed - peak
-    if asked is not None:
-        if left < 0:
-            raise OutOfMemoryError(
-                f"--kv-cache-memory-bytes {asked} and {size_text(fixed)} of weights and states "
-                f"are more than the {size_text(limit)} of this device"
-            )
-        return MemorySizes(num_state_slots, int(asked))
+    usable, peak = int(limit * fraction), step_peak_bytes(model, config, max_model_len)
+    num_state_slots, left = _beside(model, usable - peak, seats, caches_states)
     block_bytes = config.block_size * sum(s.bytes_per_token for s in specs)
     if left < block_bytes:
+        fixed = size_text(usable - peak - left)
         fewer = "--max-num-seqs or " if num_state_slots else ""
         raise OutOfMemoryError(
-            f"{model.name} does not fit: {size_text(fixed)} of weights and states and "
-            f"{size_text(peak)} of a step leave nothing for K and V of the {size_text(usable)} "
-            f"that may be used (--gpu-memory-utilization {fraction:g} of {size_text(limit)}); "
+            f"{model.name} does not fit: {fixed} of weights and states and {size_text(peak)} of a "
+            f"step leave nothing for K and V of the {size_text(usable)} that may be used "
+            f"(--gpu-memory-utilization {fraction:g} of {size_text(limit)}); "
             f"lower {fewer}--max-num-batched-tokens or raise --gpu-memory-utilization"
         )
     # No more can be owned: every seat at full length, and vLLM's null block.
@@ -77,10 +75,13 @@ def plan_memory(
     return MemorySizes(num_state_slots, min(left, most * block_bytes))
 
 
-def _num_state_slots(model: LoadedModel, seats: int, left: int, caches_states: bool) -> int:
-    """left: bytes for states and for K and V."""
-    if not model.state_bytes or not caches_states:
-        return seats if model.state_bytes else 0
-    fitting = int(left * _STATE_SHARE / model.state_bytes)
-    # No more are of use: a slot that runs and a checkpoint for each seat.
-    return max(min(fitting, 2 * seats + MOST_SLOTS), MOST_SLOTS)
+def _beside(model: LoadedModel, num_bytes: int, seats: int, caches_states: bool) -> tuple[int, int]:
+    """The number of state slots, and the bytes that these and the weights leave of num_bytes."""
+    left, num_slots = num_bytes - model.weight_bytes, seats
+    if not model.state_bytes:
+        return 0, left
+    if caches_states:
+        fitting = int(left * _STATE_SHARE / model.state_bytes)
+        # No more are of use: a slot that runs and a checkpoint for each seat.
+        num_slots = max(min(fitting, 2 * seats + MOST_SLOTS), MOST_SLOTS)
+    return num_slots, left - num_slots * model.state_bytes

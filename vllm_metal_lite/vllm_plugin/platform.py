@@ -32,10 +32,8 @@ class MetalLitePlatform(Platform):
     _enum = PlatformEnum.OOT
     device_name = "cpu"
     device_type = "cpu"
-    dispatch_key = "CPU"
     dist_backend = "gloo"
     simple_compile_backend = "eager"
-    device_control_env_var = "METAL_LITE_VISIBLE_DEVICES"
     num_devices = 1  # of this host, as vLLM counts: each rank has one
 
     @property
@@ -43,7 +41,7 @@ class MetalLitePlatform(Platform):
         """The first one replaces "auto" if the weights' dtype is not listed."""
         if envs.device() == "cpu":
             return [torch.float32]  # MLX's CPU backend is slow in other dtypes
-        return [torch.bfloat16, torch.float16, torch.float32]
+        return super().supported_dtypes
 
     # Configuration
 
@@ -75,9 +73,7 @@ class MetalLitePlatform(Platform):
         if parallel.pipeline_parallel_size > 1:
             # The scheduler then sends sampled tokens to the stages, which do not pass them on.
             vllm_config.scheduler_config.async_scheduling = False
-        parallel.disable_custom_all_reduce = True
         vllm_config.compilation_config.mode = CompilationMode.NONE  # there is no torch model
-        vllm_config.compilation_config.cudagraph_capture_sizes = []
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
@@ -86,7 +82,7 @@ class MetalLitePlatform(Platform):
 
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: "VllmConfig") -> None:
-        """Called in the scheduler's process, by vLLM 0.33 and later."""
+        """Called in the scheduler's process, by vLLM 0.30 and later."""
         from vllm_metal_lite.vllm_plugin import state_slot_manager
 
         if state_slot_manager.no_own_pool() is None:
@@ -127,13 +123,8 @@ class MetalLitePlatform(Platform):
         return True
 
     @classmethod
-    def inference_mode(cls) -> Any:
-        return torch.no_grad()
-
-    @classmethod
     def _nothing(cls, *_: Any) -> None:
-        """MLX owns the only device, and torch holds no memory of it.  Noise follows from each
-        request's seed.  vLLM's compiled kernels and attention backends are not used."""
+        """MLX owns the only device.  Noise follows from each request's seed.  vLLM's compiled
+        kernels and attention backends are not used."""
 
-    set_device = manual_seed_all = empty_cache = import_kernels = _nothing
-    check_if_supports_dtype = update_block_size_for_backend = _nothing
+    set_device = manual_seed_all = import_kernels = update_block_size_for_backend = _nothing

@@ -11,7 +11,6 @@ Runs in the scheduler's process too, so it never imports MLX.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
 import torch
@@ -28,13 +27,9 @@ MOST_SLOTS = 4
 
 
 def no_own_pool() -> str | None:
-    """Why this vLLM has no pool of blocks for states alone, or None if it has.  0.33 has one."""
-    has_own_pool = (
-        hasattr(KVCacheBlock, "pool")
-        and "num_prefill_checkpoint_blocks" in MambaSpec.__dataclass_fields__
-        and "replay_boundaries" in signature(MambaManager.cache_blocks).parameters
-    )
-    if has_own_pool:
+    """Why states cannot have a pool of blocks of their own, or None if they can: since vLLM 0.30,
+    each block knows its pool."""
+    if hasattr(KVCacheBlock, "pool"):
         return None
     return "this vLLM has one pool of blocks for K and V and for recurrent states"
 

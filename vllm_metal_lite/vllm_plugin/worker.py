@@ -265,16 +265,11 @@ class MetalLiteWorker(WorkerBase):
             self._pipeline.runner.synchronize()
         mx.synchronize()
 
-    def _nothing(self) -> None:
-        """There are no drafts, no encoder, no images and no data-parallel ranks."""
-
-    take_draft_token_ids = reset_mm_cache = reset_encoder_cache = execute_dummy_batch = _nothing
+    def reset_encoder_cache(self) -> None:
+        """There is no encoder."""
 
     def profile(self, is_start: bool = True, *args: Any, **kwargs: Any) -> None:
         raise ConfigError("vllm-metal-lite does not support profiling through vLLM")
-
-    def list_loras(self) -> set[int]:
-        return set()
 
     def shutdown(self) -> None:
         self._pipeline = self._model = None

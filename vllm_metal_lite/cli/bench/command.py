@@ -11,12 +11,13 @@ from functools import partial
 import numpy as np
 
 from vllm_metal_lite.cli import log, machine, options, shared_report
-from vllm_metal_lite.cli.bench.cases import make_cases
+from vllm_metal_lite.cli.bench.cases import BenchCase, make_cases
 from vllm_metal_lite.cli.bench.engines import Engine, MlxLm, ThisEngine
 from vllm_metal_lite.cli.bench.suite import Suite
 from vllm_metal_lite.cli.bench.table import rows, table
 from vllm_metal_lite.cli.files import check_writable, write_json
 from vllm_metal_lite.cli.startup import build_engine, load_model
+from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt
 from vllm_metal_lite.errors import ConfigError
@@ -25,7 +26,7 @@ from vllm_metal_lite.model.loader import LoadedModel
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
-    given = config = options.engine_config(args)
+    config = options.engine_config(args)
     if max(args.requests) > config.max_num_seqs:
         raise options.UsageError(
             f"--requests must be at most --max-num-seqs ({config.max_num_seqs}), "
@@ -35,17 +36,9 @@ def run(args: argparse.Namespace) -> int:
         check_writable(args.report, replaces=False)
 
     model = load_model(args.model, config, log.say)
-    limit = min(config.max_model_len or model.max_position, model.max_position)
-    cases = make_cases(args.requests, args.context, args.new_tokens, limit, config)
-    longest = max(case.context for case in cases)
-    if longest < max(args.context):
-        log.say(
-            f"Contexts are cut to {longest:,} tokens: prompt and answer must fit the "
-            f"{limit:,} tokens of the context"
-        )
-    if given.max_model_len is None:
-        needed = max(case.context + case.max_tokens for case in cases)
-        config = replace(config, max_model_len=min(needed, limit))
+    cases = _cases(args, model, config)
+    needed = max(case.context + case.max_tokens for case in cases)
+    config = replace(config, max_model_len=config.max_model_len or needed)
     engines: list[Engine] = []
     if args.compare:
         engines.append(MlxLm(model.packed.model))
@@ -53,11 +46,11 @@ def run(args: argparse.Namespace) -> int:
         config = replace(config, memory_fraction=fraction / 2)
         log.say("Memory:    each engine gets half of it (--compare)")
     try:
-        engine = build_engine(model, config, log.say, "vllm-metal-lite bench")
+        engine = build_engine(model, config, log.say)
     except ConfigError as e:
-        if given.max_model_len is not None or "max_model_len" not in e.parts:
-            raise
-        raise ConfigError(*e.parts, " (of the longest --context and its new tokens)") from None
+        if e.option == "max_model_len" and args.max_model_len is None:
+            raise ConfigError(*e.parts, " (of the longest --context and its new tokens)") from None
+        raise
     engines.insert(0, ThisEngine(engine))
 
     report = shared_report.new_report("bench")
@@ -68,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
         "kernels and is not counted.  Ctrl-C stops and shows the results so far."
     )
     capacity = engine.kv_groups[0].num_blocks * config.block_size
-    stopping = partial(log.say, "\nStopping after the step that is under way ...")
     suite = Suite(engines, _vocabulary(model), args.new_tokens, capacity, args.seconds)
+    stopping = partial(log.say, "\nStopping after the step that is under way ...")
     with DeferredInterrupt(stopping) as interrupt:
         with suppress(KeyboardInterrupt):  # a second Ctrl-C, within a step
             suite.run(cases, stop=lambda: interrupt.pressed)
@@ -93,6 +86,19 @@ def run(args: argparse.Namespace) -> int:
         log.say(f"The report is in {args.report}.")
     failed = any(result.failed for result in suite.results)
     return 130 if interrupted else int(failed)
+
+
+def _cases(args: argparse.Namespace, model: LoadedModel, config: EngineConfig) -> list[BenchCase]:
+    """The cases, whose contexts are cut to the model's and to --max-model-len."""
+    limit = min(config.max_model_len or model.max_position, model.max_position)
+    cases = make_cases(args.requests, args.context, args.new_tokens, limit, config)
+    longest = max(case.context for case in cases)
+    if longest < max(args.context):
+        log.say(
+            f"Contexts are cut to {longest:,} tokens: prompt and answer must fit the "
+            f"{limit:,} tokens of the context"
+        )
+    return cases
 
 
 def _vocabulary(model: LoadedModel) -> np.ndarray:
