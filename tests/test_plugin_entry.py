@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -66,10 +67,7 @@ def test_an_active_plugin_names_its_platform_and_respects_what_is_set(monkeypatc
 
 
 def test_whatever_goes_wrong_is_said_and_means_no(monkeypatch, caplog):
-    def fail():
-        raise RuntimeError("out of luck")
-
-    monkeypatch.setattr(vllm_plugin, "wanted", fail)
+    monkeypatch.setattr(vllm_plugin, "wanted", Mock(side_effect=RuntimeError("out of luck")))
     assert vllm_plugin.register() is None
     assert "out of luck" in caplog.text
 

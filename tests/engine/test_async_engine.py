@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -294,10 +295,7 @@ def test_a_step_that_fails_for_a_client_that_left_ends_no_other_stream():
         await anext(stream)
         go = await held(engine)
 
-        def fail():
-            raise RuntimeError("the device is gone")
-
-        engine._engine.pipeline.steps[0].wait = fail
+        engine._engine.pipeline.steps[0].wait = Mock(side_effect=RuntimeError("the device is gone"))
         await stream.aclose()
         other = asyncio.create_task(collect(engine, PROMPTS[1], greedy()))
         await asyncio.sleep(0)

@@ -4,6 +4,7 @@ import errno
 import json
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub
 import numpy as np
@@ -85,10 +86,7 @@ def test_an_id_that_is_used_again_is_not_at_fault_for_the_step_of_an_aborted_pro
     engine.abort("x")
     engine.add_request("x", prompts[1], GREEDY)
 
-    def fail():
-        raise RuntimeError("the forward failed")
-
-    engine.pipeline.steps[0].wait = fail
+    engine.pipeline.steps[0].wait = Mock(side_effect=RuntimeError("the forward failed"))
     with pytest.raises(RuntimeError, match="the forward failed"):
         engine.step()
     assert engine.requests_at_fault == []
@@ -239,18 +237,14 @@ def test_what_is_not_a_folder(tmp_path):
 
 
 def test_a_folder_that_cannot_be_listed_is_named(monkeypatch, folder):
-    def fails(_):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
+    fails = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
     monkeypatch.setattr(Path, "iterdir", fails)
     with pytest.raises(ModelLoadError, match=f"{folder}: .*Permission denied"):
         loader.load(str(folder))
 
 
 def test_a_full_disk_is_no_missing_network(monkeypatch):
-    def fails(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    fails = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fails)
     with pytest.raises(ModelLoadError, match=r"some-model: cannot be downloaded: .*No space left"):
         loader.load("someone/some-model")
