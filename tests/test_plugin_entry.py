@@ -4,7 +4,6 @@ import importlib
 import logging
 import os
 import platform
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -12,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from tests.support.run_python import run_python
 from vllm_metal_lite import vllm_plugin
 
 
@@ -22,8 +22,7 @@ def test_the_package_and_the_entry_point_import_neither_torch_nor_vllm_nor_mlx()
         "register()\n"
         "print(sorted({'torch', 'vllm', 'mlx', 'mlx.core', 'numpy'} & set(sys.modules)))"
     )
-    env = {**os.environ, "METAL_LITE_DEVICE": "cpu"}
-    out = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    out = run_python("-c", script, env={**os.environ, "METAL_LITE_DEVICE": "cpu"})
     assert out.stdout.strip() == "[]", out.stderr
 
 

@@ -2,8 +2,6 @@
 
 import asyncio
 import itertools
-import subprocess
-import sys
 import threading
 import time
 from unittest.mock import Mock
@@ -12,6 +10,7 @@ import pytest
 
 from tests.support.models import tiny_models as tiny
 from tests.support.models.tiny_models import greedy
+from tests.support.run_python import run_python
 from vllm_metal_lite.engine.async_engine import AsyncEngine
 from vllm_metal_lite.errors import RequestError, SamplingError
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -397,7 +396,7 @@ async def main():
         engine.shutdown()
 asyncio.run(main())
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    ended = run_python("-c", script)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
