@@ -2,6 +2,7 @@
 
 import platform
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -53,9 +54,7 @@ def test_nothing_is_set_elsewhere(monkeypatch):
 def test_memory_of_unknown_size(mac, monkeypatch):
     mac(64)
 
-    def unknown(name: str) -> int:
-        raise ValueError("unrecognized configuration name")
-
+    unknown = Mock(side_effect=ValueError("unrecognized configuration name"))
     monkeypatch.setattr(backend.os, "sysconf", unknown)
     backend._widen_command_buffers()
     assert NAME not in backend.os.environ

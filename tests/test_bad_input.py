@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.support.models import tiny_models as tiny
+from tests.support.refusal import Broken, refusal
 from tests.support.server.cli_kit import model_folder
-from tests.test_config import Broken, refusal
 from vllm_metal_lite import LLM, AsyncEngine, EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.cli.jsonl import BadLine, parse_line, result_line
 from vllm_metal_lite.cli.lines import OrderedWriter

@@ -1,21 +1,14 @@
 """Options: every bad value is refused when it is given, in one line that names it."""
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 
+from tests.support.refusal import Broken, refusal
 from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.errors import ConfigError, MetalLiteError, SamplingError
+from vllm_metal_lite.errors import ConfigError, SamplingError
 from vllm_metal_lite.sampling_params import SamplingParams
 
 NAN, INF = float("nan"), float("inf")
-
-
-class Broken:
-    def __repr__(self):
-        raise RuntimeError
 
 
 class Tall:
@@ -63,17 +56,6 @@ BAD_PARAMS = {
     "skip_special_tokens": ["false", None],
     "include_stop_str_in_output": ["false", 1],
 }  # fmt: skip
-
-
-def refusal(call: Callable, *args: Any, error: type = MetalLiteError, **kwargs: Any) -> str:
-    """The message of the project's own error, which is one printable line."""
-    with pytest.raises(error) as caught:
-        call(*args, **kwargs)
-    assert issubclass(caught.type, MetalLiteError)
-    message = str(caught.value)
-    assert message.isprintable()
-    assert 0 < len(message) < 600
-    return message
 
 
 @pytest.mark.parametrize(

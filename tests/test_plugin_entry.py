@@ -4,13 +4,14 @@ import importlib
 import logging
 import os
 import platform
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from tests.support.run_python import run_python
 from vllm_metal_lite import vllm_plugin
 
 
@@ -21,8 +22,7 @@ def test_the_package_and_the_entry_point_import_neither_torch_nor_vllm_nor_mlx()
         "register()\n"
         "print(sorted({'torch', 'vllm', 'mlx', 'mlx.core', 'numpy'} & set(sys.modules)))"
     )
-    env = {**os.environ, "METAL_LITE_DEVICE": "cpu"}
-    out = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    out = run_python("-c", script, env={**os.environ, "METAL_LITE_DEVICE": "cpu"})
     assert out.stdout.strip() == "[]", out.stderr
 
 
@@ -66,10 +66,7 @@ def test_an_active_plugin_names_its_platform_and_respects_what_is_set(monkeypatc
 
 
 def test_whatever_goes_wrong_is_said_and_means_no(monkeypatch, caplog):
-    def fail():
-        raise RuntimeError("out of luck")
-
-    monkeypatch.setattr(vllm_plugin, "wanted", fail)
+    monkeypatch.setattr(vllm_plugin, "wanted", Mock(side_effect=RuntimeError("out of luck")))
     assert vllm_plugin.register() is None
     assert "out of luck" in caplog.text
 

@@ -3,13 +3,12 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.support.run_python import run_python
 from vllm_metal_lite import LLM, SamplingParams
 
 ROOT = Path(__file__).parent.parent
@@ -58,14 +57,9 @@ def test_the_core_runs_without(rooms, tmp_path):
     paths = ["reference"]
     if {"checks", "fusion"} <= set(rooms):
         paths.append("kernels")
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps([PROMPTS, OPTIONS, GREEDY, *paths])],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "METAL_LITE_DEVICE": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    job = json.dumps([PROMPTS, OPTIONS, GREEDY, *paths])
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "METAL_LITE_DEVICE": "cpu"}
+    run = run_python("-c", SCRIPT, job, cwd=tmp_path, env=env)
     assert run.returncode == 0, run.stderr
     done = json.loads(run.stdout.splitlines()[-1])
     assert Path(done.pop("file")).is_relative_to(tmp_path)

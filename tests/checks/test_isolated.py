@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -150,12 +151,10 @@ def test_a_process_that_cannot_start_leaves_no_file_open(monkeypatch):
 
 def test_a_full_disk_costs_only_what_the_process_said(process, monkeypatch):
     process(varlen_prefill="os._exit(3)")
-    monkeypatch.setattr(isolated.tempfile, "TemporaryFile", _no_space)
+    monkeypatch.setattr(
+        isolated.tempfile, "TemporaryFile", Mock(side_effect=OSError(28, "No space left on device"))
+    )
     assert lines()["varlen_prefill"].endswith("ends the process: exit code 3")
-
-
-def _no_space(*_, **__):
-    raise OSError(28, "No space left on device")
 
 
 SCRIPT = """

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.support.run_python import run_python
 from tests.support.server.cli_kit import COMMAND, SAFETY, model_folder, pipe
 from vllm_metal_lite import __version__
 from vllm_metal_lite.cli.main import main
@@ -50,9 +51,7 @@ def test_help_is_instant_and_shows_examples(command):
         "except SystemExit as e: assert not e.code\n"
         "assert not {'mlx', 'numpy', 'transformers', 'uvicorn', 'starlette'} & set(sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, *command, "--help"], capture_output=True, text=True
-    )
+    done = run_python("-c", script, *command, "--help")
     assert done.returncode == 0, done.stderr
     assert "examples:" in done.stdout
     for default in ("127.0.0.1", "8000", "32", "256", "10", "5") if "serve" in command else ():

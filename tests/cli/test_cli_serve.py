@@ -1,12 +1,11 @@
 """`vllm-metal-lite serve`: its flags, and what the command prints."""
 
 import signal
-import subprocess
-import sys
 
 import httpx
 import pytest
 
+from tests.support.run_python import run_python
 from tests.support.server.cli_kit import SAFETY
 from tests.support.server.command import eventually, serve_command
 from vllm_metal_lite.cli.main import main
@@ -44,9 +43,7 @@ sys.exit(main(["serve"]))
 
 @pytest.mark.parametrize("package", ["uvicorn", "starlette", "pydantic"])
 def test_a_missing_extra_says_what_to_install(package):
-    done = subprocess.run(
-        [sys.executable, "-c", MISSING, package], capture_output=True, text=True, timeout=SAFETY
-    )
+    done = run_python("-c", MISSING, package)
     assert done.returncode == 1
     expected = f"error: the server needs {package}: {install('serve')}\n"
     assert (done.stdout, done.stderr) == ("", expected)

@@ -231,10 +231,7 @@ def test_after_a_hang_no_graph_with_that_kernel_is_run(no_work, monkeypatch, cap
 
 
 def test_ctrl_c_keeps_what_is_known(no_work, monkeypatch, capsys, tmp_path):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(compare_tokens, "compare", interrupt)
+    monkeypatch.setattr(compare_tokens, "compare", Mock(side_effect=KeyboardInterrupt))
     file = tmp_path / "report.json"
     assert run("--report", str(file)) == 130
     out = capsys.readouterr().out

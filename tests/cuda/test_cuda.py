@@ -1,14 +1,13 @@
 """Kernels on MLX's CUDA backend: their text, the files that hold it, and the mended functions."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from metal import cuda
 from metal.cuda import mends, translate
+from tests.support.run_python import run_python
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ConfigError
@@ -90,14 +89,8 @@ from vllm_metal_lite import backend
 assert backend.name() == "cuda"
 assert mx.fast.metal_kernel.__module__ == "metal.cuda.translate"
 """
-    run = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+    run = run_python("-P", "-c", code, cwd=tmp_path, env=env)
     assert run.returncode == 0, run.stderr
 
 

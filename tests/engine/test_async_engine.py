@@ -2,15 +2,15 @@
 
 import asyncio
 import itertools
-import subprocess
-import sys
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 
 from tests.support.models import tiny_models as tiny
 from tests.support.models.tiny_models import greedy
+from tests.support.run_python import run_python
 from vllm_metal_lite.engine.async_engine import AsyncEngine
 from vllm_metal_lite.errors import RequestError, SamplingError
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -294,10 +294,7 @@ def test_a_step_that_fails_for_a_client_that_left_ends_no_other_stream():
         await anext(stream)
         go = await held(engine)
 
-        def fail():
-            raise RuntimeError("the device is gone")
-
-        engine._engine.pipeline.steps[0].wait = fail
+        engine._engine.pipeline.steps[0].wait = Mock(side_effect=RuntimeError("the device is gone"))
         await stream.aclose()
         other = asyncio.create_task(collect(engine, PROMPTS[1], greedy()))
         await asyncio.sleep(0)
@@ -399,7 +396,7 @@ async def main():
         engine.shutdown()
 asyncio.run(main())
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    ended = run_python("-c", script)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

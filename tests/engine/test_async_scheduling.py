@@ -1,7 +1,5 @@
 """One step ahead: whatever comes in between, nobody's tokens and no block's owner change."""
 
-import subprocess
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -29,6 +27,7 @@ from tests.support.engine.workloads import (
     workloads,
 )
 from tests.support.models import tiny_models as tiny
+from tests.support.run_python import run_python
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.runner.result import StepResult
@@ -379,7 +378,7 @@ for _ in range(5):
     llm.engine.step()
 assert llm.engine.pipeline.steps
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    ended = run_python("-c", script)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

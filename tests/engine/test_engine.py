@@ -2,6 +2,7 @@
 
 import os
 import signal
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -180,10 +181,7 @@ def lose_step_in_flight(engine) -> None:
     poison(store, keep)
     poison_states(store.states, set(range(store.states.num_slots)) - set(step.batch.final_slots))
 
-    def fail():
-        raise RuntimeError("the device is gone")
-
-    step.wait = fail
+    step.wait = Mock(side_effect=RuntimeError("the device is gone"))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])

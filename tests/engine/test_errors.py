@@ -1,5 +1,7 @@
 """Errors for a user: one line that names the value and the limit; no other request is harmed."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 
@@ -75,10 +77,7 @@ def test_an_id_that_is_used_again_is_not_at_fault_for_the_step_of_an_aborted_pro
     engine.abort("x")
     engine.add_request("x", prompts[1], GREEDY)
 
-    def fail():
-        raise RuntimeError("the forward failed")
-
-    engine.pipeline.steps[0].wait = fail
+    engine.pipeline.steps[0].wait = Mock(side_effect=RuntimeError("the forward failed"))
     with pytest.raises(RuntimeError, match="the forward failed"):
         engine.step()
     assert engine.requests_at_fault == []

@@ -1,13 +1,14 @@
 """Products fused with the operations around them give what a model's own operations give."""
 
 from dataclasses import replace
+from functools import partial
 
 import mlx.nn as nn
 import numpy as np
 import pytest
 
 from metal.host import installed
-from tests.support.kernels.arrays import floats
+from tests.support.kernels.arrays import floats, seeded
 from tests.support.kernels.launches import watch
 from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import CONFIGS, config_of
@@ -103,9 +104,7 @@ class _Activations:
         return nn.silu(gate) * up
 
 
-def draw(*shape: int, seed: int = 0) -> mx.array:
-    values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-    return mx.array(values).astype(mx.float16)
+draw = partial(seeded, seed=0, dtype=mx.float16)
 
 
 def linear(outputs: int, seed: int = 1) -> nn.Linear:

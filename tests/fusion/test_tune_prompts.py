@@ -3,6 +3,8 @@
 Launches are stubs.
 """
 
+from unittest.mock import Mock
+
 import pytest
 
 from tests.support.models import tiny_models as tiny
@@ -84,10 +86,7 @@ def test_mixtures_are_timed_by_kernels_and_by_mlx(monkeypatch, enough, calls):
 def test_prompts_that_cannot_be_timed_are_mlx_s(monkeypatch, caplog):
     """Tried again at the next start."""
 
-    def fails(*_):
-        raise RuntimeError("[metal]\n no room")
-
-    monkeypatch.setattr(Kernel, "__call__", fails)
+    monkeypatch.setattr(Kernel, "__call__", Mock(side_effect=RuntimeError("[metal]\n no room")))
     packed, _ = model()
     for _ in range(2):
         caplog.clear()

@@ -18,6 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import CacheList, QuantizedKVCache, make_prompt_cache
 
+from tests.support.attention.oracle import slots_of
+from tests.support.kernels.arrays import floats, of_type
 from tests.support.models import conformance
 from tests.support.models import tiny_models as tiny
 from tests.support.models.bench import (
@@ -51,11 +53,7 @@ GROUPS = {32: 32, 64: 64, 128: 64, 80: 40, 96: 48, 112: 56, 192: 64, 72: 24, 8: 
 def draw(dim: int, dtype: mx.Dtype, seed: int = 0, rows: int = 64) -> mx.array:
     rng = np.random.default_rng(seed)
     values = rng.standard_normal((rows, 2, dim)) * np.exp(2 * rng.standard_normal((rows, 2, 1)))
-    return mx.array(values.astype(np.float32)).astype(dtype)
-
-
-def as_numpy(x: mx.array) -> np.ndarray:
-    return np.array(x.astype(mx.float32), np.float64)
+    return of_type(values, dtype)
 
 
 @given(st.sampled_from(list(GROUPS)), st.sampled_from(BITS), st.sampled_from(list(ROUNDING)),
@@ -65,7 +63,7 @@ def test_no_value_moves_by_more_than_half_a_step(dim, bits, dtype, seed):
     kept = row.pack(rows)
     assert kept.shape == (64, 2, row.width)
     assert row.nbytes == dim * bits // 8 + dim // GROUPS[dim] * 2 * dtype.size
-    before, after = (as_numpy(x).reshape(64, 2, -1, GROUPS[dim]) for x in (rows, row.unpack(kept)))
+    before, after = (floats(x).reshape(64, 2, -1, GROUPS[dim]) for x in (rows, row.unpack(kept)))
     step = (before.max(-1, keepdims=True) - before.min(-1, keepdims=True)) / (2**bits - 1)
     largest = np.abs(before).max(-1, keepdims=True)
     # The scale is rounded, and then the result: each by less than this.
@@ -87,8 +85,8 @@ def test_less_is_lost_than_by_mlxs_own_quantisation(bits, dtype):
     how = {"group_size": 64, "bits": bits}
     theirs = mx.dequantize(*mx.quantize(rows, **how), **how)
     ours = RowFormat(128, dtype, bits).rounded(rows)
-    size = as_numpy(rows).std(-1, keepdims=True)
-    errors = [np.square((as_numpy(x) - as_numpy(rows)) / size).mean() for x in (ours, theirs)]
+    size = floats(rows).std(-1, keepdims=True)
+    errors = [np.square((floats(x) - floats(rows)) / size).mean() for x in (ours, theirs)]
     assert errors[0] < errors[1]
 
 
@@ -175,7 +173,7 @@ class Recorder(Bench):
     def _read(self, layer: int, request: int, start: int, end: int) -> list[np.ndarray]:
         store, at = self.store, np.arange(start, end)
         table = np.array(self.blocks[request][store.group_of[layer]])
-        slots = mx.array(table[at // store.block_size] * store.block_size + at % store.block_size)
+        slots = mx.array(slots_of(table, at, store.block_size))
         spec = store.specs[layer]
         kept = (spec.k_row, store.keys[layer]), (spec.v_row, store.values[layer])
         return [
@@ -217,7 +215,7 @@ def replay(model: nn.Module, life: Life, bits: int) -> tuple[float, list[float]]
 def steps(own: mx.array, kept: mx.array, bits: int) -> float:
     """How far kept rows (..., dim) are from a model's own at most, in steps of their groups."""
     size = RowFormat(own.shape[-1], own.dtype, bits).group_size
-    own, kept = (as_numpy(x).reshape(-1, size) for x in (own, kept))
+    own, kept = (floats(x).reshape(-1, size) for x in (own, kept))
     step = (own.max(-1) - own.min(-1)) / (2**bits - 1)
     return (np.abs(kept - own).max(-1) / np.maximum(step, 1e-9)).max()
 

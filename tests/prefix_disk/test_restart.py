@@ -308,9 +308,7 @@ def test_other_weights_have_another_namespace():
 
 
 def test_a_full_disk_costs_nothing_but_the_cache(monkeypatch, caplog):
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(folder, "write_file", full)
     engine = start("llama")
     assert tokens(serve(engine, PROMPTS))[:2] == [tiny.alone(tiny.native("llama"), LONG, 8)] * 2

@@ -3,7 +3,6 @@
 import re
 import sys
 from dataclasses import replace
-from importlib.abc import MetaPathFinder
 
 import pytest
 
@@ -95,22 +94,6 @@ def test_products_may_go_through_skinny_gemm_in_16_bits(
     wanted = range(0) if dtype == mx.float32 else SKINNY
     assert built.path.fusion.skinny_rows == wanted
     assert ("products of 1 to 8 rows" in built.path.reason) == bool(wanted)
-
-
-def test_the_core_works_without_the_rooms_on_top_of_it(a_gpu, monkeypatch, caplog):
-    rooms = "vllm_metal_lite.checks", "vllm_metal_lite.fusion"
-
-    class Nowhere(MetaPathFinder):
-        def find_spec(self, name, path, target=None):
-            if name in rooms:
-                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-    monkeypatch.setattr(sys, "meta_path", [Nowhere(), *sys.meta_path])
-    for name in [n for n in sys.modules if n.startswith(rooms)]:
-        monkeypatch.delitem(sys.modules, name)
-    built = assemble()
-    assert built.attention.name == "kernels"
-    assert built.path.fusion is NO_FUSION
 
 
 def test_a_room_that_lacks_one_of_its_modules_is_a_fault(monkeypatch):

@@ -37,14 +37,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24)
 SAMPLED = SamplingParams(seed=5, max_tokens=24, top_k=20, frequency_penalty=0.3, logprobs=1)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache_of_verdicts(tmp_path_factory):
-    """The kernels check themselves once for all tests."""
-    with pytest.MonkeyPatch.context() as m:
-        m.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(autouse=True)
 def power_of_two_rows(monkeypatch):
     """As on a GPU; on a CPU steps are not padded.  Prompts are no decodes."""

@@ -18,7 +18,6 @@ from tests.support.replay.graph import (
     WRITERS,
     WRITES_IF_FUSED,
     Graph,
-    Shape,
     any_order,
 )
 from tests.support.replay.record import kernel_engine, record
@@ -195,7 +194,7 @@ def test_a_large_store_ends_a_command_buffer_in_each_layer():
     graph = record(make_engine(), arrivals)
     layers = len([given for given in graph.arguments if given.startswith("store keys")])
     for name in graph.arguments.values():
-        graph.shapes[name] = Shape((50 << 20,))
+        graph.shapes[name] = (50 << 20,)
 
     def commits(mb: int) -> int:
         """Of a step of decodes."""

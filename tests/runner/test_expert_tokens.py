@@ -21,9 +21,8 @@ PROMPTS, COUNTS, TOP_K = tiny.prompts(3, 5, 11, seed=9), (4, 6, 8), 2
 
 
 @pytest.fixture(scope="module", autouse=True)
-def host(tmp_path_factory):
+def host():
     with pytest.MonkeyPatch.context() as patch, installed():
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         pretend_gpu(patch, RIGHT)
         patch.setattr(decide, "faster_rows", lambda *_: range(0))
         patch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))

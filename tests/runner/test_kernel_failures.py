@@ -57,9 +57,8 @@ ARMED_AFTER = 3  # steps
 
 
 @pytest.fixture(scope="module", autouse=True)
-def host(tmp_path_factory):
+def host():
     with pytest.MonkeyPatch.context() as patch, installed():
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         # Decodes are split, and a prefix is shared, at the lengths of these prompts; "gather" means
         # all prompts.
         how = {"rows_as_decodes": 0, "min_keys": 16, "small_scores": 0}

@@ -2,6 +2,7 @@
 
 from copy import copy
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -216,9 +217,7 @@ def test_memory_is_wired_on_metal_only(monkeypatch):
 
 
 def test_a_refused_wired_limit_harms_nothing(monkeypatch):
-    def refuse(size):
-        raise ValueError("larger than the maximum working set size")
-
+    refuse = Mock(side_effect=ValueError("larger than the maximum working set size"))
     monkeypatch.setattr(mx, "set_wired_limit", refuse)
     monkeypatch.setattr(backend, "name", lambda: "metal")
     monkeypatch.setattr(backend, "memory_limit", lambda: 1 << 33)

@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 import weakref
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -115,11 +116,8 @@ def test_a_failure_is_raised_where_the_step_is_waited_for(monkeypatch):
     bench.launch()
     bench.pipeline.advance()
 
-    def fail(self):
-        raise RuntimeError("device lost")
-
     with monkeypatch.context() as m:
-        m.setattr(StepResult, "wait", fail)
+        m.setattr(StepResult, "wait", Mock(side_effect=RuntimeError("device lost")))
         with pytest.raises(RuntimeError, match="device lost"):
             bench.pipeline.finish()
     bench.pipeline.clear()

@@ -3,8 +3,6 @@
 Each test runs two processes joined by a ring, over the CPU host.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from tests.support.kernels.expert_cases import EXPERT_KERNELS
 from tests.support.kernels.launches import watch
 from tests.support.models import tiny_models as tiny
 from tests.support.models.rounding import of_16_bits
+from tests.support.run_python import run_python
 from tests.support.server.command import eventually
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig
@@ -161,5 +160,5 @@ def test_a_step_is_submitted_before_the_ranks_agree_on_the_previous_tokens(tmp_p
 def test_imports_run_nothing_on_a_device():
     """A rank chooses its device afterwards; MLX's first stream comes with its first operation."""
     code = "import vllm_metal_lite.engine.llm, mlx.core as mx; print(mx.new_stream(mx.cpu))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python("-c", code, check=True)
     assert done.stdout.strip() == "Stream(Device(cpu, 0), 0)"

@@ -5,14 +5,13 @@ The test installs them with pip into a folder of their own, which git ignores.
 
 import json
 import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support.run_python import run_python
 from tests.support.server.kit import serving
 from vllm_metal_lite import LLM
 
@@ -41,9 +40,8 @@ def install() -> None:
     done = FOLDER / "installed"
     if done.exists() and done.read_text() == " ".join(PACKAGES):
         return
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-compile"]
-    command = [*pip, "--target", str(FOLDER), *PACKAGES]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    flags = "-q", "--no-compile", "--target", FOLDER
+    run = run_python("-m", "pip", "install", *flags, *PACKAGES)
     if run.returncode:
         pytest.skip(f"the clients cannot be installed: {run.stderr[-300:]}")
     done.write_text(" ".join(PACKAGES))
@@ -57,9 +55,6 @@ def test_clients_get_the_embeddings_of_the_python_api(client):
     with serving() as running:
         given = f"import json\nurl, texts = {running.url + '/v1'!r}, {TEXTS!r}\n"
         program = given + PROGRAMS[client] + "print(json.dumps(found))"
-        env = os.environ | {"PYTHONPATH": str(FOLDER)}
-        run = subprocess.run(
-            [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=300
-        )
+        run = run_python("-c", program, env=os.environ | {"PYTHONPATH": str(FOLDER)})
     assert run.returncode == 0, run.stderr[-2000:]
     np.testing.assert_allclose(json.loads(run.stdout), wanted, atol=1e-5)

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -20,9 +21,7 @@ def unread(running, monkeypatch):
     """Fails if a template or a tokenizer sees anything."""
     model = running.server.models.loaded["demo"].model
 
-    def reads(*args, **kwargs):
-        raise AssertionError("read before it was refused")
-
+    reads = Mock(side_effect=AssertionError("read before it was refused"))
     monkeypatch.setattr(model.tokenizer._tokenizer, "apply_chat_template", reads)
     monkeypatch.setattr(model.tokenizer._tokenizer, "encode", reads)
     monkeypatch.setattr(model, "encode_text", reads)

@@ -5,8 +5,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -14,7 +12,8 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 import httpx
 import pytest
 
-from tests.support.server.cli_kit import COMMAND, SAFETY
+from tests.support.run_python import run_python
+from tests.support.server.cli_kit import SAFETY
 from tests.support.server.command import Command, eventually, serve_command, wait_until_draining
 
 pytestmark = pytest.mark.long
@@ -215,12 +214,7 @@ def test_a_client_that_does_not_read_holds_nobody_up(tmp_path):
 def test_an_address_in_use_is_one_line_before_a_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = subprocess.run(
-            [*COMMAND, "serve", "/no/such/model", "--port", str(port)],
-            capture_output=True,
-            text=True,
-            timeout=SAFETY,
-        )
+        done = run_python("-m", "vllm_metal_lite", "serve", "/no/such/model", "--port", port)
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.startswith(f"error: cannot listen on 127.0.0.1:{port} (--host, --port): ")
@@ -265,9 +259,7 @@ asyncio.run(main())
 
 
 def test_a_server_that_fails_ends_its_engine():
-    done = subprocess.run(
-        [sys.executable, "-c", FAILS], capture_output=True, text=True, timeout=SAFETY
-    )
+    done = run_python("-c", FAILS)
     assert "ZeroDivisionError" in done.stderr
     with pytest.raises(ProcessLookupError):
         os.kill(int(done.stdout), 0)

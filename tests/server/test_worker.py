@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from functools import wraps
 from multiprocessing import Pipe
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -269,10 +270,7 @@ def test_an_engine_whose_steps_all_fail_ends():
     """So the next request starts another one."""
     engine = LLMEngine.from_name("demo", CONFIG)
 
-    def fail(*args):
-        raise RuntimeError("the device is gone")
-
-    engine.runner.execute = fail
+    engine.runner.execute = Mock(side_effect=RuntimeError("the device is gone"))
     server, theirs = Pipe()
 
     def serve() -> None:

@@ -1,23 +1,18 @@
 """The benchmark of servers, as a user runs it; servers that a tool starts."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 
+from tests.support.run_python import run_python
 from tools.lib import servers
 from vllm_metal_lite import MetalLiteError
 
 
 def medians_of(tmp_path, load: str, *words: str) -> dict[str, dict[str, float]]:
     result = tmp_path / "result.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.bench.server", "--load", load, *words, "--json", result],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_python("-m", "tools.bench.server", "--load", load, *words, "--json", result)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(result.read_text())["loads"][load]
 

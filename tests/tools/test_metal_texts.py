@@ -1,11 +1,9 @@
 """The tool that writes the Metal texts for Apple's compiler."""
 
-import subprocess
-import sys
-
 import pytest
 
 from metal.host import mlx_source
+from tests.support.run_python import run_python
 from vllm_metal_lite.kernels import source
 
 TOOL = "tools.prove.metal_texts"
@@ -13,9 +11,7 @@ TOOL = "tools.prove.metal_texts"
 
 @pytest.mark.thorough
 def test_every_kernel_is_written_with_the_prelude(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", TOOL, tmp_path / "new"], capture_output=True, text=True, check=True
-    )
+    done = run_python("-m", TOOL, tmp_path / "new", check=True)
     texts = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "new").iterdir()}
     assert done.stdout.startswith(f"{len(texts)} texts in ")
     assert {name.rpartition("-")[0] for name in texts} == {

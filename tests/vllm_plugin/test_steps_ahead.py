@@ -1,5 +1,7 @@
 """One step ahead under vLLM's async scheduling: answers are those of steps waited for."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from tests.support.models import tiny_models as tiny
@@ -103,14 +105,11 @@ def test_prompts_are_scored_again_when_what_is_under_way_is_thrown_away():
 def test_a_failed_step_ends_the_engine_with_its_error(monkeypatch, is_async):
     """Where the step is submitted, or where it is waited for."""
 
-    def fail(*args):
-        raise RuntimeError("device lost")
-
     def serve(owner, name):
         with kit.engine(async_scheduling=is_async) as llm, monkeypatch.context() as m:
             kit.add(llm, "a", PROMPTS[0])
             kit.run(llm, 4)
-            m.setattr(owner, name, fail)
+            m.setattr(owner, name, Mock(side_effect=RuntimeError("device lost")))
             kit.run(llm)
 
     for owner, name in ((StepResult, "wait"), (ReferenceAttention, "prepare")):

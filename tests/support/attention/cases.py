@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
-from tests.support.attention.oracle import paged_attention
+from tests.support.attention.oracle import paged_attention, slots_of
 from tests.support.engine.batches import Segment, own_blocks, pack
 from tests.support.engine.poison import poison
+from tests.support.kernels.arrays import floats, normal
 from tests.support.kernels.device import change_device
 from vllm_metal_lite.attention.base import Attention, AttentionCall, StepAttention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
@@ -46,7 +48,7 @@ def expected_pairs(
             start = start if chunk is None else max(start, position // chunk * chunk)
             assert position < length
             at = np.arange(start, position + 1)
-            seen[row] = (table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE).tolist()
+            seen[row] = slots_of(table, at, BLOCK_SIZE).tolist()
     return seen
 
 
@@ -77,10 +79,7 @@ class Case:
         self.shapes = [AttentionShape(heads, kv_heads, dim, v_dim or dim, dtype)]
         num_blocks = int(self.batch.block_tables.max()) + 2
         slots = (num_blocks + 1) * BLOCK_SIZE
-
-        def draw(*shape: int) -> mx.array:
-            return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
-
+        draw = partial(normal, rng, dtype=dtype)
         self.q = draw(self.batch.num_tokens, heads, dim)
         self.k, self.v = draw(slots, kv_heads, dim), draw(slots, kv_heads, v_dim or dim)
         self.sinks = 2 * draw(heads) if sinks else None
@@ -97,8 +96,7 @@ class Case:
         seen = np.zeros(len(self.k), bool)
         first = b.seq_lens - np.diff(b.cu_seqlens_q) + 1 - (how.get("window") or 1 << 20)
         for table, start, end in zip(b.block_tables[0], first, b.seq_lens, strict=True):
-            at = np.arange(max(start, 0), end)
-            seen[table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE] = True
+            seen[slots_of(table, np.arange(max(start, 0), end), BLOCK_SIZE)] = True
         poison(self.store, [seen])
         step = begin(self.attention, self.batch, n + padding)
         q = mx.concatenate([self.q, mx.full((padding, *self.q.shape[1:]), 7, self.dtype)])
@@ -108,10 +106,10 @@ class Case:
         return np.array(out[:n].astype(mx.float32))
 
     def expected(self, window: int | None = None, softcap: float | None = None) -> np.ndarray:
-        q, k, v = (np.array(a.astype(mx.float32)) for a in (self.q, self.k, self.v))
+        q, k, v = map(floats, (self.q, self.k, self.v))
         b, sinks = self.batch, self.sinks
         how = {"scale": self.scale, "window": window, "softcap": softcap}
-        how |= {"sinks": None if sinks is None else np.array(sinks.astype(mx.float32))}
+        how |= {"sinks": None if sinks is None else floats(sinks)}
         return paged_attention(
             q, k, v, b.block_tables[0], b.cu_seqlens_q, b.seq_lens, block_size=BLOCK_SIZE, **how
         )

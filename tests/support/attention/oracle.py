@@ -5,6 +5,11 @@ from itertools import pairwise
 import numpy as np
 
 
+def slots_of(blocks: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+    """The slots of a sequence's tokens in the store.  blocks: (..., blocks of the sequence)."""
+    return blocks[..., positions // block_size] * block_size + positions % block_size
+
+
 def paged_attention(
     q: np.ndarray,
     keys: np.ndarray,
@@ -34,7 +39,7 @@ def paged_attention(
         row_at = seq_lens[s] - (stop - start) + np.arange(stop - start)
         # From the first key that any row sees: those before it may be anybody's.
         key_at = np.arange(0 if window is None else max(0, row_at[0] - window + 1), seq_lens[s])
-        slots = block_tables[s][key_at // block_size] * block_size + key_at % block_size
+        slots = slots_of(block_tables[s], key_at, block_size)
         seen = key_at <= row_at[:, None]
         if window is not None:
             seen &= key_at > row_at[:, None] - window

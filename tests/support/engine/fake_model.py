@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.attention.oracle import slots_of
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 
@@ -89,14 +90,14 @@ class FakeModel:
         batch.validate(*(g.num_blocks for g in self.groups), num_state_slots=len(self.states))
         if self.states:
             self._update_states(batch)
-        at, size = np.arange(batch.seq_lens.max()), batch.block_size
+        at = np.arange(batch.seq_lens.max())
         lengths = np.diff(batch.cu_seqlens_q)
         first = (batch.seq_lens - lengths)[:, None]
         segment = np.repeat(np.arange(batch.num_segments), lengths)
         numbers = batch.token_ids.astype(np.uint64)
         for layer, group in enumerate(self.layers):
             rows, window = batch.slot_mapping(group), self.groups[group].window or MAX_LEN
-            slots = batch.block_tables[group][:, at // size] * size + at % size
+            slots = slots_of(batch.block_tables[group], at, batch.block_size)
             assert len(set(rows.tolist())) == batch.num_tokens, "a slot is written twice"
             stored, positions = self.numbers[layer].reshape(-1), self.positions[group].reshape(-1)
             stored[rows], positions[rows] = numbers, batch.positions

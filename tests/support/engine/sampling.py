@@ -1,7 +1,6 @@
 """What sampling should give: float64, one row at a time, noise by hand; and how to run it."""
 
 import math
-import re
 
 import numpy as np
 
@@ -94,20 +93,11 @@ def random_logits(seed, *shape, scale=3.0):
     return (np.random.default_rng(seed).normal(size=shape) * scale).astype(np.float32)
 
 
-def primitives(path, *arrays):
-    mx.export_to_dot(str(path), *arrays)
-    return re.findall(r'label ?= ?"([^"]+)", shape ?= ?rectangle', path.read_text())
-
-
-def chi_square(counts, probs):
-    expected = probs * counts.sum()
-    assert counts[probs == 0].sum() == 0
-    expected, counts = expected[probs > 0], counts[probs > 0]
-    return ((counts - expected) ** 2 / expected).sum(), len(expected) - 1
-
-
 def assert_fits(counts, probs):
-    stat, df = chi_square(counts, probs)
+    """By chi-square."""
+    assert counts[probs == 0].sum() == 0
+    expected, counts = probs[probs > 0] * counts.sum(), counts[probs > 0]
+    stat, df = ((counts - expected) ** 2 / expected).sum(), len(expected) - 1
     # Wilson and Hilferty: the cube root is nearly normal; 3.1 sigma is p = 0.001.
     z = ((stat / df) ** (1 / 3) - (1 - 2 / (9 * df))) / math.sqrt(2 / (9 * df))
     assert z < 3.1, f"chi-square {stat:.1f} at {df} degrees of freedom"

@@ -17,11 +17,16 @@ def draw(rng: np.random.Generator, *shape: int, dtype: mx.Dtype = mx.float32) ->
 
 
 def normal(rng: np.random.Generator, *shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
-    return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
+    return of_type(rng.standard_normal(shape), dtype)
 
 
 def seeded(*shape: int, seed: int, dtype: mx.Dtype = mx.float32) -> mx.array:
     return normal(np.random.default_rng(seed), *shape, dtype=dtype)
+
+
+def of_type(values: np.ndarray, dtype: mx.Dtype) -> mx.array:
+    """Numbers in float64, rounded to float32 and then to `dtype`."""
+    return mx.array(values.astype(np.float32)).astype(dtype)
 
 
 def floats(array: mx.array) -> np.ndarray:
@@ -35,7 +40,7 @@ def raw(array: mx.array) -> np.ndarray:
 
 def rounded(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
     """Every number as `dtype` holds it."""
-    return np.array(mx.array(values.astype(np.float32)).astype(dtype).astype(mx.float32))
+    return np.array(of_type(values, dtype).astype(mx.float32))
 
 
 def in_store(row: RowFormat, values: np.ndarray) -> mx.array:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from hypothesis import strategies as st
 
-from tests.support.attention.oracle import paged_attention
+from tests.support.attention.oracle import paged_attention, slots_of
 from tests.support.kernels.arrays import TOLERANCE, draw, from_store, in_store
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
@@ -47,8 +47,7 @@ def poisoned_store(
     readable = np.zeros(slots, bool)
     begins = np.broadcast_to(np.maximum(first, 0), seq_lens.shape)
     for table, begin, end in zip(tables, begins, seq_lens, strict=True):
-        at = np.arange(begin, end)
-        readable[table[at // block_size] * block_size + at % block_size] = True
+        readable[slots_of(table, np.arange(begin, end), block_size)] = True
     kept, values = [], []
     for row in (spec.k_row, spec.v_row):
         drawn = draw(rng, slots, spec.num_kv_heads, row.dim, dtype=spec.dtype)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.support.kernels.arrays import floats
+from tests.support.kernels.arrays import floats, normal, of_type
 from tests.support.kernels.quantised_weights import dequantised
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.experts import (
@@ -66,11 +66,11 @@ def draw_experts(
 
     def part(outputs: int, depth: int) -> ExpertWeight:
         values = rng.standard_normal((count, outputs, depth)) / depth**0.5
-        weight: Weight = mx.array(values.astype(np.float32)).astype(dtype)
+        weight: Weight = of_type(values, dtype)
         if how is not None:
             words, scales, *biases = mx.quantize(weight, how.group_size, how.bits, how.mode)
             weight = QuantisedWeight(words, scales, biases[0] if biases else None, how)
-        added = mx.array(rng.standard_normal((count, outputs)).astype(np.float32)).astype(dtype)
+        added = normal(rng, count, outputs, dtype=dtype)
         return ExpertWeight(weight, added if bias else None)
 
     # Not every product that is tried alone has a whole MLP whose widths can be quantised.

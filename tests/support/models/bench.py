@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from tests.support.attention.oracle import slots_of
 from tests.support.engine.poison import poison, poison_states
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
@@ -137,11 +138,8 @@ class Bench:
             full = np.zeros((BLOCKS + 1) * BLOCK_SIZE, bool)
             for request, count in self.computed.items():
                 first = 0 if group.window is None else max(count - group.window + 1, 0)
-                at = np.arange(first, count)
-                full[
-                    np.array(self.blocks[request][g])[at // BLOCK_SIZE] * BLOCK_SIZE
-                    + at % BLOCK_SIZE
-                ] = True
+                blocks = np.array(self.blocks[request][g])
+                full[slots_of(blocks, np.arange(first, count), BLOCK_SIZE)] = True
             keep.append(full)
         poison(self.store, keep)
         started = {self.slots[request] for request, count in self.computed.items() if count}

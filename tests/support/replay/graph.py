@@ -4,7 +4,6 @@ The order is that of `eval_impl` in mlx/transforms.cpp (commit 846d176): the tap
 results, breadth first with a width limit, and run from its end.
 """
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,14 +17,6 @@ OURS = "metal_lite_"
 MLX_S = "mlx_"
 # The end of a kernel's name, and the template value that counts launches, in recordings.
 END, TURN = "END", "TURN"
-
-
-class Shape(NamedTuple):
-    dims: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.dims)
 
 
 @dataclass(frozen=True)
@@ -119,7 +110,7 @@ class Graph:
     arguments: arrays that exist from the start, by the name that was given to them.
     """
 
-    shapes: dict[str, Shape] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     arguments: dict[str, str] = field(default_factory=dict)
     evals: list[Eval] = field(default_factory=list)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from mlx_lm.models import activations
 
-from tests.support.replay.graph import END, MLX_S, OURS, TURN, Eval, Graph, Node, Shape
+from tests.support.replay.graph import END, MLX_S, OURS, TURN, Eval, Graph, Node
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
@@ -85,9 +85,9 @@ def fill(graph: Graph, events: Sequence[dict[str, Any]]) -> None:
     for event in events:
         for kind in ("inputs", "outputs"):
             for name, dims, _ in event.get(kind, ()):
-                graph.shapes[name] = Shape(tuple(dims))
+                graph.shapes[name] = tuple(dims)
         for name, array in event.get("constants", ()):
-            graph.shapes[name] = Shape(tuple(array.shape))
+            graph.shapes[name] = tuple(array.shape)
         if event["type"] == "primitive":
             names = (tuple(n for n, *_ in event[kind]) for kind in ("inputs", "outputs"))
             graph.nodes.append(Node(event["name"], *names, event["arguments"]))
@@ -186,7 +186,7 @@ def as_on_metal(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(backend, "name", lambda: "metal")
     for name in ("rms_norm", "layer_norm", "rope"):
         patch.setattr(mx.fast, name, _one_launch(name))
-    patch.setattr(mx.fast, "scaled_dot_product_attention", _sdpa())
+    patch.setattr(mx.fast, "scaled_dot_product_attention", _one_launch("sdpa", _shape_of_sdpa))
     swiglu = _one_launch("swiglu")  # compiled by mlx-lm
     for name, module in list(sys.modules.items()):
         if name.startswith("mlx_lm.models") and getattr(module, "swiglu", None) is _SWIGLU:
@@ -194,37 +194,26 @@ def as_on_metal(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(mx, "contiguous", _one_launch("contiguous"))  # an export refuses the real one
 
 
-def _one_launch(name: str) -> Callable[..., mx.array]:
-    kernel = _stand_in(name)
-
-    def call(x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        others = [a for a in (*args, *kwargs.values()) if isinstance(a, mx.array)]
-        return kernel([x, *others], x.shape, x.dtype)
-
-    return call
-
-
-def _sdpa() -> Callable[..., mx.array]:
-    kernel = _stand_in("scaled_dot_product_attention")
-
-    def call(q: mx.array, k: mx.array, v: mx.array, **kwargs: Any) -> mx.array:
-        others = [a for a in kwargs.values() if isinstance(a, mx.array)]
-        return kernel([q, k, v, *others], (*q.shape[:-1], v.shape[-1]), q.dtype)
-
-    return call
-
-
-def _stand_in(name: str) -> Callable[..., mx.array]:
+def _one_launch(
+    name: str, shape_of: Callable[..., tuple[int, ...]] = lambda x, *_: x.shape
+) -> Callable[..., mx.array]:
+    """Replaces a function of MLX: its arrays go into one launch, and one of `shape_of` them comes
+    out, of the first one's type."""
     kernels: dict[int, Any] = {}
 
-    def launch(inputs: Sequence[mx.array], shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-        count = len(inputs)
+    def call(*args: Any, **kwargs: Any) -> mx.array:
+        arrays = [a for a in (*args, *kwargs.values()) if isinstance(a, mx.array)]
+        count = len(arrays)
         if count not in kernels:
             options = {"output_names": ["out"], "source": " ", "ensure_row_contiguous": False}
             kernels[count] = mx.fast.metal_kernel(
                 name=f"{MLX_S}{name}_{END}", input_names=[f"a{i}" for i in range(count)], **options
             )
-        how = {"output_shapes": [shape], "output_dtypes": [dtype]}
-        return kernels[count](inputs=list(inputs), grid=(1, 1, 1), threadgroup=(1, 1, 1), **how)[0]
+        how = {"output_shapes": [shape_of(*arrays)], "output_dtypes": [arrays[0].dtype]}
+        return kernels[count](inputs=arrays, grid=(1, 1, 1), threadgroup=(1, 1, 1), **how)[0]
 
-    return launch
+    return call
+
+
+def _shape_of_sdpa(q: mx.array, _: mx.array, v: mx.array, *others: mx.array) -> tuple[int, ...]:
+    return *q.shape[:-1], v.shape[-1]

@@ -148,13 +148,13 @@ class Replay:
             if node.op in _RESHAPES and not a.contiguous:
                 self._held[name] = self._copy(a, source)
                 continue
-            size = a.data_size if node.op not in ("Slice", "Split") else new.size
-            contiguous = a.contiguous and _stays_contiguous(node, old.dims, new.dims)
+            size = a.data_size if node.op not in ("Slice", "Split") else math.prod(new)
+            contiguous = a.contiguous and _stays_contiguous(node, old, new)
             self._held[name] = _Held(a.buffer, size, contiguous)
 
     def _copy(self, a: _Held, name: str) -> _Held:
         self._buffers += 1
-        copy = _Held(self._buffers, self.graph.shapes[name].size)
+        copy = _Held(self._buffers, math.prod(self.graph.shapes[name]))
         self._launch("copy", *([], []) if self.tickets_only else ([a], [copy]))
         self.encoder.add_temporary(copy.buffer)
         return copy
@@ -165,7 +165,7 @@ class Replay:
 
     def _new(self, name: str) -> _Held:
         self._buffers += 1
-        self._held[name] = _Held(self._buffers, self.graph.shapes[name].size)
+        self._held[name] = _Held(self._buffers, math.prod(self.graph.shapes[name]))
         return self._held[name]
 
 

@@ -1,0 +1,34 @@
+"""A plugin of pytest: which lines of the kernels no test has run."""
+
+import os
+import sys
+
+import pytest
+
+
+def pytest_configure(config):
+    if config.getoption("all_cases"):
+        # Kernels on the CPU host count which of their lines run.
+        os.environ.setdefault("METAL_LITE_HOST_COVERAGE", "1")
+
+
+def pytest_sessionfinish(session):
+    """A worker of pytest-xdist hands over which lines of kernels it has run."""
+    coverage = sys.modules.get("metal.host.coverage")
+    if coverage and hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["kernel_lines"] = coverage.marks()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    if lines := getattr(node, "workeroutput", {}).get("kernel_lines"):
+        from metal.host import coverage
+
+        coverage.take(lines)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Names the lines of metal/*.metal that no test has run."""
+    if coverage := sys.modules.get("metal.host.coverage"):
+        for line in coverage.report():
+            terminalreporter.write_line(line)
