@@ -145,8 +145,8 @@ def test_steps_are_those_of_an_engine_that_waits_for_tokens(workload):
 
 def launch(engine: FakeEngine) -> SchedulerOutput:
     """The next step, before anything waits for its tokens."""
-    engine._launch(engine.scheduler.schedule())
-    return engine._outputs[-1]
+    engine.in_flight.launch(engine.scheduler.schedule())
+    return engine.in_flight.outputs[-1]
 
 
 def running(num_blocks: int = 100, waiting: int = 0, max_tokens: int = 4, **options) -> tuple:
@@ -157,7 +157,8 @@ def running(num_blocks: int = 100, waiting: int = 0, max_tokens: int = 4, **opti
     engine.step()
     for i in range(waiting):
         engine.add([9 + i], 4)
-    engine._advance(launch(engine))
+    launch(engine)
+    engine.in_flight.advance()
     return engine, requests
 
 
@@ -199,10 +200,11 @@ def test_a_waiting_request_joins_the_step_ahead():
 
 def test_tokens_are_waited_for_when_somebody_must_be_preempted():
     engine, _ = running(num_blocks=5, max_tokens=9)
-    while engine._outputs[0].segments[0].num_computed < 7:
+    while engine.in_flight.outputs[0].segments[0].num_computed < 7:
         assert not engine.scheduler.may_preempt()
-        engine._finish(engine._outputs.popleft(), engine.pipeline.finish())
-        engine._advance(launch(engine))
+        engine._finish(*engine.in_flight.finish())
+        launch(engine)
+        engine.in_flight.advance()
     assert engine.scheduler.kv.pools[0].num_available == 1  # and two want one
     assert engine.scheduler.may_preempt()
     assert engine.scheduler.kv.pools[0].num_available == 1
@@ -212,9 +214,9 @@ def test_a_failure_takes_back_both_steps_and_loses_nothing():
     """A decode, one whose last token was under way, and one admitted in the step ahead."""
     engine, (first, second) = running(waiting=1, max_tokens=2, enable_prefix_caching=True)
     assert shape(launch(engine)) == [("r1", 4, 1), ("r2", 0, 1)]
-    engine._roll_back()
+    engine.in_flight.roll_back()
     engine.check_blocks()
-    assert engine.scheduler.num_waiting == 3
+    assert len(engine.scheduler.waiting) == 3
     assert [r.num_computed_before for r in (first, second)] == [3, 3]
     assert UNKNOWN_TOKEN not in first.token_ids + second.token_ids
     engine.run()
@@ -244,7 +246,7 @@ def test_an_engine_gives_the_same_tokens_with_and_without(name, how, budget):
     answers, metrics = [], []
     for ahead in (False, True):
         engine = tiny.engine(name, num_blocks=24, max_num_batched_tokens=budget, max_num_seqs=5)
-        engine.async_scheduling = ahead
+        tiny.run_ahead(engine, ahead)
         rng = np.random.default_rng(1)
         done, prompts = {}, tiny.prompts(10, 3, 30, seed=2)
         for i, prompt in enumerate(prompts):
@@ -404,7 +406,7 @@ def test_what_an_aborted_prompt_scores_in_the_step_ahead_is_nobodys():
     engine.add_request("a", prompts[0], params)
     engine.add_request("b", prompts[1], params)
     engine.step()
-    assert len(engine._outputs[0].segments) == 2
+    assert len(engine.in_flight.outputs[0].segments) == 2
     engine.abort("a")
     engine.add_request("a", prompts[1], params)
     done = tiny.run(engine)

@@ -56,7 +56,7 @@ def test_tokens_are_those_of_mlx_lm_under_the_same_limits(seed, name):
         prefill_policy=str(rng.choice(["mixed", "mixed", "whole"])),
         speculate="auto",
     )
-    engine.async_scheduling = bool(rng.integers(4))
+    tiny.run_ahead(engine, bool(rng.integers(4)))
     prompts = tiny.prompts(5, 1, 30, seed=seed % 1000)
     slots = {
         f"r{i}": draw_slots(rng, int(rng.integers(1, 30)), VOCAB, rng.choice([0.2, 0.7, 1]))

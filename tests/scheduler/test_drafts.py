@@ -29,7 +29,7 @@ def play(workload: Workload, seed: int) -> None:
     config, groups = make_config(workload)
     engine, steps, truth = FakeEngine(config, groups, MAX_MODEL_LEN), count(), {}
     engine.speculator = Guesses(engine, truth, seed)
-    engine.runner.launched = lambda: check(engine, engine._outputs[0])
+    engine.runner.launched = lambda: check(engine, engine.in_flight.outputs[0])
 
     def step() -> None:
         truth.update((r.request_id, expected(engine, r)) for r in engine.unfinished.values())

@@ -58,7 +58,7 @@ def test_what_can_never_finish_is_refused(length, options, message):
     with pytest.raises(RequestError, match=message) as refusal:
         engine.add(prompt(length), **{"request_id": "x", **options})
     assert "\n" not in str(refusal.value)
-    assert engine.scheduler.num_waiting == 1
+    assert len(engine.scheduler.waiting) == 1
     run_and_check(engine)
 
 
@@ -351,10 +351,10 @@ def test_a_failed_step_is_taken_back_and_computed_again():
     engine.step()
     first, second = engine.add(prompt(9, 1)), engine.add([*prompt(8, 1), 7])
     launched = []
-    engine.runner.launched = lambda: launched.extend(shape(engine._outputs[0]))
+    engine.runner.launched = lambda: launched.extend(shape(engine.in_flight.outputs[0]))
     fail(engine)  # completes a block of r0 and two of r1, which r2 hits in the same step
     assert launched == [("r0", 7, 1), ("r2", 8, 1), ("r1", 0, 9)]
-    assert engine.scheduler.num_waiting == 3
+    assert len(engine.scheduler.waiting) == 3
     assert decode.status is first.status is second.status is RequestStatus.WAITING
     assert first.num_computed_tokens == second.num_computed_tokens == 0
     engine.scheduler.one_by_one = False  # the engine looks for the prompt at fault

@@ -59,7 +59,7 @@ def short_intervals() -> Iterator[None]:
 
 def look(engine: FakeEngine, seen: set[str]) -> None:
     """At a step that is launched."""
-    out = engine._outputs[-1]
+    out = engine.in_flight.outputs[-1]
     for s in out.segments:
         before = engine.runner.model.states[s.state.final][: s.num_computed]
         assert [*before] == s.request.token_ids[: s.num_computed], "another prefix's state"

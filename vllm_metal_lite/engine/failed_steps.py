@@ -31,10 +31,13 @@ class FailedSteps:
         """MAX_FAILURES steps failed without a success between them: all requests must end."""
         return self._num_failures >= MAX_FAILURES
 
-    def failed(self, output: SchedulerOutput, error: Exception) -> None:
-        """output: the step, before its rollback."""
-        self._note(error)
+    def failed(self, output: SchedulerOutput, error: Exception) -> bool:
+        """output: the step, before its rollback.  False: all of its requests were aborted."""
         running = [s.request for s in output.segments if s.request.status is RequestStatus.RUNNING]
+        if output.segments and not running:
+            logger.warning(f"a step failed after its requests were aborted: {one_line(error)}")
+            return False
+        self._note(error)
         if self._scheduler.one_by_one or len(running) == 1:
             prefills = output.segments[output.num_decodes :]
             prompts = [s.request for s in prefills if not s.draft_token_ids]
@@ -44,6 +47,7 @@ class FailedSteps:
             self.at_fault = []
             self._suspects.update(running)
             self._scheduler.one_by_one = True
+        return True
 
     def spoilt(self, output: SchedulerOutput, error: Exception) -> None:
         """output: a step whose tokens could not all be recorded, so all of its requests end."""

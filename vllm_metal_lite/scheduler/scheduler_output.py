@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 
 from vllm_metal_lite.batch.forward_batch import SegmentState
 from vllm_metal_lite.scheduler.kv_manager import NewBlocks
-from vllm_metal_lite.scheduler.request import Request, RequestStatus
+from vllm_metal_lite.scheduler.request import Request
 
 
 @dataclass(slots=True)
@@ -99,8 +99,3 @@ class SchedulerOutput:
     @property
     def is_empty(self) -> bool:
         return not self.segments
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether a request of this step still runs."""
-        return any(s.request.status is RequestStatus.RUNNING for s in self.segments)
