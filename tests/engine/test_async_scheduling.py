@@ -2,32 +2,17 @@
 
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import replace
-from itertools import count
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from tests.support.engine import workloads as workloads_of
-from tests.support.engine.fake_engine import (
-    FakeEngine,
-    StepFailed,
-    answer_of,
-    expected,
-    fake_config,
-    shape,
-)
+from tests.support.engine.fake_engine import FakeEngine, answer_of, expected, fake_config, shape
 from tests.support.engine.fake_model import VOCAB_SIZE
 from tests.support.engine.pool_accounts import check_accounts
-from tests.support.engine.workloads import (
-    MAX_MODEL_LEN,
-    Workload,
-    make_config,
-    seeded_workload,
-    workloads,
-)
+from tests.support.engine.workloads import Workload, make_engine, seeded_workload, workloads
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
@@ -60,15 +45,8 @@ class StoppingEngine(FakeEngine):
 def play(seed: int) -> StoppingEngine:
     """Random requests, aborts and failures, under pressure of blocks or not."""
     workload = seeded_workload(seed, pressed=seed % 2 == 0)
-    config, groups = make_config(workload)
-    engine, steps = StoppingEngine(config, groups, MAX_MODEL_LEN), count()
-
-    def step() -> None:
-        with suppress(StepFailed):
-            engine.step(fails=next(steps) in workload.failures)
-        engine.check_blocks()
-
-    aborted = workloads_of.play(workload, engine, step)
+    engine = make_engine(workload, StoppingEngine)
+    aborted = workloads_of.play(workload, engine)
     for name, request in engine.requests.items():
         answer, tokens = answer_of(request), expected(engine, request)
         end = next((i for i, token in enumerate(tokens) if is_eos(token)), len(tokens))
@@ -134,8 +112,8 @@ def test_steps_are_those_of_an_engine_that_waits_for_tokens(workload):
     """Chunks, mixed steps, preemptions, policies: where no answer ends before its length, nothing
     is decided otherwise.  (A block that a step ahead completes is found one step later: no cache.)
     """
-    config, groups = make_config(replace(workload, caching=False))
-    waiting, ahead = (FakeEngine(config, groups, MAX_MODEL_LEN, ahead=a) for a in (False, True))
+    workload = replace(workload, caching=False)
+    waiting, ahead = (make_engine(workload, ahead=ahead) for ahead in (False, True))
     assert steps_of(ahead, workload) == steps_of(waiting, workload)
     assert ahead.scheduler.num_preemptions == waiting.scheduler.num_preemptions
     assert ahead.scheduler.counts.recomputed_tokens == waiting.scheduler.counts.recomputed_tokens

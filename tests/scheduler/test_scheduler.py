@@ -320,7 +320,7 @@ def test_a_request_may_end_while_its_step_runs():
     out = engine.scheduler.schedule()
     engine.scheduler.finish(first)
     engine.scheduler.advance(out)
-    engine.scheduler.update(out, [11, 22])
+    engine.scheduler.update(out, [11, 22], {})
     assert first.num_tokens == 4
     assert second.token_ids[-1] == 22
     out = engine.scheduler.schedule()
@@ -336,7 +336,7 @@ def test_update_wants_a_token_for_each_segment_that_ends():
     out = engine.scheduler.schedule()
     engine.scheduler.advance(out)
     with pytest.raises(ValueError, match="zip"):
-        engine.scheduler.update(out, [5])
+        engine.scheduler.update(out, [5], {})
 
 
 def fail(engine: FakeEngine) -> None:
@@ -398,7 +398,7 @@ def test_a_step_costs_the_host_little():
         try:
             out = scheduler.schedule()
             scheduler.advance(out)
-            scheduler.update(out, [1] * 256)
+            scheduler.update(out, [1] * 256, {})
         finally:
             sys.setprofile(before)
         steps.append(calls)

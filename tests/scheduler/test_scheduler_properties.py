@@ -26,7 +26,7 @@ from tests.support.engine.workloads import (
     MAX_MODEL_LEN,
     STEMS,
     Workload,
-    make_config,
+    make_engine,
     seeded_workload,
     workloads,
 )
@@ -69,8 +69,7 @@ class Play:
 
 def run(workload: Workload) -> Play:
     """Play a workload to its end, with all checks."""
-    config, groups = make_config(workload)
-    play = Play(workload, FakeEngine(config, groups, MAX_MODEL_LEN))
+    play = Play(workload, make_engine(workload))
     play.engine.runner.launched = partial(_look, play)
     play.aborted = workloads_of.play(workload, play.engine, partial(_step, play))
     for name in play.aborted:

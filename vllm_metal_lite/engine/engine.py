@@ -37,7 +37,7 @@ from vllm_metal_lite.scheduler.counts import count
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler import Scheduler
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
-from vllm_metal_lite.speculation.speculator import NoSpeculator, Speculator
+from vllm_metal_lite.speculation.speculator import Speculator
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class LLMEngine:
         self.pooling = PoolingTable()
         # Each rank measures its own times, so ranks would choose different drafts.
         speculates = config.speculate == "auto" and model.ranks.size == 1
-        self.speculator = Speculator(self.seats.tokens_of) if speculates else NoSpeculator()
+        self.speculator = Speculator(self.seats.tokens_of) if speculates else None
         self._last_end: float | None = None  # when the last step ended, while there is work
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id
         self._requests: dict[str, list[Answer]] = {}  # unfinished, by the user's request id
@@ -216,10 +216,11 @@ class LLMEngine:
         except BaseException:
             steps.roll_back()
             raise
+        requests = output.unfinished
         try:
             return self._finish(output, result)
         except Exception as e:
-            self.failed_steps.spoilt(output, e)
+            self.failed_steps.spoilt(requests, e)
             raise
 
     def rest(self) -> bool:
@@ -240,9 +241,7 @@ class LLMEngine:
         """Ids of the requests that must end because `step` raised."""
         if self.failed_steps.is_hopeless:
             return list(self._requests)
-        at_fault = self.failed_steps.at_fault
-        answers = [a for a in self._answers.values() if a.request in at_fault]
-        return list(dict.fromkeys(a.result.request_id for a in answers))
+        return list(dict.fromkeys(r.parent_id for r in self.failed_steps.at_fault))
 
     def _may_run_ahead(self, output: SchedulerOutput) -> bool:
         """Whether the next step may be launched before the tokens of `output` are known."""
@@ -250,12 +249,13 @@ class LLMEngine:
             return False
         if self.prefix_disk.wants_a_pause:
             return False
-        has_room = self.scheduler.drafts.has_room
-        return not (has_room and self.speculator.wants(self.scheduler.decodes))
+        if self.speculator is None or not self.scheduler.drafts.has_room:
+            return True
+        return not self.speculator.wants(self.scheduler.decodes)
 
     def _propose(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
         """The drafts of decodes (`scheduler.drafts`), within the requests' constraints."""
-        drafts = self.speculator.propose(wanted)
+        drafts = self.speculator.propose(wanted) if self.speculator else [[] for _ in wanted]
         if not any(drafts):
             return drafts
         return [
@@ -302,25 +302,20 @@ class LLMEngine:
     def _record(self, output: SchedulerOutput, result: StepResult) -> None:
         """Tell the scheduler the step's tokens, and the sampler those of a step with drafts."""
         tokens, now = result.token_ids.tolist(), time.monotonic()
-        if not output.has_drafts:
-            self.scheduler.update(output, tokens)
-            counts = []
-        else:
-            live = result.live_rows
-            first = [tokens[rows.start] for rows in live]
-            drawn = {
-                request: [tokens[row] for row in rows if row not in result.no_token]
-                for request, rows in zip(output.terminal, live, strict=True)
-            }
-            self.scheduler.update(output, first, {r: tokens[1:] for r, tokens in drawn.items()})
-            forced = {request for request, _ in output.forced}  # the sampler knows their tokens
-            for request, known in drawn.items():
-                if request not in forced:
-                    self.seats.accept(request, known)
-            drafted = (s.request for s in output.segments if s.draft_token_ids)
-            counts = [max(len(drawn[request]) - 1, 0) for request in drafted]
-        seconds = None if self._last_end is None else now - self._last_end
-        self.speculator.note(output, counts, seconds)
+        live, drawn = result.live_rows, dict[Request, list[int]]()
+        if output.has_drafts:
+            for request, rows in zip(output.terminal, live, strict=True):
+                drawn[request] = [tokens[row] for row in rows if row not in result.no_token]
+        accepted = {request: known[1:] for request, known in drawn.items()}
+        self.scheduler.update(output, [tokens[rows.start] for rows in live], accepted)
+        forced = {request for request, _ in output.forced}  # the sampler knows their tokens
+        for request, known in drawn.items():
+            if request not in forced:
+                self.seats.accept(request, known)
+        counts = [len(accepted[s.request]) for s in output.segments if s.draft_token_ids]
+        if self.speculator is not None:
+            seconds = None if self._last_end is None else now - self._last_end
+            self.speculator.note(output, counts, seconds)
         self._last_end = now
 
     def _end(self, answer: Answer) -> None:

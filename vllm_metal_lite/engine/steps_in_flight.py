@@ -49,7 +49,6 @@ class StepsInFlight:
             answer = self._answers[request.request_id]
             self._seats.add(answer)
             answer.report_cached()
-        self._seats.append_blocks(output.segments)
         batch = self._seats.pack(output)
         batch = self._pooling.extend(batch, [s.request for s in output.segments])
         scored = 0

@@ -62,7 +62,6 @@ class Scheduler:
         self.one_by_one = False  # admit a request only if no other prompt is being computed
         self.num_preemptions = 0
         self.counts = TokenCounts()
-        self._block_size = config.block_size
         # Each unfinished request is in one of these queues, or ended by `advance`.
         self.waiting = RequestQueue()
         self.partials = RequestQueue()
@@ -133,9 +132,8 @@ class Scheduler:
         if not out.is_empty:
             self._prefilled_last = out.num_decodes < len(out.segments)
             if propose is not None:
-                tokens = self.config.max_num_batched_tokens - out.total_num_scheduled_tokens
                 rows = self.config.max_sampled_rows - len(out.segments)
-                self.drafts.add(out, propose, min(tokens, rows), self.num_running)
+                self.drafts.add(out, propose, min(self._budget(out), rows), self.num_running)
         # InputBatch.pack wants segments of one token first, prompts' one-token chunks included.
         prefills = out.segments[out.num_decodes :]
         if len(prefills) > 1:
@@ -148,7 +146,7 @@ class Scheduler:
         tokens before scheduling: requests that end with them release blocks."""
         if self.kv.num_available >= len(self.decodes):
             return False
-        block_size = self._block_size
+        block_size = self.kv.block_size
         needy = [r for r in self.decodes if r.num_computed_tokens == r.num_blocks * block_size]
         for request in needy:
             self.kv.give_back(request, request.num_computed_tokens)
@@ -161,11 +159,13 @@ class Scheduler:
         requests that reach max_length with this step.  They release their seats and blocks; the
         next step may reuse the blocks, since the device runs steps in order.
         """
+        num_decodes, running = output.num_decodes, RequestStatus.RUNNING
         if self._states is not None:
             self._states.name(output)
         if not self.shares_in_step:
-            self._name_blocks(output)
-        num_decodes, running = output.num_decodes, RequestStatus.RUNNING
+            for segment in (s for s in output.segments if s.request.status is running):
+                start, end = segment.num_computed, segment.known_end
+                output.named += self.kv.name_blocks(segment.request, start, end)
         terminal = [s.request for s in output.segments[:num_decodes]]
         for request in terminal:
             if request.status is running:
@@ -208,7 +208,7 @@ class Scheduler:
         self,
         output: SchedulerOutput,
         token_ids: Sequence[int],
-        accepted: Mapping[Request, Sequence[int]] | None = None,
+        accepted: Mapping[Request, Sequence[int]],
     ) -> None:
         """Record the tokens of a step, after `advance`.
 
@@ -220,23 +220,19 @@ class Scheduler:
         for request, token in zip(output.terminal, token_ids, strict=True):
             if request.status is not finished and request.token_ids[-1] == UNKNOWN_TOKEN:
                 request.token_ids[-1] = token
-        if accepted is not None:
-            self._settle(output, accepted)
+        for segment in output.segments if output.has_drafts else ():
+            request = segment.request
+            if not segment.draft_token_ids or request.status is finished:
+                continue
+            if not self.drafts.settle(segment, output, accepted[request]):
+                self.decodes.discard(request)
+                self.partials.add(request)
         for ahead, request in self._unnamed:
             if request.status is RequestStatus.RUNNING:
                 end = request.num_tokens
                 ahead.named += self.kv.name_blocks(request, end - 1, end)
         self._unnamed.clear()
         self.counts.add(output.counts)
-
-    def _settle(self, output: SchedulerOutput, accepted: Mapping[Request, Sequence[int]]) -> None:
-        for segment in output.segments:
-            request = segment.request
-            if not segment.draft_token_ids or request.status is not RequestStatus.RUNNING:
-                continue
-            if not self.drafts.settle(segment, output, accepted[request]):
-                self.decodes.discard(request)
-                self.partials.add(request)
 
     def rollback(self, *outputs: SchedulerOutput) -> None:
         """Undo all steps in flight, given in order, after one failed.  Their requests wait, as if
@@ -260,7 +256,7 @@ class Scheduler:
     # The three phases
 
     def _schedule_decodes(self, out: SchedulerOutput) -> None:
-        budget, block_size = self.config.max_num_batched_tokens, self._block_size
+        budget, block_size = self.config.max_num_batched_tokens, self.kv.block_size
         states, state = self._states, None
         # Preemption removes only the last request of this list, so the iteration stays valid.
         for request in self.decodes:
@@ -293,8 +289,8 @@ class Scheduler:
 
     def _resume(self, out: SchedulerOutput) -> None:
         for request in self.partials:
-            num_new_tokens = self._num_new_tokens(request, request.num_computed_tokens, out)
-            num_new_tokens = min(num_new_tokens, self.kv.room(request))
+            most = self._max_num_new_tokens(request, request.num_computed_tokens)
+            num_new_tokens = min(most, self._budget(out), self.kv.room(request))
             # 0: no budget or no blocks.  The request waits for decodes to end.  So does the queue:
             # a prompt needs a block of its own to be admitted.
             if num_new_tokens > 0:
@@ -310,16 +306,18 @@ class Scheduler:
         if not self.waiting or not self._has_room(out):
             return
         left, at = self.spare_blocks(), 0
-        most = _MAX_PASSED + 1
-        while min(left) > 0 and at < min(len(self.waiting), most) and self._has_room(out):
+        while at < min(len(self.waiting), _MAX_PASSED + 1):
+            if min(left) <= 0 or not self._has_room(out):
+                break
             request = self.waiting[at]
             hit = self.kv.find_prefix(request)
             start = hit.num_tokens
             if self.holds(request, hit) or self._follows(request, start, out):
                 at += 1
                 continue
-            num_new_tokens = self._num_new_tokens(request, start, out)
-            cost = self._cost(request, hit)
+            most = self._max_num_new_tokens(request, start)
+            num_new_tokens = min(most, self._budget(out))
+            cost = self.kv.cost(request, hit, most)
             if num_new_tokens <= 0 or not all(map(le, cost, left)):
                 break
             # Decodes wait for the turn to end, so admit only prompts that finish in this step.
@@ -331,34 +329,15 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             request.num_computed_tokens = start
             if not request.num_computed_before:
-                self._count_hit(request, hit, out)
+                request.num_cached_tokens = min(start, request.num_prompt_tokens)
+                if self.kv.reads_cache(request):
+                    out.counts.add_hit(hit, request.num_prompt_tokens)
             self.kv.admit(request, hit)
             out.admitted.append(request)
             segment = self._schedule_chunk(request, min(num_new_tokens, self.kv.room(request)), out)
             segment.new_block_ids = [list(t.block_ids) for t in request.block_tables]
             out.segments.append(segment)
             left = list(map(sub, left, cost))
-
-    def _cost(self, request: Request, hit: PrefixHit) -> list[int]:
-        """Blocks per KV group that admission makes unavailable.
-
-        A hit on a cached block makes it unavailable; a hit on an owned block costs nothing.
-        """
-        wanted = self.kv.wanted(request, self._max_num_new_tokens(request, hit.num_tokens))
-        return [
-            w - sum(map(pool.is_owned, table.owned))
-            for w, pool, table in zip(wanted, self.kv.pools, hit.tables, strict=True)
-        ]
-
-    def _count_hit(self, request: Request, hit: PrefixHit, out: SchedulerOutput) -> None:
-        """Count the cached tokens of a prompt at its first admission.  The hit may reach into an
-        answer that is known by then."""
-        num_prompt = request.num_prompt_tokens
-        num_cached = request.num_cached_tokens = min(hit.num_tokens, num_prompt)
-        if self.kv.enable_caching and not request.skip_prefix_cache_read:
-            out.counts.prefix_cache_hit_tokens += num_cached
-            out.counts.prefix_cache_queried_tokens += num_prompt
-            out.counts.prefix_cache_lost_tokens += min(hit.num_in_blocks, num_prompt) - num_cached
 
     def spare_blocks(self) -> list[int]:
         """Blocks per KV group left once every running request has what it wants."""
@@ -370,7 +349,7 @@ class Scheduler:
         return (
             self.num_running < self.config.max_num_seqs
             and not (self.one_by_one and self.partials)
-            and out.total_num_scheduled_tokens < self.config.max_num_batched_tokens
+            and self._budget(out) > 0
         )
 
     def _schedule_chunk(
@@ -396,18 +375,9 @@ class Scheduler:
             return False
         return self._states.follows(request, start, out, self.partials)
 
-    def _name_blocks(self, output: SchedulerOutput) -> None:
-        """Name the blocks of a step in flight, if requests of one step cannot share them."""
-        for segment in output.segments:
-            if segment.request.status is RequestStatus.RUNNING:
-                start, end = segment.num_computed, segment.known_end
-                output.named += self.kv.name_blocks(segment.request, start, end)
-
-    def _num_new_tokens(self, request: Request, start: int, out: SchedulerOutput) -> int:
-        """How many tokens from `start` on the request may compute in this step; 0: none."""
-        largest = self._max_num_new_tokens(request, start)
-        budget = self.config.max_num_batched_tokens - out.total_num_scheduled_tokens
-        return min(largest, budget)
+    def _budget(self, out: SchedulerOutput) -> int:
+        """How many more tokens the step may compute."""
+        return self.config.max_num_batched_tokens - out.total_num_scheduled_tokens
 
     def _max_num_new_tokens(self, request: Request, start: int) -> int:
         """How many tokens from `start` on the request may compute in an otherwise empty step."""

@@ -121,17 +121,3 @@ class Speculator:
         if seconds is not None and output.num_decodes + len(drafted) == len(output.segments):
             rows = output.total_num_scheduled_tokens
             self.pace.note(rows, bool(drafted), seconds)
-
-
-class NoSpeculator:
-    """Proposes no drafts, and measures nothing."""
-
-    def wants(self, decodes: Sequence[Request]) -> bool:
-        return False
-
-    def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
-        return [[] for _ in wanted]
-
-    def note(
-        self, output: SchedulerOutput, accepted: Sequence[int], seconds: float | None
-    ) -> None: ...
