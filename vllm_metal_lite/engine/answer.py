@@ -81,7 +81,8 @@ class Answer:
                 return self.fail(result.no_token[row])
             if result.logprobs is not None:
                 self.append_logprobs(result.logprobs, row)
-            if self.append(int(result.token_ids[row])) if len(rows) > 1 else self.extend():
+            ended = self.append(int(result.token_ids[row])) if len(rows) > 1 else self.extend()
+            if ended:
                 return True
         return False
 

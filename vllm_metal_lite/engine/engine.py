@@ -91,8 +91,9 @@ class LLMEngine:
         self._counts = StepCounts()
         # Called after each completed step, for watchers of the engine.
         self.on_step: Callable[[SchedulerOutput], None] | None = None
-        tables = self.seats, self.constraints, self.pooling, self._answers
-        self.in_flight = StepsInFlight(self.scheduler, self.pipeline, *tables)
+        self.in_flight = StepsInFlight(
+            self.scheduler, self.pipeline, self.seats, self.constraints, self.pooling, self._answers
+        )
 
     @classmethod
     def from_name(cls, name: str = "demo", config: EngineConfig | None = None) -> "LLMEngine":

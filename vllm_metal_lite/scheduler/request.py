@@ -35,7 +35,7 @@ class Request:
     only_reads: its one token is not used, so a prompt may fill the context.
     checkpoint_positions: where the caller expects later prompts to continue (checkpoints.py).
     cache_salt: only requests with the same salt, or without any, share blocks and states.
-    parent_id: the id of the user's request, of which this one is an answer.
+    parent_id: the id of the user's request; this one makes one of its n answers.
     """
 
     request_id: str
