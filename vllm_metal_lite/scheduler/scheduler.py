@@ -324,20 +324,26 @@ class Scheduler:
             must_finish = self.config.prefill_policy == "whole" and not starting
             if must_finish and num_new_tokens < request.num_tokens - start:
                 break
-            del self.waiting[at]
-            self.partials.add(request)
-            request.status = RequestStatus.RUNNING
-            request.num_computed_tokens = start
-            if not request.num_computed_before:
-                request.num_cached_tokens = min(start, request.num_prompt_tokens)
-                if self.kv.reads_cache(request):
-                    out.counts.add_hit(hit, request.num_prompt_tokens)
-            self.kv.admit(request, hit)
-            out.admitted.append(request)
-            segment = self._schedule_chunk(request, min(num_new_tokens, self.kv.room(request)), out)
-            segment.new_block_ids = [list(t.block_ids) for t in request.block_tables]
-            out.segments.append(segment)
+            self._start(request, hit, num_new_tokens, out)
             left = list(map(sub, left, cost))
+
+    def _start(
+        self, request: Request, hit: PrefixHit, num_new_tokens: int, out: SchedulerOutput
+    ) -> None:
+        """Seat a request behind its cached prefix, and schedule its first chunk."""
+        self.waiting.discard(request)
+        self.partials.add(request)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = hit.num_tokens
+        if not request.num_computed_before:
+            request.num_cached_tokens = min(hit.num_tokens, request.num_prompt_tokens)
+            if self.kv.reads_cache(request):
+                out.counts.add_hit(hit, request.num_prompt_tokens)
+        self.kv.admit(request, hit)
+        out.admitted.append(request)
+        segment = self._schedule_chunk(request, min(num_new_tokens, self.kv.room(request)), out)
+        segment.new_block_ids = [list(t.block_ids) for t in request.block_tables]
+        out.segments.append(segment)
 
     def spare_blocks(self) -> list[int]:
         """Blocks per KV group left once every running request has what it wants."""
