@@ -110,7 +110,7 @@ def test_a_decode_may_read_what_another_one_writes_in_the_same_step(monkeypatch)
     second = [*first, tiny.alone(model, first, 1)[0], 7]
     with installed(schedule="reverse"):  # the reader comes first, if it may
         engine = tiny.engine("qwen3", attention="kernels")
-        engine.async_scheduling = False  # or the block has no name until the step after
+        tiny.run_ahead(engine, False)  # or the block has no name until the step after
         store = engine.runner.attention.store
         for arrays in (store.keys, store.values):  # what is read before it is written is NaN
             arrays[:] = [mx.full(a.shape, float("nan"), a.dtype) for a in arrays]

@@ -288,6 +288,16 @@ def test_a_step_whose_tokens_cannot_be_recorded_ends_its_own_streams():
     serve(test, max_num_seqs=2)
 
 
+def test_a_stream_whose_last_step_cannot_be_recorded_does_not_wait_forever():
+    async def test(engine):
+        engine._engine.on_step = Mock(side_effect=RuntimeError("a bug"))
+        with pytest.raises(RuntimeError, match="a bug"):
+            await collect(engine, PROMPTS[0], greedy(1))
+        await idle(engine)
+
+    serve(test)
+
+
 def test_a_step_that_fails_for_a_client_that_left_ends_no_other_stream():
     async def test(engine):
         stream = engine.generate(PROMPTS[0], greedy(80))

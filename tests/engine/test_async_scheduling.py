@@ -1,31 +1,16 @@
 """One step ahead: whatever comes in between, nobody's tokens and no block's owner change."""
 
-from contextlib import suppress
 from dataclasses import replace
-from itertools import count
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from tests.support.engine import workloads as workloads_of
-from tests.support.engine.fake_engine import (
-    FakeEngine,
-    StepFailed,
-    answer_of,
-    expected,
-    fake_config,
-    shape,
-)
+from tests.support.engine.fake_engine import FakeEngine, answer_of, expected, fake_config, shape
 from tests.support.engine.fake_model import VOCAB_SIZE
 from tests.support.engine.pool_accounts import check_accounts
-from tests.support.engine.workloads import (
-    MAX_MODEL_LEN,
-    Workload,
-    make_config,
-    seeded_workload,
-    workloads,
-)
+from tests.support.engine.workloads import Workload, make_engine, seeded_workload, workloads
 from tests.support.models import tiny_models as tiny
 from tests.support.run_python import run_python
 from vllm_metal_lite.backend import mx
@@ -59,15 +44,8 @@ class StoppingEngine(FakeEngine):
 def play(seed: int) -> StoppingEngine:
     """Random requests, aborts and failures, under pressure of blocks or not."""
     workload = seeded_workload(seed, pressed=seed % 2 == 0)
-    config, groups = make_config(workload)
-    engine, steps = StoppingEngine(config, groups, MAX_MODEL_LEN), count()
-
-    def step() -> None:
-        with suppress(StepFailed):
-            engine.step(fails=next(steps) in workload.failures)
-        engine.check_blocks()
-
-    aborted = workloads_of.play(workload, engine, step)
+    engine = make_engine(workload, StoppingEngine)
+    aborted = workloads_of.play(workload, engine)
     for name, request in engine.requests.items():
         answer, tokens = answer_of(request), expected(engine, request)
         end = next((i for i, token in enumerate(tokens) if is_eos(token)), len(tokens))
@@ -133,8 +111,8 @@ def test_steps_are_those_of_an_engine_that_waits_for_tokens(workload):
     """Chunks, mixed steps, preemptions, policies: where no answer ends before its length, nothing
     is decided otherwise.  (A block that a step ahead completes is found one step later: no cache.)
     """
-    config, groups = make_config(replace(workload, caching=False))
-    waiting, ahead = (FakeEngine(config, groups, MAX_MODEL_LEN, ahead=a) for a in (False, True))
+    workload = replace(workload, caching=False)
+    waiting, ahead = (make_engine(workload, ahead=ahead) for ahead in (False, True))
     assert steps_of(ahead, workload) == steps_of(waiting, workload)
     assert ahead.scheduler.num_preemptions == waiting.scheduler.num_preemptions
     assert ahead.scheduler.counts.recomputed_tokens == waiting.scheduler.counts.recomputed_tokens
@@ -144,8 +122,8 @@ def test_steps_are_those_of_an_engine_that_waits_for_tokens(workload):
 
 def launch(engine: FakeEngine) -> SchedulerOutput:
     """The next step, before anything waits for its tokens."""
-    engine._launch(engine.scheduler.schedule())
-    return engine._outputs[-1]
+    engine.in_flight.launch(engine.scheduler.schedule())
+    return engine.in_flight.outputs[-1]
 
 
 def running(num_blocks: int = 100, waiting: int = 0, max_tokens: int = 4, **options) -> tuple:
@@ -156,7 +134,8 @@ def running(num_blocks: int = 100, waiting: int = 0, max_tokens: int = 4, **opti
     engine.step()
     for i in range(waiting):
         engine.add([9 + i], 4)
-    engine._advance(launch(engine))
+    launch(engine)
+    engine.in_flight.advance()
     return engine, requests
 
 
@@ -198,10 +177,11 @@ def test_a_waiting_request_joins_the_step_ahead():
 
 def test_tokens_are_waited_for_when_somebody_must_be_preempted():
     engine, _ = running(num_blocks=5, max_tokens=9)
-    while engine._outputs[0].segments[0].num_computed < 7:
+    while engine.in_flight.outputs[0].segments[0].num_computed < 7:
         assert not engine.scheduler.may_preempt()
-        engine._finish(engine._outputs.popleft(), engine.pipeline.finish())
-        engine._advance(launch(engine))
+        engine._finish(*engine.in_flight.finish())
+        launch(engine)
+        engine.in_flight.advance()
     assert engine.scheduler.kv.pools[0].num_available == 1  # and two want one
     assert engine.scheduler.may_preempt()
     assert engine.scheduler.kv.pools[0].num_available == 1
@@ -211,9 +191,9 @@ def test_a_failure_takes_back_both_steps_and_loses_nothing():
     """A decode, one whose last token was under way, and one admitted in the step ahead."""
     engine, (first, second) = running(waiting=1, max_tokens=2, enable_prefix_caching=True)
     assert shape(launch(engine)) == [("r1", 4, 1), ("r2", 0, 1)]
-    engine._roll_back()
+    engine.in_flight.roll_back()
     engine.check_blocks()
-    assert engine.scheduler.num_waiting == 3
+    assert len(engine.scheduler.waiting) == 3
     assert [r.num_computed_before for r in (first, second)] == [3, 3]
     assert UNKNOWN_TOKEN not in first.token_ids + second.token_ids
     engine.run()
@@ -243,7 +223,7 @@ def test_an_engine_gives_the_same_tokens_with_and_without(name, how, budget):
     answers, metrics = [], []
     for ahead in (False, True):
         engine = tiny.engine(name, num_blocks=24, max_num_batched_tokens=budget, max_num_seqs=5)
-        engine.async_scheduling = ahead
+        tiny.run_ahead(engine, ahead)
         rng = np.random.default_rng(1)
         done, prompts = {}, tiny.prompts(10, 3, 30, seed=2)
         for i, prompt in enumerate(prompts):
@@ -403,7 +383,7 @@ def test_what_an_aborted_prompt_scores_in_the_step_ahead_is_nobodys():
     engine.add_request("a", prompts[0], params)
     engine.add_request("b", prompts[1], params)
     engine.step()
-    assert len(engine._outputs[0].segments) == 2
+    assert len(engine.in_flight.outputs[0].segments) == 2
     engine.abort("a")
     engine.add_request("a", prompts[1], params)
     done = tiny.run(engine)

@@ -69,7 +69,7 @@ def test_prompts_of_different_salts_in_one_step_share_nothing():
     engine = tiny.engine("qwen3_next", max_num_batched_tokens=512)
     (tokens,) = tiny.prompts(1, 80, 80, seed=9)
     for salt in ("a", "b", "a"):
-        number = engine.scheduler.num_waiting
+        number = len(engine.scheduler.waiting)
         engine.add_request(str(number), {"prompt_token_ids": tokens, "cache_salt": salt}, greedy(2))
     done = tiny.run(engine)
     assert [done[str(i)].num_cached_tokens for i in range(3)] == [0, 0, 72]

@@ -72,7 +72,7 @@ def test_an_id_that_is_used_again_is_not_at_fault_for_the_step_of_an_aborted_pro
     engine.step()
     engine.add_request("x", prompts[1], GREEDY)
     engine.step()
-    (flying,) = engine._outputs
+    (flying,) = engine.in_flight.outputs
     assert [s.request.request_id for s in flying.segments] == ["y", "x"]
     engine.abort("x")
     engine.add_request("x", prompts[1], GREEDY)

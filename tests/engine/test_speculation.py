@@ -13,7 +13,6 @@ from vllm_metal_lite import config
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.speculation.speculator import NoSpeculator
 
 # Every kind of attention and of recurrent state: full, windows, chunks, sinks, latents, experts,
 # shared K and V; kernels' recurrences, those computed by MLX, and layers that see sequences.
@@ -181,7 +180,7 @@ def test_the_next_turn_starts_behind_a_drafted_answer(name):
     for truth in (None, [alone]):
         engine = tiny.engine(name, state_cache_gib=0.01)
         assert tokens_of(run(engine, [prompt], greedy(30), truth, right=1.0)) == [alone]
-        engine.speculator = NoSpeculator()
+        engine.speculator = None
         turn = prompt + alone + [5]
         done = tiny.ask(engine, turn, greedy(8))
         assert done.outputs[0].token_ids == tiny.alone(tiny.native(name), turn, 8)

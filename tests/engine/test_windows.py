@@ -78,7 +78,7 @@ def test_groups_that_take_blocks_from_one_pool_share_arrays():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_windowed_layer_costs_its_window_while_the_context_grows(name, ahead):
     engine = tiny.engine(name, num_blocks=40, max_num_batched_tokens=24, max_model_len=256)
-    engine.async_scheduling = ahead
+    tiny.run_ahead(engine, ahead)
     poison_free_blocks(engine)
     prompt = tiny.prompts(1, 100, 100, seed=3)[0]
     engine.add_request("a", prompt, tiny.greedy(60, ignore_eos=True))

@@ -115,7 +115,7 @@ def test_states_outside_of_the_modules_that_see_sequences_are_refused():
 def test_projections_around_a_recurrence_run_once_a_step(name, monkeypatch):
     """Not once for each length: all rows of prompts, chunks and decodes go through together."""
     engine = tiny.engine(name, max_num_batched_tokens=64, enable_prefix_caching=False)
-    engine.async_scheduling = False
+    tiny.run_ahead(engine, False)
     engine.add_request("0", tiny.prompts(1, 8, 8, seed=7)[0], greedy(6))
     engine.step()
     for i, length in enumerate((3, 9, 17), 1):

@@ -182,7 +182,7 @@ def test_others_go_on_while_a_request_waits_for_the_disk(monkeypatch):
     while passed is None:
         passed = next((o for o in again.step() if o.finished), None)
     assert passed.request_id == "passes"
-    assert again.scheduler.num_waiting == 1
+    assert len(again.scheduler.waiting) == 1
     allowed.set()
     held = tiny.run(again)["held"]
     assert held.num_cached_tokens == 56

@@ -167,7 +167,7 @@ def test_what_is_sampled_does_not_change_either(monkeypatch, kernel, ahead):
     expected = undisturbed(kernel, "sampled")
     fault = FailingKernels(monkeypatch, kernel)
     engine = engine_of(USED_IN[kernel])
-    engine.async_scheduling = ahead
+    tiny.run_ahead(engine, ahead)
     assert serve(engine, SAMPLED, arm(fault)) == expected
     assert fault.failed
     assert (engine.metrics()["steps_ahead"] > 0) == ahead

@@ -76,7 +76,7 @@ def test_a_grammar_that_allows_nothing_but_an_end_may_end_before_min_tokens():
 
 def engine(kind, **options):
     made = tiny.engine("llama", **options)
-    made.async_scheduling = kind != "one step at a time"
+    tiny.run_ahead(made, kind != "one step at a time")
     return compile_on_cpu(made) if kind == "compiled" else made
 
 

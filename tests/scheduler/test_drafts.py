@@ -1,41 +1,25 @@
 """Drafts in the scheduler change no token, take no block that others need, and delay nobody."""
 
-from contextlib import suppress
-from itertools import count
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.engine import workloads as workloads_of
-from tests.support.engine.fake_engine import (
-    FakeEngine,
-    StepFailed,
-    answer_of,
-    expected,
-    fake_config,
-)
+from tests.support.engine.fake_engine import FakeEngine, answer_of, expected, fake_config
 from tests.support.engine.guesses import Guesses
-from tests.support.engine.workloads import (
-    MAX_MODEL_LEN,
-    Workload,
-    make_config,
-    workloads,
-)
-from vllm_metal_lite.speculation.speculator import NoSpeculator, Speculator
+from tests.support.engine.workloads import Workload, make_engine, workloads
+from vllm_metal_lite.speculation.speculator import Speculator
 
 
 def play(workload: Workload, seed: int) -> None:
-    config, groups = make_config(workload)
-    engine, steps, truth = FakeEngine(config, groups, MAX_MODEL_LEN), count(), {}
+    engine, truth = make_engine(workload), {}
     engine.speculator = Guesses(engine, truth, seed)
-    engine.runner.launched = lambda: check(engine, engine._outputs[0])
+    engine.runner.launched = lambda: check(engine, engine.in_flight.outputs[0])
+    run = workloads_of.stepper(workload, engine)
 
     def step() -> None:
         truth.update((r.request_id, expected(engine, r)) for r in engine.unfinished.values())
-        with suppress(StepFailed):
-            engine.step(fails=next(steps) in workload.failures)
-        engine.check_blocks()
+        run()
 
     aborted = workloads_of.play(workload, engine, step)
     for name, request in engine.requests.items():
@@ -101,7 +85,7 @@ def test_drafts_use_what_a_step_leaves_over():
         engine = FakeEngine(fake_config(4, max_num_seqs=2, max_num_batched_tokens=6), 60, 64)
         engine.add([1, 2, 3], 20)
         engine.step()
-        engine.speculator = Sevens(engine.seats.tokens_of) if drafts else NoSpeculator()
+        engine.speculator = Sevens(engine.seats.tokens_of) if drafts else None
         prompt = engine.add(list(range(30)), 1)
         steps = [engine.step() for _ in range(6)]
         mine = [[s.num_scheduled for s in out.segments if s.request is prompt] for out in steps]

@@ -58,7 +58,7 @@ def test_what_can_never_finish_is_refused(length, options, message):
     with pytest.raises(RequestError, match=message) as refusal:
         engine.add(prompt(length), **{"request_id": "x", **options})
     assert "\n" not in str(refusal.value)
-    assert engine.scheduler.num_waiting == 1
+    assert len(engine.scheduler.waiting) == 1
     run_and_check(engine)
 
 
@@ -320,7 +320,7 @@ def test_a_request_may_end_while_its_step_runs():
     out = engine.scheduler.schedule()
     engine.scheduler.finish(first)
     engine.scheduler.advance(out)
-    engine.scheduler.update(out, [11, 22])
+    engine.scheduler.update(out, [11, 22], {})
     assert first.num_tokens == 4
     assert second.token_ids[-1] == 22
     out = engine.scheduler.schedule()
@@ -336,7 +336,7 @@ def test_update_wants_a_token_for_each_segment_that_ends():
     out = engine.scheduler.schedule()
     engine.scheduler.advance(out)
     with pytest.raises(ValueError, match="zip"):
-        engine.scheduler.update(out, [5])
+        engine.scheduler.update(out, [5], {})
 
 
 def fail(engine: FakeEngine) -> None:
@@ -351,10 +351,10 @@ def test_a_failed_step_is_taken_back_and_computed_again():
     engine.step()
     first, second = engine.add(prompt(9, 1)), engine.add([*prompt(8, 1), 7])
     launched = []
-    engine.runner.launched = lambda: launched.extend(shape(engine._outputs[0]))
+    engine.runner.launched = lambda: launched.extend(shape(engine.in_flight.outputs[0]))
     fail(engine)  # completes a block of r0 and two of r1, which r2 hits in the same step
     assert launched == [("r0", 7, 1), ("r2", 8, 1), ("r1", 0, 9)]
-    assert engine.scheduler.num_waiting == 3
+    assert len(engine.scheduler.waiting) == 3
     assert decode.status is first.status is second.status is RequestStatus.WAITING
     assert first.num_computed_tokens == second.num_computed_tokens == 0
     engine.scheduler.one_by_one = False  # the engine looks for the prompt at fault
@@ -398,7 +398,7 @@ def test_a_step_costs_the_host_little():
         try:
             out = scheduler.schedule()
             scheduler.advance(out)
-            scheduler.update(out, [1] * 256)
+            scheduler.update(out, [1] * 256, {})
         finally:
             sys.setprofile(before)
         steps.append(calls)

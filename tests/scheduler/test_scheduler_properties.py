@@ -26,7 +26,7 @@ from tests.support.engine.workloads import (
     MAX_MODEL_LEN,
     STEMS,
     Workload,
-    make_config,
+    make_engine,
     seeded_workload,
     workloads,
 )
@@ -69,8 +69,7 @@ class Play:
 
 def run(workload: Workload) -> Play:
     """Play a workload to its end, with all checks."""
-    config, groups = make_config(workload)
-    play = Play(workload, FakeEngine(config, groups, MAX_MODEL_LEN))
+    play = Play(workload, make_engine(workload))
     play.engine.runner.launched = partial(_look, play)
     play.aborted = workloads_of.play(workload, play.engine, partial(_step, play))
     for name in play.aborted:
@@ -114,7 +113,7 @@ def _step(play: Play) -> None:
 
 def _look(play: Play) -> None:
     """At a step that is launched."""
-    out = play.engine._outputs[0]
+    out = play.engine.in_flight.outputs[0]
     for request in out.preempted:
         _lose(play, request)
     for request in out.admitted:
@@ -149,7 +148,7 @@ def check_budget_and_seats_hold(play: Play, out: SchedulerOutput) -> None:
     assert min(scheduled) > 0
     running, waiting = play.running(), play.waiting()
     assert len(running) == play.engine.scheduler.num_running <= play.workload.max_num_seqs
-    assert len(waiting) == play.engine.scheduler.num_waiting
+    assert len(waiting) == len(play.engine.scheduler.waiting)
 
 
 def check_each_request_has_one_segment_and_one_token_ones_come_first(
@@ -299,7 +298,7 @@ def check_end_every_block_is_free_or_cached(play: Play) -> None:
 
 def check_end_nothing_is_left(play: Play) -> None:
     scheduler = play.engine.scheduler
-    assert scheduler.num_running == scheduler.num_waiting == 0
+    assert scheduler.num_running == len(scheduler.waiting) == 0
     assert len(play.engine.inputs._free_seats) == play.workload.max_num_seqs
 
 

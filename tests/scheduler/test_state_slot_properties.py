@@ -7,19 +7,18 @@ its initial slot; each checkpoint must cover the tokens of its name.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.engine import workloads as workloads_of
-from tests.support.engine.fake_engine import FakeEngine, StepFailed, answer_of, expected
+from tests.support.engine.fake_engine import FakeEngine, answer_of, expected
 from tests.support.engine.workloads import (
     MAX_MODEL_LEN,
     Arrival,
     Workload,
-    make_config,
+    make_engine,
     request_of,
     seeded_workload,
     workloads,
@@ -59,7 +58,7 @@ def short_intervals() -> Iterator[None]:
 
 def look(engine: FakeEngine, seen: set[str]) -> None:
     """At a step that is launched."""
-    out = engine._outputs[-1]
+    out = engine.in_flight.outputs[-1]
     for s in out.segments:
         before = engine.runner.model.states[s.state.final][: s.num_computed]
         assert [*before] == s.request.token_ids[: s.num_computed], "another prefix's state"
@@ -86,11 +85,11 @@ def check_names(engine: FakeEngine) -> None:
 
 def play(workload: Workload, slots: Slots) -> set[str]:
     """Play a workload; the hard cases that it reached."""
-    config, groups = make_config(workload)
     how = {"ahead": slots.ahead, "num_state_slots": workload.max_num_seqs + slots.extra}
-    engine, seen, steps = FakeEngine(config, groups, MAX_MODEL_LEN, **how), set(), count()
+    engine, seen = make_engine(workload, **how), set()
     engine.scheduler.shares_in_step = slots.shares_in_step
     engine.runner.launched = partial(look, engine, seen)
+    run = workloads_of.stepper(workload, engine)
 
     def add(engine: FakeEngine, number: int, a: Arrival) -> None:
         prompt, max_tokens, how = request_of(number, a)
@@ -98,11 +97,8 @@ def play(workload: Workload, slots: Slots) -> set[str]:
         engine.add(prompt, max_tokens, checkpoints=named, **how)
 
     def step() -> None:
-        try:
-            engine.step(fails=next(steps) in workload.failures)
-        except StepFailed:
+        if run():
             seen.add("failed")
-        engine.check_blocks()
         check_names(engine)
 
     aborted = workloads_of.play(workload, engine, step, add)

@@ -115,10 +115,10 @@ def test_the_second_of_two_prompts_behind_one_prefix_waits_for_the_first(end, mo
     shared = list(range(32))
     first = engine.add([*shared, 50, 51], 20, "a")
     second = engine.add([*shared, 60, 61], 20, "b")
-    engine._launch(engine.scheduler.schedule())
-    assert [s.request for s in engine._outputs[0].segments] == [first]
+    engine.in_flight.launch(engine.scheduler.schedule())
+    assert [s.request for s in engine.in_flight.outputs[0].segments] == [first]
     if end == "fails":
-        engine._roll_back()
+        engine.in_flight.roll_back()
         assert hit(engine, second.token_ids) == 0
     elif end == "is aborted":
         engine.abort("a")
@@ -143,7 +143,7 @@ def test_a_reset_forgets_what_the_step_in_flight_leaves():
     engine, prompt = make(8), list(range(9))
     first = engine.add(prompt, 20, "first")
     engine.add([9, *prompt], 20, "aborted")
-    engine._launch(engine.scheduler.schedule())
+    engine.in_flight.launch(engine.scheduler.schedule())
     engine.abort("aborted")
     engine.scheduler.reset_prefix_cache()
     engine.step()
@@ -160,9 +160,9 @@ def test_a_reset_forgets_what_the_step_in_flight_leaves():
 def test_a_request_that_starts_again_after_a_reset_leaves_checkpoints():
     engine, prompt = make(8), list(range(9))
     engine.add(prompt, 20)
-    engine._launch(engine.scheduler.schedule())
+    engine.in_flight.launch(engine.scheduler.schedule())
     engine.scheduler.reset_prefix_cache()
-    engine._roll_back()
+    engine.in_flight.roll_back()
     engine.step()
     assert hit(engine, prompt) == 8
 

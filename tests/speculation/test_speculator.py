@@ -92,15 +92,14 @@ def test_steps_with_prompts_say_nothing_about_pace():
     drafting, (request,) = speculator()
     out = SchedulerOutput([Segment(request, 0, 1, ()), Segment(request, 0, 9, ())], 1, 10)
     drafting.note(out, [], 5.0)
-    assert drafting.pace._plain == {}
+    assert drafting.pace._times == {}
 
 
 def test_nothing_is_kept_of_a_request_that_ended():
     drafting, requests = speculator(2)
     tell(drafting, requests, 8, 1.0, drafts=3, accepted=3)
     assert set(drafting._records) == set(requests)
-    for request in requests:
-        drafting.forget(request)
+    requests.clear()
     assert not drafting._records
 
 

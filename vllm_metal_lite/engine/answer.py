@@ -2,10 +2,11 @@
 
 import numpy as np
 
-from vllm_metal_lite.engine.detokenizer import Detokenizer, texts_of
+from vllm_metal_lite.engine.detokenizer import Detokenizer, token_text
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm_metal_lite.pooling_params import PoolingParams
+from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.sampling import no_token
 from vllm_metal_lite.sampling.constraint import Constraint
 from vllm_metal_lite.sampling.logprobs import Logprobs
@@ -72,6 +73,18 @@ class Answer:
             self.result.num_cached_tokens = request.num_cached_tokens
             restored = min(request.num_restored_tokens, request.num_cached_tokens)
             self.result.num_restored_tokens = restored
+
+    def take(self, result: StepResult, rows: range) -> bool:
+        """Take the tokens of a step's rows; True when one ends the answer."""
+        for row in rows:
+            if row in result.no_token:
+                return self.fail(result.no_token[row])
+            if result.logprobs is not None:
+                self.append_logprobs(result.logprobs, row)
+            ended = self.append(int(result.token_ids[row])) if len(rows) > 1 else self.extend()
+            if ended:
+                return True
+        return False
 
     def extend(self) -> bool:
         """Take the request's new tokens, one by one; True when one ends the answer."""
@@ -142,11 +155,10 @@ class Answer:
         ids = logprobs.token_ids[row, : k + 1].tolist()
         values = logprobs.logprobs[row, : k + 1].tolist()
         ranks = [int(logprobs.ranks[row]), *range(1, len(ids))]
+        tokenizer = self._tokenizer
         out: dict[int, Logprob] = {}  # the sampled token first, with its true rank, as in vLLM
         for token, value, rank in zip(ids, values, ranks, strict=True):
             if token not in out:
-                out[token] = Logprob(value, rank, self._decode(token))
+                text = None if tokenizer is None else token_text(tokenizer, token)
+                out[token] = Logprob(value, rank, text)
         return out
-
-    def _decode(self, token_id: int) -> str | None:
-        return None if self._tokenizer is None else texts_of(self._tokenizer)[token_id]

@@ -165,18 +165,10 @@ class _Pieces(dict[int, str | None]):
 _pieces_of = lru_cache(maxsize=8)(_Pieces)  # slow to make; requests share it
 
 
-class _Texts(dict[int, str]):
-    """The text of each token by itself, as log-probabilities show it."""
-
-    def __init__(self, tokenizer: TokenizerWrapper) -> None:
-        self._tokenizer = tokenizer
-
-    def __missing__(self, token_id: int) -> str:
-        text = self[token_id] = str(self._tokenizer.decode([token_id]))
-        return text
-
-
-texts_of = lru_cache(maxsize=8)(_Texts)
+@lru_cache(maxsize=1 << 16)
+def token_text(tokenizer: TokenizerWrapper, token_id: int) -> str:
+    """The text of a token by itself, as log-probabilities show it."""
+    return str(tokenizer.decode([token_id]))
 
 
 def _special_ids(tokenizer: TokenizerWrapper) -> frozenset[int]:

@@ -1,12 +1,9 @@
 """The synchronous engine: queues requests, runs steps, reports outputs."""
 
-import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 from vllm_metal_lite import backend
@@ -23,6 +20,7 @@ from vllm_metal_lite.engine.no_prefix_disk import NoPrefixDisk
 from vllm_metal_lite.engine.prompt_ids import Prompt
 from vllm_metal_lite.engine.seats import Seats
 from vllm_metal_lite.engine.step_counts import StepCounts
+from vllm_metal_lite.engine.steps_in_flight import StepsInFlight
 from vllm_metal_lite.errors import ConfigError, RequestError, one_line, show
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel, load
@@ -33,14 +31,13 @@ from vllm_metal_lite.runner.memory import size_store
 from vllm_metal_lite.runner.pipeline import Pipeline
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.runner import ModelRunner, StatesLost
-from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.counts import count
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler import Scheduler
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
-from vllm_metal_lite.speculation.speculator import NoSpeculator, Speculator
+from vllm_metal_lite.speculation.speculator import Speculator
 
 logger = logging.getLogger(__name__)
 
@@ -87,17 +84,16 @@ class LLMEngine:
         self.pooling = PoolingTable()
         # Each rank measures its own times, so ranks would choose different drafts.
         speculates = config.speculate == "auto" and model.ranks.size == 1
-        self.speculator = Speculator(self.seats.tokens_of) if speculates else NoSpeculator()
+        self.speculator = Speculator(self.seats.tokens_of) if speculates else None
         self._last_end: float | None = None  # when the last step ended, while there is work
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id
         self._requests: dict[str, list[Answer]] = {}  # unfinished, by the user's request id
         self._counts = StepCounts()
-        # Launch a step before the tokens of the previous one are known.
-        self.async_scheduling = True
         # Called after each completed step, for watchers of the engine.
         self.on_step: Callable[[SchedulerOutput], None] | None = None
-        # The outputs of the steps in flight, oldest first; at most two.
-        self._outputs: deque[SchedulerOutput] = deque()
+        self.in_flight = StepsInFlight(
+            self.scheduler, self.pipeline, self.seats, self.constraints, self.pooling, self._answers
+        )
 
     @classmethod
     def from_name(cls, name: str = "demo", config: EngineConfig | None = None) -> "LLMEngine":
@@ -196,39 +192,36 @@ class LLMEngine:
         error, and may call `step` again.  Every error is logged; that of a step whose requests were
         all aborted is not raised.
         """
+        steps = self.in_flight
         try:
-            if not self._outputs:
+            if not steps.outputs:
                 self.prefix_disk.between_steps()
-                self._launch(self.scheduler.schedule(self._propose))
-            if not self._outputs:
+                steps.launch(self.scheduler.schedule(self._propose))
+            if not steps.outputs:
                 self._last_end = None
                 self.prefix_disk.wait()
                 return []
-            self._advance(self._outputs[0])
-            if self._may_run_ahead(self._outputs[0]):
-                self._launch(self.scheduler.schedule())
-            result = self.pipeline.finish()
-        except StatesLost:  # a kernel was replaced, so this happens once per kernel
-            self._roll_back()
-            return self.step()
+            steps.advance()
+            if self._may_run_ahead(steps.outputs[0]):
+                steps.launch(self.scheduler.schedule())
+            output, result = steps.finish()
+        except StatesLost:  # a kernel was replaced; the next call runs the step without it
+            steps.roll_back()
+            return []
         except Exception as e:
-            failed = self._failed_step()
-            is_wanted = not self._outputs or failed.is_wanted
-            if is_wanted:
-                self.failed_steps.failed(failed, e)
-            self._roll_back()
+            is_wanted = self.failed_steps.failed(steps.failed(), e)
+            steps.roll_back()
             if is_wanted:
                 raise
-            logger.warning(f"a step failed after its requests were aborted: {one_line(e)}")
-            return self.step()  # no step is in flight now, so this happens once
+            return []
         except BaseException:
-            self._roll_back()
+            steps.roll_back()
             raise
-        output = self._outputs.popleft()
+        requests = output.unfinished
         try:
             return self._finish(output, result)
         except Exception as e:
-            self.failed_steps.spoilt(output, e)
+            self.failed_steps.spoilt(requests, e)
             raise
 
     def rest(self) -> bool:
@@ -236,7 +229,7 @@ class LLMEngine:
 
         An error is logged, not raised: it concerns no request.
         """
-        if self._requests or self._outputs:
+        if self._requests or self.in_flight.outputs:
             return False
         try:
             return self.prefix_disk.rest()
@@ -249,22 +242,21 @@ class LLMEngine:
         """Ids of the requests that must end because `step` raised."""
         if self.failed_steps.is_hopeless:
             return list(self._requests)
-        at_fault = self.failed_steps.at_fault
-        answers = [a for a in self._answers.values() if a.request in at_fault]
-        return list(dict.fromkeys(a.result.request_id for a in answers))
+        return list(dict.fromkeys(r.parent_id for r in self.failed_steps.at_fault))
 
     def _may_run_ahead(self, output: SchedulerOutput) -> bool:
         """Whether the next step may be launched before the tokens of `output` are known."""
-        if not self.async_scheduling or output.has_drafts or self.scheduler.may_preempt():
+        if output.has_drafts or self.scheduler.may_preempt():
             return False
         if self.prefix_disk.wants_a_pause:
             return False
-        has_room = self.scheduler.drafts.has_room
-        return not (has_room and self.speculator.wants(self.scheduler.decoding))
+        if self.speculator is None or not self.scheduler.drafts.has_room:
+            return True
+        return not self.speculator.wants(self.scheduler.decodes)
 
     def _propose(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
         """The drafts of decodes (`scheduler.drafts`), within the requests' constraints."""
-        drafts = self.speculator.propose(wanted)
+        drafts = self.speculator.propose(wanted) if self.speculator else [[] for _ in wanted]
         if not any(drafts):
             return drafts
         return [
@@ -272,95 +264,30 @@ class LLMEngine:
             for (request, most), draft in zip(wanted, drafts, strict=True)
         ]
 
-    def _launch(self, output: SchedulerOutput) -> None:
-        """Submit a step; it may extend the tokens of the step in flight."""
-        for request in output.preempted:
-            self._unseat(request)
-        if output.is_empty:
-            return
-        output.launched_at = time.monotonic()
-        self._outputs.append(output)
-        self._seat(output)
-        batch = self.seats.pack(output)
-        batch = self.pooling.extend(batch, [s.request for s in output.segments])
-        scored = self._num_prompt_logprobs(output) if len(batch.prompt_targets) else 0
-        requests = [output.segments[i].request for i in batch.sample_segments]
-        masks = None
-        if any(request in self.constraints for request in requests):
-            masks = partial(self._masks, requests, batch.draft_token_ids.tolist())
-        self.pipeline.launch(batch, scored, masks)
-
-    def _masks(self, requests: list[Request], drafts: list[int]) -> TokenMasks | None:
-        """The tokens that constraints allow in the rows of a step that is being launched."""
-        if self.pipeline.steps:
-            self.constraints.accept(self._outputs[0], self.pipeline.steps[0])
-        return self.constraints.masks(requests, drafts)
-
-    def _advance(self, output: SchedulerOutput) -> None:
-        """Make room for the tokens of a step in flight."""
-        ended = self.scheduler.advance(output)
-        self.pipeline.advance()
-        for request, token_ids in output.forced:
-            self.constraints.accept_forced(request, token_ids)
-            self._counts.forced_tokens += len(token_ids)
-            self.seats.force(self._answers[request.request_id], token_ids)
-        for request in ended:
-            self._unseat(request)
-
-    def _failed_step(self) -> SchedulerOutput:
-        """The step that raised.  A launch may also raise the error of the step before it."""
-        if not self._outputs:
-            return SchedulerOutput()
-        if len(self.pipeline.steps) == len(self._outputs):
-            return self._outputs[0]
-        try:
-            for step in self.pipeline.steps:
-                step.wait()
-        except Exception:
-            return self._outputs[0]
-        return self._outputs[-1]
-
-    def _roll_back(self) -> None:
-        """Undo the steps in flight."""
-        outputs = list(self._outputs)
-        self._outputs.clear()
-        self.pipeline.clear()
-        self.runner.forget()
-        for segment in itertools.chain.from_iterable(o.segments for o in outputs):
-            self._unseat(segment.request)
-        self.scheduler.rollback(*outputs)
-        self.constraints.rollback()
-
     def _finish(self, output: SchedulerOutput, result: StepResult) -> list[RequestOutput]:
         """Record a completed step; returns the requests that got a token."""
-        batch = result.batch
         self.constraints.accept(output, result)
-        finished = RequestStatus.FINISHED
-        # False: the request ended while the step was in flight; ignore its row.
-        continues = [request.status is not finished for request in output.terminal]
         self._record(output, result)
         if result.prompt_logprobs is not None:
-            for row, i in enumerate(batch.prompt_segments.tolist()):
-                request = output.segments[i].request
-                if request.status is not finished:
-                    answer = self._answers[request.request_id]
+            for row, i in enumerate(result.batch.prompt_segments.tolist()):
+                if (answer := self._answer_of(output.segments[i].request)) is not None:
                     answer.append_prompt_logprobs(result.prompt_logprobs, row)
-        read = self.pooling.take(batch, [s.request for s in output.segments], result.pooled)
-        for request, values in read:
+        requests = [s.request for s in output.segments]
+        for request, values in self.pooling.take(result.batch, requests, result.pooled):
             self._answers[request.request_id].result.pooled = values
         reports: dict[str, RequestOutput] = {}
         num_accepted = 0
-        for i, request in enumerate(output.terminal):
-            if not continues[i]:
+        answers = list(map(self._answer_of, output.terminal))
+        for answer, rows in zip(answers, result.live_rows, strict=True):
+            if answer is None:
                 continue
-            answer, rows = self._answers[request.request_id], result.live_rows[i]
             before = len(answer.output.token_ids)
-            if self._extend(answer, result, rows):
+            if answer.take(result, rows):
                 self._end(answer)
             if len(rows) > 1:  # the tokens behind the first were drafts
                 num_accepted += max(len(answer.output.token_ids) - before - 1, 0)
             reports[answer.result.request_id] = answer.result
-        num_dropped = output.num_decodes - sum(continues[: output.num_decodes])
+        num_dropped = answers[: output.num_decodes].count(None)
         self._counts.add(output, num_accepted, num_dropped)
         self.prefix_disk.note(output)
         if self.on_step is not None:
@@ -368,64 +295,36 @@ class LLMEngine:
         self.failed_steps.succeeded(output)
         return list(reports.values())
 
+    def _answer_of(self, request: Request) -> Answer | None:
+        """None: the request ended while a step was in flight, so its row is ignored."""
+        is_over = request.status is RequestStatus.FINISHED
+        return None if is_over else self._answers[request.request_id]
+
     def _record(self, output: SchedulerOutput, result: StepResult) -> None:
         """Tell the scheduler the step's tokens, and the sampler those of a step with drafts."""
         tokens, now = result.token_ids.tolist(), time.monotonic()
-        if not output.has_drafts:
-            self.scheduler.update(output, tokens)
-            counts = []
-        else:
-            live = result.live_rows
-            first = [tokens[rows.start] for rows in live]
-            drawn = {
-                request: [tokens[row] for row in rows if row not in result.no_token]
-                for request, rows in zip(output.terminal, live, strict=True)
-            }
-            self.scheduler.update(output, first, {r: tokens[1:] for r, tokens in drawn.items()})
-            forced = {request for request, _ in output.forced}  # the sampler knows their tokens
-            for request, known in drawn.items():
-                if request not in forced:
-                    self.seats.accept(request, known)
-            drafted = (s.request for s in output.segments if s.draft_token_ids)
-            counts = [max(len(drawn[request]) - 1, 0) for request in drafted]
-        seconds = None if self._last_end is None else now - self._last_end
-        self.speculator.note(output, counts, seconds)
+        live, drawn = result.live_rows, dict[Request, list[int]]()
+        if output.has_drafts:
+            for request, rows in zip(output.terminal, live, strict=True):
+                drawn[request] = [tokens[row] for row in rows if row not in result.no_token]
+        accepted = {request: known[1:] for request, known in drawn.items()}
+        self.scheduler.update(output, [tokens[rows.start] for rows in live], accepted)
+        forced = {request for request, _ in output.forced}  # the sampler knows their tokens
+        for request, known in drawn.items():
+            if request not in forced:
+                self.seats.accept(request, known)
+        counts = [len(accepted[s.request]) for s in output.segments if s.draft_token_ids]
+        if self.speculator is not None:
+            seconds = None if self._last_end is None else now - self._last_end
+            self.speculator.note(output, counts, seconds)
         self._last_end = now
-
-    def _extend(self, answer: Answer, result: StepResult, rows: range) -> bool:
-        """Give an answer the tokens of its rows; True when one ends the answer."""
-        for row in rows:
-            if row in result.no_token:
-                return answer.fail(result.no_token[row])
-            if result.logprobs is not None:
-                answer.append_logprobs(result.logprobs, row)
-            ended = answer.append(int(result.token_ids[row])) if len(rows) > 1 else answer.extend()
-            if ended:
-                return True
-        return False
-
-    def _seat(self, output: SchedulerOutput) -> None:
-        """Seat admitted requests; append new blocks."""
-        for request in output.admitted:
-            answer = self._answers[request.request_id]
-            self.seats.add(answer)
-            answer.report_cached()
-        self.seats.append_blocks(output.segments)
-
-    def _unseat(self, request: Request) -> None:
-        self.speculator.forget(request)
-        self.seats.remove(request)
-
-    def _num_prompt_logprobs(self, output: SchedulerOutput) -> int:
-        asked = (self._answers[s.request.request_id].params for s in output.segments)
-        return max((p.prompt_logprobs or 0 for p in asked), default=0)
 
     def _end(self, answer: Answer) -> None:
         """Release everything that a finished answer holds."""
         self.scheduler.finish(answer.request)
         self.constraints.remove(answer.request)
         self.pooling.remove(answer.request)
-        self._unseat(answer.request)
+        self.seats.remove(answer.request)
         del self._answers[answer.request.request_id]
         result = answer.result
         if all(o.finished for o in result.outputs):

@@ -31,10 +31,13 @@ class FailedSteps:
         """MAX_FAILURES steps failed without a success between them: all requests must end."""
         return self._num_failures >= MAX_FAILURES
 
-    def failed(self, output: SchedulerOutput, error: Exception) -> None:
-        """output: the step, before its rollback."""
+    def failed(self, output: SchedulerOutput, error: Exception) -> bool:
+        """output: the step, before its rollback.  False: all of its requests were aborted."""
+        running = output.unfinished
+        if output.segments and not running:
+            logger.warning(f"a step failed after its requests were aborted: {one_line(error)}")
+            return False
         self._note(error)
-        running = [s.request for s in output.segments if s.request.status is RequestStatus.RUNNING]
         if self._scheduler.one_by_one or len(running) == 1:
             prefills = output.segments[output.num_decodes :]
             prompts = [s.request for s in prefills if not s.draft_token_ids]
@@ -44,11 +47,13 @@ class FailedSteps:
             self.at_fault = []
             self._suspects.update(running)
             self._scheduler.one_by_one = True
+        return True
 
-    def spoilt(self, output: SchedulerOutput, error: Exception) -> None:
-        """output: a step whose tokens could not all be recorded, so all of its requests end."""
+    def spoilt(self, requests: list[Request], error: Exception) -> None:
+        """requests: of a step whose tokens could not all be recorded; all end, even those whose
+        last token was recorded, because nobody has seen it."""
         self._note(error)
-        self.at_fault = [s.request for s in output.segments]
+        self.at_fault = requests
 
     def _note(self, error: Exception) -> None:
         """Count a failure, and log it: perhaps no request ends with its error."""

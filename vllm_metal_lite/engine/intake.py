@@ -76,6 +76,7 @@ class Intake:
                 max_chunk=_PROMPT_LOGPROBS_CHUNK if scores_prompt else 0,
                 checkpoint_positions=positions,
                 cache_salt=salt,
+                parent_id=request_id,
             )
             answer = Answer(
                 request,

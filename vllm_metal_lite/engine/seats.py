@@ -1,7 +1,5 @@
 """The seats of running requests: rows of the input table and of the sampler."""
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
@@ -9,7 +7,7 @@ from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.engine.answer import Answer
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.scheduler.request import Request
-from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
+from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
 
 class Seats:
@@ -35,14 +33,12 @@ class Seats:
             self._sampler.remove(request.req_index)
             request.req_index = None
 
-    def append_blocks(self, segments: Iterable[Segment]) -> None:
+    def pack(self, output: SchedulerOutput) -> ForwardBatch:
+        """The batch of a scheduled step, whose requests have seats and get their new blocks."""
+        segments = output.segments
         for segment in segments:
             if segment.new_block_ids:
                 self._inputs.append_blocks(_index_of(segment.request), *segment.new_block_ids)
-
-    def pack(self, output: SchedulerOutput) -> ForwardBatch:
-        """The batch of a scheduled step, whose requests have seats."""
-        segments = output.segments
         return self._inputs.pack(
             np.array([s.request.req_index for s in segments]),
             np.array([s.num_computed for s in segments]),

@@ -24,6 +24,7 @@ class StepCounts:
         decodes = output.num_decodes + again  # again: resumed past the prompt, after preemption
         drafts = sum(len(s.draft_token_ids) for s in prefills)
         self.steps += 1
+        self.forced_tokens += sum(len(token_ids) for _, token_ids in output.forced)
         self.draft_tokens += drafts
         self.accepted_tokens += num_accepted
         self.decode_tokens += decodes - num_dropped + num_accepted

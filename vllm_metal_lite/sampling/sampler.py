@@ -66,15 +66,6 @@ class SamplerOutput:
 
 
 @dataclass(frozen=True)
-class SamplerState:
-    """What a call changes.  num_generated: (max_num_seqs,).  seen, recent: on the device."""
-
-    num_generated: np.ndarray
-    seen: mx.array
-    recent: mx.array
-
-
-@dataclass(frozen=True)
 class _SamplingMetadata:
     """The graph inputs of a set of rows; None omits an operation."""
 
@@ -166,15 +157,14 @@ class Sampler:
             processor.remove(req_index)
 
     @property
-    def state(self) -> SamplerState:
-        """The state to restore if a step fails.  Valid until `add` or `remove`."""
+    def state(self) -> tuple[np.ndarray, mx.array, mx.array]:
+        """What a call changes, to restore if a step fails.  Valid until `add` or `remove`."""
         counts = self._rows["num_generated"].copy()
-        return SamplerState(counts, self._penalties.seen, self._bad_words.recent)
+        return counts, self._penalties.seen, self._bad_words.recent
 
     @state.setter
-    def state(self, state: SamplerState) -> None:
-        self._rows["num_generated"] = state.num_generated
-        self._penalties.seen, self._bad_words.recent = state.seen, state.recent
+    def state(self, state: tuple[np.ndarray, mx.array, mx.array]) -> None:
+        self._rows["num_generated"], self._penalties.seen, self._bad_words.recent = state
         self._metadata = None
 
     def __call__(

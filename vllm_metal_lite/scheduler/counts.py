@@ -32,6 +32,6 @@ def count(scheduler: Scheduler) -> dict[str, int]:
         **asdict(scheduler.counts),
         "preemptions": scheduler.num_preemptions,
         "requests_running": scheduler.num_running,
-        "requests_waiting": scheduler.num_waiting,
+        "requests_waiting": len(scheduler.waiting),
         **blocks,
     }

@@ -39,26 +39,21 @@ class DraftScheduler:
         budget: the most drafts.  num_running: requests that have a seat.
         """
         decodes = out.segments[: out.num_decodes]
-        room = [self._room(segment) for segment in decodes]
-        wanted = [(s.request, most) for s, most in zip(decodes, room, strict=True) if most > 0]
+        wanted = [(s, most) for s in decodes if (most := self._room(s)) > 0]
         if budget < 1 or not wanted or not self.has_room:
             return
-        proposed = propose(wanted)
-        lengths = [len(draft) for draft in proposed]
+        proposed = propose([(segment.request, most) for segment, most in wanted])
+        lengths = list(map(len, proposed))
         cap = max(lengths)
         while sum(min(length, cap) for length in lengths) > budget:
             cap -= 1  # the longest drafts lose most
-        drafts = {
-            request: draft[:cap] for (request, _), draft in zip(wanted, proposed, strict=True)
-        }
         # A block stays for each running request, so that a draft never causes a preemption.
         spare = self.kv.num_available - num_running
         drafted: list[Segment] = []
-        for segment in decodes:
-            draft = drafts.get(segment.request, ())
+        for (segment, _), draft in zip(wanted, proposed, strict=True):
             owned = segment.request.num_blocks
             most = (owned + max(spare, 0)) * self.kv.block_size - segment.end
-            draft = draft[:most]
+            draft = draft[: min(cap, most)]
             if not draft or not self._take_state(segment):
                 continue
             self._lengthen(segment, draft)

@@ -72,22 +72,30 @@ class KVCacheManager:
     def wanted(self, request: Request, num_new_tokens: int) -> list[int]:
         """Blocks per group for all known tokens, computed num_new_tokens at a time, plus one block
         unless the request ends first."""
-        return [self._wanted(g, request, num_new_tokens) for g in range(len(self.groups))]
-
-    def _wanted(self, group: int, request: Request, num_new_tokens: int) -> int:
         size = min(len(request.token_ids) + self.block_size, request.max_length - 1)
-        most = self.groups[group].most_blocks(size, num_new_tokens, self.block_size)
-        return min(most, self.pools[group].num_blocks)
+        return [
+            min(group.most_blocks(size, num_new_tokens, self.block_size), pool.num_blocks)
+            for group, pool in zip(self.groups, self.pools, strict=True)
+        ]
+
+    def cost(self, request: Request, hit: PrefixHit, num_new_tokens: int) -> list[int]:
+        """Blocks per group that an admission makes unavailable.
+
+        A hit on a cached block makes it unavailable; a hit on an owned block costs nothing.
+        """
+        return [
+            want - sum(map(pool.is_owned, table.owned))
+            for want, pool, table in zip(
+                self.wanted(request, num_new_tokens), self.pools, hit.tables, strict=True
+            )
+        ]
 
     def spare(self, running: Sequence[tuple[Request, int]]) -> list[int]:
         """Blocks per group left once each (request, num_new_tokens) has what `wanted` says."""
-        left = []
-        for g, pool in enumerate(self.pools):
-            count = pool.num_available
-            for request, num_new_tokens in running:
-                owned = request.block_tables[g].num_owned
-                count -= max(self._wanted(g, request, num_new_tokens) - owned, 0)
-            left.append(count)
+        left = [pool.num_available for pool in self.pools]
+        for request, num_new_tokens in running:
+            for g, want in enumerate(self.wanted(request, num_new_tokens)):
+                left[g] -= max(want - request.block_tables[g].num_owned, 0)
         return left
 
     @property
@@ -177,11 +185,15 @@ class KVCacheManager:
 
     # Prefix cache
 
+    def reads_cache(self, request: Request) -> bool:
+        """Whether a request may start behind a cached prefix."""
+        return self.enable_caching and not request.skip_prefix_cache_read
+
     def find_prefix(self, request: Request) -> PrefixHit:
         """The longest cached prefix: every group holds the part that the next token sees, and there
         is a state if the model keeps one.  The request's last token is never part of it."""
         most = 0
-        if self.enable_caching and not request.skip_prefix_cache_read:
+        if self.reads_cache(request):
             most = last_position(request.num_tokens, self.block_size) // self.block_size
         names = self.block_names(request, most * self.block_size)[:most]
         find = [pool.lookup for pool in self.pools]

@@ -25,7 +25,7 @@ class ConversationCheckpoints:
     end: int
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """A request has no phases, only a gap, `num_tokens - num_computed_tokens`, which steps close.
 
@@ -35,6 +35,7 @@ class Request:
     only_reads: its one token is not used, so a prompt may fill the context.
     checkpoint_positions: where the caller expects later prompts to continue (checkpoints.py).
     cache_salt: only requests with the same salt, or without any, share blocks and states.
+    parent_id: the id of the user's request; this one makes one of its n answers.
     """
 
     request_id: str
@@ -48,6 +49,7 @@ class Request:
     max_chunk: int = 0
     checkpoint_positions: tuple[int, ...] = ()
     cache_salt: str | None = None
+    parent_id: str = ""
 
     # The prompt, then sampled tokens.  UNKNOWN_TOKEN replaces a token that a step is sampling.
     token_ids: list[int] = field(init=False, repr=False)

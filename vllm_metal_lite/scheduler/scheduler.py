@@ -62,11 +62,10 @@ class Scheduler:
         self.one_by_one = False  # admit a request only if no other prompt is being computed
         self.num_preemptions = 0
         self.counts = TokenCounts()
-        self._block_size = config.block_size
         # Each unfinished request is in one of these queues, or ended by `advance`.
-        self._waiting = RequestQueue()
-        self._partials = RequestQueue()
-        self._decodes = RequestQueue()
+        self.waiting = RequestQueue()
+        self.partials = RequestQueue()
+        self.decodes = RequestQueue()
         # Decodes that complete a block whose last token is still unknown: no hash, so no name yet.
         self._unnamed: list[tuple[SchedulerOutput, Request]] = []
         self._num_added = 0
@@ -74,26 +73,12 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._partials) + len(self._decodes)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self.partials) + len(self.decodes)
 
     @property
     def running(self) -> list[Request]:
         """The requests that have a seat."""
-        return [*self._partials, *self._decodes]
-
-    @property
-    def decoding(self) -> Sequence[Request]:
-        """The running requests whose prompts are computed, in order."""
-        return self._decodes
-
-    @property
-    def waiting(self) -> list[Request]:
-        """The queue, in order."""
-        return list(self._waiting)
+        return [*self.partials, *self.decodes]
 
     # Add and remove requests
 
@@ -103,7 +88,7 @@ class Scheduler:
         # The count orders requests of equal arrival (the n answers of one prompt).
         request.sort_key = (request.priority, request.fair_round, request.arrival, self._num_added)
         self._num_added += 1
-        self._waiting.add(request)
+        self.waiting.add(request)
 
     def finish(self, request: Request) -> None:
         """Remove a request from its queue and release its blocks, unless that is done."""
@@ -113,7 +98,7 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self._unseat(request)
         else:
-            self._waiting.discard(request)
+            self.waiting.discard(request)
         request.status = RequestStatus.FINISHED
 
     def reset_prefix_cache(self) -> None:
@@ -137,19 +122,18 @@ class Scheduler:
             self._schedule_prefills(out)
         else:
             phases = [self._schedule_decodes, self._schedule_prefills]
-            if self._partials or not self._prefilled_last:
+            if self.partials or not self._prefilled_last:
                 phases.reverse()
             phases[0](out)
             if out.is_empty:
                 phases[1](out)
-        if out.is_empty and self._partials:
+        if out.is_empty and self.partials:
             self._break_deadlock(out)
         if not out.is_empty:
             self._prefilled_last = out.num_decodes < len(out.segments)
             if propose is not None:
-                tokens = self.config.max_num_batched_tokens - out.total_num_scheduled_tokens
                 rows = self.config.max_sampled_rows - len(out.segments)
-                self.drafts.add(out, propose, min(tokens, rows), self.num_running)
+                self.drafts.add(out, propose, min(self._budget(out), rows), self.num_running)
         # InputBatch.pack wants segments of one token first, prompts' one-token chunks included.
         prefills = out.segments[out.num_decodes :]
         if len(prefills) > 1:
@@ -160,10 +144,10 @@ class Scheduler:
     def may_preempt(self) -> bool:
         """Whether the decodes need more blocks than are available.  If so, wait for the unknown
         tokens before scheduling: requests that end with them release blocks."""
-        if self.kv.num_available >= len(self._decodes):
+        if self.kv.num_available >= len(self.decodes):
             return False
-        block_size = self._block_size
-        needy = [r for r in self._decodes if r.num_computed_tokens == r.num_blocks * block_size]
+        block_size = self.kv.block_size
+        needy = [r for r in self.decodes if r.num_computed_tokens == r.num_blocks * block_size]
         for request in needy:
             self.kv.give_back(request, request.num_computed_tokens)
         return len(needy) > self.kv.num_available
@@ -175,11 +159,13 @@ class Scheduler:
         requests that reach max_length with this step.  They release their seats and blocks; the
         next step may reuse the blocks, since the device runs steps in order.
         """
+        num_decodes, running = output.num_decodes, RequestStatus.RUNNING
         if self._states is not None:
             self._states.name(output)
         if not self.shares_in_step:
-            self._name_blocks(output)
-        num_decodes, running = output.num_decodes, RequestStatus.RUNNING
+            for segment in (s for s in output.segments if s.request.status is running):
+                start, end = segment.num_computed, segment.known_end
+                output.named += self.kv.name_blocks(segment.request, start, end)
         terminal = [s.request for s in output.segments[:num_decodes]]
         for request in terminal:
             if request.status is running:
@@ -192,8 +178,8 @@ class Scheduler:
             if request.status is running:
                 request.num_computed_tokens = end
                 self.kv.give_back(request, end)  # with short windows, most of its blocks
-                if is_terminal and self._partials.discard(request):
-                    self._decodes.add(request)
+                if is_terminal and self.partials.discard(request):
+                    self.decodes.add(request)
         ended = []
         for request in terminal:
             if request.status is running:
@@ -215,14 +201,14 @@ class Scheduler:
         request.token_ids += forced
         output.forced.append((request, forced))
         if len(forced) > 1:
-            self._decodes.discard(request)
-            self._partials.add(request)
+            self.decodes.discard(request)
+            self.partials.add(request)
 
     def update(
         self,
         output: SchedulerOutput,
         token_ids: Sequence[int],
-        accepted: Mapping[Request, Sequence[int]] | None = None,
+        accepted: Mapping[Request, Sequence[int]],
     ) -> None:
         """Record the tokens of a step, after `advance`.
 
@@ -234,23 +220,19 @@ class Scheduler:
         for request, token in zip(output.terminal, token_ids, strict=True):
             if request.status is not finished and request.token_ids[-1] == UNKNOWN_TOKEN:
                 request.token_ids[-1] = token
-        if accepted is not None:
-            self._settle(output, accepted)
+        for segment in output.segments if output.has_drafts else ():
+            request = segment.request
+            if not segment.draft_token_ids or request.status is finished:
+                continue
+            if not self.drafts.settle(segment, output, accepted[request]):
+                self.decodes.discard(request)
+                self.partials.add(request)
         for ahead, request in self._unnamed:
             if request.status is RequestStatus.RUNNING:
                 end = request.num_tokens
                 ahead.named += self.kv.name_blocks(request, end - 1, end)
         self._unnamed.clear()
         self.counts.add(output.counts)
-
-    def _settle(self, output: SchedulerOutput, accepted: Mapping[Request, Sequence[int]]) -> None:
-        for segment in output.segments:
-            request = segment.request
-            if not segment.draft_token_ids or request.status is not RequestStatus.RUNNING:
-                continue
-            if not self.drafts.settle(segment, output, accepted[request]):
-                self._decodes.discard(request)
-                self._partials.add(request)
 
     def rollback(self, *outputs: SchedulerOutput) -> None:
         """Undo all steps in flight, given in order, after one failed.  Their requests wait, as if
@@ -274,10 +256,10 @@ class Scheduler:
     # The three phases
 
     def _schedule_decodes(self, out: SchedulerOutput) -> None:
-        budget, block_size = self.config.max_num_batched_tokens, self._block_size
+        budget, block_size = self.config.max_num_batched_tokens, self.kv.block_size
         states, state = self._states, None
         # Preemption removes only the last request of this list, so the iteration stays valid.
-        for request in self._decodes:
+        for request in self.decodes:
             if len(out.segments) == budget:
                 break
             start = request.num_computed_tokens
@@ -299,16 +281,16 @@ class Scheduler:
         out.num_decodes = out.total_num_scheduled_tokens = len(out.segments)
 
     def _schedule_prefills(self, out: SchedulerOutput) -> None:
-        starting = not self._partials
+        starting = not self.partials
         self._resume(out)
         # A preempted request is admitted first, and there are no blocks for it now.
         if not out.preempted:
             self._admit(out, starting)
 
     def _resume(self, out: SchedulerOutput) -> None:
-        for request in self._partials:
-            num_new_tokens = self._num_new_tokens(request, request.num_computed_tokens, out)
-            num_new_tokens = min(num_new_tokens, self.kv.room(request))
+        for request in self.partials:
+            most = self._max_num_new_tokens(request, request.num_computed_tokens)
+            num_new_tokens = min(most, self._budget(out), self.kv.room(request))
             # 0: no budget or no blocks.  The request waits for decodes to end.  So does the queue:
             # a prompt needs a block of its own to be admitted.
             if num_new_tokens > 0:
@@ -321,70 +303,59 @@ class Scheduler:
         each; with fewer, a preemption would soon follow.  (With nothing running, it always fits.)
         A request that does not fit blocks the queue.
         """
-        if not self._waiting or not self._has_room(out):
+        if not self.waiting or not self._has_room(out):
             return
         left, at = self.spare_blocks(), 0
-        most = _MAX_PASSED + 1
-        while min(left) > 0 and at < min(len(self._waiting), most) and self._has_room(out):
-            request = self._waiting[at]
+        while at < min(len(self.waiting), _MAX_PASSED + 1):
+            if min(left) <= 0 or not self._has_room(out):
+                break
+            request = self.waiting[at]
             hit = self.kv.find_prefix(request)
             start = hit.num_tokens
             if self.holds(request, hit) or self._follows(request, start, out):
                 at += 1
                 continue
-            num_new_tokens = self._num_new_tokens(request, start, out)
-            cost = self._cost(request, hit)
+            most = self._max_num_new_tokens(request, start)
+            num_new_tokens = min(most, self._budget(out))
+            cost = self.kv.cost(request, hit, most)
             if num_new_tokens <= 0 or not all(map(le, cost, left)):
                 break
             # Decodes wait for the turn to end, so admit only prompts that finish in this step.
             must_finish = self.config.prefill_policy == "whole" and not starting
             if must_finish and num_new_tokens < request.num_tokens - start:
                 break
-            del self._waiting[at]
-            self._partials.add(request)
-            request.status = RequestStatus.RUNNING
-            request.num_computed_tokens = start
-            if not request.num_computed_before:
-                self._count_hit(request, hit, out)
-            self.kv.admit(request, hit)
-            out.admitted.append(request)
-            segment = self._schedule_chunk(request, min(num_new_tokens, self.kv.room(request)), out)
-            segment.new_block_ids = [list(t.block_ids) for t in request.block_tables]
-            out.segments.append(segment)
+            self._start(request, hit, num_new_tokens, out)
             left = list(map(sub, left, cost))
 
-    def _cost(self, request: Request, hit: PrefixHit) -> list[int]:
-        """Blocks per KV group that admission makes unavailable.
-
-        A hit on a cached block makes it unavailable; a hit on an owned block costs nothing.
-        """
-        wanted = self.kv.wanted(request, self._max_num_new_tokens(request, hit.num_tokens))
-        return [
-            w - sum(map(pool.is_owned, table.owned))
-            for w, pool, table in zip(wanted, self.kv.pools, hit.tables, strict=True)
-        ]
-
-    def _count_hit(self, request: Request, hit: PrefixHit, out: SchedulerOutput) -> None:
-        """Count the cached tokens of a prompt at its first admission.  The hit may reach into an
-        answer that is known by then."""
-        num_prompt = request.num_prompt_tokens
-        num_cached = request.num_cached_tokens = min(hit.num_tokens, num_prompt)
-        if self.kv.enable_caching and not request.skip_prefix_cache_read:
-            out.counts.prefix_cache_hit_tokens += num_cached
-            out.counts.prefix_cache_queried_tokens += num_prompt
-            out.counts.prefix_cache_lost_tokens += min(hit.num_in_blocks, num_prompt) - num_cached
+    def _start(
+        self, request: Request, hit: PrefixHit, num_new_tokens: int, out: SchedulerOutput
+    ) -> None:
+        """Seat a request behind its cached prefix, and schedule its first chunk."""
+        self.waiting.discard(request)
+        self.partials.add(request)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = hit.num_tokens
+        if not request.num_computed_before:
+            request.num_cached_tokens = min(hit.num_tokens, request.num_prompt_tokens)
+            if self.kv.reads_cache(request):
+                out.counts.add_hit(hit, request.num_prompt_tokens)
+        self.kv.admit(request, hit)
+        out.admitted.append(request)
+        segment = self._schedule_chunk(request, min(num_new_tokens, self.kv.room(request)), out)
+        segment.new_block_ids = [list(t.block_ids) for t in request.block_tables]
+        out.segments.append(segment)
 
     def spare_blocks(self) -> list[int]:
         """Blocks per KV group left once every running request has what it wants."""
-        running = [(r, self._max_num_new_tokens(r, r.num_computed_tokens)) for r in self._partials]
-        return self.kv.spare(running + [(r, 1) for r in self._decodes])
+        running = [(r, self._max_num_new_tokens(r, r.num_computed_tokens)) for r in self.partials]
+        return self.kv.spare(running + [(r, 1) for r in self.decodes])
 
     def _has_room(self, out: SchedulerOutput) -> bool:
         """Whether a seat and a token of the budget are left."""
         return (
             self.num_running < self.config.max_num_seqs
-            and not (self.one_by_one and self._partials)
-            and out.total_num_scheduled_tokens < self.config.max_num_batched_tokens
+            and not (self.one_by_one and self.partials)
+            and self._budget(out) > 0
         )
 
     def _schedule_chunk(
@@ -406,22 +377,13 @@ class Scheduler:
 
     def _follows(self, request: Request, start: int, out: SchedulerOutput) -> bool:
         """Whether a request waits for another one's state, see following.py."""
-        if self._states is None or not self._partials:
+        if self._states is None or not self.partials:
             return False
-        return self._states.follows(request, start, out, self._partials)
+        return self._states.follows(request, start, out, self.partials)
 
-    def _name_blocks(self, output: SchedulerOutput) -> None:
-        """Name the blocks of a step in flight, if requests of one step cannot share them."""
-        for segment in output.segments:
-            if segment.request.status is RequestStatus.RUNNING:
-                start, end = segment.num_computed, segment.known_end
-                output.named += self.kv.name_blocks(segment.request, start, end)
-
-    def _num_new_tokens(self, request: Request, start: int, out: SchedulerOutput) -> int:
-        """How many tokens from `start` on the request may compute in this step; 0: none."""
-        largest = self._max_num_new_tokens(request, start)
-        budget = self.config.max_num_batched_tokens - out.total_num_scheduled_tokens
-        return min(largest, budget)
+    def _budget(self, out: SchedulerOutput) -> int:
+        """How many more tokens the step may compute."""
+        return self.config.max_num_batched_tokens - out.total_num_scheduled_tokens
 
     def _max_num_new_tokens(self, request: Request, start: int) -> int:
         """How many tokens from `start` on the request may compute in an otherwise empty step."""
@@ -435,13 +397,13 @@ class Scheduler:
 
     def _break_deadlock(self, out: SchedulerOutput) -> None:
         """No request can continue: preempt until the first partial prefill gets blocks."""
-        while self.kv.room(self._partials[0]) <= 0:
+        while self.kv.room(self.partials[0]) <= 0:
             victim = self._preempt_lowest(out)
-            assert victim is not self._partials[0], "a request alone has all the blocks it needs"
+            assert victim is not self.partials[0], "a request alone has all the blocks it needs"
         self._resume(out)
 
     def _preempt_lowest(self, out: SchedulerOutput) -> Request:
-        last = [queue[-1] for queue in (self._partials, self._decodes) if queue]
+        last = [queue[-1] for queue in (self.partials, self.decodes) if queue]
         victim = max(last, key=SORT_KEY)
         # Steps are filled in this order, so the victim is not in this step yet.
         assert all(s.request is not victim for s in out.segments), "the victim is in this step"
@@ -457,9 +419,9 @@ class Scheduler:
         before = max(request.num_computed_before, request.num_computed_tokens)
         request.num_computed_before, request.num_computed_tokens = before, 0
         request.status = RequestStatus.WAITING
-        self._waiting.add(request)
+        self.waiting.add(request)
 
     def _unseat(self, request: Request) -> None:
-        if not self._decodes.discard(request):
-            self._partials.discard(request)
+        if not self.decodes.discard(request):
+            self.partials.discard(request)
         self.kv.free(request)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from vllm_metal_lite.batch.forward_batch import SegmentState
-from vllm_metal_lite.scheduler.kv_manager import NewBlocks
+from vllm_metal_lite.scheduler.kv_manager import NewBlocks, PrefixHit
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 
 
@@ -60,6 +60,13 @@ class TokenCounts:
     prefix_cache_queried_tokens: int = 0
     prefix_cache_lost_tokens: int = 0
 
+    def add_hit(self, hit: PrefixHit, num_prompt_tokens: int) -> None:
+        """Count a prompt's first admission.  The hit may reach into an answer that is known."""
+        num_cached = min(hit.num_tokens, num_prompt_tokens)
+        self.prefix_cache_hit_tokens += num_cached
+        self.prefix_cache_queried_tokens += num_prompt_tokens
+        self.prefix_cache_lost_tokens += min(hit.num_in_blocks, num_prompt_tokens) - num_cached
+
     def add(self, other: "TokenCounts") -> None:
         for name in (f.name for f in fields(self)):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -101,6 +108,6 @@ class SchedulerOutput:
         return not self.segments
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether a request of this step still runs."""
-        return any(s.request.status is RequestStatus.RUNNING for s in self.segments)
+    def unfinished(self) -> list[Request]:
+        """The requests of this step that were not aborted since."""
+        return [s.request for s in self.segments if s.request.status is RequestStatus.RUNNING]

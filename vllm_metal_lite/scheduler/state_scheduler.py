@@ -56,7 +56,7 @@ class StateScheduler:
 
         start: where the request could start in this step.
         """
-        if not self.kv.enable_caching or request.skip_prefix_cache_read:
+        if not self.kv.reads_cache(request):
             return False
         if request.leader is not None and is_ahead(*request.leader):
             return self._ask(*request.leader, out)

@@ -17,17 +17,16 @@ class Pace:
     """Seconds of steps without prompts: plain ones by their decodes, drafted ones by their rows."""
 
     def __init__(self) -> None:
-        self._plain: dict[int, deque[float]] = {}
-        self._drafted: dict[int, deque[float]] = {}
+        self._times: dict[tuple[bool, int], deque[float]] = {}  # by (drafted, width)
 
     def note(self, num_rows: int, drafted: bool, seconds: float) -> None:
-        times = self._drafted if drafted else self._plain
-        times.setdefault(width(num_rows), deque(maxlen=_KEPT)).append(seconds)
+        key = drafted, width(num_rows)
+        self._times.setdefault(key, deque(maxlen=_KEPT)).append(seconds)
 
     def ratio(self, num_decodes: int, num_rows: int) -> float:
         """How much longer a drafted step of num_rows takes than a plain one of num_decodes."""
-        plain = self._plain.get(width(num_decodes), ())
-        drafted = self._drafted.get(width(num_rows), ())
+        plain = self._times.get((False, width(num_decodes)), ())
+        drafted = self._times.get((True, width(num_rows)), ())
         if min(len(plain), len(drafted)) < _MIN_KNOWN:
             return _UNKNOWN
         return min(drafted) / min(plain)

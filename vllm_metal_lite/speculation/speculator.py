@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import takewhile
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -57,11 +58,8 @@ class Speculator:
     def __init__(self, tokens_of: Callable[[Request], np.ndarray]) -> None:
         self._tokens_of = tokens_of
         self.pace = Pace()
-        self._records: dict[Request, _Record] = {}
+        self._records: WeakKeyDictionary[Request, _Record] = WeakKeyDictionary()
         self._turn = 0
-
-    def forget(self, request: Request) -> None:
-        self._records.pop(request, None)
 
     def wants(self, decodes: Sequence[Request]) -> bool:
         """Whether the next step will probably have drafts.  If so, it waits for the tokens of the
@@ -123,19 +121,3 @@ class Speculator:
         if seconds is not None and output.num_decodes + len(drafted) == len(output.segments):
             rows = output.total_num_scheduled_tokens
             self.pace.note(rows, bool(drafted), seconds)
-
-
-class NoSpeculator:
-    """Proposes no drafts, and measures nothing."""
-
-    def forget(self, request: Request) -> None: ...
-
-    def wants(self, decodes: Sequence[Request]) -> bool:
-        return False
-
-    def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
-        return [[] for _ in wanted]
-
-    def note(
-        self, output: SchedulerOutput, accepted: Sequence[int], seconds: float | None
-    ) -> None: ...

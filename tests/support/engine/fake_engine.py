@@ -27,7 +27,6 @@ from vllm_metal_lite.sampling.sampler import SamplerOutput
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
-from vllm_metal_lite.speculation.speculator import NoSpeculator
 
 
 class FakeConfig(EngineConfig):
@@ -125,8 +124,10 @@ class FakeEngine(LLMEngine):
         parts = {"size_store": lambda *_: (groups, max_model_len, num_state_slots)}
         with patch.multiple(engines, build_runner=lambda *_: runner, **parts):
             super().__init__(replace(loaded, packed=packed), config)
-        self.async_scheduling, self.stops = ahead, list(stops)
-        self.speculator = NoSpeculator()  # another one depends on measured times
+        self.stops, self._launch = list(stops), self.in_flight.launch
+        self.in_flight.launch = self.launch
+        tiny.run_ahead(self, ahead)
+        self.speculator = None  # another one depends on measured times
         self.requests: dict[str, Request] = {}
         self.steps: list[SchedulerOutput] = []
         self.on_step = self.steps.append
@@ -157,14 +158,14 @@ class FakeEngine(LLMEngine):
         super().step()
         return self.steps[-1] if len(self.steps) > before else SchedulerOutput()
 
-    def _launch(self, output: SchedulerOutput) -> None:
+    def launch(self, output: SchedulerOutput) -> None:
         """A step that reads new blocks before they are written fails."""
         for segment in output.segments:
             is_new = segment.request in output.admitted
             shared = segment.num_computed // self.config.block_size if is_new else 0
             for group, new in enumerate(segment.new_block_ids):
                 self.runner.model.poison(group, new[shared:])
-        super()._launch(output)
+        self._launch(output)
 
     def run(self, max_steps: int = 10_000) -> list[SchedulerOutput]:
         """Step until every request has finished; the steps since then."""

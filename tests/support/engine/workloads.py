@@ -1,14 +1,15 @@
 """Random workloads of a scheduler: arrivals, requests, and few blocks."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from random import Random
 from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.support.engine.fake_engine import FakeEngine, fake_config
-from vllm_metal_lite.config import EngineConfig
+from tests.support.engine.fake_engine import FakeEngine, StepFailed, fake_config
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 
 MAX_MODEL_LEN = 32
@@ -96,7 +97,10 @@ def seeded_workload(seed: int, **kind: bool) -> Workload:
     return make_workload(Random(seed).choice, **kind)
 
 
-def make_config(workload: Workload) -> tuple[EngineConfig, list[KVGroup]]:
+def make_engine(
+    workload: Workload, kind: type[FakeEngine] = FakeEngine, **options: Any
+) -> FakeEngine:
+    """options: of the engine."""
     config = fake_config(
         workload.block_size,
         max_num_seqs=workload.max_num_seqs,
@@ -110,7 +114,7 @@ def make_config(workload: Workload) -> tuple[EngineConfig, list[KVGroup]]:
         group = KVGroup(window=window)
         needs = [group.most_blocks(a.num_stored, 1, workload.block_size) for a in workload.arrivals]
         groups.append(replace(group, num_blocks=max(needs) + workload.extra_blocks))
-    return config, groups
+    return kind(config, groups, MAX_MODEL_LEN, **options)
 
 
 def request_of(number: int, a: Arrival) -> tuple[list[int], int, dict[str, Any]]:
@@ -126,16 +130,31 @@ def add_to(engine: FakeEngine, number: int, a: Arrival) -> None:
     engine.add(prompt, max_tokens, **how)
 
 
+def stepper(workload: Workload, engine: FakeEngine) -> Callable[[], bool]:
+    """Runs a step, which may fail as the workload says; returns whether it did."""
+    numbers = count()
+
+    def step() -> bool:
+        fails = next(numbers) in workload.failures
+        with suppress(StepFailed):
+            engine.step(fails=fails)
+        engine.check_blocks()
+        return fails
+
+    return step
+
+
 def play(
     workload: Workload,
     engine: FakeEngine,
-    step: Callable[[], object],
+    step: Callable[[], object] | None = None,
     add: Callable[[FakeEngine, int, Arrival], object] = add_to,
 ) -> set[str]:
     """Requests come, are aborted, and are stepped to the end; the names of the aborted ones.
 
-    step: of the engine, which may be more than `engine.step`.  add: a request, by its number.
+    step: by default a `stepper`'s.  add: a request, by its number.
     """
+    step = step or stepper(workload, engine)
     tokens = sum(a.num_stored for a in workload.arrivals)
     limit = 50 + 2 * tokens * (1 + len(workload.arrivals) + len(workload.failures))
     aborted: set[str] = set()

@@ -150,6 +150,13 @@ def engine(
     return LLMEngine(loaded, EngineConfig(**{**defaults, **options}))
 
 
+def run_ahead(engine: LLMEngine, ahead: bool) -> LLMEngine:
+    """The engine; if not `ahead`, it launches no step before the tokens of the last are known."""
+    if not ahead:
+        engine._may_run_ahead = lambda output: False
+    return engine
+
+
 def step(engine: LLMEngine, *may_fail: type[BaseException]) -> dict[str, Any]:
     """A step, which may fail so; the outputs that are finished with it, by request id.  No block
     and no state slot is lost."""

@@ -5,7 +5,7 @@ A message is a call: the name of a method of the other side, and its arguments. 
 EngineConfig.  Every time is in seconds of `time.monotonic`, which all processes of a machine share.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,10 +58,10 @@ def to_wire(position: dict[int, Logprob]) -> PositionLogprobs:
     return PositionLogprobs(list(position), [e.logprob for e in entries], [e.rank for e in entries])
 
 
-def from_wire(scores: PositionLogprobs, texts: Mapping[int, str]) -> dict[int, Logprob]:
-    """texts: of each token."""
+def from_wire(scores: PositionLogprobs, text_of: Callable[[int], str]) -> dict[int, Logprob]:
+    """text_of: the text of a token."""
     entries = zip(*scores, strict=True)
-    return {token: Logprob(value, rank, texts[token]) for token, value, rank in entries}
+    return {token: Logprob(value, rank, text_of(token)) for token, value, rank in entries}
 
 
 class AnswerUpdate(NamedTuple):

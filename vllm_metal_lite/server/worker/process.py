@@ -186,7 +186,7 @@ class Worker:
     def _see(self, output: SchedulerOutput) -> None:
         self._watcher.saw(output)
         for request in output.admitted:
-            progress = self._progress.get(request.request_id.partition("#")[0])
+            progress = self._progress.get(request.parent_id)
             if progress is not None and progress.scheduled_at is None:
                 progress.scheduled_at = output.launched_at
 

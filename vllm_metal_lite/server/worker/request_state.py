@@ -7,12 +7,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from vllm_metal_lite.engine.detokenizer import Detokenizer, texts_of
+from vllm_metal_lite.engine.detokenizer import Detokenizer, token_text
 from vllm_metal_lite.outputs import CompletionOutput, Logprob
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.server.worker.messages import (
@@ -67,7 +67,7 @@ class RequestState:
         self.only_reads = isinstance(request.params, PoolingParams)
         self.pooled: np.ndarray | None = None  # what a finished request has read
         self._scored: list[PositionLogprobs | None] | None = None  # the prompt
-        self._texts = texts_of(tokenizer)
+        self._text_of = partial(token_text, tokenizer)
         self.finished = False
         self.times = Times()
         self._on_update = on_update
@@ -91,10 +91,10 @@ class RequestState:
     @cached_property
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         """Once the first token is there.  May take long: read it on a thread."""
-        scored, texts = self._scored, self._texts
+        scored, text_of = self._scored, self._text_of
         if scored is None:
             return None
-        return [None if scores is None else from_wire(scores, texts) for scores in scored]
+        return [None if scores is None else from_wire(scores, text_of) for scores in scored]
 
     @property
     def num_tokens(self) -> int:
@@ -136,7 +136,9 @@ class RequestState:
         if update.text is not None:
             answer.text += update.text
         if answer.logprobs is not None:
-            answer.logprobs += [from_wire(scores, self._texts) for scores in update.logprobs or ()]
+            answer.logprobs += [
+                from_wire(scores, self._text_of) for scores in update.logprobs or ()
+            ]
         if update.finish_reason is not None:
             if self._detokenizers is not None and update.num_shown_tokens is not None:
                 self._detokenizers[update.answer_index].end_at(update.num_shown_tokens)
