@@ -24,6 +24,6 @@ forward that is being built may use.
 
 Fusion declines step by step.  An operation that has no rule, or does not fit its rule, is MLX's.  A
 kernel that failed on this device serves no launch (FusedLaunches.without).  Kernels of few rows
-serve the rows with which steps are faster (tune.py, tune_prompts.py).  A model whose logits differ
-with fused kernels and without, or that runs without paged kernels, is not fused (decide.py).
+serve the rows with which steps are faster (tune.py).  A model whose logits differ with fused
+kernels and without, or that runs without paged kernels, is not fused (decide.py).
 """
