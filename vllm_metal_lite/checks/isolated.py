@@ -17,8 +17,7 @@ from typing import IO, Any
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.checks import run_check
-from vllm_metal_lite.checks.check import Check
-from vllm_metal_lite.checks.result import CheckResult
+from vllm_metal_lite.checks.check import Check, CheckResult
 from vllm_metal_lite.checks.run_check import run as run_here
 from vllm_metal_lite.errors import one_line
 
