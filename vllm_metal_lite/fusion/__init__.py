@@ -14,7 +14,6 @@ no architecture.
     rules.py              the table of all rules: an operation, and the origin of its array
     traced.py             arrays with an origin
     products.py, norms.py, heads.py, experts.py, routing.py       origins and rules, by subject
-    selectors.py          routers that a model compiles
     layer_cache.py        new K and V rows wait for their queries, so that one launch takes both
 
 When it is loaded, a model is changed: its layers return arrays with origins (layers.py),
