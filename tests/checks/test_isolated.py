@@ -13,8 +13,7 @@ from tests.support.server.command import eventually, is_alive
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated
-from vllm_metal_lite.checks.check import Check, NormShape
-from vllm_metal_lite.checks.result import CheckResult, Speed
+from vllm_metal_lite.checks.check import Check, CheckResult, NormShape, Speed
 from vllm_metal_lite.specs import AttentionShape, RopeShape
 
 pytestmark = pytest.mark.long
@@ -32,7 +31,6 @@ CHECKS = [
 PROCESS = """
 import os, sys, time
 from vllm_metal_lite.checks import run_check as child
-from vllm_metal_lite.checks.result import CheckResult, Speed
 
 def run(check, timed):
     acts = {ACTS}

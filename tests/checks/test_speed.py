@@ -10,8 +10,8 @@ from tests.support.kernels.device import change_device, gpu_on_host
 from tests.support.kernels.launches import watch
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import attention, fallbacks, speed
+from vllm_metal_lite.checks.check import Speed
 from vllm_metal_lite.checks.for_model import checks_for
-from vllm_metal_lite.checks.result import Speed
 from vllm_metal_lite.checks.run_check import run
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, RopeShape

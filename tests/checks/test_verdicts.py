@@ -9,10 +9,9 @@ import pytest
 from tests.support.kernels.broken_machine import MISCOMPILED, miscompile
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated
-from vllm_metal_lite.checks.check import Check, MixtureShape
+from vllm_metal_lite.checks.check import Check, CheckResult, MixtureShape, Speed
 from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.popular_shapes import YARN_FACTOR
-from vllm_metal_lite.checks.result import CheckResult, Speed
 from vllm_metal_lite.checks.run_check import run
 from vllm_metal_lite.checks.verdicts import verify
 from vllm_metal_lite.kernels.findings import Findings

@@ -17,8 +17,8 @@ from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import devices
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import compare_tokens, isolated, ordering, speed, verdicts
+from vllm_metal_lite.checks.check import CheckResult, Speed
 from vllm_metal_lite.checks.ordering import Outcome
-from vllm_metal_lite.checks.result import CheckResult, Speed
 from vllm_metal_lite.cli import doctor, shared_report
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.errors import OutOfMemoryError

@@ -14,16 +14,14 @@ from tests.support.kernels.expert_cases import EXPERT_KERNELS
 from tests.support.kernels.launches import watch
 from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import config_of
+from tests.support.models.fused import Fused
 from tests.support.models.rounding import medians, of_16_bits
-from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.experts import Summed
-from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
+from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.fusion.layers import fuse_layers
 from vllm_metal_lite.fusion.traced import origin_of
 from vllm_metal_lite.kernels import experts
-from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model import loader, trial
 from vllm_metal_lite.model.experts import served_experts
 
 FEW = range(1, 65)
@@ -40,24 +38,15 @@ def test_a_model_of_16_bits_computes_the_same(monkeypatch, name):
     """About as near to its own logits as without; its steps have 2 to 7 rows."""
     launched = set()
     watch(monkeypatch, lambda kernel, *_: launched.add(kernel))
-    config = config_of(name)
-    if config["moe_intermediate_size"] % 32:  # as no model has it
-        config = {**config, "moe_intermediate_size": 64}
-    model = tiny.build(config)
+    odd = config_of(name)["moe_intermediate_size"] % 32  # as no model has it
     # Embeddings in mxfp4 are bfloat16, which rounds eight times as much.
     dtype, tolerance = (mx.bfloat16, 0.08) if "mxfp4" in name else (mx.float16, 0.02)
-    model.set_dtype(dtype)
-    loaded = loader.from_model(model, None, config, name)
-    packed, latents = loaded.packed, any(s.latent for s in loaded.attention_shapes)
-    layout, fusion = packed.layout, fuse(model, joins=True)
-    draw = trial.Draw(model, layout.vocab_size)
+    model = Fused(tiny.load(name, dtype, **({"moe_intermediate_size": 64} if odd else {})))
+    latents = any(shape.latent for shape in model.shapes)
     with installed():
         for rows in (range(0), FEW):
             launched.clear()
-            store = PagedStore(layout.specs, 4, 8, states=packed.state_store(2))
-            attention = KernelAttention(store, "gather", loaded.attention_shapes)
-            found = draw.rows(packed, attention, replace(fusion, expert_rows=rows))
-            assert max(medians(found)) < tolerance
+            assert max(medians(model.rows(expert_rows=rows))) < tolerance
             assert launched & EXPERT_KERNELS == (EXPERT_KERNELS if rows else set())
             assert "expert_topk" in launched
             assert ("latent_attention" in launched) == latents

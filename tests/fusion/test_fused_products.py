@@ -1,6 +1,5 @@
 """Products fused with the operations around them give what a model's own operations give."""
 
-from dataclasses import replace
 from functools import partial
 
 import mlx.nn as nn
@@ -11,20 +10,16 @@ from metal.host import installed
 from tests.support.kernels.arrays import floats, seeded
 from tests.support.kernels.launches import watch
 from tests.support.models import tiny_models as tiny
-from tests.support.models.configs import CONFIGS, config_of
+from tests.support.models.configs import CONFIGS
+from tests.support.models.fused import Fused
 from tests.support.models.rounding import medians, of_16_bits, quantised_of_16_bits
-from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.joined import JoinedProjection
-from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
+from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.fusion.layers import fuse_layers
 from vllm_metal_lite.fusion.norms import Normed
 from vllm_metal_lite.fusion.products import Multiplied
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of
-from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model import trial
-from vllm_metal_lite.model.find_layout import find_layout
-from vllm_metal_lite.model.packed import PackedModel
 
 # What is fused of each, of a norm, a residual sum and SwiGLU.
 FUSED = {
@@ -58,22 +53,16 @@ def test_a_model_of_16_bits_computes_the_same(monkeypatch, name):
     monkeypatch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
     monkeypatch.setattr(mx, "quantized_matmul", quantised_of_16_bits)
     monkeypatch.setitem(CONFIGS, "qwen3/tied", CONFIGS["llama/q4"] | {"tie_word_embeddings": True})
-    model = tiny.build(config_of(name))
     # MLX's embeddings in mxfp4 are of this type, whatever the rest is.
-    model.set_dtype(mx.bfloat16 if "mxfp4" in name else mx.float16)
-    layout = find_layout(model, name)
-    draw = trial.Draw(model, layout.vocab_size)
-    packed, fusion = PackedModel(model, layout), fuse(model, joins=True)
+    model = Fused(tiny.load(name, mx.bfloat16 if "mxfp4" in name else mx.float16))
     with installed():
         for few in (range(0), range(1, 65)):
             fused.clear()
-            attention = KernelAttention(PagedStore(layout.specs, 4, 8), "gather", ())
-            rows = draw.rows(packed, attention, replace(fusion, skinny_rows=few))
-            assert max(medians(rows)) < 0.02
+            assert max(medians(model.rows(skinny_rows=few))) < 0.02
             assert fused == ((FUSED | QUANTISED)[name] if few else set())
     quantised = {bits for bits, _ in widths} - {16}
     assert quantised == BITS.get(name, set())
-    assert layout.vocab_size in {outputs for _, outputs in widths}  # the head
+    assert model.layout.vocab_size in {outputs for _, outputs in widths}  # the head
 
 
 BITS = {"llama/q4": {4}, "llama/q6": {6}, "llama/q8": {8}, "llama/mxfp4": {4},

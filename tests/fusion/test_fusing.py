@@ -15,6 +15,7 @@ from metal.host import installed
 from tests.support.kernels.launches import Stubs, watch
 from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import CANNOT_RUN, CONFIGS, VOCAB, config_of
+from tests.support.models.fused import Fused
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.pending_heads import Heads, same_rope
 from vllm_metal_lite.backend import mx
@@ -30,7 +31,7 @@ from vllm_metal_lite.fusion.joined import (
     join_projections,
     joined_projections,
 )
-from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
+from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.fusion.norms import Sum
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
 from vllm_metal_lite.kernels.columns import Columns
@@ -40,7 +41,6 @@ from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import trial
 from vllm_metal_lite.model.adapters.modules import adapt
-from vllm_metal_lite.model.find_layout import find_layout
 from vllm_metal_lite.model.packed import NO_FUSION, PackedModel
 
 TOKENS = mx.array([[3, 14, 15, 9, 26, 5, 35]])
@@ -248,17 +248,13 @@ def test_a_fused_model_computes_the_same(monkeypatch, name):
         launches["fused" if template.get("FUSED") else kernel] += 1
 
     watch(monkeypatch, count)
-    config = config_of(name)
-    model = tiny.build(config)
-    layout = find_layout(model, config["model_type"])
-    draw = trial.Draw(model, layout.vocab_size)
-    packed, fusion = PackedModel(model, layout), fuse(model, joins=True)
-    attention = KernelAttention(PagedStore(layout.specs, 4, trial.BLOCK), "gather", ())
+    model = Fused(tiny.load(name))
     with installed():
-        assert max(row.error for row in draw.rows(packed, attention, fusion)) < 1e-4
-    times = len(layout.specs) * len(trial.STEPS)
+        assert max(row.error for row in model.rows()) < 1e-4
+    layers = len(model.layout.specs)
+    times = layers * len(trial.STEPS)
     decodes = sum(max(scheduled) == 1 for _, scheduled in trial.STEPS)
-    rotations = LAUNCHES[name][0] * len(layout.specs)
+    rotations = LAUNCHES[name][0] * layers
     assert launches["fused"] == rotations * decodes
     counts = [launches["rope_write"] + launches["fused"], launches["kv_write"]]
     counts.append(launches["add_rms_norm"])
@@ -357,10 +353,8 @@ def test_products_that_do_not_suit_a_model_are_done_without(monkeypatch, caplog,
 
 def test_nothing_of_a_forward_is_kept_in_joined_projections(monkeypatch):
     """Also if a forward breaks off between two parts of a product."""
-    model = tiny.build(config_of("llama"))
-    packed, fusion = PackedModel(model, find_layout(model, "llama")), fuse(model, joins=True)
-    attention = KernelAttention(PagedStore(packed.layout.specs, 4, trial.BLOCK), "gather", ())
-    assert fusion.joined
+    model = Fused(tiny.load("llama"))
+    assert model.fusion.joined
     part, countdown = JoinedProjection.part, [0]
 
     def breaking_off(self, index, x):
@@ -368,12 +362,11 @@ def test_nothing_of_a_forward_is_kept_in_joined_projections(monkeypatch):
         return part(self, index, x) if countdown[0] else 1 / 0
 
     monkeypatch.setattr(JoinedProjection, "part", breaking_off)
-    draw = trial.Draw(model, VOCAB)
     for calls in (2, 5, 1 << 30):
         countdown[0] = calls
         with installed(), contextlib.suppress(ZeroDivisionError):
-            draw.rows(packed, attention, fusion)
-        assert all(p._x is p._y is None for p in fusion.joined)
+            model.rows()
+        assert all(p._x is p._y is None for p in model.fusion.joined)
     assert countdown[0] > 1
 
 

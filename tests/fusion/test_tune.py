@@ -1,8 +1,10 @@
-"""Whether products go through skinny_gemm is decided by timed steps, which leave nothing behind."""
+"""Whether products and mixtures go through the kernels: the faster way, measured once.  Timed steps
+leave nothing behind."""
 
 import re
 from collections import Counter
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated
 from vllm_metal_lite.distributed import ALONE, RankGroup
-from vllm_metal_lite.fusion import decide, tune, tune_prompts
+from vllm_metal_lite.fusion import decide, tune
 from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
 from vllm_metal_lite.kernels.launch import Kernel
@@ -28,6 +30,7 @@ from vllm_metal_lite.model.packed import NO_FUSION
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 
 ALL_ROWS = range(1, 65)
+ALL_EXPERTS = FusedLaunches(expert_rows=range(1, EXPERT_ROWS + 1))
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +38,7 @@ def a_gpu(monkeypatch, tmp_path):
     """A machine that seems to have a GPU, and remembers nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     pretend_gpu(monkeypatch)
+    monkeypatch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
 
 
 def model(name="qwen3", dtype=mx.bfloat16, failed=()):
@@ -276,7 +280,6 @@ def test_a_step_that_fails_on_one_rank_fails_on_all(monkeypatch, caplog):
 @pytest.mark.parametrize("names", [("qwen3", "qwen3_moe"), ("qwen3_moe", "qwen3")])
 def test_a_stage_without_experts_waits_for_the_others(monkeypatch, names):
     """Each stage takes part in the trial and the timing of what another stage has."""
-    monkeypatch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
     stages, layers = [model(name) for name in names], Counter()
 
     def problem(trials, fusion):
@@ -292,8 +295,67 @@ def test_a_stage_without_experts_waits_for_the_others(monkeypatch, names):
     monkeypatch.setattr(decide._Trials, "problem", problem)
     monkeypatch.setattr(decide, "fuse", lambda *_, **__: FusedLaunches())
     monkeypatch.setattr(tune._Steps, "seconds", seconds)
-    monkeypatch.setattr(tune_prompts, "_mixture_seconds", mixture_seconds)
+    monkeypatch.setattr(tune, "_mixture_seconds", mixture_seconds)
     fusions = rank_threads.run(lambda ranks: decide.decide(*stages[ranks.rank], ranks))
     assert fusions[0] == fusions[1]
     assert fusions[0].expert_rows == range(1, EXPERT_ROWS + 1)
     assert len(layers) == 1
+
+
+# Prompts
+
+
+@pytest.mark.parametrize(("few", "prompts", "rows"), [
+    (range(2, 65), True, range(2, EXPERT_ROWS + 1)),
+    (range(2, 65), False, range(2, 65)),
+    (range(1, 33), True, range(1, 33)),  # more rows are slower already
+    (range(0), True, range(0)),
+])  # fmt: skip
+def test_prompts_come_behind_few_rows(monkeypatch, few, prompts, rows):
+    monkeypatch.setattr(tune._Steps, "faster_rows", lambda *_: few)
+    monkeypatch.setattr(tune, "_faster_prompts", lambda *_: prompts)
+    assert tune.faster_expert_rows(*model("qwen3_moe"), ALL_EXPERTS, ALONE) == rows
+
+
+@pytest.mark.parametrize(("seconds", "faster"), [((1.0, 1.1), True), ((1.0, 1.0), False)])
+def test_the_faster_way_is_remembered(monkeypatch, seconds, faster):
+    """The model's mixtures all have the same shapes."""
+    packed, _ = model("qwen3_moe")
+    calls = []
+    monkeypatch.setattr(tune, "_mixture_seconds", lambda *how: calls.append(how) or seconds)
+    assert [tune._faster_prompts(packed) for _ in range(2)] == [faster, faster]
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(("enough", "calls"), [(1e9, tune._ROUNDS), (0, 1)])
+def test_mixtures_are_timed_by_kernels_and_by_mlx(monkeypatch, enough, calls):
+    launched = []
+
+    def stub(self, arrays, template, grid, threadgroup, shapes, dtypes):
+        launched.append(self.name)
+        return [mx.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+
+    monkeypatch.setattr(Kernel, "__call__", stub)
+    monkeypatch.setattr(tune, "_ENOUGH_OF_PROMPTS", enough)
+    packed, _ = model("qwen3_moe")
+    fuse(packed.model, joins=False)
+    tune._faster_prompts(packed)
+    assert launched.count("expert_plan") == 2 + calls  # one compiles, one tells how many to time
+    assert launched.count("expert_gemm") == 2 * launched.count("expert_plan")
+
+
+def test_mixtures_that_cannot_be_timed_are_mlx_s(monkeypatch, caplog):
+    """Tried again at the next start."""
+    monkeypatch.setattr(Kernel, "__call__", Mock(side_effect=RuntimeError("[metal]\n no room")))
+    packed, _ = model("qwen3_moe")
+    fuse(packed.model, joins=False)
+    for _ in range(2):
+        caplog.clear()
+        assert not tune._faster_prompts(packed)
+        assert "cannot be timed: [metal] no room" in caplog.text
+
+
+def test_a_start_says_that_prompts_are_served():
+    assert ALL_EXPERTS.note == "; experts of all rows by expert_gemm"
+    but_one = FusedLaunches(expert_rows=range(2, EXPERT_ROWS + 1))
+    assert but_one.note == "; experts of 2 rows and more by expert_gemm"

@@ -292,7 +292,7 @@ def test_no_more_is_lost_than_by_mlx_lms_quantised_cache(name, bits):
 
 def test_rows_that_cannot_be_cut_into_words_are_refused_by_name():
     model = tiny.load("llama", head_dim=12)
-    with pytest.raises(ConfigError, match=r"kv_bits=8 .* the-model: layer 0 .* heads of 12 values"):
+    with pytest.raises(ConfigError, match=r"kv_bits=8 .* llama: layer 0 .* heads of 12 values"):
         LLMEngine(model, EngineConfig(kv_bits=8))
 
 

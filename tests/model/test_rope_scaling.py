@@ -14,11 +14,9 @@ from tests.support.models import tiny_models as tiny
 from tests.support.models.bench import MODES, PROMPT_LENGTHS, SEQUENCES, Bench
 from tests.support.models.configs import config_of
 from tests.support.models.conformance import TOLERANCE, native_logits
-from vllm_metal_lite.attention.paged.attention import KernelAttention
+from tests.support.models.fused import Fused
 from vllm_metal_lite.errors import ConfigError
-from vllm_metal_lite.fusion.launches import fuse
 from vllm_metal_lite.kernels.launch import bits
-from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import loader, trial
 from vllm_metal_lite.model.adapters.modules import rotation_limit
 
@@ -133,17 +131,15 @@ SCALED_LATENTS = ("deepseek_v2/yarn", "deepseek_v3/deepseek_yarn", "minicpm3/lon
 @pytest.mark.parametrize("name", [*(f"llama/{kind}" for kind in KINDS), *SCALED, *SCALED_LATENTS])
 def test_fused_launches_rotate_alike(launches, name, joins):
     loaded = loader.from_model(tiny.build(config(name)), None, config(name), name)
-    packed, factor = loaded.packed, factor_of(loaded.packed.model)
+    factor = factor_of(loaded.packed.model)
     assert (factor != 1) is (name in (*SCALED, *SCALED_LATENTS) or "yarn" in name or "long" in name)
     # The checks of kernels try the same factor.
     assert {r.factor for r in loaded.usage.ropes} == {factor}
-    store, latents = PagedStore(packed.layout.specs, 4, trial.BLOCK), name in SCALED_LATENTS
-    attention = KernelAttention(store, "gather", loaded.attention_shapes)
-    draw, fusion = trial.Draw(packed.model, tiny.VOCAB), fuse(packed.model, joins=joins)
+    model = Fused(loaded, joins=joins)
     with installed():
-        assert max(row.error for row in draw.rows(packed, attention, fusion)) < 1e-4
-    assert sum(launches.values()) == len(trial.STEPS) * len(packed.layout.specs)
-    names = {"latent_write"} if latents else {"rope_write", "fused"}
+        assert max(row.error for row in model.rows()) < 1e-4
+    assert sum(launches.values()) == len(trial.STEPS) * len(model.layout.specs)
+    names = {"latent_write"} if name in SCALED_LATENTS else {"rope_write", "fused"}
     assert set(launches) == {(kernel, bits(factor)) for kernel in names}
 
 

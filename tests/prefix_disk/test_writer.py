@@ -3,6 +3,7 @@
 import sqlite3
 from types import SimpleNamespace
 
+from vllm_metal_lite.prefix_disk.parts import Part
 from vllm_metal_lite.prefix_disk.writer import Writer
 
 
@@ -18,12 +19,11 @@ def test_the_rest_of_a_prefix_that_cannot_be_used_is_left_out():
         return 1
 
     folder = SimpleNamespace(known=(), refresh=lambda: None, use=use, write=write)
-    store = SimpleNamespace(size=lambda group: 16 << 20, read=lambda group, place: b"")
+    store = SimpleNamespace(read=lambda group, place: b"")
     parts = SimpleNamespace(
         kv=SimpleNamespace(block_size=16),
         min_tokens=16,
-        of=lambda names: [SimpleNamespace(key=name, group=0) for name in names],
-        has_file=lambda group: True,
+        of=lambda names: [Part(name, 0, name, 16 << 20) for name in names],
         in_memory=lambda part: 0,
     )
     writer = Writer(folder, parts, store)

@@ -11,14 +11,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from multiprocessing import Pipe
 from typing import IO, Any
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.checks import run_check
-from vllm_metal_lite.checks.check import Check
-from vllm_metal_lite.checks.result import CheckResult
+from vllm_metal_lite.checks.check import Check, CheckResult
 from vllm_metal_lite.checks.run_check import run as run_here
 from vllm_metal_lite.errors import one_line
 
@@ -31,6 +30,8 @@ DEADLINE = 60.0
 
 # Gets the number of checks done, their total, and the check that begins.
 Progress = Callable[[int, int, Check], object]
+# Runs a check, and times the kernel if told to.
+Run = Callable[[Check, bool], CheckResult]
 
 
 def command() -> list[str] | None:
@@ -57,26 +58,20 @@ def results(
     leave checks out.
     """
     found: list[CheckResult] = []
-    child: Child | None = None
-    alone = False
-    try:
+    run: Run | None = None
+    with ExitStack() as opened:
         for done, check in enumerate(checks):
             if progress is not None:
                 progress(done, len(checks), check)
             if _left_out(check, [*known, *found]):
                 continue
-            if child is None and not alone:
-                child = _start()
-                alone = child is None
-            result = child.ask(check, timed) if child else run_here(check, timed)
+            run = run or _start(opened)
+            result = run(check, timed)
             found.append(result)
             yield result
-            if result.ended and child is not None:
-                child.close()
-                child = None
-    finally:
-        if child is not None:
-            child.close()
+            if result.ended:
+                opened.close()
+                run = None
 
 
 def _left_out(check: Check, results: Sequence[CheckResult]) -> bool:
@@ -87,15 +82,15 @@ def _left_out(check: Check, results: Sequence[CheckResult]) -> bool:
     )
 
 
-def _start() -> "Child | None":
-    """A process that is ready; None, with the reason in the log, if there cannot be one."""
+def _start(opened: ExitStack) -> Run:
+    """Runs a check in a new process; in this one, with the reason in the log, if there is none."""
     try:
-        return Child()
+        return opened.enter_context(closing(Child())).ask
     except (OSError, ValueError) as e:
         logger.info(
             f"kernels are checked without a watchdog: no process can be started: {one_line(e)}"
         )
-        return None
+        return run_here
 
 
 class Child:

@@ -29,24 +29,15 @@ YARN_FACTOR = 0.1 * math.log(32) + 1
 
 
 def _use(
-    heads: tuple[int, int, int],
+    heads: tuple[int, int],
     dtype: mx.Dtype,
-    *,
-    base: float | None = 10_000.0,
-    factor: float = 1.0,
-    eps: float | None = None,
+    rope: RopeShape,
     hidden: tuple[int, ...] = (),
     weights: tuple[WeightShape, ...] = (),
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: bool = False,
-    kv_bits: int | None = None,
+    **masks: Any,
 ) -> KernelUse:
-    """heads: query heads, KV heads and their size."""
-    num_heads, num_kv_heads, dim = heads
-    masks: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks}
-    shape = AttentionShape(num_heads, num_kv_heads, dim, dim, dtype, kv_bits=kv_bits, **masks)
-    rope = RopeShape(dim, base=base, eps=eps, factor=factor)
+    """heads: query heads and KV heads, rotated whole.  masks: further fields of AttentionShape."""
+    shape = AttentionShape(*heads, rope.dims, rope.dims, dtype, **masks)
     return KernelUse((shape,), _BLOCK, (rope,), hidden, weights)
 
 
@@ -59,19 +50,19 @@ def _weights(*quantisations: Quantisation | None) -> tuple[WeightShape, ...]:
 # The first one is also timed.
 COMMON: dict[str, KernelUse] = {
     "Qwen3 0.6B and 1.7B": _use(
-        (16, 8, 128), mx.bfloat16, base=1e6, eps=1e-6, hidden=(1024, 2048),
-        weights=_weights(None, Quantisation(4, 64)),
+        (16, 8), mx.bfloat16, RopeShape(128, base=1e6, eps=1e-6), (1024, 2048),
+        _weights(None, Quantisation(4, 64)),
     ),
-    "the same, K and V in 8 bits": _use((16, 8, 128), mx.bfloat16, kv_bits=8),
-    "the same, K and V in 4 bits": _use((16, 8, 128), mx.bfloat16, kv_bits=4),
-    "Llama 3 8B, Mistral 7B": _use((32, 8, 128), mx.bfloat16, base=5e5, hidden=(4096,)),
-    "Llama 3.2 1B in float16": _use((32, 8, 64), mx.float16, base=5e5, hidden=(2048,)),
-    "SmolLM2 1.7B in float16": _use((32, 32, 64), mx.float16, base=1.3e5),
-    "Gemma 2 2B": _use((8, 4, 256), mx.bfloat16, softcap=50.0, hidden=(2304,)),
-    "Gemma 3 1B": _use((4, 1, 256), mx.bfloat16, eps=1e-6, window=512),
+    "the same, K and V in 8 bits": _use((16, 8), mx.bfloat16, RopeShape(128), kv_bits=8),
+    "the same, K and V in 4 bits": _use((16, 8), mx.bfloat16, RopeShape(128), kv_bits=4),
+    "Llama 3 8B, Mistral 7B": _use((32, 8), mx.bfloat16, RopeShape(128, base=5e5), (4096,)),
+    "Llama 3.2 1B in float16": _use((32, 8), mx.float16, RopeShape(64, base=5e5), (2048,)),
+    "SmolLM2 1.7B in float16": _use((32, 32), mx.float16, RopeShape(64, base=1.3e5)),
+    "Gemma 2 2B": _use((8, 4), mx.bfloat16, RopeShape(256), (2304,), softcap=50.0),
+    "Gemma 3 1B": _use((4, 1), mx.bfloat16, RopeShape(256, eps=1e-6), window=512),
     "gpt-oss 20B": _use(
-        (64, 8, 64), mx.bfloat16, base=None, factor=YARN_FACTOR, window=128, sinks=True,
-        weights=_weights(Quantisation(8, 64), Quantisation(4, 32, "mxfp4")),
+        (64, 8), mx.bfloat16, RopeShape(64, base=None, factor=YARN_FACTOR),
+        weights=_weights(Quantisation(8, 64), Quantisation(4, 32, "mxfp4")), window=128, sinks=True,
     ),
     "GLM 4.7 Flash": KernelUse(
         (AttentionShape(20, 1, 512, 64, mx.bfloat16, latent=True),), _BLOCK,

@@ -14,8 +14,7 @@ from multiprocessing.connection import Connection
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import speed
-from vllm_metal_lite.checks.check import Check
-from vllm_metal_lite.checks.result import CheckResult
+from vllm_metal_lite.checks.check import Check, CheckResult
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.kernels.registry import REGISTRY
 

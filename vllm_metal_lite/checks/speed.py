@@ -4,9 +4,8 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import fallbacks
-from vllm_metal_lite.checks.check import Check
+from vllm_metal_lite.checks.check import Check, Speed
 from vllm_metal_lite.checks.fallbacks import Pair, Work
-from vllm_metal_lite.checks.result import Speed
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.registry import REGISTRY
 

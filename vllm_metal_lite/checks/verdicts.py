@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.checks import isolated
-from vllm_metal_lite.checks.check import Check
+from vllm_metal_lite.checks.check import Check, CheckResult, Speed
 from vllm_metal_lite.checks.for_model import checks_for
-from vllm_metal_lite.checks.result import CheckResult, Speed
 from vllm_metal_lite.kernels.findings import Findings
 from vllm_metal_lite.kernels.registry import REGISTRY, Verdict
 from vllm_metal_lite.specs import KernelUse

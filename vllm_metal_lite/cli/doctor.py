@@ -19,10 +19,9 @@ from time import monotonic, perf_counter
 from vllm_metal_lite import backend, devices, envs
 from vllm_metal_lite.attention.select import no_kernels
 from vllm_metal_lite.checks import compare_tokens, isolated, ordering, speed, verdicts
-from vllm_metal_lite.checks.check import Check
+from vllm_metal_lite.checks.check import Check, CheckResult
 from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.popular_shapes import COMMON, full_list
-from vllm_metal_lite.checks.result import CheckResult
 from vllm_metal_lite.cli import doctor_text, log, machine, shared_report
 from vllm_metal_lite.cli.doctor_report import Report
 from vllm_metal_lite.cli.files import check_writable, write_json

@@ -5,9 +5,9 @@ from math import isfinite
 from typing import Any
 
 from vllm_metal_lite import devices
+from vllm_metal_lite.checks.check import CheckResult
 from vllm_metal_lite.checks.compare_tokens import Comparison
 from vllm_metal_lite.checks.ordering import Outcome
-from vllm_metal_lite.checks.result import CheckResult
 
 
 @dataclass

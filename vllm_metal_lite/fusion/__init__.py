@@ -14,7 +14,6 @@ no architecture.
     rules.py              the table of all rules: an operation, and the origin of its array
     traced.py             arrays with an origin
     products.py, norms.py, heads.py, experts.py, routing.py       origins and rules, by subject
-    selectors.py          routers that a model compiles
     layer_cache.py        new K and V rows wait for their queries, so that one launch takes both
 
 When it is loaded, a model is changed: its layers return arrays with origins (layers.py),
@@ -24,6 +23,6 @@ forward that is being built may use.
 
 Fusion declines step by step.  An operation that has no rule, or does not fit its rule, is MLX's.  A
 kernel that failed on this device serves no launch (FusedLaunches.without).  Kernels of few rows
-serve the rows with which steps are faster (tune.py, tune_prompts.py).  A model whose logits differ
-with fused kernels and without, or that runs without paged kernels, is not fused (decide.py).
+serve the rows with which steps are faster (tune.py).  A model whose logits differ with fused
+kernels and without, or that runs without paged kernels, is not fused (decide.py).
 """

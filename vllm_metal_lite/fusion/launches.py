@@ -14,8 +14,8 @@ from vllm_metal_lite.fusion.fold_norms import fold_norm_weights
 from vllm_metal_lite.fusion.joined import JoinedProjection, join_projections, joined_projections
 from vllm_metal_lite.fusion.layer_cache import FusedLayerCache
 from vllm_metal_lite.fusion.layers import fuse_layers
+from vllm_metal_lite.fusion.routing import selectors_of, uncompiled
 from vllm_metal_lite.fusion.rules import hooks
-from vllm_metal_lite.fusion.selectors import Selector, selectors_of, uncompiled
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
 from vllm_metal_lite.kernels.registry import unused_kernels
 from vllm_metal_lite.model.experts import served_experts
@@ -34,7 +34,7 @@ class FusedLaunches(FusedKernels, Fusion):
 
     joined: tuple[JoinedProjection, ...] = ()
     named: tuple[tuple[ModuleType, str], ...] = ()
-    selectors: tuple[Selector, ...] = ()
+    selectors: tuple[tuple[ModuleType, str], ...] = ()
 
     layer_cache = FusedLayerCache
 

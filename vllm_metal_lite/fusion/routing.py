@@ -12,14 +12,20 @@ become those of the new launch.  MLX never runs a launch whose results are unuse
 """
 
 from dataclasses import dataclass, replace
+from types import FunctionType, ModuleType
 from typing import Any
+
+import mlx.nn as nn
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.current import current
 from vllm_metal_lite.fusion.norms import plus
 from vllm_metal_lite.fusion.products import Multiplied
-from vllm_metal_lite.fusion.traced import Traced, as_view, known_rows, origin_of
+from vllm_metal_lite.fusion.traced import Traced, as_view, known_rows, origin_of, rows_of
 from vllm_metal_lite.kernels.expert_topk import Routing, Scoring, expert_topk, fits
+from vllm_metal_lite.model.seam.hooks import modules_of
+
+_COMPILED = type(mx.compile(lambda: None))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,3 +232,27 @@ def times_factor(value: mx.array, x: Traced, other: Any) -> mx.array:
     if not isinstance(other, float | int) or x.origin.routing.factor != 1:
         return value
     return x.origin.relaunched(value, factor=float(other))
+
+
+# Routers that a model compiles
+
+
+def selectors_of(model: nn.Module) -> tuple[tuple[ModuleType, str], ...]:
+    """The compiled functions in a model's modules that sort, as those that choose experts do."""
+    return tuple(
+        (module, name)
+        for module in modules_of(model)
+        for name, function in vars(module).items()
+        if type(function) is _COMPILED and "argpartition" in function.__code__.co_names
+    )
+
+
+def uncompiled(original: Any, logits: mx.array, *args: Any, **kwargs: Any) -> Any:
+    """The result of `original`.  Runs its Python code, because compiled code keeps no origins; if
+    the code chooses no experts, runs `original` itself."""
+    code, names, defaults = original.__code__, original.__globals__, original.__defaults__
+    plain = FunctionType(code, names, original.__name__, defaults, original.__closure__)
+    plain.__kwdefaults__ = original.__kwdefaults__
+    result = plain(as_view(rows_of(logits), logits.shape[:-1]), *args, **kwargs)
+    chosen = isinstance(result, tuple) and any(isinstance(origin_of(r), Choice) for r in result)
+    return result if chosen else original(logits, *args, **kwargs)

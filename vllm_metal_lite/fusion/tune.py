@@ -1,9 +1,12 @@
-"""Decides by timing whole steps whether products of few rows use `skinny_gemm`, and mixtures of
-experts `expert_gemm`.
+"""Decides by timing whether products of few rows use `skinny_gemm`, and mixtures of experts
+`expert_gemm`.
 
 Timing a product alone is not enough: the operations fused with the product also count, and a step
 may be bound by the host.  So steps are timed as served, compiled and back to back, with and
 without the kernel, on the engine's own store.  All rows are padding, so nothing is written.
+
+A step of a prompt takes seconds, and the host does not matter.  So a mixture of a prompt is timed
+alone, and each rank times its own.
 """
 
 from bisect import bisect_left
@@ -12,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+import mlx.nn as nn
 import numpy as np
 
 from vllm_metal_lite.attention.base import Attention, Step
@@ -21,22 +25,27 @@ from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.fusion.current import NO_ROWS
 from vllm_metal_lite.fusion.launches import FusedLaunches
-from vllm_metal_lite.fusion.tune_prompts import faster_prompts
 from vllm_metal_lite.kernels import timing
+from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
 from vllm_metal_lite.kernels.findings import timed_once
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kernels.weights import Weight, shape_of
-from vllm_metal_lite.model.experts import served_experts
+from vllm_metal_lite.model.experts import MIXTURES, served, served_experts
 from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.weights import product_weights
 from vllm_metal_lite.runner.compiled import CompiledSteps
+from vllm_metal_lite.specs import ExpertShape
 
 # Row counts to time: the first of _FEWEST that wins, and by bisection the last of _SIZES.
 _FEWEST = (1, 2, 4)
 _SIZES = (8, 16, 32, MAX_ROWS)
-# For each size, with and without the kernel: the median of _CHAINS chains of at most _STEPS steps.
-# A Mac may need 100 ms a step, so a chain gets fewer steps if it would exceed _ENOUGH seconds.
-_CHAINS, _STEPS, _ENOUGH = 5, 20, 0.24
+# With and without the kernel: the median of _ROUNDS chains of at most _STEPS steps.  A Mac may need
+# 100 ms a step, so a chain gets fewer steps if it would exceed _ENOUGH seconds.
+_ROUNDS, _STEPS, _ENOUGH = 5, 20, 0.24
+# Rows of a prompt, and the experts of each row, as in gpt-oss and GLM; fewer rounds if they would
+# exceed _ENOUGH_OF_PROMPTS seconds.
+_PROMPT_ROWS, _TOP_K, _ENOUGH_OF_PROMPTS = 512, 4, 0.75
 
 
 def faster_rows(
@@ -67,7 +76,7 @@ def faster_expert_rows(
         for experts in served_experts(packed.model)
     ]
     rows = steps.faster_rows("expert_gemm", "mixtures of experts of few rows", weight_types)
-    if rows.stop > _SIZES[-1] and all(ranks.gather(faster_prompts(packed))):
+    if rows.stop > _SIZES[-1] and all(ranks.gather(_faster_prompts(packed))):
         return range(rows.start, fusion.expert_rows.stop)
     return rows
 
@@ -127,7 +136,7 @@ class _Steps:
         step = _padding(self.attention, num_rows, self.packed.layout.vocab_size)
         candidates = [self._back_to_back(fusion, step) for fusion in (self.by_kernel, self.by_mlx)]
         return timing.seconds_alternating(
-            candidates, rounds=_CHAINS, calls=_STEPS, enough=_ENOUGH, ranks=self.ranks
+            candidates, rounds=_ROUNDS, calls=_STEPS, enough=_ENOUGH, ranks=self.ranks
         )
 
     def _back_to_back(self, fusion: FusedLaunches, step: Step) -> timing.Candidate:
@@ -165,3 +174,49 @@ def _padding(attention: Attention, num_rows: int, vocab_size: int) -> Step:
         no_keys = mx.zeros_like(plan.decodes.seq_lens)
         plan = plan._replace(decodes=plan.decodes._replace(seq_lens=no_keys))
     return step._replace(slot_mapping=nowhere, plan=plan)
+
+
+def _faster_prompts(packed: PackedModel) -> bool:
+    """Whether each of the model's mixtures of experts takes a prompt faster by the kernels.
+
+    Measured once for each type of a mixture, then remembered.  If timing fails, mlx-lm's code
+    serves prompts, with a warning.
+    """
+    layers: dict[ExpertShape, nn.Module] = {}
+    for _, layer in packed.model.named_modules():
+        if isinstance(layer, MIXTURES) and (experts := served(layer)):
+            layers.setdefault(experts.shape, layer)
+    dtype = packed.layout.dtype
+    return all(_faster_prompt(layer, shape, dtype) for shape, layer in layers.items())
+
+
+def _faster_prompt(layer: nn.Module, shape: ExpertShape, dtype: mx.Dtype) -> bool:
+    def measure() -> str:
+        by_kernels, by_mlx = _mixture_seconds(layer, shape, dtype)
+        return "faster" if by_kernels < by_mlx else "slower"
+
+    key = f"prompts with {shape}, {dtype}"
+    return timed_once(key, "expert_gemm", "experts of prompts", measure) == "faster"
+
+
+def _mixture_seconds(layer: nn.Module, shape: ExpertShape, dtype: mx.Dtype) -> list[float]:
+    """Seconds of a mixture and its weighted sum, with the kernels and without."""
+    rng, top_k = np.random.default_rng(0), min(_TOP_K, shape.experts)
+    chosen = rng.random((1, _PROMPT_ROWS, shape.experts)).argpartition(top_k - 1)[..., :top_k]
+    indices, weights = mx.array(chosen.astype(np.uint32)), mx.full(chosen.shape, 1 / top_k)
+    x = mx.random.normal((1, _PROMPT_ROWS, shape.hidden), dtype)
+    mx.eval(x, indices, weights)
+
+    def candidate(rows: range) -> timing.Candidate:
+        fusion = FusedLaunches(expert_rows=rows)
+
+        def run(count: int) -> None:
+            for _ in range(count):
+                with building(), fusion.building(None):
+                    summed = (layer(x, indices) * weights[..., None]).sum(axis=-2)
+                mx.eval(summed)
+
+        return run
+
+    candidates = [candidate(range(1, EXPERT_ROWS + 1)), candidate(NO_ROWS)]
+    return timing.seconds_alternating(candidates, rounds=_ROUNDS, enough=_ENOUGH_OF_PROMPTS, warm=1)

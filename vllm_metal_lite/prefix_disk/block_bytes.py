@@ -14,6 +14,7 @@ class BlockBytes:
     """Copies bytes from and to a store, until `close`.
 
     A place is a block of a KV group or, in the "group" behind the last one, a slot of the states.
+    sizes: the bytes of a place, by group.
     """
 
     def __init__(self, store: PagedStore) -> None:
@@ -25,12 +26,10 @@ class BlockBytes:
             arrays = [a for layer in layers for a in (store.keys[layer], store.values[layer])]
             self._groups.append((arrays, store.block_size))
         self._groups.append((store.states.arrays, 1))
+        self.sizes = [
+            sum(a.nbytes // len(a) * rows for a in arrays) for arrays, rows in self._groups
+        ]
         self._open: dict[int, list[np.ndarray]] = {}
-
-    def size(self, group: int) -> int:
-        """Bytes of one place of a group."""
-        arrays, rows = self._groups[group]
-        return sum(a.nbytes // len(a) * rows for a in arrays)
 
     def read(self, group: int, place: int) -> memoryview:
         """A copy of the bytes of a place."""

@@ -53,8 +53,8 @@ class PrefixDisk:
         self, folder: Folder, digest: bytes, scheduler: Scheduler, store: PagedStore
     ) -> None:
         self.folder = folder
-        self.parts = Parts(scheduler.kv, digest)
         self.bytes = BlockBytes(store)
+        self.parts = Parts(scheduler.kv, digest, self.bytes.sizes)
         self.writer = Writer(self.folder, self.parts, self.bytes)
         self.reader = Reader(self.folder, self.parts, self.bytes, scheduler)
         self.description = f"kept in {folder.path}, at most {size_text(folder.quota)}"

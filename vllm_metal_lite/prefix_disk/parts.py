@@ -1,6 +1,10 @@
-"""The parts that make up a prefix, and which of them are in memory."""
+"""The parts that make up a prefix, and their places in memory.
 
-from collections.abc import Collection, Iterator, Sequence
+A place is a block of a KV group or a slot of a state.  Here states are one more group, the last.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple
@@ -10,28 +14,34 @@ from vllm_metal_lite.scheduler.request import Request
 
 
 class Part(NamedTuple):
-    """A block of a KV group, or a state, whose group is the number of KV groups.
+    """A block of a KV group, or a state.
 
-    key: of the file.  name: of the block, or of the block before the state.
+    key: of the file.  name: of the block, or of the block before the state.  num_bytes: 0 for a
+    block without layers, which only counts tokens and has no file.
     """
 
     key: bytes
     group: int
     name: bytes
+    num_bytes: int
 
 
 class Parts:
     """The parts of prefixes, which are given as the names of their blocks.
 
-    digest: the namespace's.  pools: the KV groups', and the states' if the model keeps any.
+    digest: the namespace's.  sizes: the bytes of a part, by group.
     """
 
     # Shorter prefixes are neither written nor restored.
     min_tokens = 256
 
-    def __init__(self, kv: KVCacheManager, digest: bytes) -> None:
-        self.kv, self.digest = kv, digest
-        self.pools = list(kv.pools) + ([] if kv.states is None else [kv.states.pool])
+    def __init__(self, kv: KVCacheManager, digest: bytes, sizes: Sequence[int]) -> None:
+        self.kv, self.digest, self._sizes = kv, digest, sizes
+        self._pools = list(kv.pools)
+        self._name: list[Callable[[int, bytes], bool]] = [pool.name for pool in kv.pools]
+        if kv.states is not None:
+            self._pools.append(kv.states.pool)
+            self._name.append(kv.states.name)
 
     def names(self, request: Request, num_tokens: int) -> list[bytes]:
         """The names of all full blocks in the request's first num_tokens."""
@@ -49,24 +59,56 @@ class Parts:
 
     def _part(self, group: int, name: bytes) -> Part:
         key = blake2b(self.digest + bytes([group]) + name, digest_size=16).digest()
-        return Part(key, group, name)
-
-    def has_file(self, group: int) -> bool:
-        """False for blocks without layers, which only count tokens."""
-        return group == len(self.kv.groups) or bool(self.kv.groups[group].layers)
+        return Part(key, group, name, self._sizes[group])
 
     def in_memory(self, part: Part) -> int | None:
-        """The block or slot that holds a part; None if none does."""
-        return self.pools[part.group].lookup(part.name)
+        """The place of a part; None if it has none."""
+        return self._pools[part.group].lookup(part.name)
 
     def longest(self, names: Sequence[bytes], on_disk: Collection[bytes]) -> int:
         """The most blocks whose parts are all in memory or on the disk."""
 
         def find(group: int, name: bytes) -> bool | None:
             part = self._part(group, name)
-            is_on_disk = part.key in on_disk or not self.has_file(group)
+            is_on_disk = part.key in on_disk or not part.num_bytes
             return is_on_disk or self.in_memory(part) is not None or None
 
-        by_group = [partial(find, group) for group in range(len(self.pools))]
+        by_group = [partial(find, group) for group in range(len(self._pools))]
         state = None if self.kv.states is None else by_group.pop()
         return self.kv.longest_prefix(names, by_group, state)[1]
+
+    def claim(self, parts: Sequence[Part], spare_blocks: Sequence[int]) -> dict[Part, int]:
+        """Own the places of all parts; empty, and none is taken, if a group has too few.
+
+        spare_blocks: by KV group.
+        """
+        pools, spare = self._pools, [*spare_blocks]
+        if self.kv.states is not None:
+            spare.append(self.kv.states.num_spare)
+        found = {part: self.in_memory(part) for part in parts}
+        new = (p for p, at in found.items() if at is None or not pools[p.group].is_owned(at))
+        cost = Counter(part.group for part in new)
+        if any(cost[group] > left for group, left in enumerate(spare)):
+            return {}
+        for part, place in found.items():
+            if place is not None:
+                pools[part.group].touch([place])
+        places: dict[Part, int] = {}
+        for part, place in found.items():
+            if place is None:
+                taken = pools[part.group].allocate(1)
+                assert taken is not None, "spare places are available"
+                (place,) = taken
+            places[part] = place
+            if not part.num_bytes:
+                self.name(part, place)
+        return places
+
+    def name(self, part: Part, place: int) -> None:
+        """Let requests find a part, which is complete."""
+        self._name[part.group](place, part.name)
+
+    def release(self, places: dict[Part, int]) -> None:
+        """Give places back.  They stay in the cache, which evicts the first ones last."""
+        for part, place in reversed(places.items()):
+            self._pools[part.group].free([place])

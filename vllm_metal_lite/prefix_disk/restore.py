@@ -6,7 +6,7 @@ request is admitted with an ordinary hit.
 """
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -92,8 +92,8 @@ class Reader:
         if num_tokens < parts.min_tokens:
             return None
         needed = list(parts.of(names[:length]))
-        unread = deque(p for p in needed if parts.has_file(p.group) and parts.in_memory(p) is None)
-        num_bytes = sum(self._store.size(part.group) for part in unread)
+        unread = deque(p for p in needed if p.num_bytes and parts.in_memory(p) is None)
+        num_bytes = sum(part.num_bytes for part in unread)
         is_faster = self._is_faster(num_bytes, num_tokens)
         return Restore(request, num_tokens, needed, unread) if is_faster else None
 
@@ -128,41 +128,12 @@ class Reader:
     def _start(self, request: Request) -> None:
         """Begin to read a request's prefix, if there is room for it."""
         restore = self._restore_of(request, self._kv.find_prefix(request))
-        request.wants_restore = restore is not None and self._claim_places(restore)
-        if restore is not None and request.wants_restore:
+        if restore is not None:
+            restore.places = self._parts.claim(restore.needed, self._scheduler.spare_blocks())
+        request.wants_restore = restore is not None and bool(restore.places)
+        if restore is not None and restore.places:
             self.restore = restore
             self._submit_reads(restore)
-
-    def _claim_places(self, restore: Restore) -> bool:
-        """Own the places of all parts; False, and none is taken, if a pool has too few."""
-        pools, find, states = self._parts.pools, self._parts.in_memory, self._kv.states
-        spare = self._scheduler.spare_blocks()
-        if states is not None:
-            spare.append(states.num_spare)
-        known = {part: place for part in restore.needed if (place := find(part)) is not None}
-        missing = [part for part in restore.needed if part not in known]
-        cost = Counter(part.group for part in missing)
-        cost.update(p.group for p, place in known.items() if not pools[p.group].is_owned(place))
-        if any(cost[group] > left for group, left in enumerate(spare)):
-            return False
-        for part, place in known.items():
-            pools[part.group].touch([place])
-        for part in missing:
-            taken = pools[part.group].allocate(1)
-            assert taken is not None, "spare places are available"
-            known[part] = taken[0]
-        restore.places = {part: known[part] for part in restore.needed}
-        for part in missing:
-            if not self._parts.has_file(part.group):
-                self._name(restore, part)
-        return True
-
-    def _name(self, restore: Restore, part: Part) -> None:
-        """Let requests find a part, which is complete."""
-        if self._kv.states is not None and part.group == len(self._kv.groups):
-            self._kv.states.name(restore.places[part], part.name)
-        else:
-            self._parts.pools[part.group].name(restore.places[part], part.name)
 
     def _copy_arrived(self, restore: Restore) -> None:
         """Copy the parts that were read; end the restore if it is done or must stop."""
@@ -172,8 +143,9 @@ class Reader:
             if data is None:  # the prefix ends here
                 self.stop()
                 return
-            self._store.write(part.group, restore.places[part], data)
-            self._name(restore, part)
+            place = restore.places[part]
+            self._store.write(part.group, place, data)
+            self._parts.name(part, place)
             restore.num_reads += 1
             restore.num_bytes += len(data)
             restore.seconds += seconds
@@ -186,12 +158,12 @@ class Reader:
             self.stop()
 
     def _submit_reads(self, restore: Restore) -> None:
-        ahead = sum(self._store.size(part.group) for part, _ in restore.reads)
+        ahead = sum(part.num_bytes for part, _ in restore.reads)
         while restore.unread and ahead < _READ_AHEAD:
             part = restore.unread.popleft()
-            size = self._store.size(part.group)
-            restore.reads.append((part, self._threads.submit(self._read, part.key, size)))
-            ahead += size
+            read = self._threads.submit(self._read, part.key, part.num_bytes)
+            restore.reads.append((part, read))
+            ahead += part.num_bytes
 
     def _read(self, key: bytes, size: int) -> Reading:
         start = time.monotonic()
@@ -206,12 +178,11 @@ class Reader:
         return is_late or has_ended or self._kv.num_available < self._scheduler.num_running
 
     def stop(self) -> None:
-        """End the restore.  Its blocks stay in the cache, which evicts the first ones last."""
+        """End the restore, and give its places back."""
         if (restore := self.restore) is not None:
             for _, data in restore.reads:
                 data.cancel()
-            for part, place in reversed(restore.places.items()):
-                self._parts.pools[part.group].free([place])
+            self._parts.release(restore.places)
             if restore.num_reads:
                 at_once = min(restore.num_reads, _THREADS)
                 speed = at_once * restore.num_bytes / max(restore.seconds, 1e-6)

@@ -42,8 +42,7 @@ class Writer:
         """Write a prefix, or count it as used."""
         is_long = len(names) * self._parts.kv.block_size >= self._parts.min_tokens
         if is_long and len(self.waiting) < _MOST_WAITING:
-            files = (p for p in self._parts.of(names) if self._parts.has_file(p.group))
-            self.waiting.append(deque(files))
+            self.waiting.append(deque(p for p in self._parts.of(names) if p.num_bytes))
 
     @property
     def is_ready(self) -> bool:
@@ -63,7 +62,7 @@ class Writer:
             place = self._parts.in_memory(part)
             if place is not None and part.key not in self._folder.known:
                 files.append((part.key, self._store.read(part.group, place)))
-                num_bytes += self._store.size(part.group)
+                num_bytes += part.num_bytes
         self._work = self._thread.submit(self._write, chain, files)
         self._is_new = not parts
         if not parts:

@@ -30,8 +30,11 @@ _LIMITS = LLParserLimits(max_grammar_size=20_000, max_lexer_states=50_000, verbo
 # Grammars that are kept compiled.  One may hold 35 MiB, however short its text is.
 _MAX_KEPT, _MAX_KEPT_CHARACTERS = 8, 200_000
 _TOKEN_IDS = re.compile(r"<\[[\d,\s-]+\]>")  # in Lark: tokens by their ids
-_BUSY = "other grammars are being compiled; try again"
 _stack, _threads = threading.Lock(), threading.Semaphore(_MAX_THREADS)
+
+
+class BusyError(GrammarError):
+    """Other grammars took all threads, so nothing is known of this one."""
 
 
 class Compiler:
@@ -55,9 +58,9 @@ class Compiler:
         if found is None:
             try:
                 found = _compile(params, grammar, self.tokenizer)
+            except BusyError:
+                raise
             except GrammarError as e:
-                if e.why == _BUSY:
-                    raise
                 found = e
         with self._lock:
             self._compiled[grammar] = found
@@ -73,10 +76,7 @@ class Compiler:
 
 def _compile(params: StructuredOutputsParams, grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
     """grammar: the text that `params` describe.  Raises GrammarError that says where."""
-    try:
-        matcher = _on_deep_stack(lambda: _begun(grammar, tokenizer))
-    except TimeoutError as e:
-        raise GrammarError(params.kind, "", str(e)) from None
+    matcher = _on_deep_stack(params.kind, lambda: _begun(grammar, tokenizer))
     if not matcher.is_error():
         return matcher
     error = matcher.get_error()
@@ -88,8 +88,8 @@ def _compile(params: StructuredOutputsParams, grammar: str, tokenizer: LLTokeniz
     place = ""
     if params.kind == "json":
         schema = json.loads(str(params.json))
-        with suppress(TimeoutError):
-            place = _on_deep_stack(lambda: locate(schema, error_of))
+        with suppress(GrammarError):
+            place = _on_deep_stack(params.kind, lambda: locate(schema, error_of))
     raise GrammarError(params.kind, place, words(error))
 
 
@@ -137,8 +137,8 @@ def words(error: str) -> str:
     return one_line(ValueError(error))
 
 
-def _on_deep_stack(work: Callable[[], T]) -> T:
-    """The result of `work`, run on a thread with much stack.  Raises TimeoutError.
+def _on_deep_stack(kind: str, work: Callable[[], T]) -> T:
+    """The result of `work`, run on a thread with much stack.  Raises GrammarError and BusyError.
 
     A thread that takes too long cannot be stopped.  It continues without the GIL, and counts as one
     of _MAX_THREADS until it is done.
@@ -154,7 +154,7 @@ def _on_deep_stack(work: Callable[[], T]) -> T:
             _threads.release()
 
     if not _threads.acquire(timeout=MAX_SECONDS):
-        raise TimeoutError(_BUSY)
+        raise BusyError(kind, "", "other grammars are being compiled; try again")
     with _stack:
         before = threading.stack_size(_STACK_BYTES)
         try:
@@ -167,4 +167,5 @@ def _on_deep_stack(work: Callable[[], T]) -> T:
     try:
         return result.result(MAX_SECONDS)
     except TimeoutError:
-        raise TimeoutError(f"it takes longer than {MAX_SECONDS} seconds to compile") from None
+        why = f"it takes longer than {MAX_SECONDS} seconds to compile"
+        raise GrammarError(kind, "", why) from None

@@ -20,7 +20,7 @@ from tests.support.kernels.device import pretend_gpu
 from vllm_metal_lite import kernels
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated, run_check, speed
-from vllm_metal_lite.checks.result import Speed
+from vllm_metal_lite.checks.check import Speed
 from vllm_metal_lite.kernels import source
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kernels.registry import REGISTRY, launched

@@ -100,10 +100,15 @@ def native(name: str) -> nn.Module:
     return build(config_of(name))
 
 
-def load(name: str, *, how: dict | None = None, **changes) -> LoadedModel:
+def load(
+    name: str, dtype: mx.Dtype | None = None, *, how: dict | None = None, **changes
+) -> LoadedModel:
     """A model of its own.  how: options of `from_model`.  changes: of the config."""
     config = config_of(name, **changes)
-    return loader.from_model(build(config), None, config, "the-model", **(how or {}))
+    model = build(config)
+    if dtype is not None:
+        model.set_dtype(dtype)
+    return loader.from_model(model, None, config, name, **(how or {}))
 
 
 def packed(name: str, dtype: mx.Dtype | None = None) -> LoadedModel:
@@ -113,11 +118,7 @@ def packed(name: str, dtype: mx.Dtype | None = None) -> LoadedModel:
 
 @cache
 def _packed(name: str, dtype: mx.Dtype | None, on_cpu: bool) -> LoadedModel:
-    config = config_of(name)
-    model = build(config)
-    if dtype is not None:
-        model.set_dtype(dtype)
-    return loader.from_model(model, None, config, name)
+    return load(name, dtype)
 
 
 def logits_alone(model: nn.Module, tokens: Sequence[int]) -> np.ndarray:
