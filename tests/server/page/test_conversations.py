@@ -84,13 +84,20 @@ def test_a_conversation_that_another_tab_deletes_stays_deleted(shown, page):
 
 
 _MESSAGE = {"id": "a", "role": "user", "content": "hello"}
+_LOOP = [_MESSAGE | {"parent": "b"}, _MESSAGE | {"id": "b", "parent": "a"}]
 _ODD = {
     "title": [None],
     "system": [5],
     "updated": ["today", None],
     "model": [5],
     "sampling": [None, 5, []],
-    "messages": [5, [_MESSAGE | {"role": "tool"}], [_MESSAGE | {"files": {}}]],
+    "messages": [
+        5,
+        [_MESSAGE | {"role": "tool"}],
+        [_MESSAGE | {"files": {}}],
+        _LOOP,  # a conversation without a first message
+        [_MESSAGE, *_LOOP],  # one with two of the same id
+    ],
     "leaf": [5, "b"],
 }
 
