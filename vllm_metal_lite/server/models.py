@@ -183,7 +183,7 @@ class Models:
         if model.spec.chat_format is not None:
             client.model.chat_format = model.spec.chat_format
         now = self._clock()
-        model.loaded(LoadedEngine(client, size, now, now - began))
+        model.loaded(LoadedEngine(model, client, size, now, now - began))
         took, room = f"{now - began:.1f} s", size_text(size)
         self._log(f"the model {model.spec.name} is loaded, in {took}; it may use {room} of memory")
 
@@ -200,34 +200,34 @@ class Models:
         Raises ModelLoadError if the pinned models leave less; _Unwanted if no request waits for the
         model any longer.
         """
-        loaded = [(m, m.engine) for m in self.models.values() if m.engine and m.engine.alive]
-        free = self.budget - sum(engine.size for _, engine in loaded)
-        others = [(m, engine) for m, engine in loaded if not m.spec.pinned]
-        most = free + sum(engine.size for _, engine in others)
+        engines = [m.engine for m in self.models.values() if m.engine and m.engine.alive]
+        free = self.budget - sum(engine.size for engine in engines)
+        others = [engine for engine in engines if not engine.model.spec.pinned]
+        most = free + sum(engine.size for engine in others)
         if size > most:
             raise ModelLoadError(
                 f"{model.spec.name} needs {size_text(size)} of memory, and the pinned models leave "
                 f"{size_text(most)} of {size_text(self.budget)}"
             )
-        others.sort(key=lambda pair: (pair[1].users > 0, pair[1].last_used))
-        victims: list[tuple[Model, LoadedEngine]] = []
+        others.sort(key=lambda engine: (engine.users > 0, engine.last_used))
+        victims: list[LoadedEngine] = []
         while free < size:
             victims.append(others.pop(0))
-            free += victims[-1][1].size
+            free += victims[-1].size
         now = self._clock()
-        for _, engine in victims:
+        for engine in victims:
             engine.grace_end = now + engine.seconds_to_load
         try:
-            for victim, engine in victims:
+            for engine in victims:
                 while engine.alive and (pause := engine.pause(self._clock())) != 0:
                     if not model.num_waiting:
                         raise _Unwanted
                     await self._change_within(pause)
-                self._log(f"the model {victim.spec.name} makes room for {model.spec.name}")
-                victim.engine, model.made_room = None, True
+                self._log(f"the model {engine.model.spec.name} makes room for {model.spec.name}")
+                engine.model.engine, model.made_room = None, True
                 await engine.client.stop()
         finally:
-            for _, engine in victims:
+            for engine in victims:
                 engine.grace_end = inf
 
     async def _change_within(self, seconds: float | None) -> None:

@@ -32,9 +32,10 @@ class ModelSpec:
 
 @dataclass(eq=False)
 class LoadedEngine:
-    """An engine.  size: bytes it may use.  users: requests that hold it.  grace_end: when its
-    grace period ends, if another model needs its memory."""
+    """A model's engine.  size: bytes it may use.  users: requests that hold it.  grace_end: when
+    its grace period ends, if another model needs its memory."""
 
+    model: "Model"
     client: EngineClient
     size: int
     last_used: float

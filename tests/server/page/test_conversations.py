@@ -87,7 +87,7 @@ _ODD = {
     "system": [5],
     "updated": ["today", None],
     "model": [5],
-    "sampling": [None, 5, []],
+    "sampling": [None, 5, [], {"stop": "x"}],
     "messages": [
         5,
         [_MESSAGE | {"role": "tool"}],

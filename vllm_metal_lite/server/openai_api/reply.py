@@ -16,7 +16,6 @@ from vllm_metal_lite.server.worker.request_state import RequestState
 _DONE = sse("[DONE]")
 _MANY = 64  # a chunk with more tokens contains an echoed prompt
 _FINGERPRINT = f"vllm-metal-lite-{__version__}"
-_NO_END = {"finish_reason": None}
 
 Scores = dict[str, Any] | None  # `logprobs` of a choice
 
@@ -98,32 +97,25 @@ class Reply:
     async def _chunks(self, delta: Delta) -> bytes:
         writer, num_tokens = self._writers[delta.choice], len(delta.token_ids)
         head, writer.head = writer.head, None
-        chunks = [] if head is None else [self._chunk(delta, head, num_unshown=num_tokens)]
+        chunks = [] if head is None else [self._chunk(delta, head, num_tokens)]
         contents, scores = await writer.take(delta)
         has_more = num_tokens and scores is not None
         has_ended = delta.finish_reason is not None
         if not contents and (has_ended or has_more or self._sends_every_delta):
             contents = [writer.empty]
         if contents:
-            *first, last = contents
-            chunks += [self._chunk(delta, content) for content in first]
-            end = _ending(delta) if has_ended else _NO_END
-            chunks.append(self._chunk(delta, last, end, scores))
+            end = _ending(delta) if has_ended else {}
+            contents[-1] = {**contents[-1], "logprobs": scores, **end}
+        chunks += [self._chunk(delta, content) for content in contents]
         return b"".join(chunks)
 
-    def _chunk(
-        self,
-        delta: Delta,
-        content: dict[str, Any],
-        end: dict[str, Any] = _NO_END,
-        scores: Scores = None,
-        num_unshown: int = 0,
-    ) -> bytes:
-        """content, end: fields of the choice.  num_unshown: tokens of the next chunk."""
-        choice = {"index": delta.choice, **content, "logprobs": scores, **end}
+    def _chunk(self, delta: Delta, content: dict[str, Any], num_unshown: int = 0) -> bytes:
+        """content: fields of the choice.  num_unshown: tokens of the next chunk."""
+        choice = {"index": delta.choice, "logprobs": None, "finish_reason": None, **content}
         chunk = {**self._common, "choices": [choice]}
         if self._with_usage:
             chunk["usage"] = self._usage(num_unshown) if self._sends_every_delta else None
+        scores = choice["logprobs"]
         has_many = scores is not None and len(next(iter(scores.values())) or ()) > _MANY
         return sse(encode_slowly(chunk) if has_many else encode(chunk))
 

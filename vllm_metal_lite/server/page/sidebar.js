@@ -36,7 +36,7 @@ const GOOD = {  // whether a conversation's field is what it must be
   system: isText,
   updated: Number.isFinite,
   model: (model) => model === null || isText(model),
-  sampling: (sampling) => sampling?.constructor === Object,
+  sampling: (sampling) => sampling?.constructor === Object && Array.isArray(sampling.stop ?? []),
   messages: (messages) => Array.isArray(messages) && messages.every(isMessage) && isTree(messages),
   leaf: (leaf, { messages }) => leaf === null || messages.some((m) => m.id === leaf),
 };
