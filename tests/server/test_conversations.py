@@ -12,7 +12,7 @@ from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.model.files.find import DEMO_PATH
 from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
 from vllm_metal_lite.server.conversations import ChatRequest, join_systems, render_prompt
-from vllm_metal_lite.server.models import ModelSpec
+from vllm_metal_lite.server.served_model import ModelSpec
 
 SYSTEM = {"role": "system", "content": "You answer in short sentences. " * 12}
 BLOCK = 16

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from vllm_metal_lite import __version__
-from vllm_metal_lite.server.models import ModelSpec
+from vllm_metal_lite.server.served_model import ModelSpec
 
 SERVING = {"specs": [ModelSpec("tiny/demo", "demo")]}
 HI = [{"role": "user", "content": "hi"}]

@@ -10,7 +10,7 @@ from tests.support.chat.scripted_model import write_scripted
 from tests.support.server.chat_apis import Chat
 from tests.support.server.kit import OPTIONS, serving
 from vllm_metal_lite import EngineConfig
-from vllm_metal_lite.server.models import ModelSpec
+from vllm_metal_lite.server.served_model import ModelSpec
 
 pytestmark = pytest.mark.long
 

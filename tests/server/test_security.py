@@ -1,19 +1,12 @@
 """Who may call the server, and how much they may send."""
 
-import asyncio
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
-from unittest.mock import Mock
 
 import pytest
 
 from tests.support.server.kit import Running, serving
-from tests.support.server.raw_http import ask, connect, parsed, raw, read_all
-from vllm_metal_lite.cli.main import main
-from vllm_metal_lite.errors import ConfigError
-from vllm_metal_lite.server import connection, security
-from vllm_metal_lite.server.lifecycle import listen, url_of
+from tests.support.server.raw_http import ask, connect, parsed, post_head, raw
 from vllm_metal_lite.server.settings import ServerConfig
 
 KEY = "secret"
@@ -32,12 +25,6 @@ def guarded() -> Iterator[Running]:
     )
     with serving(config=config) as server:
         yield server
-
-
-def post_head(path: str, *headers: str) -> bytes:
-    """The lines before the body of a request."""
-    lines = [f"POST {path} HTTP/1.1", "Host: localhost", *headers]
-    return "\r\n".join([*lines, "", ""]).encode()
 
 
 # The Host header
@@ -239,40 +226,6 @@ def test_a_body_that_is_announced_as_large_is_not_read(running):
         assert sock.recv(65536).startswith(b"HTTP/1.1 413")
 
 
-def test_a_body_that_drips_is_given_up(running, monkeypatch):
-    monkeypatch.setattr(security, "_BODY_SECONDS", 0.5)
-    with connect(running.url) as sock:
-        sock.sendall(post_head(CHAT, "Content-Length: 9999"))
-        assert parsed(drip(sock)).status == 408
-
-
-@pytest.mark.parametrize("head", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "])
-@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"])
-def test_a_head_that_drips_or_stays_away_is_given_up(running, monkeypatch, before, head):
-    monkeypatch.setattr(connection, "_HEAD_SECONDS", 0.5)
-    with connect(running.url) as sock:
-        sock.sendall(before + head)
-        answer = drip(sock) if head else read_all(sock)
-    assert answer.count(b"HTTP/1.1 200") == bool(before)
-
-
-def drip(sock: socket.socket) -> bytes:
-    """What a server sends until it closes on a client that sends a byte at a time."""
-    received = b""
-    while True:
-        try:
-            sock.sendall(b"x")
-            sock.settimeout(0.02)
-            piece = sock.recv(65536)
-        except TimeoutError:
-            continue
-        except ConnectionError:
-            return received
-        if not piece:
-            return received
-        received += piece
-
-
 def test_a_length_beside_chunks_is_refused_and_the_connection_closed(running):
     head = post_head(CHAT, "Content-Length: 3", "Transfer-Encoding: chunked")
     smuggled = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -286,216 +239,3 @@ def test_many_headers_are_refused(running):
     answer = ask(running.url, "/health", *("a: b" for _ in range(1000)))
     assert answer.status == 431
     assert answer.json()["error"]["message"] == "the request has 1002 headers, more than 128"
-
-
-def test_a_client_that_goes_within_its_body_is_no_error(running, caplog):
-    with connect(running.url) as sock:
-        sock.sendall(post_head(CHAT, "Content-Length: 99") + b'{"mess')
-        assert ask(running.url, "/health").status == 200  # the server waits for the rest
-    for _ in range(3):
-        assert ask(running.url, "/health").status == 200
-    assert not caplog.records
-
-
-# The shape of all answers
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [
-        ("GET", "/nothing", 404),
-        ("GET", CHAT, 405),
-        ("OPTIONS", CHAT, 405),
-        ("DELETE", "/v1/models", 405),
-        ("PUT", "/v1/completions", 405),
-        ("PATCH", "/tokenize", 405),
-        ("GET", MESSAGES, 405),
-        ("POST", "/v1/messages/nothing", 404),
-        ("POST", CHAT, 400),
-        ("POST", MESSAGES, 400),
-    ],
-)
-def test_errors_have_the_shape_of_their_api(running, method, path, status):
-    answer = ask(running.url, path, method=method)
-    assert answer.status == status
-    assert answer.headers["x-request-id"].startswith("req_")
-    whole = answer.json()
-    if path.startswith(MESSAGES):
-        assert whole["type"] == "error"
-        assert set(whole["error"]) == {"type", "message"}
-        assert answer.headers["request-id"] == answer.headers["x-request-id"]
-    else:
-        assert set(whole) == {"error"}
-        assert set(whole["error"]) == {"message", "type", "param", "code"}
-    if status == 405:
-        assert answer.headers["allow"]
-
-
-def test_an_unknown_failure_has_the_shape_of_its_api(running, monkeypatch, caplog):
-    broken = Mock(side_effect=ZeroDivisionError("the secret reason"))
-    monkeypatch.setattr(security._Checked, "_check", broken)
-    for path in CHAT, MESSAGES:
-        answer = ask(running.url, path, method="POST", body=BODY)
-        assert answer.status == 500
-        assert answer.json()["error"]["message"] == "internal error: see the server's log"
-        assert answer.headers["x-request-id"]
-    assert len([r for r in caplog.records if r.exc_info]) == 2
-    monkeypatch.undo()
-    assert ask(running.url, "/health").status == 200
-
-
-def test_every_answer_has_an_id_of_its_own(running):
-    ids = set()
-    for method, path, body in (
-        ("HEAD", "/", b""),
-        ("GET", "/health", b""),
-        ("POST", CHAT, BODY),
-        ("POST", CHAT, BODY[:-1] + b', "stream": true}'),
-        ("POST", MESSAGES, BODY),
-    ):
-        answer = ask(running.url, path, method=method, body=body)
-        assert answer.status == 200
-        ids.add(answer.headers["x-request-id"])
-    assert len(ids) == 5
-
-
-# Other ways of HTTP
-
-
-def test_head_has_no_body(running):
-    answer = ask(running.url, "/", method="HEAD")
-    assert answer.status == 200
-    assert answer.body == b""
-    assert int(answer.headers["content-length"]) > 0
-
-
-def test_http_1_0_gets_whole_answers_and_streams(running):
-    head = f"POST {CHAT} HTTP/1.0\r\nHost: localhost\r\nContent-Length: "
-    streamed = BODY[:-1] + b', "stream": true}'
-    whole, stream = (
-        parsed(raw(running.url, f"{head}{len(body)}\r\n\r\n".encode() + body))
-        for body in (BODY, streamed)
-    )
-    assert whole.json()["choices"]
-    assert "transfer-encoding" not in stream.headers
-    assert stream.body.endswith(b"data: [DONE]\n\n")
-
-
-def test_requests_that_come_at_once_are_answered_in_turn(running):
-    chat = post_head(CHAT, f"Content-Length: {len(BODY)}") + BODY
-    last = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-    data = raw(running.url, chat + chat + last)
-    assert data.count(b"HTTP/1.1 200") == 3
-    assert data.count(b'"finish_reason":"length"') == 2
-    assert data.endswith(b'{"status":"ok"}')
-
-
-@pytest.mark.parametrize(
-    "junk",
-    [
-        b"\0\1\2\r\n\r\n",
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"GET /" + b"x" * 99_999,
-        b"\r\n",
-        b"GARBAGE\r\n\r\n",
-        b"POST /v1/chat/completions\r\n\r\n",
-    ],
-)
-def test_what_is_not_http_harms_nobody(running, junk, capfd):
-    answer = b""
-    # A server that closes with bytes unread resets the connection: sending or reading may fail.
-    with connect(running.url) as sock, suppress(ConnectionError):
-        sock.sendall(junk)
-        with suppress(OSError):  # it has closed already
-            sock.shutdown(socket.SHUT_WR)
-        answer = read_all(sock)
-    if answer:
-        assert parsed(answer).status in (400, 431)
-        assert "not an HTTP/1.1 request" in parsed(answer).json()["error"]["message"]
-    assert ask(running.url, "/health").status == 200
-    assert capfd.readouterr().err == ""
-
-
-def test_small_events_are_not_held_back():
-    """Nagle's algorithm would keep a token until the client has confirmed the one before."""
-
-    async def no_delay() -> int:
-        accepted = asyncio.get_running_loop().create_future()
-        server = await asyncio.start_server(
-            lambda _, writer: accepted.set_result(writer), sock=listen(ServerConfig(port=0))
-        )
-        async with server:
-            with socket.create_connection(server.sockets[0].getsockname()):
-                writer = await accepted
-                taken = writer.get_extra_info("socket")
-                value = taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-                writer.close()
-                return value
-
-    assert asyncio.run(no_delay())
-
-
-# Options
-
-
-@pytest.mark.parametrize(
-    ("field", "flag", "value", "words"),
-    [
-        ("host", "--host", "0.0.0.0", "can be reached from other machines: set an api_key"),
-        ("host", "--host", "::", "can be reached"),
-        ("host", "--host", "", "can be reached"),
-        ("host", "--host", "box.example", "can be reached"),
-        ("api_key", "--api-key", "", "must be ASCII"),
-        ("api_key", "--api-key", " x", "must be ASCII"),
-        ("api_key", "--api-key", "two words", "must be ASCII"),
-        ("api_key", "--api-key", "schlüssel", "must be ASCII"),
-        ("allowed_origins", "--allowed-origin", "friend.example", "as browsers send them"),
-        ("allowed_origins", "--allowed-origin", f"{FRIEND}/", f"got '{FRIEND}/'"),
-        ("allowed_hosts", "--allowed-host", "https://box.example", "got 'https://box.example'"),
-        ("allowed_hosts", "--allowed-host", "box.example:80", "must be names without a port"),
-        ("port", "--port", 65536, "must be an integer from 0 to 65535, got 65536"),
-        ("port", "--port", "http", "must be an integer from 0 to 65535, got 'http'"),
-        ("drain", "--drain", float("inf"), "must be"),
-        ("drain", "--drain", -1, "must be"),
-        ("keep_alive", "--keep-alive", 0, "must be"),
-        ("max_body_mib", "--max-body-mib", 0, "must be"),
-        ("max_waiting", "--max-waiting", -1, "must be"),
-        ("memory_budget_gib", "--memory-budget-gib", 0, "must be"),
-    ],
-)
-def test_an_option_is_refused_in_python_as_on_the_command_line(field, flag, value, words, capsys):
-    with pytest.raises(ConfigError) as failure:
-        ServerConfig(**{field: (value,) if field.startswith("allowed") else value})
-    message = str(failure.value)
-    assert message.startswith(f"{field} ")
-    assert words in message
-    assert main(["serve", f"{flag}={value}"]) == 2
-    named = message.replace(field, flag).replace("api_key", "--api-key")
-    assert capsys.readouterr().err == f"error: {named}\n"
-
-
-@pytest.mark.parametrize(
-    ("host", "url"),
-    [
-        ("127.0.0.1", "http://127.0.0.1:"),
-        ("localhost", "http://127.0.0.1:"),
-        ("0.0.0.0", "http://127.0.0.1:"),
-        ("::1", "http://[::1]:"),
-        ("::", "http://[::1]:"),
-    ],
-)
-def test_the_url_is_one_that_this_machine_reaches(host, url):
-    try:
-        bound = listen(ServerConfig(host=host, port=0, api_key=KEY))
-    except ConfigError:
-        assert ":" in host  # a machine without IPv6
-        return
-    with bound:
-        assert url_of(bound).startswith(url)
-        with connect(url_of(bound)):
-            pass
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.0.0.2"])
-def test_loopback_needs_no_key(host):
-    assert ServerConfig(host=host).api_key is None

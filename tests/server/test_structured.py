@@ -8,6 +8,7 @@ import anthropic
 import pytest
 from pydantic import BaseModel
 
+from tests.support.server.crowd import text_of
 from vllm_metal_lite.errors import install
 
 ASK = [{"role": "user", "content": "Tell me about a lantern in the rain."}]
@@ -69,13 +70,8 @@ def test_the_anthropic_client_parses(running, http):
 def test_vllms_field(http, path, form):
     asked = {"completions": {"prompt": "x"}, "responses": {"input": "x"}}
     prompt = asked.get(path, {"messages": ASK})
-    reply = post(http, path, **prompt, structured_outputs=form).json()
-    text = {
-        "chat/completions": lambda: reply["choices"][0]["message"]["content"],
-        "completions": lambda: reply["choices"][0]["text"],
-        "responses": lambda: reply["output"][0]["content"][0]["text"],
-        "messages": lambda: reply["content"][0]["text"],
-    }[path]()
+    reply = post(http, path, **prompt, structured_outputs=form)
+    text = text_of(f"/v1/{path}", reply.content)
     assert text.strip().strip('"') in ("yes", "no")
 
 

@@ -11,7 +11,7 @@ from tests.support.server.kit import text_model
 from vllm_metal_lite.server import templates
 from vllm_metal_lite.server.conversations import ChatRequest, render_prompt
 from vllm_metal_lite.server.offload import Abandoned
-from vllm_metal_lite.server.templates import Template, probe, render_text
+from vllm_metal_lite.server.templates import Template, probe
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 LATE = {"role": "system", "content": "It is late."}
@@ -30,14 +30,13 @@ def with_template(qwen, monkeypatch):
 
     def use(name: str):
         monkeypatch.setattr(qwen._tokenizer, "chat_template", real_parts.template(name))
-        return qwen, probe(qwen)
+        return probe(qwen)
 
     return use
 
 
-def text_of(used, *messages, generation=True, **variables) -> str:
-    tokenizer, template = used
-    return render_text(tokenizer, template, messages, generation, variables)
+def text_of(template, *messages, generation=True) -> str:
+    return template.render(messages, generation, {})
 
 
 @pytest.mark.parametrize(
@@ -53,37 +52,37 @@ def text_of(used, *messages, generation=True, **variables) -> str:
     ],
 )
 def test_what_templates_take(with_template, name, way, reasoning):
-    _, template = with_template(name)
+    template = with_template(name)
     assert (template.system_in_middle, template.reasoning) == (way, reasoning)
 
 
 def test_a_system_message_is_written_in_its_place(with_template):
-    used = with_template("Qwen3.5-4B")
-    text = text_of(used, SYSTEM, USER, LATE, ANSWER, OTHER, LATE)
+    template = with_template("Qwen3.5-4B")
+    text = text_of(template, SYSTEM, USER, LATE, ANSWER, OTHER, LATE)
     turn = "<|im_start|>system\nIt is late.<|im_end|>\n"
     assert text.count(turn) == 2
     first, second, rest = text.split(turn)
     assert first.endswith("<|im_start|>user\nHello<|im_end|>\n")
     assert second.endswith("<|im_start|>user\nGo on<|im_end|>\n")
-    assert first + second + rest == text_of(used, SYSTEM, USER, ANSWER, OTHER)
+    assert first + second + rest == text_of(template, SYSTEM, USER, ANSWER, OTHER)
     assert rest.startswith("<|im_start|>assistant\n")
 
 
 def test_rendering_ends_if_the_client_has_left(with_template, monkeypatch):
-    used = with_template("Qwen3.5-4B")
+    template = with_template("Qwen3.5-4B")
     monkeypatch.setattr(templates, "check_wanted", Mock(side_effect=[None, Abandoned]))
     with pytest.raises(Abandoned):
-        text_of(used, SYSTEM, USER, LATE, ANSWER, OTHER, LATE)
+        text_of(template, SYSTEM, USER, LATE, ANSWER, OTHER, LATE)
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5-4B", "MiniMax-M2", "openai-gpt-oss-120b", "GLM-4.6"])
 def test_a_conversation_with_late_system_messages_only_grows(with_template, name):
     """What was rendered once is a prefix of all that follows."""
-    used = with_template(name)
+    template = with_template(name)
     messages = [SYSTEM, USER, LATE]
     texts = []
     for _ in range(3):
-        texts.append(text_of(used, *messages, generation=False))
+        texts.append(text_of(template, *messages, generation=False))
         call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
         messages += [
             {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -95,13 +94,13 @@ def test_a_conversation_with_late_system_messages_only_grows(with_template, name
 
 
 def test_templates_without_system_turns_get_them_as_marked_text(with_template):
-    used = with_template("openai-gpt-oss-120b")
-    text = text_of(used, SYSTEM, USER, LATE)
+    template = with_template("openai-gpt-oss-120b")
+    text = text_of(template, SYSTEM, USER, LATE)
     assert "Hello\n\n<system>\nIt is late.\n</system>" in text
 
 
 def test_tokens_of_a_prompt_with_a_late_system_message(with_template):
-    tokenizer, _ = with_template("Qwen3.5-4B")
+    tokenizer = with_template("Qwen3.5-4B").tokenizer
     prompt = render_prompt(text_model(tokenizer), ChatRequest([SYSTEM, USER, LATE]), True)
     assert "It is late." in tokenizer.decode(prompt.token_ids)
     assert all(0 < at < len(prompt.token_ids) for at in prompt.checkpoints)
@@ -110,16 +109,16 @@ def test_tokens_of_a_prompt_with_a_late_system_message(with_template):
 def test_thoughts_stand_where_the_template_looks_for_them():
     message = {"role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": None}
     said = {"role": "assistant", "content": "a"}
-    assert Template("native", "thinking").prepare([message]) == [{**said, "thinking": "b"}]
-    assert Template("native").prepare([message]) == [said]
+    assert Template(None, "native", "thinking").prepare([message]) == [{**said, "thinking": "b"}]
+    assert Template(None, "native").prepare([message]) == [said]
 
 
 def test_names_of_variables():
-    plain = Template("native", variables=frozenset({"thinking"}))
+    plain = Template(None, "native", variables=frozenset({"thinking"}))
     assert plain.thinking(None, None) == {}
     assert plain.thinking(True, "max") == {"thinking": True, "reasoning_effort": "high"}
     assert plain.thinking(None, "none") == {"thinking": False}
-    found = Template("native").thinking(False, "low")
+    found = Template(None, "native").thinking(False, "low")
     assert found == {"enable_thinking": False, "reasoning_effort": "low"}
 
 

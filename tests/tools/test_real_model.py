@@ -14,7 +14,7 @@ from tools import real_model
 from vllm_metal_lite import LLM, EngineConfig, MetalLiteError, SamplingParams, backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli.main import main
-from vllm_metal_lite.server.models import ModelSpec
+from vllm_metal_lite.server.served_model import ModelSpec
 
 QUESTIONS = [
     "What is the capital of France?",

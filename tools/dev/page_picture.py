@@ -1,20 +1,21 @@
 """Take a picture of the page at work: `python -m tools.dev.page_picture [FILE]`.
 
-Starts a server with the demo model, keeps 24 requests of different lengths running or waiting, some
-with a shared prefix, and asks two questions in the page's own chat.  Needs Chromium and the
-extra `dev`.  Without FILE: docs/images/engine.png, which README shows.
+Starts a server with the demo model, sends the page's samples, some with a shared prefix, and asks
+questions in the page's own chat.  Needs Chromium and the extra `dev`.  Without FILE:
+docs/images/engine.png, which README shows.
 """
 
+import re
 from pathlib import Path
 
 from tests.support.server.kit import serving
-from tests.support.server.page_kit import Shown, chromium, chromium_path, load
+from tests.support.server.page_kit import Shown, chromium, chromium_path
 from tools.lib.frame import parser_of, run_main
 from vllm_metal_lite import EngineConfig, MetalLiteError
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Fewer blocks than the load would like, so that requests wait and cached blocks are used again.
+# Fewer blocks than the samples would like, so that requests wait and cached blocks are used again.
 ENGINE = EngineConfig(num_blocks=420, max_num_seqs=16, max_num_batched_tokens=512)
 QUESTIONS = (
     "Hi, my name is Ada and I parked my car on level 3.",
@@ -37,12 +38,10 @@ def take(path: Path) -> None:
         for i, question in enumerate(first):
             shown.ask(question)
             shown.answered(i + 1)
-        with load(running.url):
-            page.locator("#requests li").nth(20).wait_for()
-            shown.ask(last)
+        shown.ask(last)  # before the samples take all seats
+        with shown.samples():
             shown.answered(len(QUESTIONS))
-            page.locator("#requests li").nth(12).wait_for()
-            page.wait_for_timeout(1500)  # the steps move in
+            page.locator("#requests li", has_text=re.compile(r"[4-9]\d out")).first.wait_for()
             page.locator("#engine-state").wait_for(state="hidden")  # no long step is under way
             page.screenshot(path=path)
         if shown.complaints:

@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
     formats = _chat_formats(args, named)
     try:
         from vllm_metal_lite.server.lifecycle import Stopping, listen, serve, stop_on_signals
-        from vllm_metal_lite.server.models import Models, ModelSpec
+        from vllm_metal_lite.server.models import Models
+        from vllm_metal_lite.server.served_model import ModelSpec
         from vllm_metal_lite.server.server import Server
     except ModuleNotFoundError as e:
         raise MetalLiteError(f"the server needs {e.name}: {install('serve')}") from None

@@ -14,7 +14,7 @@ from vllm_metal_lite.errors import PromptTooLong
 from vllm_metal_lite.server.errors import ContextOverflow
 from vllm_metal_lite.server.limits import num_characters
 from vllm_metal_lite.server.offload import check_wanted, offload
-from vllm_metal_lite.server.templates import Template, render_text
+from vllm_metal_lite.server.templates import Template
 from vllm_metal_lite.server.text_model import TextModel
 
 Message = dict[str, Any]
@@ -93,13 +93,13 @@ def render_prompt(
     if (adapt := model.chat_format.adapt) is not None:
         conversation = replace(conversation, messages=adapt(conversation.messages))
     check_length(model, (conversation.messages, conversation.template))
-    tokenizer, template, most = model.tokenizer, model.template, model.max_prompt_tokens
+    template, most = model.template, model.max_prompt_tokens
     with overflow(model):
         prompt = ChatPrompt(
-            tokenizer,
+            model.tokenizer,
             model.facts.name,
             with_checkpoints,
-            render=partial(render_text, tokenizer, template),
+            render=template.render,
             encode_text=partial(model.encode_text, most=most, check=check_wanted),
         )
         token_ids, checkpoints = prompt.turn(

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
+from vllm_metal_lite.chat_formats.detect import PLAIN
 from vllm_metal_lite.chat_formats.events import Event, Reasoning, ToolCallEnd
 from vllm_metal_lite.chat_formats.parser import ChatParser
 from vllm_metal_lite.outputs import CompletionOutput, Logprob
@@ -18,8 +19,8 @@ class Delta:
     """What is new in an answer.
 
     choice: the answer's number in the reply, which may hold the answers to several prompts.
-    text: as the model wrote it.  events: the parsed text, if there is a parser; text that may
-    become a marker is held back.
+    text: as the model wrote it.  events: the parsed text; text that may become a marker is held
+    back.
     token_ids, logprobs: of all new tokens, with or without events.
     num_reasoning_tokens: all new tokens if any of them belongs to thoughts, else 0.
     finish_reason: in the last Delta, "stop", "length" or "tool_calls"; before, and of an answer
@@ -40,11 +41,7 @@ class AnswerReader:
     """Reads an answer as it grows."""
 
     def __init__(
-        self,
-        choice: int,
-        answer: CompletionOutput,
-        parser: ChatParser | None = None,
-        parallel: bool = True,
+        self, choice: int, answer: CompletionOutput, parser: ChatParser, parallel: bool
     ) -> None:
         self._choice = choice
         self._cursor, self._parser, self._parallel = Cursor(answer), parser, parallel
@@ -55,7 +52,7 @@ class AnswerReader:
         """What is new since the last call."""
         answer, (token_ids, logprobs) = self._cursor.answer, self._cursor.tokens()
         text, reason = self._cursor.text(), answer.finish_reason
-        events = [] if self._parser is None else self._parser.feed(text)
+        events = self._parser.feed(text)
         has_thoughts = self._thinks and not events
         for event in events:
             self._thinks = isinstance(event, Reasoning)
@@ -63,7 +60,7 @@ class AnswerReader:
             # A malformed call before the answer's end counts: the client sees that its arguments
             # are not JSON, and tells the model.
             self._has_call = self._has_call or isinstance(event, ToolCallEnd)
-        if reason is not None and self._parser is not None:
+        if reason is not None:
             events += (last := self._parser.close())
             # A truncated call does not count, because the client must not run it.
             self._has_call = self._has_call or ToolCallEnd(is_whole=True) in last
@@ -87,7 +84,7 @@ def _up_to_first_call(events: list[Event]) -> int:
 
 async def deltas(
     requests: Sequence[RequestState],
-    make_parser: Callable[[], ChatParser | None] = lambda: None,
+    make_parser: Callable[[], ChatParser] = lambda: ChatParser(PLAIN),
     parallel: bool = True,
 ) -> AsyncIterator[Delta]:
     """Deltas of all answers, as they come.  Raises EngineLost, ApiError for an answer that fails.

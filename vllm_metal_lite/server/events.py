@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from vllm_metal_lite.server.models import Model
+from vllm_metal_lite.server.served_model import Model
 from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.stream import COMMENT, EventStream, sse
 

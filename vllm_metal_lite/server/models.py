@@ -12,19 +12,16 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option, one_line, shorten, size_text
-from vllm_metal_lite.model.context import configured_length
-from vllm_metal_lite.model.files.find import find
-from vllm_metal_lite.model.files.folder import read_json
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.offload import offload
+from vllm_metal_lite.server.served_model import LoadedEngine, Model, ModelSpec, context_of
 from vllm_metal_lite.server.worker.client import EngineClient
 
 logger = logging.getLogger(__name__)
@@ -32,86 +29,6 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 # A model needs more than its weights: K and V, states, and what a step computes.
 _WEIGHTS_TIMES, _BESIDE_WEIGHTS = 1.25, _GIB
-_BACK_OFF = 5.0  # seconds after a failure, before the model is loaded again
-# After a failure for which others were unloaded; doubled each time.
-_BACK_OFF_WITH_ROOM, _LONGEST_BACK_OFF = 60.0, 600.0
-_PAUSE = 0.25  # seconds after a client's last request for which the model still counts as busy
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """name: what requests call the model.  source: "demo", a folder or a Hugging Face name.
-    pinned: loaded from the start, and never unloaded.  chat_format: how the model writes thoughts
-    and calls; None: as its chat template shows."""
-
-    name: str
-    source: str
-    pinned: bool = False
-    chat_format: ChatFormat | None = None
-
-
-@dataclass(eq=False)
-class _Loaded:
-    """An engine.  size: bytes it may use.  users: requests that hold it.  grace_end: when its
-    grace period ends, if another model needs its memory."""
-
-    client: EngineClient
-    size: int
-    last_used: float
-    seconds_to_load: float
-    users: int = 0
-    grace_end: float = inf
-
-    @property
-    def alive(self) -> bool:
-        return not self.client.ended.is_set()
-
-    def takes(self, now: float) -> bool:
-        """Whether a new request may use it."""
-        return self.alive and now < self.grace_end
-
-    def pause(self, now: float) -> float | None:
-        """Seconds until it is idle for certain; None while requests hold it."""
-        return None if self.users else max(min(self.last_used + _PAUSE, self.grace_end) - now, 0)
-
-
-class Model:
-    """A model's state, which only `Models` changes."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        self.spec = spec
-        self.engine: _Loaded | None = None
-        self.loading: asyncio.Task[_Loaded] | None = None
-        self.num_waiting = 0  # requests that wait for `loading`
-        self.context: int | None = None  # tokens, as its files say
-        self.failure: str | None = None  # of the last try
-        self.retry_at = -inf
-        self.made_room = False  # others were unloaded for it
-        self.back_off = 0.0  # seconds, of failures in a row for which others were unloaded
-
-    @property
-    def client(self) -> EngineClient | None:
-        return self.engine.client if self.engine is not None and self.engine.alive else None
-
-    @property
-    def is_loading(self) -> bool:
-        return self.loading is not None and not self.loading.done()
-
-    @property
-    def state(self) -> str:
-        """One of "loaded", "loading", "failed" and "unloaded"."""
-        if self.client is not None:
-            return "loaded"
-        if self.is_loading:
-            return "loading"
-        return "unloaded" if self.error is None else "failed"
-
-    @property
-    def error(self) -> str | None:
-        """Why the model failed to load, or its engine ended; None if nothing went wrong since."""
-        if self.engine is not None and not self.engine.alive:
-            return self.engine.client.why_ended
-        return self.failure
 
 
 class _Unwanted(Exception):
@@ -131,10 +48,6 @@ class Models:
     def __init__(
         self, specs: list[ModelSpec], config: EngineConfig, budget_gib: float | None = None
     ) -> None:
-        names = [spec.name for spec in specs]
-        for name in names:
-            if names.count(name) > 1:
-                raise ConfigError(f"two models have the name {name!r}")
         self.config = config
         self.models = {spec.name: Model(spec) for spec in specs}
         self._memory = backend.memory_limit()
@@ -156,11 +69,9 @@ class Models:
 
     async def start(self) -> None:
         """Load the first model and the pinned ones.  Raises ModelLoadError."""
-        for model in self.models.values():
-            model.context = await offload(self._context_of, model.spec.source)
-        first = next(iter(self.models.values()))
-        for model in self.models.values():
-            if model is first or model.spec.pinned:
+        for i, model in enumerate(self.models.values()):
+            model.context = await offload(context_of, model.spec.source, self.config.max_model_len)
+            if i == 0 or model.spec.pinned:
                 self._leave(await self._take(model))
 
     async def stop(self) -> None:
@@ -200,7 +111,7 @@ class Models:
             raise ApiError(404, why, param="model", code="model_not_found")
         return self.models[name]
 
-    async def _take(self, model: Model) -> _Loaded:
+    async def _take(self, model: Model) -> LoadedEngine:
         """A model's engine, with the caller as a user; loads the model if necessary."""
         engine = model.engine
         if engine is not None and engine.takes(self._clock()):
@@ -225,14 +136,14 @@ class Models:
             model.num_waiting -= 1
             self._changed.set()
 
-    def _leave(self, engine: _Loaded) -> None:
+    def _leave(self, engine: LoadedEngine) -> None:
         engine.users -= 1
         engine.last_used = self._clock()
         self._changed.set()
 
     # Load and unload
 
-    async def _load(self, model: Model) -> _Loaded:
+    async def _load(self, model: Model) -> LoadedEngine:
         """Load a model for the requests that wait for it, which become users of its engine."""
         try:
             async with self._loading:
@@ -248,10 +159,7 @@ class Models:
             raise
         except Exception as e:
             error = e if isinstance(e, ModelLoadError) else ModelLoadError(one_line(e))
-            model.failure, model.engine = str(error), None
-            if model.made_room:
-                model.back_off = min(2 * model.back_off or _BACK_OFF_WITH_ROOM, _LONGEST_BACK_OFF)
-            model.retry_at = self._clock() + (model.back_off if model.made_room else _BACK_OFF)
+            model.failed(str(error), self._clock())
             logger.warning(f"the model {model.spec.name} cannot be loaded: {error}")
             raise error from e
         assert model.engine is not None
@@ -275,19 +183,9 @@ class Models:
         if model.spec.chat_format is not None:
             client.model.chat_format = model.spec.chat_format
         now = self._clock()
-        model.engine, model.failure = _Loaded(client, size, now, now - began), None
-        model.back_off = 0.0
+        model.loaded(LoadedEngine(model, client, size, now, now - began))
         took, room = f"{now - began:.1f} s", size_text(size)
         self._log(f"the model {model.spec.name} is loaded, in {took}; it may use {room} of memory")
-
-    def _context_of(self, source: str) -> int | None:
-        """The context of a model whose files are here; None: not known before it is loaded."""
-        with suppress(ModelLoadError, OSError):
-            file = find(source, download=False) / "config.json"
-            config = read_json(file) if file.is_file() else {}  # reading a pipe may never end
-            if (length := configured_length(config)) is not None:
-                return min(length, self.config.max_model_len or length)
-        return None
 
     def _size(self, weight_bytes: int) -> int:
         """Bytes that a model gets: all of the budget if it is alone."""
@@ -302,34 +200,34 @@ class Models:
         Raises ModelLoadError if the pinned models leave less; _Unwanted if no request waits for the
         model any longer.
         """
-        loaded = [(m, m.engine) for m in self.models.values() if m.engine and m.engine.alive]
-        free = self.budget - sum(engine.size for _, engine in loaded)
-        others = [(m, engine) for m, engine in loaded if not m.spec.pinned]
-        most = free + sum(engine.size for _, engine in others)
+        engines = [m.engine for m in self.models.values() if m.engine and m.engine.alive]
+        free = self.budget - sum(engine.size for engine in engines)
+        others = [engine for engine in engines if not engine.model.spec.pinned]
+        most = free + sum(engine.size for engine in others)
         if size > most:
             raise ModelLoadError(
                 f"{model.spec.name} needs {size_text(size)} of memory, and the pinned models leave "
                 f"{size_text(most)} of {size_text(self.budget)}"
             )
-        others.sort(key=lambda pair: (pair[1].users > 0, pair[1].last_used))
-        victims: list[tuple[Model, _Loaded]] = []
+        others.sort(key=lambda engine: (engine.users > 0, engine.last_used))
+        victims: list[LoadedEngine] = []
         while free < size:
             victims.append(others.pop(0))
-            free += victims[-1][1].size
+            free += victims[-1].size
         now = self._clock()
-        for _, engine in victims:
+        for engine in victims:
             engine.grace_end = now + engine.seconds_to_load
         try:
-            for victim, engine in victims:
+            for engine in victims:
                 while engine.alive and (pause := engine.pause(self._clock())) != 0:
                     if not model.num_waiting:
                         raise _Unwanted
                     await self._change_within(pause)
-                self._log(f"the model {victim.spec.name} makes room for {model.spec.name}")
-                victim.engine, model.made_room = None, True
+                self._log(f"the model {engine.model.spec.name} makes room for {model.spec.name}")
+                engine.model.engine, model.made_room = None, True
                 await engine.client.stop()
         finally:
-            for _, engine in victims:
+            for engine in victims:
                 engine.grace_end = inf
 
     async def _change_within(self, seconds: float | None) -> None:

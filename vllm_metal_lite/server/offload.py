@@ -6,15 +6,13 @@ turns.  When a client leaves, its work does not begin, or ends at its next `chec
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from queue import PriorityQueue
 from typing import Any, TypeVar
-
-from vllm_metal_lite.server.fair_rounds import FairRounds
 
 T = TypeVar("T")
 
@@ -48,24 +46,32 @@ class Threads:
     """Daemon threads, which do not keep a process from ending.  They start when needed."""
 
     def __init__(self, most: int) -> None:
-        self._missing, self._num_jobs = most, 0
-        self._rounds, self._lock = FairRounds(), threading.Lock()
-        # Each job with its round and its number.
-        self._jobs: PriorityQueue[tuple[int, int, _Job]] = PriorityQueue()
+        self._missing = most
+        self._jobs: dict[Hashable, deque[_Job]] = {}  # by client, in the order of their turns
+        self._changed = threading.Condition()
 
     def submit(self, client: Hashable, job: _Job) -> None:
-        with self._lock:
-            with self._jobs.mutex:  # a copy crashes Python 3.11 if a thread takes a job meanwhile
-                waiting = [round_ for round_, *_ in self._jobs.queue]
-            self._num_jobs += 1
-            self._jobs.put((self._rounds.next_round(client, waiting), self._num_jobs, job))
+        with self._changed:
+            self._jobs.setdefault(client, deque()).append(job)
+            self._changed.notify()
             if self._missing:
                 self._missing -= 1
                 threading.Thread(target=self._run, name="offloaded work", daemon=True).start()
 
+    def _next(self) -> _Job:
+        """Wait for a job.  A client that has more goes to the end of the line."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs)
+            client = next(iter(self._jobs))
+            jobs = self._jobs.pop(client)
+            job = jobs.popleft()
+            if jobs:
+                self._jobs[client] = jobs
+            return job
+
     def _run(self) -> None:
         while True:
-            *_, job = self._jobs.get()
+            job = self._next()
             _here.job = job
             if job.result.set_running_or_notify_cancel():
                 try:

@@ -8,7 +8,6 @@ name.
 
 import asyncio
 import hmac
-import ipaddress
 import re
 import socket
 import time
@@ -20,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_metal_lite.errors import show
 from vllm_metal_lite.server.errors import ApiError, error_response
-from vllm_metal_lite.server.settings import ServerConfig
+from vllm_metal_lite.server.settings import ServerConfig, address
 
 _OPEN_PATHS = ("/", "/health")  # without a key; so are the page's files
 _OPEN_FOLDER = "/page/"
@@ -95,7 +94,7 @@ class _Checked:
             why = f"the Host header must be a name and a port, got {show(host)}"
             raise _refused(400, why, "--allowed-host '*' to accept any")
         name = match["name"].lower().removesuffix(".")
-        if name not in self._names and not _is_address(name.strip("[]")):
+        if name not in self._names and address(name.strip("[]")) is None:
             why = f"the Host header names {show(host)}, which is not this server"
             raise _refused(403, why, "--allowed-host to accept the name")
 
@@ -159,11 +158,3 @@ def _refused(status: int, why: str, option: str) -> ApiError:
 def _closing(status: int, message: str) -> ApiError:
     """An error after which the connection cannot be used any more."""
     return ApiError(status, message, headers={"Connection": "close"})
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

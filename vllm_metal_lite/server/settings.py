@@ -2,6 +2,7 @@
 
 import ipaddress
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -56,7 +57,9 @@ class ServerConfig:
                     Option("allowed_hosts"),
                     f" must be names without a port, such as example.com, got {show(name)}",
                 )
-        if self.api_key is None and not _is_loopback(self.host):
+        ip = address(self.host)
+        is_loopback = self.host == "localhost" if ip is None else ip.is_loopback
+        if self.api_key is None and not is_loopback:
             raise ConfigError(
                 Option("host"),
                 f" {show(self.host)} can be reached from other machines: set an ",
@@ -64,11 +67,11 @@ class ServerConfig:
             )
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None: it is a name."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host)
+    return None
 
 
 def _fits_a_header(key: str) -> bool:

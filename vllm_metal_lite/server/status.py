@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vllm_metal_lite import __version__
-from vllm_metal_lite.server.models import Model
+from vllm_metal_lite.server.served_model import Model
 from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.templates import SHOWN
 

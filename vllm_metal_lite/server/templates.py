@@ -8,6 +8,7 @@ message, and inserts the message in its place, in the form of a system turn at t
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -15,11 +16,10 @@ from jinja2 import TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from vllm_metal_lite.engine.chat_checkpoints import num_common
+from vllm_metal_lite.engine.chat_checkpoints import Message, num_common
 from vllm_metal_lite.engine.chat_prompt import by_template
 from vllm_metal_lite.server.offload import check_wanted
 
-Message = dict[str, Any]
 Variables = Mapping[str, Any]
 
 _SYSTEM, _USER = "\u2042s\u2042", "\u2042u\u2042"
@@ -35,13 +35,16 @@ _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 @dataclass(frozen=True)
 class Template:
-    """system_in_middle: "native": the template takes such messages; "inserted": this module puts
+    """How a tokenizer's chat template renders conversations.
+
+    system_in_middle: "native": the template takes such messages; "inserted": this module puts
     them in their place, between `head` and `tail`; "in user turn": the template has no system turns
     that could be copied, so they become text of the user.
     reasoning: the field of a message that holds thoughts; "": they are not shown.
     variables: those that the template reads.
     """
 
+    tokenizer: TokenizerWrapper
     system_in_middle: Literal["native", "inserted", "in user turn"]
     reasoning: str = ""
     variables: frozenset[str] = frozenset()
@@ -63,7 +66,7 @@ class Template:
 
     def prepare(self, messages: Sequence[Message]) -> list[Message]:
         """Messages whose thoughts are where the template looks for them."""
-        prepared = []
+        prepared: list[Message] = []
         for message in messages:
             thoughts = next((message[name] for name in _REASONING if message.get(name)), None)
             rest = {k: v for k, v in message.items() if k not in _REASONING}
@@ -72,50 +75,46 @@ class Template:
             prepared.append(rest)
         return prepared
 
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool, variables: Variables
+    ) -> str:
+        """A conversation as text.  Raises what the template raises."""
+        render = partial(by_template, self.tokenizer)
+        if self.system_in_middle == "native" or not _has_system_in_middle(messages):
+            return render(messages, add_generation_prompt, variables)
+        if self.system_in_middle == "in user turn":
+            return render(_in_user_turns(messages), add_generation_prompt, variables)
+        kept: list[Message] = []
+        late: list[tuple[int, str]] = []  # messages before a system message, and its text
+        for i, message in enumerate(messages):
+            if message["role"] == "system" and any(m["role"] != "system" for m in messages[:i]):
+                late.append((len(kept), message["content"]))
+            else:
+                kept.append(message)
+        text = render(kept, add_generation_prompt, variables)
+        plain = {k: v for k, v in variables.items() if k != "continue_final_message"}
+        for count, content in reversed(late):
+            check_wanted()
+            at = self._end(kept, count, text, plain)
+            text = f"{text[:at]}{self.head}{content}{self.tail}{text[at:]}"
+        return text
 
-def render_text(
-    tokenizer: TokenizerWrapper,
-    template: Template,
-    messages: Sequence[Message],
-    add_generation_prompt: bool,
-    variables: Variables,
-) -> str:
-    """A conversation as text.  Raises what the template raises."""
-    if template.system_in_middle != "inserted" or not _has_system_in_middle(messages):
-        if template.system_in_middle == "in user turn" and _has_system_in_middle(messages):
-            messages = _in_user_turns(messages)
-        return by_template(tokenizer, messages, add_generation_prompt, variables)
-    kept: list[Message] = []
-    late: list[tuple[int, str]] = []  # messages before a system message, and its text
-    for i, message in enumerate(messages):
-        if message["role"] == "system" and any(m["role"] != "system" for m in messages[:i]):
-            late.append((len(kept), message["content"]))
-        else:
-            kept.append(message)
-    text = by_template(tokenizer, kept, add_generation_prompt, variables)
-    plain = {k: v for k, v in variables.items() if k != "continue_final_message"}
-
-    def end_of(count: int) -> int:
+    def _end(self, messages: Sequence[Message], count: int, text: str, variables: Variables) -> int:
         """Where the first `count` messages end in `text`: after the longest prefix that `text`
         shares with other continuations of these messages.  Several are tried, because some
         templates render messages differently once a user's message follows."""
         longest = 0
-        for continuation in ([], [_OTHER], [_ANSWER]) if count < len(kept) else ([],):
-            whole = by_template(tokenizer, [*kept[:count], *continuation], False, plain)
+        for continuation in ([], [_OTHER], [_ANSWER]) if count < len(messages) else ([],):
+            begun = [*messages[:count], *continuation]
+            whole = by_template(self.tokenizer, begun, False, variables)
             end = num_common(text, whole)
             if end < len(whole):
                 common = text[:end]
-                end = len(common.removesuffix(template.user_head))
-                if template.tail:
-                    end = common.rfind(template.tail) + len(template.tail)
+                end = len(common.removesuffix(self.user_head))
+                if self.tail:
+                    end = common.rfind(self.tail) + len(self.tail)
             longest = max(longest, end)
         return longest
-
-    for count, content in reversed(late):
-        check_wanted()
-        at = end_of(count)
-        text = f"{text[:at]}{template.head}{content}{template.tail}{text[at:]}"
-    return text
 
 
 def _has_system_in_middle(messages: Sequence[Message]) -> bool:
@@ -156,13 +155,12 @@ def probe(tokenizer: TokenizerWrapper) -> Template:
     if before and middle and middle.startswith(before):
         rest = middle[len(before) :]
         if -1 < rest.find(_SYSTEM) < rest.find(_USER):
-            return Template("native", reasoning, variables)
+            return Template(tokenizer, "native", reasoning, variables)
     front = render(system, user)
     turns = _turns(front)
     if turns is None:
-        return Template("in user turn", reasoning, variables)
-    head, tail, user_head = turns
-    return Template("inserted", reasoning, variables, head, tail, user_head)
+        return Template(tokenizer, "in user turn", reasoning, variables)
+    return Template(tokenizer, "inserted", reasoning, variables, *turns)
 
 
 def _turns(front: str | None) -> tuple[str, str, str] | None:

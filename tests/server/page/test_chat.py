@@ -32,7 +32,7 @@ def test_a_chat_and_what_it_cost(shown, page):
 
 def test_what_was_drawn_is_not_drawn_again(shown, page):
     shown.answer_to("hello")
-    first = page.locator(".message.assistant .text").first
+    first = shown.text.first
     first.evaluate("e => { e.firstChild.mark = 1; }")
     shown.answer_to("hello again")
     assert first.evaluate("e => e.firstChild.mark") == 1
@@ -81,7 +81,7 @@ def test_markdown_and_copied_code(show):
     )
     answer_with(shown.page, *({"content": c} for c in text))
     shown.answer_to("show me")
-    answer = shown.page.locator(".message.assistant .text")
+    answer = shown.text
     expect(answer.locator("h1")).to_have_text("Head")
     expect(answer.locator("td")).to_have_text(["1", "2"])
     expect(answer.locator("strong")).to_have_text("one")
@@ -174,7 +174,7 @@ def test_text_that_looks_like_a_tag_of_thoughts_is_text(shown, page, text):
 def test_stop_ends_the_request(shown, page, running, way):
     change_requests(page, "chat/completions", ignore_eos=True, temperature=1)
     shown.ask("tell me a story")
-    expect(page.locator(".message.assistant .text")).not_to_be_empty()
+    expect(shown.text).not_to_be_empty()
     if way == "button":
         page.click("#stop")
     else:
@@ -204,45 +204,32 @@ def test_edit_and_ask_again_keeps_both(shown, page):
     )
     expect(page.locator(".message.user .version")).to_have_text("2 of 2")
     page.get_by_label("Previous version").click()
-    expect(page.locator(".message.assistant .text")).to_have_text("blue, green, red")
+    expect(shown.text).to_have_text("blue, green, red")
     # Again: the old answer stays beside the new one.
     page.get_by_label("Answer again").click()
     expect(page.locator(".message.assistant .version")).to_have_text("2 of 2")
 
 
 def test_settings_are_sent(shown, page):
-    page.click("#settings-open")
-    page.fill("#set-system", "The code of the red box is 4821.")
-    page.fill("#set-temperature", "0")
-    page.fill("#set-max_tokens", "7")
-    page.get_by_role("button", name="Save").click()
+    shown.set(system="The code of the red box is 4821.", temperature="0", max_tokens="7")
     body = body_of(shown, "What is the code of the red box?")
     assert body["messages"][0] == {"role": "system", "content": "The code of the red box is 4821."}
     assert (body["temperature"], body["max_tokens"], body["stream"]) == (0, 7, True)
     assert "top_p" not in body
     shown.answered(1)
-    expect(page.locator("#effect")).to_contain_text("system prompt: The code of the red box")
+    page.get_by_text("system prompt: The code of the red box").click()
+    expect(page.locator("#set-temperature")).to_have_value("0")
 
 
 def test_the_server_takes_every_setting(shown, page):
     page.evaluate(
         """localStorage.setItem("metal-lite-defaults", '{"sampling": {"thinking": true}}')"""
     )
-    page.reload()
-    shown.ready()
-    page.click("#settings-open")
-    numbers = {
-        "min_p": 0.1,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.25,
-        "repetition_penalty": 1.1,
-    }
-    for name, value in numbers.items():
-        page.fill(f"#set-{name}", str(value))
-    page.select_option("#set-thinking", "false")
-    page.fill("#set-stop", "one\ntwo")
-    page.fill("#set-schema", '{"enum": ["x"]')
-    page.get_by_role("button", name="Save").click()
+    shown.reload()
+    numbers = {"min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    numbers["repetition_penalty"] = 1.1
+    texts = {name: str(value) for name, value in numbers.items()}
+    shown.set(thinking="false", stop="one\ntwo", schema='{"enum": ["x"]', **texts)
     expect(page.locator("#set-schema:invalid")).to_be_visible()  # it is not saved
     page.fill("#set-schema", '{"enum": ["yes"]}')
     page.get_by_role("button", name="Save").click()
@@ -250,9 +237,7 @@ def test_the_server_takes_every_setting(shown, page):
     assert {name: body[name] for name in numbers} == numbers
     assert (body["stop"], body["reasoning_effort"]) == (["one", "two"], "none")
     assert shown.answered(1) == '"yes"'
-    page.click("#effect")
-    page.select_option("#set-thinking", "true")
-    page.get_by_role("button", name="Save").click()
+    shown.set(thinking="true")
     body = body_of(shown, "hello")
     assert body["chat_template_kwargs"]["enable_thinking"] is True
     assert shown.answered(2) == '"yes"'
@@ -276,14 +261,13 @@ def test_text_files_go_with_a_message(shown, page):
 
 
 def test_an_error_is_said_and_can_be_tried_again(shown, page):
-    error = {"error": {"message": "264 requests run or wait, and max_waiting is 256"}}
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=503, json=error))
+    shown.refuse("chat/completions", "264 requests run or wait, and max_waiting is 256")
     shown.ask("hello")
-    expect(page.locator(".message .problem")).to_contain_text("max_waiting is 256")
+    expect(shown.problem).to_contain_text("max_waiting is 256")
     page.unroute_all()
     page.get_by_role("button", name="Try again").click()
     assert shown.answered(1)
-    expect(page.locator(".message .problem")).to_have_count(0)
+    expect(shown.problem).to_have_count(0)
     shown.forgive("503")
 
 
@@ -298,7 +282,7 @@ def test_an_answer_that_breaks_off_keeps_what_came(shown, page, last, words):
     chunk = {"choices": [{"index": 0, "delta": {"content": "Once upon"}, "finish_reason": None}]}
     answer_with_events(page, json.dumps(chunk), *last)
     assert shown.answer_to("tell me a story") == "Once upon"
-    expect(page.locator(".message .problem")).to_contain_text(words)
+    expect(shown.problem).to_contain_text(words)
 
 
 def test_the_key_is_asked_for_until_it_is_right(browser):
@@ -320,9 +304,9 @@ def test_the_key_is_asked_for_until_it_is_right(browser):
 def test_a_question_after_a_failed_one_keeps_roles_in_turns(shown, page):
     page.route(re.compile("chat/completions|health"), lambda route: route.abort())
     shown.ask("My name is Ada.")
-    expect(page.locator(".message .problem")).to_contain_text("does not answer")
+    expect(shown.problem).to_contain_text("does not answer")
     page.unroute_all()
-    expect(page.locator(".message .problem")).to_contain_text("it is back now.")
+    expect(shown.problem).to_contain_text("it is back now.")
     body = body_of(shown, "What is my name?")
     assert body["messages"] == [{"role": "user", "content": "My name is Ada.\n\nWhat is my name?"}]
     shown.answered(2)

@@ -13,14 +13,11 @@ pytestmark = pytest.mark.long
 def test_a_conversation_deleted_during_its_answer_stays_deleted(shown, page, running):
     change_requests(page, "chat/completions", ignore_eos=True, temperature=1)
     shown.ask("tell me a story")
-    expect(page.locator(".message.assistant .text")).not_to_be_empty()
-    page.locator("#conversations li").hover()
-    page.get_by_label("Delete tell me a story").click()
-    page.get_by_role("button", name="Delete", exact=True).click()
+    expect(shown.text).not_to_be_empty()
+    shown.delete("tell me a story")
     until_idle(running, page)
     expect(page.locator("#conversations li")).to_have_count(0)
-    page.reload()
-    shown.ready()
+    shown.reload()
     expect(page.locator("#conversations li")).to_have_count(0)
     page.unroute_all()
 
@@ -29,33 +26,38 @@ def test_conversations_stay_over_a_reload(shown, page):
     first = shown.answer_to("hello")
     page.click("#new")
     shown.answer_to("Please reverse this list: red, green, blue")
-    page.reload()
-    shown.ready()
-    titles = page.locator("#conversations .title")
-    expect(titles).to_have_text(["Please reverse this list: red, green, blue", "hello"])
-    expect(page.locator(".message.assistant .text")).to_have_text("blue, green, red")
+    shown.reload()
+    expect(shown.titles).to_have_text(["Please reverse this list: red, green, blue", "hello"])
+    expect(shown.text).to_have_text("blue, green, red")
     page.fill("#search", "GREEN reverse")  # words of a message
-    expect(titles).to_have_count(1)
+    expect(shown.titles).to_have_count(1)
     page.fill("#search", "nowhere")
     expect(page.locator("#no-match")).to_have_text("No conversation contains “nowhere”.")
     page.fill("#search", "")
-    titles.last.click()
-    expect(page.locator(".message.assistant .text")).to_have_text(first)
+    shown.titles.last.click()
+    expect(shown.text).to_have_text(first)
     page.locator("#conversations li").last.hover()
     page.get_by_label("Rename hello").click()
     page.fill("#ask-value", "greeting")
     page.keyboard.press("Enter")
-    expect(titles.last).to_have_text("greeting")
+    expect(shown.titles.last).to_have_text("greeting")
     with page.expect_download() as download:
         page.click("#export")
     saved = json.loads(download.value.path().read_text("utf-8"))
     assert [c["title"] for c in saved] == ["Please reverse this list: red, green, blue", "greeting"]
-    page.locator("#conversations li").last.hover()
-    page.get_by_label("Delete greeting").click()
-    page.get_by_role("button", name="Delete", exact=True).click()
-    expect(titles).to_have_count(1)
+    shown.delete("greeting")
+    expect(shown.titles).to_have_count(1)
     page.set_input_files("#import", download.value.path())
-    expect(titles).to_have_count(3)
+    expect(shown.titles).to_have_count(3)
+
+
+def test_a_conversation_that_the_browser_cannot_keep_is_said(shown, page):
+    full = "() => { throw new Error('the disk is full'); }"
+    page.evaluate(f"() => {{ IDBObjectStore.prototype.put = {full}; }}")
+    assert shown.answer_to("hello")
+    expect(page.locator("#problem-text")).to_have_text(
+        "The browser could not save this conversation: the disk is full"
+    )
 
 
 def test_two_tabs_know_of_each_other(shown, page):
@@ -64,33 +66,35 @@ def test_two_tabs_know_of_each_other(shown, page):
     other.click("#new")
     other.fill("#prompt", "Please reverse this list: red, green, blue")
     other.press("#prompt", "Enter")
-    titles = page.locator("#conversations .title")
-    expect(titles).to_have_text(["Please reverse this list: red, green, blue", "hello"])
+    expect(shown.titles).to_have_text(["Please reverse this list: red, green, blue", "hello"])
     expect(page.locator(".message.user .text")).to_have_text("hello")
 
 
 def test_a_conversation_that_another_tab_deletes_stays_deleted(shown, page):
     shown.answer_to("hello")
-    other = shown.new_tab()
-    other.locator("#conversations li").hover()
-    other.get_by_label("Delete hello").click()
-    other.get_by_role("button", name="Delete", exact=True).click()
+    shown.delete("hello", shown.new_tab())
     expect(page.locator("#conversations li")).to_have_count(0)
     expect(page.locator("#welcome")).to_be_visible()
     shown.answer_to("hi")
-    page.reload()
-    shown.ready()
-    expect(page.locator("#conversations .title")).to_have_text(["hi"])
+    shown.reload()
+    expect(shown.titles).to_have_text(["hi"])
 
 
 _MESSAGE = {"id": "a", "role": "user", "content": "hello"}
+_LOOP = [_MESSAGE | {"parent": "b"}, _MESSAGE | {"id": "b", "parent": "a"}]
 _ODD = {
     "title": [None],
     "system": [5],
     "updated": ["today", None],
     "model": [5],
-    "sampling": [None, 5, []],
-    "messages": [5, [_MESSAGE | {"role": "tool"}], [_MESSAGE | {"files": {}}]],
+    "sampling": [None, 5, [], {"stop": "x"}],
+    "messages": [
+        5,
+        [_MESSAGE | {"role": "tool"}],
+        [_MESSAGE | {"files": {}}],
+        _LOOP,  # a conversation without a first message
+        [_MESSAGE, *_LOOP],  # one with two of the same id
+    ],
     "leaf": [5, "b"],
 }
 
@@ -111,7 +115,6 @@ def test_a_file_with_an_odd_field_is_not_imported(shown, page):
 def test_a_file_with_a_title_and_messages_is_enough(shown, page):
     old = {"title": "old", "messages": []}
     shown.import_file("short.json", [old, {"title": "new", "messages": [], "updated": 10**15}])
-    expect(page.locator("#conversations .title")).to_have_text(["new", "old"])
+    expect(shown.titles).to_have_text(["new", "old"])
     page.get_by_text("old").click()
-    page.reload()
-    shown.ready()
+    shown.reload()

@@ -8,22 +8,27 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.support.server.kit import serving
-from tests.support.server.page_kit import WIDE, Shown, lasting_samples, load, until_idle
+from tests.support.server.page_kit import WIDE, Shown, until_idle
 
 pytestmark = pytest.mark.long
 
 
-def test_the_view_of_the_engine_changes_under_load(show, running):
+@pytest.fixture
+def shown(show) -> Shown:
+    """The page, wide enough for the view."""
+    return show(**WIDE)
+
+
+def test_the_view_of_the_engine_changes_under_load(show):
     shown = show(**WIDE, reduced_motion="no-preference")
     page = shown.page
     expect(page.locator("#legend li")).to_have_count(4)
     before = page.locator("#pool").get_attribute("aria-label")
-    with load(running.url, 12):
-        expect(page.locator("#requests li")).to_have_count(12)
+    with shown.samples():
         expect(page.locator("#samples")).to_be_in_viewport()
         expect(page.locator("#pool")).not_to_have_attribute("aria-label", before)
         expect(page.locator("#timeline")).to_have_attribute("aria-label", re.compile("decodes"))
-        expect(page.locator("#requests .queued")).to_have_count(4)  # of 8 seats
+        expect(page.locator("#requests .queued")).to_have_count(10)  # of 8 seats
         colours = page.locator("#pool").evaluate(
             """canvas => new Set(new Uint32Array(canvas.getContext('2d').getImageData(
                0, 0, canvas.width, canvas.height).data.buffer)).size"""
@@ -38,42 +43,31 @@ def test_the_view_of_the_engine_changes_under_load(show, running):
         assert page.locator("#pool").get_attribute("aria-label") == held
         page.click("#engine-pause")
         expect(page.locator("#pool")).not_to_have_attribute("aria-label", held)
-    expect(page.locator("#no-requests")).to_be_visible()
 
 
-def test_samples_can_be_sent_and_stopped(show, running):
-    shown = show(**WIDE)
+def test_samples_can_be_sent_and_stopped(shown, page, running):
     shown.open("/#engine")
-    page = shown.page
     expect(page.locator("#chat")).to_be_hidden()
     expect(page.locator("#timeline")).to_be_visible()
-    lasting_samples(page)
-    page.click("#samples")
-    expect(page.locator("#requests li")).to_have_count(18)
-    page.click("#samples")
-    expect(page.locator("#no-requests")).to_be_visible()
+    with shown.samples():
+        expect(page.locator("#samples")).to_have_text("Stop samples")
     expect(page.locator("#samples")).to_have_text("Send 18 samples")
     until_idle(running, page)
 
 
-def test_why_samples_are_refused_stays_until_they_are_sent_again(show):
-    shown = show(**WIDE)
-    page, state = shown.page, shown.page.locator("#engine-state")
-    error = {"error": {"message": "the server is busy"}}
-    page.route("**/v1/completions", lambda route: route.fulfill(status=503, json=error))
+def test_why_samples_are_refused_stays_until_they_are_sent_again(shown, page):
+    state, steps = page.locator("#engine-state"), page.locator("#timeline")
+    shown.refuse("completions", "the server is busy")
     page.click("#samples")
     expect(state).to_have_text("the server is busy")
-    steps = page.locator("#timeline")
     before = steps.get_attribute("aria-label")
     shown.answer_to("hello")
     expect(steps).not_to_have_attribute("aria-label", before)  # an event came
     expect(page.locator("#no-requests")).to_be_visible()
     expect(state).to_have_text("the server is busy")
     page.unroute_all()
-    page.click("#samples")
-    expect(state).to_be_hidden()
-    page.click("#samples")
-    expect(page.locator("#no-requests")).to_be_visible()
+    with shown.samples():
+        expect(state).to_be_hidden()
     shown.forgive("503")
 
 
@@ -91,9 +85,7 @@ def test_the_end_of_the_engine_is_said(browser):
         shown.context.close()
 
 
-def test_numbers_from_before_a_long_step_are_not_shown_as_current(show, running):
-    shown = show(**WIDE)
-    page = shown.page
+def test_numbers_from_before_a_long_step_are_not_shown_as_current(shown, page, running):
     expect(page.locator("#legend li")).to_have_count(4)
     (client,) = running.server.models.loaded.values()
     os.kill(client.pid, signal.SIGSTOP)
@@ -109,9 +101,7 @@ def test_numbers_from_before_a_long_step_are_not_shown_as_current(show, running)
     until_idle(running, page)
 
 
-def test_nobody_watches_behind_a_closed_panel(show, running):
-    shown = show(**WIDE)
-    page = shown.page
+def test_nobody_watches_behind_a_closed_panel(shown, page):
     with page.expect_event("requestfailed", lambda request: request.url.endswith("/events")):
         page.click("#engine-close")
     with page.expect_request("**/events"):

@@ -3,7 +3,7 @@
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.server.page_kit import USAGE, answer_with, lasting_samples
+from tests.support.server.page_kit import USAGE, answer_with
 
 pytestmark = pytest.mark.long
 
@@ -18,21 +18,17 @@ def test_a_laptop_shows_the_engine_whole(show, width):
     if width < 1440:
         page.click("#engine-toggle")
     expect(page.locator("#legend li")).to_have_count(4)
-    lasting_samples(page)
-    page.click("#samples")
-    expect(page.locator("#requests li")).to_have_count(18)
-    expect(page.locator("#requests li").nth(4)).to_be_in_viewport(ratio=1)
-    for name in ("#pool", "#legend", "#samples", "#timeline"):
-        expect(page.locator(name)).to_be_in_viewport(ratio=1)
-    cut = page.locator("#figures dt, #figures dd, .head, .cost").evaluate_all(
-        """all => all.filter((e) => e.scrollWidth > e.clientWidth || e.clientHeight > 30)
-           .map((e) => e.innerText)"""
-    )
-    assert not cut
-    hint, context = (page.locator(name).bounding_box() for name in ("#hint", "#context"))
-    assert context["y"] + context["height"] < hint["y"] + hint["height"] + 5  # on one line
-    page.click("#samples")
-    expect(page.locator("#no-requests")).to_be_visible()
+    with shown.samples():
+        expect(page.locator("#requests li").nth(4)).to_be_in_viewport(ratio=1)
+        for name in ("#pool", "#legend", "#samples", "#timeline"):
+            expect(page.locator(name)).to_be_in_viewport(ratio=1)
+        cut = page.locator("#figures dt, #figures dd, .head, .cost").evaluate_all(
+            """all => all.filter((e) => e.scrollWidth > e.clientWidth || e.clientHeight > 30)
+               .map((e) => e.innerText)"""
+        )
+        assert not cut
+        hint, context = (page.locator(name).bounding_box() for name in ("#hint", "#context"))
+        assert context["y"] + context["height"] < hint["y"] + hint["height"] + 5  # on one line
 
 
 def test_fingers_find_every_button(show):
@@ -53,17 +49,18 @@ def test_fingers_find_every_button(show):
 
 @pytest.mark.parametrize("width", [360, 390])
 def test_a_phone_shows_the_samples_button_beside_its_title(show, width):
-    page = show(viewport={"width": width, "height": 844}).page
-    page.click("#engine-toggle")
-    lasting_samples(page)
-    for num_requests in (0, 18):
-        expect(page.locator("#requests li")).to_have_count(num_requests)
-        title, button = page.locator("#requests-title, #samples").evaluate_all(
+    shown = show(viewport={"width": width, "height": 844})
+    shown.page.click("#engine-toggle")
+
+    def assert_beside() -> None:
+        title, button = shown.page.locator("#requests-title, #samples").evaluate_all(
             "all => all.map((e) => e.getBoundingClientRect().toJSON())"
         )
         assert button["top"] < (title["top"] + title["bottom"]) / 2 < button["bottom"]
-        page.click("#samples")
-    expect(page.locator("#no-requests")).to_be_visible()
+
+    assert_beside()
+    with shown.samples():
+        assert_beside()
 
 
 @pytest.mark.parametrize("thinking", [True, False, None])

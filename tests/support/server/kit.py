@@ -11,7 +11,8 @@ from typing import Any
 
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.server.lifecycle import Stopping, listen, serve
-from vllm_metal_lite.server.models import Models, ModelSpec
+from vllm_metal_lite.server.models import Models
+from vllm_metal_lite.server.served_model import ModelSpec
 from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.text_model import TextModel

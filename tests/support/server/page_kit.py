@@ -1,17 +1,13 @@
-"""A real headless Chromium that shows the page, and a load that keeps the engine busy."""
+"""A real headless Chromium that shows the page."""
 
-import itertools
 import json
-import random
 import shutil
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
 from tests.support.server.kit import Running
@@ -50,7 +46,10 @@ def chromium() -> Iterator[Browser]:
 
 
 class Shown:
-    """A page that is open.  complaints: errors in the console, and requests to other origins."""
+    """A page that is open.  complaints: errors in the console, and requests to other origins.
+
+    text: of all answers.  problem: of an answer.  titles: of conversations.
+    """
 
     def __init__(
         self, browser: Browser, url: str, *, opens: bool = True, **context: object
@@ -60,6 +59,9 @@ class Shown:
         self.context = browser.new_context(**{"reduced_motion": "reduce", **context})
         self.page: Page = self.context.new_page()
         self.page.set_default_timeout(_TIMEOUT)
+        self.text = self.page.locator(".message.assistant .text")
+        self.problem = self.page.locator(".message .problem")
+        self.titles = self.page.locator("#conversations .title")
         self.page.on("console", self._read)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.context.on("request", lambda request: self._check(request.url))
@@ -73,6 +75,10 @@ class Shown:
     def ready(self) -> None:
         self.page.locator("body[data-ready]").wait_for()
 
+    def reload(self) -> None:
+        self.page.reload()
+        self.ready()
+
     def new_tab(self) -> Page:
         """Another tab of the same browser, with the page open."""
         page = self.context.new_page()
@@ -85,6 +91,36 @@ class Shown:
         buffer = json.dumps(value).encode()
         file = {"name": name, "mimeType": "application/json", "buffer": buffer}
         self.page.set_input_files("#import", file)
+
+    def delete(self, title: str, tab: Page | None = None) -> None:
+        """Delete a conversation in the list, in this tab or another one."""
+        tab = tab or self.page
+        tab.locator("#conversations li", has_text=title).hover()
+        tab.get_by_label(f"Delete {title}").click()
+        tab.get_by_role("button", name="Delete", exact=True).click()
+
+    def set(self, **settings: str) -> None:
+        """Change settings of the conversation, and press Save."""
+        self.page.click("#settings-open")
+        for name, value in settings.items():
+            field = self.page.locator(f"#set-{name}")
+            (field.select_option if name == "thinking" else field.fill)(value)
+        self.page.get_by_role("button", name="Save").click()
+
+    @contextmanager
+    def samples(self) -> Iterator[None]:
+        """The page's sample requests run, however slow the browser is."""
+        change_requests(self.page, "completions", max_tokens=3000)
+        self.page.click("#samples")
+        expect(self.page.locator("#requests li")).to_have_count(18)
+        yield
+        self.page.click("#samples")
+        expect(self.page.locator("#no-requests")).to_be_visible()
+
+    def refuse(self, path: str, message: str) -> None:
+        """Let the page get 503 for all its requests to this path; Chromium complains of it."""
+        error = {"error": {"message": message}}
+        self.page.route(f"**/v1/{path}", lambda route: route.fulfill(status=503, json=error))
 
     def forgive(self, words: str) -> None:
         """Forget the complaints with these words, such as Chromium's own on a response of 503."""
@@ -151,11 +187,6 @@ def change_requests(page: Page, path: str, **fields: object) -> None:
     page.route(f"**/v1/{path}", change)
 
 
-def lasting_samples(page: Page) -> None:
-    """Let the sample requests run until they are stopped, however slow the browser is."""
-    change_requests(page, "completions", max_tokens=3000)
-
-
 def until_idle(running: Running, page: Page) -> None:
     """Wait until the server has no requests."""
     for _ in range(200):
@@ -163,60 +194,3 @@ def until_idle(running: Running, page: Page) -> None:
             return
         page.wait_for_timeout(50)
     raise AssertionError(f"requests that nobody reads still run: {list(running.server.requests)}")
-
-
-_SHARED = "You are a helpful assistant. Use these notes. " + " ".join(
-    f"The code of the {colour} {thing} is {1000 + 37 * i}."
-    for i, (colour, thing) in enumerate(
-        itertools.product(("red", "green", "blue", "white", "black"), ("box", "door", "car", "bag"))
-    )
-)
-_NAMES_OF_LOAD = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn")
-_PLACES = ("station", "market", "river", "school", "harbour", "garden")
-
-
-def _story(draw: random.Random) -> str:
-    name, place = draw.choice(_NAMES_OF_LOAD), draw.choice(_PLACES)
-    return f"It rained all day, so {name} stayed at the {place}. "
-
-
-def body_of_load(i: int, seed: int = 0) -> dict:
-    """Request number i of a load: prompts of 20 to 900 tokens, some behind a shared prefix."""
-    draw = random.Random(1000 * seed + i)
-    story = "".join(_story(draw) for _ in range(draw.choice((0, 1, 3, 8, 20, 45))))
-    text = f"{story}My number is {i}. What is it?"
-    messages = [{"role": "user", "content": text}]
-    if i % 3 == 0:
-        messages.insert(0, {"role": "system", "content": _SHARED})
-    return {
-        "messages": messages,
-        "max_tokens": draw.randint(30, 220),
-        "ignore_eos": True,
-        "stream": True,
-    }
-
-
-@contextmanager
-def load(url: str, num_requests: int = 24, seed: int = 0) -> Iterator[None]:
-    """Keep `num_requests` requests running or waiting.  Leaving the block ends them."""
-    stop, numbers = threading.Event(), itertools.count()
-
-    def client() -> None:
-        with httpx.Client(base_url=url, timeout=600) as http:
-            while not stop.is_set():
-                body = body_of_load(next(numbers), seed)
-                with http.stream("POST", "/v1/chat/completions", json=body) as response:
-                    assert response.status_code == 200, response.read()
-                    for _ in response.iter_bytes():
-                        if stop.is_set():
-                            break
-
-    threads = [threading.Thread(target=client, daemon=True) for _ in range(num_requests)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(600)

@@ -25,6 +25,12 @@ def connect(url: str) -> socket.socket:
     return socket.create_connection((host, port), timeout=600)
 
 
+def post_head(path: str, *headers: str) -> bytes:
+    """The lines before the body of a request."""
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", *headers]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
 def raw(url: str, request: bytes) -> bytes:
     """All bytes that the server sends until it closes the connection."""
     with connect(url) as sock:

@@ -6,13 +6,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.server.body import Body
 from vllm_metal_lite.server.content import arguments_of, result_text, text_of
 from vllm_metal_lite.server.conversations import ChatRequest, Message, join_systems
 from vllm_metal_lite.server.errors import bad, must_be
-from vllm_metal_lite.server.fields import optional, required_text
-from vllm_metal_lite.server.openai_api.chat_tools import chat_tools
+from vllm_metal_lite.server.fields import optional, required_text, type_of
 from vllm_metal_lite.server.params import Unsupported
+from vllm_metal_lite.server.request_tools import add_tool, check_named, function_tool, openai_choice
 
 # Arguments of transformers' apply_chat_template that are no variables of a template.
 _PARAMETERS = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
@@ -41,7 +42,7 @@ class ConversationFields(Body):
             # Under the names of other servers.
             begun.get("role") == "assistant" and True in (begun.get("partial"), begun.get("prefix"))
         )
-        tools, choice = chat_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+        tools, choice = _tools(self.tools, self.tool_choice, self.parallel_tool_calls)
         if goes_on and self.add_generation_prompt:
             raise bad("continue_final_message", " and add_generation_prompt cannot both be true")
         template = dict(self.chat_template_kwargs or {})
@@ -56,6 +57,24 @@ class ConversationFields(Body):
         generation = not goes_on if generation is None else generation
         effort, rendered = self.reasoning_effort, chat_messages(messages)
         return ChatRequest(rendered, template, generation, tools, choice, effort=effort)
+
+
+def _tools(definitions: Any, choice: Any, parallel: bool | None) -> tuple[list[Tool], ToolChoice]:
+    """The tools of a request, and what the answer may or must call.  Raises ApiError (400)."""
+    tools: dict[str, Tool] = {}
+    for i, definition in enumerate(definitions or ()):
+        where = f"tools.{i}"
+        if (kind := type_of(definition)) != "function":
+            raise must_be(f"{where}.type", "'function'", kind)
+        where += ".function"
+        add_tool(tools, function_tool(definition.get("function"), where), f"{where}.name")
+
+    def name_of(chosen: Any, where: str) -> str:
+        function = chosen.get("function") if isinstance(chosen, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        return check_named(name, tools, f"{where}.function.name")
+
+    return list(tools.values()), openai_choice(choice, parallel, tools, ("function",), name_of)
 
 
 def chat_messages(messages: list[dict[str, Any]]) -> list[Message]:

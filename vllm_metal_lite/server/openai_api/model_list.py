@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from vllm_metal_lite.server.models import Model
+from vllm_metal_lite.server.served_model import Model
 from vllm_metal_lite.server.server import Server
 
 

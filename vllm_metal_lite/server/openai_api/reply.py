@@ -17,8 +17,6 @@ _DONE = sse("[DONE]")
 _MANY = 64  # a chunk with more tokens contains an echoed prompt
 _FINGERPRINT = f"vllm-metal-lite-{__version__}"
 
-_NO_END = '"finish_reason":null'
-
 Scores = dict[str, Any] | None  # `logprobs` of a choice
 
 
@@ -69,14 +67,10 @@ class Reply:
             "model": model,
             "system_fingerprint": _FINGERPRINT,
         }
-        self._with_usage = bool(options and options.include_usage)
+        options = options or StreamOptions()
+        self._with_usage = bool(options.include_usage)
         # Chunks without news too: special tokens and partial characters have no text.
-        self._sends_every_delta = self._with_usage and bool(
-            options and options.continuous_usage_stats
-        )
-        # Each token has a chunk, so the constant part of its JSON is encoded once.
-        self._head = encode(self._common)[:-1] + ',"choices":[{"index":'
-        self._tail = ',"usage":null' if self._with_usage else ""
+        self._sends_every_delta = self._with_usage and bool(options.continuous_usage_stats)
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The JSON of a reply that is not streamed.  deltas: all of each answer."""
@@ -103,37 +97,27 @@ class Reply:
     async def _chunks(self, delta: Delta) -> bytes:
         writer, num_tokens = self._writers[delta.choice], len(delta.token_ids)
         head, writer.head = writer.head, None
-        chunks = [] if head is None else [self._chunk(delta, head, num_unshown=num_tokens)]
+        chunks = [] if head is None else [self._chunk(delta, head, num_tokens)]
         contents, scores = await writer.take(delta)
         has_more = num_tokens and scores is not None
         has_ended = delta.finish_reason is not None
         if not contents and (has_ended or has_more or self._sends_every_delta):
             contents = [writer.empty]
         if contents:
-            *first, last = contents
-            chunks += [self._chunk(delta, content) for content in first]
-            end = encode(_ending(delta))[1:-1] if has_ended else _NO_END
-            chunks.append(self._chunk(delta, last, end, scores))
+            end = _ending(delta) if has_ended else {}
+            contents[-1] = {**contents[-1], "logprobs": scores, **end}
+        chunks += [self._chunk(delta, content) for content in contents]
         return b"".join(chunks)
 
-    def _chunk(
-        self,
-        delta: Delta,
-        content: dict[str, Any],
-        end: str = _NO_END,
-        scores: Scores = None,
-        num_unshown: int = 0,
-    ) -> bytes:
-        """content: fields of the choice.  end: encoded.  num_unshown: tokens of the next chunk."""
-        logprobs = "null"
-        if scores is not None:
-            many = len(next(iter(scores.values())) or ()) > _MANY
-            logprobs = encode_slowly(scores) if many else encode(scores)
-        fields = f'{delta.choice},{encode(content)[1:-1]},"logprobs":{logprobs},{end}'
-        usage = self._tail
-        if self._sends_every_delta:
-            usage = f',"usage":{encode(self._usage(num_unshown))}'
-        return sse(f"{self._head}{fields}}}]{usage}}}")
+    def _chunk(self, delta: Delta, content: dict[str, Any], num_unshown: int = 0) -> bytes:
+        """content: fields of the choice.  num_unshown: tokens of the next chunk."""
+        choice = {"index": delta.choice, "logprobs": None, "finish_reason": None, **content}
+        chunk = {**self._common, "choices": [choice]}
+        if self._with_usage:
+            chunk["usage"] = self._usage(num_unshown) if self._sends_every_delta else None
+        scores = choice["logprobs"]
+        has_many = scores is not None and len(next(iter(scores.values())) or ()) > _MANY
+        return sse(encode_slowly(chunk) if has_many else encode(chunk))
 
     def _usage(self, num_unshown: int = 0) -> dict[str, Any]:
         """Tokens so far, without num_unshown of them.  Each prompt counts once, whatever n is."""

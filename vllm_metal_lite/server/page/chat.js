@@ -1,6 +1,7 @@
 // The chat: shows a conversation, asks, stops, edits.
 
 import { answer, bodyOf } from "./answer.js";
+import { Attachments } from "./attachments.js";
 import { announce, byId, count, Drawing, make } from "./dom.js";
 import { MessageView } from "./message.js";
 import { inEffect } from "./sampling.js";
@@ -13,12 +14,13 @@ const SAVE_MS = 1000;  // while an answer grows
 export class Chat {
   /**
    * changed: called after the conversation was saved.  readModels: reads `models`, those of
-   * /v1/models, again.  attachments: the files of the next message.
+   * /v1/models, again.  problem: shows words; "": none.
    */
-  constructor(changed, readModels, attachments) {
+  constructor(changed, readModels, problem) {
     this.changed = changed;
     this.readModels = readModels;
-    this.attachments = attachments;
+    this.problem = problem;
+    this.attachments = new Attachments(problem);  // of the next message
     this.conversation = null;
     this.deleted = new WeakSet();  // conversations that are not saved any more
     this.running = new Map();  // of each conversation that is answered: its AbortController
@@ -186,7 +188,7 @@ export class Chat {
     try {
       await store.put(conversation, growing);
     } catch (error) {
-      announce(`The browser could not save this conversation: ${error.message}`);
+      this.problem(`The browser could not save this conversation: ${error.message}`);
     }
     if (!growing) this.changed();
   }

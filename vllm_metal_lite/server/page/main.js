@@ -1,7 +1,6 @@
 // Puts the parts of the page together.
 
 import { onKeyNeeded, request, serverBack } from "./api.js";
-import { Attachments } from "./attachments.js";
 import { Chat, examples, mend } from "./chat.js";
 import { askKey, editSettings, prepare } from "./dialogs.js";
 import { announce, byId, grow, make } from "./dom.js";
@@ -26,7 +25,7 @@ const EXAMPLES = {
 
 let conversations = [];
 const dismiss = () => problem("");
-const chat = new Chat(drawSidebar, readModels, new Attachments((words) => problem(words, dismiss, "Close")));
+const chat = new Chat(drawSidebar, readModels, (words) => problem(words, dismiss, "Close"));
 const engine = new EngineView(() => byId("model").value || null);
 
 function closeSidebar() {

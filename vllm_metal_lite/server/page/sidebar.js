@@ -25,13 +25,19 @@ const isMessage = (m) =>
   ["user", "assistant"].includes(m?.role) && isText(m.id) && isText(m.content) &&
   (m.files === undefined || Array.isArray(m.files) && m.files.every((f) => isText(f?.name) && isText(f.text)));
 
+/** Whether the messages are a tree: each has an id of its own, and an earlier message as its parent. */
+function isTree(messages) {
+  const known = new Set([null, undefined]);  // the parents of a first message
+  return messages.every((m) => known.has(m.parent) && !known.has(m.id) && known.add(m.id));
+}
+
 const GOOD = {  // whether a conversation's field is what it must be
   title: isText,
   system: isText,
   updated: Number.isFinite,
   model: (model) => model === null || isText(model),
-  sampling: (sampling) => sampling?.constructor === Object,
-  messages: (messages) => Array.isArray(messages) && messages.every(isMessage),
+  sampling: (sampling) => sampling?.constructor === Object && Array.isArray(sampling.stop ?? []),
+  messages: (messages) => Array.isArray(messages) && messages.every(isMessage) && isTree(messages),
   leaf: (leaf, { messages }) => leaf === null || messages.some((m) => m.id === leaf),
 };
 

@@ -28,13 +28,9 @@ FREE, CACHED, SHARED = 0, -1, -2
 
 
 class Watcher:
-    """Makes events of an engine while it is watched.  `saw` is the engine's `on_step`.
-
-    seconds: the cost of all events so far.
-    """
+    """Makes events of an engine while it is watched.  `saw` is the engine's `on_step`."""
 
     def __init__(self, engine: LLMEngine, clock: Callable[[], float] = time.monotonic) -> None:
-        self.seconds = 0.0
         self._engine, self._clock = engine, clock
         self._started = self._step_end = clock()
         self._until = self._next_at = self._started
@@ -78,7 +74,7 @@ class Watcher:
         steps: completed since the last event, at most the last `_MAX_STEPS`; of each the start `t`,
             `ms`, and `segments` of (request number, tokens, context before them), decodes
             first; `decodes` is their number.
-        num_steps: the engine's steps so far.  cost: seconds that all events before this one took.
+        num_steps: the engine's steps so far.
         requests: those with a seat, and the first `_MAX_WAITING` that wait.
         preempted: numbers of the requests preempted since the last event.
         blocks: see `block_map`.  metrics: LLMEngine.metrics().
@@ -87,7 +83,6 @@ class Watcher:
         text = json.dumps(self._snapshot(start), separators=(",", ":"))
         self._has_news = False
         end = self._clock()
-        self.seconds += end - start
         self._next_at = end + max(_SECONDS, _PATIENCE * (end - start))
         return text
 
@@ -107,7 +102,6 @@ class Watcher:
             "time": round(now - self._started, 3),
             "steps": steps,
             "num_steps": metrics["steps"],
-            "cost": round(self.seconds, 4),
             "requests": [
                 *(_request(request, "running") for request in running),
                 *(_request(request, "waiting") for request in waiting[:_MAX_WAITING]),

@@ -1,0 +1,116 @@
+"""A model that the server has: what the user chose, its engine, and how its loading goes."""
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
+
+from vllm_metal_lite.chat_formats.chat_format import ChatFormat
+from vllm_metal_lite.errors import ModelLoadError
+from vllm_metal_lite.model.context import configured_length
+from vllm_metal_lite.model.files.find import find
+from vllm_metal_lite.model.files.folder import read_json
+from vllm_metal_lite.server.worker.client import EngineClient
+
+_BACK_OFF = 5.0  # seconds after a failure, before the model is loaded again
+# After a failure for which others were unloaded; doubled each time.
+_BACK_OFF_WITH_ROOM, _LONGEST_BACK_OFF = 60.0, 600.0
+_PAUSE = 0.25  # seconds after a client's last request for which the model still counts as busy
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """name: what requests call the model.  source: "demo", a folder or a Hugging Face name.
+    pinned: loaded from the start, and never unloaded.  chat_format: how the model writes thoughts
+    and calls; None: as its chat template shows."""
+
+    name: str
+    source: str
+    pinned: bool = False
+    chat_format: ChatFormat | None = None
+
+
+@dataclass(eq=False)
+class LoadedEngine:
+    """A model's engine.  size: bytes it may use.  users: requests that hold it.  grace_end: when
+    its grace period ends, if another model needs its memory."""
+
+    model: "Model"
+    client: EngineClient
+    size: int
+    last_used: float
+    seconds_to_load: float
+    users: int = 0
+    grace_end: float = inf
+
+    @property
+    def alive(self) -> bool:
+        return not self.client.ended.is_set()
+
+    def takes(self, now: float) -> bool:
+        """Whether a new request may use it."""
+        return self.alive and now < self.grace_end
+
+    def pause(self, now: float) -> float | None:
+        """Seconds until it is idle for certain; None while requests hold it."""
+        return None if self.users else max(min(self.last_used + _PAUSE, self.grace_end) - now, 0)
+
+
+class Model:
+    """A model's state, which only `Models` changes."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.engine: LoadedEngine | None = None
+        self.loading: asyncio.Task[LoadedEngine] | None = None
+        self.num_waiting = 0  # requests that wait for `loading`
+        self.context: int | None = None  # tokens, as its files say
+        self.failure: str | None = None  # of the last try
+        self.retry_at = -inf
+        self.made_room = False  # others were unloaded for it
+        self._back_off = 0.0  # seconds, of failures in a row for which others were unloaded
+
+    @property
+    def client(self) -> EngineClient | None:
+        return self.engine.client if self.engine is not None and self.engine.alive else None
+
+    @property
+    def is_loading(self) -> bool:
+        return self.loading is not None and not self.loading.done()
+
+    @property
+    def state(self) -> str:
+        """One of "loaded", "loading", "failed" and "unloaded"."""
+        if self.client is not None:
+            return "loaded"
+        if self.is_loading:
+            return "loading"
+        return "unloaded" if self.error is None else "failed"
+
+    @property
+    def error(self) -> str | None:
+        """Why the model failed to load, or its engine ended; None if nothing went wrong since."""
+        if self.engine is not None and not self.engine.alive:
+            return self.engine.client.why_ended
+        return self.failure
+
+    def loaded(self, engine: LoadedEngine) -> None:
+        self.engine, self.failure, self._back_off = engine, None, 0.0
+
+    def failed(self, why: str, now: float) -> None:
+        """It did not load.  It is tried again, but rarely if others are unloaded for it."""
+        self.engine, self.failure, wait = None, why, _BACK_OFF
+        if self.made_room:
+            wait = min(2 * self._back_off or _BACK_OFF_WITH_ROOM, _LONGEST_BACK_OFF)
+            self._back_off = wait
+        self.retry_at = now + wait
+
+
+def context_of(source: str, max_model_len: int | None) -> int | None:
+    """The context of a model whose files are here; None: not known before it is loaded."""
+    with suppress(ModelLoadError, OSError):
+        file = find(source, download=False) / "config.json"
+        config = read_json(file) if file.is_file() else {}  # reading a pipe may never end
+        if (length := configured_length(config)) is not None:
+            return min(length, max_model_len or length)
+    return None
