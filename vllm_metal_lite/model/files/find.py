@@ -61,7 +61,9 @@ def _download(name: str) -> Path:
 
 def hub_names() -> list[str]:
     """The models of the Hugging Face cache."""
-    folders = _hub_cache().glob("models--*--*")
+    from huggingface_hub import constants
+
+    folders = Path(constants.HF_HUB_CACHE).glob("models--*--*")
     names = (f.name.removeprefix("models--").replace("--", "/", 1) for f in folders if f.is_dir())
     return sorted(names, key=str.lower)
 
@@ -71,9 +73,9 @@ def in_cache(name: str) -> Path:
 
     Raises ModelLoadError if a file is missing that loading may read.
     """
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import constants, errors, snapshot_download
 
-    folder = _hub_cache() / f"models--{name.replace('/', '--')}"
+    folder = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
     snapshots = {s.name: s.stat().st_mtime for s in folder.glob("snapshots/*") if s.is_dir()}
     if not snapshots:
         raise ModelLoadError(f"{shorten(name)}: not in the local cache")
@@ -90,9 +92,3 @@ def in_cache(name: str) -> Path:
         reason = missing[0] if missing else one_line(e)
         raise ModelLoadError(f"{shorten(name)}: not complete in the local cache: {reason}") from e
     return Path(snapshot)
-
-
-def _hub_cache() -> Path:
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE).expanduser()
