@@ -69,9 +69,9 @@ def test_the_faster_way_is_remembered(monkeypatch, seconds, faster):
 def test_mixtures_are_timed_by_kernels_and_by_mlx(monkeypatch, enough, calls):
     launched = []
 
-    def stub(self, arrays, template, grid, threadgroup, shapes, dtypes):
+    def stub(self, arrays, template, grid, threadgroup, outputs):
         launched.append(self.name)
-        return [mx.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+        return [mx.zeros(*output) for output in outputs]
 
     monkeypatch.setattr(Kernel, "__call__", stub)
     monkeypatch.setattr(tune_prompts, "_ENOUGH", enough)
