@@ -49,10 +49,11 @@ def instantiations(monkeypatch):
     """Launches are stubs -> the instantiations that they would compile."""
     found = set()
 
-    def launch(self, arrays, template, grid, threadgroup, shapes, dtypes):
+    def launch(self, arrays, template, grid, threadgroup, outputs):
+        dtypes = tuple(dtype for _, dtype in outputs)
         small = tuple(a is not None and (a.dtype, a.size < 8) for a in arrays)
-        found.add((self.name, small, tuple(template.items()), tuple(dtypes)))
-        return [mx.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+        found.add((self.name, small, tuple(template.items()), dtypes))
+        return [mx.zeros(*output) for output in outputs]
 
     monkeypatch.setattr(Kernel, "__call__", launch)
     return found

@@ -160,10 +160,10 @@ def test_nothing_is_timed_on_a_cpu(monkeypatch):
 def test_products_that_cannot_be_timed_are_mlx_s(monkeypatch, caplog, tmp_path):
     """Though one row could; tried again at the next start.  Launches are stubs."""
 
-    def no_room_for_32(self, arrays, template, grid, threadgroup, shapes, dtypes):
+    def no_room_for_32(self, arrays, template, grid, threadgroup, outputs):
         if self.name == "skinny_gemm" and len(arrays[0]) == 32:
             raise RuntimeError("[metal]\n no room")
-        return [mx.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+        return [mx.zeros(*output) for output in outputs]
 
     monkeypatch.setattr(Kernel, "__call__", no_room_for_32)
     for _ in range(2):
@@ -331,9 +331,9 @@ def test_the_faster_way_is_remembered(monkeypatch, seconds, faster):
 def test_mixtures_are_timed_by_kernels_and_by_mlx(monkeypatch, enough, calls):
     launched = []
 
-    def stub(self, arrays, template, grid, threadgroup, shapes, dtypes):
+    def stub(self, arrays, template, grid, threadgroup, outputs):
         launched.append(self.name)
-        return [mx.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+        return [mx.zeros(*output) for output in outputs]
 
     monkeypatch.setattr(Kernel, "__call__", stub)
     monkeypatch.setattr(tune, "_ENOUGH_OF_PROMPTS", enough)

@@ -414,7 +414,7 @@ def test_a_kernel_that_fails_in_a_compiled_step_is_replaced_and_steps_stay_compi
             begun = super().begin(step, state)
             attend = begun.attend
             begun.attend = lambda q, call: attend(
-                kernel([q], {}, (1, 1, 1), 32, [q.shape], [q.dtype])[0], call
+                kernel([q], {}, (1, 1, 1), 32, [(q.shape, q.dtype)])[0], call
             )
             return begun
 

@@ -33,6 +33,6 @@ def add_rms_norm(
     template |= {"WEIGHT": weight is not None, "EPS": bits(eps), "Y_NORM": post_norm is not None}
     template |= {"Y_WEIGHT": y_weight is not None, "Y_EPS": bits(y_eps)}
     inputs = [x, y, weight, y_weight]
-    grid, shapes, dtypes = (x.size // dim, 1, 1), [x.shape, x.shape], [x.dtype, result]
-    added, normed = _ADD_RMS_NORM(inputs, template, grid, threads, shapes, dtypes)
+    grid, outputs = (x.size // dim, 1, 1), [(x.shape, x.dtype), (x.shape, result)]
+    added, normed = _ADD_RMS_NORM(inputs, template, grid, threads, outputs)
     return added, normed

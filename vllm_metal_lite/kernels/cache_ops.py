@@ -4,7 +4,7 @@ import math
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.launch import Kernel, Template, grid_for
-from vllm_metal_lite.kernels.store import STORE, TICKET_SHAPE, LayerStore
+from vllm_metal_lite.kernels.store import STORE, TICKET, LayerStore
 
 _KV_WRITE = Kernel("kv_write", ["k", "v", "slot_mapping", *STORE], ["next_ticket"])
 _KV_GATHER = Kernel("kv_gather", ["kv_slots", *STORE], ["k", "v", "next_ticket"])
@@ -30,7 +30,7 @@ def kv_write(k: mx.array, v: mx.array, slot_mapping: mx.array, store: LayerStore
         threads, groups = grid_for(max(words) // width)
         template |= {"K_DIM": k_row.dim, "V_DIM": v_row.dim, "W": width}
     inputs, grid = [k, v, slot_mapping, *store.arrays], (groups, rows, 1)
-    return kernel(inputs, template, grid, threads, [TICKET_SHAPE], [mx.float32])[0]
+    return kernel(inputs, template, grid, threads, [TICKET])[0]
 
 
 def kv_gather(kv_slots: mx.array, store: LayerStore) -> tuple[mx.array, mx.array, mx.array]:
@@ -48,6 +48,6 @@ def kv_gather(kv_slots: mx.array, store: LayerStore) -> tuple[mx.array, mx.array
     threads, groups = grid_for(kv_heads * max(words) // width)
     template["THREADS"] = threads
     inputs, grid = [kv_slots, *store.arrays], (num_keys, groups, 1)
-    shapes = [(kv_heads, num_keys, row.dim) for row in (k_row, v_row)] + [TICKET_SHAPE]
-    k, v, ticket = kernel(inputs, template, grid, threads, shapes, [dtype, dtype, mx.float32])
+    outputs = [((kv_heads, num_keys, row.dim), dtype) for row in (k_row, v_row)]
+    k, v, ticket = kernel(inputs, template, grid, threads, [*outputs, TICKET])
     return k, v, ticket

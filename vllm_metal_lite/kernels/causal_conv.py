@@ -5,7 +5,7 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.columns import Columns, columns_template
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template, check_array, grid_for
-from vllm_metal_lite.kernels.store import TICKET_SHAPE
+from vllm_metal_lite.kernels.store import TICKET
 
 _CAUSAL_CONV = Kernel(
     "causal_conv",
@@ -65,6 +65,6 @@ def causal_conv(
     template: Template = columns | {"T": dtype, "CHANNELS": channels, "K": size, "ROWS": TILE_ROWS}
     template |= {"BIAS": bias is not None, "SILU": silu}
     inputs = [x.array, weight, bias, segments, tiles, states, ticket]
-    grid, shapes = (groups, tiles.shape[0], 1), [(rows, channels), TICKET_SHAPE]
-    y, ticket = _CAUSAL_CONV(inputs, template, grid, threads, shapes, [dtype, mx.float32])
+    grid, outputs = (groups, len(tiles), 1), [((rows, channels), dtype), TICKET]
+    y, ticket = _CAUSAL_CONV(inputs, template, grid, threads, outputs)
     return y, ticket

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template, bits
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Output, Template, bits
 from vllm_metal_lite.kernels.merge_partitions import merge_partitions
 from vllm_metal_lite.kernels.new_rows import NewRows, query_inputs
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult
-from vllm_metal_lite.kernels.store import STORE, TICKET_SHAPE, LayerStore
+from vllm_metal_lite.kernels.store import STORE, TICKET, LayerStore
 from vllm_metal_lite.kv.row_format import RowFormat
 
 _ROWS = ("q", "k", "v", "q_weight", "k_weight", "freqs")
@@ -67,18 +67,18 @@ def paged_decode(
     template |= {"SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None}
     template |= {"LANES": lanes, "KW": k_width, "VW": v_width}
     template |= {"UNROLL": 4 if many else 2, "SIMDGROUPS": simdgroups}
-    lse_shape: tuple[int, ...] = (batch, heads, splits)
-    if math.prod(lse_shape) < MIN_ELEMENTS:  # it is the next ticket too
-        lse_shape = TICKET_SHAPE
+    lse: Output = (batch, heads, splits), mx.float32
+    if math.prod(lse[0]) < MIN_ELEMENTS:  # it is the next ticket too
+        lse = TICKET
     sinks = None if sinks is None else sinks.astype(dtype)
     shared = prefix or (None, None, seq_lens)
     inputs = [*arrays, block_tables, seq_lens, sinks, *shared, *store.arrays]
     grid, threads = (kv_heads * tiles, batch, splits), 32 * simdgroups
-    shapes = [(batch, heads, splits, v_dim) if partial else (batch, heads, v_dim), lse_shape]
-    out, lse = _PAGED_DECODE(inputs, template, grid, threads, shapes, [out_dtype, mx.float32])
+    out_shape = (batch, heads, splits, v_dim) if partial else (batch, heads, v_dim)
+    out, ticket = _PAGED_DECODE(inputs, template, grid, threads, [(out_shape, out_dtype), lse])
     if partial:
-        out = merge_partitions(out, lse, dtype)
-    return out, lse
+        out = merge_partitions(out, ticket, dtype)
+    return out, ticket
 
 
 def _load_words(row: RowFormat) -> int:

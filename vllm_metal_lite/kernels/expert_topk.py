@@ -66,6 +66,6 @@ def expert_topk(
     template |= {"PACK": _PACK, "SCORING": scoring, "WEIGHTS": kind, "BIASED": bias is not None}
     template |= {"LATE": routing.late, "EPS": bits(routing.eps), "FACTOR": bits(routing.factor)}
     inputs, grid = [logits, bias], (-(-rows // _PACK), 1, 1)
-    shapes, dtypes = [(rows, top_k)] * 2, [mx.uint32, dtype]
-    indices, weights = _TOPK(inputs, template, grid, 32 * _PACK, shapes, dtypes)
+    outputs = [((rows, top_k), mx.uint32), ((rows, top_k), dtype)]
+    indices, weights = _TOPK(inputs, template, grid, 32 * _PACK, outputs)
     return indices, weights

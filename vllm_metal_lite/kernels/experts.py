@@ -161,7 +161,7 @@ def plan_experts(
     template |= {"MIN_TILES": _MIN_TILES, "SIMDGROUPS": _PLAN_SIMDGROUPS}
     size = pairs + 2 * max(_MIN_TILES, num_tiles)
     inputs = [indices.reshape(-1), _no_padding() if num_live is None else num_live]
-    (array,) = _PLAN(inputs, template, (1, 1, 1), 32 * _PLAN_SIMDGROUPS, [(size,)], [mx.int32])
+    (array,) = _PLAN(inputs, template, (1, 1, 1), 32 * _PLAN_SIMDGROUPS, [((size,), mx.int32)])
     return ExpertPlan(array, num_tiles, tile)
 
 
@@ -233,7 +233,7 @@ def expert_product(
     columns = _COLUMNS // 2 if up else _COLUMNS
     inputs = [x, indices, expert_plan.array, *arrays, *up_arrays]
     grid, threads = (-(-outputs // columns), expert_plan.num_tiles, 1), 32 * plan.simdgroups
-    return _GEMM(inputs, template, grid, threads, [(len(indices), outputs)], [x.dtype])[0]
+    return _GEMM(inputs, template, grid, threads, [((len(indices), outputs), x.dtype)])[0]
 
 
 def _inputs(of: ExpertWeight) -> tuple[list[mx.array | None], Template]:
@@ -254,4 +254,4 @@ def expert_sum(x: mx.array, weights: mx.array, dtype: mx.Dtype | None = None) ->
     result = dtype or product
     template: Template = {"T": x.dtype, "P": product, "Y": result, "TOP_K": top_k}
     grid, shape = (groups, rows, 1), (rows, x.shape[1])
-    return _SUM([x, weights], template, grid, threads, [shape], [result])[0]
+    return _SUM([x, weights], template, grid, threads, [(shape, result)])[0]

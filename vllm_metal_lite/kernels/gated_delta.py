@@ -4,7 +4,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.columns import Columns, columns_template
 from vllm_metal_lite.kernels.launch import Kernel, Template, check_array
 from vllm_metal_lite.kernels.recurrence import Gates, QKNorm
-from vllm_metal_lite.kernels.store import TICKET_SHAPE
+from vllm_metal_lite.kernels.store import TICKET
 
 _GATED_DELTA = Kernel(
     "gated_delta",
@@ -67,6 +67,6 @@ def gated_delta(
     template |= {"TILES": tiles, "SIMDGROUPS": simdgroups}
     inputs = [q.array, k.array, v.array, *arrays, skip, segments, states, ticket]
     grid, threads = (-(-v_dim // (8 * simdgroups)), v_heads, segments.shape[0]), 32 * simdgroups
-    shapes, dtypes = [(rows, v_heads, v_dim), TICKET_SHAPE], [dtype, mx.float32]
-    y, ticket = _GATED_DELTA(inputs, template, grid, threads, shapes, dtypes)
+    outputs = [((rows, v_heads, v_dim), dtype), TICKET]
+    y, ticket = _GATED_DELTA(inputs, template, grid, threads, outputs)
     return y, ticket

@@ -41,5 +41,5 @@ def gated_rms_norm(
     template |= {"THREADS": threads, "PACK": pack, "WIDE": wide}
     template |= {"GATE_FIRST": gate_first, "SIGMOID": sigmoid, "EPS": bits(eps)}
     inputs, grid = [x, z.array, weight], (-(-groups // pack), rows, 1)
-    (y,) = _GATED_RMS_NORM(inputs, template, grid, threads * pack, [x.shape], [dtype])
+    (y,) = _GATED_RMS_NORM(inputs, template, grid, threads * pack, [(x.shape, dtype)])
     return y

@@ -22,4 +22,4 @@ def gather_rows(rows: mx.array, index: mx.array) -> mx.array:
     shape = (*index.shape, *rows.shape[1:])
     inputs, grid = [rows, index.reshape(-1)], (index.size, groups, 1)
     template: Template = {"T": rows.dtype, "WIDTH": words, "W": vector, "THREADS": threads}
-    return _GATHER_ROWS(inputs, template, grid, threads, [shape], [rows.dtype])[0]
+    return _GATHER_ROWS(inputs, template, grid, threads, [(shape, rows.dtype)])[0]

@@ -7,10 +7,10 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template, bits
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Output, Template, bits
 from vllm_metal_lite.kernels.merge_partitions import merge_partitions
 from vllm_metal_lite.kernels.prefill import TILE_ROWS, VarlenMetadata
-from vllm_metal_lite.kernels.store import STORE, TICKET_SHAPE, LayerStore
+from vllm_metal_lite.kernels.store import STORE, TICKET, LayerStore
 
 _INPUTS = ("q", "q_pe", *VarlenMetadata._fields, *STORE)
 _LATENT_ATTENTION = Kernel("latent_attention", _INPUTS, ["out", "lse"])
@@ -60,17 +60,16 @@ def latent_attention(
     template: Template = {"T": q.dtype, "OUT_T": dtype, "HEADS": heads, "LATENT_DIM": latent_dim}
     template |= {"ROPE": rope, **store.formats, "BLOCK_SIZE": store.block_size}
     template |= {"SCALE": bits(scale), "PARTIAL": partial, "SIMDGROUPS": simdgroups}
-    lse_shape: tuple[int, ...] = (rows, heads, splits)
-    if not partial or math.prod(lse_shape) < MIN_ELEMENTS:
-        lse_shape = TICKET_SHAPE
+    lse: Output = (rows, heads, splits), mx.float32
+    if not partial or math.prod(lse[0]) < MIN_ELEMENTS:
+        lse = TICKET
     inputs = [q.swapaxes(0, 1), q_pe, *metadata, *store.arrays]
     out_shape = (rows, heads, splits, latent_dim) if partial else (rows, heads, latent_dim)
-    shapes, dtypes = [out_shape, lse_shape], [dtype, mx.float32]
     grid, threads = (len(metadata.tiles), splits, 1), 32 * simdgroups
-    out, lse = _LATENT_ATTENTION(inputs, template, grid, threads, shapes, dtypes)
+    out, ticket = _LATENT_ATTENTION(inputs, template, grid, threads, [(out_shape, dtype), lse])
     if partial:
-        out = merge_partitions(out, lse, q.dtype)
-    return out, lse
+        out = merge_partitions(out, ticket, q.dtype)
+    return out, ticket
 
 
 def latent_simdgroups(latent_dim: int, itemsize: int) -> int:

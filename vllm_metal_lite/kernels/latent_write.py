@@ -7,7 +7,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.columns import Columns, columns_template
 from vllm_metal_lite.kernels.launch import Kernel, Template, bits
 from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope, norm_dtype
-from vllm_metal_lite.kernels.store import STORE, TICKET_SHAPE, LayerStore
+from vllm_metal_lite.kernels.store import STORE, TICKET, LayerStore
 
 _ROWS = ("q", "latent", "k_pe", "weight", "freqs", "positions", "slot_mapping")
 _LATENT_WRITE = Kernel("latent_write", [*_ROWS, *STORE], ["out", "next_ticket"])
@@ -54,6 +54,6 @@ def latent_write(
     inputs = [rows.q.array, rows.latent.array, rows.k_pe.array, weight, rope.frequencies]
     inputs += [positions, slot_mapping, *store.arrays]
     grid = -(-(heads + 2) // _SIMDGROUPS), count, 1
-    shapes, dtypes = [(count, heads, rope_dim), TICKET_SHAPE], [dtype, mx.float32]
-    out, ticket = _LATENT_WRITE(inputs, template, grid, 32 * _SIMDGROUPS, shapes, dtypes)
+    outputs = [((count, heads, rope_dim), dtype), TICKET]
+    out, ticket = _LATENT_WRITE(inputs, template, grid, 32 * _SIMDGROUPS, outputs)
     return out, ticket

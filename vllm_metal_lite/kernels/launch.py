@@ -13,6 +13,8 @@ from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.kernels import registry, source
 
 Template = dict[str, int | mx.Dtype]
+# The shape and the type of an output.
+Output = tuple[tuple[int, ...], mx.Dtype]
 
 # MLX passes shorter arrays to a kernel in another address space, for which the kernel would have to
 # be compiled again.  So arrays whose length varies have at least this many elements.
@@ -111,31 +113,30 @@ class Kernel:
         template: Template,
         grid: tuple[int, int, int],
         threadgroup: int,
-        shapes: Sequence[tuple[int, ...]],
-        dtypes: Sequence[mx.Dtype],
+        outputs: Sequence[Output],
     ) -> list[mx.array]:
         """Launch over grid threadgroups of `threadgroup` threads; returns the outputs.
 
         arrays: in the order of `inputs`, row-contiguous (MLX copies others, which is ruinous for a
-        store); None: an input that the template disables.  shapes, dtypes: of the outputs.
+        store); None: an input that the template disables.  outputs: in the order of the names.
         """
         arrays = [placeholder() if array is None else array for array in arrays]
         one_by_one = _one_by_one.get()
         if one_by_one:
             mx.eval(arrays)  # an error here is not this kernel's
         try:
-            outputs = self._launcher()(
+            results = self._launcher()(
                 inputs=arrays,
                 template=list(template.items()),
                 grid=(grid[0] * threadgroup, grid[1], grid[2]),
                 threadgroup=(threadgroup, 1, 1),
-                output_shapes=list(shapes),
-                output_dtypes=list(dtypes),
+                output_shapes=[shape for shape, _ in outputs],
+                output_dtypes=[dtype for _, dtype in outputs],
             )
             if one_by_one:
-                mx.eval(outputs)
+                mx.eval(results)
         except Exception as e:
             if not one_by_one:
                 raise
             raise KernelError(registry.launched(self.name, template), e) from e
-        return outputs
+        return results

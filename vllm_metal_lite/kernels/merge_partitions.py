@@ -25,4 +25,4 @@ def merge_partitions(partial: mx.array, lse: mx.array, dtype: mx.Dtype) -> mx.ar
     inputs = [partial.reshape(-1, splits, dim), lse.reshape(-1, splits)]
     template: Template = {"T": dtype, "V_DIM": dim, "THREADS": threads, "MAX_SPLITS": _MAX_SPLITS}
     grid, shape = (batch * heads, 1, 1), (batch, heads, dim)
-    return _MERGE_PARTITIONS(inputs, template, grid, threads, [shape], [dtype])[0]
+    return _MERGE_PARTITIONS(inputs, template, grid, threads, [(shape, dtype)])[0]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.launch import Kernel, Template, bits
-from vllm_metal_lite.kernels.store import STORE, TICKET_SHAPE, LayerStore
+from vllm_metal_lite.kernels.store import STORE, TICKET, LayerStore
 
 # (row, head) pairs per threadgroup, 8 per simdgroup, as in MLX's attention.  More would save
 # fetches, but registers limit the simdgroups of a core, whatever their tile.
@@ -60,8 +60,8 @@ def varlen_prefill(
     sinks = None if sinks is None else sinks.astype(q.dtype)
     inputs = [q, *metadata, sinks, *store.arrays]
     grid, threads = (kv_heads, len(metadata.tiles), 1), 32 * simdgroups
-    shapes, dtypes = [(rows, heads, v_dim), TICKET_SHAPE], [q.dtype, mx.float32]
-    out, ticket = _VARLEN_PREFILL(inputs, template, grid, threads, shapes, dtypes)
+    outputs = [((rows, heads, v_dim), q.dtype), TICKET]
+    out, ticket = _VARLEN_PREFILL(inputs, template, grid, threads, outputs)
     return out, ticket
 
 

@@ -5,7 +5,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import NewRows
-from vllm_metal_lite.kernels.store import STORE, TICKET_SHAPE, LayerStore
+from vllm_metal_lite.kernels.store import STORE, TICKET, LayerStore
 
 _ROWS = ("q", "k", "v", "q_weight", "k_weight", "freqs", "positions", "slot_mapping")
 _ROPE_WRITE = Kernel("rope_write", [*_ROWS, *STORE], ["out", "next_ticket"])
@@ -32,6 +32,6 @@ def rope_write(
     template |= rows.template(store.spec)
     inputs = [*rows.arrays, positions, slot_mapping, *store.arrays]
     grid, threads = (groups, count, 1), 32 * _SIMDGROUPS
-    shapes, dtypes = [(count, heads, store.spec.k_head_dim), TICKET_SHAPE], [dtype, mx.float32]
-    q, ticket = _ROPE_WRITE(inputs, template, grid, threads, shapes, dtypes)
+    outputs = [((count, heads, store.spec.k_head_dim), dtype), TICKET]
+    q, ticket = _ROPE_WRITE(inputs, template, grid, threads, outputs)
     return q, ticket

@@ -64,6 +64,7 @@ def shared_prefix(
     template["PARTNERS"] = partners
     inputs = [queries, weight, freqs, block_tables, seq_lens, leader, prefix_lens, *store.arrays]
     grid = kv_heads, -(-rows * group // TILE_ROWS), splits
-    shapes, dtypes = [(rows, heads, splits, v_dim), (rows, heads, splits)], [mx.float32] * 2
-    partial, lse = _SHARED_PREFIX(inputs, template, grid, 32 * simdgroups, shapes, dtypes)
+    shapes = (rows, heads, splits, v_dim), (rows, heads, splits)
+    outputs = [(shape, mx.float32) for shape in shapes]
+    partial, lse = _SHARED_PREFIX(inputs, template, grid, 32 * simdgroups, outputs)
     return SharedPrefixResult(partial, lse, prefix_lens)

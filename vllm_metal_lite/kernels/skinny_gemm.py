@@ -117,4 +117,4 @@ def skinny_gemm(
     template |= {"BIAS": bias is not None, "RESIDUAL": residual is not None, "GATE": _GATES[gate]}
     out_columns = columns // 2 if gate else columns
     inputs, grid = [x, *arrays, gain, bias, residual], (-(-width // out_columns), 1, 1)
-    return _SKINNY_GEMM(inputs, template, grid, 32 * simdgroups, [(rows, width)], [x.dtype])[0]
+    return _SKINNY_GEMM(inputs, template, grid, 32 * simdgroups, [((rows, width), x.dtype)])[0]

@@ -8,12 +8,12 @@ float32 array of any shape; its values mean nothing.
 from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Template
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Output, Template
 from vllm_metal_lite.kv.store import LayerSpec
 
 # The last inputs of a kernel that uses the store.
 STORE = ("keys", "values", "ticket")
-TICKET_SHAPE = (MIN_ELEMENTS,)
+TICKET: Output = (MIN_ELEMENTS,), mx.float32
 
 
 class LayerStore(NamedTuple):
@@ -49,4 +49,4 @@ class LayerStore(NamedTuple):
 
 def new_ticket() -> mx.array:
     """The first ticket of a store, before any write."""
-    return mx.zeros(TICKET_SHAPE)
+    return mx.zeros(*TICKET)

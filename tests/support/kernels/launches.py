@@ -45,17 +45,17 @@ class Stubs:
         monkeypatch.setattr(mx.fast, "rms_norm", self._rms_norm)
 
     def _kernel(self):
-        def launch(kernel, arrays, template, grid, threadgroup, shapes, dtypes):
+        def launch(kernel, arrays, template, grid, threadgroup, outputs):
             name = " ".join([kernel.name, *(word for a, word in _ALSO.items() if template.get(a))])
-            return self._zeros(name, arrays, shapes, dtypes)
+            return self._zeros(name, arrays, outputs)
 
         return launch
 
     def _rms_norm(self, x, weight, eps):
-        return self._zeros("rms_norm", [x, weight], [x.shape], [x.dtype])[0]
+        return self._zeros("rms_norm", [x, weight], [(x.shape, x.dtype)])[0]
 
-    def _zeros(self, name, arrays, shapes, dtypes):
-        zeros = [mx.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+    def _zeros(self, name, arrays, outputs):
+        zeros = [mx.zeros(*output) for output in outputs]
         mx.eval(zeros)
         self._leaves[f"{name}, {next(self._number)}"] = zeros[0]
         return mx.depends(zeros, [a for a in arrays if a is not None])
