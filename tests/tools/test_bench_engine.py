@@ -55,10 +55,8 @@ def test_waves_come_when_the_one_before_has_half_its_answer(shared, expected):
 
 @pytest.mark.parametrize("prefix", ["none", "once", "server"])
 def test_mlx_lm_with_and_without_caches_of_the_prefix(model, shared, expected, prefix):
-    settings = Settings(2, 8, prefix=prefix)
-    run = drive(MlxLm(model, settings), shared)
-    agreement = agree(model, expected, run)
-    assert agreement.within_ties
+    run = drive(MlxLm(model, Settings(2, 8, prefix=prefix)), shared)
+    assert agree(model, expected, run).within_ties
     late = len(shared.prompts) - len(shared.waves[0].prompts)
     least = {"none": 0, "once": late, "server": late}[prefix] * shared.prefix_length
     assert least <= run.cached_tokens <= (least and len(shared.prompts) * shared.prefix_length)
@@ -80,8 +78,7 @@ def test_one_request_alone(model):
 
 def test_a_wrong_token_is_not_a_tie(model, shared, expected):
     tokens = [[*t[:3], (t[3] + 1) % 8192, *t[4:]] for t in expected.tokens]
-    wrong = replace(expected, tokens=tokens)
-    agreement = agree(model, expected, wrong)
+    agreement = agree(model, expected, replace(expected, tokens=tokens))
     assert agreement.equal == 0
     assert not agreement.within_ties
 
@@ -156,8 +153,7 @@ def test_a_turn_follows_its_own_answer(model, conversations):
 @pytest.mark.parametrize("prefix", ["once", "server"])
 def test_mlx_lm_keeps_caches_with_states(hybrid, conversations, prefix):
     ours = drive(ThisEngine(hybrid, conversations), conversations)
-    settings = Settings(3, 8, prefix=prefix)
-    run = drive(MlxLm(hybrid, settings), conversations)
+    run = drive(MlxLm(hybrid, Settings(3, 8, prefix=prefix)), conversations)
     assert agree(hybrid, ours, run).within_ties
     shared = conversations.prefix_length * (len(conversations.prompts) - 1)
     assert run.cached_tokens == {"once": shared, "server": run.reusable_tokens}[prefix]

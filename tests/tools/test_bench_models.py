@@ -37,10 +37,8 @@ def test_quantised_values_are_as_large_as_plain_ones(bits):
     name = "gpt-oss-tiny"
     model, config = random_weights(name, mx.float32, bits, hidden_size=256, intermediate_size=256)
     experts = model.layers[0].mlp.experts.up_proj
-    arrays = experts.bits, experts.mode
-    values = mx.dequantize(
-        experts.weight, experts.scales, experts.get("biases"), experts.group_size, *arrays
-    )
+    how = experts.group_size, experts.bits, experts.mode
+    values = mx.dequantize(experts.weight, experts.scales, experts.get("biases"), *how)
     assert float(values.std()) * 16 == pytest.approx(1, rel=0.42 if bits == "mxfp4" else 0.02)
     assert abs(float(values.mean())) < 1e-3
     assert config["quantization"]["mode"] == ("mxfp4" if bits == "mxfp4" else "affine")

@@ -41,10 +41,12 @@ def packed(model: LoadedModel, prompts: Texts, rows: int) -> Run:
     """Embeds all prompts with this engine, `rows` a step."""
     longest, seats = max(map(len, prompts)), min(len(prompts), 256)
     config = EngineConfig(
-        max_num_batched_tokens=rows, max_num_seqs=seats, max_model_len=longest,
+        max_num_batched_tokens=rows,
+        max_num_seqs=seats,
+        max_model_len=longest,
         num_blocks=(3 * rows + longest) // EngineConfig.block_size + seats,
         enable_prefix_caching=False,
-    )  # fmt: skip
+    )
     engine = LLMEngine(model, config)
     cache_limit = mx.set_cache_limit(MLX_CACHE_LIMIT)  # that of the engine
 

@@ -27,11 +27,12 @@ from tools.bench.lib.loads import CONTENT, LOADS, Load, Sizes
 from tools.bench.lib.metrics import Metrics, measure, median_of
 from tools.bench.lib.mlx_lm import MlxLm, MlxLmSingle, Settings, native
 from tools.bench.lib.models import BITS, get_model
-from tools.bench.lib.roofline import measured_bandwidth, step_bytes
+from tools.bench.lib.roofline import step_bytes
 from tools.bench.lib.tables import Result, print_load
 from tools.lib.frame import parser_of, run_main, say
 from tools.lib.trust import trusted
 from vllm_metal_lite import EngineConfig, MetalLiteError, backend
+from vllm_metal_lite.checks.speed import copy_bandwidth
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.model.loader import LoadedModel
 
@@ -145,7 +146,7 @@ def add_roofline(model: LoadedModel, load: Load, medians: dict[str, Metrics]) ->
     """The share of a step that moving `step_bytes` takes at the bandwidth of a copy."""
     contexts = [len(p) + n / 2 for p, n in zip(load.prompts, load.max_tokens, strict=True)]
     size = step_bytes(model, len(contexts), sum(contexts) / len(contexts))
-    bandwidth = measured_bandwidth()
+    bandwidth = copy_bandwidth(1 << (27 if backend.is_cpu() else 30))
     print(f"\nA step moves {size / 2**30:.2f} GiB at least; a copy, {bandwidth / 1e9:,.0f} GB/s.")
     for metrics in medians.values():
         if step := metrics.get("steady_step_median"):

@@ -128,19 +128,16 @@ CONSTANTS: dict[str, tuple[Sequence[int], Load, Sequence[tuple[Any, ...]]]] = {
     "prefix_fill": (_FILLS, prefix, [(8, 4096), (32, 4096)]),
     "min_prefix_split_keys": ((64, 128, 256, 512), prefix, [(8, 512), (8, 1024), (8, 2048)]),
     "min_saved_tokens": (
-        (1, 1 << 12, 1 << 13, 1 << 14, 1 << 20), prefix,
+        (1, 1 << 12, 1 << 13, 1 << 14, 1 << 20),
+        prefix,
         [(n, 1 << p) for n in (4, 16) for p in range(9, 13)],
     ),
     "gemm_fill": ((16, 64, 128, 256), product, [(8, 1 << n) for n in range(10, 14)]),
     "max_lane_rows": ((0, 4), product, [(1, 4096, 4), (2, 4096, 4), (4, 4096, 4)]),
-    "max_lane_rows:experts": (
-        (0, 4), experts, [(1, 2048, 128), (4, 2048, 128), (4, 2048, 8)]
-    ),
+    "max_lane_rows:experts": ((0, 4), experts, [(1, 2048, 128), (4, 2048, 128), (4, 2048, 8)]),
     "max_normed_rows": ((0, 64), product, [(n, 2048, None, True) for n in (8, 16, 32, 64)]),
-    "max_normed_weights": (
-        (0, 1 << 30), product, [(8, 1 << n, 4, True) for n in range(10, 14)]
-    ),
-}  # fmt: skip
+    "max_normed_weights": ((0, 1 << 30), product, [(8, 1 << n, 4, True) for n in range(10, 14)]),
+}
 
 
 def sweep(name: str) -> None:

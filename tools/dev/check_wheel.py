@@ -8,17 +8,18 @@ installed with its dependencies, and `chat` and `doctor` run from a folder outsi
 then with the extra `serve`, and a server answers one chat and gives its page.
 """
 
-import json
 import os
 import subprocess
 import sys
 import venv
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from urllib.request import Request, urlopen
 from zipfile import ZipFile
 
+import httpx
+
 from tools.lib.frame import parser_of, run_main
+from tools.lib.servers import server
 from vllm_metal_lite import MetalLiteError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,32 +85,17 @@ def check_run(wheel: Path, folder: Path) -> None:
 
 def check_server(command: str, folder: Path) -> None:
     """Start the server, and ask for an answer and for the page."""
-    words, how = [command, "serve", "--port", "0"], {"stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(words, cwd=folder, env=_environment(), **how)
-    assert process.stdout is not None
-    try:
-        line = process.stdout.readline()
-        if not line.startswith("Server:"):
-            raise MetalLiteError(f"serve prints {line!r}")
-        url = line.split()[1]
+    words, how = [command, "serve", "--port", "PORT"], {"cwd": folder, "env": _environment()}
+    with (
+        server(words, folder / "log", **how) as (url, _),
+        httpx.Client(base_url=url, timeout=60, trust_env=False) as http,
+    ):
         body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 50}
-        chat = Request(f"{url}/v1/chat/completions", json.dumps(body).encode())
-        with urlopen(chat, timeout=60) as reply:
-            answer = json.load(reply)["choices"][0]["message"]["content"]
-        with urlopen(url, timeout=60) as reply:
-            page = reply.read()
-        if not answer or b"<html" not in page:
-            raise MetalLiteError(f"the server answers {answer!r}, its page has {len(page)} bytes")
-        print(f"served: hello -> {answer}")
-    finally:
-        process.terminate()
-        try:
-            code = process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise MetalLiteError("serve does not end after SIGTERM") from None
-    if code:
-        raise MetalLiteError(f"serve ends with exit code {code} after SIGTERM")
+        reply = http.post("/v1/chat/completions", json=body).raise_for_status().json()
+        answer, page = reply["choices"][0]["message"]["content"], http.get("/").content
+    if not answer or b"<html" not in page:
+        raise MetalLiteError(f"the server answers {answer!r}, its page has {len(page)} bytes")
+    print(f"served: hello -> {answer}")
 
 
 def _environment() -> dict[str, str]:

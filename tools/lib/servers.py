@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -40,14 +41,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def server(command: Sequence[str], log: Path) -> Iterator[tuple[str, int]]:
+def server(command: Sequence[str], log: Path, **how: Any) -> Iterator[tuple[str, int]]:
     """A server that answers; yields its URL and its process's id.  PORT in the command is replaced
-    by a free port."""
+    by a free port.  how: more options of Popen."""
     port, end = free_port(), time.monotonic() + DEADLINE
     url = f"http://127.0.0.1:{port}"
     command = [str(port) if part == "PORT" else part for part in command]
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT)
+        process = subprocess.Popen(command, stdout=out, stderr=out, **{"cwd": ROOT, **how})
         try:
             while not _answers(url):
                 if process.poll() is not None or time.monotonic() > end:
@@ -60,8 +61,6 @@ def server(command: Sequence[str], log: Path) -> Iterator[tuple[str, int]]:
 
 
 def _answers(url: str) -> bool:
-    for path in "/health", "/v1/models":
-        with suppress(httpx.TransportError):
-            if httpx.get(f"{url}{path}", timeout=2, trust_env=False).is_success:
-                return True
+    with suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health", timeout=2, trust_env=False).is_success
     return False

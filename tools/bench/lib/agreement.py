@@ -20,18 +20,18 @@ class Agreement:
     """equal: requests whose tokens are all the same.  prefix: mean share of tokens before the first
     difference.  The other fields are the largest values of the `looked_at` requests that were
     computed again, in standard deviations of a row's logits.  tie: distance of the two logits where
-    tokens first differ.  ours_below, theirs_below: distance of each engine's token from the best.
-    noise: distance of the same logits from those that mlx-lm computes with a cache.
+    tokens first differ.  noise: distance of the same logits from those that mlx-lm computes with a
+    cache.  ours_below, theirs_below: distance of each engine's token from the best.
     """
 
     requests: int
     equal: int
     prefix: float
+    looked_at: int
     tie: float
     noise: float
-    looked_at: int
-    ours_below: float = 0.0
-    theirs_below: float = 0.0
+    ours_below: float
+    theirs_below: float
 
     @property
     def within_ties(self) -> bool:
@@ -53,7 +53,7 @@ class Agreement:
 def agree(model: LoadedModel, ours: Run, theirs: Run, most: int = 8) -> Agreement:
     """Compare greedy tokens of equal prompts.  At most `most` differences are examined, each with
     two forwards of the unmodified model, without a cache and with one."""
-    equal, shares, ties, noises, below = 0, [], [0.0], [0.0], [(0.0, 0.0)]
+    equal, shares, looked_at = 0, [], [(0.0, 0.0, 0.0, 0.0)]
     prompts = zip(ours.prompts, theirs.prompts, strict=True)
     for (prompt, other), a, b in zip(prompts, ours.tokens, theirs.tokens, strict=True):
         if prompt != other:  # earlier turns differ
@@ -62,16 +62,14 @@ def agree(model: LoadedModel, ours: Run, theirs: Run, most: int = 8) -> Agreemen
         at = next((i for i in range(n) if a[i] != b[i]), n)
         equal += at == n
         shares.append(at / n if n else 1.0)
-        if at < n and len(ties) <= most:
+        if at < n and len(looked_at) <= most:
             logits, again = _last_logits(native(model), mx.array([prompt + a[:at]]))
             logits, again = logits / logits.std(), again / logits.std()
-            ours_below, theirs_below = (float(logits.max() - logits[t[at]]) for t in (a, b))
-            below.append((ours_below, theirs_below))
-            ties.append(abs(ours_below - theirs_below))
-            noises.append(float((again - logits).std()))
-    largest = (max(of_one) for of_one in zip(*below, strict=True))
-    mean, farthest = statistics.mean(shares), (max(ties), max(noises))
-    return Agreement(len(shares), equal, mean, *farthest, len(ties) - 1, *largest)
+            below = [float(logits.max() - logits[t[at]]) for t in (a, b)]
+            noise = float((again - logits).std())
+            looked_at.append((abs(below[0] - below[1]), noise, *below))
+    largest = map(max, zip(*looked_at, strict=True))
+    return Agreement(len(shares), equal, statistics.mean(shares), len(looked_at) - 1, *largest)
 
 
 def _last_logits(model: nn.Module, tokens: mx.array) -> tuple[mx.array, mx.array]:

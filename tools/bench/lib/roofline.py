@@ -1,7 +1,6 @@
-"""The fewest bytes that a decode step moves, and the bandwidth of a device."""
+"""The fewest bytes that a decode step moves."""
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.checks.speed import copy_bandwidth
 from vllm_metal_lite.model.loader import LoadedModel
 
 # isort: split
@@ -11,19 +10,10 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 mx = backend.mx
 
 
-def measured_bandwidth() -> float:
-    return copy_bandwidth(1 << (27 if backend.is_cpu() else 30))
-
-
-def used_experts(rows: int, experts: int, top_k: int) -> float:
-    """The average number of different experts, if every row takes top_k random ones."""
-    return experts * (1 - (1 - top_k / experts) ** rows)
-
-
 def weight_bytes(model: LoadedModel, batch: int) -> float:
     """Bytes of weights that a step reads; an embedding counts only if it is also the head.
 
-    Experts count as often as `batch` tokens use them, if each token takes random ones.
+    Of experts, those count that `batch` tokens use on average, if each takes random ones.
     """
     net = model.packed.model
     modules = dict(net.named_modules())
@@ -35,7 +25,7 @@ def weight_bytes(model: LoadedModel, batch: int) -> float:
             continue
         nbytes = sum(a.nbytes for a in module.values() if isinstance(a, mx.array))
         if isinstance(module, SwitchLinear | QuantizedSwitchLinear):
-            nbytes *= used_experts(batch, module.num_experts, top_k) / module.num_experts
+            nbytes *= 1 - (1 - top_k / module.num_experts) ** batch  # the experts that are used
         total += nbytes
     return total
 
