@@ -1,4 +1,4 @@
-"""The chat in a real browser: answers, harmless markup, settings, files, errors."""
+"""The chat in a real browser: answers, settings, files, errors."""
 
 import json
 import re
@@ -7,16 +7,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.support.server.kit import serving
-from tests.support.server.page_kit import (
-    USAGE,
-    WIDE,
-    Shown,
-    answer_with,
-    answer_with_events,
-    body_of,
-    change_requests,
-    until_idle,
-)
+from tests.support.server.page_kit import USAGE, WIDE, Shown, until_idle
 from vllm_metal_lite.server.settings import ServerConfig
 
 pytestmark = pytest.mark.long
@@ -39,103 +30,10 @@ def test_what_was_drawn_is_not_drawn_again(shown, page):
 
 
 def test_the_cost_is_read_from_usage(shown, page):
-    answer_with(page, {"content": "Good."}, usage=USAGE)
+    shown.answer_with({"content": "Good."}, usage=USAGE)
     shown.answer_to("How are you?")
     cost = page.locator(".cost").inner_text()
     assert re.search(r"1,812 tokens in \(1,600 cached\).*640 out", cost, re.S)
-
-
-def test_markup_in_an_answer_is_harmless(shown, page):
-    evil = """<script>window.bad = 1</script><img src="/x" onerror="window.bad = 2">
-<a href="javascript:window.bad = 3" id="prompt">link</a> <svg onload="window.bad = 4"></svg>
-
-![picture](https://example.com/track.png) <iframe src="https://example.com"></iframe>
-
-<style>body { display: none }</style><form action="https://example.com"><input name="x"></form>
-
-<div style="position: fixed; inset: 0" class="offscreen">over</div>
-
-[go](javascript:window.bad%20=%205)
-[there](https://example.com/a)
-"""
-    answer_with(page, {"content": evil})
-    shown.answer_to(evil)
-    assert page.evaluate("window.bad") is None
-    inside = page.locator(".message .text")
-    tags = ["script", "img", "iframe", "style", "form", "input", "svg"]
-    for tag in [*tags, "[style]", "[id]", "[onerror]"]:
-        expect(inside.locator(tag)).to_have_count(0)
-    expect(inside.locator("[class=offscreen]")).to_have_count(0)
-    expect(page.locator(".assistant .text")).to_contain_text("<script>window.bad = 1</script>")
-    hrefs = inside.locator("a[href]").evaluate_all("all => all.map((a) => a.getAttribute('href'))")
-    assert hrefs == ["https://example.com/track.png", "https://example.com/a"]
-    link = inside.locator("a[href]").last
-    assert link.get_attribute("rel") == "noopener noreferrer"
-    assert link.get_attribute("target") == "_blank"
-
-
-def test_markdown_and_copied_code(show):
-    shown = show(permissions=["clipboard-read", "clipboard-write"])
-    text = (
-        "# Head\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nprint('<hi>')\n```\n\n- **one**\n"
-    )
-    answer_with(shown.page, *({"content": c} for c in text))
-    shown.answer_to("show me")
-    answer = shown.text
-    expect(answer.locator("h1")).to_have_text("Head")
-    expect(answer.locator("td")).to_have_text(["1", "2"])
-    expect(answer.locator("strong")).to_have_text("one")
-    expect(answer.locator(".code-bar")).to_have_text("python")
-    answer.get_by_label("Copy code").click()
-    expect(shown.page.locator("#status")).to_have_text("Copied")
-    expect(answer.locator(".done use")).to_have_attribute("href", "#i-check")
-    expect(answer.locator(".hljs-built_in")).to_have_text("print")
-    assert shown.page.evaluate("navigator.clipboard.readText()") == "print('<hi>')\n"
-
-
-_GROWS = """First *line*.
-
-- one
-- two
-
-  | a | b |
-  |---|---|
-  | 1 | 2 |
-
-1. first
-2. second
-
-```python
-def f():
-
-    return 1
-```
-
-> quote
-> continues
-
-Last line<br>ends\r\nhere.
-"""
-
-
-@pytest.mark.parametrize("step", [1, 7, 100])
-def test_an_answer_that_grew_looks_like_one_that_came_at_once(show, step):
-    found = show().page.evaluate(
-        """async ([text, step]) => {
-          const { Growing } = await import("/page/markdown.js");
-          const [grown, once] = [0, 1].map(() => document.createElement("div"));
-          const growing = new Growing(grown);
-          for (let n = step; n < text.length + step; n += step) {
-            growing.show(text.slice(0, n), false);
-          }
-          new Growing(once).show(text, true);
-          return [grown.innerText, once.innerText, growing.done];
-        }""",
-        [_GROWS, step],
-    )
-    assert found[0].split() == found[1].split()
-    if step < 100:
-        assert found[2] > len(_GROWS) / 2  # most of it was not rendered again
 
 
 @pytest.mark.parametrize(
@@ -146,7 +44,7 @@ def test_an_answer_that_grew_looks_like_one_that_came_at_once(show, step):
     ],
 )
 def test_thoughts_are_folded_away(shown, page, deltas):
-    answer_with(page, *deltas)
+    shown.answer_with(*deltas)
     assert shown.answer_to("two and two") == "Four."
     thoughts = page.locator(".thoughts")
     expect(thoughts).to_be_hidden()
@@ -155,7 +53,7 @@ def test_thoughts_are_folded_away(shown, page, deltas):
 
 
 def test_thoughts_that_never_end(shown, page):
-    answer_with(page, {"reasoning_content": "hm"}, finish="length")
+    shown.answer_with({"reasoning_content": "hm"}, finish="length")
     assert shown.answer_to("two and two") == ""
     expect(page.locator(".thoughts")).to_have_text("hm")
     expect(page.locator(".cost")).to_contain_text("cut off")
@@ -164,15 +62,15 @@ def test_thoughts_that_never_end(shown, page):
 @pytest.mark.parametrize("text", ["<", "The tag is\n</think>\nand it closes."])
 def test_text_that_looks_like_a_tag_of_thoughts_is_text(shown, page, text):
     """The server splits thoughts from answers, and the page splits nothing again."""
-    answer_with(page, {"content": text})
+    shown.answer_with({"content": text})
     assert shown.answer_to("Only the sign.").split() == text.split()
-    assert body_of(shown, "Sure?")["messages"][1] == {"role": "assistant", "content": text}
+    assert shown.body_of("Sure?")["messages"][1] == {"role": "assistant", "content": text}
     expect(page.locator(".thoughts")).to_have_count(0)
 
 
 @pytest.mark.parametrize("way", ["button", "Escape"])
 def test_stop_ends_the_request(shown, page, running, way):
-    change_requests(page, "chat/completions", ignore_eos=True, temperature=1)
+    shown.change_requests("chat/completions", ignore_eos=True, temperature=1)
     shown.ask("tell me a story")
     expect(shown.text).not_to_be_empty()
     if way == "button":
@@ -212,7 +110,7 @@ def test_edit_and_ask_again_keeps_both(shown, page):
 
 def test_settings_are_sent(shown, page):
     shown.set(system="The code of the red box is 4821.", temperature="0", max_tokens="7")
-    body = body_of(shown, "What is the code of the red box?")
+    body = shown.body_of("What is the code of the red box?")
     assert body["messages"][0] == {"role": "system", "content": "The code of the red box is 4821."}
     assert (body["temperature"], body["max_tokens"], body["stream"]) == (0, 7, True)
     assert "top_p" not in body
@@ -233,12 +131,12 @@ def test_the_server_takes_every_setting(shown, page):
     expect(page.locator("#set-schema:invalid")).to_be_visible()  # it is not saved
     page.fill("#set-schema", '{"enum": ["yes"]}')
     page.get_by_role("button", name="Save").click()
-    body = body_of(shown, "hello")
+    body = shown.body_of("hello")
     assert {name: body[name] for name in numbers} == numbers
     assert (body["stop"], body["reasoning_effort"]) == (["one", "two"], "none")
     assert shown.answered(1) == '"yes"'
     shown.set(thinking="true")
-    body = body_of(shown, "hello")
+    body = shown.body_of("hello")
     assert body["chat_template_kwargs"]["enable_thinking"] is True
     assert shown.answered(2) == '"yes"'
 
@@ -249,8 +147,8 @@ def test_text_files_go_with_a_message(shown, page):
     page.set_input_files("#attach", [notes, picture])
     expect(page.locator("#problem")).to_contain_text("a.png is not UTF-8 text.")
     expect(page.locator("#attached li")).to_have_text(["notes.md"])
-    answer_with(page, {"content": "Level 3."})
-    body = body_of(shown, "Where is my car?")
+    shown.answer_with({"content": "Level 3."})
+    body = shown.body_of("Where is my car?")
     (message,) = body["messages"]
     fenced = "notes.md:\n````\n```\ncar: level 3\n```\n````"  # by more than the file holds
     assert message["content"] == f"{fenced}\n\nWhere is my car?"
@@ -280,7 +178,7 @@ def test_an_error_is_said_and_can_be_tried_again(shown, page):
 )
 def test_an_answer_that_breaks_off_keeps_what_came(shown, page, last, words):
     chunk = {"choices": [{"index": 0, "delta": {"content": "Once upon"}, "finish_reason": None}]}
-    answer_with_events(page, json.dumps(chunk), *last)
+    shown.answer_with_events(json.dumps(chunk), *last)
     assert shown.answer_to("tell me a story") == "Once upon"
     expect(shown.problem).to_contain_text(words)
 
@@ -307,7 +205,7 @@ def test_a_question_after_a_failed_one_keeps_roles_in_turns(shown, page):
     expect(shown.problem).to_contain_text("does not answer")
     page.unroute_all()
     expect(shown.problem).to_contain_text("it is back now.")
-    body = body_of(shown, "What is my name?")
+    body = shown.body_of("What is my name?")
     assert body["messages"] == [{"role": "user", "content": "My name is Ada.\n\nWhat is my name?"}]
     shown.answered(2)
     shown.forgive("ERR_FAILED")
@@ -331,7 +229,7 @@ def test_it_scrolls_along_only_at_the_end(show):
     shown = show(viewport={"width": 700, "height": 400})
     page = shown.page
     long = "\n\n".join(f"Paragraph {i}." for i in range(60))
-    answer_with(page, {"content": long})
+    shown.answer_with({"content": long})
     shown.answer_to("write")
     left = "e => e.scrollHeight - e.scrollTop - e.clientHeight"
     expect(page.get_by_text("Paragraph 59.")).to_be_in_viewport()

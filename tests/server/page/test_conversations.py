@@ -5,13 +5,13 @@ import json
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.server.page_kit import change_requests, until_idle
+from tests.support.server.page_kit import until_idle
 
 pytestmark = pytest.mark.long
 
 
 def test_a_conversation_deleted_during_its_answer_stays_deleted(shown, page, running):
-    change_requests(page, "chat/completions", ignore_eos=True, temperature=1)
+    shown.change_requests("chat/completions", ignore_eos=True, temperature=1)
     shown.ask("tell me a story")
     expect(shown.text).not_to_be_empty()
     shown.delete("tell me a story")

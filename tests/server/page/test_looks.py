@@ -3,7 +3,7 @@
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.server.page_kit import USAGE, answer_with
+from tests.support.server.page_kit import USAGE
 
 pytestmark = pytest.mark.long
 
@@ -13,7 +13,7 @@ def test_a_laptop_shows_the_engine_whole(show, width):
     shown = show(viewport={"width": width, "height": 800})
     page = shown.page
     assert page.locator("#engine").is_visible() == (width >= 1440)  # at the first visit
-    answer_with(page, {"content": "a " * 40}, usage=USAGE)
+    shown.answer_with({"content": "a " * 40}, usage=USAGE)
     shown.answer_to("hello")
     if width < 1440:
         page.click("#engine-toggle")
@@ -34,7 +34,7 @@ def test_a_laptop_shows_the_engine_whole(show, width):
 def test_fingers_find_every_button(show):
     shown = show(viewport={"width": 390, "height": 844})
     page = shown.page
-    answer_with(page, {"content": "```c\n1\n```"}, usage=USAGE)
+    shown.answer_with({"content": "```c\n1\n```"}, usage=USAGE)
     shown.answer_to("hello")
     small = """all => all.filter((e) => e.checkVisibility({visibilityProperty: true}))
       .map((e) => [e.getBoundingClientRect(), e.getAttribute("aria-label") ?? e.innerText])
@@ -92,7 +92,7 @@ def test_each_view_has_one_heading_of_level_one(shown, page):
 def test_nothing_is_wider_than_the_screen(show, scheme, width):
     shown = show(viewport={"width": width, "height": 800}, color_scheme=scheme)
     page = shown.page
-    answer_with(page, {"content": "`" + "long" * 200 + "`\n\n```\n" + "wide " * 200 + "\n```\n"})
+    shown.answer_with({"content": "`" + "long" * 200 + "`\n\n```\n" + "wide " * 200 + "\n```\n"})
     shown.answer_to("x" * 500)
     wide = "document.documentElement.scrollWidth > innerWidth"
     assert not page.evaluate(wide)

@@ -110,12 +110,43 @@ class Shown:
     @contextmanager
     def samples(self) -> Iterator[None]:
         """The page's sample requests run, however slow the browser is."""
-        change_requests(self.page, "completions", max_tokens=3000)
+        self.change_requests("completions", max_tokens=3000)
         self.page.click("#samples")
         expect(self.page.locator("#requests li")).to_have_count(18)
         yield
         self.page.click("#samples")
         expect(self.page.locator("#no-requests")).to_be_visible()
+
+    def answer_with(self, *deltas: dict, usage: dict | None = None, finish: str = "stop") -> None:
+        """Let the page get these deltas as the answer to all its questions."""
+        chunks = [{"choices": [{"index": 0, "delta": d, "finish_reason": None}]} for d in deltas]
+        chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
+        if usage:
+            chunks.append({"choices": [], "usage": usage})
+        self.answer_with_events(*map(json.dumps, chunks), "[DONE]")
+
+    def answer_with_events(self, *events: str) -> None:
+        """As `answer_with`, with the data of each event."""
+        body = "".join(f"data: {event}\n\n" for event in events)
+        self.page.route(
+            "**/v1/chat/completions",
+            lambda route: route.fulfill(content_type="text/event-stream", body=body),
+        )
+
+    def body_of(self, text: str) -> Any:
+        """Ask; returns the body of the request."""
+        with self.page.expect_request("**/v1/chat/completions") as asked:
+            self.ask(text)
+        return asked.value.post_data_json
+
+    def change_requests(self, path: str, **fields: object) -> None:
+        """Let the server get these fields in the page's requests."""
+
+        def change(route: Route) -> None:
+            body = {**(route.request.post_data_json or {}), **fields}
+            route.continue_(post_data=json.dumps(body))
+
+        self.page.route(f"**/v1/{path}", change)
 
     def refuse(self, path: str, message: str) -> None:
         """Let the page get 503 for all its requests to this path; Chromium complains of it."""
@@ -150,41 +181,6 @@ class Shown:
         scheme, host = urlsplit(url)[:2]
         if scheme not in ("blob", "data") and host != urlsplit(self.url)[1]:
             self.complaints.append(f"a request to {url}")
-
-
-def answer_with(page: Page, *deltas: dict, usage: dict | None = None, finish: str = "stop") -> None:
-    """Let the page get these deltas as the answer to all its questions."""
-    chunks = [{"choices": [{"index": 0, "delta": d, "finish_reason": None}]} for d in deltas]
-    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
-    if usage:
-        chunks.append({"choices": [], "usage": usage})
-    answer_with_events(page, *map(json.dumps, chunks), "[DONE]")
-
-
-def answer_with_events(page: Page, *events: str) -> None:
-    """As `answer_with`, with the data of each event."""
-    body = "".join(f"data: {event}\n\n" for event in events)
-    page.route(
-        "**/v1/chat/completions",
-        lambda route: route.fulfill(content_type="text/event-stream", body=body),
-    )
-
-
-def body_of(shown: Shown, text: str) -> Any:
-    """Ask; returns the body of the request."""
-    with shown.page.expect_request("**/v1/chat/completions") as asked:
-        shown.ask(text)
-    return asked.value.post_data_json
-
-
-def change_requests(page: Page, path: str, **fields: object) -> None:
-    """Let the server get these fields in the page's requests."""
-
-    def change(route: Route) -> None:
-        body = {**(route.request.post_data_json or {}), **fields}
-        route.continue_(post_data=json.dumps(body))
-
-    page.route(f"**/v1/{path}", change)
 
 
 def until_idle(running: Running, page: Page) -> None:
