@@ -49,13 +49,13 @@ def test_barrier_removed(case, number):
     assert number + 1 < len(parts)
     source = BARRIER.join(parts[: number + 1]) + ";" + BARRIER.join(parts[number + 1 :])
     for schedule in ("forward", 5):
-        way = HostOptions(checked=True, schedule=schedule)
-        dispatch.run(way)
+        options = HostOptions(checked=True, schedule=schedule)
+        dispatch.run(options)
         if number in idle:
-            replace(dispatch, source=source).run(way)
+            replace(dispatch, source=source).run(options)
             continue
         with pytest.raises(KernelFault) as raised:
-            replace(dispatch, source=source).run(way)
+            replace(dispatch, source=source).run(options)
         assert raised.value.kind in ("race", "uninitialised"), raised.value
 
 

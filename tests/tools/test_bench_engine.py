@@ -201,7 +201,7 @@ def test_the_summary_of_loads_of_a_hybrid_model(monkeypatch, capsys):
 def test_an_engine_that_fails_is_left_out(monkeypatch, capsys):
     fails = Mock(side_effect=RuntimeError("cuGraphAddKernelNode: invalid argument"))
     bench = bench_engine.Bench("D", Load("one", [Wave([[1]], [2])]))
-    engine = argparse.Namespace(name="mlx-lm 16/32", way="none")
+    engine = argparse.Namespace(name="mlx-lm 16/32")
     done = Run([0.0], [[0.1, 0.2]], [[1, 2]], [[1]], seconds=0.2)
     monkeypatch.setattr(bench_engine, "drive", lambda *_: done)
     assert bench.tried(engine)["output_tokens_per_s"] == 10
