@@ -66,10 +66,6 @@ def check(graph: Graph, **how: Any) -> None:
             assert not encoder.faults(), (limits, tickets_only)
 
 
-def labels_of(graph: Graph) -> set[str]:
-    return {step.label for step in Replay(graph).run().steps}
-
-
 @pytest.mark.parametrize(
     ("how", "kernels"),
     [
@@ -92,7 +88,8 @@ def labels_of(graph: Graph) -> set[str]:
 def test_prompts_mixed_steps_and_decodes_one_step_ahead(how, kernels):
     graph = record(make_engine(**how), arrivals)
     assert kernels <= kernels_of(graph)
-    assert {"prompt", "mixed ahead", "decode ahead"} <= labels_of(graph)
+    labels = {step.label for step in Replay(graph).run().steps}
+    assert {"prompt", "mixed ahead", "decode ahead"} <= labels
     check(graph)
 
 
@@ -216,14 +213,11 @@ def with_ticket(graph: Graph, node: int, ticket: str) -> tuple[str, ...]:
     return tuple(ticket if name == given else name for name in graph.nodes[node].inputs)
 
 
-def users_of_tokens(graph: Graph) -> list[int]:
-    return [i for i, node in enumerate(graph.nodes) if "ticket" in node.parameters]
-
-
 def test_every_ticket_is_needed():
     """Each launch in turn takes the ticket from before the first step."""
     graph = record(make_engine(), arrivals)
-    first, *others = sorted(users_of_tokens(graph), key=lambda i: graph.nodes[i].turn)
+    users = [i for i, node in enumerate(graph.nodes) if "ticket" in node.parameters]
+    first, *others = sorted(users, key=lambda i: graph.nodes[i].turn)
     initial = graph.nodes[first].parameters["ticket"]
     assert len(others) > 30
     for node in others:
