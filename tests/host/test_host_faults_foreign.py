@@ -13,9 +13,7 @@ import pytest
 from metal.host import HostOptions, KernelFault
 from tests.support.host.foreign_attention import sdpa_vector, steel_attention, two_pass_second
 from tests.support.host.foreign_runs import random, softmax, sort
-from tests.support.kernels.seeded_faults import read_faults
-
-BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+from tests.support.kernels.seeded_faults import BARRIER, Fault, read_faults
 
 
 def second_pass():
@@ -45,17 +43,15 @@ CASES = {
 def test_barrier_removed(case, number):
     make, _, idle = CASES[case]
     dispatch = make()
-    parts = dispatch.source.split(BARRIER)
-    assert number + 1 < len(parts)
-    source = BARRIER.join(parts[: number + 1]) + ";" + BARRIER.join(parts[number + 1 :])
+    source = Fault(case, BARRIER, number, ";", ()).seeded(dispatch.source)
     for schedule in ("forward", 5):
-        way = HostOptions(checked=True, schedule=schedule)
-        dispatch.run(way)
+        options = HostOptions(checked=True, schedule=schedule)
+        dispatch.run(options)
         if number in idle:
-            replace(dispatch, source=source).run(way)
+            replace(dispatch, source=source).run(options)
             continue
         with pytest.raises(KernelFault) as raised:
-            replace(dispatch, source=source).run(way)
+            replace(dispatch, source=source).run(options)
         assert raised.value.kind in ("race", "uninitialised"), raised.value
 
 

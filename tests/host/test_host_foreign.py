@@ -12,11 +12,11 @@ from tests.support.host import foreign_kernels as foreign
 from tests.support.host.foreign_runs import (
     DTYPES,
     check_close,
-    in_every_way,
     random,
     run_mlx,
     softmax,
     sort,
+    with_all_options,
 )
 from tests.support.kernels.arrays import floats
 
@@ -30,12 +30,12 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 33, 1000])
 def test_softmax(dtype, width):
     dispatch, expected = softmax(dtype, 3, width)
-    check_close(*in_every_way(dispatch.run, checked=dtype == "float"), expected, dtype)
+    check_close(*with_all_options(dispatch.run, checked=dtype == "float"), expected, dtype)
 
 
 def test_softmax_looped():
     dispatch, expected = softmax("float", 2, 5003, looped=True)
-    check_close(*in_every_way(dispatch.run), expected, "float")
+    check_close(*with_all_options(dispatch.run), expected, "float")
 
 
 @dtypes
@@ -50,7 +50,7 @@ def test_logsumexp(dtype):
 @pytest.mark.parametrize("width", [5, 200, 256])
 def test_sort(width):
     dispatch, expected = sort(3, width)
-    (y,) = in_every_way(dispatch.run)
+    (y,) = with_all_options(dispatch.run)
     assert np.array_equal(floats(y), expected)
 
 
@@ -124,9 +124,9 @@ def rotate(x, positions, base):
 
 
 def run_mlx_lm(name, dtype):
-    """Run one of mlx-lm's kernels in every way; its inputs in float64 and its outputs."""
+    """Run one of mlx-lm's kernels with all options; its inputs in float64 and its outputs."""
     call = foreign.mlx_lm_call(name, DTYPES[dtype])
-    outputs = in_every_way(lambda way: call.kernel(**call.arguments, options=way))
+    outputs = with_all_options(lambda options: call.kernel(**call.arguments, options=options))
     return [floats(a) for a in call.inputs], outputs
 
 

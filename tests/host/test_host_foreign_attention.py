@@ -8,7 +8,7 @@ from tests.support.host.foreign_attention import (
     two_pass_first,
     two_pass_second,
 )
-from tests.support.host.foreign_runs import DTYPES, check_close, in_every_way
+from tests.support.host.foreign_runs import DTYPES, check_close, with_all_options
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
@@ -29,7 +29,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES)
 )
 def test_sdpa_vector(dtype, case):
     dispatch, expected = sdpa_vector(dtype, *case)
-    check_close(*in_every_way(dispatch.run, checked=dtype == "float"), expected, dtype)
+    check_close(*with_all_options(dispatch.run, checked=dtype == "float"), expected, dtype)
 
 
 @dtypes
@@ -37,8 +37,8 @@ def test_sdpa_vector(dtype, case):
 def test_sdpa_two_pass(dtype, keys):
     first, expected = two_pass_first(dtype, 4, 2, 2, keys, 64)
     checked = dtype == "float"
-    second = two_pass_second(dtype, *in_every_way(first.run, checked=checked))
-    check_close(*in_every_way(second.run, checked=checked), expected, dtype)
+    second = two_pass_second(dtype, *with_all_options(first.run, checked=checked))
+    check_close(*with_all_options(second.run, checked=checked), expected, dtype)
 
 
 # causal, query heads, KV heads, queries, keys, head dim
@@ -59,11 +59,11 @@ def test_sdpa_two_pass(dtype, keys):
 )
 def test_steel_attention(dtype, case):
     dispatch, expected = steel_attention(dtype, *case)
-    check_close(*in_every_way(dispatch.run), expected, dtype)
+    check_close(*with_all_options(dispatch.run), expected, dtype)
 
 
 def test_steel_attention_with_the_head_dim_halved():
     """Two simdgroups exchange their halves of the scores through threadgroup memory."""
     case = (True, 2, 1, 41, 59, 128)
     dispatch, expected = steel_attention("half", *case, columns=32, halves=2)
-    check_close(*in_every_way(dispatch.run), expected, "half")
+    check_close(*with_all_options(dispatch.run), expected, "half")

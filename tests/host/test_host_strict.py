@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("ziglang", reason="the strict front end needs clang")
 
 from metal.host.strict import check
-from tests.support.host.foreign_kernels import MLX_KERNELS, MLX_LM_CALLS, mlx_lm_call, mlx_source
+from tests.support.host.foreign_kernels import MLX_KERNELS, MLX_LM_CALLS, metal, mlx_lm_call
 
 HEAD = """
 [[kernel]] void k(
@@ -117,7 +117,7 @@ def test_accepted(name):
 @pytest.mark.parametrize("name", MLX_KERNELS)
 def test_accepts_mlx(name):
     """MLX's own kernels, which Apple's compiler takes."""
-    assert check(mlx_source(name)) == []
+    assert check(metal(*MLX_KERNELS[name])) == []
 
 
 @pytest.mark.parametrize("name", MLX_LM_CALLS)

@@ -4,24 +4,19 @@ Each seeded fault has to be reported by its kind, or, where the checker has noth
 show in the result.
 """
 
-from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
 
 from metal.host import HostError, KernelFault, installed, mlx_source
 from tests.support.kernels.attention_runs import kv_write
-from tests.support.kernels.runs import RUN, STORE
+from tests.support.kernels.runs import RUN, WRITTEN
 from tests.support.kernels.seeded_faults import FAULTS
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import source
 
-
-@contextmanager
-def on_host(**settings):
-    with installed(writable_inputs=STORE, **settings):
-        yield
+on_host = partial(installed, writable_inputs=WRITTEN)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.support.kernels.serving_session import MODELS, WAYS, Session, count
+from tests.support.kernels.serving_session import MODELS, PATHS, Session, count
 
 # An input in the constant address space, except for the shapes that MLX adds.
 CONSTANT = re.compile(r"const constant \w+\* (\w+) ")
@@ -19,10 +19,10 @@ TEXTS = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("model", MODELS)
-def test_texts_of_a_session(model, way):
-    texts = Session(model, *WAYS[way]).texts()
+def test_texts_of_a_session(model, path):
+    texts = Session(model, *PATHS[path]).texts()
     constant = {name for _, text, _ in texts for name in CONSTANT.findall(text)}
     assert {name for name in constant if not name.endswith("_shape")} <= {"leader"}
-    assert len(texts) == TEXTS[model][way], count(texts)
+    assert len(texts) == TEXTS[model][path], count(texts)

@@ -27,7 +27,7 @@ MODELS = {
 }  # fmt: skip
 PROMPTS = [p[:1] * 3 + p for p in tiny.prompts(5, 1, 40, seed=5)]
 NUM_TOKENS = 12
-WAYS = {"plain": {}, "chunks, preempted": {"max_num_batched_tokens": 8, "num_blocks": 17}}
+LOADS = {"plain": {}, "chunks, preempted": {"max_num_batched_tokens": 8, "num_blocks": 17}}
 
 
 def shard(ranks, name, half=False, **changes):
@@ -48,13 +48,13 @@ def seeded(count, max_tokens, **more):
 
 
 def answers(ranks, models):
-    """By model: tokens of each way, the K/V heads of each layer, bytes of weights."""
+    """By model: tokens of each load, the K/V heads of each layer, bytes of weights."""
     found = {}
     for name, changes in models.items():
         model, tokens = shard(ranks, name, **changes), {}
-        for way, options in WAYS.items():
+        for load, options in LOADS.items():
             engine = tiny.engine(model, **{"max_model_len": 128, **options})
-            tokens[way] = tiny.answers(engine, PROMPTS, seeded(len(PROMPTS), NUM_TOKENS))
+            tokens[load] = tiny.answers(engine, PROMPTS, seeded(len(PROMPTS), NUM_TOKENS))
         heads = [spec.num_kv_heads for spec in model.kv_specs]
         found[name] = {"tokens": tokens, "heads": heads, "bytes": model.weight_bytes}
     return found

@@ -40,7 +40,7 @@ def text_of(template, *messages, generation=True) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "way", "reasoning"),
+    ("name", "system_in_middle", "reasoning"),
     [
         ("Qwen-Qwen3-4B-Instruct-2507", "native", ""),
         ("Qwen-Qwen3-0.6B", "native", "reasoning_content"),
@@ -51,9 +51,9 @@ def text_of(template, *messages, generation=True) -> str:
         ("openai-gpt-oss-120b", "in user turn", "thinking"),
     ],
 )
-def test_what_templates_take(with_template, name, way, reasoning):
+def test_what_templates_take(with_template, name, system_in_middle, reasoning):
     template = with_template(name)
-    assert (template.system_in_middle, template.reasoning) == (way, reasoning)
+    assert (template.system_in_middle, template.reasoning) == (system_in_middle, reasoning)
 
 
 def test_a_system_message_is_written_in_its_place(with_template):

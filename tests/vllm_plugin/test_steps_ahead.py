@@ -25,7 +25,7 @@ PARAMS = [
 ]
 TINY_POOL = {"num_gpu_blocks_override": 30}
 CHUNKS = {"max_num_batched_tokens": 8}
-WAYS = {
+LOADS = {
     "plain": {"enable_prefix_caching": False},
     "preempted": {**TINY_POOL, "enable_prefix_caching": False},
     "chunks": {**CHUNKS, "enable_prefix_caching": False},
@@ -49,13 +49,13 @@ def num_ahead(llm):
 
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["in turn", "overlapping"])
-@pytest.mark.parametrize("way", WAYS)
-def test_answers_are_those_of_steps_that_are_waited_for(monkeypatch, way, overlaps):
+@pytest.mark.parametrize("load", LOADS)
+def test_answers_are_those_of_steps_that_are_waited_for(monkeypatch, load, overlaps):
     """Twice the load, so that rows and blocks are given to others; some end in mid-flight."""
     monkeypatch.setattr(ReferenceAttention, "overlaps", overlaps)
     answers = []
     for is_async in (False, True):
-        with kit.engine(**WAYS[way], async_scheduling=is_async) as llm:
+        with kit.engine(**LOADS[load], async_scheduling=is_async) as llm:
             before = kit.num_preemptions(llm)
             for turn in range(2):
                 for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
@@ -65,7 +65,7 @@ def test_answers_are_those_of_steps_that_are_waited_for(monkeypatch, way, overla
             llm.llm_engine.abort_request(["0-aborted", "1-aborted"])
             kit.add(llm, "again", PROMPTS[1])
             done |= kit.run(llm)
-            assert kit.num_preemptions(llm) - before >= 2 * ("preempted" in way)
+            assert kit.num_preemptions(llm) - before >= 2 * ("preempted" in load)
             assert (num_ahead(llm) > 20) if is_async else (num_ahead(llm) == 0)
         done = {name: answer(o) for name, o in done.items() if "aborted" not in name}
         assert len(done) == 2 * len(PROMPTS) + 1

@@ -15,7 +15,7 @@ from pathlib import Path
 import tests.conftest  # noqa: F401  (the CPU, before anything imports MLX)
 from metal.host.mlx_source import INCLUDE, PRELUDE
 from tests.support.kernels.production_shapes import all_texts
-from tests.support.kernels.serving_session import MODELS, WAYS, Session, count
+from tests.support.kernels.serving_session import MODELS, PATHS, Session, count
 from tools.lib.frame import parser_of, run_main
 
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "metal_texts"
@@ -23,8 +23,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "build" / "metal_texts"
 
 def print_counts() -> None:
     for model in MODELS:
-        for name, way in WAYS.items():
-            counts = count(Session(model, *way).texts())
+        for name, path in PATHS.items():
+            counts = count(Session(model, *path).texts())
             kernels = ", ".join(f"{n} {kernel}" for kernel, n in sorted(counts.items()))
             print(f"{model}, {name}: {counts.total()} ({kernels})")
 

@@ -68,12 +68,12 @@ def test_text_that_looks_like_a_tag_of_thoughts_is_text(shown, page, text):
     expect(page.locator(".thoughts")).to_have_count(0)
 
 
-@pytest.mark.parametrize("way", ["button", "Escape"])
-def test_stop_ends_the_request(shown, page, running, way):
+@pytest.mark.parametrize("by", ["button", "Escape"])
+def test_stop_ends_the_request(shown, page, running, by):
     shown.change_requests("chat/completions", ignore_eos=True, temperature=1)
     shown.ask("tell me a story")
     expect(shown.text).not_to_be_empty()
-    if way == "button":
+    if by == "button":
         page.click("#stop")
     else:
         page.keyboard.press("Escape")

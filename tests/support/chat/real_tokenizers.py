@@ -61,8 +61,15 @@ def llama_cpp_templates() -> dict[str, str]:
 @cache
 def o200k() -> tuple[dict[bytes, int], str]:
     """The tokens of gpt-oss by rank, and the pattern that cuts a text."""
-    path = _npm_package("js-tiktoken", _JS_TIKTOKEN, "dist/ranks/o200k_base.js")
-    content = json.loads(path.read_text().removeprefix("export default ").rstrip(";\n"))
+    file = "dist/ranks/o200k_base.js"
+
+    def wanted(path: str) -> str:
+        return file if path == f"package/{file}" else ""
+
+    command = ["npm", "pack", "--silent", f"js-tiktoken@{_JS_TIKTOKEN}"]
+    folder = fetched(f"js-tiktoken-{_JS_TIKTOKEN}", command, partial(_untar, wanted))
+    text = (folder / file).read_text()
+    content = json.loads(text.removeprefix("export default ").rstrip(";\n"))
     ranks: dict[bytes, int] = {}
     for line in content["bpe_ranks"].split("\n"):  # ! FIRST_RANK TOKEN TOKEN ...
         _, first, *tokens = line.split(" ")
@@ -82,17 +89,6 @@ def _vocabularies() -> Path:
     name = "llama-cpp-python"
     command = [*PIP, "--no-binary", name, f"{name}=={_LLAMA_CPP}"]
     return fetched(f"{name}-{_LLAMA_CPP}", command, partial(_untar, wanted))
-
-
-@cache
-def _npm_package(name: str, version: str, file: str) -> Path:
-    """A file of a package of npm."""
-
-    def wanted(path: str) -> str:
-        return file if path == f"package/{file}" else ""
-
-    command = ["npm", "pack", "--silent", f"{name}@{version}"]
-    return fetched(f"{name}-{version}", command, partial(_untar, wanted)) / file
 
 
 def _untar(name_of: Callable[[str], str], archive: Path, folder: Path) -> None:

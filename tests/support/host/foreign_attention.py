@@ -18,14 +18,10 @@ def attention(q, k, v, scale, allowed=None, bias=None, sinks=None):
     scores = scale * q @ k.swapaxes(-1, -2) + (0 if bias is None else bias)
     if allowed is not None:
         scores = np.where(allowed, scores, -np.inf)
-    top = scores.max(-1, keepdims=True)
-    if sinks is not None:
-        top = np.maximum(top, sinks[:, None, None])
+    sinks = np.full((len(q), 1, 1), -np.inf) if sinks is None else sinks[:, None, None]
+    top = np.maximum(scores.max(-1, keepdims=True), sinks)
     weights = np.exp(scores - top)
-    total = weights.sum(-1, keepdims=True)
-    if sinks is not None:
-        total = total + np.exp(sinks[:, None, None] - top)
-    return weights / total @ v
+    return weights / (weights.sum(-1, keepdims=True) + np.exp(sinks - top)) @ v
 
 
 def causal(queries, keys):
@@ -40,12 +36,10 @@ def qkv(dtype, heads, kv_heads, queries, keys, dim):
     return [array for array, _ in made], [values for _, values in made]
 
 
-MASKS = "bool", "float", "sinks"
-
-
 def mask_of(kind, dtype, heads, queries, keys):
     """What the kernel takes (constants, mask, sinks) and what `attention` takes."""
-    flags = kind in ("bool", "float"), False, *(kind == k for k in ("causal", *MASKS))
+    kinds = "causal", "bool", "float", "sinks"
+    flags = kind in ("bool", "float"), False, *(kind == k for k in kinds)
     constants = dict(enumerate(map(np.bool_, flags), 20))
     if kind == "causal":
         return constants, None, None, {"allowed": causal(queries, keys)}

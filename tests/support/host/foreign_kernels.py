@@ -27,11 +27,6 @@ from tests.support.kernels.arrays import seeded
 _KERNELS = Path("mlx/backend/metal/kernels")
 
 
-def text(header: str) -> str:
-    """One of MLX's kernel headers."""
-    return (INCLUDE / _KERNELS / header).read_text()
-
-
 def instantiate(function: str, *arguments: object) -> str:
     """The line that makes a kernel named `function` of a template."""
     spelled = f"{function}<{', '.join(map(str, arguments))}>"
@@ -41,10 +36,10 @@ def instantiate(function: str, *arguments: object) -> str:
 def metal(header: str, *instances: str, before: tuple[str, ...] = ()) -> str:
     """A whole `.metal` text: MLX's prelude, what `header` expects, it, and instances of it."""
     includes = "".join(f'#include "{_KERNELS / name}"\n' for name in ("utils.h", *before))
-    return includes + text(header) + "".join(instances)
+    return includes + (INCLUDE / _KERNELS / header).read_text() + "".join(instances)
 
 
-# One text for each of MLX's kernel families that the strict front end can read whole.
+# Arguments of `metal`, for each of MLX's kernel families that the strict front end can read whole.
 MLX_KERNELS = {
     "softmax": (
         "softmax.h",
@@ -62,11 +57,6 @@ MLX_KERNELS = {
         instantiate("sdpa_vector_2pass_2", "float", 64),
     ),
 }
-
-
-def mlx_source(name: str) -> str:
-    """The whole `.metal` text of one of MLX_KERNELS."""
-    return metal(*MLX_KERNELS[name])
 
 
 @dataclass(frozen=True)

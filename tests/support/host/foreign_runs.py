@@ -1,4 +1,4 @@
-"""Running foreign kernels: in every way, and compared with float64."""
+"""Running foreign kernels: with all options of the host, and compared with float64."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def check_close(array: mx.array, expected: np.ndarray, dtype: str) -> None:
     np.testing.assert_allclose(floats(array), expected, atol=atol, rtol=rtol)
 
 
-def in_every_way(
+def with_all_options(
     run: Callable[[HostOptions], list[mx.array]], *, checked: bool = True
 ) -> list[mx.array]:
-    """What `run` returns, which has to be the same to the bit in each way of running.
+    """What `run` returns, which has to be the same to the bit with all options.
 
     `checked`: also under the checker, for which the kernel is compiled once more.
     """
     first = None
-    for way in PLAIN + CHECKED if checked else PLAIN:
-        outputs = run(way)
+    for options in PLAIN + CHECKED if checked else PLAIN:
+        outputs = run(options)
         bits = [bytes(memoryview(array.view(mx.uint8))) for array in outputs]
         first = first or bits
-        assert bits == first, f"another result with {way}"
+        assert bits == first, f"another result with {options}"
     return outputs
 
 
@@ -62,7 +62,7 @@ class Dispatch:
     threads: Sequence[int]
     constants: Mapping[int, np.generic] = field(default_factory=dict)
 
-    def run(self, way: HostOptions) -> list[mx.array]:
+    def run(self, options: HostOptions) -> list[mx.array]:
         """The outputs of one run."""
         places = [i for i, buffer in enumerate(self.buffers) if isinstance(buffer, tuple)]
         made = {i: mx.zeros(*self.buffers[i]) for i in places}
@@ -76,15 +76,15 @@ class Dispatch:
             constants=self.constants,
             include_dirs=[INCLUDE],
             outputs=places,
-            options=way,
+            options=options,
             name="mlx",
         )
         return list(made.values())
 
 
 def run_mlx(*arguments: Any, checked: bool = True, **named: Any) -> list[mx.array]:
-    """Run a Dispatch of these arguments in every way."""
-    return in_every_way(Dispatch(*arguments, **named).run, checked=checked)
+    """Run a Dispatch of these arguments with all options."""
+    return with_all_options(Dispatch(*arguments, **named).run, checked=checked)
 
 
 def softmax(dtype: str, rows: int, width: int, looped: bool = False) -> tuple[Dispatch, np.ndarray]:

@@ -99,13 +99,13 @@ def allowed_and_expected(
 def _product(
     rows: np.ndarray, errors: np.ndarray, pairs: np.ndarray, part: ExpertWeight, step: float
 ) -> tuple[np.ndarray, np.ndarray]:
+    def product(weight: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        return np.stack([weight[e] @ row for e, row in zip(pairs, rows, strict=True)])
+
     weight = _values(part.weight)
-    expected = np.stack([weight[e] @ row for e, row in zip(pairs, rows, strict=True)])
-    size = np.stack([np.abs(weight[e]) @ np.abs(row) for e, row in zip(pairs, rows, strict=True)])
+    expected, size = product(weight, rows), product(np.abs(weight), np.abs(rows))
     # Errors of the elements of a row are of no one sign: like a walk of many steps, three times.
-    walk = np.stack(
-        [3 * (weight[e] ** 2 @ error**2) ** 0.5 for e, error in zip(pairs, errors, strict=True)]
-    )
+    walk = 3 * product(weight**2, errors**2) ** 0.5
     is_rounded = not isinstance(part.weight, mx.array)
     rounded_weight = 3 * step * size / len(rows[0]) ** 0.5 * is_rounded
     allowed = 1e-5 + walk + rounded_weight + step * np.abs(expected)

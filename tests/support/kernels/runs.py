@@ -4,5 +4,6 @@ from tests.support.kernels.attention_runs import ATTENTION
 from tests.support.kernels.product_runs import PRODUCTS
 from tests.support.kernels.recurrent_runs import RECURRENT
 
-STORE = ("keys", "values", "states")
+# The inputs that kernels write to.
+WRITTEN = ("keys", "values", "states")
 RUN = ATTENTION | PRODUCTS | RECURRENT

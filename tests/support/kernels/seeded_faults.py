@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _LINE = re.compile(r"(\w+) (\S+) `([^`]+)`(?: (\d+))? `([^`]*)` ([a-z, -]+)")
-_BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 
 
 class Fault(NamedTuple):
@@ -34,7 +34,7 @@ def read_faults(file: Path) -> dict[str, Fault]:
             assert found, f"no fault: {line}"
             name, kernel, text, number, put_there, kinds = found.groups()
             assert name not in faults, f"two faults of one name: {name}"
-            text = _BARRIER if text == "BARRIER" else text.replace("\\n", "\n")
+            text = BARRIER if text == "BARRIER" else text.replace("\\n", "\n")
             put_there = put_there.replace("\\n", "\n")
             faults[name] = Fault(
                 kernel, text, int(number or 0), put_there, tuple(kinds.split(", "))

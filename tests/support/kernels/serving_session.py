@@ -49,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 # How prompts attend, and up to how many rows products are by skinny_gemm.
-WAYS = {"gather": ("gather", 0), "varlen": ("varlen", 0), "gather, skinny_gemm": ("gather", 64)}
+PATHS = {"gather": ("gather", 0), "varlen": ("varlen", 0), "gather, skinny_gemm": ("gather", 64)}
 BLOCK_SIZE, MAX_LEN = 16, 32_768
 
 
