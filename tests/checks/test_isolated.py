@@ -31,6 +31,7 @@ CHECKS = [
 PROCESS = """
 import os, sys, time
 from vllm_metal_lite.checks import run_check as child
+from vllm_metal_lite.checks.check import CheckResult, Speed
 
 def run(check, timed):
     acts = {ACTS}

@@ -12,7 +12,7 @@ import pytest
 from metal.host import installed
 from tests.support.engine import rank_threads
 from tests.support.kernels.device import pretend_gpu
-from tests.support.kernels.launches import watch
+from tests.support.kernels.launches import Stubs, watch
 from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import CONFIGS
 from tests.support.models.rounding import of_16_bits
@@ -160,12 +160,12 @@ def test_nothing_is_timed_on_a_cpu(monkeypatch):
 def test_products_that_cannot_be_timed_are_mlx_s(monkeypatch, caplog, tmp_path):
     """Though one row could; tried again at the next start.  Launches are stubs."""
 
-    def no_room_for_32(self, arrays, template, grid, threadgroup, outputs):
-        if self.name == "skinny_gemm" and len(arrays[0]) == 32:
+    def no_room_for_32(kernel, arrays, _):
+        if kernel == "skinny_gemm" and len(arrays[0]) == 32:
             raise RuntimeError("[metal]\n no room")
-        return [mx.zeros(*output) for output in outputs]
 
-    monkeypatch.setattr(Kernel, "__call__", no_room_for_32)
+    Stubs(monkeypatch)
+    watch(monkeypatch, no_room_for_32)
     for _ in range(2):
         caplog.clear()
         assert decided(monkeypatch, *model()) == (range(0), "")
@@ -330,12 +330,8 @@ def test_the_faster_way_is_remembered(monkeypatch, seconds, faster):
 @pytest.mark.parametrize(("enough", "calls"), [(1e9, tune._ROUNDS), (0, 1)])
 def test_mixtures_are_timed_by_kernels_and_by_mlx(monkeypatch, enough, calls):
     launched = []
-
-    def stub(self, arrays, template, grid, threadgroup, outputs):
-        launched.append(self.name)
-        return [mx.zeros(*output) for output in outputs]
-
-    monkeypatch.setattr(Kernel, "__call__", stub)
+    Stubs(monkeypatch)
+    watch(monkeypatch, lambda kernel, *_: launched.append(kernel))
     monkeypatch.setattr(tune, "_ENOUGH_OF_PROMPTS", enough)
     packed, _ = model("qwen3_moe")
     fuse(packed.model, joins=False)

@@ -1,4 +1,4 @@
-"""Thoughts before an answer of a given form: unlimited, or up to a budget."""
+"""Thoughts before an answer of a given form, or in a channel: unlimited, or up to a budget."""
 
 import numpy as np
 from hypothesis import given
@@ -85,3 +85,81 @@ def test_random_answers(seed, is_open, budget):
         assert tuple(thoughts[-2:]) == END
         count = len(thoughts) - 2 - (0 if is_open else 1)
         assert budget is None or count <= max(budget, 0)
+
+
+# Thoughts in a channel: a budget for all of them
+
+# channel, analysis, message; end, start
+CHANNEL, CHANNEL_END = (60, 61, 62), (63, 64)
+
+
+def channel(budget, inner=None) -> Thinking:
+    params = ThinkingParams(CHANNEL, CHANNEL_END, False, budget, is_channel=True)
+    return Thinking(params, inner, V, [EOS])
+
+
+def test_the_budget_ends_the_thoughts_of_a_channel_by_forced_tokens():
+    limits = channel(2)
+    accept(limits, *CHANNEL, 5)
+    assert limits.forced() == []
+    assert allowed(limits, V) is None
+    accept(limits, 6)
+    assert limits.forced() == [63, 64]
+    assert allowed(limits, V) == {63}
+    accept(limits, 63)
+    assert limits.forced() == [64]
+    assert allowed(limits, V) == {64}
+    limits.rollback(2)
+    assert limits.forced() == []
+    accept(limits, 6, 63, 64)
+    assert limits.forced() == []
+
+
+def test_thoughts_do_not_begin_again():
+    limits = channel(1)
+    accept(limits, *CHANNEL, 5, *CHANNEL_END)
+    assert allowed(limits, V) is None
+    accept(limits, 60)
+    assert allowed(limits, V) == set(range(V)) - {61}
+
+
+def test_the_budget_is_that_of_all_thoughts():
+    limits = channel(3)
+    accept(limits, *CHANNEL, 5, 6, *CHANNEL_END)
+    assert limits.forced() == []
+    accept(limits, *CHANNEL, 7)
+    assert limits.forced() == [63, 64]
+
+
+def test_no_budget_means_no_thoughts_in_a_channel():
+    limits = channel(0)
+    accept(limits, 60)
+    assert allowed(limits, V) == set(range(V)) - {61}
+
+
+def test_thoughts_end_where_the_form_lets_them():
+    inner = SlotConstraint([[60], [61], [62], [5, 63], [6, 10], [7, 63], [8, 9]], V)
+    limits = channel(1, inner)
+    accept(limits, *CHANNEL)
+    assert allowed(limits, V) == {5, 63}
+    accept(limits, 5)
+    assert limits.forced() == []
+    assert allowed(limits, V) == {6, 10}
+    accept(limits, 6)
+    assert limits.forced() == [63]
+    assert allowed(limits, V) == {63}
+    accept(limits, 63)
+    assert allowed(limits, V) == {8, 9}
+
+
+@given(seed=st.integers(0, 10**6), budget=st.none() | st.integers(0, 4))
+def test_random_answers_with_channels(seed, budget):
+    tokens = walk(channel(budget), V, np.random.default_rng(seed), 200, EOS)
+    thinking, count = False, 0
+    for i, token in enumerate(tokens):
+        if thinking:
+            thinking = token != CHANNEL_END[0]
+            count += thinking
+        else:
+            thinking = tuple(tokens[max(i - 2, 0) : i + 1]) == CHANNEL
+    assert budget is None or count <= budget
