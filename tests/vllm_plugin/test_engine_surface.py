@@ -116,6 +116,7 @@ def test_a_long_answer_ends_at_the_context_length():
         ({"hf_overrides": {"rope_theta": 5.0}}, "--hf-overrides"),
         ({"logprobs_mode": "processed_logprobs"}, "--logprobs-mode processed_logprobs"),
         ({"load_format": "dummy"}, "--load-format dummy"),
+        ({"offload_group_size": 2}, "--offload-group-size 2"),
         ({"runner": "pooling", "convert": "classify"}, "--convert classify"),
         ({"runner": "pooling", "pooler_config": PoolerConfig(seq_pooling_type="CLS"),
           "max_num_batched_tokens": 128}, "--runner pooling: its pooling type is CLS"),

@@ -3,7 +3,6 @@
 vLLM imports this module during its own import, so the methods import vLLM's names.
 """
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,12 +21,13 @@ if TYPE_CHECKING:
 _WORKER = "vllm_metal_lite.vllm_plugin.worker.MetalLiteWorker"
 _RANK_WORKER = "vllm_metal_lite.vllm_plugin.rank_worker.RankWorker"
 
-# From 70 GiB up, vLLM assumes a data-centre GPU and raises its default batch sizes.
-_MOST_MEMORY_TOLD = 64 << 30
-
 
 class MetalLitePlatform(Platform):
-    """MLX under vLLM.  torch only carries results to the front end, so it sees a CPU."""
+    """MLX under vLLM.  torch only carries results to the front end, so it sees a CPU.
+
+    Tells no size of memory: from 70 GiB up, vLLM would assume a data-centre GPU and raise its
+    default batch sizes.
+    """
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"
@@ -109,11 +109,6 @@ class MetalLitePlatform(Platform):
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
         return cls.device_name
-
-    @classmethod
-    def get_device_total_memory(cls, device_id: int = 0) -> int:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return min(memory, _MOST_MEMORY_TOLD)
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:
