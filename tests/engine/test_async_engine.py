@@ -12,6 +12,7 @@ from tests.support.models import tiny_models as tiny
 from tests.support.models.tiny_models import greedy
 from tests.support.run_python import run_python
 from vllm_metal_lite.engine.async_engine import AsyncEngine
+from vllm_metal_lite.engine.failed_steps import MAX_FAILURES
 from vllm_metal_lite.errors import RequestError, SamplingError
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -291,8 +292,9 @@ def test_a_step_whose_tokens_cannot_be_recorded_ends_its_own_streams():
 def test_a_stream_whose_last_step_cannot_be_recorded_does_not_wait_forever():
     async def test(engine):
         engine._engine.on_step = Mock(side_effect=RuntimeError("a bug"))
-        with pytest.raises(RuntimeError, match="a bug"):
-            await collect(engine, PROMPTS[0], greedy(1))
+        for _ in range(MAX_FAILURES):
+            with pytest.raises(RuntimeError, match="a bug"):
+                await asyncio.wait_for(collect(engine, PROMPTS[0], greedy(1)), SAFETY)
         await idle(engine)
 
     serve(test)

@@ -239,10 +239,11 @@ class LLMEngine:
 
     @property
     def requests_at_fault(self) -> list[str]:
-        """Ids of the requests that must end because `step` raised."""
-        if self.failed_steps.is_hopeless:
-            return list(self._requests)
-        return list(dict.fromkeys(r.parent_id for r in self.failed_steps.at_fault))
+        """Ids of the requests that must end because `step` raised.  Some may be unknown already:
+        their last token was recorded, but nobody has seen it."""
+        at_fault = [request.parent_id for request in self.failed_steps.at_fault]
+        others = self._requests if self.failed_steps.is_hopeless else ()
+        return list(dict.fromkeys([*at_fault, *others]))
 
     def _may_run_ahead(self, output: SchedulerOutput) -> bool:
         """Whether the next step may be launched before the tokens of `output` are known."""
