@@ -1,8 +1,10 @@
 """Text is what mlx-lm's streams give token by token, whenever it is read."""
 
 import copy
+import gc
 import pickle
 from itertools import takewhile
+from weakref import ref
 
 import pytest
 import tokenizers
@@ -18,7 +20,7 @@ from mlx_lm.utils import load_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from vllm_metal_lite import LLM, SamplingParams
-from vllm_metal_lite.engine.detokenizer import Detokenizer
+from vllm_metal_lite.engine.detokenizer import Detokenizer, token_texts
 from vllm_metal_lite.model.files.find import DEMO_PATH
 from vllm_metal_lite.outputs import CompletionOutput
 
@@ -159,3 +161,16 @@ def test_copies_of_an_output_stay_as_they_are():
     assert output.text == before + " box"
     assert [c.text for c in copies] == [before] * 3
     assert f"text={before + ' box'!r}" in repr(output)
+
+
+def test_tokenizers_that_nobody_uses_are_not_kept():
+    class Tokenizer:
+        def decode(self, token_ids):
+            return f"{token_ids}"
+
+    made = [Tokenizer() for _ in range(20)]
+    assert {token_texts(tokenizer)(7) for tokenizer in made} == {"[7]"}
+    alive = list(map(ref, made))
+    made.clear()
+    gc.collect()
+    assert sum(tokenizer() is not None for tokenizer in alive) <= 8

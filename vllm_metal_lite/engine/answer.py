@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from vllm_metal_lite.engine.detokenizer import Detokenizer, token_text
+from vllm_metal_lite.engine.detokenizer import Detokenizer, token_texts
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm_metal_lite.pooling_params import PoolingParams
@@ -44,9 +44,10 @@ class Answer:
         if params.logprobs is not None:
             self.output.logprobs = []
             self.output.cumulative_logprob = 0.0
-        self._tokenizer = tokenizer = model.tokenizer
-        self._detokenizer = None
+        tokenizer = model.tokenizer
+        self._detokenizer = self._text_of = None
         if tokenizer is not None:
+            self._text_of = token_texts(tokenizer)
             self._detokenizer = Detokenizer(
                 tokenizer, params, self._token_ids, request.prompt_token_ids
             )
@@ -155,10 +156,9 @@ class Answer:
         ids = logprobs.token_ids[row, : k + 1].tolist()
         values = logprobs.logprobs[row, : k + 1].tolist()
         ranks = [int(logprobs.ranks[row]), *range(1, len(ids))]
-        tokenizer = self._tokenizer
         out: dict[int, Logprob] = {}  # the sampled token first, with its true rank, as in vLLM
         for token, value, rank in zip(ids, values, ranks, strict=True):
             if token not in out:
-                text = None if tokenizer is None else token_text(tokenizer, token)
+                text = None if self._text_of is None else self._text_of(token)
                 out[token] = Logprob(value, rank, text)
         return out

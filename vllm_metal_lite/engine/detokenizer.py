@@ -1,7 +1,7 @@
 """Token ids to text: lazily when text is read, or per token for stop strings."""
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
 from itertools import islice, product
 from threading import Lock
 
@@ -165,10 +165,10 @@ class _Pieces(dict[int, str | None]):
 _pieces_of = lru_cache(maxsize=8)(_Pieces)  # slow to make; requests share it
 
 
-@lru_cache(maxsize=1 << 16)
-def token_text(tokenizer: TokenizerWrapper, token_id: int) -> str:
-    """The text of a token by itself, as log-probabilities show it."""
-    return str(tokenizer.decode([token_id]))
+@lru_cache(maxsize=8)
+def token_texts(tokenizer: TokenizerWrapper) -> Callable[[int], str]:
+    """Gives the text of a token by itself, as log-probabilities show it."""
+    return cache(lambda token_id: str(tokenizer.decode([token_id])))
 
 
 def _special_ids(tokenizer: TokenizerWrapper) -> frozenset[int]:

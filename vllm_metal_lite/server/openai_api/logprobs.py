@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from vllm_metal_lite.engine.detokenizer import Detokenizer
+from vllm_metal_lite.engine.detokenizer import Detokenizer, token_texts
 from vllm_metal_lite.model.files.tokenizer import BYTES
 from vllm_metal_lite.outputs import Logprob
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -28,7 +28,7 @@ class TokenNames:
         """logprob: the token's, if it has been scored."""
         if self._as_ids:
             return f"token_id:{token_id}"
-        text = logprob.decoded_token if logprob else self.tokenizer.decode([token_id])
+        text = logprob.decoded_token if logprob else token_texts(self.tokenizer)(token_id)
         return text or ""
 
     def bytes(self, token_id: int, logprob: Logprob) -> list[int]:

@@ -7,12 +7,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from vllm_metal_lite.engine.detokenizer import Detokenizer, token_text
+from vllm_metal_lite.engine.detokenizer import Detokenizer, token_texts
 from vllm_metal_lite.outputs import CompletionOutput, Logprob
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.server.worker.messages import (
@@ -67,7 +67,7 @@ class RequestState:
         self.only_reads = isinstance(request.params, PoolingParams)
         self.pooled: np.ndarray | None = None  # what a finished request has read
         self._scored: list[PositionLogprobs | None] | None = None  # the prompt
-        self._text_of = partial(token_text, tokenizer)
+        self._text_of = token_texts(tokenizer)
         self.finished = False
         self.times = Times()
         self._on_update = on_update
