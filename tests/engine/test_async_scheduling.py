@@ -191,7 +191,7 @@ def test_a_failure_takes_back_both_steps_and_loses_nothing():
     """A decode, one whose last token was under way, and one admitted in the step ahead."""
     engine, (first, second) = running(waiting=1, max_tokens=2, enable_prefix_caching=True)
     assert shape(launch(engine)) == [("r1", 4, 1), ("r2", 0, 1)]
-    engine.in_flight.roll_back()
+    engine.in_flight.rollback()
     engine.check_blocks()
     assert len(engine.scheduler.waiting) == 3
     assert [r.num_computed_before for r in (first, second)] == [3, 3]

@@ -136,7 +136,7 @@ def test_a_mean_starts_again_after_a_preemption():
     prompt = tiny.prompts(1, 60, 60)[0]
     engine.add_request("a", prompt, params)
     engine.step()
-    engine.in_flight.roll_back()
+    engine.in_flight.rollback()
     compare([tiny.run(engine)["a"].pooled], all_alone("llama", [prompt], "mean"))
 
 

@@ -118,7 +118,7 @@ def test_the_second_of_two_prompts_behind_one_prefix_waits_for_the_first(end, mo
     engine.in_flight.launch(engine.scheduler.schedule())
     assert [s.request for s in engine.in_flight.outputs[0].segments] == [first]
     if end == "fails":
-        engine.in_flight.roll_back()
+        engine.in_flight.rollback()
         assert hit(engine, second.token_ids) == 0
     elif end == "is aborted":
         engine.abort("a")
@@ -162,7 +162,7 @@ def test_a_request_that_starts_again_after_a_reset_leaves_checkpoints():
     engine.add(prompt, 20)
     engine.in_flight.launch(engine.scheduler.schedule())
     engine.scheduler.reset_prefix_cache()
-    engine.in_flight.roll_back()
+    engine.in_flight.rollback()
     engine.step()
     assert hit(engine, prompt) == 8
 

@@ -81,18 +81,20 @@ class Answer:
             if row in result.no_token:
                 return self.fail(result.no_token[row])
             if result.logprobs is not None:
-                self.append_logprobs(result.logprobs, row)
-            ended = self.append(int(result.token_ids[row])) if len(rows) > 1 else self.extend()
-            if ended:
+                self._append_logprobs(result.logprobs, row)
+            # Several rows sample the token behind each draft.  One row may be followed by forced
+            # tokens, which only the request has.
+            several = len(rows) > 1
+            if self._append(int(result.token_ids[row])) if several else self._extend():
                 return True
         return False
 
-    def extend(self) -> bool:
+    def _extend(self) -> bool:
         """Take the request's new tokens, one by one; True when one ends the answer."""
         start = self.request.num_prompt_tokens + len(self._token_ids)
-        return any(map(self.append, self.request.token_ids[start:]))
+        return any(map(self._append, self.request.token_ids[start:]))
 
-    def append(self, token_id: int) -> bool:
+    def _append(self, token_id: int) -> bool:
         """Take a sampled token; True when it ends the answer."""
         tokens = self._token_ids
         if token_id in self._stop_ids and len(tokens) + 1 >= self.params.min_tokens:
@@ -136,7 +138,7 @@ class Answer:
         self.abort("error")
         return True
 
-    def append_logprobs(self, logprobs: Logprobs[np.ndarray], row: int) -> None:
+    def _append_logprobs(self, logprobs: Logprobs[np.ndarray], row: int) -> None:
         """Report a sampled token's row of log-probabilities, if the request wants them."""
         output, k = self.output, self.params.logprobs
         if self.score_token_ids:  # behind the sampled token's

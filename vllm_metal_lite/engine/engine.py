@@ -188,15 +188,16 @@ class LLMEngine:
         token (all their output so far).
 
         If a forward fails (an error or Ctrl-C), all scheduled requests return to the queue before
-        the exception propagates: nothing is lost.  The caller ends `requests_at_fault` with the
-        error, and may call `step` again.  Every error is logged; that of a step whose requests were
-        all aborted is not raised.
+        the exception propagates: nothing is lost.  If its tokens cannot be recorded, its requests
+        end.  The caller ends `requests_at_fault` with the error, and may call `step` again.  Every
+        error is logged; that of a step whose requests have all ended is not raised.
         """
         steps = self.in_flight
+        propose = None if self.speculator is None else self._propose
         try:
             if not steps.outputs:
                 self.prefix_disk.between_steps()
-                steps.launch(self.scheduler.schedule(self._propose))
+                steps.launch(self.scheduler.schedule(propose))
             if not steps.outputs:
                 self._last_end = None
                 self.prefix_disk.wait()
@@ -206,18 +207,18 @@ class LLMEngine:
                 steps.launch(self.scheduler.schedule())
             output, result = steps.finish()
         except StatesLost:  # a kernel was replaced; the next call runs the step without it
-            steps.roll_back()
+            steps.rollback()
             return []
         except Exception as e:
-            is_wanted = self.failed_steps.failed(steps.failed(), e)
-            steps.roll_back()
+            is_wanted = self.failed_steps.blame(steps.culprit(), e)
+            steps.rollback()
             if is_wanted:
                 raise
             return []
         except BaseException:
-            steps.roll_back()
+            steps.rollback()
             raise
-        requests = output.unfinished
+        requests = output.running
         try:
             return self._finish(output, result)
         except Exception as e:
@@ -257,7 +258,8 @@ class LLMEngine:
 
     def _propose(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
         """The drafts of decodes (`scheduler.drafts`), within the requests' constraints."""
-        drafts = self.speculator.propose(wanted) if self.speculator else [[] for _ in wanted]
+        assert self.speculator is not None, "without a speculator, no step has drafts"
+        drafts = self.speculator.propose(wanted)
         if not any(drafts):
             return drafts
         return [

@@ -31,17 +31,18 @@ class FailedSteps:
         """MAX_FAILURES steps failed without a success between them: all requests must end."""
         return self._num_failures >= MAX_FAILURES
 
-    def failed(self, output: SchedulerOutput, error: Exception) -> bool:
-        """output: the step, before its rollback.  False: all of its requests were aborted."""
-        running = output.unfinished
+    def blame(self, output: SchedulerOutput, error: Exception) -> bool:
+        """output: the step that failed, before its rollback.  False: all of its requests have
+        ended."""
+        running = output.running
         if output.segments and not running:
-            logger.warning(f"a step failed after its requests were aborted: {one_line(error)}")
+            logger.warning(f"a step failed whose requests had ended: {one_line(error)}")
             return False
         self._note(error)
         if self._scheduler.one_by_one or len(running) == 1:
             prefills = output.segments[output.num_decodes :]
             prompts = [s.request for s in prefills if not s.draft_token_ids]
-            # An aborted prompt may be at fault, too: then nobody ends.
+            # A prompt that has ended may be at fault, too: then no other request ends.
             self.at_fault = [r for r in prompts or running if r in running]
         else:
             self.at_fault = []
@@ -50,8 +51,8 @@ class FailedSteps:
         return True
 
     def spoilt(self, requests: list[Request], error: Exception) -> None:
-        """requests: of a step whose tokens could not all be recorded; all end, even those whose
-        last token was recorded, because nobody has seen it."""
+        """requests: those of a step whose tokens could not all be recorded.  All end, even those
+        with a recorded last token: nobody has seen it."""
         self._note(error)
         self.at_fault = requests
 

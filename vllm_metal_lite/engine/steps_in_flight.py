@@ -21,7 +21,7 @@ class StepsInFlight:
     """Runs scheduled steps, at most two at a time.
 
     answers: the unfinished ones, by the scheduler's request id.
-    outputs: of the scheduler, for the steps in flight, oldest first.
+    outputs: what the scheduler decided for each step in flight, oldest first.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class StepsInFlight:
         result = self._pipeline.finish()
         return self.outputs.popleft(), result
 
-    def failed(self) -> SchedulerOutput:
+    def culprit(self) -> SchedulerOutput:
         """The step that raised.  A launch may also raise the error of the step before it."""
         if not self.outputs:
             return SchedulerOutput()
@@ -96,7 +96,7 @@ class StepsInFlight:
             return self.outputs[0]
         return self.outputs[-1]
 
-    def roll_back(self) -> None:
+    def rollback(self) -> None:
         """Undo all steps; their requests return to the queue."""
         outputs = list(self.outputs)
         self.outputs.clear()

@@ -108,6 +108,6 @@ class SchedulerOutput:
         return not self.segments
 
     @property
-    def unfinished(self) -> list[Request]:
-        """The requests of this step that were not aborted since."""
+    def running(self) -> list[Request]:
+        """The requests of this step that still run."""
         return [s.request for s in self.segments if s.request.status is RequestStatus.RUNNING]
