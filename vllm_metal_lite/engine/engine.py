@@ -19,7 +19,6 @@ from vllm_metal_lite.engine.intake import Intake
 from vllm_metal_lite.engine.no_prefix_disk import NoPrefixDisk
 from vllm_metal_lite.engine.prompt_ids import Prompt
 from vllm_metal_lite.engine.seats import Seats
-from vllm_metal_lite.engine.step_counts import StepCounts
 from vllm_metal_lite.engine.steps_in_flight import StepsInFlight
 from vllm_metal_lite.errors import ConfigError, RequestError, one_line, show
 from vllm_metal_lite.kv.store import PagedStore
@@ -33,7 +32,7 @@ from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.runner import ModelRunner, StatesLost
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.scheduler.counts import count
+from vllm_metal_lite.scheduler.counts import StepCounts, count
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler import Scheduler
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput

@@ -31,7 +31,7 @@ class DraftScheduler:
     @property
     def has_room(self) -> bool:
         """Whether a decode may get drafts: with recurrent layers it needs a second slot."""
-        return self._states is None or self._states.states.pool.num_available > 0
+        return self.kv.states is None or self.kv.states.pool.num_available > 0
 
     def add(self, out: SchedulerOutput, propose: Propose, budget: int, num_running: int) -> None:
         """Lengthen decodes of a scheduled step whose tokens are all known.
@@ -74,8 +74,8 @@ class DraftScheduler:
         return most if self._states is None else min(most, -segment.end % size)
 
     def _take_state(self, segment: Segment) -> bool:
-        if self._states is not None:
-            state = self._states.states.draft(segment.request)
+        if self.kv.states is not None:
+            state = self.kv.states.draft(segment.request)
             segment.state = state or segment.state
             return state is not None
         return True
@@ -97,8 +97,8 @@ class DraftScheduler:
         """
         request, first = segment.request, segment.num_computed + 1
         request.token_ids += accepted
-        if self._states is not None and len(accepted) < len(segment.draft_token_ids):
-            self._states.states.take_back(request)
+        if self.kv.states is not None and len(accepted) < len(segment.draft_token_ids):
+            self.kv.states.take_back(request)
             request.num_computed_tokens = segment.num_computed
             return False
         request.num_computed_tokens = end = first + len(accepted)

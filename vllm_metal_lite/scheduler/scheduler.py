@@ -1,6 +1,6 @@
 """Decides which tokens the next step computes.  docs/scheduling.md explains the rules.
 
-A request has no phases, only a gap: `num_tokens - num_computed_tokens`.  A step closes part of it:
+A step closes part of the gaps of requests (request.py):
 1. decodes (requests whose prompt is computed) get one token each;
 2. partial prefills resume;
 3. waiting requests are admitted.
@@ -133,7 +133,7 @@ class Scheduler:
             self._prefilled_last = out.num_decodes < len(out.segments)
             if propose is not None:
                 rows = self.config.max_sampled_rows - len(out.segments)
-                self.drafts.add(out, propose, min(self._budget(out), rows), self.num_running)
+                self.drafts.add(out, propose, min(self._tokens_left(out), rows), self.num_running)
         # InputBatch.pack wants segments of one token first, prompts' one-token chunks included.
         prefills = out.segments[out.num_decodes :]
         if len(prefills) > 1:
@@ -163,9 +163,10 @@ class Scheduler:
         if self._states is not None:
             self._states.name(output)
         if not self.shares_in_step:
-            for segment in (s for s in output.segments if s.request.status is running):
-                start, end = segment.num_computed, segment.known_end
-                output.named += self.kv.name_blocks(segment.request, start, end)
+            for segment in output.segments:
+                if segment.request.status is running:
+                    start, end = segment.num_computed, segment.known_end
+                    output.named += self.kv.name_blocks(segment.request, start, end)
         terminal = [s.request for s in output.segments[:num_decodes]]
         for request in terminal:
             if request.status is running:
@@ -214,13 +215,13 @@ class Scheduler:
 
         token_ids: ints, one for each request of `output.terminal`.  A request finished since
         `schedule` keeps its place in `token_ids`; its token is ignored.
-        accepted: the tokens of requests with drafts behind the first.
+        accepted: for each request with drafts, its tokens behind the first.
         """
         finished = RequestStatus.FINISHED
         for request, token in zip(output.terminal, token_ids, strict=True):
             if request.status is not finished and request.token_ids[-1] == UNKNOWN_TOKEN:
                 request.token_ids[-1] = token
-        for segment in output.segments if output.has_drafts else ():
+        for segment in output.segments:
             request = segment.request
             if not segment.draft_token_ids or request.status is finished:
                 continue
@@ -290,7 +291,7 @@ class Scheduler:
     def _resume(self, out: SchedulerOutput) -> None:
         for request in self.partials:
             most = self._max_num_new_tokens(request, request.num_computed_tokens)
-            num_new_tokens = min(most, self._budget(out), self.kv.room(request))
+            num_new_tokens = min(most, self._tokens_left(out), self.kv.room(request))
             # 0: no budget or no blocks.  The request waits for decodes to end.  So does the queue:
             # a prompt needs a block of its own to be admitted.
             if num_new_tokens > 0:
@@ -305,18 +306,21 @@ class Scheduler:
         """
         if not self.waiting or not self._has_room(out):
             return
-        left, at = self.spare_blocks(), 0
+        # A loop over all running requests: most steps return before it.
+        left, at, states = self.spare_blocks(), 0, self._states
         while at < min(len(self.waiting), _MAX_PASSED + 1):
             if min(left) <= 0 or not self._has_room(out):
                 break
             request = self.waiting[at]
             hit = self.kv.find_prefix(request)
             start = hit.num_tokens
-            if self.holds(request, hit) or self._follows(request, start, out):
+            if self.holds(request, hit) or (
+                states is not None and states.follows(request, start, out, self.partials)
+            ):
                 at += 1
                 continue
             most = self._max_num_new_tokens(request, start)
-            num_new_tokens = min(most, self._budget(out))
+            num_new_tokens = min(most, self._tokens_left(out))
             cost = self.kv.cost(request, hit, most)
             if num_new_tokens <= 0 or not all(map(le, cost, left)):
                 break
@@ -324,10 +328,10 @@ class Scheduler:
             must_finish = self.config.prefill_policy == "whole" and not starting
             if must_finish and num_new_tokens < request.num_tokens - start:
                 break
-            self._start(request, hit, num_new_tokens, out)
+            self._seat(request, hit, num_new_tokens, out)
             left = list(map(sub, left, cost))
 
-    def _start(
+    def _seat(
         self, request: Request, hit: PrefixHit, num_new_tokens: int, out: SchedulerOutput
     ) -> None:
         """Seat a request behind its cached prefix, and schedule its first chunk."""
@@ -338,7 +342,7 @@ class Scheduler:
         if not request.num_computed_before:
             request.num_cached_tokens = min(hit.num_tokens, request.num_prompt_tokens)
             if self.kv.reads_cache(request):
-                out.counts.add_hit(hit, request.num_prompt_tokens)
+                out.counts.add_hit(request, hit)
         self.kv.admit(request, hit)
         out.admitted.append(request)
         segment = self._schedule_chunk(request, min(num_new_tokens, self.kv.room(request)), out)
@@ -355,7 +359,7 @@ class Scheduler:
         return (
             self.num_running < self.config.max_num_seqs
             and not (self.one_by_one and self.partials)
-            and self._budget(out) > 0
+            and self._tokens_left(out) > 0
         )
 
     def _schedule_chunk(
@@ -375,13 +379,7 @@ class Scheduler:
             state = self._states.slots_of_chunk(request, end, out)
         return Segment(request, start, num_new_tokens, blocks, state)
 
-    def _follows(self, request: Request, start: int, out: SchedulerOutput) -> bool:
-        """Whether a request waits for another one's state, see following.py."""
-        if self._states is None or not self.partials:
-            return False
-        return self._states.follows(request, start, out, self.partials)
-
-    def _budget(self, out: SchedulerOutput) -> int:
+    def _tokens_left(self, out: SchedulerOutput) -> int:
         """How many more tokens the step may compute."""
         return self.config.max_num_batched_tokens - out.total_num_scheduled_tokens
 

@@ -60,9 +60,9 @@ class TokenCounts:
     prefix_cache_queried_tokens: int = 0
     prefix_cache_lost_tokens: int = 0
 
-    def add_hit(self, hit: PrefixHit, num_prompt_tokens: int) -> None:
-        """Count a prompt's first admission.  The hit may reach into an answer that is known."""
-        num_cached = min(hit.num_tokens, num_prompt_tokens)
+    def add_hit(self, request: Request, hit: PrefixHit) -> None:
+        """Count a prompt's first admission.  The hit may reach beyond it, into forced tokens."""
+        num_cached, num_prompt_tokens = request.num_cached_tokens, request.num_prompt_tokens
         self.prefix_cache_hit_tokens += num_cached
         self.prefix_cache_queried_tokens += num_prompt_tokens
         self.prefix_cache_lost_tokens += min(hit.num_in_blocks, num_prompt_tokens) - num_cached
