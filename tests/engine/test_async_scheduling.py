@@ -251,7 +251,7 @@ def test_an_engine_gives_the_same_tokens_with_and_without(name, how, budget):
     assert {reason for _, reason, _, _ in answers[0]} == {"stop", "length"}
     assert metrics[0]["steps_ahead"] == 0
     assert metrics[1]["steps_ahead"] > 10
-    assert metrics[0]["decode_tokens"] <= metrics[1]["decode_tokens"] + 200
+    assert metrics[0]["decode_tokens"] == metrics[1]["decode_tokens"]
 
 
 def test_the_host_reads_a_steps_tokens_when_the_next_one_is_built(monkeypatch):

@@ -168,10 +168,10 @@ def test_chunked_equals_single_shot_for_any_split(splits, name):
     engine = tiny.engine(name, enable_prefix_caching=False, max_num_batched_tokens=128)
     engine.add_request("a", prompt, SamplingParams(temperature=0, max_tokens=4))
     request = engine._answers["a"].request
+    done = {}
     for split in splits:
         request.max_chunk = split
-        engine.step()
+        done |= tiny.step(engine)
     request.max_chunk = 0
-    done = tiny.run(engine) if engine.has_unfinished_requests() else {}
-    if done:
-        assert done["a"].outputs[0].token_ids == tiny.alone(tiny.native(name), prompt, 4)
+    done |= tiny.run(engine)
+    assert done["a"].outputs[0].token_ids == tiny.alone(tiny.native(name), prompt, 4)

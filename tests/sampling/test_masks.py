@@ -9,9 +9,9 @@ from tests.support.engine.sampling import EMPTY, make, random_logits
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.engine.intake import bad_word_ids
 from vllm_metal_lite.errors import RequestError, SamplingError
 from vllm_metal_lite.model import loader
-from vllm_metal_lite.sampling.bad_words import bad_word_ids
 from vllm_metal_lite.sampling.masks import TokenMasks, pack_mask
 from vllm_metal_lite.sampling.processors import DeviceMasks
 from vllm_metal_lite.sampling.sampler import Sampler, validate

@@ -12,7 +12,6 @@ from vllm_metal_lite.errors import Option, RequestError, SamplingError, one_line
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.pooling_params import PoolingParams
-from vllm_metal_lite.sampling.bad_words import bad_word_ids
 from vllm_metal_lite.sampling.constraint import Constraint
 from vllm_metal_lite.sampling.sampler import validate
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -132,6 +131,23 @@ def bad_words_of(params: SamplingParams, model: LoadedModel) -> list[list[int]]:
         return bad_word_ids(model.tokenizer, params.bad_words)
     except Exception as e:
         raise RequestError(f"the tokenizer refuses bad_words: {one_line(e)}") from e
+
+
+def bad_word_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
+    """Token ids of words, at the start of a text and after a space, as in vLLM.
+
+    The second list counts only if its first token differs and its length is the same.
+    """
+    sequences = []
+    for word in words:
+        bare, spaced = (
+            tokenizer.encode(lead + word.lstrip(), add_special_tokens=False) for lead in ("", " ")
+        )
+        if bare:
+            sequences.append(list(bare))
+        if spaced and bare and spaced[0] != bare[0] and len(spaced) == len(bare):
+            sequences.append(list(spaced))
+    return sequences
 
 
 def constraint_of(params: SamplingParams, model: LoadedModel) -> Constraint | None:

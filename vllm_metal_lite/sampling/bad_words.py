@@ -1,7 +1,7 @@
 """Bad words.  The device matches them, since only the device has the last token in time."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,23 +10,6 @@ from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.processors import LogitsProcessor, Members, Operation, SampledRows
 
 _ANY, _NOTHING = -1, -2  # in a word's prefix: any token; among recent tokens: no token yet
-
-
-def bad_word_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
-    """Token ids of words, at the start of a text and after a space, as in vLLM.
-
-    The second list counts only if its first token differs and its length is the same.
-    """
-    sequences = []
-    for word in words:
-        bare, spaced = (
-            tokenizer.encode(lead + word.lstrip(), add_special_tokens=False) for lead in ("", " ")
-        )
-        if bare:
-            sequences.append(list(bare))
-        if spaced and bare and spaced[0] != bare[0] and len(spaced) == len(bare):
-            sequences.append(list(spaced))
-    return sequences
 
 
 class _Words(NamedTuple):

@@ -65,6 +65,10 @@ class SamplerOutput:
     for_host: mx.array
 
 
+# num_generated, seen and recent: see `Penalties` and `BadWords`.
+_State = tuple[np.ndarray, mx.array, mx.array]
+
+
 @dataclass(frozen=True)
 class _SamplingMetadata:
     """The graph inputs of a set of rows; None omits an operation."""
@@ -157,13 +161,14 @@ class Sampler:
             processor.remove(req_index)
 
     @property
-    def state(self) -> tuple[np.ndarray, mx.array, mx.array]:
+    def state(self) -> _State:
         """What a call changes, to restore if a step fails.  Valid until `add` or `remove`."""
         counts = self._rows["num_generated"].copy()
         return counts, self._penalties.seen, self._bad_words.recent
 
     @state.setter
-    def state(self, state: tuple[np.ndarray, mx.array, mx.array]) -> None:
+    def state(self, state: _State) -> None:
+        # Copied into the table: `MinTokens` has a view of it.
         self._rows["num_generated"], self._penalties.seen, self._bad_words.recent = state
         self._metadata = None
 

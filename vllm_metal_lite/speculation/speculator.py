@@ -58,6 +58,7 @@ class Speculator:
     def __init__(self, tokens_of: Callable[[Request], np.ndarray]) -> None:
         self._tokens_of = tokens_of
         self.pace = Pace()
+        # Forgotten with the request.
         self._records: WeakKeyDictionary[Request, _Record] = WeakKeyDictionary()
         self._turn = 0
 
