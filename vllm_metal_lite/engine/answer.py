@@ -82,10 +82,9 @@ class Answer:
                 return self.fail(result.no_token[row])
             if result.logprobs is not None:
                 self._append_logprobs(result.logprobs, row)
-            # Several rows sample the token behind each draft.  One row may be followed by forced
-            # tokens, which only the request has.
-            several = len(rows) > 1
-            if self._append(int(result.token_ids[row])) if several else self._extend():
+            # One row may be followed by forced tokens, which the request has; more are of drafts.
+            is_one = len(rows) == 1
+            if self._extend() if is_one else self._append(int(result.token_ids[row])):
                 return True
         return False
 

@@ -32,8 +32,7 @@ class FailedSteps:
         return self._num_failures >= MAX_FAILURES
 
     def blame(self, output: SchedulerOutput, error: Exception) -> bool:
-        """output: the step that failed, before its rollback.  False: all of its requests have
-        ended."""
+        """output: the failed step, before its rollback.  False: none of its requests still runs."""
         running = output.running
         if output.segments and not running:
             logger.warning(f"a step failed whose requests had ended: {one_line(error)}")

@@ -274,11 +274,10 @@ _INCREMENT = np.uint64(0x9E3779B97F4A7C15)  # the increment of splitmix64
 def validate(params: SamplingParams, vocab_size: int) -> None:
     """Raise SamplingError if a token id or a number of logprobs exceeds the vocabulary."""
     for name in ("logprobs", "prompt_logprobs"):
-        if (getattr(params, name) or 0) > vocab_size:
+        if (count := getattr(params, name) or 0) > vocab_size:
             raise SamplingError(
                 Option(name),
-                f" must be at most the vocabulary's size, {vocab_size}, "
-                f"got {show(getattr(params, name))}",
+                f" must be at most the vocabulary's size, {vocab_size}, got {show(count)}",
             )
     given = {
         name: getattr(params, name)

@@ -58,8 +58,7 @@ class Speculator:
     def __init__(self, tokens_of: Callable[[Request], np.ndarray]) -> None:
         self._tokens_of = tokens_of
         self.pace = Pace()
-        # Forgotten with the request.
-        self._records: WeakKeyDictionary[Request, _Record] = WeakKeyDictionary()
+        self._records = WeakKeyDictionary[Request, _Record]()  # forgotten with the request
         self._turn = 0
 
     def wants(self, decodes: Sequence[Request]) -> bool:
