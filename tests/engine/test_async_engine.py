@@ -190,10 +190,7 @@ POISON = tiny.VOCAB - 1
 def poison(engine: AsyncEngine, at: str) -> None:
     """Let each step that computes POISON fail, at its launch or when its tokens are read."""
     runner = engine._engine.runner
-    execute = runner.execute
-
-    def fail() -> None:
-        raise RuntimeError("the forward failed")
+    execute, fail = runner.execute, Mock(side_effect=RuntimeError("the forward failed"))
 
     def poisoned(batch, *args):
         is_bad = POISON in batch.token_ids
@@ -252,13 +249,11 @@ def test_an_engine_whose_steps_all_fail_ends_all_streams():
     async def test(engine):
         runner, steps = engine._engine.runner, itertools.count(1)
         execute = runner.execute
-        waits, go = hold(engine, after=0)
+        go = await held(engine)
         tasks = [asyncio.ensure_future(collect(engine, p, greedy())) for p in PROMPTS]
-        await asyncio.to_thread(waits.wait, SAFETY)
         runner.execute = Mock(side_effect=(RuntimeError(f"the device is gone, {i}") for i in steps))
-        added = asyncio.wrap_future(engine._submit(lambda: None))
+        await asyncio.sleep(0)  # all of them are in
         go.set()
-        await added  # all of them are in
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert {str(r) for r in results} <= {f"the device is gone, {i}" for i in (1, 2, 3)}
         runner.execute = execute
