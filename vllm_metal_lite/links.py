@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.errors import ConfigError
+from vllm_metal_lite.errors import ConfigError, one_line, show
 
 _BACKENDS = ("ring", "jaccl", "jaccl-ring")
 
@@ -43,9 +43,11 @@ def read_links(size: int, hostfile: str | None) -> Links:
         found = json.loads(Path(hostfile).read_text())
         found = {"hosts": found} if isinstance(found, list) else found
         hosts, kind = found["hosts"], found.get("backend") or "ring"
-        ips, devices = ([host.get(key) or [] for host in hosts] for key in ("ips", "rdma"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise ConfigError(f"{file} is not a hostfile of mlx.launch: {e!r}") from e
+        ips, devices = ([_list(host, key) for host in hosts] for key in ("ips", "rdma"))
+    except OSError as e:
+        raise ConfigError(f"{file} cannot be read: {one_line(e)}") from e
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ConfigError(f"{file} is not a hostfile of mlx.launch: {one_line(e)}") from e
     if len(hosts) != size:
         raise ConfigError(f"{file} must have a host for each of {size} ranks, got {len(hosts)}")
     if kind not in _BACKENDS:
@@ -64,6 +66,13 @@ def read_links(size: int, hostfile: str | None) -> Links:
     if any(len(row) != size for row in devices):
         raise ConfigError(f"{file}: each host must have {size} rdma devices, one for each rank")
     return Links(kind, [some[:1] for some in ips], devices)
+
+
+def _list(host: dict[str, Any], key: str) -> list[Any]:
+    value = host.get(key) or []
+    if not isinstance(value, list):
+        raise TypeError(f"{key} must be a list, got {show(value)}")
+    return value
 
 
 def reserve(ip: str) -> socket.socket:

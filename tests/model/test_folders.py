@@ -166,7 +166,7 @@ def test_what_is_not_a_folder(tmp_path):
         (str(tmp_path / "nowhere"), "no such folder"),
         ("nowhere", "no such folder"),
         ("someone/some-model", "cannot be reached"),
-        ("", "no config.json"),
+        ("", "a model is 'demo', a local folder, .*, got ''"),
     ):
         with pytest.raises(ModelLoadError, match=words) as error:
             loader.load(name)
