@@ -78,8 +78,8 @@ class InputBatch:
         self.num_tokens[req_indices] = at + 1
 
     def fill_tokens(self, req_indices: np.ndarray, token_ids: np.ndarray) -> None:
-        """Replace a final UNKNOWN_TOKEN by the sampled token.  A seat with another last token, or
-        with none, was given back since and stays unchanged."""
+        """Replace a final UNKNOWN_TOKEN by the sampled token.  A seat without one stays unchanged:
+        its context is full, or it was given back since."""
         at = self.num_tokens[req_indices] - 1
         unknown = (at >= 0) & (self.token_ids[req_indices, at] == UNKNOWN_TOKEN)
         self.token_ids[req_indices[unknown], at[unknown]] = token_ids[unknown]
