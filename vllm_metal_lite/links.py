@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.errors import ConfigError, one_line, show
+from vllm_metal_lite.errors import ConfigError, one_line
 
 _BACKENDS = ("ring", "jaccl", "jaccl-ring")
 
@@ -43,7 +43,9 @@ def read_links(size: int, hostfile: str | None) -> Links:
         found = json.loads(Path(hostfile).read_text())
         found = {"hosts": found} if isinstance(found, list) else found
         hosts, kind = found["hosts"], found.get("backend") or "ring"
-        ips, devices = ([_list(host, key) for host in hosts] for key in ("ips", "rdma"))
+        ips, devices = ([host.get(key) or [] for host in hosts] for key in ("ips", "rdma"))
+        if not all(isinstance(some, list) for some in ips + devices):
+            raise TypeError("ips and rdma must be lists")
     except OSError as e:
         raise ConfigError(f"{file} cannot be read: {one_line(e)}") from e
     except (ValueError, KeyError, TypeError, AttributeError) as e:
@@ -66,13 +68,6 @@ def read_links(size: int, hostfile: str | None) -> Links:
     if any(len(row) != size for row in devices):
         raise ConfigError(f"{file}: each host must have {size} rdma devices, one for each rank")
     return Links(kind, [some[:1] for some in ips], devices)
-
-
-def _list(host: dict[str, Any], key: str) -> list[Any]:
-    value = host.get(key) or []
-    if not isinstance(value, list):
-        raise TypeError(f"{key} must be a list, got {show(value)}")
-    return value
 
 
 def reserve(ip: str) -> socket.socket:

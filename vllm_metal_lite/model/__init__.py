@@ -5,9 +5,8 @@ ranks/        a rank's part of a model: a shard of each layer, or a stage of lay
 seam/         what a packed forward replaces: caches, MLX's functions
 sequences/    modules that must see sequences
 adapters/     replacements for mlx-lm modules that do not fit the seam
-find_layout.py, packed.py, trial.py, fit.py     find a model's caches; run it packed; choose and
-              test the mode
-usage.py      what the model asks of the kernels
+find_layout.py, packed.py, trial.py, fit.py, usage.py
+              find a model's caches; run it packed; choose and test the mode
 loader.py     loads a model by name
 """
 
