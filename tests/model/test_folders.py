@@ -65,7 +65,8 @@ BROKEN = {
     "no model_type": (lambda f: edit_config(f, model_type=...), "config.json has no model_type"),
     "unknown model_type": (
         lambda f: edit_config(f, model_type="nothing"), "Model type nothing not supported"),
-    "an architecture that exits on import": (lambda f: edit_config(f, model_type="olmo"), ""),
+    "an architecture that exits on import": (
+        lambda f: edit_config(f, model_type="olmo"), "its code ends the process (1)"),
     "an architecture that is not trusted": (
         lambda f: edit_config(f, model_type="plamo3"), "plamo3 is not supported: its decoding"),
     "code of its own": (
