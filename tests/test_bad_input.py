@@ -19,7 +19,9 @@ from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.engine import intake
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.outputs import CompletionOutput, Logprob, RequestOutput
+from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.rules import rules_of
+from vllm_metal_lite.structured_params import StructuredOutputsParams, ThinkingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3)
 NAN, INF = float("nan"), float("inf")
@@ -29,7 +31,8 @@ NAN, INF = float("nan"), float("inf")
 
 
 def test_every_field_has_a_rule():
-    for kind in (EngineConfig, SamplingParams):
+    kinds = (EngineConfig, SamplingParams, PoolingParams, StructuredOutputsParams, ThinkingParams)
+    for kind in kinds:
         assert [f.name for f in fields(kind)] == list(rules_of(kind))
 
 
@@ -82,6 +85,20 @@ def test_a_parameter_is_refused_in_python_as_in_a_line_and_as_a_flag(
     if flag is not None:
         assert main(["chat", flag, str(value)]) == 2
         assert capsys.readouterr().err == f"error: {flag} {words}\n"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("thinking", {"start": [1]}, "ThinkingParams needs the field 'end'"),
+        ("thinking", {"start": [1], "end": []}, "thinking.end must be a list of at least one"),
+        ("thinking", {"stop": [1]}, "ThinkingParams has no field 'stop'; it has start, end, "),
+        ("structured_outputs", {"json": {1, 2}}, "structured_outputs.json must be a JSON schema"),
+        ("structured_outputs", {"json": {"a": {1}}}, "structured_outputs.json cannot be written"),
+    ],
+)
+def test_a_bad_record_within_the_parameters_is_named_by_its_field(field, value, message):
+    assert refusal(SamplingParams, **{field: value}).startswith(message)
 
 
 def test_errors_after_loading_name_flags_too(tmp_path, capsys):

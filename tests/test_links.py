@@ -16,7 +16,8 @@ from vllm_metal_lite.links import Links, read_links, reserve
 def hostfile(tmp_path):
     def write(content):
         path = tmp_path / "hosts.json"
-        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        if content is not None:
+            path.write_text(content if isinstance(content, str) else json.dumps(content))
         return str(path)
 
     return write
@@ -71,6 +72,9 @@ def test_devices_of_jaccl(hostfile, monkeypatch):
         ("{", "is not a hostfile of mlx.launch"),
         ([{"ssh": "a"}], "must have a host for each of 2 ranks, got 1"),
         (["a", "b"], "is not a hostfile of mlx.launch"),
+        (None, "cannot be read: .*No such file"),
+        ({}, "is not a hostfile of mlx.launch: no key 'hosts'"),
+        (two("ring", ips="10.0.0.1"), "is not a .*: ips and rdma must be lists"),
         ({"backend": "ring", "hosts": []}, "must have a host for each of 2 ranks, got 0"),
         (two("mpi"), "its backend must be one of .*, got 'mpi'"),
         (two("ring", ips=[]), "its hosts must all have the same number of ips"),

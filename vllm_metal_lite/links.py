@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.errors import ConfigError
+from vllm_metal_lite.errors import ConfigError, one_line
 
 _BACKENDS = ("ring", "jaccl", "jaccl-ring")
 
@@ -44,8 +44,12 @@ def read_links(size: int, hostfile: str | None) -> Links:
         found = {"hosts": found} if isinstance(found, list) else found
         hosts, kind = found["hosts"], found.get("backend") or "ring"
         ips, devices = ([host.get(key) or [] for host in hosts] for key in ("ips", "rdma"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise ConfigError(f"{file} is not a hostfile of mlx.launch: {e!r}") from e
+        if not all(isinstance(some, list) for some in ips + devices):
+            raise TypeError("ips and rdma must be lists")
+    except OSError as e:
+        raise ConfigError(f"{file} cannot be read: {one_line(e)}") from e
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ConfigError(f"{file} is not a hostfile of mlx.launch: {one_line(e)}") from e
     if len(hosts) != size:
         raise ConfigError(f"{file} must have a host for each of {size} ranks, got {len(hosts)}")
     if kind not in _BACKENDS:

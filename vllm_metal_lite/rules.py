@@ -5,12 +5,12 @@ everywhere.  Numpy's scalars are numbers too; a field that passed holds a plain 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from math import isfinite
 from numbers import Integral, Real
 from types import NoneType
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from vllm_metal_lite.errors import MetalLiteError, Option, show
 
@@ -30,20 +30,21 @@ _REFUSALS = (TypeError, ValueError, OverflowError)
 
 @cache
 def rules_of(kind: type) -> dict[str, Rule]:
-    """The rules of a dataclass, by field: those that annotate the fields' types.
-
-    A field is optional if its type includes None.
-    """
+    """The rule of each field of a dataclass, from its annotation; a field whose type includes None
+    is optional."""
     rules = {}
-    for field in fields(kind):
-        if get_origin(field.type) is Annotated:
-            plain, rule = get_args(field.type)
-            rules[field.name] = replace(rule, optional=NoneType in get_args(plain))
+    for field, hint in get_type_hints(kind, include_extras=True).items():
+        if get_origin(hint) is Annotated:
+            plain, rule = get_args(hint)
+            rules[field] = replace(rule, optional=NoneType in get_args(plain))
     return rules
 
 
-def apply_rules(record: Any, error: type[MetalLiteError]) -> None:
-    """Replace the fields of a frozen dataclass by plain values; raises `error` for a bad one."""
+def apply_rules(record: Any, error: type[MetalLiteError], parent: str | None = None) -> None:
+    """Replace the fields of a frozen dataclass by plain values; raises `error` for a bad one.
+
+    parent: the field that holds the record, if it is part of another one.
+    """
     for name, rule in rules_of(record.__class__).items():
         value = getattr(record, name)
         if value is None and rule.optional:
@@ -53,7 +54,8 @@ def apply_rules(record: Any, error: type[MetalLiteError]) -> None:
         except MetalLiteError:  # of a record within the record
             raise
         except _REFUSALS:
-            raise error(Option(name), f" must be {rule.allowed}, got {show(value)}") from None
+            where = (Option(parent), f".{name}") if parent else (Option(name),)
+            raise error(*where, f" must be {rule.allowed}, got {show(value)}") from None
         object.__setattr__(record, name, plain)
 
 
@@ -91,9 +93,7 @@ def choice(*values: Any) -> Rule:
     """One of the values, which are all integers or all strings."""
 
     def take(value: Any) -> Any:
-        if isinstance(values[0], int):
-            value = _integer(value)
-        _require(isinstance(value, (int, str)))  # a list cannot be compared
+        value = _integer(value) if isinstance(values[0], int) else _text(value)
         return values[values.index(value)]
 
     *names, last = map(str, values)
@@ -129,7 +129,7 @@ def biases() -> Rule:
 
 
 def text() -> Rule:
-    return Rule("a non-empty string of valid Unicode", _text, True)
+    return Rule("a non-empty string of valid Unicode", _text)
 
 
 def texts(*, alone: bool = False) -> Rule:

@@ -2,7 +2,7 @@
 
 import json as json_format
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any
 
 from vllm_metal_lite.errors import Option, SamplingError, one_line, show
@@ -13,6 +13,22 @@ from vllm_metal_lite.rules import Rule, apply_rules, integer, switch, text, text
 WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
 MAX_FORM = 200_000  # characters
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+def schema() -> Rule:
+    """A JSON schema; a dict becomes its text."""
+
+    def take(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return text().take(value)
+        try:
+            return json_format.dumps(value)
+        except (TypeError, ValueError, RecursionError) as e:
+            raise SamplingError(
+                Option("structured_outputs"), f".json cannot be written as JSON: {one_line(e)}"
+            ) from None
+
+    return Rule("a JSON schema, as a dict or a non-empty string", take)
 
 
 @dataclass(frozen=True)
@@ -26,8 +42,8 @@ class StructuredOutputsParams:
     object has no other properties, unless its schema names additionalProperties.
     """
 
-    json: Annotated[str | Mapping[str, Any] | None, text()] = None
-    json_object: Annotated[bool, switch()] = False
+    json: Annotated[str | Mapping[str, Any] | None, schema()] = None
+    json_object: Annotated[bool | None, switch()] = False
     regex: Annotated[str | None, text()] = None
     choice: Annotated[list[str] | tuple[str, ...] | None, texts()] = None
     grammar: Annotated[str | None, text()] = None
@@ -36,11 +52,7 @@ class StructuredOutputsParams:
     whitespace_pattern: Annotated[str | None, text()] = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.json, Mapping):
-            object.__setattr__(self, "json", _schema_text(self.json))
-        if self.json_object is None:  # as vLLM has it
-            object.__setattr__(self, "json_object", False)
-        apply_rules(self, SamplingError)
+        apply_rules(self, SamplingError, "structured_outputs")
         given = [name for name in KINDS if getattr(self, name) not in (None, False, ())]
         if len(given) != 1:
             raise SamplingError(
@@ -71,21 +83,13 @@ class ThinkingParams:
     is_channel: Annotated[bool, switch()] = False
 
     def __post_init__(self) -> None:
-        apply_rules(self, SamplingError)
-
-
-def _schema_text(schema: Mapping[str, Any]) -> str:
-    try:
-        return json_format.dumps(schema)
-    except (TypeError, ValueError, RecursionError) as e:
-        raise SamplingError(
-            Option("structured_outputs"), f".json cannot be written as JSON: {one_line(e)}"
-        ) from None
+        apply_rules(self, SamplingError, "thinking")
 
 
 def record(kind: type) -> Rule:
     """A dataclass of this module, or a dict of its fields."""
     names = [field.name for field in fields(kind)]
+    needed = [field.name for field in fields(kind) if field.default is MISSING]
 
     def take(value: Any) -> Any:
         if isinstance(value, kind):
@@ -97,6 +101,8 @@ def record(kind: type) -> Rule:
             raise SamplingError(
                 f"{kind.__name__} has no field {show(unknown[0])}; it has {', '.join(names)}"
             )
+        if missing := [name for name in needed if name not in value]:
+            raise SamplingError(f"{kind.__name__} needs the field {missing[0]!r}")
         return kind(**value)
 
-    return Rule(f"a {kind.__name__} or a dict (JSON object) of its fields", take, True)
+    return Rule(f"a {kind.__name__} or a dict (JSON object) of its fields", take)

@@ -160,15 +160,17 @@ def test_seats_are_given_back_and_the_next_owner_finds_them_clean():
 
 
 def test_a_token_is_filled_in_where_one_is_unknown_unless_the_seat_is_anothers_by_then():
-    inputs = InputBatch(3, 4, 8)
+    inputs = InputBatch(3, 3, 8)
     seats = np.array([inputs.add([i, i], 2) for i in range(3)])
     inputs.append_tokens(seats, np.full(3, UNKNOWN_TOKEN))
     inputs.remove(seats[1])
     assert inputs.add([7], 1) == seats[1]
     inputs.remove(seats[2])
     inputs.fill_tokens(seats, np.array([4, 5, 6]))
+    inputs.replace_unknown(seats[2], [6, 7])
     assert inputs.token_ids[seats[0], :3].tolist() == [0, 0, 4]
     assert inputs.token_ids[seats[1], 0] == 7
+    assert inputs.token_ids[seats[2]].tolist() == [2, 2, UNKNOWN_TOKEN]
     assert inputs.num_tokens[seats].tolist() == [3, 1, 0]
 
 

@@ -22,7 +22,7 @@ from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.fusion.layers import fuse_layers
 from vllm_metal_lite.fusion.traced import origin_of
 from vllm_metal_lite.kernels import experts
-from vllm_metal_lite.model.experts import served_experts
+from vllm_metal_lite.model.weights import served_experts
 
 FEW = range(1, 65)
 

@@ -65,16 +65,19 @@ BROKEN = {
     "no model_type": (lambda f: edit_config(f, model_type=...), "config.json has no model_type"),
     "unknown model_type": (
         lambda f: edit_config(f, model_type="nothing"), "Model type nothing not supported"),
-    "an architecture that exits on import": (lambda f: edit_config(f, model_type="olmo"), ""),
+    "an architecture that exits on import": (
+        lambda f: edit_config(f, model_type="olmo"), "its code ends the process (1)"),
     "an architecture that is not trusted": (
         lambda f: edit_config(f, model_type="plamo3"), "plamo3 is not supported: its decoding"),
     "code of its own": (
         lambda f: edit_config(f, model_file="x.py"), "set --trust-remote-code to run it"),
-    "a config without its sizes": (lambda f: edit_config(f, hidden_size=...), ""),
-    "sizes that do not fit the weights": (lambda f: edit_config(f, hidden_size=32), ""),
+    "a config without its sizes": (
+        lambda f: edit_config(f, hidden_size=...), "required positional argument: 'hidden_size'"),
+    "sizes that do not fit the weights": (
+        lambda f: edit_config(f, hidden_size=32), "Expected shape (101, 32) but received shape"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "no model*.safetensors"),
-    "truncated weights": (lambda f: truncate(f, WEIGHTS, 0.5), ""),
-    "truncated header": (lambda f: truncate(f, WEIGHTS, 0.0001), ""),
+    "truncated weights": (lambda f: truncate(f, WEIGHTS, 0.5), "an incomplete download"),
+    "truncated header": (lambda f: truncate(f, WEIGHTS, 0.0001), "an incomplete download"),
     "empty weights": (lambda f: (f / WEIGHTS).write_bytes(b""), ""),
     "weights that are garbage": (lambda f: (f / WEIGHTS).write_bytes(b"\xff" * 100), ""),
     "a pointer": (lambda f: (f / WEIGHTS).write_text(POINTER), "is a git-lfs pointer"),
@@ -90,7 +93,8 @@ BROKEN = {
         "1 of its 2 files of weights are missing, such as model-00002-of-00002.safetensors"),
     "an odd index": (lambda f: (f / INDEX).write_text("[]"), f"{INDEX}: not readable"),
     "no tokenizer": (lambda f: [p.unlink() for p in f.glob("tokenizer*")], "tokenizer"),
-    "broken tokenizer": (lambda f: truncate(f, "tokenizer.json", 0.5), ""),
+    "broken tokenizer": (
+        lambda f: truncate(f, "tokenizer.json", 0.5), "Failed to parse tokenizer.json"),
 }  # fmt: skip
 
 
@@ -163,10 +167,11 @@ def test_what_is_not_a_folder(tmp_path):
     (tmp_path / "file").write_text("x")
     for name, words in (
         (str(tmp_path / "file"), "this is a file"),
+        (str(tmp_path), "not a model folder: it has no config.json"),
         (str(tmp_path / "nowhere"), "no such folder"),
         ("nowhere", "no such folder"),
         ("someone/some-model", "cannot be reached"),
-        ("", "no config.json"),
+        ("", "a model is 'demo', a local folder, .*, got ''"),
     ):
         with pytest.raises(ModelLoadError, match=words) as error:
             loader.load(name)

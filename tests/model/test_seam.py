@@ -13,6 +13,7 @@ from tests.support.models.configs import WINDOW
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention, ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
+from vllm_metal_lite.model.calls import unwrap_call
 from vllm_metal_lite.model.find_layout import find_layout
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.seam.hooks import building, hooked
@@ -144,7 +145,7 @@ def test_rows_are_picked_from_the_logits_where_a_model_has_no_separate_body():
     """The head then sees every row, and the result is the same."""
     model = tiny.build(tiny.config_of("llama"))
     packed = PackedModel(model, find_layout(model, "llama"))
-    model.model.__class__ = type(model.model).__mro__[1]  # undo the selection of rows
+    unwrap_call(model.model)  # undo the selection of rows
     attention = ReferenceAttention(PagedStore(packed.layout.specs, 4, 8))
     tokens = list(range(20))
     logits, _ = packed(one_step(attention, tokens), mx.array([19, 3]))

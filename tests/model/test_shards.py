@@ -63,7 +63,7 @@ def answers(ranks, models):
 @pytest.mark.parametrize(
     ("size", "models"),
     [
-        (2, {"qwen3": {}, "deepseek_v3": {}}),
+        (2, {"gpt_oss": {}, "deepseek_v3": {}}),
         pytest.param(2, MODELS, marks=pytest.mark.thorough),
         pytest.param(4, {"qwen3": {"num_key_value_heads": 4}}, marks=pytest.mark.thorough),
     ],

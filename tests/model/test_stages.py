@@ -65,12 +65,22 @@ def test_stages_give_the_whole_models_logits(size, names):
 class Stage(RankGroup):
     """A stage of several that sends and receives nothing; the others report `others`."""
 
-    def __init__(self, size, others=()):
+    def __init__(self, size, others=(), rank=0):
         super().__init__(stages=True)
-        self.size, self.others = size, others
+        self.size, self.others, self.rank = size, others, rank
 
     def gather(self, value):
         return [value, *self.others]
+
+
+def test_numbers_of_layers_differ_by_at_most_one():
+    config = config_of("llama", num_hidden_layers=10)
+    kept = []
+    for rank in range(4):
+        model = tiny.build(config)
+        stages.keep_stage(model, "llama", Stage(4, rank=rank))
+        kept.append(sum(not isinstance(layer, stages.Absent) for layer in model.layers))
+    assert kept == [3, 2, 3, 2]
 
 
 @pytest.mark.parametrize(("name", "size", "reason"), [

@@ -78,17 +78,16 @@ class InputBatch:
         self.num_tokens[req_indices] = at + 1
 
     def fill_tokens(self, req_indices: np.ndarray, token_ids: np.ndarray) -> None:
-        """Replace a final UNKNOWN_TOKEN by the sampled token.  A seat with another last token now
-        belongs to another request and stays unchanged."""
+        """Replace a final UNKNOWN_TOKEN by the sampled token.  A seat without one stays unchanged:
+        its context is full, or it was given back since."""
         at = self.num_tokens[req_indices] - 1
-        last = self.token_ids[req_indices, at]
-        self.token_ids[req_indices, at] = np.where(last == UNKNOWN_TOKEN, token_ids, last)
+        unknown = (at >= 0) & (self.token_ids[req_indices, at] == UNKNOWN_TOKEN)
+        self.token_ids[req_indices[unknown], at[unknown]] = token_ids[unknown]
 
     def replace_unknown(self, req_index: int, token_ids: Sequence[int]) -> None:
-        """Replace a final UNKNOWN_TOKEN by one or more tokens.  A seat with another last token
-        stays unchanged."""
+        """The same for one seat, by one or more tokens."""
         start = self.num_tokens[req_index] - 1
-        if self.token_ids[req_index, start] != UNKNOWN_TOKEN:
+        if start < 0 or self.token_ids[req_index, start] != UNKNOWN_TOKEN:
             return
         end = start + len(token_ids)
         self.token_ids[req_index, start:end] = token_ids
@@ -110,8 +109,8 @@ class InputBatch:
 
         req_indices, num_computed, num_scheduled: (S,) int; segments of length 1 must come first.
         states: the state slots of each segment; None: a request's slot is its seat.
-        drafts: the draft tokens at the end of each segment, after its last known token; None:
-        there are none.
+        drafts: the draft tokens at the end of each segment, after its last known token, where they
+        also stay in the table until known tokens replace them; None: there are none.
         """
         bs = self.block_size
         q_lens = num_scheduled.astype(np.int32)
@@ -133,7 +132,7 @@ class InputBatch:
             draft_token_ids = np.full(len(samples), NO_DRAFT, np.int32)
             at = samples[follows] + 1
             draft_token_ids[follows] = self.token_ids[req_indices[segment[at]], positions[at]]
-        else:
+        else:  # the same with no drafts, which most steps have, in less time
             terminal = np.flatnonzero(seq_lens == known).astype(np.int32)
             samples = cu[1:][terminal] - 1
         scored = self._scored_rows(seat, positions)

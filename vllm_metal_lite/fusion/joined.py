@@ -15,7 +15,7 @@ from mlx.utils import tree_unflatten
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.traced import Traced, origin_of, rows_of
 from vllm_metal_lite.kernels.columns import Columns
-from vllm_metal_lite.model.seam.calls import calls_of
+from vllm_metal_lite.model.calls import calls_of
 
 _KINDS: tuple[Any, ...] = (nn.Linear, nn.QuantizedLinear)
 # The rows of these parameters are outputs, for every kind of projection.

@@ -18,9 +18,9 @@ from vllm_metal_lite.fusion.routing import selectors_of, uncompiled
 from vllm_metal_lite.fusion.rules import hooks
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
 from vllm_metal_lite.kernels.registry import unused_kernels
-from vllm_metal_lite.model.experts import served_experts
 from vllm_metal_lite.model.packed import Fusion
 from vllm_metal_lite.model.seam.hooks import hooked, namespaces
+from vllm_metal_lite.model.weights import served_experts
 
 
 @dataclass(frozen=True)

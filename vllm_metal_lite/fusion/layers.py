@@ -17,8 +17,7 @@ from vllm_metal_lite.fusion.traced import Function, as_view, origin_of, rows_of
 from vllm_metal_lite.kernels import experts, skinny_gemm
 from vllm_metal_lite.kernels.norm_rope import RMSNorm
 from vllm_metal_lite.kernels.weights import Weight, shape_of
-from vllm_metal_lite.model.experts import MIXTURES, served
-from vllm_metal_lite.model.weights import weight_of
+from vllm_metal_lite.model.weights import MIXTURES, served, weight_of
 
 
 def _product(original: Function, layer: nn.Module, x: mx.array) -> mx.array:

@@ -30,10 +30,9 @@ from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
 from vllm_metal_lite.kernels.findings import timed_once
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kernels.weights import Weight, shape_of
-from vllm_metal_lite.model.experts import MIXTURES, served, served_experts
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.seam.hooks import building
-from vllm_metal_lite.model.weights import product_weights
+from vllm_metal_lite.model.weights import MIXTURES, product_weights, served, served_experts
 from vllm_metal_lite.runner.compiled import CompiledSteps
 from vllm_metal_lite.specs import ExpertShape
 

@@ -2,11 +2,12 @@
 
 files/        the folder of a model: found, checked, read
 ranks/        a rank's part of a model: a shard of each layer, or a stage of layers
-seam/         what a packed forward replaces: calls, caches, MLX's functions
+seam/         what a packed forward replaces: caches, MLX's functions
 sequences/    modules that must see sequences
-adapters/     modules of mlx-lm with code of their own for packed rows
-find_layout.py, packed.py, trial.py, fit.py, usage.py     from caches to a mode that fits
-loader.py     all of this, by name
+adapters/     replacements for mlx-lm modules that do not fit the seam
+find_layout.py, packed.py, trial.py, fit.py, usage.py
+              find a model's caches; run it packed; choose and test the mode
+loader.py     loads a model by name
 """
 
 from vllm_metal_lite import backend as backend  # first: a fast BLAS must be loaded before MLX

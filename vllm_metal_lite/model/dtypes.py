@@ -31,13 +31,12 @@ def expand(model: nn.Module) -> None:
     """Make all weights float32, quantised ones too: MLX's CPU backend is fast in no other type."""
     cast(model, mx.float32)  # first: scales of 16 bits would round the weights
     for module in model.modules():
-        if (plain := _PLAIN.get(type(module))) is not None:
+        if type(module) in _PLAIN:
             _expand(module)
-            module.__class__ = plain
 
 
 def _expand(module: nn.Module) -> None:
-    """Give a layer the weight that its packed parameters represent."""
+    """Make a quantised layer the plain one with the weight that its parameters represent."""
     # mlx-lm takes a layer with `bits` for a packed one.
     size, bits, mode = (vars(module).pop(name) for name in ("group_size", "bits", "mode"))
     scale = module.pop("global_scale", None)  # one per expert, and MLX takes one per call
@@ -52,3 +51,4 @@ def _expand(module: nn.Module) -> None:
         mx.float32,
     )
     module.weight = weight if scale is None else weight * scale[:, None, None]
+    module.__class__ = _PLAIN[type(module)]

@@ -13,8 +13,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ModelLoadError, one_line
+from vllm_metal_lite.model.calls import observing
 from vllm_metal_lite.model.layout import Layout
-from vllm_metal_lite.model.seam.calls import observing
 from vllm_metal_lite.model.seam.recurrent import noting_silu
 from vllm_metal_lite.model.sequences.kv_segments import NATIVE_TYPES
 

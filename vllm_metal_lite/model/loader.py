@@ -21,7 +21,6 @@ from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.adapters.modules import adapt
 from vllm_metal_lite.model.context import context_length
 from vllm_metal_lite.model.dtypes import cast, expand
-from vllm_metal_lite.model.experts import served_experts
 from vllm_metal_lite.model.files.find import find
 from vllm_metal_lite.model.files.folder import loading, read_config, remote_code_error
 from vllm_metal_lite.model.files.generation_config import sampling_defaults
@@ -35,7 +34,7 @@ from vllm_metal_lite.model.ranks.shards import shard
 from vllm_metal_lite.model.ranks.stages import check_kinds, keep_stage
 from vllm_metal_lite.model.seam.hooks import namespaces
 from vllm_metal_lite.model.usage import Usage
-from vllm_metal_lite.model.weights import product_weights
+from vllm_metal_lite.model.weights import product_weights, served_experts
 from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, RecurrenceShape
 
 # Architectures with wrong results in mlx-lm itself, and the reason.
@@ -67,7 +66,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     num_parameters: int
     weight_bytes: int
-    sampling_defaults: dict[str, Any]
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
     context_guess: str | None = None
     ranks: RankGroup = ALONE
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
@@ -160,7 +159,12 @@ def load(
         if ranks.size > 1:
             divide = keep_stage if ranks.stages else shard
             divide(model, str(config.get("model_type")), ranks)
-        return from_model(model, tokenizer, config, name=name, folder=folder, ranks=ranks)
+        loaded = from_model(model, tokenizer, config, name=name, ranks=ranks)
+        return replace(
+            loaded,
+            sampling_defaults=sampling_defaults(folder),
+            pooling=pooling_config(folder, name, tokenizer.get_vocab()),
+        )
 
 
 def preview(
@@ -207,13 +211,11 @@ def from_model(
     tokenizer: TokenizerWrapper | None,
     config: dict[str, Any],
     name: str,
-    folder: Path | None = None,
     choose: Callable[[nn.Module, Layout, str, RankGroup], Fit] = fit,
     ranks: RankGroup = ALONE,
 ) -> LoadedModel:
     """Wrap an mlx-lm model already in memory; ModelLoadError if packed steps cannot run it.
 
-    folder: with the settings of sampling and pooling to follow; None: defaults.
     choose: the mode.  ranks: the model is this rank's shard.
     """
     model_type = str(config.get("model_type"))
@@ -224,8 +226,8 @@ def from_model(
     if ranks.stages:
         check_kinds(layout, model_type, ranks)
     max_position, context_guess = context_length(model, config)
-    vocab = tokenizer.get_vocab() if folder is not None and tokenizer is not None else {}
     packed, usage = choose(model, layout, model_type, ranks)
+    ends = end_token_ids(name, tokenizer, layout.vocab_size) if tokenizer is not None else ()
     return LoadedModel(
         name=name,
         model_type=model_type,
@@ -233,15 +235,11 @@ def from_model(
         usage=usage,
         tokenizer=tokenizer,
         max_position=max_position,
-        eos_token_ids=()
-        if tokenizer is None
-        else end_token_ids(name, tokenizer, layout.vocab_size),
+        eos_token_ids=ends,
         num_parameters=num_parameters,
         weight_bytes=sum(w.nbytes for w in backend.leaves(model.parameters())),
-        sampling_defaults=sampling_defaults(folder) if folder else {},
         context_guess=context_guess,
         ranks=ranks,
-        pooling=pooling_config(folder, name, vocab) if folder else PoolingConfig(),
     )
 
 

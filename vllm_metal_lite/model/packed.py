@@ -15,8 +15,8 @@ from mlx.utils import tree_map
 from vllm_metal_lite.attention.base import Step, StepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.state_store import StateStore
+from vllm_metal_lite.model.calls import unwrap_call, wrap_call
 from vllm_metal_lite.model.layout import Layout, PagedLayer, StateLayer
-from vllm_metal_lite.model.seam.calls import unwrap_call, wrap_call
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
 from vllm_metal_lite.model.seam.recurrent import RecurrentHooks

@@ -1,11 +1,23 @@
-"""The weights of a model's linear layers, as the kernels take them."""
+"""The weights of a model's linear layers and mixtures of experts, as the kernels take them."""
 
 import mlx.nn as nn
+from mlx_lm.models.activations import SwigluOAI
+from mlx_lm.models.gemma4_text import GeGLU
+from mlx_lm.models.switch_layers import (
+    QuantizedSwitchLinear,
+    SwiGLU,
+    SwitchGLU,
+    SwitchLinear,
+    SwitchMLP,
+)
 
+from vllm_metal_lite.kernels.experts import Activation, Experts, ExpertWeight, experts_problem
 from vllm_metal_lite.kernels.weights import QuantisedWeight, Weight, readable
 from vllm_metal_lite.specs import Quantisation
 
 _LINEAR = nn.Linear | nn.QuantizedLinear | nn.Embedding | nn.QuantizedEmbedding
+# mlx-lm's mixtures of experts.
+MIXTURES = (SwitchGLU, SwitchMLP)
 
 
 def weight_of(layer: nn.Module) -> Weight:
@@ -21,3 +33,45 @@ def product_weights(model: nn.Module) -> list[Weight]:
     """A model's weights that `skinny_gemm` supports, including those of embeddings."""
     layers = (m for m in model.modules() if isinstance(m, _LINEAR))
     return [weight for weight in map(weight_of, layers) if readable(weight)]
+
+
+def served(layer: nn.Module) -> Experts | None:
+    """The experts of a mixture, if the kernels serve them."""
+    experts = _experts_of(layer)
+    return experts if experts is not None and experts_problem(experts) is None else None
+
+
+def _experts_of(layer: nn.Module) -> Experts | None:
+    """The experts of a mixture with an activation and layers of known kinds."""
+    how = _activation_of(layer)
+    if how is None:
+        return None
+    if isinstance(layer, SwitchMLP):
+        one, down = map(_weight_of, (layer.fc1, layer.fc2))
+        return Experts(one, None, down, how) if one and down else None
+    gate, up, down = map(_weight_of, (layer.gate_proj, layer.up_proj, layer.down_proj))
+    return Experts(gate, up, down, how) if gate and up and down else None
+
+
+def _activation_of(layer: nn.Module) -> Activation | None:
+    activation = layer.activation
+    if isinstance(layer, SwitchMLP):
+        return Activation("relu2") if type(activation) is nn.ReLU2 else None
+    if type(activation) is SwigluOAI:
+        return Activation("clamped_swiglu", activation._alpha, activation._limit)
+    if type(activation) is SwiGLU:
+        return Activation()
+    return Activation("geglu") if type(activation) is GeGLU else None
+
+
+def _weight_of(layer: nn.Module) -> ExpertWeight | None:
+    plain = type(layer) in (SwitchLinear, QuantizedSwitchLinear)
+    if not plain or layer.get("global_scale") is not None:
+        return None
+    return ExpertWeight(weight_of(layer), layer.get("bias"))
+
+
+def served_experts(model: nn.Module) -> list[Experts]:
+    """The mixtures of experts of a model that the kernels serve."""
+    layers = (m for m in model.modules() if isinstance(m, MIXTURES))
+    return [experts for layer in layers if (experts := served(layer))]

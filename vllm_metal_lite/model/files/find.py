@@ -21,7 +21,7 @@ _A_MODEL = (
 
 def find(name: str, download: bool = True) -> Path:
     """The folder of a model; downloads (with progress) from Hugging Face if needed."""
-    if not isinstance(name, (str, Path)):
+    if not isinstance(name, (str, Path)) or name == "":
         raise ModelLoadError(f"{_A_MODEL}, got {show(name)}")
     if name == "demo":
         return DEMO_PATH

@@ -119,7 +119,9 @@ def loading(name: str, what: str) -> Iterator[None]:
     except RemoteCodeError:
         raise
     except (Exception, SystemExit) as e:  # a broken folder can make the libraries raise anything
-        raise ModelLoadError(f"{name}: cannot load {what}: {one_line(e)}") from e
+        ends = isinstance(e, SystemExit)  # mlx-lm's olmo, where a package of its own is missing
+        why = f"its code ends the process ({e})" if ends else one_line(e)
+        raise ModelLoadError(f"{name}: cannot load {what}: {why}") from e
 
 
 def remote_code_error(name: str, part: str, folder: Path) -> RemoteCodeError:

@@ -14,9 +14,9 @@ from mlx_lm.models.cache import CacheList
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ModelLoadError, one_line
+from vllm_metal_lite.model.calls import calls_of, wrap_call
 from vllm_metal_lite.model.layout import Layout
 from vllm_metal_lite.model.packed import body_of
-from vllm_metal_lite.model.seam.calls import calls_of, wrap_call
 from vllm_metal_lite.model.sequences.kv_segments import NATIVE_TYPES
 
 
@@ -34,9 +34,8 @@ def keep_stage(model: nn.Module, model_type: str, ranks: RankGroup) -> None:
         raise ModelLoadError(f"{refusal}: it has {len(body.layers)} layers")
     if (problem := _no_chain(model, body.layers)) is not None:
         raise ModelLoadError(f"{refusal}: {problem}")
-    # Rounded up, so that the last stage, which also computes the head, has no layer more.
-    bounds = (-(-stage * len(body.layers) // ranks.size) for stage in (ranks.rank, ranks.rank + 1))
-    start, end = bounds
+    # Rounded up, so that the last stage, which also computes the head, never gets the extra layer.
+    start, end = (-(-i * len(body.layers) // ranks.size) for i in (ranks.rank, ranks.rank + 1))
     if start > 0:
         first = body.layers[start]
         wrap_call(first, lambda call, x, *args, **how: call(ranks.receive(like=x), *args, **how))

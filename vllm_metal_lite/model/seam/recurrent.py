@@ -22,7 +22,7 @@ from mlx_lm.models import gated_delta, ssm
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.recurrence import QKNorm
-from vllm_metal_lite.model.seam.calls import observing
+from vllm_metal_lite.model.calls import observing
 from vllm_metal_lite.model.seam.hooks import Hook, hooked, namespaces
 from vllm_metal_lite.model.seam.state_cache import StateHandle
 from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace
@@ -44,7 +44,7 @@ class ConvInput(mx.array):
         return self
 
 
-class Activated(ColumnsOf):
+class SiluColumns(ColumnsOf):
     """The result of a convolution that includes SiLU."""
 
 
@@ -66,7 +66,7 @@ class ShortConv(nn.Conv1d):
             raise NotImplementedError("a convolution that is not depthwise, causal and dense")
         conv = CausalConv(x.rows, weight, self.get("bias"), self.silu)
         rows = x.state.recurrence.causal_conv(x.state.key, conv)
-        kind = Activated if self.silu else ColumnsOf
+        kind = SiluColumns if self.silu else ColumnsOf
         return kind(rows[:, None], Columns(rows, 0))
 
 
@@ -137,7 +137,7 @@ def _split(
 
 
 def _silu(original: Callable, x: mx.array) -> mx.array:
-    return x if isinstance(x, Activated) else original(x)
+    return x if isinstance(x, SiluColumns) else original(x)
 
 
 def _normalize_qk(
