@@ -45,7 +45,7 @@ def varlen_prefill(
 ) -> tuple[mx.array, mx.array]:
     """Causal attention of packed q (N, H, k_head_dim) -> (N, H, v_head_dim), the ticket.
 
-    Padding rows give zeros.  sinks: (H,).  Head dims: multiples of 8 up to MAX_PREFILL_DIM.
+    Padding rows give zeros.  sinks: (H,).  Head dims: multiples of 8 up to 256.
     """
     rows, heads, _ = q.shape
     spec = store.spec
