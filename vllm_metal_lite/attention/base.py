@@ -13,6 +13,13 @@ from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.base import StepRecurrence
 
 
+class StepPlan(Protocol):
+    """repeats: steps of the same shapes are likely to follow, so that compiling this one pays."""
+
+    @property
+    def repeats(self) -> bool: ...
+
+
 class Step(NamedTuple):
     """The rows of a ForwardBatch (`batch`, on the host), padded to num_rows.
 
@@ -21,8 +28,7 @@ class Step(NamedTuple):
     last slot of the store, which is in no block.
     num_live: (1,) int32, the number of rows before the padding.
     logits_indices: (R,) int32, the batch's indices, then padding; None: all rows get logits.
-    plan: of the attention path: a tree of arrays and constants.  plan.repeats: steps of the same
-    shapes are likely to follow, so that compiling this one pays.
+    plan: a StepPlan, of the attention path's own type.
     pools: the forward also gives hidden states.
     """
 

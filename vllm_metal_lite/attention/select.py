@@ -95,7 +95,8 @@ def _prefill(shapes: Sequence[AttentionShape], verdict: Verdict) -> tuple[str, s
         choices.discard("varlen")
     if not choices:
         irreplaceable += [row.name for row in unused if row.prefill == "gather"]
-    prefill = min(choices & {verdict.prefill} or choices, default=verdict.prefill)
+    faster = verdict.prefill
+    prefill = faster if faster in choices or not choices else choices.pop()
     return prefill, next(iter(irreplaceable), None)
 
 

@@ -51,7 +51,7 @@ class SegmentPlan(NamedTuple):
 
 
 class Ordered(Protocol):
-    """The ticket that orders launches on one store: each launch takes it and returns the next."""
+    """The holder of the ticket: each launch on a store takes it and returns the next."""
 
     ticket: mx.array
 

@@ -18,7 +18,7 @@ class VarlenPrompts(NamedTuple):
     (S+1,), seq_lens (S,).
 
     S (at least MIN_ELEMENTS) and W are powers of two; padded segments have no rows.  tiles: query
-    heads per KV head -> the tiles of such layers.  repeats: see Step.
+    heads per KV head -> the tiles of such layers.  repeats: see StepPlan.
     """
 
     block_tables: tuple[mx.array, ...]
