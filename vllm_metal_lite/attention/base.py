@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.base import StepRecurrence
 
@@ -46,18 +47,13 @@ class Step(NamedTuple):
 class AttentionCall(NamedTuple):
     """A layer's attention call, apart from its queries (num_rows, H, D).
 
-    window: tokens that a query sees, including its own.  softcap: scores become
-    softcap * tanh(score / softcap).  sinks: (H,), one extra softmax logit per head, without a
-    value.  q_pe: (num_rows, H, v_head_dim), for latent attention: a score is
-    (q . k + q_pe . v) * scale, and the values are k.  attention_chunk: positions per chunk; a query
-    sees only the keys of its own chunk.
+    q_pe: (num_rows, H, v_head_dim), for latent attention: a score is (q . k + q_pe . v) * scale,
+    and the values are k.  attention_chunk: positions per chunk; a query sees only the keys of its
+    own chunk.
     """
 
     layer: int
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: mx.array | None = None
+    scores: Scores
     q_pe: mx.array | None = None
     attention_chunk: int | None = None
 

@@ -13,6 +13,7 @@ from tests.support.kernels.arrays import TOLERANCE, draw, from_store, in_store
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.new_rows import NewRows
+from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, shared_prefix
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec
@@ -170,8 +171,8 @@ class PagedSequences(AttentionCase):
     ) -> tuple[mx.array, mx.array]:
         """By paged_decode."""
         where = mx.array(self.block_tables), mx.array(self.seq_lens)
-        how = {"plan": DecodePlan(*self.plan), "sinks": self.sinks_of_heads(), "prefix": prefix}
-        return paged_decode(q, *where, self.layer(ticket, store), **how, **self.how)
+        scores, plan = Scores(sinks=self.sinks_of_heads(), **self.how), DecodePlan(*self.plan)
+        return paged_decode(q, *where, self.layer(ticket, store), scores, plan=plan, prefix=prefix)
 
     def attend_to_prefix(
         self,

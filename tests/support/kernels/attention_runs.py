@@ -22,6 +22,7 @@ from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
 from vllm_metal_lite.kernels.prefill import VarlenMetadata, varlen_prefill
 from vllm_metal_lite.kernels.rope_write import rope_write
+from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, shared_prefix
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec
@@ -77,7 +78,7 @@ def decoded(q, kept, plan, prefix=None):
     """Sequences of 21, 0 and 9 keys, the first two blocks of the first at the end of the store."""
     tables = mx.array([[11, 10, 2], [0, 0, 0], [4, 5, 0]], mx.int32)
     arrays = q, tables, mx.array([21, 0, 9], mx.int32), kept
-    return decode.paged_decode(*arrays, plan=DecodePlan(*plan), prefix=prefix, **HOW)[0]
+    return decode.paged_decode(*arrays, Scores(**HOW), plan=DecodePlan(*plan), prefix=prefix)[0]
 
 
 def paged_decode(dtype, bits=None, plan=(1, 2), prefix=None):
@@ -130,7 +131,7 @@ def varlen_prefill_rows(dtype, bits=None):
     tiles = mx.array(plan_tiles(cu_seqlens_q, 30, GROUP))
     q = seeded(30, HEADS, DIM, seed=6, dtype=dtype)
     where = tables, mx.array(cu_seqlens_q), mx.array([1, 22, 45], mx.int32), tiles
-    return [varlen_prefill(q, VarlenMetadata(*where), store(spec), **HOW)[0]]
+    return [varlen_prefill(q, VarlenMetadata(*where), store(spec), Scores(**HOW))[0]]
 
 
 def latent_rows(dtype, splits=1, dims=(64, 16), bits=None):
