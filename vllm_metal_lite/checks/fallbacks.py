@@ -27,6 +27,7 @@ from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_write import NewLatents
 from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.norm_rope import Rope
+from vllm_metal_lite.kernels.registry import Prefill
 from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import PagedStore
@@ -88,7 +89,7 @@ class TimedStore:
         return q
 
     def attention(
-        self, prefill: str = "gather", without: str | None = None
+        self, prefill: Prefill = "gather", without: str | None = None
     ) -> Callable[[mx.array | NewHeads], mx.array]:
         """Attention of queries, or of the heads of new rows, which it writes too.
 

@@ -20,8 +20,8 @@ class VarlenMetadata(NamedTuple):
     """Kernel inputs: where the keys of packed rows are, in int32.
 
     block_tables: (S, max_blocks).  cu_seqlens_q: (S+1,).  seq_lens: (S,) keys of each segment,
-    including this step's rows.  tiles: (T, 2), see `plan_tiles` in
-    attention/paged/varlen_prompts.py.
+    including this step's rows.  tiles: (T, 2), each a segment and the first of TILE_ROWS
+    (row, head) pairs in it; segment -1: padding.
     """
 
     block_tables: mx.array
@@ -39,7 +39,7 @@ def varlen_prefill(
 ) -> tuple[mx.array, mx.array]:
     """Causal attention of packed q (N, H, k_head_dim) -> (N, H, v_head_dim), the ticket.
 
-    Padding rows give zeros.  Head dims: multiples of 8 up to 256.
+    Padding rows give zeros.  Sizes: those for which `attention_problem` finds none.
     """
     rows, heads, _ = q.shape
     spec = store.spec

@@ -50,10 +50,11 @@ def shared_prefix(
 
     q may be NewRows (B): its queries are first normalised, and rotated to the position of their
     last key.  block_tables: (B, max_blocks).  seq_lens (B,), leader (1,), prefix_lens (B,): int32.
-    Head dims: multiples of 8 up to 256.  The next ticket is the result's lse.
+    Sizes: those that `sees_prefixes` accepts.  The next ticket is the result's lse.
     """
     spec = store.spec
     kv_heads, k_dim, v_dim, dtype = spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim, spec.dtype
+    # The inputs of K and V are not used.
     rows, heads, (queries, _, _, weight, _, freqs), of_rows = query_inputs(q, spec)
     group, partners = heads // kv_heads, partners_of(k_dim, v_dim, dtype, held=64)
     simdgroups = TILE_ROWS // 8 * partners

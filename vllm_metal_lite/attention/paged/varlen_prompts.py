@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_metal_lite.attention.padding import pad_rows, upload_padded, upload_tables
+from vllm_metal_lite.attention.step_arrays import pad_rows, upload_padded, upload_tables
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile

@@ -1,4 +1,4 @@
-"""Makes a step: pads its arrays to sizes that repeat, so that compiled steps repeat."""
+"""The arrays of a step, padded to sizes that repeat, so that compiled steps repeat."""
 
 import numpy as np
 
