@@ -176,6 +176,5 @@ def test_tokens_through_kernels(monkeypatch, name):
         steps, prepare = [], engine.runner.attention.prepare
         engine.runner.attention.prepare = lambda *a: steps.append(prepare(*a)) or steps[-1]
         assert tiny.answers(engine, prompts, 16) == tiny.all_alone(name, prompts, 16)
-    assert any(step.batch.num_decodes < step.batch.num_segments for step in steps)
     assert all(step.plan.prompts is None for step in steps)
     assert engine.metrics()["preemptions"] > 0

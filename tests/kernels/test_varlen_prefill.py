@@ -23,7 +23,6 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels import prefill
 from vllm_metal_lite.kernels.limits import attention_problem
-from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.specs import AttentionShape
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")
@@ -36,8 +35,8 @@ class Case(AttentionCase):
         tiles = plan_tiles(self.cu_seqlens_q, len(self.q), self.heads[0] // self.heads[1])
         metadata = (self.block_tables, self.cu_seqlens_q, self.seq_lens, tiles)
         arrays = self.queries(), prefill.VarlenMetadata(*map(mx.array, metadata))
-        scores = Scores(sinks=self.sinks_of_heads(), **self.how)
-        out, ticket = prefill.varlen_prefill(*arrays, self.layer(mx.full(8, 41.0)), scores)
+        store = self.layer(mx.full(8, 41.0))
+        out, ticket = prefill.varlen_prefill(*arrays, store, self.scores())
         assert ticket.tolist() == [41.0] * 8
         return self.floats(out)
 

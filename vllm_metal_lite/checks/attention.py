@@ -86,8 +86,7 @@ def decode(check: Check[AttentionShape]) -> float:
     if shares:
         leader, lens_of_rows = mx.array([len(CONTEXTS) - 1], mx.int32), mx.array(padded(lens))
         arrays = rows, *where, leader, lens_of_rows, store
-        scale, softcap = scores.scale, scores.softcap
-        prefix = shared_prefix(*arrays, splits=PREFIX_SPLITS, scale=scale, softcap=softcap)
+        prefix = shared_prefix(*arrays, scores, splits=PREFIX_SPLITS)
         store = store._replace(ticket=prefix.lse)
     out, ticket = paged_decode(rows, *where, store, scores, plan=plan, prefix=prefix)
     if check.rope is None:

@@ -132,11 +132,9 @@ class KernelStepAttention:
         plan, prefix = decodes.plans[num_kv_heads], None
         if shared and self.shares[call.layer] and scores.window is None:
             plan = shared.plans[num_kv_heads]
-            of_prefix, scale, softcap = (shared.leader, shared.lens), scores.scale, scores.softcap
+            of_prefix = shared.leader, shared.lens
             splits = prefix_splits(decodes.num_rows, num_heads, num_kv_heads, shared.length)
-            prefix = shared_prefix(
-                q, *keys, *of_prefix, store, scale=scale, softcap=softcap, splits=splits
-            )
+            prefix = shared_prefix(q, *keys, *of_prefix, store, scores, splits=splits)
             store = store._replace(ticket=prefix.lse)
         out, self.ticket = paged_decode(q, *keys, store, scores, plan=plan, prefix=prefix)
         return out
