@@ -1,7 +1,7 @@
 """Performance numbers of each device: the only file to edit after a measurement.
 
-The numbers here affect speed, not results.  Metal's own limits (threadgroup memory, head sizes,
-tiles) stay with their kernels.
+The numbers here affect speed, not results.  Limits are in kernels/: of shapes in limits.py, of
+tiles and threadgroup memory in each kernel's module.
 """
 
 from dataclasses import dataclass

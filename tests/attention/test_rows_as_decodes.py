@@ -173,6 +173,8 @@ def test_tokens_through_kernels(monkeypatch, name):
         engine = tiny.engine(
             name, attention="kernels", block_size=8, num_blocks=10, max_num_batched_tokens=19
         )
-        assert engine.runner.attention.prompts_as_decodes
+        steps, prepare = [], engine.runner.attention.prepare
+        engine.runner.attention.prepare = lambda *a: steps.append(prepare(*a)) or steps[-1]
         assert tiny.answers(engine, prompts, 16) == tiny.all_alone(name, prompts, 16)
+    assert all(step.plan.prompts is None for step in steps)
     assert engine.metrics()["preemptions"] > 0

@@ -28,9 +28,10 @@ from vllm_metal_lite.attention.sdpa.fused import Unfused, unfused
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
-CALL = AttentionCall(0, 1.0)
+CALL = AttentionCall(0, Scores(1.0))
 shape = st.tuples(st.integers(0, 40), st.integers(1, 20)) | st.tuples(
     st.just(0), st.integers(1, 20)
 )
@@ -101,7 +102,7 @@ def test_a_mask_is_never_wider_than_the_queries(monkeypatch, where, dtype):
     monkeypatch.setattr(backend, "name", lambda: where)
     case = Case(RAGGED)
     plan = case.attention.prepare(case.batch, case.batch.num_tokens).plan
-    calls = plan.step_calls(0, CALL._replace(window=7), None).calls
+    calls = plan.step_calls(0, AttentionCall(0, Scores(1.0, window=7)), None).calls
     masks = [m for g in calls if isinstance(m := g.mask(dtype), mx.array)]
     assert {m.dtype for m in masks} == {dtype if where == "cuda" else mx.bool_}
 
@@ -109,7 +110,8 @@ def test_a_mask_is_never_wider_than_the_queries(monkeypatch, where, dtype):
 def unfused_call(segment: tuple[int, int], window: int | None = None) -> DeviceCall:
     case = Case([segment])
     step = case.attention.prepare(case.batch, case.batch.num_tokens)
-    (call,) = step.plan.step_calls(0, CALL._replace(window=window), Unfused(heads=4)).calls
+    asked = AttentionCall(0, Scores(1.0, window))
+    (call,) = step.plan.step_calls(0, asked, Unfused(heads=4)).calls
     return call
 
 
@@ -189,7 +191,7 @@ def test_the_store_is_written_in_place(bits):
         mx.reset_peak_memory()
         before = mx.get_active_memory()
         step.write(0, row, row)
-        out = step.attend(row, AttentionCall(0, 1.0))
+        out = step.attend(row, CALL)
         mx.eval(out, store.arrays)
         assert mx.get_peak_memory() - before < store.nbytes // 16
         assert mx.array_equal(out, row)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.attention.cases import make_batch
 from tests.support.kernels.device import pretend_gpu
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.select import no_kernels, select
@@ -71,8 +72,16 @@ def test_kernels_that_are_right_are_used_without_a_warning(caplog, option):
     assert (attention.name, attention.prefill) == ("kernels", "varlen")
     assert attention.shares == [True]
     assert not attention.failed_kernels
-    assert attention.prompts_as_decodes
+    assert attention.prepare(make_batch([(0, 3)]), 3).plan.prompts is None
     assert reason == "correct on this device; prompts by varlen_prefill"
+
+
+def test_layers_with_latents_share_no_prefix():
+    """`latent_attention` reads all keys of each row, whatever the sizes."""
+    layer, shape = LayerSpec(1, 64, 32, mx.float32), AttentionShape(4, 1, 64, 32, mx.float32)
+    latents = replace(shape, latent=True)
+    attention, _ = select("auto", PagedStore([layer], 4, 8), [latents], Verdict({}))
+    assert attention.shares == [False]
 
 
 def test_prompts_go_the_faster_way():
@@ -119,7 +128,7 @@ def test_any_other_kernel_is_replaced_alone(caplog, name, option):
     alone = name in ("shared_prefix", "paged_decode")
     assert attention.shares == [not alone]
     alone |= name == "latent_attention"
-    assert attention.prompts_as_decodes != alone
+    assert (attention.prepare(make_batch([(0, 3)]), 3).plan.prompts is not None) == alone
     assert f"without {name}, the others correct" in reason
 
 

@@ -18,8 +18,9 @@ from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import latent_attention as module
 from vllm_metal_lite.kernels.latent_attention import decode_metadata, latent_attention
-from vllm_metal_lite.kernels.limits import latent_problem
+from vllm_metal_lite.kernels.limits import attention_problem
 from vllm_metal_lite.kernels.prefill import TILE_ROWS, VarlenMetadata
+from vllm_metal_lite.specs import AttentionShape
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")
 
@@ -144,10 +145,13 @@ def test_padded_segments_and_a_batch_of_nothing_but_padding():
 
 
 def test_sizes_that_matrices_cannot_cover_are_named():
-    assert "latent size 96" in latent_problem(96, 64)
-    assert "rotary size 12" in latent_problem(512, 12)
-    assert latent_problem(576, 64) is not None
-    assert latent_problem(512, 72) is not None
+    def problem(*dims):
+        return attention_problem(AttentionShape(1, 1, *dims, mx.float16, latent=True))
+
+    assert "latent size 96" in problem(96, 64)
+    assert "rotary size 12" in problem(512, 12)
+    assert problem(576, 64) is not None
+    assert problem(512, 72) is not None
 
 
 @given(st.integers(1, 40), st.integers(1, 130))

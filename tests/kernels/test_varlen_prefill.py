@@ -22,7 +22,8 @@ from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels import prefill
-from vllm_metal_lite.kernels.limits import MAX_PREFILL_DIM, head_size_problem
+from vllm_metal_lite.kernels.limits import attention_problem
+from vllm_metal_lite.specs import AttentionShape
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")
 
@@ -34,8 +35,8 @@ class Case(AttentionCase):
         tiles = plan_tiles(self.cu_seqlens_q, len(self.q), self.heads[0] // self.heads[1])
         metadata = (self.block_tables, self.cu_seqlens_q, self.seq_lens, tiles)
         arrays = self.queries(), prefill.VarlenMetadata(*map(mx.array, metadata))
-        store, how = self.layer(mx.full(8, 41.0)), self.how
-        out, ticket = prefill.varlen_prefill(*arrays, store, sinks=self.sinks_of_heads(), **how)
+        store = self.layer(mx.full(8, 41.0))
+        out, ticket = prefill.varlen_prefill(*arrays, store, self.scores())
         assert ticket.tolist() == [41.0] * 8
         return self.floats(out)
 
@@ -142,8 +143,8 @@ def test_padded_segments_and_a_batch_of_nothing_but_padding():
 
 
 def test_a_head_size_that_matrices_cannot_cover_is_named():
-    assert "head size 36" in head_size_problem((64, 36), MAX_PREFILL_DIM)
-    assert "head size 264" in head_size_problem((264, 64), MAX_PREFILL_DIM)
+    for dims, named in (((64, 36), "head size 36"), ((264, 64), "head size 264")):
+        assert named in attention_problem(AttentionShape(1, 1, *dims, mx.float16), prefill=True)
 
 
 def test_tiles_of_keys_fit_threadgroup_memory_at_every_head_size():

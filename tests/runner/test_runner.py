@@ -6,8 +6,8 @@ import pytest
 from tests.support.engine.runner_bench import PROMPTS, RunnerBench
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.padding import make_step
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
+from vllm_metal_lite.attention.step_arrays import make_step
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.input_batch import InputBatch

@@ -23,6 +23,7 @@ from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.decode import paged_decode
 from vllm_metal_lite.kernels.experts import Activation, Experts, ExpertWeight, expert_mlp
 from vllm_metal_lite.kernels.norm_rope import RMSNorm
+from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix
 from vllm_metal_lite.kernels.skinny_gemm import skinny_gemm
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
@@ -81,14 +82,14 @@ def prefix(rows: int, tokens: int) -> float:
     once = saved >= device.min_saved_tokens
     splits = prefix_splits(rows, SHAPE.num_heads, SHAPE.num_kv_heads, tokens)
     plan = decode_plan(rows, SHAPE.num_kv_heads, _OWN if once else tokens + _OWN)
-    paged, how = load.store, {"scale": load.scale}
+    paged, scores = load.store, Scores(load.scale)
     store = LayerStore(paged.keys[0], paged.values[0], new_ticket(), paged.specs[0], _BLOCK)
 
     def call(q: mx.array) -> mx.array:
         args = tables, lens
-        part = shared_prefix(q, *args, begin, end, store, splits=splits, **how)
+        part = shared_prefix(q, *args, begin, end, store, scores, splits=splits)
         last, prefix = (store._replace(ticket=part.lse), part) if once else (store, None)
-        return paged_decode(q, *args, last, plan=plan, prefix=prefix, **how)[0]
+        return paged_decode(q, *args, last, scores, plan=plan, prefix=prefix)[0]
 
     return seconds_per_call(call, _random(rows, SHAPE.num_heads, SHAPE.k_head_dim))
 

@@ -9,8 +9,16 @@ from typing import Any, NamedTuple, Protocol
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.base import StepRecurrence
+
+
+class StepPlan(Protocol):
+    """repeats: steps of the same shapes are likely to follow, so that compiling this one pays."""
+
+    @property
+    def repeats(self) -> bool: ...
 
 
 class Step(NamedTuple):
@@ -21,8 +29,7 @@ class Step(NamedTuple):
     last slot of the store, which is in no block.
     num_live: (1,) int32, the number of rows before the padding.
     logits_indices: (R,) int32, the batch's indices, then padding; None: all rows get logits.
-    plan: of the attention path: a tree of arrays and constants.  plan.repeats: steps of the same
-    shapes are likely to follow, so that compiling this one pays.
+    plan: a StepPlan, of the attention path's own type.
     pools: the forward also gives hidden states.
     """
 
@@ -40,18 +47,13 @@ class Step(NamedTuple):
 class AttentionCall(NamedTuple):
     """A layer's attention call, apart from its queries (num_rows, H, D).
 
-    window: tokens that a query sees, including its own.  softcap: scores become
-    softcap * tanh(score / softcap).  sinks: (H,), one extra softmax logit per head, without a
-    value.  q_pe: (num_rows, H, v_head_dim), for latent attention: a score is
-    (q . k + q_pe . v) * scale, and the values are k.  attention_chunk: positions per chunk; a query
-    sees only the keys of its own chunk.
+    q_pe: (num_rows, H, v_head_dim), for latent attention: a score is (q . k + q_pe . v) * scale,
+    and the values are k.  attention_chunk: positions per chunk; a query sees only the keys of its
+    own chunk.
     """
 
     layer: int
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: mx.array | None = None
+    scores: Scores
     q_pe: mx.array | None = None
     attention_chunk: int | None = None
 

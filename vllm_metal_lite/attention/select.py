@@ -9,7 +9,7 @@ from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.errors import ConfigError, Option
 from vllm_metal_lite.kernels.limits import attention_problem, recurrence_problem
-from vllm_metal_lite.kernels.registry import REFERENCE, REGISTRY, Verdict, unused_kernels
+from vllm_metal_lite.kernels.registry import REFERENCE, REGISTRY, Prefill, Verdict, unused_kernels
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.specs import AttentionShape, RecurrentShape
 
@@ -86,16 +86,18 @@ def _warn(failures: Mapping[str, str], known: Collection[str], fatal: str | None
         )
 
 
-def _prefill(shapes: Sequence[AttentionShape], verdict: Verdict) -> tuple[str, str | None]:
+def _prefill(shapes: Sequence[AttentionShape], verdict: Verdict) -> tuple[Prefill, str | None]:
     """The path of prompts; and the failed kernel, if any, that only the reference can replace."""
     unused = [row for row in REGISTRY.values() if row.name in unused_kernels(verdict.failures)]
     irreplaceable = [row.name for row in unused if row.essential]
-    choices = {"varlen", "gather"} - {row.prefill for row in unused}
+    choices: set[Prefill] = {"varlen", "gather"}
+    choices -= {row.prefill for row in unused if row.prefill}
     if any(attention_problem(shape, prefill=True) for shape in shapes):
         choices.discard("varlen")
     if not choices:
         irreplaceable += [row.name for row in unused if row.prefill == "gather"]
-    prefill = min(choices & {verdict.prefill} or choices, default=verdict.prefill)
+    faster = verdict.prefill
+    prefill = faster if faster in choices or not choices else choices.pop()
     return prefill, next(iter(irreplaceable), None)
 
 

@@ -82,14 +82,13 @@ def decode(check: Check[AttentionShape]) -> float:
         q = rounded(fresh_q[:-1], check.shape.dtype)
         store, after = _newest(case, fresh)
         mx.eval(rows.arrays)
-    where, how, prefix = decode_arrays(batch), case.how(), None
+    where, scores, prefix = decode_arrays(batch), case.scores(), None
     if shares:
-        of_prefix = {name: how[name] for name in ("scale", "softcap")}
         leader, lens_of_rows = mx.array([len(CONTEXTS) - 1], mx.int32), mx.array(padded(lens))
         arrays = rows, *where, leader, lens_of_rows, store
-        prefix = shared_prefix(*arrays, splits=PREFIX_SPLITS, **of_prefix)
+        prefix = shared_prefix(*arrays, scores, splits=PREFIX_SPLITS)
         store = store._replace(ticket=prefix.lse)
-    out, ticket = paged_decode(rows, *where, store, plan=plan, prefix=prefix, **how)
+    out, ticket = paged_decode(rows, *where, store, scores, plan=plan, prefix=prefix)
     if check.rope is None:
         return _compare(case, batch, q, out)
     mx.eval(out, ticket)
@@ -127,7 +126,7 @@ def prefill(check: Check[AttentionShape]) -> float:
     metadata = VarlenMetadata(*map(mx.array, arrays))
     if shape.latent:
         return _latents(case, batch, metadata, splits=1)
-    out, _ = varlen_prefill(case.array(q), metadata, case.store(), **case.how())
+    out, _ = varlen_prefill(case.array(q), metadata, case.store(), case.scores())
     return _compare(case, batch, case.q, out)
 
 
@@ -135,7 +134,7 @@ def _latents(case: Case, batch: ForwardBatch, metadata: VarlenMetadata, splits: 
     assert case.q_pe is not None
     q, q_pe = case.q[: batch.num_tokens], case.q_pe[: batch.num_tokens]
     arrays = case.array(padded(q)), case.array(padded(q_pe)), metadata, case.store()
-    out, _ = latent_attention(*arrays, splits=splits, scale=case.how()["scale"])
+    out, _ = latent_attention(*arrays, splits=splits, scale=case.scores().scale)
     return _compare(case, batch, q, out)
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.checks.values import draw
+from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.specs import AttentionShape
@@ -110,14 +110,9 @@ class Case:
         mx.eval(keys, values)
         return LayerStore(keys, values, new_ticket(), self.spec, self.block_size)
 
-    def how(self) -> dict[str, Any]:
-        """The options that attention kernels and the reference have in common."""
-        return {
-            "scale": self.shape.k_head_dim**-0.5,
-            "window": self.shape.window,
-            "softcap": self.shape.softcap,
-            "sinks": None if self.sinks is None else mx.array(self.sinks),
-        }
+    def scores(self) -> Scores:
+        sinks = None if self.sinks is None else mx.array(self.sinks)
+        return Scores(self.shape.k_head_dim**-0.5, self.shape.window, self.shape.softcap, sinks)
 
     def sharing(self, num_rows: int) -> tuple[ForwardBatch, np.ndarray]:
         """The decodes, whose num_rows longest begin with the same blocks; each prefix's length."""
@@ -140,7 +135,7 @@ class Case:
             attention = ReferenceAttention(store)
             step = attention.prepare(batch, batch.num_tokens)
             q_pe = None if self.q_pe is None else mx.array(self.q_pe[: len(q)])
-            call = AttentionCall(0, q_pe=q_pe, **self.how())
+            call = AttentionCall(0, self.scores(), q_pe)
             bound = attention.begin(step, attention.new_state())
             return np.array(bound.attend(mx.array(q.astype(np.float32)), call))
 

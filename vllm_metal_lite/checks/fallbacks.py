@@ -27,6 +27,8 @@ from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_write import NewLatents
 from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.norm_rope import Rope
+from vllm_metal_lite.kernels.registry import Prefill
+from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.specs import AttentionShape, GatedNormShape
@@ -87,7 +89,7 @@ class TimedStore:
         return q
 
     def attention(
-        self, prefill: str = "gather", without: str | None = None
+        self, prefill: Prefill = "gather", without: str | None = None
     ) -> Callable[[mx.array | NewHeads], mx.array]:
         """Attention of queries, or of the heads of new rows, which it writes too.
 
@@ -97,7 +99,8 @@ class TimedStore:
         attention = KernelAttention(self.store, prefill, [s], failed_kernels=failed)
         step, state = attention.prepare(self.batch, self.batch.num_tokens), attention.new_state()
         sinks = mx.zeros(s.num_heads) if s.sinks else None
-        call = AttentionCall(0, self.scale, s.window, s.softcap, sinks, self.q_pe)
+        scores = Scores(self.scale, s.window, s.softcap, sinks)
+        call = AttentionCall(0, scores, self.q_pe)
 
         def attend(q: mx.array | NewHeads) -> mx.array:
             bound = attention.begin(step, state)

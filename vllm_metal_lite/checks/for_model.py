@@ -6,7 +6,7 @@ from dataclasses import replace
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.check import Check, MixtureShape, NormShape, ProductShape
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.limits import attention_problem, tiles_serve
+from vllm_metal_lite.kernels.limits import attention_problem, sees_prefixes
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS, multiplies_in_lanes
 from vllm_metal_lite.specs import (
     AttentionShape,
@@ -91,7 +91,7 @@ def _attention(shape: AttentionShape, use: KernelUse) -> list[Check]:
         wide = replace(shape, k_head_dim=shape.k_head_dim + shape.v_head_dim)
         return [*checks, Check("gather_rows", _heads_only(wide))]
     checks += [Check("paged_decode", shape, size), Check("merge_partitions", shape, size)]
-    if shares(shape, use):
+    if use.shares_prefix and sees_prefixes(shape):
         checks.append(Check("shared_prefix", shape, size))
         checks.append(Check("merge_partitions", shape, size, beside=("shared_prefix",)))
     if attention_problem(shape, prefill=True) is None:
@@ -129,12 +129,6 @@ def _new_rows(shape: AttentionShape, rope: RopeShape, use: KernelUse) -> list[Ch
         Check("fused_decode", shape, size, rope),
         Check("merge_partitions", shape, size, rope, ("fused_decode",)),
     ]
-    if shares(shape, use):
+    if use.shares_prefix and sees_prefixes(shape):
         checks.append(Check("shared_prefix", shape, size, rope, ("fused_decode",)))
     return checks
-
-
-def shares(shape: AttentionShape, use: KernelUse) -> bool:
-    """Whether decodes of this shape may share a prefix."""
-    fits = tiles_serve(shape.k_head_dim, shape.v_head_dim)
-    return use.shares_prefix and shape.window is None and fits

@@ -23,6 +23,7 @@ from vllm_metal_lite.checks import isolated
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
+from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec
 
@@ -82,7 +83,7 @@ def build(sizes: GraphSizes) -> list[Read]:
             _, found, ticket = kv_gather(some, store)
             reads.append(Read("kv_gather", number, found))
         else:
-            found, ticket = paged_decode(q, tables, lens, store, scale=1.0, plan=plan)
+            found, ticket = paged_decode(q, tables, lens, store, Scores(1.0), plan=plan)
             reads.append(Read("paged_decode", number, found))
         store = store._replace(ticket=ticket)
     return reads

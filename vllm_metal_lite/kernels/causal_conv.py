@@ -50,7 +50,7 @@ def causal_conv(
 ) -> tuple[mx.array, mx.array]:
     """Depthwise causal convolution of C columns of N packed rows -> (N, C), the ticket.
 
-    weight: (C, K) of the type of x, K from 2 to 8; or (C, K, 1), as `mx.conv1d` takes it.
+    weight: (C, K) of the type of x; or (C, K, 1), as `mx.conv1d` takes it.
     bias: (C,) or None.
     states: the store (slots, K - 1, C), written in place: the rows before a segment are read from
     its initial slot, and its last rows, older ones included, go to the slots that `segments` names.

@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Output, Template, bits
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Output, Template
 from vllm_metal_lite.kernels.merge_partitions import merge_partitions
 from vllm_metal_lite.kernels.new_rows import NewRows, query_inputs
+from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult
 from vllm_metal_lite.kernels.store import STORE, TICKET, LayerStore
 from vllm_metal_lite.kv.row_format import RowFormat
@@ -29,12 +30,9 @@ def paged_decode(
     block_tables: mx.array,
     seq_lens: mx.array,
     store: LayerStore,
+    scores: Scores,
     *,
-    scale: float,
     plan: DecodePlan,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: mx.array | None = None,
     prefix: SharedPrefixResult | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Attention of q (B, H, k_head_dim) to seq_lens (B,) keys -> (B, H, v_head_dim), the ticket.
@@ -43,8 +41,7 @@ def paged_decode(
     sequence may see another's new slot.
     block_tables: (B, max_blocks).  seq_lens may be longer than B.  A seq_len of 0 gives a row of
     zeros.  plan: as `attention/paged/decodes.py` makes it.
-    sinks: (H,).  prefix: attention of the same q to a shared prefix, which the kernel skips; not
-    with a window.
+    prefix: attention of the same q to a shared prefix, which the kernel skips; not with a window.
     """
     kv_heads, k_row, v_row = store.spec.num_kv_heads, store.spec.k_row, store.spec.v_row
     k_dim, v_dim, dtype = k_row.dim, v_row.dim, k_row.dtype
@@ -63,16 +60,14 @@ def paged_decode(
     template: Template = {"T": dtype, "OUT_T": out_dtype, "KV_HEADS": kv_heads, "GROUP": group}
     template |= {"HEADS": at_once, **of_rows}
     template |= {"PREFIX": prefix is not None, **store.template}
-    template |= {"BLOCK_SIZE": store.block_size, "WINDOW": window or 0, "SCALE": bits(scale)}
-    template |= {"SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None}
+    template |= {"BLOCK_SIZE": store.block_size, **scores.template}
     template |= {"LANES": lanes, "KW": k_width, "VW": v_width}
     template |= {"UNROLL": 4 if many else 2, "SIMDGROUPS": simdgroups}
     lse: Output = (batch, heads, splits), mx.float32
     if math.prod(lse[0]) < MIN_ELEMENTS:  # it is the next ticket too
         lse = TICKET
-    sinks = None if sinks is None else sinks.astype(dtype)
     shared = prefix or (None, None, seq_lens)
-    inputs = [*arrays, block_tables, seq_lens, sinks, *shared, *store.arrays]
+    inputs = [*arrays, block_tables, seq_lens, scores.sinks_as(dtype), *shared, *store.arrays]
     grid, threads = (kv_heads * tiles, batch, splits), 32 * simdgroups
     out_shape = (batch, heads, splits, v_dim) if partial else (batch, heads, v_dim)
     out, ticket = _PAGED_DECODE(inputs, template, grid, threads, [(out_shape, out_dtype), lse])

@@ -51,7 +51,7 @@ def latent_attention(
     * scale, and its value is the latent.  metadata: its tiles are for H queries per KV head.
     splits: the parts of each context.
     The kernel reads q as (H, N, latent_dim), the layout of products per head; others are copied.
-    Padding rows give zeros.  Sizes: those for which `latent_problem` finds none.
+    Padding rows give zeros.  Sizes: those for which `attention_problem` finds none.
     """
     rows, heads, latent_dim = q.shape
     rope = q_pe.shape[2]

@@ -138,5 +138,5 @@ class Kernel:
         except Exception as e:
             if not one_by_one:
                 raise
-            raise KernelError(registry.launched(self.name, template), e) from e
+            raise KernelError(registry.name_of_launch(self.name, template), e) from e
         return results

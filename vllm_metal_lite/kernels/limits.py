@@ -4,11 +4,12 @@ from collections.abc import Iterable
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
+from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.specs import AttentionShape, ConvShape, GatedNormShape, RecurrentShape
 
 _FLOATS = mx.float32, mx.float16, mx.bfloat16
 # Largest head sizes.
-MAX_DECODE_DIM, MAX_PREFILL_DIM = 576, 256
+_MAX_DECODE_DIM, _MAX_PREFILL_DIM = 576, 256
 # Largest latent and rotary key.
 _MAX_LATENT_DIM, _MAX_ROPE_DIM = 512, 64
 # The largest rows of q and k of a recurrence, which lie in threadgroup memory, and of v.
@@ -23,15 +24,15 @@ def attention_problem(shape: AttentionShape, prefill: bool = False) -> str | Non
         return "there is no kernel for chunked attention yet"
     if shape.dtype not in _FLOATS:
         return f"there are no kernels for {shape.dtype}"
+    dims = shape.k_head_dim, shape.v_head_dim
     if shape.latent:
         if shape.window is not None or shape.softcap is not None or shape.sinks:
             return "latent_attention has no windows, softcaps and sinks"
-        return latent_problem(shape.k_head_dim, shape.v_head_dim)
-    largest = MAX_PREFILL_DIM if prefill else MAX_DECODE_DIM
-    return head_size_problem((shape.k_head_dim, shape.v_head_dim), largest)
+        return _latent_problem(*dims)
+    return _head_size_problem(dims, _MAX_PREFILL_DIM if prefill else _MAX_DECODE_DIM)
 
 
-def head_size_problem(dims: Iterable[int], largest: int) -> str | None:
+def _head_size_problem(dims: Iterable[int], largest: int) -> str | None:
     """Why a kernel cannot serve heads of these sizes, or None if it can."""
     for dim in dims:
         if dim % 8 or not 8 <= dim <= largest:
@@ -39,12 +40,14 @@ def head_size_problem(dims: Iterable[int], largest: int) -> str | None:
     return None
 
 
-def tiles_serve(k_head_dim: int, v_head_dim: int) -> bool:
-    """Whether `varlen_prefill` and `shared_prefix` serve heads of these sizes."""
-    return head_size_problem((k_head_dim, v_head_dim), MAX_PREFILL_DIM) is None
+def sees_prefixes(layer: AttentionShape | LayerSpec) -> bool:
+    """Whether `shared_prefix` serves a layer without latents: one of full attention, with heads
+    that its tiles hold."""
+    dims = layer.k_head_dim, layer.v_head_dim
+    return layer.window is None and _head_size_problem(dims, _MAX_PREFILL_DIM) is None
 
 
-def latent_problem(latent_dim: int, rope: int) -> str | None:
+def _latent_problem(latent_dim: int, rope: int) -> str | None:
     """Why `latent_attention` cannot serve latents and rotary keys of these sizes, or None."""
     fits = 8 <= latent_dim <= _MAX_LATENT_DIM
     if not fits or latent_dim % (64 if latent_dim > _MAX_ROPE_DIM else 8):
@@ -69,4 +72,4 @@ def recurrence_problem(shape: RecurrentShape) -> str | None:
         return None if served else f"there is no kernel for a {shape}"
     if shape.k_dim % 16 or not 16 <= shape.k_dim <= _MAX_K_DIM:
         return f"key size {shape.k_dim} is not a multiple of 16 up to {_MAX_K_DIM}"
-    return head_size_problem((shape.v_dim,), _MAX_V_DIM)
+    return _head_size_problem((shape.v_dim,), _MAX_V_DIM)

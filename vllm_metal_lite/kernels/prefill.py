@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.launch import Kernel, Template, bits
+from vllm_metal_lite.kernels.launch import Kernel, Template
+from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.store import STORE, TICKET, LayerStore
 
 # (row, head) pairs per threadgroup, 8 per simdgroup, as in MLX's attention.  More would save
@@ -19,8 +20,8 @@ class VarlenMetadata(NamedTuple):
     """Kernel inputs: where the keys of packed rows are, in int32.
 
     block_tables: (S, max_blocks).  cu_seqlens_q: (S+1,).  seq_lens: (S,) keys of each segment,
-    including this step's rows.  tiles: (T, 2), see `plan_tiles` in
-    attention/paged/varlen_prompts.py.
+    including this step's rows.  tiles: (T, 2), each a segment and the first of TILE_ROWS
+    (row, head) pairs in it; segment -1: padding.
     """
 
     block_tables: mx.array
@@ -34,18 +35,11 @@ _VARLEN_PREFILL = Kernel("varlen_prefill", _INPUTS, ["out", "next_ticket"])
 
 
 def varlen_prefill(
-    q: mx.array,
-    metadata: VarlenMetadata,
-    store: LayerStore,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: mx.array | None = None,
+    q: mx.array, metadata: VarlenMetadata, store: LayerStore, scores: Scores
 ) -> tuple[mx.array, mx.array]:
     """Causal attention of packed q (N, H, k_head_dim) -> (N, H, v_head_dim), the ticket.
 
-    Padding rows give zeros.  sinks: (H,).  Head dims: multiples of 8 up to MAX_PREFILL_DIM.
+    Padding rows give zeros.  Sizes: those for which `attention_problem` finds none.
     """
     rows, heads, _ = q.shape
     spec = store.spec
@@ -53,12 +47,10 @@ def varlen_prefill(
     partners = partners_of(k_dim, v_dim, q.dtype)
     simdgroups = TILE_ROWS // 8 * partners
     template: Template = {"T": q.dtype, "KV_HEADS": kv_heads, "GROUP": heads // kv_heads}
-    template |= store.template | {"BLOCK_SIZE": store.block_size, "WINDOW": window or 0}
-    template |= {"SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None}
+    template |= store.template | {"BLOCK_SIZE": store.block_size, **scores.template}
     template |= {"KEYS": keys_at_once(k_dim, v_dim, q.dtype.size), "SIMDGROUPS": simdgroups}
     template["PARTNERS"] = partners
-    sinks = None if sinks is None else sinks.astype(q.dtype)
-    inputs = [q, *metadata, sinks, *store.arrays]
+    inputs = [q, *metadata, scores.sinks_as(q.dtype), *store.arrays]
     grid, threads = (kv_heads, len(metadata.tiles), 1), 32 * simdgroups
     outputs = [((rows, heads, v_dim), q.dtype), TICKET]
     out, ticket = _VARLEN_PREFILL(inputs, template, grid, threads, outputs)

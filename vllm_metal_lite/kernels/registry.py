@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+# A path for prompts: `varlen_prefill`, or `kv_gather` and MLX's SDPA.
+Prefill = Literal["varlen", "gather"]
 # Replaces all kernels if a kernel without a fallback of its own fails.
 REFERENCE = "the reference attention is used, which is slower"
 _OPERATIONS = "attention and recurrent layers use MLX operations, which is slower"
@@ -39,7 +41,7 @@ class KernelRow:
     base: str = ""
     template: tuple[str, ...] = ()
     essential: bool = False
-    prefill: Literal["varlen", "gather"] | None = None
+    prefill: Prefill | None = None
 
     @property
     def file(self) -> str:
@@ -115,10 +117,10 @@ _ROWS = (
 REGISTRY: dict[str, KernelRow] = {row.name: row for row in _ROWS}
 
 
-def launched(text: str, template: Mapping[str, Any]) -> str:
-    """The row of a launch: a use of the kernel if the launch sets its template values."""
-    uses = (row for row in _ROWS if row.base == text and any(map(template.get, row.template)))
-    return next((use.name for use in uses), text)
+def name_of_launch(kernel: str, template: Mapping[str, Any]) -> str:
+    """The name of a launch's row: a use of the kernel, if the launch sets the use's values."""
+    uses = (row for row in _ROWS if row.base == kernel and any(map(template.get, row.template)))
+    return next((use.name for use in uses), kernel)
 
 
 def unused_kernels(failed_kernels: Collection[str]) -> frozenset[str]:
@@ -132,11 +134,11 @@ class Verdict:
     """Results of the kernel checks on this device.
 
     failures: kernel -> why it is replaced, in one line.
-    prefill: the faster path for prompts, "varlen" or "gather".
+    prefill: the faster path for prompts.
     """
 
     failures: dict[str, str]
-    prefill: str = "gather"
+    prefill: Prefill = "gather"
 
     @classmethod
     def of_all(cls, verdicts: Sequence["Verdict"]) -> "Verdict":

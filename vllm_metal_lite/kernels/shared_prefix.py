@@ -8,6 +8,7 @@ from vllm_metal_lite.kernels.launch import Kernel, Template, bits
 from vllm_metal_lite.kernels.merge_partitions import num_splits
 from vllm_metal_lite.kernels.new_rows import NewRows, query_inputs
 from vllm_metal_lite.kernels.prefill import TILE_ROWS, keys_at_once, partners_of
+from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.store import STORE, LayerStore
 
 _ROWS = ("q", "q_weight", "freqs", "block_tables", "seq_lens", "leader", "prefix_lens")
@@ -41,25 +42,26 @@ def shared_prefix(
     leader: mx.array,
     prefix_lens: mx.array,
     store: LayerStore,
+    scores: Scores,
     *,
-    scale: float,
     splits: int,
-    softcap: float | None = None,
 ) -> SharedPrefixResult:
     """Attention of q (B, H, k_head_dim) to the first prefix_lens[leader] keys of row `leader`.
 
     q may be NewRows (B): its queries are first normalised, and rotated to the position of their
     last key.  block_tables: (B, max_blocks).  seq_lens (B,), leader (1,), prefix_lens (B,): int32.
-    Head dims: multiples of 8 up to MAX_PREFILL_DIM.  The next ticket is the result's lse.
+    scores: without a window; `paged_decode` counts sinks.  Sizes: those that `sees_prefixes`
+    accepts.  The next ticket is the result's lse.
     """
     spec = store.spec
     kv_heads, k_dim, v_dim, dtype = spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim, spec.dtype
+    # The inputs of K and V are not used.
     rows, heads, (queries, _, _, weight, _, freqs), of_rows = query_inputs(q, spec)
     group, partners = heads // kv_heads, partners_of(k_dim, v_dim, dtype, held=64)
     simdgroups = TILE_ROWS // 8 * partners
     template: Template = {"T": dtype, "KV_HEADS": kv_heads, "GROUP": group, **of_rows}
-    template |= store.template | {"BLOCK_SIZE": store.block_size, "SCALE": bits(scale)}
-    template["SOFTCAP"] = bits(softcap or 0.0)
+    template |= store.template | {"BLOCK_SIZE": store.block_size, "SCALE": bits(scores.scale)}
+    template["SOFTCAP"] = bits(scores.softcap or 0.0)
     template |= {"KEYS": keys_at_once(k_dim, v_dim, dtype.size), "SIMDGROUPS": simdgroups}
     template["PARTNERS"] = partners
     inputs = [queries, weight, freqs, block_tables, seq_lens, leader, prefix_lens, *store.arrays]

@@ -75,7 +75,7 @@ class PagedStore:
         self.group_of = [of[layer] for layer in range(len(specs))]
         place = {layer: i for group in blocks for i, layer in enumerate(group.layers)}
         self.keys, self.values = [], []
-        made: dict[int, list[mx.array]] = {}  # `new` arrays take memory when they are evaluated
+        made: dict[int, list[mx.array]] = {}  # lazy: only the arrays that are kept are allocated
         for layer, (s, g) in enumerate(zip(specs, self.group_of, strict=True)):
             shape = (self.num_blocks[g] + 1) * block_size, s.num_kv_heads
             new = [mx.zeros((*shape, row.width), row.kept_dtype) for row in (s.k_row, s.v_row)]

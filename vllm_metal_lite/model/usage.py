@@ -63,16 +63,16 @@ class Usage:
     def _attend(
         self, original: Callable, step: ReferenceStepAttention, q: mx.array, call: AttentionCall
     ) -> mx.array:
-        spec = step.store.specs[call.layer]
+        spec, scores = step.store.specs[call.layer], call.scores
         shape = AttentionShape(
             num_heads=q.shape[1],
             num_kv_heads=spec.num_kv_heads,
             k_head_dim=spec.k_head_dim,
             v_head_dim=spec.v_head_dim,
             dtype=q.dtype,
-            window=call.window,
-            softcap=call.softcap,
-            sinks=call.sinks is not None,
+            window=scores.window,
+            softcap=scores.softcap,
+            sinks=scores.sinks is not None,
             latent=call.q_pe is not None,
             attention_chunk=call.attention_chunk,
         )

@@ -1,6 +1,6 @@
 """Recurrent layers through the kernels of metal/: one launch for all segments of a step."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
 from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.launch import power_of_two
-from vllm_metal_lite.kernels.recurrence import Gates, column_gates, delta_gates, time_gates
+from vllm_metal_lite.kernels.recurrence import Gates, QKNorm, column_gates, delta_gates, time_gates
 from vllm_metal_lite.kernels.segments import pack_segments
 from vllm_metal_lite.kv.state_store import Key, StateStore
 from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace
@@ -51,7 +51,7 @@ class SegmentPlan(NamedTuple):
 
 
 class Ordered(Protocol):
-    """The ticket that orders launches on one store: each launch takes it and returns the next."""
+    """The holder of the ticket: each launch on a store takes it and returns the next."""
 
     ticket: mx.array
 
@@ -86,11 +86,18 @@ class KernelRecurrence:
         return self._launch(key, columns, gates, update.b.shape[-2], skip=update.d)
 
     def _launch(
-        self, key: Key, columns: tuple[Columns, ...], gates: Gates, num_k_heads: int, **how: Any
+        self,
+        key: Key,
+        columns: tuple[Columns, Columns, Columns],
+        gates: Gates,
+        num_k_heads: int,
+        norm: QKNorm | None = None,
+        skip: mx.array | None = None,
     ) -> mx.array:
-        """columns: q, k and v.  how: the options of the kernel."""
-        (q, k, v), plan = columns, self.plan
-        how |= {"num_k_heads": num_k_heads, "max_seqlen": plan.max_seqlen}
-        where = self.state_store[key], plan.segments, self.order.ticket
-        y, self.order.ticket = gated_delta(q, k, v, gates, *where, **how)
+        """columns: q, k and v."""
+        where, longest = (self.state_store[key], self.plan.segments), self.plan.max_seqlen
+        inputs = *columns, gates, *where, self.order.ticket
+        y, self.order.ticket = gated_delta(
+            *inputs, num_k_heads=num_k_heads, max_seqlen=longest, norm=norm, skip=skip
+        )
         return y

@@ -47,10 +47,9 @@ def size_store(
     config: EngineConfig,
     peak_of: Callable[[LoadedModel, EngineConfig, int], int] = step_peak_bytes,
 ) -> StoreSize:
-    """How much the store holds.
+    """The blocks, the state slots and the longest context that fit on this device.
 
-    peak_of: the bytes of a full step.
-
+    peak_of: the bytes that a full step needs beyond weights, states and store.
     config.num_blocks, if given, sizes the first group; the other groups get the most they can need.
     Raises OutOfMemoryError, with the sum, if the device is too small.  Raises ConfigError if
     max_model_len exceeds the model's context or the blocks.  A guessed context length only causes a

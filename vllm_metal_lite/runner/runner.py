@@ -30,8 +30,6 @@ from vllm_metal_lite.sampling.sampler import Sampler
 _OUT_OF_MEMORY = re.compile(
     r"malloc|(unable|attempting) to allocate|out ?of ?memory|insufficient memory", re.IGNORECASE
 )
-
-
 # The tokens allowed in some sampled rows, or a function that makes them.
 Masks = TokenMasks | Callable[[], TokenMasks | None]
 
@@ -178,7 +176,7 @@ class ModelRunner:
         """Have the device compute a step's arrays."""
         if not self.attention.overlaps:
             self.synchronize()
-        self.forget()
+        self._last = None
         mx.async_eval(*arrays, self.attention.store.states.arrays)
 
     def _submit(self, result: StepResult, state: list[mx.array]) -> None:

@@ -28,7 +28,7 @@ def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int
     The step has one chunk with earlier context, and logits for as many rows as may be sampled.  One
     repeated block holds the whole context, so the store is tiny.
     """
-    full, rows, context = profiled_sizes(config, max_model_len)
+    full, rows, context = _profiled_sizes(config, max_model_len)
     count = min(config.max_num_seqs, rows)
     inputs = InputBatch(count, context, config.block_size)
     lengths = np.ones(count, np.int64)
@@ -54,6 +54,15 @@ def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int
     return int(peak * full / rows) + longer_context_bytes(model, full, context, max_model_len)
 
 
+def _run(
+    model: LoadedModel, attention: ReferenceAttention, batch: ForwardBatch, num_sampled: int
+) -> None:
+    step = attention.prepare(batch, batch.num_tokens)
+    bound = attention.begin(step, attention.new_state())
+    logits, _ = model.packed(bound, mx.arange(num_sampled))
+    mx.eval(mx.softmax(logits.astype(mx.float32), axis=-1), attention.store.states.arrays)
+
+
 def estimated_step_peak(model: LoadedModel, config: EngineConfig, max_model_len: int) -> int:
     """As `step_peak_bytes`, from the shapes of the model's weights; nothing runs.
 
@@ -61,7 +70,7 @@ def estimated_step_peak(model: LoadedModel, config: EngineConfig, max_model_len:
     of one layer's context and the scores of a call that keeps them; the logits of all sampled rows,
     their float32 copy and its softmax.
     """
-    full, rows, context = profiled_sizes(config, max_model_len)
+    full, rows, context = _profiled_sizes(config, max_model_len)
     sampled = min(config.max_sampled_rows, rows)
     modules, item = model.packed.model.modules(), model.dtype.size
     experts = max((getattr(m, name, 0) for m in modules for name in _EXPERTS_PER_TOKEN), default=0)
@@ -77,25 +86,16 @@ def estimated_step_peak(model: LoadedModel, config: EngineConfig, max_model_len:
     kept = max((s.bytes_per_token for s in model.kv_specs), default=0)
     peak = 2 * full * item * layer
     peak += full / rows * (context * kept + sampled * model.vocab_size * copies)
-    peak += scores_bytes(model, full, context)
+    peak += _scores_bytes(model, full, context)
     return int(peak) + longer_context_bytes(model, full, context, max_model_len)
 
 
-def profiled_sizes(config: EngineConfig, max_model_len: int) -> tuple[int, int, int]:
+def _profiled_sizes(config: EngineConfig, max_model_len: int) -> tuple[int, int, int]:
     """The rows of a full step; the rows and the context of the measured step."""
     device = profile()
     full = min(config.max_num_batched_tokens, max_model_len)
     rows = min(full, device.profile_rows)
     return full, rows, max(min(max_model_len, device.profile_context), rows)
-
-
-def _run(
-    model: LoadedModel, attention: ReferenceAttention, batch: ForwardBatch, num_sampled: int
-) -> None:
-    step = attention.prepare(batch, batch.num_tokens)
-    bound = attention.begin(step, attention.new_state())
-    logits, _ = model.packed(bound, mx.arange(num_sampled))
-    mx.eval(mx.softmax(logits.astype(mx.float32), axis=-1), attention.store.states.arrays)
 
 
 def longer_context_bytes(model: LoadedModel, rows: int, context: int, max_model_len: int) -> int:
@@ -105,11 +105,11 @@ def longer_context_bytes(model: LoadedModel, rows: int, context: int, max_model_
     """
     longer = max(min(max_model_len, profile().max_gathered_keys) - context, 0)
     copies = 2 * longer * max((spec.bytes_per_token for spec in model.kv_specs), default=0)
-    scores = scores_bytes(model, rows, max_model_len) - scores_bytes(model, rows, context)
+    scores = _scores_bytes(model, rows, max_model_len) - _scores_bytes(model, rows, context)
     return copies + max(scores, 0)
 
 
-def scores_bytes(model: LoadedModel, rows: int, context: int) -> int:
+def _scores_bytes(model: LoadedModel, rows: int, context: int) -> int:
     """The most scores that one call keeps in memory, with copies; 0 if MLX fuses all calls.
 
     rows: those of one request.

@@ -14,6 +14,7 @@ from vllm_metal_lite.attention.sdpa.execute import execute_calls
 from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.runner.step_path import StepPath
 
@@ -51,8 +52,8 @@ class ArrayStepAttention(ReferenceStepAttention):
         self.store.write(layer, k, v, slots[: len(k)])
 
     def attend(self, q, call):
-        layer, scale, window = call[:3]
-        assert call == AttentionCall(layer, scale, window)
+        layer, (scale, window, *_) = call[:2]
+        assert call == AttentionCall(layer, Scores(scale, window))
         outputs, plan = [], self.step.plan
         group, prompts = self.store.group_of[layer], plan.prompts
         if decodes := plan.decodes:

@@ -17,6 +17,7 @@ from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.specs import AttentionShape
 
@@ -100,7 +101,7 @@ class Case:
         poison(self.store, [seen])
         step = begin(self.attention, self.batch, n + padding)
         q = mx.concatenate([self.q, mx.full((padding, *self.q.shape[1:]), 7, self.dtype)])
-        out = step.attend(q, AttentionCall(0, self.scale, sinks=self.sinks, **how))
+        out = step.attend(q, AttentionCall(0, Scores(self.scale, sinks=self.sinks, **how)))
         assert out.shape == (n + padding, self.q.shape[1], self.v.shape[2])
         assert out.dtype == self.dtype
         return np.array(out[:n].astype(mx.float32))

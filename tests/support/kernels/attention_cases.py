@@ -13,6 +13,7 @@ from tests.support.kernels.arrays import TOLERANCE, draw, from_store, in_store
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.new_rows import NewRows
+from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, shared_prefix
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec
@@ -113,8 +114,8 @@ class AttentionCase:
     def queries(self) -> mx.array:
         return mx.array(self.q).astype(self.dtype)
 
-    def sinks_of_heads(self) -> mx.array | None:
-        return None if self.sinks is None else mx.array(self.sinks)
+    def scores(self) -> Scores:
+        return Scores(sinks=None if self.sinks is None else mx.array(self.sinks), **self.how)
 
     def floats(self, out: mx.array) -> np.ndarray:
         assert out.dtype == self.dtype
@@ -170,8 +171,8 @@ class PagedSequences(AttentionCase):
     ) -> tuple[mx.array, mx.array]:
         """By paged_decode."""
         where = mx.array(self.block_tables), mx.array(self.seq_lens)
-        how = {"plan": DecodePlan(*self.plan), "sinks": self.sinks_of_heads(), "prefix": prefix}
-        return paged_decode(q, *where, self.layer(ticket, store), **how, **self.how)
+        where, plan = (*where, self.layer(ticket, store), self.scores()), DecodePlan(*self.plan)
+        return paged_decode(q, *where, plan=plan, prefix=prefix)
 
     def attend_to_prefix(
         self,
@@ -184,5 +185,4 @@ class PagedSequences(AttentionCase):
         """By shared_prefix: the first `lens` keys of each row, which are in the same blocks."""
         leader = mx.array([int(np.argmax(lens))], mx.int32)
         where = mx.array(self.block_tables), mx.array(self.seq_lens), leader, mx.array(lens)
-        how = {name: self.how[name] for name in ("scale", "softcap")}
-        return shared_prefix(q, *where, self.layer(ticket, store), splits=splits, **how)
+        return shared_prefix(q, *where, self.layer(ticket, store), self.scores(), splits=splits)

@@ -22,13 +22,14 @@ from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
 from vllm_metal_lite.kernels.prefill import VarlenMetadata, varlen_prefill
 from vllm_metal_lite.kernels.rope_write import rope_write
+from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, shared_prefix
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec
 
 FACTOR = 1.3466  # of a rotation
 KV_HEADS, HEADS, GROUP, DIM, BLOCK_SIZE, SLOTS = 2, 18, 9, 72, 8, 96
-HOW = {"scale": 0.2}
+SCORES = Scores(0.2)
 # Rows to be written.  The slots 94 and 95 are the last two: what goes beyond a row goes beyond the
 # store.
 NEW_SLOTS, POSITIONS = (mx.array(n, mx.int32) for n in ([7, 94, -1, 95, 40], [0, 3, 4, 9, 50]))
@@ -77,7 +78,7 @@ def decoded(q, kept, plan, prefix=None):
     """Sequences of 21, 0 and 9 keys, the first two blocks of the first at the end of the store."""
     tables = mx.array([[11, 10, 2], [0, 0, 0], [4, 5, 0]], mx.int32)
     arrays = q, tables, mx.array([21, 0, 9], mx.int32), kept
-    return decode.paged_decode(*arrays, plan=DecodePlan(*plan), prefix=prefix, **HOW)[0]
+    return decode.paged_decode(*arrays, SCORES, plan=DecodePlan(*plan), prefix=prefix)[0]
 
 
 def paged_decode(dtype, bits=None, plan=(1, 2), prefix=None):
@@ -101,7 +102,7 @@ def shared_prefix_rows(dtype, q=None, dim=DIM, bits=None):
     lens = [mx.array(n, mx.int32) for n in ([8, 46, 48], [1], [0, 45, 45])]
     q = seeded(3, HEADS, dim, seed=5, dtype=dtype) if q is None else q
     arrays = q, tables, *lens, store(spec)
-    return list(shared_prefix(*arrays, splits=2, **HOW)[:2])
+    return list(shared_prefix(*arrays, SCORES, splits=2)[:2])
 
 
 def shared_prefix_of_new_rows(dtype, factor=1.0):
@@ -130,7 +131,7 @@ def varlen_prefill_rows(dtype, bits=None):
     tiles = mx.array(plan_tiles(cu_seqlens_q, 30, GROUP))
     q = seeded(30, HEADS, DIM, seed=6, dtype=dtype)
     where = tables, mx.array(cu_seqlens_q), mx.array([1, 22, 45], mx.int32), tiles
-    return [varlen_prefill(q, VarlenMetadata(*where), store(spec), **HOW)[0]]
+    return [varlen_prefill(q, VarlenMetadata(*where), store(spec), SCORES)[0]]
 
 
 def latent_rows(dtype, splits=1, dims=(64, 16), bits=None):
@@ -142,7 +143,7 @@ def latent_rows(dtype, splits=1, dims=(64, 16), bits=None):
     tiles = mx.array(plan_tiles(cu_seqlens_q, 12, GROUP))
     where = tables, mx.array(cu_seqlens_q), mx.array([1, 5, 48], mx.int32), tiles
     arrays = *queries, VarlenMetadata(*where), store(spec)
-    return list(latent_attention.latent_attention(*arrays, splits=splits, **HOW))
+    return list(latent_attention.latent_attention(*arrays, splits=splits, scale=SCORES.scale))
 
 
 def written_by(write, new, spec):

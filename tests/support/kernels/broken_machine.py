@@ -23,7 +23,7 @@ from vllm_metal_lite.checks import isolated, run_check, speed
 from vllm_metal_lite.checks.check import Speed
 from vllm_metal_lite.kernels import source
 from vllm_metal_lite.kernels.launch import Kernel
-from vllm_metal_lite.kernels.registry import REGISTRY, launched
+from vllm_metal_lite.kernels.registry import REGISTRY, name_of_launch
 from vllm_metal_lite.specs import (
     AttentionShape,
     ConvShape,
@@ -197,7 +197,7 @@ def at_launch(kernel: str, act: Callable[[], None]) -> None:
     launch = Kernel.__call__
 
     def call(self, arrays, template, *rest):
-        if launched(self.name, template) == kernel:
+        if name_of_launch(self.name, template) == kernel:
             act()
         return launch(self, arrays, template, *rest)
 

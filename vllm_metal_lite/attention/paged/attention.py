@@ -1,4 +1,4 @@
-"""Attention of packed rows through the kernels of metal/, on Metal and CUDA: plans each step.
+"""Plans steps whose attention runs on the kernels of metal/.
 
 Decodes use `paged_decode`, which reads the store in place; `shared_prefix` reads a long prefix once
 for all decodes that share it.  In the smallest steps each row of a prompt is attended to as a
@@ -12,19 +12,19 @@ from copy import copy
 import numpy as np
 
 from vllm_metal_lite.attention.base import Step
-from vllm_metal_lite.attention.padding import make_step, upload_padded
 from vllm_metal_lite.attention.paged.decodes import DecodePlanner, reads_new_rows
 from vllm_metal_lite.attention.paged.plan import PagedPlan
 from vllm_metal_lite.attention.paged.step import KernelStepAttention
 from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.attention.segments import prompts_of
+from vllm_metal_lite.attention.step_arrays import make_step, upload_padded
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
-from vllm_metal_lite.kernels.limits import attention_problem, tiles_serve
-from vllm_metal_lite.kernels.registry import REGISTRY, unused_kernels
+from vllm_metal_lite.kernels.limits import attention_problem, sees_prefixes
+from vllm_metal_lite.kernels.registry import REGISTRY, Prefill, unused_kernels
 from vllm_metal_lite.kernels.store import new_ticket
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.kernels import SegmentPlan
@@ -32,11 +32,12 @@ from vllm_metal_lite.specs import AttentionShape
 
 
 class KernelAttention:
-    """Only kernels write and read the store.  The state is the ticket that orders the kernels.
+    """Plans steps whose attention runs on the kernels.
 
-    prefill: the path of large prompts, "varlen" or "gather".  shapes: of the layers.
+    Only kernels write and read the store.  The state is the ticket that orders the kernels.
+
+    prefill: the path of large prompts.  shapes: of the layers.
     failed_kernels: replaced as the registry says.
-    prompts_as_decodes: whether prompt rows of small steps may be attended to as decodes.
     """
 
     name = "kernels"
@@ -45,7 +46,7 @@ class KernelAttention:
     def __init__(
         self,
         store: PagedStore,
-        prefill: str,
+        prefill: Prefill,
         shapes: Collection[AttentionShape],
         *,
         failed_kernels: Collection[str] = (),
@@ -54,16 +55,11 @@ class KernelAttention:
         self._queries_per_kv = {s.num_heads // s.num_kv_heads for s in shapes}
         self._unused = unused_kernels(self.failed_kernels)
         decodes = self._unused.isdisjoint(("paged_decode", "latent_attention"))
-        # `shared_prefix` needs full attention and a supported head size.
-        can_share = "shared_prefix" not in self._unused
-        self.shares = [
-            can_share and spec.window is None and tiles_serve(spec.k_head_dim, spec.v_head_dim)
-            for spec in store.specs
-        ]
-        self.prompts_as_decodes = decodes and can_share
+        latents, can_share = any(s.latent for s in shapes), "shared_prefix" not in self._unused
+        # `latent_attention` reads all keys of each row.
+        self.shares = [can_share and not latents and sees_prefixes(spec) for spec in store.specs]
         works = "varlen" not in {REGISTRY[kernel].prefill for kernel in self._unused}
         self._varlen = works and not any(attention_problem(s, prefill=True) for s in shapes)
-        latents = any(s.latent for s in shapes)
         self._fuses_decodes = not latents and "fused_decode" not in self._unused
         self._plan_decodes: DecodePlanner | None = None
         if decodes:
@@ -72,7 +68,7 @@ class KernelAttention:
                 {keys.shape[1] for keys in store.keys},
                 splits="merge_partitions" not in self._unused,
                 sharing_groups=sorted({group for group, shared in of_layers if shared}),
-                prompts_as_decodes=self.prompts_as_decodes,
+                prompts_as_decodes=can_share,
             )
 
     def over(self, store: PagedStore) -> "KernelAttention":

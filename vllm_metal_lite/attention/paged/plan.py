@@ -30,7 +30,7 @@ class PagedPlan(NamedTuple):
 
     @property
     def repeats(self) -> bool:
-        """See Step."""
+        """See StepPlan."""
         return self.prompts is None or self.prompts.repeats
 
     def num_logits(self, batch: ForwardBatch) -> int:

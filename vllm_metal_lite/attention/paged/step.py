@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any
 
 from vllm_metal_lite.attention.base import AttentionCall, Step
 from vllm_metal_lite.attention.paged.decodes import Decodes
@@ -116,7 +115,8 @@ class KernelStepAttention:
             return self._decode(q, decodes, call)
         rows, outputs = q.astype(dtype), []
         if decodes is not None:
-            outputs.append(self._decode(rows[:count], decodes, call))
+            decode = self._decode if call.q_pe is None else self._decode_latents
+            outputs.append(decode(rows[:count], decodes, call))
         if isinstance(prompts, VarlenPrompts):
             outputs.append(self._varlen(rows[count:], prompts, call))
         elif prompts is not None:
@@ -125,25 +125,28 @@ class KernelStepAttention:
         return out.astype(q.dtype)
 
     def _decode(self, q: mx.array | NewRows, decodes: Decodes, call: AttentionCall) -> mx.array:
-        store, seq_lens, shared = self._store(call.layer), decodes.seq_lens, decodes.prefix
+        store, scores, shared = self._store(call.layer), call.scores, decodes.prefix
         tables = decodes.block_tables[self.store.group_of[call.layer]]
+        keys, num_kv_heads = (tables, decodes.seq_lens), store.spec.num_kv_heads
         num_heads = q.num_heads if isinstance(q, NewRows) else q.shape[1]
-        num_kv_heads, scale = store.spec.num_kv_heads, call.scale
         plan, prefix = decodes.plans[num_kv_heads], None
-        how: dict[str, Any]
-        if call.q_pe is not None and isinstance(q, mx.array):
-            queries, how = (q, call.q_pe[: len(q)]), {"scale": scale, "splits": plan.splits}
-            metadata = decode_metadata(tables, seq_lens, len(q), num_heads)
-            out, self.ticket = latent_attention(*queries, metadata, store, **how)
-            return out
-        if shared and self.shares[call.layer] and call.window is None:
+        if shared and self.shares[call.layer] and scores.window is None:
             plan = shared.plans[num_kv_heads]
+            of_prefix = shared.leader, shared.lens
             splits = prefix_splits(decodes.num_rows, num_heads, num_kv_heads, shared.length)
-            how = {"scale": scale, "softcap": call.softcap, "splits": splits}
-            prefix = shared_prefix(q, tables, seq_lens, shared.leader, shared.lens, store, **how)
+            prefix = shared_prefix(q, *keys, *of_prefix, store, scores, splits=splits)
             store = store._replace(ticket=prefix.lse)
-        how = _scores_of(call) | {"plan": plan, "prefix": prefix}
-        out, self.ticket = paged_decode(q, tables, seq_lens, store, **how)
+        out, self.ticket = paged_decode(q, *keys, store, scores, plan=plan, prefix=prefix)
+        return out
+
+    def _decode_latents(self, q: mx.array, decodes: Decodes, call: AttentionCall) -> mx.array:
+        assert call.q_pe is not None, "queries of latents have a rotary part"
+        store = self._store(call.layer)
+        splits = decodes.plans[store.spec.num_kv_heads].splits
+        tables = decodes.block_tables[self.store.group_of[call.layer]]
+        metadata = decode_metadata(tables, decodes.seq_lens, *q.shape[:2])
+        queries, scale = (q, call.q_pe[: len(q)]), call.scores.scale
+        out, self.ticket = latent_attention(*queries, metadata, store, scale=scale, splits=splits)
         return out
 
     def _varlen(self, q: mx.array, prompts: VarlenPrompts, call: AttentionCall) -> mx.array:
@@ -151,9 +154,9 @@ class KernelStepAttention:
         metadata = prompts.metadata(group, q.shape[1] // store.spec.num_kv_heads)
         if call.q_pe is not None:
             queries = q, call.q_pe[-len(q) :]
-            out, self.ticket = latent_attention(*queries, metadata, store, scale=call.scale)
+            out, self.ticket = latent_attention(*queries, metadata, store, scale=call.scores.scale)
         else:
-            out, self.ticket = varlen_prefill(q, metadata, store, **_scores_of(call))
+            out, self.ticket = varlen_prefill(q, metadata, store, call.scores)
         return out
 
     def _sdpa(self, q: mx.array, prompts: SdpaPlan, call: AttentionCall) -> mx.array:
@@ -171,8 +174,3 @@ class KernelStepAttention:
     def _store(self, layer: int) -> LayerStore:
         s = self.store
         return LayerStore(s.keys[layer], s.values[layer], self.ticket, s.specs[layer], s.block_size)
-
-
-def _scores_of(call: AttentionCall) -> dict[str, Any]:
-    """How a call makes scores, and which scores count: arguments of attention kernels."""
-    return {name: getattr(call, name) for name in ("scale", "window", "softcap", "sinks")}

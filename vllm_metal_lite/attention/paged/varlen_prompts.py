@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_metal_lite.attention.padding import pad_rows, upload_padded, upload_tables
+from vllm_metal_lite.attention.step_arrays import pad_rows, upload_padded, upload_tables
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
@@ -18,7 +18,7 @@ class VarlenPrompts(NamedTuple):
     (S+1,), seq_lens (S,).
 
     S (at least MIN_ELEMENTS) and W are powers of two; padded segments have no rows.  tiles: query
-    heads per KV head -> the tiles of such layers.  repeats: see Step.
+    heads per KV head -> the tiles of such layers.  repeats: see StepPlan.
     """
 
     block_tables: tuple[mx.array, ...]

@@ -93,7 +93,7 @@ class SdpaPlan:
         longest = int(self.batch.seq_lens.max())
         window, chunk = (
             None if limit is not None and limit >= longest else limit
-            for limit in (call.window, call.attention_chunk)
+            for limit in (call.scores.window, call.attention_chunk)
         )
         key = kv_group, window, chunk, unfused
         if key not in self._plans:

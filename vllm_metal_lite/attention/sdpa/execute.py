@@ -10,6 +10,7 @@ from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.sdpa.calls import DeviceCall, SdpaPlan, StepCalls
 from vllm_metal_lite.attention.sdpa.fused import unfused
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.scores import Scores
 
 # Bound at import: the seam replaces the public name while a forward is built.
 _sdpa = mx.fast.scaled_dot_product_attention
@@ -39,16 +40,17 @@ def execute_calls(
     """
     if call.q_pe is not None:
         q = mx.concatenate([q, call.q_pe[-len(q) :]], axis=-1)
-    limits = unfused(q.shape[1], q.shape[2], call.softcap)
+    scores = call.scores
+    limits = unfused(q.shape[1], q.shape[2], scores.softcap)
     planned, outputs = plan.step_calls(kv_group, call, limits), []
     parts = planned.queries.cut(q if planned.q_rows is None else take(q, planned.q_rows))
     gathered = _keys_and_values(planned, read, latent=call.q_pe is not None)
     for one, queries, (k, v) in zip(planned.calls, parts, gathered, strict=True):
         if limits is None or limits.fuses(queries.shape[2], one.host.mask):
             mask = one.mask(q.dtype)
-            out = _sdpa(queries, k, v, scale=call.scale, mask=mask, sinks=call.sinks)
+            out = _sdpa(queries, k, v, scale=scores.scale, mask=mask, sinks=scores.sinks)
         else:
-            out = _by_products(queries, k, v, one, call)
+            out = _by_products(queries, k, v, one, scores)
         outputs.append(out.swapaxes(1, 2).flatten(0, 1))
     out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     return out if planned.place is None else take(out, planned.place)
@@ -68,17 +70,15 @@ def _keys_and_values(
         yield from zip(parts.cut(k, axis=1), parts.cut(v, axis=1), strict=True)
 
 
-def _by_products(
-    q: mx.array, k: mx.array, v: mx.array, one: DeviceCall, call: AttentionCall
-) -> mx.array:
+def _by_products(q: mx.array, k: mx.array, v: mx.array, one: DeviceCall, how: Scores) -> mx.array:
     """Attention that keeps its scores in memory; shapes are SDPA's.
 
     MLX's fallback has one product for each head, and masks all keys.  Here one product serves all
     heads that share a KV head, and the mask covers only keys that some row does not see.
     """
     b, heads, rows, dim = q.shape
-    shared, softcap, sinks = (b, k.shape[1], -1), call.softcap, call.sinks
-    q = (q * call.scale).reshape(*shared, dim)
+    shared, softcap, sinks = (b, k.shape[1], -1), how.softcap, how.sinks
+    q = (q * how.scale).reshape(*shared, dim)
 
     def scores_of(k: mx.array) -> mx.array:
         scores = (q @ k.swapaxes(-1, -2)).reshape(b, heads, rows, -1)

@@ -116,7 +116,7 @@ class CallPlanner:
         calls = [self._padded(tiles[np.array([i])], 1) for i in range(len(tiles))]
         whole = (self.q_lens == self.batch.seq_lens) & (self.q_lens > 1) & ~alone
         packed = np.zeros_like(whole)
-        for pack in split_packs(np.flatnonzero(whole), self.q_lens):
+        for pack in split_packs(np.flatnonzero(whole), self.q_lens, _LONGEST_PACK):
             if self._pays_packed(pack):
                 packed[pack] = True
                 calls.append(self._packed(pack))
@@ -227,9 +227,7 @@ class CallPlanner:
         return HostCall(rows, slots, positions, positions, "array", segments=segments)
 
 
-def split_packs(
-    segments: np.ndarray, q_lens: np.ndarray, cap: int = _LONGEST_PACK
-) -> list[np.ndarray]:
+def split_packs(segments: np.ndarray, q_lens: np.ndarray, cap: int) -> list[np.ndarray]:
     """Split segments, in order, into packs of at most `cap` rows; a longer one is its own pack."""
     packs: list[list[int]] = []
     rows = cap

@@ -8,9 +8,9 @@ segment may share blocks that another segment of the same step fills.
 from functools import partial
 
 from vllm_metal_lite.attention.base import AttentionCall, Step
-from vllm_metal_lite.attention.padding import make_step
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.attention.sdpa.execute import execute_calls
+from vllm_metal_lite.attention.step_arrays import make_step
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.kv.store import PagedStore

@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm_metal_lite.attention.base import AttentionCall, StepAttention
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.model.sequences.kv_segments import rebuild
 from vllm_metal_lite.model.sequences.step import PackedCache, SequenceStep
 from vllm_metal_lite.recurrence.sequence_batches import SequenceBatch
@@ -157,8 +158,8 @@ class PagedLayerCache(PackedCache):
             q_pe = self._rotary_queries(mask.q_pe, scale)
         elif mask is not None:
             raise NotImplementedError(f"an attention mask of its own ({type(mask).__name__})")
-        call = AttentionCall(self.layer, scale, window, softcap, sinks, q_pe, chunk)
-        return self._attend(q, call)
+        scores = Scores(scale, window, softcap, sinks)
+        return self._attend(q, AttentionCall(self.layer, scores, q_pe, chunk))
 
     def _rotary_queries(self, scaled: mx.array, scale: float) -> mx.array:
         """(N, H, rope_dim) of q_pe * scale, as LatentScores have them."""

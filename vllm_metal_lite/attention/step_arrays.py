@@ -1,10 +1,8 @@
-"""Makes a step: pads its arrays to sizes that repeat, so that compiled steps repeat."""
-
-from typing import Any
+"""The arrays of a step, padded to sizes that repeat, so that compiled steps repeat."""
 
 import numpy as np
 
-from vllm_metal_lite.attention.base import Step
+from vllm_metal_lite.attention.base import Step, StepPlan
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import PAD_SLOT, ForwardBatch
 
@@ -31,7 +29,7 @@ def upload_tables(tables: np.ndarray, num_rows: int, width: int) -> mx.array:
 
 
 def make_step(
-    batch: ForwardBatch, num_rows: int, plan: Any, *, num_slots: int = 0, num_logits: int = 1
+    batch: ForwardBatch, num_rows: int, plan: StepPlan, *, num_slots: int = 0, num_logits: int = 1
 ) -> Step:
     """Pad a batch's arrays and copy them to the device, beside the plan.
 
