@@ -256,4 +256,5 @@ def test_what_is_no_call_between_two_calls_is_text(name):
     text = WRITERS[name]([READ, NOW, NOW]).replace("now()", "now.x", 1)
     said = parse(FORMATS[name], text)
     assert said.called == [READ]
-    assert said.text.startswith("now.x") and said.text.endswith("now()")
+    assert said.text.startswith("now.x")
+    assert said.text.endswith("now()")
