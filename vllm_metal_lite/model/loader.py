@@ -21,7 +21,7 @@ from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.adapters.modules import adapt
 from vllm_metal_lite.model.context import context_length
 from vllm_metal_lite.model.dtypes import cast, expand
-from vllm_metal_lite.model.experts import served_experts
+from vllm_metal_lite.model.experts import mixtures
 from vllm_metal_lite.model.files.find import find
 from vllm_metal_lite.model.files.folder import loading, read_config, remote_code_error
 from vllm_metal_lite.model.files.generation_config import sampling_defaults
@@ -138,7 +138,7 @@ class LoadedModel:
             weights=tuple(dict.fromkeys(map(shape_of, product_weights(model)))),
             shares_prefix=self.packed.no_prefix_cache is None,
             recurrences=(*usage.recurrences, *norms),
-            experts=tuple(dict.fromkeys(experts.shape for experts in served_experts(model))),
+            experts=tuple(dict.fromkeys(experts.shape for _, experts in mixtures(model))),
         )
 
 
