@@ -104,7 +104,7 @@ class _Rules(SchemaRules):
 
     separator = ", "
 
-    def __init__(self, lines: list[str]) -> None:
+    def __init__(self, lines: list[str], root: Mapping[str, Any]) -> None:
         # Strings with those escapes only that mean the same in Python and in JSON.
         rules = [
             "any: string | number | boolean | null | list | object",
@@ -116,13 +116,13 @@ class _Rules(SchemaRules):
             'pair: string ": " any',
             r"""string: /"([^"\\\x00-\x1f]|\\["\\nrt])*"|'([^'\\\x00-\x1f]|\\['\\nrt])*'/""",
         ]
-        super().__init__(lines, rules)
+        super().__init__(lines, root, rules)
 
-    def keywords(self, schema: Mapping[str, Any]) -> str:
+    def keywords(self) -> str:
         """The name of a rule for the arguments of a call; "" for none."""
-        if not schema.get("properties"):
+        if not self._root.get("properties"):
             return ""
-        return self.pairs(schema, schema, lambda name: literal(f"{name}="))
+        return self.pairs(self._root, lambda name: literal(f"{name}="))
 
     def key(self, name: str) -> str:
         return f'{self.constant(name)} ": "'
@@ -146,7 +146,7 @@ def _format(name: str, start: str, end: str, **around: str) -> ChatFormat:
     """around: see `calls_grammar`."""
 
     def rule(tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
-        return f'{literal(f"{tool.name}(")} {_Rules(lines).keywords(tool.parameters)} ")"'
+        return f'{literal(f"{tool.name}(")} {_Rules(lines, tool.parameters).keywords()} ")"'
 
     grammar = calls_grammar(rule, start=start, **around)
     return ChatFormat(name, (start,), (end,), partial(_read, end=end), grammar)
