@@ -27,9 +27,8 @@ THINK = Thoughts("<think>", "</think>")
 class ChatFormat:
     """How a family of models writes.
 
-    call_starts: markers that begin calls; in a section also the one of each call, at which reading
-    resumes behind a call of an unknown tool.  call_ends: markers after which reading resumes if a
-    call is malformed.
+    call_starts: markers that begin calls, also within a section.  call_ends: markers after which
+    reading resumes if a call is malformed.
     read_calls: reads calls after a marker, which is `reader.taken`; raises Malformed, CutShort.
     grammar: makes the grammar of an answer after its thoughts: the calls that a ToolChoice demands,
     or in mode "auto" text and any calls.

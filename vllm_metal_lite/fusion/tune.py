@@ -50,10 +50,9 @@ _STEPS, _ENOUGH = 20, 0.24
 
 # Mixtures of a prompt
 
-# Rows, and the experts of each row, as in gpt-oss and GLM.
-_PROMPT_ROWS, _TOP_K = 512, 4
-# Fewer rounds if a candidate would take longer, in seconds.
-_ENOUGH_OF_PROMPTS = 0.75
+# Rows, and the experts of each row, as in gpt-oss and GLM; fewer rounds if a candidate would take
+# longer than _ENOUGH_OF_PROMPTS seconds in all.
+_PROMPT_ROWS, _TOP_K, _ENOUGH_OF_PROMPTS = 512, 4, 0.75
 
 
 def faster_rows(

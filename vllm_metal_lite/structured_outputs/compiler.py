@@ -86,6 +86,7 @@ def _compile(params: StructuredOutputsParams, grammar: str, tokenizer: LLTokeniz
     raise GrammarError(params.kind, place, why)
 
 
+@lru_cache(64)  # keeps passes, not compiled grammars
 def check(params: StructuredOutputsParams) -> None:
     """Raise GrammarError for a form that cannot be used with any model; BusyError.
 
@@ -94,15 +95,10 @@ def check(params: StructuredOutputsParams) -> None:
     if params.grammar is not None:
         params = replace(params, grammar=_TOKEN_IDS.sub("<[0]>", params.grammar))
     try:
-        _check(params)
+        _compile(params, grammar_text(params), _bytes())
     except GrammarError as e:
         if "special token" not in e.why:
             raise
-
-
-@lru_cache(64)  # keeps passes, not compiled grammars
-def _check(params: StructuredOutputsParams) -> None:
-    _compile(params, grammar_text(params), _bytes())
 
 
 @cache

@@ -167,13 +167,12 @@ class Worker:
     # News for the server
 
     def _refuse(self, request_id: str, e: Exception) -> None:
-        if isinstance(e, MetalLiteError):
-            kind = BusyError if isinstance(e, BusyError) else RequestError
-            self._server.call("failed", [request_id], kind(*e.parts))
-        else:
+        if not isinstance(e, MetalLiteError):
             logger.error("a request cannot be added", exc_info=e)
-            error = EngineLost(f"the engine failed: {one_line(e)}")
-            self._server.call("failed", [request_id], error)
+            e = EngineLost(f"the engine failed: {one_line(e)}")
+        elif not isinstance(e, BusyError):
+            e = RequestError(*e.parts)
+        self._server.call("failed", [request_id], e)
 
     def _fail(self, e: Exception) -> None:
         """End the requests at fault for a failed step; SystemExit if no step succeeds."""
