@@ -44,6 +44,10 @@ class RequestError(MetalLiteError):
     """A request that can never be served: refused when it is added; others continue."""
 
 
+class BusyError(MetalLiteError):
+    """Others take all of what a request needs, so a later try may succeed."""
+
+
 class PromptTooLong(RequestError):
     """A prompt that does not fit.  num_tokens: how many it has; an estimate if it has very many."""
 

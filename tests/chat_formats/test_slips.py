@@ -169,6 +169,11 @@ SLIPS = {
         ((*JSON, *LLAMA, *BEHIND_NAME), ("read", PATH), "a.txt", "a\r\n\tb", {"path": "a\r\n\tb"}),
         (ONE_JSON, ("read", PATH), "a.txt", "a \\\nb", {"path": "a \\\nb"}),
         (ONE_JSON, ("read", PATH), json.dumps(PATH), '"{\\"path\\": \\"b\\n\\"}"', {"path": "b\n"}),
+        (PYTHON, ("read", PATH), "a.txt", "a\r\n\tb", {"path": "a\r\n\tb"}),
+        (PYTHON, ("read", PATH), "a.txt", "a\\\\\nb", {"path": "a\\\nb"}),
+        (PYTHON, ("read", PATH), "a.txt", "a\\\nb", {"path": "ab"}),
+        (PYTHON, ("read", PATH), "a.txt", "a\r\n\tb", {"path": "a\r\n\tb"}),
+        (PYTHON, ("read", PATH), "a.txt", "a\\\\\nb", {"path": "a\\\nb"}),
     ],
     "brackets": [
         (ONE_JSON, READ, "}}", "}}}", READ[1]),
@@ -233,3 +238,23 @@ def test_a_name_in_parentheses_is_text(name):
     """Python takes it for a call, and the request has no such tool."""
     text = WRITERS[name]([READ]).replace("read(", "(read)(")
     assert not parse(FORMATS[name], text).calls
+
+
+@pytest.mark.parametrize("name", [name for name in WRITERS if name != "harmony"])
+def test_an_unknown_tool_between_two_calls_is_text(name):
+    """In a list or a program the rest is text too.  No bracket of the first call is."""
+    said = parse(FORMATS[name], WRITERS[name]([READ, ("erase", PATH), NOW]))
+    is_one = name in (*JSON, *LLAMA, *PYTHON) and name not in ONE_JSON
+    assert said.called == ([READ] if is_one else [READ, NOW])
+    assert "erase" in said.text
+    assert ("now" in said.text) == is_one
+    assert not said.text.startswith(("}", "]", ",", ";"))
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_what_is_no_call_between_two_calls_is_text(name):
+    text = WRITERS[name]([READ, NOW, NOW]).replace("now()", "now.x", 1)
+    said = parse(FORMATS[name], text)
+    assert said.called == [READ]
+    assert said.text.startswith("now.x")
+    assert said.text.endswith("now()")

@@ -12,16 +12,17 @@ import pytest
 from metal.host import HostKernel, installed
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated, ordering
-from vllm_metal_lite.checks.ordering import BUFFERS, GraphSizes, build, problem, stress
+from vllm_metal_lite.checks.ordering import BUFFERS, build, problem, stress
 from vllm_metal_lite.kernels.store import LayerStore
 
-TINY = GraphSizes(launches=24, sequences=2, context=32, num_heads=2, num_kv_heads=1, head_dim=16)
+TINY = {"launches": 24, "sequences": 2, "context": 32}
+TINY |= {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
 KERNELS = "kv_write", "kv_gather", "paged_decode"
 
 
 def test_launches_in_order_are_right():
     with installed():
-        reads = build(TINY)
+        reads = build(**TINY)
         assert problem(reads) is None
     assert {"kv_write", *(read.kernel for read in reads)} == set(KERNELS)
 
@@ -79,7 +80,7 @@ def first_problem(pick):
     launches = Launches()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mx.fast, "metal_kernel", launches.launcher)
-        reads = build(TINY)
+        reads = build(**TINY)
     results = launches.run(pick)
     return problem([replace(read, values=results[id(read.values)]) for read in reads])
 
@@ -133,5 +134,5 @@ def test_a_python_that_cannot_be_started_is_a_problem(monkeypatch):
 
 
 def test_the_whole_graph_is_evaluated(monkeypatch):
-    monkeypatch.setattr(ordering, "build", lambda _: [])
+    monkeypatch.setattr(ordering, "build", list)
     assert ordering.run() == (0, None)

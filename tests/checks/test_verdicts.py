@@ -1,6 +1,7 @@
 """What the checks find of kernels, right and miscompiled, and what is remembered of it."""
 
 import json
+import math
 import pickle
 from dataclasses import replace
 
@@ -259,6 +260,9 @@ def test_what_is_wrong_is_said_before_what_is_slow(found):
     results, _ = found
     results["gather_rows"] = CheckResult(None, 2.0, speed=Speed(2e-4, 1e-4))
     assert verify(USE).failures["gather_rows"].endswith("the error is 2 times the allowed one")
+    results["gather_rows"] = CheckResult(None, math.inf)
+    line = f"gather_rows ({SHAPE}): its results are NaN, or differ where none may"
+    assert verify(USE).failures["gather_rows"] == line
 
 
 LATENT = AttentionShape(4, 1, 64, 16, mx.float32, latent=True)

@@ -22,7 +22,7 @@ from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.fusion.layers import fuse_layers
 from vllm_metal_lite.fusion.traced import origin_of
 from vllm_metal_lite.kernels import experts
-from vllm_metal_lite.model.weights import served_experts
+from vllm_metal_lite.model.weights import mixtures
 
 FEW = range(1, 65)
 
@@ -131,7 +131,7 @@ def test_other_activations_and_weights_are_left_alone():
     for other in (layer(activation=gelu), three_bits):
         fuse_layers(model := _Model(other))
         assert type(model.mlp) is SwitchGLU
-        assert served_experts(model) == []
+        assert mixtures(model) == []
 
 
 @pytest.mark.parametrize("kernel", sorted(EXPERT_KERNELS))

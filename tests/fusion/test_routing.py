@@ -21,8 +21,8 @@ LOGITS = mx.array(
     mx.float32,
 )
 BIAS = mx.array(np.random.default_rng(1).permutation(EXPERTS) / 50.0, mx.float32)
-SELECTORS = (deepseek_v3, "group_expert_select"), (kimi_linear, "_group_expert_select")
-ROUTES = FusedLaunches(selectors=SELECTORS)
+ROUTERS = (deepseek_v3, "group_expert_select"), (kimi_linear, "_group_expert_select")
+ROUTES = FusedLaunches(routers=ROUTERS)
 
 
 def qwen3_moe(x):
@@ -187,6 +187,6 @@ def test_a_model_without_experts_has_no_router():
     model.set_dtype(mx.bfloat16)
     fusion = fuse(model, joins=True)
     assert not fusion.unused
-    assert (glm4_moe, "group_expert_select") in fusion.selectors
+    assert (glm4_moe, "group_expert_select") in fusion.routers
     assert fusion.without(["expert_topk"]).unused == {"expert_topk"}
     assert fusion.without(["expert_gemm"]).unused == {"expert_gemm"}

@@ -3,6 +3,7 @@
 What a file holds follows from its key, so every byte that is read can be checked.
 """
 
+import errno
 import hashlib
 import os
 import random
@@ -14,6 +15,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -194,6 +196,17 @@ def test_foreign_files_are_dropped(tmp_path):
     assert folder.verify() == (1, 1)
     close(folder)
     assert check(tmp_path / "x") == 1
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO])
+def test_a_file_that_cannot_be_read_now_is_kept(tmp_path, monkeypatch, error):
+    folder = folder_at(tmp_path / "x")
+    write(folder, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", Mock(side_effect=OSError(error, os.strerror(error))))
+        assert folder.read(key(1), SIZE) is None
+    assert folder.read(key(1), SIZE) == content(key(1))
+    assert folder.num_bad == 0
 
 
 @pytest.mark.parametrize("damage", [b"not SQLite at all" * 100, b""], ids=["other", "empty"])

@@ -137,8 +137,8 @@ def bytes_of(engine: LLMEngine, prefix: list[int]) -> list[bytes]:
     of, names = engine.prefix_disk, []
     extend_block_names(names, prefix, 8, len(prefix) // 8)
     parts = of.parts.of(names)
-    found = [bytes(of.bytes.read(part.group, of.parts.in_memory(part))) for part in parts]
-    of.bytes.close()
+    found = [bytes(of.blocks.read(part.group, of.parts.place_of(part))) for part in parts]
+    of.blocks.close()
     return found
 
 

@@ -24,7 +24,7 @@ def test_the_rest_of_a_prefix_that_cannot_be_used_is_left_out():
         kv=SimpleNamespace(block_size=16),
         min_tokens=16,
         of=lambda names: [Part(name, 0, name, 16 << 20) for name in names],
-        in_memory=lambda part: 0,
+        place_of=lambda part: 0,
     )
     writer = Writer(folder, parts, store)
     writer.add([b"a", b"b", b"c"])

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from threading import Semaphore
 from typing import Literal
 
 import anthropic
@@ -10,6 +11,7 @@ from pydantic import BaseModel
 
 from tests.support.server.crowd import text_of
 from vllm_metal_lite.errors import install
+from vllm_metal_lite.structured_outputs import compiler
 
 ASK = [{"role": "user", "content": "Tell me about a lantern in the rain."}]
 
@@ -90,6 +92,14 @@ def test_a_form_that_only_the_engine_can_refuse(http):
     reply = post(http, "chat/completions", messages=ASK, structured_outputs=form)
     assert reply.status_code == 400
     assert "unknown special token" in reply.json()["error"]["message"]
+
+
+def test_a_form_that_finds_the_compiler_busy_may_come_again(http, monkeypatch):
+    monkeypatch.setattr(compiler, "MAX_SECONDS", 0.01)
+    monkeypatch.setattr(compiler, "_threads", Semaphore(0))
+    reply = post(http, "chat/completions", messages=ASK, structured_outputs={"regex": "busy"})
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+    assert reply.json()["error"]["code"] == "server_busy"
 
 
 def test_a_form_without_the_extra(http, monkeypatch):

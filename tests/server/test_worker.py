@@ -18,8 +18,9 @@ import pytest
 from tests.support.server.kit import start_engine
 from vllm_metal_lite import EngineConfig, SamplingParams
 from vllm_metal_lite.engine.engine import LLMEngine
-from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.errors import BusyError, RequestError, SamplingError
 from vllm_metal_lite.server.deltas import deltas
+from vllm_metal_lite.server.worker import process
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, EngineLost
 from vllm_metal_lite.server.worker.process import Caller, ToServer, Worker
@@ -264,6 +265,17 @@ def test_a_step_that_fails_loses_the_request_at_fault_only():
     assert all(list(step) == ["b"] for step in steps)
     assert sum(len(update.token_ids) for step in steps for update in step["b"]) == 8
     assert engine.metrics()["blocks_owned"] == 0
+
+
+@pytest.mark.parametrize("kind", [SamplingError, BusyError])
+def test_a_grammar_that_cannot_be_made_ends_its_request(monkeypatch, kind):
+    """So `add`, which would wait for the grammar between two steps, never comes."""
+    monkeypatch.setattr(process, "constraint_of", Mock(side_effect=kind("no grammar")))
+    server, theirs = Pipe()
+    Worker(Mock(), theirs, Caller(theirs)).compile("a", short())
+    method, (ids, error) = server.recv()
+    assert (method, ids, str(error)) == ("failed", ["a"], "no grammar")
+    assert isinstance(error, BusyError if kind is BusyError else RequestError)
 
 
 def test_an_engine_whose_steps_all_fail_ends():

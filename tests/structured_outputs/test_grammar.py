@@ -12,11 +12,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from jsonschema import validate
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 
 from tests.support.chat.guided import allowed, walk
 from tests.support.chat.json_schemas import schemas
-from vllm_metal_lite.errors import SamplingError
+from vllm_metal_lite.errors import BusyError, SamplingError
 from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
 from vllm_metal_lite.sampling.no_token import MASKED, why
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -104,9 +104,9 @@ def test_forced_tokens_are_the_text_that_must_come(tokenizer):
         ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
         ({"json": "{"}, "json"),
         ({"json": {"$ref": "#/nowhere"}}, "nowhere"),
-        ({"regex": "("}, r'regex: at 1\(8\): invalid regex "\(" \(in regex\): unclosed group$'),
+        ({"regex": "("}, r'regex: invalid regex "\(" \(in regex\): unclosed group$'),
         ({"regex": r"(a)\1"}, "regex"),
-        ({"grammar": "start: nowhere"}, "grammar.*nowhere"),
+        ({"grammar": "start: nowhere"}, r'grammar: at 1\(8\): unknown name: "nowhere"$'),
         ({"json": {"not": {}}}, "not"),
         ({"json": {"$ref": "#"}}, "json: no text fits"),
         ({"json": "[1]"}, "json: a schema must be an object"),
@@ -313,21 +313,12 @@ def test_ids_of_tokens_are_not_checked_without_a_model():
     check(StructuredOutputsParams(grammar='start: <[151657]> "a" <[200000-200005]>'))
 
 
-def test_a_grammar_that_fails_is_not_compiled_again(monkeypatch):
-    own, begun = Compiler(LLTokenizer("byte")), []
-    monkeypatch.setattr(compiler, "_begun", lambda *a: begun.append(a) or LLMatcher(a[1], a[0]))
-    for _ in range(2):
-        with pytest.raises(SamplingError, match="nowhere"):
-            own.compile(StructuredOutputsParams(grammar="start: nowhere"))
-    assert len(begun) == 1
-
-
 def test_a_grammar_that_finds_all_threads_busy_may_come_again(monkeypatch):
     own, yes = Compiler(LLTokenizer("byte")), StructuredOutputsParams(choice=["yes"])
     monkeypatch.setattr(compiler, "MAX_SECONDS", 0.01)
     with monkeypatch.context() as patch:
         patch.setattr(compiler, "_threads", Semaphore(0))
-        with pytest.raises(SamplingError, match="other grammars are being compiled; try again"):
+        with pytest.raises(BusyError, match="other grammars are being compiled; try again"):
             own.compile(yes)
     monkeypatch.undo()
     own.compile(yes)

@@ -17,7 +17,7 @@ from tools.lib.frame import parser_of, print_table, run_main
 from vllm_metal_lite import MetalLiteError, backend
 from vllm_metal_lite.attention.paged.decodes import decode_plan
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.fallbacks import TimedStore
+from vllm_metal_lite.checks.case import TimedStore
 from vllm_metal_lite.devices import PROFILES, profile
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.decode import paged_decode

@@ -124,6 +124,7 @@ def json_list(reader: Reader, calls: CallWriter, name_key: str = "name") -> Read
     while more:
         yield from json_call(reader, calls, name_key, end="]")
         more = yield from reader.has(",")
+        reader.record()  # the comma is no text either
     yield from reader.expect("]")
 
 
@@ -158,6 +159,7 @@ def json_call(
     calls.end()
     while (yield from reader.has("}")):
         pass
+    reader.record()  # the brackets belong to the call
 
 
 def json_arguments(reader: Reader, pass_on: Callable[[str], None]) -> Reading[None]:

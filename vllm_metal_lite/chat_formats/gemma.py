@@ -92,14 +92,16 @@ def _format(name: str, start: str, end: str, quote: str, thoughts: Thoughts | No
         yield from reader.has(end)  # a model may end its answer without
 
     def rule(tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
-        arguments = _Rules(quote, special, lines).arguments(tool.parameters)
+        arguments = _Rules(quote, special, lines, tool.parameters).arguments()
         return f"{literal(f'call:{tool.name}')} {arguments} {texts(end, special)}"
 
     return ChatFormat(name, (start,), (end,), read, calls_grammar(rule, start=start), thoughts)
 
 
 class _Rules(SchemaRules):
-    def __init__(self, quote: str, special: SpecialTokens, lines: list[str]) -> None:
+    def __init__(
+        self, quote: str, special: SpecialTokens, lines: list[str], root: Mapping[str, Any]
+    ) -> None:
         self._quote = mark = literal(quote, special)
         by_id = quote in special  # so no text holds the mark
         rules = [
@@ -111,7 +113,7 @@ class _Rules(SchemaRules):
             f"string: {mark} text {mark}" if by_id else f"string: {mark} text",
             "text: /(?s:.*)/" if by_id else f"text[suffix={mark}]: /(?s:.*)/",
         ]
-        super().__init__(lines, rules)
+        super().__init__(lines, root, rules)
 
     def key(self, name: str) -> str:
         return literal(f"{name}:")

@@ -92,6 +92,7 @@ def _read_llama(reader: Reader, calls: CallWriter) -> Reading[None]:
     while more:
         yield from json_call(reader, calls)
         more = yield from reader.has(";")
+        reader.record()
 
 
 # Llama 3.1 to 3.3.

@@ -6,7 +6,7 @@ All arguments of a call come at once, because Python's literals are parsed only 
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -22,23 +22,27 @@ _STRING = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
 _STAND_IN = "\ua66e"  # a letter of Python's names that no model writes
 # Names of tools and parameters need not be Python's: `-A`, `get-weather`, `class`.
 _NAMES = re.compile(rf"""{_STRING}|(?P<name>[^\s()\[\]{{}},'"=]+)(?=\s*[(=])""", re.DOTALL)
+_Node = ast.expr | ast.stmt
 
 
 def _read(reader: Reader, calls: CallWriter, *, end: str) -> Reading[None]:
     text = yield from _until(reader, end)
     names: dict[str, str] = {}
     source = _NAMES.sub(partial(_stand_in, names), text.strip())
-    for call in _calls(source):
-        if not isinstance(call.func, ast.Name) or call.args:
-            raise Malformed
-        name = names.get(call.func.id)  # None for a name in parentheses
-        if not calls.knows(name) and not reader.taken:
-            reader.record(_written(source, call, names))  # only this one is text
+    elements = _elements(source)
+    for element in elements:
+        match element:
+            case ast.Call(ast.Name(stand_in), [], keywords):
+                name = names.get(stand_in)  # None for a name in parentheses
+            case _:
+                name, keywords = None, []
+        if not calls.knows(name) and not reader.taken:  # the calls before it are no text
+            reader.record(_written(source, names, element, elements[-1]))
         calls.begin(name)
         try:
-            values = {names[str(k.arg)]: _value(k.value) for k in call.keywords}
+            values = {names[str(k.arg)]: _value(k.value) for k in keywords}
         except (Malformed, KeyError):
-            calls.arguments(_written(source, call, names))
+            calls.arguments(_written(source, names, element, element))
             calls.cut()
             continue
         for key, value in values.items():
@@ -47,9 +51,11 @@ def _read(reader: Reader, calls: CallWriter, *, end: str) -> Reading[None]:
         calls.end()
 
 
-def _written(source: str, call: ast.Call, names: dict[str, str]) -> str:
-    """A call as the model wrote it."""
-    text = ast.get_source_segment(source, call) or ""
+def _written(source: str, names: dict[str, str], first: _Node, last: _Node) -> str:
+    """Elements as the model wrote them."""
+    whole = ast.copy_location(ast.Pass(), first)
+    whole.end_lineno, whole.end_col_offset = last.end_lineno, last.end_col_offset
+    text = ast.get_source_segment(source, whole) or ""
     return re.sub(rf"{_STAND_IN}\d+", lambda match: names.get(match[0], match[0]), text)
 
 
@@ -61,9 +67,12 @@ def _value(node: ast.expr) -> object:
 
 
 def _stand_in(names: dict[str, str], match: re.Match[str]) -> str:
-    """A valid Python name in place of a tool's or a parameter's; strings stay unchanged."""
+    """A valid Python name in place of a tool's or a parameter's; a string with its line breaks
+    escaped, because models write them into strings."""
     if match["name"] is None:
-        return match[0]
+        return re.sub(
+            r"(\\.)|[\r\n]", lambda m: m[1] or repr(m[0])[1:-1], match[0], flags=re.DOTALL
+        )
     stand_in = f"{_STAND_IN}{len(names)}"
     names[stand_in] = match["name"]
     return stand_in
@@ -80,17 +89,14 @@ def _until(reader: Reader, end: str) -> Reading[str]:
     return found[1]
 
 
-def _calls(text: str) -> Iterator[ast.Call]:
+def _elements(source: str) -> list[_Node]:
+    """What should be calls: the elements of a list, or the lines.  Raises Malformed."""
     try:
-        lines = ast.parse(text).body
+        lines = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise Malformed from None
-    for line in lines:
-        value = line.value if isinstance(line, ast.Expr) else None
-        for element in value.elts if isinstance(value, ast.List) else [value]:
-            if not isinstance(element, ast.Call):
-                raise Malformed
-            yield element
+    values = [line.value if isinstance(line, ast.Expr) else line for line in lines]
+    return [e for value in values for e in (value.elts if isinstance(value, ast.List) else [value])]
 
 
 class _Rules(SchemaRules):
@@ -98,7 +104,7 @@ class _Rules(SchemaRules):
 
     separator = ", "
 
-    def __init__(self, lines: list[str]) -> None:
+    def __init__(self, lines: list[str], root: Mapping[str, Any]) -> None:
         # Strings with those escapes only that mean the same in Python and in JSON.
         rules = [
             "any: string | number | boolean | null | list | object",
@@ -110,13 +116,13 @@ class _Rules(SchemaRules):
             'pair: string ": " any',
             r"""string: /"([^"\\\x00-\x1f]|\\["\\nrt])*"|'([^'\\\x00-\x1f]|\\['\\nrt])*'/""",
         ]
-        super().__init__(lines, rules)
+        super().__init__(lines, root, rules)
 
-    def keywords(self, schema: Mapping[str, Any]) -> str:
+    def keywords(self) -> str:
         """The name of a rule for the arguments of a call; "" for none."""
-        if not schema.get("properties"):
+        if not self._root.get("properties"):
             return ""
-        return self.pairs(schema, schema, lambda name: literal(f"{name}="))
+        return self.pairs(self._root, lambda name: literal(f"{name}="))
 
     def key(self, name: str) -> str:
         return f'{self.constant(name)} ": "'
@@ -140,7 +146,7 @@ def _format(name: str, start: str, end: str, **around: str) -> ChatFormat:
     """around: see `calls_grammar`."""
 
     def rule(tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
-        return f'{literal(f"{tool.name}(")} {_Rules(lines).keywords(tool.parameters)} ")"'
+        return f'{literal(f"{tool.name}(")} {_Rules(lines, tool.parameters).keywords()} ")"'
 
     grammar = calls_grammar(rule, start=start, **around)
     return ChatFormat(name, (start,), (end,), partial(_read, end=end), grammar)

@@ -38,6 +38,14 @@ def named_values(schema: Mapping[str, Any]) -> list[Any] | None:
     return values if isinstance(values, list) else None
 
 
+def merged(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema, with an `allOf` of one part merged into it."""
+    parts = schema.get("allOf")
+    if not (isinstance(parts, list) and len(parts) == 1 and isinstance(parts[0], dict)):
+        return schema
+    return merged({**parts[0], **{k: v for k, v in schema.items() if k != "allOf"}})
+
+
 class Resolver:
     """Resolves the schema of a parameter, so that its top level says which values are allowed.
 
@@ -52,6 +60,7 @@ class Resolver:
     def __call__(self, schema: Any, following: frozenset[str] = frozenset()) -> Any:
         if not isinstance(schema, dict):
             return schema
+        schema = merged(schema)
         if isinstance(path := schema.get("$ref"), str):
             rest = {k: v for k, v in schema.items() if k != "$ref"}
             found = {} if path in following else pointed(self._root, path)
@@ -59,10 +68,6 @@ class Resolver:
             if not isinstance(found, dict) or self._left < 0:
                 return schema
             return self({**found, **rest}, following | {path})
-        parts = schema.get("allOf")
-        if isinstance(parts, list) and len(parts) == 1 and isinstance(parts[0], dict):
-            rest = {k: v for k, v in schema.items() if k != "allOf"}
-            return self({**parts[0], **rest}, following)
         for key in ("anyOf", "oneOf"):
             if isinstance(parts := schema.get(key), list):
                 self._left -= len(parts)

@@ -15,13 +15,6 @@ from vllm_metal_lite.specs import (
     WeightShape,
 )
 
-# A kernel is replaced if its fallback takes less than 1 / _SLOWER of its time.  Medians of short
-# launches differ by up to a third between two runs; below this factor a change gains little.
-_SLOWER = 1.5
-# Seconds by which the host may take longer to launch a kernel than an MLX operation.  Compiled
-# steps do not take this time.
-_LAUNCH = 30e-6
-
 
 def _dtype(name: str) -> mx.Dtype:
     return getattr(mx, name)
@@ -97,6 +90,14 @@ class Check(Generic[S]):
         return REGISTRY[self.kernel].needs + self.beside
 
 
+# A kernel is replaced if its fallback takes less than 1 / _SLOWER of its time.  Medians of short
+# launches differ by up to a third between two runs; below this factor a change gains little.
+_SLOWER = 1.5
+# Seconds by which the host may take longer to launch a kernel than an MLX operation.  Compiled
+# steps do not take this time.
+_LAUNCH = 30e-6
+
+
 @dataclass(frozen=True)
 class Speed:
     """Seconds of a kernel and of its fallback, for the same work."""
@@ -145,4 +146,6 @@ class CheckResult:
     def __str__(self) -> str:
         if self.failure is not None:
             return f"{self.check}: {self.failure}"
+        if not math.isfinite(self.error):
+            return f"{self.check}: its results are NaN, or differ where none may"
         return f"{self.check}: the error is {self.error:.2g} times the allowed one"

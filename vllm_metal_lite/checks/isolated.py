@@ -65,7 +65,7 @@ def results(
                 progress(done, len(checks), check)
             if _left_out(check, [*known, *found]):
                 continue
-            run = run or _start(opened)
+            run = run or _runner(opened)
             result = run(check, timed)
             found.append(result)
             yield result
@@ -82,8 +82,8 @@ def _left_out(check: Check, results: Sequence[CheckResult]) -> bool:
     )
 
 
-def _start(opened: ExitStack) -> Run:
-    """Runs a check in a new process; in this one, with the reason in the log, if there is none."""
+def _runner(opened: ExitStack) -> Run:
+    """Runs checks in a new process; in this one, with the reason in the log, if none starts."""
     try:
         return opened.enter_context(closing(Child())).ask
     except (OSError, ValueError) as e:

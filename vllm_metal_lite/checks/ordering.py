@@ -41,18 +41,6 @@ _BLOCK = 16
 
 
 @dataclass(frozen=True)
-class GraphSizes:
-    """launches: their approximate number, half of them reads.  context: tokens of each sequence."""
-
-    launches: int = 300
-    sequences: int = 8
-    context: int = 128
-    num_heads: int = 16
-    num_kv_heads: int = 8
-    head_dim: int = 64
-
-
-@dataclass(frozen=True)
 class Read:
     """One read.  values: not yet evaluated; all must be `write`, the number of the write before."""
 
@@ -61,21 +49,31 @@ class Read:
     values: mx.array
 
 
-def build(sizes: GraphSizes) -> list[Read]:
-    """The reads of a graph of writes and reads alternately, not evaluated."""
-    rng, sequences = np.random.default_rng(0), sizes.sequences
-    blocks = rng.permutation(sequences * sizes.context // _BLOCK).astype(np.int32)
+def build(
+    launches: int = 300,
+    sequences: int = 8,
+    context: int = 128,
+    num_heads: int = 16,
+    num_kv_heads: int = 8,
+    head_dim: int = 64,
+) -> list[Read]:
+    """The reads of a graph of writes and reads alternately, not evaluated.
+
+    launches: their approximate number, half of them reads.  context: tokens of each sequence.
+    """
+    rng = np.random.default_rng(0)
+    blocks = rng.permutation(sequences * context // _BLOCK).astype(np.int32)
     order = rng.permutation(len(blocks) * _BLOCK).astype(np.int32)
     tables, slots = mx.array(blocks.reshape(sequences, -1)), mx.array(order)
-    spec = LayerSpec(sizes.num_kv_heads, sizes.head_dim, sizes.head_dim, _DTYPE)
-    shape = len(order), sizes.num_kv_heads, sizes.head_dim
+    spec = LayerSpec(num_kv_heads, head_dim, head_dim, _DTYPE)
+    shape = len(order), num_kv_heads, head_dim
     arrays = mx.zeros(shape, _DTYPE), mx.zeros(shape, _DTYPE), new_ticket()
     store, plan = LayerStore(*arrays, spec, _BLOCK), DecodePlan(1, 4)
-    q = mx.ones((sequences, sizes.num_heads, sizes.head_dim), _DTYPE)
-    lens = mx.full((sequences,), sizes.context, mx.int32)
+    q = mx.ones((sequences, num_heads, head_dim), _DTYPE)
+    lens = mx.full((sequences,), context, mx.int32)
     mx.eval(store.arrays)
     reads = []
-    for number in range(1, sizes.launches // 2 + 1):
+    for number in range(1, launches // 2 + 1):
         new = mx.zeros(shape, _DTYPE), mx.full(shape, number, _DTYPE)
         store = store._replace(ticket=kv_write(*new, slots, store))
         if number % 2:
@@ -123,6 +121,6 @@ def stress() -> Iterator[Outcome]:
 
 def run() -> tuple[int, str | None]:
     """The number of reads of the graph, and their problem."""
-    reads = build(GraphSizes())
+    reads = build()
     mx.eval([read.values for read in reads])
     return len(reads), problem(reads)

@@ -34,10 +34,10 @@ def _use(
     rope: RopeShape,
     hidden: tuple[int, ...] = (),
     weights: tuple[WeightShape, ...] = (),
-    **masks: Any,
+    **fields: Any,
 ) -> KernelUse:
-    """heads: query heads and KV heads, rotated whole.  masks: further fields of AttentionShape."""
-    shape = AttentionShape(*heads, rope.dims, rope.dims, dtype, **masks)
+    """heads: query heads and KV heads, rotated whole.  fields: further ones of AttentionShape."""
+    shape = AttentionShape(*heads, rope.dims, rope.dims, dtype, **fields)
     return KernelUse((shape,), _BLOCK, (rope,), hidden, weights)
 
 

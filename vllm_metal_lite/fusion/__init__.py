@@ -2,7 +2,7 @@
 
 Launches dominate the cost of a decode step.  mlx-lm launches 20 kernels per layer.  A fused step
 launches 5 to 8.  The model's own code still runs, because MLX is lazy: MLX computes an array only
-if somebody uses the value.  Rules name operations, and two functions of mlx-lm (launches.py), but
+if somebody uses the value.  Rules name operations, and a few functions of mlx-lm (launches.py), but
 no architecture.
 
     y = x + o_proj(a)     y is an ordinary array.  It also remembers its origin: a sum, one side of

@@ -21,7 +21,7 @@ from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
 from vllm_metal_lite.model.trial import Trial
-from vllm_metal_lite.model.weights import product_weights, served_experts
+from vllm_metal_lite.model.weights import mixtures, product_weights
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def decide(packed: PackedModel, attention: Attention, ranks: RankGroup) -> Fusio
     if packed.layout.dtype == mx.float32:
         return fusion
     # A stage without experts takes part in the trials and timings of the others.
-    own = bool(product_weights(packed.model)), bool(served_experts(packed.model))
+    own = bool(product_weights(packed.model)), bool(mixtures(packed.model))
     has_products, has_experts = map(any, zip(*ranks.gather(own), strict=True))
     # Steps of many rows use neither of these kernels, so fusion without them was tried first.
     if "skinny_gemm" not in fusion.unused and has_products:
@@ -70,7 +70,7 @@ class _Trials:
         self._trial: Trial | None = None
 
     def passed(self, fusion: FusedLaunches, what: str) -> bool:
-        """Whether a fusion suits the model; otherwise a warning names `what` is tried."""
+        """Whether a fusion suits the model.  If not, a warning says so.  what: its subject."""
         problem = self.problem(fusion)
         if problem is not None:
             logger.warning(f"{what} do not suit this model: {problem}; they are not used")

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import ModuleType
 
 import mlx.nn as nn
 from mlx_lm.models import activations, gemma3_text
@@ -14,13 +13,13 @@ from vllm_metal_lite.fusion.fold_norms import fold_norm_weights
 from vllm_metal_lite.fusion.joined import JoinedProjection, join_projections, joined_projections
 from vllm_metal_lite.fusion.layer_cache import FusedLayerCache
 from vllm_metal_lite.fusion.layers import fuse_layers
-from vllm_metal_lite.fusion.routing import selectors_of, uncompiled
+from vllm_metal_lite.fusion.routing import compiled_routers, run_uncompiled
 from vllm_metal_lite.fusion.rules import hooks
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
 from vllm_metal_lite.kernels.registry import unused_kernels
 from vllm_metal_lite.model.packed import Fusion
-from vllm_metal_lite.model.seam.hooks import hooked, namespaces
-from vllm_metal_lite.model.weights import served_experts
+from vllm_metal_lite.model.seam.hooks import Named, hooked, namespaces
+from vllm_metal_lite.model.weights import mixtures
 
 
 @dataclass(frozen=True)
@@ -28,13 +27,13 @@ class FusedLaunches(FusedKernels, Fusion):
     """What the steps of a model fuse, if it runs on KernelAttention.
 
     joined: the model's joined projections.
-    named: (Python module, name) of mlx-lm's functions that have a rule.
-    selectors: compiled functions of the model that may choose experts.
+    named: mlx-lm's functions that have a rule.
+    routers: compiled functions of the model that may choose experts.
     """
 
     joined: tuple[JoinedProjection, ...] = ()
-    named: tuple[tuple[ModuleType, str], ...] = ()
-    selectors: tuple[tuple[ModuleType, str], ...] = ()
+    named: tuple[Named, ...] = ()
+    routers: tuple[Named, ...] = ()
 
     layer_cache = FusedLayerCache
 
@@ -42,7 +41,7 @@ class FusedLaunches(FusedKernels, Fusion):
     def building(self, step: Step | None) -> Iterator[None]:
         replaced = hooks(self.named)
         if "expert_topk" not in self.unused:
-            replaced += [(m, name, uncompiled) for m, name in self.selectors]
+            replaced += [(m, name, run_uncompiled) for m, name in self.routers]
         try:
             with hooked(replaced), fusing(step, self):
                 yield
@@ -83,8 +82,8 @@ def fuse(model: nn.Module, *, joins: bool) -> FusedLaunches:
     return FusedLaunches(
         joined=tuple(joined_projections(model)),
         named=tuple((module, f.__name__) for f in functions for module in namespaces(model, f)),
-        selectors=selectors_of(model),
-        unused=frozenset() if served_experts(model) else frozenset({"expert_topk"}),
+        routers=compiled_routers(model),
+        unused=frozenset() if mixtures(model) else frozenset({"expert_topk"}),
     )
 
 

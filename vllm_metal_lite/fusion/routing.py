@@ -6,13 +6,13 @@ a model writes them:
     weights = mx.take_along_axis(scores, inds, axis=-1)          Gathered
     weights /= weights.sum(axis=-1, keepdims=True)               Gathered, of Total
 
-When the model cuts out the indices, they come from a launch of the kernel, so any later operation
-is right.  Each known operation replaces that launch by one that does more of the work; the indices
-become those of the new launch.  MLX never runs a launch whose results are unused.
+The Choice launches the kernel, so any later operation gets its values.  Each rule behind it
+launches the kernel again, with more of the work, and the indices become those of the new launch.
+MLX never runs the launches before, because no operation uses their results any longer.
 """
 
 from dataclasses import dataclass, replace
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import mlx.nn as nn
@@ -23,7 +23,7 @@ from vllm_metal_lite.fusion.norms import plus
 from vllm_metal_lite.fusion.products import Multiplied
 from vllm_metal_lite.fusion.traced import Traced, as_view, known_rows, origin_of, rows_of
 from vllm_metal_lite.kernels.expert_topk import Routing, Scoring, expert_topk, fits
-from vllm_metal_lite.model.seam.hooks import modules_of
+from vllm_metal_lite.model.seam.hooks import Named, modules_of
 
 _COMPILED = type(mx.compile(lambda: None))
 
@@ -237,7 +237,7 @@ def times_factor(value: mx.array, x: Traced, other: Any) -> mx.array:
 # Routers that a model compiles
 
 
-def selectors_of(model: nn.Module) -> tuple[tuple[ModuleType, str], ...]:
+def compiled_routers(model: nn.Module) -> tuple[Named, ...]:
     """The compiled functions in a model's modules that sort, as those that choose experts do."""
     return tuple(
         (module, name)
@@ -247,7 +247,7 @@ def selectors_of(model: nn.Module) -> tuple[tuple[ModuleType, str], ...]:
     )
 
 
-def uncompiled(original: Any, logits: mx.array, *args: Any, **kwargs: Any) -> Any:
+def run_uncompiled(original: Any, logits: mx.array, *args: Any, **kwargs: Any) -> Any:
     """The result of `original`.  Runs its Python code, because compiled code keeps no origins; if
     the code chooses no experts, runs `original` itself."""
     code, names, defaults = original.__code__, original.__globals__, original.__defaults__

@@ -32,18 +32,28 @@ from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kernels.weights import Weight, shape_of
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.seam.hooks import building
-from vllm_metal_lite.model.weights import MIXTURES, product_weights, served, served_experts
+from vllm_metal_lite.model.weights import (
+    mixtures,
+    product_weights,
+)
 from vllm_metal_lite.runner.compiled import CompiledSteps
 from vllm_metal_lite.specs import ExpertShape
+
+_ROUNDS = 5
+
+# Steps of few rows
 
 # Row counts to time: the first of _FEWEST that wins, and by bisection the last of _SIZES.
 _FEWEST = (1, 2, 4)
 _SIZES = (8, 16, 32, MAX_ROWS)
-# With and without the kernel: the median of _ROUNDS chains of at most _STEPS steps.  A Mac may need
-# 100 ms a step, so a chain gets fewer steps if it would exceed _ENOUGH seconds.
-_ROUNDS, _STEPS, _ENOUGH = 5, 20, 0.24
-# Rows of a prompt, and the experts of each row, as in gpt-oss and GLM; fewer rounds if they would
-# exceed _ENOUGH_OF_PROMPTS seconds.
+# At most _ROUNDS chains of _STEPS steps, and fewer of both if a candidate would take longer than
+# _ENOUGH seconds in all.  A Mac may need 100 ms a step.
+_STEPS, _ENOUGH = 20, 0.24
+
+# Mixtures of a prompt
+
+# Rows, and the experts of each row, as in gpt-oss and GLM; fewer rounds if a candidate would take
+# longer than _ENOUGH_OF_PROMPTS seconds in all.
 _PROMPT_ROWS, _TOP_K, _ENOUGH_OF_PROMPTS = 512, 4, 0.75
 
 
@@ -72,7 +82,7 @@ def faster_expert_rows(
     steps = _Steps(packed, attention, fusion, replace(fusion, expert_rows=NO_ROWS), ranks)
     weight_types = [
         f"{experts.count} experts of {_weight_type(experts.gate.weight)}"
-        for experts in served_experts(packed.model)
+        for _, experts in mixtures(packed.model)
     ]
     rows = steps.faster_rows("expert_gemm", "mixtures of experts of few rows", weight_types)
     if rows.stop > _SIZES[-1] and all(ranks.gather(_faster_prompts(packed))):
@@ -182,9 +192,8 @@ def _faster_prompts(packed: PackedModel) -> bool:
     serves prompts, with a warning.
     """
     layers: dict[ExpertShape, nn.Module] = {}
-    for _, layer in packed.model.named_modules():
-        if isinstance(layer, MIXTURES) and (experts := served(layer)):
-            layers.setdefault(experts.shape, layer)
+    for layer, experts in mixtures(packed.model):
+        layers.setdefault(experts.shape, layer)
     dtype = packed.layout.dtype
     return all(_faster_prompt(layer, shape, dtype) for shape, layer in layers.items())
 

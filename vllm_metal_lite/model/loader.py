@@ -34,7 +34,7 @@ from vllm_metal_lite.model.ranks.shards import shard
 from vllm_metal_lite.model.ranks.stages import check_kinds, keep_stage
 from vllm_metal_lite.model.seam.hooks import namespaces
 from vllm_metal_lite.model.usage import Usage
-from vllm_metal_lite.model.weights import product_weights, served_experts
+from vllm_metal_lite.model.weights import mixtures, product_weights
 from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, RecurrenceShape
 
 # Architectures with wrong results in mlx-lm itself, and the reason.
@@ -137,7 +137,7 @@ class LoadedModel:
             weights=tuple(dict.fromkeys(map(shape_of, product_weights(model)))),
             shares_prefix=self.packed.no_prefix_cache is None,
             recurrences=(*usage.recurrences, *norms),
-            experts=tuple(dict.fromkeys(experts.shape for experts in served_experts(model))),
+            experts=tuple(dict.fromkeys(experts.shape for _, experts in mixtures(model))),
         )
 
 

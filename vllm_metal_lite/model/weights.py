@@ -71,7 +71,7 @@ def _weight_of(layer: nn.Module) -> ExpertWeight | None:
     return ExpertWeight(weight_of(layer), layer.get("bias"))
 
 
-def served_experts(model: nn.Module) -> list[Experts]:
-    """The mixtures of experts of a model that the kernels serve."""
+def mixtures(model: nn.Module) -> list[tuple[nn.Module, Experts]]:
+    """The mixtures of a model that the kernels serve, and their experts."""
     layers = (m for m in model.modules() if isinstance(m, MIXTURES))
-    return [experts for layer in layers if (experts := served(layer))]
+    return [(layer, experts) for layer in layers if (experts := served(layer))]

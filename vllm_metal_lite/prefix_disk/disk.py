@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def attach(model: LoadedModel, scheduler: Scheduler, store: PagedStore) -> "PrefixDisk | None":
-    """What keeps the prefixes of a new engine, in the folder of this user.
+    """The prefix disk of a new engine, in this user's folder.
 
     None, with a warning, on CUDA and if the folder cannot be used.
     """
@@ -53,10 +53,10 @@ class PrefixDisk:
         self, folder: Folder, digest: bytes, scheduler: Scheduler, store: PagedStore
     ) -> None:
         self.folder = folder
-        self.bytes = BlockBytes(store)
-        self.parts = Parts(scheduler.kv, digest, self.bytes.sizes)
-        self.writer = Writer(self.folder, self.parts, self.bytes)
-        self.reader = Reader(self.folder, self.parts, self.bytes, scheduler)
+        self.blocks = BlockBytes(store)
+        self.parts = Parts(scheduler.kv, digest, self.blocks.sizes)
+        self.writer = Writer(self.folder, self.parts, self.blocks)
+        self.reader = Reader(self.folder, self.parts, self.blocks, scheduler)
         self.description = f"kept in {folder.path}, at most {size_text(folder.quota)}"
 
     def holds(self, request: Request, hit: PrefixHit) -> bool:
@@ -73,10 +73,10 @@ class PrefixDisk:
             request, start = segment.request, segment.num_computed
             if self.parts.kv.may_name(request):
                 if request in output.admitted and not request.num_computed_before:
-                    self.writer.add(self.parts.names(request, start))
+                    self.writer.add(self.parts.kv.block_names(request, start))
                 for at in request.checkpoint_positions[:1]:
                     if start < at <= segment.end:
-                        self.writer.add(self.parts.names(request, at))
+                        self.writer.add(self.parts.kv.block_names(request, at))
 
     @property
     def wants_a_pause(self) -> bool:
@@ -87,7 +87,7 @@ class PrefixDisk:
         """Copy blocks from and to the store.  No step is in flight."""
         if self.wants_a_pause:
             mx.synchronize()
-            with closing(self.bytes):
+            with closing(self.blocks):
                 if self.writer.is_ready:
                     self.writer.copy()
                 self.reader.advance()

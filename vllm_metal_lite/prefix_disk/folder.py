@@ -150,20 +150,22 @@ class Folder:
         return self.path / name[:2] / name
 
     def read(self, key: bytes, num_bytes: int | None) -> memoryview | None:
-        """The num_bytes of a file (None: all); None if there is none, or a bad one, which is
-        removed."""
+        """The num_bytes of a file (None: all); None if it cannot be read.  A bad one is removed."""
         path = self.path_of(key)
         try:
             return read_file(path, key, num_bytes)
-        except (ValueError, OSError) as e:
+        except FileNotFoundError:
             with self._alone(), self._db:
-                is_missing = isinstance(e, FileNotFoundError)
-                if not is_missing:
-                    self.num_bad += 1
-                    logger.warning(f"the prefix cache drops {path}: {e}")
-                if not is_missing or not path.exists():  # another process may have just written it
+                if not path.exists():  # another process may have just written it
                     self._remove(key)
-            return None
+        except ValueError as e:
+            logger.warning(f"the prefix cache drops {path}: {e}")
+            with self._alone(), self._db:
+                self.num_bad += 1
+                self._remove(key)
+        except OSError as e:  # such as too many open files: the next try may succeed
+            logger.warning(f"the prefix cache cannot read {path}: {e}")
+        return None
 
     def use(self, chain: Sequence[bytes]) -> None:
         """Count the files of a chain as used just now, also those that `write` will write."""

@@ -36,7 +36,6 @@ def namespace(model: LoadedModel, groups: Sequence[KVGroup], block_size: int) ->
         "groups": [(group.layers, group.window) for group in groups],
         "states": packed.layout.states,
         "block_size": block_size,
-        "rank": (model.ranks.rank, model.ranks.size),
     }
     digest = blake2b(repr(sorted(facts.items())).encode(), digest_size=16)
     weights: Any = tree_flatten(packed.model.parameters())

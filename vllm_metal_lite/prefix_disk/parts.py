@@ -10,7 +10,6 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
-from vllm_metal_lite.scheduler.request import Request
 
 
 class Part(NamedTuple):
@@ -38,15 +37,10 @@ class Parts:
     def __init__(self, kv: KVCacheManager, digest: bytes, sizes: Sequence[int]) -> None:
         self.kv, self.digest, self._sizes = kv, digest, sizes
         self._pools = list(kv.pools)
-        self._name: list[Callable[[int, bytes], bool]] = [pool.name for pool in kv.pools]
+        self._name_in: list[Callable[[int, bytes], bool]] = [pool.name for pool in kv.pools]
         if kv.states is not None:
             self._pools.append(kv.states.pool)
-            self._name.append(kv.states.name)
-
-    def names(self, request: Request, num_tokens: int) -> list[bytes]:
-        """The names of all full blocks in the request's first num_tokens."""
-        names = self.kv.block_names(request, num_tokens)
-        return names[: num_tokens // self.kv.block_size]
+            self._name_in.append(kv.states.name)
 
     def of(self, names: Sequence[bytes]) -> Iterator[Part]:
         """The parts that a request needs to start behind a prefix."""
@@ -61,7 +55,7 @@ class Parts:
         key = blake2b(self.digest + bytes([group]) + name, digest_size=16).digest()
         return Part(key, group, name, self._sizes[group])
 
-    def in_memory(self, part: Part) -> int | None:
+    def place_of(self, part: Part) -> int | None:
         """The place of a part; None if it has none."""
         return self._pools[part.group].lookup(part.name)
 
@@ -71,7 +65,7 @@ class Parts:
         def find(group: int, name: bytes) -> bool | None:
             part = self._part(group, name)
             is_on_disk = part.key in on_disk or not part.num_bytes
-            return is_on_disk or self.in_memory(part) is not None or None
+            return True if is_on_disk or self.place_of(part) is not None else None
 
         by_group = [partial(find, group) for group in range(len(self._pools))]
         state = None if self.kv.states is None else by_group.pop()
@@ -85,7 +79,7 @@ class Parts:
         pools, spare = self._pools, [*spare_blocks]
         if self.kv.states is not None:
             spare.append(self.kv.states.num_spare)
-        found = {part: self.in_memory(part) for part in parts}
+        found = {part: self.place_of(part) for part in parts}
         new = (p for p, at in found.items() if at is None or not pools[p.group].is_owned(at))
         cost = Counter(part.group for part in new)
         if any(cost[group] > left for group, left in enumerate(spare)):
@@ -101,14 +95,15 @@ class Parts:
                 (place,) = taken
             places[part] = place
             if not part.num_bytes:
-                self.name(part, place)
+                self.publish(part, place)
         return places
 
-    def name(self, part: Part, place: int) -> None:
+    def publish(self, part: Part, place: int) -> None:
         """Let requests find a part, which is complete."""
-        self._name[part.group](place, part.name)
+        self._name_in[part.group](place, part.name)
 
     def release(self, places: dict[Part, int]) -> None:
-        """Give places back.  They stay in the cache, which evicts the first ones last."""
+        """Give places back.  Parts that were read stay in the cache, which evicts the first ones
+        last."""
         for part, place in reversed(places.items()):
             self._pools[part.group].free([place])

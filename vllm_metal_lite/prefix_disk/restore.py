@@ -86,13 +86,13 @@ class Reader:
         most = last_position(request.num_tokens, size)
         if request.skip_prefix_cache_read or not known or not most:
             return None
-        names = parts.names(request, most)
+        names = self._kv.block_names(request, most)
         length = parts.longest(names, known)
         num_tokens = length * size - hit.num_tokens
         if num_tokens < parts.min_tokens:
             return None
         needed = list(parts.of(names[:length]))
-        unread = deque(p for p in needed if p.num_bytes and parts.in_memory(p) is None)
+        unread = deque(p for p in needed if p.num_bytes and parts.place_of(p) is None)
         num_bytes = sum(part.num_bytes for part in unread)
         is_faster = self._is_faster(num_bytes, num_tokens)
         return Restore(request, num_tokens, needed, unread) if is_faster else None
@@ -128,12 +128,12 @@ class Reader:
     def _start(self, request: Request) -> None:
         """Begin to read a request's prefix, if there is room for it."""
         restore = self._restore_of(request, self._kv.find_prefix(request))
+        request.wants_restore = False
         if restore is not None:
             restore.places = self._parts.claim(restore.needed, self._scheduler.spare_blocks())
-        request.wants_restore = restore is not None and bool(restore.places)
-        if restore is not None and restore.places:
-            self.restore = restore
-            self._submit_reads(restore)
+            if restore.places:
+                request.wants_restore, self.restore = True, restore
+                self._submit_reads(restore)
 
     def _copy_arrived(self, restore: Restore) -> None:
         """Copy the parts that were read; end the restore if it is done or must stop."""
@@ -145,7 +145,7 @@ class Reader:
                 return
             place = restore.places[part]
             self._store.write(part.group, place, data)
-            self._parts.name(part, place)
+            self._parts.publish(part, place)
             restore.num_reads += 1
             restore.num_bytes += len(data)
             restore.seconds += seconds

@@ -59,7 +59,7 @@ class Writer:
         chain = [part.key for part in parts] if self._is_new else []
         while parts and num_bytes < _COPIED:
             part = parts.popleft()
-            place = self._parts.in_memory(part)
+            place = self._parts.place_of(part)
             if place is not None and part.key not in self._folder.known:
                 files.append((part.key, self._store.read(part.group, place)))
                 num_bytes += part.num_bytes

@@ -195,7 +195,7 @@ class KVCacheManager:
         most = 0
         if self.reads_cache(request):
             most = last_position(request.num_tokens, self.block_size) // self.block_size
-        names = self.block_names(request, most * self.block_size)[:most]
+        names = self.block_names(request, most * self.block_size)
         find = [pool.lookup for pool in self.pools]
         find_state = None if self.states is None else self.states.pool.lookup
         in_blocks, length = self.longest_prefix(names, find, find_state)
@@ -270,9 +270,9 @@ class KVCacheManager:
             self.states.pool.reset()
 
     def block_names(self, request: Request, num_tokens: int) -> list[bytes]:
-        """The names of all full blocks of the first num_tokens, and perhaps of more."""
+        """The names of all full blocks of the first num_tokens."""
         names, num_blocks = request.block_names, num_tokens // self.block_size
         if num_blocks > len(names):
             tokens, salt = request.token_ids, request.cache_salt
             extend_block_names(names, tokens, self.block_size, num_blocks, salt)
-        return names
+        return names[:num_blocks]

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from vllm_metal_lite.errors import MetalLiteError, show
+from vllm_metal_lite.errors import BusyError, MetalLiteError, show
 from vllm_metal_lite.outputs import CompletionOutput
 from vllm_metal_lite.server.worker.messages import EngineLost
 from vllm_metal_lite.server.worker.request_state import ShuttingDown
@@ -69,6 +69,8 @@ def shown_error(e: Exception) -> ApiError:
     """The ApiError that the client gets for an exception; an unknown one is logged."""
     if isinstance(e, ApiError):
         return e
+    if isinstance(e, BusyError):
+        return ApiError(503, str(e), code="server_busy", headers={"Retry-After": "1"})
     if isinstance(e, MetalLiteError):
         return ApiError(400, str(e), param=e.option)
     if isinstance(e, ValidationError):

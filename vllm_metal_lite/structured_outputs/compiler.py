@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from vllm_metal_lite.errors import one_line
+from vllm_metal_lite.errors import BusyError, Option, one_line
 from vllm_metal_lite.structured_outputs.grammar_text import GrammarError, grammar_text, schema_text
 from vllm_metal_lite.structured_outputs.json_schema import locate
 from vllm_metal_lite.structured_params import StructuredOutputsParams
@@ -29,39 +29,30 @@ _STACK_BYTES = 512 << 20
 _LIMITS = LLParserLimits(max_grammar_size=20_000, max_lexer_states=50_000, verbose_errors=False)
 # Grammars that are kept compiled.  One may hold 35 MiB, however short its text is.
 _MAX_KEPT, _MAX_KEPT_CHARACTERS = 8, 200_000
+_PLACE = re.compile(r"^at \d+\(\d+\): ")  # in the grammar's text, which this package wrote
 _TOKEN_IDS = re.compile(r"<\[[\d,\s-]+\]>")  # in Lark: tokens by their ids
 _stack, _threads = threading.Lock(), threading.Semaphore(_MAX_THREADS)
 
 
-class BusyError(GrammarError):
-    """Other grammars took all threads, so nothing is known of this one."""
-
-
 class Compiler:
-    """Compiles grammars for one tokenizer, and keeps the last results.  Thread-safe.
+    """Compiles grammars for one tokenizer, and keeps the last ones.  Thread-safe.
 
-    Errors are kept too: the server compiles a request's grammar on a thread, and the engine asks
-    for the same grammar when it takes the request.
+    The server compiles a request's grammar on a thread; the engine then finds it here.
     """
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self.tokenizer = tokenizer
         # By text, oldest first.
-        self._compiled: OrderedDict[str, LLMatcher | GrammarError] = OrderedDict()
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
     def compile(self, params: StructuredOutputsParams) -> LLMatcher:
-        """A matcher at the beginning of an answer.  Raises GrammarError."""
+        """A matcher at the beginning of an answer.  Raises GrammarError and BusyError."""
         grammar = grammar_text(params)
         with self._lock:
             found = self._compiled.pop(grammar, None)
         if found is None:
-            try:
-                found = _compile(params, grammar, self.tokenizer)
-            except BusyError:
-                raise
-            except GrammarError as e:
-                found = e
+            found = _compile(params, grammar, self.tokenizer)
         with self._lock:
             self._compiled[grammar] = found
             while (
@@ -69,13 +60,12 @@ class Compiler:
                 or sum(map(len, self._compiled)) > _MAX_KEPT_CHARACTERS
             ):
                 self._compiled.popitem(last=False)
-        if isinstance(found, GrammarError):
-            raise GrammarError(params.kind, found.place, found.why)
         return found.deep_copy()
 
 
 def _compile(params: StructuredOutputsParams, grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
-    """grammar: the text that `params` describe.  Raises GrammarError that says where."""
+    """grammar: the text that `params` describe.  Raises GrammarError, which says where, and
+    BusyError."""
     matcher = _on_deep_stack(params.kind, lambda: _begun(grammar, tokenizer))
     if not matcher.is_error():
         return matcher
@@ -88,28 +78,27 @@ def _compile(params: StructuredOutputsParams, grammar: str, tokenizer: LLTokeniz
     place = ""
     if params.kind == "json":
         schema = json.loads(str(params.json))
-        with suppress(GrammarError):
+        with suppress(GrammarError, BusyError):
             place = _on_deep_stack(params.kind, lambda: locate(schema, error_of))
-    raise GrammarError(params.kind, place, words(error))
+    why = words(error)
+    if params.kind != "grammar":
+        why = _PLACE.sub("", why)
+    raise GrammarError(params.kind, place, why)
 
 
+@lru_cache(64)  # keeps passes, not compiled grammars
 def check(params: StructuredOutputsParams) -> None:
-    """Raise GrammarError for a form that cannot be used with any model.
+    """Raise GrammarError for a form that cannot be used with any model; BusyError.
 
     Needs no tokenizer, so names and ids of special tokens are not checked: every id becomes 0.
     """
     if params.grammar is not None:
         params = replace(params, grammar=_TOKEN_IDS.sub("<[0]>", params.grammar))
     try:
-        _check(params)
+        _compile(params, grammar_text(params), _bytes())
     except GrammarError as e:
         if "special token" not in e.why:
             raise
-
-
-@lru_cache(64)  # keeps verdicts, not compiled grammars
-def _check(params: StructuredOutputsParams) -> None:
-    _compile(params, grammar_text(params), _bytes())
 
 
 @cache
@@ -130,15 +119,17 @@ def words(error: str) -> str:
         return "no text fits"
     error = error.removesuffix("<non-verbose/>")
     error = error.replace("Unimplemented keys", "keywords that are not supported")
-    # Errors of regexes point at a column, which one line cannot do.
+    # Errors of regexes point at a column, others at a line, which one line cannot do.
     error = re.sub(r"regex parse error:.*\n *error: ([^\n]*).*", r"\1", error, flags=re.DOTALL)
+    error = re.sub(r"\n *\d+ \| .*", "", error, flags=re.DOTALL)
     if error.startswith("oneOf constraints"):  # llguidance names an option of its own
         error = "oneOf needs parts that exclude each other by a type or a constant; or use anyOf"
     return one_line(ValueError(error))
 
 
 def _on_deep_stack(kind: str, work: Callable[[], T]) -> T:
-    """The result of `work`, run on a thread with much stack.  Raises GrammarError and BusyError.
+    """The result of `work`, run on a thread with much stack.  Raises GrammarError if that takes too
+    long, BusyError if no thread was free, so that `work` was not tried, and what `work` raises.
 
     A thread that takes too long cannot be stopped.  It continues without the GIL, and counts as one
     of _MAX_THREADS until it is done.
@@ -154,7 +145,8 @@ def _on_deep_stack(kind: str, work: Callable[[], T]) -> T:
             _threads.release()
 
     if not _threads.acquire(timeout=MAX_SECONDS):
-        raise BusyError(kind, "", "other grammars are being compiled; try again")
+        option = Option("structured_outputs")
+        raise BusyError(option, f".{kind}: other grammars are being compiled; try again")
     with _stack:
         before = threading.stack_size(_STACK_BYTES)
         try:

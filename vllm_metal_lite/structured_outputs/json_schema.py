@@ -64,7 +64,7 @@ def prepared(schema: Any) -> Any:
 
 
 def closed(schema: Any) -> Any:
-    """The schema, whose objects then allow only the named properties."""
+    """The schema with objects that allow only their named properties."""
 
     def close(part: dict[str, Any], place: str) -> dict[str, Any]:
         named = isinstance(part.get("properties"), dict)

@@ -22,6 +22,8 @@ _LOCK = threading.RLock()
 
 # (owner, name, around): a call of owner.name becomes around(original, *args, **kwargs).
 Hook = tuple[Any, str, Callable]
+# A function: a module that holds it, and its name there.
+Named = tuple[ModuleType, str]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.describe import describe
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.intake import constraint_of
-from vllm_metal_lite.errors import MetalLiteError, ModelLoadError, RequestError, one_line
+from vllm_metal_lite.errors import BusyError, MetalLiteError, ModelLoadError, RequestError, one_line
 from vllm_metal_lite.model.files.find import find
 from vllm_metal_lite.model.files.folder import weight_files
 from vllm_metal_lite.model.loader import preview
@@ -129,27 +129,26 @@ class Worker:
                 request_id, prompt, add.params,
                 priority=add.priority, fair_round=add.fair_round, checkpoints=add.checkpoints,
             )  # fmt: skip
-        except MetalLiteError as e:
-            self._server.call("failed", [request_id], RequestError(*e.parts))
         except Exception as e:
-            logger.exception("a request cannot be added")
-            error = EngineLost(f"the engine failed: {one_line(e)}")
-            self._server.call("failed", [request_id], error)
+            self._refuse(request_id, e)
         else:
             self._progress[request_id] = Progress(bool(add.sampling.stop_strings))
             self._server.call("replied", request_id)
 
     def compile(self, request_id: str, params: SamplingParams) -> None:
-        """Make and keep the grammar of a request that is about to come.
+        """Make and keep the grammar of a request, which comes only if that succeeds.
 
         On a thread: it takes long, and touches nothing that steps do.
         """
 
         def run() -> None:
-            with suppress(Exception):  # `add` says why a grammar cannot be used
-                constraint_of(params, self._engine.model)
             with suppress(OSError):  # the server is gone
-                self._server.call("replied", request_id)
+                try:
+                    constraint_of(params, self._engine.model)
+                except Exception as e:
+                    self._refuse(request_id, e)
+                else:
+                    self._server.call("replied", request_id)
 
         Thread(target=run, daemon=True).start()
 
@@ -166,6 +165,14 @@ class Worker:
         self._is_stopped = True
 
     # News for the server
+
+    def _refuse(self, request_id: str, e: Exception) -> None:
+        if not isinstance(e, MetalLiteError):
+            logger.error("a request cannot be added", exc_info=e)
+            e = EngineLost(f"the engine failed: {one_line(e)}")
+        elif not isinstance(e, BusyError):
+            e = RequestError(*e.parts)
+        self._server.call("failed", [request_id], e)
 
     def _fail(self, e: Exception) -> None:
         """End the requests at fault for a failed step; SystemExit if no step succeeds."""
