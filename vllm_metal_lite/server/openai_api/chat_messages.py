@@ -1,4 +1,4 @@
-"""The fields of a body that hold a conversation, and OpenAI's messages as templates want them."""
+"""A conversation in OpenAI's form: the fields of a body, its tools, and messages for templates."""
 
 from collections.abc import Mapping
 from inspect import signature
