@@ -110,8 +110,7 @@ class Reply:
         return b"".join(chunks)
 
     def _chunk(self, index: int, content: dict[str, Any], num_unshown: int = 0) -> bytes:
-        """content: fields of the choice.  num_unshown: tokens counted already whose text is in the
-        next chunk."""
+        """num_unshown: tokens counted already whose text is in the next chunk."""
         choice = {"index": index, "logprobs": None, "finish_reason": None, **content}
         chunk = {**self._common, "choices": [choice]}
         if self._with_usage:

@@ -50,12 +50,9 @@ export async function all() {
 /** Keep a conversation; raises an Error in words.  growing: other tabs need not know yet. */
 export async function put(conversation, growing = false) {
   if (!(await keeps())) return void memory.set(conversation.id, conversation);
-  try {
-    await run("readwrite", (store) => store.put(conversation));
-  } catch (error) {
-    const why = error.message || error.name;
-    throw new Error(`The browser could not save “${conversation.title}” (${why}). Export or delete conversations, then try again.`);
-  }
+  await run("readwrite", (store) => store.put(conversation)).catch(({ name, message }) => {
+    throw new Error(`The browser could not save “${conversation.title}” (${message || name}). Export or delete conversations, then try again.`);
+  });
   if (!growing) channel.postMessage(conversation.id);
 }
 
