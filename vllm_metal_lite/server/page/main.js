@@ -193,11 +193,8 @@ function listen() {
   addEventListener("hashchange", followHash);
   for (const width of [narrow, wide]) width.addEventListener("change", followHash);
   byId("model").addEventListener("change", (event) => {
-    const { conversation } = chat;
-    conversation.model = event.target.value;
-    keepDefaults();
-    if (conversation.messages.length) chat.save(conversation);
-    chat.drawState();
+    chat.conversation.model = event.target.value;
+    keepChoices(chat.conversation);
   });
   byId("settings-open").addEventListener("click", changeSettings);
   byId("effect").addEventListener("click", changeSettings);
@@ -205,16 +202,15 @@ function listen() {
 
 async function changeSettings() {
   const { conversation } = chat;
-  if (!(await editSettings(conversation, chat.model))) return;
-  keepDefaults();
-  if (conversation.messages.length) chat.save(conversation);
-  chat.drawState();
+  if (await editSettings(conversation, chat.model)) keepChoices(conversation);
 }
 
-/** New conversations start with what was chosen last. */
-function keepDefaults() {
-  const { model, sampling } = chat.conversation;
+/** Save a conversation's model and settings.  New conversations start with them. */
+function keepChoices(conversation) {
+  const { model, sampling } = conversation;
   store.keepSetting("defaults", { model, sampling: kept(sampling) });
+  if (conversation.messages.length) chat.save(conversation);
+  chat.drawState();
 }
 
 async function start() {
