@@ -168,7 +168,7 @@ def test_gauges_while_requests_run(running, http):
 
 class _Models:
     def __init__(self):
-        self.models, self.loaded = {"a": None}, {}
+        self.by_name, self.loaded = {"a": None}, {}
 
 
 class _Engine:
