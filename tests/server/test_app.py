@@ -4,11 +4,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.support.server.raw_http import ask
+from tests.support.server.raw_http import BODY, CHAT, MESSAGES, ask
 from vllm_metal_lite.server import security
-
-CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
-BODY = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}'
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,11 @@ from contextlib import suppress
 
 import pytest
 
-from tests.support.server.raw_http import ask, connect, parsed, post_head, raw, read_all
+from tests.support.server.raw_http import BODY, CHAT, ask, connect, parsed, post_head, raw, read_all
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.server import connection, security
 from vllm_metal_lite.server.lifecycle import listen, url_of
 from vllm_metal_lite.server.settings import ServerConfig
-
-CHAT = "/v1/chat/completions"
-BODY = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}'
 
 
 def test_a_body_that_drips_is_given_up(running, monkeypatch):

@@ -59,7 +59,7 @@ def test_all_viewers_see_the_work_and_its_end(running):
 
 def test_an_event_that_comes_after_the_last_viewer_has_left_is_not_kept():
     live = Live(Mock())
-    live._seen("demo", "{}")
+    live._send_engine("demo", "{}")
     assert live._latest == {}
 
 

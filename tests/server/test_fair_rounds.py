@@ -5,8 +5,8 @@ import random
 
 from tests.support.server.kit import start_engine
 from vllm_metal_lite import EngineConfig, SamplingParams
-from vllm_metal_lite.server.fair_rounds import FairRounds
 from vllm_metal_lite.server.offload import REQUESTER, Requester
+from vllm_metal_lite.server.worker.fair_rounds import FairRounds
 from vllm_metal_lite.server.worker.messages import Add
 
 

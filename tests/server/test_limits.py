@@ -7,11 +7,11 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
+from tests.support.server.raw_http import CHAT, MESSAGES
 from vllm_metal_lite import SamplingParams
 from vllm_metal_lite.server import limits
 from vllm_metal_lite.server.errors import ApiError
 
-CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
 

@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.server.cli_kit import SAFETY
+from tests.support.server.raw_http import CHAT
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.conversations import RenderedPrompt
 from vllm_metal_lite.server.prometheus import Metrics
@@ -15,7 +16,6 @@ from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, EngineLost
 from vllm_metal_lite.server.worker.request_state import RequestState, changes
 
-CHAT = "/v1/chat/completions"
 # The names in the dashboards of vLLM (examples/observability).
 DASHBOARDS = {
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total",
@@ -168,7 +168,7 @@ def test_gauges_while_requests_run(running, http):
 
 class _Models:
     def __init__(self):
-        self.models, self.loaded = {"a": None}, {}
+        self.by_name, self.loaded = {"a": None}, {}
 
 
 class _Engine:

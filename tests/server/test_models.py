@@ -114,7 +114,7 @@ def two_with_room_for_one() -> tuple[World, Models]:
 
 
 def state_of(models: Models, name: str) -> tuple[str, str | None]:
-    model = models.models[name]
+    model = models.by_name[name]
     return model.state, model.error
 
 
@@ -159,7 +159,7 @@ async def test_the_first_and_the_pinned_are_loaded_from_the_start():
     models = world.models("a", "b", "c", pinned="c")
     await models.start()
     assert world.started == ["a", "c"]
-    assert [m.state for m in models.models.values()] == ["loaded", "unloaded", "loaded"]
+    assert [m.state for m in models.by_name.values()] == ["loaded", "unloaded", "loaded"]
     assert list(models.loaded) == ["a", "c"]
 
 
@@ -181,7 +181,7 @@ async def test_a_model_in_use_stays_until_its_requests_end_and_gets_no_new_ones(
     async with held(models, "a") as first:
         b = await asked_for(models, "b")
         assert not b.done()
-        assert models.models["b"].state == "loading"
+        assert models.by_name["b"].state == "loading"
         again = await asked_for(models, "a")
         assert not again.done()  # or b would wait for ever
     await b
@@ -201,7 +201,7 @@ async def test_a_model_whose_files_are_broken_takes_no_room():
             world.now += 6
             assert await once(models, "a") is first
     assert world.started == ["a"]
-    assert (models.models["b"].state, list(models.loaded)) == ("failed", ["a"])
+    assert (models.by_name["b"].state, list(models.loaded)) == ("failed", ["a"])
 
 
 @in_loop
@@ -275,7 +275,7 @@ async def test_who_waits_and_leaves_costs_nothing():
         b.cancel()
         assert (await a) is first
     assert world.started == ["a"]
-    assert models.models["b"].state == "unloaded"
+    assert models.by_name["b"].state == "unloaded"
 
 
 @in_loop
@@ -289,7 +289,7 @@ async def test_who_asks_while_an_unwanted_start_ends_gets_the_model():
         asked = await asked_for(models, "b")
         world.end.set()
         await settle()
-    assert (await asked) is models.models["b"].client
+    assert (await asked) is models.by_name["b"].client
 
 
 @in_loop
@@ -302,7 +302,7 @@ async def test_who_leaves_while_a_model_loads_leaves_it_loaded():
     await settle()
     world.hold.set()
     await settle()
-    engine = models.models["a"].engine
+    engine = models.by_name["a"].engine
     assert engine is not None
     assert engine.users == 0
 
@@ -357,8 +357,8 @@ async def test_an_engine_that_ended_is_loaded_again():
     world, models = two_with_room_for_one()
     async with held(models, "a") as engine:
         engine.end("the engine's process has ended by SIGKILL")
-        assert models.models["a"].state == "failed"
-        assert "SIGKILL" in models.models["a"].error
+        assert models.by_name["a"].state == "failed"
+        assert "SIGKILL" in models.by_name["a"].error
         assert models.loaded == {}
         async with held(models, "a") as other:
             assert other is not engine
@@ -435,7 +435,7 @@ async def test_at_random_nobody_waits_for_ever_and_memory_suffices(seed):
     await settle()
     assert served
     assert set(refused) <= {503}
-    for model in models.models.values():
+    for model in models.by_name.values():
         assert not model.num_waiting
         assert not model.is_loading
         assert model.engine is None or (model.engine.users, model.engine.grace_end) == (0, inf)

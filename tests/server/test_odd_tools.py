@@ -5,12 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.support.server.raw_http import CHAT
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.server.text_model import TextModel
 
 SERVING = {"engine": EngineConfig(num_blocks=64, max_num_seqs=8, max_model_len=256)}
-CHAT = "/v1/chat/completions"
 HI = {"role": "user", "content": "hi"}
 
 

@@ -6,15 +6,13 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.server.kit import Running, serving
-from tests.support.server.raw_http import ask, connect, parsed, post_head, raw
+from tests.support.server.raw_http import BODY, CHAT, MESSAGES, ask, connect, parsed, post_head, raw
 from vllm_metal_lite.server.settings import ServerConfig
 
 KEY = "secret"
 # The defaults, except for the size of a body.
 SERVING = {"config": ServerConfig(port=0, max_body_mib=0.01)}
 FRIEND = "https://friend.example"
-CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
-BODY = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}'
 
 
 @pytest.fixture(scope="module")

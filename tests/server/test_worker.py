@@ -46,7 +46,7 @@ class Engine:
         return self._runner.run(asyncio.wait_for(work, 60))
 
 
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+def in_engines_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     """A coroutine as a test, in the event loop of `engine`."""
 
     @wraps(test)
@@ -106,7 +106,7 @@ MOMENTS = ("before it is accepted", "accepted", "waiting", "prefilling", "decodi
 
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("moment", MOMENTS)
-@in_loop
+@in_engines_loop
 async def test_a_client_that_leaves_at_any_moment_leaves_nothing(engine, moment, n):
     client = engine.client
     params = SamplingParams(n=n, max_tokens=60, seed=1, ignore_eos=True)
@@ -145,7 +145,7 @@ async def test_a_client_that_leaves_at_any_moment_leaves_nothing(engine, moment,
     await assert_clean(client)
 
 
-@in_loop
+@in_engines_loop
 async def test_a_slow_reader_gets_several_tokens_at_once(engine):
     async with engine.client.generate(Add("slow", PROMPT, short(30))) as request:
         while not request.finished:
@@ -158,7 +158,7 @@ async def test_a_slow_reader_gets_several_tokens_at_once(engine):
 
 
 @pytest.mark.parametrize("stop", [None, ["zzz"]])
-@in_loop
+@in_engines_loop
 async def test_the_deltas_of_all_answers_add_up(engine, stop):
     params = SamplingParams(n=3, max_tokens=25, seed=7, logprobs=2, stop=stop)
 
@@ -178,7 +178,7 @@ async def test_the_deltas_of_all_answers_add_up(engine, stop):
         assert times.arrived <= times.scheduled <= times.first_token <= times.finished
 
 
-@in_loop
+@in_engines_loop
 async def test_a_refused_request_is_forgotten(engine):
     client = engine.client
 
@@ -191,7 +191,7 @@ async def test_a_refused_request_is_forgotten(engine):
     await assert_clean(client)
 
 
-@in_loop
+@in_engines_loop
 async def test_a_request_that_breaks_the_engine_harms_no_other(engine):
     other = asyncio.ensure_future(answer(engine.client, "other", short(30)))
     with pytest.raises(EngineLost, match="the engine failed"):
@@ -296,7 +296,7 @@ def test_an_engine_whose_steps_all_fail_ends():
         Worker(engine, theirs, Caller(theirs)).run()
 
 
-@in_loop
+@in_engines_loop
 async def test_lost_requests_fail_and_others_go_on(engine):
     client = engine.client
 
@@ -314,7 +314,7 @@ async def test_lost_requests_fail_and_others_go_on(engine):
     await assert_clean(client)
 
 
-@in_loop
+@in_engines_loop
 async def test_a_generation_that_fails_while_another_is_read_is_not_taken_for_finished(engine):
     tokenizer = engine.client.model.tokenizer
     first, second = (RequestState(Add(name, PROMPT, short()), tokenizer) for name in "ab")

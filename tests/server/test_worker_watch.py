@@ -28,7 +28,7 @@ def watched(clock: Clock | None = None, **config) -> tuple[LLMEngine, Watcher, C
     config = {"num_blocks": 64, "max_num_seqs": 4, "speculate": "off", **config}
     engine = LLMEngine(MODEL, EngineConfig(**config))
     watcher = Watcher(engine, clock)
-    engine.on_step = watcher.saw
+    engine.on_step = watcher.on_step
     return engine, watcher, clock
 
 

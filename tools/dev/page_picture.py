@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from tests.support.server.kit import serving
-from tests.support.server.page_kit import Shown, chromium, chromium_path
+from tests.support.server.page_kit import WIDE, Shown, chromium, chromium_path
 from tools.lib.frame import parser_of, run_main
 from vllm_metal_lite import EngineConfig, MetalLiteError
 
@@ -27,12 +27,7 @@ QUESTIONS = (
 def take(path: Path) -> None:
     """Write a PNG of 1600 x 1000 pixels."""
     with serving(engine=ENGINE) as running, chromium() as browser:
-        shown = Shown(
-            browser,
-            running.url,
-            viewport={"width": 1600, "height": 1000},
-            reduced_motion="no-preference",
-        )
+        shown = Shown(browser.new_context(**WIDE), running.url)
         page = shown.page
         *first, last = QUESTIONS
         for i, question in enumerate(first):

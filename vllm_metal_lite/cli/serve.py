@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         for name, client in server.models.loaded.items():
             for line in client.facts.description:
                 print(line, file=sys.stderr)
-            if server.models.models[name].spec.source == "demo":
+            if server.models.by_name[name].spec.source == "demo":
                 print(DEMO, file=sys.stderr)
         print(
             f"Server:    {url} - a chat and a view of the engine; OpenAI's API at {url}/v1, "

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
-from vllm_metal_lite.engine.chat_checkpoints import num_systems
+from vllm_metal_lite.engine.chat_checkpoints import Message, num_systems
 from vllm_metal_lite.engine.chat_prompt import ChatPrompt
 from vllm_metal_lite.engine.prompt_ids import encode
 from vllm_metal_lite.errors import PromptTooLong
@@ -16,8 +16,6 @@ from vllm_metal_lite.server.limits import num_characters
 from vllm_metal_lite.server.offload import check_wanted, offload
 from vllm_metal_lite.server.templates import Template
 from vllm_metal_lite.server.text_model import TextModel
-
-Message = dict[str, Any]
 
 _ANY = ToolChoice()
 

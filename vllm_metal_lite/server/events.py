@@ -62,7 +62,7 @@ class Live:
                 loaded = self._server.models.loaded
                 self._latest = {name: e for name, e in self._latest.items() if name in loaded}
                 for name, client in loaded.items():
-                    client.watch(_WATCHED, partial(self._seen, name))
+                    client.watch(_WATCHED, partial(self._send_engine, name))
             self._send_states()
             await asyncio.sleep(_SENT)
         self._watching, self._states = None, b""
@@ -71,13 +71,13 @@ class Live:
 
     def _send_states(self) -> None:
         """Show the states of the models if they changed or requests are under way."""
-        states = [_state(model) for model in self._server.models.models.values()]
+        states = [_state(model) for model in self._server.models.by_name.values()]
         event = sse(json.dumps(states), "models")
         if event != self._states or any(state["requests"] for state in states):
             self._states = event
             self._send(event)
 
-    def _seen(self, name: str, text: str) -> None:
+    def _send_engine(self, name: str, text: str) -> None:
         if not self._viewers:  # engines send for some seconds more
             return
         event = self._latest[name] = sse(f'{{"model":{json.dumps(name)},{text[1:]}', "engine")

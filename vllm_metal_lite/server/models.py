@@ -49,7 +49,7 @@ class Models:
         self, specs: list[ModelSpec], config: EngineConfig, budget_gib: float | None = None
     ) -> None:
         self.config = config
-        self.models = {spec.name: Model(spec) for spec in specs}
+        self.by_name = {spec.name: Model(spec) for spec in specs}
         self._memory = backend.memory_limit()
         fraction = config.memory_fraction or profile().memory_fraction
         self.budget = int(self._memory * fraction if budget_gib is None else budget_gib * _GIB)
@@ -64,19 +64,19 @@ class Models:
     @property
     def loaded(self) -> dict[str, EngineClient]:
         """The engines that run, by the model's name."""
-        pairs = ((name, model.client) for name, model in self.models.items())
+        pairs = ((name, model.client) for name, model in self.by_name.items())
         return {name: client for name, client in pairs if client is not None}
 
     async def start(self) -> None:
         """Load the first model and the pinned ones.  Raises ModelLoadError."""
-        for i, model in enumerate(self.models.values()):
+        for i, model in enumerate(self.by_name.values()):
             model.context = await offload(context_of, model.spec.source, self.config.max_model_len)
             if i == 0 or model.spec.pinned:
                 self._leave(await self._take(model))
 
     async def stop(self) -> None:
         """End all engines, also those that are being loaded."""
-        tasks = [model.loading for model in self.models.values() if model.loading is not None]
+        tasks = [model.loading for model in self.by_name.values() if model.loading is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -104,12 +104,12 @@ class Models:
 
     def find(self, name: str | None) -> Model:
         """Raises ApiError (404) for an unknown name."""
-        name = name or next(iter(self.models))
-        if name not in self.models:
-            known = ", ".join(self.models)
+        name = name or next(iter(self.by_name))
+        if name not in self.by_name:
+            known = ", ".join(self.by_name)
             why = f"The model `{shorten(name)}` does not exist; the models are: {known}."
             raise ApiError(404, why, param="model", code="model_not_found")
-        return self.models[name]
+        return self.by_name[name]
 
     async def _take(self, model: Model) -> LoadedEngine:
         """A model's engine, with the caller as a user; loads the model if necessary."""
@@ -159,7 +159,7 @@ class Models:
             raise
         except Exception as e:
             error = e if isinstance(e, ModelLoadError) else ModelLoadError(one_line(e))
-            model.failed(str(error), self._clock())
+            model.note_failure(str(error), self._clock())
             logger.warning(f"the model {model.spec.name} cannot be loaded: {error}")
             raise error from e
         assert model.engine is not None
@@ -178,21 +178,21 @@ class Models:
             return replace(self.config, memory_fraction=min(size / self._memory, 1))
 
         # A model that cannot be loaded must not take the room of one that works.
-        check = self.config if len(self.models) > 1 else None
+        check = self.config if len(self.by_name) > 1 else None
         client = await self._start(model.spec.source, configure, check)
         if model.spec.chat_format is not None:
             client.model.chat_format = model.spec.chat_format
         now = self._clock()
-        model.loaded(LoadedEngine(model, client, size, now, now - began))
+        model.start_with(LoadedEngine(model, client, size, now, now - began))
         took, room = f"{now - began:.1f} s", size_text(size)
         self._log(f"the model {model.spec.name} is loaded, in {took}; it may use {room} of memory")
 
     def _size(self, weight_bytes: int) -> int:
         """Bytes that a model gets: all of the budget if it is alone."""
-        if len(self.models) == 1:
+        if len(self.by_name) == 1:
             return self.budget
         least = int(_WEIGHTS_TIMES * weight_bytes + _BESIDE_WEIGHTS)
-        return min(max(self.budget // len(self.models), least), self.budget)
+        return min(max(self.budget // len(self.by_name), least), self.budget)
 
     async def _make_room(self, model: Model, size: int) -> None:
         """Unload models until `size` bytes are free.
@@ -200,7 +200,7 @@ class Models:
         Raises ModelLoadError if the pinned models leave less; _Unwanted if no request waits for the
         model any longer.
         """
-        engines = [m.engine for m in self.models.values() if m.engine and m.engine.alive]
+        engines = [m.engine for m in self.by_name.values() if m.engine and m.engine.alive]
         free = self.budget - sum(engine.size for engine in engines)
         others = [engine for engine in engines if not engine.model.spec.pinned]
         most = free + sum(engine.size for engine in others)
@@ -238,4 +238,4 @@ class Models:
 
     def _log(self, text: str) -> None:
         """Log a line, which the command line prints where there are several models."""
-        logger.info(text, extra={"shown": len(self.models) > 1})
+        logger.info(text, extra={"shown": len(self.by_name) > 1})

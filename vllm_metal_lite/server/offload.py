@@ -59,7 +59,7 @@ class Threads:
                 threading.Thread(target=self._run, name="offloaded work", daemon=True).start()
 
     def _next(self) -> _Job:
-        """Wait for a job.  A client that has more goes to the end of the line."""
+        """Wait for a job.  A client with further jobs moves to the end of the queue."""
         with self._changed:
             self._changed.wait_for(lambda: self._jobs)
             client = next(iter(self._jobs))

@@ -1,5 +1,6 @@
 """The sampling parameters of a request: its own, else the model's, else vLLM's defaults."""
 
+from dataclasses import fields
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
@@ -7,7 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from vllm_metal_lite.engine.prompt_ids import check_salt
 from vllm_metal_lite.errors import SamplingError
-from vllm_metal_lite.rules import by_token_id, rules_of
+from vllm_metal_lite.rules import by_token_id
 from vllm_metal_lite.sampling.sampler import validate
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.body import Body
@@ -80,16 +81,16 @@ class SamplingFields(ScheduledBody):
 
         Not `thinking`: Anthropic's API gives that name to something else.
         """
-        fields = type(self).model_fields.keys() - {"thinking"}
-        given = {name: getattr(self, name) for name in rules_of(SamplingParams) if name in fields}
-        return given | {own: getattr(self, name) for own, name in self.names().items()}
+        own = type(self).model_fields.keys() - {"thinking"}
+        given = {f.name: getattr(self, f.name) for f in fields(SamplingParams) if f.name in own}
+        return given | {plain: getattr(self, name) for plain, name in self.names().items()}
 
     def names(self) -> dict[str, str]:
         """The API's names of fields, by their names in SamplingParams, where these differ."""
-        fields = type(self).model_fields
-        given = [name for name in RENAMED if name in fields and getattr(self, name) is not None]
+        own = type(self).model_fields
+        given = [name for name in RENAMED if name in own and getattr(self, name) is not None]
         names = {RENAMED[name]: name for name in given}
-        return names | ({"logprobs": "top_logprobs"} if "top_logprobs" in fields else {})
+        return names | ({"logprobs": "top_logprobs"} if "top_logprobs" in own else {})
 
     def form(self) -> tuple[Any, str]:
         """The form of the answer in the API's own words, and the field that has it."""

@@ -102,7 +102,7 @@ class Metrics:
         self._of_model: dict[str, dict[str, Any]] = {
             model: {name: family.labels(model) for name, family in families.items()}
             | {reason: success.labels(model, reason) for reason in _REASONS}
-            for model in models.models
+            for model in models.by_name
         }
         # What the counters of each engine said when they were last read.
         self._seen: WeakKeyDictionary[EngineClient, dict[str, int]] = WeakKeyDictionary()
@@ -119,7 +119,7 @@ class Metrics:
 
     def text(self, accept: str) -> tuple[bytes, str]:
         """All metrics, and the type of the content.  accept: the header of a request."""
-        for name in self._models.models:
+        for name in self._models.by_name:
             engine = self._models.loaded.get(name)
             if engine is not None:
                 self._read(name, engine)

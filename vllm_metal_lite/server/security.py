@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_metal_lite.errors import show
 from vllm_metal_lite.server.errors import ApiError, error_response
-from vllm_metal_lite.server.settings import ServerConfig, address
+from vllm_metal_lite.server.settings import ServerConfig, ip_address_of
 
 _OPEN_PATHS = ("/", "/health")  # without a key; so are the page's files
 _OPEN_FOLDER = "/page/"
@@ -94,7 +94,7 @@ class _Checked:
             why = f"the Host header must be a name and a port, got {show(host)}"
             raise _refused(400, why, "--allowed-host '*' to accept any")
         name = match["name"].lower().removesuffix(".")
-        if name not in self._names and address(name.strip("[]")) is None:
+        if name not in self._names and ip_address_of(name.strip("[]")) is None:
             why = f"the Host header names {show(host)}, which is not this server"
             raise _refused(403, why, "--allowed-host to accept the name")
 

@@ -1,4 +1,4 @@
-"""A model that the server has: what the user chose, its engine, and how its loading goes."""
+"""A model of the server: its spec, its engine, and whether it is loaded, loading or failed."""
 
 import asyncio
 from contextlib import suppress
@@ -57,7 +57,7 @@ class LoadedEngine:
 
 
 class Model:
-    """A model's state, which only `Models` changes."""
+    """A model and its state.  `Models` loads and unloads it."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
@@ -94,11 +94,11 @@ class Model:
             return self.engine.client.why_ended
         return self.failure
 
-    def loaded(self, engine: LoadedEngine) -> None:
+    def start_with(self, engine: LoadedEngine) -> None:
         self.engine, self.failure, self._back_off = engine, None, 0.0
 
-    def failed(self, why: str, now: float) -> None:
-        """It did not load.  It is tried again, but rarely if others are unloaded for it."""
+    def note_failure(self, why: str, now: float) -> None:
+        """Note a failed load, and when to try again: later each time if others made room."""
         self.engine, self.failure, wait = None, why, _BACK_OFF
         if self.made_room:
             wait = min(2 * self._back_off or _BACK_OFF_WITH_ROOM, _LONGEST_BACK_OFF)

@@ -35,6 +35,8 @@ _MOST_UNKNOWN, _MOST_SHOWN = 1000, 10  # names of unknown fields in the log: in 
 
 
 class Server:
+    """The state that endpoints share: models, open requests, metrics, and whether it drains."""
+
     def __init__(self, config: ServerConfig, models: Models) -> None:
         self.config, self.models = config, models
         self.draining = False  # no further requests are taken

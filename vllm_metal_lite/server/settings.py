@@ -57,7 +57,7 @@ class ServerConfig:
                     Option("allowed_hosts"),
                     f" must be names without a port, such as example.com, got {show(name)}",
                 )
-        ip = address(self.host)
+        ip = ip_address_of(self.host)
         is_loopback = self.host == "localhost" if ip is None else ip.is_loopback
         if self.api_key is None and not is_loopback:
             raise ConfigError(
@@ -67,8 +67,8 @@ class ServerConfig:
             )
 
 
-def address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """None: it is a name."""
+def ip_address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that `host` is; None if it is a name."""
     with suppress(ValueError):
         return ipaddress.ip_address(host)
     return None

@@ -55,7 +55,7 @@ def routes(server: Server) -> list[Route]:
                 "version": __version__,
                 "uptime": round(time.monotonic() - started, 3),
                 "draining": server.draining,
-                "models": [model_status(model) for model in server.models.models.values()],
+                "models": [model_status(model) for model in server.models.by_name.values()],
                 "server": {
                     "running": running,
                     "waiting": sum(c.num_unfinished for c in clients) - running,

@@ -13,8 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 
-# JSON without spaces, because an event is sent for each token.
-encode = json.JSONEncoder(separators=(",", ":")).encode
+# Without spaces and without a search for circles, because an event is sent for each token.
+encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 _HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",

@@ -79,11 +79,11 @@ class Template:
         self, messages: Sequence[Message], add_generation_prompt: bool, variables: Variables
     ) -> str:
         """A conversation as text.  Raises what the template raises."""
-        render = partial(by_template, self.tokenizer)
+        as_text = partial(by_template, self.tokenizer)
         if self.system_in_middle == "native" or not _has_system_in_middle(messages):
-            return render(messages, add_generation_prompt, variables)
+            return as_text(messages, add_generation_prompt, variables)
         if self.system_in_middle == "in user turn":
-            return render(_in_user_turns(messages), add_generation_prompt, variables)
+            return as_text(_in_user_turns(messages), add_generation_prompt, variables)
         kept: list[Message] = []
         late: list[tuple[int, str]] = []  # messages before a system message, and its text
         for i, message in enumerate(messages):
@@ -91,7 +91,7 @@ class Template:
                 late.append((len(kept), message["content"]))
             else:
                 kept.append(message)
-        text = render(kept, add_generation_prompt, variables)
+        text = as_text(kept, add_generation_prompt, variables)
         plain = {k: v for k, v in variables.items() if k != "continue_final_message"}
         for count, content in reversed(late):
             check_wanted()

@@ -19,7 +19,8 @@ def show(browser, running):
     shown = []
 
     def show(**context) -> Shown:
-        shown.append(Shown(browser, running.url, **context))
+        context = {"reduced_motion": "reduce", **context}
+        shown.append(Shown(browser.new_context(**context), running.url))
         return shown[-1]
 
     yield show

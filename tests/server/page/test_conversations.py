@@ -51,28 +51,37 @@ def test_conversations_stay_over_a_reload(shown, page):
     expect(shown.titles).to_have_count(3)
 
 
-def test_a_conversation_that_the_browser_cannot_keep_is_said(shown, page):
-    full = "() => { throw new Error('the disk is full'); }"
-    page.evaluate(f"() => {{ IDBObjectStore.prototype.put = {full}; }}")
+def test_a_failed_save_is_reported(shown, page):
+    page.evaluate("() => { IDBObjectStore.prototype.put = IDBObjectStore.prototype.add; }")
     assert shown.answer_to("hello")
     expect(page.locator("#problem-text")).to_have_text(
-        "The browser could not save this conversation: the disk is full"
+        "The browser could not save “hello” (Key already exists in the object store.). "
+        "Export or delete conversations, then try again."
     )
+    page.set_input_files("#attach", {"name": "a.md", "mimeType": "", "buffer": b"a"})
+    expect(page.locator("#attached li")).to_have_count(1)
+    expect(page.locator("#problem")).to_be_visible()
+
+
+def test_conversations_that_cannot_be_read_are_reported(shown, page):
+    page.add_init_script("IDBObjectStore.prototype.getAll = () => { throw new Error('x'); }")
+    shown.reload()
+    expect(page.locator("#model option")).to_have_count(1)
+    expect(page.locator("#problem-text")).to_have_text("The conversations could not be read: x")
 
 
 def test_two_tabs_know_of_each_other(shown, page):
     shown.answer_to("hello")
     other = shown.new_tab()
-    other.click("#new")
-    other.fill("#prompt", "Please reverse this list: red, green, blue")
-    other.press("#prompt", "Enter")
+    other.page.click("#new")
+    other.ask("Please reverse this list: red, green, blue")
     expect(shown.titles).to_have_text(["Please reverse this list: red, green, blue", "hello"])
     expect(page.locator(".message.user .text")).to_have_text("hello")
 
 
 def test_a_conversation_that_another_tab_deletes_stays_deleted(shown, page):
     shown.answer_to("hello")
-    shown.delete("hello", shown.new_tab())
+    shown.new_tab().delete("hello")
     expect(page.locator("#conversations li")).to_have_count(0)
     expect(page.locator("#welcome")).to_be_visible()
     shown.answer_to("hi")
@@ -92,6 +101,7 @@ _ODD = {
         5,
         [_MESSAGE | {"role": "tool"}],
         [_MESSAGE | {"files": {}}],
+        [_MESSAGE | {"role": "assistant"}],  # an answer to nothing
         _LOOP,  # a conversation without a first message
         [_MESSAGE, *_LOOP],  # one with two of the same id
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
 
 from tests.support.server.kit import Running
 
@@ -51,20 +51,17 @@ class Shown:
     text: of all answers.  problem: of an answer.  titles: of conversations.
     """
 
-    def __init__(
-        self, browser: Browser, url: str, *, opens: bool = True, **context: object
-    ) -> None:
-        """opens: open `/` at once.  context: options of Browser.new_context."""
-        self.url, self.complaints = url, []
-        self.context = browser.new_context(**{"reduced_motion": "reduce", **context})
-        self.page: Page = self.context.new_page()
+    def __init__(self, context: BrowserContext, url: str, *, opens: bool = True) -> None:
+        """opens: open `/` at once."""
+        self.context, self.url, self.complaints = context, url, []
+        self.page = context.new_page()
         self.page.set_default_timeout(_TIMEOUT)
         self.text = self.page.locator(".message.assistant .text")
         self.problem = self.page.locator(".message .problem")
         self.titles = self.page.locator("#conversations .title")
-        self.page.on("console", self._read)
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.context.on("request", lambda request: self._check(request.url))
+        context.on("console", self._read)
+        context.on("weberror", lambda error: self.complaints.append(str(error.error)))
+        context.on("request", lambda request: self._check(request.url))
         if opens:
             self.open()
 
@@ -79,12 +76,9 @@ class Shown:
         self.page.reload()
         self.ready()
 
-    def new_tab(self) -> Page:
+    def new_tab(self) -> "Shown":
         """Another tab of the same browser, with the page open."""
-        page = self.context.new_page()
-        page.goto(self.url)
-        page.locator("body[data-ready]").wait_for()
-        return page
+        return Shown(self.context, self.url)
 
     def import_file(self, name: str, value: object) -> None:
         """Import a file of conversations that holds `value` as JSON."""
@@ -92,12 +86,11 @@ class Shown:
         file = {"name": name, "mimeType": "application/json", "buffer": buffer}
         self.page.set_input_files("#import", file)
 
-    def delete(self, title: str, tab: Page | None = None) -> None:
-        """Delete a conversation in the list, in this tab or another one."""
-        tab = tab or self.page
-        tab.locator("#conversations li", has_text=title).hover()
-        tab.get_by_label(f"Delete {title}").click()
-        tab.get_by_role("button", name="Delete", exact=True).click()
+    def delete(self, title: str) -> None:
+        """Delete a conversation in the list."""
+        self.page.locator("#conversations li", has_text=title).hover()
+        self.page.get_by_label(f"Delete {title}").click()
+        self.page.get_by_role("button", name="Delete", exact=True).click()
 
     def set(self, **settings: str) -> None:
         """Change settings of the conversation, and press Save."""
@@ -109,7 +102,7 @@ class Shown:
 
     @contextmanager
     def samples(self) -> Iterator[None]:
-        """The page's sample requests run, however slow the browser is."""
+        """While the page's 18 sample requests run; they are long enough for a slow browser."""
         self.change_requests("completions", max_tokens=3000)
         self.page.click("#samples")
         expect(self.page.locator("#requests li")).to_have_count(18)

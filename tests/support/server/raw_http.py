@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+BODY = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}'
+
 
 @dataclass
 class Answer:

@@ -4,8 +4,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from vllm_metal_lite.engine.chat_checkpoints import Message
 from vllm_metal_lite.server.content import function_call, part_text, text_of, tool_message
-from vllm_metal_lite.server.conversations import ChatRequest, Message, join_systems
+from vllm_metal_lite.server.conversations import ChatRequest, join_systems
 from vllm_metal_lite.server.errors import must_be
 from vllm_metal_lite.server.fields import type_of
 
@@ -64,7 +65,7 @@ def _assistant(blocks: list[Any], where: str, names: dict[Any, str]) -> Message:
             thoughts.append(text_of(block.get("thinking"), f"{at}.thinking"))
         elif kind != "redacted_thinking":  # encrypted
             texts.append(part_text(block, at))
-    message: Message = {"role": "assistant", "content": "\n".join(texts)}
+    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if any(thoughts):
         message["reasoning_content"] = "\n".join(thoughts)
     if calls:

@@ -1,4 +1,4 @@
-"""The fields of a body that hold a conversation, and OpenAI's messages as templates want them."""
+"""A conversation in OpenAI's form: the fields of a body, its tools, and messages for templates."""
 
 from collections.abc import Mapping
 from inspect import signature
@@ -7,9 +7,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
+from vllm_metal_lite.engine.chat_checkpoints import Message
 from vllm_metal_lite.server.body import Body
 from vllm_metal_lite.server.content import arguments_of, result_text, text_of
-from vllm_metal_lite.server.conversations import ChatRequest, Message, join_systems
+from vllm_metal_lite.server.conversations import ChatRequest, join_systems
 from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.fields import optional, required_text, type_of
 from vllm_metal_lite.server.params import Unsupported

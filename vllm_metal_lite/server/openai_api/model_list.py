@@ -38,7 +38,7 @@ def routes(server: Server) -> list[Route]:
         }
 
     async def models(request: Request) -> Response:
-        data = [entry(model) for model in server.models.models.values()]
+        data = [entry(model) for model in server.models.by_name.values()]
         ends = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
         return JSONResponse({"object": "list", "data": data, **ends})  # the ends are Anthropic's
 

@@ -97,7 +97,7 @@ class Reply:
     async def _chunks(self, delta: Delta) -> bytes:
         writer, num_tokens = self._writers[delta.choice], len(delta.token_ids)
         head, writer.head = writer.head, None
-        chunks = [] if head is None else [self._chunk(delta, head, num_tokens)]
+        chunks = [] if head is None else [self._chunk(delta.choice, head, num_tokens)]
         contents, scores = await writer.take(delta)
         has_more = num_tokens and scores is not None
         has_ended = delta.finish_reason is not None
@@ -106,12 +106,12 @@ class Reply:
         if contents:
             end = _ending(delta) if has_ended else {}
             contents[-1] = {**contents[-1], "logprobs": scores, **end}
-        chunks += [self._chunk(delta, content) for content in contents]
+        chunks += [self._chunk(delta.choice, content) for content in contents]
         return b"".join(chunks)
 
-    def _chunk(self, delta: Delta, content: dict[str, Any], num_unshown: int = 0) -> bytes:
-        """content: fields of the choice.  num_unshown: tokens of the next chunk."""
-        choice = {"index": delta.choice, "logprobs": None, "finish_reason": None, **content}
+    def _chunk(self, index: int, content: dict[str, Any], num_unshown: int = 0) -> bytes:
+        """num_unshown: tokens counted already whose text is in the next chunk."""
+        choice = {"index": index, "logprobs": None, "finish_reason": None, **content}
         chunk = {**self._common, "choices": [choice]}
         if self._with_usage:
             chunk["usage"] = self._usage(num_unshown) if self._sends_every_delta else None

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_metal_lite.engine.chat_checkpoints import Message
 from vllm_metal_lite.errors import show
 from vllm_metal_lite.server.content import function_call, text_of, tool_message
-from vllm_metal_lite.server.conversations import Message, join_systems
+from vllm_metal_lite.server.conversations import join_systems
 from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.fields import required_text
 from vllm_metal_lite.server.openai_api.freeform import PARAMETER
@@ -33,7 +34,7 @@ class _History:
     """Messages so far.  Items of one turn of the assistant become one message."""
 
     def __init__(self) -> None:
-        self.messages: list[Message] = []
+        self.messages: list[dict[str, Any]] = []
         self._reasoning = ""  # of the assistant's next message
         self._names: dict[Any, str] = {}  # of functions, by the id of the call
 
@@ -89,7 +90,7 @@ class _History:
         message = last if follows_calls else self._assistant()
         message["content"] = "\n".join(filter(None, [message["content"], text]))
 
-    def _assistant(self, calls: bool = False) -> Message:
+    def _assistant(self, calls: bool = False) -> dict[str, Any]:
         """The message that text, or calls, of the assistant belong to."""
         last = self.messages[-1] if self.messages else {"role": ""}
         if self._reasoning or not calls or last["role"] != "assistant":
@@ -100,7 +101,7 @@ class _History:
             self._reasoning = ""
         return last
 
-    def _other(self, message: Message) -> None:
+    def _other(self, message: dict[str, Any]) -> None:
         self._reasoning = ""
         self.messages.append(message)
 

@@ -31,11 +31,10 @@ export const fileView = ({ name, text }) =>
 
 /** The files of the message that is being written. */
 export class Attachments {
-  /** problem: gets words, "" if there is none. */
+  /** problem(owner, words): shows a notice; "" hides the owner's. */
   constructor(problem) {
     this.problem = problem;
     this.files = [];
-    this.refused = false;  // one of the files
     const field = byId("attach");
     field.addEventListener("change", async () => {
       await this.add(field.files);
@@ -58,13 +57,12 @@ export class Attachments {
 
   async add(files) {
     if (!files.length) return;
-    this.forget();
+    this.problem("files", "");
     for (const file of Array.from(files)) {
       try {
         this.files.push({ name: file.name, text: await read(file) });
       } catch (error) {
-        this.problem(error.message);
-        this.refused = true;
+        this.problem("files", error.message);
       }
     }
     this.draw();
@@ -74,14 +72,9 @@ export class Attachments {
   take() {
     const taken = this.files;
     this.files = [];
-    this.forget();
+    this.problem("files", "");
     this.draw();
     return taken;
-  }
-
-  forget() {
-    if (this.refused) this.problem("");
-    this.refused = false;
   }
 
   draw() {

@@ -14,7 +14,8 @@ const SAVE_MS = 1000;  // while an answer grows
 export class Chat {
   /**
    * changed: called after the conversation was saved.  readModels: reads `models`, those of
-   * /v1/models, again.  problem: shows words; "": none.
+   * /v1/models, again.  problem(owner, words): shows a
+   * notice; "" hides the owner's.
    */
   constructor(changed, readModels, problem) {
     this.changed = changed;
@@ -188,7 +189,7 @@ export class Chat {
     try {
       await store.put(conversation, growing);
     } catch (error) {
-      this.problem(`The browser could not save this conversation: ${error.message}`);
+      if (!growing) this.problem("save", error.message);
     }
     if (!growing) this.changed();
   }

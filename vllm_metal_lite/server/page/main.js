@@ -24,8 +24,7 @@ const EXAMPLES = {
 };
 
 let conversations = [];
-const dismiss = () => problem("");
-const chat = new Chat(drawSidebar, readModels, (words) => problem(words, dismiss, "Close"));
+const chat = new Chat(drawSidebar, readModels, problem);
 const engine = new EngineView(() => byId("model").value || null);
 
 function closeSidebar() {
@@ -94,11 +93,11 @@ async function readModels() {
   try {
     chat.models = (await (await request("/v1/models")).json()).data;
   } catch (error) {
-    problem(`The list of models could not be read. ${error.message}`, readModels);
+    problem("models", `The list of models could not be read. ${error.message}`, readModels);
     if (error.unreachable) serverBack().then(readModels);
     return;
   }
-  problem("");
+  problem("models", "");
   choice.replaceChildren(...chat.models.map((m) => make("option", { value: m.id }, m.id)));
   const wanted = chat.conversation?.model ?? store.setting("defaults", {}).model;
   if (chat.models.some((m) => m.id === wanted)) choice.value = wanted;
@@ -110,12 +109,15 @@ async function readModels() {
   });
 }
 
-/** Show a problem of the page with what can be done; "": none. */
-function problem(text, action, label = "Try again") {
-  byId("problem").hidden = !text;
+/** Show a notice of a problem; "" hides the owner's.  retry: what may help; null: the notice is closed. */
+function problem(owner, text, retry = null) {
+  const notice = byId("problem");
+  if (!text && notice.dataset.owner !== owner) return;
+  notice.dataset.owner = owner;
+  notice.hidden = !text;
   byId("problem-text").textContent = text;
-  byId("problem-again").textContent = label;
-  byId("problem-again").onclick = action ?? null;
+  byId("problem-again").textContent = retry ? "Try again" : "Close";
+  byId("problem-again").onclick = retry ?? (() => problem(owner, ""));
 }
 
 const narrow = matchMedia("(max-width: 1100px)");  // as in the style sheets
@@ -173,7 +175,7 @@ function listen() {
       await reload();
       announce("Imported");
     } catch (error) {
-      problem(error.message, dismiss, "Close");
+      problem("import", error.message);
     }
     event.target.value = "";
   });
@@ -191,11 +193,8 @@ function listen() {
   addEventListener("hashchange", followHash);
   for (const width of [narrow, wide]) width.addEventListener("change", followHash);
   byId("model").addEventListener("change", (event) => {
-    const { conversation } = chat;
-    conversation.model = event.target.value;
-    keepDefaults();
-    if (conversation.messages.length) chat.save(conversation);
-    chat.drawState();
+    chat.conversation.model = event.target.value;
+    keepChoices(chat.conversation);
   });
   byId("settings-open").addEventListener("click", changeSettings);
   byId("effect").addEventListener("click", changeSettings);
@@ -203,23 +202,26 @@ function listen() {
 
 async function changeSettings() {
   const { conversation } = chat;
-  if (!(await editSettings(conversation, chat.model))) return;
-  keepDefaults();
-  if (conversation.messages.length) chat.save(conversation);
-  chat.drawState();
+  if (await editSettings(conversation, chat.model)) keepChoices(conversation);
 }
 
-/** New conversations start with what was chosen last. */
-function keepDefaults() {
-  const { model, sampling } = chat.conversation;
+/** Save a conversation's model and settings.  New conversations start with them. */
+function keepChoices(conversation) {
+  const { model, sampling } = conversation;
   store.keepSetting("defaults", { model, sampling: kept(sampling) });
+  if (conversation.messages.length) chat.save(conversation);
+  chat.drawState();
 }
 
 async function start() {
   prepare();
   onKeyNeeded(askKey);
   listen();
-  conversations = (await store.all()).map(mend);
+  const stored = await store.all().catch((error) => {
+    problem("store", `The conversations could not be read: ${error.message}`);
+    return [];
+  });
+  conversations = stored.map(mend);
   const last = conversations.find((c) => c.id === store.setting("last", null));
   if (last) open(last);
   else startNew();
@@ -227,7 +229,7 @@ async function start() {
   chat.open(chat.conversation);
   store.onChange(reload);
   followHash();
-  if (!(await store.keeps())) problem("This browser does not keep conversations: they are lost when this page is closed.", dismiss, "Close");
+  if (!(await store.keeps())) problem("store", "This browser does not keep conversations: they are lost when this page is closed.");
   document.body.dataset.ready = "true";
 }
 

@@ -25,10 +25,11 @@ const isMessage = (m) =>
   ["user", "assistant"].includes(m?.role) && isText(m.id) && isText(m.content) &&
   (m.files === undefined || Array.isArray(m.files) && m.files.every((f) => isText(f?.name) && isText(f.text)));
 
-/** Whether the messages are a tree: each has an id of its own, and an earlier message as its parent. */
+/** Whether the messages are a tree: each has a unique id and an earlier parent; the user's may have none. */
 function isTree(messages) {
-  const known = new Set([null, undefined]);  // the parents of a first message
-  return messages.every((m) => known.has(m.parent) && !known.has(m.id) && known.add(m.id));
+  const known = new Set();
+  const fits = (m) => m.parent == null ? m.role === "user" : known.has(m.parent);
+  return messages.every((m) => fits(m) && !known.has(m.id) && known.add(m.id));
 }
 
 const GOOD = {  // whether a conversation's field is what it must be

@@ -32,7 +32,7 @@ async function run(mode, work) {
     const transaction = db.transaction(STORE, mode);
     const asked = work(transaction.objectStore(STORE));
     transaction.oncomplete = () => resolve(asked.result);
-    transaction.onerror = transaction.onabort = () => reject(transaction.error);
+    transaction.onabort = () => reject(transaction.error);
   });
 }
 
@@ -47,10 +47,12 @@ export async function all() {
   return found.sort((a, b) => b.updated - a.updated);
 }
 
-/** Keep a conversation.  growing: other tabs need not know yet. */
+/** Keep a conversation; raises an Error in words.  growing: other tabs need not know yet. */
 export async function put(conversation, growing = false) {
   if (!(await keeps())) return void memory.set(conversation.id, conversation);
-  await run("readwrite", (store) => store.put(conversation));
+  await run("readwrite", (store) => store.put(conversation)).catch(({ name, message }) => {
+    throw new Error(`The browser could not save “${conversation.title}” (${message || name}). Export or delete conversations, then try again.`);
+  });
   if (!growing) channel.postMessage(conversation.id);
 }
 

@@ -40,11 +40,8 @@ export const versions = (conversation, message) =>
 
 /** Show a message, and the latest below it. */
 export function show(conversation, message) {
-  let last = message;
-  for (;;) {
-    const below = conversation.messages.filter((m) => m.parent === last.id);
-    if (!below.length) break;
-    last = below[below.length - 1];
+  for (let last = message; last;) {
+    conversation.leaf = last.id;
+    last = conversation.messages.findLast((m) => m.parent === conversation.leaf);
   }
-  conversation.leaf = last.id;
 }

@@ -10,10 +10,10 @@ from typing import Any
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
-from vllm_metal_lite.server.fair_rounds import FairRounds
 from vllm_metal_lite.server.offload import REQUESTER, offload
 from vllm_metal_lite.server.text_model import ModelFacts, TextModel
 from vllm_metal_lite.server.worker import link
+from vllm_metal_lite.server.worker.fair_rounds import FairRounds
 from vllm_metal_lite.server.worker.messages import FACTS, FILES, Add, AnswerUpdate, EngineLost
 from vllm_metal_lite.server.worker.request_state import RequestState
 
@@ -32,7 +32,7 @@ class EngineClient:
     def __init__(self, name: str, check: EngineConfig | None) -> None:
         """Start the process.  `start` also loads the model.  check: see there."""
         self.metrics: dict[str, int] = {}
-        self.seen: Callable[[str], None] = lambda event: None
+        self.on_event: Callable[[str], None] = lambda event: None
         self.requests: dict[str, RequestState] = {}  # unfinished, by request id
         self.num_preparing = 0  # requests whose prompts and grammars the server makes
         self.ended = asyncio.Event()  # the process has ended
@@ -116,9 +116,9 @@ class EngineClient:
         self.call(method, *args)
         await reply
 
-    def watch(self, seconds: float, seen: Callable[[str], None]) -> None:
-        """Have `seen` get the JSON of `watch.py` from time to time, for the next `seconds`."""
-        self.seen = seen
+    def watch(self, seconds: float, on_event: Callable[[str], None]) -> None:
+        """Have `on_event` get the JSON of `watch.py` from time to time, for the next `seconds`."""
+        self.on_event = on_event
         self.call("watch", seconds)
 
     async def stop(self) -> None:

@@ -92,7 +92,7 @@ class Worker:
         self._metrics_at = 0.0
         self._watcher = Watcher(engine)
         self._is_stopped = False
-        engine.on_step = self._see
+        engine.on_step = self._on_step
 
     def run(self) -> None:
         """Serve until `stop`.  EOFError if the server is gone, SystemExit if the device is."""
@@ -188,10 +188,10 @@ class Worker:
         self._report([])
 
     def _show(self) -> None:
-        self._server.call("seen", self._watcher.event())
+        self._server.call("on_event", self._watcher.event())
 
-    def _see(self, output: SchedulerOutput) -> None:
-        self._watcher.saw(output)
+    def _on_step(self, output: SchedulerOutput) -> None:
+        self._watcher.on_step(output)
         for request in output.admitted:
             progress = self._progress.get(request.parent_id)
             if progress is not None and progress.scheduled_at is None:

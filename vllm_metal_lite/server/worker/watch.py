@@ -28,7 +28,7 @@ FREE, CACHED, SHARED = 0, -1, -2
 
 
 class Watcher:
-    """Makes events of an engine while it is watched.  `saw` is the engine's `on_step`."""
+    """Makes events of an engine while it is watched.  `on_step` is the engine's."""
 
     def __init__(self, engine: LLMEngine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine, self._clock = engine, clock
@@ -51,7 +51,7 @@ class Watcher:
         """Something changed that was not a step, such as a request that waits or left."""
         self._has_news = self._clock() < self._until
 
-    def saw(self, output: SchedulerOutput) -> None:
+    def on_step(self, output: SchedulerOutput) -> None:
         """A step is complete."""
         now = self._clock()
         if now < self._until:
