@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 from vllm import LLM
 from vllm.config import PoolerConfig
-from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import config_of
@@ -17,6 +18,8 @@ from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.model.packed import Fusion
 from vllm_metal_lite.vllm_plugin import worker
+from vllm_metal_lite.vllm_plugin.compat import get
+from vllm_metal_lite.vllm_plugin.refusals import _OPTIONS
 from vllm_metal_lite.vllm_plugin.worker import _check_rotation
 
 PROMPTS = tiny.prompts(8, 3, 40, seed=9)
@@ -120,6 +123,7 @@ def test_a_long_answer_ends_at_the_context_length():
         ({"runner": "pooling", "convert": "classify"}, "--convert classify"),
         ({"runner": "pooling", "pooler_config": PoolerConfig(seq_pooling_type="CLS"),
           "max_num_batched_tokens": 128}, "--runner pooling: its pooling type is CLS"),
+        ({"enable_return_routed_experts": True}, "--enable-return-routed-experts"),
         ({"model_impl": "transformers"}, "--model-impl transformers"),
         ({"attention_backend": "TRITON_ATTN"}, "--attention-backend"),
         ({"mamba_block_size": 24}, "--mamba-block-size 24: states have blocks of 8 tokens"),
@@ -132,6 +136,18 @@ def test_what_is_not_supported_is_refused_at_start_by_name(options, named):
     with pytest.raises(Exception, match="vllm-metal-lite does not support") as e:
         kit.engine(**options).__enter__()
     assert named in str(e.value)
+
+
+@pytest.mark.skipif(not version("vllm").startswith("0.33"), reason="older ones lack some options")
+def test_every_option_that_is_refused_is_one_of_vllm():
+    """compat.get reads an option that has moved as unset."""
+    config = EngineArgs(str(kit.folder("llama"))).create_engine_config()
+    missing = []
+    for path, *_ in _OPTIONS:
+        parent, _, name = path.rpartition(".")
+        if not hasattr(get(config, parent) if parent else config, name):
+            missing.append(path)
+    assert missing == ["model_config.enable_return_routed_experts"]  # of older versions
 
 
 def test_data_parallel_is_refused():
