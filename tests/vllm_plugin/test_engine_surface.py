@@ -19,6 +19,7 @@ from vllm_metal_lite.model import loader
 from vllm_metal_lite.model.packed import Fusion
 from vllm_metal_lite.vllm_plugin import worker
 from vllm_metal_lite.vllm_plugin.compat import get
+from vllm_metal_lite.vllm_plugin.platform import too_long_steps
 from vllm_metal_lite.vllm_plugin.refusals import _OPTIONS
 from vllm_metal_lite.vllm_plugin.worker import _check_rotation
 
@@ -166,6 +167,22 @@ def test_a_classifier_is_refused_without_an_option(tmp_path):
 def test_a_model_that_does_not_fit_is_refused_with_the_sum():
     with pytest.raises(Exception, match=r"--kv-cache-memory-bytes .* are more than the"):
         kit.engine(num_gpu_blocks_override=None, kv_cache_memory_bytes=2**50).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("device", "tokens", "length", "most"),
+    [("gpu", 8192, 32768, 2048), ("gpu", 8192, 8192, None), ("cpu", 8192, 32768, None)],
+)
+def test_macos_may_kill_long_steps(monkeypatch, device, tokens, length, most):
+    args = EngineArgs(
+        str(kit.folder("llama")), max_model_len=128, max_num_batched_tokens=tokens, max_num_seqs=8
+    )
+    config = args.create_engine_config()
+    config.model_config.max_model_len = length
+    monkeypatch.setenv("METAL_LITE_DEVICE", device)
+    assert (most is not None) == bool(warning := too_long_steps(config))
+    if warning:
+        assert f"--max-num-batched-tokens {most} " in warning
 
 
 @pytest.mark.parametrize(
