@@ -104,7 +104,7 @@ class MetalLitePlatform(Platform):
         """Called in the scheduler's process, by vLLM 0.30 and later."""
         from vllm_metal_lite.vllm_plugin import state_slot_manager
 
-        if state_slot_manager.no_own_pool() is None:
+        if state_slot_manager.has_own_pool():
             state_slot_manager.register_state_slots()
 
     @classmethod
