@@ -13,9 +13,9 @@ if find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 
 
-def pytest_report_header():
+def pytest_terminal_summary(terminalreporter):
     if find_spec("vllm") is None:
-        return "no vLLM here, so its plugin is not tested: tools/dev/vllm_env.sh installs it"
+        terminalreporter.line("no vLLM here for the plugin's tests: see tools/dev/vllm_env.sh")
 
 
 # Engines live in this process, where a test can look at the scheduler's blocks.
