@@ -28,6 +28,7 @@ USAGE = {
     "bench no/model --requests 1,x": "got 'x'",
     "bench no/model --requests 33": "--max-num-seqs (32), got 33",
     "bench no/model --seconds nan": "--seconds: must be a number from 1",
+    "bench no/model --report=": ": No such file",
     "bench no/model --report /nowhere/a.json": "/nowhere/a.json: No such file",
     "serve --max-num-seqs 0": "--max-num-seqs must",
     "serve --bogus": "unrecognized arguments: --bogus",

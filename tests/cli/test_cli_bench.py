@@ -59,7 +59,7 @@ class Script:
 
 def test_both_engines_are_measured_and_the_report_says_so(bench):
     out, _, report = bench("--compare")
-    assert (report["report"], report["schema"], report["kind"]) == ("vllm-metal-lite", 1, "bench")
+    assert (report["report"], report["schema"], report["kind"]) == ("vllm-metal-lite", 2, "bench")
     assert not report["interrupted"]
     assert [(c["requests"], c["context"]) for c in report["cases"]] == [(1, 16), (3, 16)]
     for case in report["cases"]:
@@ -71,11 +71,14 @@ def test_both_engines_are_measured_and_the_report_says_so(bench):
     assert "ratio" in out
 
 
-def test_a_report_holds_no_folder(bench):
+def test_a_report_holds_no_folder(bench, monkeypatch, tmp_path):
+    (tmp_path / "kernels").mkdir()
+    monkeypatch.chdir(tmp_path)
     _, _, report = bench()
     assert report["model"]["name"] == "local"
     assert str(model_folder()) not in json.dumps(report)
     assert "mlx_lm" not in report["cases"][0]
+    assert shared_report.without_names("by kernels", "kernels") == "by kernels"
     for name in "demo", "org/model":
         assert shared_report.public_name(name) == name
 

@@ -25,7 +25,7 @@ def folder(monkeypatch, tmp_path):
 def test_list(folder, capsys):
     assert main(["cache"]) == 0
     (model, total) = capsys.readouterr().out.splitlines()
-    assert model.split() == ["0.00", "GiB", "3", "files", "the-model"]
+    assert model.split() == ["3.0", "MiB", "3", "files", "the-model"]
     assert str(folder.path) in total
 
 
@@ -33,7 +33,7 @@ def test_verify_drops_bad_files(folder, capsys):
     assert main(["cache", "verify"]) == 0
     folder.path_of(KEYS[1]).write_bytes(b"bad")
     assert main(["cache", "verify"]) == 1
-    assert "2 files are right, 1 were dropped" in capsys.readouterr().out
+    assert "good: 2, dropped: 1" in capsys.readouterr().out
     assert not folder.path_of(KEYS[1]).exists()
 
 

@@ -57,13 +57,19 @@ def test_a_model_is_described_on_a_cpu_too(capsys):
     assert model["num_tokens"] >= model["max_model_len"]
 
 
+def test_a_model_that_does_not_fit(monkeypatch, capsys):
+    monkeypatch.setattr("vllm_metal_lite.backend.memory_limit", lambda: 1 << 20)
+    assert run("demo") == 0
+    assert "\nContext:   does not fit: weights " in capsys.readouterr().out
+
+
 def test_the_report_is_the_json(capsys, tmp_path):
     file = tmp_path / "report.json"
     assert run("--report", str(file), "--json") == 0
     printed, written = json.loads(capsys.readouterr().out), json.loads(file.read_text())
     assert printed == written
     assert (written["report"], written["kind"]) == ("vllm-metal-lite", "doctor")
-    assert written["schema"] == 1
+    assert written["schema"] == 2
 
 
 def test_a_report_that_cannot_be_written_is_refused_first(capsys, tmp_path, monkeypatch):

@@ -6,12 +6,17 @@ from importlib.util import find_spec
 import pytest
 
 from metal.host import installed
-from vllm_metal_lite.attention import select
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.kernels.registry import Verdict
 
-if find_spec("vllm") is None:  # tools/dev/vllm_env.sh
+if find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_terminal_summary(terminalreporter):
+    if find_spec("vllm") is None:
+        terminalreporter.line("no vLLM here for the plugin's tests: see tools/dev/vllm_env.sh")
+
 
 # Engines live in this process, where a test can look at the scheduler's blocks.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -22,7 +27,7 @@ os.environ["VLLM_NO_USAGE_STATS"] = "1"
 @pytest.fixture
 def kernels(monkeypatch):
     """Workers use the kernels, on the CPU host."""
-    monkeypatch.setattr(select, "_problem", lambda *_: None)
+    monkeypatch.setenv("METAL_LITE_ATTENTION", "kernels")
     monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}, "varlen"))
     with installed():
         yield

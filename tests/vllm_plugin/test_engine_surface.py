@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from importlib.metadata import version
+from operator import attrgetter
 
 import pytest
 from vllm import LLM
 from vllm.config import PoolerConfig
-from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import config_of
@@ -17,6 +19,8 @@ from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.model.packed import Fusion
 from vllm_metal_lite.vllm_plugin import worker
+from vllm_metal_lite.vllm_plugin.platform import too_long_steps
+from vllm_metal_lite.vllm_plugin.refusals import _OPTIONS
 from vllm_metal_lite.vllm_plugin.worker import _check_rotation
 
 PROMPTS = tiny.prompts(8, 3, 40, seed=9)
@@ -26,21 +30,16 @@ class NoFusion(Fusion):
     note = "; nothing fused"
 
 
-def run(llm, steps=10_000):
-    """Step; the tokens of the requests that finished, in the order in which they did."""
-    return {name: list(o.outputs[0].token_ids) for name, o in kit.run(llm, steps).items()}
-
-
 def test_aborted_requests_give_everything_back_and_leave_the_others_alone():
     with kit.engine() as llm:
         for i, prompt in enumerate(PROMPTS):
             kit.add(llm, str(i), prompt)
-        run(llm, steps=9)
+        kit.run(llm, steps=9)
         llm.llm_engine.abort_request([str(i) for i in range(0, 8, 2)])
-        done = run(llm)
+        done = kit.run(llm)
         assert sorted(done) == ["1", "3", "5", "7"]
-        for name, tokens in done.items():
-            assert tokens == kit.alone("llama", PROMPTS[int(name)], 40)
+        for name, output in done.items():
+            assert kit.tokens([output]) == [kit.alone("llama", PROMPTS[int(name)], 40)]
         # A step of others tells the worker what has ended.
         kit.generate(llm, PROMPTS[:1], max_tokens=3)
         assert len(kit.worker(llm).translator._requests) <= 1
@@ -52,11 +51,12 @@ def test_the_prefix_cache_can_be_reset_under_running_requests(is_async):
         for i, prompt in enumerate(PROMPTS):
             kit.add(llm, str(i), prompt)
         before = kit.num_preemptions(llm)
-        done = run(llm, steps=12)
+        done = kit.run(llm, steps=12)
         assert kit.core(llm).scheduler.reset_prefix_cache(reset_running_requests=True)
-        done |= run(llm)
+        done |= kit.run(llm)
         assert kit.num_preemptions(llm) - before == 8
-        assert [done[str(i)] for i in range(8)] == [kit.alone("llama", p, 40) for p in PROMPTS]
+        answers = kit.tokens([done[str(i)] for i in range(8)])
+        assert answers == [kit.alone("llama", p, 40) for p in PROMPTS]
         assert llm.reset_prefix_cache()
 
 
@@ -64,7 +64,7 @@ def test_priorities_decide_who_goes_first():
     with kit.engine(max_num_seqs=1, scheduling_policy="priority") as llm:
         for i, priority in enumerate([3, 1, 2, 0]):
             kit.add(llm, str(i), PROMPTS[i], max_tokens=4, priority=priority)
-        assert list(run(llm)) == ["3", "1", "2", "0"]
+        assert list(kit.run(llm)) == ["3", "1", "2", "0"]
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -120,6 +120,7 @@ def test_a_long_answer_ends_at_the_context_length():
         ({"runner": "pooling", "convert": "classify"}, "--convert classify"),
         ({"runner": "pooling", "pooler_config": PoolerConfig(seq_pooling_type="CLS"),
           "max_num_batched_tokens": 128}, "--runner pooling: its pooling type is CLS"),
+        ({"enable_return_routed_experts": True}, "--enable-return-routed-experts"),
         ({"model_impl": "transformers"}, "--model-impl transformers"),
         ({"attention_backend": "TRITON_ATTN"}, "--attention-backend"),
         ({"mamba_block_size": 24}, "--mamba-block-size 24: states have blocks of 8 tokens"),
@@ -132,6 +133,15 @@ def test_what_is_not_supported_is_refused_at_start_by_name(options, named):
     with pytest.raises(Exception, match="vllm-metal-lite does not support") as e:
         kit.engine(**options).__enter__()
     assert named in str(e.value)
+
+
+@pytest.mark.skipif(not version("vllm").startswith("0.33"), reason="older ones lack some options")
+def test_every_option_that_is_refused_is_one_of_vllm():
+    """compat.get reads an option that has moved as unset."""
+    config = EngineArgs(str(kit.folder("llama"))).create_engine_config()
+    for path, *_ in _OPTIONS:
+        if path != "model_config.enable_return_routed_experts":  # of older versions
+            attrgetter(path)(config)
 
 
 def test_data_parallel_is_refused():
@@ -150,6 +160,16 @@ def test_a_classifier_is_refused_without_an_option(tmp_path):
 def test_a_model_that_does_not_fit_is_refused_with_the_sum():
     with pytest.raises(Exception, match=r"--kv-cache-memory-bytes .* are more than the"):
         kit.engine(num_gpu_blocks_override=None, kv_cache_memory_bytes=2**50).__enter__()
+
+
+def test_macos_may_kill_long_steps(monkeypatch):
+    config = EngineArgs(str(kit.folder("llama")), **kit.SMALL).create_engine_config()
+    config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens = 32768, 8192
+    assert too_long_steps(config) is None  # on a CPU
+    monkeypatch.setenv("METAL_LITE_DEVICE", "gpu")
+    assert "--max-num-batched-tokens 2048 " in too_long_steps(config)
+    config.model_config.max_model_len = 8192
+    assert too_long_steps(config) is None
 
 
 @pytest.mark.parametrize(

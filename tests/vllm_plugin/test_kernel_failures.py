@@ -6,6 +6,7 @@ from tests.support.kernels.device import change_device
 from tests.support.kernels.failing import FailingKernels
 from tests.support.models import tiny_models as tiny
 from tests.vllm_plugin import kit
+from vllm_metal_lite.attention import select
 from vllm_metal_lite.model.packed import NO_FUSION
 from vllm_metal_lite.vllm_plugin.worker import MetalLiteWorker
 
@@ -17,6 +18,9 @@ CHUNKS = {"max_num_batched_tokens": 16}
 @pytest.fixture(autouse=True)
 def no_prompt_is_a_decode(kernels, monkeypatch):
     change_device(monkeypatch, rows_as_decodes=0)
+    # "kernels" would end the engine instead; "auto" takes none on a CPU.
+    monkeypatch.setenv("METAL_LITE_ATTENTION", "auto")
+    monkeypatch.setattr(select, "_problem", lambda *_: None)
 
 
 @pytest.mark.parametrize("how", ["call", "submit"])

@@ -23,7 +23,7 @@ NAME = "qwen3_next"
 CACHED = {"enable_prefix_caching": True}
 
 own_pool = pytest.mark.skipif(
-    state_slot_manager.no_own_pool() is not None, reason="this vLLM has one pool of blocks"
+    not state_slot_manager.has_own_pool(), reason="this vLLM has one pool of blocks"
 )
 
 
@@ -122,7 +122,7 @@ def test_kernels_write_checkpoints_in_place(kernels):
 
 
 def test_a_vllm_with_one_pool_serves_without_the_cache(monkeypatch):
-    monkeypatch.setattr(worker, "no_own_pool", lambda: "one pool")
+    monkeypatch.setattr(worker, "has_own_pool", lambda: False)
     with kit.engine(NAME, **TINY_POOL, **CHUNKS) as llm:
         check(llm, NAME, SHARED[:4], min_preemptions=1)
         assert kit.prefix_hits(kit.generate(llm, SHARED[:4], max_tokens=4)) == 0

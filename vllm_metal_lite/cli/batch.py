@@ -7,6 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from vllm_metal_lite.cli import log
 from vllm_metal_lite.cli.jsonl import BadLine, Job, parse_line, result_line
 from vllm_metal_lite.cli.lines import LineReader, OrderedWriter
 from vllm_metal_lite.cli.options import engine_flag
@@ -14,7 +15,6 @@ from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt
 from vllm_metal_lite.errors import MetalLiteError, one_line
 
-_STOPPING = "\nStopping after the step that is under way ..."
 _IDLE_SECONDS = 0.1  # longest wait for a line; Ctrl-C is handled between waits
 _REFRESH_SECONDS = 0.2  # between updates of the progress bar
 
@@ -46,7 +46,7 @@ class Batch:
         """
         start = shown = time.perf_counter()
         with (
-            DeferredInterrupt(lambda: tqdm.write(_STOPPING, file=sys.stderr)) as interrupt,
+            DeferredInterrupt(lambda: tqdm.write(log.STOPPING, file=sys.stderr)) as interrupt,
             tqdm(total=total, unit="prompt", dynamic_ncols=True, disable=not show_bar) as self._bar,
         ):
             try:

@@ -3,6 +3,7 @@
 import argparse
 
 from vllm_metal_lite import envs
+from vllm_metal_lite.errors import size_text
 from vllm_metal_lite.prefix_disk.folder import Folder
 
 
@@ -19,10 +20,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.action == "verify":
         good, dropped = folder.verify()
-        print(f"{good:,} files are right, {dropped:,} were dropped")
+        print(f"good: {good:,}, dropped: {dropped:,}")
         return 1 if dropped else 0
     models = folder.models()
     for name, num_files, num_bytes in models:
-        print(f"{num_bytes / 2**30:8.2f} GiB  {num_files:>7,} files  {name}")
-    print(f"{sum(num_bytes for *_, num_bytes in models) / 2**30:8.2f} GiB in {path}")
+        print(f"{size_text(num_bytes):>10}  {num_files:>7,} files  {name}")
+    print(f"{size_text(sum(num_bytes for *_, num_bytes in models)):>10} in {path}")
     return 0

@@ -12,7 +12,7 @@ from vllm_metal_lite.sampling_params import SamplingParams
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     config, given = options.engine_config(args), options.sampling_flags(args)
-    terminal = Terminal(args.verbose)
+    terminal = Terminal()
     message = "" if terminal.interactive else terminal.read_all()
     if not (terminal.interactive or message):
         raise RequestError("there is no message on stdin")

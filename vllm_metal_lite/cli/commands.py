@@ -83,8 +83,8 @@ Prompts are random tokens; decoding is greedy, and the end of sequence is ignore
   prompt tokens/s  until every request has its first token
   decode tokens/s  while all requests decode
 Contexts longer than the model's are cut; cases that need too much memory or time
-are skipped.  The table marks both.  The report holds no name of a user, a host or
-a folder.
+are skipped.  Cut contexts are named at the start; the table names skipped cases.
+The report holds no name of a user, a host or a folder.
 
 examples:
   vllm-metal-lite bench
@@ -134,8 +134,6 @@ def _add_chat(command: Command) -> None:
     chat.add_argument("--system", metavar="TEXT", help="the system prompt")
     text = "turn thinking off, for a model that can think before it answers"
     chat.add_argument("--no-thinking", action="store_true", help=text)
-    text = "print notices to stderr even if stdin is a pipe"
-    chat.add_argument("--verbose", action="store_true", help=text)
     options.add_sampling_options(chat, max_tokens="what the context holds")
     # A conversation needs one seat, and seats determine the size of the store.
     options.add_engine_options(chat, max_num_seqs=1)
@@ -167,8 +165,7 @@ def _add_launch(command: Command) -> None:
         epilog=_LAUNCH_EXAMPLES,
     )
     agents = ("claude", "codex", "opencode")
-    text = "claude, codex or opencode"
-    launch.add_argument("agent", choices=agents, metavar="AGENT", help=text)
+    launch.add_argument("agent", choices=agents, metavar="AGENT", help="%(choices)s")
     launch.rest = "agent_args"
     launch.set_defaults(agent_args=[])
     launch.add_argument(

@@ -19,18 +19,20 @@ from time import monotonic, perf_counter
 from vllm_metal_lite import backend, devices, envs
 from vllm_metal_lite.attention.select import no_kernels
 from vllm_metal_lite.checks import compare_tokens, isolated, ordering, speed, verdicts
-from vllm_metal_lite.checks.check import Check, CheckResult
+from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.popular_shapes import COMMON, full_list
 from vllm_metal_lite.cli import doctor_text, log, machine, shared_report
+from vllm_metal_lite.cli.context import context_that_fits
 from vllm_metal_lite.cli.doctor_report import Report
 from vllm_metal_lite.cli.files import check_writable, write_json
-from vllm_metal_lite.cli.models import context_that_fits
 from vllm_metal_lite.errors import MetalLiteError, one_line
-from vllm_metal_lite.model.loader import load
+from vllm_metal_lite.model.loader import LoadedModel, load
+from vllm_metal_lite.runner.step_peak import step_peak_bytes
 from vllm_metal_lite.specs import KernelUse
 
 _BLOCK = 16
+Show = Callable[[Iterable[str]], None]  # gets the lines for the user
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,16 +72,15 @@ def run(args: argparse.Namespace) -> int:
     return 130 if report.interrupted else int(bool(report.problems))
 
 
-def _examine(
-    report: Report, args: argparse.Namespace, show: Callable[[Iterable[str]], None]
-) -> None:
+def _examine(report: Report, args: argparse.Namespace, show: Show) -> None:
     """Fill the report, and show each part as soon as it is known: of a model, or of the demo and
     the shapes that most models have."""
     model = None
     if args.model is not None:
         with _section(report, "model", f"loading {args.model}"):
             model = load(args.model)
-            report.model = shared_report.model_facts(args.model, model) | context_that_fits(model)
+            report.model = shared_report.model_facts(args.model, model)
+            report.model |= context_that_fits(model, step_peak_bytes)
         show(doctor_text.describe_model(report))
     if model is not None and not backend.is_cpu():
         report.no_kernels = no_kernels(
@@ -87,14 +88,19 @@ def _examine(
         )
     if report.no_kernels:
         show(doctor_text.describe_no_kernels(report))
-        return
+    else:
+        _examine_kernels(report, args, show, model)
+
+
+def _examine_kernels(
+    report: Report, args: argparse.Namespace, show: Show, model: LoadedModel | None
+) -> None:
     common = [] if model is not None else list(COMMON.values())
     model = model or load("demo")
     own = checks_for(model.kernel_use(_BLOCK))
     try:
         with _section(report, "checks", "checking the kernels"):
-            for result in _results(report, own, common, args):
-                report.checks.append(result)
+            _run_checks(report, own, common, args)
     finally:
         verdicts.remember([result for result in report.checks if result.check in own])
         show(doctor_text.describe_checks(report))
@@ -120,7 +126,7 @@ def _examine(
 
 @contextmanager
 def _section(report: Report, name: str, title: str) -> Iterator[None]:
-    """Notes how many seconds a part takes."""
+    """Announce a part, and note how long it takes."""
     if not sys.stderr.isatty():
         print(f"doctor: {title}", file=sys.stderr, flush=True)
     log.progress(f"doctor: {title}")
@@ -131,9 +137,9 @@ def _section(report: Report, name: str, title: str) -> Iterator[None]:
         report.seconds[name] = round(perf_counter() - start, 1)
 
 
-def _results(
+def _run_checks(
     report: Report, own: Sequence[Check], common: Sequence[KernelUse], args: argparse.Namespace
-) -> Iterator[CheckResult]:
+) -> None:
     """Run checks while there is time: a model's own and those of the first common use first, with
     times."""
     end = monotonic() + (inf if args.full else args.seconds)
@@ -147,10 +153,8 @@ def _results(
         reached = report.of_checks - report.not_tried
         log.progress(f"doctor: checking kernels: {reached} of {report.of_checks}, {check}")
 
-    known: list[CheckResult] = []
     for checks, timed in ((list(first), True), (list(more), False)):
-        before = tuple(known)
-        with closing(isolated.results(checks, progress, timed=timed, known=before)) as running:
+        known = tuple(report.checks)
+        with closing(isolated.results(checks, progress, timed=timed, known=known)) as running:
             while monotonic() < end and (result := next(running, None)) is not None:
-                known.append(result)
-                yield result
+                report.checks.append(result)

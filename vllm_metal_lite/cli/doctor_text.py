@@ -13,7 +13,7 @@ def describe_memory(report: Report) -> list[str]:
     used, disk = map(size_text, (report.engine_memory_bytes, report.free_disk_bytes))
     return [
         f"Memory:    the engine would use {used} of it for weights, steps, K and V; {disk} of disk "
-        "are free"
+        "is free"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Names of files that the commands read and write: bad ones are refused before long work."""
+"""Opens, checks and writes files; a bad name is refused before long work."""
 
 import json
 import os

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _LOGGER = logging.getLogger("vllm_metal_lite")
+STOPPING = "\nStopping after the step that is under way ..."
 _CLEAR = "\r\x1b[K"
 
 

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -18,22 +18,14 @@ from typing import Any
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli import log
+from vllm_metal_lite.cli.context import context_that_fits
 from vllm_metal_lite.cli.options import UsageError, engine_flag, local
-from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.errors import (
-    MetalLiteError,
-    ModelLoadError,
-    OutOfMemoryError,
-    one_line,
-    shorten,
-    size_text,
-)
+from vllm_metal_lite.errors import MetalLiteError, ModelLoadError, one_line, shorten, size_text
 from vllm_metal_lite.model.files.find import DEMO_PATH, hub_names, in_cache
 from vllm_metal_lite.model.files.folder import read_config, read_json, weight_files, weights
-from vllm_metal_lite.model.loader import LoadedModel, preview
-from vllm_metal_lite.runner.memory import size_store, store_bytes
-from vllm_metal_lite.runner.step_peak import estimated_step_peak, step_peak_bytes
+from vllm_metal_lite.model.loader import preview
+from vllm_metal_lite.runner.step_peak import estimated_step_peak
 
 DEPTH = 3  # levels of folders that are searched below a given one
 _HEADINGS = ("name", "type", "size", "bits", "context", "runs", "cache", "fits")
@@ -61,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         log.progress(f"reading {i + 1} of {len(found)}: {model['name']}")
         entries.append(describe(model))
     log.clear()
-    fraction = EngineConfig().memory_fraction or profile().memory_fraction
+    fraction = profile().memory_fraction
     memory = backend.memory_limit()
     if args.json:
         report = {"backend": backend.name(), "memory_bytes": memory, "memory_fraction": fraction}
@@ -146,7 +138,7 @@ def describe(found: Entry) -> Entry:
 
 
 def _read(entry: Entry, folder: Path) -> None:
-    """Add what is known, as far as it goes.
+    """Add the facts that can be read; stop at the first error.
 
     runs: "packed", "in sequences" or "by segment"; runs_reason: why not packed.
     """
@@ -171,25 +163,6 @@ def _read(entry: Entry, folder: Path) -> None:
         "kv_bytes_per_token": model.kv_bytes_per_token,
         "state_bytes": model.state_bytes,
         **context_that_fits(model, estimated_step_peak),
-    }
-
-
-def context_that_fits(model: LoadedModel, peak_of: Callable[..., int] = step_peak_bytes) -> Entry:
-    """How much context fits beside the weights, as an engine with default options finds it.
-
-    max_model_len: the longest request here.  num_tokens, kv_store_bytes: of all requests together;
-    num_tokens 0: the model does not fit, and memory_problem says why.
-    """
-    config = EngineConfig()
-    try:
-        groups, max_model_len, _ = size_store(model, config, peak_of)
-    except OutOfMemoryError as e:
-        problem = e.spelled(engine_flag).removeprefix(f"{model.name} does not fit: ")
-        return {"max_model_len": 0, "num_tokens": 0, "memory_problem": problem}
-    return {
-        "max_model_len": max_model_len,
-        "num_tokens": groups[0].num_blocks * config.block_size,
-        "kv_store_bytes": store_bytes(model, groups, config.block_size),
     }
 
 

@@ -235,10 +235,8 @@ def flag(field: str) -> str:
 
 def engine_flag(field: str) -> str:
     """The name of a field in error messages: its flag if there is one, else the field's name."""
-    known = field in rules_of(EngineConfig) or any(
-        field == name for name, *_ in (*_SERVER, *_REPEATED)
-    )
-    return flag(field) if known else field
+    known = {*rules_of(EngineConfig), *(name for name, *_ in (*_SERVER, *_REPEATED))}
+    return flag(field) if field in known else field
 
 
 def _value(text: str) -> int | float | str:

@@ -17,7 +17,7 @@ def new_report(kind: str) -> dict[str, Any]:
     """The start of a report; kind: the command that makes it, "doctor" or "bench"."""
     return {
         "report": "vllm-metal-lite",
-        "schema": 1,
+        "schema": 2,
         "kind": kind,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine.facts(),
@@ -45,7 +45,9 @@ def without_names(shared: Any, model: str | None) -> Any:
     hidden = {str(Path.home()): "~"}
     if model is not None and public_name(model) == "local":
         folder = Path(model).expanduser()
-        hidden = {str(folder.resolve()): "MODEL", str(folder): "MODEL", model: "MODEL", **hidden}
+        paths = (str(folder.resolve()), str(folder), model)
+        # A bare name may be a word of the report.
+        hidden = {path: "MODEL" for path in paths if "/" in path} | hidden
     hidden[platform.node()] = "HOST"
     return _replaced(shared, hidden)
 

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from vllm_metal_lite.model.loader import LoadedModel
 
 DEMO = (
-    "demo is a tiny model (about 3 million parameters) that is shipped to show that everything "
-    "works: it recalls what you tell it, copies, sorts, and does small sums, and knows nothing "
-    "else.\nFor a real one, give its folder or its name, such as mlx-community/Qwen3-0.6B-4bit."
+    "demo is a tiny model (about 3 million parameters) that shows that everything works.  It "
+    "recalls what you tell it, copies, sorts and does small sums; it knows nothing else.\n"
+    "For a real one, give its folder or its name, such as mlx-community/Qwen3-0.6B-4bit."
 )
 Say = Callable[[str], None]  # gets the lines for the user
 

@@ -18,13 +18,11 @@ _CONTROLS |= dict.fromkeys(range(127, 160), "�")
 class Terminal:
     """Standard input, output and error of a chat.
 
-    interactive: a person types; otherwise stdin is a pipe or a file, and notices are shown only if
-    `verbose`.
+    interactive: a person types; otherwise stdin is a pipe or a file, and no notices are shown.
     """
 
-    def __init__(self, verbose: bool = False) -> None:
+    def __init__(self) -> None:
         self.interactive = sys.stdin.isatty()
-        self._quiet = not (self.interactive or verbose)
         self._dim = _DIM if sys.stderr.isatty() and not envs.no_color() else "{}"
         self._filter = sys.stdout.isatty()
         for stream in (sys.stdin, sys.stdout, sys.stderr):
@@ -41,12 +39,12 @@ class Terminal:
 
     def notice(self, text: str) -> None:
         """Something the user should know, on stderr."""
-        if not self._quiet:
+        if self.interactive:
             log.say(text)
 
     def status(self, text: str) -> None:
         """Something the user may know: dim."""
-        if not self._quiet:
+        if self.interactive:
             log.say(text, self._dim)
 
     def read_all(self) -> str:

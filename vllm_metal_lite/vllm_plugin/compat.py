@@ -1,7 +1,7 @@
-"""Differences between vLLM 0.27.1 and 0.33, detected by attribute, not by version number.
+"""Reads vLLM 0.27.1 to 0.33: their differences are detected by attribute, not by version number.
 
-Most options and request fields that we read exist in all these versions; a missing one reads as
-None.  Each version has two formats of the scheduler's output: see `translate.py`.
+An option or request field that a version lacks reads as None, so one that has moved is read at
+both places (refusals.py).  Each version has two formats of the scheduler's output (translate.py).
 """
 
 from typing import Any

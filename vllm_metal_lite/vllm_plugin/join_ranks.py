@@ -175,14 +175,14 @@ def _tell(store: dist.Store, key: str | int, value: Any = None, failure: str | N
     store.set(f"metal_lite/{key}", json.dumps([value, failure]))
 
 
-def _told(store: dist.Store, key: str | int, other: int, size: int) -> Any:
-    """A value of another rank, as JSON has it; RankError if the rank is silent or has failed."""
+def _told(store: dist.Store, key: str | int, rank: int, size: int) -> Any:
+    """What a rank tells under a key, as JSON has it; RankError if it is silent or has failed."""
     try:
         value, failure = json.loads(store.get(f"metal_lite/{key}"))
     except Exception as e:  # torch has a type for each store
         limit = store.timeout.total_seconds()
         raise RankError(
-            f"rank {other} of {size} has not answered (limit: {limit:.0f} s): {one_line(e)}"
+            f"rank {rank} of {size} has not answered (limit: {limit:.0f} s): {one_line(e)}"
         ) from e
     if failure is not None:
         raise RankError(f"another rank cannot start: {failure}")

@@ -40,7 +40,7 @@ def plan_memory(
     limit, seats = backend.memory_limit(), scheduler.max_num_seqs
     asked = cache.kv_cache_memory_bytes
     if asked is not None:
-        num_state_slots, left = _beside(model, limit - asked, seats, caches_states)
+        num_state_slots, left = _slots(model, limit - asked, seats, caches_states)
         if left < 0:
             fixed = size_text(limit - asked - left)
             raise OutOfMemoryError(
@@ -59,7 +59,7 @@ def plan_memory(
     if backend.is_cpu():  # other processes use this memory too
         fraction = min(fraction, profile().memory_fraction)
     usable, peak = int(limit * fraction), step_peak_bytes(model, config, max_model_len)
-    num_state_slots, left = _beside(model, usable - peak, seats, caches_states)
+    num_state_slots, left = _slots(model, usable - peak, seats, caches_states)
     block_bytes = config.block_size * sum(s.bytes_per_token for s in specs)
     if left < block_bytes:
         fixed = size_text(usable - peak - left)
@@ -75,7 +75,7 @@ def plan_memory(
     return MemorySizes(num_state_slots, min(left, most * block_bytes))
 
 
-def _beside(model: LoadedModel, num_bytes: int, seats: int, caches_states: bool) -> tuple[int, int]:
+def _slots(model: LoadedModel, num_bytes: int, seats: int, caches_states: bool) -> tuple[int, int]:
     """The number of state slots, and the bytes that these and the weights leave of num_bytes."""
     left, num_slots = num_bytes - model.weight_bytes, seats
     if not model.state_bytes:

@@ -9,6 +9,7 @@ import torch
 from vllm.platforms import Platform, PlatformEnum
 
 from vllm_metal_lite import __version__, envs
+from vllm_metal_lite.config import MAX_CHUNK_TIMES_CONTEXT
 from vllm_metal_lite.errors import MetalLiteError
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
 from vllm_metal_lite.vllm_plugin.hosts import EXECUTOR, use_address_towards_master
@@ -22,10 +23,25 @@ _WORKER = "vllm_metal_lite.vllm_plugin.worker.MetalLiteWorker"
 _RANK_WORKER = "vllm_metal_lite.vllm_plugin.rank_worker.RankWorker"
 
 
+def too_long_steps(vllm_config: "VllmConfig") -> str | None:
+    """A warning if macOS may kill a step: unlike our scheduler, vLLM's cuts no chunk for that."""
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    if envs.device() in ("cpu", "cuda") or model is None or not scheduler.enable_chunked_prefill:
+        return None
+    tokens, length = scheduler.max_num_batched_tokens, model.max_model_len
+    most = max(MAX_CHUNK_TIMES_CONTEXT // length, scheduler.max_num_seqs)
+    if tokens <= most:
+        return None
+    return (
+        f"macOS may kill a step of {tokens:,} tokens late in a context of {length:,} while a "
+        f"display is on: give --max-num-batched-tokens {most} (docs/plugin.md)"
+    )
+
+
 class MetalLitePlatform(Platform):
     """MLX under vLLM.  torch only carries results to the front end, so it sees a CPU.
 
-    Tells no size of memory: from 70 GiB up, vLLM would assume a data-centre GPU and raise its
+    Reports no memory size: from 70 GiB up, vLLM would assume a data-centre GPU and raise its
     default batch sizes.
     """
 
@@ -60,8 +76,11 @@ class MetalLitePlatform(Platform):
         from vllm.logger import init_logger
 
         # vLLM reports the platform before it configures its loggers, so that line is lost.
-        init_logger("vllm.metal_lite").info_once("vllm-metal-lite %s is active", __version__)
+        logger = init_logger("vllm.metal_lite")
+        logger.info_once("vllm-metal-lite %s is active", __version__)
         refuse_unsupported(vllm_config)
+        if warning := too_long_steps(vllm_config):
+            logger.warning_once("%s", warning)
         parallel = vllm_config.parallel_config
         if parallel.nnodes > 1:
             use_address_towards_master(parallel)
@@ -85,7 +104,7 @@ class MetalLitePlatform(Platform):
         """Called in the scheduler's process, by vLLM 0.30 and later."""
         from vllm_metal_lite.vllm_plugin import state_slot_manager
 
-        if state_slot_manager.no_own_pool() is None:
+        if state_slot_manager.has_own_pool():
             state_slot_manager.register_state_slots()
 
     @classmethod

@@ -113,11 +113,9 @@ class RankWorker(MetalLiteWorker):
             self._waiter.submit(self._wait, self.pipeline.steps[-1].wait)
         return output
 
+    @_ends_all
     def _wait(self, wait: Callable[[], None]) -> None:
-        try:
-            wait()
-        except Exception as e:
-            self._failed(e)
+        wait()
 
     def _failed(self, error: Exception) -> None:
         """The leader's errors reach vLLM as the answer to its call; vLLM reads no others."""

@@ -47,7 +47,8 @@ _OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("model_config.logits_processors", "--logits-processors", ()),
     ("model_config.logprobs_mode", "--logprobs-mode", ("raw_logprobs",)),
     ("model_config.enable_prompt_embeds", "--enable-prompt-embeds", ()),
-    ("model_config.enable_return_routed_experts", "--enable-return-routed-experts", ()),
+    ("aux_output_config.enable_return_routed_experts", "--enable-return-routed-experts", ()),
+    ("model_config.enable_return_routed_experts", "--enable-return-routed-experts", ()),  # older
     ("model_config.return_sampling_mask", "--return-sampling-mask", ()),
     ("model_config.enable_trace_replay", "--enable-trace-replay", ()),
     ("model_config.supports_multimodal_inputs", "multimodal input", ()),

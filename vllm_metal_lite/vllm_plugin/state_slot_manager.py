@@ -26,12 +26,10 @@ from vllm.v1.request import Request
 MOST_SLOTS = 4
 
 
-def no_own_pool() -> str | None:
-    """Why states cannot have a pool of blocks of their own, or None if they can: since vLLM 0.30,
-    each block knows its pool."""
-    if hasattr(KVCacheBlock, "pool"):
-        return None
-    return "this vLLM has one pool of blocks for K and V and for recurrent states"
+def has_own_pool() -> bool:
+    """Whether this vLLM's blocks know their pool (0.30 and later), so that states can have one of
+    their own."""
+    return hasattr(KVCacheBlock, "pool")
 
 
 @dataclass(frozen=True)

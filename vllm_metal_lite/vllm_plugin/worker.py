@@ -15,7 +15,7 @@ from vllm_metal_lite import backend, envs
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.distributed import ALONE, RankGroup
-from vllm_metal_lite.errors import ConfigError
+from vllm_metal_lite.errors import ConfigError, size_text
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.adapters.modules import rotation_limit
 from vllm_metal_lite.model.loader import LoadedModel, load
@@ -28,7 +28,7 @@ from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
 from vllm_metal_lite.vllm_plugin.kv_layers import KVLayers
 from vllm_metal_lite.vllm_plugin.memory import MemorySizes, plan_memory
 from vllm_metal_lite.vllm_plugin.outputs import StepOutput
-from vllm_metal_lite.vllm_plugin.state_slot_manager import no_own_pool
+from vllm_metal_lite.vllm_plugin.state_slot_manager import has_own_pool
 from vllm_metal_lite.vllm_plugin.translate import ScheduledStep, StepTranslator
 
 logger = init_logger("vllm.metal_lite")
@@ -124,7 +124,9 @@ class MetalLiteWorker(WorkerBase):
             return "vLLM does not know that its layers keep states"
         if len(set(self._layers.specs)) > 1:
             return "it keeps states, and its attention layers are unlike"
-        return no_own_pool()
+        if not has_own_pool():
+            return "this vLLM has one pool of blocks for K and V and for recurrent states"
+        return None
 
     @property
     def _caches_states(self) -> bool:
@@ -244,7 +246,7 @@ class MetalLiteWorker(WorkerBase):
         if level >= 2:
             self._model = None
         mx.clear_cache()
-        logger.info("Sleeping: %.2f GiB freed", (before - mx.get_active_memory()) / 2**30)
+        logger.info("Sleeping: %s freed", size_text(before - mx.get_active_memory()))
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         if self._model is None and (not tags or "weights" in tags):

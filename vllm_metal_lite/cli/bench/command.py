@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
             f"--requests must be at most --max-num-seqs ({config.max_num_seqs}), "
             f"got {max(args.requests)}"
         )
-    if args.report:
+    if args.report is not None:
         check_writable(args.report, replaces=False)
 
     model = load_model(args.model, config, log.say)
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     )
     capacity = engine.kv_groups[0].num_blocks * config.block_size
     suite = Suite(engines, _vocabulary(model), args.new_tokens, capacity, args.seconds)
-    stopping = partial(log.say, "\nStopping after the step that is under way ...")
+    stopping = partial(log.say, log.STOPPING)
     with DeferredInterrupt(stopping) as interrupt:
         with suppress(KeyboardInterrupt):  # a second Ctrl-C, within a step
             suite.run(cases, stop=lambda: interrupt.pressed)
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     }
     if suite.results:
         print("\n".join(table(suite.results)), flush=True)
-    if args.report:
+    if args.report is not None:
         write_json(args.report, shared_report.without_names(report, args.model))
         log.say(f"The report is in {args.report}.")
     failed = any(result.failed for result in suite.results)

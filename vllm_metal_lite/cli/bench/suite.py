@@ -60,7 +60,7 @@ class Suite:
     new_tokens: int
     capacity: int
     seconds: float
-    results: list[Result] = field(default_factory=list)
+    results: list[Result] = field(init=False, default_factory=list)
 
     def run(self, cases: Sequence[BenchCase], stop: Callable[[], bool]) -> None:
         """Fill `results`; ends early if `stop`, asked between steps, says so.

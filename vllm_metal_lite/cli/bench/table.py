@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_metal_lite.cli.bench.engines import MlxLm, ThisEngine
 from vllm_metal_lite.cli.bench.suite import Result, Timing
 
 # heading, field of Timing, factor, whether more is better
@@ -11,7 +12,7 @@ COLUMNS = (
     ("prompt tokens/s", "prompt_rate", 1, True),
     ("decode tokens/s", "decode_rate", 1, True),
 )
-OURS, PEER = "ours", "mlx-lm"
+OURS, PEER = ThisEngine.name, MlxLm.name
 _WIDTH = 8  # of a number
 
 
