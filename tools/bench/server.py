@@ -32,7 +32,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 
 from tools.bench.lib.metrics import Metrics, gaps, median_of, pace
@@ -206,10 +205,8 @@ def main() -> int:
             say(f"{system} starts")
             try:
                 bench.run(system, *commands[system])
-            except (MetalLiteError, httpx.HTTPError) as e:
+            except MetalLiteError as e:
                 say(f"{system}: not measured: {e}")
-                lines = bench.log.read_text().splitlines()
-                say("\n".join(([ln for ln in lines if "rror" in ln] or lines)[-5:]))
         bench.report()
     if args.json:
         args.json.write_text(json.dumps({"model": args.model, "loads": bench.medians}, indent=1))
