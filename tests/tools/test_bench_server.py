@@ -22,7 +22,7 @@ def medians_of(tmp_path, load: str, *words: str) -> dict[str, dict[str, float]]:
 @pytest.mark.thorough
 def test_both_systems_serve_all_turns_and_find_what_came_before(tmp_path):
     words = ["--model", "qwen3.5-tiny", "--scale", "0.02", "--sessions", "2", "--turns", "2"]
-    medians = medians_of(tmp_path, "agents", *words, "--trusted")
+    medians = medians_of(tmp_path, "sessions", *words, "--trusted")
     assert list(medians) == ["ours", "mlx-lm"]
     for metrics in medians.values():
         assert metrics["done"] == 4
@@ -32,7 +32,7 @@ def test_both_systems_serve_all_turns_and_find_what_came_before(tmp_path):
 @pytest.mark.long
 def test_our_server_answers_all_clients(tmp_path):
     words = ["--scale", "0.01", "--repeats", "1", "--max-model-len", "128", "--systems", "ours"]
-    medians = medians_of(tmp_path, "decodes", *words)
+    medians = medians_of(tmp_path, "output", *words)
     assert medians["ours"]["done"] == 32
     assert medians["ours"]["output_tokens_per_s"] > 0
     assert medians["ours"]["ttft_median"] > 0
