@@ -61,8 +61,8 @@ def reference_noise(seed, step, vocab_size):
     return -np.log(-np.log1p(-(bits.astype(np.float64) + 0.5) / 2**32))
 
 
-def reference_scores(raw, params, seed, prompt, output, eos=EOS):
-    x = reference_penalized(raw, params, prompt, output, eos)
+def reference_scores(raw, params, seed, prompt, output):
+    x = reference_penalized(raw, params, prompt, output)
     if params.greedy:
         return x
     x = np.where(reference_keep(x, params), x, -np.inf)
