@@ -23,12 +23,12 @@ PROMPT = np.array([5, 6, 7, 5], np.int32)
 # Reference
 
 
-def reference_penalized(raw, params, prompt, output, eos=EOS):
+def reference_penalized(raw, params, prompt, output):
     x = raw.astype(np.float64).copy()
     for token, bias in (params.logit_bias or {}).items():
         x[token] += bias
     if len(output) < params.min_tokens:
-        stops = [*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos)]
+        stops = [*(params.stop_token_ids or ()), *(() if params.ignore_eos else EOS)]
         x[[t for t in stops if t < len(x)]] = -np.inf
     counts = np.bincount(np.asarray(output, int), minlength=len(x))
     seen = counts > 0
