@@ -50,6 +50,13 @@ def findings(path: str, text: str) -> list[str]:
         return _phrases(path, 1, text)
     found, in_tests = [], path.startswith("tests/")
     room = path.removeprefix("vllm_metal_lite/")
+    names = {
+        name: better
+        for name, (allowed, better) in NAMES.items()
+        # In tests, the words that no folder of the package has.  Tools have ways to use mlx-lm.
+        if (room != path or (in_tests and not allowed))
+        and not room.startswith(tuple(allowed.split()))
+    }
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         kind, word = tokenize.tok_name[token.type], token.string
         # Other strings of tests are prompts and answers.
@@ -57,12 +64,8 @@ def findings(path: str, text: str) -> list[str]:
         if kind == "COMMENT" or (prose and (not in_tests or '"""' in word)):
             found += _phrases(path, token.start[0], word)
         if kind == "NAME":
-            for name, (allowed, better) in NAMES.items():
-                # In tests, the words that no folder of the package has.
-                scanned = room != path or (in_tests and not allowed)
-                wrong = re.fullmatch(name, word) and not room.startswith(tuple(allowed.split()))
-                if scanned and wrong:
-                    found.append(f"{path}:{token.start[0]}: name `{word}`: {better}")
+            wrong = [better for name, better in names.items() if re.fullmatch(name, word)]
+            found += [f"{path}:{token.start[0]}: name `{word}`: {better}" for better in wrong]
     for number, line in enumerate(text.splitlines(), 1):
         wrong = [better for code, better in LINES.items() if re.search(code, line)]
         found += [f"{path}:{number}: {line.strip()}: {better}" for better in wrong]

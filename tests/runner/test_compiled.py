@@ -19,7 +19,7 @@ from tests.support.kernels.failing import FailingKernels
 from tests.support.kernels.launches import Stubs
 from tests.support.models import tiny_models as tiny
 from tests.support.models.rounding import of_16_bits
-from tests.support.replay.record import kernel_engine
+from tests.support.replay.record import use_kernels
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.launches import FusedLaunches
@@ -107,7 +107,7 @@ def test_the_kernel_that_ran_last_makes_no_variant(monkeypatch, prefill):
     """Tickets have the shapes of many kernels; launches are stubs here."""
     Stubs(monkeypatch)
     engine = tiny.engine("qwen3", max_num_batched_tokens=24)
-    kernel_engine(engine, prefill, NO_FUSION).runner.compiled.reason = None
+    use_kernels(engine, prefill, NO_FUSION).runner.compiled.reason = None
     traced = count_traces(engine, monkeypatch)
     tokens_of(engine)
     assert sum(traced) == len(engine.runner.compiled._variants) > 2
@@ -129,7 +129,7 @@ def forwards_with(monkeypatch, name, fuse, **fusion):
     engine = tiny.engine(name, mx.bfloat16, max_num_batched_tokens=24)
     monkeypatch.setattr(PackedModel, "__call__", noting)
     fuse(engine.model.packed.model)
-    kernel_engine(engine, "gather", FusedLaunches(**fusion)).runner.compiled.reason = None
+    use_kernels(engine, "gather", FusedLaunches(**fusion)).runner.compiled.reason = None
     tokens_of(engine)
     forms = {(compiled, rows) for compiled, rows, *_ in found}
     assert forms >= {(True, 1), (True, 2), (True, 8), (False, 8), (False, 32)}

@@ -13,7 +13,7 @@ import pytest
 from tests.support.models import tiny_models as tiny
 from tests.support.replay.encoder import Encoder, Limits
 from tests.support.replay.graph import OURS, WRITERS, WRITES_IF_FUSED, Graph, any_order
-from tests.support.replay.record import kernel_engine, record
+from tests.support.replay.record import record, use_kernels
 from tests.support.replay.replay import Replay
 from vllm_metal_lite import devices
 from vllm_metal_lite.backend import mx
@@ -42,7 +42,7 @@ def make_engine(
 ) -> LLMEngine:
     made = tiny.engine(tiny.load(name), **{"max_num_batched_tokens": 128, **options})
     fusion = None if fused else NO_FUSION
-    return kernel_engine(made, prefill, fusion)
+    return use_kernels(made, prefill, fusion)
 
 
 def arrivals(engine: LLMEngine) -> None:

@@ -1,13 +1,11 @@
 """Work off the event loop: bounded, in turns, ended when its caller leaves."""
 
 import asyncio
-import subprocess
-import sys
 import threading
 
 import pytest
 
-from tests.support.server.cli_kit import SAFETY
+from tests.support.run_python import run_python
 from tests.support.server.kit import in_loop
 from vllm_metal_lite.server.offload import (
     LARGE,
@@ -98,7 +96,5 @@ asyncio.run(main())
 
 
 def test_work_that_never_ends_does_not_keep_a_process():
-    done = subprocess.run(
-        [sys.executable, "-c", NEVER_ENDS], capture_output=True, text=True, timeout=SAFETY
-    )
+    done = run_python("-c", NEVER_ENDS)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,8 @@
-"""A plugin of pytest: which tests run, as "Tests" in CONTRIBUTING.md says, and in which order."""
+"""A plugin of pytest: which tests run, and in which order.
+
+All run but those marked `thorough`, those marked `long` without --long, and most cases of the files
+and folders in slow.txt.  Behind a name there, "all" keeps all its cases.  --all-cases runs all.
+"""
 
 import hashlib
 import os
@@ -54,11 +58,14 @@ def pytest_collection_modifyitems(config, items):
 
 
 def mark_slow(items):
-    """Marks the tests of slow.txt, with the words behind the name of their file or folder."""
+    """Mark the tests of slow.txt, with the word behind the name of their file or folder."""
     lines = (TESTS / "slow.txt").read_text(encoding="utf-8").splitlines()
-    words = {TESTS / path: rest for path, *rest in map(str.split, lines) if path != "#"}
+    split = map(str.split, lines)
+    words = {TESTS / path: rest for path, *rest in filter(None, split) if path != "#"}
     if missing := [str(path) for path in words if not path.exists()]:
         raise pytest.UsageError(f"slow.txt names what is not there: {', '.join(missing)}")
+    if unknown := [word for rest in words.values() for word in rest if word != "all"]:
+        raise pytest.UsageError(f"slow.txt knows the word 'all' only, not {', '.join(unknown)}")
     for item in items:
         for path in (item.path, *item.path.parents):
             if path in words:

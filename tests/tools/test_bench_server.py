@@ -3,6 +3,7 @@
 import json
 import sys
 
+import httpx
 import pytest
 
 from tests.support.run_python import run_python
@@ -21,7 +22,7 @@ def medians_of(tmp_path, load: str, *words: str) -> dict[str, dict[str, float]]:
 @pytest.mark.thorough
 def test_both_systems_serve_all_turns_and_find_what_came_before(tmp_path):
     words = ["--model", "qwen3.5-tiny", "--scale", "0.02", "--sessions", "2", "--turns", "2"]
-    medians = medians_of(tmp_path, "agents", *words, "--trusted")
+    medians = medians_of(tmp_path, "sessions", *words, "--trusted")
     assert list(medians) == ["ours", "mlx-lm"]
     for metrics in medians.values():
         assert metrics["done"] == 4
@@ -31,17 +32,38 @@ def test_both_systems_serve_all_turns_and_find_what_came_before(tmp_path):
 @pytest.mark.long
 def test_our_server_answers_all_clients(tmp_path):
     words = ["--scale", "0.01", "--repeats", "1", "--max-model-len", "128", "--systems", "ours"]
-    medians = medians_of(tmp_path, "decodes", *words)
+    medians = medians_of(tmp_path, "output", *words)
     assert medians["ours"]["done"] == 32
     assert medians["ours"]["output_tokens_per_s"] > 0
     assert medians["ours"]["ttft_median"] > 0
 
 
-def test_a_server_that_never_answers_is_given_up(tmp_path, monkeypatch):
+def test_a_server_that_never_answers_is_given_up(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(servers, "DEADLINE", 0.5)
     command = [sys.executable, "-c", "import time; print('loading', flush=True); time.sleep(30)"]
     with (
-        pytest.raises(MetalLiteError, match="does not start: loading"),
+        pytest.raises(MetalLiteError, match=r"does not answer within 0\.5 s"),
         servers.server(command, tmp_path / "log"),
     ):
         pass
+    assert capsys.readouterr().err.endswith("loading\n")
+
+
+def test_the_log_of_a_server_that_ends_is_shown(tmp_path, capsys):
+    command = [sys.executable, "-c", "print('cause'); print('last line'); exit(3)"]
+    with (
+        pytest.raises(MetalLiteError, match="ends with exit code 3"),
+        servers.server(command, tmp_path / "log"),
+    ):
+        pass
+    assert capsys.readouterr().err.endswith("cause\nlast line\n")
+
+
+def test_an_error_of_http_is_an_error_of_the_project(tmp_path):
+    command = [sys.executable, "-m", "http.server", "PORT", "--bind", "127.0.0.1"]
+    (tmp_path / "health").touch()
+    with (
+        pytest.raises(MetalLiteError, match="404"),
+        servers.server(command, tmp_path / "log", cwd=tmp_path) as (url, _),
+    ):
+        httpx.get(f"{url}/gone", trust_env=False).raise_for_status()

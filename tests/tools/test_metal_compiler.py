@@ -1,11 +1,11 @@
 """The workflow's report on Apple's compiler, with a replacement for the compiler."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.run_python import run_python
 
 SCRIPT = Path(__file__).parents[2] / ".ci" / "metal_compiler.py"
 XCRUN = """#!/bin/sh
@@ -24,11 +24,8 @@ def compile_texts(tmp_path: Path, texts: list[str], *versions: str) -> tuple[int
     for i, text in enumerate(texts):
         (folder / f"{i}.metal").write_text(text)
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "GITHUB_STEP_SUMMARY": str(summary)}
-    done = subprocess.run(
-        [sys.executable, SCRIPT, folder, "--include", tmp_path, "--std", *versions],
-        env=os.environ | variables,
-        capture_output=True,
-    )
+    words = [SCRIPT, folder, "--include", tmp_path, "--std", *versions]
+    done = run_python(*words, env=os.environ | variables)
     return done.returncode, summary.read_text() if summary.exists() else ""
 
 

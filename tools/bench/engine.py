@@ -17,7 +17,9 @@ mlx-lm's best; above 1 means that this engine is better.  Prints Markdown; progr
 import argparse
 import gc
 import json
+import re
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from tools.bench.lib.agreement import agree
@@ -41,18 +43,19 @@ STEPS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens of a step, the decodes
 
 def peers(load: Load, model: LoadedModel) -> list[Engine]:
     """The settings of mlx-lm to try on a load, the likely best first."""
-    n, wave = len(load.prompts), max(len(w.prompts) for w in load.waves)
+    n, largest = len(load.prompts), max(len(wave.prompts) for wave in load.waves)
     if n == 1:
         return [MlxLmSingle(model), MlxLm(model, Settings(1, 1))]
     if load.prefix_length:
         # A cache that is computed once holds the prefix; the server's hold whole conversations.
-        ways = ("server", "once") if any(w.follows for w in load.waves) else ("once", "server")
-        settings = [Settings(s, n, prefix=w) for w in ways for s in dict.fromkeys((wave, n))]
-    elif load.is_even:
-        settings = [Settings(n, n)]  # without padding
+        has_turns = any(wave.follows for wave in load.waves)
+        ways = ("server", "once") if has_turns else ("once", "server")
+        sizes = dict.fromkeys((largest, n))
+        settings = [Settings(size, n, prefix=way) for way in ways for size in sizes]
     else:
-        settings = [Settings(s, n) for s in (n // 2, n // 4, n)] + [Settings(n // 2, n // 2)]
-        settings.append(Settings(max(n // 8, 1), n))  # in case nothing larger works
+        first = n if load.is_even else n // 2  # even prompts need no padding
+        sizes = dict.fromkeys((first, n // 2, n // 4, n, max(n // 8, 1)))
+        settings = [Settings(size, n) for size in sizes] + [Settings(n // 2, n // 2)]
     return [MlxLm(model, s) for s in settings]
 
 
@@ -115,12 +118,12 @@ def compare(name: str, load: Load, model: LoadedModel, args: argparse.Namespace)
     best = finalists[0] if finalists else None
     result = bench.turns(model, [ours, *finalists], args.repeats, theirs=best)
     if load.is_even:
-        add_roofline(model, load, result.engines)
+        return replace(result, roofline=add_roofline(model, load, result.engines))
     return result
 
 
 def sweep(bench: Bench, candidates: list[Engine], quick: bool) -> dict[str, Metrics]:
-    """The metrics of each engine that works.  quick: of the first one alone."""
+    """The metrics of each engine that works.  quick: stops at the first that works."""
     found: dict[str, Metrics] = {}
     for engine in candidates:
         if not found and bench.tried(engine) is None:  # a warm-up for all
@@ -142,15 +145,18 @@ def best_of(candidates: list[Engine], sweep: dict[str, Metrics]) -> list[Engine]
     return [e for e in ranked if e in best or e is earliest]
 
 
-def add_roofline(model: LoadedModel, load: Load, medians: dict[str, Metrics]) -> None:
-    """The share of a step that moving `step_bytes` takes at the bandwidth of a copy."""
+def add_roofline(model: LoadedModel, load: Load, medians: dict[str, Metrics]) -> str:
+    """Add the share of a step that moving `step_bytes` takes at the bandwidth of a copy.  Returns
+    both numbers as text, or "" if no engine has steady steps."""
+    steady = [metrics for metrics in medians.values() if "steady_step_median" in metrics]
+    if not steady:
+        return ""
     contexts = [len(p) + n / 2 for p, n in zip(load.prompts, load.max_tokens, strict=True)]
     size = step_bytes(model, len(contexts), sum(contexts) / len(contexts))
     bandwidth = copy_bandwidth(1 << (27 if backend.is_cpu() else 30))
-    print(f"\nA step moves {size / 2**30:.2f} GiB at least; a copy, {bandwidth / 1e9:,.0f} GB/s.")
-    for metrics in medians.values():
-        if step := metrics.get("steady_step_median"):
-            metrics["roofline"] = size / bandwidth / step
+    for metrics in steady:
+        metrics["roofline"] = size / bandwidth / metrics["steady_step_median"]
+    return f"A step moves {size / 2**30:.2f} GiB at least; a copy, {bandwidth / 1e9:,.0f} GB/s."
 
 
 def share_steps(name: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> Result:
@@ -188,10 +194,10 @@ def run_loads(model: LoadedModel, args: argparse.Namespace) -> list[Result]:
 
 
 def _settings(text: str) -> Settings:
-    prefill, completion, *prefix = text.split("/")
-    if prefix not in ([], ["none"], ["once"], ["server"]):
-        raise ValueError(text)
-    return Settings(int(prefill), int(completion), prefix=prefix[0] if prefix else "none")
+    found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)(?:/(none|once|server))?", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not PREFILL/COMPLETION[/PREFIX]")
+    return Settings(int(found[1]), int(found[2]), prefix=found[3] or "none")
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -214,7 +220,8 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="of lengths and request counts")
     parser.add_argument("--repeats", type=int, help="counted turns (default 3)")
     parser.add_argument("--quick", action="store_true", help="one turn, mlx-lm's likely best only")
-    text = "mlx-lm's batch sizes to try, except for one request; PREFIX: none, once or server"
+    text = "mlx-lm's batch sizes to try, but for one request and for newcomer; PREFIX: none, once "
+    text += "or server"
     names = "PREFILL/COMPLETION[/PREFIX]"
     parser.add_argument("--settings", nargs="+", type=_settings, metavar=names, help=text)
     fields = {"metavar": "NAME=VALUE", "help": "fields of EngineConfig"}

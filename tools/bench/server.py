@@ -2,24 +2,24 @@
 
     python -m tools.bench.server --model qwen3-0.6b                   a GPU
     python -m tools.bench.server --scale 0.3                          a CPU, the demo model
-    python -m tools.bench.server --load decodes --scale 0.01 --repeats 1 --systems ours    seconds
-    python -m tools.bench.server --model qwen3-4b --load agents
+    python -m tools.bench.server --load output --scale 0.01 --repeats 1 --systems ours    seconds
+    python -m tools.bench.server --model qwen3-4b --load sessions
     python -m tools.bench.server --model 512x4 --systems ours vllm --vllm .venv-vllm-0.33.0/bin/vllm
 
 --model: "demo", or random weights: a key of bench/lib/shapes.json, or HIDDENxLAYERS.  Loads:
 
-- mixed: 32 clients, each sends 2 requests, one after the other; prompts lognormal around 500
+- clients: 32 clients, each sends 2 requests, one after the other; prompts lognormal around 500
   tokens, 40 to 220 tokens out.
-- decodes: 32 clients, 32 tokens in, 512 out: the highest output rate.
-- agents: sessions that start with 25,000 tokens, 20,000 of them common to all (system prompt and
+- output: 32 clients, 32 tokens in, 512 out: the highest output rate.
+- sessions: each starts with 25,000 tokens, 20,000 of them common to all (system prompt and
   tools); 12 turns, each with 200 to 2,000 new tokens (lognormal) and 150 out.  Recorded answers go
   into the next prompt, so all servers see the same prompts.  For a system that needs longer than
   --seconds, the finished turns are reported.
 
 Every run has its own prompts, so a cache helps only within sessions.  The systems run one after the
-other, each in its own process.  Two runs warm up (agents: --warm sessions of two turns).  Prompts
-are text, over streamed /v1/completions; agents use /v1/chat/completions.  CPU: user and system time
-of this server's HTTP process; other servers also compute in theirs.
+other, each in its own process.  Two runs warm up (sessions: --warm sessions of two turns).  Prompts
+are text, over streamed /v1/completions; sessions use /v1/chat/completions.  CPU: user and system
+time of this server's HTTP process; other servers also compute in theirs.
 """
 
 import argparse
@@ -32,7 +32,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 
 from tools.bench.lib.metrics import Metrics, gaps, median_of, pace
@@ -46,7 +45,11 @@ from vllm_metal_lite.errors import MetalLiteError
 from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
 
 CLIENTS, WARM_UPS = 32, 2
-START, SHARED, OUT = 25_000, 20_000, 150  # tokens of agents: of the first prompt, of all, generated
+START, SHARED, OUT = (
+    25_000,
+    20_000,
+    150,
+)  # tokens of sessions: of the first prompt, of all, generated
 
 
 class Prompts:
@@ -74,7 +77,7 @@ class Prompts:
     def body(self, num_tokens: float, max_tokens: float) -> dict[str, Any]:
         return {"prompt": self.text(num_tokens), "max_tokens": max(int(max_tokens), 4)}
 
-    def mixed(self) -> Clients:
+    def clients(self) -> Clients:
         count, scale = 2 * CLIENTS, self.args.scale
         sizes = self.rng.lognormal(np.log(500), 0.8, count) * scale
         limits = self.rng.integers(40, 221, count) * scale
@@ -82,10 +85,10 @@ class Prompts:
         bodies = [self.body(*pair) for pair in pairs]
         return [bodies[i::CLIENTS] for i in range(CLIENTS)]
 
-    def decodes(self) -> Clients:
+    def output(self) -> Clients:
         return [[self.body(32, 512 * self.args.scale)] for _ in range(CLIENTS)]
 
-    def agents(self, count: int, turns: int) -> Clients:
+    def sessions(self, count: int, turns: int) -> Clients:
         scale = self.args.scale
         system = {"role": "system", "content": self.text(SHARED * scale)}
 
@@ -104,8 +107,8 @@ class Prompts:
     def runs(self, load: str) -> tuple[list[Clients], list[Clients]]:
         """The runs of a load: warm-ups, and counted ones."""
         args = self.args
-        if load == "agents":
-            return [self.agents(args.warm, 2)], [self.agents(args.sessions, args.turns)]
+        if load == "sessions":
+            return [self.sessions(args.warm, 2)], [self.sessions(args.sessions, args.turns)]
         draw: Callable[[], Clients] = getattr(self, load)
         return [draw() for _ in range(WARM_UPS)], [draw() for _ in range(args.repeats)]
 
@@ -141,7 +144,7 @@ class Bench:
     def run(self, name: str, command: list[str], model: str) -> None:
         with server(command, self.log) as (url, pid), sampled_memory(pid) as peak_gb:
             for load, (warm, counted) in self.runs.items():
-                turns, found = len(counted[0][0]) if load == "agents" else 1, []
+                turns, found = len(counted[0][0]) if load == "sessions" else 1, []
                 for i, clients in enumerate([*warm, *counted]):
                     seen, before = Seen(), cpu_seconds(pid)
                     asyncio.run(send(url, model, clients, seen, self.args.seconds))
@@ -161,12 +164,12 @@ class Bench:
 
 def commands_of(args: argparse.Namespace, folder: Path) -> dict[str, tuple[list[str], str]]:
     """The command of each system, and the name by which it serves the model."""
-    seats = str(args.sessions if args.load == ["agents"] else CLIENTS)
+    seats = str(args.sessions if args.load == ["sessions"] else CLIENTS)
     flags = ["--served-model-name", "m", "--max-num-seqs", seats]
     if args.max_model_len:
         flags += ["--max-model-len", str(args.max_model_len)]
     theirs = "--decode-concurrency 32 --prompt-concurrency 8 --prompt-cache-size 4"
-    if "agents" in args.load:
+    if "sessions" in args.load:
         theirs = "--decode-concurrency 8 --prompt-concurrency 2 --prompt-cache-size 32 "
         theirs += "--prompt-cache-bytes 45GB"
     return {
@@ -180,7 +183,7 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--bits", choices=BITS, help="of random weights")
-    loads = ("mixed", "decodes", "agents")
+    loads = ("clients", "output", "sessions")
     parser.add_argument("--load", nargs="+", choices=loads, default=list(loads[:2]))
     parser.add_argument("--scale", type=float, default=1.0, help="of prompt and answer lengths")
     parser.add_argument("--repeats", type=int, default=3)
@@ -188,7 +191,7 @@ def main() -> int:
     systems = ("ours", "mlx-lm", "vllm")
     parser.add_argument("--systems", nargs="+", choices=systems, default=list(systems[:2]))
     parser.add_argument("--vllm", metavar="FILE", help="vLLM's command, with our plugin installed")
-    parser.add_argument("--sessions", type=int, default=16, help="of agents")
+    parser.add_argument("--sessions", type=int, default=16, help="their number")
     parser.add_argument("--turns", type=int, default=12, help="of a session")
     parser.add_argument("--warm", type=int, default=1, help="sessions that warm up")
     parser.add_argument("--ours", default="", help="flags of our server")
@@ -206,10 +209,8 @@ def main() -> int:
             say(f"{system} starts")
             try:
                 bench.run(system, *commands[system])
-            except (MetalLiteError, httpx.HTTPError) as e:
+            except MetalLiteError as e:
                 say(f"{system}: not measured: {e}")
-                lines = bench.log.read_text().splitlines()
-                say("\n".join(([ln for ln in lines if "rror" in ln] or lines)[-5:]))
         bench.report()
     if args.json:
         args.json.write_text(json.dumps({"model": args.model, "loads": bench.medians}, indent=1))

@@ -1,6 +1,6 @@
 """Time launches under several values of a constant of devices.py, on this machine's GPU.
 
-    python -m tools.bench.tune                           all constants below
+    python -m tools.bench.tune                           all constants
     python -m tools.bench.tune decode_fill few_keys      some
 
 Prints one table per constant: microseconds of a call, a row per value, a column per load; a star
@@ -161,7 +161,7 @@ def sweep(name: str) -> None:
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
+    parser = parser_of("\n- ".join([f"{__doc__}\nConstants:\n", *CONSTANTS]))
     parser.add_argument("names", nargs="*", choices=[*CONSTANTS, []], metavar="CONSTANT")
     args = parser.parse_args()
     if backend.is_cpu():

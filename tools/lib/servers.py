@@ -12,8 +12,10 @@ from typing import Any
 
 import httpx
 
+from tools.lib.frame import say
 from vllm_metal_lite import MetalLiteError
 from vllm_metal_lite.cli.launch import end_process
+from vllm_metal_lite.errors import one_line
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 600  # seconds until a server answers: on MLX CUDA a first start takes minutes
@@ -42,20 +44,28 @@ def free_port() -> int:
 
 @contextmanager
 def server(command: Sequence[str], log: Path, **how: Any) -> Iterator[tuple[str, int]]:
-    """A server that answers; yields its URL and its process's id.  PORT in the command is replaced
-    by a free port.  how: more options of Popen."""
+    """A server that answers; yields its URL and its process's id.
+
+    An error shows the end of the log.  PORT in the command is replaced by a free port.  how: more
+    options of Popen.
+    """
     port, end = free_port(), time.monotonic() + DEADLINE
     url = f"http://127.0.0.1:{port}"
     command = [str(port) if part == "PORT" else part for part in command]
+    name = shlex.join(command[:4])
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, **{"cwd": ROOT, **how})
         try:
             while not _answers(url):
-                if process.poll() is not None or time.monotonic() > end:
-                    said = log.read_text().splitlines() or ["it prints nothing"]
-                    raise MetalLiteError(f"{shlex.join(command[:4])} does not start: {said[-1]}")
+                if process.poll() is not None:
+                    raise MetalLiteError(f"{name} ends with exit code {process.returncode}")
+                if time.monotonic() > end:
+                    raise MetalLiteError(f"{name} does not answer within {DEADLINE} s")
                 time.sleep(0.2)
             yield url, process.pid
+        except (MetalLiteError, httpx.HTTPError) as e:
+            say("\n".join(["the end of its log:", *log.read_text().splitlines()[-15:]]))
+            raise MetalLiteError(one_line(e)) from e
         finally:
             end_process(process, 20)
 

@@ -3,7 +3,8 @@
 Requests arrive in waves.  After the first wave, the text of one kernel no longer compiles, so its
 next launch with new types or sizes fails while MLX evaluates the step.  The engine must name the
 kernel, replace it, and answer as the reference attention does.  Tiny models have the experts,
-latents and recurrent layers.  Prints a row per kernel; exit status 0 only if all are right.
+latents and recurrent layers.  Engines start without checks, trials and timings, so fusion is not
+tried.  Prints a row per kernel; exit status 0 only if all are right.
 
     python -m tools.prove.break_in_serving          a GPU, or else the CPU host in its place
     METAL_LITE_DEVICE=cpu python -m tools.prove.break_in_serving --kernels kv_write

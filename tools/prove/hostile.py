@@ -30,10 +30,11 @@ from typing import Any
 import httpx
 
 from tools.lib.clients import Seen, send
-from tools.lib.frame import parser_of, print_table, run_main
+from tools.lib.frame import parser_of, print_table, run_main, say
 from tools.lib.processes import rss_mib
 from tools.lib.servers import ours, server
 from vllm_metal_lite import MetalLiteError
+from vllm_metal_lite.errors import one_line
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -168,7 +169,7 @@ class Others:
 
     def __init__(self, url: str) -> None:
         self.url, self.seen = url, Seen()
-        self.health: list[tuple[float, float]] = []  # (when it was answered, after how long)
+        self.health: list[tuple[float, float]] = []  # (when it ended, seconds; inf: it failed)
         threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True).start()
 
     async def _run(self) -> None:
@@ -181,12 +182,16 @@ class Others:
     async def _ask_health(self) -> None:
         limits = httpx.Limits(max_keepalive_connections=0)  # a new connection each time
         async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as http:
-            while True:
-                started = time.perf_counter()
-                await http.get(f"{self.url}/health")
-                now = time.perf_counter()
-                self.health.append((now, now - started))
-                await asyncio.sleep(0.02)
+            try:
+                while True:
+                    started = time.perf_counter()
+                    (await http.get(f"{self.url}/health")).raise_for_status()
+                    now = time.perf_counter()
+                    self.health.append((now, now - started))
+                    await asyncio.sleep(0.02)
+            except httpx.HTTPError as e:  # also when the server ends
+                self.health.append((time.perf_counter(), inf))
+                say(f"/health is asked no more: {one_line(e)}")
 
     def longest_since(self, started: float) -> tuple[float, float]:
         """(gap, health)."""

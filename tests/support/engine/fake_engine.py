@@ -176,22 +176,22 @@ class FakeEngine(LLMEngine):
         return self.steps[before:]
 
     def check_blocks(self) -> None:
-        """The pools' accounts, the requests' blocks and the block tables in use agree; nobody gave
-        back what it has use for."""
+        """The pools' accounts, the requests' blocks and the block tables in use agree; no
+        request released a block that it still needs."""
         check_accounts(self.scheduler.kv, self.requests.values())
         for request in self.requests.values():
-            row, held = request.req_index, request.num_blocks
-            if row is None:
+            seat, held = request.req_index, request.num_blocks
+            if seat is None:
                 assert not request.block_tables, "a request without a seat has blocks"
                 continue
-            assert self.inputs.num_blocks[row] == held
+            assert self.inputs.num_blocks[seat] == held
             for group, of_all, table in zip(
                 self.kv_groups, self.inputs.block_tables, request.block_tables, strict=True
             ):
-                assert of_all[row, :held].tolist() == table.block_ids
+                assert of_all[seat, :held].tolist() == table.block_ids
                 used = group.first_block(request.num_computed_tokens, self.config.block_size)
                 assert table.num_given_back <= used
-            assert self.inputs.num_tokens[row] == request.num_tokens
+            assert self.inputs.num_tokens[seat] == request.num_tokens
 
 
 def answer_of(request: Request) -> list[int]:

@@ -23,12 +23,12 @@ PROMPT = np.array([5, 6, 7, 5], np.int32)
 # Reference
 
 
-def reference_penalized(raw, params, prompt, output, eos=EOS):
+def reference_penalized(raw, params, prompt, output):
     x = raw.astype(np.float64).copy()
     for token, bias in (params.logit_bias or {}).items():
         x[token] += bias
     if len(output) < params.min_tokens:
-        stops = [*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos)]
+        stops = [*(params.stop_token_ids or ()), *(() if params.ignore_eos else EOS)]
         x[[t for t in stops if t < len(x)]] = -np.inf
     counts = np.bincount(np.asarray(output, int), minlength=len(x))
     seen = counts > 0
@@ -61,8 +61,8 @@ def reference_noise(seed, step, vocab_size):
     return -np.log(-np.log1p(-(bits.astype(np.float64) + 0.5) / 2**32))
 
 
-def reference_scores(raw, params, seed, prompt, output, eos=EOS):
-    x = reference_penalized(raw, params, prompt, output, eos)
+def reference_scores(raw, params, seed, prompt, output):
+    x = reference_penalized(raw, params, prompt, output)
     if params.greedy:
         return x
     x = np.where(reference_keep(x, params), x, -np.inf)

@@ -1,7 +1,6 @@
 """Random workloads of a scheduler: arrivals, requests, and few blocks."""
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from random import Random
@@ -135,11 +134,13 @@ def stepper(workload: Workload, engine: FakeEngine) -> Callable[[], bool]:
     numbers = count()
 
     def step() -> bool:
-        fails = next(numbers) in workload.failures
-        with suppress(StepFailed):
-            engine.step(fails=fails)
-        engine.check_blocks()
-        return fails
+        try:
+            engine.step(fails=next(numbers) in workload.failures)
+        except StepFailed:
+            return True
+        finally:
+            engine.check_blocks()
+        return False
 
     return step
 

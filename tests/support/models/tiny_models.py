@@ -142,8 +142,8 @@ def alone(model: nn.Module, prompt: Sequence[int], n: int) -> list[int]:
 def engine(
     model: str | LoadedModel = "llama", dtype: mx.Dtype | None = None, **options: Any
 ) -> LLMEngine:
-    """A small engine over a model, or over the tiny one of this name.  Drafts depend on times, so:
-    none."""
+    """A small engine over a model, or over the tiny one of this name, without drafts, because they
+    depend on measured times."""
     loaded = packed(model, dtype) if isinstance(model, str) else model
     defaults = {"block_size": 8, "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     longest = min(128, 8 * options.get("num_blocks", 64), loaded.max_position)
@@ -152,15 +152,18 @@ def engine(
 
 
 def run_ahead(engine: LLMEngine, ahead: bool) -> LLMEngine:
-    """The engine; if not `ahead`, it launches no step before the tokens of the last are known."""
+    """The engine; if not `ahead`, it launches no step before the tokens of the last are known.
+
+    This replaces a private method, since no option turns it off.
+    """
     if not ahead:
         engine._may_run_ahead = lambda output: False
     return engine
 
 
 def step(engine: LLMEngine, *may_fail: type[BaseException]) -> dict[str, Any]:
-    """A step, which may fail so; the outputs that are finished with it, by request id.  No block
-    and no state slot is lost."""
+    """Run a step, and ignore these errors; returns the finished outputs by request id.  No block
+    and no state slot may be lost."""
     done = {}
     with suppress(*may_fail):
         done = {o.request_id: o for o in engine.step() if o.finished}

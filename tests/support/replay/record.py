@@ -32,7 +32,7 @@ TOKEN = 7
 _SWIGLU = activations.swiglu
 
 
-def kernel_engine(
+def use_kernels(
     made: LLMEngine, prefill: str = "varlen", fusion: Fusion | None = None
 ) -> LLMEngine:
     """The engine with kernels, unchecked.  fusion: None: of all that can be fused, which changes
@@ -197,8 +197,8 @@ def as_on_metal(patch: pytest.MonkeyPatch) -> None:
 def _one_launch(
     name: str, shape_of: Callable[..., tuple[int, ...]] = lambda x, *_: x.shape
 ) -> Callable[..., mx.array]:
-    """Replaces a function of MLX: its arrays go into one launch, and one of `shape_of` them comes
-    out, of the first one's type."""
+    """A stand-in for a function of MLX: one launch that takes its arrays and returns one of shape
+    `shape_of(*arrays)`, with the dtype of the first."""
     kernels: dict[int, Any] = {}
 
     def call(*args: Any, **kwargs: Any) -> mx.array:

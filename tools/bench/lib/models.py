@@ -138,6 +138,8 @@ def write_model(shape: str, path: Path, bits: str | None = None) -> Path:
     """A folder for servers that load by name: a key of SHAPES or HIDDENxLAYERS, with a tokenizer
     that has text for every token id; or the demo model's folder."""
     if shape == "demo":
+        if bits:
+            raise MetalLiteError(f"--bits {bits} is for random weights, not for the demo model")
         return DEMO_PATH
     dtype = mx.float32 if backend.is_cpu() else mx.bfloat16
     model, config = random_weights(shape, dtype, bits)

@@ -54,7 +54,8 @@ NEWCOMER = (
 
 @dataclass(frozen=True)
 class Result:
-    """A load: the medians of each engine.  agreement: None if mlx-lm failed in all settings."""
+    """A load: the medians of each engine.  agreement: None if mlx-lm failed in all settings.
+    roofline: the bytes and the bandwidth that the shares of the roofline come from."""
 
     load: str
     requests: int
@@ -62,6 +63,7 @@ class Result:
     tokens_out: int
     engines: dict[str, Metrics]
     agreement: Agreement | None
+    roofline: str = ""
 
     @property
     def within_ties(self) -> bool:
@@ -102,5 +104,7 @@ def print_load(result: Result) -> None:
         f"{result.tokens_in:,} / {result.tokens_out:,} tokens in / out\n\n"
         f"Tokens: {result.agreement or 'mlx-lm failed in all settings'}.\n"
     )
+    if result.roofline:
+        print(f"{result.roofline}\n")
     is_newcomer = any(NEWCOMER[0].key in m for m in result.engines.values())
     print_medians(result.engines, result.ratios, NEWCOMER if is_newcomer else COLUMNS)

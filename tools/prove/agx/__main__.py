@@ -4,7 +4,6 @@
     python -m tools.prove.agx FOLDER                       a line a text: ten minutes
     python -m tools.prove.agx FOLDER paged_decode MLX      cases whose names hold a word; MLX's own
     python -m tools.prove.agx FOLDER --check               exit with 1 beyond limits.py
-    python -m tools.prove.agx FOLDER --loops               cycles a byte, beside what chips can do
 
 A text's line: instructions, 16-bit registers of a lane, bytes of scratch, the threads that fit and
 those that are dispatched, stores and loads of spilled registers.  docs/verification.md says what
@@ -17,7 +16,7 @@ from pathlib import Path
 import tests.conftest  # noqa: F401  (the CPU, before anything imports MLX)
 from metal.host.texts import KernelText
 from tools.lib.frame import parser_of, print_table, run_main, say
-from tools.prove.agx import loops, mlx_kernels
+from tools.prove.agx import mlx_kernels
 from tools.prove.agx.chain import AgxError, Code, compile_all
 from tools.prove.agx.limits import faults
 from tools.prove.agx.shapes import named_texts
@@ -80,14 +79,9 @@ def rows(folder: Path, asked: dict[KernelText, str], strictly: bool) -> Iterator
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("words", nargs="*", default=[])
-    what.add_argument("--loops", action="store_true")
+    parser.add_argument("words", nargs="*", default=[])
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    if args.loops:
-        print_table(loops.HEADS, loops.rows(args.folder))
-        return 0
     chosen = cases(args.words)
     if not chosen:
         raise MetalLiteError(f"no text's name contains {' or '.join(map(repr, args.words))}")

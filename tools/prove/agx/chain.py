@@ -28,6 +28,7 @@ _OF_MLX = ("-fno-builtin", "-include", str(HERE / "mlx.h"))
 _SHIM = {
     "LD_PRELOAD": "/usr/lib/x86_64-linux-gnu/libasahi_noop_drm_shim.so",
     "RUSTICL_ENABLE": "asahi",
+    "AGX_MESA_DEBUG": "shaderdb",
     "MESA_SHADER_CACHE_DISABLE": "true",
 }
 # Subgroup ids, because LLVM's SPIR-V writer fails on what it makes of a local id.
@@ -109,7 +110,7 @@ def to_opencl(text: KernelText) -> str:
 
 def compile_all(root: Path, texts: Sequence[KernelText]) -> list[Code]:
     """The code of each kernel.  root: the folder of setup.sh.  Raises AgxError."""
-    said = re.split(r"^FILE .*$", _compiled(root, texts, "shaderdb").stderr, flags=re.M)[1:]
+    said = re.split(r"^FILE .*$", _said(root, texts), flags=re.M)[1:]
     found = [_LINE.findall(one) for one in said]
     for text, lines, all_lines in zip(texts, found, said, strict=True):
         if not lines:
@@ -117,12 +118,8 @@ def compile_all(root: Path, texts: Sequence[KernelText]) -> list[Code]:
     return [Code(*map(int, lines[-1])) for lines in found]
 
 
-def listing_of(root: Path, text: KernelText) -> str:
-    """The kernel's code, disassembled, after Mesa's own small ones.  Raises AgxError."""
-    return _compiled(root, [text], "shaders").stdout
-
-
-def _compiled(root: Path, texts: Sequence[KernelText], debug: str) -> subprocess.CompletedProcess:
+def _said(root: Path, texts: Sequence[KernelText]) -> str:
+    """The reports of Mesa's compiler, by file."""
     if not (root / "agx" / "loader").exists():
         raise AgxError(f"{root}: no Mesa here: run {HERE / 'setup.sh'} {root}, as root, on Debian")
     with TemporaryDirectory(dir=root / "agx") as folder:
@@ -137,6 +134,6 @@ def _compiled(root: Path, texts: Sequence[KernelText], debug: str) -> subprocess
                 raise AgxError(f"{text.kernel}: clang: {done.stderr[:1000]}")
             words += [f"{inside}/{i}.spv", str(text.threads)]
         settings = [f"{name}={value}" for name, value in _SHIM.items()]
-        words = ["env", *settings, f"AGX_MESA_DEBUG={debug}", "/agx/loader", *words]
+        words = ["env", *settings, "/agx/loader", *words]
         how = {"capture_output": True, "text": True, "errors": "replace"}
-        return subprocess.run(["chroot", root, *words], **how)
+        return subprocess.run(["chroot", root, *words], **how).stderr
