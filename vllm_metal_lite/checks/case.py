@@ -195,8 +195,7 @@ class TimedStore:
         attention = KernelAttention(self.store, prefill, [s], failed_kernels=failed)
         step, state = attention.prepare(self.batch, self.batch.num_tokens), attention.new_state()
         sinks = mx.zeros(s.num_heads) if s.sinks else None
-        scores = Scores(self.scale, s.window, s.softcap, sinks)
-        call = AttentionCall(0, scores, self.q_pe)
+        call = AttentionCall(0, Scores(self.scale, s.window, s.softcap, sinks), self.q_pe)
 
         def attend(q: mx.array | NewHeads) -> mx.array:
             bound = attention.begin(step, state)

@@ -41,8 +41,7 @@ def _head_size_problem(dims: Iterable[int], largest: int) -> str | None:
 
 
 def sees_prefixes(layer: AttentionShape | LayerSpec) -> bool:
-    """Whether `shared_prefix` serves a layer without latents: one of full attention, with heads
-    that its tiles hold."""
+    """Whether `shared_prefix` serves a layer, if that has no latents."""
     dims = layer.k_head_dim, layer.v_head_dim
     return layer.window is None and _head_size_problem(dims, _MAX_PREFILL_DIM) is None
 

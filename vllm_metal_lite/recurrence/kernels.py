@@ -95,8 +95,8 @@ class KernelRecurrence:
         skip: mx.array | None = None,
     ) -> mx.array:
         """columns: q, k and v."""
-        where, longest = (self.state_store[key], self.plan.segments), self.plan.max_seqlen
-        inputs = *columns, gates, *where, self.order.ticket
+        inputs = *columns, gates, self.state_store[key], self.plan.segments, self.order.ticket
+        longest = self.plan.max_seqlen
         y, self.order.ticket = gated_delta(
             *inputs, num_k_heads=num_k_heads, max_seqlen=longest, norm=norm, skip=skip
         )

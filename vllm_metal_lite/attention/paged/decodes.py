@@ -92,8 +92,7 @@ class DecodePlanner:
                 upload_padded(prefix.lens, length),
                 self._plans(count, seq_lens - prefix.lens),
             )
-        width = power_of_two(-(-int(seq_lens.max()) // batch.block_size))
-        width = max(width, MIN_ELEMENTS)
+        width = max(power_of_two(-(-int(seq_lens.max()) // batch.block_size)), MIN_ELEMENTS)
         tables = tuple(upload_tables(t[decodes], count, width) for t in batch.block_tables)
         return Decodes(count, tables, upload_padded(seq_lens, length), plans, shared)
 
