@@ -120,21 +120,19 @@ class CallWriter:
 def json_list(reader: Reader, calls: CallWriter, name_key: str = "name") -> Reading[None]:
     """Calls as a JSON list of objects, each as `json_call` reads it."""
     yield from reader.expect("[")
-    more = True
-    while more:
-        yield from json_call(reader, calls, name_key, end="]")
-        more = yield from reader.has(",")
-        reader.record()  # the comma is no text either
+    while (yield from json_call(reader, calls, name_key, end="]", between=",")):
+        pass
     yield from reader.expect("]")
 
 
 def json_call(
-    reader: Reader, calls: CallWriter, name_key: str = "name", end: str = ""
-) -> Reading[None]:
+    reader: Reader, calls: CallWriter, name_key: str = "name", end: str = "", between: str = ""
+) -> Reading[bool]:
     """A call as a JSON object with a name and arguments, in any order; other keys are ignored.
 
-    end: the text after the object.  The object's last bracket may be missing or doubled.  Raises
-    Malformed, CutShort.
+    Returns whether `between`, which stands before another call, follows; it is read too.  end: the
+    text after the object.  The object's last bracket may be missing or doubled.  Raises Malformed,
+    CutShort.
     """
     yield from reader.expect("{")
     early: list[str] = []  # arguments that came before the name
@@ -159,7 +157,9 @@ def json_call(
     calls.end()
     while (yield from reader.has("}")):
         pass
-    reader.record()  # the brackets belong to the call
+    more = between != "" and (yield from reader.has(between))
+    reader.record()  # what was read up to here is no text
+    return more
 
 
 def json_arguments(reader: Reader, pass_on: Callable[[str], None]) -> Reading[None]:

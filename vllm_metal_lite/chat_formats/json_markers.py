@@ -88,11 +88,8 @@ COHERE = _format(
 
 
 def _read_llama(reader: Reader, calls: CallWriter) -> Reading[None]:
-    more = True
-    while more:
-        yield from json_call(reader, calls)
-        more = yield from reader.has(";")
-        reader.record()
+    while (yield from json_call(reader, calls, between=";")):
+        pass
 
 
 # Llama 3.1 to 3.3.
