@@ -18,9 +18,9 @@ def show(browser, running):
     """Opens the page in a fresh profile; at the end, nothing may have been complained about."""
     shown = []
 
-    def show(**context) -> Shown:
+    def show(*, opens=True, **context) -> Shown:
         context = {"reduced_motion": "reduce", **context}
-        shown.append(Shown(browser.new_context(**context), running.url))
+        shown.append(Shown(browser.new_context(**context), running.url, opens=opens))
         return shown[-1]
 
     yield show
