@@ -153,9 +153,7 @@ def engine(
 
 def run_ahead(engine: LLMEngine, ahead: bool) -> LLMEngine:
     """The engine; if not `ahead`, it launches no step before the tokens of the last are known.
-
-    This replaces a private method, since no option turns it off.
-    """
+    This replaces a private method, since no option turns it off."""
     if not ahead:
         engine._may_run_ahead = lambda output: False
     return engine
