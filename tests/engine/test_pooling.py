@@ -8,7 +8,6 @@ import pytest
 
 from metal.host import installed
 from tests.support.engine.embeddings import alone, compare
-from tests.support.engine.kernel_engine import engine_with_kernels
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import LLM, PoolingParams
 from vllm_metal_lite.backend import mx
@@ -88,7 +87,7 @@ def test_through_host_kernels(name):
     """Steps of decodes are compiled there; steps with embeddings are not."""
     chats = tiny.prompts(2, 2, 20, seed=9)
     with installed():
-        engine = engine_with_kernels(name, max_num_batched_tokens=24)
+        engine = tiny.engine_with_kernels(name, max_num_batched_tokens=24)
         tiny.submit(engine, chats, 16)
         modes = [("last", "mean")[i % 2] for i in range(len(PROMPTS))]
         for i, (prompt, mode) in enumerate(zip(PROMPTS, modes, strict=True)):

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from metal.host import installed
 from tests.support.engine.fake_engine import StepFailed
-from tests.support.engine.kernel_engine import engine_with_kernels
 from tests.support.engine.poison import poison_states
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
@@ -231,7 +230,7 @@ def test_the_runs_above_were_not_all_easy():
 def test_tokens_with_the_cache_are_those_without_by_kernels(chats, trouble, options):
     name = "qwen3_next"
     with installed(writable_inputs=["states"]):
-        engine = engine_with_kernels(name, state_cache_gib=cache_gib(name, 2), **options)
+        engine = tiny.engine_with_kernels(name, state_cache_gib=cache_gib(name, 2), **options)
         assert engine.runner.attention.name == "kernels"
         with_trouble(engine, trouble, poisoned=False)
         serve(engine, name, chats, trouble)
@@ -279,7 +278,7 @@ def state_after(
     position: int, name: str, kernels: bool, prompt: list[int], max_tokens: int
 ) -> list[np.ndarray]:
     """The checkpoint that a request leaves at a position: one array for each of its states."""
-    make = engine_with_kernels if kernels else tiny.engine
+    make = tiny.engine_with_kernels if kernels else tiny.engine
     engine = make(name, max_num_batched_tokens=64)
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     (answer,) = tiny.ask(engine, prompt, params).outputs

@@ -7,7 +7,6 @@ import pytest
 
 from metal.host import installed
 from tests.support.engine.guesses import Guesses
-from tests.support.engine.kernel_engine import engine_with_kernels
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import config
 from vllm_metal_lite.config import EngineConfig
@@ -193,7 +192,7 @@ def test_through_host_kernels(name):
     prompts = tiny.prompts(3, 2, 20, seed=9)
     alone = [tiny.alone(tiny.native(name), prompt, 16) for prompt in prompts]
     with installed():
-        engine = engine_with_kernels(name, speculate="auto")
+        engine = tiny.engine_with_kernels(name, speculate="auto")
         assert engine.attention_reason.startswith("the kernels") or engine.runner.path.uses_kernels
         assert tokens_of(run(engine, prompts, greedy(16), alone)) == alone
         assert engine.metrics()["accepted_tokens"] > 5

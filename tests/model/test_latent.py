@@ -11,7 +11,6 @@ import pytest
 from metal.host import installed
 from tests.support.attention.cases import PREFILLS, begin
 from tests.support.engine.batches import pack
-from tests.support.engine.kernel_engine import engine_with_kernels
 from tests.support.kernels.device import change_device, pretend_gpu
 from tests.support.kernels.launches import watch
 from tests.support.models import configs as arch_configs
@@ -121,7 +120,7 @@ def kernels(name: str, prefill: str, *failed: str, **options: Any) -> Iterator[L
     """failed: kernels that are not used."""
     with installed():
         verdict = Verdict(dict.fromkeys(failed, "wrong"), prefill)
-        engine = engine_with_kernels(name, verdict, **options)
+        engine = tiny.engine_with_kernels(name, verdict, **options)
         assert isinstance(engine.runner.attention, KernelAttention)
         yield engine
 

@@ -6,7 +6,6 @@ import mlx.nn as nn
 import pytest
 
 from metal.host import installed
-from tests.support.engine.kernel_engine import engine_with_kernels
 from tests.support.kernels.failing import FailingKernels
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.backend import mx
@@ -167,7 +166,7 @@ def test_a_kernel_that_fails_costs_states_and_no_token(name, kernel, how, monkey
     """The requests of the step start again, from a checkpoint or from their first token."""
     prompts = tiny.prompts(3, 10, 20, seed=6)
     with installed(writable_inputs=["states"]):
-        engine = engine_with_kernels(name, max_num_batched_tokens=24)
+        engine = tiny.engine_with_kernels(name, max_num_batched_tokens=24)
         assert engine.runner.attention.name == "kernels"
         lost, launch = [], engine.runner._fall_back
         monkeypatch.setattr(

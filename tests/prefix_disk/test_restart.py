@@ -14,7 +14,6 @@ from unittest.mock import Mock
 import pytest
 
 from metal.host import installed
-from tests.support.engine.kernel_engine import engine_with_kernels
 from tests.support.engine.pool_accounts import check_accounts, check_slots
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import envs
@@ -113,7 +112,7 @@ def test_tokens_after_a_restart_are_those_computed(name, options):
 
 def test_tokens_after_a_restart_through_kernels():
     with installed():
-        engines = [engine_with_kernels("qwen3", prefix_disk_gib=1) for _ in range(2)]
+        engines = [tiny.engine_with_kernels("qwen3", prefix_disk_gib=1) for _ in range(2)]
         expected, _ = serve(engines[0], PROMPTS[:2])
         engines[1].prefix_disk.folder.refresh()
         (restored,) = serve(engines[1], PROMPTS[:1])

@@ -59,8 +59,7 @@ def pytest_collection_modifyitems(config, items):
 
 def mark_slow(items):
     """Mark the tests of slow.txt, with the word behind the name of their file or folder."""
-    lines = (TESTS / "slow.txt").read_text(encoding="utf-8").splitlines()
-    split = map(str.split, lines)
+    split = map(str.split, (TESTS / "slow.txt").read_text(encoding="utf-8").splitlines())
     words = {TESTS / path: rest for path, *rest in filter(None, split) if path != "#"}
     if missing := [str(path) for path in words if not path.exists()]:
         raise pytest.UsageError(f"slow.txt names what is not there: {', '.join(missing)}")

@@ -15,19 +15,24 @@ from typing import Any
 
 import mlx.nn as nn
 import numpy as np
+import pytest
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.engine.pool_accounts import check_accounts
+from tests.support.kernels.device import RIGHT, pretend_gpu
 from tests.support.models.configs import VOCAB, config_of
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.fusion import decide
+from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.model.loader import LoadedModel
+from vllm_metal_lite.model.packed import NO_FUSION
 from vllm_metal_lite.sampling_params import SamplingParams
 
 
@@ -151,11 +156,18 @@ def engine(
     return LLMEngine(loaded, EngineConfig(**{**defaults, **options}))
 
 
+def engine_with_kernels(name: str, verdict: Verdict = RIGHT, **options: Any) -> LLMEngine:
+    """An `engine` that launches kernels, unchecked, on a machine without a GPU (within
+    `metal.host.installed`).  Nothing is fused."""
+    with pytest.MonkeyPatch.context() as patch:
+        pretend_gpu(patch, verdict)
+        patch.setattr(decide, "decide", lambda *_: NO_FUSION)
+        return engine(name, **options)
+
+
 def run_ahead(engine: LLMEngine, ahead: bool) -> LLMEngine:
     """The engine; if not `ahead`, it launches no step before the tokens of the last are known.
-
-    This replaces a private method, since no option turns it off.
-    """
+    This replaces a private method, since no option turns it off."""
     if not ahead:
         engine._may_run_ahead = lambda output: False
     return engine
