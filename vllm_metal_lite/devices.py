@@ -1,7 +1,6 @@
 """Performance numbers of each device: the only file to edit after a measurement.
 
-The numbers here affect speed, not results.  Limits are in kernels/: of shapes in limits.py, of
-tiles and threadgroup memory in each kernel's module.
+The numbers here affect speed, not results.  Limits of shapes and tiles are in kernels/.
 """
 
 from dataclasses import dataclass

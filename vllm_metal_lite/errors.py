@@ -45,7 +45,7 @@ class RequestError(MetalLiteError):
 
 
 class BusyError(MetalLiteError):
-    """Others take all of what a request needs, so a later try may succeed."""
+    """Other requests use all of what this one needs, so a later try may succeed."""
 
 
 class PromptTooLong(RequestError):

@@ -181,7 +181,7 @@ def _number(value: Any) -> float:
 def _text(value: Any) -> str:
     _require(isinstance(value, str) and value != "")
     value.encode()  # fails for half a surrogate pair
-    return str(value)
+    return str.__str__(value)
 
 
 def _token_id(value: Any) -> int:

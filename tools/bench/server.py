@@ -45,11 +45,8 @@ from vllm_metal_lite.errors import MetalLiteError
 from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
 
 CLIENTS, WARM_UPS = 32, 2
-START, SHARED, OUT = (
-    25_000,
-    20_000,
-    150,
-)  # tokens of sessions: of the first prompt, of all, generated
+# Tokens of sessions: of the first prompt, of all, generated.
+START, SHARED, OUT = 25_000, 20_000, 150
 
 
 class Prompts:

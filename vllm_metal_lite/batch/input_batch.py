@@ -132,7 +132,7 @@ class InputBatch:
             draft_token_ids = np.full(len(samples), NO_DRAFT, np.int32)
             at = samples[follows] + 1
             draft_token_ids[follows] = self.token_ids[req_indices[segment[at]], positions[at]]
-        else:  # the same with no drafts, which most steps have, in less time
+        else:  # the same without drafts, as in most steps, but faster
             terminal = np.flatnonzero(seq_lens == known).astype(np.int32)
             samples = cu[1:][terminal] - 1
         scored = self._scored_rows(seat, positions)

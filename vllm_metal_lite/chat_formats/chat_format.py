@@ -27,8 +27,8 @@ THINK = Thoughts("<think>", "</think>")
 class ChatFormat:
     """How a family of models writes.
 
-    call_starts: markers that begin calls, also within a section.  call_ends: markers after which
-    reading resumes if a call is malformed.
+    call_starts: markers that begin calls.  call_ends: markers after which reading resumes if a call
+    is malformed.
     read_calls: reads calls after a marker, which is `reader.taken`; raises Malformed, CutShort.
     grammar: makes the grammar of an answer after its thoughts: the calls that a ToolChoice demands,
     or in mode "auto" text and any calls.

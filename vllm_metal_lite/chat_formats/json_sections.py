@@ -33,7 +33,7 @@ def _format(
 
     head, tail = f"{first}{head}", f"{tail}{last}"
     demanded = json_calls(start=start, head=head, tail=tail, close=end, quoted=False, **grammar)
-    return ChatFormat(name, (start, first), (end,), read_section, demanded, adapt=adapt)
+    return ChatFormat(name, (start,), (end,), read_section, demanded, adapt=adapt)
 
 
 def _call(reader: Reader, calls: CallWriter, separator: str, last: str) -> Reading[None]:

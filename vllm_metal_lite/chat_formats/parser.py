@@ -3,7 +3,7 @@
 The rules, for every format:
 
 - A call with an unreadable name, or a name that no tool of the request has, is text, markers
-  included; so are the calls behind it in one list.
+  included; so are the calls behind it in one list or section.
 - A call that the end of the text cuts short keeps its arguments so far.  No bracket is added: half
   a command must never run.
 - If a call goes wrong after its name, the rest up to its end marker becomes its arguments.  These

@@ -29,7 +29,11 @@ def _read(reader: Reader, calls: CallWriter, *, end: str) -> Reading[None]:
     text = yield from _until(reader, end)
     names: dict[str, str] = {}
     source = _NAMES.sub(partial(_stand_in, names), text.strip())
-    elements = _elements(source)
+    try:
+        elements = _elements(source)
+    except Malformed:  # models write line breaks into strings
+        source = re.sub(_STRING, _escaped, source, flags=re.DOTALL)
+        elements = _elements(source)
     for element in elements:
         match element:
             case ast.Call(ast.Name(stand_in), [], keywords):
@@ -52,7 +56,7 @@ def _read(reader: Reader, calls: CallWriter, *, end: str) -> Reading[None]:
 
 
 def _written(source: str, names: dict[str, str], first: _Node, last: _Node) -> str:
-    """Elements as the model wrote them."""
+    """Elements as they stand in the source, with the names that the model wrote."""
     whole = ast.copy_location(ast.Pass(), first)
     whole.end_lineno, whole.end_col_offset = last.end_lineno, last.end_col_offset
     text = ast.get_source_segment(source, whole) or ""
@@ -67,15 +71,17 @@ def _value(node: ast.expr) -> object:
 
 
 def _stand_in(names: dict[str, str], match: re.Match[str]) -> str:
-    """A valid Python name in place of a tool's or a parameter's; a string with its line breaks
-    escaped, because models write them into strings."""
+    """A valid Python name in place of a tool's or a parameter's; strings stay unchanged."""
     if match["name"] is None:
-        return re.sub(
-            r"(\\.)|[\r\n]", lambda m: m[1] or repr(m[0])[1:-1], match[0], flags=re.DOTALL
-        )
+        return match[0]
     stand_in = f"{_STAND_IN}{len(names)}"
     names[stand_in] = match["name"]
     return stand_in
+
+
+def _escaped(string: re.Match[str]) -> str:
+    """A string with its line breaks escaped."""
+    return re.sub(r"(\\.)|[\r\n]", lambda m: m[1] or repr(m[0])[1:-1], string[0], flags=re.DOTALL)
 
 
 def _until(reader: Reader, end: str) -> Reading[str]:

@@ -60,7 +60,6 @@ class Resolver:
     def __call__(self, schema: Any, following: frozenset[str] = frozenset()) -> Any:
         if not isinstance(schema, dict):
             return schema
-        schema = merged(schema)
         if isinstance(path := schema.get("$ref"), str):
             rest = {k: v for k, v in schema.items() if k != "$ref"}
             found = {} if path in following else pointed(self._root, path)
@@ -68,6 +67,8 @@ class Resolver:
             if not isinstance(found, dict) or self._left < 0:
                 return schema
             return self({**found, **rest}, following | {path})
+        if (whole := merged(schema)) is not schema:
+            return self(whole, following)
         for key in ("anyOf", "oneOf"):
             if isinstance(parts := schema.get(key), list):
                 self._left -= len(parts)

@@ -143,7 +143,7 @@ def _invoke(name: str, prefix: str, section: str, string: str = "") -> ChatForma
     invoke, invoke_end = f"<{prefix}invoke", f"</{prefix}invoke>"
     return _format(
         name,
-        (start, invoke),
+        (start,),
         (invoke, invoke_end),
         end,
         start=start,

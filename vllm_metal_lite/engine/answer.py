@@ -82,7 +82,8 @@ class Answer:
                 return self.fail(result.no_token[row])
             if result.logprobs is not None:
                 self._append_logprobs(result.logprobs, row)
-            # One row may be followed by forced tokens, which the request has; more are of drafts.
+            # A single row may bring forced tokens, which the request already holds.  Several rows
+            # are drafts.
             is_one = len(rows) == 1
             if self._extend() if is_one else self._append(int(result.token_ids[row])):
                 return True

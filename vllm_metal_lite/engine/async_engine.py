@@ -91,7 +91,7 @@ class AsyncEngine:
 
         The yielded object is updated in place.  Leaving the loop early aborts the request.
         The arguments are those of `LLMEngine.add_request`.
-        Raises RequestError or SamplingError if the engine refuses the request.
+        Raises RequestError, SamplingError or BusyError if the engine refuses the request.
         """
         request_id = request_id if request_id is not None else f"async-{next(self._ids)}"
         stream = _Stream()

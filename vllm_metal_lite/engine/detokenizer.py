@@ -167,7 +167,7 @@ _pieces_of = lru_cache(maxsize=8)(_Pieces)  # slow to make; requests share it
 
 @lru_cache(maxsize=8)
 def token_texts(tokenizer: TokenizerWrapper) -> Callable[[int], str]:
-    """Gives the text of a token by itself, as log-probabilities show it."""
+    """A function that gives the text of a token by itself, as log-probabilities show it."""
     return cache(lambda token_id: str(tokenizer.decode([token_id])))
 
 

@@ -137,7 +137,7 @@ class LLMEngine:
         fair_round: int = 0,
         checkpoints: Sequence[int] = (),
     ) -> None:
-        """Queue a request.  Raises RequestError or SamplingError, changing nothing.
+        """Queue a request.  Raises RequestError, SamplingError or BusyError, changing nothing.
 
         prompt: text, token ids, or a dict with "prompt" or "prompt_token_ids", and perhaps with
         "cache_salt": only prompts of the same salt share blocks.
@@ -187,9 +187,9 @@ class LLMEngine:
         token (all their output so far).
 
         If a forward fails (an error or Ctrl-C), all scheduled requests return to the queue before
-        the exception propagates: nothing is lost.  If its tokens cannot be recorded, its requests
-        end.  The caller ends `requests_at_fault` with the error, and may call `step` again.  Every
-        error is logged; that of a step whose requests have all ended is not raised.
+        the exception propagates: nothing is lost.  An error of a forward whose requests have all
+        ended is only logged.  If recording its tokens fails, the step is not repeated.  The caller
+        ends `requests_at_fault` with the error, and may call `step` again.
         """
         steps = self.in_flight
         propose = None if self.speculator is None else self._propose
@@ -239,8 +239,8 @@ class LLMEngine:
 
     @property
     def requests_at_fault(self) -> list[str]:
-        """Ids of the requests that must end because `step` raised.  Some may be unknown already:
-        their last token was recorded, but nobody has seen it."""
+        """Ids of the requests that must end because `step` raised.  The engine may no longer
+        know some of them: their last token was recorded, but no caller saw it."""
         at_fault = [request.parent_id for request in self.failed_steps.at_fault]
         others = self._requests if self.failed_steps.is_hopeless else ()
         return list(dict.fromkeys([*at_fault, *others]))

@@ -32,10 +32,11 @@ class FailedSteps:
         return self._num_failures >= MAX_FAILURES
 
     def blame(self, output: SchedulerOutput, error: Exception) -> bool:
-        """output: the failed step, before its rollback.  False: none of its requests still runs."""
+        """output: the failed step, before its rollback.  False: it had requests, and none still
+        runs."""
         running = output.running
         if output.segments and not running:
-            logger.warning(f"a step failed whose requests had ended: {one_line(error)}")
+            logger.warning(f"a step failed after its requests had ended: {one_line(error)}")
             return False
         self._note(error)
         if self._scheduler.one_by_one or len(running) == 1:

@@ -38,7 +38,7 @@ class Intake:
         checkpoints: Sequence[int],
     ) -> list[Answer]:
         """The `n` answers of a request (see `LLMEngine.add_request`), which share one output.
-        Raises RequestError or SamplingError."""
+        Raises RequestError, SamplingError or BusyError."""
         model, pooling = self._model, None
         if isinstance(params, PoolingParams):
             pooling, params = resolved(params, model), ONE_TOKEN
@@ -151,7 +151,8 @@ def bad_word_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
 
 
 def constraint_of(params: SamplingParams, model: LoadedModel) -> Constraint | None:
-    """The limits of one answer.  Raises SamplingError for a grammar that cannot be used."""
+    """The limits of one answer.  Raises SamplingError for a grammar that cannot be used, and
+    BusyError."""
     if params.structured_outputs is None and params.thinking is None:
         return None
     try:

@@ -32,10 +32,7 @@ from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kernels.weights import Weight, shape_of
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.seam.hooks import building
-from vllm_metal_lite.model.weights import (
-    mixtures,
-    product_weights,
-)
+from vllm_metal_lite.model.weights import mixtures, product_weights
 from vllm_metal_lite.runner.compiled import CompiledSteps
 from vllm_metal_lite.specs import ExpertShape
 

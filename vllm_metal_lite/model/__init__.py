@@ -4,7 +4,9 @@ files/        the folder of a model: found, checked, read
 ranks/        a rank's part of a model: a shard of each layer, or a stage of layers
 seam/         what a packed forward replaces: caches, MLX's functions
 sequences/    modules that must see sequences
-adapters/     replacements for mlx-lm modules that do not fit the seam
+adapters/     replaces modules of mlx-lm that the seam cannot serve
+calls.py      changes or observes calls of single modules
+weights.py    weights as the kernels take them
 find_layout.py, packed.py, trial.py, fit.py, usage.py
               find a model's caches; run it packed; choose and test the mode
 loader.py     loads a model by name

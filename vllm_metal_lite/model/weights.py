@@ -47,9 +47,9 @@ def _experts_of(layer: nn.Module) -> Experts | None:
     if how is None:
         return None
     if isinstance(layer, SwitchMLP):
-        one, down = map(_weight_of, (layer.fc1, layer.fc2))
+        one, down = map(_expert_weight_of, (layer.fc1, layer.fc2))
         return Experts(one, None, down, how) if one and down else None
-    gate, up, down = map(_weight_of, (layer.gate_proj, layer.up_proj, layer.down_proj))
+    gate, up, down = map(_expert_weight_of, (layer.gate_proj, layer.up_proj, layer.down_proj))
     return Experts(gate, up, down, how) if gate and up and down else None
 
 
@@ -64,7 +64,7 @@ def _activation_of(layer: nn.Module) -> Activation | None:
     return Activation("geglu") if type(activation) is GeGLU else None
 
 
-def _weight_of(layer: nn.Module) -> ExpertWeight | None:
+def _expert_weight_of(layer: nn.Module) -> ExpertWeight | None:
     plain = type(layer) in (SwitchLinear, QuantizedSwitchLinear)
     if not plain or layer.get("global_scale") is not None:
         return None

@@ -18,7 +18,8 @@ def build(
 ) -> Constraint | None:
     """The limits of an answer with these parameters; None: there are none.
 
-    vocab_size: of the model's logits.  Raises SamplingError for a grammar that cannot be used.
+    vocab_size: of the model's logits.  Raises SamplingError for a grammar that cannot be used,
+    and BusyError.
     """
     grammar: Constraint | None = None
     if params.structured_outputs is not None:

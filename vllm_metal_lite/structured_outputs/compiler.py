@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from vllm_metal_lite.errors import BusyError, Option, one_line
+from vllm_metal_lite.errors import BusyError, one_line
 from vllm_metal_lite.structured_outputs.grammar_text import GrammarError, grammar_text, schema_text
 from vllm_metal_lite.structured_outputs.json_schema import locate
 from vllm_metal_lite.structured_params import StructuredOutputsParams
@@ -145,8 +145,7 @@ def _on_deep_stack(kind: str, work: Callable[[], T]) -> T:
             _threads.release()
 
     if not _threads.acquire(timeout=MAX_SECONDS):
-        option = Option("structured_outputs")
-        raise BusyError(option, f".{kind}: other grammars are being compiled; try again")
+        raise BusyError("other grammars are being compiled; try again")
     with _stack:
         before = threading.stack_size(_STACK_BYTES)
         try:

@@ -186,7 +186,9 @@ def test_an_answer_that_breaks_off_keeps_what_came(shown, page, last, words):
 def test_the_key_is_asked_for_until_it_is_right(browser):
     config = ServerConfig(port=0, api_key="secret")
     with serving(config=config) as running:
-        shown = Shown(browser.new_context(**WIDE), running.url, opens=False)
+        shown = Shown(
+            browser.new_context(reduced_motion="reduce", **WIDE), running.url, opens=False
+        )
         page = shown.page
         page.goto(running.url)
         for key in "wrong", "secret":

@@ -73,7 +73,7 @@ def test_why_samples_are_refused_stays_until_they_are_sent_again(shown, page):
 
 def test_the_end_of_the_engine_is_said(browser):
     with serving() as running:
-        shown = Shown(browser.new_context(**WIDE), running.url)
+        shown = Shown(browser.new_context(reduced_motion="reduce", **WIDE), running.url)
         expect(shown.page.locator("#legend li")).to_have_count(4)
         (client,) = running.server.models.loaded.values()
         os.kill(client.pid, signal.SIGKILL)

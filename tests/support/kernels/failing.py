@@ -27,7 +27,8 @@ class FailingKernels:
 
         def launch(kernel, **given):
             outputs = original(kernel)(**given)
-            if kernels and registry.launched(kernel.name, dict(given["template"])) not in kernels:
+            name = registry.name_of_launch(kernel.name, dict(given["template"]))
+            if kernels and name not in kernels:
                 return outputs
             self.launched += 1
             if not self.armed:

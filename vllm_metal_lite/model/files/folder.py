@@ -119,8 +119,8 @@ def loading(name: str, what: str) -> Iterator[None]:
     except RemoteCodeError:
         raise
     except (Exception, SystemExit) as e:  # a broken folder can make the libraries raise anything
-        ends = isinstance(e, SystemExit)  # mlx-lm's olmo, where a package of its own is missing
-        why = f"its code ends the process ({e})" if ends else one_line(e)
+        exits = isinstance(e, SystemExit)  # mlx-lm's olmo, if a package that it needs is missing
+        why = f"its code ends the process ({e})" if exits else one_line(e)
         raise ModelLoadError(f"{name}: cannot load {what}: {why}") from e
 
 
