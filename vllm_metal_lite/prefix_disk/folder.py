@@ -163,7 +163,8 @@ class Folder:
             with self._alone(), self._db:
                 self.num_bad += 1
                 self._remove(key)
-        except OSError as e:  # such as too many open files: the next try may succeed
+        except OSError as e:  # such as too many open files: a later engine may read it
+            self.known.discard(key)
             logger.warning(f"the prefix cache cannot read {path}: {e}")
         return None
 
