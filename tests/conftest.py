@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import tempfile
+from importlib.util import find_spec
 
 # Before anything imports MLX: tests run where mlx-lm's own CPU answers are the oracle, and never
 # ask a network for a model.
@@ -27,6 +28,11 @@ settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
 
 pytest_plugins = ["tests.support.which_tests", "tests.support.kernels.line_coverage"]
+
+
+def pytest_terminal_summary(terminalreporter):
+    if find_spec("vllm") is None:
+        terminalreporter.line("no vLLM here for the plugin's tests: see tools/dev/vllm_env.sh")
 
 
 def pytest_configure(config):

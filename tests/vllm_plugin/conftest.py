@@ -12,12 +12,6 @@ from vllm_metal_lite.kernels.registry import Verdict
 if find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 
-
-def pytest_terminal_summary(terminalreporter):
-    if find_spec("vllm") is None:
-        terminalreporter.line("no vLLM here for the plugin's tests: see tools/dev/vllm_env.sh")
-
-
 # Engines live in this process, where a test can look at the scheduler's blocks.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
