@@ -50,7 +50,7 @@ class Blind(ReferenceAttention):
 
 class BlindStep(ReferenceStepAttention):
     def attend(self, q, call):
-        return super().attend(q, call._replace(window=1))
+        return super().attend(q, call._replace(scores=call.scores._replace(window=1)))
 
 
 class Restarting(ReferenceAttention):
