@@ -26,8 +26,8 @@ FILES = [
     for path in (ROOT / name).rglob("*")
 ] + [*ROOT.glob("*")]
 # Pages name files of users, of models and of other projects too.
-FOREIGN = "settings.json opencode.json doctor.json metal/NAME.metal"
-FOREIGN += " modules.json config_sentence_transformers.json 1_Pooling/config.json"
+FOREIGN = {"settings.json", "opencode.json", "doctor.json", "metal/NAME.metal", "modules.json"}
+FOREIGN |= {"config_sentence_transformers.json", "1_Pooling/config.json"}
 WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
 SCRIPTS = [ROOT / ".ci/run", ROOT / "tools/test"]
 TOOLS = [
@@ -213,7 +213,7 @@ def anchors(page: Path) -> set[str]:
 def test_the_files_and_links_of_a_page_exist(page):
     text = _FENCE.sub("", page.read_text(encoding="utf-8"))
     named = set(_FILE.findall(text)) if page.name != "notes.md" else set()
-    for name in named - set(FOREIGN.split()):
+    for name in named - FOREIGN:
         assert any(file.as_posix().endswith(f"/{name}") for file in FILES), name
     for link in _LINK.findall(text):
         if link.startswith(("http:", "https:")):

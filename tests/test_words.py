@@ -53,7 +53,7 @@ def findings(path: str, text: str) -> list[str]:
     names = {
         name: better
         for name, (allowed, better) in NAMES.items()
-        # In tests, the words that no folder of the package has.  Tools have ways to use mlx-lm.
+        # Tests avoid only the names that no folder may have; tools may say "ways".
         if (room != path or (in_tests and not allowed))
         and not room.startswith(tuple(allowed.split()))
     }

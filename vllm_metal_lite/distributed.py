@@ -37,7 +37,7 @@ class RankGroup:
         return mx.distributed.send(x, self.rank + 1, group=self.group)
 
     def receive(self, like: mx.array) -> mx.array:
-        """What the previous stage sends; of the shape and dtype of `like`, which is not read."""
+        """The previous stage's array, of the shape and dtype of `like`, which is not read."""
         return mx.distributed.recv_like(like, self.rank - 1, group=self.group)
 
     def gather(self, value: T) -> list[T]:

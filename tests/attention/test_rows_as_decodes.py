@@ -18,7 +18,7 @@ from tests.support.attention.cases import (
 )
 from tests.support.kernels.device import change_device, pad_to_powers_of_two
 from tests.support.models import tiny_models as tiny
-from vllm_metal_lite import SamplingParams, backend
+from vllm_metal_lite import LLMEngine, SamplingParams, backend
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.segments import as_decodes
 from vllm_metal_lite.checks import verdicts
@@ -114,6 +114,13 @@ def test_decodes_alone_are_what_they_were():
 # Whole engines, compiled
 
 
+def recorded_steps(engine: LLMEngine) -> list:
+    """The plans of all steps to come, as attention prepares them."""
+    steps, prepare = [], engine.runner.attention.prepare
+    engine.runner.attention.prepare = lambda *a: steps.append(prepare(*a)) or steps[-1]
+    return steps
+
+
 @pytest.mark.thorough
 @settings(max_examples=12)
 @given(st.integers(3, 24), st.integers(0, 3), st.booleans())
@@ -134,8 +141,7 @@ def test_compiled_steps_give_the_same_tokens(budget, seed, scored):
         pad_to_powers_of_two(patch)
         change_device(patch, min_saved_for_prompts=8)
         engine = compile_on_cpu(tiny.engine("qwen3", **options))
-        steps, prepare = [], engine.runner.attention.prepare
-        engine.runner.attention.prepare = lambda *a: steps.append(prepare(*a)) or steps[-1]
+        steps = recorded_steps(engine)
         got, scores = answers(engine)
     assert got == expected
     for ours, wanted in zip(scores, expected_scores, strict=True):
@@ -173,8 +179,8 @@ def test_tokens_through_kernels(monkeypatch, name):
         engine = tiny.engine(
             name, attention="kernels", block_size=8, num_blocks=10, max_num_batched_tokens=19
         )
-        steps, prepare = [], engine.runner.attention.prepare
-        engine.runner.attention.prepare = lambda *a: steps.append(prepare(*a)) or steps[-1]
+        steps = recorded_steps(engine)
         assert tiny.answers(engine, prompts, 16) == tiny.all_alone(name, prompts, 16)
+    assert steps
     assert all(step.plan.prompts is None for step in steps)
     assert engine.metrics()["preemptions"] > 0

@@ -18,7 +18,7 @@ Request = namedtuple("Request", "seat tokens prompt scored_from tables")
 
 @st.composite
 def tables(draw) -> tuple[InputBatch, list[Request]]:
-    """A table after some requests came and went, and its content as plain values."""
+    """A table with a random history of requests, and its expected content as plain values."""
     inputs = InputBatch(MAX_SEQS, MAX_LEN, BLOCK_SIZE, num_kv_groups=draw(st.integers(1, 3)))
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
     blocks = rng.permutation(NUM_BLOCKS).tolist()

@@ -241,7 +241,7 @@ def test_a_name_in_parentheses_is_text(name):
 
 @pytest.mark.parametrize("name", [name for name in WRITERS if name != "harmony"])
 def test_an_unknown_tool_between_two_calls_is_text(name):
-    """In a list, a section or a program the rest is text too.  No bracket of the first call is."""
+    """In a list, a section or a program the rest is text too, but no bracket of the first call."""
     said = parse(FORMATS[name], WRITERS[name]([READ, ("erase", PATH), NOW]))
     is_one = name in (*JSON, *LLAMA, *PYTHON, *SECTIONS) and name not in ONE_JSON
     assert said.called == ([READ] if is_one else [READ, NOW])

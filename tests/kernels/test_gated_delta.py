@@ -376,9 +376,6 @@ def test_logits_give_the_same_as_mlx_lm_s_functions(kind):
 # What is refused
 
 
-OF_3_ROWS = Columns(mx.zeros((3, 4)), 0)
-
-
 def logits(**change):
     arrays = {"a": Columns(mx.zeros((2, 4)), 0), "b": Columns(mx.zeros((2, 4)), 0)}
     return delta_gates(**{**arrays, "a_log": mx.zeros(4), "dt_bias": mx.zeros(4), **change})

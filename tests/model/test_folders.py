@@ -1,4 +1,4 @@
-"""Folders of models: what is wrong with one is a line for who loads it and for who lists it."""
+"""A fault of a model folder is one line, both when the model is loaded and when it is listed."""
 
 import errno
 import json

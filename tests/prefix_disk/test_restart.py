@@ -63,7 +63,7 @@ def restarted(name: str, **options: Any) -> tuple[LLMEngine, list[list[int]]]:
 
     options: of the second engine.
     """
-    expected = tokens(serve(start(name), PROMPTS[:2]))
+    expected = tiny.tokens_of(serve(start(name), PROMPTS[:2]))
     return start(name, **options), expected
 
 
@@ -85,10 +85,6 @@ def rest(engine: LLMEngine) -> None:
     check_accounts(engine.scheduler.kv, ())
 
 
-def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [(name, {}) for name in NAMES]
@@ -100,9 +96,9 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 def test_tokens_after_a_restart_are_those_computed(name, options):
     expected = serve(start(name, **options), PROMPTS)
     if not options:
-        assert tokens(expected)[0] == tiny.alone(tiny.native(name), LONG, 8)
+        assert tiny.tokens_of(expected)[0] == tiny.alone(tiny.native(name), LONG, 8)
     restored = serve(again := start(name, **options), PROMPTS)
-    assert tokens(restored) == tokens(expected)
+    assert tiny.tokens_of(restored) == tiny.tokens_of(expected)
     assert restored[0].num_cached_tokens == 56  # of 60, in blocks of 8
     assert [output.num_restored_tokens for output in restored[:2]] == [56, 0]
     metrics = again.metrics()
@@ -117,7 +113,7 @@ def test_tokens_after_a_restart_through_kernels():
         engines[1].prefix_disk.folder.refresh()
         (restored,) = serve(engines[1], PROMPTS[:1])
     assert restored.num_cached_tokens == 56
-    assert tokens([restored]) == tokens([expected])
+    assert tiny.tokens_of([restored]) == tiny.tokens_of([expected])
 
 
 @pytest.mark.parametrize("name", ["gemma3/w9", "qwen3_next"])
@@ -148,7 +144,7 @@ def files_of(engine: LLMEngine) -> list:
 @pytest.mark.parametrize("damage", ["flip", "cut", "foreign", "missing"])
 def test_a_bad_file_is_dropped_and_its_tokens_are_computed(damage):
     first = start("llama")
-    expected = tokens(serve(first, PROMPTS))
+    expected = tiny.tokens_of(serve(first, PROMPTS))
     files = files_of(first)
     contents = [file.read_bytes() for file in files]
     for i, (file, content) in enumerate(zip(files, contents, strict=True)):
@@ -162,7 +158,7 @@ def test_a_bad_file_is_dropped_and_its_tokens_are_computed(damage):
         else:
             file.unlink()
     again = start("llama")
-    assert tokens(serve(again, PROMPTS)) == expected
+    assert tiny.tokens_of(serve(again, PROMPTS)) == expected
     metrics = again.metrics()
     assert metrics["prefix_disk_restored_tokens"] == 0
     assert (metrics["prefix_disk_errors"] > 0) == (damage != "missing")
@@ -185,7 +181,7 @@ def test_others_go_on_while_a_request_waits_for_the_disk(monkeypatch):
     allowed.set()
     held = tiny.run(again)["held"]
     assert held.num_cached_tokens == 56
-    assert tokens([held]) == expected[:1]
+    assert tiny.tokens_of([held]) == expected[:1]
 
 
 def test_an_interrupt_during_a_restore(monkeypatch):
@@ -201,8 +197,8 @@ def test_an_interrupt_during_a_restore(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         tiny.run(again)
     monkeypatch.setattr(BlockBytes, "write", write)
-    assert tokens([tiny.run(again)["a"]]) == expected[:1]
-    assert tokens(serve(again, [LONG])) == expected[:1]
+    assert tiny.tokens_of([tiny.run(again)["a"]]) == expected[:1]
+    assert tiny.tokens_of(serve(again, [LONG])) == expected[:1]
 
 
 def test_what_generate_leaves_is_on_the_disk():
@@ -229,7 +225,7 @@ def test_a_restore_that_nobody_wants_any_more_leaves_nothing(how):
     else:
         again.reset_prefix_cache()
         output = tiny.run(again)["a"]
-        assert (tokens([output]), output.num_cached_tokens) == (expected[:1], 0)
+        assert (tiny.tokens_of([output]), output.num_cached_tokens) == (expected[:1], 0)
 
 
 @pytest.mark.parametrize(
@@ -310,7 +306,10 @@ def test_a_full_disk_costs_nothing_but_the_cache(monkeypatch, caplog):
     full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(folder, "write_file", full)
     engine = start("llama")
-    assert tokens(serve(engine, PROMPTS))[:2] == [tiny.alone(tiny.native("llama"), LONG, 8)] * 2
+    assert (
+        tiny.tokens_of(serve(engine, PROMPTS))[:2]
+        == [tiny.alone(tiny.native("llama"), LONG, 8)] * 2
+    )
     assert not engine.prefix_disk.folder.known
     assert not engine.prefix_disk.folder.models()
     assert "No space left on device" in caplog.text
@@ -322,7 +321,7 @@ def test_an_error_while_the_engine_rests_ends_no_thread_and_no_call(monkeypatch,
     served, expected = AsyncEngine(start("llama")), tiny.alone(tiny.native("llama"), LONG, 8)
 
     async def answer() -> list[int]:
-        return tokens([output async for output in served.generate(LONG, GREEDY)])[-1]
+        return tiny.tokens_of([output async for output in served.generate(LONG, GREEDY)])[-1]
 
     try:
         for _ in range(2):  # each answer is followed by a rest
@@ -337,7 +336,7 @@ def test_a_folder_that_cannot_be_used_costs_nothing_but_the_cache(tmp_path, capl
     envs.prefix_folder().write_text("in the way")
     engine = start("llama")
     assert engine.prefix_disk.description is None
-    assert tokens(serve(engine, [LONG])) == [tiny.alone(tiny.native("llama"), LONG, 8)]
+    assert tiny.tokens_of(serve(engine, [LONG])) == [tiny.alone(tiny.native("llama"), LONG, 8)]
     assert "prefixes are not kept on the disk" in caplog.text
 
 
@@ -362,14 +361,14 @@ def test_only_counting_blocks_are_missing(monkeypatch):
     monkeypatch.setattr(Reader, "_is_faster", IS_FASTER)
     engine = start("mamba2", num_blocks=16, max_num_seqs=2)
     (long,) = tiny.prompts(1, 100, 100, seed=7)
-    expected = tokens(serve(engine, [LONG, LONG, long]))
+    expected = tiny.tokens_of(serve(engine, [LONG, LONG, long]))
     reader = engine.prefix_disk.reader
     speed, reader._compute_speed = reader._read_speed, 1.0
     (again,) = serve(engine, [LONG])
     assert again.num_cached_tokens == 56
-    assert tokens([again]) == expected[:1]
+    assert tiny.tokens_of([again]) == expected[:1]
     assert reader._read_speed == speed
-    assert tokens(serve(engine, [long, LONG])) == [expected[2], expected[0]]
+    assert tiny.tokens_of(serve(engine, [long, LONG])) == [expected[2], expected[0]]
 
 
 def test_one_slow_restore_does_not_turn_the_disk_off(monkeypatch):

@@ -38,8 +38,8 @@ SAMPLED = SamplingParams(seed=5, max_tokens=24, top_k=20, frequency_penalty=0.3,
 
 
 @pytest.fixture(autouse=True)
-def power_of_two_rows(monkeypatch):
-    """As on a GPU; on a CPU steps are not padded.  Prompts are no decodes."""
+def padded_steps(monkeypatch):
+    """Steps are padded, as on a GPU, and no prompt runs as decodes."""
     pad_to_powers_of_two(monkeypatch)
     change_device(monkeypatch, rows_as_decodes=0)
 

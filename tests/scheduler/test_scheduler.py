@@ -230,9 +230,8 @@ def test_a_preempted_request_finds_its_own_blocks():
     run_and_check(engine)
     assert engine.scheduler.num_preemptions > 0
     assert engine.scheduler.counts.recomputed_tokens < 8
-    assert (
-        engine.scheduler.counts.prefix_cache_hit_tokens == 0
-    )  # counts what a request finds at first
+    # Only a request's first admission counts.
+    assert engine.scheduler.counts.prefix_cache_hit_tokens == 0
 
 
 def test_a_request_may_name_blocks_without_looking_up():

@@ -1,4 +1,4 @@
-"""What all answers have: an id of their own, and errors in the shape of their API."""
+"""Every answer has its own id, and errors have the shape of their API."""
 
 from unittest.mock import Mock
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.support.server.command import eventually
-from tests.support.server.raw_http import connect
+from tests.support.server.raw_http import CHAT, connect
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.server.openai_api import completions
 from vllm_metal_lite.server.settings import ServerConfig
@@ -25,7 +25,6 @@ SERVING = {
     "engine": EngineConfig(num_blocks=1024, max_num_seqs=2),
     "config": ServerConfig(port=0, max_waiting=2),
 }
-PATH = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 LONG = {**HI, "max_tokens": 4000, "ignore_eos": True}
 
@@ -41,7 +40,7 @@ def begun(client: httpx.Client, **fields) -> ExitStack:
     """A stream that has been accepted; its client leaves when the stack is closed."""
     stack = ExitStack()
     body = {**LONG, "stream": True, **fields}
-    answer = stack.enter_context(client.stream("POST", PATH, json=body))
+    answer = stack.enter_context(client.stream("POST", CHAT, json=body))
     assert answer.status_code == 200
     return stack
 
@@ -50,7 +49,7 @@ def test_too_many_requests_are_told_to_come_again(client):
     with ExitStack() as streams:
         for fields in {"n": 2}, {}, {}:  # every answer of a request counts
             streams.enter_context(begun(client, **fields))
-        for path, kind in (PATH, "server_error"), ("/v1/messages", "overloaded_error"):
+        for path, kind in (CHAT, "server_error"), ("/v1/messages", "overloaded_error"):
             answer = client.post(path, json=HI)
             assert answer.status_code == 503
             assert answer.headers["retry-after"] == "1"
@@ -60,7 +59,7 @@ def test_too_many_requests_are_told_to_come_again(client):
             assert error["message"] == words
         status = client.get("/status").json()["server"]
         assert status == {"running": 2, "waiting": 2, "max_waiting": 2}
-    eventually(lambda: client.post(PATH, json=HI).status_code == 200)
+    eventually(lambda: client.post(CHAT, json=HI).status_code == 200)
 
 
 @pytest.mark.parametrize("where", ["the server", "the engine"])
@@ -81,10 +80,10 @@ def test_requests_whose_grammars_are_compiled_wait_like_others(running, client, 
         monkeypatch.setattr(EngineClient, "_accepted", held)
     asked = {**HI, "response_format": {"type": "json_object"}}
     with ThreadPoolExecutor() as pool:
-        waiting = [pool.submit(client.post, PATH, json=asked) for _ in range(4)]
+        waiting = [pool.submit(client.post, CHAT, json=asked) for _ in range(4)]
         eventually(lambda: client.get("/status").json()["server"]["waiting"] == 2)
         for body in asked, HI:
-            answer = client.post(PATH, json=body)
+            answer = client.post(CHAT, json=body)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_busy")
         go.set()
         assert [answer.result().status_code for answer in waiting] == [200] * 4
@@ -115,7 +114,7 @@ def test_requests_whose_token_ids_are_made_wait_like_others(running, client, mon
 @pytest.mark.parametrize("times", [1, 2], ids=["once", "two requests at once"])
 def test_a_client_that_goes_frees_its_seat(running, client, stream, times):
     body = json.dumps({**LONG, "stream": stream}).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     with connect(running.url) as sock:
         sock.sendall((head.encode() + body) * times)
         eventually(lambda: client.get("/status").json()["server"]["running"] == 1)
@@ -127,15 +126,15 @@ def test_a_client_that_goes_frees_its_seat(running, client, stream, times):
 def test_unknown_fields_are_logged_once_in_short_lines(client, caplog):
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert client.post(PATH, json={**HI, "surprise": [1]}).status_code == 200
-        assert client.post(PATH, json={**HI, "x" * 100_000: 1}).status_code == 200
+            assert client.post(CHAT, json={**HI, "surprise": [1]}).status_code == 200
+        assert client.post(CHAT, json={**HI, "x" * 100_000: 1}).status_code == 200
         assert client.post("/tokenize", json={"prompt": "x", "surprise": 1}).status_code == 200
         for i in range(3):
             many = {f"{i} {k}" + "x" * 200: 1 for k in range(900)}
-            assert client.post(PATH, json={**HI, **many}).status_code == 200
+            assert client.post(CHAT, json={**HI, **many}).status_code == 200
     lines = [r.getMessage() for r in caplog.records if "are ignored" in r.getMessage()]
     known, _, other, *_, last = lines
-    assert known == f"{PATH}: fields of requests are ignored: 'surprise'"
+    assert known == f"{CHAT}: fields of requests are ignored: 'surprise'"
     assert other == "/tokenize: fields of requests are ignored: 'surprise'"
     assert len(lines) == 5
     assert max(map(len, lines)) < 1200
@@ -144,7 +143,7 @@ def test_unknown_fields_are_logged_once_in_short_lines(client, caplog):
 
 def test_each_request_may_be_logged(running, client, capfd):
     running.server.logs_requests = True
-    reply = client.post(PATH, json=HI).json()
+    reply = client.post(CHAT, json=HI).json()
     begun(client).close()
     eventually(lambda: not running.server.requests)
     whole, cut = capfd.readouterr().out.splitlines()

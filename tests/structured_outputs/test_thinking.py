@@ -89,7 +89,7 @@ def test_random_answers(seed, is_open, budget):
 
 # Thoughts in a channel: a budget for all of them
 
-# channel, analysis, message; end, start
+# The tokens that begin thoughts (channel, analysis, message), and that end them (end, start).
 CHANNEL, CHANNEL_END = (60, 61, 62), (63, 64)
 
 

@@ -9,7 +9,7 @@ from vllm_metal_lite.errors import MetalLiteError
 
 
 class Broken:
-    """It has no repr."""
+    """A value whose repr raises."""
 
     def __repr__(self) -> str:
         raise RuntimeError

@@ -43,8 +43,8 @@ def pytest_collection_modifyitems(config, items):
         if not config.getoption("long"):
             dropped.update(item for item in items if item.get_closest_marker("long"))
         one_in = config.getoption("one_in")
-        slow = ((item, item.get_closest_marker("slow")) for item in items)
-        sampled = [item for item, mark in slow if mark and "all" not in mark.args]
+        marks = {item: item.get_closest_marker("slow") for item in items}
+        sampled = [item for item, mark in marks.items() if mark and "all" not in mark.args]
         dropped.update(most_of_many(sampled, one_in))
         try_fewer_examples(sampled, one_in)
         config.hook.pytest_deselected(items=list(dropped))
@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def mark_slow(items):
-    """Mark the tests of slow.txt, with the word behind the name of their file or folder."""
+    """Mark the tests of slow.txt as slow, with the word that follows their file or folder."""
     split = map(str.split, (TESTS / "slow.txt").read_text(encoding="utf-8").splitlines())
     words = {TESTS / path: rest for path, *rest in filter(None, split) if path != "#"}
     if missing := [str(path) for path in words if not path.exists()]:
@@ -72,7 +72,7 @@ def mark_slow(items):
 
 
 def most_of_many(items, one_in):
-    """The cases to skip: all but one in `one_in`, by a hash, so every run skips the same."""
+    """Choose the cases to skip: all but one in `one_in`.  A hash chooses, so all runs agree."""
     cases = defaultdict(list)
     for item in items:
         cases[item.path, item.cls, item.originalname].append(item)

@@ -1,14 +1,10 @@
-"""The benchmark of servers, as a user runs it; servers that a tool starts."""
+"""The benchmark of servers, as a user runs it."""
 
 import json
-import sys
 
-import httpx
 import pytest
 
 from tests.support.run_python import run_python
-from tools.lib import servers
-from vllm_metal_lite import MetalLiteError
 
 
 def medians_of(tmp_path, load: str, *words: str) -> dict[str, dict[str, float]]:
@@ -36,25 +32,3 @@ def test_our_server_answers_all_clients(tmp_path):
     assert medians["ours"]["done"] == 32
     assert medians["ours"]["output_tokens_per_s"] > 0
     assert medians["ours"]["ttft_median"] > 0
-
-
-@pytest.mark.parametrize(
-    ("then", "deadline", "says"),
-    [("exec sleep 30", 0.5, "does not answer within 0"), ("exit 3", 60, "ends with exit code 3")],
-)
-def test_a_server_that_does_not_start(then, deadline, says, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(servers, "DEADLINE", deadline)
-    command = ["sh", "-c", f"echo loading; {then}"]
-    with pytest.raises(MetalLiteError, match=says), servers.server(command, tmp_path / "log"):
-        pass
-    assert capsys.readouterr().err.endswith("loading\n")
-
-
-def test_an_error_of_http_is_an_error_of_the_project(tmp_path):
-    command = [sys.executable, "-m", "http.server", "PORT", "--bind", "127.0.0.1"]
-    (tmp_path / "health").touch()
-    with (
-        pytest.raises(MetalLiteError, match="404"),
-        servers.server(command, tmp_path / "log", cwd=tmp_path) as (url, _),
-    ):
-        httpx.get(f"{url}/gone", trust_env=False).raise_for_status()

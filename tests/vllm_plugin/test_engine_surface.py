@@ -1,7 +1,6 @@
 """What vLLM's engine offers beside generation: aborts, resets, priorities, sleep, refusals."""
 
 import os
-import subprocess
 import sys
 from importlib.metadata import version
 from operator import attrgetter
@@ -13,6 +12,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import config_of
+from tests.support.run_python import run_python
 from tests.vllm_plugin import kit
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.fusion import decide
@@ -187,7 +187,7 @@ def test_active_only_when_asked(environment, is_active):
         "print(type(p).__name__, 'mlx.core' in sys.modules)"
     )
     env = {k: v for k, v in os.environ.items() if k != "METAL_LITE_DEVICE"} | environment
-    out = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    out = run_python("-c", script, env=env)
     name, has_mlx = out.stdout.split()
     assert (name == "MetalLitePlatform") == is_active
     assert has_mlx == "False"

@@ -1,7 +1,7 @@
 """vLLM's KV cache groups: windowed layers beside full ones, with block tables of their own."""
 
 from tests.vllm_plugin import kit
-from tests.vllm_plugin.test_greedy import CHUNKS, PLAIN, PREFIX, SHARED, check
+from tests.vllm_plugin.test_greedy import CHUNKS, PLAIN, SHARED, check, check_every_way
 from vllm_metal_lite.vllm_plugin.kv_layers import KVLayers
 
 # A request takes 13 blocks of the full group; of two others, what a window and a step touch.
@@ -41,17 +41,7 @@ def test_every_way_of_scheduling(monkeypatch):
         assert num_groups(llm) > 1
         keys = kit.worker(llm).runner.attention.store.keys
         assert len({id(a) for a in keys}) < len(keys)
-        check(llm, name, PLAIN)
-    with kit.engine(name, **CHUNKS) as llm:
-        check(llm, name, PLAIN)
-    with kit.engine(name) as llm:
-        check(llm, name, SHARED[:4])
-        check(llm, name, SHARED, min_hits=4 * len(PREFIX))
-    with kit.engine(name, **TINY_POOL, enable_prefix_caching=False) as llm:
-        check(llm, name, PLAIN, min_preemptions=3)
-    with kit.engine(name, **TINY_POOL, **CHUNKS) as llm:
-        check(llm, name, SHARED)
-        check(llm, name, SHARED)
+    check_every_way(name, TINY_POOL, hits=4, hits_in_tiny_pool=0)
 
 
 def test_kernels_share_arrays_and_windows_cost_less(kernels):

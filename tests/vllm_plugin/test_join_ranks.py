@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from tests.support.run_python import run_python
 from tests.support.server.command import eventually
 from tools.lib.servers import free_port
 from vllm_metal_lite import backend
@@ -266,7 +267,7 @@ from vllm_metal_lite.vllm_plugin.heartbeat import killed_after
 with killed_after(1, "rank 1 of 2 cannot connect"):
     ctypes.PyDLL(None).sleep(600)
 """
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    found = run_python("-c", script)
     assert found.returncode == -signal.SIGKILL
     assert found.stderr == "The engine ends: rank 1 of 2 cannot connect\n"
 

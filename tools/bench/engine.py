@@ -135,13 +135,13 @@ def sweep(bench: Bench, candidates: list[Engine], quick: bool) -> dict[str, Metr
     return found
 
 
-def best_of(candidates: list[Engine], sweep: dict[str, Metrics]) -> list[Engine]:
+def best_of(candidates: list[Engine], found: dict[str, Metrics]) -> list[Engine]:
     """The fastest of each way to use mlx-lm, in order, and the one with the earliest token."""
-    ranked = sorted(candidates, key=lambda e: -sweep[e.name]["output_tokens_per_s"])
+    ranked = sorted(candidates, key=lambda e: -found[e.name]["output_tokens_per_s"])
     if not ranked:
         return []
     best = {e.way: e for e in reversed(ranked)}.values()
-    earliest = min(ranked, key=lambda e: sweep[e.name]["ttft_median"])
+    earliest = min(ranked, key=lambda e: found[e.name]["ttft_median"])
     return [e for e in ranked if e in best or e is earliest]
 
 

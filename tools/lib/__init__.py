@@ -1,1 +1,1 @@
-"""What several tools share: their frame, servers and their clients, and trusted engines."""
+"""Parts that several tools share: their frame, servers and their clients, and trusted engines."""

@@ -40,7 +40,7 @@ class Request:
 
 @dataclass
 class Seen:
-    """What clients see, while they run.  seconds: of the whole load, once it is over."""
+    """The requests of clients, while they run.  seconds: of the whole load, once it is over."""
 
     requests: list[Request] = field(default_factory=list)
     seconds: float = 0.0

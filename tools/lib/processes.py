@@ -19,7 +19,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def memory_gb(pid: int) -> float:
-    """Memory of the GPU if nvidia-smi knows one, else resident memory of a server's processes."""
+    """The used memory of a GPU that nvidia-smi finds; otherwise the resident memory of a server."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     if shutil.which(command[0]):
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)

@@ -64,7 +64,7 @@ def server(command: Sequence[str], log: Path, **how: Any) -> Iterator[tuple[str,
                 time.sleep(0.2)
             yield url, process.pid
         except (MetalLiteError, httpx.HTTPError) as e:
-            say("\n".join(["the end of its log:", *log.read_text().splitlines()[-15:]]))
+            say("\n".join([f"{name}: the end of its log:", *log.read_text().splitlines()[-15:]]))
             raise MetalLiteError(one_line(e)) from e
         finally:
             end_process(process, 20)

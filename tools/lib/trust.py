@@ -7,15 +7,13 @@ compiled kernel.  That takes longer than a short measurement.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest.mock import patch
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.fusion import decide
-from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.specs import KernelUse
 
@@ -34,17 +32,16 @@ def trusted(prefill: str | None = None, products: bool = True) -> Iterator[None]
     and the experts, for all rows that they take.
     """
 
-    def skinny_rows(packed: Any, attention: Any, fusion: FusedLaunches, ranks: Any) -> range:
-        return fusion.skinny_rows if products else range(0)
-
-    def expert_rows(packed: Any, attention: Any, fusion: FusedLaunches, ranks: Any) -> range:
-        return fusion.expert_rows if products else range(0)
+    def rows(field: str) -> Callable[..., range]:
+        return lambda packed, attention, fusion, ranks: (
+            getattr(fusion, field) if products else range(0)
+        )
 
     with (
         patch.object(verdicts, "verify", lambda use: Verdict({}, prefill or faster_prefill(use))),
         patch.object(decide._Trials, "problem", lambda *_: None),
-        patch.object(decide, "faster_rows", skinny_rows),
-        patch.object(decide, "faster_expert_rows", expert_rows),
+        patch.object(decide, "faster_rows", rows("skinny_rows")),
+        patch.object(decide, "faster_expert_rows", rows("expert_rows")),
     ):
         yield
 

@@ -1,4 +1,4 @@
-"""What readers of answers write: text, thoughts and calls."""
+"""The output of readers of answers: text, thoughts and calls."""
 
 import re
 from bisect import bisect_left
@@ -12,7 +12,7 @@ from vllm_metal_lite.chat_formats.tool import Tool
 
 
 class AnswerWriter:
-    """What a reader writes to.  hidden: special tokens to drop."""
+    """The output of a reader.  hidden: special tokens to drop."""
 
     def __init__(
         self,

@@ -96,7 +96,7 @@ def _until(reader: Reader, end: str) -> Reading[str]:
 
 
 def _elements(source: str) -> list[_Node]:
-    """What should be calls: the elements of a list, or the lines.  Raises Malformed."""
+    """The expected calls: the elements of a list, or the lines.  Raises Malformed."""
     try:
         lines = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -1,4 +1,4 @@
-"""Random sequences in a paged store: small, with attention by the reference; or to be timed."""
+"""Random sequences in a paged store, for checks against the reference and for timing."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

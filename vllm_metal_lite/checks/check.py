@@ -121,9 +121,10 @@ class Speed:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The largest error, as a share of the allowed one, or why the kernel did not run, in one line.
+    """error: the largest error, divided by the allowed error.
 
-    ended: the kernel hung, or ended the process.  speed: None if nothing was timed.
+    failure: one line that says why the kernel did not run.  ended: the kernel hung, or ended the
+    process.  speed: None if nothing was timed.
     timing_failed: the kernel is correct, but its timing raised.
     """
 

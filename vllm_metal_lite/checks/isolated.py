@@ -83,7 +83,7 @@ def _left_out(check: Check, results: Sequence[CheckResult]) -> bool:
 
 
 def _runner(opened: ExitStack) -> Run:
-    """Runs checks in a new process; in this one, with the reason in the log, if none starts."""
+    """A function that runs checks in a new process, or in this one if no process can start."""
     try:
         return opened.enter_context(closing(Child())).ask
     except (OSError, ValueError) as e:

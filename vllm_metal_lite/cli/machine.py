@@ -76,7 +76,7 @@ def _gpu_cores() -> int | None:
 
 
 def _output(*command: str) -> str:
-    """What a tool of the system prints; nothing if it fails."""
+    """The output of a tool of the system; "" if the tool fails."""
     try:
         done = subprocess.run(command, capture_output=True, timeout=_SECONDS, check=False)
     except (OSError, subprocess.SubprocessError):

@@ -137,7 +137,7 @@ class LLMEngine:
         fair_round: int = 0,
         checkpoints: Sequence[int] = (),
     ) -> None:
-        """Queue a request.  Raises RequestError, SamplingError or BusyError, changing nothing.
+        """Queue a request.  RequestError, SamplingError and BusyError leave the engine as it was.
 
         prompt: text, token ids, or a dict with "prompt" or "prompt_token_ids", and perhaps with
         "cache_salt": only prompts of the same salt share blocks.
@@ -298,7 +298,7 @@ class LLMEngine:
         return list(reports.values())
 
     def _answer_of(self, request: Request) -> Answer | None:
-        """None: the request ended while a step was in flight, so its row is ignored."""
+        """The answer of a request; None if the request ended while its step was in flight."""
         is_over = request.status is RequestStatus.FINISHED
         return None if is_over else self._answers[request.request_id]
 

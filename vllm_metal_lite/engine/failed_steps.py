@@ -32,8 +32,7 @@ class FailedSteps:
         return self._num_failures >= MAX_FAILURES
 
     def blame(self, output: SchedulerOutput, error: Exception) -> bool:
-        """output: the failed step, before its rollback.  False: it had requests, and none still
-        runs."""
+        """Find the requests at fault in a step, before its rollback.  False: all had ended."""
         running = output.running
         if output.segments and not running:
             logger.warning(f"a step failed after its requests had ended: {one_line(error)}")

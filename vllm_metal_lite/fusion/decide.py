@@ -70,7 +70,7 @@ class _Trials:
         self._trial: Trial | None = None
 
     def passed(self, fusion: FusedLaunches, what: str) -> bool:
-        """Whether a fusion suits the model.  If not, a warning says so.  what: its subject."""
+        """Whether a fusion suits the model.  If not, a warning names `what` and the problem."""
         problem = self.problem(fusion)
         if problem is not None:
             logger.warning(f"{what} do not suit this model: {problem}; they are not used")

@@ -24,7 +24,7 @@ from vllm_metal_lite.model.weights import mixtures
 
 @dataclass(frozen=True)
 class FusedLaunches(FusedKernels, Fusion):
-    """What the steps of a model fuse, if it runs on KernelAttention.
+    """The fusion of a model's steps, if the model runs on KernelAttention.
 
     joined: the model's joined projections.
     named: mlx-lm's functions that have a rule.

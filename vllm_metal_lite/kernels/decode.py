@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Output, Template
-from vllm_metal_lite.kernels.merge_partitions import merge_partitions
+from vllm_metal_lite.kernels.launch import Kernel, Template
+from vllm_metal_lite.kernels.merge_partitions import lse_output, merge_partitions
 from vllm_metal_lite.kernels.new_rows import NewRows, query_inputs
 from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult
-from vllm_metal_lite.kernels.store import STORE, TICKET, LayerStore
+from vllm_metal_lite.kernels.store import STORE, LayerStore
 from vllm_metal_lite.kv.row_format import RowFormat
 
 _ROWS = ("q", "k", "v", "q_weight", "k_weight", "freqs")
@@ -63,14 +63,12 @@ def paged_decode(
     template |= {"BLOCK_SIZE": store.block_size, **scores.template}
     template |= {"LANES": lanes, "KW": k_width, "VW": v_width}
     template |= {"UNROLL": 4 if many else 2, "SIMDGROUPS": simdgroups}
-    lse: Output = (batch, heads, splits), mx.float32
-    if math.prod(lse[0]) < MIN_ELEMENTS:  # it is the next ticket too
-        lse = TICKET
     shared = prefix or (None, None, seq_lens)
     inputs = [*arrays, block_tables, seq_lens, scores.sinks_as(dtype), *shared, *store.arrays]
     grid, threads = (kv_heads * tiles, batch, splits), 32 * simdgroups
     out_shape = (batch, heads, splits, v_dim) if partial else (batch, heads, v_dim)
-    out, ticket = _PAGED_DECODE(inputs, template, grid, threads, [(out_shape, out_dtype), lse])
+    outputs = [(out_shape, out_dtype), lse_output(batch, heads, splits)]
+    out, ticket = _PAGED_DECODE(inputs, template, grid, threads, outputs)
     if partial:
         out = merge_partitions(out, ticket, dtype)
     return out, ticket

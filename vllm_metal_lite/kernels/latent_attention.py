@@ -1,14 +1,13 @@
 """Attention of packed rows to latents in the paged store: decodes and prompts by one kernel."""
 
-import math
 from functools import lru_cache
 
 import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Output, Template, bits
-from vllm_metal_lite.kernels.merge_partitions import merge_partitions
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template, bits
+from vllm_metal_lite.kernels.merge_partitions import lse_output, merge_partitions
 from vllm_metal_lite.kernels.prefill import TILE_ROWS, VarlenMetadata
 from vllm_metal_lite.kernels.store import STORE, TICKET, LayerStore
 
@@ -60,9 +59,7 @@ def latent_attention(
     template: Template = {"T": q.dtype, "OUT_T": dtype, "HEADS": heads, "LATENT_DIM": latent_dim}
     template |= {"ROPE": rope, **store.formats, "BLOCK_SIZE": store.block_size}
     template |= {"SCALE": bits(scale), "PARTIAL": partial, "SIMDGROUPS": simdgroups}
-    lse: Output = (rows, heads, splits), mx.float32
-    if not partial or math.prod(lse[0]) < MIN_ELEMENTS:
-        lse = TICKET
+    lse = lse_output(rows, heads, splits) if partial else TICKET
     inputs = [q.swapaxes(0, 1), q_pe, *metadata, *store.arrays]
     out_shape = (rows, heads, splits, latent_dim) if partial else (rows, heads, latent_dim)
     grid, threads = (len(metadata.tiles), splits, 1), 32 * simdgroups

@@ -41,7 +41,7 @@ def _head_size_problem(dims: Iterable[int], largest: int) -> str | None:
 
 
 def sees_prefixes(layer: AttentionShape | LayerSpec) -> bool:
-    """Whether `shared_prefix` serves a layer, if that has no latents."""
+    """Whether `shared_prefix` supports a layer without latents."""
     dims = layer.k_head_dim, layer.v_head_dim
     return layer.window is None and _head_size_problem(dims, _MAX_PREFILL_DIM) is None
 

@@ -1,7 +1,10 @@
 """How a context is split, and how the attention over its splits is merged."""
 
+import math
+
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.launch import Kernel, Template, grid_for
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Output, Template, grid_for
+from vllm_metal_lite.kernels.store import TICKET
 
 _MERGE_PARTITIONS = Kernel("merge_partitions", ["partial", "lse"], ["out"])
 
@@ -16,6 +19,11 @@ def num_splits(most: int, num_keys: int, min_keys: int) -> int:
     """
     splits = max(1, min(most, num_keys // min_keys, _MAX_SPLITS))
     return 1 << (splits.bit_length() - 1)
+
+
+def lse_output(*shape: int) -> Output:
+    """The output lse (B, H, splits) of a kernel.  It is the next ticket too, so it is not short."""
+    return (shape, mx.float32) if math.prod(shape) >= MIN_ELEMENTS else TICKET
 
 
 def merge_partitions(partial: mx.array, lse: mx.array, dtype: mx.Dtype) -> mx.array:

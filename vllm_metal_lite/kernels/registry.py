@@ -1,4 +1,4 @@
-"""All kernels: what each one needs, what replaces it, how it is checked and timed; and a verdict.
+"""All kernels: their needs, their replacements, their checks and timings, and the verdict on them.
 
 One row for each kernel of metal/, and one for each use of a kernel that can fail by itself.  The
 choice of an attention path, the checks, `doctor`, the fallback in a step, the table in

@@ -55,11 +55,12 @@ def shared_prefix(
     """
     spec = store.spec
     kv_heads, k_dim, v_dim, dtype = spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim, spec.dtype
-    # The inputs of K and V are not used.
     rows, heads, (queries, _, _, weight, _, freqs), of_rows = query_inputs(q, spec)
+    # No new K and V: layers that differ only in these launch the same kernel.
+    of_queries = {name: value for name, value in of_rows.items() if name[:2] not in ("K_", "V_")}
     group, partners = heads // kv_heads, partners_of(k_dim, v_dim, dtype, held=64)
     simdgroups = TILE_ROWS // 8 * partners
-    template: Template = {"T": dtype, "KV_HEADS": kv_heads, "GROUP": group, **of_rows}
+    template: Template = {"T": dtype, "KV_HEADS": kv_heads, "GROUP": group, **of_queries}
     template |= store.template | {"BLOCK_SIZE": store.block_size, "SCALE": bits(scores.scale)}
     template["SOFTCAP"] = bits(scores.softcap or 0.0)
     template |= {"KEYS": keys_at_once(k_dim, v_dim, dtype.size), "SIMDGROUPS": simdgroups}

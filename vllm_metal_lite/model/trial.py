@@ -112,7 +112,7 @@ class Draw:
         return rows
 
     def _of_all(self, measure: Callable[[], list]) -> list:
-        """What the leader measures.  Raises on every rank if one fails: the others would wait."""
+        """The leader's measurement.  Raises on every rank if one fails: the others would wait."""
         if self._ranks.size == 1:
             return measure()
         measured: list = []

@@ -36,7 +36,7 @@ def product_weights(model: nn.Module) -> list[Weight]:
 
 
 def served(layer: nn.Module) -> Experts | None:
-    """The experts of a mixture, if the kernels serve them."""
+    """The experts of a mixture, if the kernels support them."""
     experts = _experts_of(layer)
     return experts if experts is not None and experts_problem(experts) is None else None
 
@@ -72,6 +72,6 @@ def _expert_weight_of(layer: nn.Module) -> ExpertWeight | None:
 
 
 def mixtures(model: nn.Module) -> list[tuple[nn.Module, Experts]]:
-    """The mixtures of a model that the kernels serve, and their experts."""
+    """A model's mixtures of experts that the kernels support: pairs of (layer, experts)."""
     layers = (m for m in model.modules() if isinstance(m, MIXTURES))
     return [(layer, experts) for layer in layers if (experts := served(layer))]

@@ -11,8 +11,7 @@ from vllm_metal_lite.kv.store import PagedStore
 
 
 class BlockBytes:
-    """Copies bytes from and to a store.  The views of the store that a copy makes live until
-    `close`.
+    """Copies bytes from and to a store.  Views of the store stay open until `close`.
 
     A place is a block of a KV group or, in the "group" behind the last one, a slot of the states.
     sizes: the bytes of a place, by group.

@@ -150,7 +150,7 @@ class Folder:
         return self.path / name[:2] / name
 
     def read(self, key: bytes, num_bytes: int | None) -> memoryview | None:
-        """The num_bytes of a file (None: all); None if it cannot be read.  A bad one is removed."""
+        """Read num_bytes of a file (None: all); None if that fails.  Removes a corrupt file."""
         path = self.path_of(key)
         try:
             return read_file(path, key, num_bytes)

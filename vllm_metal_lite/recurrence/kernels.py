@@ -51,7 +51,7 @@ class SegmentPlan(NamedTuple):
 
 
 class Ordered(Protocol):
-    """The holder of the ticket: each launch on a store takes it and returns the next."""
+    """Holds the ticket, which each launch on a store takes and replaces."""
 
     ticket: mx.array
 

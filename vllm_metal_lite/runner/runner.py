@@ -151,7 +151,7 @@ class ModelRunner:
     def _read(
         self, batch: ForwardBatch, built: Result, num_prompt_logprobs: int, masks: Masks | None
     ) -> StepResult:
-        """What the host reads of a step: samples, scores and sums of a forward's results."""
+        """The part of a forward's results that the host reads: samples, scores and sums."""
         logits, hidden, state = built
         if not self.ranks.has_logits:
             return StepResult(batch, None, written=[logits])

@@ -99,7 +99,7 @@ def _profiled_sizes(config: EngineConfig, max_model_len: int) -> tuple[int, int,
 
 
 def longer_context_bytes(model: LoadedModel, rows: int, context: int, max_model_len: int) -> int:
-    """What a step of `rows` needs at the longest context beyond a step at `context`.
+    """The memory that a step of `rows` needs at the longest context beyond a step at `context`.
 
     That is a copy of the keys and values of two layers, and scores up to their bound.
     """

@@ -162,7 +162,7 @@ class Sampler:
 
     @property
     def state(self) -> _State:
-        """What a call changes, to restore if a step fails.  Valid until `add` or `remove`."""
+        """The state that a call changes, for a step that fails.  Valid until `add` or `remove`."""
         counts = self._rows["num_generated"].copy()
         return counts, self._penalties.seen, self._bad_words.recent
 

@@ -45,7 +45,7 @@ class ChatRequest:
         return self.effort == "none" or self.enable_thinking is False
 
     def variables(self, template: Template) -> dict[str, Any]:
-        """What the template gets beside the messages."""
+        """The variables of the template."""
         tools = [tool.for_template() for tool in self.tools]
         return {
             **template.thinking(self.enable_thinking, self.effort),

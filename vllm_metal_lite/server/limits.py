@@ -1,4 +1,4 @@
-"""What a request may hold, checked before any work on it; docs/server.md has the table.
+"""The limits of a request, checked before any work on it; docs/server.md has the table.
 
 Work on a request holds Python's lock, which stops all other requests: a large request takes long to
 parse, and a small one may ask for much work.
@@ -55,7 +55,7 @@ def check_json(raw: bytes) -> None:
 
 
 def _excess(text: bytes) -> str | None:
-    """What a JSON text has too much of; None if it is within the limits."""
+    """The excess of a JSON text; None if it is within the limits."""
     for name, signs, most in (
         ("objects and lists", (b"{", b"["), MAX_CONTAINERS),
         ("commas between values", (b",",), MAX_COMMAS),

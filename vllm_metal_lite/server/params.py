@@ -46,7 +46,7 @@ class ScheduledBody(Body):
     cache_salt: Any = None
 
     def scheduling(self) -> dict[str, Any]:
-        """What `Serving.generate` takes of this body.  Raises RequestError."""
+        """The arguments for `Serving.generate`.  Raises RequestError."""
         return {"priority": self.priority or 0, "cache_salt": check_salt(self.cache_salt)}
 
 

@@ -1,4 +1,4 @@
-"""What engines and requests did, as text for Prometheus.
+"""Metrics of engines and requests, as text for Prometheus.
 
 Names, labels and buckets are those of vLLM 0.33 (vllm/v1/metrics), so that its dashboards work:
 

@@ -1,4 +1,4 @@
-"""What all endpoints share: the models, admission, and the path of a request."""
+"""The base of all endpoints: the models, admission, and the path of a request."""
 
 import asyncio
 import logging
@@ -96,7 +96,7 @@ def summary(request: RequestState) -> str:
 
 
 def client_of(request: Request) -> tuple[str, ...]:
-    """What distinguishes clients: address, program and key."""
+    """A client's identity: address, program and key."""
     host = request.client.host if request.client is not None else ""
     keys = ("user-agent", "authorization", "x-api-key")
     return (host, *(request.headers.get(key, "") for key in keys))

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 
-# Without spaces and without a search for circles, because an event is sent for each token.
+# Without spaces, and without a check for cycles, because an event is sent for each token.
 encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 _HEADERS = {

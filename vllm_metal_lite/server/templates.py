@@ -138,7 +138,7 @@ def _in_user_turns(messages: Sequence[Message]) -> list[Message]:
 
 
 def probe(tokenizer: TokenizerWrapper) -> Template:
-    """What the chat template of a tokenizer takes."""
+    """The features of a tokenizer's chat template."""
     source = tokenizer.chat_template
     source = source if isinstance(source, str) else ""
     reasoning = next((name for name in _REASONING if _reads(source, name)), "")

@@ -19,7 +19,7 @@ _LEAST_COUNTED = 16_384  # tokens of a prompt that are counted in any case
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the server knows of an engine and its model.
+    """The server's facts of an engine and its model.
 
     has_states: the model has recurrent layers, so checkpoints are of use.
     num_blocks: of the first KV group.  description: lines for the user.
@@ -74,7 +74,7 @@ class TextModel:
 
     @cached_property
     def template(self) -> Template:
-        """What the chat template takes.  Found by a probe, in milliseconds."""
+        """The features of the chat template.  A probe finds them, in milliseconds."""
         return probe(self.tokenizer)
 
     @cached_property

@@ -40,7 +40,7 @@ def _after_edit(following: np.ndarray, skipped: int, newest: int) -> int:
 
 
 def _match(token_ids: np.ndarray, skipped: int) -> tuple[np.ndarray, int]:
-    """What follows the best match of all but the last `skipped` tokens, and the length of the
+    """The tokens after the best match of all but the last `skipped` tokens, and the length of the
     match; 0: none."""
     n = len(token_ids) - skipped
     if n <= MIN_MATCH:

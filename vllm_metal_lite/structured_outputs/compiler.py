@@ -37,7 +37,7 @@ _stack, _threads = threading.Lock(), threading.Semaphore(_MAX_THREADS)
 class Compiler:
     """Compiles grammars for one tokenizer, and keeps the last ones.  Thread-safe.
 
-    The server compiles a request's grammar on a thread; the engine then finds it here.
+    The server compiles a grammar on a thread, so that the engine finds the grammar compiled.
     """
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
@@ -88,7 +88,7 @@ def _compile(params: StructuredOutputsParams, grammar: str, tokenizer: LLTokeniz
 
 @lru_cache(64)  # keeps passes, not compiled grammars
 def check(params: StructuredOutputsParams) -> None:
-    """Raise GrammarError for a form that cannot be used with any model; BusyError.
+    """Raise GrammarError for a form that no model can use, and BusyError if no thread is free.
 
     Needs no tokenizer, so names and ids of special tokens are not checked: every id becomes 0.
     """
@@ -128,8 +128,8 @@ def words(error: str) -> str:
 
 
 def _on_deep_stack(kind: str, work: Callable[[], T]) -> T:
-    """The result of `work`, run on a thread with much stack.  Raises GrammarError if that takes too
-    long, BusyError if no thread was free, so that `work` was not tried, and what `work` raises.
+    """The result of `work`, run on a thread with much stack.  Raises GrammarError if `work` takes
+    too long, BusyError if no thread is free, and the errors of `work`.
 
     A thread that takes too long cannot be stopped.  It continues without the GIL, and counts as one
     of _MAX_THREADS until it is done.

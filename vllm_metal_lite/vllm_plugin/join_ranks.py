@@ -176,7 +176,7 @@ def _tell(store: dist.Store, key: str | int, value: Any = None, failure: str | N
 
 
 def _told(store: dist.Store, key: str | int, rank: int, size: int) -> Any:
-    """What a rank tells under a key, as JSON has it; RankError if it is silent or has failed."""
+    """The value that a rank gave under a key.  RankError if the rank is silent or has failed."""
     try:
         value, failure = json.loads(store.get(f"metal_lite/{key}"))
     except Exception as e:  # torch has a type for each store

@@ -30,7 +30,7 @@ class MemorySizes(NamedTuple):
 def plan_memory(
     model: LoadedModel, specs: Sequence[LayerSpec], vllm_config: VllmConfig, caches_states: bool
 ) -> MemorySizes:
-    """What vLLM's memory options leave for states and for K and V.
+    """The memory that vLLM's options leave for states and for K and V.
 
     specs: the layers whose K and V vLLM counts.  caches_states: vLLM gives state slots to requests,
     which wait while there are none; otherwise each seat needs a slot.

@@ -39,7 +39,7 @@ def too_long_steps(vllm_config: "VllmConfig") -> str | None:
 
 
 class MetalLitePlatform(Platform):
-    """MLX under vLLM.  torch only carries results to the front end, so it sees a CPU.
+    """MLX under vLLM.  torch sees a CPU, because torch only carries results to the front end.
 
     Reports no memory size: from 70 GiB up, vLLM would assume a data-centre GPU and raise its
     default batch sizes.

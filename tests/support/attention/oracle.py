@@ -6,7 +6,7 @@ import numpy as np
 
 
 def slots_of(blocks: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
-    """The slots of a sequence's tokens in the store.  blocks: (..., blocks of the sequence)."""
+    """The store's slots for the tokens of a sequence.  blocks: (..., num_blocks)."""
     return blocks[..., positions // block_size] * block_size + positions % block_size
 
 

@@ -130,7 +130,7 @@ def add_to(engine: FakeEngine, number: int, a: Arrival) -> None:
 
 
 def stepper(workload: Workload, engine: FakeEngine) -> Callable[[], bool]:
-    """Runs a step, which may fail as the workload says; returns whether it did."""
+    """A function that runs a step, which fails as the workload says; returns whether it failed."""
     numbers = count()
 
     def step() -> bool:

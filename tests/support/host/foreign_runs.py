@@ -34,7 +34,7 @@ def check_close(array: mx.array, expected: np.ndarray, dtype: str) -> None:
 def with_all_options(
     run: Callable[[HostOptions], list[mx.array]], *, checked: bool = True
 ) -> list[mx.array]:
-    """What `run` returns, which has to be the same to the bit with all options.
+    """The outputs of `run`, which must be the same to the bit with all options.
 
     `checked`: also under the checker, for which the kernel is compiled once more.
     """

@@ -13,7 +13,7 @@ def pytest_configure(config):
 
 
 def pytest_sessionfinish(session):
-    """A worker of pytest-xdist hands over which lines of kernels it has run."""
+    """Send the kernel lines that this pytest-xdist worker has run to the main process."""
     coverage = sys.modules.get("metal.host.coverage")
     if coverage and hasattr(session.config, "workeroutput"):
         session.config.workeroutput["kernel_lines"] = coverage.marks()

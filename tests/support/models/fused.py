@@ -11,7 +11,7 @@ from vllm_metal_lite.model.trial import BLOCK, Draw, Row
 
 
 class Fused:
-    """Changes a model in place.  draw: has its logits from before."""
+    """Fuses a model in place.  draw: holds the logits from before."""
 
     def __init__(self, loaded: LoadedModel, *, joins: bool = True) -> None:
         self.packed, self.shapes = loaded.packed, loaded.attention_shapes

@@ -58,8 +58,8 @@ class Load:
     @property
     def is_even(self) -> bool:
         """Whether all requests come at once, are of one size, and share nothing."""
-        sizes = {(len(p), n) for p, n in zip(self.prompts, self.max_tokens, strict=True)}
-        return len(self.waves) == len(sizes) == 1 and not self.prefix_length
+        lengths, tokens = {len(prompt) for prompt in self.prompts}, set(self.max_tokens)
+        return len(self.waves) == len(lengths) == len(tokens) == 1 and not self.prefix_length
 
 
 class Sizes:

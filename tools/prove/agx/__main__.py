@@ -1,4 +1,4 @@
-"""What Mesa's compiler for Apple GPUs makes of our kernels, at the shapes of real models.
+"""The code that Mesa's compiler for Apple GPUs makes of our kernels, at the shapes of real models.
 
     tools/prove/agx/setup.sh FOLDER                        once: Debian, root, 1.1 GB
     python -m tools.prove.agx FOLDER                       a line a text: ten minutes

@@ -42,7 +42,7 @@ def limit_of(case: str) -> int:
 
 
 def faults(case: str, dispatched: int, fitting: int, spills: int) -> list[str]:
-    """What goes beyond a limit: threads of a threadgroup, stored registers."""
+    """The excess over the limits: threads of a threadgroup, stored registers."""
     found = []
     if dispatched > fitting:
         found.append(f"{dispatched} threads are dispatched, {fitting} fit")

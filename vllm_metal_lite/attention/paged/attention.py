@@ -32,12 +32,10 @@ from vllm_metal_lite.specs import AttentionShape
 
 
 class KernelAttention:
-    """Plans steps whose attention runs on the kernels.
+    """Plans steps, in which only kernels write and read the store.
 
-    Only kernels write and read the store.  The state is the ticket that orders the kernels.
-
-    prefill: the path of large prompts.  shapes: of the layers.
-    failed_kernels: replaced as the registry says.
+    The state is the ticket that orders the kernels.  prefill: the path of large prompts.
+    shapes: of the layers.  failed_kernels: replaced as the registry says.
     """
 
     name = "kernels"

@@ -127,16 +127,19 @@ class KernelStepAttention:
     def _decode(self, q: mx.array | NewRows, decodes: Decodes, call: AttentionCall) -> mx.array:
         store, scores, shared = self._store(call.layer), call.scores, decodes.prefix
         tables = decodes.block_tables[self.store.group_of[call.layer]]
-        keys, num_kv_heads = (tables, decodes.seq_lens), store.spec.num_kv_heads
+        seq_lens, num_kv_heads = decodes.seq_lens, store.spec.num_kv_heads
         num_heads = q.num_heads if isinstance(q, NewRows) else q.shape[1]
         plan, prefix = decodes.plans[num_kv_heads], None
         if shared and self.shares[call.layer] and scores.window is None:
             plan = shared.plans[num_kv_heads]
-            of_prefix = shared.leader, shared.lens
             splits = prefix_splits(decodes.num_rows, num_heads, num_kv_heads, shared.length)
-            prefix = shared_prefix(q, *keys, *of_prefix, store, scores, splits=splits)
+            prefix = shared_prefix(
+                q, tables, seq_lens, shared.leader, shared.lens, store, scores, splits=splits
+            )
             store = store._replace(ticket=prefix.lse)
-        out, self.ticket = paged_decode(q, *keys, store, scores, plan=plan, prefix=prefix)
+        out, self.ticket = paged_decode(
+            q, tables, seq_lens, store, scores, plan=plan, prefix=prefix
+        )
         return out
 
     def _decode_latents(self, q: mx.array, decodes: Decodes, call: AttentionCall) -> mx.array:
@@ -145,16 +148,16 @@ class KernelStepAttention:
         splits = decodes.plans[store.spec.num_kv_heads].splits
         tables = decodes.block_tables[self.store.group_of[call.layer]]
         metadata = decode_metadata(tables, decodes.seq_lens, *q.shape[:2])
-        queries, scale = (q, call.q_pe[: len(q)]), call.scores.scale
-        out, self.ticket = latent_attention(*queries, metadata, store, scale=scale, splits=splits)
+        q_pe, scale = call.q_pe[: len(q)], call.scores.scale
+        out, self.ticket = latent_attention(q, q_pe, metadata, store, scale=scale, splits=splits)
         return out
 
     def _varlen(self, q: mx.array, prompts: VarlenPrompts, call: AttentionCall) -> mx.array:
         store, group = self._store(call.layer), self.store.group_of[call.layer]
         metadata = prompts.metadata(group, q.shape[1] // store.spec.num_kv_heads)
         if call.q_pe is not None:
-            queries = q, call.q_pe[-len(q) :]
-            out, self.ticket = latent_attention(*queries, metadata, store, scale=call.scores.scale)
+            q_pe, scale = call.q_pe[-len(q) :], call.scores.scale
+            out, self.ticket = latent_attention(q, q_pe, metadata, store, scale=scale)
         else:
             out, self.ticket = varlen_prefill(q, metadata, store, call.scores)
         return out

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cases(args: argparse.Namespace, model: LoadedModel, config: EngineConfig) -> list[BenchCase]:
-    """The cases, whose contexts are cut to the model's and to --max-model-len."""
+    """The cases to run.  Contexts are cut to the model's limit and to --max-model-len."""
     limit = min(config.max_model_len or model.max_position, model.max_position)
     cases = make_cases(args.requests, args.context, args.new_tokens, limit, config)
     longest = max(case.context for case in cases)

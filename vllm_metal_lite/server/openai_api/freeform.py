@@ -41,7 +41,7 @@ class FreeformInput:
         return self._decoded()
 
     def close(self) -> str:
-        """What is left at the end of the arguments."""
+        """The rest, at the end of the arguments."""
         if self._begun or not self._raw:
             return ""
         try:

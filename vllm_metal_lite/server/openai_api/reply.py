@@ -1,4 +1,4 @@
-"""What the replies of chat completions and of completions have in common."""
+"""The common part of the replies of chat completions and completions."""
 
 import time
 from abc import ABC, abstractmethod
@@ -67,6 +67,7 @@ class Reply:
             "model": model,
             "system_fingerprint": _FINGERPRINT,
         }
+        self._head = encode(self._common)[:-1]  # of each chunk: a token is one chunk
         options = options or StreamOptions()
         self._with_usage = bool(options.include_usage)
         # Chunks without news too: special tokens and partial characters have no text.
@@ -112,12 +113,13 @@ class Reply:
     def _chunk(self, index: int, content: dict[str, Any], num_unshown: int = 0) -> bytes:
         """num_unshown: tokens counted already whose text is in the next chunk."""
         choice = {"index": index, "logprobs": None, "finish_reason": None, **content}
-        chunk = {**self._common, "choices": [choice]}
+        news: dict[str, Any] = {"choices": [choice]}
         if self._with_usage:
-            chunk["usage"] = self._usage(num_unshown) if self._sends_every_delta else None
+            news["usage"] = self._usage(num_unshown) if self._sends_every_delta else None
         scores = choice["logprobs"]
         has_many = scores is not None and len(next(iter(scores.values())) or ()) > _MANY
-        return sse(encode_slowly(chunk) if has_many else encode(chunk))
+        text = encode_slowly(news) if has_many else encode(news)
+        return sse(f"{self._head},{text[1:]}")
 
     def _usage(self, num_unshown: int = 0) -> dict[str, Any]:
         """Tokens so far, without num_unshown of them.  Each prompt counts once, whatever n is."""

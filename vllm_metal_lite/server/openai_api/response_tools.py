@@ -25,7 +25,7 @@ _left_out: set[str] = set()  # types of tools that the log has named
 
 @dataclass(frozen=True)
 class Callee:
-    """What a call names in the Responses API.  kind: "function" or "custom"."""
+    """The name of a call in the Responses API.  kind: "function" or "custom"."""
 
     kind: str
     name: str

@@ -14,7 +14,7 @@ async function read(file) {
   throw new Error(`${file.name} is not UTF-8 text.`);
 }
 
-/** What the model gets of a message: its files, each in a fence that the file does not hold, then its text. */
+/** The text of a message for the model: its files, each in a fence that the file does not hold, then its text. */
 export function contentOf({ files = [], content }) {
   const fenced = files.map(({ name, text }) => {
     const longest = Math.max(2, ...Array.from(text.matchAll(/`+/g), ([run]) => run.length));

@@ -53,7 +53,7 @@ export class Chat {
     });
   }
 
-  /** What /v1/models says of the conversation's model. */
+  /** The conversation's model, as /v1/models lists it. */
   get model() {
     return this.models.find((m) => m.id === this.conversation.model);
   }

@@ -6,7 +6,7 @@ import { copy, count, duration, grow, icon, iconButton, make } from "./dom.js";
 import { Growing } from "./markdown.js";
 import { versions } from "./tree.js";
 
-/** What an answer cost, in words. */
+/** The cost of an answer, in words. */
 function cost(message) {
   const { usage, firstAt, endedAt, startedAt } = message;
   const shown = [];

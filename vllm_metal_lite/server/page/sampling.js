@@ -30,7 +30,7 @@ export function fields(sampling) {
   return body;
 }
 
-/** What differs from the model's defaults, in words; "": nothing. */
+/** The differences from the model's defaults, in words; "": none. */
 export function inEffect({ system, sampling }) {
   const words = NUMBERS.filter((name) => typeof sampling[name] === "number")
     .map((name) => `${name.replaceAll("_", " ")} ${sampling[name]}`);
@@ -42,7 +42,7 @@ export function inEffect({ system, sampling }) {
   return text && text[0].toUpperCase() + text.slice(1);
 }
 
-/** What new conversations start with. */
+/** The settings of new conversations. */
 export function kept({ stop, schema, ...rest }) {
   return rest;
 }

@@ -1,4 +1,4 @@
-"""What the server and an engine's process say to each other, over a pipe.
+"""The messages between the server and an engine's process, over a pipe.
 
 A message is a call: the name of a method of the other side, and its arguments.  `Worker` and
 `EngineClient` list these methods.  The exception is the first message to the process, the engine's
@@ -65,7 +65,7 @@ def from_wire(scores: PositionLogprobs, text_of: Callable[[int], str]) -> dict[i
 
 
 class AnswerUpdate(NamedTuple):
-    """What is new in an answer.
+    """The news of an answer.
 
     text: new text of a request with stop strings; None for others, whose text the server makes from
     the tokens.

@@ -136,7 +136,7 @@ class Worker:
             self._server.call("replied", request_id)
 
     def compile(self, request_id: str, params: SamplingParams) -> None:
-        """Make and keep the grammar of a request, which comes only if that succeeds.
+        """Make and keep the grammar of a request; `add` follows only if that succeeds.
 
         On a thread: it takes long, and touches nothing that steps do.
         """
@@ -225,7 +225,7 @@ class ToServer(logging.Handler):
 
 
 def facts_of(engine: LLMEngine) -> ModelFacts:
-    """What the server needs to know of an engine."""
+    """The facts of an engine for the server."""
     model, config = engine.model, engine.config
     return ModelFacts(
         name=model.name,

@@ -1,4 +1,4 @@
-"""What an engine does, for its watchers: its steps, its requests and a map of its blocks.
+"""The events of an engine, for its watchers: its steps, its requests and a map of its blocks.
 
 Without watchers nothing is recorded.  An event costs the engine time.  So the watcher measures that
 time and then waits `_PATIENCE` times as long: watching takes less than 1 % of the engine's time.
@@ -68,7 +68,7 @@ class Watcher:
         return max(self._next_at - now, 0.0)
 
     def event(self) -> str:
-        """What is new, as JSON.
+        """The news, as JSON.
 
         time: in seconds since the watcher was made, as all times here.
         steps: completed since the last event, at most the last `_MAX_STEPS`; of each the start `t`,

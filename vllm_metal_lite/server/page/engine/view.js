@@ -75,7 +75,7 @@ export class EngineView {
     if (byId("engine-state").textContent !== words) byId("engine-state").textContent = words;
   }
 
-  /** What the server says of its models. */
+  /** The server's report of its models. */
   takeStates(states) {
     for (const state of states) {
       const known = this.histories.get(state.model);
