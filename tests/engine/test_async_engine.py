@@ -227,6 +227,22 @@ def test_a_prompt_whose_forward_fails_harms_no_other_request(name, at, seats):
     serve(test, name=name, max_num_seqs=seats, max_num_batched_tokens=16)
 
 
+def test_several_prompts_of_one_step_whose_forwards_fail_harm_no_other_request():
+    async def test(engine):
+        poison(engine, "launch")
+        go = await held(engine)
+        prompts = [[*PROMPTS[0], POISON]] * 4 + PROMPTS[:2]
+        tasks = [asyncio.ensure_future(collect(engine, p, greedy())) for p in prompts]
+        await asyncio.sleep(0)  # all of them are in
+        go.set()
+        *bad, first, second = await asyncio.gather(*tasks, return_exceptions=True)
+        assert list(map(str, bad)) == ["the forward failed"] * 4
+        assert [first, second] == [expected(0), expected(1)]
+        await idle(engine)
+
+    serve(test)
+
+
 def test_a_step_that_fails_once_ends_no_stream():
     async def test(engine):
         execute, broken = engine._engine.runner.execute, []
@@ -255,7 +271,9 @@ def test_an_engine_whose_steps_all_fail_ends_all_streams():
         await asyncio.sleep(0)  # all of them are in
         go.set()
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert {str(r) for r in results} <= {f"the device is gone, {i}" for i in (1, 2, 3)}
+        assert {str(r) for r in results} <= {
+            f"the device is gone, {i}" for i in range(1, MAX_FAILURES + 1)
+        }
         runner.execute = execute
         assert await collect(engine, PROMPTS[1], greedy()) == expected(1)
         await idle(engine)

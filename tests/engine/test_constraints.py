@@ -95,6 +95,39 @@ def test_a_run_of_forced_tokens_takes_two_steps_and_not_twenty(monkeypatch):
     assert steps == {2: 4, 10**6: 23}
 
 
+def test_forced_tokens_at_the_start_are_counted_too():
+    engine = tiny.engine()
+    constrained(engine, {"r": [*([t] for t in range(10, 20)), [1, 2]]})
+    tiny.ask(engine, [7, 8, 9], greedy(11))
+    assert engine.metrics()["forced_tokens"] == 10
+
+
+@pytest.mark.parametrize("length", [60, 70, 80])  # one fails beside forced tokens
+def test_forced_tokens_are_not_at_fault_for_a_prompt_of_their_step(length):
+    slots = [[t] if t % 4 else [t, t + 1] for t in range(10, 60)]
+    engine = tiny.engine(max_num_batched_tokens=16)
+    constrained(engine, {"r": slots, "bad": []})
+    execute, last = engine.runner.execute, tiny.VOCAB - 1
+
+    def poisoned(batch, *args):
+        if last in batch.token_ids:
+            raise RuntimeError("the forward failed")
+        return execute(batch, *args)
+
+    engine.runner.execute = poisoned
+    engine.add_request("r", [7, 8, 9], greedy(len(slots)))
+    engine.add_request("bad", [5] * length + [last], greedy(4))
+    at_fault, done = [], {}
+    while engine.has_unfinished_requests():
+        try:
+            done |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
+        except RuntimeError:
+            at_fault += engine.requests_at_fault
+            engine.abort(engine.requests_at_fault)
+    assert at_fault == ["bad"]
+    assert done == {"r": tokens_alone(tiny.native("llama"), [7, 8, 9], slots, len(slots))}
+
+
 @pytest.mark.parametrize(("drafted", "num_steps"), [("other", 4), ("r", 3)])
 def test_forced_tokens_do_not_pause_in_steps_with_drafts(drafted, num_steps):
     """They are drafts themselves, behind one of their own request or beside another one's."""

@@ -182,6 +182,15 @@ def test_the_first_of_several_stop_strings_wins(llm, story):
     assert out.text == text[: text.index(first)]
 
 
+def test_a_stop_string_within_min_tokens_is_passed_over_beside_a_longer_one(llm, story):
+    prompt, tokens = story
+    text = decode(tokens[:12])
+    stops = [text[-3:], text[-3:] + "\0never" * 9]
+    out = one(llm, prompt, greedy(20, stop=stops, min_tokens=13))
+    assert len(out.token_ids) > 13
+    assert out.text.startswith(text)
+
+
 def test_a_stop_string_that_never_completes_is_shown_in_the_end(llm, story):
     prompt, tokens = story
     text = decode(tokens[:12])

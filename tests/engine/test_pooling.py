@@ -181,6 +181,12 @@ def test_parameters_out_of_range_are_refused(name, value):
         PoolingParams(**{name: value})
 
 
+def test_more_scores_than_the_vocabulary_has_are_refused():
+    params = PoolingParams(score_token_ids=[1] * (tiny.VOCAB + 1))
+    with pytest.raises(RequestError, match=f"score_token_ids may have at most {tiny.VOCAB} ent"):
+        tiny.engine().add_request("s", [5, 6], params)
+
+
 def test_truncated_prompts_keep_their_end_of_sequence():
     three, context = (PoolingParams(truncate_prompt_tokens=n) for n in (3, -1))
     assert truncate([1, 2, 3, 9], three, 100, [9]) == [1, 2, 9]

@@ -240,7 +240,7 @@ def test_a_request_may_name_blocks_without_looking_up():
     engine.run()
     engine.add(prompt(8), max_tokens=1, skip_prefix_cache_read=True)
     assert shape(engine.step()) == [("r1", 0, 8)]
-    engine.scheduler.reset_prefix_cache()
+    engine.scheduler.kv.reset()
     engine.add(prompt(12, 3), max_tokens=1, skip_prefix_cache_read=True)
     engine.run()
     engine.add(prompt(12, 3), max_tokens=1)
@@ -252,7 +252,7 @@ def test_reset_forgets_prefixes_and_disturbs_nobody():
     engine = make(enable_prefix_caching=True)
     engine.add(prompt(9))
     engine.step()
-    engine.scheduler.reset_prefix_cache()
+    engine.scheduler.kv.reset()
     engine.check_blocks()
     other = engine.add(prompt(9))
     run_and_check(engine)

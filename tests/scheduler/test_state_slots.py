@@ -145,7 +145,7 @@ def test_a_reset_forgets_what_the_step_in_flight_leaves():
     engine.add([9, *prompt], 20, "aborted")
     engine.in_flight.launch(engine.scheduler.schedule())
     engine.abort("aborted")
-    engine.scheduler.reset_prefix_cache()
+    engine.scheduler.kv.reset()
     engine.step()
     assert engine.scheduler.kv.states.num_taken == 0
     # Nor does it leave any later, even behind blocks that another request computes.
@@ -161,7 +161,7 @@ def test_a_request_that_starts_again_after_a_reset_leaves_checkpoints():
     engine, prompt = make(8), list(range(9))
     engine.add(prompt, 20)
     engine.in_flight.launch(engine.scheduler.schedule())
-    engine.scheduler.reset_prefix_cache()
+    engine.scheduler.kv.reset()
     engine.in_flight.rollback()
     engine.step()
     assert hit(engine, prompt) == 8

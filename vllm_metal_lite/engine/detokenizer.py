@@ -85,8 +85,9 @@ class Detokenizer:
         """The stop string that the text now contains, or None.  Call after each token."""
         text = self.text()
         if may_stop:
-            start = max(self._searched - self._hold_back, 0)
-            found = [(at, s) for s in self._stop if (at := text.find(s, start)) >= 0]
+            searched = self._searched + 1
+            starts = ((max(searched - len(s), 0), s) for s in self._stop)
+            found = [(at, s) for start, s in starts if (at := text.find(s, start)) >= 0]
             if found:
                 at, stop = min(found)
                 self.shown = text[: at + len(stop)] if self._keep_stop else text[:at]

@@ -157,6 +157,7 @@ class LLMEngine:
             self._answers[request.request_id] = answer
             if answer.constraint is not None:
                 self.constraints.add(request, answer.constraint, answer.params)
+                self._counts.forced_tokens += request.num_tokens - request.num_prompt_tokens
             if pooling is not None and pooling.score_token_ids is None:
                 self.pooling.add(request, pooling, request.num_prompt_tokens)
         self._requests[request_id] = answers
@@ -334,8 +335,9 @@ class LLMEngine:
             del self._requests[result.request_id]
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes, and those that running requests would leave."""
-        self.scheduler.reset_prefix_cache()
+        """Forget all cached prefixes.  Running requests keep their blocks, but no request finds
+        the blocks that they compute, including those of the step in flight."""
+        self.scheduler.kv.reset()
         self.prefix_disk.reset()
 
     def metrics(self) -> dict[str, int]:

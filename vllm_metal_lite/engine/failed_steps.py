@@ -14,7 +14,8 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILURES = 3  # of steps, without one that succeeds between them
+# Of steps, without one that succeeds between them.  The prompts of a step may be at fault in turn.
+MAX_FAILURES = 8
 
 
 class FailedSteps:
@@ -40,7 +41,8 @@ class FailedSteps:
         self._note(error)
         if self._scheduler.one_by_one or len(running) == 1:
             prefills = output.segments[output.num_decodes :]
-            prompts = [s.request for s in prefills if not s.draft_token_ids]
+            # Not chunks of a decode: drafts, or tokens that its grammar forces.
+            prompts = [s.request for s in prefills if s.is_prompt]
             # A prompt that has ended may be at fault, too: then no other request ends.
             self.at_fault = [r for r in prompts or running if r in running]
         else:

@@ -23,7 +23,11 @@ def resolved(params: PoolingParams, model: LoadedModel) -> PoolingParams:
     """
     if (problem := model.no_embeddings) is not None:
         raise RequestError(f"{model.name} gives no embeddings: {problem}")
-    if (most := max(params.score_token_ids or (0,))) >= model.vocab_size:
+    ids = params.score_token_ids or (0,)
+    if len(ids) > model.vocab_size:
+        words = f" may have at most {model.vocab_size} entries, got {len(ids)}"
+        raise RequestError(Option("score_token_ids"), words)
+    if (most := max(ids)) >= model.vocab_size:
         raise RequestError(f"token id {most} is outside the vocabulary of {model.vocab_size}")
     return replace(params, pooling=params.pooling or model.pooling.pooling)
 

@@ -101,11 +101,6 @@ class Scheduler:
             self.waiting.discard(request)
         request.status = RequestStatus.FINISHED
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes.  Running requests keep their blocks, but no request finds
-        what they compute, including the step in flight."""
-        self.kv.reset()
-
     # Steps
 
     def schedule(self, propose: Propose | None = None) -> SchedulerOutput:

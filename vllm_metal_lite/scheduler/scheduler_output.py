@@ -29,6 +29,12 @@ class Segment:
         return self.num_computed + self.num_scheduled
 
     @property
+    def is_prompt(self) -> bool:
+        """Whether the first token is of the prompt, or was computed before a preemption."""
+        request = self.request
+        return self.num_computed < max(request.num_prompt_tokens, request.num_computed_before)
+
+    @property
     def known_end(self) -> int:
         """The end without drafts."""
         return self.end - len(self.draft_token_ids)
