@@ -239,7 +239,7 @@ def test_an_engine_times_a_model_that_passed_its_trial(monkeypatch, caplog, suit
     assert order == [(range(0), []), (ALL_ROWS, [])]
     assert bool(caplog.records) is not suits
     assert engine.runner.path.fusion.skinny_rows == (range(2, 17) if suits else range(0))
-    said = engine.attention_reason.rpartition(";")[2]
+    said = engine.runner.path.reason.rpartition(";")[2]
     assert said == (
         " products of 2 to 16 rows by skinny_gemm" if suits else " prompts by MLX's SDPA"
     )

@@ -52,7 +52,7 @@ def test_who_needs_it_and_what_follows(name, monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "gemma3n", "llama4", "deepseek_v3", "qwen3_next"])
 def test_who_does_not(name):
     assert tiny.packed(name).packed.by_segment is None
-    assert "segment" not in tiny.engine(name).attention_reason
+    assert "segment" not in tiny.engine(name).runner.path.reason
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -93,7 +93,7 @@ def test_why_a_model_that_could_be_packed_is_not_is_said(monkeypatch, caplog, op
     assert re.search(message, warning)
     assert model.packed.by_segment.startswith("TypeError: math.sqrt() takes")
     engine = tiny.engine(model, attention=option)
-    assert engine.attention_reason.endswith(f"a segment at a time: {model.packed.by_segment}")
+    assert engine.runner.path.reason.endswith(f"a segment at a time: {model.packed.by_segment}")
 
 
 @pytest.mark.parametrize("start", [3, 9, 21])

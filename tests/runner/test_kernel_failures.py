@@ -136,7 +136,7 @@ def test_a_kernel_that_fails_is_replaced_and_no_token_changes(monkeypatch, caplo
     assert re.search(rf"{kernel} fails in a step: .*{re.escape(message)}", warning)
     assert "\n" not in warning
     assert engine.metrics()["failed_kernels"] == 1
-    assert kernel in engine.attention_reason
+    assert kernel in engine.runner.path.reason
     reference = engine.runner.attention.name == "reference"
     assert reference == (kernel in ESSENTIAL)
     assert serve(engine) == expected  # from here on without the kernel
@@ -270,12 +270,12 @@ def test_products_of_few_rows(monkeypatch):
 
     expected = [serve(engine(rows)) for rows in (range(1, 65), range(0))]
     fault, failing = FailingKernels(monkeypatch, "skinny_gemm"), engine(range(1, 65))
-    assert "products of" in failing.attention_reason
+    assert "products of" in failing.runner.path.reason
     tokens = serve(failing, before_step=arm(fault))
     assert all(t in either for t, *either in zip(tokens, *expected, strict=True))
     assert fault.failed
     assert failing.runner.path.fusion.skinny_rows == range(0)
-    assert "products of" not in failing.attention_reason
+    assert "products of" not in failing.runner.path.reason
 
 
 @pytest.mark.long
@@ -290,14 +290,14 @@ def test_experts_of_few_rows(monkeypatch, kernel):
 
     expected = [serve(engine(rows)) for rows in (range(1, 65), range(0))]
     fault, failing = FailingKernels(monkeypatch, kernel), engine(range(1, 65))
-    assert "experts of" in failing.attention_reason
+    assert "experts of" in failing.runner.path.reason
     tokens = serve(failing, before_step=arm(fault))
     assert all(t in either for t, *either in zip(tokens, *expected, strict=True))
     assert fault.failed
     fusion, of_router = failing.runner.path.fusion, kernel == "expert_topk"
     assert fusion.expert_rows == range(1, 65 * of_router)
     assert ("expert_topk" in fusion.unused) == of_router
-    assert ("experts of" in failing.attention_reason) == of_router
+    assert ("experts of" in failing.runner.path.reason) == of_router
 
 
 def test_the_reference_writes_the_store_in_place_after_kernels(monkeypatch):

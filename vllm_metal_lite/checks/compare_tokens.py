@@ -77,7 +77,7 @@ def compare(model: LoadedModel, progress: Callable[[str], object] = lambda _: No
     mx.clear_cache()
     progress("the engine with kernels")
     engine = _engine(model, "auto")
-    path, reason = engine.runner.attention.name, engine.attention_reason
+    path, reason = engine.runner.attention.name, engine.runner.path.reason
     progress("the answers of the kernels")
     by_kernels, seconds["auto"] = _answers(engine, prompts)
     del engine

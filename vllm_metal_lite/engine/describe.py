@@ -40,7 +40,7 @@ def describe(engine: LLMEngine) -> Iterator[str]:
         yield f"Prefixes:  not cached for this model: {model.packed.no_prefix_cache}"
     if (kept := engine.prefix_disk.description) is not None:
         yield f"Prefixes:  {kept}"
-    yield f"Attention: {engine.runner.attention.name} ({engine.attention_reason})"
+    yield f"Attention: {engine.runner.attention.name} ({engine.runner.path.reason})"
     reason = engine.runner.compiled.reason
     yield "Decoding:  compiled" if reason is None else f"Decoding:  not compiled ({reason})"
 

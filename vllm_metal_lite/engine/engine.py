@@ -104,11 +104,6 @@ class LLMEngine:
     def runner(self) -> ModelRunner:
         return self.pipeline.runner
 
-    @property
-    def attention_reason(self) -> str:
-        """Why this attention path was chosen, and which operations are fused."""
-        return self.runner.path.reason
-
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of a request without any: the model's own (generation_config.json), else
         SamplingParams' defaults."""

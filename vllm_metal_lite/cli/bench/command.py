@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         "model": shared_report.model_facts(args.model, model),
         "engine": {
             "attention": engine.runner.attention.name,
-            "attention_reason": engine.attention_reason,
+            "attention_reason": engine.runner.path.reason,
             "kv_bits": config.kv_bits,
             "max_num_batched_tokens": config.max_num_batched_tokens,
         },

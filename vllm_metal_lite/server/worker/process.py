@@ -240,7 +240,7 @@ def facts_of(engine: LLMEngine) -> ModelFacts:
         num_blocks=engine.kv_groups[0].num_blocks,
         max_num_seqs=config.max_num_seqs,
         attention=engine.runner.attention.name,
-        attention_reason=engine.attention_reason,
+        attention_reason=engine.runner.path.reason,
         weight_bytes=model.weight_bytes,
         store_bytes=engine.runner.attention.store.nbytes,
         description=tuple(describe(engine)),
