@@ -1,6 +1,7 @@
 """The command `cache`."""
 
 import errno
+from sqlite3 import OperationalError
 from unittest.mock import Mock
 
 import pytest
@@ -50,8 +51,14 @@ def test_without_a_folder(monkeypatch, tmp_path, capsys):
     assert not envs.prefix_folder().exists()
 
 
-def test_a_folder_that_cannot_be_read_is_named(folder, monkeypatch, capfd):
-    refused = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied", "/the/folder"))
-    monkeypatch.setattr(Folder, "models", refused)
+@pytest.mark.parametrize(
+    "error",
+    [
+        lambda path: OSError(errno.EIO, "is locked", str(path)),
+        lambda _: OperationalError("is locked"),
+    ],
+)
+def test_a_folder_that_cannot_be_read_is_named(folder, monkeypatch, capfd, error):
+    monkeypatch.setattr(Folder, "models", Mock(side_effect=error(folder.path)))
     assert main(["cache"]) == 1
-    assert capfd.readouterr().err == "error: /the/folder: Permission denied\n"
+    assert capfd.readouterr().err == f"error: {folder.path}: is locked\n"

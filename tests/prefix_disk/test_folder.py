@@ -13,12 +13,13 @@ import stat
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
+from vllm_metal_lite.prefix_disk import folder as module
 from vllm_metal_lite.prefix_disk.folder import Folder
 
 ROOT = Path(__file__).parents[2]
@@ -153,14 +154,6 @@ def test_a_smaller_quota_holds_at_once(tmp_path):
     assert check(tmp_path / "x", 3 * TAKEN) == 3
 
 
-def test_the_clock_may_jump(tmp_path, monkeypatch):
-    folder = folder_at(tmp_path / "x", 2 * TAKEN)
-    for number, now in enumerate((5e9, 0.0, 2e9, -1e9)):
-        monkeypatch.setattr(time, "time", lambda now=now: now)
-        write(folder, number)
-    assert folder.known == {key(2), key(3)}
-
-
 def test_nothing_is_written_to_a_disk_that_is_nearly_full(tmp_path):
     folder = Folder(tmp_path / "x", QUOTA)
     folder.free_margin = 1 << 60
@@ -211,14 +204,30 @@ def test_a_file_that_cannot_be_read_now_is_kept_for_the_next_engine(tmp_path, mo
     assert folder_at(tmp_path / "x").read(key(1), SIZE) == content(key(1))
 
 
-@pytest.mark.parametrize("damage", [b"not SQLite at all" * 100, b""], ids=["other", "empty"])
-def test_without_its_index_the_folder_starts_empty(tmp_path, damage):
+@pytest.mark.parametrize(
+    ("kept", "damage"), [(0, b"not SQLite at all" * 100), (0, b""), (4096, b"\xff" * 8192)]
+)
+def test_without_its_index_the_folder_starts_empty(tmp_path, kept, damage):
     folder = folder_at(tmp_path / "x")
     write(folder, 1, 2)
     close(folder)
-    (tmp_path / "x" / "index.db").write_bytes(damage)
+    index = tmp_path / "x" / "index.db"
+    index.write_bytes(index.read_bytes()[:kept] + damage)
     assert check(tmp_path / "x") == 0
     assert bytes_on_disk(tmp_path / "x") == 0
+
+
+@pytest.mark.parametrize("file", ["index.db", "lock"])
+def test_a_folder_that_another_process_locks_is_left_as_it_is(tmp_path, monkeypatch, file):
+    folder = folder_at(tmp_path / "x")
+    write(folder, 1, 2)
+    close(folder)
+    monkeypatch.setattr(module, "_LONGEST_WAIT", 0.1)
+    with closing(sqlite3.connect(tmp_path / "x" / file)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(sqlite3.OperationalError, match="database is locked"):
+            folder_at(tmp_path / "x")
+    assert check(tmp_path / "x") == 2
 
 
 def test_clear_removes_all_models(tmp_path):
@@ -246,7 +255,7 @@ def test_two_processes_write_at_once(tmp_path):
     writers = [start_writer(path, seed, 30) for seed in (1, 2)]
     watcher = folder_at(path)
     while any(writer.poll() is None for writer in writers):
-        with watcher._alone():  # nobody renames a file while they are counted
+        with watcher._locked():  # nobody renames a file while they are counted
             assert bytes_on_disk(path) <= QUOTA
     close(watcher)
     assert [writer.returncode for writer in writers] == [0, 0]

@@ -12,7 +12,6 @@ A file holds one block of one KV group, or one checkpoint.  So the rules of the 
 (hits, windows, least recently used) apply as they are.
 """
 
-import fcntl
 import logging
 import os
 import shutil
@@ -22,7 +21,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -33,6 +31,8 @@ _HEADER = len(_MAGIC) + 32
 # A file takes whole pages of the disk, and a row of the index, in which names are cut.
 _PAGE, _ROW = 4096, 512
 _INDEX_FORMAT = 2
+# Seconds to wait for another process.
+_LONGEST_WAIT = 10.0
 
 File = tuple[bytes, bytes | memoryview]  # the key, and what the file holds
 # used: larger is later.
@@ -97,43 +97,39 @@ class Folder:
         (path / "tmp").mkdir(0o700, exist_ok=True)
         self._new = path / "tmp" / "new"
         self._thread_lock = threading.Lock()
-        (path / "lock").touch(0o600)
-        self._process_lock = (path / "lock").open("ab")
-        with self._alone():
+        self._process_lock = self._connect("lock")  # an empty database
+        with self._locked():
             self._db = self._open_index()
             with self._db:
                 self._make_room(0, None)
         self.refresh()
 
-    def _open_index(self) -> sqlite3.Connection:
-        path = self.path / "index.db"
-        connect = partial(sqlite3.connect, path, timeout=30, check_same_thread=False)
-        # A file of the index must not be opened and closed: SQLite's locks of another engine in
-        # this process would end.
-        if path.exists():
-            try:
-                db = connect()
-                if db.execute("PRAGMA user_version").fetchone() == (_INDEX_FORMAT,):
-                    return db
-            except sqlite3.DatabaseError as e:
-                logger.warning(f"the prefix cache starts empty: its index is damaged ({e})")
-        for old in (path, self.path / "index.db-journal", *self._files()):
-            old.unlink(missing_ok=True)
+    def _connect(self, name: str) -> sqlite3.Connection:
+        path = self.path / name
         path.touch(0o600)
-        db = connect()
-        db.executescript(_TABLES)
+        return sqlite3.connect(path, timeout=_LONGEST_WAIT, check_same_thread=False)
+
+    def _open_index(self) -> sqlite3.Connection:
+        # Only SQLite may open and close a file of the index: its locks of another engine in this
+        # process would end.
+        db = self._connect("index.db")
+        if not _is_whole(db):
+            for old in self.path / "index.db", self.path / "index.db-journal", *self._files():
+                old.unlink(missing_ok=True)
+            db = self._connect("index.db")
+            db.executescript(_TABLES)
         return db
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """No other thread or process changes the folder meanwhile."""
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock of threads, then the lock of processes."""
         with self._thread_lock:
-            fcntl.flock(self._process_lock, fcntl.LOCK_EX)
+            self._process_lock.execute("BEGIN EXCLUSIVE")
             try:
                 self._new.unlink(missing_ok=True)  # by a process that was killed
                 yield
             finally:
-                fcntl.flock(self._process_lock, fcntl.LOCK_UN)
+                self._process_lock.rollback()
 
     def refresh(self) -> None:
         """Learn what other processes wrote and removed."""
@@ -155,12 +151,12 @@ class Folder:
         try:
             return read_file(path, key, num_bytes)
         except FileNotFoundError:
-            with self._alone(), self._db:
+            with self._locked(), self._db:
                 if not path.exists():  # another process may have just written it
                     self._remove(key)
         except ValueError as e:
             logger.warning(f"the prefix cache drops {path}: {e}")
-            with self._alone(), self._db:
+            with self._locked(), self._db:
                 self.num_bad += 1
                 self._remove(key)
         except OSError as e:  # such as too many open files: a later engine may read it
@@ -170,7 +166,7 @@ class Folder:
 
     def use(self, chain: Sequence[bytes]) -> None:
         """Count the files of a chain as used just now, also those that `write` will write."""
-        with self._alone(), self._db as db:
+        with self._locked(), self._db as db:
             (latest,) = db.execute("SELECT COALESCE(MAX(used), 0) FROM files").fetchone()
             self._uses = {key: latest + len(chain) - i for i, key in enumerate(chain)}
             rows = ((use, key) for key, use in self._uses.items())
@@ -182,7 +178,7 @@ class Folder:
         It stops where only files of this chain could make room.
         """
         num_bytes = 0
-        with self._alone():
+        with self._locked():
             counted = self._count(files)
             try:
                 for key, data in counted:
@@ -251,7 +247,7 @@ class Folder:
         before = self.num_bad
         good = sum(self.read(key, None) is not None for key in list(self.known))
         dropped = self.num_bad - before
-        with self._alone():
+        with self._locked():
             names = {key.hex() for (key,) in self._db.execute("SELECT key FROM files")}
             for file in self._files():
                 if file.name not in names:
@@ -261,11 +257,25 @@ class Folder:
 
     def clear(self) -> None:
         """Remove all files."""
-        with self._alone(), self._db:
+        with self._locked(), self._db:
             self._make_room(self.quota + 1, None)
 
     def _files(self) -> list[Path]:
         return [file for file in self.path.glob("*/*") if file.is_file()]
+
+
+def _is_whole(db: sqlite3.Connection) -> bool:
+    """Whether an index has this format and no damage.  Raises OperationalError if it is busy."""
+    try:
+        (index_format,) = db.execute("PRAGMA user_version").fetchone()
+        (result,) = db.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.OperationalError:  # SQLite cannot tell now
+        raise
+    except sqlite3.DatabaseError as e:
+        result = str(e)
+    if result != "ok":
+        logger.warning(f"the prefix cache starts empty: its index is damaged ({result})")
+    return result == "ok" and index_format == _INDEX_FORMAT
 
 
 def _keep_out_of_backups(path: Path) -> None:
