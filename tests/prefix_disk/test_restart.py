@@ -3,7 +3,6 @@
 The oracle is an engine that computes everything, and mlx-lm which runs each request alone.
 """
 
-import asyncio
 import errno
 import random
 from functools import partial
@@ -18,7 +17,6 @@ from tests.support.engine.pool_accounts import check_accounts, check_slots
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import envs
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.engine.async_engine import AsyncEngine
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.llm import LLM
 from vllm_metal_lite.model import loader
@@ -197,7 +195,8 @@ def test_an_interrupt_during_a_restore(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         tiny.run(again)
     monkeypatch.setattr(BlockBytes, "write", write)
-    assert tiny.tokens_of([tiny.run(again)["a"]]) == expected[:1]
+    output = tiny.run(again)["a"]
+    assert (tiny.tokens_of([output]), output.num_restored_tokens) == (expected[:1], 56)
     assert tiny.tokens_of(serve(again, [LONG])) == expected[:1]
 
 
@@ -315,20 +314,17 @@ def test_a_full_disk_costs_nothing_but_the_cache(monkeypatch, caplog):
     assert "No space left on device" in caplog.text
 
 
-def test_an_error_while_the_engine_rests_ends_no_thread_and_no_call(monkeypatch, caplog):
-    error = RuntimeError("no memory for a copy")
-    monkeypatch.setattr(PrefixDisk, "rest", Mock(side_effect=error))
-    served, expected = AsyncEngine(start("llama")), tiny.alone(tiny.native("llama"), LONG, 8)
-
-    async def answer() -> list[int]:
-        return tiny.tokens_of([output async for output in served.generate(LONG, GREEDY)])[-1]
-
-    try:
-        for _ in range(2):  # each answer is followed by a rest
-            assert asyncio.run(asyncio.wait_for(answer(), 300)) == expected
-    finally:
-        served.shutdown()
-    assert "work on cached prefixes failed in a pause: no memory for a copy" in caplog.text
+@pytest.mark.parametrize(
+    ("of", "method"), [(BlockBytes, "read"), (BlockBytes, "write"), (folder.Folder, "read")]
+)
+def test_an_error_of_the_cache_fails_no_request(monkeypatch, caplog, of, method):
+    again, _ = restarted("llama")
+    monkeypatch.setattr(of, method, Mock(side_effect=MemoryError("no room for a copy")))
+    prompts = [LONG, OTHER, OTHER]  # the first is read from the disk, the last is written
+    expected = [tiny.alone(tiny.native("llama"), prompt, 8) for prompt in prompts]
+    assert tiny.tokens_of(serve(again, prompts)) == expected
+    assert "no room for a copy" in caplog.text
+    assert again.metrics()["prefix_disk_errors"] == 1
 
 
 def test_a_folder_that_cannot_be_used_costs_nothing_but_the_cache(tmp_path, caplog):

@@ -1,6 +1,5 @@
 """The synchronous engine: queues requests, runs steps, reports outputs."""
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -20,7 +19,7 @@ from vllm_metal_lite.engine.no_prefix_disk import NoPrefixDisk
 from vllm_metal_lite.engine.prompt_ids import Prompt
 from vllm_metal_lite.engine.seats import Seats
 from vllm_metal_lite.engine.steps_in_flight import StepsInFlight
-from vllm_metal_lite.errors import ConfigError, RequestError, one_line, show
+from vllm_metal_lite.errors import ConfigError, RequestError, show
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.outputs import RequestOutput
@@ -37,8 +36,6 @@ from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler import Scheduler
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 from vllm_metal_lite.speculation.speculator import Speculator
-
-logger = logging.getLogger(__name__)
 
 
 class LLMEngine:
@@ -225,17 +222,10 @@ class LLMEngine:
             raise
 
     def rest(self) -> bool:
-        """Do a little work that can wait for a pause; returns whether more is left.
-
-        An error is logged, not raised: it concerns no request.
-        """
+        """Do a little work that can wait for a pause; returns whether more is left."""
         if self._requests or self.in_flight.outputs:
             return False
-        try:
-            return self.prefix_disk.rest()
-        except Exception as e:
-            logger.warning(f"work on cached prefixes failed in a pause: {one_line(e)}")
-            return False
+        return self.prefix_disk.rest()
 
     @property
     def requests_at_fault(self) -> list[str]:

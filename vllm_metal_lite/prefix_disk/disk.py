@@ -53,6 +53,7 @@ class PrefixDisk:
         self, folder: Folder, digest: bytes, scheduler: Scheduler, store: PagedStore
     ) -> None:
         self.folder = folder
+        self._num_errors = 0
         self.blocks = BlockBytes(store)
         self.parts = Parts(scheduler.kv, digest, self.blocks.sizes)
         self.writer = Writer(self.folder, self.parts, self.blocks)
@@ -85,12 +86,19 @@ class PrefixDisk:
 
     def between_steps(self) -> None:
         """Copy blocks from and to the store.  No step is in flight."""
-        if self.wants_a_pause:
+        if not self.wants_a_pause:
+            return
+        try:
             mx.synchronize()
             with closing(self.blocks):
                 if self.writer.is_ready:
                     self.writer.copy()
                 self.reader.advance()
+        except Exception as e:  # such as no memory for a copy: a cache may fail no request
+            logger.warning(f"the prefix cache leaves out some prefixes: {one_line(e)}")
+            self._num_errors += 1
+            self.writer.clear()
+            self.reader.stop()
 
     def rest(self) -> bool:
         """Continue to copy while there are no requests; returns whether work is left."""
@@ -110,8 +118,9 @@ class PrefixDisk:
         self.parts.digest = os.urandom(16)  # a restart finds the files again
 
     def metrics(self) -> dict[str, int]:
+        num_errors = self._num_errors + self.writer.num_errors + self.folder.num_bad
         return {
             "prefix_disk_restored_tokens": self.reader.num_tokens,
             "prefix_disk_written_bytes": self.writer.num_bytes,
-            "prefix_disk_errors": self.writer.num_errors + self.folder.num_bad,
+            "prefix_disk_errors": num_errors,
         }

@@ -127,8 +127,8 @@ class Reader:
 
     def _start(self, request: Request) -> None:
         """Begin to read a request's prefix, if there is room for it."""
-        restore = self._restore_of(request, self._kv.find_prefix(request))
         request.wants_restore = False
+        restore = self._restore_of(request, self._kv.find_prefix(request))
         if restore is not None:
             restore.places = self._parts.claim(restore.needed, self._scheduler.spare_blocks())
             if restore.places:
@@ -138,14 +138,15 @@ class Reader:
     def _copy_arrived(self, restore: Restore) -> None:
         """Copy the parts that were read; end the restore if it is done or must stop."""
         while restore.reads and restore.reads[0][1].done():
-            part, reading = restore.reads.popleft()
-            data, seconds = (None, 0.0) if reading.exception() else reading.result()
+            part, reading = restore.reads[0]
+            data, seconds = reading.result()
             if data is None:  # the prefix ends here
                 self.stop()
                 return
             place = restore.places[part]
             self._store.write(part.group, place, data)
             self._parts.publish(part, place)
+            restore.reads.popleft()  # last: Ctrl-C may interrupt a copy
             restore.num_reads += 1
             restore.num_bytes += len(data)
             restore.seconds += seconds
