@@ -34,7 +34,7 @@ def test_verify_drops_bad_files(folder, capsys):
     assert main(["cache", "verify"]) == 0
     folder.path_of(KEYS[1]).write_bytes(b"bad")
     assert main(["cache", "verify"]) == 1
-    assert "good: 2, dropped: 1" in capsys.readouterr().out
+    assert "good: 2, bad: 1" in capsys.readouterr().out
     assert not folder.path_of(KEYS[1]).exists()
 
 

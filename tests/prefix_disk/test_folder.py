@@ -88,8 +88,8 @@ def check(path: Path, quota: int = QUOTA) -> int:
         data = folder.read(known, SIZE)
         assert data is None or data == content(known)
         good += data is not None
-    _, dropped = folder.verify()
-    assert dropped == folder.num_bad == 0
+    _, num_bad = folder.verify()
+    assert num_bad == folder.num_errors == 0
     (counted,) = folder._db.execute("SELECT SUM(bytes) FROM files").fetchone()
     assert (counted or 0) == good * TAKEN
     close(folder)
@@ -193,13 +193,14 @@ def test_foreign_files_are_dropped(tmp_path):
 
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO])
 def test_a_file_that_cannot_be_read_now_is_kept_for_the_next_engine(tmp_path, monkeypatch, error):
-    folder = folder_at(tmp_path / "x")
+    folder, other = folder_at(tmp_path / "x"), folder_at(tmp_path / "x")
     write(folder, 1)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", Mock(side_effect=OSError(error, os.strerror(error))))
-        assert folder.read(key(1), SIZE) is None
-    assert key(1) not in folder.known
-    assert folder.num_bad == 0
+        assert folder.verify() == (0, 1)
+    write(other, 2)
+    folder.refresh()
+    assert (folder.known, folder.unreadable) == ({key(2)}, {key(1)})
     close(folder)
     assert folder_at(tmp_path / "x").read(key(1), SIZE) == content(key(1))
 

@@ -18,7 +18,9 @@ def test_the_rest_of_a_prefix_that_cannot_be_used_is_left_out():
         written.extend(key for key, _ in files)
         return 1
 
-    folder = SimpleNamespace(known=(), refresh=lambda: None, use=use, write=write)
+    folder = SimpleNamespace(
+        known=(), unreadable=(b"e",), refresh=lambda: None, use=use, write=write
+    )
     store = SimpleNamespace(read=lambda group, place: b"")
     parts = SimpleNamespace(
         kv=SimpleNamespace(block_size=16),
@@ -28,10 +30,10 @@ def test_the_rest_of_a_prefix_that_cannot_be_used_is_left_out():
     )
     writer = Writer(folder, parts, store)
     writer.add([b"a", b"b", b"c"])
-    writer.add([b"d", b"e"])
+    writer.add([b"d", b"e", b"f"])
     while writer.waiting:
         writer.flush()
         writer.copy()
     writer.flush()
-    assert written == [b"d", b"e"]
+    assert written == [b"d", b"f"]
     assert writer.num_errors == 1

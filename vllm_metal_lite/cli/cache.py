@@ -9,7 +9,7 @@ from vllm_metal_lite.prefix_disk.folder import Folder
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command `cache`; 1 if files were dropped."""
+    """Run the command `cache`; 1 if files are bad."""
     path = envs.prefix_folder()
     if not path.exists():
         print(f"no prefixes are kept in {path}")
@@ -26,9 +26,9 @@ def _run(folder: Folder, action: str) -> int:
         print(f"cleared {folder.path}")
         return 0
     if action == "verify":
-        good, dropped = folder.verify()
-        print(f"good: {good:,}, dropped: {dropped:,}")
-        return 1 if dropped else 0
+        good, bad = folder.verify()
+        print(f"good: {good:,}, bad: {bad:,}")
+        return 1 if bad else 0
     models = folder.models()
     for name, num_files, num_bytes in models:
         print(f"{size_text(num_bytes):>10}  {num_files:>7,} files  {name}")

@@ -118,7 +118,7 @@ class PrefixDisk:
         self.parts.digest = os.urandom(16)  # a restart finds the files again
 
     def metrics(self) -> dict[str, int]:
-        num_errors = self._num_errors + self.writer.num_errors + self.folder.num_bad
+        num_errors = self._num_errors + self.writer.num_errors + self.folder.num_errors
         return {
             "prefix_disk_restored_tokens": self.reader.num_tokens,
             "prefix_disk_written_bytes": self.writer.num_bytes,

@@ -75,7 +75,8 @@ class Folder:
     """Files by key, at most `quota` bytes of them, temporary files and rows of the index included.
 
     model: its name in `models`, for people; keys of two models never meet.
-    known: the keys; changes by other processes appear after `refresh`.
+    known: the keys; changes by other processes appear after `refresh`.  unreadable: keys left to a
+    later engine, because the disk could not read them.
     Any thread may call any method, but only one thread may call `use` and `write`.  Methods raise
     sqlite3.Error and OSError.
     """
@@ -86,7 +87,8 @@ class Folder:
     def __init__(self, path: Path, quota: int, model: str = "") -> None:
         self.path, self.quota = path, quota
         self.known: set[bytes] = set()
-        self.num_bad = 0
+        self.unreadable: set[bytes] = set()
+        self.num_errors = 0
         self._model = model[-100:]
         self._uses: dict[bytes, int] = {}  # by key, of the chain used last
         self._version = -1
@@ -136,8 +138,8 @@ class Folder:
         with self._thread_lock:
             (version,) = self._db.execute("PRAGMA data_version").fetchone()
             if version != self._version:
-                self._version = version
-                self.known = {key for (key,) in self._db.execute("SELECT key FROM files")}
+                keys = {key for (key,) in self._db.execute("SELECT key FROM files")}
+                self.known, self._version = keys - self.unreadable, version
 
     # Files
 
@@ -157,10 +159,13 @@ class Folder:
         except ValueError as e:
             logger.warning(f"the prefix cache drops {path}: {e}")
             with self._locked(), self._db:
-                self.num_bad += 1
+                self.num_errors += 1
                 self._remove(key)
         except OSError as e:  # such as too many open files: a later engine may read it
-            self.known.discard(key)
+            with self._thread_lock:
+                self.num_errors += 1
+                self.unreadable.add(key)
+                self.known.discard(key)
             logger.warning(f"the prefix cache cannot read {path}: {e}")
         return None
 
@@ -242,18 +247,18 @@ class Folder:
             ).fetchall()
 
     def verify(self) -> tuple[int, int]:
-        """Read every file, and drop what is bad or foreign; returns (good, dropped)."""
+        """Read every file; returns (good, bad).  Drops files that are damaged or foreign."""
         self.refresh()
-        before = self.num_bad
+        before = self.num_errors
         good = sum(self.read(key, None) is not None for key in list(self.known))
-        dropped = self.num_bad - before
+        bad = self.num_errors - before
         with self._locked():
             names = {key.hex() for (key,) in self._db.execute("SELECT key FROM files")}
             for file in self._files():
                 if file.name not in names:
                     file.unlink()
-                    dropped += 1
-        return good, dropped
+                    bad += 1
+        return good, bad
 
     def clear(self) -> None:
         """Remove all files."""

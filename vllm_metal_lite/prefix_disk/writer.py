@@ -60,7 +60,8 @@ class Writer:
         while parts and num_bytes < _COPIED:
             part = parts.popleft()
             place = self._parts.place_of(part)
-            if place is not None and part.key not in self._folder.known:
+            is_kept = part.key in self._folder.known or part.key in self._folder.unreadable
+            if place is not None and not is_kept:
                 files.append((part.key, self._store.read(part.group, place)))
                 num_bytes += part.num_bytes
         self._work = self._thread.submit(self._write, chain, files)
