@@ -35,8 +35,7 @@ class Writer:
         self.waiting: deque[deque[Part]] = deque()
         self._is_new = True  # whether nothing of the first prefix was copied
         self._thread = ThreadPoolExecutor(1, "prefix-disk-writer")
-        self._work = self._thread.submit(folder.refresh)
-        self._is_failing = False
+        self._work = self._thread.submit(self._write, [], [])
 
     def add(self, names: Sequence[bytes]) -> None:
         """Write a prefix, or count it as used."""
@@ -51,7 +50,7 @@ class Writer:
 
     def copy(self) -> None:
         """Copy blocks of the first prefix for the thread."""
-        if self._is_failing and not self._is_new:  # the rest of this prefix is left out
+        if not self._is_new and not self._work.result():  # the rest of this prefix is left out
             self.waiting.popleft()
             self._is_new = True
             return
@@ -69,24 +68,26 @@ class Writer:
         if not parts:
             self.waiting.popleft()
 
-    def _write(self, chain: Sequence[bytes], files: Sequence[tuple[bytes, memoryview]]) -> None:
+    def _write(self, chain: Sequence[bytes], files: Sequence[tuple[bytes, memoryview]]) -> bool:
+        """Returns whether the rest of the prefix is worth a copy: no error, and room for all."""
+        num_bytes = 0
         try:
+            self._folder.refresh()
             if chain:
-                self._folder.refresh()
                 self._folder.use(chain)
             if files:
-                self.num_bytes += self._folder.write(files)
-                self._is_failing = False
+                num_bytes = self._folder.write(files)
         except (sqlite3.Error, OSError) as e:
             self.num_errors += 1
-            if not self._is_failing:  # one line until it works again
-                logger.warning(f"the prefix cache cannot write: {one_line(e)}")
-            self._is_failing = True
+            logger.warning(f"the prefix cache cannot use its folder: {one_line(e)}")
+            return False
+        self.num_bytes += num_bytes
+        return num_bytes == sum(len(data) for _, data in files)
 
     def refresh(self) -> None:
-        """Learn what other processes wrote, unless the thread is writing."""
-        if self._work.done():
-            self._work = self._thread.submit(self._folder.refresh)
+        """Learn what other processes wrote, unless `copy` will do so."""
+        if self._work.done() and not self.waiting:
+            self._work = self._thread.submit(self._write, [], [])
 
     def clear(self) -> None:
         """Drop the prefixes that are not copied yet."""
