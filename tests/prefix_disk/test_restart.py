@@ -375,7 +375,31 @@ def test_one_slow_restore_does_not_turn_the_disk_off(monkeypatch):
     again.add_request("a", LONG, GREEDY)
     while reader.restore is None:
         again.step()
-    reader.restore.begun -= 5
+    reader.restore.deadline -= 5
     tiny.run(again)
     assert reader.num_tokens == 56
     assert reader._read_speed > fast / 2
+
+
+def test_a_disk_that_hangs_is_left_out_for_some_requests(monkeypatch):
+    again, expected = restarted("llama")
+    reader, allowed, read = again.prefix_disk.reader, Event(), folder.Folder.read
+    monkeypatch.setattr(
+        folder.Folder, "read", lambda self, *args: allowed.wait() and read(self, *args)
+    )
+    fast = reader._read_speed
+    again.add_request("a", LONG, GREEDY)
+    while reader.restore is None:
+        again.step()
+    reader.restore.deadline -= 1000
+    assert tiny.tokens_of([tiny.run(again)["a"]]) == expected[:1]
+    assert reader._read_speed == fast / 2
+    allowed.set()
+    monkeypatch.setattr(Reader, "_is_faster", IS_FASTER)
+    reader._read_speed = sum(file.stat().st_size for file in files_of(again)) / 56 / 1.05
+    restored = []
+    for _ in range(8):
+        reader._compute_speed = 1.0
+        again.scheduler.reset_prefix_cache()
+        restored += [output.num_restored_tokens for output in serve(again, [LONG])]
+    assert restored[0] == 0 < restored[-1]

@@ -8,8 +8,7 @@ request is admitted with an ordinary hit.
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from vllm_metal_lite.prefix_disk.block_bytes import BlockBytes
@@ -28,6 +27,8 @@ _READ_AHEAD = 256 << 20
 _PATIENCE = 10.0
 # Assumed until measured: bytes and tokens a second.
 _READ_SPEED, _COMPUTE_SPEED = 5e8, 300.0
+# The factor for each request that is computed instead, so that a slow disk is tried again.
+_DRIFT = 1.01
 
 
 # What a file holds, None if it is bad or gone; and the seconds of reading it.
@@ -39,20 +40,21 @@ class Restore:
     """One prefix.  The restore owns the blocks of all parts until its end, so that none is evicted.
 
     num_tokens: the tokens that the disk adds.  needed: all parts of the prefix.  unread: the files
-    of the parts that are not in memory, until a thread reads them.  places: the block or slot of
-    each part.  num_reads, num_bytes, seconds: of the files read; the sum over all threads.
+    of the parts that are not in memory, until a thread reads them.  deadline: the time (monotonic)
+    when the restore is late.  places: the block or slot of each part.  num_reads, num_bytes,
+    seconds: of the files read; the sum over all threads.
     """
 
     request: Request
     num_tokens: int
     needed: Sequence[Part]
     unread: deque[Part]
+    deadline: float
     reads: deque[tuple[Part, Future[Reading]]] = field(default_factory=deque)
     places: dict[Part, int] = field(default_factory=dict)
     num_reads: int = 0
     num_bytes: int = 0
     seconds: float = 0.0
-    begun: float = field(default_factory=time.monotonic)
 
 
 class Reader:
@@ -94,8 +96,12 @@ class Reader:
         needed = list(parts.of(names[:length]))
         unread = deque(p for p in needed if p.num_bytes and parts.place_of(p) is None)
         num_bytes = sum(part.num_bytes for part in unread)
-        is_faster = self._is_faster(num_bytes, num_tokens)
-        return Restore(request, num_tokens, needed, unread) if is_faster else None
+        if not self._is_faster(num_bytes, num_tokens):
+            if self._read_speed < _READ_SPEED:
+                self._read_speed *= _DRIFT
+            return None
+        deadline = time.monotonic() + num_tokens / self._compute_speed + _PATIENCE
+        return Restore(request, num_tokens, needed, unread, deadline)
 
     def _is_faster(self, num_bytes: int, num_tokens: int) -> bool:
         return num_bytes / self._read_speed < num_tokens / self._compute_speed
@@ -174,8 +180,7 @@ class Reader:
     def _must_stop(self, restore: Restore) -> bool:
         """Whether its request has ended, it takes too long, or running requests need its blocks."""
         has_ended = restore.request.status is RequestStatus.FINISHED
-        computing = restore.num_tokens / self._compute_speed
-        is_late = time.monotonic() > restore.begun + computing + _PATIENCE
+        is_late = time.monotonic() > restore.deadline
         return is_late or has_ended or self._kv.num_available < self._scheduler.num_running
 
     def stop(self) -> None:
@@ -184,7 +189,9 @@ class Reader:
             for _, data in restore.reads:
                 data.cancel()
             self._parts.release(restore.places)
-            if restore.num_reads:
+            if time.monotonic() > restore.deadline:
+                self._read_speed /= 2
+            elif restore.num_reads:
                 at_once = min(restore.num_reads, _THREADS)
                 speed = at_once * restore.num_bytes / max(restore.seconds, 1e-6)
                 self._read_speed = _smooth(self._read_speed, speed)
@@ -194,8 +201,7 @@ class Reader:
     def wait(self) -> None:
         """Wait a moment for the next bytes."""
         if self.restore is not None and self.restore.reads:
-            with suppress(TimeoutError):
-                self.restore.reads[0][1].exception(0.05)
+            wait([self.restore.reads[0][1]], 0.05)
 
 
 def _smooth(speed: float, newest: float) -> float:
