@@ -225,6 +225,8 @@ def test_a_restore_that_nobody_wants_any_more_leaves_nothing(how):
         again.reset_prefix_cache()
         output = tiny.run(again)["a"]
         assert (tiny.tokens_of([output]), output.num_cached_tokens) == (expected[:1], 0)
+        serve(again, [OTHER, OTHER])
+        assert again.metrics()["prefix_disk_written_bytes"] == 0
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ writes that nobody reads wear a disk.
 """
 
 import logging
-import os
+import sys
 from contextlib import closing
 
 from vllm_metal_lite import backend, envs
@@ -112,10 +112,10 @@ class PrefixDisk:
         self.reader.wait()
 
     def reset(self) -> None:
-        """Ignore what was kept so far, as the cache in memory does after a reset."""
+        """Neither read nor write until a restart, which finds the files again."""
         self.writer.clear()
         self.reader.stop()
-        self.parts.digest = os.urandom(16)  # a restart finds the files again
+        self.parts.min_tokens = sys.maxsize
 
     def metrics(self) -> dict[str, int]:
         num_errors = self._num_errors + self.writer.num_errors + self.folder.num_errors
