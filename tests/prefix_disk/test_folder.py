@@ -113,7 +113,9 @@ def test_what_is_written_is_read_after_a_restart(tmp_path):
 
 def test_nobody_else_may_read(tmp_path):
     path = tmp_path / "x.noindex"
+    path.mkdir(0o700)  # by a process that was killed then
     write(folder_at(path), 1, 2)
+    assert (path / "CACHEDIR.TAG").exists()
     modes = {p: stat.S_IMODE(p.stat().st_mode) for p in path.rglob("*")}
     for p, mode in modes.items():
         assert p.name == "CACHEDIR.TAG" or mode == (0o700 if p.is_dir() else 0o600)
@@ -290,3 +292,6 @@ def test_a_folder_of_100_000_files_opens(tmp_path):
     assert len(folder.known) == 100_000
     assert folder.read(key(5), SIZE) is None
     assert len(folder.known) == 99_999
+    with folder._db:
+        folder._db.execute("DELETE FROM files")
+    assert (path / "index.db").stat().st_size < 10 * 4096

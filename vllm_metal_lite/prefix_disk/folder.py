@@ -35,8 +35,9 @@ _INDEX_FORMAT = 2
 _LONGEST_WAIT = 10.0
 
 File = tuple[bytes, bytes | memoryview]  # the key, and what the file holds
-# used: larger is later.
+# used: larger is later.  auto_vacuum: the index shrinks when files are removed.
 _TABLES = f"""
+PRAGMA auto_vacuum = FULL;
 CREATE TABLE files (key BLOB PRIMARY KEY, model TEXT, bytes INTEGER, used INTEGER) WITHOUT ROWID;
 CREATE INDEX by_use ON files (used, bytes);
 PRAGMA user_version = {_INDEX_FORMAT};
@@ -92,10 +93,11 @@ class Folder:
         self._model = model[-100:]
         self._uses: dict[bytes, int] = {}  # by key, of the chain used last
         self._version = -1
-        if not path.exists():
-            path.mkdir(0o700, parents=True, exist_ok=True)
-            (path / "CACHEDIR.TAG").write_text("Signature: 8a477f597d28d172789f06886806bc55\n")
+        path.mkdir(0o700, parents=True, exist_ok=True)
+        tag = path / "CACHEDIR.TAG"
+        if not tag.exists():
             _keep_out_of_backups(path)
+            tag.write_text("Signature: 8a477f597d28d172789f06886806bc55\n")
         (path / "tmp").mkdir(0o700, exist_ok=True)
         self._new = path / "tmp" / "new"
         self._thread_lock = threading.Lock()
