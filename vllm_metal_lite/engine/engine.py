@@ -66,7 +66,7 @@ class LLMEngine:
         # Before anything is fused: the folder knows a model by its weights.
         kept = None if disk is None else disk.attach(model, self.scheduler, store)
         self.prefix_disk = NoPrefixDisk() if kept is None else kept
-        self.scheduler.holds = self.prefix_disk.holds
+        self.scheduler.must_wait = self.prefix_disk.must_wait
         sampler = Sampler(seats, model.vocab_size)
         runner = build_runner(model, store, sampler, config.attention)
         self.inputs = InputBatch(seats, self.max_model_len, size, len(self.kv_groups))
@@ -281,7 +281,7 @@ class LLMEngine:
             reports[answer.result.request_id] = answer.result
         num_dropped = answers[: output.num_decodes].count(None)
         self._counts.add(output, num_accepted, num_dropped)
-        self.prefix_disk.note(output)
+        self.prefix_disk.step_finished(output)
         if self.on_step is not None:
             self.on_step(output)
         self.failed_steps.succeeded(output)

@@ -1,8 +1,8 @@
 """Keeps cached prefixes of an engine on the disk; requests get them through the cache in memory.
 
 Prefixes are written when they are used a second time; so is the prefix before the first checkpoint
-that a caller names.  Evicted blocks are not written for their own sake: most were used once, and
-writes that nobody reads wear a disk.
+that a caller names.  Eviction writes nothing: most blocks were used once, and writes that nobody
+reads wear a disk.
 """
 
 import logging
@@ -60,14 +60,14 @@ class PrefixDisk:
         self.reader = Reader(self.folder, self.parts, self.blocks, scheduler)
         self.description = f"kept in {folder.path}, at most {size_text(folder.quota)}"
 
-    def holds(self, request: Request, hit: PrefixHit) -> bool:
+    def must_wait(self, request: Request, hit: PrefixHit) -> bool:
         """Whether a request waits for a read from the disk.  hit: its prefix in memory."""
         if request.wants_restore is None:
             self.writer.refresh()
             request.wants_restore = self.reader.wants(request, hit)
         return request.wants_restore
 
-    def note(self, output: SchedulerOutput) -> None:
+    def step_finished(self, output: SchedulerOutput) -> None:
         """Learn from a completed step: which prefixes are used again, and how fast it was."""
         self.reader.learn(output)
         for segment in output.segments[output.num_decodes :]:

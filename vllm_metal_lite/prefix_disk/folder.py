@@ -5,14 +5,15 @@ counts the bytes of a file before it creates the file, and removes a file before
 it.  So a process that is killed at any moment leaves fewer bytes than it counted: a temporary file,
 which the next process removes, and rows without files, which are dropped when they are read.
 
-A counter orders the uses of files, because a clock may jump.  A chain of blocks is used at once,
-and its last block is removed first: a block is useless without those before it.
+A counter orders the uses of files, because a clock may jump.  All blocks of a chain are marked as
+used together.  The last one is evicted first: a block is useless without those before it.
 
 A file holds one block of one KV group, or one checkpoint.  So the rules of the cache in memory
 (hits, windows, least recently used) apply as they are.
 """
 
 import logging
+import math
 import os
 import shutil
 import sqlite3
@@ -105,7 +106,7 @@ class Folder:
         with self._locked():
             self._db = self._open_index()
             with self._db:
-                self._make_room(0, None)
+                self._make_room(0)
         self.refresh()
 
     def _connect(self, name: str) -> sqlite3.Connection:
@@ -182,13 +183,13 @@ class Folder:
     def write(self, files: Sequence[File]) -> int:
         """Write files of the chain used last, in its order; returns how many bytes it wrote.
 
-        It stops where only files of this chain could make room.
+        It stops before it would evict files of this chain.
         """
         num_bytes = 0
         with self._locked():
-            counted = self._count(files)
+            new = self._reserve(files)
             try:
-                for key, data in counted:
+                for key, data in new:
                     path = self.path_of(key)
                     path.parent.mkdir(0o700, exist_ok=True)
                     write_file(self._new, key, data)
@@ -198,15 +199,15 @@ class Folder:
             except OSError:
                 self._new.unlink(missing_ok=True)
                 with self._db:
-                    for key, _ in counted:
+                    for key, _ in new:
                         if key not in self.known:
                             self._remove(key)
                 raise
         return num_bytes
 
-    def _count(self, files: Sequence[File]) -> list[File]:
-        """Count files that are to be written; returns those that are new and fit."""
-        counted, first = [], min(self._uses.values())
+    def _reserve(self, files: Sequence[File]) -> list[File]:
+        """Reserve quota for new files; returns those that fit."""
+        new, first = [], min(self._uses.values())
         with self._db as db:
             free = shutil.disk_usage(self.path).free - self.free_margin
             for key, data in files:
@@ -218,16 +219,19 @@ class Folder:
                 if free < 0 or not self._make_room(size, first):
                     break
                 db.execute("INSERT INTO files VALUES (?, ?, ?, ?)", row)
-                counted.append((key, data))
-        return counted
+                new.append((key, data))
+        return new
 
-    def _make_room(self, size: int, before: int | None) -> bool:
-        """Remove the files used least recently, and before `before`, until `size` bytes fit."""
+    def _make_room(self, size: int, before: float = math.inf) -> bool:
+        """Evict least recently used files until `size` more bytes fit.
+
+        before: files used at or after it stay.  False: not enough room.
+        """
         (total,) = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()
-        oldest = "SELECT key, bytes, used FROM files ORDER BY used LIMIT 1"
+        oldest = "SELECT key, bytes FROM files WHERE used < ? ORDER BY used LIMIT 1"
         while total + size > self.quota:
-            row = self._db.execute(oldest).fetchone()
-            if row is None or (before is not None and row[2] >= before):
+            row = self._db.execute(oldest, (before,)).fetchone()
+            if row is None:
                 return False
             self._remove(row[0])
             total -= row[1]
@@ -265,7 +269,7 @@ class Folder:
     def clear(self) -> None:
         """Remove all files."""
         with self._locked(), self._db:
-            self._make_room(self.quota + 1, None)
+            self._make_room(self.quota + 1)
 
     def _files(self) -> list[Path]:
         return [file for file in self.path.glob("*/*") if file.is_file()]
