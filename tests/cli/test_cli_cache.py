@@ -1,7 +1,7 @@
 """The command `cache`."""
 
 import errno
-from sqlite3 import OperationalError
+from sqlite3 import Error
 from unittest.mock import Mock
 
 import pytest
@@ -51,14 +51,9 @@ def test_without_a_folder(monkeypatch, tmp_path, capsys):
     assert not envs.prefix_folder().exists()
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        lambda path: OSError(errno.EIO, "is locked", str(path)),
-        lambda _: OperationalError("is locked"),
-    ],
-)
-def test_a_folder_that_cannot_be_read_is_named(folder, monkeypatch, capfd, error):
-    monkeypatch.setattr(Folder, "models", Mock(side_effect=error(folder.path)))
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "refused", "x"), Error("refused")])
+def test_an_error_of_the_folder_is_one_line(folder, monkeypatch, capfd, error):
+    monkeypatch.setattr(Folder, "models", Mock(side_effect=error))
     assert main(["cache"]) == 1
-    assert capfd.readouterr().err == f"error: {folder.path}: is locked\n"
+    path = "x" if isinstance(error, OSError) else folder.path
+    assert capfd.readouterr().err == f"error: {path}: refused\n"

@@ -307,10 +307,8 @@ def test_a_full_disk_costs_nothing_but_the_cache(monkeypatch, caplog):
     full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(folder, "write_file", full)
     engine = start("llama")
-    assert (
-        tiny.tokens_of(serve(engine, PROMPTS))[:2]
-        == [tiny.alone(tiny.native("llama"), LONG, 8)] * 2
-    )
+    expected = [tiny.alone(tiny.native("llama"), LONG, 8)] * 2
+    assert tiny.tokens_of(serve(engine, PROMPTS)[:2]) == expected
     assert not engine.prefix_disk.folder.known
     assert not engine.prefix_disk.folder.models()
     assert "No space left on device" in caplog.text
@@ -346,14 +344,6 @@ def test_the_prefix_before_a_named_checkpoint_is_kept_at_its_first_use():
     assert output.num_cached_tokens == 24
 
 
-def test_reading_that_takes_longer_than_computing_is_left_out():
-    of = start("llama").prefix_disk.reader
-    of._read_speed, of._compute_speed = 1e9, 1e3
-    is_faster = IS_FASTER.__get__(of)
-    assert is_faster(10**9, 2000)
-    assert not is_faster(10**9, 500)
-
-
 def test_only_counting_blocks_are_missing(monkeypatch):
     """Without attention layers, blocks only count tokens, and have no files."""
     monkeypatch.setattr(Reader, "_is_faster", IS_FASTER)
@@ -369,34 +359,23 @@ def test_only_counting_blocks_are_missing(monkeypatch):
     assert tiny.tokens_of(serve(engine, [long, LONG])) == [expected[2], expected[0]]
 
 
-def test_one_slow_restore_does_not_turn_the_disk_off(monkeypatch):
-    """Steps of other requests, which delay the copies, are no time of reading."""
+@pytest.mark.parametrize(("late", "least", "most"), [(5, 0.7, 100), (1000, 0.5, 0.5)])
+def test_a_restore_longer_than_computing_halves_the_speed(late, least, most):
+    """Steps of other requests, which delay the copies a little, are no time of reading."""
     again, _ = restarted("llama")
     reader = again.prefix_disk.reader
     fast = reader._read_speed
     again.add_request("a", LONG, GREEDY)
     while reader.restore is None:
         again.step()
-    reader.restore.deadline -= 5
+    reader.restore.deadline -= late
     tiny.run(again)
-    assert reader.num_tokens == 56
-    assert reader._read_speed > fast / 2
+    assert least * fast <= reader._read_speed <= most * fast
 
 
-def test_a_disk_that_hangs_is_left_out_for_some_requests(monkeypatch):
-    again, expected = restarted("llama")
-    reader, allowed, read = again.prefix_disk.reader, Event(), folder.Folder.read
-    monkeypatch.setattr(
-        folder.Folder, "read", lambda self, *args: allowed.wait() and read(self, *args)
-    )
-    fast = reader._read_speed
-    again.add_request("a", LONG, GREEDY)
-    while reader.restore is None:
-        again.step()
-    reader.restore.deadline -= 1000
-    assert tiny.tokens_of([tiny.run(again)["a"]]) == expected[:1]
-    assert reader._read_speed == fast / 2
-    allowed.set()
+def test_reading_that_takes_longer_than_computing_is_left_out_but_tried_again(monkeypatch):
+    again, _ = restarted("llama")
+    reader = again.prefix_disk.reader
     monkeypatch.setattr(Reader, "_is_faster", IS_FASTER)
     reader._read_speed = sum(file.stat().st_size for file in files_of(again)) / 56 / 1.05
     restored = []

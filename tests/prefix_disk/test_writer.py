@@ -2,13 +2,15 @@
 
 import sqlite3
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 from vllm_metal_lite.prefix_disk.parts import Part
 from vllm_metal_lite.prefix_disk.writer import Writer
 
 
 def test_the_rest_of_a_prefix_that_cannot_be_kept_is_left_out():
-    written, errors = [], [sqlite3.OperationalError("locked")] * 2  # of a refresh, and of a prefix
+    written, warnings = [], []
+    errors = [sqlite3.OperationalError("locked")] * 2  # of a refresh, and of a prefix
 
     def refresh():
         if errors:
@@ -18,9 +20,8 @@ def test_the_rest_of_a_prefix_that_cannot_be_kept_is_left_out():
         written.extend(key for key, _ in files)
         return sum(len(data) for key, data in files if key != b"d")  # has no room
 
-    folder = SimpleNamespace(
-        known=(), unreadable=(b"h",), refresh=refresh, use=lambda chain: None, write=write
-    )
+    folder = SimpleNamespace(known=(), unreadable=(b"h",), refresh=refresh, write=write)
+    folder.use, folder.warn = Mock(), warnings.append
     store = SimpleNamespace(read=lambda group, place: b"rows")
     parts = SimpleNamespace(
         kv=SimpleNamespace(block_size=16),
@@ -37,4 +38,4 @@ def test_the_rest_of_a_prefix_that_cannot_be_kept_is_left_out():
         writer.copy()
     writer.flush()
     assert written == [b"d", b"g", b"i"]
-    assert writer.num_errors == 2
+    assert warnings == ["cannot write: locked"] * 2

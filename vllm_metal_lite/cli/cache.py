@@ -15,22 +15,19 @@ def run(args: argparse.Namespace) -> int:
         print(f"no prefixes are kept in {path}")
         return 0
     try:
-        return _run(Folder(path, quota=1 << 62), args.action)  # a look must evict nothing
+        folder = Folder(path, quota=1 << 62)  # a look must evict nothing
+        if args.action == "clear":
+            folder.clear()
+            print(f"cleared {path}")
+            return 0
+        if args.action == "verify":
+            good, bad = folder.verify()
+            print(f"good: {good:,}, bad: {bad:,}")
+            return 1 if bad else 0
+        models = folder.models()
     except sqlite3.Error as e:
         raise MetalLiteError(f"{path}: {e}") from e
-
-
-def _run(folder: Folder, action: str) -> int:
-    if action == "clear":
-        folder.clear()
-        print(f"cleared {folder.path}")
-        return 0
-    if action == "verify":
-        good, bad = folder.verify()
-        print(f"good: {good:,}, bad: {bad:,}")
-        return 1 if bad else 0
-    models = folder.models()
     for name, num_files, num_bytes in models:
         print(f"{size_text(num_bytes):>10}  {num_files:>7,} files  {name}")
-    print(f"{size_text(sum(num_bytes for *_, num_bytes in models)):>10} in {folder.path}")
+    print(f"{size_text(sum(num_bytes for *_, num_bytes in models)):>10} in {path}")
     return 0

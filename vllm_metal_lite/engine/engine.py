@@ -223,9 +223,8 @@ class LLMEngine:
 
     def rest(self) -> bool:
         """Do a little work that can wait for a pause; returns whether more is left."""
-        if self._requests or self.in_flight.outputs:
-            return False
-        return self.prefix_disk.rest()
+        is_busy = self._requests or self.in_flight.outputs
+        return not is_busy and self.prefix_disk.rest()
 
     @property
     def requests_at_fault(self) -> list[str]:

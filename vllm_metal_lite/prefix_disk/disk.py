@@ -53,7 +53,6 @@ class PrefixDisk:
         self, folder: Folder, digest: bytes, scheduler: Scheduler, store: PagedStore
     ) -> None:
         self.folder = folder
-        self._num_errors = 0
         self.blocks = BlockBytes(store)
         self.parts = Parts(scheduler.kv, digest, self.blocks.sizes)
         self.writer = Writer(self.folder, self.parts, self.blocks)
@@ -86,24 +85,21 @@ class PrefixDisk:
 
     def between_steps(self) -> None:
         """Copy blocks from and to the store.  No step is in flight."""
-        if not self.wants_a_pause:
-            return
         try:
-            mx.synchronize()
-            with closing(self.blocks):
-                if self.writer.is_ready:
-                    self.writer.copy()
-                self.reader.advance()
+            if self.wants_a_pause:
+                mx.synchronize()
+                with closing(self.blocks):
+                    if self.writer.is_ready:
+                        self.writer.copy()
+                    self.reader.advance()
         except Exception as e:  # such as no memory for a copy: a cache may fail no request
-            logger.warning(f"the prefix cache leaves out some prefixes: {one_line(e)}")
-            self._num_errors += 1
+            self.folder.warn(f"leaves out some prefixes: {one_line(e)}")
             self.writer.clear()
             self.reader.stop()
 
     def rest(self) -> bool:
         """Continue to copy while there are no requests; returns whether work is left."""
-        if self.writer.waiting:
-            self.writer.flush(0.05)
+        self.writer.flush(0.05)
         self.between_steps()
         return bool(self.writer.waiting) or self.reader.restore is not None
 
@@ -118,9 +114,8 @@ class PrefixDisk:
         self.parts.min_tokens = sys.maxsize
 
     def metrics(self) -> dict[str, int]:
-        num_errors = self._num_errors + self.writer.num_errors + self.folder.num_errors
         return {
             "prefix_disk_restored_tokens": self.reader.num_tokens,
             "prefix_disk_written_bytes": self.writer.num_bytes,
-            "prefix_disk_errors": num_errors,
+            "prefix_disk_errors": self.folder.num_errors,
         }

@@ -55,12 +55,10 @@ def write_file(path: Path, key: bytes, data: bytes | memoryview) -> None:
         os.fsync(fd)
 
 
-def read_file(path: Path, key: bytes, num_bytes: int | None) -> memoryview:
-    """The num_bytes of a file; None: all.  Raises OSError, or ValueError for a bad file."""
+def read_file(path: Path, key: bytes) -> memoryview:
+    """The data of a file.  Raises OSError, or ValueError for a damaged file."""
     content = memoryview(path.read_bytes())
     data = content[_HEADER:]
-    if num_bytes is not None and len(data) != num_bytes:
-        raise ValueError("its size is wrong")
     if content[:_HEADER] != _header(key, data):
         raise ValueError("its checksum is wrong")
     return data
@@ -78,7 +76,7 @@ class Folder:
 
     model: its name in `models`, for people; keys of two models never meet.
     known: the keys; changes by other processes appear after `refresh`.  unreadable: keys left to a
-    later engine, because the disk could not read them.
+    later engine, because the disk could not read them.  num_errors: each was logged.
     Any thread may call any method, but only one thread may call `use` and `write`.  Methods raise
     sqlite3.Error and OSError.
     """
@@ -111,26 +109,36 @@ class Folder:
 
     def _connect(self, name: str) -> sqlite3.Connection:
         path = self.path / name
+        # `touch` opens only a new file.  If it closed one that another engine in this process uses,
+        # SQLite's locks would end.
         path.touch(0o600)
         return sqlite3.connect(path, timeout=_LONGEST_WAIT, check_same_thread=False)
 
     def _open_index(self) -> sqlite3.Connection:
-        # Only SQLite may open and close a file of the index: its locks of another engine in this
-        # process would end.
         db = self._connect("index.db")
-        if not _is_whole(db):
-            for old in self.path / "index.db", self.path / "index.db-journal", *self._files():
-                old.unlink(missing_ok=True)
-            db = self._connect("index.db")
-            db.executescript(_TABLES)
+        try:
+            check = "SELECT * FROM pragma_user_version, pragma_quick_check(1)"
+            found = db.execute(check).fetchone()
+        except sqlite3.OperationalError:  # such as a busy index, which may be whole
+            raise
+        except sqlite3.DatabaseError as e:
+            found = e
+        if found == (_INDEX_FORMAT, "ok"):
+            return db
+        if files := self._files():
+            logger.warning(f"the prefix cache starts empty: its index is damaged or old: {found}")
+        for old in self.path / "index.db", self.path / "index.db-journal", *files:
+            old.unlink(missing_ok=True)
+        db = self._connect("index.db")
+        db.executescript(_TABLES)
         return db
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Hold the lock of threads, then the lock of processes."""
         with self._thread_lock:
-            self._process_lock.execute("BEGIN EXCLUSIVE")
             try:
+                self._process_lock.execute("BEGIN EXCLUSIVE")
                 self._new.unlink(missing_ok=True)  # by a process that was killed
                 yield
             finally:
@@ -147,30 +155,28 @@ class Folder:
     # Files
 
     def path_of(self, key: bytes) -> Path:
-        name = key.hex()
-        return self.path / name[:2] / name
+        return self.path / key.hex()[:2] / key.hex()
 
-    def read(self, key: bytes, num_bytes: int | None) -> memoryview | None:
-        """Read num_bytes of a file (None: all); None if that fails.  Removes a corrupt file."""
+    def read(self, key: bytes) -> memoryview | None:
+        """The data of a file; None if that fails.  Removes a damaged file."""
         path = self.path_of(key)
         try:
-            return read_file(path, key, num_bytes)
-        except FileNotFoundError:
+            return read_file(path, key)
+        except (FileNotFoundError, ValueError) as e:
+            if isinstance(e, ValueError):  # others may have evicted a file that is missing
+                self.warn(f"drops {path}: {e}")
             with self._locked(), self._db:
-                if not path.exists():  # another process may have just written it
-                    self._remove(key)
-        except ValueError as e:
-            logger.warning(f"the prefix cache drops {path}: {e}")
-            with self._locked(), self._db:
-                self.num_errors += 1
                 self._remove(key)
         except OSError as e:  # such as too many open files: a later engine may read it
-            with self._thread_lock:
-                self.num_errors += 1
-                self.unreadable.add(key)
-                self.known.discard(key)
-            logger.warning(f"the prefix cache cannot read {path}: {e}")
+            self.warn(f"cannot read {path}: {e}")
+            self.unreadable.add(key)
+            self.known.discard(key)
         return None
+
+    def warn(self, message: str) -> None:
+        """Count and log an error."""
+        self.num_errors += 1
+        logger.warning(f"the prefix cache {message}")
 
     def use(self, chain: Sequence[bytes]) -> None:
         """Count the files of a chain as used just now, also those that `write` will write."""
@@ -196,13 +202,12 @@ class Folder:
                     self._new.rename(path)
                     self.known.add(key)
                     num_bytes += len(data)
-            except OSError:
+            finally:  # after an error some are missing
                 self._new.unlink(missing_ok=True)
                 with self._db:
                     for key, _ in new:
                         if key not in self.known:
                             self._remove(key)
-                raise
         return num_bytes
 
     def _reserve(self, files: Sequence[File]) -> list[File]:
@@ -223,10 +228,7 @@ class Folder:
         return new
 
     def _make_room(self, size: int, before: float = math.inf) -> bool:
-        """Evict least recently used files until `size` more bytes fit.
-
-        before: files used at or after it stay.  False: not enough room.
-        """
+        """Whether `size` more bytes fit, once the oldest files used before `before` are evicted."""
         (total,) = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()
         oldest = "SELECT key, bytes FROM files WHERE used < ? ORDER BY used LIMIT 1"
         while total + size > self.quota:
@@ -253,18 +255,16 @@ class Folder:
             ).fetchall()
 
     def verify(self) -> tuple[int, int]:
-        """Read every file; returns (good, bad).  Drops files that are damaged or foreign."""
+        """Read every file; returns (good files, errors).  Drops damaged and foreign files."""
         self.refresh()
-        before = self.num_errors
-        good = sum(self.read(key, None) is not None for key in list(self.known))
-        bad = self.num_errors - before
+        good = sum(self.read(key) is not None for key in list(self.known))
         with self._locked():
             names = {key.hex() for (key,) in self._db.execute("SELECT key FROM files")}
             for file in self._files():
                 if file.name not in names:
+                    self.warn(f"drops {file}: it is not in the index")
                     file.unlink()
-                    bad += 1
-        return good, bad
+        return good, self.num_errors
 
     def clear(self) -> None:
         """Remove all files."""
@@ -273,20 +273,6 @@ class Folder:
 
     def _files(self) -> list[Path]:
         return [file for file in self.path.glob("*/*") if file.is_file()]
-
-
-def _is_whole(db: sqlite3.Connection) -> bool:
-    """Whether an index has this format and no damage.  Raises OperationalError if it is busy."""
-    try:
-        (index_format,) = db.execute("PRAGMA user_version").fetchone()
-        (result,) = db.execute("PRAGMA quick_check(1)").fetchone()
-    except sqlite3.OperationalError:  # SQLite cannot tell now
-        raise
-    except sqlite3.DatabaseError as e:
-        result = str(e)
-    if result != "ok":
-        logger.warning(f"the prefix cache starts empty: its index is damaged ({result})")
-    return result == "ok" and index_format == _INDEX_FORMAT
 
 
 def _keep_out_of_backups(path: Path) -> None:

@@ -31,10 +31,6 @@ _READ_SPEED, _COMPUTE_SPEED = 5e8, 300.0
 _DRIFT = 1.01
 
 
-# What a file holds, None if it is bad or gone; and the seconds of reading it.
-Reading = tuple[memoryview | None, float]
-
-
 @dataclass(eq=False)
 class Restore:
     """One prefix.  The restore owns the blocks of all parts until its end, so that none is evicted.
@@ -50,7 +46,9 @@ class Restore:
     needed: Sequence[Part]
     unread: deque[Part]
     deadline: float
-    reads: deque[tuple[Part, Future[Reading]]] = field(default_factory=deque)
+    reads: deque[tuple[Part, Future[tuple[memoryview | None, float]]]] = field(
+        default_factory=deque
+    )
     places: dict[Part, int] = field(default_factory=dict)
     num_reads: int = 0
     num_bytes: int = 0
@@ -95,8 +93,7 @@ class Reader:
             return None
         needed = list(parts.of(names[:length]))
         unread = deque(p for p in needed if p.num_bytes and parts.place_of(p) is None)
-        num_bytes = sum(part.num_bytes for part in unread)
-        if not self._is_faster(num_bytes, num_tokens):
+        if not self._is_faster(sum(part.num_bytes for part in unread), num_tokens):
             if self._read_speed < _READ_SPEED:
                 self._read_speed *= _DRIFT
             return None
@@ -168,13 +165,14 @@ class Reader:
         ahead = sum(part.num_bytes for part, _ in restore.reads)
         while restore.unread and ahead < _READ_AHEAD:
             part = restore.unread.popleft()
-            read = self._threads.submit(self._read, part.key, part.num_bytes)
+            read = self._threads.submit(self._read, part.key)
             restore.reads.append((part, read))
             ahead += part.num_bytes
 
-    def _read(self, key: bytes, size: int) -> Reading:
+    def _read(self, key: bytes) -> tuple[memoryview | None, float]:
+        """The data of a file, None if it is bad or gone; and the seconds of reading it."""
         start = time.monotonic()
-        data = self._folder.read(key, size)
+        data = self._folder.read(key)
         return data, time.monotonic() - start
 
     def _must_stop(self, restore: Restore) -> bool:
