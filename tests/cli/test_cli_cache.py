@@ -1,6 +1,7 @@
 """The command `cache`."""
 
 import errno
+from sqlite3 import Error
 from unittest.mock import Mock
 
 import pytest
@@ -33,7 +34,7 @@ def test_verify_drops_bad_files(folder, capsys):
     assert main(["cache", "verify"]) == 0
     folder.path_of(KEYS[1]).write_bytes(b"bad")
     assert main(["cache", "verify"]) == 1
-    assert "good: 2, dropped: 1" in capsys.readouterr().out
+    assert "good: 2, bad: 1" in capsys.readouterr().out
     assert not folder.path_of(KEYS[1]).exists()
 
 
@@ -50,8 +51,9 @@ def test_without_a_folder(monkeypatch, tmp_path, capsys):
     assert not envs.prefix_folder().exists()
 
 
-def test_a_folder_that_cannot_be_read_is_named(folder, monkeypatch, capfd):
-    refused = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied", "/the/folder"))
-    monkeypatch.setattr(Folder, "models", refused)
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "refused", "x"), Error("refused")])
+def test_an_error_of_the_folder_is_one_line(folder, monkeypatch, capfd, error):
+    monkeypatch.setattr(Folder, "models", Mock(side_effect=error))
     assert main(["cache"]) == 1
-    assert capfd.readouterr().err == "error: /the/folder: Permission denied\n"
+    path = "x" if isinstance(error, OSError) else folder.path
+    assert capfd.readouterr().err == f"error: {path}: refused\n"

@@ -239,7 +239,7 @@ def _add_cache(command: Command) -> None:
         "cache",
         help="the prefixes that are kept on the disk",
         description="List what --prefix-disk-gib keeps on the disk, by model; verify every file, "
-        "and drop bad ones; or clear the folder.  Servers may run.",
+        "and drop damaged ones; or clear the folder.  Servers may run.",
     )
     actions = ("list", "verify", "clear")
     text = "list (default), verify or clear"

@@ -1,6 +1,5 @@
 """The synchronous engine: queues requests, runs steps, reports outputs."""
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -20,7 +19,7 @@ from vllm_metal_lite.engine.no_prefix_disk import NoPrefixDisk
 from vllm_metal_lite.engine.prompt_ids import Prompt
 from vllm_metal_lite.engine.seats import Seats
 from vllm_metal_lite.engine.steps_in_flight import StepsInFlight
-from vllm_metal_lite.errors import ConfigError, RequestError, one_line, show
+from vllm_metal_lite.errors import ConfigError, RequestError, show
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.outputs import RequestOutput
@@ -37,8 +36,6 @@ from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler import Scheduler
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 from vllm_metal_lite.speculation.speculator import Speculator
-
-logger = logging.getLogger(__name__)
 
 
 class LLMEngine:
@@ -69,7 +66,7 @@ class LLMEngine:
         # Before anything is fused: the folder knows a model by its weights.
         kept = None if disk is None else disk.attach(model, self.scheduler, store)
         self.prefix_disk = NoPrefixDisk() if kept is None else kept
-        self.scheduler.holds = self.prefix_disk.holds
+        self.scheduler.must_wait = self.prefix_disk.must_wait
         sampler = Sampler(seats, model.vocab_size)
         runner = build_runner(model, store, sampler, config.attention)
         self.inputs = InputBatch(seats, self.max_model_len, size, len(self.kv_groups))
@@ -221,17 +218,9 @@ class LLMEngine:
             raise
 
     def rest(self) -> bool:
-        """Do a little work that can wait for a pause; returns whether more is left.
-
-        An error is logged, not raised: it concerns no request.
-        """
-        if self._requests or self.in_flight.outputs:
-            return False
-        try:
-            return self.prefix_disk.rest()
-        except Exception as e:
-            logger.warning(f"work on cached prefixes failed in a pause: {one_line(e)}")
-            return False
+        """Do a little work that can wait for a pause; returns whether more is left."""
+        is_busy = self._requests or self.in_flight.outputs
+        return not is_busy and self.prefix_disk.rest()
 
     @property
     def requests_at_fault(self) -> list[str]:
@@ -287,7 +276,7 @@ class LLMEngine:
             reports[answer.result.request_id] = answer.result
         num_dropped = answers[: output.num_decodes].count(None)
         self._counts.add(output, num_accepted, num_dropped)
-        self.prefix_disk.note(output)
+        self.prefix_disk.step_finished(output)
         if self.on_step is not None:
             self.on_step(output)
         self.failed_steps.succeeded(output)

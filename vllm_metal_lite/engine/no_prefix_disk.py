@@ -11,10 +11,10 @@ class NoPrefixDisk:
     description: str | None = None
     wants_a_pause = False
 
-    def holds(self, request: Request, hit: PrefixHit) -> bool:
+    def must_wait(self, request: Request, hit: PrefixHit) -> bool:
         return False
 
-    def note(self, output: SchedulerOutput) -> None: ...
+    def step_finished(self, output: SchedulerOutput) -> None: ...
 
     def between_steps(self) -> None: ...
 

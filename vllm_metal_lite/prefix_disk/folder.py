@@ -5,15 +5,15 @@ counts the bytes of a file before it creates the file, and removes a file before
 it.  So a process that is killed at any moment leaves fewer bytes than it counted: a temporary file,
 which the next process removes, and rows without files, which are dropped when they are read.
 
-A counter orders the uses of files, because a clock may jump.  A chain of blocks is used at once,
-and its last block is removed first: a block is useless without those before it.
+A counter orders the uses of files, because a clock may jump.  All blocks of a chain are marked as
+used together.  The last one is evicted first: a block is useless without those before it.
 
 A file holds one block of one KV group, or one checkpoint.  So the rules of the cache in memory
 (hits, windows, least recently used) apply as they are.
 """
 
-import fcntl
 import logging
+import math
 import os
 import shutil
 import sqlite3
@@ -22,7 +22,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -33,10 +32,13 @@ _HEADER = len(_MAGIC) + 32
 # A file takes whole pages of the disk, and a row of the index, in which names are cut.
 _PAGE, _ROW = 4096, 512
 _INDEX_FORMAT = 2
+# Seconds to wait for another process.
+_LONGEST_WAIT = 10.0
 
 File = tuple[bytes, bytes | memoryview]  # the key, and what the file holds
-# used: larger is later.
+# used: larger is later.  auto_vacuum: the index shrinks when files are removed.
 _TABLES = f"""
+PRAGMA auto_vacuum = FULL;
 CREATE TABLE files (key BLOB PRIMARY KEY, model TEXT, bytes INTEGER, used INTEGER) WITHOUT ROWID;
 CREATE INDEX by_use ON files (used, bytes);
 PRAGMA user_version = {_INDEX_FORMAT};
@@ -53,12 +55,10 @@ def write_file(path: Path, key: bytes, data: bytes | memoryview) -> None:
         os.fsync(fd)
 
 
-def read_file(path: Path, key: bytes, num_bytes: int | None) -> memoryview:
-    """The num_bytes of a file; None: all.  Raises OSError, or ValueError for a bad file."""
+def read_file(path: Path, key: bytes) -> memoryview:
+    """The data of a file.  Raises OSError, or ValueError for a damaged file."""
     content = memoryview(path.read_bytes())
     data = content[_HEADER:]
-    if num_bytes is not None and len(data) != num_bytes:
-        raise ValueError("its size is wrong")
     if content[:_HEADER] != _header(key, data):
         raise ValueError("its checksum is wrong")
     return data
@@ -75,7 +75,8 @@ class Folder:
     """Files by key, at most `quota` bytes of them, temporary files and rows of the index included.
 
     model: its name in `models`, for people; keys of two models never meet.
-    known: the keys; changes by other processes appear after `refresh`.
+    known: the keys; changes by other processes appear after `refresh`.  unreadable: keys left to a
+    later engine, because the disk could not read them.  num_errors: each was logged.
     Any thread may call any method, but only one thread may call `use` and `write`.  Methods raise
     sqlite3.Error and OSError.
     """
@@ -86,91 +87,100 @@ class Folder:
     def __init__(self, path: Path, quota: int, model: str = "") -> None:
         self.path, self.quota = path, quota
         self.known: set[bytes] = set()
-        self.num_bad = 0
+        self.unreadable: set[bytes] = set()
+        self.num_errors = 0
         self._model = model[-100:]
         self._uses: dict[bytes, int] = {}  # by key, of the chain used last
         self._version = -1
-        if not path.exists():
-            path.mkdir(0o700, parents=True, exist_ok=True)
-            (path / "CACHEDIR.TAG").write_text("Signature: 8a477f597d28d172789f06886806bc55\n")
+        path.mkdir(0o700, parents=True, exist_ok=True)
+        tag = path / "CACHEDIR.TAG"
+        if not tag.exists():
             _keep_out_of_backups(path)
+            tag.write_text("Signature: 8a477f597d28d172789f06886806bc55\n")
         (path / "tmp").mkdir(0o700, exist_ok=True)
         self._new = path / "tmp" / "new"
         self._thread_lock = threading.Lock()
-        (path / "lock").touch(0o600)
-        self._process_lock = (path / "lock").open("ab")
-        with self._alone():
+        self._process_lock = self._connect("lock")  # an empty database
+        with self._locked():
             self._db = self._open_index()
             with self._db:
-                self._make_room(0, None)
+                self._make_room(0)
         self.refresh()
 
-    def _open_index(self) -> sqlite3.Connection:
-        path = self.path / "index.db"
-        connect = partial(sqlite3.connect, path, timeout=30, check_same_thread=False)
-        # A file of the index must not be opened and closed: SQLite's locks of another engine in
-        # this process would end.
-        if path.exists():
-            try:
-                db = connect()
-                if db.execute("PRAGMA user_version").fetchone() == (_INDEX_FORMAT,):
-                    return db
-            except sqlite3.DatabaseError as e:
-                logger.warning(f"the prefix cache starts empty: its index is damaged ({e})")
-        for old in (path, self.path / "index.db-journal", *self._files()):
-            old.unlink(missing_ok=True)
+    def _connect(self, name: str) -> sqlite3.Connection:
+        path = self.path / name
+        # `touch` opens only a new file.  If it closed one that another engine in this process uses,
+        # SQLite's locks would end.
         path.touch(0o600)
-        db = connect()
+        return sqlite3.connect(path, timeout=_LONGEST_WAIT, check_same_thread=False)
+
+    def _open_index(self) -> sqlite3.Connection:
+        db = self._connect("index.db")
+        try:
+            check = "SELECT * FROM pragma_user_version, pragma_quick_check(1)"
+            found = db.execute(check).fetchone()
+        except sqlite3.OperationalError:  # such as a busy index, which may be whole
+            raise
+        except sqlite3.DatabaseError as e:
+            found = e
+        if found == (_INDEX_FORMAT, "ok"):
+            return db
+        if files := self._files():
+            logger.warning(f"the prefix cache starts empty: its index is damaged or old: {found}")
+        for old in self.path / "index.db", self.path / "index.db-journal", *files:
+            old.unlink(missing_ok=True)
+        db = self._connect("index.db")
         db.executescript(_TABLES)
         return db
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """No other thread or process changes the folder meanwhile."""
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock of threads, then the lock of processes."""
         with self._thread_lock:
-            fcntl.flock(self._process_lock, fcntl.LOCK_EX)
             try:
+                self._process_lock.execute("BEGIN EXCLUSIVE")
                 self._new.unlink(missing_ok=True)  # by a process that was killed
                 yield
             finally:
-                fcntl.flock(self._process_lock, fcntl.LOCK_UN)
+                self._process_lock.rollback()
 
     def refresh(self) -> None:
         """Learn what other processes wrote and removed."""
         with self._thread_lock:
             (version,) = self._db.execute("PRAGMA data_version").fetchone()
             if version != self._version:
-                self._version = version
-                self.known = {key for (key,) in self._db.execute("SELECT key FROM files")}
+                keys = {key for (key,) in self._db.execute("SELECT key FROM files")}
+                self.known, self._version = keys - self.unreadable, version
 
     # Files
 
     def path_of(self, key: bytes) -> Path:
-        name = key.hex()
-        return self.path / name[:2] / name
+        return self.path / key.hex()[:2] / key.hex()
 
-    def read(self, key: bytes, num_bytes: int | None) -> memoryview | None:
-        """Read num_bytes of a file (None: all); None if that fails.  Removes a corrupt file."""
+    def read(self, key: bytes) -> memoryview | None:
+        """The data of a file; None if that fails.  Removes a damaged file."""
         path = self.path_of(key)
         try:
-            return read_file(path, key, num_bytes)
-        except FileNotFoundError:
-            with self._alone(), self._db:
-                if not path.exists():  # another process may have just written it
-                    self._remove(key)
-        except ValueError as e:
-            logger.warning(f"the prefix cache drops {path}: {e}")
-            with self._alone(), self._db:
-                self.num_bad += 1
+            return read_file(path, key)
+        except (FileNotFoundError, ValueError) as e:
+            if isinstance(e, ValueError):  # others may have evicted a file that is missing
+                self.warn(f"drops {path}: {e}")
+            with self._locked(), self._db:
                 self._remove(key)
         except OSError as e:  # such as too many open files: a later engine may read it
+            self.warn(f"cannot read {path}: {e}")
+            self.unreadable.add(key)
             self.known.discard(key)
-            logger.warning(f"the prefix cache cannot read {path}: {e}")
         return None
+
+    def warn(self, message: str) -> None:
+        """Count and log an error."""
+        self.num_errors += 1
+        logger.warning(f"the prefix cache {message}")
 
     def use(self, chain: Sequence[bytes]) -> None:
         """Count the files of a chain as used just now, also those that `write` will write."""
-        with self._alone(), self._db as db:
+        with self._locked(), self._db as db:
             (latest,) = db.execute("SELECT COALESCE(MAX(used), 0) FROM files").fetchone()
             self._uses = {key: latest + len(chain) - i for i, key in enumerate(chain)}
             rows = ((use, key) for key, use in self._uses.items())
@@ -179,31 +189,30 @@ class Folder:
     def write(self, files: Sequence[File]) -> int:
         """Write files of the chain used last, in its order; returns how many bytes it wrote.
 
-        It stops where only files of this chain could make room.
+        It stops before it would evict files of this chain.
         """
         num_bytes = 0
-        with self._alone():
-            counted = self._count(files)
+        with self._locked():
+            new = self._reserve(files)
             try:
-                for key, data in counted:
+                for key, data in new:
                     path = self.path_of(key)
                     path.parent.mkdir(0o700, exist_ok=True)
                     write_file(self._new, key, data)
                     self._new.rename(path)
                     self.known.add(key)
                     num_bytes += len(data)
-            except OSError:
+            finally:  # after an error some are missing
                 self._new.unlink(missing_ok=True)
                 with self._db:
-                    for key, _ in counted:
+                    for key, _ in new:
                         if key not in self.known:
                             self._remove(key)
-                raise
         return num_bytes
 
-    def _count(self, files: Sequence[File]) -> list[File]:
-        """Count files that are to be written; returns those that are new and fit."""
-        counted, first = [], min(self._uses.values())
+    def _reserve(self, files: Sequence[File]) -> list[File]:
+        """Reserve quota for new files; returns those that fit."""
+        new, first = [], min(self._uses.values())
         with self._db as db:
             free = shutil.disk_usage(self.path).free - self.free_margin
             for key, data in files:
@@ -215,16 +224,16 @@ class Folder:
                 if free < 0 or not self._make_room(size, first):
                     break
                 db.execute("INSERT INTO files VALUES (?, ?, ?, ?)", row)
-                counted.append((key, data))
-        return counted
+                new.append((key, data))
+        return new
 
-    def _make_room(self, size: int, before: int | None) -> bool:
-        """Remove the files used least recently, and before `before`, until `size` bytes fit."""
+    def _make_room(self, size: int, before: float = math.inf) -> bool:
+        """Whether `size` more bytes fit, once the oldest files used before `before` are evicted."""
         (total,) = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()
-        oldest = "SELECT key, bytes, used FROM files ORDER BY used LIMIT 1"
+        oldest = "SELECT key, bytes FROM files WHERE used < ? ORDER BY used LIMIT 1"
         while total + size > self.quota:
-            row = self._db.execute(oldest).fetchone()
-            if row is None or (before is not None and row[2] >= before):
+            row = self._db.execute(oldest, (before,)).fetchone()
+            if row is None:
                 return False
             self._remove(row[0])
             total -= row[1]
@@ -246,23 +255,21 @@ class Folder:
             ).fetchall()
 
     def verify(self) -> tuple[int, int]:
-        """Read every file, and drop what is bad or foreign; returns (good, dropped)."""
+        """Read every file; returns (good files, errors).  Drops damaged and foreign files."""
         self.refresh()
-        before = self.num_bad
-        good = sum(self.read(key, None) is not None for key in list(self.known))
-        dropped = self.num_bad - before
-        with self._alone():
+        good = sum(self.read(key) is not None for key in list(self.known))
+        with self._locked():
             names = {key.hex() for (key,) in self._db.execute("SELECT key FROM files")}
             for file in self._files():
                 if file.name not in names:
+                    self.warn(f"drops {file}: it is not in the index")
                     file.unlink()
-                    dropped += 1
-        return good, dropped
+        return good, self.num_errors
 
     def clear(self) -> None:
         """Remove all files."""
-        with self._alone(), self._db:
-            self._make_room(self.quota + 1, None)
+        with self._locked(), self._db:
+            self._make_room(self.quota + 1)
 
     def _files(self) -> list[Path]:
         return [file for file in self.path.glob("*/*") if file.is_file()]

@@ -8,8 +8,7 @@ request is admitted with an ordinary hit.
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from vllm_metal_lite.prefix_disk.block_bytes import BlockBytes
@@ -28,10 +27,8 @@ _READ_AHEAD = 256 << 20
 _PATIENCE = 10.0
 # Assumed until measured: bytes and tokens a second.
 _READ_SPEED, _COMPUTE_SPEED = 5e8, 300.0
-
-
-# What a file holds, None if it is bad or gone; and the seconds of reading it.
-Reading = tuple[memoryview | None, float]
+# The factor for each request that is computed instead, so that a slow disk is tried again.
+_DRIFT = 1.01
 
 
 @dataclass(eq=False)
@@ -39,20 +36,23 @@ class Restore:
     """One prefix.  The restore owns the blocks of all parts until its end, so that none is evicted.
 
     num_tokens: the tokens that the disk adds.  needed: all parts of the prefix.  unread: the files
-    of the parts that are not in memory, until a thread reads them.  places: the block or slot of
-    each part.  num_reads, num_bytes, seconds: of the files read; the sum over all threads.
+    of the parts that are not in memory, until a thread reads them.  deadline: the time (monotonic)
+    when the restore is late.  places: the block or slot of each part.  num_reads, num_bytes,
+    seconds: of the files read; the sum over all threads.
     """
 
     request: Request
     num_tokens: int
     needed: Sequence[Part]
     unread: deque[Part]
-    reads: deque[tuple[Part, Future[Reading]]] = field(default_factory=deque)
+    deadline: float
+    reads: deque[tuple[Part, Future[tuple[memoryview | None, float]]]] = field(
+        default_factory=deque
+    )
     places: dict[Part, int] = field(default_factory=dict)
     num_reads: int = 0
     num_bytes: int = 0
     seconds: float = 0.0
-    begun: float = field(default_factory=time.monotonic)
 
 
 class Reader:
@@ -93,9 +93,12 @@ class Reader:
             return None
         needed = list(parts.of(names[:length]))
         unread = deque(p for p in needed if p.num_bytes and parts.place_of(p) is None)
-        num_bytes = sum(part.num_bytes for part in unread)
-        is_faster = self._is_faster(num_bytes, num_tokens)
-        return Restore(request, num_tokens, needed, unread) if is_faster else None
+        if not self._is_faster(sum(part.num_bytes for part in unread), num_tokens):
+            if self._read_speed < _READ_SPEED:
+                self._read_speed *= _DRIFT
+            return None
+        deadline = time.monotonic() + num_tokens / self._compute_speed + _PATIENCE
+        return Restore(request, num_tokens, needed, unread, deadline)
 
     def _is_faster(self, num_bytes: int, num_tokens: int) -> bool:
         return num_bytes / self._read_speed < num_tokens / self._compute_speed
@@ -127,8 +130,8 @@ class Reader:
 
     def _start(self, request: Request) -> None:
         """Begin to read a request's prefix, if there is room for it."""
-        restore = self._restore_of(request, self._kv.find_prefix(request))
         request.wants_restore = False
+        restore = self._restore_of(request, self._kv.find_prefix(request))
         if restore is not None:
             restore.places = self._parts.claim(restore.needed, self._scheduler.spare_blocks())
             if restore.places:
@@ -138,14 +141,15 @@ class Reader:
     def _copy_arrived(self, restore: Restore) -> None:
         """Copy the parts that were read; end the restore if it is done or must stop."""
         while restore.reads and restore.reads[0][1].done():
-            part, reading = restore.reads.popleft()
-            data, seconds = (None, 0.0) if reading.exception() else reading.result()
+            part, reading = restore.reads[0]
+            data, seconds = reading.result()
             if data is None:  # the prefix ends here
                 self.stop()
                 return
             place = restore.places[part]
             self._store.write(part.group, place, data)
             self._parts.publish(part, place)
+            restore.reads.popleft()  # last: Ctrl-C may interrupt a copy
             restore.num_reads += 1
             restore.num_bytes += len(data)
             restore.seconds += seconds
@@ -161,20 +165,20 @@ class Reader:
         ahead = sum(part.num_bytes for part, _ in restore.reads)
         while restore.unread and ahead < _READ_AHEAD:
             part = restore.unread.popleft()
-            read = self._threads.submit(self._read, part.key, part.num_bytes)
+            read = self._threads.submit(self._read, part.key)
             restore.reads.append((part, read))
             ahead += part.num_bytes
 
-    def _read(self, key: bytes, size: int) -> Reading:
+    def _read(self, key: bytes) -> tuple[memoryview | None, float]:
+        """The data of a file, None if it is bad or gone; and the seconds of reading it."""
         start = time.monotonic()
-        data = self._folder.read(key, size)
+        data = self._folder.read(key)
         return data, time.monotonic() - start
 
     def _must_stop(self, restore: Restore) -> bool:
         """Whether its request has ended, it takes too long, or running requests need its blocks."""
         has_ended = restore.request.status is RequestStatus.FINISHED
-        computing = restore.num_tokens / self._compute_speed
-        is_late = time.monotonic() > restore.begun + computing + _PATIENCE
+        is_late = time.monotonic() > restore.deadline
         return is_late or has_ended or self._kv.num_available < self._scheduler.num_running
 
     def stop(self) -> None:
@@ -183,7 +187,9 @@ class Reader:
             for _, data in restore.reads:
                 data.cancel()
             self._parts.release(restore.places)
-            if restore.num_reads:
+            if time.monotonic() > restore.deadline:
+                self._read_speed /= 2
+            elif restore.num_reads:
                 at_once = min(restore.num_reads, _THREADS)
                 speed = at_once * restore.num_bytes / max(restore.seconds, 1e-6)
                 self._read_speed = _smooth(self._read_speed, speed)
@@ -193,8 +199,7 @@ class Reader:
     def wait(self) -> None:
         """Wait a moment for the next bytes."""
         if self.restore is not None and self.restore.reads:
-            with suppress(TimeoutError):
-                self.restore.reads[0][1].exception(0.05)
+            wait([self.restore.reads[0][1]], 0.05)
 
 
 def _smooth(speed: float, newest: float) -> float:

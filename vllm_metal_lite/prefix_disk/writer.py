@@ -4,7 +4,6 @@ A step never waits for the disk, and the copies need little memory: the next blo
 the thread has written the last ones.  Until then the cache may evict the next blocks.
 """
 
-import logging
 import sqlite3
 from collections import deque
 from collections.abc import Sequence
@@ -14,8 +13,6 @@ from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.prefix_disk.block_bytes import BlockBytes
 from vllm_metal_lite.prefix_disk.folder import Folder
 from vllm_metal_lite.prefix_disk.parts import Part, Parts
-
-logger = logging.getLogger(__name__)
 
 # Bytes that are copied at once.
 _COPIED = 16 << 20
@@ -30,13 +27,12 @@ class Writer:
     """
 
     def __init__(self, folder: Folder, parts: Parts, store: BlockBytes) -> None:
-        self.num_bytes = self.num_errors = 0
+        self.num_bytes = 0
         self._folder, self._parts, self._store = folder, parts, store
         self.waiting: deque[deque[Part]] = deque()
         self._is_new = True  # whether nothing of the first prefix was copied
         self._thread = ThreadPoolExecutor(1, "prefix-disk-writer")
-        self._work = self._thread.submit(folder.refresh)
-        self._is_failing = False
+        self._work = self._thread.submit(self._write, [], [])
 
     def add(self, names: Sequence[bytes]) -> None:
         """Write a prefix, or count it as used."""
@@ -51,16 +47,15 @@ class Writer:
 
     def copy(self) -> None:
         """Copy blocks of the first prefix for the thread."""
-        if self._is_failing and not self._is_new:  # the rest of this prefix is left out
-            self.waiting.popleft()
-            self._is_new = True
-            return
         parts, files, num_bytes = self.waiting[0], [], 0
         chain = [part.key for part in parts] if self._is_new else []
+        if not self._is_new and not self._work.result():
+            parts.clear()
         while parts and num_bytes < _COPIED:
             part = parts.popleft()
             place = self._parts.place_of(part)
-            if place is not None and part.key not in self._folder.known:
+            is_kept = part.key in self._folder.known or part.key in self._folder.unreadable
+            if place is not None and not is_kept:
                 files.append((part.key, self._store.read(part.group, place)))
                 num_bytes += part.num_bytes
         self._work = self._thread.submit(self._write, chain, files)
@@ -68,24 +63,23 @@ class Writer:
         if not parts:
             self.waiting.popleft()
 
-    def _write(self, chain: Sequence[bytes], files: Sequence[tuple[bytes, memoryview]]) -> None:
+    def _write(self, chain: Sequence[bytes], files: Sequence[tuple[bytes, memoryview]]) -> bool:
+        """Returns whether the rest of the prefix is worth a copy: no error, and room for all."""
         try:
+            self._folder.refresh()
             if chain:
-                self._folder.refresh()
                 self._folder.use(chain)
-            if files:
-                self.num_bytes += self._folder.write(files)
-                self._is_failing = False
+            num_bytes = self._folder.write(files) if files else 0
         except (sqlite3.Error, OSError) as e:
-            self.num_errors += 1
-            if not self._is_failing:  # one line until it works again
-                logger.warning(f"the prefix cache cannot write: {one_line(e)}")
-            self._is_failing = True
+            self._folder.warn(f"cannot write: {one_line(e)}")
+            return False
+        self.num_bytes += num_bytes
+        return num_bytes == sum(len(data) for _, data in files)
 
     def refresh(self) -> None:
-        """Learn what other processes wrote, unless the thread is writing."""
-        if self._work.done():
-            self._work = self._thread.submit(self._folder.refresh)
+        """Learn what other processes wrote, unless `copy` will do so."""
+        if self._work.done() and not self.waiting:
+            self._work = self._thread.submit(self._write, [], [])
 
     def clear(self) -> None:
         """Drop the prefixes that are not copied yet."""

@@ -29,7 +29,7 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment,
 from vllm_metal_lite.scheduler.state_scheduler import StateScheduler
 from vllm_metal_lite.scheduler.state_slots import StateSlots
 
-# Waiting requests that a step may pass over, because each waits for another one or is held.
+# Waiting requests that a step may pass over, because each must wait.
 _MAX_PASSED = 64
 
 
@@ -58,7 +58,7 @@ class Scheduler:
         self._states = None if states is None else StateScheduler(self.kv, states)
         self.drafts = DraftScheduler(self.kv, self._states)
         # Whether a request waits although there is room, given what it finds in memory.
-        self.holds: Callable[[Request, PrefixHit], bool] = lambda request, hit: False
+        self.must_wait: Callable[[Request, PrefixHit], bool] = lambda request, hit: False
         self.one_by_one = False  # admit a request only if no other prompt is being computed
         self.num_preemptions = 0
         self.counts = TokenCounts()
@@ -105,7 +105,7 @@ class Scheduler:
 
     def schedule(self, propose: Propose | None = None) -> SchedulerOutput:
         """Decide the next step.  It is empty only if every request ends with the step in flight,
-        or is held.
+        or must wait.
 
         propose: makes the drafts of decodes; None: the step has none.
         """
@@ -309,7 +309,7 @@ class Scheduler:
             request = self.waiting[at]
             hit = self.kv.find_prefix(request)
             start = hit.num_tokens
-            if self.holds(request, hit) or (
+            if self.must_wait(request, hit) or (
                 states is not None and states.follows(request, start, out, self.partials)
             ):
                 at += 1
