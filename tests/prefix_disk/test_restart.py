@@ -104,6 +104,17 @@ def test_tokens_after_a_restart_are_those_computed(name, options):
     assert metrics["prefix_disk_errors"] == 0
 
 
+def test_a_pause_is_used_though_a_step_was_ahead_of_the_last_stop():
+    engine = start()
+    for prompt in PROMPTS[:2]:
+        whole = tiny.alone(tiny.native("llama"), prompt, 8)
+        engine.add_request("r", prompt, tiny.greedy(8, stop_token_ids=whole[:1]))
+        tiny.run(engine)
+    assert engine.in_flight.outputs
+    rest(engine)
+    assert engine.metrics()["prefix_disk_written_bytes"]
+
+
 def test_tokens_after_a_restart_through_kernels():
     with installed():
         engines = [tiny.engine_with_kernels("qwen3", prefix_disk_gib=1) for _ in range(2)]

@@ -219,8 +219,11 @@ class LLMEngine:
 
     def rest(self) -> bool:
         """Do a little work that can wait for a pause; returns whether more is left."""
-        is_busy = self._requests or self.in_flight.outputs
-        return not is_busy and self.prefix_disk.rest()
+        if self._requests:
+            return False
+        if self.in_flight.outputs:  # an answer ended before its last step
+            self.step()
+        return self.prefix_disk.rest()
 
     @property
     def requests_at_fault(self) -> list[str]:
