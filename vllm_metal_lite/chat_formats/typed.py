@@ -193,23 +193,23 @@ def _of_python(text: str, default: str) -> Any:
     if text not in ("True", "False", "None") and text[:1] not in ("{", "["):
         return default
     try:
-        return python_value(ast.parse(text, mode="eval").body)
-    except (Malformed, SyntaxError, ValueError, RecursionError, MemoryError):
+        return python_value(text)
+    except Malformed:
         return default
 
 
-JSON_NAMES = {"true": True, "false": False, "null": None}
+_JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 class _JsonNames(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(JSON_NAMES[node.id]) if node.id in JSON_NAMES else node
+        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
 
 
-def python_value(node: ast.expr) -> Any:
-    """A literal of Python that JSON has too; names of JSON's constants count as such."""
+def python_value(text: str) -> Any:
+    """A literal of Python that JSON has too, or a constant of JSON.  Raises Malformed."""
     try:
-        value = ast.literal_eval(_JsonNames().visit(node))
+        value = ast.literal_eval(_JsonNames().visit(ast.parse(text, mode="eval")))
         return json.loads(json.dumps(value, allow_nan=False))
-    except (ValueError, TypeError, RecursionError):
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise Malformed from None
