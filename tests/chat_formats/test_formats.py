@@ -9,6 +9,7 @@ from tests.support.chat.writers import RAW_STRINGS, WRITERS
 from vllm_metal_lite.chat_formats.detect import FORMATS
 
 HERMES, PLAIN = FORMATS["hermes"], FORMATS["plain"]
+JSON = [name for name, write in WRITERS.items() if '"k": [' in write([("now", {"k": [1]})])]
 
 ALL = pytest.mark.parametrize("name", list(WRITERS))
 CALLS = [
@@ -97,13 +98,20 @@ def test_plain_text_is_passed_as_it_is(text):
     assert check_splits(PLAIN, text).text == text
 
 
-@pytest.mark.parametrize(
-    ("behind", "arguments"),
-    [(", \"arguments\": {'path': 'a'}}", "{'path': 'a'}"), (" oh no", "oh no")],
-)
-def test_arguments_that_are_no_json_are_passed_on_as_they_are(behind, arguments):
-    said = check_splits(HERMES, f'<tool_call>{{"name": "read"{behind}</tool_call> b')
-    assert [(c.name, c.text, c.is_whole) for c in said.calls] == [("read", arguments, False)]
+@pytest.mark.parametrize("arguments", ["{'path': 'a'}", "path=a", 'x "a" y', "'a'"])
+@pytest.mark.parametrize("name", JSON)
+def test_arguments_that_are_no_json_are_passed_on_as_they_are(name, arguments):
+    call, now = (WRITERS[name]([(tool, {})]) for tool in ("read", "now"))
+    said = check_splits(FORMATS[name], f"{call.replace('{}', arguments)}\n{now}")
+    [bad, good] = said.calls
+    assert bad.text.startswith(arguments)
+    assert (bad.name, bad.is_whole, good.name, good.is_whole) == ("read", False, "now", True)
+    assert said.text == ""
+
+
+def test_a_name_without_arguments_that_go_wrong():
+    said = check_splits(HERMES, '<tool_call>{"name": "read" oh no</tool_call> b')
+    assert [(c.name, c.text, c.is_whole) for c in said.calls] == [("read", "oh no", False)]
     assert said.text == "b"
 
 

@@ -163,7 +163,8 @@ SLIPS = {
         for text in ("null", "[]", '""', '"null"', '"{}"', "")
     ] + [
         ((*JSON[2:-1], *LLAMA, "cohere"), NOW, ": {}", f": {text}", {}) for text in ("null", "[]")
-    ] + [(BEHIND_NAME, NOW, "{}", text, {}) for text in ("null", "[]", "")
+    ] + [(BEHIND_NAME, NOW, "{}", text, {}) for text in ("null", "[]")
+    ] + [([name for name in BEHIND_NAME if name != "mistral"], NOW, "{}", "", {})
     ] + [(("kimi_k2",), NOW, "<|tool_call_argument_begin|>{}", "", {})],
     "arguments that are no object": [
         (ONE_JSON, READ, json.dumps(READ[1]), text, None) for text in ("5", "[1]", "true", '"x"')

@@ -58,13 +58,13 @@ def _body(reader: Reader, writer: AnswerWriter, header: str) -> Reading[str | No
         calls = writer.calls
         calls.begin(recipient[1])
         try:  # a marker within a string is text
-            yield from json_arguments(reader, calls.arguments)
+            yield from json_arguments(reader, calls.arguments, *_ENDS)
         except CutShort:
             reader.take(len(reader.rest))
             calls.cut()
             return None
         except Malformed:
-            pass
+            calls.arguments(reader.taken or "")
         found = None
         with suppress(CutShort):  # a marker that has begun is no argument
             found = yield from reader.before(ends, calls.arguments)

@@ -30,10 +30,9 @@ def _format(
     **grammar: str,
 ) -> ChatFormat:
     """name_key: of a call's name in its object.  grammar: see `json_calls`."""
-    ends = (end,) if end else ()
     read = partial(_read, end=end, name_key=name_key)
     demanded = json_calls(start=start, quoted=True, **grammar)
-    return ChatFormat(name, (start,), ends, read, demanded, thoughts)
+    return ChatFormat(name, (start,), (end or "\n",), read, demanded, thoughts)
 
 
 def _objects(name: str, prefix: str) -> ChatFormat:
@@ -96,7 +95,7 @@ def _read_llama(reader: Reader, calls: CallWriter) -> Reading[None]:
 LLAMA_3 = ChatFormat(
     "llama3_json",
     ("<|python_tag|>",),
-    (),
+    ("\n",),
     _read_llama,
     json_calls(start="", head='{"name": ', middle=', "parameters": ', tail="}", between="; "),
     thoughts=None,

@@ -45,7 +45,8 @@ def _call(reader: Reader, calls: CallWriter, separator: str, last: str) -> Readi
         name = name.removeprefix("functions.").rpartition(":")[0]
     calls.begin(name)
     if found != last:
-        yield from json_arguments(reader, calls.arguments)
+        end = _CODE_END if found == _CODE else last
+        yield from json_arguments(reader, calls.arguments, end)
         if found == _CODE:  # the arguments are a block of code
             yield from reader.expect(_CODE_END)
         yield from reader.expect(last)
