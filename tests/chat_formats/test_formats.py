@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tests.support.chat.text import check_cuts, check_splits, cut, parse
 from tests.support.chat.writers import RAW_STRINGS, WRITERS
 from vllm_metal_lite.chat_formats.detect import FORMATS
+from vllm_metal_lite.chat_formats.tool import Tool
 
 HERMES, PLAIN = FORMATS["hermes"], FORMATS["plain"]
 JSON = [name for name, write in WRITERS.items() if '"k": [' in write([("now", {"k": [1]})])]
@@ -39,6 +40,13 @@ def test_text_thoughts_and_several_calls(name):
 def test_a_call_that_is_cut_short(name):
     for call in CALLS:
         check_cuts(FORMATS[name], f"So: {WRITERS[name]([call])} and on")
+
+
+@ALL
+def test_a_tool_may_be_named_function(name):
+    tools = [Tool("function"), Tool("now")]
+    calls = [("now", {}), ("function", {})]
+    assert check_splits(FORMATS[name], WRITERS[name](calls), tools=tools).called == calls
 
 
 # Harmony's headers are no text.

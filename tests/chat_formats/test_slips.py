@@ -1,6 +1,7 @@
 """Slips of models: a call that means one thing is read, and no slip hides what follows it."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -78,6 +79,11 @@ SLIPS = {
         (("lfm2",), READ, "<|tool_call_end|>", "", READ[1]),
         (("olmo3",), READ, "</function_calls>", "", READ[1]),
     ],
+    "the end of the call twice": [
+        (("hermes", "qwen3_coder", *GLM), READ, "</tool_call>", "</tool_call>\n" * 2, READ[1]),
+        (("gemma4",), READ, "<tool_call|>", "<tool_call|><tool_call|>", READ[1]),
+    ],
+    "a name without its number": [(("kimi_k2",), READ, "read:0", "read", READ[1])],
     "no tag of a value": [
         (GLM, READ, "<arg_value>3", "3", READ[1]),
         (GLM, READ, "<arg_value>a", "a", READ[1]),
@@ -222,6 +228,7 @@ def test_a_slip(name, call, part, slip, meant, cuts):
     answer = f"{text}{between}{WRITERS[name]([NOW])}"
     said = parse(form, cut(answer, cuts))
     assert said.text == ("" if name == "harmony" else "Then.")
+    assert parse(form, text).text == ""
     bad, good = said.calls
     assert (good.name, good.arguments, good.is_whole) == (*NOW, True)
     assert (bad.name, bad.is_whole) == (call[0], meant is not None)
@@ -244,6 +251,13 @@ def test_a_malformed_call_is_passed_on_as_it_is_written(name, written):
     text = WRITERS[name]([NOW, NOW]).replace("now()", f"run({written}", 1)
     bad, good = check_splits(FORMATS[name], text).calls
     assert (bad.text, bad.is_whole, good.is_whole) == (written, False, True)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_section_without_the_ends_of_its_calls(name):
+    ends = r"<[|｜]tool.call.end[|｜]>|</tool_call>|</\S*invoke>"
+    text = re.sub(ends, "", WRITERS[name]([READ, NOW]))
+    assert check_splits(FORMATS[name], text).called == [READ, NOW]
 
 
 @pytest.mark.parametrize("name", PYTHON)

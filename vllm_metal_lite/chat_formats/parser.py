@@ -113,8 +113,12 @@ def _calls(
         reading = chat_format.read_calls(reader, calls)
         yield from calls.guard(reading, chat_format.call_ends)
         out.at_marker()
+        reader.record(None)
+        while (end := (yield from reader.follows(chat_format.call_ends))) is not None:
+            yield from reader.expect(end)  # models double it
     except Malformed as e:
         if calls.is_open:
+            reader.take(len(reader.rest))  # a value that has begun
             calls.cut()
             out.at_marker()
         else:
