@@ -267,6 +267,13 @@ def test_a_name_in_parentheses_is_text(name):
     assert not parse(FORMATS[name], text).calls
 
 
+@pytest.mark.parametrize("name", [*PYTHON, *GEMMA, "qwen3_coder", "hermes"])
+def test_arguments_that_are_nested_too_deeply(name):
+    value = "[" * 2000 + "]" * 2000
+    text = WRITERS[name]([run(env={"A": 1}), NOW]).replace("1}", f"{value}}}", 1)
+    assert [call.name for call in parse(FORMATS[name], text).calls] == ["run", "now"]
+
+
 @pytest.mark.parametrize("name", [name for name in WRITERS if name != "harmony"])
 def test_an_unknown_tool_between_two_calls_is_text(name):
     """In a list, a section or a program the rest is text too, but no bracket of the first call."""

@@ -92,7 +92,7 @@ class CallWriter:
         """
         try:
             yield from reading
-        except Malformed as e:
+        except (Malformed, RecursionError) as e:  # values may be nested too deeply
             if isinstance(e, CutShort) or not self.is_open:
                 raise
             self.arguments((self._reader.taken or "").lstrip())
