@@ -111,8 +111,11 @@ def _value(
         text = "".join(parts)
         is_complete = is_json and found is not None and _is_json(text)
         if found == tags.end:
-            count = yield from _num_ends(reader, tags)
-            if not count or (count > 1 and _is_open(text, tags.end)):
+            ends, is_last = yield from _ends(reader, tags)
+            count = ends.count(tags.end)
+            if not is_last:
+                found = ends
+            if not is_last or (count > 1 and _is_open(text, tags.end)):
                 count = int(is_complete)
             for _ in range(count):  # some models double them
                 yield from reader.expect(tags.end)
@@ -129,14 +132,12 @@ def _value(
         keep(reader.take(len(found or " ")))  # it is text
 
 
-def _num_ends(reader: Reader, tags: Tags) -> Reading[int]:
-    """The number of ends in a row before another argument or the end of the call; 0 if text
-    follows."""
-    count = skip = 0
-    while (found := (yield from reader.follows([tags.end, *tags.nexts], skip))) == tags.end:
-        skip = reader.rest.index(found, skip) + len(found)
-        count += 1
-    return count if found else 0
+def _ends(reader: Reader, tags: Tags) -> Reading[tuple[str, bool]]:
+    """The ends in a row, and whether another argument or the end of the call follows them."""
+    length = 0
+    while (found := (yield from reader.follows([tags.end, *tags.nexts], length))) == tags.end:
+        length = reader.rest.index(found, length) + len(found)
+    return reader.rest[:length], found is not None
 
 
 def _is_open(text: str, end: str) -> bool:
