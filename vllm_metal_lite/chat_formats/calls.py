@@ -158,7 +158,7 @@ def json_call(
     while (yield from reader.has("}")):
         pass
     more = between != "" and (yield from reader.has(between))
-    reader.record()  # what was read up to here is no text
+    reader.record()  # if the rest is malformed, only the rest becomes text
     return more
 
 

@@ -26,27 +26,27 @@ _KINDS = {
 class Tags:
     """Tags around values.
 
-    end: the tag after a value.  begun: the start of every argument's tag.  opened: that tag, with
+    end: the tag after a value.  tag_start: the start of every argument's tag.  tag: that tag, with
     {} for the argument's name.  close: ends the call.  outer: any of them may follow `close`.
     newlines: the format adds a line break before and after a string.
     """
 
     end: str
-    begun: str = ""
-    opened: str = ""
+    tag_start: str = ""
+    tag: str = ""
     close: str = ""
     outer: tuple[str, ...] = ()
     newlines: bool = False
 
     @property
-    def nexts(self) -> list[str]:
-        """The tags that can follow the end of a value.  An `end` before other text is text."""
-        return [text for text in (self.begun, self.close, *self.outer) if text]
+    def followers(self) -> list[str]:
+        """Tags that may follow `end`.  If other text follows, `end` is part of the value."""
+        return [text for text in (self.tag_start, self.close, *self.outer) if text]
 
     @property
-    def marks(self) -> list[str]:
+    def stops(self) -> list[str]:
         """Where a value may end."""
-        marks = {mark for mark in (self.end, self.begun, self.close) if mark}
+        marks = {mark for mark in (self.end, self.tag_start, self.close) if mark}
         return sorted(m for m in marks if not any(m.startswith(o) for o in marks - {m}))
 
 
@@ -66,10 +66,9 @@ def read_typed(
     schema = tool.properties.get(name)
     if is_string is not None:
         schema = {"type": "string"} if is_string else {}
-    others = [n for n in tool.properties if tags.opened and n not in calls.names]
-    coming = [tags.opened.format(other) for other in others]
+    others = [tags.tag.format(n) for n in tool.properties if tags.tag and n not in calls.names]
     if types_of(schema) != {"string"}:
-        text, _ = yield from _value(reader, tags, coming, lambda text: None, is_json=True)
+        text, _ = yield from _value(reader, tags, others, lambda text: None, is_json=True)
         calls.value(value_of(text, schema))
         return
     if tags.newlines:
@@ -85,18 +84,18 @@ def read_typed(
             calls.string_piece(text)
 
     calls.quote()
-    _, has_end = yield from _value(reader, tags, coming, pass_on, is_json=False)
+    _, has_end = yield from _value(reader, tags, others, pass_on, is_json=False)
     if has_end and not tags.newlines:
         calls.string_piece(held)
     calls.quote()
 
 
 def _value(
-    reader: Reader, tags: Tags, coming: Sequence[str], pass_on: Callable[[str], None], is_json: bool
+    reader: Reader, tags: Tags, others: Sequence[str], pass_on: Callable[[str], None], is_json: bool
 ) -> Reading[tuple[str, bool]]:
     """The text of a value, and whether its end was written.
 
-    If the end is forgotten, the value ends at the tag of a further argument (`coming`), or at the
+    If the end is forgotten, the value ends at the tag of a further argument (`others`), or at the
     end of the call if the value is JSON (`is_json`) or a tag of `outer` follows.
     """
     parts: list[str] = []
@@ -106,8 +105,8 @@ def _value(
         pass_on(text)
 
     while True:
-        yield from reader.before(tags.marks, keep)
-        found = yield from reader.follows([tags.end, *coming, *filter(None, [tags.close])])
+        yield from reader.before(tags.stops, keep)
+        found = yield from reader.follows([tags.end, *others, *filter(None, [tags.close])])
         text = "".join(parts)
         is_complete = is_json and found is not None and _is_json(text)
         if found == tags.end:
@@ -122,7 +121,7 @@ def _value(
             if count:
                 return text, True
         elif found is not None:
-            end_is_missing = found in coming or is_complete
+            end_is_missing = found in others or is_complete
             if tags.outer and not end_is_missing:
                 end_is_missing = (yield from reader.follows(tags.outer, len(found))) is not None
             if end_is_missing:
@@ -135,7 +134,7 @@ def _value(
 def _ends(reader: Reader, tags: Tags) -> Reading[tuple[str, bool]]:
     """The ends in a row, and whether another argument or the end of the call follows them."""
     length = 0
-    while (found := (yield from reader.follows([tags.end, *tags.nexts], length))) == tags.end:
+    while (found := (yield from reader.follows([tags.end, *tags.followers], length))) == tags.end:
         length = reader.rest.index(found, length) + len(found)
     return reader.rest[:length], found is not None
 
