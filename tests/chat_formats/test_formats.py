@@ -7,10 +7,8 @@ from hypothesis import strategies as st
 from tests.support.chat.text import check_cuts, check_splits, cut, parse
 from tests.support.chat.writers import RAW_STRINGS, WRITERS
 from vllm_metal_lite.chat_formats.detect import FORMATS
-from vllm_metal_lite.chat_formats.tool import Tool
 
 HERMES, PLAIN = FORMATS["hermes"], FORMATS["plain"]
-JSON = [name for name, write in WRITERS.items() if '"k": [' in write([("now", {"k": [1]})])]
 
 ALL = pytest.mark.parametrize("name", list(WRITERS))
 CALLS = [
@@ -40,13 +38,6 @@ def test_text_thoughts_and_several_calls(name):
 def test_a_call_that_is_cut_short(name):
     for call in CALLS:
         check_cuts(FORMATS[name], f"So: {WRITERS[name]([call])} and on")
-
-
-@ALL
-def test_a_tool_may_be_named_function(name):
-    tools = [Tool("function"), Tool("now")]
-    calls = [("now", {}), ("function", {})]
-    assert check_splits(FORMATS[name], WRITERS[name](calls), tools=tools).called == calls
 
 
 # Harmony's headers are no text.
@@ -104,23 +95,6 @@ def test_answers_that_go_on_within_thoughts():
 @pytest.mark.parametrize("text", ["  a\n b  \n", "", "\n", "a"])
 def test_plain_text_is_passed_as_it_is(text):
     assert check_splits(PLAIN, text).text == text
-
-
-@pytest.mark.parametrize("arguments", ["{'path': 'a'}", "path=a", 'x "a" y', "'a'"])
-@pytest.mark.parametrize("name", JSON)
-def test_arguments_that_are_no_json_are_passed_on_as_they_are(name, arguments):
-    call, now = (WRITERS[name]([(tool, {})]) for tool in ("read", "now"))
-    said = check_splits(FORMATS[name], f"{call.replace('{}', arguments)}\n{now}")
-    [bad, good] = said.calls
-    assert bad.text.startswith(arguments)
-    assert (bad.name, bad.is_whole, good.name, good.is_whole) == ("read", False, "now", True)
-    assert said.text == ""
-
-
-def test_a_name_without_arguments_that_go_wrong():
-    said = check_splits(HERMES, '<tool_call>{"name": "read" oh no</tool_call> b')
-    assert [(c.name, c.text, c.is_whole) for c in said.calls] == [("read", "oh no", False)]
-    assert said.text == "b"
 
 
 CUTS = st.lists(st.integers(0, 200))
