@@ -171,8 +171,11 @@ SLIPS = {
     ] + [
         ((*JSON[2:-1], *LLAMA, "cohere"), NOW, ": {}", f": {text}", {}) for text in ("null", "[]")
     ] + [(BEHIND_NAME, NOW, "{}", text, {}) for text in ("null", "[]")
-    ] + [([name for name in BEHIND_NAME if name != "mistral"], NOW, "{}", "", {})
-    ] + [(("kimi_k2",), NOW, "<|tool_call_argument_begin|>{}", "", {})],
+    ] + [
+        ([name for name in BEHIND_NAME if name != "mistral"], NOW, "{}", "", {}),
+        (ONE_JSON, NOW, "{}}", "", {}),
+        (("kimi_k2",), NOW, "<|tool_call_argument_begin|>{}", "", {}),
+    ],
     "arguments that are no object": [
         ((*JSON, *LLAMA, *BEHIND_NAME), READ, json.dumps(READ[1]), text, None)
         for text in ("5", "[1]", "true", '"x"', "{'path': 'a'}", "path=a", 'x "a" y', "'a'")
@@ -192,6 +195,7 @@ SLIPS = {
         (JSON[2:], READ, "3}}", "3}}}", READ[1]),
         (JSON[2:], READ, "3}}", "3}", READ[1]),
         (LLAMA, READ, "}}", "}}}", READ[1]),
+        (LLAMA, READ, "3}}", "3]", None),
     ],
     "Python's strings": [
         (PYTHON, run(scale=0.5), "0.5", text, run(scale=value)[1])
@@ -263,13 +267,6 @@ def test_a_section_without_the_ends_of_its_calls(name):
     ends = r"<[|｜]tool.call.end[|｜]>|</tool_call>|</\S*invoke>"
     text = re.sub(ends, "", WRITERS[name]([READ, NOW]))
     assert check_splits(FORMATS[name], text).called == [READ, NOW]
-
-
-@pytest.mark.parametrize("name", PYTHON)
-def test_a_name_in_parentheses_is_text(name):
-    """Python takes it for a call, and the request has no such tool."""
-    text = WRITERS[name]([READ]).replace("read(", "(read)(")
-    assert not parse(FORMATS[name], text).calls
 
 
 @pytest.mark.parametrize("name", [name for name in WRITERS if name != "harmony"])

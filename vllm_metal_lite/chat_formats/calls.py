@@ -95,8 +95,9 @@ class CallWriter:
         except (Malformed, RecursionError) as e:  # values may be nested too deeply
             if isinstance(e, CutShort) or not self.is_open:
                 raise
-            self.arguments((self._reader.taken or "").lstrip())
-            if ends:
+            taken = self._reader.taken or ""
+            self.arguments(taken.lstrip())
+            if ends and not any(end in taken for end in ends):
                 yield from self._reader.pass_until(ends, self.arguments)
             self.cut()
 
@@ -144,7 +145,7 @@ def json_call(
             calls.arguments("".join(early))
         elif key in ("arguments", "parameters") and not done:
             pass_on = calls.arguments if calls.is_open else early.append
-            yield from json_arguments(reader, pass_on, "}")
+            yield from json_arguments(reader, pass_on, "}", end or "}")
             done = True
         else:
             yield from reader.json()

@@ -17,7 +17,7 @@ from vllm_metal_lite.chat_formats.schema_rules import SchemaRules
 from vllm_metal_lite.chat_formats.tool import Tool
 from vllm_metal_lite.chat_formats.typed import python_value
 
-# Names of tools and parameters need not be Python's: `-A`, `get-weather`, `class`.
+# A parameter's name need not be Python's: `-A`, `a.b`, `class`.
 _KEY = re.compile(r"""[^\s()\[\]{}'"]+""")
 
 
