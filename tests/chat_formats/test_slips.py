@@ -181,6 +181,9 @@ SLIPS = {
         for text in ("5", "[1]", "true", '"x"', "{'path': 'a'}", "path=a", 'x "a" y', "'a'")
     ],
     "no arguments": [(ONE_JSON, READ, ', "arguments": ', " oh no", None)],
+    "an end marker in wrong arguments": [
+        (("hermes",), READ, json.dumps(READ[1]), '"x </tool_call> y"', None),
+    ],
     "a line break in a string": [
         ((*JSON, *LLAMA, *BEHIND_NAME), ("read", PATH), "a.txt", "a\r\n\tb", {"path": "a\r\n\tb"}),
         (ONE_JSON, ("read", PATH), "a.txt", "a \\\nb", {"path": "a \\\nb"}),

@@ -97,7 +97,8 @@ class CallWriter:
                 raise
             taken = self._reader.taken or ""
             self.arguments(taken.lstrip())
-            if ends and not any(end in taken for end in ends):
+            space = taken[len(taken.rstrip()) :]  # may contain the end, if that is a line break
+            if ends and not any(end in space for end in ends):
                 yield from self._reader.pass_until(ends, self.arguments)
             self.cut()
 
