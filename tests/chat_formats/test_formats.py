@@ -97,16 +97,6 @@ def test_plain_text_is_passed_as_it_is(text):
     assert check_splits(PLAIN, text).text == text
 
 
-@pytest.mark.parametrize(
-    ("behind", "arguments"),
-    [(", \"arguments\": {'path': 'a'}}", "{'path': 'a'}"), (" oh no", "oh no")],
-)
-def test_arguments_that_are_no_json_are_passed_on_as_they_are(behind, arguments):
-    said = check_splits(HERMES, f'<tool_call>{{"name": "read"{behind}</tool_call> b')
-    assert [(c.name, c.text, c.is_whole) for c in said.calls] == [("read", arguments, False)]
-    assert said.text == "b"
-
-
 CUTS = st.lists(st.integers(0, 200))
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8),

@@ -1,12 +1,13 @@
 """Slips of models: a call that means one thing is read, and no slip hides what follows it."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.chat.text import check_cuts, cut, parse
+from tests.support.chat.text import check_cuts, check_splits, cut, parse
 from tests.support.chat.writers import WRITERS
 from vllm_metal_lite.chat_formats.detect import FORMATS
 
@@ -75,7 +76,14 @@ SLIPS = {
     "no end of the call": [
         (QWEN, READ, "\n</function>", "", READ[1]),
         (INVOKE, READ, "</invoke>\n", "", READ[1]),
+        (("lfm2",), READ, "<|tool_call_end|>", "", READ[1]),
+        (("olmo3",), READ, "</function_calls>", "", READ[1]),
     ],
+    "the end of the call twice": [
+        (("hermes", "qwen3_coder", *GLM), READ, "</tool_call>", "</tool_call>\n" * 2, READ[1]),
+        (("gemma4",), READ, "<tool_call|>", "<tool_call|><tool_call|>", READ[1]),
+    ],
+    "a name without its number": [(("kimi_k2",), READ, "read:0", "read", READ[1])],
     "no tag of a value": [
         (GLM, READ, "<arg_value>3", "3", READ[1]),
         (GLM, READ, "<arg_value>a", "a", READ[1]),
@@ -143,6 +151,7 @@ SLIPS = {
     ] + [
         (GEMMA, run(args=["x"]), None, '["x, y", z]', run(args=["x, y", "z"])[1]),
         (GEMMA, run(env={"A": 1}), "{A:1}", '{"A":1}', run(env={"A": 1})[1]),
+        (GEMMA, run(env={"A": 1}), "1}", "[" * 2000, None),
     ] + [
         ((name,), READ, f"{q}a.txt{q}", "hello, world", None) for name, q in QUOTE.items()
     ],
@@ -161,16 +170,25 @@ SLIPS = {
         for text in ("null", "[]", '""', '"null"', '"{}"', "")
     ] + [
         ((*JSON[2:-1], *LLAMA, "cohere"), NOW, ": {}", f": {text}", {}) for text in ("null", "[]")
-    ] + [(BEHIND_NAME, NOW, "{}", text, {}) for text in ("null", "[]", "")
-    ] + [(("kimi_k2",), NOW, "<|tool_call_argument_begin|>{}", "", {})],
+    ] + [(BEHIND_NAME, NOW, "{}", text, {}) for text in ("null", "[]")
+    ] + [
+        ([name for name in BEHIND_NAME if name != "mistral"], NOW, "{}", "", {}),
+        (ONE_JSON, NOW, "{}}", "", {}),
+        (("kimi_k2",), NOW, "<|tool_call_argument_begin|>{}", "", {}),
+    ],
     "arguments that are no object": [
-        (ONE_JSON, READ, json.dumps(READ[1]), text, None) for text in ("5", "[1]", "true", '"x"')
+        ((*JSON, *LLAMA, *BEHIND_NAME), READ, json.dumps(READ[1]), text, None)
+        for text in ("5", "[1]", "true", '"x"', "{'path': 'a'}", "path=a", 'x "a" y', "'a'")
+    ],
+    "no arguments": [(ONE_JSON, READ, ', "arguments": ', " oh no", None)],
+    "an end marker in wrong arguments": [
+        (("hermes",), READ, json.dumps(READ[1]), '"x </tool_call> y"', None),
     ],
     "a line break in a string": [
         ((*JSON, *LLAMA, *BEHIND_NAME), ("read", PATH), "a.txt", "a\r\n\tb", {"path": "a\r\n\tb"}),
         (ONE_JSON, ("read", PATH), "a.txt", "a \\\nb", {"path": "a \\\nb"}),
         (ONE_JSON, ("read", PATH), json.dumps(PATH), '"{\\"path\\": \\"b\\n\\"}"', {"path": "b\n"}),
-        (PYTHON, ("read", PATH), "a.txt", "a\r\n\tb", {"path": "a\r\n\tb"}),
+        (PYTHON, ("read", PATH), "a.txt", "a\n\tb", {"path": "a\n\tb"}),
         (PYTHON, ("read", PATH), "a.txt", "a\\\\\nb", {"path": "a\\\nb"}),
         (PYTHON, ("read", PATH), "a.txt", "a\\\nb", {"path": "ab"}),
     ],
@@ -180,10 +198,19 @@ SLIPS = {
         (JSON[2:], READ, "3}}", "3}}}", READ[1]),
         (JSON[2:], READ, "3}}", "3}", READ[1]),
         (LLAMA, READ, "}}", "}}}", READ[1]),
+        (LLAMA, READ, "3}}", "3]", None),
+    ],
+    "Python's strings": [
+        (PYTHON, run(scale=0.5), "0.5", text, run(scale=value)[1])
+        for text, value in [
+            ('"""echo "$(date)" > x"""', 'echo "$(date)" > x'), ("'''it's f(a)'''", "it's f(a)"),
+            (r"r'a\'\d'", r"a\'\d"), ("r'a\\d\nb'", "a\\d\nb"), ('"""a\nb"""', "a\nb"), ('""', ""),
+            ('"a" "b"', "ab"), ('"a"\n    "b"', "ab"), ('"(\\\")"', '(")'),
+        ]
     ],
     "Python's syntax": [
-        (PYTHON, READ, "limit=3", "limit=x()", None),
-        (PYTHON, READ, "limit=3", "limit=1+2j", None),
+        (PYTHON, READ, "limit=3", text, None)
+        for text in ("limit=x()", "limit=1+2j", "limit=", "limit=[1", "limit=3 x=4", '"limit"=3')
     ],
 }  # fmt: skip
 CASES = [
@@ -211,11 +238,14 @@ def test_a_slip(name, call, part, slip, meant, cuts):
     answer = f"{text}{between}{WRITERS[name]([NOW])}"
     said = parse(form, cut(answer, cuts))
     assert said.text == ("" if name == "harmony" else "Then.")
+    assert parse(form, text).text == ""
     bad, good = said.calls
     assert (good.name, good.arguments, good.is_whole) == (*NOW, True)
     assert (bad.name, bad.is_whole) == (call[0], meant is not None)
     if meant is not None:
         assert json.loads(bad.text, parse_constant=pytest.fail) == meant
+    elif part == json.dumps(call[1]):
+        assert bad.text.startswith(slip)
 
 
 @pytest.mark.parametrize(("name", "call", "part", "slip", "meant"), CASES)
@@ -225,18 +255,21 @@ def test_a_slip_that_is_cut_short(name, call, part, slip, meant):
 
 
 @pytest.mark.parametrize("name", PYTHON)
-def test_a_malformed_call_is_passed_on_as_it_is_written(name):
-    written = 'run(cmd=x(), mode="n0 n1", note=n1)'
-    text = WRITERS[name]([NOW]).replace("now()", written)
-    [call] = parse(FORMATS[name], text).calls
-    assert (call.text, call.is_whole) == (written, False)
+@pytest.mark.parametrize(
+    "written",
+    ['cmd=x(), mode="n0 n1", note=n1)', '"ls")', "cmd=/etc/x)", r'cmd="C:\users\a")', 'f("x\ny"))'],
+)
+def test_a_malformed_call_is_passed_on_as_it_is_written(name, written):
+    text = WRITERS[name]([NOW, NOW]).replace("now()", f"run({written}", 1)
+    bad, good = check_splits(FORMATS[name], text).calls
+    assert (bad.text, bad.is_whole, good.is_whole) == (written, False, True)
 
 
-@pytest.mark.parametrize("name", PYTHON)
-def test_a_name_in_parentheses_is_text(name):
-    """Python takes it for a call, and the request has no such tool."""
-    text = WRITERS[name]([READ]).replace("read(", "(read)(")
-    assert not parse(FORMATS[name], text).calls
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_section_without_the_ends_of_its_calls(name):
+    ends = r"<[|｜]tool.call.end[|｜]>|</tool_call>|</\S*invoke>"
+    text = re.sub(ends, "", WRITERS[name]([READ, NOW]))
+    assert check_splits(FORMATS[name], text).called == [READ, NOW]
 
 
 @pytest.mark.parametrize("name", [name for name in WRITERS if name != "harmony"])
@@ -256,4 +289,4 @@ def test_what_is_no_call_between_two_calls_is_text(name):
     said = parse(FORMATS[name], text)
     assert said.called == [READ]
     assert said.text.startswith("now.x")
-    assert said.text.endswith("now()")
+    assert "now()" in said.text

@@ -79,6 +79,11 @@ def test_a_malformed_call_goes_to_the_client_which_tells_the_model(api, script, 
     assert (name, type(arguments), reply.end) == ("run", str, end)
 
 
+def test_arguments_may_hold_half_of_a_surrogate_pair(api, script):
+    script.says('<tool_call>{"name": "run", "arguments": {"cmd": "\\ud800"}}</tool_call>')
+    assert api.whole().parts == api.gathered().parts == [("call", "run", {"cmd": "\ud800"})]
+
+
 def test_calls_of_other_tools_are_text(api, script):
     script.says(call("format_disk", now=True))
     reply = api.whole()

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from vllm_metal_lite.chat_formats.events import Arguments, Event, ToolCall, ToolCallEnd
@@ -93,11 +92,13 @@ class CallWriter:
         """
         try:
             yield from reading
-        except Malformed as e:
+        except (Malformed, RecursionError) as e:  # values may be nested too deeply
             if isinstance(e, CutShort) or not self.is_open:
                 raise
-            self.arguments((self._reader.taken or "").lstrip())
-            if ends:
+            taken = self._reader.taken or ""
+            self.arguments(taken.lstrip())
+            space = taken[len(taken.rstrip()) :]  # may contain the end, if that is a line break
+            if ends and not any(end in space for end in ends):
                 yield from self._reader.pass_until(ends, self.arguments)
             self.cut()
 
@@ -144,7 +145,8 @@ def json_call(
             calls.begin((yield from reader.json()))
             calls.arguments("".join(early))
         elif key in ("arguments", "parameters") and not done:
-            yield from json_arguments(reader, calls.arguments if calls.is_open else early.append)
+            pass_on = calls.arguments if calls.is_open else early.append
+            yield from json_arguments(reader, pass_on, "}", end or "}")
             done = True
         else:
             yield from reader.json()
@@ -158,28 +160,23 @@ def json_call(
     while (yield from reader.has("}")):
         pass
     more = between != "" and (yield from reader.has(between))
-    reader.record()  # what was read up to here is no text
+    reader.record()  # if the rest is malformed, only the rest becomes text
     return more
 
 
-def json_arguments(reader: Reader, pass_on: Callable[[str], None]) -> Reading[None]:
+def json_arguments(reader: Reader, pass_on: Callable[[str], None], *ends: str) -> Reading[None]:
     """Pass arguments on: an object piece by piece, or the object that a string contains.
 
-    null, [], "" and no value at all become an empty object.  Raises Malformed, CutShort.
+    null, [], "", and no value before one of `ends`, become an empty object.  Raises Malformed,
+    CutShort.
     """
-    first = yield from reader.peek()
-    if not first:
-        raise CutShort
-    if first == "{":
+    pass_on("")  # the text before the arguments is no part of them
+    if (yield from reader.peek()) == "{":
         yield from reader.json_value(pass_on)
         return
-    parts: list[str] = []
-    if first in '["-0123456789' or (yield from reader.follows(("null", "true", "false"))):
-        yield from reader.json_value(parts.append)
-    text = "".join(parts)
-    if first == '"':
-        text = str(loads(text))
-    with suppress(Malformed):
-        value = loads(text or "null")
-        text = _encode({} if value in (None, [], "") else value)
-    pass_on(text)
+    value: object = None
+    if not (yield from reader.follows(ends)):
+        value = yield from reader.json()
+    if isinstance(value, str):
+        value = loads(value or "null")
+    pass_on(_encode({} if value in (None, []) else value))

@@ -60,7 +60,7 @@ class ChatFormat:
         return (*self.call_starts, *self.call_ends, *thoughts)
 
     def opens_reasoning(self, prompt: str) -> bool:
-        """Whether a rendered prompt ends with the start of thoughts, and not only contains it."""
+        """Whether a rendered prompt ends with the marker that starts thoughts."""
         return self.thoughts is not None and prompt.rstrip().endswith(self.thoughts.start)
 
     def closes_reasoning(self, prompt: str) -> bool:

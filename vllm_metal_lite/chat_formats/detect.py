@@ -34,7 +34,7 @@ PLAIN = ChatFormat("plain", thoughts=None)
 THINKING = ChatFormat("thinking")
 
 # The first format whose texts are all in the template, or in a call that the template writes.
-_SHOWN: Sequence[tuple[ChatFormat, tuple[str, ...]]] = (
+_SIGNS: Sequence[tuple[ChatFormat, tuple[str, ...]]] = (
     (HARMONY, ("<|channel|>", "<|message|>", "analysis")),
     (MINIMAX_M2, ("<minimax:tool_call>", "<invoke name=")),
     (DEEPSEEK_V4, ("｜DSML｜", "tool_calls>")),
@@ -69,7 +69,7 @@ _SHOWN: Sequence[tuple[ChatFormat, tuple[str, ...]]] = (
 _LFM2_TOKENS = "<|tool_call_start|>", "<|tool_call_end|>"
 
 FORMATS: dict[str, ChatFormat] = {
-    f.name: f for f in (PLAIN, THINKING, *(shown for shown, _ in _SHOWN))
+    f.name: f for f in (PLAIN, THINKING, *(shown for shown, _ in _SIGNS))
 }
 
 
@@ -82,7 +82,7 @@ def detect(template: str, render: Render, vocabulary: Container[str] = ()) -> Ch
     """
     written = written_calls(render)
     shown = template + "".join(written)
-    for chat_format, texts in _SHOWN:
+    for chat_format, texts in _SIGNS:
         if all(text in shown for text in texts):
             adapt = chat_format.adapt
             answers = written if adapt is None else written_calls(render, adapt)

@@ -23,7 +23,7 @@ from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _CONSTRAIN = "<|constrain|>"
 _ENDS = "<|end|>", "<|call|>", "<|return|>"
-_SHOWN = "commentary", "final"  # channels of text for the user
+_USER_CHANNELS = "commentary", "final"  # channels of text for the user
 _TO = " to="
 _NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
@@ -58,20 +58,20 @@ def _body(reader: Reader, writer: AnswerWriter, header: str) -> Reading[str | No
         calls = writer.calls
         calls.begin(recipient[1])
         try:  # a marker within a string is text
-            yield from json_arguments(reader, calls.arguments)
+            yield from json_arguments(reader, calls.arguments, *_ENDS)
         except CutShort:
             reader.take(len(reader.rest))
             calls.cut()
             return None
         except Malformed:
-            pass
+            calls.arguments(reader.taken or "")
         found = None
         with suppress(CutShort):  # a marker that has begun is no argument
             found = yield from reader.before(ends, calls.arguments)
         reader.take(len(reader.rest if found is None else found))
         calls.end()
         return found
-    is_thought = recipient is None and channel is not None and channel[1] not in _SHOWN
+    is_thought = recipient is None and channel is not None and channel[1] not in _USER_CHANNELS
     out = writer.reasoning if is_thought else writer.text
     out.at_marker()
     end = yield from reader.pass_until(ends, out)
@@ -86,7 +86,7 @@ def _grammar(tools: Sequence[Tool], choice: ToolChoice, special: SpecialTokens) 
     if choice.mode == "auto":
         call = f"{call} | final"
     analysis, commentary, final = (
-        texts(f"{_CHANNEL}{name}{_MESSAGE}", special) for name in ("analysis", *_SHOWN)
+        texts(f"{_CHANNEL}{name}{_MESSAGE}", special) for name in ("analysis", *_USER_CHANNELS)
     )
     end = texts(f"<|end|>{_START}assistant", special)
     lines = [

@@ -29,15 +29,14 @@ def _format(
     name_key: str = "name",
     **grammar: str,
 ) -> ChatFormat:
-    """name_key: of a call's name in its object.  grammar: see `json_calls`."""
-    ends = (end,) if end else ()
+    """name_key: the key of a call's name.  grammar: see `json_calls`."""
     read = partial(_read, end=end, name_key=name_key)
     demanded = json_calls(start=start, quoted=True, **grammar)
-    return ChatFormat(name, (start,), ends, read, demanded, thoughts)
+    return ChatFormat(name, (start,), (end or "\n",), read, demanded, thoughts)
 
 
 def _objects(name: str, prefix: str) -> ChatFormat:
-    """prefix: of the names of all markers."""
+    """prefix: starts each marker's name, such as `longcat_`."""
     end = f"</{prefix}tool_call>"
     return _format(
         name,
@@ -96,7 +95,7 @@ def _read_llama(reader: Reader, calls: CallWriter) -> Reading[None]:
 LLAMA_3 = ChatFormat(
     "llama3_json",
     ("<|python_tag|>",),
-    (),
+    ("\n",),
     _read_llama,
     json_calls(start="", head='{"name": ', middle=', "parameters": ', tail="}", between="; "),
     thoughts=None,

@@ -9,7 +9,7 @@ from vllm_metal_lite.chat_formats.history import Adapt, with_call_ids
 from vllm_metal_lite.chat_formats.reader import Reader, Reading
 
 _CODE, _CODE_END = "```json", "```"
-_SEPARATOR, _ARGUMENTS = "<｜tool▁sep｜>", "<|tool_call_argument_begin|>"
+_ARGUMENTS = "<|tool_call_argument_begin|>"
 
 
 def _format(
@@ -28,43 +28,44 @@ def _format(
     start, end = section
     first, last = call
 
-    def read_section(reader: Reader, calls: CallWriter) -> Reading[None]:
-        return calls.section(lambda: _call(reader, calls, separator, last), first, last, end)
+    def read_one(reader: Reader, calls: CallWriter) -> Reading[None]:
+        """A call after its first marker, up to its last one; arguments may be missing."""
+        name, found = yield from reader.name(separator, last)
+        if not calls.knows(name):  # Kimi's is in the id, `functions.NAME:0`
+            name = name.removeprefix("functions.").partition(":")[0]
+        calls.begin(name)
+        if found != last:
+            after = _CODE_END if separator == _CODE else last
+            yield from json_arguments(reader, calls.arguments, after)
+            if after == _CODE_END:
+                yield from reader.expect(after)
+            if (yield from reader.follows((first, end))) is None:  # models may forget `last`
+                yield from reader.expect(last)
+        calls.end()
+
+    def read(reader: Reader, calls: CallWriter) -> Reading[None]:
+        return calls.section(lambda: read_one(reader, calls), first, last, end)
 
     head, tail = f"{first}{head}", f"{tail}{last}"
     demanded = json_calls(start=start, head=head, tail=tail, close=end, quoted=False, **grammar)
-    return ChatFormat(name, (start,), (end,), read_section, demanded, adapt=adapt)
+    return ChatFormat(name, (start,), (end,), read, demanded, adapt=adapt)
 
 
-def _call(reader: Reader, calls: CallWriter, separator: str, last: str) -> Reading[None]:
-    """A call after its first marker, up to its last one; arguments may be missing."""
-    name, found = yield from reader.name(separator, last)
-    if found == _SEPARATOR and not calls.knows(name):  # V3 writes `function` before the name
-        name, found = yield from reader.name(_CODE)
-    if not calls.knows(name):  # Kimi's is in the id, `functions.NAME:0`
-        name = name.removeprefix("functions.").rpartition(":")[0]
-    calls.begin(name)
-    if found != last:
-        yield from json_arguments(reader, calls.arguments)
-        if found == _CODE:  # the arguments are a block of code
-            yield from reader.expect(_CODE_END)
-        yield from reader.expect(last)
-    calls.end()
-
-
-_deepseek = partial(
-    _format,
-    section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-    call=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
-    separator=_SEPARATOR,
-)
+_SEPARATOR = "<｜tool▁sep｜>"
 _BEFORE_CODE, _AFTER_CODE = f"\n{_CODE}\n", f"\n{_CODE_END}"
-_FUNCTION = f"function{_SEPARATOR}"
-DEEPSEEK_V3 = _deepseek(
-    "deepseek_v3", head=_FUNCTION, middle=_BEFORE_CODE, tail=_AFTER_CODE, between="\n"
+_DEEPSEEK = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_BEGIN, _END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+# V3 writes the tool's type before its name.
+DEEPSEEK_V3 = _format(
+    "deepseek_v3",
+    _DEEPSEEK,
+    (f"{_BEGIN}function{_SEPARATOR}", _END),
+    _CODE,
+    middle=_BEFORE_CODE,
+    tail=_AFTER_CODE,
+    between="\n",
 )
-DEEPSEEK_V3_1 = _deepseek("deepseek_v31", middle=_SEPARATOR)
-
+DEEPSEEK_V3_1 = _format("deepseek_v31", _DEEPSEEK, (_BEGIN, _END), _SEPARATOR, middle=_SEPARATOR)
 
 _CALLS, _CALL = ("<tool_calls>", "</tool_calls>"), ("<tool_call>", "</tool_call>")
 HUNYUAN = _format("hunyuan", _CALLS, _CALL, _CODE, middle=_BEFORE_CODE, tail=_AFTER_CODE)

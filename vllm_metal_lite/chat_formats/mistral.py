@@ -23,7 +23,7 @@ def _read(reader: Reader, calls: CallWriter) -> Reading[None]:
     if found == _ID:
         yield from reader.until(_ARGUMENTS)
     calls.begin(name)
-    yield from json_arguments(reader, calls.arguments)
+    yield from json_arguments(reader, calls.arguments, _START)
     calls.end()
 
 
@@ -37,7 +37,7 @@ def _call_id(name: str, number: int, given: str) -> str:
 MISTRAL = ChatFormat(
     "mistral",
     (_START,),
-    (),
+    ("\n",),
     _read,
     json_calls(start=_START, head="", middle=_ARGUMENTS, quoted=False),
     thoughts=Thoughts("[THINK]", "[/THINK]"),

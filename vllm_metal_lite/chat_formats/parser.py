@@ -1,15 +1,6 @@
-"""An answer's text, in pieces of any size, to events.
+"""An answer's text, in pieces of any size, to events; docs/tools.md has the rules.
 
-The rules, for every format:
-
-- A call with an unreadable name, or a name that no tool of the request has, is text, markers
-  included; so are the calls behind it in one list or section.
-- A call that the end of the text cuts short keeps its arguments so far.  No bracket is added: half
-  a command must never run.
-- If a call goes wrong after its name, the rest up to its end marker becomes its arguments.  These
-  are not JSON, so the client reports an error to the model.
-- Without tools in the request, calls are text.
-- Whitespace around thoughts and calls comes from the template, and is dropped.
+Whitespace around thoughts and calls comes from the template, and is dropped.
 """
 
 from collections.abc import Collection, Sequence
@@ -113,8 +104,12 @@ def _calls(
         reading = chat_format.read_calls(reader, calls)
         yield from calls.guard(reading, chat_format.call_ends)
         out.at_marker()
+        reader.record(None)
+        while (end := (yield from reader.follows(chat_format.call_ends))) is not None:
+            yield from reader.expect(end)  # models double it
     except Malformed as e:
         if calls.is_open:
+            reader.take(len(reader.rest))  # a value that has begun
             calls.cut()
             out.at_marker()
         else:

@@ -3,106 +3,97 @@
 All arguments of a call come at once, because Python's literals are parsed only when complete.
 """
 
-import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.grammars import SpecialTokens, calls_grammar, literal
-from vllm_metal_lite.chat_formats.reader import CutShort, Malformed, Reader, Reading
+from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
 from vllm_metal_lite.chat_formats.schema_rules import SchemaRules
 from vllm_metal_lite.chat_formats.tool import Tool
-from vllm_metal_lite.chat_formats.typed import JSON_NAMES, python_value
+from vllm_metal_lite.chat_formats.typed import python_value
 
-_STRING = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
-_STAND_IN = "\ua66e"  # a letter of Python's names that no model writes
-# Names of tools and parameters need not be Python's: `-A`, `get-weather`, `class`.
-_NAMES = re.compile(rf"""{_STRING}|(?P<name>[^\s()\[\]{{}},'"=]+)(?=\s*[(=])""", re.DOTALL)
-_Node = ast.expr | ast.stmt
+# A parameter's name need not be Python's: `-A`, `a.b`, `class`.
+_KEY = re.compile(r"""[^\s()\[\]{}'"]+""")
 
 
 def _read(reader: Reader, calls: CallWriter, *, end: str) -> Reading[None]:
-    text = yield from _until(reader, end)
-    names: dict[str, str] = {}
-    source = _NAMES.sub(partial(_stand_in, names), text.strip())
-    try:
-        elements = _elements(source)
-    except Malformed:  # models write line breaks into strings
-        source = re.sub(_STRING, _escaped, source, flags=re.DOTALL)
-        elements = _elements(source)
-    for element in elements:
-        match element:
-            case ast.Call(ast.Name(stand_in), [], keywords):
-                name = names.get(stand_in)  # None for a name in parentheses
-            case _:
-                name, keywords = None, []
-        if not calls.knows(name) and not reader.taken:  # the calls before it are no text
-            reader.record(_written(source, names, element, elements[-1]))
-        calls.begin(name)
-        try:
-            values = {names[str(k.arg)]: _value(k.value) for k in keywords}
-        except (Malformed, KeyError):
-            calls.arguments(_written(source, names, element, element))
-            calls.cut()
+    more = True
+    while more:
+        yield from reader.has("[")
+        yield from calls.guard(_call(reader, calls, end), ())
+        yield from reader.has(",")
+        yield from reader.has("]")
+        yield from reader.skip_space()
+        reader.record()  # if the rest is malformed, only the rest becomes text
+        # A model may end its answer without `end`.
+        more = reader.rest != "" and not (yield from reader.begins(end))
+
+
+def _call(reader: Reader, calls: CallWriter, end: str) -> Reading[None]:
+    name, _ = yield from reader.name("(")
+    calls.begin(name)
+    arguments = yield from _arguments(reader, end)
+    values = dict(_key_and_value(text) for text in arguments if text.strip())
+    for key, value in values.items():
+        calls.key(key)
+        calls.value(value)
+    calls.end()
+
+
+def _arguments(reader: Reader, end: str) -> Reading[list[str]]:
+    """The text of each argument, up to the bracket after them, which is read.
+
+    Raises Malformed before `end`, and CutShort.
+    """
+    arguments: list[str] = []
+    parts: list[str] = []  # of the argument that has begun
+    depth = 1
+    while depth:
+        mark = yield from reader.before([*"\"'()[]{},", end], parts.append)
+        if mark == end:
+            raise Malformed
+        if mark in "\"'":
+            yield from _string(reader, mark, parts.append)
             continue
-        for key, value in values.items():
-            calls.key(key)
-            calls.value(value)
-        calls.end()
+        reader.take(1)
+        depth += (mark in "([{") - (mark in ")]}")
+        if depth == 0 or (depth == 1 and mark == ","):
+            arguments.append("".join(parts))
+            parts.clear()
+        else:
+            parts.append(mark)
+    return arguments
 
 
-def _written(source: str, names: dict[str, str], first: _Node, last: _Node) -> str:
-    """Elements as they stand in the source, with the names that the model wrote."""
-    whole = ast.copy_location(ast.Pass(), first)
-    whole.end_lineno, whole.end_col_offset = last.end_lineno, last.end_col_offset
-    text = ast.get_source_segment(source, whole) or ""
-    return re.sub(rf"{_STAND_IN}\d+", lambda match: names.get(match[0], match[0]), text)
+def _string(reader: Reader, quote: str, pass_on: Callable[[str], None]) -> Reading[None]:
+    """Pass a string on in three quotes, because models write line breaks into any string."""
+    triple = quote * 3
+    opened = triple if (yield from reader.begins(triple)) else reader.take(1)
+    pass_on(triple)
+    while (yield from reader.before(["\\", opened], pass_on)) != opened:
+        while len(reader.rest) < 2:
+            yield from reader.need()
+        pass_on(reader.take(2))
+    reader.take(len(opened))
+    pass_on(triple)
 
 
-def _value(node: ast.expr) -> object:
-    """A literal; a word without quotes is a string."""
-    if isinstance(node, ast.Name) and node.id not in JSON_NAMES:
-        return node.id
-    return python_value(node)
-
-
-def _stand_in(names: dict[str, str], match: re.Match[str]) -> str:
-    """A valid Python name in place of a tool's or a parameter's; strings stay unchanged."""
-    if match["name"] is None:
-        return match[0]
-    stand_in = f"{_STAND_IN}{len(names)}"
-    names[stand_in] = match["name"]
-    return stand_in
-
-
-def _escaped(string: re.Match[str]) -> str:
-    """A string with its line breaks escaped."""
-    return re.sub(r"(\\.)|[\r\n]", lambda m: m[1] or repr(m[0])[1:-1], string[0], flags=re.DOTALL)
-
-
-def _until(reader: Reader, end: str) -> Reading[str]:
-    """The text before `end`, which is read too; within a string it is text.  Raises CutShort."""
-    before_end = re.compile(rf"((?:{_STRING}|\\.|[^\"'\\])*?){re.escape(end)}", re.DOTALL)
-    while not (end in reader.rest and (found := before_end.match(reader.rest))):
-        if not (yield from reader.more()):
-            reader.take(len(reader.rest))
-            raise CutShort
-    reader.take(found.end())
-    return found[1]
-
-
-def _elements(source: str) -> list[_Node]:
-    """The expected calls: the elements of a list, or the lines.  Raises Malformed."""
+def _key_and_value(argument: str) -> tuple[str, object]:
+    """An argument; its value is a literal, or a word without quotes.  Raises Malformed."""
+    key, value = (text.strip() for text in argument.partition("=")[::2])
+    if not _KEY.fullmatch(key) or not value:
+        raise Malformed
     try:
-        lines = ast.parse(source).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise Malformed from None
-    values = [line.value if isinstance(line, ast.Expr) else line for line in lines]
-    return [e for value in values for e in (value.elts if isinstance(value, ast.List) else [value])]
+        return key, python_value(f"({value})")
+    except Malformed:
+        if not value.isidentifier():
+            raise
+        return key, value
 
 
 class _Rules(SchemaRules):

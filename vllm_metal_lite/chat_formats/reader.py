@@ -118,7 +118,7 @@ class Reader:
         return name, end
 
     def skip_space(self) -> Reading[None]:
-        """Read whitespace, up to the end if need be."""
+        """Read whitespace; wait for more text while there is only whitespace."""
         while True:
             self.take(len(self.rest) - len(self.rest.lstrip(_SPACE)))
             if self.rest or not (yield from self.more()):

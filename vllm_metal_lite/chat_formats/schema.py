@@ -86,7 +86,7 @@ def standalone(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, 
 
 
 def _moved(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema with references to where `standalone` puts the whole."""
+    """The schema, its references changed to `#/$defs/arguments/...`."""
 
     def move(part: dict[str, Any], place: str) -> dict[str, Any]:
         path = part.get("$ref")

@@ -41,8 +41,8 @@ def _format(
     before_name, _, after_name = grammar["parameter"].partition("{}")
     tags = Tags(
         end=grammar["parameter_end"].strip(),
-        begun=before_name.partition(" ")[0],
-        opened=f"{before_name}{{}}{after_name[0]}",
+        tag_start=before_name.partition(" ")[0],
+        tag=f"{before_name}{{}}{after_name[0]}",
         close=call_end,
         outer=(end, begin) if end else (),
         newlines=newlines,
@@ -50,7 +50,7 @@ def _format(
 
     def read_one(reader: Reader, calls: CallWriter) -> Reading[None]:
         tool = calls.begin((yield from _name(reader))[0])
-        while (yield from reader.has(tags.begun)):
+        while (yield from reader.has(tags.tag_start)):
             key, is_string = yield from _name(reader)
             is_raw = raw[0] != "" and (yield from reader.begins(raw[0]))
             around = Tags(raw[1], close=tags.end) if is_raw else tags
@@ -77,7 +77,7 @@ def _name(reader: Reader) -> Reading[tuple[str, bool | None]]:
 
 
 def _qwen(name: str, prefix: str) -> ChatFormat:
-    """prefix: of the names of the outer markers."""
+    """prefix: starts the name of each outer marker, such as `seed:`."""
     start, end = f"<{prefix}tool_call>", f"</{prefix}tool_call>"
     return _format(
         name,
@@ -100,7 +100,7 @@ SEED_OSS = _qwen("seed_oss", "seed:")
 
 
 def _glm(name: str, line_break: str, prefix: str = "") -> ChatFormat:
-    """prefix: of the names of all markers."""
+    """prefix: starts each marker's name, such as `longcat_`."""
     start, end = f"<{prefix}tool_call>", f"</{prefix}tool_call>"
     key_start, key_end = f"<{prefix}arg_key>", f"</{prefix}arg_key>"
     value_start, value_end = f"<{prefix}arg_value>", f"</{prefix}arg_value>"
@@ -138,7 +138,7 @@ LONGCAT_2 = _glm("longcat2", "\n", "longcat_")
 
 
 def _invoke(name: str, prefix: str, section: str, string: str = "") -> ChatFormat:
-    """prefix: of tags within the section.  string: says whether a parameter is a string."""
+    """prefix: starts the name of each inner tag.  string: says whether a parameter is a string."""
     start, end = f"<{section}>", f"</{section}>"
     invoke, invoke_end = f"<{prefix}invoke", f"</{prefix}invoke>"
     return _format(

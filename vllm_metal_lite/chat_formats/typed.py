@@ -26,27 +26,27 @@ _KINDS = {
 class Tags:
     """Tags around values.
 
-    end: the tag after a value.  begun: the start of every argument's tag.  opened: that tag, with
+    end: the tag after a value.  tag_start: the start of every argument's tag.  tag: that tag, with
     {} for the argument's name.  close: ends the call.  outer: any of them may follow `close`.
     newlines: the format adds a line break before and after a string.
     """
 
     end: str
-    begun: str = ""
-    opened: str = ""
+    tag_start: str = ""
+    tag: str = ""
     close: str = ""
     outer: tuple[str, ...] = ()
     newlines: bool = False
 
     @property
-    def nexts(self) -> list[str]:
-        """The tags that can follow the end of a value.  An `end` before other text is text."""
-        return [text for text in (self.begun, self.close, *self.outer) if text]
+    def followers(self) -> list[str]:
+        """Tags that may follow `end`.  If other text follows, `end` is part of the value."""
+        return [text for text in (self.tag_start, self.close, *self.outer) if text]
 
     @property
-    def marks(self) -> list[str]:
+    def stops(self) -> list[str]:
         """Where a value may end."""
-        marks = {mark for mark in (self.end, self.begun, self.close) if mark}
+        marks = {mark for mark in (self.end, self.tag_start, self.close) if mark}
         return sorted(m for m in marks if not any(m.startswith(o) for o in marks - {m}))
 
 
@@ -66,10 +66,9 @@ def read_typed(
     schema = tool.properties.get(name)
     if is_string is not None:
         schema = {"type": "string"} if is_string else {}
-    others = [n for n in tool.properties if tags.opened and n not in calls.names]
-    coming = [tags.opened.format(other) for other in others]
+    others = [tags.tag.format(n) for n in tool.properties if tags.tag and n not in calls.names]
     if types_of(schema) != {"string"}:
-        text, _ = yield from _value(reader, tags, coming, lambda text: None, is_json=True)
+        text, _ = yield from _value(reader, tags, others, lambda text: None, is_json=True)
         calls.value(value_of(text, schema))
         return
     if tags.newlines:
@@ -85,18 +84,18 @@ def read_typed(
             calls.string_piece(text)
 
     calls.quote()
-    _, has_end = yield from _value(reader, tags, coming, pass_on, is_json=False)
+    _, has_end = yield from _value(reader, tags, others, pass_on, is_json=False)
     if has_end and not tags.newlines:
         calls.string_piece(held)
     calls.quote()
 
 
 def _value(
-    reader: Reader, tags: Tags, coming: Sequence[str], pass_on: Callable[[str], None], is_json: bool
+    reader: Reader, tags: Tags, others: Sequence[str], pass_on: Callable[[str], None], is_json: bool
 ) -> Reading[tuple[str, bool]]:
     """The text of a value, and whether its end was written.
 
-    If the end is forgotten, the value ends at the tag of a further argument (`coming`), or at the
+    If the end is forgotten, the value ends at the tag of a further argument (`others`), or at the
     end of the call if the value is JSON (`is_json`) or a tag of `outer` follows.
     """
     parts: list[str] = []
@@ -106,20 +105,23 @@ def _value(
         pass_on(text)
 
     while True:
-        yield from reader.before(tags.marks, keep)
-        found = yield from reader.follows([tags.end, *coming, *filter(None, [tags.close])])
+        yield from reader.before(tags.stops, keep)
+        found = yield from reader.follows([tags.end, *others, *filter(None, [tags.close])])
         text = "".join(parts)
         is_complete = is_json and found is not None and _is_json(text)
         if found == tags.end:
-            count = yield from _num_ends(reader, tags)
-            if not count or (count > 1 and _is_open(text, tags.end)):
+            ends, is_last = yield from _ends(reader, tags)
+            count = ends.count(tags.end)
+            if not is_last:
+                found = ends
+            if not is_last or (count > 1 and _is_open(text, tags.end)):
                 count = int(is_complete)
             for _ in range(count):  # some models double them
                 yield from reader.expect(tags.end)
             if count:
                 return text, True
         elif found is not None:
-            end_is_missing = found in coming or is_complete
+            end_is_missing = found in others or is_complete
             if tags.outer and not end_is_missing:
                 end_is_missing = (yield from reader.follows(tags.outer, len(found))) is not None
             if end_is_missing:
@@ -129,14 +131,12 @@ def _value(
         keep(reader.take(len(found or " ")))  # it is text
 
 
-def _num_ends(reader: Reader, tags: Tags) -> Reading[int]:
-    """The number of ends in a row before another argument or the end of the call; 0 if text
-    follows."""
-    count = skip = 0
-    while (found := (yield from reader.follows([tags.end, *tags.nexts], skip))) == tags.end:
-        skip = reader.rest.index(found, skip) + len(found)
-        count += 1
-    return count if found else 0
+def _ends(reader: Reader, tags: Tags) -> Reading[tuple[str, bool]]:
+    """The ends in a row, and whether another argument or the end of the call follows them."""
+    length = 0
+    while (found := (yield from reader.follows([tags.end, *tags.followers], length))) == tags.end:
+        length = reader.rest.index(found, length) + len(found)
+    return reader.rest[:length], found is not None
 
 
 def _is_open(text: str, end: str) -> bool:
@@ -193,23 +193,23 @@ def _of_python(text: str, default: str) -> Any:
     if text not in ("True", "False", "None") and text[:1] not in ("{", "["):
         return default
     try:
-        return python_value(ast.parse(text, mode="eval").body)
-    except (Malformed, SyntaxError, ValueError, RecursionError, MemoryError):
+        return python_value(text)
+    except Malformed:
         return default
 
 
-JSON_NAMES = {"true": True, "false": False, "null": None}
+_JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 class _JsonNames(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(JSON_NAMES[node.id]) if node.id in JSON_NAMES else node
+        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
 
 
-def python_value(node: ast.expr) -> Any:
-    """A literal of Python that JSON has too; names of JSON's constants count as such."""
+def python_value(text: str) -> Any:
+    """A literal of Python that JSON has too, or a constant of JSON.  Raises Malformed."""
     try:
-        value = ast.literal_eval(_JsonNames().visit(node))
+        value = ast.literal_eval(_JsonNames().visit(ast.parse(text, mode="eval")))
         return json.loads(json.dumps(value, allow_nan=False))
-    except (ValueError, TypeError, RecursionError):
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise Malformed from None

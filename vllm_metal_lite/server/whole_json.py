@@ -20,6 +20,7 @@ async def whole_json(make: Callable[[], Any]) -> Response:
     """A response with the JSON of what `make` returns; both are done on a thread."""
 
     def write() -> bytes:
-        return encode_slowly(make()).encode()
+        # An argument of a call may hold a lone surrogate: UTF-8 has none, so JSON escapes it.
+        return encode_slowly(make()).encode(errors="backslashreplace")
 
     return Response(await offload(write), media_type="application/json")

@@ -34,7 +34,7 @@ TOOLS = (
         },
         "required": ["cmd"],
     }),
-    Tool("now", "The time."),
+    Tool("now", "The time."), Tool("function"),
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from vllm_metal_lite.server.errors import bad
 from vllm_metal_lite.server.params import SamplingFields, Unsupported
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.turns import answer
+from vllm_metal_lite.server.whole_json import whole_json
 
 
 class CountTokensRequest(Body):
@@ -61,7 +62,8 @@ async def create_message(serving: Serving, body: MessagesRequest) -> Response:
     reply = MessageReply(request, deltas, serving.model_name)
     if body.stream:
         return serving.stream(reply.stream(), PING)
-    return JSONResponse(await reply.whole())
+    whole = await reply.whole()
+    return await whole_json(lambda: whole)
 
 
 async def count_tokens(serving: Serving, body: CountTokensRequest) -> Response:
