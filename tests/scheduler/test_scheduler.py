@@ -97,6 +97,16 @@ def test_a_threshold_and_a_requests_own_limit_make_chunks_smaller():
     run_and_check(engine)
 
 
+def test_requests_with_limits_share_them():
+    engine = make()
+    engine.add(prompt(6), max_chunk=4)
+    engine.add(prompt(6, 1), max_chunk=4)
+    engine.add(prompt(6, 2))
+    assert shape(engine.step()) == [("r0", 0, 4)]  # and the queue keeps its order
+    assert shape(engine.step()) == [("r0", 4, 2), ("r1", 0, 2), ("r2", 0, 6)]
+    run_and_check(engine)
+
+
 def test_chunks_shrink_as_the_context_grows(monkeypatch):
     monkeypatch.setattr("vllm_metal_lite.scheduler.scheduler.MAX_CHUNK_TIMES_CONTEXT", 100)
     engine = make(max_num_batched_tokens=10)

@@ -17,7 +17,7 @@ from vllm_metal_lite.sampling.sampler import validate
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.request import Request
 
-# Limits memory: prompt log-probabilities need (rows, vocab_size) float32 logits per chunk.
+# Limits memory: prompt log-probabilities need (rows, vocab_size) float32 logits in a step.
 _PROMPT_LOGPROBS_CHUNK = 256
 
 

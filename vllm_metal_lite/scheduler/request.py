@@ -30,7 +30,7 @@ class Request:
     """A request has no phases, only a gap, `num_tokens - num_computed_tokens`, which steps close.
 
     priority: lower goes first, as in vLLM; then the lower fair_round, then the earlier arrival.
-    max_chunk: most tokens in one step (0: no limit of its own).
+    max_chunk: most tokens in one step, of this and all other requests with such a limit (0: none).
     skip_prefix_cache_read: computes every token, but other requests may reuse its blocks.
     only_reads: its one token is not used, so a prompt may fill the context.
     checkpoint_positions: where the caller expects later prompts to continue (checkpoints.py).

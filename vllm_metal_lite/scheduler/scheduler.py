@@ -286,7 +286,7 @@ class Scheduler:
     def _resume(self, out: SchedulerOutput) -> None:
         for request in self.partials:
             most = self._max_num_new_tokens(request, request.num_computed_tokens)
-            num_new_tokens = min(most, self._tokens_left(out), self.kv.room(request))
+            num_new_tokens = min(most, self._tokens_left(out, request), self.kv.room(request))
             # 0: no budget or no blocks.  The request waits for decodes to end.  So does the queue:
             # a prompt needs a block of its own to be admitted.
             if num_new_tokens > 0:
@@ -315,7 +315,7 @@ class Scheduler:
                 at += 1
                 continue
             most = self._max_num_new_tokens(request, start)
-            num_new_tokens = min(most, self._tokens_left(out))
+            num_new_tokens = min(most, self._tokens_left(out, request))
             cost = self.kv.cost(request, hit, most)
             if num_new_tokens <= 0 or not all(map(le, cost, left)):
                 break
@@ -374,9 +374,14 @@ class Scheduler:
             state = self._states.slots_of_chunk(request, end, out)
         return Segment(request, start, num_new_tokens, blocks, state)
 
-    def _tokens_left(self, out: SchedulerOutput) -> int:
-        """How many more tokens the step may compute."""
-        return self.config.max_num_batched_tokens - out.total_num_scheduled_tokens
+    def _tokens_left(self, out: SchedulerOutput, request: Request | None = None) -> int:
+        """How many more tokens the step may compute, of a request if one is given."""
+        left = self.config.max_num_batched_tokens - out.total_num_scheduled_tokens
+        if request is None or not request.max_chunk:
+            return left
+        prefills = out.segments[out.num_decodes :]
+        limited = sum(s.num_scheduled for s in prefills if s.request.max_chunk)
+        return min(left, request.max_chunk - limited)
 
     def _max_num_new_tokens(self, request: Request, start: int) -> int:
         """How many tokens from `start` on the request may compute in an otherwise empty step."""
