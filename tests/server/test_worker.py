@@ -25,6 +25,7 @@ from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, EngineLost
 from vllm_metal_lite.server.worker.process import Caller, ToServer, Worker
 from vllm_metal_lite.server.worker.request_state import RequestState, changes
+from vllm_metal_lite.structured_outputs import compiler
 
 CONFIG = EngineConfig(num_blocks=256, max_num_seqs=4, max_num_batched_tokens=64)
 PROMPT = list(range(40, 60))
@@ -276,6 +277,23 @@ def test_a_grammar_that_cannot_be_made_ends_its_request(monkeypatch, kind):
     method, (ids, error) = server.recv()
     assert (method, ids, str(error)) == ("failed", ["a"], "no grammar")
     assert isinstance(error, BusyError if kind is BusyError else RequestError)
+
+
+def test_adding_a_request_compiles_nothing(monkeypatch):
+    """However many grammars are made between; those of requests that left are not held."""
+    made = Mock(side_effect=compiler.LLMatcher)
+    monkeypatch.setattr(compiler, "LLMatcher", made)
+    server, theirs = Pipe()
+    worker = Worker(LLMEngine.from_name("demo", CONFIG), theirs, Caller(theirs))
+    forms = [short(structured_outputs={"regex": f"{i}+"}) for i in range(12)]
+    for i, form in enumerate(forms):
+        worker.compile(str(i), form)
+        assert server.recv() == ("replied", (str(i),))
+    worker.abort("11")
+    for i, form in enumerate(forms[:11]):
+        worker.add(Add(str(i), PROMPT, form))
+    assert made.call_count == 12
+    assert not worker._grammars
 
 
 def test_an_engine_whose_steps_all_fail_ends():

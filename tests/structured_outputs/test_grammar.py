@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fractions import Fraction
 from threading import Semaphore
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from jsonschema import validate
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from tests.support.chat.guided import allowed, walk
 from tests.support.chat.json_schemas import schemas
@@ -322,6 +323,22 @@ def test_a_grammar_that_finds_all_threads_busy_may_come_again(monkeypatch):
             own.compile(yes)
     monkeypatch.undo()
     own.compile(yes)
+
+
+def test_a_grammar_in_use_is_compiled_once(tokenizer, monkeypatch):
+    """However many others come, however long its text is, and however many threads ask for it."""
+    made = []
+
+    def counted(*args, **options) -> LLMatcher:
+        made.append(args)
+        return LLMatcher(*args, **options)
+
+    monkeypatch.setattr(compiler, "LLMatcher", counted)
+    forms = [{"regex": f"x{{{i + 1}}}"} for i in range(12)]
+    forms.append({"choice": ["灯" * 30 + str(i) for i in range(5000)]})
+    with ThreadPoolExecutor(16) as pool:
+        held = list(pool.map(lambda form: constraint(tokenizer, **form), 4 * forms))
+    assert len(held) == 4 * len(made) == 4 * len(forms)
 
 
 def test_few_grammars_are_kept_compiled():
