@@ -145,6 +145,7 @@ BAD = {
         ({"temperature": -1}, "temperature must be"),
         ({"stop_sequences": 5}, "stop_sequences must be"),
         ({"system": 5}, "system must be a string or a list of parts, got 5"),
+        ({"system": 0}, "system must be a string or a list of parts, got 0"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers: not supported"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
         ({"messages": [user([{"type": "image"}])]}, "messages.0.content.0: this server takes text"),
