@@ -40,10 +40,10 @@ class PoolingBody(ScheduledBody):
         self.params()
         self.scheduling()
 
-    def longest(self, *names: str) -> str:
-        """The field with the longest text, or with a list of it."""
-        texts = {name: as_list(getattr(self, name)) for name in names}
-        return max(names, key=lambda name: max(map(len, texts[name]), default=0))
+    def at_fault(self, *names: str) -> str:
+        """The field of a prompt that is refused: it has an empty text, or else the longest."""
+        sizes = {name: list(map(len, as_list(getattr(self, name)))) for name in names}
+        return max(names, key=lambda name: (0 in sizes[name], max(sizes[name], default=0)))
 
 
 class EmbeddingRequest(PoolingBody):
@@ -80,7 +80,7 @@ class RerankRequest(PoolingBody):
 
     @property
     def prompt_field(self) -> str:
-        return self.longest("query", "documents")
+        return self.at_fault("query", "documents")
 
     def check(self) -> None:
         super().check()
@@ -97,7 +97,7 @@ class ScoreRequest(PoolingBody):
 
     @property
     def prompt_field(self) -> str:
-        return self.longest("text_1", "text_2")
+        return self.at_fault("text_1", "text_2")
 
 
 async def embeddings(serving: Serving, body: EmbeddingRequest) -> Response:
