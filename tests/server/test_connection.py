@@ -61,6 +61,7 @@ def test_head_has_no_body(running):
     assert answer.status == 200
     assert answer.body == b""
     assert int(answer.headers["content-length"]) > 0
+    assert ask(running.url, "/events", method="HEAD").body == b""
 
 
 def test_http_1_0_gets_whole_answers_and_streams(running):

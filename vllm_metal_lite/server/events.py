@@ -109,6 +109,8 @@ def routes(server: Server) -> list[Route]:
     live = Live(server)
 
     async def events(request: Request) -> Response:
+        if request.method == "HEAD":  # Starlette allows it wherever GET is
+            return Response(media_type="text/event-stream")
         shown, leaving = live.events(), AsyncExitStack()
         leaving.push_async_callback(shown.aclose)
         return EventStream(shown, COMMENT, server.config.keep_alive, leaving)
