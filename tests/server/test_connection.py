@@ -111,6 +111,16 @@ def test_what_is_not_http_harms_nobody(running, junk, capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_a_body_that_is_not_http_after_its_answer_is_no_error(running, caplog):
+    with connect(running.url) as sock:
+        sock.sendall(post_head("/nowhere", "Transfer-Encoding: chunked"))
+        assert sock.recv(65536).startswith(b"HTTP/1.1 404")
+        sock.sendall(b"zzzz\r\n")
+        read_all(sock)
+    assert ask(running.url, "/health").status == 200
+    assert not caplog.records
+
+
 def test_small_events_are_not_held_back():
     """Nagle's algorithm would keep a token until the client has confirmed the one before."""
 
