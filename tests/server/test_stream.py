@@ -8,7 +8,7 @@ import pytest
 from starlette.requests import Request
 
 from tests.support.server.kit import in_loop
-from vllm_metal_lite.server.stream import COMMENT, ClientGone, EventStream, until_gone
+from vllm_metal_lite.server.stream import KEEP_ALIVE, ClientGone, EventStream, until_gone
 
 
 class Connection:
@@ -37,7 +37,7 @@ class Connection:
     async def stream(self, events: AsyncIterator[bytes], seconds: float = 60.0) -> None:
         resources = AsyncExitStack()
         resources.callback(self.closed.set)
-        response = EventStream(events, COMMENT, seconds, resources)
+        response = EventStream(events, KEEP_ALIVE, seconds, resources)
         await response({"type": "http"}, self.receive, self.send)
 
 
@@ -98,7 +98,7 @@ async def test_a_client_that_never_reads_may_go():
 async def test_a_long_silence_is_broken():
     connection = Connection()
     streaming = asyncio.ensure_future(connection.stream(endless(asyncio.Event()), 0.001))
-    while connection.sent.count(COMMENT) < 3:
+    while connection.sent.count(KEEP_ALIVE) < 3:
         await asyncio.sleep(0.001)
     assert connection.sent[0] == b"first"
     connection.gone.set()

@@ -85,7 +85,7 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         self._sent_at = time.monotonic()
-        keeping = asyncio.ensure_future(self._keep(send))
+        keeping = asyncio.ensure_future(self._send_keep_alives(send))
         try:
             async for event in self._events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
@@ -94,7 +94,7 @@ class EventStream(Response):
             keeping.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _keep(self, send: Send) -> None:
+    async def _send_keep_alives(self, send: Send) -> None:
         while True:
             left = self._sent_at + self._seconds - time.monotonic()
             if left > 0:
@@ -111,4 +111,4 @@ def sse(data: str, event: str | None = None) -> bytes:
     return f"{name}data: {data}\n\n".encode()
 
 
-COMMENT = b": keep-alive\n\n"  # ignored by every parser of events
+KEEP_ALIVE = b": keep-alive\n\n"  # ignored by every parser of events

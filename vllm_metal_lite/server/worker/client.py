@@ -1,4 +1,4 @@
-"""The server's side of an engine: starts it, gives it requests, and passes its news on."""
+"""Starts an engine's process, sends it requests, and gives its updates to their RequestStates."""
 
 import asyncio
 import logging
