@@ -1,5 +1,6 @@
 """Grammars: whatever is drawn under one has its form; bad ones are refused with a reason."""
 
+import itertools
 import json
 import pickle
 import re
@@ -325,15 +326,30 @@ def test_a_grammar_that_finds_all_threads_busy_may_come_again(monkeypatch):
     own.compile(yes)
 
 
-def test_a_grammar_in_use_is_compiled_once(tokenizer, monkeypatch):
-    """However many others come, however long its text is, and however many threads ask for it."""
+def counted(monkeypatch) -> list:
+    """Gets an entry for each grammar that is compiled from now on."""
     made = []
 
-    def counted(*args, **options) -> LLMatcher:
+    def make(*args, **options) -> LLMatcher:
         made.append(args)
         return LLMatcher(*args, **options)
 
-    monkeypatch.setattr(compiler, "LLMatcher", counted)
+    monkeypatch.setattr(compiler, "LLMatcher", make)
+    return made
+
+
+def test_the_place_of_an_error_is_not_sought_for_longer_than_a_caller_waits(monkeypatch):
+    made = counted(monkeypatch)
+    monkeypatch.setattr(compiler, "monotonic", itertools.count().__next__, raising=False)
+    parts = {f"p{i}": {"type": "null"} for i in range(50)}
+    with pytest.raises(SamplingError, match=r"json: .*not"):
+        check(StructuredOutputsParams(json={"properties": {**parts, "bad": {"not": {}}}}))
+    assert len(made) <= 2 + compiler.MAX_SECONDS
+
+
+def test_a_grammar_in_use_is_compiled_once(tokenizer, monkeypatch):
+    """However many others come, however long its text is, and however many threads ask for it."""
+    made = counted(monkeypatch)
     forms = [{"regex": f"x{{{i + 1}}}"} for i in range(12)]
     forms.append({"choice": ["灯" * 30 + str(i) for i in range(5000)]})
     with ThreadPoolExecutor(16) as pool:

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, lru_cache
+from time import monotonic
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
@@ -73,9 +74,11 @@ def _compile(params: StructuredOutputsParams, tokenizer: LLTokenizer) -> LLMatch
     matcher = _on_deep_stack(params.kind, lambda: _new_matcher(grammar, tokenizer))
     if not matcher.is_error():
         return matcher
-    error = matcher.get_error()
+    error, end = matcher.get_error(), monotonic() + MAX_SECONDS
 
     def error_of(schema: object) -> str | None:
+        if monotonic() > end:
+            raise TimeoutError  # no caller waits any longer
         part = _new_matcher(schema_text(schema, params), tokenizer)
         return part.get_error() if part.is_error() else None
 
