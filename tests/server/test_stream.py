@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest
-from starlette.requests import Request
 
 from tests.support.server.kit import in_loop
 from vllm_metal_lite.server.stream import KEEP_ALIVE, ClientGone, EventStream, until_gone
@@ -30,9 +29,6 @@ class Connection:
             if not self._reads:
                 await asyncio.Event().wait()
             self.sent.append(message["body"])
-
-    def request(self) -> Request:
-        return Request({"type": "http"}, self.receive)
 
     async def stream(self, events: AsyncIterator[bytes], seconds: float = 60.0) -> None:
         resources = AsyncExitStack()
@@ -127,7 +123,7 @@ async def test_a_watch_that_fails_is_not_a_client_that_goes():
 
     cancelled = asyncio.Event()
     with pytest.raises(ConnectionError):
-        await until_gone(connection.request(), forever(asyncio.Event(), cancelled))
+        await until_gone(connection.receive, forever(asyncio.Event(), cancelled))
     assert cancelled.is_set()
 
 
@@ -135,7 +131,7 @@ async def test_a_watch_that_fails_is_not_a_client_that_goes():
 async def test_work_ends_with_its_client():
     connection, cancelled = Connection(), asyncio.Event()
     with pytest.raises(ClientGone):
-        await until_gone(connection.request(), forever(connection.gone, cancelled))
+        await until_gone(connection.receive, forever(connection.gone, cancelled))
     assert cancelled.is_set()
 
 
@@ -149,6 +145,6 @@ async def test_the_result_and_the_error_of_work_come_through():
     async def error() -> None:
         raise ZeroDivisionError
 
-    assert await until_gone(connection.request(), result()) == 7
+    assert await until_gone(connection.receive, result()) == 7
     with pytest.raises(ZeroDivisionError):
-        await until_gone(connection.request(), error())
+        await until_gone(connection.receive, error())

@@ -185,7 +185,7 @@ def endpoint(
         server.check_open()
         raw = await request.body()
         REQUESTER.set(Requester(client_of(request), len(raw)))
-        return await until_gone(request, respond(request.url.path, raw))
+        return await until_gone(request.receive, respond(request.url.path, raw))
 
     async def respond(path: str, raw: bytes) -> Response:
         large = len(raw) >= LARGE

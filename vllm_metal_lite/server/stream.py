@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Any, TypeVar
 
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -43,12 +42,12 @@ async def unless(event: Awaitable[Any], error: type[Exception], work: Awaitable[
             await task
 
 
-async def until_gone(request: Request, work: Awaitable[T]) -> T:
+async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
     """The result of `work`; cancels it and raises ClientGone when the client goes.
 
     The body of the request must have been read.
     """
-    return await unless(_gone(request.receive), ClientGone, work)
+    return await unless(_gone(receive), ClientGone, work)
 
 
 async def _gone(receive: Receive) -> None:
@@ -81,7 +80,7 @@ class EventStream(Response):
         async with self._resources:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             with suppress(ClientGone):
-                await unless(_gone(receive), ClientGone, self._send(send))
+                await until_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
         self._sent_at = time.monotonic()

@@ -3,12 +3,11 @@
 import json
 import re
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from time import monotonic
 from typing import TypeVar
 from weakref import WeakValueDictionary
@@ -33,6 +32,7 @@ _LIMITS = LLParserLimits(max_grammar_size=20_000, max_lexer_states=50_000, verbo
 _MAX_KEPT = 8
 _PLACE = re.compile(r"^at \d+\(\d+\): ")  # in the grammar's text, which this package wrote
 _TOKEN_IDS = re.compile(r"<\[[\d,\s-]+\]>")  # in Lark: tokens by their ids
+_BYTES = LLTokenizer("byte")
 _stack, _threads = threading.Lock(), threading.Semaphore(_MAX_THREADS)
 
 
@@ -45,7 +45,7 @@ class Compiler:
         self._compiled: WeakValueDictionary[StructuredOutputsParams, Future[LLMatcher]] = (
             WeakValueDictionary()
         )
-        self._last: deque[Future[LLMatcher]] = deque(maxlen=_MAX_KEPT)
+        self._last: list[Future[LLMatcher]] = []
         self._lock = threading.Lock()
 
     def compile(self, params: StructuredOutputsParams) -> Future[LLMatcher]:
@@ -62,9 +62,7 @@ class Compiler:
                 compiled.set_exception(e)
         compiled.result()
         with self._lock:
-            if compiled in self._last:
-                self._last.remove(compiled)
-            self._last.append(compiled)
+            self._last = [*(c for c in self._last if c is not compiled), compiled][-_MAX_KEPT:]
         return compiled
 
 
@@ -102,15 +100,10 @@ def check(params: StructuredOutputsParams) -> None:
     if params.grammar is not None:
         params = replace(params, grammar=_TOKEN_IDS.sub("<[0]>", params.grammar))
     try:
-        _compile(params, _bytes())
+        _compile(params, _BYTES)
     except GrammarError as e:
         if "special token" not in e.why:
             raise
-
-
-@cache
-def _bytes() -> LLTokenizer:
-    return LLTokenizer("byte")
 
 
 def _new_matcher(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:

@@ -141,10 +141,8 @@ class Worker:
             self._server.call("replied", request_id)
 
     def compile(self, request_id: str, params: SamplingParams) -> None:
-        """Make the grammar of a request on a thread; `add` follows only if that succeeds.
-
-        The grammar is held until `add` or `abort`, so that `add` never compiles between two steps.
-        """
+        """Make the grammar of a request on a thread; `add`, which follows if that succeeds, finds
+        it made."""
 
         def reply(made: Future[Any]) -> None:
             with suppress(OSError, CancelledError):  # the server or the client is gone
