@@ -273,7 +273,7 @@ def test_a_grammar_that_cannot_be_made_ends_its_request(monkeypatch, kind):
     """So `add`, which would wait for the grammar between two steps, never comes."""
     monkeypatch.setattr(process, "constraint_of", Mock(side_effect=kind("no grammar")))
     server, theirs = Pipe()
-    Worker(Mock(), theirs, Caller(theirs)).compile("a", short())
+    Worker(Mock(), theirs, Caller(theirs)).compile("a", short(), "client")
     method, (ids, error) = server.recv()
     assert (method, ids, str(error)) == ("failed", ["a"], "no grammar")
     assert isinstance(error, BusyError if kind is BusyError else RequestError)
@@ -287,7 +287,7 @@ def test_adding_a_request_compiles_nothing(monkeypatch):
     worker = Worker(LLMEngine.from_name("demo", CONFIG), theirs, Caller(theirs))
     forms = [short(structured_outputs={"regex": f"{i}+"}) for i in range(12)]
     for i, form in enumerate(forms):
-        worker.compile(str(i), form)
+        worker.compile(str(i), form, "client")
         assert server.recv() == ("replied", (str(i),))
     worker.abort("11")
     for i, form in enumerate(forms[:11]):

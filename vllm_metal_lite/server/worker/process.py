@@ -6,6 +6,7 @@ The process ends when the server says so, or when the server ends.
 import logging
 import os
 import time
+from collections.abc import Hashable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
@@ -140,9 +141,9 @@ class Worker:
             self._progress[request_id] = Progress(bool(add.sampling.stop_strings))
             self._server.call("replied", request_id)
 
-    def compile(self, request_id: str, params: SamplingParams) -> None:
+    def compile(self, request_id: str, params: SamplingParams, client: Hashable) -> None:
         """Make the grammar of a request on a thread; `add`, which follows if that succeeds, finds
-        it made."""
+        it made.  Clients take turns."""
 
         def reply(made: Future[Any]) -> None:
             with suppress(OSError, CancelledError):  # the server or the client is gone
@@ -152,7 +153,7 @@ class Worker:
                     self._server.call("replied", request_id)
 
         work = partial(constraint_of, params, self._engine.model)
-        self._grammars[request_id] = made = GRAMMARS.submit(request_id, work).result
+        self._grammars[request_id] = made = GRAMMARS.submit(client, work).result
         made.add_done_callback(reply)
 
     def abort(self, request_id: str) -> None:
