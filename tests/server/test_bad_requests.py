@@ -179,7 +179,7 @@ BAD = {
         ({"tokens": ...}, "tokens"),
         ({"tokens": [2048]}, "token id 2048 is outside the vocabulary of 2048"),
         ({"tokens": [-1]}, "token id -1 is outside"),
-        ({"tokens": "x"}, "tokens", "must be a list of token ids, got 'x'"),
+        ({"tokens": "x"}, "tokens", "got 'x'"),
         ({"tokens": ["x"] * 9}, "tokens", "must be integers, got 'x'"),
     ]),
 }  # fmt: skip

@@ -6,7 +6,7 @@ from starlette.responses import Response
 
 from vllm_metal_lite.server.body import Body
 from vllm_metal_lite.server.conversations import encode_prompt, render
-from vllm_metal_lite.server.errors import ApiError, must_be
+from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.openai_api.chat_messages import ConversationFields
 from vllm_metal_lite.server.openai_api.prompts import token_ids_of
@@ -28,7 +28,7 @@ class TokenizeRequest(ConversationFields):
 
 
 class DetokenizeRequest(Body):
-    tokens: Any  # checked on a thread: there may be a million
+    tokens: list[Any]  # its items are checked on a thread: there may be a million
 
 
 async def tokenize_text(serving: Serving, body: TokenizeRequest) -> Response:
@@ -56,8 +56,6 @@ async def detokenize(serving: Serving, body: DetokenizeRequest) -> Response:
     model, tokens = serving.model, body.tokens
 
     def whole() -> dict[str, Any]:
-        if not isinstance(tokens, list):
-            raise must_be("tokens", "a list of token ids", tokens)
         token_ids = token_ids_of([tokens], model, False, "tokens")[0] if tokens else []
         return {"prompt": model.tokenizer.decode(token_ids)}
 
