@@ -219,6 +219,9 @@ def test_a_report_is_never_overwritten(tmp_path):
     with pytest.raises(MetalLiteError, match="not overwritten"):
         write_json(str(path), {})
     check_writable("/dev/null", replaces=False)
+    (link := tmp_path / "link").symlink_to("b.json")
+    check_writable(str(link), replaces=True)
+    assert [link.is_symlink(), link.exists()] == [True, False]
     write_json("/dev/null", {})
 
 

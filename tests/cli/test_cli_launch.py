@@ -3,18 +3,21 @@
 import json
 import os
 import shlex
+import socket
 import stat
 import subprocess
 import tomllib
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from signal import SIGHUP, SIGTERM
 from socketserver import BaseRequestHandler, TCPServer
 from threading import Thread
 
 import pytest
 
 from tests.support.server.cli_kit import COMMAND, SAFETY
+from tests.support.server.command import eventually, is_alive
 from tools.lib.servers import free_port
 from vllm_metal_lite.cli.launch import Served, claude, codex, opencode
 from vllm_metal_lite.cli.main import main
@@ -141,20 +144,29 @@ def test_an_agent_that_is_not_installed(launch, monkeypatch, tmp_path):
 
 
 @pytest.mark.long
-def test_the_server_ends_with_the_agent(tmp_path):
+@pytest.mark.parametrize(
+    ("last", "number", "code"),
+    [("exit 7", 0, 7), ("exec sleep 600", SIGTERM, 143), ("exec sleep 600", SIGHUP, 129)],
+)
+def test_the_server_and_the_agent_end_together(tmp_path, last, number, code):
     """A program instead of the agent asks the server that was started for it."""
-    agent = tmp_path / "codex"
-    agent.write_text('#!/bin/sh\necho "$@" > args.txt\nexit 7\n')
+    agent, args, err = (tmp_path / name for name in ("codex", "args.txt", "err.txt"))
+    agent.write_text(f'#!/bin/sh\necho $$ "$@" > args.txt\n{last}\n')
     agent.chmod(agent.stat().st_mode | stat.S_IEXEC)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     flags = ("--num-blocks", "64", "--max-num-seqs", "2", "--max-model-len", "512")
-    command = [*COMMAND, "launch", "codex", "--port", str(free_port()), *flags, "--", "exec", "go"]
+    port = free_port()
+    command = [*COMMAND, "launch", "codex", "--port", str(port), *flags, "--", "exec", "go"]
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=SAFETY
-    )
-    assert done.returncode == 7, done.stderr
-    args = (tmp_path / "args.txt").read_text()
-    assert args.endswith("exec go\n")
-    assert "model_context_window=512" in args
-    assert "Context:   512 tokens" in done.stderr
+    with err.open("w") as stderr:
+        launch = subprocess.Popen(command, env=env, cwd=tmp_path, stderr=stderr)
+    eventually(lambda: launch.poll() is not None or (args.exists() and args.read_text()))
+    launch.send_signal(number)
+    assert launch.wait(SAFETY) == code, err.read_text()
+    pid, *given = args.read_text().split()
+    assert not is_alive(pid)
+    with pytest.raises(ConnectionError):
+        socket.create_connection(("127.0.0.1", port))
+    assert given[-2:] == ["exec", "go"]
+    assert "model_context_window=512" in given
+    assert "Context:   512 tokens" in err.read_text()

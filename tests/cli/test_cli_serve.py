@@ -27,6 +27,11 @@ def test_a_budget_that_the_device_does_not_have(capsys):
     assert capsys.readouterr().err.startswith("error: --memory-budget-gib is 99999.0 GiB; this ")
 
 
+def test_an_empty_name_is_not_the_demo(capsys):
+    assert main(["serve", "", "--port", "0"]) == 1
+    assert "got ''" in capsys.readouterr().err
+
+
 MISSING = """
 import sys
 from vllm_metal_lite.cli.main import main

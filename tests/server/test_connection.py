@@ -47,7 +47,12 @@ def drip(sock: socket.socket) -> bytes:
         received += piece
 
 
-def test_a_client_that_goes_within_its_body_is_no_error(running, caplog):
+def test_a_client_that_breaks_its_body_off_is_no_error(running, caplog):
+    with connect(running.url) as sock:
+        sock.sendall(post_head("/nowhere", "Transfer-Encoding: chunked"))
+        assert sock.recv(65536).startswith(b"HTTP/1.1 404")
+        sock.sendall(b"zzzz\r\n")  # after the answer
+        read_all(sock)
     with connect(running.url) as sock:
         sock.sendall(post_head(CHAT, "Content-Length: 99") + b'{"mess')
         assert ask(running.url, "/health").status == 200  # the server waits for the rest
@@ -61,6 +66,7 @@ def test_head_has_no_body(running):
     assert answer.status == 200
     assert answer.body == b""
     assert int(answer.headers["content-length"]) > 0
+    assert ask(running.url, "/events", method="HEAD").body == b""
 
 
 def test_http_1_0_gets_whole_answers_and_streams(running):

@@ -111,7 +111,7 @@ def test_a_prompt_is_scored_without_an_answer(lenient, llm):
     for i, position in enumerate(output.prompt_logprobs[1:], 1):
         chosen = position[output.prompt_token_ids[i]]
         assert scores.token_logprobs[i] == pytest.approx(chosen.logprob, abs=1e-5)
-    only = {"max_tokens": 0, "echo": True, "n": 2}
+    only = {"max_tokens": 0, "echo": True, "n": 2, "extra_body": {"min_tokens": 3}}
     stream = complete(lenient, **only, stream=True, stream_options={"include_usage": True})
     for usage in complete(lenient, **only).usage, list(stream)[-1].usage:
         assert usage.completion_tokens == 0

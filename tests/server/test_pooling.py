@@ -128,6 +128,7 @@ def test_rerank_and_score(post, llm):
         ("rerank", {"query": "a", "documents": ["word " * 400]}, "documents", "context"),
         ("rerank", {"query": "word " * 90_000, "documents": ["a"]}, "query", "context"),
         ("score", {"text_1": "a", "text_2": ["b", "word " * 400]}, "text_2", "context"),
+        ("rerank", {"query": "", "documents": ["a"]}, "query", "empty"),
         ("rerank", {"query": "a", "documents": []}, "documents", "at least one"),
         ("rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n", "top_n"),
         ("score", {"text_1": ["a", "b"], "text_2": ["c"]}, None, "2 queries"),

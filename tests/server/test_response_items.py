@@ -45,7 +45,7 @@ def test_developers_at_the_front_join_the_instructions_and_others_stay():
 
 
 def test_a_turn_of_the_assistant_is_one_message():
-    items = [item("user", "hi"), thought("hm"), item("assistant", "I look."), CALL]
+    items = [message("user", "hi", type=None), thought("hm"), item("assistant", "I look."), CALL]
     items += [{"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": "***"}]
     items += [output("c1", "a.txt"), output("c2", [text("done")], "custom_tool_call_output")]
     items += [item("assistant", "Fine.")]

@@ -5,10 +5,9 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest
-from starlette.requests import Request
 
 from tests.support.server.kit import in_loop
-from vllm_metal_lite.server.stream import COMMENT, ClientGone, EventStream, until_gone
+from vllm_metal_lite.server.stream import KEEP_ALIVE, ClientGone, EventStream, until_gone
 
 
 class Connection:
@@ -31,13 +30,10 @@ class Connection:
                 await asyncio.Event().wait()
             self.sent.append(message["body"])
 
-    def request(self) -> Request:
-        return Request({"type": "http"}, self.receive)
-
     async def stream(self, events: AsyncIterator[bytes], seconds: float = 60.0) -> None:
         resources = AsyncExitStack()
         resources.callback(self.closed.set)
-        response = EventStream(events, COMMENT, seconds, resources)
+        response = EventStream(events, KEEP_ALIVE, seconds, resources)
         await response({"type": "http"}, self.receive, self.send)
 
 
@@ -98,7 +94,7 @@ async def test_a_client_that_never_reads_may_go():
 async def test_a_long_silence_is_broken():
     connection = Connection()
     streaming = asyncio.ensure_future(connection.stream(endless(asyncio.Event()), 0.001))
-    while connection.sent.count(COMMENT) < 3:
+    while connection.sent.count(KEEP_ALIVE) < 3:
         await asyncio.sleep(0.001)
     assert connection.sent[0] == b"first"
     connection.gone.set()
@@ -127,7 +123,7 @@ async def test_a_watch_that_fails_is_not_a_client_that_goes():
 
     cancelled = asyncio.Event()
     with pytest.raises(ConnectionError):
-        await until_gone(connection.request(), forever(asyncio.Event(), cancelled))
+        await until_gone(connection.receive, forever(asyncio.Event(), cancelled))
     assert cancelled.is_set()
 
 
@@ -135,7 +131,7 @@ async def test_a_watch_that_fails_is_not_a_client_that_goes():
 async def test_work_ends_with_its_client():
     connection, cancelled = Connection(), asyncio.Event()
     with pytest.raises(ClientGone):
-        await until_gone(connection.request(), forever(connection.gone, cancelled))
+        await until_gone(connection.receive, forever(connection.gone, cancelled))
     assert cancelled.is_set()
 
 
@@ -149,6 +145,6 @@ async def test_the_result_and_the_error_of_work_come_through():
     async def error() -> None:
         raise ZeroDivisionError
 
-    assert await until_gone(connection.request(), result()) == 7
+    assert await until_gone(connection.receive, result()) == 7
     with pytest.raises(ZeroDivisionError):
-        await until_gone(connection.request(), error())
+        await until_gone(connection.receive, error())

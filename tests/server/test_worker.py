@@ -25,6 +25,7 @@ from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, EngineLost
 from vllm_metal_lite.server.worker.process import Caller, ToServer, Worker
 from vllm_metal_lite.server.worker.request_state import RequestState, changes
+from vllm_metal_lite.structured_outputs import compiler
 
 CONFIG = EngineConfig(num_blocks=256, max_num_seqs=4, max_num_batched_tokens=64)
 PROMPT = list(range(40, 60))
@@ -126,7 +127,7 @@ async def test_a_client_that_leaves_at_any_moment_leaves_nothing(engine, moment,
             reached.set()
             await asyncio.Event().wait()
 
-    before = client.metrics["prefill_tokens"]
+    before = client.metrics.get("prefill_tokens", 0)
     others = []
     if moment == "waiting":
         others = [asyncio.ensure_future(answer(client, str(i), FOREVER)) for i in range(4)]
@@ -272,10 +273,27 @@ def test_a_grammar_that_cannot_be_made_ends_its_request(monkeypatch, kind):
     """So `add`, which would wait for the grammar between two steps, never comes."""
     monkeypatch.setattr(process, "constraint_of", Mock(side_effect=kind("no grammar")))
     server, theirs = Pipe()
-    Worker(Mock(), theirs, Caller(theirs)).compile("a", short())
+    Worker(Mock(), theirs, Caller(theirs)).compile("a", short(), "client")
     method, (ids, error) = server.recv()
     assert (method, ids, str(error)) == ("failed", ["a"], "no grammar")
     assert isinstance(error, BusyError if kind is BusyError else RequestError)
+
+
+def test_adding_a_request_compiles_nothing(monkeypatch):
+    """However many grammars are made between; those of requests that left are not held."""
+    made = Mock(side_effect=compiler.LLMatcher)
+    monkeypatch.setattr(compiler, "LLMatcher", made)
+    server, theirs = Pipe()
+    worker = Worker(LLMEngine.from_name("demo", CONFIG), theirs, Caller(theirs))
+    forms = [short(structured_outputs={"regex": f"{i}+"}) for i in range(12)]
+    for i, form in enumerate(forms):
+        worker.compile(str(i), form, "client")
+        assert server.recv() == ("replied", (str(i),))
+    worker.abort("11")
+    for i, form in enumerate(forms[:11]):
+        worker.add(Add(str(i), PROMPT, form))
+    assert made.call_count == 12
+    assert not worker._grammars
 
 
 def test_an_engine_whose_steps_all_fail_ends():

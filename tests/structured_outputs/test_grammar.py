@@ -1,18 +1,21 @@
 """Grammars: whatever is drawn under one has its form; bad ones are refused with a reason."""
 
+import itertools
 import json
 import pickle
 import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fractions import Fraction
 from threading import Semaphore
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from jsonschema import validate
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from tests.support.chat.guided import allowed, walk
 from tests.support.chat.json_schemas import schemas
@@ -322,6 +325,31 @@ def test_a_grammar_that_finds_all_threads_busy_may_come_again(monkeypatch):
             own.compile(yes)
     monkeypatch.undo()
     own.compile(yes)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """A mock with a call for each compilation."""
+    mock = Mock(side_effect=LLMatcher)
+    monkeypatch.setattr(compiler, "LLMatcher", mock)
+    return mock
+
+
+def test_the_place_of_an_error_is_sought_no_longer_than_a_caller_waits(compiled, monkeypatch):
+    monkeypatch.setattr(compiler, "monotonic", itertools.count().__next__)
+    parts = {f"p{i}": {"type": "null"} for i in range(50)}
+    with pytest.raises(SamplingError, match=r"json: .*not"):
+        check(StructuredOutputsParams(json={"properties": {**parts, "bad": {"not": {}}}}))
+    assert compiled.call_count <= 2 + compiler.MAX_SECONDS
+
+
+def test_a_grammar_in_use_is_compiled_once(tokenizer, compiled):
+    """However many others come, however long its text is, and however many threads ask for it."""
+    forms = [{"regex": f"x{{{i + 1}}}"} for i in range(12)]
+    forms.append({"choice": ["灯" * 30 + str(i) for i in range(5000)]})
+    with ThreadPoolExecutor(16) as pool:
+        held = list(pool.map(lambda form: constraint(tokenizer, **form), 4 * forms))
+    assert len(held) == 4 * len(compiled.call_args_list) == 4 * len(forms)
 
 
 def test_few_grammars_are_kept_compiled():

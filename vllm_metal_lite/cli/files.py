@@ -37,7 +37,7 @@ def check_writable(name: str, *, replaces: bool) -> None:
             existed = Path(name).exists()
             open(name, "ab" if replaces else "xb").close()
             if not existed:
-                Path(name).unlink()
+                Path(name).resolve().unlink()  # not the link to it
     except (OSError, ValueError) as e:
         raise UsageError(_why_not(name, e)) from None
 

@@ -123,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns the agent's exit code."""
     make, install = AGENTS[args.agent]
     program = shutil.which(args.agent)
+    source = "demo" if args.model is None else args.model
     if program is None and not args.print:
         raise MetalLiteError(f"{args.agent} is not installed: {install}")
     url = f"http://127.0.0.1:{args.port}"
@@ -138,18 +139,23 @@ def run(args: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
     if args.print:  # for a shell
-        setup = make(running or Served(url, options.name_of(args.model or "demo"), None, key))
+        setup = make(running or Served(url, options.name_of(source), None, key))
         env = [f"{name}={shlex.quote(value)}" for name, value in setup.env.items()]
         print(" \\\n  ".join([*env, shlex.join([*setup.command, *args.agent_args])]))
         return 0
-    with nullcontext(running) if running else _started(url, key, args, flags) as model:
+    for number in signal.SIGTERM, signal.SIGHUP:  # so that the agent and the server end, too
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    with nullcontext(running) if running else _started(url, key, args, [source, *flags]) as model:
         setup = make(model)
         command = [str(program), *setup.command[1:], *args.agent_args]
         agent = subprocess.Popen(command, env={**os.environ, **setup.env})
         # Ctrl-C goes to the agent, which is in this terminal too; we wait for its end.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        code = agent.wait()
-        signal.signal(signal.SIGINT, before)
+        try:
+            code = agent.wait()
+        finally:
+            signal.signal(signal.SIGINT, before)
+            end_process(agent, 5)
     return code if code >= 0 else 128 - code  # a signal, in a shell's exit code
 
 
@@ -184,8 +190,7 @@ def _asked(url: str, key: str, name: str | None) -> Served | None:
 @contextmanager
 def _started(url: str, key: str, args: argparse.Namespace, flags: list[str]) -> Iterator[Served]:
     """The model of a server at a URL that is started, and ends with the block."""
-    command = [sys.executable, "-m", "vllm_metal_lite", "serve", args.model or "demo"]
-    command += ["--port", str(args.port), *flags]
+    command = [sys.executable, "-m", "vllm_metal_lite", "serve", "--port", str(args.port), *flags]
     # In a group of its own: Ctrl-C is the agent's.
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     try:

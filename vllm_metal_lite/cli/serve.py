@@ -83,7 +83,7 @@ def _named(args: argparse.Namespace) -> dict[str, str]:
     """The sources of the models by name, the main one first; UsageError if the flags contradict."""
     sources: dict[str, str] = {}
     if args.model is not None or not args.models:
-        source = args.model or "demo"
+        source = "demo" if args.model is None else args.model
         sources[args.served_model_name or options.name_of(source)] = source
     elif args.served_model_name:
         raise options.UsageError(

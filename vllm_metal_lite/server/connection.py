@@ -5,6 +5,7 @@ Bodies have their limits in `security.py`, which sees requests only.
 
 import asyncio
 import sys
+from contextlib import suppress
 from http import HTTPStatus
 
 import h11
@@ -44,6 +45,7 @@ class HttpProtocol(H11Protocol):
         headers = [*response.raw_headers, (b"connection", b"close")]
         phrase = HTTPStatus(status).phrase.encode()
         head = h11.Response(status_code=status, headers=headers, reason=phrase)
-        for event in head, h11.Data(data=bytes(response.body)), h11.EndOfMessage():
-            self.transport.write(self.conn.send(event))
+        with suppress(h11.LocalProtocolError):  # the request has its answer
+            for event in head, h11.Data(data=bytes(response.body)), h11.EndOfMessage():
+                self.transport.write(self.conn.send(event))
         self.transport.close()

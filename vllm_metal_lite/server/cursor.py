@@ -1,10 +1,10 @@
-"""Cuts an answer, which grows, into what is new to a reader."""
+"""Finds the part of a growing answer that a reader has not seen."""
 
 from vllm_metal_lite.outputs import CompletionOutput, Logprob
 
 
 class Cursor:
-    """How much of an answer a reader has."""
+    """The part of an answer that a reader has seen."""
 
     def __init__(self, answer: CompletionOutput) -> None:
         self.answer = answer

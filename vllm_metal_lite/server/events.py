@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from vllm_metal_lite.server.served_model import Model
 from vllm_metal_lite.server.server import Server
-from vllm_metal_lite.server.stream import COMMENT, EventStream, sse
+from vllm_metal_lite.server.stream import KEEP_ALIVE, EventStream, sse
 
 # Seconds between states, between calls of `watch`, and for which a call lasts.
 _SENT, _RENEWED, _WATCHED = 0.5, 2.0, 5.0
@@ -34,15 +34,13 @@ class Live:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._viewers: set[asyncio.Queue[bytes]] = set()  # each with what it has not read
-        self._latest: dict[str, bytes] = {}  # by model
-        self._states = b""  # the last event of `_send_states`
+        self._latest: dict[str, bytes] = {}  # by model; under "": the states
         self._watching: asyncio.Task[None] | None = None
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         viewer = asyncio.Queue[bytes](_MAX_UNREAD)
-        for event in [*self._latest.values(), self._states]:
-            if event:
-                _show(viewer, event)
+        for event in self._latest.values():
+            _show(viewer, event)
         self._viewers.add(viewer)
         if self._watching is None:
             self._watching = asyncio.ensure_future(self._watch())
@@ -60,12 +58,13 @@ class Live:
             if (now := time.monotonic()) >= renew_at:
                 renew_at = now + _RENEWED
                 loaded = self._server.models.loaded
-                self._latest = {name: e for name, e in self._latest.items() if name in loaded}
+                for name in self._latest.keys() - {"", *loaded}:
+                    del self._latest[name]
                 for name, client in loaded.items():
                     client.watch(_WATCHED, partial(self._send_engine, name))
             self._send_states()
             await asyncio.sleep(_SENT)
-        self._watching, self._states = None, b""
+        self._watching = None
         self._latest.clear()
         self._send(b"")  # the end
 
@@ -73,8 +72,8 @@ class Live:
         """Show the states of the models if they changed or requests are under way."""
         states = [_state(model) for model in self._server.models.by_name.values()]
         event = sse(json.dumps(states), "models")
-        if event != self._states or any(state["requests"] for state in states):
-            self._states = event
+        if event != self._latest.get("") or any(state["requests"] for state in states):
+            self._latest[""] = event
             self._send(event)
 
     def _send_engine(self, name: str, text: str) -> None:
@@ -109,8 +108,10 @@ def routes(server: Server) -> list[Route]:
     live = Live(server)
 
     async def events(request: Request) -> Response:
+        if request.method == "HEAD":  # Starlette allows it wherever GET is
+            return Response(media_type="text/event-stream")
         shown, leaving = live.events(), AsyncExitStack()
         leaving.push_async_callback(shown.aclose)
-        return EventStream(shown, COMMENT, server.config.keep_alive, leaving)
+        return EventStream(shown, KEEP_ALIVE, server.config.keep_alive, leaving)
 
     return [Route("/events", events)]

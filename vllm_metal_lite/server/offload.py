@@ -50,13 +50,15 @@ class Threads:
         self._jobs: dict[Hashable, deque[_Job]] = {}  # by client, in the order of their turns
         self._changed = threading.Condition()
 
-    def submit(self, client: Hashable, job: _Job) -> None:
+    def submit(self, client: Hashable, work: Callable[[], Any]) -> _Job:
+        job = _Job(work)
         with self._changed:
             self._jobs.setdefault(client, deque()).append(job)
             self._changed.notify()
             if self._missing:
                 self._missing -= 1
                 threading.Thread(target=self._run, name="offloaded work", daemon=True).start()
+        return job
 
     def _next(self) -> _Job:
         """Wait for a job.  A client with further jobs moves to the end of the queue."""
@@ -88,9 +90,9 @@ GRAMMARS = Threads(2)  # a hostile grammar takes seconds
 
 async def offload(work: Callable[..., T], *args: Any, threads: Threads | None = None) -> T:
     """Run `work` on a thread.  threads: by default the size of the request selects them."""
-    requester, job = REQUESTER.get(), _Job(partial(work, *args))
+    requester = REQUESTER.get()
     threads = threads or (_large if requester.size >= LARGE else _small)
-    threads.submit(requester.client, job)
+    job = threads.submit(requester.client, partial(work, *args))
     try:
         result: T = await asyncio.wrap_future(job.result)
         return result

@@ -33,7 +33,7 @@ def _refuse(value: Any) -> None:
 
 # The type of a field that this server lacks and that would change the answer.
 Unsupported = Annotated[None, BeforeValidator(_refuse)]
-# Of `modalities`: text is what this server does anyway.
+# The type of `modalities`: only ["text"] is accepted.
 OnlyText = Annotated[
     Unsupported, BeforeValidator(lambda value: None if value == ["text"] else value)
 ]

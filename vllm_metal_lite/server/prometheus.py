@@ -5,7 +5,7 @@ Names, labels and buckets are those of vLLM 0.33 (vllm/v1/metrics), so that its 
 - An answer is a request there: a request with `n` answers counts its prompt n times, and each
   answer that ends counts in `request_success`.  Histograms of finished requests count a request
   once.
-- A request whose client has gone counts its tokens, and nothing else.
+- A request that ends early (its client is gone, its one call is made) counts its tokens only.
 - An inter-token latency is the time between two steps of a request that brought tokens, as the
   server received them.
 """

@@ -52,7 +52,7 @@ class LoadedEngine:
         return self.alive and now < self.grace_end
 
     def pause(self, now: float) -> float | None:
-        """Seconds until it is idle for certain; None while requests hold it."""
+        """Seconds until the engine counts as idle; None while requests use it."""
         return None if self.users else max(min(self.last_used + _PAUSE, self.grace_end) - now, 0)
 
 

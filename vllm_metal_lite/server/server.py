@@ -23,7 +23,7 @@ from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.offload import LARGE, REQUESTER, Requester, offload
 from vllm_metal_lite.server.prometheus import Metrics
 from vllm_metal_lite.server.settings import ServerConfig
-from vllm_metal_lite.server.stream import COMMENT, ClientGone, EventStream, unless, until_gone
+from vllm_metal_lite.server.stream import KEEP_ALIVE, ClientGone, EventStream, unless, until_gone
 from vllm_metal_lite.server.text_model import TextModel
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.messages import Add
@@ -167,7 +167,7 @@ class Serving:
                     print(summary(ended), flush=True)
 
     def stream(
-        self, events: AsyncIterator[bytes], keep_alive: bytes | Callable[[], bytes] = COMMENT
+        self, events: AsyncIterator[bytes], keep_alive: bytes | Callable[[], bytes] = KEEP_ALIVE
     ) -> EventStream:
         seconds = self.server.config.keep_alive
         return EventStream(events, keep_alive, seconds, self.resources.pop_all())
@@ -185,7 +185,7 @@ def endpoint(
         server.check_open()
         raw = await request.body()
         REQUESTER.set(Requester(client_of(request), len(raw)))
-        return await until_gone(request, respond(request.url.path, raw))
+        return await until_gone(request.receive, respond(request.url.path, raw))
 
     async def respond(path: str, raw: bytes) -> Response:
         large = len(raw) >= LARGE

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Any, TypeVar
 
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -43,12 +42,12 @@ async def unless(event: Awaitable[Any], error: type[Exception], work: Awaitable[
             await task
 
 
-async def until_gone(request: Request, work: Awaitable[T]) -> T:
+async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
     """The result of `work`; cancels it and raises ClientGone when the client goes.
 
     The body of the request must have been read.
     """
-    return await unless(_gone(request.receive), ClientGone, work)
+    return await unless(_gone(receive), ClientGone, work)
 
 
 async def _gone(receive: Receive) -> None:
@@ -81,11 +80,11 @@ class EventStream(Response):
         async with self._resources:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             with suppress(ClientGone):
-                await unless(_gone(receive), ClientGone, self._send(send))
+                await until_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
         self._sent_at = time.monotonic()
-        keeping = asyncio.ensure_future(self._keep(send))
+        keeping = asyncio.ensure_future(self._send_keep_alives(send))
         try:
             async for event in self._events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
@@ -94,7 +93,7 @@ class EventStream(Response):
             keeping.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _keep(self, send: Send) -> None:
+    async def _send_keep_alives(self, send: Send) -> None:
         while True:
             left = self._sent_at + self._seconds - time.monotonic()
             if left > 0:
@@ -111,4 +110,4 @@ def sse(data: str, event: str | None = None) -> bytes:
     return f"{name}data: {data}\n\n".encode()
 
 
-COMMENT = b": keep-alive\n\n"  # ignored by every parser of events
+KEEP_ALIVE = b": keep-alive\n\n"  # ignored by every parser of events

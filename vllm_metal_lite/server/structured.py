@@ -9,7 +9,7 @@ from typing import Any
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.grammars import schema_of
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
-from vllm_metal_lite.errors import SamplingError, install, show
+from vllm_metal_lite.errors import install, show
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.errors import ApiError, bad, must_be
 from vllm_metal_lite.server.fields import type_of
@@ -83,8 +83,6 @@ async def check_form(structured: StructuredOutputsParams, field: str) -> None:
         await offload(check, structured, threads=GRAMMARS)
     except GrammarError as e:
         raise bad(field + e.place, f": {e.why}") from None
-    except SamplingError as e:
-        raise ApiError(400, str(e), param=field) from None
 
 
 def answer_form(

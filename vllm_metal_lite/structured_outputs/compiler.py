@@ -3,13 +3,14 @@
 import json
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
+from time import monotonic
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -28,51 +29,55 @@ _MAX_THREADS = 8
 _STACK_BYTES = 512 << 20
 _LIMITS = LLParserLimits(max_grammar_size=20_000, max_lexer_states=50_000, verbose_errors=False)
 # Grammars that are kept compiled.  One may hold 35 MiB, however short its text is.
-_MAX_KEPT, _MAX_KEPT_CHARACTERS = 8, 200_000
+_MAX_KEPT = 8
 _PLACE = re.compile(r"^at \d+\(\d+\): ")  # in the grammar's text, which this package wrote
 _TOKEN_IDS = re.compile(r"<\[[\d,\s-]+\]>")  # in Lark: tokens by their ids
+_BYTES = LLTokenizer("byte")
 _stack, _threads = threading.Lock(), threading.Semaphore(_MAX_THREADS)
 
 
 class Compiler:
-    """Compiles grammars for one tokenizer, and keeps the last ones.  Thread-safe.
-
-    The server compiles a grammar on a thread, so that the engine finds the grammar compiled.
-    """
+    """Compiles grammars for one tokenizer.  Keeps those in use, and the last ones.  Thread-safe."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self.tokenizer = tokenizer
-        # By text, oldest first.
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        # Those that are being compiled, and those that a caller or `_last` holds.
+        self._compiled: WeakValueDictionary[StructuredOutputsParams, Future[LLMatcher]] = (
+            WeakValueDictionary()
+        )
+        self._last: list[Future[LLMatcher]] = []
         self._lock = threading.Lock()
 
-    def compile(self, params: StructuredOutputsParams) -> LLMatcher:
-        """A matcher at the beginning of an answer.  Raises GrammarError and BusyError."""
-        grammar = grammar_text(params)
+    def compile(self, params: StructuredOutputsParams) -> Future[LLMatcher]:
+        """A matcher at the beginning of an answer, to be copied; it is compiled once while a caller
+        holds the Future.  Raises GrammarError and BusyError."""
         with self._lock:
-            found = self._compiled.pop(grammar, None)
+            found = self._compiled.get(params)
+            compiled = self._compiled[params] = found or Future()
         if found is None:
-            found = _compile(params, grammar, self.tokenizer)
+            try:
+                compiled.set_result(_compile(params, self.tokenizer))
+            except BaseException as e:
+                del self._compiled[params]
+                compiled.set_exception(e)
+        compiled.result()
         with self._lock:
-            self._compiled[grammar] = found
-            while (
-                len(self._compiled) > _MAX_KEPT
-                or sum(map(len, self._compiled)) > _MAX_KEPT_CHARACTERS
-            ):
-                self._compiled.popitem(last=False)
-        return found.deep_copy()
+            self._last = [*(c for c in self._last if c is not compiled), compiled][-_MAX_KEPT:]
+        return compiled
 
 
-def _compile(params: StructuredOutputsParams, grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
-    """grammar: the text that `params` describe.  Raises GrammarError, which says where, and
-    BusyError."""
-    matcher = _on_deep_stack(params.kind, lambda: _begun(grammar, tokenizer))
+def _compile(params: StructuredOutputsParams, tokenizer: LLTokenizer) -> LLMatcher:
+    """Raises GrammarError, which says where, and BusyError."""
+    grammar = grammar_text(params)
+    matcher = _on_deep_stack(params.kind, lambda: _new_matcher(grammar, tokenizer))
     if not matcher.is_error():
         return matcher
-    error = matcher.get_error()
+    error, end = matcher.get_error(), monotonic() + MAX_SECONDS
 
     def error_of(schema: object) -> str | None:
-        part = _begun(schema_text(schema, params), tokenizer)
+        if monotonic() > end:
+            raise TimeoutError  # no caller waits any longer
+        part = _new_matcher(schema_text(schema, params), tokenizer)
         return part.get_error() if part.is_error() else None
 
     place = ""
@@ -86,7 +91,7 @@ def _compile(params: StructuredOutputsParams, grammar: str, tokenizer: LLTokeniz
     raise GrammarError(params.kind, place, why)
 
 
-@lru_cache(64)  # keeps passes, not compiled grammars
+@lru_cache(64)  # remembers valid forms, keeps no compiled grammar
 def check(params: StructuredOutputsParams) -> None:
     """Raise GrammarError for a form that no model can use, and BusyError if no thread is free.
 
@@ -95,18 +100,13 @@ def check(params: StructuredOutputsParams) -> None:
     if params.grammar is not None:
         params = replace(params, grammar=_TOKEN_IDS.sub("<[0]>", params.grammar))
     try:
-        _compile(params, grammar_text(params), _bytes())
+        _compile(params, _BYTES)
     except GrammarError as e:
         if "special token" not in e.why:
             raise
 
 
-@cache
-def _bytes() -> LLTokenizer:
-    return LLTokenizer("byte")
-
-
-def _begun(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
+def _new_matcher(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()  # some grammars fail at their first token

@@ -1,6 +1,7 @@
 """Answers that follow a grammar, token by token."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from threading import Lock
 from weakref import WeakKeyDictionary
 
@@ -20,8 +21,9 @@ class GrammarConstraint:
     num_tokens: the size of the matcher's vocabulary; a tokenizer may have more than the model.
     """
 
-    def __init__(self, matcher: LLMatcher, num_tokens: int) -> None:
-        self._matcher = matcher
+    def __init__(self, compiled: Future[LLMatcher], num_tokens: int) -> None:
+        self._compiled = compiled  # so that the Compiler keeps it
+        self._matcher = compiled.result().deep_copy()
         self._mask = np.zeros(-(-num_tokens // 32), np.uint32)
         self._num_after = 0  # tokens after the grammar's end, if a request ignores EOS
 

@@ -77,7 +77,7 @@ def _prepare(part: dict[str, Any], place: str) -> dict[str, Any]:
     kept = {k: v for k, v in part.items() if k not in ("default", "examples")}
     for name, most in (("maximum", _MOST_INTEGER), ("minimum", -_MOST_INTEGER)):
         _narrow(kept, name, most)
-    new = {k: _carried(v, f"{place}.{k}") if k in _NUMBERS else v for k, v in kept.items()}
+    new = {k: _exact(v, f"{place}.{k}") if k in _NUMBERS else v for k, v in kept.items()}
     if isinstance(form := new.get("format"), str) and form not in _FORMATS:
         del new["format"]
     return new
@@ -93,12 +93,12 @@ def _narrow(part: dict[str, Any], name: str, most: int) -> None:
             part.setdefault(name, most)
 
 
-def _carried(value: Any, place: str) -> Any:
-    """Data whose numbers llguidance carries exactly."""
+def _exact(value: Any, place: str) -> Any:
+    """The value, if llguidance represents its numbers exactly; else SchemaError."""
     if isinstance(value, dict):
-        return {k: _carried(v, f"{place}.{k}") for k, v in value.items()}
+        return {k: _exact(v, f"{place}.{k}") for k, v in value.items()}
     if isinstance(value, list):
-        return [_carried(v, f"{place}.{i}") for i, v in enumerate(value)]
+        return [_exact(v, f"{place}.{i}") for i, v in enumerate(value)]
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     if isinstance(value, int) or value.is_integer():

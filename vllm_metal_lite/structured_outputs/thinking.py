@@ -32,8 +32,8 @@ class _State(NamedTuple):
 class Thinking:
     """A `Constraint`: thoughts with a budget, and `inner`; None: no other limit.
 
-    By default `inner` is the form of the answer after its thoughts, which are free, and cannot end
-    the answer.  When the budget is used up, the end marker is forced.
+    Without channels, `inner` holds only after the thoughts.  Thoughts may have any token but EOS.
+    When the budget is used up, the end marker is forced.
 
     In a channel, as Harmony has it, thoughts are messages, several in an answer.  `inner` holds for
     them too.  When the budget is used up, forced tokens end the thoughts, and no thoughts begin

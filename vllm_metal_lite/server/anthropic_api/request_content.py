@@ -21,11 +21,8 @@ def conversation(messages: list[dict[str, Any]], system: Any) -> ChatRequest:
     Raises ApiError (400) for blocks that cannot be rendered.
     """
     rendered: list[Message] = []
-    if system:
-        text = text_of(system, "system")
-        kept = _BILLING.sub("", text)
-        if kept or kept == text:
-            rendered.append({"role": "system", "content": kept})
+    if text := _BILLING.sub("", text_of(system, "system")):
+        rendered.append({"role": "system", "content": text})
     names: dict[Any, str] = {}
     for i, message in enumerate(messages):
         rendered += _messages(message, f"messages.{i}", names)

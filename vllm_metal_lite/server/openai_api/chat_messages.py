@@ -18,7 +18,7 @@ from vllm_metal_lite.server.request_tools import add_tool, check_named, function
 
 # Arguments of transformers' apply_chat_template that are no variables of a template.
 _PARAMETERS = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-_RESERVED = _PARAMETERS.keys() - {"self", "documents", "kwargs"}
+_RESERVED = _PARAMETERS.keys() - {"self", "documents", "kwargs"} | {"messages"}
 _ROLES = {"developer": "system", "function": "tool"}
 
 

@@ -46,7 +46,8 @@ class CompletionRequest(CompletionFields):
         fields = super().sampling()
         if self.only_echoes:
             # Whatever the hidden token is, it does not end the text.
-            fields |= {"max_tokens": 1, "ignore_eos": True, "stop": None, "stop_token_ids": None}
+            fields |= dict.fromkeys(("min_tokens", "stop", "stop_token_ids"))
+            fields |= {"max_tokens": 1, "ignore_eos": True}
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
             fields["prompt_logprobs"] = self.logprobs
         return fields

@@ -6,6 +6,7 @@ An item is a message, thoughts or a call.  Deltas extend its text or the call's 
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from vllm_metal_lite.chat_formats.events import Event
@@ -21,12 +22,10 @@ class EventWriter:
     """Encodes and numbers the events of a stream."""
 
     def __init__(self) -> None:
-        self._sequence_number = -1
+        self._numbers = count()
 
     def event(self, kind: str, **fields: Any) -> bytes:
-        self._sequence_number += 1
-        number = self._sequence_number
-        return sse(encode({"type": kind, "sequence_number": number, **fields}), kind)
+        return sse(encode({"type": kind, "sequence_number": next(self._numbers), **fields}), kind)
 
 
 @dataclass(frozen=True)

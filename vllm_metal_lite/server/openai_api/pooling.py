@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from starlette.responses import JSONResponse, Response
@@ -31,6 +31,7 @@ _STEPS_AHEAD = 2  # full steps of prompts that one request keeps in the engine's
 class PoolingBody(ScheduledBody):
     """truncate_prompt_tokens: cut longer prompts; -1: to the context; None: refuse them."""
 
+    prompt_fields: ClassVar[tuple[str, ...]] = ("input",)
     truncate_prompt_tokens: int | None = None
 
     def params(self) -> PoolingParams:
@@ -40,10 +41,15 @@ class PoolingBody(ScheduledBody):
         self.params()
         self.scheduling()
 
-    def longest(self, *names: str) -> str:
-        """The field with the longest text, or with a list of it."""
-        texts = {name: as_list(getattr(self, name)) for name in names}
-        return max(names, key=lambda name: max(map(len, texts[name]), default=0))
+    @property
+    def prompt_field(self) -> str:
+        """The field of a prompt that is refused: it has an empty text, or else the longest."""
+
+        def size(name: str) -> tuple[bool, int]:
+            sizes = list(map(len, as_list(getattr(self, name))))
+            return 0 in sizes, max(sizes, default=0)
+
+        return max(self.prompt_fields, key=size)
 
 
 class EmbeddingRequest(PoolingBody):
@@ -72,15 +78,12 @@ class EmbeddingRequest(PoolingBody):
 class RerankRequest(PoolingBody):
     """top_n: 0 or None: all.  instruction: what a reranker judges."""
 
+    prompt_fields: ClassVar = ("query", "documents")
     query: str
     documents: list[str]
     top_n: int | None = None
     return_documents: bool | None = None
     instruction: str | None = None
-
-    @property
-    def prompt_field(self) -> str:
-        return self.longest("query", "documents")
 
     def check(self) -> None:
         super().check()
@@ -91,13 +94,10 @@ class RerankRequest(PoolingBody):
 
 
 class ScoreRequest(PoolingBody):
+    prompt_fields: ClassVar = ("text_1", "text_2")
     text_1: str | list[str]
     text_2: str | list[str]
     instruction: str | None = None
-
-    @property
-    def prompt_field(self) -> str:
-        return self.longest("text_1", "text_2")
 
 
 async def embeddings(serving: Serving, body: EmbeddingRequest) -> Response:

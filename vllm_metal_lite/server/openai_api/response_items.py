@@ -27,6 +27,8 @@ def input_messages(items: Any, instructions: str | None) -> list[Message]:
         raise must_be("input", "a string or a list of items", items)
     for i, item in enumerate(items):
         history.add(item, f"input.{i}")
+    if not history.messages:
+        raise bad("input", " is empty")
     return join_systems(history.messages)
 
 
@@ -41,7 +43,7 @@ class _History:
     def add(self, item: Any, where: str) -> None:
         if not isinstance(item, Mapping):
             raise must_be(where, "an object", item)
-        kind = str(item.get("type", "message"))
+        kind = str(item.get("type") or "message")
         if kind in _ITEMS:
             _ITEMS[kind](self, item, where)
         elif kind not in _IGNORED:

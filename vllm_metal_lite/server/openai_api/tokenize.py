@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from vllm_metal_lite.engine.prompt_ids import tokenize
 from vllm_metal_lite.server.body import Body
 from vllm_metal_lite.server.conversations import encode_prompt, render
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.openai_api.chat_messages import ConversationFields
+from vllm_metal_lite.server.openai_api.prompts import token_ids_of
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.whole_json import whole_json
 
@@ -28,7 +28,7 @@ class TokenizeRequest(ConversationFields):
 
 
 class DetokenizeRequest(Body):
-    tokens: list[int]
+    tokens: list[Any]  # its items are checked on a thread: there may be a million
 
 
 async def tokenize_text(serving: Serving, body: TokenizeRequest) -> Response:
@@ -53,7 +53,10 @@ async def tokenize_text(serving: Serving, body: TokenizeRequest) -> Response:
 
 
 async def detokenize(serving: Serving, body: DetokenizeRequest) -> Response:
-    if body.tokens:
-        tokenize(body.tokens, None, serving.model.facts.vocab_size)  # refuses unknown ids
-    text = await offload(serving.model.tokenizer.decode, body.tokens)
-    return JSONResponse({"prompt": text})
+    model, tokens = serving.model, body.tokens
+
+    def whole() -> dict[str, Any]:
+        token_ids = token_ids_of([tokens], model, False, "tokens")[0] if tokens else []
+        return {"prompt": model.tokenizer.decode(token_ids)}
+
+    return await whole_json(whole)

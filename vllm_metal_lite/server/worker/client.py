@@ -1,4 +1,4 @@
-"""The server's side of an engine: starts it, gives it requests, and passes its news on."""
+"""Starts an engine's process, sends it requests, and gives its updates to their RequestStates."""
 
 import asyncio
 import logging
@@ -91,15 +91,15 @@ class EngineClient:
         on_update: see RequestState.
         Raises RequestError if the engine refuses, EngineLost if it has ended.
         """
-        fair_round = self._fair.next_round(
-            REQUESTER.get().client, (r.fair_round for r in self.requests.values())
-        )
+        client = REQUESTER.get().client
+        rounds = (request.fair_round for request in self.requests.values())
+        fair_round = self._fair.next_round(client, rounds)
         add, request_id = replace(add, fair_round=fair_round), add.request_id
         request = RequestState(add, self.model.tokenizer, on_update)
         self.requests[request_id] = request
         try:
             if add.sampling.structured_outputs is not None:
-                await self._accepted(request_id, "compile", request_id, add.sampling)
+                await self._accepted(request_id, "compile", request_id, add.sampling, client)
             await self._accepted(request_id, "add", add)
             yield request
         finally:

@@ -6,7 +6,10 @@ The process ends when the server says so, or when the server ends.
 import logging
 import os
 import time
+from collections.abc import Hashable
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from threading import Lock, Thread
@@ -23,6 +26,7 @@ from vllm_metal_lite.model.loader import preview
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
+from vllm_metal_lite.server.offload import GRAMMARS
 from vllm_metal_lite.server.text_model import ModelFacts
 from vllm_metal_lite.server.worker.messages import FACTS, FILES, Add, EngineLost
 from vllm_metal_lite.server.worker.progress import Progress
@@ -89,6 +93,7 @@ class Worker:
     def __init__(self, engine: LLMEngine, pipe: Connection, server: Caller) -> None:
         self._engine, self._pipe, self._server = engine, pipe, server
         self._progress: dict[str, Progress] = {}  # unfinished, by request id
+        self._grammars: dict[str, Future[Any]] = {}  # of requests that `add` is to queue
         self._metrics_at = 0.0
         self._watcher = Watcher(engine)
         self._is_stopped = False
@@ -132,28 +137,29 @@ class Worker:
         except Exception as e:
             self._refuse(request_id, e)
         else:
+            self._grammars.pop(request_id, None)
             self._progress[request_id] = Progress(bool(add.sampling.stop_strings))
             self._server.call("replied", request_id)
 
-    def compile(self, request_id: str, params: SamplingParams) -> None:
-        """Make and keep the grammar of a request; `add` follows only if that succeeds.
+    def compile(self, request_id: str, params: SamplingParams, client: Hashable) -> None:
+        """Make the grammar of a request on a thread; `add`, which follows if that succeeds, finds
+        it made.  Clients take turns."""
 
-        On a thread: it takes long, and touches nothing that steps do.
-        """
-
-        def run() -> None:
-            with suppress(OSError):  # the server is gone
-                try:
-                    constraint_of(params, self._engine.model)
-                except Exception as e:
+        def reply(made: Future[Any]) -> None:
+            with suppress(OSError, CancelledError):  # the server or the client is gone
+                if (e := made.exception()) is not None:
                     self._refuse(request_id, e)
                 else:
                     self._server.call("replied", request_id)
 
-        Thread(target=run, daemon=True).start()
+        work = partial(constraint_of, params, self._engine.model)
+        self._grammars[request_id] = made = GRAMMARS.submit(client, work).result
+        made.add_done_callback(reply)
 
     def abort(self, request_id: str) -> None:
         """End a request; unknown ids are ignored.  A request that runs ends with an update."""
+        if made := self._grammars.pop(request_id, None):
+            made.cancel()
         self._report(self._engine.abort(request_id))
 
     def watch(self, seconds: float) -> None:
@@ -166,12 +172,13 @@ class Worker:
 
     # News for the server
 
-    def _refuse(self, request_id: str, e: Exception) -> None:
+    def _refuse(self, request_id: str, e: BaseException) -> None:
         if not isinstance(e, MetalLiteError):
             logger.error("a request cannot be added", exc_info=e)
             e = EngineLost(f"the engine failed: {one_line(e)}")
         elif not isinstance(e, BusyError):
             e = RequestError(*e.parts)
+        self._grammars.pop(request_id, None)
         self._server.call("failed", [request_id], e)
 
     def _fail(self, e: Exception) -> None:

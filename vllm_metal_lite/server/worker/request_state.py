@@ -50,7 +50,7 @@ class RequestState:
     makes it, and ends the request when the caller leaves.
 
     changed: indexes of answers that have grown, in order, until `changes` takes them.
-    news: set if there are any.
+    news: an event, set when `changed` has entries or the request has failed.
 
     on_update: called after each step that brought something, with the time.
     """
@@ -152,7 +152,7 @@ class RequestState:
 
 
 async def changes(requests: Sequence[RequestState]) -> AsyncIterator[int]:
-    """The number of an answer, over all requests, whenever it has grown.
+    """Yields the index, counted over all requests, of each answer that has grown.
 
     A slow reader finds several new tokens at once.  Raises EngineLost.
     """
