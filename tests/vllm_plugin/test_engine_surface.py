@@ -113,6 +113,7 @@ def test_a_long_answer_ends_at_the_context_length():
          "--pipeline-parallel-size 2: not with --tensor-parallel-size 2"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
         ({"block_size": 64}, "--block-size 64: take one of"),
+        ({"prefix_match_unit": 4}, "--prefix-match-unit 4"),
         ({"hf_overrides": {"rope_theta": 5.0}}, "--hf-overrides"),
         ({"logprobs_mode": "processed_logprobs"}, "--logprobs-mode processed_logprobs"),
         ({"load_format": "dummy"}, "--load-format dummy"),

@@ -35,6 +35,7 @@ _OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
         ("uni", "mp", hosts.EXECUTOR),
     ),
     ("cache_config.block_size", "--block-size", BLOCK_SIZES),
+    ("cache_config.prefix_match_unit", "--prefix-match-unit", ()),
     ("cache_config.kv_offloading_size", "--kv-offloading-size", ()),
     ("cache_config.kv_sharing_fast_prefill", "--kv-sharing-fast-prefill", ()),
     ("offload_config.uva.cpu_offload_gb", "--cpu-offload-gb", ()),
@@ -64,6 +65,7 @@ _HINTS = {
     "--data-parallel-size": _BALANCER,
     "--block-size": f"take one of {list(BLOCK_SIZES)}",
     "--attention-backend": "METAL_LITE_ATTENTION chooses between kernels and reference",
+    "--prefix-match-unit": "a cached prefix ends with a block",
     "--quantization": "MLX's own weights need no flag",
 }
 

@@ -105,6 +105,7 @@ class StepTranslator:
 
     def begin(self, output: SchedulerOutput) -> ScheduledStep | None:
         """Apply vLLM's decisions; None if there is nothing to compute."""
+        assert not get(output, "kv_cache_block_copies"), "no prefix ends within a block"
         for req_id in output.finished_req_ids:
             if (request := self._requests.pop(req_id, None)) is not None:
                 self._unseat(request)
