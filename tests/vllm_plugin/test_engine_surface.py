@@ -115,6 +115,10 @@ def test_a_long_answer_ends_at_the_context_length():
         ({"block_size": 64}, "--block-size 64: take one of"),
         ({"prefix_match_unit": 4}, "--prefix-match-unit 4"),
         ({"hf_overrides": {"rope_theta": 5.0}}, "--hf-overrides"),
+        ({"hf_config_path": str(kit.DEMO_PATH)}, "--hf-config-path"),
+        ({"download_dir": "/x"}, "--download-dir /x"),
+        ({"code_revision": "x"}, "--code-revision x"),
+        ({"use_fp64_gumbel": True}, "--use-fp64-gumbel"),
         ({"logprobs_mode": "processed_logprobs"}, "--logprobs-mode processed_logprobs"),
         ({"load_format": "dummy"}, "--load-format dummy"),
         ({"offload_group_size": 2}, "--offload-group-size 2"),
@@ -152,10 +156,20 @@ def test_data_parallel_is_refused():
         args.create_engine_config()
 
 
-def test_a_classifier_is_refused_without_an_option(tmp_path):
-    folder = tiny.write_folder(tmp_path, "llama", architectures=["LlamaForSequenceClassification"])
-    with pytest.raises(Exception, match="does not support a model for pooling"):
-        LLM(str(folder), **kit.SMALL)
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"architectures": ["LlamaForSequenceClassification"]}, "a model for pooling"),
+        ({"architectures": ["LlamaForCausalLM"],
+          "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32,
+                                  "zero_point": True}},
+         "weights quantised by .*awq: use those of mlx-community"),
+    ],
+)  # fmt: skip
+def test_a_folder_is_refused_without_an_option(tmp_path, changes, refused):
+    folder = tiny.write_folder(tmp_path, "llama", **changes)
+    with pytest.raises(Exception, match=f"does not support {refused}"):
+        LLM(str(folder), **kit.SMALL, dtype="bfloat16")  # vLLM refuses float32 by itself
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_sum():

@@ -89,7 +89,7 @@ class RankWorker(MetalLiteWorker):
         if backend.name() != "cuda":
             backend.share_device(self.parallel_config.local_world_size)
 
-    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+    def load_model(self) -> None:
         options = {
             "--dtype": self._dtype(),
             "--max-num-seqs": self.scheduler_config.max_num_seqs,
@@ -98,7 +98,7 @@ class RankWorker(MetalLiteWorker):
             "--pipeline-parallel-size": self.parallel_config.pipeline_parallel_size,
         }
         check_alike(self.ranks, find(self.model_config.model), options)
-        super().load_model(load_dummy_weights=load_dummy_weights)
+        super().load_model()
 
     @property
     def _answers(self) -> bool:

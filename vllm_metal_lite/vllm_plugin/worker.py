@@ -88,9 +88,7 @@ class MetalLiteWorker(WorkerBase):
             )
         logger.info("%s", backend.describe())
 
-    def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        if load_dummy_weights:
-            raise ConfigError("vllm-metal-lite does not support dummy weights")
+    def load_model(self) -> None:
         model = load(
             self.model_config.model, self._dtype(), self.model_config.trust_remote_code, self.ranks
         )
@@ -269,9 +267,6 @@ class MetalLiteWorker(WorkerBase):
 
     def reset_encoder_cache(self) -> None:
         """There is no encoder."""
-
-    def profile(self, is_start: bool = True, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError("vllm-metal-lite does not support profiling through vLLM")
 
     def shutdown(self) -> None:
         self._pipeline = self._model = None
