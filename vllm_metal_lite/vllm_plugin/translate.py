@@ -32,7 +32,7 @@ class PluginRequest:
     req_index None: preempted and waiting.
     prompt_logprobs: those of the prompt's chunks, until its last chunk is scheduled; row i scores
     prompt token i + 1.
-    is_undrawn: no token could be sampled, and an error was logged.
+    had_no_token: no token could be sampled, and an error was logged.
     state_blocks: vLLM's blocks of recurrent states, from the start of the context.
     """
 
@@ -42,7 +42,7 @@ class PluginRequest:
     num_prompt_logprobs: int | None = None
     seed: int = 0
     prompt_logprobs: LogprobsTensors | None = None
-    is_undrawn: bool = False
+    had_no_token: bool = False
     req_index: int | None = None
     state_blocks: list[int] = field(default_factory=list)
 
