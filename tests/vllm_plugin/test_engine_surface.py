@@ -67,8 +67,10 @@ def test_priorities_decide_who_goes_first():
         assert list(kit.run(llm)) == ["3", "1", "2", "0"]
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_sleep_gives_memory_back_and_waking_up_changes_no_token(level):
+@pytest.mark.parametrize(
+    ("level", "tags"), [(1, [None]), (2, [None]), (2, ["kv_cache", "weights"])]
+)
+def test_sleep_gives_memory_back_and_waking_up_changes_no_token(level, tags):
     from vllm_metal_lite.backend import mx
 
     with kit.engine(enable_sleep_mode=True, num_gpu_blocks_override=2000) as llm:
@@ -78,7 +80,8 @@ def test_sleep_gives_memory_back_and_waking_up_changes_no_token(level):
         before = mx.get_active_memory()
         llm.sleep(level=level)
         assert before - mx.get_active_memory() >= store
-        llm.wake_up()
+        for tag in tags:
+            llm.wake_up(tag and [tag])
         assert mx.get_active_memory() >= before - 2**16
         assert kit.tokens(kit.generate(llm, PROMPTS, max_tokens=20)) == expected
 

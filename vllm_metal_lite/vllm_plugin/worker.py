@@ -247,7 +247,7 @@ class MetalLiteWorker(WorkerBase):
         logger.info("Sleeping: %s freed", size_text(before - mx.get_active_memory()))
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        if self._model is None and (not tags or "weights" in tags):
+        if self._model is None:  # whatever wakes first: K and V need the weights
             self.load_model()
         if self._pipeline is None and (not tags or "kv_cache" in tags):
             self._make_runner()
