@@ -175,9 +175,19 @@ def test_a_folder_is_refused_without_an_option(tmp_path, changes, refused):
         LLM(str(folder), **kit.SMALL, dtype="bfloat16")  # vLLM refuses float32 by itself
 
 
-def test_a_model_that_does_not_fit_is_refused_with_the_sum():
-    with pytest.raises(Exception, match=r"--kv-cache-memory-bytes .* are more than the"):
-        kit.engine(num_gpu_blocks_override=None, kv_cache_memory_bytes=2**50).__enter__()
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 2**50},
+         "--kv-cache-memory-bytes"),
+        ({"num_gpu_blocks_override": 2**28}, "--num-gpu-blocks-override"),
+        ({"num_gpu_blocks_override": None, "gpu_memory_utilization": 1e-9},
+         "does not fit: .* lower --max-num-batched-tokens"),
+    ],
+)  # fmt: skip
+def test_a_model_that_does_not_fit_is_refused_with_the_sum(options, said):
+    with pytest.raises(Exception, match=said):
+        kit.engine(**options).__enter__()
 
 
 def test_macos_may_kill_long_steps(monkeypatch):

@@ -26,7 +26,7 @@ from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.vllm_plugin import log_through_vllm
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
 from vllm_metal_lite.vllm_plugin.kv_layers import KVLayers
-from vllm_metal_lite.vllm_plugin.memory import MemorySizes, plan_memory
+from vllm_metal_lite.vllm_plugin.memory import MemorySizes, check_fits, plan_memory
 from vllm_metal_lite.vllm_plugin.outputs import StepOutput
 from vllm_metal_lite.vllm_plugin.state_slot_manager import has_own_pool
 from vllm_metal_lite.vllm_plugin.translate import ScheduledStep, StepTranslator
@@ -163,6 +163,7 @@ class MetalLiteWorker(WorkerBase):
         """Make the tables of requests and the store, with the groups and blocks that vLLM chose."""
         seats, size = self.scheduler_config.max_num_seqs, self.cache_config.block_size
         self._groups, state_group = self._layers.groups(kv_cache_config, size)
+        check_fits(self.model, self._groups, size, self._memory.num_state_slots)
         all_sample = ALONE if self.ranks.stages else self.ranks
         self._sampler = Sampler(seats, self.model.vocab_size, all_sample)
         inputs = InputBatch(seats, self.model_config.max_model_len, size, len(self._groups))
