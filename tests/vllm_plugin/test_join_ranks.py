@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -296,3 +297,15 @@ def test_unlike_ranks_are_refused_by_what_differs(monkeypatch, other):
     join_ranks.check_alike(Unlike(), DEMO_PATH, {"--dtype": "auto"})
     monkeypatch.setenv("METAL_LITE_KV_BITS", "")  # as if it were not set
     join_ranks.check_alike(Unlike(METAL_LITE_KV_BITS=None), DEMO_PATH, {})
+
+
+@pytest.mark.parametrize(
+    "option", ["--kv-cache-memory-bytes", "--block-size", "--enable-prefix-caching"]
+)
+def test_ranks_with_other_options_are_refused(option):
+    worker = object.__new__(RankWorker)
+    worker.model_config = Mock(model="demo")
+    worker.scheduler_config = worker.cache_config = worker.parallel_config = Mock()
+    worker.ranks = Unlike(**{option: "another"})
+    with pytest.raises(ConfigError, match=f"rank 1 has {option} 'another', rank 0 has"):
+        worker.load_model()
