@@ -195,7 +195,9 @@ def test_macos_may_kill_long_steps(monkeypatch):
     config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens = 32768, 8192
     assert too_long_steps(config) is None  # on a CPU
     monkeypatch.setenv("METAL_LITE_DEVICE", "gpu")
-    assert "--max-num-batched-tokens 2048 " in too_long_steps(config)
+    for chunked in (True, False):  # a prompt is one chunk with MEAN pooling
+        config.scheduler_config.enable_chunked_prefill = chunked
+        assert "lower --max-num-batched-tokens to 2048" in too_long_steps(config)
     config.model_config.max_model_len = 8192
     assert too_long_steps(config) is None
 
