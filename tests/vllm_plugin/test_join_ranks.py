@@ -228,12 +228,15 @@ def test_a_host_uses_the_interface_towards_the_master(monkeypatch):
 def test_a_rank_alone_on_its_host_sees_one_gpu(monkeypatch):
     """MLX's NCCL takes the GPU whose number is the rank's, modulo those that it sees."""
     options = parallel(nnodes=2, local_world_size=1, world_size=2)
-    worker = SimpleNamespace(parallel_config=options, local_rank=0)
+    worker = SimpleNamespace(parallel_config=options, local_rank=0, rank=1)
     monkeypatch.setattr(backend, "name", lambda: "cuda")
     monkeypatch.setenv("METAL_LITE_DEVICE", "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     RankWorker._take_device(worker)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4"
+    worker.local_rank = 1
+    with pytest.raises(ConfigError, match="rank 1 has no device: CUDA_VISIBLE_DEVICES names 1"):
+        RankWorker._take_device(worker)
 
 
 def test_a_bad_hostfile_of_rank_0_is_told_to_the_others(monkeypatch, tmp_path):
