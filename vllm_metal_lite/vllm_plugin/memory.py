@@ -21,8 +21,7 @@ _STATE_SHARE = 0.5
 
 
 class MemorySizes(NamedTuple):
-    """num_state_slots: slots of recurrent states; 0 for a model without any.  kv_bytes: bytes for K
-    and V."""
+    """num_state_slots: of recurrent states; 0 for a model without any.  kv_bytes: for K and V."""
 
     num_state_slots: int
     kv_bytes: int
@@ -76,13 +75,12 @@ def check_fits(
     """Raise OutOfMemoryError if vLLM's blocks exceed the device, because a user asks for more than
     `plan_memory` gives.  Layers of several groups share the arrays of the largest group."""
     largest = max(groups, key=lambda group: len(group.layers))
-    kv_bytes, limit = store_bytes(model, [largest], block_size), backend.memory_limit()
-    fixed_bytes = model.weight_bytes + num_state_slots * model.state_bytes
-    if kv_bytes + fixed_bytes > limit:
+    needed, limit = store_bytes(model, [largest], block_size), backend.memory_limit()
+    needed += model.weight_bytes + num_state_slots * model.state_bytes
+    if needed > limit:
         raise OutOfMemoryError(
-            f"{largest.num_blocks} blocks of K and V ({size_text(kv_bytes)}), weights and states "
-            f"({size_text(fixed_bytes)}) exceed the {size_text(limit)} of this device: lower "
-            "--kv-cache-memory-bytes or --num-gpu-blocks-override"
+            f"weights, states and {largest.num_blocks} blocks need {size_text(needed)}, the device "
+            f"has {size_text(limit)}: lower --num-gpu-blocks-override or --kv-cache-memory-bytes"
         )
 
 

@@ -46,7 +46,6 @@ _OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("model_config.convert", "--convert", ("auto", "none", "embed")),
     ("model_config.logits_processors", "--logits-processors", ()),
     ("model_config.logprobs_mode", "--logprobs-mode", ("raw_logprobs",)),
-    ("model_config.use_fp64_gumbel", "--use-fp64-gumbel", ()),
     ("model_config.enable_prompt_embeds", "--enable-prompt-embeds", ()),
     ("aux_output_config.enable_return_routed_experts", "--enable-return-routed-experts", ()),
     ("model_config.enable_return_routed_experts", "--enable-return-routed-experts", ()),  # older
@@ -98,9 +97,7 @@ def refuse_unsupported(vllm_config: "VllmConfig") -> None:
     dtype = str(model.dtype).removeprefix("torch.")
     kv_dtype = str(cache.cache_dtype)
     if kv_dtype not in ("auto", dtype):
-        _refuse(
-            "--kv-cache-dtype", kv_dtype, f"K and V are kept in {dtype}, or in METAL_LITE_KV_BITS"
-        )
+        _refuse("--kv-cache-dtype", kv_dtype, f"use {dtype}, or METAL_LITE_KV_BITS")
 
 
 def _refuse_pooling(model: Any, parallel: Any) -> None:

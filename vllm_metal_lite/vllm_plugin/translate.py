@@ -51,8 +51,8 @@ class PluginRequest:
 class ScheduledStep:
     """A step to run.  req_ids, requests: those of the batch's segments, in order.
 
-    prompt_logprobs: by segment, the tensors that the scores of its prompt tokens go to.  pooling:
-    reads the step's results where no request samples.
+    prompt_logprobs: segment -> tensors that receive its prompt's scores.  pooling: the table of
+    embedding requests; None if the engine generates.
     """
 
     req_ids: list[str]
@@ -113,8 +113,7 @@ class StepTranslator:
         for req_id in output.preempted_req_ids or ():
             if (request := self._requests.get(req_id)) is not None:
                 self._unseat(request)
-        # num_computed_tokens by request id.
-        computed: dict[str, int] = {}
+        computed: dict[str, int] = {}  # num_computed_tokens by request id
         for new in output.scheduled_new_reqs:
             self._add(new)
             computed[new.req_id] = new.num_computed_tokens

@@ -41,9 +41,8 @@ def _check_rotation(model: LoadedModel, max_model_len: int) -> None:
     limit = rotation_limit(model.packed.model)
     if limit is not None and max_model_len > limit:
         raise ConfigError(
-            f"max_model_len ({max_model_len}) is above {limit}: beyond its trained context this "
-            "model's rotation (rope_scaling: dynamic) depends on the length of each request, which "
-            f"vllm-metal-lite does not support: give --max-model-len {limit}"
+            f"max_model_len ({max_model_len}) is above {limit}, beyond which this model's rotation "
+            f"(rope_scaling: dynamic) depends on a request's length: give --max-model-len {limit}"
         )
 
 
@@ -83,9 +82,7 @@ class MetalLiteWorker(WorkerBase):
         self.device = torch.device("cpu")
         guard_torch_accelerator()
         if backend.is_cpu() and envs.device() != "cpu":
-            raise ConfigError(
-                "MLX sees no GPU here; METAL_LITE_DEVICE=cpu runs on the CPU (slowly)"
-            )
+            raise ConfigError("MLX sees no GPU; METAL_LITE_DEVICE=cpu runs on the CPU (slowly)")
         logger.info("%s", backend.describe())
 
     def load_model(self) -> None:
@@ -121,7 +118,7 @@ class MetalLiteWorker(WorkerBase):
         if self.cache_config.mamba_cache_mode != "align":
             return "vLLM does not know that its layers keep states"
         if len(set(self._layers.specs)) > 1:
-            return "it keeps states, and its attention layers are unlike"
+            return "it has recurrent states and attention layers of several kinds"
         if not has_own_pool():
             return "this vLLM has one pool of blocks for K and V and for recurrent states"
         return None
@@ -212,7 +209,6 @@ class MetalLiteWorker(WorkerBase):
         """Record the step; it runs in `sample_tokens`, once the grammar's mask is known.
 
         Steps of embeddings sample nothing, so they run at once.
-
         With async scheduling the previous step may be in flight; vLLM has the output of all
         earlier ones.
         """
