@@ -90,7 +90,7 @@ def test_what_is_fused_is_decided_for_each_store(monkeypatch):
     """At the start, and when a worker that slept gets a new one."""
     seen, said = [], []
     monkeypatch.setattr(decide, "decide", lambda *args: (seen.append(args[:2]), NoFusion())[1])
-    monkeypatch.setattr(worker.logger, "info", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(worker.logger, "info", lambda text, *args, **_: said.append(text % args))
     with kit.engine(enable_sleep_mode=True) as llm:
         for count in (1, 2):
             mine = kit.worker(llm)
