@@ -104,7 +104,7 @@ def test_the_end_of_rank_0(sent, told):
 
 
 def test_a_rank_whose_vllm_is_gone_ends(ranks, monkeypatch):
-    monkeypatch.setattr(os, "getppid", lambda: 1)
+    monkeypatch.setattr(os, "getppid", lambda: -1)
     eventually(lambda: ranks[1][1])
     assert ranks[1][1] == ["rank 1 of 3 has lost its vLLM process"]
 
