@@ -222,6 +222,15 @@ def tokens(outputs: list) -> list[list[int]]:
     return [list(o.outputs[0].token_ids) for o in outputs]
 
 
+def answer(output: Any) -> tuple:
+    """(Tokens, which tokens were scored at which rank), and the scores."""
+    entries = [output.prompt_logprobs, *(o.logprobs for o in output.outputs)]
+    scored = [(t, p) for some in entries for entry in some or () for t, p in (entry or {}).items()]
+    tokens = [(list(o.token_ids), o.finish_reason) for o in output.outputs]
+    ranks, scores = [(t, p.rank) for t, p in scored], [float(p.logprob) for _, p in scored]
+    return (tokens, ranks), scores
+
+
 def prefix_hits(outputs: list) -> int:
     """Prompt tokens that the prefix cache held."""
     return sum(o.num_cached_tokens for o in outputs)

@@ -67,8 +67,10 @@ def test_priorities_decide_who_goes_first():
         assert list(kit.run(llm)) == ["3", "1", "2", "0"]
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_sleep_gives_memory_back_and_waking_up_changes_no_token(level):
+@pytest.mark.parametrize(
+    ("level", "tags"), [(1, [None]), (2, [None]), (2, ["kv_cache", "weights"])]
+)
+def test_sleep_gives_memory_back_and_waking_up_changes_no_token(level, tags):
     from vllm_metal_lite.backend import mx
 
     with kit.engine(enable_sleep_mode=True, num_gpu_blocks_override=2000) as llm:
@@ -78,7 +80,8 @@ def test_sleep_gives_memory_back_and_waking_up_changes_no_token(level):
         before = mx.get_active_memory()
         llm.sleep(level=level)
         assert before - mx.get_active_memory() >= store
-        llm.wake_up()
+        for tag in tags:
+            llm.wake_up(tag and [tag])
         assert mx.get_active_memory() >= before - 2**16
         assert kit.tokens(kit.generate(llm, PROMPTS, max_tokens=20)) == expected
 
@@ -87,7 +90,7 @@ def test_what_is_fused_is_decided_for_each_store(monkeypatch):
     """At the start, and when a worker that slept gets a new one."""
     seen, said = [], []
     monkeypatch.setattr(decide, "decide", lambda *args: (seen.append(args[:2]), NoFusion())[1])
-    monkeypatch.setattr(worker.logger, "info", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(worker.logger, "info", lambda text, *args, **_: said.append(text % args))
     with kit.engine(enable_sleep_mode=True) as llm:
         for count in (1, 2):
             mine = kit.worker(llm)
@@ -113,10 +116,15 @@ def test_a_long_answer_ends_at_the_context_length():
          "--pipeline-parallel-size 2: not with --tensor-parallel-size 2"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
         ({"block_size": 64}, "--block-size 64: take one of"),
+        ({"prefix_match_unit": 4}, "--prefix-match-unit 4"),
         ({"hf_overrides": {"rope_theta": 5.0}}, "--hf-overrides"),
+        ({"hf_config_path": str(kit.DEMO_PATH)}, "--hf-config-path"),
+        ({"download_dir": "/x"}, "--download-dir /x"),
+        ({"code_revision": "x"}, "--code-revision x"),
         ({"logprobs_mode": "processed_logprobs"}, "--logprobs-mode processed_logprobs"),
         ({"load_format": "dummy"}, "--load-format dummy"),
         ({"offload_group_size": 2}, "--offload-group-size 2"),
+        ({"runner": "pooling", "tensor_parallel_size": 2}, "--runner pooling: pooling runs on one"),
         ({"runner": "pooling", "convert": "classify"}, "--convert classify"),
         ({"runner": "pooling", "pooler_config": PoolerConfig(seq_pooling_type="CLS"),
           "max_num_batched_tokens": 128}, "--runner pooling: its pooling type is CLS"),
@@ -151,15 +159,35 @@ def test_data_parallel_is_refused():
         args.create_engine_config()
 
 
-def test_a_classifier_is_refused_without_an_option(tmp_path):
-    folder = tiny.write_folder(tmp_path, "llama", architectures=["LlamaForSequenceClassification"])
-    with pytest.raises(Exception, match="does not support a model for pooling"):
-        LLM(str(folder), **kit.SMALL)
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"architectures": ["LlamaForSequenceClassification"]}, "a model for pooling"),
+        ({"architectures": ["LlamaForCausalLM"],
+          "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32,
+                                  "zero_point": True}},
+         "weights quantised by .*awq: use those of mlx-community"),
+    ],
+)  # fmt: skip
+def test_a_folder_is_refused_without_an_option(tmp_path, changes, refused):
+    folder = tiny.write_folder(tmp_path, "llama", **changes)
+    with pytest.raises(Exception, match=f"does not support {refused}"):
+        LLM(str(folder), **kit.SMALL, dtype="bfloat16")  # vLLM refuses float32 by itself
 
 
-def test_a_model_that_does_not_fit_is_refused_with_the_sum():
-    with pytest.raises(Exception, match=r"--kv-cache-memory-bytes .* are more than the"):
-        kit.engine(num_gpu_blocks_override=None, kv_cache_memory_bytes=2**50).__enter__()
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 2**50},
+         "--kv-cache-memory-bytes"),
+        ({"num_gpu_blocks_override": 2**28}, "--num-gpu-blocks-override"),
+        ({"num_gpu_blocks_override": None, "gpu_memory_utilization": 1e-9},
+         "does not fit: .* lower --max-num-batched-tokens"),
+    ],
+)  # fmt: skip
+def test_a_model_that_does_not_fit_is_refused_with_the_sum(options, said):
+    with pytest.raises(Exception, match=said):
+        kit.engine(**options).__enter__()
 
 
 def test_macos_may_kill_long_steps(monkeypatch):
@@ -167,7 +195,9 @@ def test_macos_may_kill_long_steps(monkeypatch):
     config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens = 32768, 8192
     assert too_long_steps(config) is None  # on a CPU
     monkeypatch.setenv("METAL_LITE_DEVICE", "gpu")
-    assert "--max-num-batched-tokens 2048 " in too_long_steps(config)
+    for chunked in (True, False):  # a prompt is one chunk with MEAN pooling
+        config.scheduler_config.enable_chunked_prefill = chunked
+        assert "lower --max-num-batched-tokens to 2048" in too_long_steps(config)
     config.model_config.max_model_len = 8192
     assert too_long_steps(config) is None
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
-from vllm_metal_lite.vllm_plugin.executor import answer
+from vllm_metal_lite.vllm_plugin.executor import dequeue_while_alive
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def sides():
     reader.wait_until_ready()
     waits.join()
     executor = SimpleNamespace(is_failed=False)
-    yield writer, partial(answer, executor, reader.dequeue), executor
+    yield writer, partial(dequeue_while_alive, executor, reader.dequeue), executor
     for socket in writer.remote_socket, reader.remote_socket:
         socket.close(linger=0)
 

@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -103,7 +104,7 @@ def test_the_end_of_rank_0(sent, told):
 
 
 def test_a_rank_whose_vllm_is_gone_ends(ranks, monkeypatch):
-    monkeypatch.setattr(os, "getppid", lambda: 1)
+    monkeypatch.setattr(os, "getppid", lambda: -1)
     eventually(lambda: ranks[1][1])
     assert ranks[1][1] == ["rank 1 of 3 has lost its vLLM process"]
 
@@ -227,12 +228,15 @@ def test_a_host_uses_the_interface_towards_the_master(monkeypatch):
 def test_a_rank_alone_on_its_host_sees_one_gpu(monkeypatch):
     """MLX's NCCL takes the GPU whose number is the rank's, modulo those that it sees."""
     options = parallel(nnodes=2, local_world_size=1, world_size=2)
-    worker = SimpleNamespace(parallel_config=options, local_rank=0)
+    worker = SimpleNamespace(parallel_config=options, local_rank=0, rank=1)
     monkeypatch.setattr(backend, "name", lambda: "cuda")
     monkeypatch.setenv("METAL_LITE_DEVICE", "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     RankWorker._take_device(worker)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4"
+    worker.local_rank = 1
+    with pytest.raises(ConfigError, match="rank 1 has no device: CUDA_VISIBLE_DEVICES names 1"):
+        RankWorker._take_device(worker)
 
 
 def test_a_bad_hostfile_of_rank_0_is_told_to_the_others(monkeypatch, tmp_path):
@@ -296,3 +300,15 @@ def test_unlike_ranks_are_refused_by_what_differs(monkeypatch, other):
     join_ranks.check_alike(Unlike(), DEMO_PATH, {"--dtype": "auto"})
     monkeypatch.setenv("METAL_LITE_KV_BITS", "")  # as if it were not set
     join_ranks.check_alike(Unlike(METAL_LITE_KV_BITS=None), DEMO_PATH, {})
+
+
+@pytest.mark.parametrize(
+    "option", ["--kv-cache-memory-bytes", "--block-size", "--enable-prefix-caching"]
+)
+def test_ranks_with_other_options_are_refused(option):
+    worker = object.__new__(RankWorker)
+    worker.model_config = Mock(model="demo")
+    worker.scheduler_config = worker.cache_config = worker.parallel_config = Mock()
+    worker.ranks = Unlike(**{option: "another"})
+    with pytest.raises(ConfigError, match=f"rank 1 has {option} 'another', rank 0 has"):
+        worker.load_model()

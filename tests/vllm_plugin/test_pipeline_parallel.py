@@ -68,8 +68,8 @@ class OfStages(KVLayers):
 
 def test_stages_with_unlike_windows_tell_none():
     """Otherwise vLLM would make a group of one stage's window layers beside all other layers."""
-    assert not OfStages([[None], [None]]).unlike
-    assert OfStages([[None], [17]]).unlike
+    assert not OfStages([[None], [None]]).has_several_groups
+    assert OfStages([[None], [17]]).has_several_groups
     assert not OfStages([[None, 17], [17]]).may_share_arrays(None, 16)
 
 

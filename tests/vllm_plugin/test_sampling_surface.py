@@ -161,17 +161,25 @@ def test_a_grammar_that_is_over_ends_before_min_tokens():
     assert len(output.token_ids) < params.min_tokens
 
 
-def test_a_request_without_a_token_ends_at_once(llm, monkeypatch):
+@pytest.mark.parametrize(
+    ("never", "reported", "rules"),
+    [
+        ({"stop_token_ids": [5], "min_tokens": 3}, [5], "min_tokens"),
+        ({"stop_token_ids": [tiny.BOS], "min_tokens": 3}, [tiny.BOS], "min_tokens"),
+        ({"bad_words": [tiny.CHARACTERS[5]]}, [0] * 8, "bad_words"),  # no stop token to end with
+    ],
+)
+def test_a_request_without_a_token_ends_at_once(llm, monkeypatch, never, reported, rules):
     """vLLM lets a worker fail no single request: it stops, and the log says why."""
     said = []
     monkeypatch.setattr(outputs.logger, "error", lambda text, *args: said.append(text % args))
-    never = {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 3}
-    params = [greedy(max_tokens=8), greedy(max_tokens=8, **never)]
+    allowed = never.get("stop_token_ids", [5])
+    params = [greedy(max_tokens=8), greedy(max_tokens=8, allowed_token_ids=allowed, **never)]
     good, bad = kit.generate(llm, PROMPTS[:2], params)
     assert list(good.outputs[0].token_ids) == kit.alone("llama", PROMPTS[0], 8)
-    assert list(bad.outputs[0].token_ids) == [5]
+    assert list(bad.outputs[0].token_ids) == reported
     [line] = said
-    assert "all are excluded by allowed_token_ids and min_tokens" in line
+    assert f"all are excluded by allowed_token_ids and {rules}" in line
 
 
 def contains(tokens, word):

@@ -16,7 +16,7 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from tests.vllm_plugin import kit
-from tools.lib.servers import free_port
+from tools.lib.servers import server
 from vllm_metal_lite import __version__
 
 pytestmark = pytest.mark.xdist_group("server")  # of one worker: they share a server
@@ -31,36 +31,15 @@ def environment():
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    port = free_port()
     log = tmp_path_factory.mktemp("serve") / "log"
-    command = [VLLM, "serve", kit.DEMO_PATH, "--port", str(port), "--served-model-name", "demo"]
+    command = [VLLM, "serve", kit.DEMO_PATH, "--port", "PORT", "--served-model-name", "demo"]
     command += ["--max-model-len", "512", "--num-gpu-blocks-override", str(NUM_BLOCKS)]
     command += ["--max-num-seqs", "16", "--max-num-batched-tokens", "128"]
-    with open(log, "w") as out:
-        server = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
-        )
-    address = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 900
-        while True:
-            assert server.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            try:
-                urllib.request.urlopen(f"{address}/health", timeout=2)
-                break
-            except OSError:
-                time.sleep(0.5)
+    how = {"env": environment(), "start_new_session": True}
+    with server([str(part) for part in command], log, **how) as (address, pid):
         assert f"vllm-metal-lite {__version__} is active" in log.read_text()
         yield address
-        assert server.poll() is None, log.read_text()[-3000:]
-    finally:
-        server.send_signal(signal.SIGINT)  # as Ctrl-C; nothing if it ended by itself
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
+        os.kill(pid, signal.SIGINT)  # as Ctrl-C, which does not reach its session
 
 
 @pytest.fixture(scope="module")

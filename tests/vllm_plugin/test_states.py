@@ -75,7 +75,7 @@ def test_the_other_dialect_of_the_scheduler(monkeypatch):
 
 
 @own_pool
-@pytest.mark.parametrize("num_slots", [state_slot_manager.MOST_SLOTS, 9])
+@pytest.mark.parametrize("num_slots", [state_slot_manager.MAX_SLOTS_PER_REQUEST, 9])
 def test_few_slots_make_requests_wait(monkeypatch, num_slots):
     few_slots(monkeypatch, num_slots)
     with kit.engine(NAME) as llm:

@@ -35,15 +35,6 @@ LOADS = {
 }
 
 
-def answer(output):
-    """Tokens, and which tokens were scored at which rank."""
-    scored = [
-        [{t: logprob.rank for t, logprob in (entry or {}).items()} for entry in entries or ()]
-        for entries in (output.prompt_logprobs, *(o.logprobs for o in output.outputs))
-    ]
-    return [(list(o.token_ids), o.finish_reason) for o in output.outputs], scored
-
-
 def num_ahead(llm):
     return kit.worker(llm).pipeline.num_ahead
 
@@ -67,7 +58,7 @@ def test_answers_are_those_of_steps_that_are_waited_for(monkeypatch, load, overl
             done |= kit.run(llm)
             assert kit.num_preemptions(llm) - before >= 2 * ("preempted" in load)
             assert (num_ahead(llm) > 20) if is_async else (num_ahead(llm) == 0)
-        done = {name: answer(o) for name, o in done.items() if "aborted" not in name}
+        done = {name: kit.answer(o)[0] for name, o in done.items() if "aborted" not in name}
         assert len(done) == 2 * len(PROMPTS) + 1
         answers.append(done)
     assert answers[0] == answers[1]

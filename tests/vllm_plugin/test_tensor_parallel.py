@@ -32,15 +32,6 @@ PARAMS = [
 ]
 
 
-def answer(output):
-    """Tokens, which tokens were scored at which rank, and the scores."""
-    entries = [output.prompt_logprobs, *(o.logprobs for o in output.outputs)]
-    scored = [(t, p) for some in entries for entry in some or () for t, p in (entry or {}).items()]
-    tokens = [(list(o.token_ids), o.finish_reason) for o in output.outputs]
-    ranks, scores = [(t, p.rank) for t, p in scored], [float(p.logprob) for _, p in scored]
-    return (tokens, ranks), scores
-
-
 def load(llm):
     """Greedy tokens by request, and answers of requests with all kinds of parameters."""
     before, outputs = kit.num_preemptions(llm), []
@@ -55,7 +46,7 @@ def load(llm):
     llm.llm_engine.abort_request(["aborted"])
     done |= kit.run(llm)
     assert len(done) == len(PARAMS)
-    return [kit.tokens(o) for o in outputs], {name: answer(o) for name, o in done.items()}
+    return [kit.tokens(o) for o in outputs], {name: kit.answer(o) for name, o in done.items()}
 
 
 def check_as_one(found, found_of_one):

@@ -11,8 +11,7 @@ from typing import Any
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-# Seconds between looks at whether the executor has failed.
-_LOOK = 0.5
+_POLL = 0.5  # seconds between checks of is_failed
 
 
 class HostsExecutor(MultiprocExecutor):
@@ -21,10 +20,10 @@ class HostsExecutor(MultiprocExecutor):
     def _init_executor(self) -> None:
         super()._init_executor()
         for queue in self.response_mqs[self.local_world_size :]:
-            queue.dequeue = partial(answer, self, queue.dequeue)
+            queue.dequeue = partial(dequeue_while_alive, self, queue.dequeue)
 
 
-def answer(
+def dequeue_while_alive(
     executor: MultiprocExecutor, dequeue: Callable[[float], Any], timeout: float | None = None
 ) -> Any:
     """The next answer of a rank on another host; `dequeue` takes seconds.
@@ -34,9 +33,9 @@ def answer(
     """
     end = None if timeout is None else time.monotonic() + timeout
     while True:
-        left = _LOOK if end is None else max(end - time.monotonic(), 0.0)
+        left = _POLL if end is None else max(end - time.monotonic(), 0.0)
         try:
-            return dequeue(min(left, _LOOK))
+            return dequeue(min(left, _POLL))
         except TimeoutError:
             if executor.is_failed:
                 raise RuntimeError("cancelled: a rank of this engine was lost") from None

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from vllm_metal_lite.vllm_plugin import watchdog
 
-# Seconds between heartbeats; seconds that this rank waits for an orderly end before it reports a
-# loss; missed heartbeats after which a rank is lost.  After one more its watchdog kills it.
-INTERVAL, LEAVE, MISSED = 1.0, 3.0, 6
+INTERVAL = 1.0  # seconds between heartbeats
+LEAVE = 3.0  # seconds that a rank waits for an orderly end before it reports a loss
+MISSED = 6  # heartbeats until a rank is lost; after one more, its watchdog kills it
 
 
 def _start_watchdog(seconds: int, line: str) -> "subprocess.Popen[bytes]":

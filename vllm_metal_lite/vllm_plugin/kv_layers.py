@@ -50,7 +50,7 @@ class KVLayers:
         of layers in each group, so the states count as that many layers.
         """
         specs = self.specs
-        if self.unlike and not self.may_share_arrays(model, block_size):
+        if self.has_several_groups and not self.may_share_arrays(model, block_size):
             specs = [replace(s, window=None) for s in specs]
         start = self._first_layer
         found: dict[str, KVCacheSpec] = {
@@ -99,7 +99,7 @@ class KVLayers:
         return stages.gather([group.window for group in kv_groups(self.specs)])
 
     @property
-    def unlike(self) -> bool:
+    def has_several_groups(self) -> bool:
         """Whether the layers form several groups, here or in another stage."""
         return len(set(chain.from_iterable(self._windows))) > 1
 

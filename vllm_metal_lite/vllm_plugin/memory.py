@@ -11,17 +11,17 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import OutOfMemoryError, size_text
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.loader import LoadedModel
+from vllm_metal_lite.runner.memory import store_bytes
 from vllm_metal_lite.runner.step_peak import step_peak_bytes
-from vllm_metal_lite.vllm_plugin.state_slot_manager import MOST_SLOTS
+from vllm_metal_lite.scheduler.kv_groups import KVGroup
+from vllm_metal_lite.vllm_plugin.state_slot_manager import MAX_SLOTS_PER_REQUEST
 
-# The most of the memory beside weights and a step that state slots get.  A request needs about as
-# much for its slots as for K and V of some thousand tokens.
+# Largest share for state slots of the memory left by weights and a step.
 _STATE_SHARE = 0.5
 
 
 class MemorySizes(NamedTuple):
-    """num_state_slots: slots of recurrent states; 0 for a model without any.  kv_bytes: bytes for K
-    and V."""
+    """num_state_slots: of recurrent states; 0 for a model without any.  kv_bytes: for K and V."""
 
     num_state_slots: int
     kv_bytes: int
@@ -40,13 +40,7 @@ def plan_memory(
     limit, seats = backend.memory_limit(), scheduler.max_num_seqs
     asked = cache.kv_cache_memory_bytes
     if asked is not None:
-        num_state_slots, left = _slots(model, limit - asked, seats, caches_states)
-        if left < 0:
-            fixed = size_text(limit - asked - left)
-            raise OutOfMemoryError(
-                f"--kv-cache-memory-bytes {asked} and {fixed} of weights and states are more than "
-                f"the {size_text(limit)} of this device"
-            )
+        num_state_slots, _ = _slots(model, limit - asked, seats, caches_states)
         return MemorySizes(num_state_slots, int(asked))
     config = EngineConfig(
         block_size=cache.block_size,
@@ -75,6 +69,21 @@ def plan_memory(
     return MemorySizes(num_state_slots, min(left, most * block_bytes))
 
 
+def check_fits(
+    model: LoadedModel, groups: Sequence[KVGroup], block_size: int, num_state_slots: int
+) -> None:
+    """Raise OutOfMemoryError if vLLM's blocks exceed the device, because a user asks for more than
+    `plan_memory` gives.  Layers of several groups share the arrays of the largest group."""
+    largest = max(groups, key=lambda group: len(group.layers))
+    needed, limit = store_bytes(model, [largest], block_size), backend.memory_limit()
+    needed += model.weight_bytes + num_state_slots * model.state_bytes
+    if needed > limit:
+        raise OutOfMemoryError(
+            f"weights, states and {largest.num_blocks} blocks need {size_text(needed)}, the device "
+            f"has {size_text(limit)}: lower --num-gpu-blocks-override or --kv-cache-memory-bytes"
+        )
+
+
 def _slots(model: LoadedModel, num_bytes: int, seats: int, caches_states: bool) -> tuple[int, int]:
     """The number of state slots, and the bytes that these and the weights leave of num_bytes."""
     left, num_slots = num_bytes - model.weight_bytes, seats
@@ -83,5 +92,5 @@ def _slots(model: LoadedModel, num_bytes: int, seats: int, caches_states: bool) 
     if caches_states:
         fitting = int(left * _STATE_SHARE / model.state_bytes)
         # No more are of use: a slot that runs and a checkpoint for each seat.
-        num_slots = max(min(fitting, 2 * seats + MOST_SLOTS), MOST_SLOTS)
+        num_slots = max(min(fitting, 2 * seats + MAX_SLOTS_PER_REQUEST), MAX_SLOTS_PER_REQUEST)
     return num_slots, left - num_slots * model.state_bytes

@@ -50,10 +50,10 @@ class StepOutput(AsyncModelRunnerOutput):
     def _tokens(self, segments: list[int]) -> list[int]:
         tokens = self._result.token_ids.tolist()
         for row, reason in self._result.no_token.items():
-            tokens[row] = self._end_undrawn(segments[row], reason)
+            tokens[row] = self._report_no_token(segments[row], reason)
         return tokens
 
-    def _end_undrawn(self, segment: int, reason: int) -> int:
+    def _report_no_token(self, segment: int, reason: int) -> int:
         """Log that no token can be sampled for a request; return the token to report instead.
 
         A worker cannot fail one request: vLLM accepts a token, or an exception that ends the
@@ -63,11 +63,13 @@ class StepOutput(AsyncModelRunnerOutput):
         request = self._step.requests[segment]
         has_grammar = request.asked.structured_outputs is not None
         num_generated = int(self._step.batch.seq_lens[segment]) - request.num_prompt_tokens
-        if not request.is_undrawn:  # vLLM may have scheduled one more step
+        if not request.had_no_token:  # vLLM may have scheduled one more step
             why = no_token.why(reason, request.params, num_generated, has_grammar)
             logger.error("Request %s: %s", self._step.req_ids[segment], why)
-        request.is_undrawn = True
-        return 0 if has_grammar else min(request.asked.all_stop_token_ids, default=0)
+        request.had_no_token = True
+        # Not all_stop_token_ids: under ignore_eos, they hold tokens that do not end the request.
+        ends = {request.asked.eos_token_id, *(request.asked.stop_token_ids or ())} - {None}
+        return 0 if has_grammar else min(ends, default=0)
 
     def _prompt_logprobs(self) -> dict[str, Any]:
         """Prompt log-probabilities, by request id, of prompts that end with this step."""

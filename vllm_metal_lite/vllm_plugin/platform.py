@@ -26,15 +26,15 @@ _RANK_WORKER = "vllm_metal_lite.vllm_plugin.rank_worker.RankWorker"
 def too_long_steps(vllm_config: "VllmConfig") -> str | None:
     """A warning if macOS may kill a step: unlike our scheduler, vLLM's cuts no chunk for that."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-    if envs.device() in ("cpu", "cuda") or model is None or not scheduler.enable_chunked_prefill:
+    if envs.device() in ("cpu", "cuda") or model is None:
         return None
     tokens, length = scheduler.max_num_batched_tokens, model.max_model_len
     most = max(MAX_CHUNK_TIMES_CONTEXT // length, scheduler.max_num_seqs)
     if tokens <= most:
         return None
     return (
-        f"macOS may kill a step of {tokens:,} tokens late in a context of {length:,} while a "
-        f"display is on: give --max-num-batched-tokens {most} (docs/plugin.md)"
+        f"macOS may kill a step of {tokens:,} tokens in a context of {length:,} while a display "
+        f"is on: lower --max-num-batched-tokens to {most}, or --max-model-len (docs/plugin.md)"
     )
 
 

@@ -71,7 +71,7 @@ class RankWorker(MetalLiteWorker):
         self._waiter = ThreadPoolExecutor(1, "StepWaiter")
 
     def _take_device(self) -> None:
-        """Leave this process one device of NVIDIA's, or its share of the only device's memory.
+        """Give this process one NVIDIA device; on other backends, its share of the device's memory.
 
         NCCL takes the device with the rank's number, so the process must see one only; and another
         default device would not do, because MLX gives new threads a stream of the first one.  Call
@@ -89,16 +89,19 @@ class RankWorker(MetalLiteWorker):
         if backend.name() != "cuda":
             backend.share_device(self.parallel_config.local_world_size)
 
-    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+    def load_model(self) -> None:
         options = {
             "--dtype": self._dtype(),
             "--max-num-seqs": self.scheduler_config.max_num_seqs,
             "--max-num-batched-tokens": self.scheduler_config.max_num_batched_tokens,
             "--max-model-len": self.model_config.max_model_len,
             "--pipeline-parallel-size": self.parallel_config.pipeline_parallel_size,
+            "--block-size": self.cache_config.block_size,
+            "--kv-cache-memory-bytes": self.cache_config.kv_cache_memory_bytes,
+            "--enable-prefix-caching": self.cache_config.enable_prefix_caching,
         }
         check_alike(self.ranks, find(self.model_config.model), options)
-        super().load_model(load_dummy_weights=load_dummy_weights)
+        super().load_model()
 
     @property
     def _answers(self) -> bool:
@@ -120,10 +123,8 @@ class RankWorker(MetalLiteWorker):
     def _failed(self, error: Exception) -> None:
         """The leader's errors reach vLLM as the answer to its call; vLLM reads no others."""
         if not self._answers and self._heartbeat is not None:
-            self._end(
-                f"rank {self.rank} of {self.ranks.size} fails: "
-                f"{type(error).__name__}: {one_line(error)}"
-            )
+            why = f"{type(error).__name__}: {one_line(error)}"
+            self._end(f"rank {self.rank} of {self.ranks.size} fails: {why}")
 
     def _end(self, line: str) -> None:
         logger.error("The engine ends: %s", line)

@@ -11,6 +11,7 @@ from vllm_metal_lite.vllm_plugin.compat import get
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+_EXECUTORS = ("uni", "mp", hosts.EXECUTOR)
 
 # (path in VllmConfig, command-line name, the values that are supported beside unset ones)
 _OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
@@ -29,18 +30,17 @@ _OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("parallel_config.enable_expert_parallel", "--enable-expert-parallel", ()),
     ("parallel_config.enable_eplb", "--enable-eplb", ()),
     ("parallel_config.enable_dbo", "--enable-dbo", ()),
-    (
-        "parallel_config.distributed_executor_backend",
-        "--distributed-executor-backend",
-        ("uni", "mp", hosts.EXECUTOR),
-    ),
+    ("parallel_config.distributed_executor_backend", "--distributed-executor-backend", _EXECUTORS),
     ("cache_config.block_size", "--block-size", BLOCK_SIZES),
+    ("cache_config.prefix_match_unit", "--prefix-match-unit", ()),
     ("cache_config.kv_offloading_size", "--kv-offloading-size", ()),
     ("cache_config.kv_sharing_fast_prefill", "--kv-sharing-fast-prefill", ()),
     ("offload_config.uva.cpu_offload_gb", "--cpu-offload-gb", ()),
     ("offload_config.prefetch.offload_group_size", "--offload-group-size", ()),
-    ("model_config.quantization", "--quantization", ("mlx",)),
+    ("model_config.quantization", "weights quantised by", ("mlx",)),
     ("model_config.revision", "--revision", ()),
+    ("model_config.code_revision", "--code-revision", ()),
+    ("model_config.hf_config_path", "--hf-config-path", ()),
     ("model_config.hf_overrides", "--hf-overrides", ()),
     ("model_config.model_impl", "--model-impl", ("auto", "vllm")),
     ("model_config.convert", "--convert", ("auto", "none", "embed")),
@@ -54,6 +54,7 @@ _OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("model_config.supports_multimodal_inputs", "multimodal input", ()),
     ("model_config.is_encoder_decoder", "an encoder-decoder model", ()),
     ("load_config.load_format", "--load-format", ("auto", "safetensors", "hf")),
+    ("load_config.download_dir", "--download-dir", ()),
     ("profiler_config.profiler", "--profiler-config", ()),
 )
 
@@ -64,7 +65,8 @@ _HINTS = {
     "--data-parallel-size": _BALANCER,
     "--block-size": f"take one of {list(BLOCK_SIZES)}",
     "--attention-backend": "METAL_LITE_ATTENTION chooses between kernels and reference",
-    "--quantization": "MLX's own weights need no flag",
+    "--prefix-match-unit": "a cached prefix ends with a block",
+    "weights quantised by": "use those of mlx-community",
 }
 
 
@@ -95,9 +97,7 @@ def refuse_unsupported(vllm_config: "VllmConfig") -> None:
     dtype = str(model.dtype).removeprefix("torch.")
     kv_dtype = str(cache.cache_dtype)
     if kv_dtype not in ("auto", dtype):
-        _refuse(
-            "--kv-cache-dtype", kv_dtype, f"K and V are kept in {dtype}, or in METAL_LITE_KV_BITS"
-        )
+        _refuse("--kv-cache-dtype", kv_dtype, f"use {dtype}, or METAL_LITE_KV_BITS")
 
 
 def _refuse_pooling(model: Any, parallel: Any) -> None:

@@ -39,6 +39,7 @@ def translate_params(params: Any, vocab_size: int | None) -> SamplingParams:
         frequency_penalty=params.frequency_penalty,
         logit_bias=params.logit_bias or None,
         allowed_token_ids=params.allowed_token_ids,
+        bad_words=params.bad_words or None,  # for messages; the sampler gets token ids
         max_tokens=None,
         min_tokens=params.min_tokens,
         logprobs=count(params.logprobs),

@@ -21,9 +21,9 @@ from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request
 
-# The most slots of one request: the states that two steps in flight start from, a checkpoint, and
-# the state at the end.
-MOST_SLOTS = 4
+# One request may hold four slots: the initial states of two steps in flight, a checkpoint, and the
+# final state.
+MAX_SLOTS_PER_REQUEST = 4
 
 
 def has_own_pool() -> bool:

@@ -32,7 +32,7 @@ class PluginRequest:
     req_index None: preempted and waiting.
     prompt_logprobs: those of the prompt's chunks, until its last chunk is scheduled; row i scores
     prompt token i + 1.
-    is_undrawn: no token could be sampled, and an error was logged.
+    had_no_token: no token could be sampled, and an error was logged.
     state_blocks: vLLM's blocks of recurrent states, from the start of the context.
     """
 
@@ -42,7 +42,7 @@ class PluginRequest:
     num_prompt_logprobs: int | None = None
     seed: int = 0
     prompt_logprobs: LogprobsTensors | None = None
-    is_undrawn: bool = False
+    had_no_token: bool = False
     req_index: int | None = None
     state_blocks: list[int] = field(default_factory=list)
 
@@ -51,8 +51,8 @@ class PluginRequest:
 class ScheduledStep:
     """A step to run.  req_ids, requests: those of the batch's segments, in order.
 
-    prompt_logprobs: by segment, the tensors that the scores of its prompt tokens go to.  pooling:
-    reads the step's results where no request samples.
+    prompt_logprobs: segment -> tensors that receive its prompt's scores.  pooling: the table of
+    embedding requests; None if the engine generates.
     """
 
     req_ids: list[str]
@@ -105,6 +105,7 @@ class StepTranslator:
 
     def begin(self, output: SchedulerOutput) -> ScheduledStep | None:
         """Apply vLLM's decisions; None if there is nothing to compute."""
+        assert not get(output, "kv_cache_block_copies"), "no prefix ends within a block"
         for req_id in output.finished_req_ids:
             if (request := self._requests.pop(req_id, None)) is not None:
                 self._unseat(request)
@@ -112,8 +113,7 @@ class StepTranslator:
         for req_id in output.preempted_req_ids or ():
             if (request := self._requests.get(req_id)) is not None:
                 self._unseat(request)
-        # num_computed_tokens by request id.
-        computed: dict[str, int] = {}
+        computed: dict[str, int] = {}  # num_computed_tokens by request id
         for new in output.scheduled_new_reqs:
             self._add(new)
             computed[new.req_id] = new.num_computed_tokens

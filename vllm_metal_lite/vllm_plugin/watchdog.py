@@ -28,6 +28,6 @@ def watch(parent: int, seconds: int, line: str) -> None:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):  # are for the parent, which closes the pipe
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles these
         signal.signal(number, signal.SIG_IGN)
     watch(os.getppid(), int(sys.argv[1]), sys.argv[2])

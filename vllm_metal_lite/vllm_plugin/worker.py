@@ -26,7 +26,7 @@ from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.vllm_plugin import log_through_vllm
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
 from vllm_metal_lite.vllm_plugin.kv_layers import KVLayers
-from vllm_metal_lite.vllm_plugin.memory import MemorySizes, plan_memory
+from vllm_metal_lite.vllm_plugin.memory import MemorySizes, check_fits, plan_memory
 from vllm_metal_lite.vllm_plugin.outputs import StepOutput
 from vllm_metal_lite.vllm_plugin.state_slot_manager import has_own_pool
 from vllm_metal_lite.vllm_plugin.translate import ScheduledStep, StepTranslator
@@ -41,9 +41,8 @@ def _check_rotation(model: LoadedModel, max_model_len: int) -> None:
     limit = rotation_limit(model.packed.model)
     if limit is not None and max_model_len > limit:
         raise ConfigError(
-            f"max_model_len ({max_model_len}) is above {limit}: beyond its trained context this "
-            "model's rotation (rope_scaling: dynamic) depends on the length of each request, which "
-            f"vllm-metal-lite does not support: give --max-model-len {limit}"
+            f"max_model_len ({max_model_len}) is above {limit}, beyond which this model's rotation "
+            f"(rope_scaling: dynamic) depends on a request's length: give --max-model-len {limit}"
         )
 
 
@@ -83,14 +82,10 @@ class MetalLiteWorker(WorkerBase):
         self.device = torch.device("cpu")
         guard_torch_accelerator()
         if backend.is_cpu() and envs.device() != "cpu":
-            raise ConfigError(
-                "MLX sees no GPU here; METAL_LITE_DEVICE=cpu runs on the CPU (slowly)"
-            )
+            raise ConfigError("MLX sees no GPU; METAL_LITE_DEVICE=cpu runs on the CPU (slowly)")
         logger.info("%s", backend.describe())
 
-    def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        if load_dummy_weights:
-            raise ConfigError("vllm-metal-lite does not support dummy weights")
+    def load_model(self) -> None:
         model = load(
             self.model_config.model, self._dtype(), self.model_config.trust_remote_code, self.ranks
         )
@@ -123,7 +118,7 @@ class MetalLiteWorker(WorkerBase):
         if self.cache_config.mamba_cache_mode != "align":
             return "vLLM does not know that its layers keep states"
         if len(set(self._layers.specs)) > 1:
-            return "it keeps states, and its attention layers are unlike"
+            return "it has recurrent states and attention layers of several kinds"
         if not has_own_pool():
             return "this vLLM has one pool of blocks for K and V and for recurrent states"
         return None
@@ -165,6 +160,7 @@ class MetalLiteWorker(WorkerBase):
         """Make the tables of requests and the store, with the groups and blocks that vLLM chose."""
         seats, size = self.scheduler_config.max_num_seqs, self.cache_config.block_size
         self._groups, state_group = self._layers.groups(kv_cache_config, size)
+        check_fits(self.model, self._groups, size, self._memory.num_state_slots)
         all_sample = ALONE if self.ranks.stages else self.ranks
         self._sampler = Sampler(seats, self.model.vocab_size, all_sample)
         inputs = InputBatch(seats, self.model_config.max_model_len, size, len(self._groups))
@@ -213,7 +209,6 @@ class MetalLiteWorker(WorkerBase):
         """Record the step; it runs in `sample_tokens`, once the grammar's mask is known.
 
         Steps of embeddings sample nothing, so they run at once.
-
         With async scheduling the previous step may be in flight; vLLM has the output of all
         earlier ones.
         """
@@ -249,7 +244,7 @@ class MetalLiteWorker(WorkerBase):
         logger.info("Sleeping: %s freed", size_text(before - mx.get_active_memory()))
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        if self._model is None and (not tags or "weights" in tags):
+        if self._model is None:  # whatever wakes first: K and V need the weights
             self.load_model()
         if self._pipeline is None and (not tags or "kv_cache" in tags):
             self._make_runner()
@@ -269,9 +264,6 @@ class MetalLiteWorker(WorkerBase):
 
     def reset_encoder_cache(self) -> None:
         """There is no encoder."""
-
-    def profile(self, is_start: bool = True, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError("vllm-metal-lite does not support profiling through vLLM")
 
     def shutdown(self) -> None:
         self._pipeline = self._model = None
