@@ -18,6 +18,7 @@ import pytest
 from tests.support.server.kit import start_engine
 from vllm_metal_lite import EngineConfig, SamplingParams
 from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.engine.failed_steps import MAX_FAILURES
 from vllm_metal_lite.errors import BusyError, RequestError, SamplingError
 from vllm_metal_lite.server.deltas import deltas
 from vllm_metal_lite.server.worker import process
@@ -304,8 +305,8 @@ def test_an_engine_whose_steps_all_fail_ends():
     server, theirs = Pipe()
 
     def serve() -> None:
-        for name in "abc":
-            Caller(server).call("add", Add(name, PROMPT, short()))
+        for name in range(MAX_FAILURES):
+            Caller(server).call("add", Add(str(name), PROMPT, short()))
             while server.recv()[0] != "failed":
                 pass
 

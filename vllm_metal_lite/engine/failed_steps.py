@@ -15,7 +15,7 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 logger = logging.getLogger(__name__)
 
 # Of steps, without one that succeeds between them.  The prompts of a step may be at fault in turn.
-MAX_FAILURES = 8
+MAX_FAILURES = 5
 
 
 class FailedSteps:
