@@ -2,6 +2,7 @@
 
 import random
 import re
+from concurrent.futures import Future
 
 import jsonschema
 import pytest
@@ -153,12 +154,15 @@ def test_calls_are_read_as_they_were_meant(name, tool):
 def test_random_answers_are_calls_by_the_schema(name, tool):
     """Not of Harmony, where only special tokens end a text: tests/server/test_real_models.py."""
     tokenizer = llguidance.LLTokenizer("byte")
-    matcher = llguidance.LLMatcher(tokenizer, FORMATS[name].grammar([tool], REQUIRED, {}))
+    compiled: Future[llguidance.LLMatcher] = Future()
+    compiled.set_result(
+        llguidance.LLMatcher(tokenizer, FORMATS[name].grammar([tool], REQUIRED, {}))
+    )
     flat = {"cmd": "ls", "dry": True, "mode": "fast", "note": "a"}
     values = EXAMPLES.get(tool.name, flat)
     wanted = write(name, (tool.name, values)).encode()
     for seed in range(10):
-        constraint = grammar.GrammarConstraint(matcher.deep_copy(), tokenizer.vocab_size)
+        constraint = grammar.GrammarConstraint(compiled, tokenizer.vocab_size)
         ends, rng, size = [tokenizer.eos_token], random.Random(seed), tokenizer.vocab_size
         answer = bytes(guided_answer(constraint, size, ends, wanted, b"\"'}]", rng)).decode()
         said = parse(FORMATS[name], answer, [tool])

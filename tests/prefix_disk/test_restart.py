@@ -392,6 +392,6 @@ def test_reading_that_takes_longer_than_computing_is_left_out_but_tried_again(mo
     restored = []
     for _ in range(8):
         reader._compute_speed = 1.0
-        again.scheduler.reset_prefix_cache()
+        again.scheduler.kv.reset()
         restored += [output.num_restored_tokens for output in serve(again, [LONG])]
     assert restored[0] == 0 < restored[-1]
