@@ -73,7 +73,7 @@ export function drawList(conversations, current, running, actions) {
     const open = make(
       "button",
       { type: "button", class: "title", title: c.title, onclick: () => actions.open(c) },
-      make("span", {}, c.title),
+      make("span", { dir: "auto" }, c.title),
     );
     if (c.id === current?.id) open.setAttribute("aria-current", "page");
     if (running.has(c.id)) open.append(make("span", { class: "pulse", role: "img", "aria-label": "being answered" }));
