@@ -84,6 +84,16 @@ def test_an_event_shows_steps_requests_and_blocks():
     assert codes(ended["blocks"]).count(-1) == engine.metrics()["blocks_cached"]
 
 
+def test_decodes_with_drafts_are_decodes():
+    engine, watcher, _ = watched(speculate="auto")
+    watcher.watch(10)
+    add(engine, "a", 60, 60)
+    run(engine)
+    steps = json.loads(watcher.event())["steps"]
+    assert engine.metrics()["draft_tokens"] > 0
+    assert [step["decodes"] for step in steps] == [0] + [1] * (len(steps) - 1)
+
+
 def test_shared_blocks_belong_to_no_one_alone():
     engine, _, _ = watched()
     add(engine, "a", 40, 30)

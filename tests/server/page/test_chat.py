@@ -191,7 +191,7 @@ def test_the_key_is_asked_for_until_it_is_right(browser):
         )
         page = shown.page
         page.goto(running.url)
-        for key in "wrong", "secret":
+        for key in "wrong", "a–b", "secret":
             page.fill("#key-value", key)
             page.keyboard.press("Enter")
         shown.ready()

@@ -1,6 +1,7 @@
 """Conversations in a real browser: kept, shared by tabs, deleted, imported."""
 
 import json
+import re
 
 import pytest
 from playwright.sync_api import expect
@@ -52,7 +53,9 @@ def test_conversations_stay_over_a_reload(shown, page):
 
 
 def test_a_failed_save_is_reported(shown, page):
-    page.evaluate("() => { IDBObjectStore.prototype.put = IDBObjectStore.prototype.add; }")
+    page.evaluate(
+        "(() => { const s = IDBObjectStore.prototype; [s.old, s.put] = [s.put, s.add]; })()"
+    )
     assert shown.answer_to("hello")
     expect(page.locator("#problem-text")).to_have_text(
         "The browser could not save “hello” (Key already exists in the object store.). "
@@ -61,6 +64,9 @@ def test_a_failed_save_is_reported(shown, page):
     page.set_input_files("#attach", {"name": "a.md", "mimeType": "", "buffer": b"a"})
     expect(page.locator("#attached li")).to_have_count(1)
     expect(page.locator("#problem")).to_be_visible()
+    page.evaluate("() => { IDBObjectStore.prototype.put = IDBObjectStore.prototype.old; }")
+    shown.answer_to("again")
+    expect(page.locator("#problem")).to_be_hidden()
 
 
 def test_conversations_that_cannot_be_read_are_reported(shown, page):
@@ -77,6 +83,33 @@ def test_two_tabs_know_of_each_other(shown, page):
     other.ask("Please reverse this list: red, green, blue")
     expect(shown.titles).to_have_text(["Please reverse this list: red, green, blue", "hello"])
     expect(page.locator(".message.user .text")).to_have_text("hello")
+
+
+def test_two_tabs_change_one_conversation_during_an_answer(shown, page):
+    asked = []
+    page.route("**/v1/chat/completions", lambda route: asked.append(route))  # answered later
+    shown.ask("first")
+    expect(page.locator(".waiting")).to_be_visible()
+    other = shown.new_tab()
+    expect(other.page.locator(".waiting")).to_be_visible()
+    other.answer_with({"content": "the second answer"})
+    other.ask("second")
+    texts = ["first", re.compile("tiny demo model"), "second", "the second answer"]
+    expect(other.text.last).to_have_text(texts[3])
+    page.get_by_label("Edit and ask again").first.click()
+    page.get_by_label("Edit your message").fill("an edit")
+    other.page.locator("#conversations li").hover()
+    other.page.get_by_label("Rename first").click()
+    other.page.fill("#ask-value", "named")
+    asked[0].continue_()
+    expect(other.text.first).to_have_text(texts[1])
+    other.page.keyboard.press("Enter")
+    expect(shown.titles).to_have_text(["named"])
+    expect(page.get_by_label("Edit your message")).to_be_focused()
+    for tab in shown, other:
+        for _ in range(2):
+            expect(tab.page.locator(".message .text")).to_have_text(texts)
+            tab.reload()
 
 
 def test_a_conversation_that_another_tab_deletes_stays_deleted(shown, page):

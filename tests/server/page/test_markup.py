@@ -38,14 +38,18 @@ def test_markup_in_an_answer_is_harmless(shown, page):
 def test_markdown_and_copied_code(show):
     shown = show(permissions=["clipboard-read", "clipboard-write"])
     text = (
-        "# Head\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nprint('<hi>')\n```\n\n- **one**\n"
+        "# Head\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n```python\nprint('<hi>')\n```\n\n- **one**\n"
+        "\n2. two\n\nשלום\n"
     )
     shown.answer_with(*({"content": c} for c in text))
     shown.answer_to("show me")
     answer = shown.text
     expect(answer.locator("h1")).to_have_text("Head")
     expect(answer.locator("td")).to_have_text(["1", "2"])
+    expect(answer.locator("td").last).to_have_css("text-align", "-webkit-right")
     expect(answer.locator("strong")).to_have_text("one")
+    expect(answer.locator("ol")).to_have_attribute("start", "2")
+    expect(answer.locator("p")).to_have_css("direction", "rtl")
     expect(answer.locator(".code-bar")).to_have_text("python")
     answer.get_by_label("Copy code").click()
     expect(shown.page.locator("#status")).to_have_text("Copied")
@@ -97,3 +101,11 @@ def test_an_answer_that_grew_looks_like_one_that_came_at_once(show, step):
     assert found[0].split() == found[1].split()
     if step < 100:
         assert found[2] > len(_GROWS) / 2  # most of it was not rendered again
+
+
+def test_deep_nesting_is_shown_as_text(shown, page):
+    deep = ">" * 20_000
+    shown.answer_with({"content": "Once.\n\n"}, {"content": deep})
+    assert deep in shown.answer_to("quote")
+    shown.reload()
+    expect(shown.text.locator("pre")).to_contain_text(deep)

@@ -23,6 +23,7 @@ function askForKey(problem) {
   asking ??= dialog(problem).then((key) => {
     asking = null;
     if (!key) return false;
+    if (/[^\x20-\xff]/.test(key)) return askForKey("The key has a character that no HTTP header can carry.");
     sessionStorage.setItem(KEY, key);
     document.dispatchEvent(new Event("key"));
     return true;
@@ -62,9 +63,8 @@ let back = null;
 /** Resolves when the server answers again. */
 export function serverBack() {
   back ??= (async () => {
-    while (!(await fetch("/health").then(() => true, () => false))) {
-      await new Promise((resolve) => setTimeout(resolve, 2000));
-    }
+    do await new Promise((resolve) => setTimeout(resolve, 2000));
+    while (!(await fetch("/health").then(() => true, () => false)));
     back = null;
   })();
   return back;

@@ -2,7 +2,7 @@
 
 import { answer, bodyOf } from "./answer.js";
 import { Attachments } from "./attachments.js";
-import { announce, byId, count, Drawing, make } from "./dom.js";
+import { announce, byId, count, Drawing, place } from "./dom.js";
 import { MessageView } from "./message.js";
 import { inEffect } from "./sampling.js";
 import * as store from "./store.js";
@@ -23,7 +23,6 @@ export class Chat {
     this.problem = problem;
     this.attachments = new Attachments(problem);  // of the next message
     this.conversation = null;
-    this.deleted = new WeakSet();  // conversations that are not saved any more
     this.running = new Map();  // of each conversation that is answered: its AbortController
     this.models = [];
     this.list = byId("messages");
@@ -37,7 +36,7 @@ export class Chat {
       regenerate: (message) => this.regenerate(message),
       show: (message) => {
         tree.show(this.conversation, message);
-        this.save(this.conversation);
+        this.save(this.conversation, "leaf");
         this.draw();
         // The buttons are new ones.
         this.viewOf(message).element.querySelector(".actions button:enabled").focus();
@@ -78,7 +77,7 @@ export class Chat {
       const same = view && view.numVersions === tree.versions(conversation, m).length;
       return same ? view : new MessageView(conversation, m, this.actions);
     });
-    this.list.replaceChildren(...this.views.map((view) => view.element));
+    place(this.list, this.views.map((view) => view.element));
     byId("welcome").hidden = this.views.length > 0;
     this.drawState();
   }
@@ -129,8 +128,8 @@ export class Chat {
     this.answer(tree.find(this.conversation, message.parent));
   }
 
-  stop() {
-    this.running.get(this.conversation?.id)?.abort();
+  stop(conversation = this.conversation) {
+    this.running.get(conversation.id)?.abort();
   }
 
   /** Ask for an answer to a message of the user, and show it as it grows. */
@@ -148,22 +147,24 @@ export class Chat {
     this.draw();
     this.follow();
     if (matchMedia("(hover: hover)").matches) this.input.focus();  // no keyboard on a phone
-    this.save(conversation);
+    this.save(conversation, "leaf", "model", "updated");
     announce("Waiting for the answer");
     const drawing = new Drawing(() => this.viewOf(message)?.update(conversation, this.actions));
     let savedAt = performance.now();
-    await answer(message, body, stopper.signal, () => {
+    const ended = answer(message, body, stopper.signal, () => {
       drawing.request();
       if (performance.now() - savedAt > SAVE_MS) {
         savedAt = performance.now();
-        this.save(conversation, true);
+        store.put([conversation], [], true).catch(() => {});  // the last save reports it
       }
     });
+    navigator.locks?.request(message.id, () => ended).catch(() => {});
+    await ended;
     drawing.cancel();
     // An edit may have started another answer by now.
     if (this.running.get(conversation.id) === stopper) this.running.delete(conversation.id);
     conversation.updated = Date.now();
-    this.save(conversation);
+    this.save(conversation, "updated");
     this.viewOf(message)?.update(conversation, this.actions);
     if (this.conversation === conversation) this.drawState();
     announce(endInWords(message));
@@ -178,20 +179,15 @@ export class Chat {
     return this.views.find((view) => view.message === message);
   }
 
-  /** End a conversation that the user deletes. */
-  forget(conversation) {
-    this.deleted.add(conversation);
-    this.running.get(conversation.id)?.abort();
-  }
-
-  async save(conversation, growing = false) {
-    if (this.deleted.has(conversation)) return;
+  /** Save a conversation that has new messages, or other values of these fields. */
+  async save(conversation, ...fields) {
     try {
-      await store.put(conversation, growing);
+      await store.put([conversation], fields);
+      this.problem("save", "");
     } catch (error) {
-      if (!growing) this.problem("save", error.message);
+      this.problem("save", error.message);
     }
-    if (!growing) this.changed();
+    this.changed();
   }
 
   scrolled() {
@@ -220,17 +216,3 @@ function endInWords(message) {
   return message.usage ? `The answer is complete: ${message.usage.completion_tokens} tokens` : "The answer is complete";
 }
 
-/** Messages whose answer was cut off by closing the page. */
-export function mend(conversation) {
-  for (const m of conversation.messages) {
-    if (m.role === "assistant" && m.finish === null) m.finish = "stopped";
-  }
-  return conversation;
-}
-
-/** Examples for an empty conversation. */
-export function examples(texts, use) {
-  byId("examples").replaceChildren(
-    ...texts.map((text) => make("button", { type: "button", onclick: () => use(text) }, text)),
-  );
-}

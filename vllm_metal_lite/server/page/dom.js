@@ -34,6 +34,14 @@ export const iconButton = (name, label, onclick, properties = {}) =>
     type: "button", class: "quiet", "aria-label": label, title: label, onclick, ...properties,
   }, icon(name));
 
+/** Make elements the children of `parent`.  Those that stay are not moved, which would take their focus. */
+export function place(parent, elements) {
+  for (const child of [...parent.children]) if (!elements.includes(child)) child.remove();
+  elements.forEach((element, i) => {
+    if (parent.children[i] !== element) parent.insertBefore(element, parent.children[i] ?? null);
+  });
+}
+
 /** Tell screen readers. */
 export function announce(text) {
   byId("status").textContent = text;

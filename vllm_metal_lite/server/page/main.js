@@ -1,14 +1,14 @@
 // Puts the parts of the page together.
 
 import { onKeyNeeded, request, serverBack } from "./api.js";
-import { Chat, examples, mend } from "./chat.js";
+import { Chat } from "./chat.js";
 import { askKey, editSettings, prepare } from "./dialogs.js";
 import { announce, byId, grow, make } from "./dom.js";
 import { EngineView } from "./engine/view.js";
 import { kept } from "./sampling.js";
-import { drawList, exportAll, readExport } from "./sidebar.js";
+import { download, drawList, readExport } from "./sidebar.js";
 import * as store from "./store.js";
-import { newConversation } from "./tree.js";
+import { merge, newConversation } from "./tree.js";
 
 const EXAMPLES = {
   demo: [
@@ -32,16 +32,19 @@ function closeSidebar() {
 }
 
 function drawSidebar() {
-  conversations.sort((a, b) => b.updated - a.updated);
   if (!conversations.includes(chat.conversation) && chat.conversation?.messages.length) {
-    conversations.unshift(chat.conversation);
+    conversations.push(chat.conversation);
   }
+  conversations.sort((a, b) => b.updated - a.updated);
   drawList(conversations, chat.conversation, chat.running, {
     open: (conversation) => {
       open(conversation);
       closeSidebar();
     },
-    renamed: (conversation) => chat.save(conversation),
+    renamed: (conversation) => {
+      chat.save(conversation, "title");
+      chat.drawState();
+    },
     removed: remove,
   });
 }
@@ -49,13 +52,19 @@ function drawSidebar() {
 function open(conversation) {
   store.keepSetting("last", conversation.id);
   chat.open(conversation);
-  if (chat.models.some((m) => m.id === conversation.model)) byId("model").value = conversation.model;
-  else if (chat.models.length) conversation.model = byId("model").value;
+  chooseModel();
+}
+
+/** Choose the conversation's model in the list, or the list's first if the conversation's is not there. */
+function chooseModel() {
+  const { conversation, models } = chat;
+  if (models.some((m) => m.id === conversation.model)) byId("model").value = conversation.model;
+  else if (models.length) conversation.model = byId("model").value;
 }
 
 function startNew() {
   const defaults = store.setting("defaults", { sampling: {} });
-  open(newConversation({ ...defaults, model: byId("model").value || null }));
+  open(newConversation({ ...defaults, model: byId("model").value || defaults.model }));
   closeSidebar();
   byId("prompt").focus();
 }
@@ -67,25 +76,26 @@ async function remove(conversation) {
 
 /** Forget a conversation that was deleted, here or in another tab. */
 function drop(conversation) {
-  chat.forget(conversation);
+  chat.stop(conversation);
   conversations = conversations.filter((c) => c !== conversation);
   if (conversation === chat.conversation) startNew();
   else drawSidebar();
 }
 
-/** Read what another tab has changed.  What is answered here stays as it is, unless it was deleted. */
-async function reload(changed) {
-  const stored = await store.all();
-  const known = conversations.find((c) => c.id === changed);
-  if (known && !stored.some((c) => c.id === changed)) return drop(known);
-  const mine = new Map(conversations.map((c) => [c.id, c]));
-  conversations = stored.map((c) => {
-    const known = mine.get(c.id);
-    return known && (c.id !== changed || chat.running.has(c.id)) ? known : mend(c);
-  });
-  const current = conversations.find((c) => c.id === chat.conversation?.id);
-  if (current && current !== chat.conversation) chat.open(current);
-  else drawSidebar();
+/** Take what another tab has changed in a conversation.  The messages that are shown stay. */
+async function reload(id) {
+  const stored = await store.get(id);
+  const known = conversations.find((c) => c.id === id);
+  if (known && !stored) return drop(known);
+  if (known) {
+    const { messages, leaf, ...fields } = stored;
+    merge(Object.assign(known, fields), stored);
+  } else if (stored) conversations.push(stored);
+  if (known === chat.conversation) {
+    chooseModel();
+    chat.draw();
+  }
+  drawSidebar();
 }
 
 async function readModels() {
@@ -99,14 +109,11 @@ async function readModels() {
   }
   problem("models", "");
   choice.replaceChildren(...chat.models.map((m) => make("option", { value: m.id }, m.id)));
-  const wanted = chat.conversation?.model ?? store.setting("defaults", {}).model;
-  if (chat.models.some((m) => m.id === wanted)) choice.value = wanted;
-  if (chat.conversation) chat.conversation.model = choice.value;
+  chooseModel();
   const demo = chat.models.length === 1 && (chat.models[0].root ?? chat.models[0].id) === "demo";
-  examples(demo ? EXAMPLES.demo : EXAMPLES.other, (text) => {
-    byId("prompt").value = text;
-    chat.send();
-  });
+  const texts = demo ? EXAMPLES.demo : EXAMPLES.other;
+  byId("examples").replaceChildren(...texts.map((text) =>
+    make("button", { type: "button", onclick: () => chat.ask(text, null, []) }, text)));
 }
 
 /** Show a notice of a problem; "" hides the owner's.  retry: what may help; null: the notice is closed. */
@@ -168,11 +175,13 @@ function listen() {
   });
   byId("new").addEventListener("click", startNew);
   byId("theme").addEventListener("click", () => window.switchTheme());
-  byId("export").addEventListener("click", exportAll);
+  byId("export").addEventListener("click", () => download("conversations.json", conversations));
   byId("import").addEventListener("change", async (event) => {
     try {
-      for (const c of await readExport(event.target.files[0])) await store.put(mend(c));
-      await reload();
+      const found = await readExport(event.target.files[0]);
+      await store.put(found);
+      conversations.push(...found);
+      drawSidebar();
       announce("Imported");
     } catch (error) {
       problem("import", error.message);
@@ -209,7 +218,7 @@ async function changeSettings() {
 function keepChoices(conversation) {
   const { model, sampling } = conversation;
   store.keepSetting("defaults", { model, sampling: kept(sampling) });
-  if (conversation.messages.length) chat.save(conversation);
+  if (conversation.messages.length) chat.save(conversation, "model", "system", "sampling");
   chat.drawState();
 }
 
@@ -217,17 +226,16 @@ async function start() {
   prepare();
   onKeyNeeded(askKey);
   listen();
-  const stored = await store.all().catch((error) => {
+  conversations = await store.all().catch((error) => {
     problem("store", `The conversations could not be read: ${error.message}`);
     return [];
   });
-  conversations = stored.map(mend);
+  store.onChange(reload);
   const last = conversations.find((c) => c.id === store.setting("last", null));
   if (last) open(last);
   else startNew();
   await readModels();
   chat.open(chat.conversation);
-  store.onChange(reload);
   followHash();
   if (!(await store.keeps())) problem("store", "This browser does not keep conversations: they are lost when this page is closed.");
   document.body.dataset.ready = "true";

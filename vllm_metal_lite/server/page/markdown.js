@@ -29,6 +29,7 @@ const ALLOWED = {
     "p", "pre", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul",
   ],
   ALLOWED_ATTR: ["align", "href", "class", "start", "title"],
+  ADD_URI_SAFE_ATTR: ["align", "start"],
   ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
   ALLOW_DATA_ATTR: false,
   RETURN_DOM_FRAGMENT: true,
@@ -48,6 +49,7 @@ purify.addHook("afterSanitizeAttributes", (node) => {
 /** growing: the text is rendered again soon, so long code is not coloured. */
 function render(tokens, growing = false) {
   const fragment = purify.sanitize(marked.parser(tokens), ALLOWED);
+  for (const block of fragment.children) block.dir = block.tagName === "PRE" ? "ltr" : "auto";
   for (const code of fragment.querySelectorAll("pre > code")) frame(code, growing);
   for (const table of fragment.querySelectorAll("table")) {
     const scroll = make("div", { class: "scroll", tabIndex: 0, role: "group", "aria-label": "Table" });
@@ -83,7 +85,16 @@ export class Growing {
 
   /** text: all of it.  finished: render all of it once more, since links may be defined at its end. */
   show(raw, finished) {
-    const text = raw.replace(/\r\n?/g, "\n");  // as the lexer does
+    try {
+      this.render(raw.replace(/\r\n?/g, "\n"), finished);  // as the lexer does
+    } catch {  // nested so deeply that the lexer's or the parser's recursion overflows the stack
+      this.done = 0;
+      this.tail = [make("pre", {}, raw)];
+      this.parent.replaceChildren(...this.tail);
+    }
+  }
+
+  render(text, finished) {
     if (finished) {
       this.parent.replaceChildren(render(marked.lexer(text)));
       return;
@@ -93,16 +104,11 @@ export class Growing {
     let whole = tokens.length - 1;
     while (whole > 0 && tokens[whole].type === "space") whole--;
     if (whole > 0) {
-      this.parent.append(render(keepLinks(tokens.slice(0, whole), tokens)));
+      this.parent.append(render(tokens.slice(0, whole)));
       for (const token of tokens.slice(0, whole)) this.done += token.raw.length;
     }
-    const fragment = render(keepLinks(tokens.slice(Math.max(whole, 0)), tokens), true);
+    const fragment = render(tokens.slice(Math.max(whole, 0)), true);
     this.tail = [...fragment.childNodes];
     this.parent.append(fragment);
   }
-}
-
-function keepLinks(some, tokens) {
-  some.links = tokens.links;
-  return some;
 }

@@ -34,7 +34,7 @@ export class MessageView {
     this.message = message;
     this.numVersions = versions(conversation, message).length;
     const mine = message.role === "user";
-    this.body = make("div", { class: "text" });
+    this.body = make("div", { class: "text", dir: mine ? "auto" : "ltr" });
     this.element = make(
       "article",
       { class: `message ${message.role}`, "aria-label": mine ? "You" : "Answer", "data-id": message.id },
@@ -81,7 +81,7 @@ export class MessageView {
   showThoughts(text, open) {
     if (!this.thoughts) {
       this.title = make("span");
-      this.thoughtText = make("div", { class: "thoughts" });
+      this.thoughtText = make("div", { class: "thoughts", dir: "auto" });
       this.thoughts = make(
         "details", { class: "reasoning" }, make("summary", {}, icon("chevron"), this.title), this.thoughtText,
       );
@@ -131,7 +131,7 @@ export class MessageView {
 
   edit(actions) {
     if (this.element.classList.contains("editing")) return;
-    const area = make("textarea", { rows: 1, "aria-label": "Edit your message", oninput: () => grow(area, 400) });
+    const area = make("textarea", { rows: 1, dir: "auto", "aria-label": "Edit your message", oninput: () => grow(area, 400) });
     area.value = this.message.content;
     const close = () => {
       form.remove();

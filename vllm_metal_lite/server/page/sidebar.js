@@ -2,11 +2,10 @@
 
 import { ask, confirmed } from "./dialogs.js";
 import { byId, iconButton, make } from "./dom.js";
-import * as store from "./store.js";
-import { newId } from "./tree.js";
+import { newId, settle, show } from "./tree.js";
 
-/** Hand a file to the user. */
-function download(name, value) {
+/** Hand a value to the user, as a file of JSON. */
+export function download(name, value) {
   const blob = new Blob([JSON.stringify(value, null, 2)], { type: "application/json" });
   const link = make("a", { href: URL.createObjectURL(blob), download: name });
   document.body.append(link);
@@ -16,8 +15,6 @@ function download(name, value) {
 }
 
 const fileName = (title) => `${title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40) || "conversation"}.json`;
-
-export const exportAll = async () => download("conversations.json", await store.all());
 
 const isText = (value) => typeof value === "string";
 
@@ -56,7 +53,8 @@ export async function readExport(file) {
   const odd = Object.keys(GOOD).find((name) => !found.every((c) => GOOD[name](c[name], c)));
   if (odd) throw new Error(`${file.name} is not an export of this page: its “${odd}” is not valid.`);
   if (!found.length) throw new Error(`${file.name} contains no conversations.`);
-  return found;
+  for (const c of found.filter((c) => c.leaf === null)) show(c, c.messages.findLast((m) => m.parent == null));
+  return found.map((c) => settle(c));
 }
 
 /** Whether a title or a message holds each of these words. */
@@ -75,7 +73,7 @@ export function drawList(conversations, current, running, actions) {
     const open = make(
       "button",
       { type: "button", class: "title", title: c.title, onclick: () => actions.open(c) },
-      make("span", {}, c.title),
+      make("span", { dir: "auto" }, c.title),
     );
     if (c.id === current?.id) open.setAttribute("aria-current", "page");
     if (running.has(c.id)) open.append(make("span", { class: "pulse", role: "img", "aria-label": "being answered" }));

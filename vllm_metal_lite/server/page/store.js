@@ -1,10 +1,12 @@
 // Conversations, kept in this browser (IndexedDB).  Without it they last as long as the page.
 
+import { merge, settle } from "./tree.js";
+
 const DATABASE = "vllm-metal-lite";
 const STORE = "conversations";
 
 const channel = new BroadcastChannel(DATABASE);
-const memory = new Map();
+const saved = new Set();  // ids that were stored: one that is not any more was deleted
 let opened = null;
 
 /** listener: called with the id of a conversation that another tab has changed. */
@@ -31,7 +33,7 @@ async function run(mode, work) {
   return new Promise((resolve, reject) => {
     const transaction = db.transaction(STORE, mode);
     const asked = work(transaction.objectStore(STORE));
-    transaction.oncomplete = () => resolve(asked.result);
+    transaction.oncomplete = () => resolve(asked?.result);
     transaction.onabort = () => reject(transaction.error);
   });
 }
@@ -39,25 +41,48 @@ async function run(mode, work) {
 /** False: the browser keeps nothing, as some do in private windows. */
 export const keeps = async () => (await database()) !== null;
 
-/** All conversations, the latest first. */
+/** All conversations. */
 export async function all() {
-  const found = (await keeps())
-    ? await run("readonly", (store) => store.getAll())
-    : [...memory.values()];
-  return found.sort((a, b) => b.updated - a.updated);
+  if (!(await keeps())) return [];
+  const found = await run("readonly", (store) => store.getAll());
+  const locks = await navigator.locks?.query().catch(() => null);  // a tab holds one for each answer
+  const receiving = new Set(locks?.held.map((lock) => lock.name));
+  for (const c of found) saved.add(settle(c, receiving).id);
+  return found;
 }
 
-/** Keep a conversation; raises an Error in words.  growing: other tabs need not know yet. */
-export async function put(conversation, growing = false) {
-  if (!(await keeps())) return void memory.set(conversation.id, conversation);
-  await run("readwrite", (store) => store.put(conversation)).catch(({ name, message }) => {
-    throw new Error(`The browser could not save “${conversation.title}” (${message || name}). Export or delete conversations, then try again.`);
+/** A conversation as it is stored; undefined: it was deleted. */
+export async function get(id) {
+  saved.add(id);
+  return run("readonly", (store) => store.get(id));
+}
+
+/**
+ * Save conversations, all or none; raises an Error in words.  What is stored keeps messages of other
+ * tabs, and its fields except `fields`.  growing: other tabs need not know yet.
+ */
+export async function put(conversations, fields = [], growing = false) {
+  if (!(await keeps())) return;
+  await run("readwrite", (store) => {
+    for (const c of conversations) {
+      store.get(c.id).onsuccess = ({ target: { result: stored } }) => {
+        if (!stored && saved.has(c.id)) return;  // another tab has deleted it
+        if (stored) merge(Object.assign(stored, Object.fromEntries(fields.map((name) => [name, c[name]]))), c);
+        store.put(stored ?? c);
+      };
+    }
+  }).catch(({ name, message }) => {
+    throw new Error(`The browser could not save “${conversations[0].title}” (${message || name}). Export or delete conversations, then try again.`);
   });
-  if (!growing) channel.postMessage(conversation.id);
+  for (const { id } of conversations) {
+    saved.add(id);
+    if (!growing) channel.postMessage(id);
+  }
 }
 
 export async function remove(id) {
-  if (!(await keeps())) return void memory.delete(id);
+  saved.add(id);
+  if (!(await keeps())) return;
   await run("readwrite", (store) => store.delete(id));
   channel.postMessage(id);
 }

@@ -1,15 +1,14 @@
 // A conversation is a tree of messages: asking again keeps the older answers beside the new one.
 //
-// {id, title, created, updated, model, system, sampling, messages: [{id, parent, role, content, ...}],
+// {id, title, updated, model, system, sampling, messages: [{id, parent, role, content, ...}],
 //  leaf: id of the last message shown, or null}
 
 export const newId = () =>
   Array.from(crypto.getRandomValues(new Uint8Array(8)), (b) => b.toString(16).padStart(2, "0")).join("");
 
 export function newConversation(defaults) {
-  const now = Date.now();
   return {
-    id: newId(), title: "New conversation", created: now, updated: now,
+    id: newId(), title: "New conversation", updated: Date.now(),
     model: defaults.model ?? null, system: defaults.system ?? "",
     sampling: { ...defaults.sampling }, messages: [], leaf: null,
   };
@@ -44,4 +43,26 @@ export function show(conversation, message) {
     conversation.leaf = last.id;
     last = conversation.messages.findLast((m) => m.parent === conversation.leaf);
   }
+}
+
+const progress = (m) => (m.endedAt ? Infinity : m.content.length + (m.reasoning?.length ?? 0));
+
+/** Take the messages that another copy of the conversation has, such as another tab's, and its longer answers. */
+export function merge(conversation, other) {
+  const others = new Map(other.messages.map((m) => [m.id, m]));
+  const mine = conversation.messages.map((m) => {
+    const copy = others.get(m.id);
+    others.delete(m.id);
+    return copy && progress(copy) > progress(m) ? copy : m;
+  });
+  conversation.messages = [...mine, ...others.values()];
+  show(conversation, find(conversation, conversation.leaf));
+}
+
+/** Answers that no tab receives any more, since it was closed, are stopped.  receiving: ids of others. */
+export function settle(conversation, receiving = new Set()) {
+  for (const m of conversation.messages) {
+    if (m.finish === null && !receiving.has(m.id)) m.finish = "stopped";
+  }
+  return conversation;
 }

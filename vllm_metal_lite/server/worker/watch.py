@@ -112,11 +112,12 @@ class Watcher:
         }
 
     def _step(self, output: SchedulerOutput, start: float, end: float) -> dict[str, Any]:
-        segments = output.segments
+        # Behind `num_decodes`, decodes with drafts lie among the chunks.
+        segments = sorted(output.segments, key=lambda segment: segment.is_prompt)
         return {
             "t": round(start - self._started, 4),
             "ms": round(1e3 * (end - start), 2),
-            "decodes": output.num_decodes,
+            "decodes": sum(not s.is_prompt for s in segments),
             "segments": [[number(s.request), s.num_scheduled, s.num_computed] for s in segments],
         }
 

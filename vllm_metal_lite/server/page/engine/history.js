@@ -15,6 +15,7 @@ export class History {
     this.known = new Map();  // by number: the last that was told of a request
     this.blocks = null;
     this.metrics = {};
+    this.counts = [];  // {time, decode, prefill}: the engine's counts of tokens, over the last seconds
     this.preemptions = new Map();  // by number: when it was last seen preempted
     this.time = 0;
     this.numSteps = 0;
@@ -33,6 +34,7 @@ export class History {
       if (first + i > this.numSteps) this.coming.push({ ...step, number: first + i });
     });
     this.coming.splice(0, this.coming.length - KEPT);
+    this.count(event);
     Object.assign(this, { time: event.time, numSteps: event.num_steps, requests: event.requests });
     Object.assign(this, { idle: false, takenAt: performance.now(), words: "", numUnfinished: null });
     this.blocks = event.blocks ?? this.blocks;
@@ -46,6 +48,14 @@ export class History {
       this.known.delete(n);
     }
     for (const n of event.preempted) this.preemptions.set(n, event.time);
+  }
+
+  /** Remember how many tokens were computed until an event. */
+  count({ time, steps, metrics }) {
+    // After a gap, time counts from the first step.
+    if (this.counts.length && !this.requests.length) this.counts = [{ ...this.counts.at(-1), time: steps[0]?.t ?? time }];
+    this.counts.push({ time, decode: metrics.decode_tokens, prefill: metrics.prefill_tokens });
+    while (this.counts.length > 2 && this.counts[1].time <= time - SECONDS) this.counts.shift();
   }
 
   /** Take what the server says of the model; true: its engine is silent or gone. */
@@ -72,7 +82,7 @@ export class History {
 
   /** The engine's process began anew, or has ended. */
   restart() {
-    Object.assign(this, { steps: [], coming: [], requests: [], blocks: null, metrics: {} });
+    Object.assign(this, { steps: [], coming: [], requests: [], blocks: null, metrics: {}, counts: [] });
     this.known.clear();
     this.preemptions.clear();
     this.time = this.numSteps = 0;
@@ -88,20 +98,9 @@ export class History {
   rates() {
     const all = this.idle ? [] : [...this.steps, ...this.coming];
     const recent = all.filter((step) => step.t > this.time - SECONDS);
-    let decoded = 0;
-    let prefilled = 0;
-    const ms = [];
-    for (const step of recent) {
-      step.segments.forEach(([, tokens], i) => {
-        if (i < step.decodes) decoded += tokens;
-        else prefilled += tokens;
-      });
-      ms.push(step.ms);
-    }
-    ms.sort((a, b) => a - b);
-    const begin = recent.length ? recent[0].t : this.time;
-    // Not before the watcher came, and not before the last gap.
-    const span = Math.max(this.time - begin, 0.25);
-    return { decode: decoded / span, prefill: prefilled / span, ms: ms[ms.length >> 1] ?? null };
+    const ms = recent.map((step) => step.ms).sort((a, b) => a - b);
+    const [first, last] = [this.counts[0], this.counts.at(-1)];
+    const rate = (name) => (this.idle || !last ? 0 : (last[name] - first[name]) / Math.max(last.time - first.time, 0.25));
+    return { decode: rate("decode"), prefill: rate("prefill"), ms: ms[ms.length >> 1] ?? null };
   }
 }

@@ -1,6 +1,6 @@
 // The queue: requests that run, then those that wait.
 
-import { count, make } from "../dom.js";
+import { count, make, place } from "../dom.js";
 import { palette } from "./colours.js";
 
 const MOST = 60;  // rows
@@ -20,18 +20,13 @@ export class RequestList {
     const shown = [...running, ...waiting].slice(0, MOST);
     const longest = Math.max(1, ...shown.map((r) => r.prompt + r.generated));
     const kept = new Set(shown.map((r) => r.n));
-    for (const [n, row] of this.rows) {
-      if (!kept.has(n)) {
-        row.element.remove();
-        this.rows.delete(n);
-      }
-    }
-    shown.forEach((request, i) => {
+    for (const n of this.rows.keys()) if (!kept.has(n)) this.rows.delete(n);
+    place(this.list, shown.map((request) => {
       const row = this.rows.get(request.n) ?? this.row(request);
       this.fill(row, request, longest, colours, history);
       row.element.classList.toggle("dim", Boolean(highlight) && highlight !== request.n);
-      if (this.list.children[i] !== row.element) this.list.insertBefore(row.element, this.list.children[i] ?? null);
-    });
+      return row.element;
+    }));
     return shown.length;
   }
 

@@ -165,7 +165,7 @@ export class Timeline {
       const [n, tokens, context] = segment;
       lines.push(
         i < step.decodes
-          ? `Request ${n}: 1 token after ${count(context)}`
+          ? `Request ${n}: ${tokens > 1 ? `1 token and ${tokens - 1} drafts` : "1 token"} after ${count(context)}`
           : `Request ${n}: ${count(tokens)} tokens of its prompt after ${count(context)}`,
       );
     }
