@@ -53,7 +53,7 @@ def findings(path: str, text: str) -> list[str]:
     names = {
         name: better
         for name, (allowed, better) in NAMES.items()
-        # Tests avoid only the names that no folder may have; tools may say "ways".
+        # Tests must avoid the names that no folder may use.  Tools may use all names.
         if (room != path or (in_tests and not allowed))
         and not room.startswith(tuple(allowed.split()))
     }

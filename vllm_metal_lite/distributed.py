@@ -33,11 +33,11 @@ class RankGroup:
         return not self.stages or self.rank == self.leader
 
     def send(self, x: mx.array) -> mx.array:
-        """x, for the next stage; x is sent when the result is evaluated."""
+        """Send x to the next stage; evaluating the returned array sends it."""
         return mx.distributed.send(x, self.rank + 1, group=self.group)
 
     def receive(self, like: mx.array) -> mx.array:
-        """The previous stage's array, of the shape and dtype of `like`, which is not read."""
+        """Receive the previous stage's array.  like: an array of its shape and dtype; not read."""
         return mx.distributed.recv_like(like, self.rank - 1, group=self.group)
 
     def gather(self, value: T) -> list[T]:

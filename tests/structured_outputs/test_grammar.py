@@ -344,7 +344,7 @@ def test_the_place_of_an_error_is_sought_no_longer_than_a_caller_waits(compiled,
 
 
 def test_a_grammar_in_use_is_compiled_once(tokenizer, compiled):
-    """However many others come, however long its text is, and however many threads ask for it."""
+    """Many threads ask, other grammars follow, and one text is long."""
     forms = [{"regex": f"x{{{i + 1}}}"} for i in range(12)]
     forms.append({"choice": ["灯" * 30 + str(i) for i in range(5000)]})
     with ThreadPoolExecutor(16) as pool:

@@ -171,7 +171,7 @@ class Others:
     def __init__(self, url: str) -> None:
         self.url, self.seen = url, Seen()
         self.health: list[tuple[float, float]] = []  # (when it ended, seconds; inf: it failed)
-        self.may_end = False  # the server may
+        self.may_end = False  # whether the server may end
         threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True).start()
 
     async def _run(self) -> None:
@@ -250,7 +250,7 @@ class Proof:
         return self.plain[tokens]
 
     def _gap(self, case: Case) -> tuple[str, float, float, float]:
-        body = case.raw  # encoded before the clock starts: that would stop the thread of the others
+        body = case.raw  # before the clock starts: encoding stops the others' thread
         started = time.perf_counter()
         how = self._send(case.path, body, case.leaves)
         seconds = time.perf_counter() - started

@@ -207,7 +207,7 @@ class _JsonNames(ast.NodeTransformer):
 
 
 def python_value(text: str) -> Any:
-    """A literal of Python that JSON has too, or a constant of JSON.  Raises Malformed."""
+    """The value of a Python literal with a JSON form, or of a JSON constant.  Raises Malformed."""
     try:
         value = ast.literal_eval(_JsonNames().visit(ast.parse(text, mode="eval")))
         return json.loads(json.dumps(value, allow_nan=False))

@@ -33,7 +33,7 @@ class FailedSteps:
         return self._num_failures >= MAX_FAILURES
 
     def blame(self, output: SchedulerOutput, error: Exception) -> bool:
-        """Find the requests at fault in a step, before its rollback.  False: all had ended."""
+        """Find the requests at fault; call before the rollback.  Returns False if all had ended."""
         running = output.running
         if output.segments and not running:
             logger.warning(f"a step failed after its requests had ended: {one_line(error)}")

@@ -56,7 +56,7 @@ def shared_prefix(
     spec = store.spec
     kv_heads, k_dim, v_dim, dtype = spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim, spec.dtype
     rows, heads, (queries, _, _, weight, _, freqs), of_rows = query_inputs(q, spec)
-    # No new K and V: layers that differ only in these launch the same kernel.
+    # Without the types of new K and V, which this kernel does not read: one compilation serves all.
     of_queries = {name: value for name, value in of_rows.items() if name[:2] not in ("K_", "V_")}
     group, partners = heads // kv_heads, partners_of(k_dim, v_dim, dtype, held=64)
     simdgroups = TILE_ROWS // 8 * partners

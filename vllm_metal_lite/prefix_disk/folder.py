@@ -189,7 +189,7 @@ class Folder:
     def write(self, files: Sequence[File]) -> int:
         """Write files of the chain used last, in its order; returns how many bytes it wrote.
 
-        It stops before it would evict files of this chain.
+        Stops rather than evict files of this chain.
         """
         num_bytes = 0
         with self._locked():
@@ -228,7 +228,7 @@ class Folder:
         return new
 
     def _make_room(self, size: int, before: float = math.inf) -> bool:
-        """Whether `size` more bytes fit, once the oldest files used before `before` are evicted."""
+        """Evict the oldest files used before `before`.  Returns whether `size` more bytes fit."""
         (total,) = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()
         oldest = "SELECT key, bytes FROM files WHERE used < ? ORDER BY used LIMIT 1"
         while total + size > self.quota:
@@ -255,7 +255,7 @@ class Folder:
             ).fetchall()
 
     def verify(self) -> tuple[int, int]:
-        """Read every file; returns (good files, errors).  Drops damaged and foreign files."""
+        """Read every file; drop damaged and foreign ones.  Returns (good files, errors)."""
         self.refresh()
         good = sum(self.read(key) is not None for key in list(self.known))
         with self._locked():

@@ -16,7 +16,7 @@ Positions = list[dict[int, Logprob]]
 
 @dataclass(slots=True)
 class Delta:
-    """The news of an answer.
+    """The new part of an answer.
 
     choice: the answer's number in the reply, which may hold the answers to several prompts.
     text: as the model wrote it.  events: the parsed text; text that may become a marker is held
@@ -49,7 +49,7 @@ class AnswerReader:
         self.is_over = False
 
     def read(self) -> Delta:
-        """The news since the last call."""
+        """The new part since the last call."""
         answer, (token_ids, logprobs) = self._cursor.answer, self._cursor.tokens()
         text, reason = self._cursor.text(), answer.finish_reason
         events = self._parser.feed(text)

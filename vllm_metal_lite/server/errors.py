@@ -114,7 +114,7 @@ def anthropic_shape(e: ApiError) -> dict[str, Any]:
 
 
 def error_response(e: Exception, path: str) -> JSONResponse:
-    """The client's reply for an exception, in the shape of the path's API."""
+    """The reply to an exception, in the shape of the path's API."""
     error = shown_error(e)
     shape = anthropic_shape if path.startswith("/v1/messages") else openai_shape
     return JSONResponse(shape(error), error.status, error.headers)

@@ -19,7 +19,7 @@ _LEAST_COUNTED = 16_384  # tokens of a prompt that are counted in any case
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The server's facts of an engine and its model.
+    """Facts about an engine and its model, for the server.
 
     has_states: the model has recurrent layers, so checkpoints are of use.
     num_blocks: of the first KV group.  description: lines for the user.

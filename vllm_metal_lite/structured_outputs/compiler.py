@@ -49,8 +49,8 @@ class Compiler:
         self._lock = threading.Lock()
 
     def compile(self, params: StructuredOutputsParams) -> Future[LLMatcher]:
-        """A matcher at the beginning of an answer, to be copied; it is compiled once while a caller
-        holds the Future.  Raises GrammarError and BusyError."""
+        """A compiled matcher; each answer needs a copy.  A form is compiled only once while a
+        caller holds its Future.  Raises GrammarError and BusyError."""
         with self._lock:
             found = self._compiled.get(params)
             compiled = self._compiled[params] = found or Future()

@@ -23,7 +23,7 @@ _ROLES = {"developer": "system", "function": "tool"}
 
 
 class ConversationFields(Body):
-    """The fields of a conversation in chat completions and `/tokenize`, beside its messages."""
+    """A conversation's fields in chat completions and `/tokenize`, without its messages."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -43,7 +43,7 @@ class PoolingBody(ScheduledBody):
 
     @property
     def prompt_field(self) -> str:
-        """The field of a prompt that is refused: it has an empty text, or else the longest."""
+        """The field to name if a prompt is refused: one with an empty text, or the longest."""
 
         def size(name: str) -> tuple[bool, int]:
             sizes = list(map(len, as_list(getattr(self, name))))

@@ -65,7 +65,7 @@ def from_wire(scores: PositionLogprobs, text_of: Callable[[int], str]) -> dict[i
 
 
 class AnswerUpdate(NamedTuple):
-    """The news of an answer.
+    """The new part of an answer.
 
     text: new text of a request with stop strings; None for others, whose text the server makes from
     the tokens.

@@ -1,4 +1,4 @@
-"""The server's knowledge of a request, so that a message holds only what is new."""
+"""The part of a request that the server has, so that messages hold only the rest."""
 
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.server.cursor import Cursor
@@ -6,7 +6,7 @@ from vllm_metal_lite.server.worker.messages import AnswerUpdate, to_wire
 
 
 class Progress:
-    """The server's knowledge of a request.
+    """The part of a request that the server has.
 
     sends_text: updates have text beside tokens.  scheduled_at: when its first step began.
     """
@@ -17,7 +17,7 @@ class Progress:
         self._unfinished: dict[int, Cursor] | None = None  # by index of the answer
 
     def news(self, output: RequestOutput) -> list[AnswerUpdate]:
-        """The news since the last call."""
+        """The updates since the last call."""
         is_first = self._unfinished is None
         if self._unfinished is None:
             self._unfinished = {answer.index: Cursor(answer) for answer in output.outputs}

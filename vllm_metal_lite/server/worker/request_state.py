@@ -152,7 +152,7 @@ class RequestState:
 
 
 async def changes(requests: Sequence[RequestState]) -> AsyncIterator[int]:
-    """Yields the index, counted over all requests, of each answer that has grown.
+    """Yield the index of each answer that has grown; indexes count the answers of all requests.
 
     A slow reader finds several new tokens at once.  Raises EngineLost.
     """

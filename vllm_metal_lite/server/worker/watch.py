@@ -68,7 +68,7 @@ class Watcher:
         return max(self._next_at - now, 0.0)
 
     def event(self) -> str:
-        """The news, as JSON.
+        """New events, as JSON.
 
         time: in seconds since the watcher was made, as all times here.
         steps: completed since the last event, at most the last `_MAX_STEPS`; of each the start `t`,
