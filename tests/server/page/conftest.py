@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.server.page_kit import Shown, chromium, chromium_path
+from tests.support.server.page_kit import PageView, chromium, chromium_path
 
 
 @pytest.fixture(scope="module")
@@ -14,28 +14,28 @@ def browser():
 
 
 @pytest.fixture
-def show(browser, running):
-    """Opens the page in a fresh profile; at the end, nothing may have been complained about."""
-    shown = []
+def open_page(browser, running):
+    """Opens the page in a fresh profile; at the end, the browsers have no complaints."""
+    views = []
 
-    def show(*, opens=True, **context) -> Shown:
+    def open_page(*, opens=True, **context) -> PageView:
         context = {"reduced_motion": "reduce", **context}
-        shown.append(Shown(browser.new_context(**context), running.url, opens=opens))
-        return shown[-1]
+        views.append(PageView(browser.new_context(**context), running.url, opens=opens))
+        return views[-1]
 
-    yield show
-    complaints = [text for one in shown for text in one.complaints]
-    for one in shown:
-        one.context.close()
+    yield open_page
+    complaints = [text for view in views for text in view.complaints]
+    for view in views:
+        view.context.close()
     assert not complaints
 
 
 @pytest.fixture
-def shown(show) -> Shown:
+def view(open_page) -> PageView:
     """The page, open on a screen of the usual size."""
-    return show()
+    return open_page()
 
 
 @pytest.fixture
-def page(shown):
-    return shown.page
+def page(view):
+    return view.page

@@ -7,31 +7,31 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.support.server.kit import serving
-from tests.support.server.page_kit import USAGE, WIDE, Shown, until_idle
+from tests.support.server.page_kit import USAGE, WIDE, PageView, until_idle
 from vllm_metal_lite.server.settings import ServerConfig
 
 pytestmark = pytest.mark.long
 
 
-def test_a_chat_and_what_it_cost(shown, page):
-    assert "remember" in shown.answer_to("Hi, my name is Ada and I parked my car on level 3.")
-    assert shown.answer_to("Where is my car?") == "Your car is on level 3."
+def test_a_chat_and_what_it_cost(view, page):
+    assert "remember" in view.answer_to("Hi, my name is Ada and I parked my car on level 3.")
+    assert view.answer_to("Where is my car?") == "Your car is on level 3."
     expect(page.locator("#send")).to_be_visible()
     assert "first after" in page.locator(".cost").last.inner_text()
     expect(page.locator(".message.user")).to_have_count(2)
 
 
-def test_what_was_drawn_is_not_drawn_again(shown, page):
-    shown.answer_to("hello")
-    first = shown.text.first
+def test_what_was_drawn_is_not_drawn_again(view, page):
+    view.answer_to("hello")
+    first = view.text.first
     first.evaluate("e => { e.firstChild.mark = 1; }")
-    shown.answer_to("hello again")
+    view.answer_to("hello again")
     assert first.evaluate("e => e.firstChild.mark") == 1
 
 
-def test_the_cost_is_read_from_usage(shown, page):
-    shown.answer_with({"content": "Good."}, usage=USAGE)
-    shown.answer_to("How are you?")
+def test_the_cost_is_read_from_usage(view, page):
+    view.answer_with({"content": "Good."}, usage=USAGE)
+    view.answer_to("How are you?")
     cost = page.locator(".cost").inner_text()
     assert re.search(r"1,812 tokens in \(1,600 cached\).*640 out", cost, re.S)
 
@@ -43,56 +43,56 @@ def test_the_cost_is_read_from_usage(shown, page):
         [{"reasoning": "Let me see."}, {"content": "Four."}],
     ],
 )
-def test_thoughts_are_folded_away(shown, page, deltas):
-    shown.answer_with(*deltas)
-    assert shown.answer_to("two and two") == "Four."
+def test_thoughts_are_folded_away(view, page, deltas):
+    view.answer_with(*deltas)
+    assert view.answer_to("two and two") == "Four."
     thoughts = page.locator(".thoughts")
     expect(thoughts).to_be_hidden()
     page.get_by_text("Thoughts").click()
     expect(thoughts).to_have_text("Let me see.")
 
 
-def test_thoughts_that_never_end(shown, page):
-    shown.answer_with({"reasoning_content": "hm"}, finish="length")
-    assert shown.answer_to("two and two") == ""
+def test_thoughts_that_never_end(view, page):
+    view.answer_with({"reasoning_content": "hm"}, finish="length")
+    assert view.answer_to("two and two") == ""
     expect(page.locator(".thoughts")).to_have_text("hm")
     expect(page.locator(".cost")).to_contain_text("cut off")
 
 
 @pytest.mark.parametrize("text", ["<", "The tag is\n</think>\nand it closes."])
-def test_text_that_looks_like_a_tag_of_thoughts_is_text(shown, page, text):
+def test_text_that_looks_like_a_tag_of_thoughts_is_text(view, page, text):
     """The server splits thoughts from answers, and the page splits nothing again."""
-    shown.answer_with({"content": text})
-    assert shown.answer_to("Only the sign.").split() == text.split()
-    assert shown.body_of("Sure?")["messages"][1] == {"role": "assistant", "content": text}
+    view.answer_with({"content": text})
+    assert view.answer_to("Only the sign.").split() == text.split()
+    assert view.body_of("Sure?")["messages"][1] == {"role": "assistant", "content": text}
     expect(page.locator(".thoughts")).to_have_count(0)
 
 
 @pytest.mark.parametrize("by", ["button", "Escape"])
-def test_stop_ends_the_request(shown, page, running, by):
-    shown.change_requests("chat/completions", ignore_eos=True, temperature=1)
-    shown.ask("tell me a story")
-    expect(shown.text).not_to_be_empty()
+def test_stop_ends_the_request(view, page, running, by):
+    view.change_requests("chat/completions", ignore_eos=True, temperature=1)
+    view.ask("tell me a story")
+    expect(view.text).not_to_be_empty()
     if by == "button":
         page.click("#stop")
     else:
         page.keyboard.press("Escape")
-    shown.answered(1)
+    view.answered(1)
     expect(page.locator(".cost")).to_contain_text("stopped after")
     expect(page.locator("#send")).to_be_visible()
     until_idle(running, page)
     page.unroute_all()
 
 
-def test_an_answer_stopped_before_its_first_token_says_so(shown, page):
+def test_an_answer_stopped_before_its_first_token_says_so(view, page):
     page.route("**/v1/chat/completions", lambda route: None)  # no answer comes
-    shown.ask("hello")
+    view.ask("hello")
     page.click("#stop")
     expect(page.locator(".message .note")).to_have_text("Stopped before the first token.")
 
 
-def test_edit_and_ask_again_keeps_both(shown, page):
-    assert shown.answer_to("Please reverse this list: red, green, blue") == "blue, green, red"
+def test_edit_and_ask_again_keeps_both(view, page):
+    assert view.answer_to("Please reverse this list: red, green, blue") == "blue, green, red"
     page.get_by_label("Edit and ask again").click()
     assert page.get_by_label("Edit your message").bounding_box()["height"] < 60  # a line
     page.get_by_label("Edit your message").fill("Please reverse this list: one, two, three")
@@ -102,53 +102,56 @@ def test_edit_and_ask_again_keeps_both(shown, page):
     )
     expect(page.locator(".message.user .version")).to_have_text("2 of 2")
     page.get_by_label("Previous version").click()
-    expect(shown.text).to_have_text("blue, green, red")
+    expect(view.text).to_have_text("blue, green, red")
     # Again: the old answer stays beside the new one.
     page.get_by_label("Answer again").click()
     expect(page.locator(".message.assistant .version")).to_have_text("2 of 2")
 
 
-def test_settings_are_sent(shown, page):
-    shown.set(system="The code of the red box is 4821.", temperature="0", max_tokens="7")
-    body = shown.body_of("What is the code of the red box?")
+def test_settings_are_sent(view, page):
+    view.set(system="The code of the red box is 4821.", temperature="0", max_tokens="7")
+    body = view.body_of("What is the code of the red box?")
     assert body["messages"][0] == {"role": "system", "content": "The code of the red box is 4821."}
     assert (body["temperature"], body["max_tokens"], body["stream"]) == (0, 7, True)
     assert "top_p" not in body
-    shown.answered(1)
+    view.answered(1)
     page.get_by_text("system prompt: The code of the red box").click()
     expect(page.locator("#set-temperature")).to_have_value("0")
 
 
-def test_the_server_takes_every_setting(shown, page):
+def test_the_server_takes_every_setting(view, page):
     page.evaluate(
         """localStorage.setItem("metal-lite-defaults", '{"sampling": {"thinking": true}}')"""
     )
-    shown.reload()
+    view.reload()
     numbers = {"min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     numbers["repetition_penalty"] = 1.1
     texts = {name: str(value) for name, value in numbers.items()}
-    shown.set(thinking="false", stop="one\ntwo", schema='{"enum": ["x"]', **texts)
+    view.set(thinking="false", stop="one\ntwo", schema='{"enum": ["x"]', **texts)
     expect(page.locator("#set-schema:invalid")).to_be_visible()  # it is not saved
     page.fill("#set-schema", '{"enum": ["yes"]}')
     page.get_by_role("button", name="Save").click()
-    body = shown.body_of("hello")
+    body = view.body_of("hello")
     assert {name: body[name] for name in numbers} == numbers
     assert (body["stop"], body["reasoning_effort"]) == (["one", "two"], "none")
-    assert shown.answered(1) == '"yes"'
-    shown.set(thinking="true")
-    body = shown.body_of("hello")
+    assert view.answered(1) == '"yes"'
+    view.set(thinking="true")
+    body = view.body_of("hello")
     assert body["chat_template_kwargs"]["enable_thinking"] is True
-    assert shown.answered(2) == '"yes"'
+    assert view.answered(2) == '"yes"'
 
 
-def test_text_files_go_with_a_message(shown, page):
+def test_text_files_go_with_a_message(view, page):
     notes = {"name": "notes.md", "mimeType": "", "buffer": b"```\ncar: level 3\n```\n"}
     picture = {"name": "a.png", "mimeType": "image/png", "buffer": b"\x89PNG\0\xff"}
-    page.set_input_files("#attach", [notes, picture])
-    expect(page.locator("#problem")).to_contain_text("a.png is not UTF-8 text.")
+    large = {"name": "large.md", "mimeType": "", "buffer": b"a" * (2**20 + 1)}
+    page.set_input_files("#attach", [notes, picture, large])
+    expect(page.locator("#problem-text")).to_have_text(
+        "a.png is not UTF-8 text. large.md has 1,048,577 bytes; the limit is 1,048,576."
+    )
     expect(page.locator("#attached li")).to_have_text(["notes.md"])
-    shown.answer_with({"content": "Level 3."})
-    body = shown.body_of("Where is my car?")
+    view.answer_with({"content": "Level 3."})
+    body = view.body_of("Where is my car?")
     (message,) = body["messages"]
     fenced = "notes.md:\n````\n```\ncar: level 3\n```\n````"  # by more than the file holds
     assert message["content"] == f"{fenced}\n\nWhere is my car?"
@@ -156,17 +159,36 @@ def test_text_files_go_with_a_message(shown, page):
     expect(page.locator("#problem")).to_be_hidden()
     page.get_by_text("notes.md").click()
     expect(page.locator(".attachment pre")).to_contain_text("car: level 3")
+    page.get_by_label("Edit and ask again").click()
+    page.get_by_label("Edit your message").fill("")  # the file alone
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.keyboard.press("Enter")
+    assert asked.value.post_data_json["messages"][0]["content"] == fenced
 
 
-def test_an_error_is_said_and_can_be_tried_again(shown, page):
-    shown.refuse("chat/completions", "264 requests run or wait, and max_waiting is 256")
-    shown.ask("hello")
-    expect(shown.problem).to_contain_text("max_waiting is 256")
+def test_an_error_is_said_and_can_be_tried_again(view, page):
+    view.refuse("chat/completions", "264 requests run or wait, and max_waiting is 256")
+    view.ask("hello")
+    expect(view.problem).to_contain_text("max_waiting is 256")
     page.unroute_all()
     page.get_by_role("button", name="Try again").click()
-    assert shown.answered(1)
-    expect(shown.problem).to_have_count(0)
-    shown.forgive("503")
+    assert view.answered(1)
+    expect(view.problem).to_have_count(0)
+    view.ignore_complaints("503")
+
+
+def test_after_an_error_the_server_is_asked_for_its_models(view, page):
+    view.refuse("chat/completions", "the model “demo” does not exist")
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "other"}]}))
+    view.ask("hello")
+    expect(page.locator("#model option")).to_have_text(["other"])
+    page.unroute("**/v1/chat/completions")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.get_by_role("button", name="Try again").click()
+    assert asked.value.post_data_json["model"] == "other"
+    page.unroute_all()
+    view.ignore_complaints("404")
+    view.ignore_complaints("503")
 
 
 @pytest.mark.parametrize(
@@ -176,63 +198,49 @@ def test_an_error_is_said_and_can_be_tried_again(shown, page):
         (['{"error": {"message": "the engine has ended"}}'], "the engine has ended"),
     ],
 )
-def test_an_answer_that_breaks_off_keeps_what_came(shown, page, last, words):
+def test_an_answer_that_breaks_off_keeps_what_came(view, page, last, words):
     chunk = {"choices": [{"index": 0, "delta": {"content": "Once upon"}, "finish_reason": None}]}
-    shown.answer_with_events(json.dumps(chunk), *last)
-    assert shown.answer_to("tell me a story") == "Once upon"
-    expect(shown.problem).to_contain_text(words)
+    view.answer_with_events(json.dumps(chunk), *last)
+    assert view.answer_to("tell me a story") == "Once upon"
+    expect(view.problem).to_contain_text(words)
 
 
 def test_the_key_is_asked_for_until_it_is_right(browser):
     config = ServerConfig(port=0, api_key="secret")
     with serving(config=config) as running:
-        shown = Shown(
+        view = PageView(
             browser.new_context(reduced_motion="reduce", **WIDE), running.url, opens=False
         )
-        page = shown.page
+        page = view.page
         page.goto(running.url)
         for key in "wrong", "a–b", "secret":
             page.fill("#key-value", key)
             page.keyboard.press("Enter")
-        shown.ready()
-        assert shown.answer_to("hello")
+        view.ready()
+        assert view.answer_to("hello")
         expect(page.locator("#legend li")).to_have_count(4)  # the view has the key too
-        assert all("401" in complaint for complaint in shown.complaints)
-        shown.context.close()
+        assert all("401" in complaint for complaint in view.complaints)
+        view.context.close()
 
 
-def test_a_question_after_a_failed_one_keeps_roles_in_turns(shown, page):
+def test_a_question_after_a_failed_one_keeps_roles_in_turns(view, page):
     page.route(re.compile("chat/completions|health"), lambda route: route.abort())
-    shown.ask("My name is Ada.")
-    expect(shown.problem).to_contain_text("does not answer")
+    view.ask("My name is Ada.")
+    expect(view.problem).to_contain_text("does not answer")
     page.unroute_all()
-    expect(shown.problem).to_contain_text("it is back now.")
-    body = shown.body_of("What is my name?")
+    expect(view.problem).to_contain_text("it is back now.")
+    body = view.body_of("What is my name?")
     assert body["messages"] == [{"role": "user", "content": "My name is Ada.\n\nWhat is my name?"}]
-    shown.answered(2)
-    shown.forgive("ERR_FAILED")
+    view.answered(2)
+    view.ignore_complaints("ERR_FAILED")
 
 
-def test_keyboard_and_names_for_screen_readers(page):
-    expect(page.locator("#prompt")).to_be_focused()
-    page.keyboard.type("one")
-    page.keyboard.press("Shift+Enter")
-    page.keyboard.type("two")
-    assert page.locator("#prompt").input_value() == "one\ntwo"
-    unnamed = page.locator("button, select, input, textarea").evaluate_all(
-        """all => all.filter((e) => !(e.getAttribute('aria-label') || e.textContent.trim()
-           || e.labels?.length)).map((e) => e.outerHTML)"""
-    )
-    assert not unnamed
-    expect(page.get_by_role("log")).to_have_attribute("aria-live", "polite")
-
-
-def test_it_scrolls_along_only_at_the_end(show):
-    shown = show(viewport={"width": 700, "height": 400})
-    page = shown.page
+def test_it_scrolls_along_only_at_the_end(open_page):
+    view = open_page(viewport={"width": 700, "height": 400})
+    page = view.page
     long = "\n\n".join(f"Paragraph {i}." for i in range(60))
-    shown.answer_with({"content": long})
-    shown.answer_to("write")
+    view.answer_with({"content": long})
+    view.answer_to("write")
     left = "e => e.scrollHeight - e.scrollTop - e.clientHeight"
     expect(page.get_by_text("Paragraph 59.")).to_be_in_viewport()
     page.locator("#scroller").evaluate("e => { e.scrollTop = 0; }")
@@ -240,3 +248,7 @@ def test_it_scrolls_along_only_at_the_end(show):
     assert page.locator("#scroller").evaluate(left) > 100
     page.click("#to-end")
     expect(page.get_by_text("Paragraph 59.")).to_be_in_viewport()
+    page.locator("#scroller").evaluate("e => { e.scrollTop = 0; }")
+    page.fill("#prompt", "a line\n" * 20)
+    to_end, composer = (page.locator(name).bounding_box() for name in ("#to-end", "#composer .box"))
+    assert to_end["y"] + to_end["height"] <= composer["y"]

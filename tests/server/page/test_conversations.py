@@ -11,52 +11,65 @@ from tests.support.server.page_kit import until_idle
 pytestmark = pytest.mark.long
 
 
-def test_a_conversation_deleted_during_its_answer_stays_deleted(shown, page, running):
-    shown.change_requests("chat/completions", ignore_eos=True, temperature=1)
-    shown.ask("tell me a story")
-    expect(shown.text).not_to_be_empty()
-    shown.delete("tell me a story")
+def test_a_conversation_deleted_during_its_answer_stays_deleted(view, page, running):
+    view.change_requests("chat/completions", ignore_eos=True, temperature=1)
+    view.ask("tell me a story")
+    expect(view.text).not_to_be_empty()
+    view.delete("tell me a story")
     until_idle(running, page)
     expect(page.locator("#conversations li")).to_have_count(0)
-    shown.reload()
+    view.reload()
     expect(page.locator("#conversations li")).to_have_count(0)
     page.unroute_all()
 
 
-def test_conversations_stay_over_a_reload(shown, page):
-    first = shown.answer_to("hello")
+def test_conversations_stay_over_a_reload(view, page):
+    first = view.answer_to("hello")
     page.click("#new")
-    shown.answer_to("Please reverse this list: red, green, blue")
-    shown.reload()
-    expect(shown.titles).to_have_text(["Please reverse this list: red, green, blue", "hello"])
-    expect(shown.text).to_have_text("blue, green, red")
+    view.answer_to("Please reverse this list: red, green, blue")
+    view.reload()
+    expect(view.titles).to_have_text(["Please reverse this list: red, green, blue", "hello"])
+    expect(view.text).to_have_text("blue, green, red")
     page.fill("#search", "GREEN reverse")  # words of a message
-    expect(shown.titles).to_have_count(1)
+    expect(view.titles).to_have_count(1)
     page.fill("#search", "nowhere")
     expect(page.locator("#no-match")).to_have_text("No conversation contains “nowhere”.")
     page.fill("#search", "")
-    shown.titles.last.click()
-    expect(shown.text).to_have_text(first)
+    view.titles.last.click()
+    expect(view.text).to_have_text(first)
     page.locator("#conversations li").last.hover()
     page.get_by_label("Rename hello").click()
     page.fill("#ask-value", "greeting")
     page.keyboard.press("Enter")
-    expect(shown.titles.last).to_have_text("greeting")
+    expect(view.titles.last).to_have_text("greeting")
     with page.expect_download() as download:
         page.click("#export")
     saved = json.loads(download.value.path().read_text("utf-8"))
     assert [c["title"] for c in saved] == ["Please reverse this list: red, green, blue", "greeting"]
-    shown.delete("greeting")
-    expect(shown.titles).to_have_count(1)
+    view.delete("greeting")
+    expect(view.titles).to_have_count(1)
     page.set_input_files("#import", download.value.path())
-    expect(shown.titles).to_have_count(3)
+    expect(view.titles).to_have_count(3)
 
 
-def test_a_failed_save_is_reported(shown, page):
+def break_puts(page, of: str) -> None:
+    """Let the browser refuse to store conversations with this title."""
     page.evaluate(
-        "(() => { const s = IDBObjectStore.prototype; [s.old, s.put] = [s.put, s.add]; })()"
+        """(title) => {
+          const stores = IDBObjectStore.prototype;
+          stores.old = stores.put;
+          stores.put = function (conversation) {
+            this.old(conversation);
+            if (conversation.title === title) this.add(conversation);  // a second of the same key
+          };
+        }""",
+        of,
     )
-    assert shown.answer_to("hello")
+
+
+def test_a_failed_save_is_reported(view, page):
+    break_puts(page, of="hello")
+    assert view.answer_to("hello")
     expect(page.locator("#problem-text")).to_have_text(
         "The browser could not save “hello” (Key already exists in the object store.). "
         "Export or delete conversations, then try again."
@@ -65,32 +78,32 @@ def test_a_failed_save_is_reported(shown, page):
     expect(page.locator("#attached li")).to_have_count(1)
     expect(page.locator("#problem")).to_be_visible()
     page.evaluate("() => { IDBObjectStore.prototype.put = IDBObjectStore.prototype.old; }")
-    shown.answer_to("again")
+    view.answer_to("again")
     expect(page.locator("#problem")).to_be_hidden()
 
 
-def test_conversations_that_cannot_be_read_are_reported(shown, page):
+def test_conversations_that_cannot_be_read_are_reported(view, page):
     page.add_init_script("IDBObjectStore.prototype.getAll = () => { throw new Error('x'); }")
-    shown.reload()
+    view.reload()
     expect(page.locator("#model option")).to_have_count(1)
     expect(page.locator("#problem-text")).to_have_text("The conversations could not be read: x")
 
 
-def test_two_tabs_know_of_each_other(shown, page):
-    shown.answer_to("hello")
-    other = shown.new_tab()
+def test_two_tabs_know_of_each_other(view, page):
+    view.answer_to("hello")
+    other = view.new_tab()
     other.page.click("#new")
     other.ask("Please reverse this list: red, green, blue")
-    expect(shown.titles).to_have_text(["Please reverse this list: red, green, blue", "hello"])
+    expect(view.titles).to_have_text(["Please reverse this list: red, green, blue", "hello"])
     expect(page.locator(".message.user .text")).to_have_text("hello")
 
 
-def test_two_tabs_change_one_conversation_during_an_answer(shown, page):
+def test_two_tabs_change_one_conversation_during_an_answer(view, page):
     asked = []
     page.route("**/v1/chat/completions", lambda route: asked.append(route))  # answered later
-    shown.ask("first")
+    view.ask("first")
     expect(page.locator(".waiting")).to_be_visible()
-    other = shown.new_tab()
+    other = view.new_tab()
     expect(other.page.locator(".waiting")).to_be_visible()
     other.answer_with({"content": "the second answer"})
     other.ask("second")
@@ -104,22 +117,66 @@ def test_two_tabs_change_one_conversation_during_an_answer(shown, page):
     asked[0].continue_()
     expect(other.text.first).to_have_text(texts[1])
     other.page.keyboard.press("Enter")
-    expect(shown.titles).to_have_text(["named"])
+    expect(view.titles).to_have_text(["named"])
     expect(page.get_by_label("Edit your message")).to_be_focused()
-    for tab in shown, other:
+    for tab in view, other:
         for _ in range(2):
             expect(tab.page.locator(".message .text")).to_have_text(texts)
             tab.reload()
 
 
-def test_a_conversation_that_another_tab_deletes_stays_deleted(shown, page):
-    shown.answer_to("hello")
-    shown.new_tab().delete("hello")
+def test_an_answer_stops_with_the_tab_that_receives_it(view, page):
+    view.change_requests("chat/completions", ignore_eos=True, temperature=1)
+    view.ask("tell me a story")
+    expect(view.text).not_to_be_empty()
+    others = [view.new_tab(), view.new_tab()]
+    for other in others:
+        expect(other.page.locator("[aria-busy=true]")).to_have_count(1)
+    page.close()
+    for other in others:
+        expect(other.page.locator(".cost")).to_contain_text("stopped")
+        expect(other.text).not_to_be_empty()
+
+
+def test_a_conversation_that_could_not_be_saved_stays_in_the_list(view, page):
+    break_puts(page, of="hello")
+    view.answer_to("hello")
+    expect(page.locator("#problem-text")).to_contain_text("could not save “hello”")
+    view.new_tab().answer_to("hi")
+    expect(view.titles).to_have_text(["hi", "hello"])
+
+
+def test_a_file_is_imported_whole_or_not_at_all(view, page):
+    break_puts(page, of="bad")
+    titles = ["good", "bad", "good too"]
+    view.import_file("three.json", [{"title": title, "messages": []} for title in titles])
+    expect(page.locator("#problem-text")).to_contain_text("The browser could not save")
+    expect(view.titles).to_have_count(0)
+    view.reload()
+    expect(view.titles).to_have_count(0)
+
+
+def test_a_browser_that_keeps_nothing(open_page):
+    view = open_page(opens=False)
+    view.page.add_init_script(
+        """for (const name of ["sessionStorage", "localStorage", "indexedDB"]) {
+             Object.defineProperty(window, name, {get() { throw new DOMException("blocked"); }}); }
+           navigator.locks.request = () => Promise.reject(new DOMException("blocked"));"""
+    )
+    view.open()
+    expect(view.page.locator("#problem-text")).to_contain_text("does not keep conversations")
+    assert view.answer_to("hello")
+    expect(view.titles).to_have_text(["hello"])
+
+
+def test_a_conversation_that_another_tab_deletes_stays_deleted(view, page):
+    view.answer_to("hello")
+    view.new_tab().delete("hello")
     expect(page.locator("#conversations li")).to_have_count(0)
     expect(page.locator("#welcome")).to_be_visible()
-    shown.answer_to("hi")
-    shown.reload()
-    expect(shown.titles).to_have_text(["hi"])
+    view.answer_to("😀" * 70)
+    view.reload()
+    expect(view.titles).to_have_text(["😀" * 59 + "…"])
 
 
 _MESSAGE = {"id": "a", "role": "user", "content": "hello"}
@@ -134,6 +191,8 @@ _ODD = {
         5,
         [_MESSAGE | {"role": "tool"}],
         [_MESSAGE | {"files": {}}],
+        [_MESSAGE | {"usage": {}}],
+        [_MESSAGE | {"endedAt": "late"}],
         [_MESSAGE | {"role": "assistant"}],  # an answer to nothing
         _LOOP,  # a conversation without a first message
         [_MESSAGE, *_LOOP],  # one with two of the same id
@@ -142,22 +201,22 @@ _ODD = {
 }
 
 
-def test_a_file_with_an_odd_field_is_not_imported(shown, page):
+def test_a_file_with_an_odd_field_is_not_imported(view, page):
     for field, value in [(field, value) for field, values in _ODD.items() for value in values]:
         conversation = {"title": "x", "messages": [], field: value}
-        shown.import_file("odd.json", [conversation])
+        view.import_file("odd.json", [conversation])
         expect(page.locator("#problem-text")).to_have_text(
             f"odd.json is not an export of this page: its “{field}” is not valid."
         )
         page.click("#problem-again")
-    shown.import_file("none.json", [])
+    view.import_file("none.json", [])
     expect(page.locator("#problem-text")).to_have_text("none.json contains no conversations.")
     expect(page.locator("#conversations li")).to_have_count(0)
 
 
-def test_a_file_with_a_title_and_messages_is_enough(shown, page):
+def test_a_file_with_a_title_and_messages_is_enough(view, page):
     old = {"title": "old", "messages": []}
-    shown.import_file("short.json", [old, {"title": "new", "messages": [], "updated": 10**15}])
-    expect(shown.titles).to_have_text(["new", "old"])
+    view.import_file("short.json", [old, {"title": "new", "messages": [], "updated": 10**15}])
+    expect(view.titles).to_have_text(["new", "old"])
     page.get_by_text("old").click()
-    shown.reload()
+    view.reload()

@@ -8,23 +8,23 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.support.server.kit import serving
-from tests.support.server.page_kit import WIDE, Shown, until_idle
+from tests.support.server.page_kit import WIDE, PageView, until_idle
 
 pytestmark = pytest.mark.long
 
 
 @pytest.fixture
-def shown(show) -> Shown:
+def view(open_page) -> PageView:
     """The page, wide enough for the view."""
-    return show(**WIDE)
+    return open_page(**WIDE)
 
 
-def test_the_view_of_the_engine_changes_under_load(show):
-    shown = show(**WIDE, reduced_motion="no-preference")
-    page = shown.page
+def test_the_view_of_the_engine_changes_under_load(open_page):
+    view = open_page(**WIDE, reduced_motion="no-preference")
+    page = view.page
     expect(page.locator("#legend li")).to_have_count(4)
     before = page.locator("#pool").get_attribute("aria-label")
-    with shown.samples():
+    with view.samples():
         expect(page.locator("#samples")).to_be_in_viewport()
         expect(page.locator("#pool")).not_to_have_attribute("aria-label", before)
         expect(page.locator("#timeline")).to_have_attribute("aria-label", re.compile("decodes"))
@@ -45,47 +45,47 @@ def test_the_view_of_the_engine_changes_under_load(show):
         expect(page.locator("#pool")).not_to_have_attribute("aria-label", held)
 
 
-def test_samples_can_be_sent_and_stopped(shown, page, running):
-    shown.open("/#engine")
+def test_samples_can_be_sent_and_stopped(view, page, running):
+    view.open("/#engine")
     expect(page.locator("#chat")).to_be_hidden()
     expect(page.locator("#timeline")).to_be_visible()
-    with shown.samples():
+    with view.samples():
         expect(page.locator("#samples")).to_have_text("Stop samples")
     expect(page.locator("#samples")).to_have_text("Send 18 samples")
     until_idle(running, page)
 
 
-def test_why_samples_are_refused_stays_until_they_are_sent_again(shown, page):
+def test_why_samples_are_refused_stays_until_they_are_sent_again(view, page):
     state, steps = page.locator("#engine-state"), page.locator("#timeline")
-    shown.refuse("completions", "the server is busy")
+    view.refuse("completions", "the server is busy")
     page.click("#samples")
     expect(state).to_have_text("the server is busy")
     before = steps.get_attribute("aria-label")
-    shown.answer_to("hello")
+    view.answer_to("hello")
     expect(steps).not_to_have_attribute("aria-label", before)  # an event came
     expect(page.locator("#no-requests")).to_be_visible()
     expect(state).to_have_text("the server is busy")
     page.unroute_all()
-    with shown.samples():
+    with view.samples():
         expect(state).to_be_hidden()
-    shown.forgive("503")
+    view.ignore_complaints("503")
 
 
 def test_the_end_of_the_engine_is_said(browser):
     with serving() as running:
-        shown = Shown(browser.new_context(reduced_motion="reduce", **WIDE), running.url)
-        expect(shown.page.locator("#legend li")).to_have_count(4)
+        view = PageView(browser.new_context(reduced_motion="reduce", **WIDE), running.url)
+        expect(view.page.locator("#legend li")).to_have_count(4)
         (client,) = running.server.models.loaded.values()
         os.kill(client.pid, signal.SIGKILL)
-        state = shown.page.locator("#engine-state")
+        state = view.page.locator("#engine-state")
         expect(state).to_contain_text(
             "demo is not running: the engine's process has ended by SIGKILL"
         )
-        expect(shown.page.locator("#legend li")).to_have_count(0)
-        shown.context.close()
+        expect(view.page.locator("#legend li")).to_have_count(0)
+        view.context.close()
 
 
-def test_numbers_from_before_a_long_step_are_not_shown_as_current(shown, page, running):
+def test_numbers_from_before_a_long_step_are_not_shown_as_current(view, page, running):
     expect(page.locator("#legend li")).to_have_count(4)
     (client,) = running.server.models.loaded.values()
     os.kill(client.pid, signal.SIGSTOP)
@@ -101,8 +101,51 @@ def test_numbers_from_before_a_long_step_are_not_shown_as_current(shown, page, r
     until_idle(running, page)
 
 
-def test_nobody_watches_behind_a_closed_panel(shown, page):
+def test_nobody_watches_behind_a_closed_panel(view, page):
     with page.expect_event("requestfailed", lambda request: request.url.endswith("/events")):
         page.click("#engine-close")
     with page.expect_request("**/events"):
         page.click("#engine-toggle")
+
+
+def test_rates_are_of_the_last_seconds(page):
+    found = page.evaluate(
+        """async () => {
+          const { History } = await import("/page/engine/history.js");
+          const history = new History("demo");
+          const rates = [0, 1, 2, 3, 4, 5].map((time) => {
+            const steps = [{ t: time, ms: 10 * time, decodes: 1, segments: [[1, 1, 5]] }];
+            const metrics = { decode_tokens: 100 * time * time, prefill_tokens: time ? 600 : 0 };
+            const event = { time, num_steps: time + 1, steps, metrics, preempted: [] };
+            history.take({ ...event, requests: [{ n: 1 }] });
+            return history.rates();
+          });
+          history.idle = true;
+          rates.push(history.rates());
+          return rates.map(({ decode, prefill, ms }) => [decode, prefill, ms]);
+        }"""
+    )
+    assert found[3:] == [[300, 200, 20], [500, 0, 30], [700, 0, 40], [0, 0, None]]
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        (0, ["Blocks 0 to 2: request 7 alone", "5 tokens in, 1 out"]),
+        (1, ["Blocks 3 to 5: shared", "room for 48 tokens"]),
+        (2, ["Block 6: free", "room for 16 tokens"]),
+    ],
+)
+def test_the_tip_of_a_block_names_its_numbers(page, cell, words):
+    found = page.evaluate(
+        """async (cell) => {
+          const { PoolMap } = await import("/page/engine/pool.js");
+          const map = new PoolMap(document.createElement("canvas"), () => {});
+          const runs = [[7, 1], [-2, 1], [0, 1]];
+          const blocks = { runs, total: 7, mapped: 7, per_cell: 3, size: 16 };
+          map.draw({ blocks, known: new Map([[7, { prompt: 5, generated: 1 }]]) }, 0);
+          return map.words(cell, map.cells[cell]);
+        }""",
+        cell,
+    )
+    assert found == words

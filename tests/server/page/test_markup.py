@@ -6,7 +6,7 @@ from playwright.sync_api import expect
 pytestmark = pytest.mark.long
 
 
-def test_markup_in_an_answer_is_harmless(shown, page):
+def test_markup_in_an_answer_is_harmless(view, page):
     evil = """<script>window.bad = 1</script><img src="/x" onerror="window.bad = 2">
 <a href="javascript:window.bad = 3" id="prompt">link</a> <svg onload="window.bad = 4"></svg>
 
@@ -19,8 +19,8 @@ def test_markup_in_an_answer_is_harmless(shown, page):
 [go](javascript:window.bad%20=%205)
 [there](https://example.com/a)
 """
-    shown.answer_with({"content": evil})
-    shown.answer_to(evil)
+    view.answer_with({"content": evil})
+    view.answer_to(evil)
     assert page.evaluate("window.bad") is None
     inside = page.locator(".message .text")
     tags = ["script", "img", "iframe", "style", "form", "input", "svg"]
@@ -35,27 +35,28 @@ def test_markup_in_an_answer_is_harmless(shown, page):
     assert link.get_attribute("target") == "_blank"
 
 
-def test_markdown_and_copied_code(show):
-    shown = show(permissions=["clipboard-read", "clipboard-write"])
+def test_markdown_and_copied_code(open_page):
+    view = open_page(permissions=["clipboard-read", "clipboard-write"])
     text = (
         "# Head\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n```python\nprint('<hi>')\n```\n\n- **one**\n"
-        "\n2. two\n\nשלום\n"
+        "\n2. two\n\nשלום\n\n<ul>\n<li>\n"
     )
-    shown.answer_with(*({"content": c} for c in text))
-    shown.answer_to("show me")
-    answer = shown.text
+    view.answer_with(*({"content": c} for c in text))
+    view.answer_to("show me")
+    answer = view.text
     expect(answer.locator("h1")).to_have_text("Head")
     expect(answer.locator("td")).to_have_text(["1", "2"])
     expect(answer.locator("td").last).to_have_css("text-align", "-webkit-right")
     expect(answer.locator("strong")).to_have_text("one")
     expect(answer.locator("ol")).to_have_attribute("start", "2")
-    expect(answer.locator("p")).to_have_css("direction", "rtl")
+    expect(answer.locator("p").first).to_have_css("direction", "rtl")
+    assert answer.locator("p").last.inner_text() == "<ul>\n<li>"
     expect(answer.locator(".code-bar")).to_have_text("python")
     answer.get_by_label("Copy code").click()
-    expect(shown.page.locator("#status")).to_have_text("Copied")
+    expect(view.page.locator("#status")).to_have_text("Copied")
     expect(answer.locator(".done use")).to_have_attribute("href", "#i-check")
     expect(answer.locator(".hljs-built_in")).to_have_text("print")
-    assert shown.page.evaluate("navigator.clipboard.readText()") == "print('<hi>')\n"
+    assert view.page.evaluate("navigator.clipboard.readText()") == "print('<hi>')\n"
 
 
 _GROWS = """First *line*.
@@ -84,8 +85,8 @@ Last line<br>ends\r\nhere.
 
 
 @pytest.mark.parametrize("step", [1, 7, 100])
-def test_an_answer_that_grew_looks_like_one_that_came_at_once(show, step):
-    found = show().page.evaluate(
+def test_an_answer_that_grew_looks_like_one_that_came_at_once(open_page, step):
+    found = open_page().page.evaluate(
         """async ([text, step]) => {
           const { Growing } = await import("/page/markdown.js");
           const [grown, once] = [0, 1].map(() => document.createElement("div"));
@@ -103,9 +104,9 @@ def test_an_answer_that_grew_looks_like_one_that_came_at_once(show, step):
         assert found[2] > len(_GROWS) / 2  # most of it was not rendered again
 
 
-def test_deep_nesting_is_shown_as_text(shown, page):
+def test_deep_nesting_is_shown_as_text(view, page):
     deep = ">" * 20_000
-    shown.answer_with({"content": "Once.\n\n"}, {"content": deep})
-    assert deep in shown.answer_to("quote")
-    shown.reload()
-    expect(shown.text.locator("pre")).to_contain_text(deep)
+    view.answer_with({"content": "Once.\n\n"}, {"content": deep})
+    assert deep in view.answer_to("quote")
+    view.reload()
+    expect(view.text.locator("pre")).to_contain_text(deep)

@@ -45,7 +45,7 @@ def chromium() -> Iterator[Browser]:
             browser.close()
 
 
-class Shown:
+class PageView:
     """A page that is open.  complaints: errors in the console, and requests to other origins.
 
     text: of all answers.  problem: of an answer.  titles: of conversations.
@@ -76,9 +76,9 @@ class Shown:
         self.page.reload()
         self.ready()
 
-    def new_tab(self) -> "Shown":
+    def new_tab(self) -> "PageView":
         """Another tab of the same browser, with the page open."""
-        return Shown(self.context, self.url)
+        return PageView(self.context, self.url)
 
     def import_file(self, name: str, value: object) -> None:
         """Import a file of conversations that holds `value` as JSON."""
@@ -146,7 +146,7 @@ class Shown:
         error = {"error": {"message": message}}
         self.page.route(f"**/v1/{path}", lambda route: route.fulfill(status=503, json=error))
 
-    def forgive(self, words: str) -> None:
+    def ignore_complaints(self, words: str) -> None:
         """Forget the complaints with these words, such as Chromium's own on a response of 503."""
         self.complaints[:] = [text for text in self.complaints if words not in text]
 

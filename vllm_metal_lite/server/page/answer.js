@@ -12,7 +12,7 @@ export function bodyOf(conversation, shown) {
   for (const m of shown) {
     const content = m.role === "user" ? contentOf(m) : m.content;
     const last = messages.at(-1);
-    // Behind an answer that failed: many chat templates want roles in turns.
+    // After an answer that failed, two questions become one: many chat templates want roles in turns.
     if (m.role === "user" && last?.role === "user") last.content += `\n\n${content}`;
     else if (m.role === "user" || content) messages.push({ role: m.role, content });
   }

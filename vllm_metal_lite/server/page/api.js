@@ -3,13 +3,15 @@
 const KEY = "metal-lite-key";
 
 export class ApiError extends Error {
-  /** status: of the response; 0: none came.  unreachable: not even the head of one. */
+  /** status: of the response; 0: none, or the stream broke off.  unreachable: no response came. */
   constructor(message, status, unreachable = false) {
     super(message);
     Object.assign(this, { status, unreachable });
   }
 }
 
+let apiKey = null;
+try { apiKey = sessionStorage.getItem(KEY); } catch { /* the browser keeps nothing */ }
 let dialog = async () => null;
 let asking = null;  // requests that are refused at the same time share a dialog
 
@@ -24,7 +26,8 @@ function askForKey(problem) {
     asking = null;
     if (!key) return false;
     if (/[^\x20-\xff]/.test(key)) return askForKey("The key has a character that no HTTP header can carry.");
-    sessionStorage.setItem(KEY, key);
+    apiKey = key;
+    try { sessionStorage.setItem(KEY, key); } catch { /* only until this page is closed */ }
     document.dispatchEvent(new Event("key"));
     return true;
   });
@@ -38,7 +41,7 @@ function askForKey(problem) {
 export async function request(path, { body, signal, asks = true } = {}) {
   for (let attempt = 0; ; attempt++) {
     const headers = {};
-    const key = sessionStorage.getItem(KEY);
+    const key = apiKey;
     if (key) headers.Authorization = `Bearer ${key}`;
     if (body) headers["Content-Type"] = "application/json";
     let response;
@@ -51,7 +54,7 @@ export async function request(path, { body, signal, asks = true } = {}) {
       throw new ApiError("The server does not answer. Is it running?", 0, true);
     }
     if (response.ok) return response;
-    const message = await words(response);
+    const message = await errorMessage(response);
     const mayAsk = response.status === 401 && asks && attempt < 3;
     if (mayAsk && (await askForKey(key ? message : ""))) continue;
     throw new ApiError(message, response.status);
@@ -70,7 +73,7 @@ export function serverBack() {
   return back;
 }
 
-async function words(response) {
+async function errorMessage(response) {
   try {
     const { error } = await response.json();
     if (error?.message) return error.message;

@@ -2,11 +2,11 @@
 
 import { byId, count, iconButton, make } from "./dom.js";
 
-const MOST = 2 ** 20;  // bytes of a file
+const MAX_BYTES = 2 ** 20;
 
 /** The text of a file; raises an Error in words. */
 async function read(file) {
-  if (file.size > MOST) throw new Error(`${file.name} has ${count(file.size)} bytes; the limit is ${count(MOST)}.`);
+  if (file.size > MAX_BYTES) throw new Error(`${file.name} has ${count(file.size)} bytes; the limit is ${count(MAX_BYTES)}.`);
   try {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
     if (!text.includes("\0")) return text;
@@ -57,14 +57,15 @@ export class Attachments {
 
   async add(files) {
     if (!files.length) return;
-    this.problem("files", "");
+    const refused = [];
     for (const file of Array.from(files)) {
       try {
         this.files.push({ name: file.name, text: await read(file) });
       } catch (error) {
-        this.problem("files", error.message);
+        refused.push(error.message);
       }
     }
+    this.problem("files", refused.join(" "));
     this.draw();
   }
 

@@ -1,6 +1,7 @@
 // The chat: shows a conversation, asks, stops, edits.
 
 import { answer, bodyOf } from "./answer.js";
+import { serverBack } from "./api.js";
 import { Attachments } from "./attachments.js";
 import { announce, byId, count, Drawing, place } from "./dom.js";
 import { MessageView } from "./message.js";
@@ -13,9 +14,8 @@ const SAVE_MS = 1000;  // while an answer grows
 
 export class Chat {
   /**
-   * changed: called after the conversation was saved.  readModels: reads `models`, those of
-   * /v1/models, again.  problem(owner, words): shows a
-   * notice; "" hides the owner's.
+   * changed: called after a conversation was saved.  readModels: reads `models`, those of /v1/models,
+   * again.  problem(owner, words): shows a notice; "" hides the owner's.
    */
   constructor(changed, readModels, problem) {
     this.changed = changed;
@@ -151,25 +151,27 @@ export class Chat {
     announce("Waiting for the answer");
     const drawing = new Drawing(() => this.viewOf(message)?.update(conversation, this.actions));
     let savedAt = performance.now();
-    const ended = answer(message, body, stopper.signal, () => {
+    const saved = answer(message, body, stopper.signal, () => {
       drawing.request();
       if (performance.now() - savedAt > SAVE_MS) {
         savedAt = performance.now();
         store.put([conversation], [], true).catch(() => {});  // the last save reports it
       }
+    }).then(() => {
+      drawing.cancel();
+      // An edit may have started another answer by now.
+      if (this.running.get(conversation.id) === stopper) this.running.delete(conversation.id);
+      conversation.updated = Date.now();
+      return this.save(conversation, "updated");
     });
-    navigator.locks?.request(message.id, () => ended).catch(() => {});
-    await ended;
-    drawing.cancel();
-    // An edit may have started another answer by now.
-    if (this.running.get(conversation.id) === stopper) this.running.delete(conversation.id);
-    conversation.updated = Date.now();
-    this.save(conversation, "updated");
+    store.hold(message.id, saved);
+    await saved;
     this.viewOf(message)?.update(conversation, this.actions);
     if (this.conversation === conversation) this.drawState();
     announce(endInWords(message));
-    // The context of a model is known once the model is loaded.
-    if (!this.model?.max_model_len && message.finish !== "error") {
+    if (message.unreachable) await serverBack();
+    // A model's context is known once the model is loaded; after an error, the server may have other models.
+    if (message.finish === "error" || !this.model?.max_model_len) {
       await this.readModels();
       this.drawState();
     }
@@ -192,7 +194,7 @@ export class Chat {
 
   scrolled() {
     const { scrollHeight, scrollTop, clientHeight } = this.scroller;
-    // Text that grows below moves nothing: only the reader scrolls up.
+    // Text that grows below leaves scrollTop as it is: a smaller one means that the reader scrolled up.
     if (scrollHeight - scrollTop - clientHeight < NEAR) this.sticks = true;
     else if (scrollTop < this.top) this.sticks = false;
     this.top = scrollTop;
@@ -207,7 +209,8 @@ export class Chat {
 
 function title(text) {
   const line = text.split("\n", 1)[0].trim();
-  return line.length > 60 ? `${line.slice(0, 59)}…` : line;
+  const characters = Array.from(line);  // not UTF-16 units, which would halve an emoji
+  return characters.length > 60 ? `${characters.slice(0, 59).join("")}…` : line;
 }
 
 function endInWords(message) {

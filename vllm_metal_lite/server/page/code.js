@@ -11,7 +11,7 @@ const NAMES = {  // of each grammar
 const GRAMMARS = new Map(
   Object.entries(NAMES).flatMap(([grammar, names]) => names.split(" ").map((name) => [name, grammar])),
 );
-const MOST = 50_000;  // characters: longer code would hold up the page
+const MAX_CHARACTERS = 50_000;  // longer code would hold up the page
 const loads = new Map();
 
 function load(grammar) {
@@ -27,7 +27,7 @@ function load(grammar) {
 /** Colour an element, now or once its grammar is loaded. */
 export async function colour(code, language) {
   const grammar = GRAMMARS.get(language.toLowerCase());
-  if (!grammar || code.textContent.length > MOST) return;
+  if (!grammar || code.textContent.length > MAX_CHARACTERS) return;
   if (!hljs.getLanguage(grammar)) await load(grammar);
   if (!hljs.getLanguage(grammar)) return;
   const { value } = hljs.highlight(code.textContent, { language: grammar, ignoreIllegals: true });

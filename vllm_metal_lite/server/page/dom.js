@@ -58,6 +58,10 @@ export function duration(ms) {
   return `${s.toFixed(s < 9.95 ? 2 : s < 99.5 ? 1 : 0)} s`;
 }
 
+/** Whether a key in a text area sends the text: Enter without Shift, outside an input method's composition. */
+export const sends = (event) =>  // Safari ends a composition before its Enter, which has the code 229
+  event.key === "Enter" && !event.shiftKey && !event.isComposing && event.keyCode !== 229;
+
 /** Make a text area as high as its text. */
 export function grow(area, most) {
   area.style.height = "auto";

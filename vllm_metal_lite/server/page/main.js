@@ -1,14 +1,16 @@
-// Puts the parts of the page together.
+// Starts the page: the conversations, the list of models, and the listeners that tie the parts together.
 
 import { onKeyNeeded, request, serverBack } from "./api.js";
 import { Chat } from "./chat.js";
 import { askKey, editSettings, prepare } from "./dialogs.js";
-import { announce, byId, grow, make } from "./dom.js";
+import { announce, byId, grow, make, sends } from "./dom.js";
 import { EngineView } from "./engine/view.js";
+import { download, readExport } from "./export.js";
+import { arrange, showSidebar, sidebarShown } from "./layout.js";
 import { kept } from "./sampling.js";
-import { download, drawList, readExport } from "./sidebar.js";
+import { drawList } from "./sidebar.js";
 import * as store from "./store.js";
-import { merge, newConversation } from "./tree.js";
+import { growing, merge, newConversation, stop } from "./tree.js";
 
 const EXAMPLES = {
   demo: [
@@ -27,10 +29,6 @@ let conversations = [];
 const chat = new Chat(drawSidebar, readModels, problem);
 const engine = new EngineView(() => byId("model").value || null);
 
-function closeSidebar() {
-  document.body.classList.remove("show-sidebar");
-}
-
 function drawSidebar() {
   if (!conversations.includes(chat.conversation) && chat.conversation?.messages.length) {
     conversations.push(chat.conversation);
@@ -39,7 +37,7 @@ function drawSidebar() {
   drawList(conversations, chat.conversation, chat.running, {
     open: (conversation) => {
       open(conversation);
-      closeSidebar();
+      showSidebar(false);
     },
     renamed: (conversation) => {
       chat.save(conversation, "title");
@@ -65,11 +63,12 @@ function chooseModel() {
 function startNew() {
   const defaults = store.setting("defaults", { sampling: {} });
   open(newConversation({ ...defaults, model: byId("model").value || defaults.model }));
-  closeSidebar();
+  showSidebar(false);
   byId("prompt").focus();
 }
 
 async function remove(conversation) {
+  byId("new").focus();  // its button goes
   drop(conversation);
   await store.remove(conversation.id);
 }
@@ -82,20 +81,40 @@ function drop(conversation) {
   else drawSidebar();
 }
 
-/** Take what another tab has changed in a conversation.  The messages that are shown stay. */
+/** Take the changes of another tab to a conversation.  The messages that are shown stay. */
 async function reload(id) {
   const stored = await store.get(id);
   const known = conversations.find((c) => c.id === id);
-  if (known && !stored) return drop(known);
+  if (!stored) return known && drop(known);
   if (known) {
     const { messages, leaf, ...fields } = stored;
     merge(Object.assign(known, fields), stored);
-  } else if (stored) conversations.push(stored);
-  if (known === chat.conversation) {
+  } else conversations.push(stored);
+  redraw(known ?? stored);
+  stopWithTheirTabs(known ?? stored);
+}
+
+function redraw(conversation) {
+  if (conversation === chat.conversation) {
     chooseModel();
     chat.draw();
   }
   drawSidebar();
+}
+
+const awaited = new Set();  // ids of answers
+
+/** Stop each answer that another tab receives once that tab has been closed. */
+function stopWithTheirTabs(conversation) {
+  for (const { id } of growing(conversation)) {
+    if (awaited.has(id)) continue;
+    awaited.add(id);
+    store.released(id).then(async () => {
+      await reload(conversation.id);  // the tab may have saved more
+      stop(conversation, id);
+      redraw(conversation);
+    });
+  }
 }
 
 async function readModels() {
@@ -127,38 +146,14 @@ function problem(owner, text, retry = null) {
   byId("problem-again").onclick = retry ?? (() => problem(owner, ""));
 }
 
-const narrow = matchMedia("(max-width: 1100px)");  // as in the style sheets
-const wide = matchMedia("(min-width: 1440px)");
-
-function showEngine(shown) {
-  document.body.classList.toggle("show-engine", shown);
-  document.body.classList.toggle("drawer", narrow.matches || (shown && !wide.matches));
-  byId("engine-toggle").setAttribute("aria-expanded", String(shown));
-  if (!narrow.matches) store.keepSetting("engine", shown);
-  byId("chat").inert = shown && narrow.matches;  // the view covers the chat
-  engine.setShown(shown);
-}
-
-/** /#engine shows the engine alone. */
-function followHash() {
-  const alone = location.hash === "#engine";
-  document.body.classList.toggle("engine-alone", alone);
-  byId("engine-alone").setAttribute("href", alone ? "#" : "#engine");
-  const label = alone ? "Show the chat too" : "Show the engine alone";
-  byId("engine-alone").setAttribute("aria-label", label);
-  byId("engine-alone").title = label;
-  showEngine(alone || (!narrow.matches && store.setting("engine", wide.matches)));
-}
-
 function listen() {
   const input = byId("prompt");
   input.addEventListener("input", () => grow(input, 240));
   byId("search").addEventListener("input", drawSidebar);
   input.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-      event.preventDefault();
-      chat.send();
-    }
+    if (!sends(event)) return;
+    event.preventDefault();
+    chat.send();
   });
   byId("composer").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -170,12 +165,13 @@ function listen() {
   });
   document.addEventListener("keydown", (event) => {
     if (event.key !== "Escape" || event.defaultPrevented || document.querySelector("dialog[open]")) return;
-    if (chat.busy) chat.stop();
-    else closeSidebar();
+    if (event.target === byId("search") && event.target.value) return;  // the browser empties the field
+    if (sidebarShown()) showSidebar(false);
+    else if (chat.busy) chat.stop();
   });
   byId("new").addEventListener("click", startNew);
   byId("theme").addEventListener("click", () => window.switchTheme());
-  byId("export").addEventListener("click", () => download("conversations.json", conversations));
+  byId("export").addEventListener("click", () => download("conversations", conversations));
   byId("import").addEventListener("change", async (event) => {
     try {
       const found = await readExport(event.target.files[0]);
@@ -188,19 +184,6 @@ function listen() {
     }
     event.target.value = "";
   });
-  byId("sidebar-toggle").addEventListener("click", () => {
-    if (document.body.classList.toggle("show-sidebar")) byId("new").focus();
-  });
-  byId("backdrop").addEventListener("click", closeSidebar);
-  byId("engine-toggle").addEventListener("click", () =>
-    showEngine(!document.body.classList.contains("show-engine")));
-  byId("engine-close").addEventListener("click", () => {
-    showEngine(false);
-    if (location.hash === "#engine") location.hash = "";
-    byId("engine-toggle").focus();
-  });
-  addEventListener("hashchange", followHash);
-  for (const width of [narrow, wide]) width.addEventListener("change", followHash);
   byId("model").addEventListener("change", (event) => {
     chat.conversation.model = event.target.value;
     keepChoices(chat.conversation);
@@ -231,12 +214,13 @@ async function start() {
     return [];
   });
   store.onChange(reload);
+  conversations.forEach(stopWithTheirTabs);
   const last = conversations.find((c) => c.id === store.setting("last", null));
   if (last) open(last);
   else startNew();
   await readModels();
   chat.open(chat.conversation);
-  followHash();
+  arrange((shown) => engine.setShown(shown));
   if (!(await store.keeps())) problem("store", "This browser does not keep conversations: they are lost when this page is closed.");
   document.body.dataset.ready = "true";
 }

@@ -17,7 +17,7 @@ const marked = new Marked({
     // HTML is shown as it was written, except for breaks, which tables need.
     html: ({ text, block }) => {
       if (/^<br\s*\/?>$/i.test(text.trim())) return "<br>";
-      return block ? `<p>${escaped(text.trimEnd())}</p>` : escaped(text);
+      return block ? `<p>${escaped(text.trimEnd()).replaceAll("\n", "<br>")}</p>` : escaped(text);
     },
   },
 });
@@ -87,7 +87,7 @@ export class Growing {
   show(raw, finished) {
     try {
       this.render(raw.replace(/\r\n?/g, "\n"), finished);  // as the lexer does
-    } catch {  // nested so deeply that the lexer's or the parser's recursion overflows the stack
+    } catch {  // such as text nested so deeply that the lexer's recursion overflows the stack
       this.done = 0;
       this.tail = [make("pre", {}, raw)];
       this.parent.replaceChildren(...this.tail);

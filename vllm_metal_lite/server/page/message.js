@@ -2,7 +2,7 @@
 
 import { serverBack } from "./api.js";
 import { fileView } from "./attachments.js";
-import { copy, count, duration, grow, icon, iconButton, make } from "./dom.js";
+import { copy, count, duration, grow, icon, iconButton, make, sends } from "./dom.js";
 import { Growing } from "./markdown.js";
 import { versions } from "./tree.js";
 
@@ -139,7 +139,8 @@ export class MessageView {
       this.element.querySelector("[aria-label^=Edit]")?.focus();
     };
     const send = () => {
-      if (area.value.trim()) actions.edit(this.message, area.value.trim());
+      const text = area.value.trim();
+      if (text || this.message.files?.length) actions.edit(this.message, text);
     };
     const form = make(
       "form", { class: "edit", onsubmit: (event) => { event.preventDefault(); send(); } },
@@ -152,7 +153,7 @@ export class MessageView {
       if (event.key === "Escape") {
         event.stopPropagation();
         close();
-      } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      } else if (sends(event)) {
         event.preventDefault();
         send();
       }

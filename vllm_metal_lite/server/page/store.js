@@ -1,6 +1,6 @@
 // Conversations, kept in this browser (IndexedDB).  Without it they last as long as the page.
 
-import { merge, settle } from "./tree.js";
+import { merge } from "./tree.js";
 
 const DATABASE = "vllm-metal-lite";
 const STORE = "conversations";
@@ -41,13 +41,21 @@ async function run(mode, work) {
 /** False: the browser keeps nothing, as some do in private windows. */
 export const keeps = async () => (await database()) !== null;
 
+/** Let other tabs know that this one receives an answer, until `ended` resolves. */
+export function hold(id, ended) {
+  navigator.locks?.request(id, () => ended).catch(() => {});
+}
+
+/** Resolves when no tab receives the answer. */
+export async function released(id) {
+  await navigator.locks?.request(id, () => {}).catch(() => {});
+}
+
 /** All conversations. */
 export async function all() {
   if (!(await keeps())) return [];
   const found = await run("readonly", (store) => store.getAll());
-  const locks = await navigator.locks?.query().catch(() => null);  // a tab holds one for each answer
-  const receiving = new Set(locks?.held.map((lock) => lock.name));
-  for (const c of found) saved.add(settle(c, receiving).id);
+  for (const c of found) saved.add(c.id);
   return found;
 }
 

@@ -59,10 +59,11 @@ export function merge(conversation, other) {
   show(conversation, find(conversation, conversation.leaf));
 }
 
-/** Answers that no tab receives any more, since it was closed, are stopped.  receiving: ids of others. */
-export function settle(conversation, receiving = new Set()) {
-  for (const m of conversation.messages) {
-    if (m.finish === null && !receiving.has(m.id)) m.finish = "stopped";
-  }
-  return conversation;
+/** The answers that are not complete. */
+export const growing = (conversation) => conversation.messages.filter((m) => m.finish === null);
+
+/** Stop an answer that is not complete, in a new message. */
+export function stop(conversation, id) {
+  conversation.messages = conversation.messages.map((m) =>
+    m.id === id && m.finish === null ? { ...m, finish: "stopped" } : m);
 }

@@ -18,7 +18,7 @@ export function fit(canvas, height) {
 }
 
 /** look(x, y): lines of a tip for a place, or null.  left(): the pointer has gone. */
-export function point(canvas, look, left) {
+export function showTips(canvas, look, left) {
   const tip = byId("tip");
   canvas.addEventListener("pointermove", (event) => {
     const lines = look(event.offsetX, event.offsetY);

@@ -1,4 +1,4 @@
-// What the events of one engine tell: its steps, requests, blocks and rates.
+// The state of one engine, from its events: steps, requests, blocks and rates.
 
 import { count } from "../dom.js";
 
@@ -10,20 +10,20 @@ export class History {
   constructor(model) {
     this.model = model;
     this.steps = [];  // {number, t, ms, decodes, segments}, those that are shown
-    this.coming = [];  // those that are still to be shown
+    this.coming = [];  // later ones, which Motion shows
     this.requests = [];
-    this.known = new Map();  // by number: the last that was told of a request
+    this.known = new Map();  // requests as they were last told of, by number
     this.blocks = null;
     this.metrics = {};
-    this.counts = [];  // {time, decode, prefill}: the engine's counts of tokens, over the last seconds
+    this.counts = [];  // {time, decode, prefill}: the engine's counts of tokens, in the last seconds
     this.preemptions = new Map();  // by number: when it was last seen preempted
     this.time = 0;
     this.numSteps = 0;
     this.idle = false;  // nothing has run for a while
-    this.takenAt = 0;  // of this page's clock
+    this.takenAt = 0;  // when the last event came, by this page's clock
     this.state = "loaded";  // of the model, as the server says
-    this.words = "";  // on the engine, if it runs no steps at the moment
-    this.numUnfinished = null;  // requests, as the server counts them; null: as the engine said
+    this.words = "";  // why no steps come; "": they do
+    this.numUnfinished = null;  // requests, by the server's count; null: the engine's own count is new
   }
 
   take(event) {
@@ -52,7 +52,7 @@ export class History {
 
   /** Remember how many tokens were computed until an event. */
   count({ time, steps, metrics }) {
-    // After a gap, time counts from the first step.
+    // After an idle time, rates count from the first step.
     if (this.counts.length && !this.requests.length) this.counts = [{ ...this.counts.at(-1), time: steps[0]?.t ?? time }];
     this.counts.push({ time, decode: metrics.decode_tokens, prefill: metrics.prefill_tokens });
     while (this.counts.length > 2 && this.counts[1].time <= time - SECONDS) this.counts.shift();

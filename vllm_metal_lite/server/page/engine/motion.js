@@ -1,10 +1,10 @@
-// Lets the steps of an event move in, some in each frame.
+// Shows the steps of an event one after another, some in each frame.
 
 const FRAME_MS = 30;  // at least, between frames of moving steps
 const SMOOTH_MS = 300;  // over which the steps of an event come in
 
 export class Motion {
-  /** history: gives the one that is shown.  draw: called after steps of it have come in. */
+  /** history: gives the history that is shown.  draw: called after steps were added to it. */
   constructor(history, draw) {
     this.history = history;
     this.draw = draw;

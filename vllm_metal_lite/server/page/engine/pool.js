@@ -1,12 +1,12 @@
 // The map of the block pool: a cell for each block (or a few), in the order of their numbers.
 
 import { count } from "../dom.js";
-import { fit, point } from "./canvas.js";
+import { fit, showTips } from "./canvas.js";
 import { palette } from "./colours.js";
 
-const FREE = 0;
-const CACHED = -1;
+// What a cell's code says; a positive code is the number of the request that owns its blocks alone.
 const SHARED = -2;
+const KINDS = { 0: "free", [-1]: "cached", [SHARED]: "shared" };
 const HIGHEST = 112;  // pixels
 const SIZES = [14, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3];
 
@@ -15,7 +15,7 @@ export class PoolMap {
   constructor(canvas, hover) {
     this.canvas = canvas;
     this.cells = [];
-    point(canvas, (x, y) => {
+    showTips(canvas, (x, y) => {
       const i = this.at(x, y);
       const code = this.cells[i];
       hover(code > 0 ? code : 0);
@@ -39,7 +39,7 @@ export class PoolMap {
     const place = (i) => [(i % this.columns) * this.size, Math.floor(i / this.columns) * this.size];
     for (const [code, indices] of this.byCode()) {  // since a change of colour is slow
       const faint = highlight && code !== highlight ? 0.22 : 1;
-      context.fillStyle = code > 0 ? colours.request(code, faint) : colours[NAMES[code]];
+      context.fillStyle = code > 0 ? colours.request(code, faint) : colours[KINDS[code]];
       context.beginPath();
       for (const i of indices) {
         const [x, y] = place(i);
@@ -78,21 +78,14 @@ export class PoolMap {
   }
 
   words(i, code) {
-    const { per_cell: perCell, size } = this.history.blocks;
-    const where = perCell > 1
-      ? `Blocks ${count(i * perCell)} to ${count((i + 1) * perCell - 1)}`
-      : `Block ${count(i)}`;
-    const kinds = {
-      [FREE]: "free",
-      [CACHED]: "cached: kept for prompts with the same beginning",
-      [SHARED]: "shared by two or more requests",
-    };
+    const { per_cell: perCell, mapped, size } = this.history.blocks;
+    const first = i * perCell;
+    const last = Math.min(first + perCell, mapped) - 1;
+    const where = first === last ? `Block ${count(first)}` : `Blocks ${count(first)} to ${count(last)}`;
     const request = this.history.known.get(code);
     return [
-      `${where}: ${code > 0 ? `request ${code} alone` : kinds[code]}`,
-      request ? `${count(request.prompt)} tokens in, ${count(request.generated)} out` : `room for ${count(size * perCell)} tokens`,
+      `${where}: ${code > 0 ? `request ${code} alone` : KINDS[code]}`,
+      request ? `${count(request.prompt)} tokens in, ${count(request.generated)} out` : `room for ${count(size * (last - first + 1))} tokens`,
     ];
   }
 }
-
-const NAMES = { [FREE]: "free", [CACHED]: "cached", [SHARED]: "shared" };

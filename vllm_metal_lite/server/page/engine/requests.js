@@ -3,7 +3,7 @@
 import { count, make, place } from "../dom.js";
 import { palette } from "./colours.js";
 
-const MOST = 60;  // rows
+const MAX_ROWS = 60;
 const FRESH = 2;  // seconds for which a preemption is marked
 
 export class RequestList {
@@ -17,7 +17,7 @@ export class RequestList {
     const colours = palette();
     const running = history.requests.filter((r) => r.state === "running");
     const waiting = history.requests.filter((r) => r.state !== "running");
-    const shown = [...running, ...waiting].slice(0, MOST);
+    const shown = [...running, ...waiting].slice(0, MAX_ROWS);
     const longest = Math.max(1, ...shown.map((r) => r.prompt + r.generated));
     const kept = new Set(shown.map((r) => r.n));
     for (const n of this.rows.keys()) if (!kept.has(n)) this.rows.delete(n);

@@ -1,7 +1,7 @@
 // The steps: one column each, the latest at the right.
 
 import { count, duration } from "../dom.js";
-import { fit, point } from "./canvas.js";
+import { fit, showTips } from "./canvas.js";
 import { palette } from "./colours.js";
 
 const COLUMNS = [24, 16, 12, 9];  // pixels, with a gap of 1: the widest at which all steps fit
@@ -21,7 +21,7 @@ export class Timeline {
     this.canvas = canvas;
     this.columns = [];
     this.top = 16;
-    point(canvas, (x, y) => {
+    showTips(canvas, (x, y) => {
       const found = this.at(x, y);
       hover(found?.segment?.[0] ?? 0);
       return found && this.words(found);

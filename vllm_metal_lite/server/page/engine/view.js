@@ -7,7 +7,7 @@ import { History } from "./history.js";
 import { Motion } from "./motion.js";
 import { PoolMap } from "./pool.js";
 import { RequestList } from "./requests.js";
-import { SampleButton } from "./sample.js";
+import { SampleButton } from "./samples.js";
 import { Timeline } from "./timeline.js";
 
 const IDLE_MS = 1500;  // without an event, while no request is there
@@ -160,9 +160,8 @@ export class EngineView {
     const { blocks } = this.history;
     const rest = blocks && blocks.total > blocks.mapped ? `, all free from ${count(blocks.mapped)} on` : "";
     byId("pool-size").textContent = blocks ? `${count(blocks.total)} of ${blocks.size} tokens${rest}` : "";
-    const names = { owned: "of one request", shared: "shared", cached: "cached", free: "free" };
     byId("legend").replaceChildren(...Object.entries(blocks?.counts ?? {}).map(([kind, n]) =>
-      make("li", {}, make("i", { class: `cell ${kind}` }), `${names[kind]} `, make("b", {}, count(n)))));
+      make("li", {}, make("i", { class: `cell ${kind}` }), `${kind === "owned" ? "of one request" : kind} `, make("b", {}, count(n)))));
   }
 
   drawFigures() {

@@ -1,0 +1,67 @@
+// Which parts of the page are shown: the list of conversations, the chat, the view of the engine.
+
+import { byId } from "./dom.js";
+import { keepSetting, setting } from "./store.js";
+
+const narrow = matchMedia("(max-width: 1100px)");  // as in the style sheets
+const wide = matchMedia("(min-width: 1440px)");
+const shows = document.body.classList;  // by which the style sheets place the parts
+let engineShown = () => {};
+
+/** Show the parts that the address and the width ask for, and follow both.  listener: gets whether the engine is shown. */
+export function arrange(listener) {
+  engineShown = listener;
+  byId("sidebar-toggle").addEventListener("click", () => showSidebar(!sidebarShown()));
+  byId("backdrop").addEventListener("click", () => showSidebar(false));
+  byId("engine-toggle").addEventListener("click", () => showEngine(!shows.contains("show-engine")));
+  byId("engine-close").addEventListener("click", () => {
+    showEngine(false);
+    if (location.hash === "#engine") {
+      location.hash = "";
+      followAddress();  // at once: a hidden button takes no focus
+    }
+    byId("engine-toggle").focus();
+  });
+  addEventListener("hashchange", followAddress);
+  for (const width of [narrow, wide]) width.addEventListener("change", followAddress);
+  followAddress();
+}
+
+/** /#engine shows the engine alone. */
+function followAddress() {
+  const alone = location.hash === "#engine";
+  shows.toggle("engine-alone", alone);
+  const link = byId("engine-alone");
+  link.setAttribute("href", alone ? "#" : "#engine");
+  link.title = alone ? "Show the chat too" : "Show the engine alone";
+  link.setAttribute("aria-label", link.title);
+  showEngine(alone || (!narrow.matches && setting("engine", wide.matches)));
+}
+
+function showEngine(shown) {
+  shows.toggle("show-engine", shown);
+  shows.toggle("drawer", narrow.matches || (shown && !wide.matches));
+  byId("engine-toggle").setAttribute("aria-expanded", String(shown));
+  if (!narrow.matches) keepSetting("engine", shown);
+  engineShown(shown);
+  disableCovered();
+}
+
+export const sidebarShown = () => shows.contains("show-sidebar");
+
+/** Show or hide the list of conversations, where it is a drawer. */
+export function showSidebar(shown) {
+  const leaves = !shown && byId("sidebar").contains(document.activeElement);
+  shows.toggle("show-sidebar", shown);
+  byId("sidebar-toggle").setAttribute("aria-expanded", String(shown));
+  disableCovered();
+  if (shown) byId("new").focus();
+  else if (leaves && shows.contains("drawer")) byId("sidebar-toggle").focus();
+}
+
+/** The keyboard cannot reach a part that another one covers. */
+function disableCovered() {
+  const drawer = shows.contains("drawer") && sidebarShown();
+  byId("engine").inert = drawer;
+  byId("chat").inert = drawer || (shows.contains("show-engine") && narrow.matches);
+}
