@@ -233,6 +233,7 @@ HOSTILE = {
     "choices": ({"choice": ["abcdefgh" * 10] * 10_000}, "800000 characters"),
     "rules": ({"grammar": "start: r0\n" + "r: r\n" * 5_000}, "5002 lines"),
     "gbnf": ({"grammar": "root ::= r0\n" + 'r0 ::= "a"\n' * 600}, "602 lines, and at most 500"),
+    "neither": ({"grammar": 'root: "a"'}, "needs a rule `start:` .Lark. or `root ::=` .GBNF., got"),
     "nesting": ({"regex": "(" * 90_000 + "a" + ")" * 90_000}, "regex"),
     "json": ({"json": '{"items":' * 10_000 + "{}" + "}" * 10_000}, "recursion"),
     "properties": ({"json": {"type": "object", "properties": PROPERTIES}}, "json: "),
