@@ -21,6 +21,8 @@ USAGE = {
     "chat --block-size 7": "error: --block-size", "chat --block-size many": "error: --block-size",
     "chat --dtype int4": "error: --dtype", "chat --memory-fraction nan": "error: --memory",
     "chat --stop=": "error: --stop", "chat --max-tokens 0": "error: --max-tokens",
+    "chat --structured-outputs '{x'": "--structured-outputs: not JSON: Expecting property name",
+    """chat --structured-outputs '{"x": 1}'""": "error: --structured-outputs has no field 'x'; ",
     "launch claude --print --port 0": "error: argument --port: must be an integer from 1 to",
     "launch other": "choose from", "launch claude -p x": "unrecognized arguments: -p",
     "models /nowhere/at/all": "error: /nowhere/at/all: no such folder",
