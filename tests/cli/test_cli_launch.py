@@ -128,8 +128,9 @@ def test_what_is_said_of_a_server(launch, monkeypatch, reply, words):
 @pytest.mark.parametrize("agent", ["claude", "codex", "opencode"])
 def test_print_shows_a_command_for_a_shell(launch, agent, tmp_path):
     model = "--model", str(tmp_path)  # `serve` names a folder's model after the folder alone
-    code, out, _ = launch(agent, "--port", "1", *model, "--print", "--", "-p", "a b")
+    code, out, err = launch(agent, "--port", "1", *model, "--print", "--", "-p", "a b")
     assert code == 0
+    assert f": vllm-metal-lite serve --port 1 {tmp_path}\n" in err  # no server runs
     words = shlex.split(out.replace("\\\n", " "))
     assert agent in words
     assert str(tmp_path) not in out

@@ -129,6 +129,7 @@ def run(args: argparse.Namespace) -> int:
     url = f"http://127.0.0.1:{args.port}"
     key = envs.api_key() or "none"
     flags = options.serve_flags(options.engine_config(args))
+    serve = ["serve", "--port", str(args.port), source, *flags]
     running = _asked(url, key, args.model)
     if running is not None:
         print(f"Using the server at {url}", file=sys.stderr)
@@ -138,6 +139,9 @@ def run(args: argparse.Namespace) -> int:
                 "stop it, or give another --port",
                 file=sys.stderr,
             )
+    elif args.print:
+        start = shlex.join(["vllm-metal-lite", *serve])
+        print(f"No server runs at {url}; start one first: {start}", file=sys.stderr)
     if args.print:  # for a shell
         setup = make(running or Served(url, options.name_of(source), None, key))
         env = [f"{name}={shlex.quote(value)}" for name, value in setup.env.items()]
@@ -145,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for number in signal.SIGTERM, signal.SIGHUP:  # so that the agent and the server end, too
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    with nullcontext(running) if running else _started(url, key, args, [source, *flags]) as model:
+    with nullcontext(running) if running else _started(url, key, args.model, serve) as model:
         setup = make(model)
         command = [str(program), *setup.command[1:], *args.agent_args]
         agent = subprocess.Popen(command, env={**os.environ, **setup.env})
@@ -188,13 +192,13 @@ def _asked(url: str, key: str, name: str | None) -> Served | None:
 
 
 @contextmanager
-def _started(url: str, key: str, args: argparse.Namespace, flags: list[str]) -> Iterator[Served]:
+def _started(url: str, key: str, name: str | None, serve: list[str]) -> Iterator[Served]:
     """The model of a server at a URL that is started, and ends with the block."""
-    command = [sys.executable, "-m", "vllm_metal_lite", "serve", "--port", str(args.port), *flags]
+    command = [sys.executable, "-m", "vllm_metal_lite", *serve]
     # In a group of its own: Ctrl-C is the agent's.
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
-        while (model := _asked(url, key, args.model)) is None:
+        while (model := _asked(url, key, name)) is None:
             if server.poll() is not None:
                 raise MetalLiteError("the server did not start; the lines above say why")
             time.sleep(0.2)
