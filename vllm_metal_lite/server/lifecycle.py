@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import unless
+
+logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 2  # for the last bytes of ended streams
 
@@ -87,13 +90,17 @@ async def serve(
 async def _drain(server: Server, stopping: Stopping) -> None:
     """Wait for the answers under way; then end them."""
     server.draining = True
+    drain, num = server.config.drain, server.num_accepted
+    if num > 0:
+        text = f"Stopping: {num} requests may take {drain:g} s; a second Ctrl-C ends them now"
+        logger.info(text, extra={"shown": True})
 
     async def idle() -> None:
         while server.num_accepted:
             await asyncio.sleep(0.05)
 
     with suppress(TimeoutError, _Stopped):
-        await asyncio.wait_for(unless(stopping.now.wait(), _Stopped, idle()), server.config.drain)
+        await asyncio.wait_for(unless(stopping.now.wait(), _Stopped, idle()), drain)
     server.end_all()
 
 
