@@ -21,7 +21,7 @@ from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
 from vllm_metal_lite import envs
-from vllm_metal_lite.cli import options
+from vllm_metal_lite.cli import log, options
 from vllm_metal_lite.errors import MetalLiteError, one_line, show
 
 _DIRECT = build_opener(ProxyHandler({}))  # a proxy does not know our loopback
@@ -132,16 +132,15 @@ def run(args: argparse.Namespace) -> int:
     serve = ["serve", "--port", str(args.port), source, *flags]
     running = _asked(url, key, args.model)
     if running is not None:
-        print(f"Using the server at {url}", file=sys.stderr)
+        log.say(f"Using the server at {url}")
         if flags:
-            print(
+            log.say(
                 f"warning: that server keeps its own options and ignores {shlex.join(flags)}: "
-                "stop it, or give another --port",
-                file=sys.stderr,
+                "stop it, or give another --port"
             )
     elif args.print:
         start = shlex.join(["vllm-metal-lite", *serve])
-        print(f"No server runs at {url}; start one first: {start}", file=sys.stderr)
+        log.say(f"No server runs at {url}; start one first: {start}")
     if args.print:  # for a shell
         setup = make(running or Served(url, options.name_of(source), None, key))
         env = [f"{name}={shlex.quote(value)}" for name, value in setup.env.items()]

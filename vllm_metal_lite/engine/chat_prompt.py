@@ -93,16 +93,13 @@ def by_template(
 
 def _check_arguments(messages: Any, add_generation_prompt: Any) -> None:
     """Raise RequestError for arguments of the wrong type."""
-    if not isinstance(messages, (list, tuple)) or not all(
+    is_list = isinstance(messages, (list, tuple)) and len(messages) > 0
+    if not is_list or not all(
         isinstance(message, Mapping) and isinstance(message.get("role"), str)
         for message in messages
     ):
-        raise RequestError(
-            f"messages must be a list of dicts with role and content, got {show(messages)}"
-        )
-    if not messages:
-        why = " is empty: a conversation has at least one message"
-        raise RequestError(Option("messages"), why)
+        needed = "a list of at least one dict with role and content"
+        raise RequestError(Option("messages"), f" must be {needed}, got {show(messages)}")
     if not isinstance(add_generation_prompt, bool):
         raise RequestError(
             f"add_generation_prompt must be true or false, got {show(add_generation_prompt)}"
