@@ -90,7 +90,7 @@ def test_a_parameter_is_refused_in_python_as_in_a_line_and_as_a_flag(
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("thinking", {"start": [1]}, "thinking needs the field 'end'"),
+        ("thinking", {"start": [1]}, "thinking must be a ThinkingParams or a dict (JSON obj"),
         ("thinking", {"start": [1], "end": []}, "thinking.end must be a list of at least one"),
         ("thinking", {"stop": [1]}, "thinking has no field 'stop'; it has start, end, "),
         ("structured_outputs", {"json": {1, 2}}, "structured_outputs.json must be a JSON schema"),

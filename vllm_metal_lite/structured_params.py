@@ -2,7 +2,7 @@
 
 import json as json_format
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from vllm_metal_lite.errors import Option, SamplingError, one_line, show
@@ -89,7 +89,6 @@ class ThinkingParams:
 def record(kind: type, option: str) -> Rule:
     """A dataclass of this module, or a dict of its fields.  option: the field that holds it."""
     names = [field.name for field in fields(kind)]
-    needed = [field.name for field in fields(kind) if field.default is MISSING]
 
     def take(value: Any) -> Any:
         if isinstance(value, kind):
@@ -100,8 +99,6 @@ def record(kind: type, option: str) -> Rule:
         if unknown:
             why = f" has no field {show(unknown[0])}; it has {', '.join(names)}"
             raise SamplingError(Option(option), why)
-        if missing := [name for name in needed if name not in value]:
-            raise SamplingError(Option(option), f" needs the field {missing[0]!r}")
         return kind(**value)
 
     return Rule(f"a {kind.__name__} or a dict (JSON object) of its fields", take)
