@@ -114,10 +114,7 @@ def test_forced_tokens_are_the_text_that_must_come(tokenizer):
         ({"json": {"$ref": "#"}}, "json: no text fits"),
         ({"json": "[1]"}, "json: a schema must be an object"),
         ({"json": {"enum": [object()]}}, "json cannot be written as JSON"),
-        (
-            {"json": {"properties": {"a": {"items": {"type": "x"}}}}},
-            r"json.properties.a.items: .*x",
-        ),
+        ({"json": {"properties": {"a": {"items": {"type": "x"}}}}}, "json.properties.a.items: .*x"),
         ({"json": {"$defs": {"a": {"type": "x"}}, "$ref": "#/$defs/a"}}, r"json.\$defs.a: .*x"),
         ({"json": {"uniqueItems": True, "x-guidance": {"lenient": True}}}, "uniqueItems"),
         ({"grammar": "start: <nowhere>"}, "grammar.*nowhere"),
