@@ -45,7 +45,8 @@ class Parser(argparse.ArgumentParser):
             self.set_defaults(**{self.rest: rest})
         namespace, extras = super().parse_known_args(args, namespace)
         if extras:
-            self.error(f"unrecognized arguments: {' '.join(extras)}")
+            hint = "" if self.rest is None else ": give those of the AGENT after --"
+            self.error(f"unrecognized arguments: {' '.join(extras)}{hint}")
         return namespace, extras
 
     def error(self, message: str) -> NoReturn:
