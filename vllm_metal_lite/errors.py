@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-_LONGEST_VALUE = 100
-
 
 class Option(str):
     """The name of an option or a parameter, in a message."""
@@ -76,7 +74,7 @@ def install(extra: str) -> str:
 def one_line(e: BaseException) -> str:
     """What an exception says, or its type if it says nothing, for a message of one line."""
     text = f"no key {e}" if isinstance(e, KeyError) else str(e)
-    return (" ".join(text.split()) or type(e).__name__)[:300]
+    return shorten(" ".join(text.split()) or type(e).__name__, 300)
 
 
 def size_text(num_bytes: float, digits: int = 1) -> str:
@@ -93,8 +91,8 @@ def show(value: object) -> str:
         return f"a value of type {type(value).__name__}"
 
 
-def shorten(text: str) -> str:
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+def shorten(text: str, most: int = 100) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def _printable(text: str) -> str:

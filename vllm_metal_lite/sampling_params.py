@@ -45,9 +45,9 @@ class SamplingParams:
     prompt_logprobs: Annotated[int | None, integer(0)] = None
     skip_special_tokens: Annotated[bool, switch()] = True
     structured_outputs: Annotated[
-        StructuredOutputsParams | None, record(StructuredOutputsParams)
+        StructuredOutputsParams | None, record(StructuredOutputsParams, "structured_outputs")
     ] = None
-    thinking: Annotated[ThinkingParams | None, record(ThinkingParams)] = None
+    thinking: Annotated[ThinkingParams | None, record(ThinkingParams, "thinking")] = None
 
     def __post_init__(self) -> None:
         apply_rules(self, SamplingError)

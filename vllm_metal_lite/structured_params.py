@@ -2,7 +2,7 @@
 
 import json as json_format
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from vllm_metal_lite.errors import Option, SamplingError, one_line, show
@@ -86,10 +86,9 @@ class ThinkingParams:
         apply_rules(self, SamplingError, "thinking")
 
 
-def record(kind: type) -> Rule:
-    """A dataclass of this module, or a dict of its fields."""
+def record(kind: type, option: str) -> Rule:
+    """A dataclass of this module, or a dict of its fields.  option: the field that holds it."""
     names = [field.name for field in fields(kind)]
-    needed = [field.name for field in fields(kind) if field.default is MISSING]
 
     def take(value: Any) -> Any:
         if isinstance(value, kind):
@@ -98,11 +97,8 @@ def record(kind: type) -> Rule:
             raise ValueError
         unknown = [name for name in value if name not in names]
         if unknown:
-            raise SamplingError(
-                f"{kind.__name__} has no field {show(unknown[0])}; it has {', '.join(names)}"
-            )
-        if missing := [name for name in needed if name not in value]:
-            raise SamplingError(f"{kind.__name__} needs the field {missing[0]!r}")
+            why = f" has no field {show(unknown[0])}; it has {', '.join(names)}"
+            raise SamplingError(Option(option), why)
         return kind(**value)
 
     return Rule(f"a {kind.__name__} or a dict (JSON object) of its fields", take)

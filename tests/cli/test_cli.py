@@ -21,8 +21,11 @@ USAGE = {
     "chat --block-size 7": "error: --block-size", "chat --block-size many": "error: --block-size",
     "chat --dtype int4": "error: --dtype", "chat --memory-fraction nan": "error: --memory",
     "chat --stop=": "error: --stop", "chat --max-tokens 0": "error: --max-tokens",
+    "chat --structured-outputs '{x'": "--structured-outputs: not JSON: Expecting property name",
+    """chat --structured-outputs '{"x": 1}'""": "error: --structured-outputs has no field 'x'; ",
     "launch claude --print --port 0": "error: argument --port: must be an integer from 1 to",
-    "launch other": "choose from", "launch claude -p x": "unrecognized arguments: -p",
+    "launch other": "choose from",
+    "launch claude -p x": "arguments: -p x: give those of the AGENT after --",
     "models /nowhere/at/all": "error: /nowhere/at/all: no such folder",
     "bench no/model --requests 0": "--requests: must be an integer from 1",
     "bench no/model --requests 1,x": "got 'x'",
@@ -78,11 +81,9 @@ def test_a_bad_command_line_is_one_line_and_2(line, capsys):
 
 def test_a_warning_of_the_package_is_a_line_on_stderr(monkeypatch, capsys):
     logger = logging.getLogger("vllm_metal_lite.model.fit")
-    monkeypatch.setattr(
-        "vllm_metal_lite.cli.doctor.run", lambda _: logger.warning("%d%% slower", 50)
-    )
+    monkeypatch.setattr("vllm_metal_lite.cli.doctor.run", lambda _: logger.warning("%d%% slow", 50))
     main(["doctor"])
-    assert capsys.readouterr() == ("", "warning: 50% slower\n")
+    assert capsys.readouterr() == ("", "warning: 50% slow\n")
     logger.warning("The command is over")
     assert capsys.readouterr().err == ""
 

@@ -194,7 +194,7 @@ def test_cases_begin_with_the_fewest_tokens_and_fit_the_context():
     cases = make_cases([1, 4], [8, 500], 8, 100, EngineConfig())
     assert cases == sorted(cases, key=lambda case: case.requests * case.context)
     assert all(case.context + case.max_tokens <= 100 for case in cases)
-    with pytest.raises(RequestError, match="context of 10 tokens"):
+    with pytest.raises(RequestError, match=r"--new-tokens 8 needs .* context of 10 tokens"):
         make_cases([1], [8], 8, 10, EngineConfig())
 
 

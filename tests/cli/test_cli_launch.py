@@ -35,7 +35,7 @@ HTTP = "HTTP/1.0 200 OK\r\n\r\n"
 MODEL = Served("http://127.0.0.1:8000", "a/b", 32768, "key")
 
 
-def test_claude_finds_the_server_by_variables():
+def test_claude_finds_the_server_by_variables_and_leaves_the_account_alone():
     setup = claude(MODEL)
     program, flag, settings = setup.command
     assert (program, flag) == ("claude", "--settings")
@@ -43,13 +43,9 @@ def test_claude_finds_the_server_by_variables():
     assert env["ANTHROPIC_BASE_URL"] == MODEL.url
     assert {v for k, v in env.items() if k.endswith("MODEL")} == {"a/b"}
     assert env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "32768"
+    assert env["ANTHROPIC_API_KEY"] == env["CLAUDE_CODE_USE_BEDROCK"] == ""  # the user's account
     assert setup.env == {"ANTHROPIC_AUTH_TOKEN": "key"}  # which all users of a machine must not see
     assert "CLAUDE_CODE_MAX_CONTEXT_TOKENS" not in claude(replace(MODEL, context=None)).command[2]
-
-
-def test_claude_leaves_the_user_s_account_alone():
-    env = json.loads(claude(MODEL).command[2])["env"]
-    assert env["ANTHROPIC_API_KEY"] == env["CLAUDE_CODE_USE_BEDROCK"] == ""
 
 
 def test_codex_gets_toml():
@@ -128,8 +124,9 @@ def test_what_is_said_of_a_server(launch, monkeypatch, reply, words):
 @pytest.mark.parametrize("agent", ["claude", "codex", "opencode"])
 def test_print_shows_a_command_for_a_shell(launch, agent, tmp_path):
     model = "--model", str(tmp_path)  # `serve` names a folder's model after the folder alone
-    code, out, _ = launch(agent, "--port", "1", *model, "--print", "--", "-p", "a b")
+    code, out, err = launch(agent, "--port", "1", *model, "--print", "--", "-p", "a b")
     assert code == 0
+    assert f": vllm-metal-lite serve --port 1 {tmp_path}\n" in err  # no server runs
     words = shlex.split(out.replace("\\\n", " "))
     assert agent in words
     assert str(tmp_path) not in out

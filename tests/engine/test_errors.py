@@ -23,7 +23,7 @@ BAD_REQUESTS = {
     "token that is a string": (([1, "a"], GREEDY), {}, ["'a'"]),
     "a prompt of two dimensions": ((np.ones((2, 2), int), GREEDY), {}, ["integers"]),
     "no prompt": ((None, GREEDY), {}, ["a prompt must be", "None"]),
-    "a dict without a prompt": (({"text": "x"}, GREEDY), {}, ["prompt"]),
+    "a dict without a prompt": (({"text": "x"}, GREEDY), {}, ["a dict with 'prompt'", "'text'"]),
     "text without a tokenizer": (("hello", GREEDY), {}, ["tokenizer"]),
     "a stop string without a tokenizer": (
         ([1], SamplingParams(stop="e")), {}, ["stop", "tokenizer"]),

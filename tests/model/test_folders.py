@@ -92,7 +92,10 @@ BROKEN = {
         lambda f: (f / INDEX).write_text(json.dumps(SHARDS)),
         "1 of its 2 files of weights are missing, such as model-00002-of-00002.safetensors"),
     "an odd index": (lambda f: (f / INDEX).write_text("[]"), f"{INDEX}: not readable"),
-    "no tokenizer": (lambda f: [p.unlink() for p in f.glob("tokenizer*")], "tokenizer"),
+    "no tokenizer": (lambda f: [p.unlink() for p in f.glob("tokenizer*")], "..."),
+    "no tokenizer but its class": (
+        lambda f: (f / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+        and (f / "tokenizer.json").unlink(), "it has no tokenizer files"),
     "broken tokenizer": (
         lambda f: truncate(f, "tokenizer.json", 0.5), "Failed to parse tokenizer.json"),
 }  # fmt: skip

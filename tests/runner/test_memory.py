@@ -100,7 +100,7 @@ def test_profiling_leaves_no_memory_behind(model):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"memory_fraction": 1e-9}, OutOfMemoryError, ["llama", "memory_fraction 1e-09"]),
+        ({"memory_fraction": 1e-9}, OutOfMemoryError, ["llama", "raise memory_fraction"]),
         ({"num_blocks": 10**12}, OutOfMemoryError, ["num_blocks=1000000000000", "lower it"]),
         ({"num_blocks": 2, "max_model_len": 33}, ConfigError, ["33", "32 tokens", "2 blocks"]),
         ({"max_model_len": 513}, ConfigError, ["513", "512"]),

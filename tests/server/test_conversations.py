@@ -109,9 +109,7 @@ def test_a_template_that_refuses_other_conversations_costs_checkpoints_only(toke
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory):
     """A server whose model has recurrent layers, and the demo's tokenizer and template."""
-    path = tiny_models.write_folder(
-        tmp_path_factory.mktemp("hybrid"), "qwen3_next", vocab_size=2048
-    )
+    path = tiny_models.write_folder(tmp_path_factory.mktemp("mixed"), "qwen3_next", vocab_size=2048)
     for name in "tokenizer.json", "tokenizer_config.json":
         shutil.copy(DEMO_PATH / name, path)
     with serving([ModelSpec("hybrid", str(path))]) as running:

@@ -85,10 +85,7 @@ def test_without_tools_to_call_no_call_begins(client):
 SCHEMAS = {
     "an integer beyond floats": ({"const": 2**53 + 1}, ".const: 9007199254740993 cannot be kept"),
     "a number beyond floats": ({"enum": [1, math.inf]}, ".enum.1: inf cannot be kept"),
-    "a keyword that is lacking": (
-        {"type": "array", "uniqueItems": True},
-        ": keywords that are not",
-    ),
+    "a missing keyword": ({"type": "array", "uniqueItems": True}, ": keywords that are not"),
     "parts that overlap": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, ": oneOf needs"),
 }
 

@@ -34,9 +34,7 @@ def test_no_request_waits_forever():
     waiting = []  # (round, arrival, client)
 
     def add(client: str, arrival: int) -> None:
-        waiting.append(
-            (fair.next_round(client, [round_ for round_, *_ in waiting]), arrival, client)
-        )
+        waiting.append((fair.next_round(client, [r for r, *_ in waiting]), arrival, client))
 
     for i in range(20):
         add("pile", i)

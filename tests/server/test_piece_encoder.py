@@ -57,11 +57,7 @@ TOKENIZERS = {
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=150)
-@given(
-    st.lists(st.sampled_from([*WORDS, *(token.content for token in ADDED)]), max_size=12).map(
-        "".join
-    )
-)
+@given(st.lists(st.sampled_from([*WORDS, *(t.content for t in ADDED)]), max_size=12).map("".join))
 @example("<|user|>  <|start|>ab")
 @example("<r>  <|start|>  <l>ab<|start|>x<")
 def test_pieces_have_the_tokens_of_the_whole(name, text):

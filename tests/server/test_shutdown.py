@@ -137,7 +137,9 @@ def test_answers_that_take_too_long_end_with_an_error(tmp_path, how):
             assert whole.result().status_code == 503
             assert whole.result().headers["retry-after"]
         assert command.leave() == 0
-        assert "Traceback" not in command.err.read_text()
+        err = command.err.read_text()
+        assert f"Stopping: 4 requests may take {drain} s; a second Ctrl-C ends them now\n" in err
+        assert "Traceback" not in err
 
 
 def test_a_request_that_the_engine_has_not_seen_is_told_in_the_form_of_its_api(tmp_path):

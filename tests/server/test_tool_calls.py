@@ -19,6 +19,7 @@ from tests.support.server.chat_apis import (
     Responses,
     gathered,
 )
+from tests.support.server.command import eventually
 from tests.support.server.scripted import hermes_call as call
 from vllm_metal_lite.server.text_model import TextModel
 
@@ -52,9 +53,15 @@ def test_the_asynchronous_client(api, script):
 
 @pytest.mark.parametrize("size", [1, 10_000])
 def test_without_parallel_calls_an_answer_ends_behind_the_first(api, script, size):
+    def successes():
+        lines = script.running.server.metrics.text("")[0].decode().splitlines()
+        return sum(float(line.split()[1]) for line in lines if "request_success_total{" in line)
+
     script.says(ANSWER + "More text.", size=size, end="length")
+    before = successes()
     for reply in api.whole(parallel=False), api.gathered(parallel=False):
         assert (reply.parts, reply.end) == (PARTS[:-1], "tool_calls")
+    eventually(lambda: successes() == before + 2)
 
 
 @pytest.mark.parametrize("parallel", [True, False])

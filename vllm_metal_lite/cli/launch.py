@@ -21,7 +21,7 @@ from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
 from vllm_metal_lite import envs
-from vllm_metal_lite.cli import options
+from vllm_metal_lite.cli import log, options
 from vllm_metal_lite.errors import MetalLiteError, one_line, show
 
 _DIRECT = build_opener(ProxyHandler({}))  # a proxy does not know our loopback
@@ -129,15 +129,18 @@ def run(args: argparse.Namespace) -> int:
     url = f"http://127.0.0.1:{args.port}"
     key = envs.api_key() or "none"
     flags = options.serve_flags(options.engine_config(args))
+    serve = ["serve", "--port", str(args.port), source, *flags]
     running = _asked(url, key, args.model)
     if running is not None:
-        print(f"Using the server at {url}", file=sys.stderr)
+        log.say(f"Using the server at {url}")
         if flags:
-            print(
+            log.say(
                 f"warning: that server keeps its own options and ignores {shlex.join(flags)}: "
-                "stop it, or give another --port",
-                file=sys.stderr,
+                "stop it, or give another --port"
             )
+    elif args.print:
+        start = shlex.join(["vllm-metal-lite", *serve])
+        log.say(f"No server runs at {url}; start one first: {start}")
     if args.print:  # for a shell
         setup = make(running or Served(url, options.name_of(source), None, key))
         env = [f"{name}={shlex.quote(value)}" for name, value in setup.env.items()]
@@ -145,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for number in signal.SIGTERM, signal.SIGHUP:  # so that the agent and the server end, too
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    with nullcontext(running) if running else _started(url, key, args, [source, *flags]) as model:
+    with nullcontext(running) if running else _started(url, key, args.model, serve) as model:
         setup = make(model)
         command = [str(program), *setup.command[1:], *args.agent_args]
         agent = subprocess.Popen(command, env={**os.environ, **setup.env})
@@ -188,13 +191,13 @@ def _asked(url: str, key: str, name: str | None) -> Served | None:
 
 
 @contextmanager
-def _started(url: str, key: str, args: argparse.Namespace, flags: list[str]) -> Iterator[Served]:
+def _started(url: str, key: str, name: str | None, serve: list[str]) -> Iterator[Served]:
     """The model of a server at a URL that is started, and ends with the block."""
-    command = [sys.executable, "-m", "vllm_metal_lite", "serve", "--port", str(args.port), *flags]
+    command = [sys.executable, "-m", "vllm_metal_lite", *serve]
     # In a group of its own: Ctrl-C is the agent's.
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
-        while (model := _asked(url, key, args.model)) is None:
+        while (model := _asked(url, key, name)) is None:
             if server.poll() is not None:
                 raise MetalLiteError("the server did not start; the lines above say why")
             time.sleep(0.2)

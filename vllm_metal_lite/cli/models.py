@@ -113,13 +113,8 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 
 def _is_candidate(folder: Path) -> bool:
     """Whether the folder looks like a model."""
-    config = folder / "config.json"
-    if not config.is_file():
-        return False
-    if weight_files(folder):
-        return True
-    with config.open("rb") as file:
-        return b'"model_type"' in file.read(1 << 20)
+    config, has_weights = folder / "config.json", bool(weight_files(folder))
+    return config.is_file() and (has_weights or b'"model_type"' in config.read_bytes())
 
 
 def describe(found: Entry) -> Entry:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.errors import MetalLiteError
+from vllm_metal_lite.errors import MetalLiteError, one_line, show
 from vllm_metal_lite.rules import Rule, integer, rules_of
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -45,7 +45,8 @@ class Parser(argparse.ArgumentParser):
             self.set_defaults(**{self.rest: rest})
         namespace, extras = super().parse_known_args(args, namespace)
         if extras:
-            self.error(f"unrecognized arguments: {' '.join(extras)}")
+            hint = "" if self.rest is None else ": give those of the AGENT after --"
+            self.error(f"unrecognized arguments: {' '.join(extras)}{hint}")
         return namespace, extras
 
     def error(self, message: str) -> NoReturn:
@@ -248,11 +249,11 @@ def _value(text: str) -> int | float | str:
 
 
 def _json(text: str) -> Any:
-    """A flag's value decoded if it is JSON, otherwise unchanged; the field's rule checks it."""
+    """A flag's value, decoded; the field's rule checks it."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    except (ValueError, RecursionError) as e:
+        raise argparse.ArgumentTypeError(f"not JSON: {one_line(e)}, got {show(text)}") from None
 
 
 def _ruled(rule: Rule) -> Callable[[str], Any]:

@@ -9,7 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.chat_checkpoints import Message, chat_checkpoints
 from vllm_metal_lite.engine.prompt_ids import check_text
-from vllm_metal_lite.errors import RequestError, one_line, show
+from vllm_metal_lite.errors import Option, RequestError, one_line, show
 
 # Roles that chat templates know; a template may name others.
 _ROLES = ("system", "user", "assistant", "tool")
@@ -93,15 +93,13 @@ def by_template(
 
 def _check_arguments(messages: Any, add_generation_prompt: Any) -> None:
     """Raise RequestError for arguments of the wrong type."""
-    if not isinstance(messages, (list, tuple)) or not all(
+    is_list = isinstance(messages, (list, tuple)) and len(messages) > 0
+    if not is_list or not all(
         isinstance(message, Mapping) and isinstance(message.get("role"), str)
         for message in messages
     ):
-        raise RequestError(
-            f"messages must be a list of dicts with role and content, got {show(messages)}"
-        )
-    if not messages:
-        raise RequestError("messages is empty: a conversation has at least one message")
+        needed = "a list of at least one dict with role and content"
+        raise RequestError(Option("messages"), f" must be {needed}, got {show(messages)}")
     if not isinstance(add_generation_prompt, bool):
         raise RequestError(
             f"add_generation_prompt must be true or false, got {show(add_generation_prompt)}"

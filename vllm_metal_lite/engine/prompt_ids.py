@@ -50,7 +50,7 @@ def encode(
 
 def text_or_ids(prompt: Any) -> Any:
     """The text or the token ids (list, tuple, array) of a prompt; RequestError if it has none."""
-    if isinstance(prompt, Mapping):
+    if isinstance(prompt, Mapping) and {"prompt", "prompt_token_ids"} & prompt.keys():
         token_ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
         if token_ids is None:
             if not isinstance(text, str):

@@ -189,8 +189,8 @@ def _unevaluated(
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
     model, config = load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
     tokenizer = read_tokenizer(name, folder, config, trust_remote_code)
-    if not len(tokenizer):
-        raise ModelLoadError("it has no tokenizer")
+    if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):
+        raise ModelLoadError("it has no tokenizer files")
     if dtype != "auto":
         cast(model, getattr(mx, dtype))
     elif backend.is_cpu():

@@ -159,10 +159,8 @@ class _Sizing:
                 f"{model.name} does not fit: weights {_gib(model.weight_bytes)}"
                 f"{self._states(num_state_slots)} + a step of "
                 f"{config.max_num_batched_tokens} tokens {_gib(peak)} + one block of KV "
-                f"{_gib(size(1))}, and only {_gib(limit * fraction)} may be used "
-                "(",
-                Option("memory_fraction"),
-                f" {fraction:g} of {_gib(limit)}); lower ",
+                f"{_gib(size(1))}, and only {_gib(limit * fraction)} of {_gib(limit)} may be used; "
+                "lower ",
                 Option("max_num_batched_tokens"),
                 *fewer,
                 " or raise ",

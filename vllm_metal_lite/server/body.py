@@ -24,10 +24,8 @@ class Body(BaseModel):
     @property
     def prompt_field(self) -> str:
         """The field with the prompt, for errors."""
-        fields = [
-            name for name in ("messages", "prompt", "input") if name in type(self).model_fields
-        ]
-        return next(name for name in fields if getattr(self, name) is not None)
+        own = [name for name in ("messages", "prompt", "input") if name in type(self).model_fields]
+        return next(name for name in own if getattr(self, name) is not None)
 
 
 B = TypeVar("B", bound=Body)

@@ -68,6 +68,7 @@ class AnswerReader:
         if not self._parallel and (count := _up_to_first_call(events)):
             events, is_over = events[:count], True
             is_whole = reason in (None, "stop", "length")  # the rest of the answer does not count
+            answer.finish_reason = reason or "stop"
         if is_whole and self._has_call:
             reason = "tool_calls"
         self.is_over = is_over

@@ -77,7 +77,7 @@ def shown_error(e: Exception) -> ApiError:
         first = e.errors(include_url=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         message = first["msg"]
-        if first["type"] != "missing":  # there the input is the whole body
+        if first["type"] not in ("missing", "json_invalid"):  # there the input is the whole body
             message += f", got {show(first['input'])}"
         return ApiError(400, f"{where}: {message}" if where else message, param=where or None)
     if isinstance(e, EngineLost):

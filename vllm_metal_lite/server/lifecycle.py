@@ -2,10 +2,12 @@
 
 import asyncio
 import gc
+import logging
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import uvicorn
 
@@ -16,6 +18,8 @@ from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import unless
+
+logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 2  # for the last bytes of ended streams
 
@@ -28,11 +32,10 @@ class Stopping:
     """Asks a server to stop: the first call drains, the second ends at once."""
 
     def __init__(self) -> None:
-        self.asked, self.now = asyncio.Event(), asyncio.Event()
+        self.asked, self.now = asyncio.Event(), False
 
     def ask(self) -> None:
-        if self.asked.is_set():
-            self.now.set()
+        self.now = self.asked.is_set()
         self.asked.set()
 
 
@@ -87,13 +90,13 @@ async def serve(
 async def _drain(server: Server, stopping: Stopping) -> None:
     """Wait for the answers under way; then end them."""
     server.draining = True
-
-    async def idle() -> None:
-        while server.num_accepted:
-            await asyncio.sleep(0.05)
-
-    with suppress(TimeoutError, _Stopped):
-        await asyncio.wait_for(unless(stopping.now.wait(), _Stopped, idle()), server.config.drain)
+    seconds = server.config.drain
+    if num := server.num_accepted:
+        text = f"Stopping: {num} requests may take {seconds:g} s; a second Ctrl-C ends them now"
+        logger.info(text, extra={"shown": True})
+    end = time.monotonic() + seconds
+    while server.num_accepted and not stopping.now and time.monotonic() < end:
+        await asyncio.sleep(0.05)
     server.end_all()
 
 

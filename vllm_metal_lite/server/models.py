@@ -60,6 +60,7 @@ class Models:
             )
         self._loading = asyncio.Lock()  # one model at a time, in order of the requests
         self._changed = asyncio.Event()  # a request left an engine, or waits no more
+        self._has_started = False
 
     @property
     def loaded(self) -> dict[str, EngineClient]:
@@ -73,6 +74,7 @@ class Models:
             model.context = await offload(context_of, model.spec.source, self.config.max_model_len)
             if i == 0 or model.spec.pinned:
                 self._leave(await self._take(model))
+        self._has_started = True
 
     async def stop(self) -> None:
         """End all engines, also those that are being loaded."""
@@ -158,9 +160,13 @@ class Models:
         except _Unwanted:
             raise
         except Exception as e:
-            error = e if isinstance(e, ModelLoadError) else ModelLoadError(one_line(e))
+            parts = e.parts if isinstance(e, ModelLoadError) else (one_line(e),)
+            # The budget sets this option of each engine.
+            budget = Option("memory_budget_gib")
+            error = ModelLoadError(*(budget if p == "memory_fraction" else p for p in parts))
             model.note_failure(str(error), self._clock())
-            logger.warning(f"the model {model.spec.name} cannot be loaded: {error}")
+            if self._has_started:  # the caller of `start` reports its failure
+                logger.warning(f"the model {model.spec.name} cannot be loaded: {error}")
             raise error from e
         assert model.engine is not None
         # Users from here on: the next load must not take the engine away.

@@ -5,7 +5,7 @@ Names, labels and buckets are those of vLLM 0.33 (vllm/v1/metrics), so that its 
 - An answer is a request there: a request with `n` answers counts its prompt n times, and each
   answer that ends counts in `request_success`.  Histograms of finished requests count a request
   once.
-- A request that ends early (its client is gone, its one call is made) counts its tokens only.
+- A request that ends early counts its tokens, and those of its answers that have ended.
 - An inter-token latency is the time between two steps of a request that brought tokens, as the
   server received them.
 """
@@ -173,14 +173,15 @@ class RequestCount:
     def end(self) -> None:
         """The request has ended, or its client has gone."""
         request, metrics = self.request, self._metrics
-        if request is None or not request.finished:
+        if request is None:
             return
         for answer in request.answers:
-            metrics[answer.finish_reason or "error"].inc()
+            if request.finished or answer.finished:
+                metrics[answer.finish_reason or "error"].inc()
         times, params = request.times, request.params
         scheduled, first, last = times.scheduled, times.first_token, times.finished
         if scheduled is None or first is None or last is None:
-            return  # the engine was lost
+            return  # the engine was lost, or the request ended early
         num_prompt = len(request.prompt_token_ids)
         lengths = [len(answer.token_ids) for answer in request.answers]
         decode = last - first

@@ -32,9 +32,9 @@ class GrammarError(SamplingError):
 def grammar_text(params: StructuredOutputsParams) -> str:
     """The grammar in llguidance's own format.  Raises GrammarError if that is not possible."""
     kind, given = params.kind, getattr(params, params.kind)
-    size = sum(map(len, given)) if kind == "choice" else len(str(given))
-    _limit(kind, size, MAX_FORM, "characters")
     try:
+        size = sum(map(len, given)) if kind == "choice" else len(str(given))
+        _limit(size, MAX_FORM, "characters")
         if kind in ("json", "json_object"):
             schema = {"type": "object"}
             if params.json is not None:
@@ -45,10 +45,11 @@ def grammar_text(params: StructuredOutputsParams) -> str:
         if kind == "choice":
             return LLMatcher.grammar_from_lark(_choice(given))
         is_lark = is_lark_syntax(given)
-        _limit(kind, given.count("\n") + 1, MAX_LINES if is_lark else MAX_GBNF_LINES, "lines")
+        if not is_lark and "::=" not in given:
+            needed = "a rule `start:` (Lark) or `root ::=` (GBNF)"
+            raise ValueError(f"needs {needed}, got {show(given)}")
+        _limit(given.count("\n") + 1, MAX_LINES if is_lark else MAX_GBNF_LINES, "lines")
         return grammar_from("grammar", _embedded(given) if is_lark else given)
-    except GrammarError:
-        raise
     except SchemaError as e:
         raise GrammarError(kind, e.place, one_line(e)) from None
     except (ValueError, RecursionError) as e:
@@ -89,6 +90,6 @@ def _embedded(lark: str) -> str:
     return "".join([*pieces, lark[end:]])
 
 
-def _limit(kind: str, size: int, most: int, unit: str) -> None:
+def _limit(size: int, most: int, unit: str) -> None:
     if size > most:
-        raise GrammarError(kind, "", f"{size} {unit}, and at most {most} are allowed")
+        raise ValueError(f"{size} {unit}, and at most {most} are allowed")

@@ -46,7 +46,8 @@ def make_cases(
     room = max_model_len - longest
     if room < 1:
         raise RequestError(
-            f"the context of {max_model_len} tokens cannot hold a prompt and {longest} new tokens"
+            f"--new-tokens {new_tokens} needs {longest} tokens beside a prompt: more than the "
+            f"context of {max_model_len} tokens holds"
         )
     pairs = {(count, min(context, room)) for count in requests for context in contexts}
     cases = [BenchCase(*pair, max_tokens(*pair)) for pair in pairs]

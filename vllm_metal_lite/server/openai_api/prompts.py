@@ -27,9 +27,7 @@ def split_prompts(prompt: Any, param: str = "prompt") -> list[Prompt]:
 
 
 def _are_ids(value: Any) -> bool:
-    return (
-        isinstance(value, list) and bool(value) and all(type(token_id) is int for token_id in value)
-    )
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
 def token_ids_of(
