@@ -1,6 +1,8 @@
 """What all tests share."""
 
+import asyncio
 import gc
+import inspect
 import os
 import signal
 import tempfile
@@ -41,6 +43,15 @@ def pytest_configure(config):
         cache = tempfile.TemporaryDirectory()
         config.add_cleanup(cache.cleanup)
         os.environ["XDG_CACHE_HOME"] = cache.name
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test that is a coroutine in an event loop of its own, where it must end."""
+    if inspect.iscoroutinefunction(pyfuncitem.obj):
+        given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+        asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), 600))
+        return True
 
 
 def pytest_collection_finish():
