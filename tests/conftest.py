@@ -47,10 +47,12 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Run a test that is a coroutine in an event loop of its own, where it must end."""
+    """Run a test that is a coroutine, which must end, in an event loop: that of the fixture
+    `async_runner` if the test or its fixtures use one, else its own."""
     if inspect.iscoroutinefunction(pyfuncitem.obj):
         given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-        asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), 600))
+        runner = pyfuncitem.funcargs.get("async_runner", asyncio)
+        runner.run(asyncio.wait_for(pyfuncitem.obj(**given), 600))
         return True
 
 
