@@ -4,6 +4,7 @@ import asyncio
 import json
 from contextlib import AsyncExitStack
 
+from tests.support.server.kit import user
 from vllm_metal_lite import SamplingParams
 from vllm_metal_lite.chat_formats.detect import PLAIN
 from vllm_metal_lite.chat_formats.parser import ChatParser
@@ -25,10 +26,6 @@ def chat(client, *messages, **options):
     options = {"temperature": 0, "max_tokens": 12, **options}
     reply = client.chat.completions.create(model="demo", messages=list(messages), **options)
     return reply.choices[0].message.content
-
-
-def user(text):
-    return {"role": "user", "content": text}
 
 
 def test_a_response(client):

@@ -23,6 +23,11 @@ OPTIONS = {"api_key": "x", "_strict_response_validation": True, "max_retries": 0
 SMALL = EngineConfig(num_blocks=256, max_num_seqs=8, max_num_batched_tokens=512)
 
 
+def user(content: Any) -> dict[str, Any]:
+    """A message."""
+    return {"role": "user", "content": content}
+
+
 def text_model(tokenizer: Any, name: str = "demo") -> TextModel:
     """A model that has a tokenizer alone."""
     facts = {"has_states": False, "caches_prefixes": True, "max_model_len": 1 << 16}
