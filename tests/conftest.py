@@ -1,6 +1,8 @@
 """What all tests share."""
 
+import asyncio
 import gc
+import inspect
 import os
 import signal
 import tempfile
@@ -41,6 +43,17 @@ def pytest_configure(config):
         cache = tempfile.TemporaryDirectory()
         config.add_cleanup(cache.cleanup)
         os.environ["XDG_CACHE_HOME"] = cache.name
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test that is a coroutine, which must end, in an event loop: that of the fixture
+    `async_runner` if the test or its fixtures use one, else its own."""
+    if inspect.iscoroutinefunction(pyfuncitem.obj):
+        given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+        runner = pyfuncitem.funcargs.get("async_runner", asyncio)
+        runner.run(asyncio.wait_for(pyfuncitem.obj(**given), 600))
+        return True
 
 
 def pytest_collection_finish():

@@ -161,7 +161,6 @@ OTHERS = tiny.prompts(4, 1, 20, seed=4)
 
 @pytest.mark.parametrize("length", [7, 8, 9, 23, 24, 25])
 def test_tokens_are_those_without_sharing(on_kernels, steps, monkeypatch, length):
-    """Rows with the prefix, and one without."""
     prompts = [PREFIX[:length] + rest for rest in OTHERS[:3]] + [OTHERS[3]]
     got = tiny.answers(engine_of("llama"), prompts, 10)
     lens = {int(s.lens.max()) for s in steps if s}

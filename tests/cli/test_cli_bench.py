@@ -226,7 +226,6 @@ def test_a_report_is_never_overwritten(tmp_path):
 
 
 def test_the_facts_of_a_mac(monkeypatch):
-    """As the tools of macOS print them."""
     tools = {
         "sysctl": "Apple M3 Max\n",
         "ioreg": '+-o AGXAcceleratorG15X\n    | "gpu-core-count" = 40\n',

@@ -4,6 +4,8 @@ import asyncio
 import itertools
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest.mock import Mock
 
 import pytest
@@ -24,15 +26,21 @@ def expected(i: int, n: int = 12, name: str = "llama") -> list[int]:
     return tiny.alone(tiny.native(name), PROMPTS[i], n)
 
 
-def serve(test, **options):
-    """Run an async test against a served engine, and stop its thread whatever happens."""
-    name = options.pop("name", "llama")
+@contextmanager
+def served(name: str = "llama", **options) -> Iterator[AsyncEngine]:
+    """A served engine, whose thread stops whatever happens."""
     engine = AsyncEngine(tiny.engine(name, **options))
     try:
-        return asyncio.run(asyncio.wait_for(test(engine), SAFETY))
+        yield engine
     finally:
         engine.shutdown()
         assert not engine._thread.is_alive()
+
+
+@pytest.fixture
+def engine():
+    with served() as engine:
+        yield engine
 
 
 async def collect(engine: AsyncEngine, prompt, params, **how) -> list[int]:
@@ -60,42 +68,32 @@ async def idle(engine: AsyncEngine) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama/llama3_rope", "gpt_oss", "mixtral"])
-def test_many_streams_at_once_equal_the_model_alone(name):
+async def test_many_streams_at_once_equal_the_model_alone(name):
     """A fresh model, so that whatever MLX left unevaluated was made in another thread."""
     tiny._packed.cache_clear()
-
-    async def test(engine):
+    with served(name, num_blocks=24, max_model_len=100, max_num_seqs=5) as engine:
         streams = [collect(engine, p, greedy()) for p in PROMPTS]
         results = await asyncio.gather(*streams)
         assert results == [expected(i, name=name) for i in range(len(PROMPTS))]
         await idle(engine)
 
-    serve(test, name=name, num_blocks=24, max_model_len=100, max_num_seqs=5)
 
-
-def test_sampled_streams_equal_the_synchronous_engine():
+async def test_sampled_streams_equal_the_synchronous_engine(engine):
     params = [SamplingParams(seed=i, max_tokens=10, top_p=0.9) for i in range(len(PROMPTS))]
     plain = tiny.answers(tiny.engine(), PROMPTS, params)
-
-    async def test(engine):
-        streams = [collect(engine, p, q) for p, q in zip(PROMPTS, params, strict=True)]
-        assert await asyncio.gather(*streams) == plain
-
-    serve(test)
+    streams = [collect(engine, p, q) for p, q in zip(PROMPTS, params, strict=True)]
+    assert await asyncio.gather(*streams) == plain
 
 
-def test_leaving_a_stream_gives_its_blocks_back():
-    async def test(engine):
-        stream = engine.generate(PROMPTS[0], greedy(80))
-        async for output in stream:
-            if len(output.outputs[0].token_ids) >= 3:
-                break
-        await stream.aclose()
-        metrics = await idle(engine)
-        assert metrics["decode_tokens"] < 79
-        assert await collect(engine, PROMPTS[1], greedy()) == expected(1)
-
-    serve(test)
+async def test_leaving_a_stream_gives_its_blocks_back(engine):
+    stream = engine.generate(PROMPTS[0], greedy(80))
+    async for output in stream:
+        if len(output.outputs[0].token_ids) >= 3:
+            break
+    await stream.aclose()
+    metrics = await idle(engine)
+    assert metrics["decode_tokens"] < 79
+    assert await collect(engine, PROMPTS[1], greedy()) == expected(1)
 
 
 async def held(engine: AsyncEngine) -> threading.Event:
@@ -131,57 +129,47 @@ def hold(engine: AsyncEngine, after: int) -> tuple[threading.Event, threading.Ev
 
 
 @pytest.mark.parametrize("after", [None, 0, 1, 20])
-def test_a_cancelled_task_gives_its_blocks_back(after):
+async def test_a_cancelled_task_gives_its_blocks_back(engine, after):
     """Also when it is cancelled before the engine's thread has even seen it."""
-
-    async def test(engine):
-        waits, go = hold(engine, after or 0)
-        other = asyncio.create_task(collect(engine, PROMPTS[2], greedy(30)))
-        tasks = [asyncio.create_task(collect(engine, p, greedy(80))) for p in PROMPTS[3:6]]
-        await (asyncio.sleep(0) if after is None else asyncio.to_thread(waits.wait, SAFETY))
-        for task in tasks:
-            task.cancel()
-        go.set()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(r, asyncio.CancelledError) for r in results)
-        assert await other == expected(2, 30)
-        await idle(engine)
-
-    serve(test)
+    waits, go = hold(engine, after or 0)
+    other = asyncio.create_task(collect(engine, PROMPTS[2], greedy(30)))
+    tasks = [asyncio.create_task(collect(engine, p, greedy(80))) for p in PROMPTS[3:6]]
+    await (asyncio.sleep(0) if after is None else asyncio.to_thread(waits.wait, SAFETY))
+    for task in tasks:
+        task.cancel()
+    go.set()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(r, asyncio.CancelledError) for r in results)
+    assert await other == expected(2, 30)
+    await idle(engine)
 
 
-def test_abort_ends_the_stream_where_it_stands():
-    async def test(engine):
-        tokens, reason = [], None
-        async for output in engine.generate(PROMPTS[0], greedy(80), "mine"):
-            tokens = list(output.outputs[0].token_ids)
-            reason = output.outputs[0].finish_reason
-            if len(tokens) == 2:
-                await engine.abort("mine")
-        assert reason == "abort"
-        assert tokens == expected(0, 80)[: len(tokens)]
-        await engine.abort("mine")  # ended already: nothing happens
-        await engine.abort("nobody")
-        await idle(engine)
-
-    serve(test)
+async def test_abort_ends_the_stream_where_it_stands(engine):
+    tokens, reason = [], None
+    async for output in engine.generate(PROMPTS[0], greedy(80), "mine"):
+        tokens = list(output.outputs[0].token_ids)
+        reason = output.outputs[0].finish_reason
+        if len(tokens) == 2:
+            await engine.abort("mine")
+    assert reason == "abort"
+    assert tokens == expected(0, 80)[: len(tokens)]
+    await engine.abort("mine")  # ended already: nothing happens
+    await engine.abort("nobody")
+    await idle(engine)
 
 
-def test_a_refused_request_raises_in_its_own_stream_only():
-    async def test(engine):
-        good = asyncio.create_task(collect(engine, PROMPTS[0], greedy(30), request_id="good"))
-        await asyncio.sleep(0)
-        with pytest.raises(RequestError, match="empty"):
-            await collect(engine, [], greedy())
-        with pytest.raises(RequestError, match="outside the vocabulary"):
-            await collect(engine, [999], greedy())
-        with pytest.raises(SamplingError, match="logit_bias"):
-            await collect(engine, [1], SamplingParams(logit_bias={999: 1.0}))
-        with pytest.raises(RequestError, match="already in use"):
-            await collect(engine, PROMPTS[1], greedy(), request_id="good")
-        assert await good == expected(0, 30)
-
-    serve(test)
+async def test_a_refused_request_raises_in_its_own_stream_only(engine):
+    good = asyncio.create_task(collect(engine, PROMPTS[0], greedy(30), request_id="good"))
+    await asyncio.sleep(0)
+    with pytest.raises(RequestError, match="empty"):
+        await collect(engine, [], greedy())
+    with pytest.raises(RequestError, match="outside the vocabulary"):
+        await collect(engine, [999], greedy())
+    with pytest.raises(SamplingError, match="logit_bias"):
+        await collect(engine, [1], SamplingParams(logit_bias={999: 1.0}))
+    with pytest.raises(RequestError, match="already in use"):
+        await collect(engine, PROMPTS[1], greedy(), request_id="good")
+    assert await good == expected(0, 30)
 
 
 POISON = tiny.VOCAB - 1
@@ -207,12 +195,11 @@ def poison(engine: AsyncEngine, at: str) -> None:
 @pytest.mark.parametrize("seats", [1, 3])
 @pytest.mark.parametrize("at", ["launch", "read"])
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
-def test_a_prompt_whose_forward_fails_harms_no_other_request(name, at, seats):
+async def test_a_prompt_whose_forward_fails_harms_no_other_request(name, at, seats):
     """Others wait, or are in the same steps."""
     whole = {i: [*prompt, *expected(i, name=name)] for i, prompt in enumerate(PROMPTS)}
     good = [i for i, tokens in whole.items() if POISON not in tokens][:6]
-
-    async def test(engine):
+    with served(name, max_num_seqs=seats, max_num_batched_tokens=16) as engine:
         poison(engine, at)
         streams = [collect(engine, PROMPTS[i], greedy()) for i in good]
         for at_index in (2, 5):
@@ -224,45 +211,37 @@ def test_a_prompt_whose_forward_fails_harms_no_other_request(name, at, seats):
         await idle(engine)
         assert not engine._engine.scheduler.one_by_one
 
-    serve(test, name=name, max_num_seqs=seats, max_num_batched_tokens=16)
+
+async def test_several_prompts_of_one_step_whose_forwards_fail_harm_no_other_request(engine):
+    poison(engine, "launch")
+    go = await held(engine)
+    prompts = [[*PROMPTS[0], POISON]] * 3 + PROMPTS[:2]
+    tasks = [asyncio.ensure_future(collect(engine, p, greedy())) for p in prompts]
+    await asyncio.sleep(0)  # all of them are in
+    go.set()
+    *bad, first, second = await asyncio.gather(*tasks, return_exceptions=True)
+    assert list(map(str, bad)) == ["the forward failed"] * 3
+    assert [first, second] == [expected(0), expected(1)]
+    await idle(engine)
 
 
-def test_several_prompts_of_one_step_whose_forwards_fail_harm_no_other_request():
-    async def test(engine):
-        poison(engine, "launch")
-        go = await held(engine)
-        prompts = [[*PROMPTS[0], POISON]] * 3 + PROMPTS[:2]
-        tasks = [asyncio.ensure_future(collect(engine, p, greedy())) for p in prompts]
-        await asyncio.sleep(0)  # all of them are in
-        go.set()
-        *bad, first, second = await asyncio.gather(*tasks, return_exceptions=True)
-        assert list(map(str, bad)) == ["the forward failed"] * 3
-        assert [first, second] == [expected(0), expected(1)]
-        await idle(engine)
+async def test_a_step_that_fails_once_ends_no_stream(engine):
+    execute, broken = engine._engine.runner.execute, []
 
-    serve(test)
+    def fail(*args):
+        if len(engine._streams) == 3 and not broken:  # all of them are in
+            broken.append(True)
+            raise RuntimeError("the device is gone")
+        return execute(*args)
 
-
-def test_a_step_that_fails_once_ends_no_stream():
-    async def test(engine):
-        execute, broken = engine._engine.runner.execute, []
-
-        def fail(*args):
-            if len(engine._streams) == 3 and not broken:  # all of them are in
-                broken.append(True)
-                raise RuntimeError("the device is gone")
-            return execute(*args)
-
-        engine._engine.runner.execute = fail
-        streams = [collect(engine, p, greedy(40)) for p in PROMPTS[:3]]
-        assert await asyncio.gather(*streams) == [expected(i, 40) for i in range(3)]
-        await idle(engine)
-
-    serve(test)
+    engine._engine.runner.execute = fail
+    streams = [collect(engine, p, greedy(40)) for p in PROMPTS[:3]]
+    assert await asyncio.gather(*streams) == [expected(i, 40) for i in range(3)]
+    await idle(engine)
 
 
-def test_an_engine_whose_steps_all_fail_ends_all_streams():
-    async def test(engine):
+async def test_an_engine_whose_steps_all_fail_ends_all_streams():
+    with served(max_num_seqs=4) as engine:
         runner, steps = engine._engine.runner, itertools.count(1)
         execute = runner.execute
         go = await held(engine)
@@ -278,11 +257,10 @@ def test_an_engine_whose_steps_all_fail_ends_all_streams():
         assert await collect(engine, PROMPTS[1], greedy()) == expected(1)
         await idle(engine)
 
-    serve(test, max_num_seqs=4)
 
+async def test_a_step_whose_tokens_cannot_be_recorded_ends_its_own_streams():
+    with served(max_num_seqs=2) as engine:
 
-def test_a_step_whose_tokens_cannot_be_recorded_ends_its_own_streams():
-    async def test(engine):
         def fail(output):
             if len(engine._streams) == 3:
                 engine._engine.on_step = None
@@ -295,105 +273,81 @@ def test_a_step_whose_tokens_cannot_be_recorded_ends_its_own_streams():
         assert results[2] == expected(2, 20)
         await idle(engine)
 
-    serve(test, max_num_seqs=2)
+
+async def test_a_stream_whose_last_step_cannot_be_recorded_does_not_wait_forever(engine):
+    engine._engine.on_step = Mock(side_effect=RuntimeError("a bug"))
+    for _ in range(MAX_FAILURES):
+        with pytest.raises(RuntimeError, match="a bug"):
+            await collect(engine, PROMPTS[0], greedy(1))
+    await idle(engine)
 
 
-def test_a_stream_whose_last_step_cannot_be_recorded_does_not_wait_forever():
-    async def test(engine):
-        engine._engine.on_step = Mock(side_effect=RuntimeError("a bug"))
-        for _ in range(MAX_FAILURES):
-            with pytest.raises(RuntimeError, match="a bug"):
-                await collect(engine, PROMPTS[0], greedy(1))
-        await idle(engine)
+async def test_a_step_that_fails_for_a_client_that_left_ends_no_other_stream(engine):
+    stream = engine.generate(PROMPTS[0], greedy(80))
+    await anext(stream)
+    go = await held(engine)
 
-    serve(test)
-
-
-def test_a_step_that_fails_for_a_client_that_left_ends_no_other_stream():
-    async def test(engine):
-        stream = engine.generate(PROMPTS[0], greedy(80))
-        await anext(stream)
-        go = await held(engine)
-
-        engine._engine.pipeline.steps[0].wait = Mock(side_effect=RuntimeError("the device is gone"))
-        await stream.aclose()
-        other = asyncio.create_task(collect(engine, PROMPTS[1], greedy()))
-        await asyncio.sleep(0)
-        go.set()
-        assert await other == expected(1)
-
-    serve(test)
+    engine._engine.pipeline.steps[0].wait = Mock(side_effect=RuntimeError("the device is gone"))
+    await stream.aclose()
+    other = asyncio.create_task(collect(engine, PROMPTS[1], greedy()))
+    await asyncio.sleep(0)
+    go.set()
+    assert await other == expected(1)
 
 
-def test_an_error_reaches_who_has_not_read_all_that_came_before_it():
-    async def test(engine):
-        abort = engine._engine.abort
+async def test_an_error_reaches_who_has_not_read_all_that_came_before_it(engine):
+    abort = engine._engine.abort
 
-        def aborted(request_ids):
-            outputs = abort(request_ids)
-            time.sleep(0.2)  # the reader sees the request aborted
-            return outputs
+    def aborted(request_ids):
+        outputs = abort(request_ids)
+        time.sleep(0.2)  # the reader sees the request aborted
+        return outputs
 
-        async def read_slowly():
-            async for _ in engine.generate(PROMPTS[0], greedy(100)):
-                await asyncio.sleep(0.02)
-                engine._engine.runner.execute = Mock(side_effect=RuntimeError("the device is gone"))
-                await asyncio.sleep(0.05)
+    async def read_slowly():
+        async for _ in engine.generate(PROMPTS[0], greedy(100)):
+            await asyncio.sleep(0.02)
+            engine._engine.runner.execute = Mock(side_effect=RuntimeError("the device is gone"))
+            await asyncio.sleep(0.05)
 
-        engine._engine.abort = aborted
-        with pytest.raises(RuntimeError, match="the device is gone"):
-            await read_slowly()
-
-    serve(test)
+    engine._engine.abort = aborted
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        await read_slowly()
 
 
-def test_shutdown_ends_open_streams_and_refuses_new_ones():
-    async def test(engine):
-        waits, go = hold(engine, after=1)
-        stream = asyncio.create_task(collect(engine, PROMPTS[0], greedy(100)))
-        await asyncio.to_thread(waits.wait, SAFETY)
-        stopped = await stopping(engine)
-        go.set()
-        await stopped
-        with pytest.raises(RuntimeError, match="shut down"):
-            await asyncio.wait_for(stream, SAFETY)
-        for late in (collect(engine, [1], greedy()), engine.metrics(), engine.abort("x")):
-            with pytest.raises(RuntimeError, match="shut down"):
-                await asyncio.wait_for(late, SAFETY)
-        engine.shutdown()  # a second time does nothing
-
-    serve(test)
-
-
-def test_calls_that_wait_in_line_when_the_engine_shuts_down_are_answered():
-    async def test(engine):
-        go = await held(engine)
-        stopped = await stopping(engine)
-        late = asyncio.create_task(collect(engine, PROMPTS[0], greedy()))
-        await asyncio.sleep(0)
-        go.set()
+async def test_shutdown_ends_open_streams_and_refuses_new_ones(engine):
+    waits, go = hold(engine, after=1)
+    stream = asyncio.create_task(collect(engine, PROMPTS[0], greedy(100)))
+    await asyncio.to_thread(waits.wait, SAFETY)
+    stopped = await stopping(engine)
+    go.set()
+    await stopped
+    with pytest.raises(RuntimeError, match="shut down"):
+        await asyncio.wait_for(stream, SAFETY)
+    for late in (collect(engine, [1], greedy()), engine.metrics(), engine.abort("x")):
         with pytest.raises(RuntimeError, match="shut down"):
             await asyncio.wait_for(late, SAFETY)
-        await stopped
-
-    serve(test)
+    engine.shutdown()  # a second time does nothing
 
 
-def test_two_engines_in_two_threads():
+async def test_calls_that_wait_in_line_when_the_engine_shuts_down_are_answered(engine):
+    go = await held(engine)
+    stopped = await stopping(engine)
+    late = asyncio.create_task(collect(engine, PROMPTS[0], greedy()))
+    await asyncio.sleep(0)
+    go.set()
+    with pytest.raises(RuntimeError, match="shut down"):
+        await asyncio.wait_for(late, SAFETY)
+    await stopped
+
+
+async def test_two_engines_in_two_threads(engine):
     """They share nothing but MLX and the hook in it."""
-    other = AsyncEngine(tiny.engine("gpt_oss"))
-
-    async def test(engine):
+    with served("gpt_oss") as other:
         mine = [collect(engine, p, greedy(20)) for p in PROMPTS[:4]]
         theirs = [collect(other, p, greedy(20)) for p in PROMPTS[:4]]
         results = await asyncio.gather(*mine, *theirs)
         assert results[:4] == [expected(i, 20) for i in range(4)]
         assert results[4:] == [expected(i, 20, "gpt_oss") for i in range(4)]
-
-    try:
-        serve(test)
-    finally:
-        other.shutdown()
 
 
 @pytest.mark.long
@@ -415,14 +369,11 @@ asyncio.run(main())
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_a_stream_leaves_checkpoints_where_it_is_asked_to():
+async def test_a_stream_leaves_checkpoints_where_it_is_asked_to():
     shared = tiny.prompts(1, 24, 24, seed=2)[0]
-
-    async def test(engine):
+    with served("qwen3_next") as engine:
         await collect(engine, [*shared, 1, 2, 3, 4, 5, 6, 7, 8, 9], greedy(2), checkpoints=[24])
         async for output in engine.generate([*shared, 9], greedy(1)):
             assert output.num_cached_tokens == 24
         with pytest.raises(RequestError, match="checkpoint 9 is outside"):
             await collect(engine, [1, 2], greedy(1), checkpoints=[9])
-
-    serve(test, name="qwen3_next")

@@ -152,7 +152,6 @@ def test_a_layer_of_gpt_oss_neither_multiplies_nor_copies(monkeypatch):
 
 
 def test_a_bias_goes_with_its_product(monkeypatch):
-    """q, k and v of qwen2."""
     expected = {"skinny_gemm NORM BIAS": 1, "paged_decode FUSED": 1, "skinny_gemm RESIDUAL": 2}
     expected |= {"skinny_gemm NORM GATE": 1}
     assert of_a_layer(monkeypatch, "qwen2", 8, FEW) == expected

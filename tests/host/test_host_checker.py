@@ -113,7 +113,6 @@ def test_outputs_are_filled():
 
 
 def test_outputs_behind_an_unfilled_one_are_returned():
-    """A later output has the values that the kernel wrote."""
     rest = np.zeros(N, np.float32)
     source = """kernel void k(device float* out [[buffer(0)]], device float* rest [[buffer(1)]],
                               uint t [[thread_position_in_grid]]) { rest[t] = float(t); }"""

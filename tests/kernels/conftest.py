@@ -1,4 +1,5 @@
-"""Who executes the kernels."""
+"""Who executes the kernels.  The host reports races and accesses out of bounds; in the tests of
+attention, slots that no row of the step may read hold NaN, as do rows of padding."""
 
 import pytest
 
@@ -16,6 +17,6 @@ def host(request):
 
 @pytest.fixture(scope="module")
 def host_or_gpu(request):
-    """The same; with METAL_LITE_DEVICE=gpu MLX's GPU."""
+    """The host; with METAL_LITE_DEVICE=gpu the same cases run on MLX's GPU."""
     if backend.is_cpu():
         request.getfixturevalue("host")

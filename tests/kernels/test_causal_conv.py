@@ -1,7 +1,4 @@
-"""causal_conv on the CPU host, under the checker, against its definition in float64 and MLX's own.
-
-With METAL_LITE_DEVICE=gpu the same cases run on MLX's GPU instead of the host.
-"""
+"""causal_conv on the CPU host, under the checker, against float64 and MLX's own."""
 
 import mlx.nn as nn
 import numpy as np

@@ -100,7 +100,6 @@ def test_large_logits_do_not_overflow(dtype):
 
 
 def test_every_row_has_different_experts_that_exist():
-    """For any logits."""
     logits = np.array(logits_of(5, 40))
     logits[0], logits[1], logits[2, 3:], logits[3] = np.nan, -np.inf, np.inf, 7
     for scoring in SCORINGS:

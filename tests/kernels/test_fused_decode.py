@@ -2,8 +2,7 @@
 paged_decode one after the other.
 
 The store must hold the same bits afterwards; attention differs by the order in which it adds up.
-NaN is in every slot that is neither read nor written, the new one before the write among them, and
-in the rows of padding.  The checker watches for races and for accesses out of bounds.
+The new slot holds NaN before the write.
 """
 
 import numpy as np

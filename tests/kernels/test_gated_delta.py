@@ -1,8 +1,7 @@
 """gated_delta on the CPU host, under the checker, as the gated delta rule and as Mamba 2's state
 space update: of gates that are given, and of a layer's logits with q and k before their norm.
 
-Against definitions in float64, mlx-lm's functions and MLX's.  With METAL_LITE_DEVICE=gpu the same
-cases run on MLX's GPU instead of the host.
+Against definitions in float64, mlx-lm's functions and MLX's.
 """
 
 import numpy as np

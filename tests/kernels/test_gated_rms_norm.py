@@ -1,7 +1,4 @@
-"""gated_rms_norm on the CPU host, under the checker, against float64 and mlx-lm's layers.
-
-With METAL_LITE_DEVICE=gpu the same cases run on MLX's GPU instead of the host.
-"""
+"""gated_rms_norm on the CPU host, under the checker, against float64 and mlx-lm's layers."""
 
 import numpy as np
 import pytest

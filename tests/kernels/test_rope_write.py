@@ -1,7 +1,7 @@
 """rope_write on the CPU host, against float64 and against MLX's own norm and rotation.
 
 NaN is in columns that belong to no head, in keys and values of rows without a slot, and in the
-store before.  The checker watches for races and for accesses out of bounds.
+store before.
 """
 
 import numpy as np

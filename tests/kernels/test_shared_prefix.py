@@ -1,9 +1,5 @@
 """shared_prefix and what paged_decode makes of it, executed on the CPU host, against attention by
-definition in float64.
-
-The host watches for races and for accesses out of bounds, and each slot that no row may read holds
-NaN.  With METAL_LITE_DEVICE=gpu the same cases run on MLX's GPU instead of the host.
-"""
+definition in float64."""
 
 import numpy as np
 import pytest

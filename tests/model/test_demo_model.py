@@ -131,7 +131,6 @@ def test_recall_at_256_tokens(loaded):
 
 @pytest.mark.thorough
 def test_training_smoke(tmp_path, monkeypatch):
-    """A few steps on a tiny batch: the folder that comes out loads."""
     monkeypatch.setattr(sys, "argv", ["train", "--smoke", "--out", str(tmp_path)])
     train.main()
     model, tokenizer = load(str(tmp_path))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.server.kit import user
 from vllm_metal_lite.server.anthropic_api.request_content import conversation
 from vllm_metal_lite.server.errors import ApiError
 
@@ -16,10 +17,6 @@ def use(call_id, name, **arguments):
 
 def result(call_id, content):
     return {"type": "tool_result", "tool_use_id": call_id, "content": content, "is_error": False}
-
-
-def user(content):
-    return {"role": "user", "content": content}
 
 
 def messages(*given, system=None):

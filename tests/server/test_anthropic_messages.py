@@ -5,7 +5,7 @@ import asyncio
 import anthropic
 import pytest
 
-from tests.support.server.kit import OPTIONS
+from tests.support.server.kit import OPTIONS, user
 from vllm_metal_lite.server.settings import ServerConfig
 
 ASK = "Tell me about a lantern in the rain."
@@ -18,10 +18,6 @@ LIMITS = {"model": "demo", "temperature": 0, "max_tokens": 12}
 def client(running):
     with anthropic.Anthropic(base_url=running.url, **OPTIONS) as client:
         yield client
-
-
-def user(content):
-    return {"role": "user", "content": content}
 
 
 def request(*messages, **options):

@@ -2,12 +2,10 @@
 
 import pytest
 
+from tests.support.server.kit import user
+
 HI = [{"role": "user", "content": "hi"}]
 RUN = {"name": "run", "input_schema": {}}
-
-
-def user(content):
-    return {"role": "user", "content": content}
 
 
 def function(**fields):

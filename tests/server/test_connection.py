@@ -116,23 +116,18 @@ def test_what_is_not_http_harms_nobody(running, junk, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_small_events_are_not_held_back():
+async def test_small_events_are_not_held_back():
     """Nagle's algorithm would keep a token until the client has confirmed the one before."""
-
-    async def no_delay() -> int:
-        accepted = asyncio.get_running_loop().create_future()
-        server = await asyncio.start_server(
-            lambda _, writer: accepted.set_result(writer), sock=listen(ServerConfig(port=0))
-        )
-        async with server:
-            with socket.create_connection(server.sockets[0].getsockname()):
-                writer = await accepted
-                taken = writer.get_extra_info("socket")
-                value = taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-                writer.close()
-                return value
-
-    assert asyncio.run(no_delay())
+    accepted = asyncio.get_running_loop().create_future()
+    server = await asyncio.start_server(
+        lambda _, writer: accepted.set_result(writer), sock=listen(ServerConfig(port=0))
+    )
+    async with server:
+        with socket.create_connection(server.sockets[0].getsockname()):
+            writer = await accepted
+            taken = writer.get_extra_info("socket")
+            assert taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            writer.close()
 
 
 @pytest.mark.parametrize(

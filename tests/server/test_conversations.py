@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from tests.support.models import tiny_models
-from tests.support.server.kit import serving, text_model
+from tests.support.server.kit import serving, text_model, user
 from vllm_metal_lite import LLM, SamplingParams
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.model.files.find import DEMO_PATH
@@ -16,10 +16,6 @@ from vllm_metal_lite.server.served_model import ModelSpec
 
 SYSTEM = {"role": "system", "content": "You answer in short sentences. " * 12}
 BLOCK = 16
-
-
-def user(text):
-    return {"role": "user", "content": text}
 
 
 def assistant(text):

@@ -47,25 +47,20 @@ def test_no_request_waits_forever():
     assert i < 150
 
 
-def test_the_engine_serves_clients_in_rounds():
+async def test_the_engine_serves_clients_in_rounds():
     """One seat: the pile's first request runs, then the other client's."""
+    engine = await start_engine("demo", EngineConfig(num_blocks=64, max_num_seqs=1))
+    ended: list[str] = []
 
-    async def test() -> list[str]:
-        engine = await start_engine("demo", EngineConfig(num_blocks=64, max_num_seqs=1))
-        ended: list[str] = []
+    async def ask(client: str, name: str) -> None:
+        REQUESTER.set(Requester(client))
+        params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+        async with engine.generate(Add(name, [5, 6, 7], params)) as request:
+            await request.complete()
+        ended.append(name)
 
-        async def ask(client: str, name: str) -> None:
-            REQUESTER.set(Requester(client))
-            params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
-            async with engine.generate(Add(name, [5, 6, 7], params)) as request:
-                await request.complete()
-            ended.append(name)
-
-        tasks = [asyncio.ensure_future(ask("pile", f"pile {i}")) for i in range(6)]
-        tasks.append(asyncio.ensure_future(ask("other", "other")))
-        await asyncio.gather(*tasks)
-        await engine.stop()
-        return ended
-
-    ended = asyncio.run(test())
+    tasks = [asyncio.ensure_future(ask("pile", f"pile {i}")) for i in range(6)]
+    tasks.append(asyncio.ensure_future(ask("other", "other")))
+    await asyncio.gather(*tasks)
+    await engine.stop()
     assert ended.index("other") == 1

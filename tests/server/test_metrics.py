@@ -1,13 +1,12 @@
 """`/metrics`: what a dashboard for vLLM reads."""
 
 import asyncio
-import time
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.server.cli_kit import SAFETY
+from tests.support.server.command import eventually
 from tests.support.server.raw_http import CHAT
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.conversations import RenderedPrompt
@@ -145,9 +144,8 @@ def test_a_request_whose_client_goes_counts_its_tokens_and_no_end(running, http)
 
 def test_gauges_are_0_when_nothing_runs(http):
     ask(http, "hello", 2)
-    deadline = time.monotonic() + SAFETY
-    while (now := scrape(http))["num_requests_running"] and time.monotonic() < deadline:
-        time.sleep(0.05)
+    eventually(lambda: not scrape(http)["num_requests_running"])
+    now = scrape(http)
     assert now["num_requests_running"] == now["num_requests_waiting"] == 0
     assert now["kv_cache_usage_perc"] == 0
 

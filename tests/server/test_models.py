@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.support.server.kit import in_loop
 from vllm_metal_lite import EngineConfig, backend
 from vllm_metal_lite.errors import ConfigError, ModelLoadError
 from vllm_metal_lite.server.errors import ApiError
@@ -137,7 +136,6 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-@in_loop
 async def test_a_model_alone_gets_the_whole_budget():
     world = World()
     models = world.models("a", budget=8)
@@ -148,7 +146,6 @@ async def test_a_model_alone_gets_the_whole_budget():
     assert world.alive == []
 
 
-@in_loop
 async def test_the_first_and_the_pinned_are_loaded_from_the_start():
     world = World(c=1)
     models = world.models("a", "b", "c", pinned="c")
@@ -158,7 +155,6 @@ async def test_the_first_and_the_pinned_are_loaded_from_the_start():
     assert list(models.loaded) == ["a", "c"]
 
 
-@in_loop
 async def test_the_least_recently_used_makes_room():
     world = World(memory=10)
     models = world.models("a", "b", "c", "d", "e")
@@ -170,7 +166,6 @@ async def test_the_least_recently_used_makes_room():
     assert sorted(models.loaded) == ["a", "b", "d"]
 
 
-@in_loop
 async def test_a_model_in_use_stays_until_its_requests_end_and_gets_no_new_ones():
     world, models = two_with_room_for_one()
     async with held(models, "a") as first:
@@ -185,7 +180,6 @@ async def test_a_model_in_use_stays_until_its_requests_end_and_gets_no_new_ones(
     assert world.started == ["a", "b", "a"]
 
 
-@in_loop
 async def test_a_model_whose_files_are_broken_takes_no_room():
     world, models = two_with_room_for_one()
     world.broken["b"] = "its weights are cut"
@@ -199,7 +193,6 @@ async def test_a_model_whose_files_are_broken_takes_no_room():
     assert (models.by_name["b"].state, list(models.loaded)) == ("failed", ["a"])
 
 
-@in_loop
 async def test_a_model_that_fails_once_it_has_room_rarely_takes_it_again():
     world, models = two_with_room_for_one()
     world.failing["b"] = "the trial failed"
@@ -224,7 +217,6 @@ async def test_a_model_that_fails_once_it_has_room_rarely_takes_it_again():
     await once(models, "b")
 
 
-@in_loop
 async def test_requests_of_two_models_in_turn_do_not_load_in_turn():
     """Four clients, two a model, each with ten requests, one after the other, of a second each."""
     world, models = two_with_room_for_one()
@@ -242,7 +234,6 @@ async def test_requests_of_two_models_in_turn_do_not_load_in_turn():
     assert 2 <= len(world.started) <= 8
 
 
-@in_loop
 async def test_a_turn_ends():
     """Requests that overlap without end do not keep another model out."""
     world, models = two_with_room_for_one()
@@ -261,7 +252,6 @@ async def test_a_turn_ends():
     assert world.started[:2] == ["a", "b"]
 
 
-@in_loop
 async def test_who_waits_and_leaves_costs_nothing():
     world, models = two_with_room_for_one()
     async with held(models, "a") as first:
@@ -273,7 +263,6 @@ async def test_who_waits_and_leaves_costs_nothing():
     assert models.by_name["b"].state == "unloaded"
 
 
-@in_loop
 async def test_who_asks_while_an_unwanted_start_ends_gets_the_model():
     world, models = two_with_room_for_one()
     async with held(models, "a"):
@@ -287,7 +276,6 @@ async def test_who_asks_while_an_unwanted_start_ends_gets_the_model():
     assert (await asked) is models.by_name["b"].client
 
 
-@in_loop
 async def test_who_leaves_while_a_model_loads_leaves_it_loaded():
     world = World()
     models = world.models("a")
@@ -302,7 +290,6 @@ async def test_who_leaves_while_a_model_loads_leaves_it_loaded():
     assert engine.users == 0
 
 
-@in_loop
 async def test_many_wait_for_one_load():
     world = World()
     models = world.models("a")
@@ -310,7 +297,6 @@ async def test_many_wait_for_one_load():
     assert world.started == ["a"]
 
 
-@in_loop
 async def test_a_failure_is_told_and_tried_again_later():
     world = World()
     models = world.models("a", "b")
@@ -328,7 +314,6 @@ async def test_a_failure_is_told_and_tried_again_later():
     assert state_of(models, "b") == ("loaded", None)
 
 
-@in_loop
 async def test_the_first_model_has_to_load():
     world = World()
     world.failing["a"] = "no such folder"
@@ -336,7 +321,6 @@ async def test_the_first_model_has_to_load():
         await world.models("a").start()
 
 
-@in_loop
 async def test_a_model_that_never_fits_beside_the_pinned_ones():
     world = World(memory=10, a=6, b=3)
     models = world.models("a", "b", pinned="a")
@@ -347,7 +331,6 @@ async def test_a_model_that_never_fits_beside_the_pinned_ones():
     assert list(models.loaded) == ["a"]
 
 
-@in_loop
 async def test_an_engine_that_ended_is_loaded_again():
     world, models = two_with_room_for_one()
     async with held(models, "a") as engine:
@@ -363,7 +346,6 @@ async def test_an_engine_that_ended_is_loaded_again():
     assert world.started == ["a", "a", "b"]
 
 
-@in_loop
 async def test_a_stop_ends_those_that_load_and_those_that_wait():
     world, models = two_with_room_for_one()
     async with held(models, "a"):
@@ -374,7 +356,6 @@ async def test_a_stop_ends_those_that_load_and_those_that_wait():
     assert world.alive == []
 
 
-@in_loop
 async def test_an_unknown_model_is_404():
     models = World().models("a", "b")
     with pytest.raises(ApiError, match=r"`c` does not exist; the models are: a, b\.") as unknown:
@@ -382,14 +363,12 @@ async def test_an_unknown_model_is_404():
     assert unknown.value.status == 404
 
 
-@in_loop
 async def test_a_budget_beyond_the_device_is_refused():
     with pytest.raises(ConfigError, match=r"memory_budget_gib is 11.0 GiB; this device has 10.0"):
         World(memory=10).models("a", budget=11)
 
 
 @pytest.mark.parametrize("seed", range(12))
-@in_loop
 async def test_at_random_nobody_waits_for_ever_and_memory_suffices(seed):
     """Requests of all models (some leave early), engines that end, loads that fail."""
     rng = random.Random(seed)

@@ -6,7 +6,6 @@ import threading
 import pytest
 
 from tests.support.run_python import run_python
-from tests.support.server.kit import in_loop
 from vllm_metal_lite.server.offload import (
     LARGE,
     REQUESTER,
@@ -18,14 +17,12 @@ from vllm_metal_lite.server.offload import (
 )
 
 
-@in_loop
 async def test_results_and_errors_come_back():
     assert await offload(divmod, 7, 3) == (2, 1)
     with pytest.raises(ZeroDivisionError):
         await offload(divmod, 7, 0)
 
 
-@in_loop
 async def test_clients_take_turns():
     """One thread is busy; a client's pile waits, then another client comes with one piece."""
     threads, held, done = Threads(1), threading.Event(), []
@@ -46,7 +43,6 @@ async def test_clients_take_turns():
     assert len(done) == 6
 
 
-@in_loop
 async def test_small_work_does_not_wait_for_large_work():
     held = threading.Event()
 
@@ -61,7 +57,6 @@ async def test_small_work_does_not_wait_for_large_work():
     await asyncio.gather(*waits)
 
 
-@in_loop
 async def test_work_ends_when_its_caller_leaves():
     threads, began, ended = Threads(1), threading.Event(), threading.Event()
 

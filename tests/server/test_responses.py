@@ -4,6 +4,7 @@ import asyncio
 import json
 from contextlib import AsyncExitStack
 
+from tests.support.server.kit import user
 from vllm_metal_lite import SamplingParams
 from vllm_metal_lite.chat_formats.detect import PLAIN
 from vllm_metal_lite.chat_formats.parser import ChatParser
@@ -25,10 +26,6 @@ def chat(client, *messages, **options):
     options = {"temperature": 0, "max_tokens": 12, **options}
     reply = client.chat.completions.create(model="demo", messages=list(messages), **options)
     return reply.choices[0].message.content
-
-
-def user(text):
-    return {"role": "user", "content": text}
 
 
 def test_a_response(client):
@@ -74,24 +71,23 @@ def test_events_come_in_order_and_make_the_whole(client):
     assert last.usage.input_tokens_details.cached_tokens <= last.usage.input_tokens
 
 
-def test_signs_of_life_are_numbered_events():
-    async def stream(tokenizer):
-        request = RequestState(Add("resp_1", [1], SamplingParams(max_tokens=1)), tokenizer)
-        news = deltas([request], lambda: ChatParser(PLAIN))
-        reply = ResponseReply(request, news, {}, False, {}, lambda token_ids, positions: [])
-        sent = []
+async def test_signs_of_life_are_numbered_events():
+    request = RequestState(
+        Add("resp_1", [1], SamplingParams(max_tokens=1)), load_tokenizer_only("demo")
+    )
+    news = deltas([request], lambda: ChatParser(PLAIN))
+    reply = ResponseReply(request, news, {}, False, {}, lambda token_ids, positions: [])
+    sent = []
 
-        async def send(message):
-            sent.extend(message.get("body", b"").decode().splitlines())
-            signs = sent.count("event: response.in_progress") - 1
-            if signs > 2 and not request.finished:
-                request.take([AnswerUpdate(0, [5], "", "length")])
+    async def send(message):
+        sent.extend(message.get("body", b"").decode().splitlines())
+        signs = sent.count("event: response.in_progress") - 1
+        if signs > 2 and not request.finished:
+            request.take([AnswerUpdate(0, [5], "", "length")])
 
-        events = EventStream(reply.stream(), reply.keep_alive, 0.001, AsyncExitStack())
-        await events({}, asyncio.Event().wait, send)
-        return [json.loads(line[6:]) for line in sent if line.startswith("data: ")]
-
-    events = asyncio.run(stream(load_tokenizer_only("demo")))
+    stream = EventStream(reply.stream(), reply.keep_alive, 0.001, AsyncExitStack())
+    await stream({}, asyncio.Event().wait, send)
+    events = [json.loads(line[6:]) for line in sent if line.startswith("data: ")]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert events[-1]["type"] == "response.incomplete"
 

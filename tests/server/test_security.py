@@ -42,7 +42,6 @@ HOSTS = {
 
 @pytest.mark.parametrize(("host", "expected"), [(h, e) for e in HOSTS for h in HOSTS[e]])
 def test_the_host_is_an_address_or_a_known_name(running, host, expected):
-    """Addresses and the machine's own names are known."""
     answer, (status, words) = ask(running.url, "/health", host=host), expected
     assert answer.status == status
     if words:

@@ -6,7 +6,6 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from tests.support.server.kit import in_loop
 from vllm_metal_lite.server.stream import KEEP_ALIVE, ClientGone, EventStream, until_gone
 
 
@@ -58,7 +57,6 @@ async def few() -> AsyncIterator[bytes]:
     yield b"two"
 
 
-@in_loop
 async def test_a_stream_ends_by_itself():
     connection = Connection()
     await connection.stream(few())
@@ -66,7 +64,6 @@ async def test_a_stream_ends_by_itself():
     assert connection.closed.is_set()
 
 
-@in_loop
 async def test_a_client_that_goes_ends_the_events():
     connection, ended = Connection(), asyncio.Event()
     streaming = asyncio.ensure_future(connection.stream(endless(ended)))
@@ -78,7 +75,6 @@ async def test_a_client_that_goes_ends_the_events():
     assert connection.closed.is_set()
 
 
-@in_loop
 async def test_a_client_that_never_reads_may_go():
     connection, ended = Connection(reads=False), asyncio.Event()
     streaming = asyncio.ensure_future(connection.stream(endless(ended), 0.001))
@@ -90,7 +86,6 @@ async def test_a_client_that_never_reads_may_go():
     await ended.wait()
 
 
-@in_loop
 async def test_a_long_silence_is_broken():
     connection = Connection()
     streaming = asyncio.ensure_future(connection.stream(endless(asyncio.Event()), 0.001))
@@ -101,7 +96,6 @@ async def test_a_long_silence_is_broken():
     await streaming
 
 
-@in_loop
 async def test_events_that_fail_fail_the_response():
     async def failing() -> AsyncIterator[bytes]:
         yield b"one"
@@ -114,7 +108,6 @@ async def test_events_that_fail_fail_the_response():
     assert connection.closed.is_set()
 
 
-@in_loop
 async def test_a_watch_that_fails_is_not_a_client_that_goes():
     connection, ended = Connection(broken=True), asyncio.Event()
     with pytest.raises(ConnectionError):
@@ -127,7 +120,6 @@ async def test_a_watch_that_fails_is_not_a_client_that_goes():
     assert cancelled.is_set()
 
 
-@in_loop
 async def test_work_ends_with_its_client():
     connection, cancelled = Connection(), asyncio.Event()
     with pytest.raises(ClientGone):
@@ -135,7 +127,6 @@ async def test_work_ends_with_its_client():
     assert cancelled.is_set()
 
 
-@in_loop
 async def test_the_result_and_the_error_of_work_come_through():
     connection = Connection()
 

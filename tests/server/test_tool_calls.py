@@ -1,6 +1,5 @@
 """Tools and thoughts over all chat APIs, with the official clients; answers are prepared."""
 
-import asyncio
 import re
 
 import anthropic
@@ -45,9 +44,9 @@ def test_streamed_and_whole_answers_are_the_same(api, script, size):
     assert api.streamed() == gathered == whole
 
 
-def test_the_asynchronous_client(api, script):
+async def test_the_asynchronous_client(api, script):
     script.says(ANSWER)
-    for reply in asyncio.run(api.asked()):
+    for reply in await api.asked():
         assert (reply.parts, reply.end) == (PARTS, "tool_calls")
 
 

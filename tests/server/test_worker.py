@@ -7,10 +7,8 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
-from functools import wraps
+from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -37,33 +35,18 @@ def short(max_tokens: int = 8, **given) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, **given)
 
 
-class Engine:
-    """A client and the event loop that it lives in."""
-
-    def __init__(self, runner: asyncio.Runner) -> None:
-        self._runner = runner
-        self.client = self.run(start_engine("demo", CONFIG))
-
-    def run(self, work):
-        return self._runner.run(asyncio.wait_for(work, 60))
-
-
-def in_engines_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """A coroutine as a test, in the event loop of `engine`."""
-
-    @wraps(test)
-    def run(engine: Engine, **given: Any) -> None:
-        engine.run(test(engine=engine, **given))
-
-    return run
+@pytest.fixture(scope="module")
+def async_runner() -> Iterator[asyncio.Runner]:
+    """The event loop that the client lives in."""
+    with asyncio.Runner() as runner:
+        yield runner
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with asyncio.Runner() as runner:
-        engine = Engine(runner)
-        yield engine
-        engine.run(engine.client.stop())
+def client(async_runner) -> Iterator[EngineClient]:
+    client = async_runner.run(start_engine("demo", CONFIG))
+    yield client
+    async_runner.run(client.stop())
 
 
 async def answer(
@@ -94,13 +77,13 @@ async def assert_clean(client: EngineClient) -> None:
     assert not client._replies
 
 
-def test_tokens_over_the_pipe_are_the_engines_tokens(engine):
+async def test_tokens_over_the_pipe_are_the_engines_tokens(client):
     own = LLMEngine.from_name("demo", CONFIG)
     own.add_request("a", {"prompt_token_ids": PROMPT}, short(20))
     outputs = []
     while own.has_unfinished_requests():
         outputs = own.step() or outputs
-    assert engine.run(answer(engine.client, "a", short(20))) == [outputs[0].outputs[0].token_ids]
+    assert await answer(client, "a", short(20)) == [outputs[0].outputs[0].token_ids]
 
 
 MOMENTS = ("before it is accepted", "accepted", "waiting", "prefilling", "decoding", "the end")
@@ -108,9 +91,7 @@ MOMENTS = ("before it is accepted", "accepted", "waiting", "prefilling", "decodi
 
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("moment", MOMENTS)
-@in_engines_loop
-async def test_a_client_that_leaves_at_any_moment_leaves_nothing(engine, moment, n):
-    client = engine.client
+async def test_a_client_that_leaves_at_any_moment_leaves_nothing(client, moment, n):
     params = SamplingParams(n=n, max_tokens=60, seed=1, ignore_eos=True)
     long = [i % 200 for i in range(800)]  # 13 steps
 
@@ -147,24 +128,21 @@ async def test_a_client_that_leaves_at_any_moment_leaves_nothing(engine, moment,
     await assert_clean(client)
 
 
-@in_engines_loop
-async def test_a_slow_reader_gets_several_tokens_at_once(engine):
-    async with engine.client.generate(Add("slow", PROMPT, short(30))) as request:
+async def test_a_slow_reader_gets_several_tokens_at_once(client):
+    async with client.generate(Add("slow", PROMPT, short(30))) as request:
         while not request.finished:
             await asyncio.sleep(0.01)
         (delta,) = [delta async for delta in deltas([request])]
         assert len(delta.token_ids) == 30
         assert delta.answer.finish_reason == "length"
         assert delta.text == request.answers[0].text
-    await assert_clean(engine.client)
+    await assert_clean(client)
 
 
 @pytest.mark.parametrize("stop", [None, ["zzz"]])
-@in_engines_loop
-async def test_the_deltas_of_all_answers_add_up(engine, stop):
+async def test_the_deltas_of_all_answers_add_up(client, stop):
     params = SamplingParams(n=3, max_tokens=25, seed=7, logprobs=2, stop=stop)
-
-    async with engine.client.generate(Add("n", PROMPT, params)) as request:
+    async with client.generate(Add("n", PROMPT, params)) as request:
         texts, tokens, logprobs = [""] * 3, [[] for _ in range(3)], [[] for _ in range(3)]
         async for delta in deltas([request]):
             index = delta.answer.index
@@ -180,10 +158,7 @@ async def test_the_deltas_of_all_answers_add_up(engine, stop):
         assert times.arrived <= times.scheduled <= times.first_token <= times.finished
 
 
-@in_engines_loop
-async def test_a_refused_request_is_forgotten(engine):
-    client = engine.client
-
+async def test_a_refused_request_is_forgotten(client):
     client.call("add", Add("twice", PROMPT, FOREVER))
     with pytest.raises(RequestError, match="already in use"):
         await answer(client, "twice", FOREVER)
@@ -193,13 +168,12 @@ async def test_a_refused_request_is_forgotten(engine):
     await assert_clean(client)
 
 
-@in_engines_loop
-async def test_a_request_that_breaks_the_engine_harms_no_other(engine):
-    other = asyncio.ensure_future(answer(engine.client, "other", short(30)))
+async def test_a_request_that_breaks_the_engine_harms_no_other(client):
+    other = asyncio.ensure_future(answer(client, "other", short(30)))
     with pytest.raises(EngineLost, match="the engine failed"):
-        await answer(engine.client, "broken", short(), Unreadable([1]))
+        await answer(client, "broken", short(), Unreadable([1]))
     assert len((await other)[0]) == 30
-    await assert_clean(engine.client)
+    await assert_clean(client)
 
 
 class Unreadable(list):
@@ -211,12 +185,12 @@ class Unreadable(list):
         return super().__iter__()
 
 
-def test_ctrl_c_does_not_reach_the_engine(engine):
-    os.kill(engine.client.pid, signal.SIGINT)
-    assert engine.run(answer(engine.client, "after", short()))
+async def test_ctrl_c_does_not_reach_the_engine(client):
+    os.kill(client.pid, signal.SIGINT)
+    assert await answer(client, "after", short())
 
 
-def test_the_engines_log_reaches_the_servers_log(engine, caplog):
+def test_the_engines_log_reaches_the_servers_log(client, caplog):
     """With levels, and with the lines that show progress."""
     server, theirs = Pipe()
     log = logging.Logger("in the process")
@@ -225,7 +199,7 @@ def test_the_engines_log_reaches_the_servers_log(engine, caplog):
     log.warning("a kernel was replaced")
     with caplog.at_level(logging.INFO, "vllm_metal_lite"):
         for _ in range(2):
-            engine.client._take(server.recv())
+            client._take(server.recv())
     got = [(r.levelname, r.getMessage(), r.transient) for r in caplog.records]
     assert got == [("INFO", "trying 3 kernels", True), ("WARNING", "a kernel was replaced", False)]
 
@@ -300,7 +274,6 @@ def test_adding_a_request_compiles_nothing(monkeypatch):
 def test_an_engine_whose_steps_all_fail_ends():
     """So the next request starts another one."""
     engine = LLMEngine.from_name("demo", CONFIG)
-
     engine.runner.execute = Mock(side_effect=RuntimeError("the device is gone"))
     server, theirs = Pipe()
 
@@ -315,10 +288,7 @@ def test_an_engine_whose_steps_all_fail_ends():
         Worker(engine, theirs, Caller(theirs)).run()
 
 
-@in_engines_loop
-async def test_lost_requests_fail_and_others_go_on(engine):
-    client = engine.client
-
+async def test_lost_requests_fail_and_others_go_on(client):
     async with (
         client.generate(Add("lost", PROMPT, FOREVER)) as lost,
         client.generate(Add("other", PROMPT, short())) as other,
@@ -333,11 +303,9 @@ async def test_lost_requests_fail_and_others_go_on(engine):
     await assert_clean(client)
 
 
-@in_engines_loop
-async def test_a_generation_that_fails_while_another_is_read_is_not_taken_for_finished(engine):
-    tokenizer = engine.client.model.tokenizer
+async def test_a_generation_that_fails_while_another_is_read_is_not_taken_for_finished(client):
+    tokenizer = client.model.tokenizer
     first, second = (RequestState(Add(name, PROMPT, short()), tokenizer) for name in "ab")
-
     first.take([AnswerUpdate(0, [5])])
     second.take([AnswerUpdate(0, [5], finish_reason="length")])
     news = changes([first, second])

@@ -51,10 +51,6 @@ asyncio.run(main())
 """
 
 
-def run(work):
-    return asyncio.run(asyncio.wait_for(work, SAFETY))
-
-
 def no_threads() -> bool:
     """No thread of any client continues; they end a moment after the engine."""
     return not [t for t in threading.enumerate() if t.name.startswith(("to ", "from "))]
@@ -70,7 +66,7 @@ def test_an_engine_ends_with_its_server(moment):
     eventually(lambda: not is_alive(pid))
 
 
-def test_starts_and_stops_leak_nothing(monkeypatch):
+async def test_starts_and_stops_leak_nothing(monkeypatch):
     """Also while steps run, whose requests fail."""
     monkeypatch.setattr(link, "STOP_SECONDS", SAFETY)  # a slow machine kills nothing
 
@@ -94,11 +90,11 @@ def test_starts_and_stops_leak_nothing(monkeypatch):
         assert not is_alive(client.pid)
         await client.stop()  # twice does no harm
 
-    run(once())  # Python's own helper process starts with the first
+    await once()  # Python's own helper process starts with the first
     eventually(no_threads)
     before = len(os.listdir("/dev/fd"))
-    run(once())
-    run(once())
+    await once()
+    await once()
     eventually(no_threads)
     assert len(os.listdir("/dev/fd")) == before
 
@@ -113,29 +109,28 @@ def test_starts_and_stops_leak_nothing(monkeypatch):
         ("unreadable", SMALL, r"config\.json"),
     ],
 )
-def test_a_start_that_fails_says_why_in_one_line_and_leaves_nothing(tmp_path, name, config, reason):
+async def test_a_start_that_fails_says_why_in_one_line_and_leaves_nothing(
+    tmp_path, name, config, reason
+):
     (tmp_path / "unknown").mkdir()
     (tmp_path / "unknown" / "config.json").write_text('{"model_type": "nobody_knows"}')
     (tmp_path / "unreadable" / "config.json").mkdir(parents=True)
     path = name if name == "demo" else str(tmp_path / name)
     with pytest.raises(ModelLoadError, match=reason) as failure:
-        run(start_engine(path, config))
+        await start_engine(path, config)
     assert "\n" not in str(failure.value)
     eventually(no_threads)
 
 
-def test_a_start_may_be_cancelled_or_its_process_killed():
-    async def cancelled() -> int:
-        client = EngineClient("demo", None)
-        starting = asyncio.ensure_future(start_engine())
-        await asyncio.sleep(0.2)
-        starting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await starting
-        os.kill(client.pid, signal.SIGKILL)
-        with pytest.raises(EngineLost, match="has ended by SIGKILL"):
-            await client._facts
-        return client.pid
-
-    assert not is_alive(run(cancelled()))
+async def test_a_start_may_be_cancelled_or_its_process_killed():
+    client = EngineClient("demo", None)
+    starting = asyncio.ensure_future(start_engine())
+    await asyncio.sleep(0.2)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    os.kill(client.pid, signal.SIGKILL)
+    with pytest.raises(EngineLost, match="has ended by SIGKILL"):
+        await client._facts
+    assert not is_alive(client.pid)
     eventually(no_threads)

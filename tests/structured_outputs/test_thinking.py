@@ -1,6 +1,7 @@
 """Thoughts before an answer of a given form, or in a channel: unlimited, or up to a budget."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,21 +48,6 @@ def test_thoughts_without_a_form_are_not_limited():
     assert allowed(limits, V) is None
 
 
-def test_a_budget_ends_the_thoughts():
-    limits = thinking(inner=False, is_open=True, budget=2)
-    accept(limits, 5)
-    assert limits.forced() == []
-    accept(limits, 6)
-    assert limits.forced() == [61, 62]
-    assert allowed(limits, V) == {61}
-    accept(limits, 61)
-    assert limits.forced() == [62]
-    limits.rollback(2)
-    assert limits.forced() == []
-    accept(limits, 6, 61, 62)
-    assert allowed(limits, V) is None
-
-
 def test_no_budget_means_no_thoughts():
     assert allowed(thinking(budget=0), V) == {1, 2}
     assert thinking(is_open=True, budget=0).forced() == [61, 62]
@@ -98,21 +84,30 @@ def channel(budget, inner=None) -> Thinking:
     return Thinking(params, inner, V, [EOS])
 
 
-def test_the_budget_ends_the_thoughts_of_a_channel_by_forced_tokens():
-    limits = channel(2)
-    accept(limits, *CHANNEL, 5)
+@pytest.mark.parametrize(
+    ("limits", "begin", "end"),
+    [
+        (lambda: thinking(inner=False, is_open=True, budget=2), (), END),
+        (lambda: channel(2), CHANNEL, CHANNEL_END),
+    ],
+    ids=["open", "channel"],
+)
+def test_the_budget_ends_the_thoughts_by_forced_tokens(limits, begin, end):
+    limits, (first, last) = limits(), end
+    accept(limits, *begin, 5)
     assert limits.forced() == []
     assert allowed(limits, V) is None
     accept(limits, 6)
-    assert limits.forced() == [63, 64]
-    assert allowed(limits, V) == {63}
-    accept(limits, 63)
-    assert limits.forced() == [64]
-    assert allowed(limits, V) == {64}
+    assert limits.forced() == [first, last]
+    assert allowed(limits, V) == {first}
+    accept(limits, first)
+    assert limits.forced() == [last]
+    assert allowed(limits, V) == {last}
     limits.rollback(2)
     assert limits.forced() == []
-    accept(limits, 6, 63, 64)
+    accept(limits, 6, first, last)
     assert limits.forced() == []
+    assert allowed(limits, V) is None
 
 
 def test_thoughts_do_not_begin_again():

@@ -112,7 +112,7 @@ def test_labels_are_scored(url):
     assert all(0 < item["score"] < 1 for item in found), found
 
 
-def test_64_clients_that_come_and_go_leave_nothing_behind(url):
+async def test_64_clients_that_come_and_go_leave_nothing_behind(url):
     """Half of them hang up in mid-answer; the pool is too small for all."""
     rng = random.Random(0)
     preempted = metric(url, "vllm:num_preemptions_total")
@@ -133,11 +133,8 @@ def test_64_clients_that_come_and_go_leave_nothing_behind(url):
                 return None
         return count
 
-    async def crowd():
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
-            return await asyncio.gather(*(one(client, i) for i in range(64)))
-
-    counts = asyncio.run(crowd())
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        counts = await asyncio.gather(*(one(client, i) for i in range(64)))
     assert sum(c is None for c in counts) == 32
     assert all(c is None or c > 0 for c in counts)
     assert metric(url, "vllm:num_preemptions_total") > preempted

@@ -2,10 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,14 +23,9 @@ OPTIONS = {"api_key": "x", "_strict_response_validation": True, "max_retries": 0
 SMALL = EngineConfig(num_blocks=256, max_num_seqs=8, max_num_batched_tokens=512)
 
 
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """A coroutine as a test, which must end."""
-
-    @wraps(test)
-    def run(*args: Any, **fixtures: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **fixtures), 600))
-
-    return run
+def user(content: Any) -> dict[str, Any]:
+    """A message."""
+    return {"role": "user", "content": content}
 
 
 def text_model(tokenizer: Any, name: str = "demo") -> TextModel:
