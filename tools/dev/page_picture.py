@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from tests.support.server.kit import serving
-from tests.support.server.page_kit import WIDE, Shown, chromium, chromium_path
+from tests.support.server.page_kit import WIDE, PageView, chromium, chromium_path
 from tools.lib.frame import parser_of, run_main
 from vllm_metal_lite import EngineConfig, MetalLiteError
 
@@ -27,20 +27,20 @@ QUESTIONS = (
 def take(path: Path) -> None:
     """Write a PNG of 1600 x 1000 pixels."""
     with serving(engine=ENGINE) as running, chromium() as browser:
-        shown = Shown(browser.new_context(**WIDE), running.url)
-        page = shown.page
+        view = PageView(browser.new_context(**WIDE), running.url)
+        page = view.page
         *first, last = QUESTIONS
         for i, question in enumerate(first):
-            shown.ask(question)
-            shown.answered(i + 1)
-        shown.ask(last)  # before the samples take all seats
-        with shown.samples():
-            shown.answered(len(QUESTIONS))
+            view.ask(question)
+            view.answered(i + 1)
+        view.ask(last)  # before the samples take all seats
+        with view.samples():
+            view.answered(len(QUESTIONS))
             page.locator("#requests li", has_text=re.compile(r"[4-9]\d out")).first.wait_for()
             page.locator("#engine-state").wait_for(state="hidden")  # no long step is under way
             page.screenshot(path=path)
-        if shown.complaints:
-            raise MetalLiteError("; ".join(shown.complaints))
+        if view.complaints:
+            raise MetalLiteError("; ".join(view.complaints))
 
 
 def main() -> int:
