@@ -13,8 +13,10 @@ import stat
 import subprocess
 import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
+from threading import Event
 from unittest.mock import Mock
 
 import pytest
@@ -187,7 +189,7 @@ def test_foreign_files_are_dropped(tmp_path):
     folder.path_of(key(3)).unlink()  # as another process does, and not bad
     (folder.path_of(key(2)).parent / "foreign").write_bytes(b"of somebody")
     assert folder.read(key(1)) is None
-    assert folder.verify() == (1, 2)
+    assert folder.verify() == (1, 1)
     close(folder)
     assert check(tmp_path / "x") == 1
 
@@ -238,6 +240,7 @@ def test_clear_removes_all_models(tmp_path):
     folder._model = "another model"
     write(folder, 2, 3)
     assert folder.models() == [("another model", 2, 2 * TAKEN), ("a model", 1, TAKEN)]
+    (folder.path_of(key(1)).parent / "foreign").write_bytes(b"not in the index")
     folder.clear()
     assert not folder.known
     assert bytes_on_disk(tmp_path / "x") == 0
@@ -250,6 +253,30 @@ def test_one_process_finds_what_another_wrote(tmp_path):
     other.refresh()
     assert other.known == one.known
     assert other.read(key(2)) == content(key(2))
+
+
+def test_a_file_that_another_process_is_writing_is_not_dropped(tmp_path, monkeypatch):
+    one, other = folder_at(tmp_path / "x"), folder_at(tmp_path / "x")
+    write_file, read_file, missed = module.write_file, module.read_file, Event()
+
+    def read(path: Path, key: bytes) -> memoryview:
+        try:
+            return read_file(path, key)
+        finally:
+            missed.set()
+
+    def write_late(path: Path, key: bytes, data: bytes) -> None:
+        other.refresh()
+        reads.append(threads.submit(other.read, key))
+        missed.wait()
+        write_file(path, key, data)
+
+    reads: list[Future] = []
+    monkeypatch.setattr(module, "read_file", read)
+    monkeypatch.setattr(module, "write_file", write_late)
+    with ThreadPoolExecutor(1) as threads:
+        write(one, 1)
+    assert reads[0].result() == content(key(1))
 
 
 def test_two_processes_write_at_once(tmp_path):

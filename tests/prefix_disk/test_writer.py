@@ -1,41 +1,75 @@
-"""Prefixes on their way to the disk, over a folder that fails."""
+"""Prefixes on their way to the disk: one that fails, or has no room, leaves the others alone."""
 
 import sqlite3
 from types import SimpleNamespace
-from unittest.mock import Mock
 
+import pytest
+
+from tests.prefix_disk.test_folder import SIZE, TAKEN, content, folder_at, key
+from vllm_metal_lite.prefix_disk import writer as module
 from vllm_metal_lite.prefix_disk.parts import Part
 from vllm_metal_lite.prefix_disk.writer import Writer
 
 
-def test_the_rest_of_a_prefix_that_cannot_be_kept_is_left_out():
-    written, warnings = [], []
-    errors = [sqlite3.OperationalError("locked")] * 2  # of a refresh, and of a prefix
+def parts_of(numbers: list[int]) -> list[Part]:
+    """Of the number 0, a part larger than the quota."""
+    return [Part(key(n), 0, key(n), SIZE if n else 9 * TAKEN) for n in numbers]
 
-    def refresh():
-        if errors:
-            raise errors.pop()
 
-    def write(files):
-        written.extend(key for key, _ in files)
-        return sum(len(data) for key, data in files if key != b"d")  # has no room
+@pytest.fixture
+def writer(tmp_path, monkeypatch) -> Writer:
+    """One that copies a file at a time, with a quota of 8."""
+    monkeypatch.setattr(module, "_COPIED", 1)
+    kv = SimpleNamespace(block_size=16)
+    parts = SimpleNamespace(kv=kv, min_tokens=16, may_be_cut=True, of=parts_of)
+    writer = Writer(folder_at(tmp_path / "x", 8 * TAKEN), parts, SimpleNamespace())
+    sizes = {part.name: part.num_bytes for part in parts_of([*range(20)])}
+    parts.place_of = lambda part: part.name
+    writer._store.read = lambda group, place: memoryview(content(place).ljust(sizes[place], b"x"))
+    return writer
 
-    folder = SimpleNamespace(known=(), unreadable=(b"h",), refresh=refresh, write=write)
-    folder.use, folder.warn = Mock(), warnings.append
-    store = SimpleNamespace(read=lambda group, place: b"rows")
-    parts = SimpleNamespace(
-        kv=SimpleNamespace(block_size=16),
-        min_tokens=16,
-        of=lambda names: [Part(name, 0, name, 16 << 20) for name in names],
-        place_of=lambda part: 0,
-    )
-    writer = Writer(folder, parts, store)
-    writer.add([b"a", b"b", b"c"])
-    writer.add([b"d", b"e", b"f"])
-    writer.add([b"g", b"h", b"i"])
+
+def write(writer: Writer, *prefixes: list[int]) -> set[bytes]:
+    """Write prefixes, given by the numbers of their files; returns the keys that the folder has."""
+    for numbers in prefixes:
+        writer.add(numbers)
     while writer.waiting:
         writer.flush()
         writer.copy()
     writer.flush()
-    assert written == [b"d", b"g", b"i"]
-    assert warnings == ["cannot write: locked"] * 2
+    return writer._folder.known
+
+
+def test_the_rest_of_a_prefix_that_cannot_be_kept_is_left_out(writer, monkeypatch, caplog):
+    refresh, errors = writer._folder.refresh, [sqlite3.OperationalError("locked")]
+
+    def fail_once() -> None:
+        if errors:
+            raise errors.pop()
+        refresh()
+
+    monkeypatch.setattr(writer._folder, "refresh", fail_once)
+    writer._folder.unreadable.add(key(8))
+    kept = write(writer, [1, 2, 3], [4, 0, 5], [7, 8, 9])
+    assert kept == {key(n) for n in (4, 7, 9)}
+    assert "cannot write: locked" in caplog.text
+
+
+def test_a_file_of_another_process_does_not_end_a_prefix(writer, tmp_path, monkeypatch):
+    other, read = folder_at(tmp_path / "x"), writer._store.read
+
+    def read_late(group: int, place: bytes) -> memoryview:
+        if place == key(2):
+            other.use([place])
+            other.write([(place, content(place))])
+        return read(group, place)
+
+    monkeypatch.setattr(writer._store, "read", read_late)
+    assert write(writer, [1, 2, 3]) == {key(n) for n in (1, 2, 3)}
+
+
+@pytest.mark.parametrize(("may_be_cut", "kept"), [(True, 8), (False, 0)])
+def test_a_prefix_of_windows_or_states_is_kept_whole_or_not_at_all(writer, may_be_cut, kept):
+    writer._parts.may_be_cut = may_be_cut
+    assert len(write(writer, [*range(1, 10)])) == kept
+    assert len(write(writer, [*range(1, 9)])) == 8

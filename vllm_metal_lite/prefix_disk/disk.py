@@ -1,7 +1,7 @@
 """Keeps cached prefixes of an engine on the disk; requests get them through the cache in memory.
 
-Prefixes are written when they are used a second time; so is the prefix before the first checkpoint
-that a caller names.  Eviction writes nothing: most blocks were used once, and writes that nobody
+A prefix is written at its second use; the prefix before the first checkpoint that a caller names is
+written at its first.  Eviction writes nothing: most blocks were used once, and writes that nobody
 reads wear a disk.
 """
 

@@ -20,7 +20,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _MAGIC = b"VMLPFX01"
 _HEADER = len(_MAGIC) + 32
-# A file takes whole pages of the disk, and a row of the index, in which names are cut.
+# The quota counts whole pages of the disk and a row of the index for each file.
 _PAGE, _ROW = 4096, 512
 _INDEX_FORMAT = 2
 # Seconds to wait for another process.
@@ -64,6 +64,10 @@ def read_file(path: Path, key: bytes) -> memoryview:
     return data
 
 
+def _size_in_quota(num_bytes: int) -> int:
+    return -(-(_HEADER + num_bytes) // _PAGE) * _PAGE + _ROW
+
+
 def _header(key: bytes, data: bytes | memoryview) -> bytes:
     # CPUs have instructions for SHA-256: twice as fast as BLAKE2b where it was timed.
     digest = sha256(key)
@@ -74,7 +78,7 @@ def _header(key: bytes, data: bytes | memoryview) -> bytes:
 class Folder:
     """Files by key, at most `quota` bytes of them, temporary files and rows of the index included.
 
-    model: its name in `models`, for people; keys of two models never meet.
+    model: the name that `models` shows.  Keys of different models differ already.
     known: the keys; changes by other processes appear after `refresh`.  unreadable: keys left to a
     later engine, because the disk could not read them.  num_errors: each was logged.
     Any thread may call any method, but only one thread may call `use` and `write`.  Methods raise
@@ -90,7 +94,7 @@ class Folder:
         self.unreadable: set[bytes] = set()
         self.num_errors = 0
         self._model = model[-100:]
-        self._uses: dict[bytes, int] = {}  # by key, of the chain used last
+        self._uses: dict[bytes, int] = {}  # by key, of the last chain given to `use`
         self._version = -1
         path.mkdir(0o700, parents=True, exist_ok=True)
         tag = path / "CACHEDIR.TAG"
@@ -121,12 +125,12 @@ class Folder:
             found = db.execute(check).fetchone()
         except sqlite3.OperationalError:  # such as a busy index, which may be whole
             raise
-        except sqlite3.DatabaseError as e:
-            found = e
+        except sqlite3.DatabaseError:
+            found = None
         if found == (_INDEX_FORMAT, "ok"):
             return db
         if files := self._files():
-            logger.warning(f"the prefix cache starts empty: its index is damaged or old: {found}")
+            logger.warning("the prefix cache starts empty: its index is damaged or old")
         for old in self.path / "index.db", self.path / "index.db-journal", *files:
             old.unlink(missing_ok=True)
         db = self._connect("index.db")
@@ -162,16 +166,25 @@ class Folder:
         path = self.path_of(key)
         try:
             return read_file(path, key)
-        except (FileNotFoundError, ValueError) as e:
-            if isinstance(e, ValueError):  # others may have evicted a file that is missing
-                self.warn(f"drops {path}: {e}")
-            with self._locked(), self._db:
-                self._remove(key)
+        except (FileNotFoundError, ValueError):
+            return self._read_again(key)
         except OSError as e:  # such as too many open files: a later engine may read it
             self.warn(f"cannot read {path}: {e}")
             self.unreadable.add(key)
             self.known.discard(key)
-        return None
+            return None
+
+    def _read_again(self, key: bytes) -> memoryview | None:
+        """Read a file while no other process writes it; remove it if it is damaged or missing."""
+        path = self.path_of(key)
+        with self._locked(), self._db:
+            try:
+                return read_file(path, key)
+            except (FileNotFoundError, ValueError) as e:
+                if isinstance(e, ValueError):  # others may have evicted a file that is missing
+                    self.warn(f"drops {path}: {e}")
+                self._remove(key)
+                return None
 
     def warn(self, message: str) -> None:
         """Count and log an error."""
@@ -185,6 +198,10 @@ class Folder:
             self._uses = {key: latest + len(chain) - i for i, key in enumerate(chain)}
             rows = ((use, key) for key, use in self._uses.items())
             db.executemany("UPDATE files SET used = ? WHERE key = ?", rows)
+
+    def can_keep(self, sizes: Iterable[int]) -> bool:
+        """Whether the quota has room for files that hold so many bytes."""
+        return sum(map(_size_in_quota, sizes)) <= self.quota
 
     def write(self, files: Sequence[File]) -> int:
         """Write files of the chain used last, in its order; returns how many bytes it wrote.
@@ -216,9 +233,10 @@ class Folder:
         with self._db as db:
             free = shutil.disk_usage(self.path).free - self.free_margin
             for key, data in files:
-                size = -(-(_HEADER + len(data)) // _PAGE) * _PAGE + _ROW
+                size = _size_in_quota(len(data))
                 row = key, self._model, size, self._uses[key]
                 if db.execute("SELECT 1 FROM files WHERE key = ?", (key,)).fetchone():
+                    self.known.add(key)
                     continue
                 free -= size
                 if free < 0 or not self._make_room(size, first):
@@ -257,6 +275,7 @@ class Folder:
     def verify(self) -> tuple[int, int]:
         """Read every file; drop damaged and foreign ones.  Returns (good files, errors)."""
         self.refresh()
+        before = self.num_errors
         good = sum(self.read(key) is not None for key in list(self.known))
         with self._locked():
             names = {key.hex() for (key,) in self._db.execute("SELECT key FROM files")}
@@ -264,12 +283,14 @@ class Folder:
                 if file.name not in names:
                     self.warn(f"drops {file}: it is not in the index")
                     file.unlink()
-        return good, self.num_errors
+        return good, self.num_errors - before
 
     def clear(self) -> None:
-        """Remove all files."""
+        """Remove all files, also those that are not in the index."""
         with self._locked(), self._db:
             self._make_room(self.quota + 1)
+            for file in self._files():
+                file.unlink()
 
     def _files(self) -> list[Path]:
         return [file for file in self.path.glob("*/*") if file.is_file()]

@@ -18,7 +18,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 
-# Of the names of blocks and files, and of the content of files.
+# Increase it when block names, file keys or file contents change.
 _CONTENT_FORMAT = 1
 _SAMPLES = 256
 

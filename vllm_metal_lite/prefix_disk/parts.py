@@ -42,6 +42,11 @@ class Parts:
             self._pools.append(kv.states.pool)
             self._name_in.append(kv.states.name)
 
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether the first parts of a prefix are those of a shorter one."""
+        return self.kv.states is None and all(group.window is None for group in self.kv.groups)
+
     def of(self, names: Sequence[bytes]) -> Iterator[Part]:
         """The parts that a request needs to start behind a prefix."""
         size, length = self.kv.block_size, len(names)
@@ -72,7 +77,7 @@ class Parts:
         return self.kv.longest_prefix(names, by_group, state)[1]
 
     def claim(self, parts: Sequence[Part], spare_blocks: Sequence[int]) -> dict[Part, int]:
-        """Own the places of all parts; empty, and none is taken, if a group has too few.
+        """Take a place for every part; if a group has too few, take none, and return {}.
 
         spare_blocks: by KV group.
         """
@@ -103,7 +108,6 @@ class Parts:
         self._name_in[part.group](place, part.name)
 
     def release(self, places: dict[Part, int]) -> None:
-        """Give places back.  Parts that were read stay in the cache, which evicts the first ones
-        last."""
+        """Free places, the last first, so that the cache evicts the last parts first."""
         for part, place in reversed(places.items()):
             self._pools[part.group].free([place])

@@ -27,7 +27,7 @@ _READ_AHEAD = 256 << 20
 _PATIENCE = 10.0
 # Assumed until measured: bytes and tokens a second.
 _READ_SPEED, _COMPUTE_SPEED = 5e8, 300.0
-# The factor for each request that is computed instead, so that a slow disk is tried again.
+# Each request that is computed raises the assumed speed, so that a slow disk is tried again.
 _DRIFT = 1.01
 
 

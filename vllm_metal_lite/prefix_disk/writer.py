@@ -23,14 +23,13 @@ _MOST_WAITING = 16
 class Writer:
     """Only the engine's thread calls it.
 
-    waiting: prefixes to be copied; the first may be the rest of one.
+    waiting: the parts of each prefix that are not copied yet; and its keys, until the first copy.
     """
 
     def __init__(self, folder: Folder, parts: Parts, store: BlockBytes) -> None:
         self.num_bytes = 0
         self._folder, self._parts, self._store = folder, parts, store
-        self.waiting: deque[deque[Part]] = deque()
-        self._is_new = True  # whether nothing of the first prefix was copied
+        self.waiting: deque[tuple[deque[Part], list[bytes]]] = deque()
         self._thread = ThreadPoolExecutor(1, "prefix-disk-writer")
         self._work = self._thread.submit(self._write, [], [])
 
@@ -38,7 +37,10 @@ class Writer:
         """Write a prefix, or count it as used."""
         is_long = len(names) * self._parts.kv.block_size >= self._parts.min_tokens
         if is_long and len(self.waiting) < _MOST_WAITING:
-            self.waiting.append(deque(p for p in self._parts.of(names) if p.num_bytes))
+            parts = deque(p for p in self._parts.of(names) if p.num_bytes)
+            # A cut prefix would be of no use to a model with windows or states.
+            if self._parts.may_be_cut or self._folder.can_keep(p.num_bytes for p in parts):
+                self.waiting.append((parts, [part.key for part in parts]))
 
     @property
     def is_ready(self) -> bool:
@@ -47,9 +49,8 @@ class Writer:
 
     def copy(self) -> None:
         """Copy blocks of the first prefix for the thread."""
-        parts, files, num_bytes = self.waiting[0], [], 0
-        chain = [part.key for part in parts] if self._is_new else []
-        if not self._is_new and not self._work.result():
+        (parts, keys), files, num_bytes = self.waiting[0], [], 0
+        if not keys and not self._work.result():
             parts.clear()
         while parts and num_bytes < _COPIED:
             part = parts.popleft()
@@ -58,8 +59,8 @@ class Writer:
             if place is not None and not is_kept:
                 files.append((part.key, self._store.read(part.group, place)))
                 num_bytes += part.num_bytes
-        self._work = self._thread.submit(self._write, chain, files)
-        self._is_new = not parts
+        self._work = self._thread.submit(self._write, keys.copy(), files)
+        keys.clear()
         if not parts:
             self.waiting.popleft()
 
@@ -69,12 +70,11 @@ class Writer:
             self._folder.refresh()
             if chain:
                 self._folder.use(chain)
-            num_bytes = self._folder.write(files) if files else 0
+            self.num_bytes += self._folder.write(files) if files else 0
         except (sqlite3.Error, OSError) as e:
             self._folder.warn(f"cannot write: {one_line(e)}")
             return False
-        self.num_bytes += num_bytes
-        return num_bytes == sum(len(data) for _, data in files)
+        return all(key in self._folder.known for key, _ in files)
 
     def refresh(self) -> None:
         """Learn what other processes wrote, unless `copy` will do so."""
@@ -84,7 +84,6 @@ class Writer:
     def clear(self) -> None:
         """Drop the prefixes that are not copied yet."""
         self.waiting.clear()
-        self._is_new = True
 
     def flush(self, seconds: float | None = None) -> None:
         """Wait until the thread has written the copies, or for some seconds."""
