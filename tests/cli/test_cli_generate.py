@@ -90,6 +90,7 @@ def test_bad_lines_hurt_nobody_else(generate, capsys):
         b'{"prompt": "\xff"}',
         "[1]",
         "[" * 100_000,
+        '{"prompt": "x", "stop": ' + "[" * 900 + "]" * 900 + "}",
         {"prompt": ""},
         {"prompt": 5},
         {"messages": []},

@@ -32,7 +32,7 @@ def launch(capsys):
 
 ROOT = Path(__file__).parents[2]
 HTTP = "HTTP/1.0 200 OK\r\n\r\n"
-MODEL = Served("http://127.0.0.1:8000", "a/b", 32768, "key")
+MODEL = Served("http://127.0.0.1:8000", "a/b😀", 32768, "key")
 
 
 def test_claude_finds_the_server_by_variables_and_leaves_the_account_alone():
@@ -41,7 +41,7 @@ def test_claude_finds_the_server_by_variables_and_leaves_the_account_alone():
     assert (program, flag) == ("claude", "--settings")
     env = json.loads(settings)["env"]
     assert env["ANTHROPIC_BASE_URL"] == MODEL.url
-    assert {v for k, v in env.items() if k.endswith("MODEL")} == {"a/b"}
+    assert {v for k, v in env.items() if k.endswith("MODEL")} == {"a/b😀"}
     assert env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "32768"
     assert env["ANTHROPIC_API_KEY"] == env["CLAUDE_CODE_USE_BEDROCK"] == ""  # the user's account
     assert setup.env == {"ANTHROPIC_AUTH_TOKEN": "key"}  # which all users of a machine must not see
@@ -54,7 +54,7 @@ def test_codex_gets_toml():
     assert flags[::2] == ["-c"] * (len(flags) // 2)
     config = tomllib.loads("\n".join(flags[1::2]))
     provider = config["model_providers"][config["model_provider"]]
-    assert (config["model"], config["model_context_window"]) == ("a/b", 32768)
+    assert (config["model"], config["model_context_window"]) == ("a/b😀", 32768)
     assert (provider["base_url"], provider["wire_api"]) == (f"{MODEL.url}/v1", "responses")
 
 
@@ -69,7 +69,7 @@ def test_opencode_keeps_what_the_user_s_variable_has(monkeypatch):
     monkeypatch.setenv("OPENCODE_CONFIG_CONTENT", json.dumps(own))
     config = json.loads(opencode(MODEL).env["OPENCODE_CONFIG_CONTENT"])
     assert (config["theme"], config["provider"]["x"]) == ("dark", {"name": "X"})
-    assert config["model"] == "metal-lite/a/b"
+    assert config["model"] == "metal-lite/a/b😀"
 
 
 @pytest.mark.parametrize("own", ["{", "[1]", "3"])

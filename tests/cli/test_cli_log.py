@@ -43,6 +43,12 @@ def test_a_file_gets_warnings_only(monkeypatch):
     assert shown(monkeypatch, io.StringIO()) == "warning: a kernel hangs\n"
 
 
+def test_the_exception_of_an_error_is_printed(capsys):
+    with log.shown():
+        logger.error("a request failed", exc_info=ValueError("why"))
+    assert capsys.readouterr().err == "error: a request failed\nValueError: why\n"
+
+
 def test_information_that_is_marked_is_printed(capsys):
     with log.shown():
         logger.info("a model is loaded", extra={"shown": True})

@@ -76,7 +76,7 @@ def test_the_older_form_of_a_call():
 
 
 def test_arguments_are_always_an_object():
-    for text in '{"x": ', "[1]", "5":
+    for text in '{"x": ', "[1]", "5", '{"x": NaN}', '{"x": 1e999}':
         assert arguments_of(text) == {"INVALID_JSON": text}
     for text, value in {"null": {}, "": {}, '{"x": "a\nb"}': {"x": "a\nb"}}.items():
         assert arguments_of(text) == value

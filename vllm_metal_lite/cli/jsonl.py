@@ -60,7 +60,7 @@ def parse_line(line: bytes, number: int, defaults: Mapping[str, Any]) -> Job:
         is_chat = "messages" in prompts
         prompt = prompts["messages"] if is_chat else prompts
         return Job(job_id, prompt, is_chat, params, priority, checkpoints)
-    except MetalLiteError as e:
+    except (MetalLiteError, RecursionError) as e:
         raise BadLine(str(e), job_id) from None
 
 

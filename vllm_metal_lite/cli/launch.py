@@ -27,6 +27,10 @@ from vllm_metal_lite.errors import MetalLiteError, one_line, show
 _DIRECT = build_opener(ProxyHandler({}))  # a proxy does not know our loopback
 
 
+def _toml(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)  # JSON's escapes of an emoji are not TOML's
+
+
 @dataclass(frozen=True)
 class Setup:
     """How to start an agent.  command: before the user's own arguments.  env: added variables."""
@@ -76,9 +80,9 @@ def codex(model: Served) -> Setup:
         "wire_api": "responses",
         "env_key": "METAL_LITE_AGENT_KEY",
     }
-    toml = ", ".join(f"{name} = {json.dumps(value)}" for name, value in provider.items())
+    toml = ", ".join(f"{name} = {_toml(value)}" for name, value in provider.items())
     settings = {
-        "model": json.dumps(model.name),
+        "model": _toml(model.name),
         "model_provider": '"metal_lite"',
         "model_providers.metal_lite": f"{{ {toml} }}",
     }

@@ -12,7 +12,7 @@ _CLEAR = "\r\x1b[K"
 
 
 class _Lines(logging.Handler):
-    """Prints lines such as `warning: ...` to the current sys.stderr.
+    """Prints lines such as `warning: ...` to the current sys.stderr, and tracebacks below theirs.
 
     A `transient` record is a line of progress, which a terminal shows until the next record.  Other
     information is printed only if it is marked `shown`.
@@ -27,7 +27,7 @@ class _Lines(logging.Handler):
                 text = f"{record.getMessage()} ..."[: shutil.get_terminal_size().columns - 1]
                 print(_CLEAR + text, end="", file=sys.stderr, flush=True)
         elif record.levelno >= logging.WARNING:
-            say(f"{record.levelname.lower()}: {record.getMessage()}")
+            say(f"{record.levelname.lower()}: {self.format(record)}")
         elif getattr(record, "shown", False):
             say(record.getMessage())
         else:

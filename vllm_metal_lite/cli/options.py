@@ -135,7 +135,7 @@ def local(name: str) -> Path | None:
     """The file or folder of this name; None if there is none."""
     with suppress(OSError, RuntimeError, ValueError):  # too long; no such user; half a surrogate
         path = Path(name).expanduser()
-        return path if path.exists() else None
+        return path if name and path.exists() else None
     return None
 
 

@@ -1,6 +1,7 @@
 """The parts of messages, converted for chat templates."""
 
 import json
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -51,10 +52,17 @@ def arguments_of(arguments: Any) -> dict[str, Any]:
     value = arguments
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
-            value = json.loads(arguments, strict=False)
+            value = json.loads(arguments, strict=False, parse_float=_finite, parse_constant=_finite)
     if isinstance(value, dict):
         return value
     return {} if value in (None, "", []) else {"INVALID_JSON": arguments}
+
+
+def _finite(number: str) -> float:
+    """Raises ValueError for a number that JSON has no text for, such as NaN or 1e999."""
+    if not math.isfinite(value := float(number)):
+        raise ValueError(number)
+    return value
 
 
 def function_call(

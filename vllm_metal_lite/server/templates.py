@@ -181,7 +181,7 @@ def _turns(front: str | None) -> tuple[str, str, str] | None:
 
 def _reads(source: str, name: str) -> bool:
     """Whether a template reads this field of messages."""
-    return any(f in source for f in (f".{name}", f"'{name}'", f'["{name}"]'))
+    return any(f in source for f in (f".{name}", f"'{name}'", f'"{name}"'))
 
 
 def _variables(source: str) -> frozenset[str]:

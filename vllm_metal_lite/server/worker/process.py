@@ -228,7 +228,7 @@ class ToServer(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         transient = bool(getattr(record, "transient", False))
         with suppress(OSError):
-            self._server.call("logged", record.levelno, record.getMessage(), transient)
+            self._server.call("logged", record.levelno, self.format(record), transient)
 
 
 def facts_of(engine: LLMEngine) -> ModelFacts:
