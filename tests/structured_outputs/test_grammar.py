@@ -163,6 +163,7 @@ def test_a_number_is_written_exactly_or_refused(tokenizer, number, within):
         {"json": {"items": {"type": "integer", "exclusiveMaximum": -(2**53) - 1}}},
         {"json": {"items": {"enum": ["a", -(2**53) - 1]}}},
         {"json": '{"items": {"const": 1e400}}'},
+        {"json": {"parts": {"items": {"const": 2**53 + 1}}, "$ref": "#/parts/items"}},
         {"grammar": 'start: "a" %json {"items": {"const": 9007199254740993}}'},
     ],
     ids=str,
@@ -199,7 +200,8 @@ def test_numbers_are_the_same_in_other_spellings(tokenizer):
 @pytest.mark.parametrize("name", ["phone", "binary", "password", "int64", "regex"])
 def test_formats_that_llguidance_does_not_know_are_annotations(tokenizer, name):
     plain = {"type": "string", "maxLength": 4}
-    for schema in {**plain, "format": name}, {"anyOf": [{**plain, "format": name}]}:
+    part = {**plain, "format": name}
+    for schema in part, {"anyOf": [part]}, {"components": {"x": part}, "$ref": "#/components/x"}:
         assert draw(tokenizer, 3, json=schema) == draw(tokenizer, 3, json=plain)
         check(StructuredOutputsParams(grammar=f"start: %json {json.dumps(schema)}"))
     named = {"properties": {"format": {"const": "x"}}, "required": ["format"]}

@@ -7,10 +7,9 @@ from typing import Any
 
 from vllm_metal_lite.errors import show
 
-# Keywords whose values are schemas: by name, in a list, or one.
+# Keywords whose values are schemas by name, and those whose values are data.
 _BY_NAME = ("$defs", "definitions", "properties", "patternProperties")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_ONE = ("items", "additionalProperties")
+_DATA = ("const", "enum", "default", "examples")
 # Keywords whose numbers llguidance reads.
 _SIZES = ("Length", "Items", "Properties")
 _NUMBERS = frozenset(("const", "enum", "minimum", "maximum", "multipleOf"))
@@ -22,7 +21,6 @@ _FORMATS = frozenset(
 )
 # llguidance carries numbers as floats, and reads longer ones wrongly.
 _MOST_INTEGER, _MOST_DIGITS, _MOST_EXPONENT = 2**53 - 1, 15, 22
-_MOST_TRIED = 500
 
 
 class SchemaError(ValueError):
@@ -34,14 +32,17 @@ class SchemaError(ValueError):
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[Any, Any, str]]:
-    """The schemas directly within a schema: the holder of each, its key and its place."""
-    for key in _BY_NAME:
-        if isinstance(named := schema.get(key), dict):
-            yield from ((named, name, f".{key}.{name}") for name in named)
-    for key in _LISTS:
-        if isinstance(listed := schema.get(key), list):
-            yield from ((listed, i, f".{key}.{i}") for i in range(len(listed)))
-    yield from ((schema, key, f".{key}") for key in _ONE if key in schema)
+    """The parts of a schema: the holder of each, its key and its place.
+
+    A `$ref` may point below any word: the values of all words but those for data are schemas.
+    """
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, dict):
+            yield from ((value, name, f".{key}.{name}") for name in value)
+        elif isinstance(value, list) and key not in _DATA:
+            yield from ((value, i, f".{key}.{i}") for i in range(len(value)))
+        elif key not in _DATA:
+            yield schema, key, f".{key}"
 
 
 Change = Callable[[dict[str, Any], str], dict[str, Any]]
@@ -123,16 +124,13 @@ def locate(schema: dict[str, Any], error_of: Callable[[Any], str | None]) -> str
 
     error_of: returns the error of a schema, or None.
     """
-    error, path, tries = error_of(schema), "", 0
+    error, path = error_of(schema), ""
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     part = schema
     while True:
         for holder, key, place in _parts(part):
             if not isinstance(child := holder[key], dict):
                 continue
-            tries += 1
-            if tries > _MOST_TRIED:
-                return path
             alone = {**shared, **child} if "$ref" in str(child) else child
             if error_of(alone) == error:
                 part, path = child, path + place
