@@ -238,6 +238,9 @@ HOSTILE = {
     "nesting": ({"regex": "(" * 90_000 + "a" + ")" * 90_000}, "regex"),
     "json": ({"json": '{"items":' * 10_000 + "{}" + "}" * 10_000}, "recursion"),
     "properties": ({"json": {"type": "object", "properties": PROPERTIES}}, "json: "),
+    "quotes": ({"grammar": "start: " + '"\\' * 90_000}, "grammar: .*lexer error"),
+    "echo": ({"regex": "(special token"}, "regex: .*unclosed group"),
+    "terminal": ({"grammar": "start: A\nA: <x>"}, "special tokens .* cannot be used in terminals"),
 }
 
 
@@ -314,8 +317,15 @@ def test_forms_pass_through_a_pipe():
     assert pickle.loads(pickle.dumps(params)) == params
 
 
-def test_ids_of_tokens_are_not_checked_without_a_model():
-    check(StructuredOutputsParams(grammar='start: <[151657]> "a" <[200000-200005]>'))
+def test_tokens_are_not_checked_without_a_model():
+    check(StructuredOutputsParams(grammar='start: <[151657]> "a" <[^200000-200005,7]> <x>'))
+
+
+@pytest.mark.parametrize("text", ["%json { }", "<x> <[3]>", "// %json {"])
+def test_texts_and_comments_of_a_grammar_stay(tokenizer, text):
+    lark = f'start: "{text}" /a%json {{0}}/ // %json {{"const": 1e400}} <x>'
+    check(StructuredOutputsParams(grammar=lark))
+    assert draw(tokenizer, 0, grammar=lark) == f"{text}a%json"
 
 
 def test_a_grammar_that_finds_all_threads_busy_may_come_again(monkeypatch):

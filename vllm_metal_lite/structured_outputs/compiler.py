@@ -13,9 +13,15 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import is_lark_syntax
 
 from vllm_metal_lite.errors import BusyError, one_line
-from vllm_metal_lite.structured_outputs.grammar_text import GrammarError, grammar_text, schema_text
+from vllm_metal_lite.structured_outputs.grammar_text import (
+    GrammarError,
+    grammar_text,
+    schema_text,
+    with_any_token,
+)
 from vllm_metal_lite.structured_outputs.json_schema import locate
 from vllm_metal_lite.structured_params import StructuredOutputsParams
 
@@ -31,7 +37,6 @@ _LIMITS = LLParserLimits(max_grammar_size=20_000, max_lexer_states=50_000, verbo
 # Grammars that are kept compiled.  One may hold 35 MiB, however short its text is.
 _MAX_KEPT = 8
 _PLACE = re.compile(r"^at \d+\(\d+\): ")  # in the grammar's text, which this package wrote
-_TOKEN_IDS = re.compile(r"<\[[\d,\s-]+\]>")  # in Lark: tokens by their ids
 _BYTES = LLTokenizer("byte")
 _stack, _threads = threading.Lock(), threading.Semaphore(_MAX_THREADS)
 
@@ -95,15 +100,11 @@ def _compile(params: StructuredOutputsParams, tokenizer: LLTokenizer) -> LLMatch
 def check(params: StructuredOutputsParams) -> None:
     """Raise GrammarError for a form that no model can use, and BusyError if no thread is free.
 
-    Needs no tokenizer, so names and ids of special tokens are not checked: every id becomes 0.
+    Needs no tokenizer, so names and ids of tokens in a grammar are not checked.
     """
-    if params.grammar is not None:
-        params = replace(params, grammar=_TOKEN_IDS.sub("<[0]>", params.grammar))
-    try:
-        _compile(params, _BYTES)
-    except GrammarError as e:
-        if "special token" not in e.why:
-            raise
+    if params.grammar is not None and is_lark_syntax(params.grammar):
+        params = replace(params, grammar=with_any_token(params.grammar))
+    _compile(params, _BYTES)
 
 
 def _new_matcher(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:

@@ -16,6 +16,11 @@ from vllm_metal_lite.structured_params import MAX_FORM, WHITESPACE, StructuredOu
 # second or two.  MAX_FORM is such a limit, too.
 MAX_LINES = 4_000  # of a grammar in Lark's syntax: a rule has a line of its own
 MAX_GBNF_LINES = 500  # translated to Lark's syntax in Python
+# In Lark: texts, comments and regexes, whose contents are no syntax.  One that does not end is read
+# only once, to the end.
+_LITERAL = r'"(?:\\.|[^"\\\n])*"?|#[^\n]*|//[^\n]*|/(?:\\.|[^/\\])+/?'
+_SCHEMA = re.compile(rf"{_LITERAL}|(%json\s*(?=\{{))")
+_TOKEN = re.compile(rf"{_LITERAL}|(<\[\^?[\d,-]+\]>|<[^<>\s\[][^<>\s]*>)")  # by id or name
 
 
 class GrammarError(SamplingError):
@@ -77,8 +82,8 @@ def _choice(texts: Collection[str]) -> str:
 def _embedded(lark: str) -> str:
     """The grammar with its JSON schemas (`%json {...}`) prepared.  Raises SchemaError."""
     decoder, pieces, end = json.JSONDecoder(), [], 0
-    for found in re.finditer(r"%json\s*(?=\{)", lark):
-        if found.start() < end:
+    for found in _SCHEMA.finditer(lark):
+        if found[1] is None or found.start() < end:
             continue
         try:
             schema, after = decoder.raw_decode(lark, found.end())
@@ -87,6 +92,11 @@ def _embedded(lark: str) -> str:
         pieces += [lark[end : found.end()], json.dumps(prepared(schema))]
         end = after
     return "".join([*pieces, lark[end:]])
+
+
+def with_any_token(lark: str) -> str:
+    """The grammar with token 0 instead of the tokens that a model may lack."""
+    return _TOKEN.sub(lambda found: "<[0]>" if found[1] else found[0], lark)
 
 
 def _limit(kind: str, size: int, most: int, unit: str) -> None:
