@@ -1,4 +1,4 @@
-"""Grammars: whatever is drawn under one has its form; bad ones are refused with a reason."""
+"""Grammars: every answer sampled under one matches it; bad ones are refused with a reason."""
 
 import itertools
 import json
@@ -75,9 +75,9 @@ def test_other_forms(tokenizer, seed):
     assert re.fullmatch(r"[ab]{2,4}-\d", draw(tokenizer, seed, regex=r"[ab]{2,4}-\d"))
     assert draw(tokenizer, seed, choice=["yes", "no", "y"]) in ("yes", "no", "y")
     lark = 'start: "(" start? ")"'
-    assert re.fullmatch(r"\(+\)+", draw(tokenizer, seed, grammar=lark) or "()")
+    assert re.fullmatch(r"\(+\)+", draw(tokenizer, seed, grammar=lark))
     gbnf = 'root ::= "a" root | "b"'
-    assert re.fullmatch("a*b", draw(tokenizer, seed, grammar=gbnf) or "b")
+    assert re.fullmatch("a*b", draw(tokenizer, seed, grammar=gbnf))
 
 
 def test_at_the_end_only_the_end_may_come(tokenizer):
@@ -321,8 +321,8 @@ def test_tokens_are_not_checked_without_a_model():
     check(StructuredOutputsParams(grammar='start: <[151657]> "a" <[^200000-200005,7]> <x>'))
 
 
-@pytest.mark.parametrize("text", ["%json { }", "<x> <[3]>", "// %json {"])
-def test_texts_and_comments_of_a_grammar_stay(tokenizer, text):
+def test_texts_and_comments_of_a_grammar_stay(tokenizer):
+    text = "%json { } <x> <[3]> // %json {"
     lark = f'start: "{text}" /a%json {{0}}/ // %json {{"const": 1e400}} <x>'
     check(StructuredOutputsParams(grammar=lark))
     assert draw(tokenizer, 0, grammar=lark) == f"{text}a%json"

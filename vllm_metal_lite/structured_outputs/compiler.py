@@ -16,12 +16,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import is_lark_syntax
 
 from vllm_metal_lite.errors import BusyError, one_line
-from vllm_metal_lite.structured_outputs.grammar_text import (
-    GrammarError,
-    grammar_text,
-    schema_text,
-    with_any_token,
-)
+from vllm_metal_lite.structured_outputs.grammar_text import TOKEN, GrammarError, grammar_text
 from vllm_metal_lite.structured_outputs.json_schema import locate
 from vllm_metal_lite.structured_params import StructuredOutputsParams
 
@@ -79,10 +74,10 @@ def _compile(params: StructuredOutputsParams, tokenizer: LLTokenizer) -> LLMatch
         return matcher
     error, end = matcher.get_error(), monotonic() + MAX_SECONDS
 
-    def error_of(schema: object) -> str | None:
+    def error_of(schema: dict[str, object]) -> str | None:
         if monotonic() > end:
             raise TimeoutError  # no caller waits any longer
-        part = _new_matcher(schema_text(schema, params), tokenizer)
+        part = _new_matcher(grammar_text(replace(params, json=schema)), tokenizer)
         return part.get_error() if part.is_error() else None
 
     place = ""
@@ -90,9 +85,7 @@ def _compile(params: StructuredOutputsParams, tokenizer: LLTokenizer) -> LLMatch
         schema = json.loads(str(params.json))
         with suppress(GrammarError, BusyError):
             place = _on_deep_stack(params.kind, lambda: locate(schema, error_of))
-    why = words(error)
-    if params.kind != "grammar":
-        why = _PLACE.sub("", why)
+    why = words(error) if params.kind == "grammar" else _PLACE.sub("", words(error))
     raise GrammarError(params.kind, place, why)
 
 
@@ -100,10 +93,11 @@ def _compile(params: StructuredOutputsParams, tokenizer: LLTokenizer) -> LLMatch
 def check(params: StructuredOutputsParams) -> None:
     """Raise GrammarError for a form that no model can use, and BusyError if no thread is free.
 
-    Needs no tokenizer, so names and ids of tokens in a grammar are not checked.
+    Needs no tokenizer: token 0 replaces the tokens in a grammar, which a model may lack.
     """
     if params.grammar is not None and is_lark_syntax(params.grammar):
-        params = replace(params, grammar=with_any_token(params.grammar))
+        lark = TOKEN.sub(lambda found: "<[0]>" if found[1] else found[0], params.grammar)
+        params = replace(params, grammar=lark)
     _compile(params, _BYTES)
 
 

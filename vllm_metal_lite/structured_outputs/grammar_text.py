@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Collection
 from typing import Any
 
 from llguidance import LLMatcher, grammar_from
@@ -20,7 +19,7 @@ MAX_GBNF_LINES = 500  # translated to Lark's syntax in Python
 # only once, to the end.
 _LITERAL = r'"(?:\\.|[^"\\\n])*"?|#[^\n]*|//[^\n]*|/(?:\\.|[^/\\])+/?'
 _SCHEMA = re.compile(rf"{_LITERAL}|(%json\s*(?=\{{))")
-_TOKEN = re.compile(rf"{_LITERAL}|(<\[\^?[\d,-]+\]>|<[^<>\s\[][^<>\s]*>)")  # by id or name
+TOKEN = re.compile(rf"{_LITERAL}|(<\[\^?[\d,-]+\]>|<[^<>\s\[][^<>\s]*>)")  # by id or name
 
 
 class GrammarError(SamplingError):
@@ -41,14 +40,14 @@ def grammar_text(params: StructuredOutputsParams) -> str:
     _limit(kind, size, MAX_FORM, "characters")
     try:
         if kind in ("json", "json_object"):
-            schema = {"type": "object"}
-            if params.json is not None:
-                schema = json.loads(str(params.json))
-            return schema_text(schema, params)
+            schema = json.loads(str(params.json)) if kind == "json" else {"type": "object"}
+            return _schema_text(schema, params)
         if kind == "regex":
             return grammar_from("regex", given)
         if kind == "choice":
-            return LLMatcher.grammar_from_lark(_choice(given))
+            # One terminal: thousands of alternatives of a rule would be too many for the parser.
+            texts = " | ".join(map(json.dumps, given))
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
         is_lark = is_lark_syntax(given)
         _limit(kind, given.count("\n") + 1, MAX_LINES if is_lark else MAX_GBNF_LINES, "lines")
         return grammar_from("grammar", _embedded(given) if is_lark else given)
@@ -60,7 +59,7 @@ def grammar_text(params: StructuredOutputsParams) -> str:
         raise GrammarError(kind, "", one_line(e)) from None
 
 
-def schema_text(schema: Any, params: StructuredOutputsParams) -> str:
+def _schema_text(schema: Any, params: StructuredOutputsParams) -> str:
     """The grammar of a JSON schema, under the options of `params`.  Raises ValueError."""
     if not isinstance(schema, dict):
         raise ValueError(f"a schema must be an object, got {show(schema)}")
@@ -72,11 +71,6 @@ def schema_text(schema: Any, params: StructuredOutputsParams) -> str:
     if params.disable_additional_properties:
         schema = closed(schema)
     return LLMatcher.grammar_from_json_schema(json.dumps(prepared(schema)), overrides=options)
-
-
-def _choice(texts: Collection[str]) -> str:
-    """One terminal: thousands of alternatives of a rule would be too many for the parser."""
-    return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, texts))
 
 
 def _embedded(lark: str) -> str:
@@ -92,11 +86,6 @@ def _embedded(lark: str) -> str:
         pieces += [lark[end : found.end()], json.dumps(prepared(schema))]
         end = after
     return "".join([*pieces, lark[end:]])
-
-
-def with_any_token(lark: str) -> str:
-    """The grammar with token 0 instead of the tokens that a model may lack."""
-    return _TOKEN.sub(lambda found: "<[0]>" if found[1] else found[0], lark)
 
 
 def _limit(kind: str, size: int, most: int, unit: str) -> None:
