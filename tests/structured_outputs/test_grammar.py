@@ -239,6 +239,8 @@ HOSTILE = {
     "json": ({"json": '{"items":' * 10_000 + "{}" + "}" * 10_000}, "recursion"),
     "properties": ({"json": {"type": "object", "properties": PROPERTIES}}, "json: "),
     "quotes": ({"grammar": "start: " + '"\\' * 90_000}, "grammar: .*lexer error"),
+    "space": ({"json": "{}", "whitespace_pattern": "("}, "json: whitespace_pattern: .*unclosed"),
+    "spaces": ({"json": "{}", "whitespace_pattern": "a" * 200_001}, "pattern: 200001 characters"),
     "echo": ({"regex": "(special token"}, "regex: .*unclosed group"),
     "terminal": ({"grammar": "start: A\nA: <x>"}, "special tokens .* cannot be used in terminals"),
 }

@@ -68,6 +68,11 @@ class Compiler:
 
 def _compile(params: StructuredOutputsParams, tokenizer: LLTokenizer) -> LLMatcher:
     """Raises GrammarError, which says where, and BusyError."""
+    if params.whitespace_pattern is not None:
+        try:
+            _compile(StructuredOutputsParams(regex=params.whitespace_pattern), tokenizer)
+        except GrammarError as e:
+            raise GrammarError(params.kind, "", f"whitespace_pattern: {e.why}") from None
     grammar = grammar_text(params)
     matcher = _on_deep_stack(params.kind, lambda: _new_matcher(grammar, tokenizer))
     if not matcher.is_error():
