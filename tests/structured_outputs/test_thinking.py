@@ -106,8 +106,6 @@ def test_random_answers(seed, is_open, budget):
         assert budget is None or count <= max(budget, 0)
 
 
-# Thoughts in a channel: a budget for all of them
-
 # The tokens that begin thoughts (channel, analysis, message), and that end them (end, start).
 CHANNEL, CHANNEL_END = (60, 61, 62), (63, 64)
 

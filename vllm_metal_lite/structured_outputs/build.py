@@ -16,7 +16,7 @@ def build(
     vocab_size: int,
     eos_token_ids: Sequence[int],
 ) -> Constraint | None:
-    """The limits of an answer with these parameters; None: there are none.
+    """The constraint of an answer with these parameters; None: the answer is not limited.
 
     vocab_size: of the model's logits.  Raises SamplingError for a grammar that cannot be used,
     and BusyError.

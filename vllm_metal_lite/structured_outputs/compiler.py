@@ -33,11 +33,11 @@ _LIMITS = LLParserLimits(max_grammar_size=20_000, max_lexer_states=50_000, verbo
 _MAX_KEPT = 8
 _PLACE = re.compile(r"^at \d+\(\d+\): ")  # in the grammar's text, which this package wrote
 _BYTES = LLTokenizer("byte")
-_stack, _threads = threading.Lock(), threading.Semaphore(_MAX_THREADS)
+_stack_size_lock, _free_threads = threading.Lock(), threading.Semaphore(_MAX_THREADS)
 
 
 class Compiler:
-    """Compiles grammars for one tokenizer.  Keeps those in use, and the last ones.  Thread-safe."""
+    """Compiles grammars for one tokenizer; keeps those in use and the last few.  Thread-safe."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self.tokenizer = tokenizer
@@ -90,7 +90,9 @@ def _compile(params: StructuredOutputsParams, tokenizer: LLTokenizer) -> LLMatch
         schema = json.loads(str(params.json))
         with suppress(GrammarError, BusyError):
             place = _on_deep_stack(params.kind, lambda: locate(schema, error_of))
-    why = words(error) if params.kind == "grammar" else _PLACE.sub("", words(error))
+    why = readable_error(error)
+    if params.kind != "grammar":
+        why = _PLACE.sub("", why)
     raise GrammarError(params.kind, place, why)
 
 
@@ -113,7 +115,7 @@ def _new_matcher(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
     return matcher
 
 
-def words(error: str) -> str:
+def readable_error(error: str) -> str:
     """An error of llguidance in one line."""
     if error.startswith("NoExtension"):
         return "no text fits"
@@ -142,16 +144,16 @@ def _on_deep_stack(kind: str, work: Callable[[], T]) -> T:
         except BaseException as e:
             result.set_exception(e)
         finally:
-            _threads.release()
+            _free_threads.release()
 
-    if not _threads.acquire(timeout=MAX_SECONDS):
+    if not _free_threads.acquire(timeout=MAX_SECONDS):
         raise BusyError("other grammars are being compiled; try again")
-    with _stack:
+    with _stack_size_lock:
         before = threading.stack_size(_STACK_BYTES)
         try:
             threading.Thread(target=run, daemon=True).start()
         except BaseException:
-            _threads.release()
+            _free_threads.release()
             raise
         finally:
             threading.stack_size(before)

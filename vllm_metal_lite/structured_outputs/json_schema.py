@@ -24,7 +24,7 @@ Change = Callable[[dict[str, Any], str], dict[str, Any]]
 
 
 class SchemaError(ValueError):
-    """A schema that answers cannot be held to.  place: within the schema, as ".properties.age"."""
+    """A schema that cannot be enforced.  place: within the schema, as ".properties.age"."""
 
     def __init__(self, place: str, why: str) -> None:
         super().__init__(why)
