@@ -96,7 +96,7 @@ def test_a_form_that_only_the_engine_can_refuse(http):
 
 def test_a_form_that_finds_the_compiler_busy_may_come_again(http, monkeypatch):
     monkeypatch.setattr(compiler, "MAX_SECONDS", 0.01)
-    monkeypatch.setattr(compiler, "_threads", Semaphore(0))
+    monkeypatch.setattr(compiler, "_free_threads", Semaphore(0))
     reply = post(http, "chat/completions", messages=ASK, structured_outputs={"regex": "busy"})
     assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
     assert reply.json()["error"]["code"] == "server_busy"

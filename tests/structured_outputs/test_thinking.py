@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.support.chat.guided import accept, allowed, walk
 from tests.support.engine.slots import SlotConstraint
-from vllm_metal_lite.structured_outputs.thinking import Thinking
+from vllm_metal_lite.structured_outputs.thinking import ChannelThinking, Thinking
 from vllm_metal_lite.structured_params import ThinkingParams
 
 V, EOS = 70, 69
@@ -58,6 +58,24 @@ def test_a_model_that_marks_only_the_end():
     assert allowed(thinking(start=(), is_open=True), V) == set(range(V)) - {EOS}
 
 
+@pytest.mark.parametrize("budget", [0, 5])
+def test_an_answer_may_begin_like_thoughts(budget):
+    free, limits = (thinking(inner=form, budget=budget, start=(2, 60)) for form in (False, True))
+    accept(free, 2)
+    accept(limits, 2)
+    assert allowed(free, V) is None
+    assert allowed(limits, V) == ({3, 60} if budget else {3})
+    accept(limits, 3)
+    assert allowed(limits, V) == {EOS}
+
+
+def test_an_end_that_began_within_the_budget_is_completed():
+    limits = thinking(is_open=True, budget=3)
+    accept(limits, 5, 6, 61)
+    limits.rollback(0)
+    assert limits.forced() == [62]
+
+
 @given(seed=st.integers(0, 10**6), is_open=st.booleans(), budget=st.none() | st.integers(0, 6))
 def test_random_answers(seed, is_open, budget):
     limits = thinking(is_open=is_open, budget=budget)
@@ -73,15 +91,13 @@ def test_random_answers(seed, is_open, budget):
         assert budget is None or count <= max(budget, 0)
 
 
-# Thoughts in a channel: a budget for all of them
-
 # The tokens that begin thoughts (channel, analysis, message), and that end them (end, start).
 CHANNEL, CHANNEL_END = (60, 61, 62), (63, 64)
 
 
-def channel(budget, inner=None) -> Thinking:
+def channel(budget, inner=None) -> ChannelThinking:
     params = ThinkingParams(CHANNEL, CHANNEL_END, False, budget, is_channel=True)
-    return Thinking(params, inner, V, [EOS])
+    return ChannelThinking(params, inner, V, [EOS])
 
 
 @pytest.mark.parametrize(
@@ -110,9 +126,10 @@ def test_the_budget_ends_the_thoughts_by_forced_tokens(limits, begin, end):
     assert allowed(limits, V) is None
 
 
-def test_thoughts_do_not_begin_again():
-    limits = channel(1)
-    accept(limits, *CHANNEL, 5, *CHANNEL_END)
+@pytest.mark.parametrize("tokens", [(), (*CHANNEL, 5, *CHANNEL_END)], ids=["never", "again"])
+def test_thoughts_do_not_begin_without_a_budget(tokens):
+    limits = channel(1 if tokens else 0)
+    accept(limits, *tokens)
     assert allowed(limits, V) is None
     accept(limits, 60)
     assert allowed(limits, V) == set(range(V)) - {61}
@@ -126,12 +143,6 @@ def test_the_budget_is_that_of_all_thoughts():
     assert limits.forced() == [63, 64]
 
 
-def test_no_budget_means_no_thoughts_in_a_channel():
-    limits = channel(0)
-    accept(limits, 60)
-    assert allowed(limits, V) == set(range(V)) - {61}
-
-
 def test_thoughts_end_where_the_form_lets_them():
     inner = SlotConstraint([[60], [61], [62], [5, 63], [6, 10], [7, 63], [8, 9]], V)
     limits = channel(1, inner)
@@ -141,7 +152,6 @@ def test_thoughts_end_where_the_form_lets_them():
     assert limits.forced() == []
     assert allowed(limits, V) == {6, 10}
     accept(limits, 6)
-    assert limits.forced() == [63]
     assert allowed(limits, V) == {63}
     accept(limits, 63)
     assert allowed(limits, V) == {8, 9}

@@ -7,7 +7,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from vllm_metal_lite.errors import Option, SamplingError, install
 from vllm_metal_lite.sampling.constraint import Constraint
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.structured_outputs.thinking import Thinking
+from vllm_metal_lite.structured_outputs.thinking import ChannelThinking, Thinking
 
 
 def build(
@@ -16,7 +16,7 @@ def build(
     vocab_size: int,
     eos_token_ids: Sequence[int],
 ) -> Constraint | None:
-    """The limits of an answer with these parameters; None: there are none.
+    """The constraint of an answer with these parameters; None: the answer is not limited.
 
     vocab_size: of the model's logits.  Raises SamplingError for a grammar that cannot be used,
     and BusyError.
@@ -39,4 +39,5 @@ def build(
         )
     if params.thinking is None:
         return grammar
-    return Thinking(params.thinking, grammar, vocab_size, eos_token_ids)
+    kind = ChannelThinking if params.thinking.is_channel else Thinking
+    return kind(params.thinking, grammar, vocab_size, eos_token_ids)

@@ -13,9 +13,10 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import is_lark_syntax
 
 from vllm_metal_lite.errors import BusyError, one_line
-from vllm_metal_lite.structured_outputs.grammar_text import GrammarError, grammar_text, schema_text
+from vllm_metal_lite.structured_outputs.grammar_text import TOKEN, GrammarError, grammar_text
 from vllm_metal_lite.structured_outputs.json_schema import locate
 from vllm_metal_lite.structured_params import StructuredOutputsParams
 
@@ -31,13 +32,12 @@ _LIMITS = LLParserLimits(max_grammar_size=20_000, max_lexer_states=50_000, verbo
 # Grammars that are kept compiled.  One may hold 35 MiB, however short its text is.
 _MAX_KEPT = 8
 _PLACE = re.compile(r"^at \d+\(\d+\): ")  # in the grammar's text, which this package wrote
-_TOKEN_IDS = re.compile(r"<\[[\d,\s-]+\]>")  # in Lark: tokens by their ids
 _BYTES = LLTokenizer("byte")
-_stack, _threads = threading.Lock(), threading.Semaphore(_MAX_THREADS)
+_stack_size_lock, _free_threads = threading.Lock(), threading.Semaphore(_MAX_THREADS)
 
 
 class Compiler:
-    """Compiles grammars for one tokenizer.  Keeps those in use, and the last ones.  Thread-safe."""
+    """Compiles grammars for one tokenizer; keeps those in use and the last few.  Thread-safe."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self.tokenizer = tokenizer
@@ -68,16 +68,21 @@ class Compiler:
 
 def _compile(params: StructuredOutputsParams, tokenizer: LLTokenizer) -> LLMatcher:
     """Raises GrammarError, which says where, and BusyError."""
+    if params.whitespace_pattern is not None:
+        try:
+            _compile(StructuredOutputsParams(regex=params.whitespace_pattern), tokenizer)
+        except GrammarError as e:
+            raise GrammarError(params.kind, "", f"whitespace_pattern: {e.why}") from None
     grammar = grammar_text(params)
     matcher = _on_deep_stack(params.kind, lambda: _new_matcher(grammar, tokenizer))
     if not matcher.is_error():
         return matcher
     error, end = matcher.get_error(), monotonic() + MAX_SECONDS
 
-    def error_of(schema: object) -> str | None:
+    def error_of(schema: dict[str, object]) -> str | None:
         if monotonic() > end:
             raise TimeoutError  # no caller waits any longer
-        part = _new_matcher(schema_text(schema, params), tokenizer)
+        part = _new_matcher(grammar_text(replace(params, json=schema)), tokenizer)
         return part.get_error() if part.is_error() else None
 
     place = ""
@@ -85,7 +90,7 @@ def _compile(params: StructuredOutputsParams, tokenizer: LLTokenizer) -> LLMatch
         schema = json.loads(str(params.json))
         with suppress(GrammarError, BusyError):
             place = _on_deep_stack(params.kind, lambda: locate(schema, error_of))
-    why = words(error)
+    why = readable_error(error)
     if params.kind != "grammar":
         why = _PLACE.sub("", why)
     raise GrammarError(params.kind, place, why)
@@ -95,15 +100,12 @@ def _compile(params: StructuredOutputsParams, tokenizer: LLTokenizer) -> LLMatch
 def check(params: StructuredOutputsParams) -> None:
     """Raise GrammarError for a form that no model can use, and BusyError if no thread is free.
 
-    Needs no tokenizer, so names and ids of special tokens are not checked: every id becomes 0.
+    Needs no tokenizer: token 0 replaces the tokens in a grammar, which a model may lack.
     """
-    if params.grammar is not None:
-        params = replace(params, grammar=_TOKEN_IDS.sub("<[0]>", params.grammar))
-    try:
-        _compile(params, _BYTES)
-    except GrammarError as e:
-        if "special token" not in e.why:
-            raise
+    if params.grammar is not None and is_lark_syntax(params.grammar):
+        lark = TOKEN.sub(lambda found: "<[0]>" if found[1] else found[0], params.grammar)
+        params = replace(params, grammar=lark)
+    _compile(params, _BYTES)
 
 
 def _new_matcher(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
@@ -113,7 +115,7 @@ def _new_matcher(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
     return matcher
 
 
-def words(error: str) -> str:
+def readable_error(error: str) -> str:
     """An error of llguidance in one line."""
     if error.startswith("NoExtension"):
         return "no text fits"
@@ -142,16 +144,16 @@ def _on_deep_stack(kind: str, work: Callable[[], T]) -> T:
         except BaseException as e:
             result.set_exception(e)
         finally:
-            _threads.release()
+            _free_threads.release()
 
-    if not _threads.acquire(timeout=MAX_SECONDS):
+    if not _free_threads.acquire(timeout=MAX_SECONDS):
         raise BusyError("other grammars are being compiled; try again")
-    with _stack:
+    with _stack_size_lock:
         before = threading.stack_size(_STACK_BYTES)
         try:
             threading.Thread(target=run, daemon=True).start()
         except BaseException:
-            _threads.release()
+            _free_threads.release()
             raise
         finally:
             threading.stack_size(before)

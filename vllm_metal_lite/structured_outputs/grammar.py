@@ -11,18 +11,18 @@ from llguidance.hf import from_tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.errors import Option, SamplingError, one_line
-from vllm_metal_lite.structured_outputs.compiler import Compiler, words
+from vllm_metal_lite.structured_outputs.compiler import Compiler, readable_error
 from vllm_metal_lite.structured_params import StructuredOutputsParams
 
 
 class GrammarConstraint:
     """A `Constraint`: the answer follows a grammar, and then ends.
 
-    num_tokens: the size of the matcher's vocabulary; a tokenizer may have more than the model.
+    num_tokens: the larger of the model's and the tokenizer's vocabularies.
     """
 
     def __init__(self, compiled: Future[LLMatcher], num_tokens: int) -> None:
-        self._compiled = compiled  # so that the Compiler keeps it
+        self._compiled = compiled  # keeps the weak reference of the Compiler alive
         self._matcher = compiled.result().deep_copy()
         self._mask = np.zeros(-(-num_tokens // 32), np.uint32)
         self._num_after = 0  # tokens after the grammar's end, if a request ignores EOS
@@ -52,10 +52,10 @@ class GrammarConstraint:
         return list(self._matcher.compute_ff_tokens())
 
     def error(self) -> str:
-        return words(self._matcher.get_error()) if self._matcher.is_error() else ""
+        return readable_error(self._matcher.get_error()) if self._matcher.is_error() else ""
 
 
-_making = Lock()
+_compilers_lock = Lock()
 # One for each model, because reading a vocabulary of 150,000 tokens takes a second.
 _compilers: "WeakKeyDictionary[TokenizerWrapper, Compiler]" = WeakKeyDictionary()
 
@@ -74,12 +74,12 @@ def grammar_constraint(
             f"of {vocab_size}",
         )
     tokens = tokenizer._tokenizer
-    with _making:
+    with _compilers_lock:
         if tokenizer not in _compilers:
-            most = max(vocab_size, len(tokens))
+            num_tokens = max(vocab_size, len(tokens))
             try:
                 _compilers[tokenizer] = Compiler(
-                    from_tokenizer(tokens, n_vocab=most, eos_token=list(eos_token_ids))
+                    from_tokenizer(tokens, n_vocab=num_tokens, eos_token=list(eos_token_ids))
                 )
             except Exception as e:  # slow tokenizers, and those that llguidance cannot read
                 raise SamplingError(

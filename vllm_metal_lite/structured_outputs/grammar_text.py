@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Collection
 from typing import Any
 
 from llguidance import LLMatcher, grammar_from
@@ -16,6 +15,11 @@ from vllm_metal_lite.structured_params import MAX_FORM, WHITESPACE, StructuredOu
 # second or two.  MAX_FORM is such a limit, too.
 MAX_LINES = 4_000  # of a grammar in Lark's syntax: a rule has a line of its own
 MAX_GBNF_LINES = 500  # translated to Lark's syntax in Python
+# In Lark: texts, comments and regexes, whose contents are no syntax.  One that does not end is read
+# only once, to the end.
+_LITERAL = r'"(?:\\.|[^"\\\n])*"?|#[^\n]*|//[^\n]*|/(?:\\.|[^/\\])+/?'
+_SCHEMA = re.compile(rf"{_LITERAL}|(%json\s*(?=\{{))")
+TOKEN = re.compile(rf"{_LITERAL}|(<\[\^?[\d,-]+\]>|<[^<>\s\[][^<>\s]*>)")  # by id or name
 
 
 class GrammarError(SamplingError):
@@ -36,14 +40,14 @@ def grammar_text(params: StructuredOutputsParams) -> str:
         size = sum(map(len, given)) if kind == "choice" else len(str(given))
         _limit(size, MAX_FORM, "characters")
         if kind in ("json", "json_object"):
-            schema = {"type": "object"}
-            if params.json is not None:
-                schema = json.loads(str(params.json))
-            return schema_text(schema, params)
+            schema = json.loads(str(params.json)) if kind == "json" else {"type": "object"}
+            return _schema_text(schema, params)
         if kind == "regex":
             return grammar_from("regex", given)
         if kind == "choice":
-            return LLMatcher.grammar_from_lark(_choice(given))
+            # One terminal: thousands of alternatives of a rule would be too many for the parser.
+            texts = " | ".join(map(json.dumps, given))
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
         is_lark = is_lark_syntax(given)
         if not is_lark and "::=" not in given:
             needed = "a rule `start:` (Lark) or `root ::=` (GBNF)"
@@ -56,7 +60,7 @@ def grammar_text(params: StructuredOutputsParams) -> str:
         raise GrammarError(kind, "", one_line(e)) from None
 
 
-def schema_text(schema: Any, params: StructuredOutputsParams) -> str:
+def _schema_text(schema: Any, params: StructuredOutputsParams) -> str:
     """The grammar of a JSON schema, under the options of `params`.  Raises ValueError."""
     if not isinstance(schema, dict):
         raise ValueError(f"a schema must be an object, got {show(schema)}")
@@ -70,16 +74,11 @@ def schema_text(schema: Any, params: StructuredOutputsParams) -> str:
     return LLMatcher.grammar_from_json_schema(json.dumps(prepared(schema)), overrides=options)
 
 
-def _choice(texts: Collection[str]) -> str:
-    """One terminal: thousands of alternatives of a rule would be too many for the parser."""
-    return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, texts))
-
-
 def _embedded(lark: str) -> str:
     """The grammar with its JSON schemas (`%json {...}`) prepared.  Raises SchemaError."""
     decoder, pieces, end = json.JSONDecoder(), [], 0
-    for found in re.finditer(r"%json\s*(?=\{)", lark):
-        if found.start() < end:
+    for found in _SCHEMA.finditer(lark):
+        if found[1] is None or found.start() < end:
             continue
         try:
             schema, after = decoder.raw_decode(lark, found.end())

@@ -1,5 +1,6 @@
 """JSON schemas: their parts, and the changes that llguidance needs."""
 
+import re
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from math import isfinite
@@ -7,26 +8,23 @@ from typing import Any
 
 from vllm_metal_lite.errors import show
 
-# Keywords whose values are schemas: by name, in a list, or one.
+# Keywords whose values are schemas by name, and those whose values are data.  All other words may
+# hold schemas, because a `$ref` may point below them.
 _BY_NAME = ("$defs", "definitions", "properties", "patternProperties")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_ONE = ("items", "additionalProperties")
+_DATA = ("const", "enum", "default", "examples")
 # Keywords whose numbers llguidance reads.
-_SIZES = ("Length", "Items", "Properties")
-_NUMBERS = frozenset(("const", "enum", "minimum", "maximum", "multipleOf"))
-_NUMBERS |= {f"exclusive{limit}" for limit in ("Minimum", "Maximum")}
-_NUMBERS |= {f"{limit}{size}" for limit in ("min", "max") for size in _SIZES}
-# The formats that llguidance follows.  By the standard all others say nothing about the text.
-_FORMATS = frozenset(
-    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
+_NUMBERS = re.compile(
+    "const|enum|multipleOf|(m|exclusiveM)(in|ax)imum|(min|max)(Length|Items|Properties)"
 )
+# The formats that llguidance follows.  By the standard all others say nothing about the text.
+_FORMATS = re.compile("date-time|time|date|duration|email|hostname|ipv4|ipv6|uuid|uri")
 # llguidance carries numbers as floats, and reads longer ones wrongly.
 _MOST_INTEGER, _MOST_DIGITS, _MOST_EXPONENT = 2**53 - 1, 15, 22
-_MOST_TRIED = 500
+Change = Callable[[dict[str, Any], str], dict[str, Any]]
 
 
 class SchemaError(ValueError):
-    """A schema that answers cannot be held to.  place: within the schema, as ".properties.age"."""
+    """A schema that cannot be enforced.  place: within the schema, as ".properties.age"."""
 
     def __init__(self, place: str, why: str) -> None:
         super().__init__(why)
@@ -34,17 +32,14 @@ class SchemaError(ValueError):
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[Any, Any, str]]:
-    """The schemas directly within a schema: the holder of each, its key and its place."""
-    for key in _BY_NAME:
-        if isinstance(named := schema.get(key), dict):
-            yield from ((named, name, f".{key}.{name}") for name in named)
-    for key in _LISTS:
-        if isinstance(listed := schema.get(key), list):
-            yield from ((listed, i, f".{key}.{i}") for i in range(len(listed)))
-    yield from ((schema, key, f".{key}") for key in _ONE if key in schema)
-
-
-Change = Callable[[dict[str, Any], str], dict[str, Any]]
+    """The parts of a schema: the holder of each, its key and its place."""
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, dict):
+            yield from ((value, name, f".{key}.{name}") for name in value)
+        elif isinstance(value, list) and key not in _DATA:
+            yield from ((value, i, f".{key}.{i}") for i in range(len(value)))
+        elif key not in _DATA:
+            yield schema, key, f".{key}"
 
 
 def rebuilt(schema: Any, change: Change, place: str = "") -> Any:
@@ -77,8 +72,8 @@ def _prepare(part: dict[str, Any], place: str) -> dict[str, Any]:
     kept = {k: v for k, v in part.items() if k not in ("default", "examples")}
     for name, most in (("maximum", _MOST_INTEGER), ("minimum", -_MOST_INTEGER)):
         _narrow(kept, name, most)
-    new = {k: _exact(v, f"{place}.{k}") if k in _NUMBERS else v for k, v in kept.items()}
-    if isinstance(form := new.get("format"), str) and form not in _FORMATS:
+    new = {k: _exact(v, f"{place}.{k}") if _NUMBERS.fullmatch(k) else v for k, v in kept.items()}
+    if isinstance(form := new.get("format"), str) and not _FORMATS.fullmatch(form):
         del new["format"]
     return new
 
@@ -123,16 +118,12 @@ def locate(schema: dict[str, Any], error_of: Callable[[Any], str | None]) -> str
 
     error_of: returns the error of a schema, or None.
     """
-    error, path, tries = error_of(schema), "", 0
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    part = schema
+    part, path, error = schema, "", error_of(schema)
     while True:
         for holder, key, place in _parts(part):
             if not isinstance(child := holder[key], dict):
                 continue
-            tries += 1
-            if tries > _MOST_TRIED:
-                return path
             alone = {**shared, **child} if "$ref" in str(child) else child
             if error_of(alone) == error:
                 part, path = child, path + place

@@ -13,15 +13,13 @@ from vllm_metal_lite.structured_params import ThinkingParams
 
 class _Phase(Enum):
     BEFORE = auto()  # thoughts may begin, or the answer
-    STARTING = auto()  # within the start marker
     THINKING = auto()
-    ENDING = auto()  # the end marker is being forced
     OVER = auto()  # no thoughts may begin; never in a channel
 
 
 class _State(NamedTuple):
-    """num_thoughts: tokens of all thoughts so far.  num_written: tokens of the marker at hand.
-    num_inner: tokens that `inner` has accepted."""
+    """num_thoughts: tokens of all thoughts so far.  num_written: tokens of the next marker (`start`
+    BEFORE, `end` while THINKING) that are written.  num_inner: tokens that `inner` has accepted."""
 
     phase: _Phase
     num_thoughts: int = 0
@@ -30,16 +28,10 @@ class _State(NamedTuple):
 
 
 class Thinking:
-    """A `Constraint`: thoughts with a budget, and `inner`; None: no other limit.
+    """A `Constraint`: limits thoughts to a budget, and holds the answer after them to `inner`.
 
-    Without channels, `inner` holds only after the thoughts.  Thoughts may have any token but EOS.
-    When the budget is used up, the end marker is forced.
-
-    In a channel, as Harmony has it, thoughts are messages, several in an answer.  `inner` holds for
-    them too.  When the budget is used up, forced tokens end the thoughts, and no thoughts begin
-    again: the second token of `start`, which names the channel, may not follow the first.  Where
-    `inner` does not allow the end of thoughts, such as within a character, thoughts continue until
-    `inner` allows it, and `inner` says what follows the first token of the end.
+    inner: None: the answer is free.  Thoughts may have any token but EOS.  When the budget is used
+    up, the rest of the end marker is forced.
     """
 
     def __init__(
@@ -51,53 +43,37 @@ class Thinking:
     ) -> None:
         self._start, self._end = tuple(params.start), tuple(params.end)
         self._budget, self._inner, self._vocab_size = params.budget, inner, vocab_size
-        self._is_channel = params.is_channel
         self._not_last = ~pack_mask(eos_token_ids, vocab_size)
-        self._ended = _Phase.BEFORE if params.is_channel else _Phase.OVER
         phase = _Phase.BEFORE if self._start else _Phase.OVER
-        # Before each token, and now.
+        # The state before each token; the last is the current one.
         self._states = [_State(_Phase.THINKING if params.is_open else phase)]
-        self._tokens: list[int] = []
 
     def fill(self, bits: np.ndarray) -> bool:
-        phase = self._states[-1].phase
-        if phase in (_Phase.STARTING, _Phase.ENDING):
-            bits[:] = self._mask(self.forced()[0])
+        phase, _, num_written, _ = self._states[-1]
+        if phase is _Phase.THINKING and (self._is_spent or self._inner is not None):
+            bits[:] = self._mask(self._end[num_written]) if self._is_spent else self._not_last
             return True
-        if phase is _Phase.THINKING and not self._is_channel:
-            limited = self._is_spent or self._inner is not None
-            if limited:
-                bits[:] = self._mask(self._end[0]) if self._is_spent else self._not_last
-            return limited
-        limited = self._inner is not None and self._inner.fill(bits)
-        if not self._is_channel:
-            if limited and phase is _Phase.BEFORE and self._budget != 0:
-                bits |= self._mask(self._start[0])
-        elif self._is_spent and phase is _Phase.THINKING:
-            end = self._mask(self._end[0])
-            if not limited or (bits & end).any():
-                bits[:] = end
-            return True
-        elif self._is_spent and self._start[:1] == tuple(self._tokens[-1:]):
-            others = ~self._mask(*self._start[1:2])
-            bits[:] = bits & others if limited else others
-            return True
+        if self._inner is None:
+            return False
+        # The answer may begin like `start`: ask `inner` for the token after these.
+        limited, num_asked = self._inner.fill(bits), 0
+        for token in self._start[:num_written]:
+            if limited and not (bits & self._mask(token)).any():
+                bits[:] = 0
+                break
+            self._inner.accept(token)
+            limited, num_asked = self._inner.fill(bits), num_asked + 1
+        if num_asked:
+            self._inner.rollback(num_asked)
+        if limited and phase is _Phase.BEFORE and self._budget != 0:
+            bits |= self._mask(self._start[num_written])
         return limited
 
     def forced(self) -> list[int]:
         phase, _, num_written, _ = self._states[-1]
-        if phase is _Phase.STARTING:
-            return list(self._start[num_written:])
-        if phase is _Phase.ENDING:
-            return list(self._end[num_written:])
         if phase is _Phase.THINKING and self._is_spent:
-            if self._forces_end:
-                return list(self._end)
-            bits = np.zeros_like(self._not_last)
-            self.fill(bits)
-            if (bits == self._mask(self._end[0])).all():
-                return [self._end[0]]
-        if self._inner is not None and (self._is_channel or phase is _Phase.OVER):
+            return list(self._end[num_written:])
+        if phase is _Phase.OVER and self._inner is not None:
             return self._inner.forced()
         return []
 
@@ -106,55 +82,86 @@ class Thinking:
 
     def accept(self, token_id: int) -> None:
         phase, num_thoughts, num_written, num_inner = self._states[-1]
-        begins = phase is _Phase.BEFORE and self._start[:1] == (token_id,)
-        is_answer = phase is _Phase.OVER or (phase is _Phase.BEFORE and not begins)
-        if self._is_channel or is_answer:
-            num_inner += 1
-            if self._inner is not None:
-                self._inner.accept(token_id)
-        self._tokens.append(token_id)
         if phase is _Phase.THINKING:
-            if not self._ends(token_id):
-                num_thoughts += 1
-            elif self._is_spent and self._forces_end and len(self._end) > 1:
-                phase, num_written = _Phase.ENDING, 1
-            else:
-                phase = self._ended
-        elif self._is_channel and phase is _Phase.BEFORE:
-            if tuple(self._tokens[-len(self._start) :]) == self._start:
-                phase = _Phase.THINKING
-        elif is_answer:
-            phase = _Phase.OVER
-        elif phase is _Phase.ENDING:
-            num_written += 1
+            num_thoughts += 1
+            num_written = _num_written(self._end, num_written, token_id)
             if num_written == len(self._end):
-                phase, num_written = self._ended, 0
-        else:
-            phase, num_written = _Phase.STARTING, num_written + 1
+                phase, num_written = _Phase.OVER, 0
+        elif phase is _Phase.BEFORE and token_id == self._start[num_written]:
+            num_written += 1
             if num_written == len(self._start):
                 phase, num_written = _Phase.THINKING, 0
+        else:
+            answer = (*self._start[:num_written], token_id)
+            if self._inner is not None:
+                for token in answer:
+                    self._inner.accept(token)
+            phase, num_written, num_inner = _Phase.OVER, 0, num_inner + len(answer)
         self._states.append(_State(phase, num_thoughts, num_written, num_inner))
 
     def rollback(self, num_tokens: int) -> None:
-        inner = self._states[-1].num_inner - self._states[-1 - num_tokens].num_inner
+        num_left = len(self._states) - num_tokens
+        inner = self._states[-1].num_inner - self._states[num_left - 1].num_inner
         if inner and self._inner is not None:
             self._inner.rollback(inner)
-        del self._states[-num_tokens:], self._tokens[-num_tokens:]
+        del self._states[num_left:]
 
     @property
     def _is_spent(self) -> bool:
         return self._budget is not None and self._states[-1].num_thoughts >= self._budget
 
-    @property
-    def _forces_end(self) -> bool:
-        """Whether the whole end marker can be forced: `inner` does not see the marker."""
-        return self._inner is None or not self._is_channel
-
-    def _ends(self, token_id: int) -> bool:
-        """Whether the latest token ends the thoughts."""
-        if self._is_channel or self._is_spent:
-            return token_id == self._end[0]
-        return tuple(self._tokens[-len(self._end) :]) == self._end
-
     def _mask(self, *token_ids: int) -> np.ndarray:
         return pack_mask(token_ids, self._vocab_size)
+
+
+class ChannelThinking(Thinking):
+    """Thoughts in channels, as Harmony has them: messages, several in an answer.
+
+    `inner` holds for thoughts, too.  When the budget is used up, the end marker is forced, and no
+    thoughts begin again: the second token of `start`, which names the channel, may not follow the
+    first.  `inner` goes first: where `inner` does not allow the end, such as within a character,
+    thoughts continue until `inner` allows the end.
+    """
+
+    def fill(self, bits: np.ndarray) -> bool:
+        phase, _, num_written, _ = self._states[-1]
+        limited = self._inner is not None and self._inner.fill(bits)
+        if self._is_spent and phase is _Phase.THINKING:
+            wanted = self._mask(self._end[num_written])
+        elif self._is_spent and num_written:
+            wanted = ~self._mask(*self._start[1:2])
+        else:
+            return limited
+        if not limited:
+            bits[:] = wanted
+        elif (bits & wanted).any():
+            bits &= wanted
+        return True
+
+    def forced(self) -> list[int]:
+        # With `inner`, the mask leaves only the end.
+        return super().forced() if self._inner is None else self._inner.forced()
+
+    def accept(self, token_id: int) -> None:
+        phase, num_thoughts, num_written, num_inner = self._states[-1]
+        if self._inner is not None:
+            self._inner.accept(token_id)
+        if phase is _Phase.THINKING and token_id == self._end[num_written]:
+            num_written += 1
+            # The first token of the end marker ends thoughts; the others are only forced.
+            if not self._is_spent or num_written == len(self._end):
+                phase, num_written = _Phase.BEFORE, 0
+        elif phase is _Phase.THINKING and not num_written:
+            num_thoughts += 1
+        else:
+            before = num_written if phase is _Phase.BEFORE else 0
+            phase, num_written = _Phase.BEFORE, _num_written(self._start, before, token_id)
+            if 0 < num_written == len(self._start):
+                phase, num_written = _Phase.THINKING, 0
+        self._states.append(_State(phase, num_thoughts, num_written, num_inner + 1))
+
+
+def _num_written(marker: Sequence[int], num_written: int, token_id: int) -> int:
+    """The tokens of `marker` at the end of a text: num_written of them before token_id came."""
+    text = (*marker[:num_written], token_id)
+    return next(n for n in range(len(text), -1, -1) if text[len(text) - n :] == marker[:n])
