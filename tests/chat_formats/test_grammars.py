@@ -130,26 +130,37 @@ ODD = Tool("resolve-library-id", "", {
     "type": "object",
     "properties": {
         "-A": {"type": "integer"}, "class": {"type": "string"}, "a.b": {"type": "boolean"},
-        "$x": {"type": "array", "items": {"type": "string"}},
+        "$x": {"type": "array", "items": {"type": "string"}}, "any": {"title": "V"},
     },
     "required": ["-A", "class", "a.b", "$x"],
     "additionalProperties": False,
 })  # fmt: skip
-ODDLY = {"-A": 3, "class": "n(a=b)", "a.b": True, "$x": ["f(x=1)", "it's"]}
-EXAMPLES = {RICH.name: VALUES, REFERRING.name: REFERRED, ODD.name: ODDLY}
+ODDLY = {"-A": 3, "class": "n(a=b)", "a.b": True, "$x": ["f(x=1)", "it's"], "any": "abc"}
+# As zod writes the root; either argument is needed.
+EITHER = Tool("find", "", {
+    "$ref": "#/definitions/find",
+    "definitions": {"find": {
+        "type": "object", "properties": {"id": {"type": "integer"}, "text": {"type": "string"}},
+        "anyOf": [{"required": ["id"]}, {"required": ["text"]}],
+    }},
+})  # fmt: skip
+EXAMPLES = {
+    RICH.name: VALUES, REFERRING.name: REFERRED, ODD.name: ODDLY, EITHER.name: {"id": 1},
+}  # fmt: skip
 
 
 @ALL
-@pytest.mark.parametrize("tool", [REFERRING, ODD], ids=["referring", "odd"])
+@pytest.mark.parametrize("tool", [REFERRING, ODD, EITHER], ids=lambda tool: tool.name)
 def test_calls_are_read_as_they_were_meant(name, tool):
     call = tool.name, EXAMPLES[tool.name]
     assert accepts(name, write(name, call), tools=[tool])
     assert parse(FORMATS[name], WRITERS[name]([call]), [tool]).called == [call]
+    assert not accepts(name, write(name, (tool.name, {})), tools=[tool])
 
 
 @pytest.mark.parametrize("name", [n for n in WRITERS if n != "harmony"])
 @pytest.mark.parametrize(
-    "tool", [RICH, TOOLS[1], REFERRING, ODD], ids=["rich", "flat", "referring", "odd"]
+    "tool", [RICH, TOOLS[1], REFERRING, ODD, EITHER], ids=lambda tool: tool.name
 )
 def test_random_answers_are_calls_by_the_schema(name, tool):
     """Not of Harmony, where only special tokens end a text: tests/server/test_real_models.py."""

@@ -9,10 +9,18 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vllm_metal_lite.chat_formats.schema import named_values, names_of, standalone
+from vllm_metal_lite.chat_formats.schema import (
+    Resolver,
+    Schema,
+    names_of,
+    properties_of,
+    types_of,
+    values_of,
+)
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
-from vllm_metal_lite.chat_formats.typed import types_of
+from vllm_metal_lite.structured_outputs.json_schema import rebuilt
 
+_WHOLE = "arguments"  # where `standalone` keeps the whole schema
 SpecialTokens = Mapping[str, int]  # ids by text
 CallGrammar = Callable[[Sequence[Tool], ToolChoice, SpecialTokens], str]
 _NO_TOKENS: SpecialTokens = {}
@@ -120,41 +128,36 @@ def parameter_calls(
     line_break = parameter_end[parameter_end.index(end_mark) + len(end_mark) :]
 
     def rule(tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
-        required = names_of(tool.parameters.get("required"))
-        parts = [texts(head.format(tool.name), special)]
-        for name, schema in tool.properties.items():
-            choices = _choices(schema)
-            # A string has no quotes, so what may be one is text.
-            is_text = not choices and (schema == {} or "string" in types_of(schema))
-            is_string = is_text or all(isinstance(v, str) for v in choices or [None])
-            pair, value = f"p_{len(lines)}", f"v_{len(lines)}"
-            parts.append(pair if name in required else f"{pair}?")
-            before = texts(parameter.format(name, str(is_string).lower()), special)
-            after = texts(parameter_end, special)
-            if choices:
-                lines.append(f"{value}: {' | '.join(map(_bare, choices))}")
-            elif not is_text:
-                lines.append(f"{value}: {_json(schema, tool)}")
-            elif end_mark in special:  # by its id, so no text holds the mark
-                lines.append(f"{value}: /(?s:.*)/")
-            else:
-                lines.append(f"{value}[suffix={literal(end_mark)}]: /(?s:.*)/")
-                after = texts(line_break, special)
-            lines.append(f"{pair}: {before} {value} {after}")
-        return " ".join([*parts, texts(tail, special)])
+        resolve = Resolver(tool.parameters)
+
+        def call(whole: Schema) -> str:
+            required = names_of(whole.get("required"))
+            parts = [texts(head.format(tool.name), special)]
+            for name, schema in properties_of(whole).items():
+                alternatives = resolve(schema)
+                values, types = values_of(alternatives), types_of(alternatives)
+                # Strings are written without quotes, so a value that may be a string is free text.
+                is_text = not values and (not types or "string" in types)
+                is_string = is_text or types == {"string"}
+                pair, value = f"p_{len(lines)}", f"v_{len(lines)}"
+                parts.append(pair if name in required else f"{pair}?")
+                before = texts(parameter.format(name, str(is_string).lower()), special)
+                after = texts(parameter_end, special)
+                if values:
+                    lines.append(f"{value}: {' | '.join(map(_bare, values))}")
+                elif not is_text:
+                    lines.append(f"{value}: {_json(schema, tool)}")
+                elif end_mark in special:  # by its id, so no text holds the mark
+                    lines.append(f"{value}: /(?s:.*)/")
+                else:
+                    lines.append(f"{value}[suffix={literal(end_mark)}]: /(?s:.*)/")
+                    after = texts(line_break, special)
+                lines.append(f"{pair}: {before} {value} {after}")
+            return " ".join([*parts, texts(tail, special)])
+
+        return " | ".join(map(call, tool.arguments))
 
     return calls_grammar(rule, start=start, **around)
-
-
-def _choices(schema: Any) -> Sequence[Any]:
-    """The values that a schema allows, if it names them all."""
-    if not isinstance(schema, dict):
-        return ()
-    for key in ("anyOf", "oneOf"):
-        if isinstance(parts := schema.get(key), list):
-            choices = [_choices(part) for part in parts]
-            return [value for values in choices for value in values] if all(choices) else ()
-    return named_values(schema) or ([None] if schema.get("type") == "null" else ())
 
 
 def _bare(value: Any) -> str:
@@ -162,7 +165,26 @@ def _bare(value: Any) -> str:
     return literal(value if isinstance(value, str) else json.dumps(value))
 
 
-def _json(schema: Any, tool: Tool) -> str:
-    if isinstance(schema, dict):  # what the schema may refer to stands in the tool's
-        schema = {**standalone(schema, tool.parameters), **_SPACES}
-    return f"%json {json.dumps(schema)}"
+def _json(schema: Schema, tool: Tool) -> str:
+    return f"%json {json.dumps({**standalone(schema, tool.parameters), **_SPACES})}"
+
+
+def standalone(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of `root` as a schema of its own, with all that the part refers to."""
+    moved = _moved(schema)
+    if moved == schema:
+        return moved
+    return {**moved, "$defs": {_WHOLE: _moved(root)}}
+
+
+def _moved(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema, its references changed to `#/$defs/arguments/...`."""
+
+    def move(part: dict[str, Any], place: str) -> dict[str, Any]:
+        path = part.get("$ref")
+        if isinstance(path, str) and path.startswith("#"):
+            part["$ref"] = f"#/$defs/{_WHOLE}{path[1:]}"
+        return part
+
+    moved: dict[str, Any] = rebuilt(schema, move)
+    return moved
