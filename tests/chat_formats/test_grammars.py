@@ -37,7 +37,7 @@ def write(name: str, *calls) -> str:
 
 
 def accepts(name: str, text: str, choice: ToolChoice = REQUIRED, tools=TOOLS) -> bool:
-    lark = FORMATS[name].grammar(tools, choice, {})
+    lark = FORMATS[name].grammar(tools, choice, {}, "")
     tokenizer = llguidance.LLTokenizer("byte")
     assert not llguidance.LLMatcher.validate_grammar(lark, tokenizer)
     return guided.accepts(tokenizer, lark, text.encode())
@@ -167,7 +167,7 @@ def test_random_answers_are_calls_by_the_schema(name, tool):
     tokenizer = llguidance.LLTokenizer("byte")
     compiled: Future[llguidance.LLMatcher] = Future()
     compiled.set_result(
-        llguidance.LLMatcher(tokenizer, FORMATS[name].grammar([tool], REQUIRED, {}))
+        llguidance.LLMatcher(tokenizer, FORMATS[name].grammar([tool], REQUIRED, {}, ""))
     )
     flat = {"cmd": "ls", "dry": True, "mode": "fast", "note": "a"}
     values = EXAMPLES.get(tool.name, flat)
@@ -189,7 +189,7 @@ MARKER = re.compile(r"<[|｜][^<>]*[|｜]>|\[[A-Z_]+\]|</?[a-z_:]*(?:tool_calls?
 
 def accepts_tokens(name: str, mode: str, text: str, special: bool = True) -> bool:
     tokenizer = tokenizer_of(set(MARKER.findall(text)), special)
-    lark = FORMATS[name].grammar(TOOLS, ToolChoice(mode), marks_of(tokenizer))
+    lark = FORMATS[name].grammar(TOOLS, ToolChoice(mode), marks_of(tokenizer), "")
     tokens = tokenizer.encode(text, add_special_tokens=False)
     return guided.accepts(hf.from_tokenizer(tokenizer), lark, tokens)
 

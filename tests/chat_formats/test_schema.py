@@ -64,7 +64,7 @@ def test_short_schemas_that_stand_for_much(parts, types):
     tool = Tool("f", parameters={"properties": {"x": {"$ref": "#/$defs/a0"}}, "$defs": parts})
     assert tool.types == {"x": types}
     for chat_format in FORMATS.values():
-        assert not chat_format.grammar or len(chat_format.grammar([tool], AUTO, {})) < 200_000
+        assert not chat_format.grammar or len(chat_format.grammar([tool], AUTO, {}, "")) < 200_000
 
 
 def test_a_part_stands_alone_with_all_that_it_refers_to():

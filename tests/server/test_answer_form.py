@@ -6,7 +6,10 @@ from dataclasses import replace
 import pytest
 
 from tests.support.chat import guided
+from tests.support.chat.byte_tokenizer import tokenizer_of
 from vllm_metal_lite.chat_formats.detect import PLAIN
+from vllm_metal_lite.chat_formats.grammars import marks_of
+from vllm_metal_lite.chat_formats.harmony import HARMONY
 from vllm_metal_lite.chat_formats.json_markers import HERMES
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.server.errors import ApiError
@@ -55,7 +58,45 @@ def test_calls_or_a_form():
         assert accepts(form, call(x=1))
         assert not accepts(form, "So be it.")
         assert not accepts(form, '{"x": "1"}')
+    tight = form_of([LOOSE], AUTO, replace(FORM, disable_any_whitespace=True))
+    assert (accepts(tight, '{"x":1}'), accepts(tight, '{"x": 1}')) == (True, False)
     assert accepts(form_of([LOOSE], AUTO, StructuredOutputsParams(json_object=True)), '{"y": 2}')
+
+
+THOUGHTS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+TO_RUN = "<|channel|>commentary to=functions.run <|constrain|>json<|message|>"
+
+
+@pytest.mark.parametrize("tools", [[], [LOOSE], [STRICT]])
+@pytest.mark.parametrize("choice", [AUTO, NONE])
+@pytest.mark.parametrize(
+    ("asked", "good", "bad"),
+    [
+        (FORM, '{"x": 1}', '{"x": "1"}'),
+        (StructuredOutputsParams(json_object=True), '{"y": 2}', "So"),
+        (replace(FORM, disable_any_whitespace=True), '{"x":1}', '{"x": 1}'),
+        (StructuredOutputsParams(choice=["yes", "no"]), "yes", "so"),
+        (StructuredOutputsParams(regex="a/b+"), "a/bb", "a"),
+        (StructuredOutputsParams(grammar='start: final\nfinal: "a" | "b"'), "b", "c"),
+        (StructuredOutputsParams(grammar='root ::= "a" | "b"'), "b", "c"),
+    ],
+)
+def test_a_form_in_a_channel(tools, choice, asked, good, bad):
+    hf = pytest.importorskip("llguidance.hf")
+    tokenizer = tokenizer_of({*HARMONY.call_ends}, special=True)
+    form = answer_form(HARMONY, marks_of(tokenizer), tools, choice, asked)
+
+    def takes(text):
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        return guided.accepts(hf.from_tokenizer(tokenizer), form.grammar, tokens)
+
+    calls = bool(tools) and choice is AUTO and asked.kind in ("json", "json_object")
+    for before in "", THOUGHTS:
+        assert takes(f"{before}{FINAL}{good}")
+        assert not takes(f"{before}{FINAL}{bad}")
+        assert takes(f'{before}{TO_RUN}{{"x": 1}}') == calls
+    assert not takes(good)
 
 
 def test_no_demand():

@@ -31,7 +31,8 @@ class ChatFormat:
     is malformed.
     read_calls: reads calls after a marker, which is `reader.taken`; raises Malformed, CutShort.
     grammar: makes the grammar of an answer after its thoughts: the calls that a ToolChoice demands,
-    or in mode "auto" text and any calls.
+    or in mode "auto" text and any calls.  Its last argument is the term of an answer without calls,
+    instead of any text; "": none.
     thoughts: None: the format has none.
     bare_start: an answer that begins with this character may be a call without a marker.
     adapt: changes earlier messages to the form that the model's templates take.

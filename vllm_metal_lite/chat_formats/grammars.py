@@ -22,7 +22,7 @@ from vllm_metal_lite.structured_outputs.json_schema import rebuilt
 
 _WHOLE = "arguments"  # where `standalone` keeps the whole schema
 SpecialTokens = Mapping[str, int]  # ids by text
-CallGrammar = Callable[[Sequence[Tool], ToolChoice, SpecialTokens], str]
+CallGrammar = Callable[[Sequence[Tool], ToolChoice, SpecialTokens, str], str]
 _NO_TOKENS: SpecialTokens = {}
 # The spaces that chat templates write.  So the next prompt repeats the model's tokens, and
 # separators need no sampling.
@@ -74,20 +74,23 @@ def calls_grammar(
     `opening`.  close: the text after the last call.  between: the text between calls.  In mode
     "auto" the answer may have text, with or without calls."""
 
-    def grammar(tools: Sequence[Tool], choice: ToolChoice, special: SpecialTokens) -> str:
+    def grammar(
+        tools: Sequence[Tool], choice: ToolChoice, special: SpecialTokens, final: str
+    ) -> str:
         lines: list[str] = []
-        rules = {tool.name: rule(tool, special, lines) for tool in tools}
-        allowed = [rules[choice.name]] if choice.name is not None else list(rules.values())
-        lines.append(f"call: {' | '.join(f'call_{i}' for i in range(len(allowed)))}")
-        lines += [f"call_{i}: {rule}" for i, rule in enumerate(allowed)]
+        rules = [rule(tool, special, lines) for tool in tools if choice.name in (None, tool.name)]
+        lines.append(f"call: {' | '.join(f'call_{i}' for i in range(len(rules)))}")
+        lines += [f"call_{i}: {rule}" for i, rule in enumerate(rules)]
         space = f"{json.dumps(between)} " if between else ""
         more = f"({space}call)*" if close and choice.parallel else ""
         lines.append(f"block: begin {texts(opening, special)} call {more} {texts(close, special)}")
         begin = literal(start, special)
-        if choice.mode != "auto":
+        if choice.mode != "auto" or final:
             more = f"({space}block)*" if not close and choice.parallel else ""
-            return "\n".join([f"start: block {more}", f"begin: {begin}", *lines])
-        if not start:  # a call is the whole answer
+            first = [f"start: block {more}", f"begin: {begin}"]
+            if final:
+                first = [f"{first[0]} | final", f"final: {final}", first[1]]
+        elif not start:  # a call is the whole answer
             first = ["start: block | TEXT", "TEXT: /([^{](?s:.*))?/", f"begin: {begin}"]
         else:
             # No text holds a special token; text before another marker ends with the marker.

@@ -79,20 +79,20 @@ def _body(reader: Reader, writer: AnswerWriter, header: str) -> Reading[str | No
     return end
 
 
-def _grammar(tools: Sequence[Tool], choice: ToolChoice, special: SpecialTokens) -> str:
-    """Thoughts and words for the user, then one call; in mode "auto", a call or the final text."""
+def _grammar(tools: Sequence[Tool], choice: ToolChoice, special: SpecialTokens, final: str) -> str:
+    """Thoughts and words for the user, then one call; if none is demanded, a call or `final`."""
     allowed = [tool for tool in tools if choice.name in (None, tool.name)]
-    call = " | ".join(f"call_{i}" for i in range(len(allowed)))
-    if choice.mode == "auto":
-        call = f"{call} | final"
-    analysis, commentary, final = (
+    lasts = [f"call_{i}" for i in range(len(allowed))]
+    if choice.mode in ("auto", "none"):
+        lasts.append("final")
+    analysis, commentary, last = (
         texts(f"{_CHANNEL}{name}{_MESSAGE}", special) for name in ("analysis", *_USER_CHANNELS)
     )
     end = texts(f"<|end|>{_START}assistant", special)
     lines = [
-        f"start: before* ({call})",
+        f"start: before* ({' | '.join(lasts)})",
         f"before: ({analysis} | {commentary}) TEXT {end}",
-        f"final: {final} TEXT",
+        f"final: {last} {final or 'TEXT'}",
         "TEXT: /(?s:.*)/",
     ]
     for i, tool in enumerate(allowed):
