@@ -43,10 +43,9 @@ def _read(
             return
         if begun not in _ENDS:
             header = [begun]
-            if (yield from reader.pass_until([_MESSAGE], header.append)) is None:
-                writer.text("".join(header))
-                return
-            begun = yield from _body(reader, writer, "".join(header))
+            begun = yield from reader.pass_until([_MESSAGE, _START, *_ENDS], header.append)
+            if begun == _MESSAGE:  # a header without a message says nothing
+                begun = yield from _body(reader, writer, "".join(header))
 
 
 def _body(reader: Reader, writer: AnswerWriter, header: str) -> Reading[str | None]:
