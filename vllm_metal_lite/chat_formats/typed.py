@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
+from warnings import catch_warnings
 
 from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading, loads
@@ -179,7 +180,9 @@ class _JsonNames(ast.NodeTransformer):
 def python_value(text: str) -> Any:
     """The value of a Python literal with a JSON form, or of a JSON constant.  Raises Malformed."""
     try:
-        value = ast.literal_eval(_JsonNames().visit(ast.parse(text, mode="eval")))
+        with catch_warnings(action="ignore"):  # of escapes that Python does not know
+            tree = ast.parse(text, mode="eval")
+        value = ast.literal_eval(_JsonNames().visit(tree))
         return json.loads(json.dumps(value, allow_nan=False))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise Malformed from None
