@@ -4,6 +4,7 @@ Whitespace around thoughts and calls comes from the template, and is dropped.
 """
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 from vllm_metal_lite.chat_formats.answer_writer import AnswerWriter, Trimmed
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
@@ -65,9 +66,10 @@ def read_answer(
     if thoughts and in_reasoning:
         yield from _thoughts(reader, writer, chat_format, thoughts.end)
     if writer.has_tools and chat_format.bare_start:
-        writer.text.at_marker()
-        if (yield from reader.peek()) == chat_format.bare_start:
-            yield from _calls(reader, writer, chat_format, "", writer.text)
+        with suppress(CutShort):  # the answer is only whitespace
+            if (yield from reader.follows([chat_format.bare_start])):
+                writer.text.at_marker()
+                yield from _calls(reader, writer, chat_format, "", writer.text)
     while True:
         marker = yield from reader.pass_until(starts, writer.text)
         if marker is None:
