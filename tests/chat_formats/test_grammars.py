@@ -130,12 +130,12 @@ ODD = Tool("resolve-library-id", "", {
     "type": "object",
     "properties": {
         "-A": {"type": "integer"}, "class": {"type": "string"}, "a.b": {"type": "boolean"},
-        "$x": {"type": "array", "items": {"type": "string"}}, "any": {"title": "V"},
+        "$x": {"type": "array", "items": {"type": "string"}}, "any value": {"title": "V"},
     },
     "required": ["-A", "class", "a.b", "$x"],
     "additionalProperties": False,
 })  # fmt: skip
-ODDLY = {"-A": 3, "class": "n(a=b)", "a.b": True, "$x": ["f(x=1)", "it's"], "any": "abc"}
+ODDLY = {"-A": 3, "class": "n(a=b)", "a.b": True, "$x": ["f(x=1)", "it's"], "any value": "abc"}
 # As zod writes the root; either argument is needed.
 EITHER = Tool("find", "", {
     "$ref": "#/definitions/find",

@@ -17,8 +17,8 @@ from vllm_metal_lite.chat_formats.schema_rules import SchemaRules
 from vllm_metal_lite.chat_formats.tool import Tool
 from vllm_metal_lite.chat_formats.typed import python_value
 
-# A parameter's name need not be Python's: `-A`, `a.b`, `class`.
-_KEY = re.compile(r"""[^\s()\[\]{}'"]+""")
+# A parameter's name need not be Python's: `-A`, `a.b`, `class`, `two words`.
+_KEY = re.compile(r"""[^\n()\[\]{}'"]+""")
 
 
 def _read(reader: Reader, calls: CallWriter, *, end: str) -> Reading[None]:
