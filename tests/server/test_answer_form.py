@@ -118,11 +118,3 @@ def test_a_format_without_a_grammar_cannot_be_made_to_call():
     with pytest.raises(ApiError, match=r"'auto' or 'none'.*\(plain\) has no grammar") as caught:
         form_of([LOOSE], REQUIRED, chat_format=PLAIN)
     assert (caught.value.status, caught.value.param) == (400, "tool_choice")
-
-
-def test_nor_can_its_calls_be_strict():
-    loose = replace(HERMES, grammar=None)
-    assert form_of([LOOSE], AUTO, chat_format=loose) is None
-    with pytest.raises(ApiError, match=r"'run' cannot be strict: .*\(hermes\)") as caught:
-        form_of([LOOSE, STRICT], AUTO, chat_format=loose)
-    assert (caught.value.status, caught.value.param) == (400, "tools")

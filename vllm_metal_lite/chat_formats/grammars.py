@@ -9,14 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vllm_metal_lite.chat_formats.schema import (
-    Resolver,
-    Schema,
-    names_of,
-    properties_of,
-    types_of,
-    values_of,
-)
+from vllm_metal_lite.chat_formats.schema import Resolver, listed, properties_of, types_of, values_of
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.structured_outputs.json_schema import rebuilt
 
@@ -87,9 +80,8 @@ def calls_grammar(
         begin = literal(start, special)
         if choice.mode != "auto" or final:
             more = f"({space}block)*" if not close and choice.parallel else ""
+            more += f" | {final}" if final else ""
             first = [f"start: block {more}", f"begin: {begin}"]
-            if final:
-                first = [f"{first[0]} | final", f"final: {final}", first[1]]
         elif not start:  # a call is the whole answer
             first = ["start: block | TEXT", "TEXT: /([^{](?s:.*))?/", f"begin: {begin}"]
         else:
@@ -133,8 +125,8 @@ def parameter_calls(
     def rule(tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
         resolve = Resolver(tool.parameters)
 
-        def call(whole: Schema) -> str:
-            required = names_of(whole.get("required"))
+        def call(whole: Mapping[str, Any]) -> str:
+            required = listed(whole, "required")
             parts = [texts(head.format(tool.name), special)]
             for name, schema in properties_of(whole).items():
                 alternatives = resolve(schema)
@@ -147,7 +139,8 @@ def parameter_calls(
                 before = texts(parameter.format(name, str(is_string).lower()), special)
                 after = texts(parameter_end, special)
                 if values:
-                    lines.append(f"{value}: {' | '.join(map(_bare, values))}")
+                    bare = [literal(v if isinstance(v, str) else json.dumps(v)) for v in values]
+                    lines.append(f"{value}: {' | '.join(bare)}")
                 elif not is_text:
                     lines.append(f"{value}: {_json(schema, tool)}")
                 elif end_mark in special:  # by its id, so no text holds the mark
@@ -163,12 +156,7 @@ def parameter_calls(
     return calls_grammar(rule, start=start, **around)
 
 
-def _bare(value: Any) -> str:
-    """A value as text: strings without quotes."""
-    return literal(value if isinstance(value, str) else json.dumps(value))
-
-
-def _json(schema: Schema, tool: Tool) -> str:
+def _json(schema: Mapping[str, Any], tool: Tool) -> str:
     return f"%json {json.dumps({**standalone(schema, tool.parameters), **_SPACES})}"
 
 

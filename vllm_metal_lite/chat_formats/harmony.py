@@ -63,7 +63,7 @@ def _body(reader: Reader, writer: AnswerWriter, header: str) -> Reading[str | No
             calls.cut()
             return None
         except Malformed:
-            calls.arguments(reader.taken or "")
+            calls.arguments(reader.recorded or "")
         found = None
         with suppress(CutShort):  # a marker that has begun is no argument
             found = yield from reader.before(ends, calls.arguments)

@@ -28,7 +28,7 @@ def _read(reader: Reader, calls: CallWriter) -> Reading[None]:
     except CutShort:
         raise
     except Malformed:  # nothing stands between calls but a marker
-        calls.arguments((reader.taken or "").lstrip())
+        calls.arguments((reader.recorded or "").lstrip())
         yield from reader.before([_START, "\n"], calls.arguments)
     calls.end()
 

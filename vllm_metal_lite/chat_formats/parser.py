@@ -101,12 +101,12 @@ def _calls(
     """Read one or more calls after their marker.  out: gets text that is no call after all."""
     assert chat_format.read_calls is not None, "a format with markers of calls reads them"
     calls = writer.calls
-    reader.record(marker)
+    reader.recorded = marker
     try:
         reading = chat_format.read_calls(reader, calls)
         yield from calls.guard(reading, chat_format.call_ends)
         out.at_marker()
-        reader.record(None)
+        reader.recorded = None
         while (end := (yield from reader.follows(chat_format.call_ends))) is not None:
             yield from reader.expect(end)  # models double it
     except Malformed as e:
@@ -115,7 +115,7 @@ def _calls(
             calls.cut()
             out.at_marker()
         else:
-            out(reader.taken or "")
-            if isinstance(e, CutShort) and not reader.taken:
+            out(reader.recorded or "")
+            if isinstance(e, CutShort) and not reader.recorded:
                 reader.take(len(reader.rest))  # an end marker that has begun
-    reader.record(None)
+    reader.recorded = None

@@ -29,7 +29,7 @@ def _read(reader: Reader, calls: CallWriter, *, end: str) -> Reading[None]:
         yield from reader.has(",")
         yield from reader.has("]")
         yield from reader.skip_space()
-        reader.record()  # if the rest is malformed, only the rest becomes text
+        reader.recorded = ""  # if the rest is malformed, only the rest becomes text
         # A model may end its answer without `end`.
         more = reader.rest != "" and not (yield from reader.begins(end))
 

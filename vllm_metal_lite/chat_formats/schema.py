@@ -7,28 +7,22 @@ from urllib.parse import unquote
 
 _MOST_RESOLVED = 5000  # a short schema can expand to millions of parts
 _OF = "anyOf", "oneOf", "allOf"
-# JSON types by Python's; "null" is not among them.
-_TYPES = {
+JSON_TYPES = {
     bool: "boolean",
     int: "integer",
     float: "number",
     str: "string",
     dict: "object",
     list: "array",
+    type(None): "null",
 }
 Schema = dict[str, Any]
 
 
-def type_of(value: Any) -> str:
-    """The JSON type of a value; "integer" for whole numbers without a fraction."""
-    return _TYPES.get(type(value), "null")
-
-
-def names_of(required: Any) -> list[str]:
-    """The keys that an object must have; anything but strings in a list is ignored."""
-    if not isinstance(required, list):
-        return []
-    return [name for name in required if isinstance(name, str)]
+def listed(schema: Mapping[str, Any], key: str) -> list[Any]:
+    """The list of a keyword such as `required`; anything else is ignored."""
+    found = schema.get(key)
+    return found if isinstance(found, list) else []
 
 
 def properties_of(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,8 +35,7 @@ def named_values(schema: Mapping[str, Any]) -> list[Any]:
     """The only values that a schema allows (`enum`, `const`, null); empty: it names none."""
     if schema.get("type") == "null":
         return [None]
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    return values if isinstance(values, list) else []
+    return listed(schema, "enum") or ([schema["const"]] if "const" in schema else [])
 
 
 def values_of(alternatives: Iterable[Schema]) -> list[Any]:
@@ -56,7 +49,7 @@ def types_of(alternatives: Iterable[Schema]) -> set[str]:
     types: set[str] = set()
     for schema in alternatives:
         if values := named_values(schema):
-            types |= set(map(type_of, values))
+            types |= {JSON_TYPES[type(value)] for value in values}
         elif isinstance(kind := schema.get("type"), str):
             types.add(kind)
         else:
@@ -82,14 +75,14 @@ class Resolver:
         while left:
             whole, followed = left.pop()
             rest = dict(whole) if isinstance(whole, dict) else {}
-            key = next((k for k in _OF if isinstance(rest.get(k), list)), None)
+            key = next((k for k in _OF if listed(rest, k)), None)
             if isinstance(path := rest.get("$ref"), str):
                 del rest["$ref"]
                 parts = [{} if path in followed else pointed(self._root, path)]
                 followed |= {path}
             elif key is not None:
                 parts = rest.pop(key)
-            elif isinstance(rest.get("type"), list) and not named_values(rest):
+            elif listed(rest, "type") and not named_values(rest):
                 parts = [{"type": kind} for kind in rest.pop("type")]
             else:
                 found.append({"type": "object", **rest} if properties_of(rest) else rest)
@@ -100,7 +93,7 @@ class Resolver:
             if key == "allOf" and len(parts) > 1:  # one part at a time
                 parts, rest[key] = parts[:1], parts[1:]
             left += [(_combined(rest, part), followed) for part in reversed(parts)]
-        return found or [{}]
+        return found
 
 
 def _combined(schema: Schema, part: Any) -> Schema:
@@ -109,8 +102,8 @@ def _combined(schema: Schema, part: Any) -> Schema:
         return schema
     both = {**schema, **part}
     for key in ("required", "allOf"):
-        if isinstance(schema.get(key), list) and isinstance(part.get(key), list):
-            both[key] = schema[key] + part[key]
+        if found := listed(schema, key) + listed(part, key):
+            both[key] = found
     if properties := {**properties_of(schema), **properties_of(part)}:
         both["properties"] = properties
     return both

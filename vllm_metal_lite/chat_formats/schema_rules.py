@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vllm_metal_lite.chat_formats.schema import Resolver, named_values, names_of, properties_of
+from vllm_metal_lite.chat_formats.schema import Resolver, listed, named_values, properties_of
 from vllm_metal_lite.chat_formats.tool import Tool
 
 SCALARS = "integer", "number", "boolean", "null"
@@ -53,7 +53,7 @@ class SchemaRules:
 
     def pairs(self, schema: Mapping[str, Any], key: Callable[[str], str]) -> str:
         """The name of a rule for the pairs of an object: required ones, and perhaps others."""
-        required = names_of(schema.get("required"))
+        required = listed(schema, "required")
         between = json.dumps(self.separator)
         # Rules for the remaining pairs: if no pair precedes them, and if one does.
         first, later = '""', '""'
@@ -76,8 +76,7 @@ class SchemaRules:
         return f"r_{len(self._lines) - 1}"
 
     def _rule(self, schema: Any) -> str:
-        """The name of a schema's rule.  `arguments` writes it, because schemas may refer to
-        themselves."""
+        """The name of a schema's rule; `arguments` writes it, because schemas may be cyclic."""
         if isinstance(schema, dict):
             schema = {k: v for k, v in schema.items() if k not in _ANNOTATIONS}
         key = json.dumps(schema)

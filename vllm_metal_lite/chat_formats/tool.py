@@ -32,8 +32,7 @@ class Tool:
         return {name: types_of(resolve({"anyOf": parts})) for name, parts in schemas.items()}
 
     def for_template(self) -> dict[str, Any]:
-        """The tool as chat templates want it; some read `parameters` without a check that they
-        exist."""
+        """The tool as chat templates want it; some fail without `parameters`."""
         parameters = self.parameters or {"type": "object", "properties": {}}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}

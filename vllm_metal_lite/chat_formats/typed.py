@@ -9,7 +9,7 @@ from warnings import catch_warnings
 
 from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading, loads
-from vllm_metal_lite.chat_formats.schema import type_of
+from vllm_metal_lite.chat_formats.schema import JSON_TYPES
 from vllm_metal_lite.chat_formats.tool import Tool
 
 
@@ -150,7 +150,7 @@ def value_of(text: str, types: Collection[str]) -> Any:
         value = loads(stripped)
     except Malformed:
         value = _of_python(stripped, text)
-    kind = type_of(value)
+    kind = JSON_TYPES[type(value)]
     fits = not types or kind in types or (kind == "integer" and "number" in types)
     if fits and kind != "string":
         return value

@@ -93,26 +93,24 @@ def answer_form(
 ) -> StructuredOutputsParams | None:
     """The form of an answer after its thoughts; None: any.
 
-    form: of an answer without calls.  The model's format has a grammar for calls.  Demanded calls
-    follow it.  Optional calls follow it if a tool is strict or `form` is JSON; other forms exclude
-    calls.  If the model writes in channels, `form` is that of the final one.  Raises ApiError (400)
-    for demanded calls and strict tools if the format has no grammar.
+    form: of an answer without calls; of the final channel, if the model writes in channels.
+    Demanded calls follow the grammar of the model's format.  Optional calls follow it if a tool is
+    strict or `form` is JSON; other forms exclude calls.  Raises ApiError (400) for demanded calls
+    if the format has no grammar.
     """
-    why = f"the model's format ({chat_format.name}) has no grammar for calls"
     is_demanded = choice.mode in ("required", "named")
+    if chat_format.grammar is None:
+        if is_demanded:
+            why = f"the model's format ({chat_format.name}) has no grammar for calls"
+            raise bad("tool_choice", f" must be 'auto' or 'none': {why}")
+        return form
     if is_demanded:
         form = None
     elif choice.mode == "none" or not (form is None or form.kind in ("json", "json_object")):
         tools = ()
-    strict = [tool.name for tool in tools if tool.strict and chat_format.has_calls]
-    if chat_format.grammar is None:
-        if is_demanded:
-            raise bad("tool_choice", f" must be 'auto' or 'none': {why}")
-        if strict:
-            raise bad("tools", f": {show(strict[0])} cannot be strict: {why}")
-        return form
+    is_strict = any(tool.strict for tool in tools)
     in_channel = chat_format.thoughts is not None and chat_format.thoughts.in_channel
-    if not (is_demanded or strict if form is None else tools or in_channel):
+    if not (is_demanded or is_strict if form is None else tools or in_channel):
         return form
     final = "" if form is None else _term(form)
     grammar = chat_format.grammar(tools, choice, special_tokens, final)
