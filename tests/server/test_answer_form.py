@@ -1,7 +1,6 @@
 """What an answer must be, from tool_choice, strict tools and the form that is asked for."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -17,6 +16,7 @@ from vllm_metal_lite.server.structured import answer_form
 from vllm_metal_lite.structured_params import StructuredOutputsParams
 
 llguidance = pytest.importorskip("llguidance")
+hf = pytest.importorskip("llguidance.hf")
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 LOOSE, STRICT = Tool("run", "", SCHEMA), Tool("run", "", SCHEMA, strict=True)
 FORM = StructuredOutputsParams(json={**SCHEMA, "additionalProperties": False})
@@ -58,8 +58,6 @@ def test_calls_or_a_form():
         assert accepts(form, call(x=1))
         assert not accepts(form, "So be it.")
         assert not accepts(form, '{"x": "1"}')
-    tight = form_of([LOOSE], AUTO, replace(FORM, disable_any_whitespace=True))
-    assert (accepts(tight, '{"x":1}'), accepts(tight, '{"x": 1}')) == (True, False)
     assert accepts(form_of([LOOSE], AUTO, StructuredOutputsParams(json_object=True)), '{"y": 2}')
 
 
@@ -70,43 +68,30 @@ TO_RUN = "<|channel|>commentary to=functions.run <|constrain|>json<|message|>"
 
 @pytest.mark.parametrize("tools", [[], [LOOSE], [STRICT]])
 @pytest.mark.parametrize("choice", [AUTO, NONE])
-@pytest.mark.parametrize(
-    ("asked", "good", "bad"),
-    [
-        (FORM, '{"x": 1}', '{"x": "1"}'),
-        (StructuredOutputsParams(json_object=True), '{"y": 2}', "So"),
-        (replace(FORM, disable_any_whitespace=True), '{"x":1}', '{"x": 1}'),
-        (StructuredOutputsParams(choice=["yes", "no"]), "yes", "so"),
-        (StructuredOutputsParams(regex="a/b+"), "a/bb", "a"),
-        (StructuredOutputsParams(grammar='start: final\nfinal: "a" | "b"'), "b", "c"),
-        (StructuredOutputsParams(grammar='root ::= "a" | "b"'), "b", "c"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "good", "bad"), [
+    ({"json": FORM.json}, '{"x": 1}', '{"x": "1"}'), ({"json_object": True}, "{}", "So"),
+    ({"json": FORM.json, "disable_any_whitespace": True}, '{"x":1}', '{"x": 1}'),
+    ({"choice": ["yes", "no"]}, "yes", "so"), ({"regex": "a/b+"}, "a/bb", "a"),
+    ({"grammar": 'start: final\nfinal: "a" | "b"'}, "b", "c"),
+    ({"grammar": 'root ::= "a" | "b"'}, "b", "c"),
+])  # fmt: skip
 def test_a_form_in_a_channel(tools, choice, asked, good, bad):
-    hf = pytest.importorskip("llguidance.hf")
     tokenizer = tokenizer_of({*HARMONY.call_ends}, special=True)
+    asked = StructuredOutputsParams(**asked)
     form = answer_form(HARMONY, marks_of(tokenizer), tools, choice, asked)
-
-    def takes(text):
-        tokens = tokenizer.encode(text, add_special_tokens=False)
-        return guided.accepts(hf.from_tokenizer(tokenizer), form.grammar, tokens)
-
-    calls = bool(tools) and choice is AUTO and asked.kind in ("json", "json_object")
-    for before in "", THOUGHTS:
-        assert takes(f"{before}{FINAL}{good}")
-        assert not takes(f"{before}{FINAL}{bad}")
-        assert takes(f'{before}{TO_RUN}{{"x": 1}}') == calls
-    assert not takes(good)
+    takes_calls = bool(tools) and choice is AUTO and asked.kind in ("json", "json_object")
+    texts = {FINAL + good: True, FINAL + bad: False, TO_RUN + '{"x": 1}': takes_calls, good: False}
+    for text, fits in texts.items():
+        for before in "", THOUGHTS:
+            tokens = tokenizer.encode(before + text, add_special_tokens=False)
+            assert guided.accepts(hf.from_tokenizer(tokenizer), form.grammar, tokens) == fits
 
 
-def test_no_demand():
+def test_no_calls_to_follow_a_grammar():
     assert form_of([LOOSE], AUTO) is None
     assert form_of([STRICT], NONE) is None
     assert form_of([], AUTO) is None
     assert form_of([STRICT], AUTO, chat_format=PLAIN) is None
-
-
-def test_a_form_alone():
     choice = StructuredOutputsParams(choice=["yes", "no"])
     assert form_of([STRICT], AUTO, choice) is choice
     assert form_of([], AUTO, FORM) is FORM
