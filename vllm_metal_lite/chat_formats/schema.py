@@ -68,7 +68,7 @@ class Resolver:
 
         At its top level an alternative has no references, `allOf`, `anyOf` and `oneOf`, and at most
         one type.  Parts within arrays and objects stay as they are.  A schema that only refers to
-        itself, or stands for too many parts, allows any value: [{}].
+        itself, or represents too many parts, allows any value: [{}].
         """
         found: list[Schema] = []
         left: list[tuple[Any, frozenset[str]]] = [(schema, frozenset())]
