@@ -4,7 +4,6 @@ import jsonschema
 import pytest
 
 from vllm_metal_lite.chat_formats.detect import FORMATS
-from vllm_metal_lite.chat_formats.grammars import standalone
 from vllm_metal_lite.chat_formats.schema import Resolver, pointed
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 
@@ -70,9 +69,9 @@ def test_a_part_stands_alone_with_all_that_it_refers_to():
         },
         "$defs": {"color": COLOR},
     }
-    alone = standalone(root["properties"]["next"], root)
+    alone = Resolver(root).standalone(root["properties"]["next"])
     good = {"const": "red", "next": {"const": "red"}}, {"as it is": {"$ref": "#/$defs/color"}}
     bad = {"const": "blue"}, {"next": {"const": "blue"}}, {"as it is": "red"}
     is_valid = jsonschema.Draft202012Validator(alone).is_valid
     assert [is_valid(value) for value in (*good, *bad)] == [True] * 2 + [False] * 3
-    assert standalone(COLOR, root) == COLOR
+    assert Resolver(root).standalone(COLOR) == COLOR

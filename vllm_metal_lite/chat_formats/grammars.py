@@ -11,9 +11,7 @@ from typing import Any
 
 from vllm_metal_lite.chat_formats.schema import Resolver, listed, properties_of, types_of, values_of
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
-from vllm_metal_lite.structured_outputs.json_schema import rebuilt
 
-_WHOLE = "arguments"  # where `standalone` keeps the whole schema
 SpecialTokens = Mapping[str, int]  # ids by text
 CallGrammar = Callable[[Sequence[Tool], ToolChoice, SpecialTokens, str], str]
 _NO_TOKENS: SpecialTokens = {}
@@ -142,7 +140,8 @@ def parameter_calls(
                     bare = [literal(v if isinstance(v, str) else json.dumps(v)) for v in values]
                     lines.append(f"{value}: {' | '.join(bare)}")
                 elif not is_text:
-                    lines.append(f"{value}: {_json(schema, tool)}")
+                    json_schema = {**resolve.standalone(schema), **_SPACES}
+                    lines.append(f"{value}: %json {json.dumps(json_schema)}")
                 elif end_mark in special:  # by its id, so no text holds the mark
                     lines.append(f"{value}: /(?s:.*)/")
                 else:
@@ -154,28 +153,3 @@ def parameter_calls(
         return " | ".join(map(call, tool.arguments))
 
     return calls_grammar(rule, start=start, **around)
-
-
-def _json(schema: Mapping[str, Any], tool: Tool) -> str:
-    return f"%json {json.dumps({**standalone(schema, tool.parameters), **_SPACES})}"
-
-
-def standalone(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of `root` as a schema of its own, with all that the part refers to."""
-    moved = _moved(schema)
-    if moved == schema:
-        return moved
-    return {**moved, "$defs": {_WHOLE: _moved(root)}}
-
-
-def _moved(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema, its references changed to `#/$defs/arguments/...`."""
-
-    def move(part: dict[str, Any], place: str) -> dict[str, Any]:
-        path = part.get("$ref")
-        if isinstance(path, str) and path.startswith("#"):
-            part["$ref"] = f"#/$defs/{_WHOLE}{path[1:]}"
-        return part
-
-    moved: dict[str, Any] = rebuilt(schema, move)
-    return moved

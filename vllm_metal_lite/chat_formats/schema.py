@@ -5,6 +5,8 @@ from itertools import chain
 from typing import Any
 from urllib.parse import unquote
 
+from vllm_metal_lite.structured_outputs.json_schema import rebuilt
+
 _MOST_RESOLVED = 5000  # a short schema can expand to millions of parts
 _OF = "anyOf", "oneOf", "allOf"
 JSON_TYPES = {
@@ -88,12 +90,32 @@ class Resolver:
                 found.append({"type": "object", **rest} if properties_of(rest) else rest)
                 continue
             self._left -= len(parts) * (1 + len(properties_of(rest)))
+            self._left -= sum(len(properties_of(p)) for p in parts if isinstance(p, dict))
             if self._left < 0:
                 return [{}]
             if key == "allOf" and len(parts) > 1:  # one part at a time
                 parts, rest[key] = parts[:1], parts[1:]
             left += [(_combined(rest, part), followed) for part in reversed(parts)]
         return found
+
+    def standalone(self, schema: Mapping[str, Any]) -> Schema:
+        """A part of `root` as a schema of its own, with all that the part refers to."""
+        names: dict[str, str] = {}  # by the path in `root`
+        waiting: list[str] = []
+
+        def move(part: Schema, place: str) -> Schema:
+            path = part.get("$ref")
+            if isinstance(path, str) and path.startswith("#"):
+                if path not in names:
+                    names[path] = f"part_{len(names)}"
+                    waiting.append(path)
+                part["$ref"] = f"#/$defs/{names[path]}"
+            return part
+
+        moved: Schema = rebuilt(schema, move)
+        # `move` adds to `waiting`, because parts may refer to further parts.
+        parts = {names[path]: rebuilt(pointed(self._root, path), move) for path in waiting}
+        return {**moved, "$defs": parts} if parts else moved
 
 
 def _combined(schema: Schema, part: Any) -> Schema:
