@@ -94,7 +94,8 @@ def test_answers_that_go_on_within_thoughts():
 
 @pytest.mark.parametrize("text", ["  a\n b  \n", "", "\n", "a"])
 def test_plain_text_is_passed_as_it_is(text):
-    assert check_splits(PLAIN, text).text == text
+    for form in PLAIN, FORMATS["llama3_json"]:
+        assert check_splits(form, text).text == text
 
 
 CUTS = st.lists(st.integers(0, 200))

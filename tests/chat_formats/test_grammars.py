@@ -37,7 +37,7 @@ def write(name: str, *calls) -> str:
 
 
 def accepts(name: str, text: str, choice: ToolChoice = REQUIRED, tools=TOOLS) -> bool:
-    lark = FORMATS[name].grammar(tools, choice, {})
+    lark = FORMATS[name].grammar(tools, choice, {}, "")
     tokenizer = llguidance.LLTokenizer("byte")
     assert not llguidance.LLMatcher.validate_grammar(lark, tokenizer)
     return guided.accepts(tokenizer, lark, text.encode())
@@ -77,16 +77,6 @@ def test_calls_among_text_where_none_is_demanded(name):
     assert not accepts(name, f"So: {bad}", auto)
     assert accepts(name, f"So: {call}", ToolChoice("auto", parallel=False))
     assert not accepts(name, f"{call} {call}", ToolChoice("auto", parallel=False))
-
-
-@ALL
-def test_schemas_may_refer_to_shared_parts(name):
-    point = {"type": "object", "properties": {"x": {"type": "integer"}}}
-    point |= {"required": ["x"], "additionalProperties": False}
-    schema = {"type": "object", "properties": {"at": {"$ref": "#/$defs/point"}}}
-    tool = Tool("put", "", schema | {"required": ["at"], "$defs": {"point": point}})
-    assert accepts(name, write(name, ("put", {"at": {"x": 1}})), tools=[tool])
-    assert not accepts(name, write(name, ("put", {"at": {"x": "1"}})), tools=[tool])
 
 
 RICH = Tool("put", "", {
@@ -130,33 +120,39 @@ ODD = Tool("resolve-library-id", "", {
     "type": "object",
     "properties": {
         "-A": {"type": "integer"}, "class": {"type": "string"}, "a.b": {"type": "boolean"},
-        "$x": {"type": "array", "items": {"type": "string"}},
+        "$x": {"type": "array", "items": {"type": "string"}}, "any value": {"title": "V"},
     },
     "required": ["-A", "class", "a.b", "$x"],
     "additionalProperties": False,
 })  # fmt: skip
-ODDLY = {"-A": 3, "class": "n(a=b)", "a.b": True, "$x": ["f(x=1)", "it's"]}
-EXAMPLES = {RICH.name: VALUES, REFERRING.name: REFERRED, ODD.name: ODDLY}
+ODDLY = {"-A": 3, "class": "n(a=b)", "a.b": True, "$x": ["f(x=1)", "it's"], "any value": "abc"}
+# As zod writes the root; either argument is needed.
+EITHER = Tool("find", "", {
+    "$ref": "#/definitions/find",
+    "definitions": {"find": {
+        "type": "object", "properties": {"id": {"type": "integer"}, "text": {"type": "string"}},
+        "anyOf": [{"required": ["id"]}, {"required": ["text"]}],
+    }}})  # fmt: skip
+EXAMPLES = {RICH.name: VALUES, REFERRING.name: REFERRED, ODD.name: ODDLY, "find": {"id": 1}}
 
 
 @ALL
-@pytest.mark.parametrize("tool", [REFERRING, ODD], ids=["referring", "odd"])
+@pytest.mark.parametrize("tool", [REFERRING, ODD, EITHER], ids=lambda tool: tool.name)
 def test_calls_are_read_as_they_were_meant(name, tool):
     call = tool.name, EXAMPLES[tool.name]
     assert accepts(name, write(name, call), tools=[tool])
     assert parse(FORMATS[name], WRITERS[name]([call]), [tool]).called == [call]
+    assert not accepts(name, write(name, (tool.name, {})), tools=[tool])
 
 
 @pytest.mark.parametrize("name", [n for n in WRITERS if n != "harmony"])
-@pytest.mark.parametrize(
-    "tool", [RICH, TOOLS[1], REFERRING, ODD], ids=["rich", "flat", "referring", "odd"]
-)
+@pytest.mark.parametrize("tool", [RICH, TOOLS[1], REFERRING, ODD, EITHER], ids=lambda t: t.name)
 def test_random_answers_are_calls_by_the_schema(name, tool):
     """Not of Harmony, where only special tokens end a text: tests/server/test_real_models.py."""
     tokenizer = llguidance.LLTokenizer("byte")
     compiled: Future[llguidance.LLMatcher] = Future()
     compiled.set_result(
-        llguidance.LLMatcher(tokenizer, FORMATS[name].grammar([tool], REQUIRED, {}))
+        llguidance.LLMatcher(tokenizer, FORMATS[name].grammar([tool], REQUIRED, {}, ""))
     )
     flat = {"cmd": "ls", "dry": True, "mode": "fast", "note": "a"}
     values = EXAMPLES.get(tool.name, flat)
@@ -178,7 +174,7 @@ MARKER = re.compile(r"<[|｜][^<>]*[|｜]>|\[[A-Z_]+\]|</?[a-z_:]*(?:tool_calls?
 
 def accepts_tokens(name: str, mode: str, text: str, special: bool = True) -> bool:
     tokenizer = tokenizer_of(set(MARKER.findall(text)), special)
-    lark = FORMATS[name].grammar(TOOLS, ToolChoice(mode), marks_of(tokenizer))
+    lark = FORMATS[name].grammar(TOOLS, ToolChoice(mode), marks_of(tokenizer), "")
     tokens = tokenizer.encode(text, add_special_tokens=False)
     return guided.accepts(hf.from_tokenizer(tokenizer), lark, tokens)
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.chat.real_parts import package
 from tests.support.chat.real_tokenizers import o200k, tokenizer_folder
-from tests.support.chat.text import TOOLS, check_cuts, check_splits
+from tests.support.chat.text import TOOLS, check_cuts, check_splits, parse
 from vllm_metal_lite.chat_formats.detect import FORMATS
 
 HARMONY = FORMATS["harmony"]
@@ -74,17 +74,26 @@ def test_an_answer_is_read_as_by_openai(harmony, encoding, answer):
 @ALL
 def test_an_answer_that_is_cut_short(answer):
     check_cuts(HARMONY, answer)
+    header = answer.rindex("<|message|>")
+    for at in range(answer.rfind("<|start|>", 0, header) + 12, header):
+        assert parse(HARMONY, answer[:at]).text in ("", "I look.")
+
+
+def test_a_header_without_a_message_is_dropped():
+    bad = "<|channel|>analysis<|end|><|start|>assistant"
+    said = check_splits(HARMONY, f"{bad}<|channel|>final<|message|>Yes.")
+    assert (said.text, said.reasoning) == ("Yes.", "")
 
 
 @pytest.mark.parametrize("tools", [(), TOOLS], ids=["no tools", "others"])
 @pytest.mark.parametrize("name", [name for name in ANSWERS if name != "final"])
-def test_of_a_call_that_is_not_allowed_the_user_sees_the_body(name, tools):
+def test_a_call_of_an_unknown_tool_shows_its_body(name, tools):
     said = check_splits(HARMONY, ANSWERS[name].replace(".read", ".erase"), tools=tools)
     assert said.text == ("I look.\n" if name == "text before" else "") + CALL
     assert said.calls == []
 
 
-@pytest.mark.parametrize("text", [" ", " t", " to", " today", " to=", "to=x"])
+@pytest.mark.parametrize("text", [" ", " t", " to", " today", "to=x"])
 def test_text_that_begins_as_a_recipient(text):
     assert check_splits(HARMONY, text).text == text
 

@@ -205,7 +205,7 @@ SLIPS = {
         for text, value in [
             ('"""echo "$(date)" > x"""', 'echo "$(date)" > x'), ("'''it's f(a)'''", "it's f(a)"),
             (r"r'a\'\d'", r"a\'\d"), ("r'a\\d\nb'", "a\\d\nb"), ('"""a\nb"""', "a\nb"), ('""', ""),
-            ('"a" "b"', "ab"), ('"a"\n    "b"', "ab"), ('"(\\\")"', '(")'),
+            ('"a" "b"', "ab"), ('"a"\n    "b"', "ab"), ('"(\\\")"', '(")'), (r'"a\d"', r"a\d"),
         ]
     ],
     "Python's syntax": [
@@ -229,6 +229,7 @@ def slipped(name, call, part, slip):
     return text.replace(part, slip, 1)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("name", "call", "part", "slip", "meant"), CASES)
 @settings(max_examples=10)
 @given(cuts=st.lists(st.integers(0, 400)))
@@ -281,6 +282,12 @@ def test_an_unknown_tool_between_two_calls_is_text(name):
     assert "erase" in said.text
     assert ("now" in said.text) == is_one
     assert not said.text.startswith(("}", "]", ",", ";"))
+
+
+def test_a_malformed_call_of_mistral_ends_before_the_next():
+    text = "[TOOL_CALLS]run[ARGS]a[TOOL_CALLS]now[ARGS]{}"
+    bad, good = check_splits(FORMATS["mistral"], text).calls
+    assert (bad.text, bad.is_whole, good.name) == ("a", False, "now")
 
 
 @pytest.mark.parametrize("name", PYTHON)

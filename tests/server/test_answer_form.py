@@ -1,12 +1,14 @@
 """What an answer must be, from tool_choice, strict tools and the form that is asked for."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
 from tests.support.chat import guided
+from tests.support.chat.byte_tokenizer import tokenizer_of
 from vllm_metal_lite.chat_formats.detect import PLAIN
+from vllm_metal_lite.chat_formats.grammars import marks_of
+from vllm_metal_lite.chat_formats.harmony import HARMONY
 from vllm_metal_lite.chat_formats.json_markers import HERMES
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.server.errors import ApiError
@@ -14,6 +16,7 @@ from vllm_metal_lite.server.structured import answer_form
 from vllm_metal_lite.structured_params import StructuredOutputsParams
 
 llguidance = pytest.importorskip("llguidance")
+hf = pytest.importorskip("llguidance.hf")
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 LOOSE, STRICT = Tool("run", "", SCHEMA), Tool("run", "", SCHEMA, strict=True)
 FORM = StructuredOutputsParams(json={**SCHEMA, "additionalProperties": False})
@@ -58,14 +61,37 @@ def test_calls_or_a_form():
     assert accepts(form_of([LOOSE], AUTO, StructuredOutputsParams(json_object=True)), '{"y": 2}')
 
 
-def test_no_demand():
+THOUGHTS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+TO_RUN = "<|channel|>commentary to=functions.run <|constrain|>json<|message|>"
+
+
+@pytest.mark.parametrize("tools", [[], [LOOSE], [STRICT]])
+@pytest.mark.parametrize("choice", [AUTO, NONE])
+@pytest.mark.parametrize(("asked", "good", "bad"), [
+    ({"json": FORM.json}, '{"x": 1}', '{"x": "1"}'), ({"json_object": True}, "{}", "So"),
+    ({"json": FORM.json, "disable_any_whitespace": True}, '{"x":1}', '{"x": 1}'),
+    ({"choice": ["yes", "no"]}, "yes", "so"), ({"regex": "a/b+"}, "a/bb", "a"),
+    ({"grammar": 'start: final\nfinal: "a" | "b"'}, "b", "c"),
+    ({"grammar": 'root ::= "a" | "b"'}, "b", "c"),
+])  # fmt: skip
+def test_a_form_in_a_channel(tools, choice, asked, good, bad):
+    tokenizer = tokenizer_of({*HARMONY.call_ends}, special=True)
+    asked = StructuredOutputsParams(**asked)
+    form = answer_form(HARMONY, marks_of(tokenizer), tools, choice, asked)
+    takes_calls = bool(tools) and choice is AUTO and asked.kind in ("json", "json_object")
+    texts = {FINAL + good: True, FINAL + bad: False, TO_RUN + '{"x": 1}': takes_calls, good: False}
+    for text, fits in texts.items():
+        for before in "", THOUGHTS:
+            tokens = tokenizer.encode(before + text, add_special_tokens=False)
+            assert guided.accepts(hf.from_tokenizer(tokenizer), form.grammar, tokens) == fits
+
+
+def test_no_calls_to_follow_a_grammar():
     assert form_of([LOOSE], AUTO) is None
     assert form_of([STRICT], NONE) is None
     assert form_of([], AUTO) is None
     assert form_of([STRICT], AUTO, chat_format=PLAIN) is None
-
-
-def test_a_form_alone():
     choice = StructuredOutputsParams(choice=["yes", "no"])
     assert form_of([STRICT], AUTO, choice) is choice
     assert form_of([], AUTO, FORM) is FORM
@@ -77,11 +103,3 @@ def test_a_format_without_a_grammar_cannot_be_made_to_call():
     with pytest.raises(ApiError, match=r"'auto' or 'none'.*\(plain\) has no grammar") as caught:
         form_of([LOOSE], REQUIRED, chat_format=PLAIN)
     assert (caught.value.status, caught.value.param) == (400, "tool_choice")
-
-
-def test_nor_can_its_calls_be_strict():
-    loose = replace(HERMES, grammar=None)
-    assert form_of([LOOSE], AUTO, chat_format=loose) is None
-    with pytest.raises(ApiError, match=r"'run' cannot be strict: .*\(hermes\)") as caught:
-        form_of([LOOSE, STRICT], AUTO, chat_format=loose)
-    assert (caught.value.status, caught.value.param) == (400, "tools")

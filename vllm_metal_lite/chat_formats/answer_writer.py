@@ -30,8 +30,8 @@ class AnswerWriter:
 class Trimmed:
     """Passes text on, without hidden special tokens and without whitespace around markers.
 
-    Clients join the texts on both sides of a marker.  So the whitespace before the marker stays
-    between them, or else that after the marker, or else a line break.
+    Clients join the texts on both sides of a marker.  They are separated by the whitespace before
+    the marker; if there is none, by that after it; else by a line break.
     """
 
     def __init__(self, emit: Callable[[str], None], hidden: Collection[str] = ()) -> None:

@@ -41,7 +41,7 @@ class CallWriter:
 
     def arguments(self, text: str) -> None:
         """The next piece of the JSON of the arguments."""
-        self._reader.record()
+        self._reader.recorded = ""
         if text:
             self._parts.append(text)
             self._send(Arguments(text))
@@ -82,7 +82,7 @@ class CallWriter:
 
     def _send(self, event: Event) -> None:
         self._emit(event)
-        self._reader.record()  # the text read so far belongs to the call
+        self._reader.recorded = ""  # the text read so far belongs to the call
 
     def guard(self, reading: Reading[None], ends: Sequence[str]) -> Reading[None]:
         """Read a call.  If a call is malformed after its name, the rest up to one of `ends` becomes
@@ -95,7 +95,7 @@ class CallWriter:
         except (Malformed, RecursionError) as e:  # values may be nested too deeply
             if isinstance(e, CutShort) or not self.is_open:
                 raise
-            taken = self._reader.taken or ""
+            taken = self._reader.recorded or ""
             self.arguments(taken.lstrip())
             space = taken[len(taken.rstrip()) :]  # may contain the end, if that is a line break
             if ends and not any(end in space for end in ends):
@@ -109,7 +109,7 @@ class CallWriter:
         malformed, reading resumes after `call_end`.  A model may end its answer without `end`, the
         mark after all calls; "": there is one call."""
         reader = self._reader
-        if reader.taken != start:  # the marker that led here
+        if reader.recorded != start:  # the marker that led here
             yield from reader.expect(start)
         yield from self.guard(read(), (call_end, end) if end else (call_end,))
         while end and (yield from reader.has(start)):
@@ -131,9 +131,8 @@ def json_call(
 ) -> Reading[bool]:
     """A call as a JSON object with a name and arguments, in any order; other keys are ignored.
 
-    Returns whether `between`, which stands before another call, follows; it is read too.  end: the
-    text after the object.  The object's last bracket may be missing or doubled.  Raises Malformed,
-    CutShort.
+    Reads `between` and returns True if another call follows.  end: the text after the object.  The
+    object's last bracket may be missing or doubled.  Raises Malformed, CutShort.
     """
     yield from reader.expect("{")
     early: list[str] = []  # arguments that came before the name
@@ -160,7 +159,7 @@ def json_call(
     while (yield from reader.has("}")):
         pass
     more = between != "" and (yield from reader.has(between))
-    reader.record()  # if the rest is malformed, only the rest becomes text
+    reader.recorded = ""  # if the rest is malformed, only the rest becomes text
     return more
 
 

@@ -29,9 +29,9 @@ class ChatFormat:
 
     call_starts: markers that begin calls.  call_ends: markers after which reading resumes if a call
     is malformed.
-    read_calls: reads calls after a marker, which is `reader.taken`; raises Malformed, CutShort.
+    read_calls: reads calls after a marker, which is `reader.recorded`; raises Malformed, CutShort.
     grammar: makes the grammar of an answer after its thoughts: the calls that a ToolChoice demands,
-    or in mode "auto" text and any calls.
+    or in mode "auto" any calls and a text, which may be held to a term (the last argument).
     thoughts: None: the format has none.
     bare_start: an answer that begins with this character may be a call without a marker.
     adapt: changes earlier messages to the form that the model's templates take.
@@ -64,7 +64,7 @@ class ChatFormat:
         return self.thoughts is not None and prompt.rstrip().endswith(self.thoughts.start)
 
     def closes_reasoning(self, prompt: str) -> bool:
-        """Whether a rendered prompt ends where thoughts end, so that the answer has none."""
+        """Whether a rendered prompt ends with closed thoughts, so the answer has none."""
         if self.thoughts is None or self.thoughts.in_channel:
             return False
         return prompt.rstrip().endswith(self.thoughts.end)

@@ -1,4 +1,4 @@
-"""What an answer's text says, piece by piece."""
+"""Events of a parsed answer."""
 
 from typing import NamedTuple
 

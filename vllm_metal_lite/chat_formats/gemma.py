@@ -4,7 +4,7 @@ Keys have no marks; models also write other quotes.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from vllm_metal_lite.chat_formats.calls import CallWriter
@@ -16,7 +16,7 @@ from vllm_metal_lite.chat_formats.tool import Tool
 from vllm_metal_lite.chat_formats.typed import value_of
 
 
-def _value(reader: Reader, quote: str, schema: Any) -> Reading[object]:
+def _value(reader: Reader, quote: str, types: Collection[str]) -> Reading[object]:
     first = yield from reader.peek()
     if first == '"':
         return (yield from reader.json())
@@ -27,20 +27,20 @@ def _value(reader: Reader, quote: str, schema: Any) -> Reading[object]:
         members: dict[str, object] = {}
         while (yield from _has_item(reader, "}", is_first=not members)):
             key = yield from _key(reader, quote)
-            members[key] = yield from _value(reader, quote, {})
+            members[key] = yield from _value(reader, quote, ())
         return members
     if first == "[":
         reader.take(1)
         elements: list[object] = []
         while (yield from _has_item(reader, "]", is_first=not elements)):
-            elements.append((yield from _value(reader, quote, {})))
+            elements.append((yield from _value(reader, quote, ())))
         return elements
     parts: list[str] = []
     yield from reader.before([",", "}", "]"], parts.append)
     text = "".join(parts).strip()
     if quote in text or '"' in text:
         raise Malformed
-    return value_of(text, schema)
+    return value_of(text, types)
 
 
 def _key(reader: Reader, quote: str) -> Reading[str]:
@@ -86,22 +86,20 @@ def _format(name: str, start: str, end: str, quote: str, thoughts: Thoughts | No
                 reader.take(len(quote))
                 calls.quote()
             else:
-                schema = tool.properties.get(key, {})
-                calls.value((yield from _value(reader, quote, schema)))
+                types = tool.types.get(key, ())
+                calls.value((yield from _value(reader, quote, types)))
         calls.end()
         yield from reader.has(end)  # a model may end its answer without
 
     def rule(tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
-        arguments = _Rules(quote, special, lines, tool.parameters).arguments()
+        arguments = _Rules(quote, special, lines, tool).arguments()
         return f"{literal(f'call:{tool.name}')} {arguments} {texts(end, special)}"
 
     return ChatFormat(name, (start,), (end,), read, calls_grammar(rule, start=start), thoughts)
 
 
 class _Rules(SchemaRules):
-    def __init__(
-        self, quote: str, special: SpecialTokens, lines: list[str], root: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, quote: str, special: SpecialTokens, lines: list[str], tool: Tool) -> None:
         self._quote = mark = literal(quote, special)
         by_id = quote in special  # so no text holds the mark
         rules = [
@@ -113,7 +111,7 @@ class _Rules(SchemaRules):
             f"string: {mark} text {mark}" if by_id else f"string: {mark} text",
             "text: /(?s:.*)/" if by_id else f"text[suffix={mark}]: /(?s:.*)/",
         ]
-        super().__init__(lines, root, rules)
+        super().__init__(lines, tool, rules)
 
     def key(self, name: str) -> str:
         return literal(f"{name}:")

@@ -9,12 +9,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vllm_metal_lite.chat_formats.schema import named_values, names_of, standalone
+from vllm_metal_lite.chat_formats.schema import Resolver, listed, properties_of, types_of, values_of
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
-from vllm_metal_lite.chat_formats.typed import types_of
 
 SpecialTokens = Mapping[str, int]  # ids by text
-CallGrammar = Callable[[Sequence[Tool], ToolChoice, SpecialTokens], str]
+CallGrammar = Callable[[Sequence[Tool], ToolChoice, SpecialTokens, str], str]
 _NO_TOKENS: SpecialTokens = {}
 # The spaces that chat templates write.  So the next prompt repeats the model's tokens, and
 # separators need no sampling.
@@ -66,20 +65,22 @@ def calls_grammar(
     `opening`.  close: the text after the last call.  between: the text between calls.  In mode
     "auto" the answer may have text, with or without calls."""
 
-    def grammar(tools: Sequence[Tool], choice: ToolChoice, special: SpecialTokens) -> str:
+    def grammar(
+        tools: Sequence[Tool], choice: ToolChoice, special: SpecialTokens, final: str
+    ) -> str:
         lines: list[str] = []
-        rules = {tool.name: rule(tool, special, lines) for tool in tools}
-        allowed = [rules[choice.name]] if choice.name is not None else list(rules.values())
-        lines.append(f"call: {' | '.join(f'call_{i}' for i in range(len(allowed)))}")
-        lines += [f"call_{i}: {rule}" for i, rule in enumerate(allowed)]
+        rules = [rule(tool, special, lines) for tool in tools if choice.name in (None, tool.name)]
+        lines.append(f"call: {' | '.join(f'call_{i}' for i in range(len(rules)))}")
+        lines += [f"call_{i}: {rule}" for i, rule in enumerate(rules)]
         space = f"{json.dumps(between)} " if between else ""
         more = f"({space}call)*" if close and choice.parallel else ""
         lines.append(f"block: begin {texts(opening, special)} call {more} {texts(close, special)}")
         begin = literal(start, special)
-        if choice.mode != "auto":
+        if choice.mode != "auto" or final:
             more = f"({space}block)*" if not close and choice.parallel else ""
-            return "\n".join([f"start: block {more}", f"begin: {begin}", *lines])
-        if not start:  # a call is the whole answer
+            more += f" | {final}" if final else ""
+            first = [f"start: block {more}", f"begin: {begin}"]
+        elif not start:  # a call is the whole answer
             first = ["start: block | TEXT", "TEXT: /([^{](?s:.*))?/", f"begin: {begin}"]
         else:
             # No text holds a special token; text before another marker ends with the marker.
@@ -120,49 +121,35 @@ def parameter_calls(
     line_break = parameter_end[parameter_end.index(end_mark) + len(end_mark) :]
 
     def rule(tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
-        required = names_of(tool.parameters.get("required"))
-        parts = [texts(head.format(tool.name), special)]
-        for name, schema in tool.properties.items():
-            choices = _choices(schema)
-            # A string has no quotes, so what may be one is text.
-            is_text = not choices and (schema == {} or "string" in types_of(schema))
-            is_string = is_text or all(isinstance(v, str) for v in choices or [None])
-            pair, value = f"p_{len(lines)}", f"v_{len(lines)}"
-            parts.append(pair if name in required else f"{pair}?")
-            before = texts(parameter.format(name, str(is_string).lower()), special)
-            after = texts(parameter_end, special)
-            if choices:
-                lines.append(f"{value}: {' | '.join(map(_bare, choices))}")
-            elif not is_text:
-                lines.append(f"{value}: {_json(schema, tool)}")
-            elif end_mark in special:  # by its id, so no text holds the mark
-                lines.append(f"{value}: /(?s:.*)/")
-            else:
-                lines.append(f"{value}[suffix={literal(end_mark)}]: /(?s:.*)/")
-                after = texts(line_break, special)
-            lines.append(f"{pair}: {before} {value} {after}")
-        return " ".join([*parts, texts(tail, special)])
+        resolve = Resolver(tool.parameters)
+
+        def call(whole: Mapping[str, Any]) -> str:
+            required = listed(whole, "required")
+            parts = [texts(head.format(tool.name), special)]
+            for name, schema in properties_of(whole).items():
+                alternatives = resolve(schema)
+                values, types = values_of(alternatives), types_of(alternatives)
+                # Strings are written without quotes, so a value that may be a string is free text.
+                is_text = not values and (not types or "string" in types)
+                is_string = is_text or types == {"string"}
+                pair, value = f"p_{len(lines)}", f"v_{len(lines)}"
+                parts.append(pair if name in required else f"{pair}?")
+                before = texts(parameter.format(name, str(is_string).lower()), special)
+                after = texts(parameter_end, special)
+                if values:
+                    bare = [literal(v if isinstance(v, str) else json.dumps(v)) for v in values]
+                    lines.append(f"{value}: {' | '.join(bare)}")
+                elif not is_text:
+                    json_schema = {**resolve.standalone(schema), **_SPACES}
+                    lines.append(f"{value}: %json {json.dumps(json_schema)}")
+                elif end_mark in special:  # by its id, so no text holds the mark
+                    lines.append(f"{value}: /(?s:.*)/")
+                else:
+                    lines.append(f"{value}[suffix={literal(end_mark)}]: /(?s:.*)/")
+                    after = texts(line_break, special)
+                lines.append(f"{pair}: {before} {value} {after}")
+            return " ".join([*parts, texts(tail, special)])
+
+        return " | ".join(map(call, tool.arguments))
 
     return calls_grammar(rule, start=start, **around)
-
-
-def _choices(schema: Any) -> Sequence[Any]:
-    """The values that a schema allows, if it names them all."""
-    if not isinstance(schema, dict):
-        return ()
-    for key in ("anyOf", "oneOf"):
-        if isinstance(parts := schema.get(key), list):
-            choices = [_choices(part) for part in parts]
-            return [value for values in choices for value in values] if all(choices) else ()
-    return named_values(schema) or ([None] if schema.get("type") == "null" else ())
-
-
-def _bare(value: Any) -> str:
-    """A value as text: strings without quotes."""
-    return literal(value if isinstance(value, str) else json.dumps(value))
-
-
-def _json(schema: Any, tool: Tool) -> str:
-    if isinstance(schema, dict):  # what the schema may refer to stands in the tool's
-        schema = {**standalone(schema, tool.parameters), **_SPACES}
-    return f"%json {json.dumps(schema)}"

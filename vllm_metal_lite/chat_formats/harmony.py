@@ -43,10 +43,9 @@ def _read(
             return
         if begun not in _ENDS:
             header = [begun]
-            if (yield from reader.pass_until([_MESSAGE], header.append)) is None:
-                writer.text("".join(header))
-                return
-            begun = yield from _body(reader, writer, "".join(header))
+            begun = yield from reader.pass_until([_MESSAGE, _START, *_ENDS], header.append)
+            if begun == _MESSAGE:  # a header without a message says nothing
+                begun = yield from _body(reader, writer, "".join(header))
 
 
 def _body(reader: Reader, writer: AnswerWriter, header: str) -> Reading[str | None]:
@@ -64,7 +63,7 @@ def _body(reader: Reader, writer: AnswerWriter, header: str) -> Reading[str | No
             calls.cut()
             return None
         except Malformed:
-            calls.arguments(reader.taken or "")
+            calls.arguments(reader.recorded or "")
         found = None
         with suppress(CutShort):  # a marker that has begun is no argument
             found = yield from reader.before(ends, calls.arguments)
@@ -79,20 +78,20 @@ def _body(reader: Reader, writer: AnswerWriter, header: str) -> Reading[str | No
     return end
 
 
-def _grammar(tools: Sequence[Tool], choice: ToolChoice, special: SpecialTokens) -> str:
-    """Thoughts and words for the user, then one call; in mode "auto", a call or the final text."""
+def _grammar(tools: Sequence[Tool], choice: ToolChoice, special: SpecialTokens, final: str) -> str:
+    """Thoughts and words for the user, then one call; if none is demanded, a call or `final`."""
     allowed = [tool for tool in tools if choice.name in (None, tool.name)]
-    call = " | ".join(f"call_{i}" for i in range(len(allowed)))
-    if choice.mode == "auto":
-        call = f"{call} | final"
-    analysis, commentary, final = (
+    lasts = [f"call_{i}" for i in range(len(allowed))]
+    if choice.mode in ("auto", "none"):
+        lasts.append("final")
+    analysis, commentary, last = (
         texts(f"{_CHANNEL}{name}{_MESSAGE}", special) for name in ("analysis", *_USER_CHANNELS)
     )
     end = texts(f"<|end|>{_START}assistant", special)
     lines = [
-        f"start: before* ({call})",
+        f"start: before* ({' | '.join(lasts)})",
         f"before: ({analysis} | {commentary}) TEXT {end}",
-        f"final: {final} TEXT",
+        f"final: {last} {final or 'TEXT'}",
         "TEXT: /(?s:.*)/",
     ]
     for i, tool in enumerate(allowed):

@@ -31,8 +31,8 @@ def _format(
 ) -> ChatFormat:
     """name_key: the key of a call's name.  grammar: see `json_calls`."""
     read = partial(_read, end=end, name_key=name_key)
-    demanded = json_calls(start=start, quoted=True, **grammar)
-    return ChatFormat(name, (start,), (end or "\n",), read, demanded, thoughts)
+    calls = json_calls(start=start, quoted=True, **grammar)
+    return ChatFormat(name, (start,), (end or "\n",), read, calls, thoughts)
 
 
 def _objects(name: str, prefix: str) -> ChatFormat:

@@ -10,7 +10,7 @@ from vllm_metal_lite.chat_formats.calls import CallWriter, json_arguments, json_
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat, Thoughts
 from vllm_metal_lite.chat_formats.grammars import json_calls
 from vllm_metal_lite.chat_formats.history import with_call_ids
-from vllm_metal_lite.chat_formats.reader import Reader, Reading
+from vllm_metal_lite.chat_formats.reader import CutShort, Malformed, Reader, Reading
 
 _START, _ARGUMENTS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
@@ -23,7 +23,13 @@ def _read(reader: Reader, calls: CallWriter) -> Reading[None]:
     if found == _ID:
         yield from reader.until(_ARGUMENTS)
     calls.begin(name)
-    yield from json_arguments(reader, calls.arguments, _START)
+    try:
+        yield from json_arguments(reader, calls.arguments, _START)
+    except CutShort:
+        raise
+    except Malformed:  # nothing stands between calls but a marker
+        calls.arguments((reader.recorded or "").lstrip())
+        yield from reader.before([_START, "\n"], calls.arguments)
     calls.end()
 
 

@@ -4,6 +4,7 @@ Whitespace around thoughts and calls comes from the template, and is dropped.
 """
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 from vllm_metal_lite.chat_formats.answer_writer import AnswerWriter, Trimmed
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
@@ -65,9 +66,10 @@ def read_answer(
     if thoughts and in_reasoning:
         yield from _thoughts(reader, writer, chat_format, thoughts.end)
     if writer.has_tools and chat_format.bare_start:
-        writer.text.at_marker()
-        if (yield from reader.peek()) == chat_format.bare_start:
-            yield from _calls(reader, writer, chat_format, "", writer.text)
+        with suppress(CutShort):  # the answer is only whitespace
+            if (yield from reader.follows([chat_format.bare_start])):
+                writer.text.at_marker()
+                yield from _calls(reader, writer, chat_format, "", writer.text)
     while True:
         marker = yield from reader.pass_until(starts, writer.text)
         if marker is None:
@@ -99,12 +101,12 @@ def _calls(
     """Read one or more calls after their marker.  out: gets text that is no call after all."""
     assert chat_format.read_calls is not None, "a format with markers of calls reads them"
     calls = writer.calls
-    reader.record(marker)
+    reader.recorded = marker
     try:
         reading = chat_format.read_calls(reader, calls)
         yield from calls.guard(reading, chat_format.call_ends)
         out.at_marker()
-        reader.record(None)
+        reader.recorded = None
         while (end := (yield from reader.follows(chat_format.call_ends))) is not None:
             yield from reader.expect(end)  # models double it
     except Malformed as e:
@@ -113,7 +115,7 @@ def _calls(
             calls.cut()
             out.at_marker()
         else:
-            out(reader.taken or "")
-            if isinstance(e, CutShort) and not reader.taken:
+            out(reader.recorded or "")
+            if isinstance(e, CutShort) and not reader.recorded:
                 reader.take(len(reader.rest))  # an end marker that has begun
-    reader.record(None)
+    reader.recorded = None

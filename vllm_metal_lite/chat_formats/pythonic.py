@@ -17,8 +17,8 @@ from vllm_metal_lite.chat_formats.schema_rules import SchemaRules
 from vllm_metal_lite.chat_formats.tool import Tool
 from vllm_metal_lite.chat_formats.typed import python_value
 
-# A parameter's name need not be Python's: `-A`, `a.b`, `class`.
-_KEY = re.compile(r"""[^\s()\[\]{}'"]+""")
+# A parameter's name need not be Python's: `-A`, `a.b`, `class`, `two words`.
+_KEY = re.compile(r"""[^\n()\[\]{}'"]+""")
 
 
 def _read(reader: Reader, calls: CallWriter, *, end: str) -> Reading[None]:
@@ -29,7 +29,7 @@ def _read(reader: Reader, calls: CallWriter, *, end: str) -> Reading[None]:
         yield from reader.has(",")
         yield from reader.has("]")
         yield from reader.skip_space()
-        reader.record()  # if the rest is malformed, only the rest becomes text
+        reader.recorded = ""  # if the rest is malformed, only the rest becomes text
         # A model may end its answer without `end`.
         more = reader.rest != "" and not (yield from reader.begins(end))
 
@@ -101,8 +101,8 @@ class _Rules(SchemaRules):
 
     separator = ", "
 
-    def __init__(self, lines: list[str], root: Mapping[str, Any]) -> None:
-        # Strings with those escapes only that mean the same in Python and in JSON.
+    def __init__(self, lines: list[str], tool: Tool) -> None:
+        # Strings may have only escapes that mean the same in Python and in JSON.
         rules = [
             "any: string | number | boolean | null | list | object",
             f"number: %json {json.dumps({'type': 'number'})}",
@@ -113,13 +113,10 @@ class _Rules(SchemaRules):
             'pair: string ": " any',
             r"""string: /"([^"\\\x00-\x1f]|\\["\\nrt])*"|'([^'\\\x00-\x1f]|\\['\\nrt])*'/""",
         ]
-        super().__init__(lines, root, rules)
+        super().__init__(lines, tool, rules)
 
-    def keywords(self) -> str:
-        """The name of a rule for the arguments of a call; "" for none."""
-        if not self._root.get("properties"):
-            return ""
-        return self.pairs(self._root, lambda name: literal(f"{name}="))
+    def whole(self, schema: Mapping[str, Any]) -> str:
+        return self.pairs(schema, lambda name: literal(f"{name}="))
 
     def key(self, name: str) -> str:
         return f'{self.constant(name)} ": "'
@@ -135,15 +132,14 @@ class _Rules(SchemaRules):
         return literal(text)
 
     def scalar(self, schema: Mapping[str, Any]) -> str:
-        kind = schema["type"]
-        return kind if kind in ("boolean", "null") else super().scalar(schema)
+        return "boolean" if schema["type"] == "boolean" else super().scalar(schema)
 
 
 def _format(name: str, start: str, end: str, **around: str) -> ChatFormat:
     """around: see `calls_grammar`."""
 
     def rule(tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
-        return f'{literal(f"{tool.name}(")} {_Rules(lines, tool.parameters).keywords()} ")"'
+        return f'{literal(f"{tool.name}(")} {_Rules(lines, tool).arguments()} ")"'
 
     grammar = calls_grammar(rule, start=start, **around)
     return ChatFormat(name, (start,), (end,), partial(_read, end=end), grammar)

@@ -38,23 +38,19 @@ class CutShort(Malformed):
 
 
 class Reader:
-    """rest: text that has arrived and is not read yet.  taken: the recorded text; None:
-    the reader does not record."""
+    """rest: text that has arrived and is not read yet.  recorded: text read since a caller set it;
+    None: the reader does not record."""
 
     def __init__(self) -> None:
         self.rest = ""
-        self.taken: str | None = None
+        self.recorded: str | None = None
         self.is_closed = False
-
-    def record(self, text: str | None = "") -> None:
-        """Record text from here on, starting with `text`; None: stop recording."""
-        self.taken = text
 
     def take(self, num_characters: int) -> str:
         """Read characters that have arrived."""
         text, self.rest = self.rest[:num_characters], self.rest[num_characters:]
-        if self.taken is not None:
-            self.taken += text
+        if self.recorded is not None:
+            self.recorded += text
         return text
 
     def more(self) -> Reading[bool]:

@@ -4,24 +4,27 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vllm_metal_lite.chat_formats.schema import merged, named_values, names_of, pointed
+from vllm_metal_lite.chat_formats.schema import Resolver, listed, named_values, properties_of
+from vllm_metal_lite.chat_formats.tool import Tool
 
 SCALARS = "integer", "number", "boolean", "null"
+_ANNOTATIONS = "title", "description", "default", "examples"
 
 
 class SchemaRules:
     """The rules of one tool's arguments.
 
-    lines: the grammar of all tools; rules are added as needed.  root: the arguments' schema, an
-    object.  base: a format's own lines, which define the rules `any`, `string` and `object`.  A
-    subclass defines how its format writes values.
+    lines: the grammar of all tools; rules are added as needed.  base: a format's own lines, which
+    define the rules `any`, `string` and `object`.  A subclass defines how its format writes values.
     """
 
     separator = ","
 
-    def __init__(self, lines: list[str], root: Mapping[str, Any], base: Sequence[str]) -> None:
-        self._lines, self._root = lines, root
-        self._shared: dict[str, str] = {}  # rules by `$ref`
+    def __init__(self, lines: list[str], tool: Tool, base: Sequence[str]) -> None:
+        self._lines, self._tool = lines, tool
+        self._resolve = Resolver(tool.parameters)
+        self._rules: dict[str, str] = {}  # names by schema
+        self._unwritten: list[tuple[int, Any]] = []  # the line of each rule, and its schema
         if not lines:
             lines += base
 
@@ -37,18 +40,26 @@ class SchemaRules:
         """A number, a boolean or null."""
         return f"%json {json.dumps(schema)}"
 
+    def whole(self, schema: Mapping[str, Any]) -> str:
+        """All arguments by one of their alternatives, as terminals."""
+        return self._terminals(schema)
+
     def arguments(self) -> str:
         """The name of a rule for all arguments."""
-        return self._rule({"type": "object", **self._root})
+        name = self._add(" | ".join(map(self.whole, self._tool.arguments)))
+        for at, schema in self._unwritten:  # grows
+            self._lines[at] += " | ".join(map(self._terminals, self._resolve(schema)))
+        return name
 
     def pairs(self, schema: Mapping[str, Any], key: Callable[[str], str]) -> str:
         """The name of a rule for the pairs of an object: required ones, and perhaps others."""
-        required = names_of(schema.get("required"))
+        required = listed(schema, "required")
         between = json.dumps(self.separator)
         # Rules for the remaining pairs: if no pair precedes them, and if one does.
         first, later = '""', '""'
-        for name in reversed(self.order(schema["properties"])):
-            pair = f"{key(name)} {self._rule(schema['properties'][name])}"
+        properties = properties_of(schema)
+        for name in reversed(self.order(properties)):
+            pair = f"{key(name)} {self._rule(properties[name])}"
             skipped = first, later
             first, later = f"{pair} {later}", f"{between} {pair} {later}"
             if name not in required:
@@ -65,33 +76,25 @@ class SchemaRules:
         return f"r_{len(self._lines) - 1}"
 
     def _rule(self, schema: Any) -> str:
-        if not isinstance(schema, dict):
-            return "any"
-        schema = merged(schema)
-        if isinstance(path := schema.get("$ref"), str):
-            return self._referred(path)
-        for key in ("anyOf", "oneOf"):
-            if isinstance(parts := schema.get(key), list) and parts:
-                return self._add(" | ".join(self._rule(part) for part in parts))
+        """The name of a schema's rule; `arguments` writes it, because schemas may be cyclic."""
+        if isinstance(schema, dict):
+            schema = {k: v for k, v in schema.items() if k not in _ANNOTATIONS}
+        key = json.dumps(schema)
+        if key not in self._rules:
+            self._unwritten.append((len(self._lines), schema))
+            self._rules[key] = self._add("")
+        return self._rules[key]
+
+    def _terminals(self, schema: Mapping[str, Any]) -> str:
+        """A value by one alternative of its schema."""
         if values := named_values(schema):
-            return self._add(" | ".join(map(self.constant, values)))
+            return " | ".join(map(self.constant, values))
         kind = schema.get("type")
-        if isinstance(kind, list) and kind:
-            return self._add(" | ".join(self._rule({**schema, "type": k}) for k in kind))
         if kind == "array":
             item, more = self._rule(schema.get("items")), json.dumps(self.separator)
-            return self._add(f'"[" ({item} ({more} {item})*)? "]"')
+            return f'"[" ({item} ({more} {item})*)? "]"'
         if kind == "object" and isinstance(schema.get("properties"), dict):
-            return self._add(f'"{{" {self.pairs(schema, self.key)} "}}"')
+            return f'"{{" {self.pairs(schema, self.key)} "}}"'
         if kind in SCALARS:
-            return self._add(self.scalar(schema))
+            return self.scalar(schema)
         return {"string": "string", "object": "object"}.get(str(kind), "any")
-
-    def _referred(self, path: str) -> str:
-        """The rule of a shared part of the schema, which may refer to itself."""
-        if path not in self._shared:
-            at = len(self._lines)
-            self._shared[path] = f"s_{at}"
-            self._lines.append("")  # holds the place
-            self._lines[at] = f"s_{at}: {self._rule(pointed(self._root, path))}"
-        return self._shared[path]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from vllm_metal_lite.chat_formats.schema import Resolver
+from vllm_metal_lite.chat_formats.schema import Resolver, Schema, properties_of, types_of
 
 
 @dataclass(frozen=True)
@@ -17,17 +17,22 @@ class Tool:
     strict: bool = False
 
     @cached_property
-    def properties(self) -> dict[str, Any]:
-        """Schemas of the arguments by name, see `Resolver`."""
-        found = self.parameters.get("properties")
-        if not isinstance(found, dict):
-            return {}
-        resolved = Resolver(self.parameters)
-        return {name: resolved(schema) for name, schema in found.items()}
+    def arguments(self) -> list[Schema]:
+        """The alternatives of all arguments, see `Resolver`: each is an object."""
+        return Resolver(self.parameters)({"type": "object", **self.parameters})
+
+    @cached_property
+    def types(self) -> dict[str, set[str]]:
+        """The JSON types of each argument by its name; empty: any."""
+        resolve = Resolver(self.parameters)
+        schemas: dict[str, list[Any]] = {}
+        for whole in self.arguments:
+            for name, schema in properties_of(whole).items():
+                schemas.setdefault(name, []).append(schema)
+        return {name: types_of(resolve({"anyOf": parts})) for name, parts in schemas.items()}
 
     def for_template(self) -> dict[str, Any]:
-        """The tool as chat templates want it; some read `parameters` without a check that they
-        exist."""
+        """The tool as chat templates want it; some fail without `parameters`."""
         parameters = self.parameters or {"type": "object", "properties": {}}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}

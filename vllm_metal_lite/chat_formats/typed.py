@@ -2,24 +2,15 @@
 
 import ast
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
+from warnings import catch_warnings
 
 from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading, loads
-from vllm_metal_lite.chat_formats.schema import named_values
+from vllm_metal_lite.chat_formats.schema import JSON_TYPES
 from vllm_metal_lite.chat_formats.tool import Tool
-
-# The JSON types of Python's values; "null" is not among them.
-_KINDS = {
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    str: "string",
-    dict: "object",
-    list: "array",
-}
 
 
 @dataclass(frozen=True)
@@ -63,13 +54,13 @@ def read_typed(
     is_string: None: by the tool's schema.  Raises Malformed, CutShort.
     """
     calls.key(name)
-    schema = tool.properties.get(name)
+    types = tool.types.get(name, {"string"})
     if is_string is not None:
-        schema = {"type": "string"} if is_string else {}
-    others = [tags.tag.format(n) for n in tool.properties if tags.tag and n not in calls.names]
-    if types_of(schema) != {"string"}:
+        types = {"string"} if is_string else set()
+    others = [tags.tag.format(n) for n in tool.types if tags.tag and n not in calls.names]
+    if types != {"string"}:
         text, _ = yield from _value(reader, tags, others, lambda text: None, is_json=True)
-        calls.value(value_of(text, schema))
+        calls.value(value_of(text, types))
         return
     if tags.newlines:
         yield from reader.begins("\n")
@@ -152,34 +143,14 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def types_of(schema: Any) -> set[str]:
-    """The JSON types that a schema names; empty: any.  None, a missing schema, means a string."""
-    if schema is None:
-        return {"string"}
-    if not isinstance(schema, dict):
-        return set()
-    types = schema.get("type")
-    if isinstance(types, str):
-        return {types}
-    if isinstance(types, list):
-        return {t for t in types if isinstance(t, str)}
-    if (values := named_values(schema)) is not None:
-        return {"string"} if all(isinstance(v, str) for v in values) else set()
-    for key in ("anyOf", "oneOf"):
-        if isinstance(parts := schema.get(key), list):
-            kinds = [types_of(part) for part in parts]
-            return set().union(*kinds) if all(kinds) else set()
-    return set()
-
-
-def value_of(text: str, schema: Any) -> Any:
-    """A value as its schema types it; text that does not fit stays a string."""
-    stripped, types = text.strip(), types_of(schema)
+def value_of(text: str, types: Collection[str]) -> Any:
+    """A value of one of `types` (none: of any); text that does not fit stays a string."""
+    stripped = text.strip()
     try:
         value = loads(stripped)
     except Malformed:
         value = _of_python(stripped, text)
-    kind = _KINDS.get(type(value), "null")
+    kind = JSON_TYPES[type(value)]
     fits = not types or kind in types or (kind == "integer" and "number" in types)
     if fits and kind != "string":
         return value
@@ -209,7 +180,9 @@ class _JsonNames(ast.NodeTransformer):
 def python_value(text: str) -> Any:
     """The value of a Python literal with a JSON form, or of a JSON constant.  Raises Malformed."""
     try:
-        value = ast.literal_eval(_JsonNames().visit(ast.parse(text, mode="eval")))
+        with catch_warnings(action="ignore"):  # of escapes that Python does not know
+            tree = ast.parse(text, mode="eval")
+        value = ast.literal_eval(_JsonNames().visit(tree))
         return json.loads(json.dumps(value, allow_nan=False))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise Malformed from None

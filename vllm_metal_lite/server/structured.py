@@ -1,6 +1,5 @@
 """The form of an answer, from the fields of each API and from the calls that a request demands."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from json import dumps, loads
@@ -14,7 +13,7 @@ from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.errors import ApiError, bad, must_be
 from vllm_metal_lite.server.fields import type_of
 from vllm_metal_lite.server.offload import GRAMMARS, offload
-from vllm_metal_lite.structured_params import WHITESPACE, StructuredOutputsParams
+from vllm_metal_lite.structured_params import StructuredOutputsParams
 
 
 def form_of(form: Any, where: str) -> tuple[StructuredOutputsParams, str] | None:
@@ -94,35 +93,39 @@ def answer_form(
 ) -> StructuredOutputsParams | None:
     """The form of an answer after its thoughts; None: any.
 
-    form: of an answer without calls.  The model's format has a grammar for calls.  Demanded calls
-    follow it.  Optional calls follow it if a tool is strict or `form` is JSON; other forms exclude
-    calls.  Raises ApiError (400) for demanded calls and strict tools if the format has no grammar.
+    form: of an answer without calls; of the final channel, if the model writes in channels.
+    Demanded calls follow the grammar of the model's format.  Optional calls follow it if a tool is
+    strict or `form` is JSON; other forms exclude calls.  Raises ApiError (400) for demanded calls
+    if the format has no grammar.
     """
-    why = f"the model's format ({chat_format.name}) has no grammar for calls"
-    if choice.mode in ("required", "named"):
-        if chat_format.grammar is None:
-            raise bad("tool_choice", f" must be 'auto' or 'none': {why}")
-        return _lark(chat_format.grammar(tools, choice, special_tokens))
-    if choice.mode == "none" or not tools or not chat_format.has_calls:
-        return form
+    is_demanded = choice.mode in ("required", "named")
     if chat_format.grammar is None:
-        if strict := [tool.name for tool in tools if tool.strict]:
-            raise bad("tools", f": {show(strict[0])} cannot be strict: {why}")
+        if is_demanded:
+            why = f"the model's format ({chat_format.name}) has no grammar for calls"
+            raise bad("tool_choice", f" must be 'auto' or 'none': {why}")
         return form
-    if form is None:
-        if not any(tool.strict for tool in tools):
-            return None
-        return _lark(chat_format.grammar(tools, choice, special_tokens))
-    if form.json is None and not form.json_object:
+    if is_demanded:
+        form = None
+    elif choice.mode == "none" or not (form is None or form.kind in ("json", "json_object")):
+        tools = ()
+    is_strict = any(tool.strict for tool in tools)
+    in_channel = chat_format.thoughts is not None and chat_format.thoughts.in_channel
+    if not (is_demanded or is_strict if form is None else tools or in_channel):
         return form
-    schema = {"type": "object"} if form.json is None else loads(str(form.json))
-    if not isinstance(schema, dict):
-        return form
-    schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
-    calls = chat_format.grammar(tools, replace(choice, mode="required"), special_tokens)
-    calls = re.sub("^start:", "calls:", calls, flags=re.MULTILINE)
-    return _lark(f"start: calls | final\nfinal: %json {dumps(schema)}\n{calls}")
-
-
-def _lark(grammar: str) -> StructuredOutputsParams:
+    final = "" if form is None else _term(form)
+    grammar = chat_format.grammar(tools, choice, special_tokens, final)
     return StructuredOutputsParams(grammar=grammar)
+
+
+def _term(form: StructuredOutputsParams) -> str:
+    """A form within a grammar in Lark's syntax."""
+    from vllm_metal_lite.structured_outputs.grammar_text import grammar_text
+
+    text = grammar_text(form)
+    try:
+        [grammar] = loads(text)["grammars"]
+    except ValueError:  # a grammar that was GBNF
+        grammar = {"lark_grammar": text}
+    if schema := grammar.get("json_schema"):
+        return f"%json {dumps(schema)}"
+    return f"%lark {{\n{grammar['lark_grammar']}\n}}"
