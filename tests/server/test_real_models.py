@@ -156,10 +156,7 @@ def test_a_budget_ends_the_channel_of_thoughts(gpt_oss, choice):
     assert limits.forced() == []
     [last] = encode(gpt_oss, " now")
     limits.accept(last)
-    assert gpt_oss.tokenizer.decode(limits.forced()[:1]) == "<|end|>"
-    while forced := limits.forced():
-        for token_id in forced:
-            limits.accept(token_id)
+    assert [*allowed(limits, len(gpt_oss.tokenizer))] == encode(gpt_oss, "<|end|>")
     [analysis] = encode(gpt_oss, "analysis")
     limits = limits_of(
         gpt_oss,
@@ -190,6 +187,16 @@ def test_where_calls_are_forbidden_their_channel_is_not_sampled(gpt_oss):
     assert any(call[: len(b)] == b for b in banned)
     said = said_by(gpt_oss, turn, call)
     assert (json.loads(said.text), said.calls) == (CALLS[0][1], [])
+
+
+@pytest.mark.parametrize("continues", [True, False])
+def test_a_continued_answer_has_its_form_without_a_channel(gpt_oss, continues):
+    messages = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": '{"a": '}]
+    how = {"template": {"continue_final_message": True}, "add_generation_prompt": False}
+    chat = ChatRequest(messages, **how) if continues else ChatRequest(messages[:1])
+    params = SamplingParams(structured_outputs={"json_object": True})
+    form = asyncio.run(prepare(gpt_oss, chat, params)).params.structured_outputs
+    assert (form == params.structured_outputs) == continues
 
 
 def test_closed_thoughts_in_the_prompt_leave_the_answer_none():

@@ -51,7 +51,10 @@ async def prepare(
     # Tools that are not allowed stay in the prompt, so that its cached prefix still fits.
     tools = [tool for tool in conversation.tools if choice.allows(tool)]
     asked = params.structured_outputs
-    form = await offload(answer_form, chat_format, model.grammar_tokens, tools, choice, asked)
+    form = asked
+    # A continued answer without calls is in its channel already, where the form alone applies.
+    if (tools and choice.mode != "none") or "continue_final_message" not in conversation.template:
+        form = await offload(answer_form, chat_format, model.grammar_tokens, tools, choice, asked)
     if form is not None and form is not asked:
         await check_calls(form, tools)
     prompt = await render(model, conversation)
