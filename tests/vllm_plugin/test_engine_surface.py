@@ -9,6 +9,7 @@ import pytest
 from vllm import LLM
 from vllm.config import PoolerConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.model_executor.models import registry
 
 from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import config_of
@@ -21,6 +22,7 @@ from vllm_metal_lite.model.packed import Fusion
 from vllm_metal_lite.vllm_plugin import worker
 from vllm_metal_lite.vllm_plugin.platform import too_long_steps
 from vllm_metal_lite.vllm_plugin.refusals import _OPTIONS
+from vllm_metal_lite.vllm_plugin.text_models import register_text_models
 from vllm_metal_lite.vllm_plugin.worker import _check_rotation
 
 PROMPTS = tiny.prompts(8, 3, 40, seed=9)
@@ -188,6 +190,14 @@ def test_a_folder_is_refused_without_an_option(tmp_path, changes, refused):
 def test_a_model_that_does_not_fit_is_refused_with_the_sum(options, said):
     with pytest.raises(Exception, match=said):
         kit.engine(**options).__enter__()
+
+
+def test_a_model_that_a_user_has_registered_as_a_class_stays(monkeypatch):
+    own, models = object(), registry.ModelRegistry.models
+    name = next(iter(registry._MULTIMODAL_MODELS))
+    monkeypatch.setitem(models, name, own)
+    register_text_models()
+    assert models[name] is own
 
 
 def test_macos_may_kill_long_steps(monkeypatch):

@@ -27,10 +27,6 @@ from vllm_metal_lite.errors import MetalLiteError, one_line, show
 _DIRECT = build_opener(ProxyHandler({}))  # a proxy does not know our loopback
 
 
-def _toml(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)  # JSON's escapes of an emoji are not TOML's
-
-
 @dataclass(frozen=True)
 class Setup:
     """How to start an agent.  command: before the user's own arguments.  env: added variables."""
@@ -80,9 +76,9 @@ def codex(model: Served) -> Setup:
         "wire_api": "responses",
         "env_key": "METAL_LITE_AGENT_KEY",
     }
-    toml = ", ".join(f"{name} = {_toml(value)}" for name, value in provider.items())
+    toml = ", ".join(f"{name} = {json.dumps(value)}" for name, value in provider.items())
     settings = {
-        "model": _toml(model.name),
+        "model": json.dumps(model.name, ensure_ascii=False),  # an emoji's escapes are not TOML's
         "model_provider": '"metal_lite"',
         "model_providers.metal_lite": f"{{ {toml} }}",
     }

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import os
 import socket
 import time
@@ -24,9 +23,8 @@ from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ConfigError, MetalLiteError, one_line
 from vllm_metal_lite.links import Links, join, read_links, reserve
 from vllm_metal_lite.model.files.folder import weight_files
+from vllm_metal_lite.vllm_plugin import logger
 from vllm_metal_lite.vllm_plugin.heartbeat import Heartbeat, killed_after
-
-logger = logging.getLogger("vllm.metal_lite")
 
 # Time limits in seconds: for the ranks of one host to start, for those of several hosts (which a
 # user starts one by one), and for MLX to connect them (NCCL makes its contexts in that time).
@@ -104,7 +102,7 @@ def _tcp_store(
 ) -> dist.TCPStore:
     """torch's store at `host`.  Rank 0 brings a socket, or torch would listen on all interfaces.
 
-    options: those that a user sets for the address, for messages.
+    options: the flags that set the address, for messages.
     """
     listening = None
     try:

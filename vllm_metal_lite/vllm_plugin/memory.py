@@ -91,6 +91,6 @@ def _slots(model: LoadedModel, num_bytes: int, seats: int, caches_states: bool) 
         return 0, left
     if caches_states:
         fitting = int(left * _STATE_SHARE / model.state_bytes)
-        # No more are of use: a slot that runs and a checkpoint for each seat.
+        # Each seat needs its running state and one checkpoint; more would stay unused.
         num_slots = max(min(fitting, 2 * seats + MAX_SLOTS_PER_REQUEST), MAX_SLOTS_PER_REQUEST)
     return num_slots, left - num_slots * model.state_bytes

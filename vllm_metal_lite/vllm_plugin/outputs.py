@@ -9,15 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOutput
 
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.sampling import no_token
 from vllm_metal_lite.sampling.logprobs import Logprobs
+from vllm_metal_lite.vllm_plugin import logger
 from vllm_metal_lite.vllm_plugin.translate import ScheduledStep
-
-logger = init_logger("vllm.metal_lite")
 
 
 class StepOutput(AsyncModelRunnerOutput):

@@ -24,7 +24,7 @@ _RANK_WORKER = "vllm_metal_lite.vllm_plugin.rank_worker.RankWorker"
 
 
 def too_long_steps(vllm_config: "VllmConfig") -> str | None:
-    """A warning if macOS may kill a step: unlike our scheduler, vLLM's cuts no chunk for that."""
+    """A warning if macOS may kill a step: vLLM's scheduler does not shrink chunks for that."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     if envs.device() in ("cpu", "cuda") or model is None:
         return None

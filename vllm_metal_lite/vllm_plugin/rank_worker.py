@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from typing import Any
 
-from vllm.logger import init_logger
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
@@ -21,15 +20,14 @@ from vllm_metal_lite import backend, envs
 from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ConfigError, one_line
 from vllm_metal_lite.model.files.find import find
+from vllm_metal_lite.vllm_plugin import logger
 from vllm_metal_lite.vllm_plugin.heartbeat import Heartbeat
 from vllm_metal_lite.vllm_plugin.join_ranks import check_alike, join_workers
 from vllm_metal_lite.vllm_plugin.worker import MetalLiteWorker
 
-logger = init_logger("vllm.metal_lite")
-
 
 def _ends_all(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method; an error of it ends this rank, so that the others do not wait."""
+    """The method; its errors end this process, so that no other rank waits for it."""
 
     @wraps(method)
     def call(self: "RankWorker", *args: Any, **kwargs: Any) -> Any:

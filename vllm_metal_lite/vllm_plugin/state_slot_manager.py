@@ -76,7 +76,7 @@ class StateSlotManager(MambaManager):
         self._last: dict[str, tuple[KVCacheBlock, Any]] = {}
 
     def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **kwargs: Any) -> int:
-        """0 blocks of the shared pool; if too few slots are free, more blocks than the pool has.
+        """0, since states use no shared blocks; more blocks than exist if too few slots are free.
 
         A request holds a second slot in the steps that pass the end of a block.  To avoid
         preemption then, a new request leaves one slot free for every four running requests.

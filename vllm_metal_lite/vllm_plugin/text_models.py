@@ -41,9 +41,11 @@ def register_text_models() -> None:
     from vllm.model_executor.models import registry
 
     names = registry._MULTIMODAL_MODELS
-    modules = {registry.ModelRegistry.models[name].module_name for name in names}
-    for name, model in list(registry.ModelRegistry.models.items()):
-        if (module := getattr(model, "module_name", None)) in modules - {__name__}:
+    models = registry.ModelRegistry.models
+    # A model that a user has registered as a class has no module's name.
+    modules = {getattr(models[name], "module_name", None) for name in names} - {__name__, None}
+    for name, model in list(models.items()):
+        if (module := getattr(model, "module_name", None)) in modules:
             kind = HybridTextModel if _names_hybrids(module) else TextModel
             registry.ModelRegistry.register_model(name, f"{__name__}:{kind.__name__}")
 

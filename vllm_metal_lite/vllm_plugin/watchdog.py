@@ -1,8 +1,8 @@
-"""A script beside a process: kills the process if it hangs, as no other host can.
+"""A script that kills its parent process if that hangs, since another host cannot.
 
     python watchdog.py SECONDS LINE
 
-LINE is printed then.  The parent process writes to this one's standard input every second.  The
+It prints LINE first.  The parent process writes to this one's standard input every second.  The
 script imports nothing of the package, so that its process is small.
 """
 

@@ -5,7 +5,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from vllm.logger import init_logger
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
@@ -23,15 +22,13 @@ from vllm_metal_lite.runner.build import build_runner
 from vllm_metal_lite.runner.pipeline import Pipeline
 from vllm_metal_lite.runner.runner import ModelRunner, StatesLost
 from vllm_metal_lite.sampling.sampler import Sampler
-from vllm_metal_lite.vllm_plugin import log_through_vllm
+from vllm_metal_lite.vllm_plugin import log_through_vllm, logger
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
 from vllm_metal_lite.vllm_plugin.kv_layers import KVLayers
 from vllm_metal_lite.vllm_plugin.memory import MemorySizes, check_fits, plan_memory
 from vllm_metal_lite.vllm_plugin.outputs import StepOutput
 from vllm_metal_lite.vllm_plugin.state_slot_manager import has_own_pool
 from vllm_metal_lite.vllm_plugin.translate import ScheduledStep, StepTranslator
-
-logger = init_logger("vllm.metal_lite")
 
 Part = TypeVar("Part", LoadedModel, Pipeline)
 
@@ -244,7 +241,7 @@ class MetalLiteWorker(WorkerBase):
         logger.info("Sleeping: %s freed", size_text(before - mx.get_active_memory()))
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        if self._model is None:  # whatever wakes first: K and V need the weights
+        if self._model is None:  # also if only K and V wake, since they need the weights
             self.load_model()
         if self._pipeline is None and (not tags or "kv_cache" in tags):
             self._make_runner()
