@@ -200,7 +200,7 @@ class Folder:
             db.executemany("UPDATE files SET used = ? WHERE key = ?", rows)
 
     def can_keep(self, sizes: Iterable[int]) -> bool:
-        """Whether the quota has room for files that hold so many bytes."""
+        """Whether the quota has room for files of these sizes, in bytes."""
         return sum(map(_size_in_quota, sizes)) <= self.quota
 
     def write(self, files: Sequence[File]) -> int:
