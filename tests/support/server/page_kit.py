@@ -141,10 +141,10 @@ class PageView:
 
         self.page.route(f"**/v1/{path}", change)
 
-    def refuse(self, path: str, message: str) -> None:
-        """Let the page get 503 for all its requests to this path; Chromium complains of it."""
+    def refuse(self, path: str, message: str, status: int = 503) -> None:
+        """Let the page get an error for all its requests to this path; Chromium complains of it."""
         error = {"error": {"message": message}}
-        self.page.route(f"**/v1/{path}", lambda route: route.fulfill(status=503, json=error))
+        self.page.route(f"**/v1/{path}", lambda route: route.fulfill(status=status, json=error))
 
     def ignore_complaints(self, words: str) -> None:
         """Forget the complaints with these words, such as Chromium's own on a response of 503."""

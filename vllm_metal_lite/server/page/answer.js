@@ -23,7 +23,7 @@ export function bodyOf(conversation, shown) {
 }
 
 /**
- * Fill `message` (content, reasoning, usage, times, finish, error) until the answer ends or `signal`
+ * Fill `message` (content, reasoning, usage, times, finish; error, status, unreachable) until the answer ends or `signal`
  * stops it.  changed: called after each piece.
  */
 export async function answer(message, body, signal, changed) {
@@ -48,6 +48,7 @@ export async function answer(message, body, signal, changed) {
       message.finish = "error";
       message.error = error instanceof ApiError ? error.message : `The page failed: ${error.message}`;
       message.unreachable = error.unreachable;
+      message.status = error.status;
     }
   }
   message.endedAt = Date.now();

@@ -170,8 +170,9 @@ export class Chat {
     if (this.conversation === conversation) this.drawState();
     announce(endInWords(message));
     if (message.unreachable) await serverBack();
-    // A model's context is known once the model is loaded; after an error, the server may have other models.
-    if (message.finish === "error" || !this.model?.max_model_len) {
+    // A server that was started again may have other models, and a model that was loaded has a context.
+    const isNew = message.unreachable || message.status === 404;
+    if (isNew || (message.finish !== "error" && !this.model?.max_model_len)) {
       await this.readModels();
       this.drawState();
     }
