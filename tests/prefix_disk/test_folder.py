@@ -194,12 +194,13 @@ def test_foreign_files_are_dropped(tmp_path):
     assert check(tmp_path / "x") == 1
 
 
-@pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO])
-def test_a_file_that_cannot_be_read_now_is_kept_for_the_next_engine(tmp_path, monkeypatch, error):
+@pytest.mark.parametrize("first", [OSError(errno.EMFILE, "too many open files"), b"damaged"])
+def test_a_file_that_cannot_be_read_now_is_kept_for_the_next_engine(tmp_path, monkeypatch, first):
     folder, other = folder_at(tmp_path / "x"), folder_at(tmp_path / "x")
     write(folder, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", Mock(side_effect=OSError(error, os.strerror(error))))
+        reads = Mock(side_effect=[first, OSError(errno.EIO, "not now")])
+        patch.setattr(Path, "read_bytes", reads)
         assert folder.verify() == (0, 1)
     write(other, 2)
     folder.refresh()

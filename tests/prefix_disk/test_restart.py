@@ -26,7 +26,7 @@ from vllm_metal_lite.prefix_disk.block_bytes import BlockBytes
 from vllm_metal_lite.prefix_disk.disk import PrefixDisk
 from vllm_metal_lite.prefix_disk.namespace import namespace
 from vllm_metal_lite.prefix_disk.parts import Parts
-from vllm_metal_lite.prefix_disk.restore import Reader
+from vllm_metal_lite.prefix_disk.reader import Reader
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.kv_groups import kv_groups
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_names

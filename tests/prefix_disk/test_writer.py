@@ -25,7 +25,7 @@ def writer(tmp_path, monkeypatch) -> Writer:
     writer = Writer(folder_at(tmp_path / "x", 8 * TAKEN), parts, SimpleNamespace())
     sizes = {part.name: part.num_bytes for part in parts_of([*range(20)])}
     parts.place_of = lambda part: part.name
-    writer._store.read = lambda group, place: memoryview(content(place).ljust(sizes[place], b"x"))
+    writer._blocks.read = lambda group, place: memoryview(content(place).ljust(sizes[place], b"x"))
     return writer
 
 
@@ -56,7 +56,7 @@ def test_the_rest_of_a_prefix_that_cannot_be_kept_is_left_out(writer, monkeypatc
 
 
 def test_a_file_of_another_process_does_not_end_a_prefix(writer, tmp_path, monkeypatch):
-    other, read = folder_at(tmp_path / "x"), writer._store.read
+    other, read = folder_at(tmp_path / "x"), writer._blocks.read
 
     def read_late(group: int, place: bytes) -> memoryview:
         if place == key(2):
@@ -64,7 +64,7 @@ def test_a_file_of_another_process_does_not_end_a_prefix(writer, tmp_path, monke
             other.write([(place, content(place))])
         return read(group, place)
 
-    monkeypatch.setattr(writer._store, "read", read_late)
+    monkeypatch.setattr(writer._blocks, "read", read_late)
     assert write(writer, [1, 2, 3]) == {key(n) for n in (1, 2, 3)}
 
 

@@ -237,7 +237,7 @@ class LLMEngine:
         """Whether the next step may be launched before the tokens of `output` are known."""
         if output.has_drafts or self.scheduler.may_preempt():
             return False
-        if self.prefix_disk.wants_a_pause:
+        if self.prefix_disk.has_copies:
             return False
         if self.speculator is None or not self.scheduler.drafts.has_room:
             return True

@@ -9,7 +9,7 @@ class NoPrefixDisk:
     """Does nothing where a `prefix_disk.disk.PrefixDisk` would work."""
 
     description: str | None = None
-    wants_a_pause = False
+    has_copies = False
 
     def must_wait(self, request: Request, hit: PrefixHit) -> bool:
         return False

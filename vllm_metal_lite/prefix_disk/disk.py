@@ -18,7 +18,7 @@ from vllm_metal_lite.prefix_disk.block_bytes import BlockBytes
 from vllm_metal_lite.prefix_disk.folder import Folder
 from vllm_metal_lite.prefix_disk.namespace import namespace
 from vllm_metal_lite.prefix_disk.parts import Parts
-from vllm_metal_lite.prefix_disk.restore import Reader
+from vllm_metal_lite.prefix_disk.reader import Reader
 from vllm_metal_lite.prefix_disk.writer import Writer
 from vllm_metal_lite.scheduler.kv_manager import PrefixHit
 from vllm_metal_lite.scheduler.request import Request
@@ -79,14 +79,14 @@ class PrefixDisk:
                         self.writer.add(self.parts.kv.block_names(request, at))
 
     @property
-    def wants_a_pause(self) -> bool:
+    def has_copies(self) -> bool:
         """Whether `between_steps` has something to do."""
         return self.reader.is_ready or self.writer.is_ready
 
     def between_steps(self) -> None:
         """Copy blocks from and to the store.  No step is in flight."""
         try:
-            if self.wants_a_pause:
+            if self.has_copies:
                 mx.synchronize()
                 with closing(self.blocks):
                     if self.writer.is_ready:

@@ -164,27 +164,20 @@ class Folder:
     def read(self, key: bytes) -> memoryview | None:
         """The data of a file; None if that fails.  Removes a damaged file."""
         path = self.path_of(key)
-        try:
+        with suppress(OSError, ValueError):
             return read_file(path, key)
-        except (FileNotFoundError, ValueError):
-            return self._read_again(key)
-        except OSError as e:  # such as too many open files: a later engine may read it
-            self.warn(f"cannot read {path}: {e}")
-            self.unreadable.add(key)
-            self.known.discard(key)
-            return None
-
-    def _read_again(self, key: bytes) -> memoryview | None:
-        """Read a file while no other process writes it; remove it if it is damaged or missing."""
-        path = self.path_of(key)
-        with self._locked(), self._db:
+        with self._locked(), self._db:  # nobody writes or evicts the file now
             try:
                 return read_file(path, key)
             except (FileNotFoundError, ValueError) as e:
                 if isinstance(e, ValueError):  # others may have evicted a file that is missing
                     self.warn(f"drops {path}: {e}")
                 self._remove(key)
-                return None
+            except OSError as e:  # such as too many open files: a later engine may read it
+                self.warn(f"cannot read {path}: {e}")
+                self.unreadable.add(key)
+                self.known.discard(key)
+        return None
 
     def warn(self, message: str) -> None:
         """Count and log an error."""

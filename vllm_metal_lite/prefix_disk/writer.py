@@ -26,9 +26,9 @@ class Writer:
     waiting: the parts of each prefix that are not copied yet; and its keys, until the first copy.
     """
 
-    def __init__(self, folder: Folder, parts: Parts, store: BlockBytes) -> None:
+    def __init__(self, folder: Folder, parts: Parts, blocks: BlockBytes) -> None:
         self.num_bytes = 0
-        self._folder, self._parts, self._store = folder, parts, store
+        self._folder, self._parts, self._blocks = folder, parts, blocks
         self.waiting: deque[tuple[deque[Part], list[bytes]]] = deque()
         self._thread = ThreadPoolExecutor(1, "prefix-disk-writer")
         self._work = self._thread.submit(self._write, [], [])
@@ -57,7 +57,7 @@ class Writer:
             place = self._parts.place_of(part)
             is_kept = part.key in self._folder.known or part.key in self._folder.unreadable
             if place is not None and not is_kept:
-                files.append((part.key, self._store.read(part.group, place)))
+                files.append((part.key, self._blocks.read(part.group, place)))
                 num_bytes += part.num_bytes
         self._work = self._thread.submit(self._write, keys.copy(), files)
         keys.clear()

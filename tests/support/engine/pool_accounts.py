@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from vllm_metal_lite.prefix_disk.restore import Restore
+from vllm_metal_lite.prefix_disk.reader import Restore
 from vllm_metal_lite.scheduler.block_pool import BlockPool
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
 from vllm_metal_lite.scheduler.request import Request

@@ -62,14 +62,14 @@ class Reader:
     """
 
     def __init__(
-        self, folder: Folder, parts: Parts, store: BlockBytes, scheduler: Scheduler
+        self, folder: Folder, parts: Parts, blocks: BlockBytes, scheduler: Scheduler
     ) -> None:
         self.num_tokens = 0
-        self._folder, self._parts, self._store = folder, parts, store
+        self._folder, self._parts, self._blocks = folder, parts, blocks
         self._scheduler, self._kv = scheduler, scheduler.kv
         self._threads = ThreadPoolExecutor(_THREADS, "prefix-disk-reader")
         self.restore: Restore | None = None
-        self._asked = False  # whether a waiting request may want a restore
+        self._has_candidates = False  # whether a waiting request may want a restore
         self._read_speed = _READ_SPEED
         self._compute_speed = _COMPUTE_SPEED
         self._last_end = 0.0
@@ -77,7 +77,7 @@ class Reader:
     def wants(self, request: Request, hit: PrefixHit) -> bool:
         """Whether a request should wait for a read from the disk.  hit: its prefix in memory."""
         wants = self._restore_of(request, hit) is not None
-        self._asked |= wants
+        self._has_candidates |= wants
         return wants
 
     def _restore_of(self, request: Request, hit: PrefixHit) -> Restore | None:
@@ -116,7 +116,7 @@ class Reader:
         """Whether `advance` has something to do."""
         restore = self.restore
         if restore is None:
-            return self._asked
+            return self._has_candidates
         return not restore.reads or restore.reads[0][1].done() or self._must_stop(restore)
 
     def advance(self) -> None:
@@ -126,7 +126,7 @@ class Reader:
         elif request := next((r for r in self._scheduler.waiting if r.wants_restore), None):
             self._start(request)
         else:
-            self._asked = False
+            self._has_candidates = False
 
     def _start(self, request: Request) -> None:
         """Begin to read a request's prefix, if there is room for it."""
@@ -147,7 +147,7 @@ class Reader:
                 self.stop()
                 return
             place = restore.places[part]
-            self._store.write(part.group, place, data)
+            self._blocks.write(part.group, place, data)
             self._parts.publish(part, place)
             restore.reads.popleft()  # last: Ctrl-C may interrupt a copy
             restore.num_reads += 1
