@@ -192,9 +192,9 @@ def test_a_model_that_does_not_fit_is_refused_with_the_sum(options, said):
         kit.engine(**options).__enter__()
 
 
-def test_a_model_that_a_user_has_registered_as_a_class_stays(monkeypatch):
-    own, models = object(), registry.ModelRegistry.models
-    name = next(iter(registry._MULTIMODAL_MODELS))
+@pytest.mark.parametrize("own", [object(), registry._LazyRegisteredModel("users.models", "Own")])
+def test_a_model_that_a_user_has_registered_stays(monkeypatch, own):
+    models, name = registry.ModelRegistry.models, next(iter(registry._MULTIMODAL_MODELS))
     monkeypatch.setitem(models, name, own)
     register_text_models()
     assert models[name] is own
