@@ -200,6 +200,16 @@ def test_a_model_that_a_user_has_registered_stays(monkeypatch, own):
     assert models[name] is own
 
 
+def test_conversations_that_alternate_on_one_seat_find_their_prefixes():
+    prompts = tiny.prompts(2, 104, 104)
+    options = {"max_num_seqs": 1, "num_gpu_blocks_override": None}
+    with kit.engine(**options) as llm:
+        kit.generate(llm, prompts, max_tokens=9)
+        assert kit.prefix_hits(kit.generate(llm, prompts, max_tokens=9)) == 2 * 96
+    with kit.engine(**options, enable_prefix_caching=False) as llm:  # no more can be used
+        assert llm.llm_engine.vllm_config.cache_config.num_gpu_blocks == 128 // 8 + 1
+
+
 def test_macos_may_kill_long_steps(monkeypatch):
     config = EngineArgs(str(kit.folder("llama")), **kit.SMALL).create_engine_config()
     config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens = 32768, 8192
