@@ -45,7 +45,7 @@ def test_the_entry_point_is_declared():
         (None, "darwin", "x86_64", False),
     ],
 )
-def test_who_gets_it(monkeypatch, device, system, machine, expected):
+def test_platforms_on_which_the_plugin_is_active(monkeypatch, device, system, machine, expected):
     monkeypatch.delenv("METAL_LITE_DEVICE", raising=False)
     if device is not None:
         monkeypatch.setenv("METAL_LITE_DEVICE", device)
@@ -65,7 +65,7 @@ def test_an_active_plugin_names_its_platform_and_respects_what_is_set(monkeypatc
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
 
-def test_whatever_goes_wrong_is_said_and_means_no(monkeypatch, caplog):
+def test_an_error_is_logged_and_disables_the_plugin(monkeypatch, caplog):
     monkeypatch.setattr(vllm_plugin, "wanted", Mock(side_effect=RuntimeError("out of luck")))
     assert vllm_plugin.register() is None
     assert "out of luck" in caplog.text

@@ -15,6 +15,7 @@ from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import config_of
 from tests.support.run_python import run_python
 from tests.vllm_plugin import kit
+from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.model import loader
@@ -73,8 +74,6 @@ def test_priorities_decide_who_goes_first():
     ("level", "tags"), [(1, [None]), (2, [None]), (2, ["kv_cache", "weights"])]
 )
 def test_sleep_gives_memory_back_and_waking_up_changes_no_token(level, tags):
-    from vllm_metal_lite.backend import mx
-
     with kit.engine(enable_sleep_mode=True, num_gpu_blocks_override=2000) as llm:
         expected = [kit.alone("llama", p, 20) for p in PROMPTS]
         assert kit.tokens(kit.generate(llm, PROMPTS, max_tokens=20)) == expected
@@ -140,8 +139,8 @@ def test_a_long_answer_ends_at_the_context_length():
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_at_start_by_name(options, named):
-    with pytest.raises(Exception, match="vllm-metal-lite does not support") as e:
-        kit.engine(**options).__enter__()
+    with pytest.raises(Exception, match="metal-lite does not support") as e, kit.engine(**options):
+        pass
     assert named in str(e.value)
 
 
@@ -188,16 +187,26 @@ def test_a_folder_is_refused_without_an_option(tmp_path, changes, refused):
     ],
 )  # fmt: skip
 def test_a_model_that_does_not_fit_is_refused_with_the_sum(options, said):
-    with pytest.raises(Exception, match=said):
-        kit.engine(**options).__enter__()
+    with pytest.raises(Exception, match=said), kit.engine(**options):
+        pass
 
 
-def test_a_model_that_a_user_has_registered_as_a_class_stays(monkeypatch):
-    own, models = object(), registry.ModelRegistry.models
-    name = next(iter(registry._MULTIMODAL_MODELS))
+@pytest.mark.parametrize("own", [object(), registry._LazyRegisteredModel("users.models", "Own")])
+def test_a_model_that_a_user_has_registered_stays(monkeypatch, own):
+    models, name = registry.ModelRegistry.models, next(iter(registry._MULTIMODAL_MODELS))
     monkeypatch.setitem(models, name, own)
     register_text_models()
     assert models[name] is own
+
+
+def test_conversations_that_alternate_on_one_seat_find_their_prefixes():
+    prompts = tiny.prompts(2, 104, 104)
+    options = {"max_num_seqs": 1, "num_gpu_blocks_override": None}
+    with kit.engine(**options) as llm:
+        kit.generate(llm, prompts, max_tokens=9)
+        assert kit.prefix_hits(kit.generate(llm, prompts, max_tokens=9)) == 2 * 96
+    with kit.engine(**options, enable_prefix_caching=False) as llm:  # no more can be used
+        assert llm.llm_engine.vllm_config.cache_config.num_gpu_blocks == 128 // 8 + 1
 
 
 def test_macos_may_kill_long_steps(monkeypatch):
@@ -222,10 +231,8 @@ def test_macos_may_kill_long_steps(monkeypatch):
 )
 def test_active_only_when_asked(environment, is_active):
     """A process of its own; MLX is never loaded by the front end."""
-    script = (
-        "import sys; from vllm.platforms import current_platform as p\n"
-        "print(type(p).__name__, 'mlx.core' in sys.modules)"
-    )
+    script = "import sys; from vllm.platforms import current_platform as p\n"
+    script += "print(type(p).__name__, 'mlx.core' in sys.modules)"
     env = {k: v for k, v in os.environ.items() if k != "METAL_LITE_DEVICE"} | environment
     out = run_python("-c", script, env=env)
     name, has_mlx = out.stdout.split()

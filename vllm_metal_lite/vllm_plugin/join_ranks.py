@@ -54,7 +54,7 @@ def join_workers(
         reserved = _reserve(rank, links.ips[rank] or [address])
     except ConfigError as e:  # tell all ranks: this rank's number may be wrong
         for key in ("links", *range(size)):
-            _tell(tcp_store, key, failure=one_line(e))
+            _set(tcp_store, key, failure=one_line(e))
         raise
     name = f"rank {rank} of {size} (pid {os.getpid()} on {socket.gethostname()})"
     where = ["{}:{}".format(*s.getsockname()[:2]) for s in reserved]
@@ -82,27 +82,27 @@ def _store_of_hosts(rank: int, parallel: ParallelConfig) -> dist.TCPStore:
             logger.warning(f"--master-addr {master}: other machines cannot reach this address")
     else:
         logger.info(f"rank {rank} looks {limit} for rank 0 at {where}")
-    options = " (--master-addr and --master-port)"
-    return _tcp_store(rank, parallel.world_size, master, port, START_HOSTS, options)
+    return _tcp_store(rank, parallel.world_size, master, port, START_HOSTS, where)
 
 
 def _store_of_host(rank: int, size: int, init_method: str) -> dist.TCPStore:
     """The store of one host's ranks, which rank 0 keeps.  vLLM's own store has its port."""
     found, *_ = next(iter(dist.rendezvous(init_method, rank, size)))
     found.set_timeout(timedelta(seconds=START))
-    port = 0 if rank == 0 else _told(found, "port", 0, size)
-    tcp_store = _tcp_store(rank, size, get_loopback_ip(), port, START)
+    port = 0 if rank == 0 else _get(found, "port", 0, size)
+    host = get_loopback_ip()
+    tcp_store = _tcp_store(rank, size, host, port, START, f"{host} port {port}")
     if rank == 0:
-        _tell(found, "port", tcp_store.port)
+        _set(found, "port", tcp_store.port)
     return tcp_store
 
 
 def _tcp_store(
-    rank: int, size: int, host: str, port: int, limit: float, options: str = ""
+    rank: int, size: int, host: str, port: int, limit: float, where: str
 ) -> dist.TCPStore:
     """torch's store at `host`.  Rank 0 brings a socket, or torch would listen on all interfaces.
 
-    options: the flags that set the address, for messages.
+    where: names the address in errors, by its flags if a user sets them.
     """
     listening = None
     try:
@@ -117,7 +117,6 @@ def _tcp_store(
         )
     except Exception as e:  # torch has several
         what = "cannot listen at" if rank == 0 else f"found no rank 0 within {limit:.0f} s at"
-        where = f"{host} port {port}{options}"
         raise RankError(f"rank {rank} {what} {where}: {one_line(e)}") from e
 
 
@@ -137,9 +136,9 @@ def _links_of_rank_0(tcp_store: dist.Store, rank: int, size: int) -> Links:
     """The links as rank 0 describes them.  Raises ConfigError if the numbers of ranks differ."""
     if rank == 0:
         links = read_links(size, envs.hostfile())
-        _tell(tcp_store, "links", [size, links])
+        _set(tcp_store, "links", [size, links])
         return links
-    size_of_0, links = _told(tcp_store, "links", 0, size)
+    size_of_0, links = _get(tcp_store, "links", 0, size)
     if size != size_of_0:
         raise ConfigError(
             f"rank {rank} is one of {size} ranks, rank 0 is one of {size_of_0}: all hosts need the "
@@ -164,16 +163,16 @@ def _reserve(rank: int, ips: Sequence[str]) -> list[socket.socket]:
 
 def _exchange(tcp_store: dist.Store, rank: int, size: int, value: Any) -> list[Any]:
     """The values of all ranks, by rank."""
-    _tell(tcp_store, rank, value)
-    return [_told(tcp_store, r, r, size) for r in range(size)]
+    _set(tcp_store, rank, value)
+    return [_get(tcp_store, r, r, size) for r in range(size)]
 
 
-def _tell(store: dist.Store, key: str | int, value: Any = None, failure: str | None = None) -> None:
+def _set(store: dist.Store, key: str | int, value: Any = None, failure: str | None = None) -> None:
     """Give all ranks a value under a key, or the reason why there is none."""
     store.set(f"metal_lite/{key}", json.dumps([value, failure]))
 
 
-def _told(store: dist.Store, key: str | int, rank: int, size: int) -> Any:
+def _get(store: dist.Store, key: str | int, rank: int, size: int) -> Any:
     """The value that a rank gave under a key.  RankError if the rank is silent or has failed."""
     try:
         value, failure = json.loads(store.get(f"metal_lite/{key}"))

@@ -64,8 +64,9 @@ def plan_memory(
             f"(--gpu-memory-utilization {fraction:g} of {size_text(limit)}); "
             f"lower {fewer}--max-num-batched-tokens or raise --gpu-memory-utilization"
         )
-    # No more can be owned: every seat at full length, and vLLM's null block.
-    most = seats * -(-max_model_len // config.block_size) + 1
+    # Each seat at full length, cached prefixes of two idle requests a seat, and vLLM's null block.
+    requests = seats * (3 if cache.enable_prefix_caching else 1)
+    most = requests * -(-max_model_len // config.block_size) + 1
     return MemorySizes(num_state_slots, min(left, most * block_bytes))
 
 

@@ -26,7 +26,7 @@ from vllm_metal_lite.vllm_plugin.join_ranks import check_alike, join_workers
 from vllm_metal_lite.vllm_plugin.worker import MetalLiteWorker
 
 
-def _ends_all(method: Callable[..., Any]) -> Callable[..., Any]:
+def _fatal(method: Callable[..., Any]) -> Callable[..., Any]:
     """The method; its errors end this process, so that no other rank waits for it."""
 
     @wraps(method)
@@ -45,13 +45,13 @@ class RankWorker(MetalLiteWorker):
 
     _heartbeat: Heartbeat | None = None
 
-    determine_available_memory = _ends_all(MetalLiteWorker.determine_available_memory)
-    get_kv_cache_spec = _ends_all(MetalLiteWorker.get_kv_cache_spec)
-    initialize_from_config = _ends_all(MetalLiteWorker.initialize_from_config)
-    compile_or_warm_up_model = _ends_all(MetalLiteWorker.compile_or_warm_up_model)
-    execute_model = _ends_all(MetalLiteWorker.execute_model)
-    sleep = _ends_all(MetalLiteWorker.sleep)
-    wake_up = _ends_all(MetalLiteWorker.wake_up)
+    determine_available_memory = _fatal(MetalLiteWorker.determine_available_memory)
+    get_kv_cache_spec = _fatal(MetalLiteWorker.get_kv_cache_spec)
+    initialize_from_config = _fatal(MetalLiteWorker.initialize_from_config)
+    compile_or_warm_up_model = _fatal(MetalLiteWorker.compile_or_warm_up_model)
+    execute_model = _fatal(MetalLiteWorker.execute_model)
+    sleep = _fatal(MetalLiteWorker.sleep)
+    wake_up = _fatal(MetalLiteWorker.wake_up)
 
     def init_device(self) -> None:
         self._take_device()
@@ -102,25 +102,25 @@ class RankWorker(MetalLiteWorker):
         super().load_model()
 
     @property
-    def _answers(self) -> bool:
+    def _is_leader(self) -> bool:
         return self.ranks.rank == self.ranks.leader
 
-    @_ends_all
+    @_fatal
     def sample_tokens(
         self, grammar_output: GrammarOutput | None
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         output = super().sample_tokens(grammar_output)
-        if not self._answers and self.pipeline.steps:  # vLLM waits for the leader's step only
+        if not self._is_leader and self.pipeline.steps:  # vLLM waits for the leader's step only
             self._waiter.submit(self._wait, self.pipeline.steps[-1].wait)
         return output
 
-    @_ends_all
+    @_fatal
     def _wait(self, wait: Callable[[], None]) -> None:
         wait()
 
     def _failed(self, error: Exception) -> None:
         """The leader's errors reach vLLM as the answer to its call; vLLM reads no others."""
-        if not self._answers and self._heartbeat is not None:
+        if not self._is_leader and self._heartbeat is not None:
             why = f"{type(error).__name__}: {one_line(error)}"
             self._end(f"rank {self.rank} of {self.ranks.size} fails: {why}")
 

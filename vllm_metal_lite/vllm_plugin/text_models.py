@@ -40,10 +40,9 @@ def register_text_models() -> None:
     """
     from vllm.model_executor.models import registry
 
-    names = registry._MULTIMODAL_MODELS
     models = registry.ModelRegistry.models
-    # A model that a user has registered as a class has no module's name.
-    modules = {getattr(models[name], "module_name", None) for name in names} - {__name__, None}
+    found = {getattr(models[name], "module_name", "") for name in registry._MULTIMODAL_MODELS}
+    modules = {m for m in found if m.startswith("vllm.")}  # models that users register stay
     for name, model in list(models.items()):
         if (module := getattr(model, "module_name", None)) in modules:
             kind = HybridTextModel if _names_hybrids(module) else TextModel
