@@ -125,6 +125,25 @@ def test_two_tabs_change_one_conversation_during_an_answer(view, page):
             tab.reload()
 
 
+def test_tabs_without_locks_lose_no_answer(view, page):
+    page.add_init_script("Object.defineProperty(navigator, 'locks', {value: undefined});")
+    view.reload()  # as over plain HTTP from another machine
+    asked = []
+    page.route("**/v1/chat/completions", lambda route: asked.append(route))  # answered later
+    view.ask("first")
+    expect(page.locator(".waiting")).to_be_visible()
+    other = view.new_tab().page
+    other.locator("#conversations li").hover()
+    other.get_by_label("Rename first").click()
+    other.fill("#ask-value", "named")
+    other.keyboard.press("Enter")
+    expect(view.titles).to_have_text(["named"])
+    asked[0].continue_()
+    expect(view.text).to_contain_text("tiny demo model")
+    view.reload()
+    expect(view.text).to_contain_text("tiny demo model")
+
+
 def test_an_answer_stops_with_the_tab_that_receives_it(view, page):
     view.change_requests("chat/completions", ignore_eos=True, temperature=1)
     view.ask("tell me a story")

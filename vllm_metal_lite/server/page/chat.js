@@ -39,7 +39,7 @@ export class Chat {
         this.save(this.conversation, "leaf");
         this.draw();
         // The buttons are new ones.
-        this.viewOf(message).element.querySelector(".actions button:enabled").focus();
+        this.viewOf(message).element.querySelector(".actions button:enabled")?.focus();
       },
     };
     this.scroller.addEventListener("scroll", () => this.scrolled());
@@ -179,7 +179,7 @@ export class Chat {
   }
 
   viewOf(message) {
-    return this.views.find((view) => view.message === message);
+    return this.views.find((view) => view.message.id === message.id);
   }
 
   /** Save a conversation that has new messages, or other values of these fields. */

@@ -13,9 +13,9 @@ export function arrange(listener) {
   engineShown = listener;
   byId("sidebar-toggle").addEventListener("click", () => showSidebar(!sidebarShown()));
   byId("backdrop").addEventListener("click", () => showSidebar(false));
-  byId("engine-toggle").addEventListener("click", () => showEngine(!shows.contains("show-engine")));
+  byId("engine-toggle").addEventListener("click", () => chooseEngine(!shows.contains("show-engine")));
   byId("engine-close").addEventListener("click", () => {
-    showEngine(false);
+    chooseEngine(false);
     if (location.hash === "#engine") {
       location.hash = "";
       followAddress();  // at once: a hidden button takes no focus
@@ -38,11 +38,16 @@ function followAddress() {
   showEngine(alone || (!narrow.matches && setting("engine", wide.matches)));
 }
 
+/** Show or hide the engine, and remember the user's choice. */
+function chooseEngine(shown) {
+  if (!narrow.matches) keepSetting("engine", shown);
+  showEngine(shown);
+}
+
 function showEngine(shown) {
   shows.toggle("show-engine", shown);
   shows.toggle("drawer", narrow.matches || (shown && !wide.matches));
   byId("engine-toggle").setAttribute("aria-expanded", String(shown));
-  if (!narrow.matches) keepSetting("engine", shown);
   engineShown(shown);
   disableCovered();
 }

@@ -53,7 +53,7 @@ function open(conversation) {
   chooseModel();
 }
 
-/** Choose the conversation's model in the list, or the list's first if the conversation's is not there. */
+/** Select the conversation's model; if it is not served, the conversation takes the selected one. */
 function chooseModel() {
   const { conversation, models } = chat;
   if (models.some((m) => m.id === conversation.model)) byId("model").value = conversation.model;
@@ -107,7 +107,7 @@ const awaited = new Set();  // ids of answers
 /** Stop each answer that another tab receives once that tab has been closed. */
 function stopWithTheirTabs(conversation) {
   for (const { id } of growing(conversation)) {
-    if (awaited.has(id)) continue;
+    if (awaited.has(id) || store.holds(id)) continue;
     awaited.add(id);
     store.released(id).then(async () => {
       await reload(conversation.id);  // the tab may have saved more
@@ -164,7 +164,7 @@ function listen() {
     input.focus();
   });
   document.addEventListener("keydown", (event) => {
-    if (event.key !== "Escape" || event.defaultPrevented || document.querySelector("dialog[open]")) return;
+    if (event.key !== "Escape" || event.isComposing || event.defaultPrevented || document.querySelector("dialog[open]")) return;
     if (event.target === byId("search") && event.target.value) return;  // the browser empties the field
     if (sidebarShown()) showSidebar(false);
     else if (chat.busy) chat.stop();
@@ -179,6 +179,7 @@ function listen() {
       conversations.push(...found);
       drawSidebar();
       announce("Imported");
+      problem("import", "");
     } catch (error) {
       problem("import", error.message);
     }

@@ -150,7 +150,7 @@ export class MessageView {
         make("button", { type: "submit", class: "main" }, "Ask again")),
     );
     area.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") {
+      if (event.key === "Escape" && !event.isComposing) {
         event.stopPropagation();
         close();
       } else if (sends(event)) {

@@ -38,8 +38,11 @@ export class EngineView {
     this.samples = new SampleButton(byId("samples"), model, () => this.drawWords());
     this.motion = new Motion(() => this.history, () => this.timeline.draw(this.history, this.highlight));
     this.explain(setting("explain", innerHeight >= 900));
-    byId("engine-explain").addEventListener("click", () =>
-      this.explain(!byId("engine").classList.contains("explained")));
+    byId("engine-explain").addEventListener("click", () => {
+      const explained = !byId("engine").classList.contains("explained");
+      keepSetting("explain", explained);
+      this.explain(explained);
+    });
     byId("engine-pause").addEventListener("click", () => this.pause(!this.watcher.paused));
     document.addEventListener("theme", () => this.draw());
     new ResizeObserver(() => this.draw()).observe(byId("engine"));
@@ -65,7 +68,6 @@ export class EngineView {
   explain(shown) {
     byId("engine").classList.toggle("explained", shown);
     byId("engine-explain").setAttribute("aria-pressed", String(shown));
-    keepSetting("explain", shown);
   }
 
   /** The connection's words go before the engine's, and those before why samples were refused. */
