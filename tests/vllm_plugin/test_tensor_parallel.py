@@ -108,10 +108,10 @@ SERVED = {
 @pytest.mark.parametrize(
     ("sent", "how"),
     [
-        (signal.SIGKILL, "Worker proc VllmWorker-1 died"),  # vLLM's line
+        (signal.SIGKILL, r"Worker proc VllmWorker-1 died|connection to a peer was lost"),
         pytest.param(
             None,
-            "The engine ends: rank 1 of 2 fails: RuntimeError: device lost",
+            r"The engine ends: rank 1 of 2 fails: RuntimeError: device lost",
             marks=pytest.mark.thorough,
         ),
     ],
@@ -127,7 +127,7 @@ def test_a_rank_that_dies_or_fails_ends_the_engine(tmp_path, sent, how):
         else:
             os.kill(pid, sent)
         wait_for(log, "ERROR EngineDeadError", process, 120)
-    assert how in log.read_text()
+    assert re.search(how, log.read_text())
 
 
 def test_two_hosts_answer_as_one_and_end_when_a_rank_hangs(tmp_path):
@@ -161,8 +161,9 @@ def pid_of_rank_1(log):
 
 def wait_for(log, text, process, seconds):
     for _ in range(seconds * 10):
+        alive = process.is_alive()  # asked first: a process may write the text and end
         if text in log.read_text():
             return
-        assert process.is_alive(), log.read_text()[-3000:]
+        assert alive, log.read_text()
         time.sleep(0.1)
     raise AssertionError(f"no {text!r} after {seconds} s: {log.read_text()[-3000:]}")
