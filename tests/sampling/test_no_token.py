@@ -10,6 +10,7 @@ import pytest
 from mlx.utils import tree_map
 
 from tests.support.attention.array_attention import compile_on_cpu
+from tests.support.engine.guesses import Guesses
 from tests.support.engine.sampling import EMPTY
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.backend import mx
@@ -75,12 +76,12 @@ def test_a_grammar_that_allows_nothing_but_an_end_may_end_before_min_tokens():
 
 
 def engine(kind, **options):
-    made = tiny.engine("llama", **options)
+    made = tiny.engine("llama", speculate="auto" if kind == "drafts" else "off", **options)
     tiny.run_ahead(made, kind != "one step at a time")
     return compile_on_cpu(made) if kind == "compiled" else made
 
 
-@pytest.mark.parametrize("kind", ["a step ahead", "one step at a time", "compiled"])
+@pytest.mark.parametrize("kind", ["a step ahead", "one step at a time", "compiled", "drafts"])
 @pytest.mark.parametrize("random", [False, True])
 def test_a_masked_request_ends_in_an_error_and_the_others_go_on(kind, random, monkeypatch):
     made = engine(kind, block_size=8)
@@ -90,6 +91,8 @@ def test_a_masked_request_ends_in_an_error_and_the_others_go_on(kind, random, mo
     def run(**bad):
         for i, prompt in enumerate(PROMPTS):
             made.add_request(str(i), prompt, good)
+        made.step()
+        made.step()  # drafts come with decodes
         for name, fields in bad.items():
             made.add_request(name, PROMPTS[0], SamplingParams(**temperature, **fields))
         done = tiny.run(made)
@@ -100,13 +103,16 @@ def test_a_masked_request_ends_in_an_error_and_the_others_go_on(kind, random, mo
     word = {"allowed_token_ids": [9], "bad_words": ["x"]}
     monkeypatch.setattr(intake, "bad_words_of", lambda p, _: [[9, 9]] if p.bad_words else [])
     expected, _ = run()
-    tokens, done = run(never={**NEVER, "n": 2}, word={**word, "logprobs": 1})
+    if kind == "drafts":
+        made.speculator = Guesses(made, {str(i): tokens for i, tokens in enumerate(expected)})
+    never = {**NEVER, "n": 2, "frequency_penalty": 1.0}
+    tokens, done = run(never=never, word={**word, "logprobs": 1})
     assert tokens == expected
     assert run()[0] == expected
     left = "no token can be sampled: all are excluded by allowed_token_ids and"
     for answer in done["never"].outputs:
         assert (answer.finish_reason, answer.token_ids) == ("error", [])
-        assert answer.error == f"{left} min_tokens (until then, no stop token)"
+        assert answer.error == f"{left} min_tokens (no stop token may come before it)"
     [answer] = done["word"].outputs
     assert (answer.finish_reason, answer.token_ids) == ("error", [9])
     assert len(answer.logprobs) == 1

@@ -44,7 +44,7 @@ def why(
         "the grammar": has_grammar,
         "allowed_token_ids": params.allowed_token_ids,
         "bad_words": params.bad_words,
-        "min_tokens (until then, no stop token)": params.min_tokens > num_generated,
+        "min_tokens (no stop token may come before it)": params.min_tokens > num_generated,
     }
     named = " and ".join(name for name, applies in rules.items() if applies)
     cause = f"all are excluded by {named}" if named else "the model's logits are all -inf"

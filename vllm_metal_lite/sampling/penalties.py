@@ -112,4 +112,4 @@ class Penalties(LogitsProcessor[_Penalty]):
         """Count a request's tokens of a step with drafts."""
         if req_index in self.seats:
             counts_rows = mx.full(len(token_ids), self.seats[req_index].counts_row, mx.int32)
-            self.seen = self.seen.at[counts_rows, mx.array(list(token_ids))].add(2)
+            self.seen = self.seen.at[counts_rows, mx.array(list(token_ids), mx.int32)].add(2)
