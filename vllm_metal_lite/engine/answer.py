@@ -97,7 +97,8 @@ class Answer:
     def _append(self, token_id: int) -> bool:
         """Take a sampled token; True when it ends the answer."""
         tokens = self._token_ids
-        if token_id in self._stop_ids and len(tokens) + 1 >= self.params.min_tokens:
+        # Before min_tokens only a grammar that is over lets the sampler draw a stop token.
+        if token_id in self._stop_ids:
             is_eos = token_id in self._eos
             hidden = is_eos or not self.params.include_stop_str_in_output
             self._end_text(len(tokens) + 1 - hidden)  # before another thread can read the token
