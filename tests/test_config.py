@@ -26,6 +26,7 @@ BAD_CONFIG = {
     "prefill_policy": ["", "Mixed", None, 1, [], np.array(["mixed", "x"])],
     "enable_prefix_caching": [None, 1, "yes"],
     "memory_fraction": [0, -0.5, 1.5, NAN, "0.5", True],
+    "prefix_disk_gib": [-1, 1e308, INF, NAN, None],
     "kv_bits": [0, 3, 16, "8", True, 8.0],
     "dtype": ["float64", "", None, "int8", np.float32],
     "seed": [-1, None, 1.5, "x", Broken()],

@@ -57,7 +57,7 @@ class EngineConfig:
     enable_prefix_caching: Annotated[bool, switch()] = True
     memory_fraction: Annotated[float | None, number(0, 1, above=True)] = None
     state_cache_gib: Annotated[float | None, number(0)] = None
-    prefix_disk_gib: Annotated[float, number(0)] = 0.0
+    prefix_disk_gib: Annotated[float, number(0, 1 << 20)] = 0.0
     dtype: Annotated[str, choice(*DTYPES)] = "auto"
     kv_bits: Annotated[int | None, choice(*KV_BITS)] = None
     attention: Annotated[str, choice(*ATTENTION)] = "auto"

@@ -105,7 +105,7 @@ def switch() -> Rule:
 
     def take(value: Any) -> bool:
         # numpy's bool is not a bool, and numpy is not imported for `--help`.
-        _require(isinstance(value, bool) or type(value).__name__ == "bool")
+        _require(isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"))
         return bool(value)
 
     return Rule("true or false", take)
@@ -157,8 +157,9 @@ def by_token_id(bias: Any) -> Any:
     """A `logit_bias` from JSON, whose keys are strings: token ids become integers."""
     if not isinstance(bias, Mapping):
         return bias
-    ids = {k: int(k) for k in bias if isinstance(k, str) and k.isdecimal() and len(k) < 20}
-    return {ids.get(key, key): value for key, value in bias.items()}
+    ids = {int(k) for k in bias if isinstance(k, str) and k.isdecimal() and len(k) < 20}
+    by_key = {str(token_id): token_id for token_id in ids}  # without "01", another name of "1"
+    return {by_key.get(key, key): value for key, value in bias.items()}
 
 
 def _require(ok: bool) -> None:

@@ -85,6 +85,14 @@ def test_extreme_temperatures(temperature):
         assert tokens == ({1} if temperature < 1 else {0, 1, 3})
 
 
+def test_the_largest_penalty_and_bias_leave_a_finite_logit():
+    params = SamplingParams(
+        temperature=0, repetition_penalty=1e300, logit_bias=dict.fromkeys(range(4), -1e300)
+    )
+    sampler = make(params, [0], 4, np.arange(4))
+    assert np.array(sampler(mx.zeros((1, 4)), np.array([0])).for_host).tolist() == [0]
+
+
 # Seeds
 
 

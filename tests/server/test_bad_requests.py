@@ -37,6 +37,7 @@ BAD = {
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"logprobs": 3}, "logprobs", "got 3"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "got {'x': 1}"),
+        ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias", "'01': 2"),
         ({"logit_bias": {"5000": 1}}, "logit_bias", "vocabulary's size, 2048, got 5000"),
         ({"stop": ""}, "stop", "non-empty string"),
         ({"seed": 2**64}, "seed", "64 bits"),

@@ -65,14 +65,14 @@ def _recall(found: Findings, check: Check) -> CheckResult | None:
         fields = json.loads(found.known[str(check)])
         speed = fields.pop("speed")
         return CheckResult(check, **fields, speed=speed and Speed(**speed))
-    except (ValueError, TypeError, LookupError):  # unknown, or from another version
+    except (ValueError, TypeError, LookupError, AttributeError):  # unknown, or from another version
         return None
 
 
 def _verdict(
     use: KernelUse, results: Sequence[CheckResult], remarks: Mapping[Check, str]
 ) -> Verdict:
-    """remarks: the end of a failure's line."""
+    """remarks: text to append to a failure's message."""
     failures: dict[str, str] = {}
     varlen = 0  # shapes whose prompts the kernel serves, and serves faster
     for result in results:

@@ -144,7 +144,7 @@ def make_filters(
 
 
 def thresholds(x: mx.array, filters: list[Filters]) -> mx.array:
-    """The lowest logit (T, 1) that may be drawn; -inf for a row that no filter has.
+    """The lowest logit (T, 1) that may be drawn; -inf for a row without a filter.
 
     A row with a NaN or an infinite best logit may get NaN, which filters nothing.
     """

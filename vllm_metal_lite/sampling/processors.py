@@ -14,7 +14,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.sampling.drafts import Drafts
 from vllm_metal_lite.sampling.masks import TokenMasks, pack_mask
 
-LARGE = 1e30  # bounds options that have no limit, so that float32 holds their products
+LARGE = 1e18  # bounds options that have no limit, so that float32 holds their products
 
 T = TypeVar("T")
 Members: TypeAlias = list[tuple[int, T]]  # (row, its request's value) of rows with an option
@@ -103,8 +103,7 @@ class LogitBias(LogitsProcessor[_Bias]):
         """Ids outside the vocabulary have no effect."""
         known = {t: b for t, b in bias.items() if 0 <= t < vocab_size}
         if known:
-            addends = np.array(list(known.values()), np.float64)
-            addends = np.where(np.isfinite(addends), np.clip(addends, -LARGE, LARGE), addends)
+            addends = np.clip(np.array(list(known.values()), np.float64), -LARGE, LARGE)
             tokens = np.array(list(known), np.int32)
             self.seats[req_index] = _Bias(tokens, addends.astype(np.float32))
 
