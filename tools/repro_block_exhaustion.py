@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.lib.frame import parser_of, print_table, run_main
+from tools.lib.frame import at_least, parser_of, print_table, run_main
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.model.files.find import find
 from vllm_metal_lite.model.loader import LoadedModel, load
@@ -34,16 +34,13 @@ def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="demo", help="demo, a folder, or a Hugging Face name")
     parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
-    parser.add_argument(
-        "--tensor-parallel-size", type=int, default=1, help="ranks that share the model under vLLM"
-    )
-    parser.add_argument("--num-requests", type=int, default=24)
+    ranks = "ranks that share the model under vLLM"
+    parser.add_argument("--tensor-parallel-size", type=at_least(1), default=1, help=ranks)
+    parser.add_argument("--num-requests", type=at_least(2), default=24)
     parser.add_argument(
         "--oversubscribe", type=float, default=3.0, help="demand for blocks / size of the pool"
     )
     args = parser.parse_args()
-    if args.num_requests < 2:
-        parser.error(f"--num-requests must be at least 2, got {args.num_requests}")
     if args.tensor_parallel_size != 1 and args.engine != "vllm":
         parser.error(f"--tensor-parallel-size {args.tensor_parallel_size} needs --engine vllm")
     if not args.oversubscribe > 1:

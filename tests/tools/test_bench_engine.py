@@ -218,6 +218,23 @@ def test_a_trusted_engine_uses_every_kernel_for_all_rows(monkeypatch):
     assert fusion.skinny_rows == range(1, 65)
 
 
+@pytest.mark.parametrize(
+    ("tool", "arguments", "error"),
+    [
+        (bench_engine, "--load short_even --scale 0", "--scale: must be above 0, got 0"),
+        (bench_engine, "--load short_even --repeats -1", "--repeats: must be at least 1, got -1"),
+        (speculation, "--runs 0", "--runs: must be at least 1, got 0"),
+    ],
+)
+def test_a_number_that_cannot_work_is_named_before_the_run(
+    monkeypatch, capsys, tool, arguments, error
+):
+    monkeypatch.setattr(sys, "argv", ["tool", *arguments.split()])
+    with pytest.raises(SystemExit, match="2"):
+        tool.main()
+    assert error in capsys.readouterr().err
+
+
 def test_drafts_of_an_edited_text_are_accepted(monkeypatch, capsys):
     how = "--model 128x2 --length 120 --only edit --requests 1 --runs 1"
     monkeypatch.setattr(sys, "argv", ["speculation.py", *how.split()])

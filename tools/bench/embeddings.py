@@ -19,7 +19,7 @@ import numpy as np
 from tools.bench.lib.engines import MLX_CACHE_LIMIT
 from tools.bench.lib.mlx_lm import native
 from tools.bench.lib.models import get_model
-from tools.lib.frame import parser_of, print_table, run_main
+from tools.lib.frame import at_least, parser_of, print_table, run_main
 from tools.lib.trust import trusted
 from vllm_metal_lite import EngineConfig, LLMEngine, PoolingParams, backend
 from vllm_metal_lite.model.loader import LoadedModel
@@ -97,10 +97,10 @@ def padded(model: LoadedModel, prompts: Texts, size: int) -> Run:
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="qwen3-0.6b")
-    parser.add_argument("--texts", type=int, default=2000)
-    parser.add_argument("--rows", type=int, nargs="+", default=[4096, 8192])
-    parser.add_argument("--sizes", type=int, nargs="+", default=[8, 16, 32, 64, 128])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--texts", type=at_least(1), default=2000)
+    parser.add_argument("--rows", type=at_least(1), nargs="+", default=[4096, 8192])
+    parser.add_argument("--sizes", type=at_least(1), nargs="+", default=[8, 16, 32, 64, 128])
+    parser.add_argument("--repeats", type=at_least(1), default=3)
     args = parser.parse_args()
     model = get_model(args.model)
     native(model)

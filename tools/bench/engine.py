@@ -31,10 +31,11 @@ from tools.bench.lib.mlx_lm import MlxLm, MlxLmSingle, Settings, native
 from tools.bench.lib.models import BITS, get_model
 from tools.bench.lib.roofline import step_bytes
 from tools.bench.lib.tables import Result, print_load
-from tools.lib.frame import parser_of, run_main, say
+from tools.lib.frame import above_zero, at_least, parser_of, run_main, say
 from tools.lib.trust import trusted
 from vllm_metal_lite import EngineConfig, MetalLiteError, backend
 from vllm_metal_lite.checks.speed import copy_bandwidth
+from vllm_metal_lite.config import DTYPES
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.model.loader import LoadedModel
 
@@ -215,10 +216,10 @@ def main() -> int:
     parser = parser_of(f"{__doc__}\nLoads:\n\n{loads}")
     parser.add_argument("--load", nargs="+", choices=list(LOADS), required=True)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto")
     parser.add_argument("--bits", choices=BITS, help="of random weights")
-    parser.add_argument("--scale", type=float, default=1.0, help="of lengths and request counts")
-    parser.add_argument("--repeats", type=int, help="counted turns (default 3)")
+    parser.add_argument("--scale", type=above_zero, default=1.0, help="of lengths and counts")
+    parser.add_argument("--repeats", type=at_least(1), help="counted turns (default 3)")
     parser.add_argument("--quick", action="store_true", help="one turn, mlx-lm's likely best only")
     text = "mlx-lm's batch sizes to try, but for one request and for newcomer; PREFIX: none, once "
     text += "or server"

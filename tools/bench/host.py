@@ -17,7 +17,7 @@ import numpy as np
 
 from tools.bench.lib.engines import ThisEngine
 from tools.bench.lib.loads import Load, Wave
-from tools.lib.frame import parser_of, print_table, run_main
+from tools.lib.frame import at_least, parser_of, print_table, run_main
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.model.loader import load
 from vllm_metal_lite.runner.result import StepResult
@@ -66,8 +66,8 @@ def rows(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--requests", type=at_least(1), default=256)
+    parser.add_argument("--steps", type=at_least(1), default=400)
     args = parser.parse_args()
     print_table((f"{args.requests} requests", "CPU ms a step"), rows(args))
     return 0

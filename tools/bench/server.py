@@ -38,7 +38,7 @@ from tools.bench.lib.metrics import Metrics, gaps, median_of, pace
 from tools.bench.lib.models import BITS, write_model
 from tools.bench.lib.tables import print_medians, ratios
 from tools.lib.clients import Clients, Seen, send
-from tools.lib.frame import parser_of, run_main, say
+from tools.lib.frame import above_zero, at_least, parser_of, run_main, say
 from tools.lib.processes import cpu_seconds, sampled_memory
 from tools.lib.servers import mlx_lm, ours, server
 from vllm_metal_lite.errors import MetalLiteError
@@ -182,19 +182,19 @@ def main() -> int:
     parser.add_argument("--bits", choices=BITS, help="of random weights")
     loads = ("clients", "output", "sessions")
     parser.add_argument("--load", nargs="+", choices=loads, default=list(loads[:2]))
-    parser.add_argument("--scale", type=float, default=1.0, help="of prompt and answer lengths")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--scale", type=above_zero, default=1.0, help="of all lengths")
+    parser.add_argument("--repeats", type=at_least(1), default=3)
+    parser.add_argument("--max-model-len", type=at_least(1))
     systems = ("ours", "mlx-lm", "vllm")
     parser.add_argument("--systems", nargs="+", choices=systems, default=list(systems[:2]))
     parser.add_argument("--vllm", metavar="FILE", help="vLLM's command, with our plugin installed")
-    parser.add_argument("--sessions", type=int, default=16, help="their number")
-    parser.add_argument("--turns", type=int, default=12, help="of a session")
-    parser.add_argument("--warm", type=int, default=1, help="sessions that warm up")
+    parser.add_argument("--sessions", type=at_least(1), default=16, help="their number")
+    parser.add_argument("--turns", type=at_least(1), default=12, help="of a session")
+    parser.add_argument("--warm", type=at_least(0), default=1, help="sessions that warm up")
     parser.add_argument("--ours", default="", help="flags of our server")
     parser.add_argument("--trusted", action="store_true", help="ours without checks and timings")
     parser.add_argument("--json", type=Path, help="a file for the numbers")
-    parser.add_argument("--seconds", type=float, default=200, help="time limit of a run")
+    parser.add_argument("--seconds", type=above_zero, default=200, help="time limit of a run")
     args = parser.parse_args()
     if "vllm" in args.systems and not shutil.which(args.vllm or ""):
         parser.error(f"--systems vllm needs --vllm with vLLM's command, not {args.vllm!r}")

@@ -27,7 +27,7 @@ from tools.bench.lib.engines import ThisEngine
 from tools.bench.lib.loads import Load, Wave
 from tools.bench.lib.metrics import measure, median_of
 from tools.bench.lib.models import BITS, get_model
-from tools.lib.frame import parser_of, print_table, run_main
+from tools.lib.frame import at_least, parser_of, print_table, run_main
 from tools.lib.trust import trusted
 from vllm_metal_lite import MetalLiteError, backend
 from vllm_metal_lite.config import MAX_DRAFT
@@ -170,8 +170,8 @@ def main() -> int:
     parts = ("lookups", *LOADS)
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--requests", nargs="+", type=int, choices=(1, 8, 32), default=(1, 8, 32))
-    parser.add_argument("--length", type=int, default=2000)
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--length", type=at_least(1), default=2000)
+    parser.add_argument("--runs", type=at_least(1), default=3)
     args = parser.parse_args()
     if "lookups" in args.only:
         print_table(("us a lookup", *(f"{n:,} tokens" for n in CONTEXTS)), lookups())

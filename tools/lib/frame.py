@@ -1,6 +1,7 @@
 """The frame of a tool: its header is the help text, an error is one line, results are tables."""
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,24 @@ def parser_of(header: str | None) -> argparse.ArgumentParser:
     """A parser whose help is the header, unchanged."""
     how = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(description=header, formatter_class=how)
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """The type of an argument: an integer of at least `low`."""
+
+    def integer(text: str) -> int:
+        if (number := int(text)) < low:
+            raise argparse.ArgumentTypeError(f"must be at least {low}, got {number}")
+        return number
+
+    return integer
+
+
+def above_zero(text: str) -> float:
+    """The type of an argument: a finite number above 0."""
+    if not 0 < (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {number:g}")
+    return number
 
 
 def run_main(main: Callable[[], int]) -> NoReturn:

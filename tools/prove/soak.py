@@ -39,7 +39,7 @@ from tests.support.server.crowd import (
     unclean,
     until,
 )
-from tools.lib.frame import parser_of, print_table, run_main, say
+from tools.lib.frame import above_zero, at_least, parser_of, print_table, run_main, say
 from tools.lib.processes import num_fds, rss_mib
 from tools.lib.servers import ours, server
 from vllm_metal_lite.model.files.find import find
@@ -218,8 +218,8 @@ def cut(folder: Path) -> str:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--minutes", type=float, default=20)
-    parser.add_argument("--clients", type=int, default=24)
+    parser.add_argument("--minutes", type=above_zero, default=20)
+    parser.add_argument("--clients", type=at_least(1), default=24)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         broken = f"broken={cut(Path(scratch) / 'broken')}"

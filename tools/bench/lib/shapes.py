@@ -23,10 +23,10 @@ def random_config(name: str) -> dict[str, Any]:
     """name: a key of SHAPES, or HIDDENxLAYERS: qwen3, heads of 64, two a KV head, 8,192 tokens."""
     if name in SHAPES:
         return SHAPES[name]
-    sizes = re.fullmatch(r"(\d+)x(\d+)", name)
-    if sizes is None:
-        known = ", ".join(SHAPES)
-        raise MetalLiteError(f"no shape is named {name!r}; give HIDDENxLAYERS, or one of: {known}")
+    sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name)
+    if sizes is None or int(sizes[1]) % 64:
+        known = f"HIDDENxLAYERS (HIDDEN is a multiple of 64), or one of: {', '.join(SHAPES)}"
+        raise MetalLiteError(f"no shape is named {name!r}; give {known}")
     hidden, layers = map(int, sizes.groups())
     heads, kv_heads = hidden // 64, max(hidden // 128, 1)
     config = SHAPES["qwen3-0.6b"] | {"hidden_size": hidden, "num_hidden_layers": layers}
