@@ -18,7 +18,7 @@ class RankGroup:
     """The ranks of one model, and this process's place among them.
 
     group: what mlx-lm's sharded layers reduce over (mx.distributed.Group); None: no other ranks.
-    stages: each rank has some of the layers, in order; otherwise a part of each layer.
+    stages: each rank has some of the layers, in order; otherwise a part of every layer.
     leader: the rank whose results count: rank 0, or the last stage, which alone has logits.
     """
 

@@ -18,8 +18,8 @@ _BACKENDS = ("ring", "jaccl", "jaccl-ring")
 class Links(NamedTuple):
     """How ranks are connected.
 
-    backend: a backend of mx.distributed; "jaccl-ring" is JACCL without a cable between each two
-    hosts.
+    backend: a backend of mx.distributed; "jaccl-ring" is JACCL where not every two hosts share a
+    cable.
     ips: by rank, the addresses at which it listens (the ring makes a connection for each); without
     any, the rank chooses one.
     devices: by rank, its RDMA device for each other rank; None where there is none (JACCL).

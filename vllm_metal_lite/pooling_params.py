@@ -17,7 +17,7 @@ class PoolingParams:
     dimensions: keep this number of leading values, and normalise those; None: all.
     truncate_prompt_tokens: cut longer prompts to this length; None: refuse those that do not
     fit.
-    score_token_ids: read the log-probabilities of these tokens behind the prompt, in place of an
+    score_token_ids: read the log-probabilities of these tokens after the prompt, instead of an
     embedding.
     """
 

@@ -90,7 +90,7 @@ def number(low: float, high: float | None = None, *, above: bool = False) -> Rul
 
 
 def choice(*values: Any) -> Rule:
-    """One of the values, which are all integers or all strings."""
+    """One of the values: all integers or all strings."""
 
     def take(value: Any) -> Any:
         value = _integer(value) if isinstance(values[0], int) else _text(value)

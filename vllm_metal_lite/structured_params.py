@@ -1,4 +1,4 @@
-"""What an answer's form may be, and how long it may think: fields of SamplingParams."""
+"""The form of an answer and the limits of its thoughts: fields of SamplingParams."""
 
 import json as json_format
 from collections.abc import Mapping

@@ -27,7 +27,7 @@ def tell(speculator, requests, rows, seconds, times=4, drafts=0, accepted=0):
             for request in requests
         ]
         out = SchedulerOutput(segments, 0 if drafts else len(segments), rows)
-        speculator.note(out, [accepted] * len(requests) if drafts else [], seconds)
+        speculator.record(out, [accepted] * len(requests) if drafts else [], seconds)
 
 
 def lengths(speculator, requests, most=99):
@@ -77,13 +77,13 @@ def test_wrong_drafts_end_and_are_tried_again():
 
 def test_a_first_step_that_compiles_does_not_count():
     pace = Pace()
-    pace.note(1, False, 1.0)
+    pace.record(1, False, 1.0)
     for seconds in (30.0, 10.0, 1.2):
-        pace.note(8, True, seconds)
+        pace.record(8, True, seconds)
     for _ in range(3):
-        pace.note(1, False, 1.0)
+        pace.record(1, False, 1.0)
     assert pace.ratio(1, 8) == pytest.approx(1.25)  # not known yet
-    pace.note(8, True, 1.3)
+    pace.record(8, True, 1.3)
     assert pace.ratio(1, 8) == pytest.approx(1.2)
     assert [width(n) for n in (1, 2, 3, 4, 5, 9)] == [1, 2, 4, 4, 8, 16]
 
@@ -91,7 +91,7 @@ def test_a_first_step_that_compiles_does_not_count():
 def test_steps_with_prompts_say_nothing_about_pace():
     drafting, (request,) = speculator()
     out = SchedulerOutput([Segment(request, 0, 1, ()), Segment(request, 0, 9, ())], 1, 10)
-    drafting.note(out, [], 5.0)
+    drafting.record(out, [], 5.0)
     assert drafting.pace._times == {}
 
 
@@ -108,14 +108,14 @@ def test_tokens_that_a_constraint_puts_behind_a_draft_are_not_its_merit():
     (draft,) = drafting.propose([(request, 3)])
     before = drafting._record(request).rate
     segment = Segment(request, 10, 9, (), draft_token_ids=[*draft, 7, 7, 7, 7, 7])
-    drafting.note(SchedulerOutput([segment], 0, 9), [1], None)
+    drafting.record(SchedulerOutput([segment], 0, 9), [1], None)
     assert drafting._record(request).rate < before
-    drafting.note(SchedulerOutput([segment], 0, 9), [8], None)
-    assert drafting._record(request).true == pytest.approx((4 * 0.9 + 1) * 0.9 + 3)
+    drafting.record(SchedulerOutput([segment], 0, 9), [8], None)
+    assert drafting._record(request).accepted == pytest.approx((4 * 0.9 + 1) * 0.9 + 3)
 
 
 def test_drafts_that_always_come_true_leave_a_rate_below_one():
     record = Record()
     for _ in range(1000):
-        record.note(31, 31)
+        record.record(31, 31)
     assert 30.9 < record.expected(31) < 31

@@ -23,11 +23,11 @@ def largest_error(
     values = np.array(got.astype(mx.float32), np.float64)
     if values.shape != expected.shape:
         raise ValueError(f"shape {values.shape} instead of {expected.shape}")
-    wanted = np.isfinite(expected)
-    error = np.abs(values[wanted] - expected[wanted])
+    finite = np.isfinite(expected)
+    error = np.abs(values[finite] - expected[finite])
     with np.errstate(divide="ignore", invalid="ignore"):
         allowed = rounding * (1 + np.abs(expected)) + lost
-        shares = np.where(error == 0, 0.0, error / allowed[wanted])
+        shares = np.where(error == 0, 0.0, error / allowed[finite])
     return float(np.nan_to_num(shares, nan=np.inf, posinf=np.inf).max(initial=0.0))
 
 
@@ -38,7 +38,7 @@ def largest(
     return max(largest_error(a, wanted, rounding) for a, wanted in zip(got, expected, strict=True))
 
 
-def of_store(store: LayerStore, expected: Sequence[np.ndarray], rounding: float = 0.0) -> float:
+def store_error(store: LayerStore, expected: Sequence[np.ndarray], rounding: float = 0.0) -> float:
     """The larger error of K and V in a store.  rounding: of rows, before they are stored."""
     spec, errors = store.spec, []
     formats, arrays = (spec.k_row, spec.v_row), (store.keys, store.values)

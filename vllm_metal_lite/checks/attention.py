@@ -12,7 +12,7 @@ from vllm_metal_lite.checks.accuracy import (
     TOLERANCE,
     largest,
     largest_error,
-    of_store,
+    store_error,
 )
 from vllm_metal_lite.checks.case import CONTEXTS, Case, case_of
 from vllm_metal_lite.checks.check import Check
@@ -47,7 +47,7 @@ def write(check: Check[AttentionShape]) -> float:
     expected = [np.zeros_like(drawn) for drawn in case.drawn]
     for rows, drawn in zip(expected, case.drawn, strict=True):
         rows[target[target >= 0]] = drawn[target[target >= 0]]
-    return of_store(store, expected)
+    return store_error(store, expected)
 
 
 def gather(check: Check[AttentionShape]) -> float:
@@ -98,7 +98,7 @@ def decode(check: Check[AttentionShape]) -> float:
     ]
     rounding = tolerance(check, int(CONTEXTS.max()))
     error = largest_error(out, padded(case.expected(batch, q, *stored)), rounding)
-    return max(error, of_store(store, after, rounding))
+    return max(error, store_error(store, after, rounding))
 
 
 def _newest(case: Case, fresh: list[np.ndarray]) -> tuple[LayerStore, list[np.ndarray]]:

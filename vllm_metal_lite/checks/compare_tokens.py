@@ -34,7 +34,7 @@ _TIE_16_BIT, _TIE_FLOAT32 = 0.1, 0.02
 class Difference:
     """The first different token of an answer.
 
-    position: the token's in the answer.  margin: distance of the two tokens' logits, in standard
+    position: its index in the answer.  margin: distance of the two tokens' logits, in standard
     deviations of the row.
     """
 

@@ -63,7 +63,7 @@ def results(
         for done, check in enumerate(checks):
             if progress is not None:
                 progress(done, len(checks), check)
-            if _left_out(check, [*known, *found]):
+            if _skipped(check, [*known, *found]):
                 continue
             run = run or _runner(opened)
             result = run(check, timed)
@@ -74,7 +74,7 @@ def results(
                 run = None
 
 
-def _left_out(check: Check, results: Sequence[CheckResult]) -> bool:
+def _skipped(check: Check, results: Sequence[CheckResult]) -> bool:
     return any(
         result.kernel in check.needs or (result.ended and result.kernel == check.kernel)
         for result in results

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.accuracy import TOLERANCE, largest_error, of_store
+from vllm_metal_lite.checks.accuracy import TOLERANCE, largest_error, store_error
 from vllm_metal_lite.checks.case import spec_of
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.values import EPS, ROWS, draw, rms_norm, rounded
@@ -53,7 +53,7 @@ def _written(check: Check[AttentionShape], rows: int) -> float:
     for empty, a in zip(expected, fresh, strict=True):
         empty[slots[slots >= 0]] = a[slots >= 0]
     rounding = tolerance(check, last)
-    return max(largest_error(out, q, rounding), of_store(store, expected, rounding))
+    return max(largest_error(out, q, rounding), store_error(store, expected, rounding))
 
 
 def _last_position(check: Check[AttentionShape]) -> int:

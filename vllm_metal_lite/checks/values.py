@@ -7,7 +7,7 @@ from vllm_metal_lite.kernels.experts import Activation
 from vllm_metal_lite.kernels.weights import QuantisedWeight, Weight, quantised
 from vllm_metal_lite.specs import Quantisation
 
-# Of norms.
+# The epsilon of norms.
 EPS = 1e-5
 # More than eight rows: MLX passes smaller arrays to a kernel in another address space.
 ROWS = 9

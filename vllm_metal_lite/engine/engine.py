@@ -306,7 +306,7 @@ class LLMEngine:
         counts = [len(accepted[s.request]) for s in output.segments if s.draft_token_ids]
         if self.speculator is not None:
             seconds = None if self._last_end is None else now - self._last_end
-            self.speculator.note(output, counts, seconds)
+            self.speculator.record(output, counts, seconds)
         self._last_end = now
 
     def _end(self, answer: Answer) -> None:

@@ -39,14 +39,14 @@ class BadWords(LogitsProcessor[_Words]):
         vocab_size: int,
     ) -> None:
         """generated: (n,) int, the tokens after the prompt."""
-        mine = [list(w) for w in words if w and 0 <= w[-1] < vocab_size]
-        if not mine:
+        known = [list(w) for w in words if w and 0 <= w[-1] < vocab_size]
+        if not known:
             return
-        longest = max(map(len, mine)) - 1
-        prefix = np.full((len(mine), longest), _ANY, np.int32)
-        for at, word in enumerate(mine):
+        longest = max(map(len, known)) - 1
+        prefix = np.full((len(known), longest), _ANY, np.int32)
+        for at, word in enumerate(known):
             prefix[at, longest - len(word) + 1 :] = word[:-1]
-        self.seats[req_index] = _Words(np.array([word[-1] for word in mine], np.int32), prefix)
+        self.seats[req_index] = _Words(np.array([word[-1] for word in known], np.int32), prefix)
         more = longest - self.recent.shape[1]
         if more > 0:
             self.recent = mx.pad(self.recent, [(0, 0), (more, 0)], constant_values=_NOTHING)
@@ -78,8 +78,8 @@ class BadWords(LogitsProcessor[_Words]):
                 drafted, depth = drafts
                 ends = depth + mx.arange(length)
                 recent = mx.take_along_axis(mx.concatenate([recent, drafted], 1), ends, 1)
-            said = ((prefix == _ANY) | (prefix == recent)).all(-1)
-            return x.astype(mx.float32).at[at].add(mx.where(said, -mx.inf, 0.0))
+            matches = ((prefix == _ANY) | (prefix == recent)).all(-1)
+            return x.astype(mx.float32).at[at].add(mx.where(matches, -mx.inf, 0.0))
 
         def count(token_ids: mx.array) -> bool:
             recent = mx.concatenate([self.recent[seats][:, 1:], token_ids[:, None]], 1)

@@ -1,4 +1,4 @@
-"""The interface of whatever limits the tokens of one answer: a grammar, a budget of thoughts."""
+"""The interface of a limit on one answer's tokens, such as a grammar or a thinking budget."""
 
 from typing import Protocol
 

@@ -17,7 +17,7 @@ NO_DRAFTS = np.zeros(0, np.int32)
 @dataclass(frozen=True)
 class Drafts:
     """depth: (T,) uint64, the number of drafts before each row.  token_ids: (T,) int32, the draft
-    behind each row, or NO_DRAFT."""
+    after each row, or NO_DRAFT."""
 
     depth: np.ndarray
     token_ids: np.ndarray

@@ -28,7 +28,7 @@ def gather_logprobs(
 ) -> Logprobs[mx.array]:
     """Score targets (T,) int and the k most likely tokens under logits (T, V) of any float type.
 
-    named: (T, k) int32, tokens to score instead of the most likely, or -1.
+    named: (T, k) int32, token ids to score; -1 keeps the most likely token of that column.
     """
     x = logits.astype(mx.float32)
     token_ids = targets.astype(mx.int32)[:, None]

@@ -32,7 +32,7 @@ class SampledRows:
 class Operation:
     """One option of a step's rows, on the device.
 
-    apply: logits (T, V), and the grammar's masks applied before -> logits.
+    apply: (logits (T, V), the masks already applied for grammars, or None) -> logits.
     count: records the drawn tokens, (T,) int32, lazily.  False: the next step must gather anew.
     """
 
@@ -138,10 +138,10 @@ class MinTokens(LogitsProcessor[_MinTokens]):
         if rows.drafts is not None:
             known = known + rows.drafts.depth.astype(np.int32)
         left = {row: seat.min_tokens - int(known[row]) for row, seat in members}
-        held = [(row, seat.stop_token_ids) for row, seat in members if left[row] > 0]
-        if not held:
+        below = [(row, seat.stop_token_ids) for row, seat in members if left[row] > 0]
+        if not below:
             return None
-        at, calls_left = _index(held), min(left[row] for row, _ in held)
+        at, calls_left = _index(below), min(left[row] for row, _ in below)
 
         def count(token_ids: mx.array) -> bool:
             nonlocal calls_left

@@ -87,7 +87,7 @@ class Sampler:
     The host keeps each request's options.  A step's options go to the device only when its rows
     change.
 
-    ranks: all of them sample, and take rank 0's tokens: chips of several kinds round differently.
+    ranks: every rank samples but takes rank 0's tokens, because different chips round differently.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, ranks: RankGroup = ALONE) -> None:
@@ -148,8 +148,11 @@ class Sampler:
             self._allowed.add(req_index, params.allowed_token_ids, vocab_size)
         self._bad_words.add(req_index, bad_words, token_ids[num_prompt_tokens:], vocab_size)
         self._bias.add(req_index, params.logit_bias or {}, vocab_size)
-        ends = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
-        self._min_tokens.add(req_index, params.min_tokens, ends, vocab_size)
+        stop_token_ids = {
+            *(params.stop_token_ids or ()),
+            *(() if params.ignore_eos else eos_token_ids),
+        }
+        self._min_tokens.add(req_index, params.min_tokens, stop_token_ids, vocab_size)
         self._penalties.add(req_index, params, token_ids, num_prompt_tokens)
 
     def remove(self, req_index: int) -> None:

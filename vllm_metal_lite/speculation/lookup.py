@@ -12,20 +12,20 @@ _MAX_EDIT = 2  # newest tokens that may be an edit
 _MAX_PLACES = 64  # matching places that are compared, the latest
 
 
-def look_up(token_ids: np.ndarray, most: int) -> np.ndarray:
-    """The tokens that probably follow token_ids, (n,) int32: at most `most`, perhaps none.
+def look_up(token_ids: np.ndarray, max_drafts: int) -> np.ndarray:
+    """The tokens that probably follow token_ids, (n,) int32: at most max_drafts, perhaps none.
 
     They follow the longest match of the last tokens; of equal matches, the latest.  If nothing
     matches, the text may be edited here: then the tokens before the newest one or two are matched.
     """
-    if most < 1:
+    if max_drafts < 1:
         return token_ids[:0]
     for skipped in range(_MAX_EDIT + 1):
         following, length = _match(token_ids, skipped)
         if length:
             start = _after_edit(following, skipped, token_ids[-1]) if skipped else 0
             # A match that overlaps the end repeats itself.
-            return np.resize(following[start:], min(most, 2 * length))
+            return np.resize(following[start:], min(max_drafts, 2 * length))
     return token_ids[:0]
 
 

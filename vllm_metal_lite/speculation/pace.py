@@ -19,7 +19,7 @@ class Pace:
     def __init__(self) -> None:
         self._times: dict[tuple[bool, int], deque[float]] = {}  # by (drafted, width)
 
-    def note(self, num_rows: int, drafted: bool, seconds: float) -> None:
+    def record(self, num_rows: int, drafted: bool, seconds: float) -> None:
         key = drafted, width(num_rows)
         self._times.setdefault(key, deque(maxlen=_KEPT)).append(seconds)
 

@@ -14,40 +14,40 @@ from vllm_metal_lite.speculation.pace import Pace
 
 # These numbers were chosen by hand; docs/speculation.md measures them together.
 _CAPS = (MAX_DRAFT, 15, 7, 3)  # lengths that are weighed against each other
-_MARGIN = 1.05  # expected gain below which drafts are not worth their noise
+_MARGIN = 1.05  # a smaller expected gain is within measurement noise
 _LOOKUPS = 8  # requests looked at before a step is launched ahead
-# A request starts with these counts: drafts that came true, and steps in which one did not.
-_TRUE, _FALSE = 4.0, 1.0
-_LEAST_FALSE = 1e-3  # a rate stays below 1
+# A request starts with these counts: accepted drafts, and steps with a rejected one.
+_ACCEPTED, _REJECTED = 4.0, 1.0
+_MIN_REJECTED = 1e-3  # a rate stays below 1
 _FADE = 0.9  # of the counts, per draft
 _RECOVER = 0.02  # share of the way back to the first counts, per step without a draft
 
 
 class _Record:
-    """How many drafts of a request came true.  proposed: the last draft, before any constraint."""
+    """A request's accepted drafts.  proposed: the last draft, before any constraint."""
 
-    __slots__ = ("false", "proposed", "true")
+    __slots__ = ("accepted", "proposed", "rejected")
 
     def __init__(self) -> None:
-        self.true, self.false = _TRUE, _FALSE
+        self.accepted, self.rejected = _ACCEPTED, _REJECTED
         self.proposed: Sequence[int] = ()
 
     @property
     def rate(self) -> float:
-        """The probability that a draft comes true if the one before it did."""
-        return self.true / (self.true + self.false)
+        """The probability that a draft is accepted if the one before it was."""
+        return self.accepted / (self.accepted + self.rejected)
 
-    def note(self, num_accepted: int, num_drafts: int) -> None:
-        self.true = self.true * _FADE + num_accepted
-        self.false = max(self.false * _FADE + (num_accepted < num_drafts), _LEAST_FALSE)
+    def record(self, num_accepted: int, num_drafts: int) -> None:
+        self.accepted = self.accepted * _FADE + num_accepted
+        self.rejected = max(self.rejected * _FADE + (num_accepted < num_drafts), _MIN_REJECTED)
 
     def recover(self) -> None:
-        """After a step without drafts: the text may have become another."""
-        self.true += (_TRUE - self.true) * _RECOVER
-        self.false += (_FALSE - self.false) * _RECOVER
+        """After a step without drafts: the text may repeat itself again by now."""
+        self.accepted += (_ACCEPTED - self.accepted) * _RECOVER
+        self.rejected += (_REJECTED - self.rejected) * _RECOVER
 
     def expected(self, num_drafts: int) -> float:
-        """The number of drafts that will come true."""
+        """The expected number of accepted drafts."""
         p = self.rate
         return p * (1 - p**num_drafts) / (1 - p)
 
@@ -105,19 +105,21 @@ class Speculator:
     def _record(self, request: Request) -> _Record:
         return self._records.setdefault(request, _Record())
 
-    def note(self, output: SchedulerOutput, accepted: Sequence[int], seconds: float | None) -> None:
-        """Record a step.  accepted: for each request with drafts, in order, how many came true.
-        seconds: None if they say nothing about steps without prompts."""
+    def record(
+        self, output: SchedulerOutput, accepted: Sequence[int], seconds: float | None
+    ) -> None:
+        """Record a step.  accepted: for each request with drafts, in order, how many were accepted.
+        seconds: None if the step's time is not known."""
         drafted = [s for s in output.segments if s.draft_token_ids]
         for segment, count in zip(drafted, accepted, strict=True):
             record = self._record(segment.request)
             pairs = zip(record.proposed, segment.draft_token_ids, strict=False)
             own = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
             if own:
-                record.note(min(count, own), own)
+                record.record(min(count, own), own)
         for segment in output.segments[: output.num_decodes]:
             if segment.request in self._records:
                 self._records[segment.request].recover()
         if seconds is not None and output.num_decodes + len(drafted) == len(output.segments):
             rows = output.total_num_scheduled_tokens
-            self.pace.note(rows, bool(drafted), seconds)
+            self.pace.record(rows, bool(drafted), seconds)
