@@ -26,7 +26,7 @@ from vllm_metal_lite.prefix_disk.block_bytes import BlockBytes
 from vllm_metal_lite.prefix_disk.disk import PrefixDisk
 from vllm_metal_lite.prefix_disk.namespace import namespace
 from vllm_metal_lite.prefix_disk.parts import Parts
-from vllm_metal_lite.prefix_disk.reader import Reader
+from vllm_metal_lite.prefix_disk.speeds import Speeds
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.kv_groups import kv_groups
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
@@ -42,7 +42,7 @@ THOROUGH = pytest.mark.thorough
 LONG, OTHER = tiny.prompts(2, 60, 60, seed=5)
 # The first is used again, as a whole and in part.
 PROMPTS = [LONG, LONG, LONG[:48] + OTHER[:10]]
-IS_FASTER = Reader._is_faster
+PREFER_READING = Speeds.prefer_reading
 MEASURED = 4  # a seed whose engines decide by their own speeds
 start = partial(tiny.engine, prefix_disk_gib=1)  # an engine that keeps prefixes
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -53,7 +53,8 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(Parts, "min_tokens", 8)
     monkeypatch.setattr(folder.Folder, "free_margin", 0)  # the disk of a test machine may be full
-    monkeypatch.setattr(Reader, "_is_faster", lambda *_: True)  # whatever the speed here
+    monkeypatch.setattr(Speeds, "min_rows", 8)
+    monkeypatch.setattr(Speeds, "prefer_reading", lambda *_: True)  # whatever the speed here
 
 
 def restarted(name: str, **options: Any) -> tuple[LLMEngine, list[list[int]]]:
@@ -247,7 +248,7 @@ def test_a_restore_that_nobody_wants_any_more_leaves_nothing(how):
 def test_many_requests_and_restarts_over_few_blocks(name, seed, monkeypatch):
     """Prefixes come and go in memory, and requests are preempted and aborted meanwhile."""
     if seed == MEASURED:
-        monkeypatch.setattr(Reader, "_is_faster", IS_FASTER)
+        monkeypatch.setattr(Speeds, "prefer_reading", PREFER_READING)
     numbers = random.Random(seed)
     stems = tiny.prompts(3, 60, 60, seed=11)
     restored = 0
@@ -357,16 +358,16 @@ def test_the_prefix_before_a_named_checkpoint_is_kept_at_its_first_use():
 
 def test_only_counting_blocks_are_missing(monkeypatch):
     """Without attention layers, blocks only count tokens, and have no files."""
-    monkeypatch.setattr(Reader, "_is_faster", IS_FASTER)
+    monkeypatch.setattr(Speeds, "prefer_reading", PREFER_READING)
     engine = start("mamba2", num_blocks=16, max_num_seqs=2)
     (long,) = tiny.prompts(1, 100, 100, seed=7)
     expected = tiny.tokens_of(serve(engine, [LONG, LONG, long]))
     reader = engine.prefix_disk.reader
-    speed, reader._compute_speed = reader._read_speed, 1.0
+    speed, reader.speeds.compute = reader.speeds.read, 1.0
     (again,) = serve(engine, [LONG])
     assert again.num_cached_tokens == 56
     assert tiny.tokens_of([again]) == expected[:1]
-    assert reader._read_speed == speed
+    assert reader.speeds.read == speed
     assert tiny.tokens_of(serve(engine, [long, LONG])) == [expected[2], expected[0]]
 
 
@@ -375,23 +376,23 @@ def test_a_restore_longer_than_computing_halves_the_speed(late, least, most):
     """Steps of other requests, which delay the copies a little, are no time of reading."""
     again, _ = restarted("llama")
     reader = again.prefix_disk.reader
-    fast = reader._read_speed
+    fast = reader.speeds.read
     again.add_request("a", LONG, GREEDY)
     while reader.restore is None:
         again.step()
     reader.restore.deadline -= late
     tiny.run(again)
-    assert least * fast <= reader._read_speed <= most * fast
+    assert least * fast <= reader.speeds.read <= most * fast
 
 
 def test_reading_that_takes_longer_than_computing_is_left_out_but_tried_again(monkeypatch):
     again, _ = restarted("llama")
-    reader = again.prefix_disk.reader
-    monkeypatch.setattr(Reader, "_is_faster", IS_FASTER)
-    reader._read_speed = sum(file.stat().st_size for file in files_of(again)) / 56 / 1.05
+    speeds = again.prefix_disk.reader.speeds
+    monkeypatch.setattr(Speeds, "prefer_reading", PREFER_READING)
+    speeds.read = sum(file.stat().st_size for file in files_of(again)) / 56 / 1.05
     restored = []
     for _ in range(8):
-        reader._compute_speed = 1.0
+        speeds.compute = 1.0
         again.scheduler.kv.reset()
         restored += [output.num_restored_tokens for output in serve(again, [LONG])]
     assert restored[0] == 0 < restored[-1]

@@ -81,10 +81,6 @@ class Writer:
         if self._work.done() and not self.waiting:
             self._work = self._thread.submit(self._write, [], [])
 
-    def clear(self) -> None:
-        """Drop the prefixes that are not copied yet."""
-        self.waiting.clear()
-
     def flush(self, seconds: float | None = None) -> None:
         """Wait until the thread has written the copies, or for some seconds."""
         wait([self._work], seconds)
