@@ -84,24 +84,21 @@ class Parts:
         pools, spare = self._pools, [*spare_blocks]
         if self.kv.states is not None:
             spare.append(self.kv.states.num_spare)
-        found = {part: self.place_of(part) for part in parts}
-        new = (p for p, at in found.items() if at is None or not pools[p.group].is_owned(at))
-        cost = Counter(part.group for part in new)
+        places = {part: at for part in parts if (at := self.place_of(part)) is not None}
+        owned = {part for part, at in places.items() if pools[part.group].is_owned(at)}
+        cost = Counter(part.group for part in parts if part not in owned)
         if any(cost[group] > left for group, left in enumerate(spare)):
             return {}
-        for part, place in found.items():
-            if place is not None:
-                pools[part.group].touch([place])
-        places: dict[Part, int] = {}
-        for part, place in found.items():
-            if place is None:
+        for part, place in places.items():
+            pools[part.group].touch([place])
+        for part in parts:
+            if part not in places:
                 taken = pools[part.group].allocate(1)
                 assert taken is not None, "spare places are available"
-                (place,) = taken
-            places[part] = place
+                (places[part],) = taken
             if not part.num_bytes:
-                self.publish(part, place)
-        return places
+                self.publish(part, places[part])
+        return {part: places[part] for part in parts}  # `release` needs this order
 
     def publish(self, part: Part, place: int) -> None:
         """Let requests find a part, which is complete."""
