@@ -79,8 +79,8 @@ class Folder:
     """Files by key, at most `quota` bytes of them, temporary files and rows of the index included.
 
     model: the name that `models` shows.  Keys of different models differ already.
-    known: the keys; changes by other processes appear after `refresh`.  unreadable: keys left to a
-    later engine, because the disk could not read them.  num_errors: each was logged.
+    known: the keys to read; changes by other processes appear after `refresh`.  num_errors: each
+    was logged.
     Any thread may call any method, but only one thread may call `use` and `write`.  Methods raise
     sqlite3.Error and OSError.
     """
@@ -91,8 +91,8 @@ class Folder:
     def __init__(self, path: Path, quota: int, model: str = "") -> None:
         self.path, self.quota = path, quota
         self.known: set[bytes] = set()
-        self.unreadable: set[bytes] = set()
         self.num_errors = 0
+        self._unreadable: set[bytes] = set()  # kept for a later engine
         self._model = model[-100:]
         self._uses: dict[bytes, int] = {}  # by key, of the last chain given to `use`
         self._version = -1
@@ -154,7 +154,7 @@ class Folder:
             (version,) = self._db.execute("PRAGMA data_version").fetchone()
             if version != self._version:
                 keys = {key for (key,) in self._db.execute("SELECT key FROM files")}
-                self.known, self._version = keys - self.unreadable, version
+                self.known, self._version = keys - self._unreadable, version
 
     # Files
 
@@ -175,7 +175,7 @@ class Folder:
                 self._remove(key)
             except OSError as e:  # such as too many open files: a later engine may read it
                 self.warn(f"cannot read {path}: {e}")
-                self.unreadable.add(key)
+                self._unreadable.add(key)
                 self.known.discard(key)
         return None
 
@@ -191,6 +191,10 @@ class Folder:
             self._uses = {key: latest + len(chain) - i for i, key in enumerate(chain)}
             rows = ((use, key) for key, use in self._uses.items())
             db.executemany("UPDATE files SET used = ? WHERE key = ?", rows)
+
+    def keeps(self, key: bytes) -> bool:
+        """Whether a file need not be written, because the folder has it."""
+        return key in self.known or key in self._unreadable
 
     def can_keep(self, sizes: Iterable[int]) -> bool:
         """Whether the quota has room for files of these sizes, in bytes."""
