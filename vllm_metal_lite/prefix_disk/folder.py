@@ -79,8 +79,7 @@ class Folder:
     """Files by key, at most `quota` bytes of them, temporary files and rows of the index included.
 
     model: the name that `models` shows.  Keys of different models differ already.
-    known: the keys to read; changes by other processes appear after `refresh`.  num_errors: each
-    was logged.
+    known: the keys to read; changes by other processes appear after `refresh`.
     Any thread may call any method, but only one thread may call `use` and `write`.  Methods raise
     sqlite3.Error and OSError.
     """
@@ -92,6 +91,7 @@ class Folder:
         self.path, self.quota = path, quota
         self.known: set[bytes] = set()
         self.num_errors = 0
+        self._last_warning = ""
         self._unreadable: set[bytes] = set()  # kept for a later engine
         self._model = model[-100:]
         self._uses: dict[bytes, int] = {}  # by key, of the last chain given to `use`
@@ -180,9 +180,11 @@ class Folder:
         return None
 
     def warn(self, message: str) -> None:
-        """Count and log an error."""
+        """Count an error, and log it unless it repeats the last one."""
         self.num_errors += 1
-        logger.warning(f"the prefix cache {message}")
+        if message != self._last_warning:
+            self._last_warning = message
+            logger.warning(f"the prefix cache {message}")
 
     def use(self, chain: Sequence[bytes]) -> None:
         """Count the files of a chain as used just now, also those that `write` will write."""
