@@ -21,7 +21,7 @@ from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.llm import LLM
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.outputs import RequestOutput
-from vllm_metal_lite.prefix_disk import folder
+from vllm_metal_lite.prefix_disk import folder, speeds
 from vllm_metal_lite.prefix_disk.block_bytes import BlockBytes
 from vllm_metal_lite.prefix_disk.disk import PrefixDisk
 from vllm_metal_lite.prefix_disk.namespace import namespace
@@ -53,7 +53,7 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(Parts, "min_tokens", 8)
     monkeypatch.setattr(folder.Folder, "free_margin", 0)  # the disk of a test machine may be full
-    monkeypatch.setattr(Speeds, "min_rows", 8)
+    monkeypatch.setattr(speeds, "_MIN_ROWS", 8)
     monkeypatch.setattr(Speeds, "prefer_reading", lambda *_: True)  # whatever the speed here
 
 
@@ -387,12 +387,12 @@ def test_a_restore_longer_than_computing_halves_the_speed(late, least, most):
 
 def test_reading_that_takes_longer_than_computing_is_left_out_but_tried_again(monkeypatch):
     again, _ = restarted("llama")
-    speeds = again.prefix_disk.reader.speeds
+    measured = again.prefix_disk.reader.speeds
     monkeypatch.setattr(Speeds, "prefer_reading", PREFER_READING)
-    speeds.read = sum(file.stat().st_size for file in files_of(again)) / 56 / 1.05
+    measured.read = sum(file.stat().st_size for file in files_of(again)) / 56 / 1.05
     restored = []
     for _ in range(8):
-        speeds.compute = 1.0
+        measured.compute = 1.0
         again.scheduler.kv.reset()
         restored += [output.num_restored_tokens for output in serve(again, [LONG])]
     assert restored[0] == 0 < restored[-1]

@@ -68,10 +68,7 @@ class Reader:
         self.speeds = Speeds()
 
     def find(self, request: Request, hit: PrefixHit) -> Restore | None:
-        """The restore of a request's prefix; None if computing is faster.
-
-        hit: its prefix in memory.
-        """
+        """The restore of a request with this hit in memory; None if computing is faster."""
         parts, size, known = self._parts, self._kv.block_size, self._folder.known
         if request.skip_prefix_cache_read or not known:
             return None
