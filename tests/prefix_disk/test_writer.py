@@ -21,7 +21,7 @@ def writer(tmp_path, monkeypatch) -> Writer:
     """One that copies a file at a time, with a quota of 8."""
     monkeypatch.setattr(module, "_COPIED", 1)
     kv = SimpleNamespace(block_size=16)
-    parts = SimpleNamespace(kv=kv, min_tokens=16, may_be_cut=True, of=parts_of)
+    parts = SimpleNamespace(kv=kv, are_kept=bool, may_be_cut=True, of=parts_of)
     writer = Writer(folder_at(tmp_path / "x", 8 * TAKEN), parts, SimpleNamespace())
     sizes = {part.name: part.num_bytes for part in parts_of([*range(20)])}
     parts.place_of = lambda part: part.name

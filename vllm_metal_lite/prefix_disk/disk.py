@@ -6,7 +6,6 @@ reads wear a disk.
 """
 
 import logging
-import sys
 from contextlib import closing
 
 from vllm_metal_lite import backend, envs
@@ -111,7 +110,7 @@ class PrefixDisk:
         """Neither read nor write until a restart, which finds the files again."""
         self.writer.waiting.clear()
         self.reader.stop()
-        self.parts.min_tokens = sys.maxsize
+        self.parts.is_off = True
 
     def metrics(self) -> dict[str, int]:
         return {

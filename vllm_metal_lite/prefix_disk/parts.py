@@ -28,7 +28,7 @@ class Part(NamedTuple):
 class Parts:
     """The parts of prefixes, which are given as the names of their blocks.
 
-    digest: the namespace's.  sizes: the bytes of a part, by group.
+    digest: the namespace's.  sizes: the bytes of a part, by group.  is_off: after a reset.
     """
 
     # Shorter prefixes are neither written nor restored.
@@ -36,11 +36,16 @@ class Parts:
 
     def __init__(self, kv: KVCacheManager, digest: bytes, sizes: Sequence[int]) -> None:
         self.kv, self.digest, self._sizes = kv, digest, sizes
+        self.is_off = False
         self._pools = list(kv.pools)
         self._name_in: list[Callable[[int, bytes], bool]] = [pool.name for pool in kv.pools]
         if kv.states is not None:
             self._pools.append(kv.states.pool)
             self._name_in.append(kv.states.name)
+
+    def are_kept(self, num_tokens: int) -> bool:
+        """Whether prefixes of this length are written and restored."""
+        return num_tokens >= self.min_tokens and not self.is_off
 
     @property
     def may_be_cut(self) -> bool:

@@ -75,7 +75,7 @@ class Reader:
         names = self._kv.block_names(request, last_position(request.num_tokens, size))
         length = parts.longest(names, known)
         num_tokens = length * size - hit.num_tokens
-        if num_tokens < parts.min_tokens:
+        if not parts.are_kept(num_tokens):
             return None
         needed = list(parts.of(names[:length]))
         unread = deque(p for p in needed if p.num_bytes and parts.place_of(p) is None)

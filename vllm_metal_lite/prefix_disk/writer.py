@@ -35,8 +35,8 @@ class Writer:
 
     def add(self, names: Sequence[bytes]) -> None:
         """Write a prefix, or count it as used."""
-        is_long = len(names) * self._parts.kv.block_size >= self._parts.min_tokens
-        if is_long and len(self.waiting) < _MOST_WAITING:
+        num_tokens = len(names) * self._parts.kv.block_size
+        if self._parts.are_kept(num_tokens) and len(self.waiting) < _MOST_WAITING:
             parts = deque(p for p in self._parts.of(names) if p.num_bytes)
             # A cut prefix would be of no use to a model with windows or states.
             if self._parts.may_be_cut or self._folder.can_keep(p.num_bytes for p in parts):
