@@ -12,6 +12,7 @@ A file holds one block of one KV group, or one checkpoint.  So the rules of the 
 (hits, windows, least recently used) apply as they are.
 """
 
+import errno
 import logging
 import math
 import os
@@ -56,11 +57,11 @@ def write_file(path: Path, key: bytes, data: bytes | memoryview) -> None:
 
 
 def read_file(path: Path, key: bytes) -> memoryview:
-    """The data of a file.  Raises OSError, or ValueError for a damaged file."""
+    """The data of a file.  Raises OSError, without a number for a damaged file."""
     content = memoryview(path.read_bytes())
     data = content[_HEADER:]
     if content[:_HEADER] != _header(key, data):
-        raise ValueError("its checksum is wrong")
+        raise OSError("its checksum is wrong")
     return data
 
 
@@ -79,7 +80,7 @@ class Folder:
     """Files by key, at most `quota` bytes of them, temporary files and rows of the index included.
 
     model: the name that `models` shows.  Keys of different models differ already.
-    known: the keys to read; changes by other processes appear after `refresh`.
+    known: the keys; changes by other processes appear after `refresh`.
     Any thread may call any method, but only one thread may call `use` and `write`.  Methods raise
     sqlite3.Error and OSError.
     """
@@ -92,7 +93,6 @@ class Folder:
         self.known: set[bytes] = set()
         self.num_errors = 0
         self._last_warning = ""
-        self._unreadable: set[bytes] = set()  # kept for a later engine
         self._model = model[-100:]
         self._uses: dict[bytes, int] = {}  # by key, of the last chain given to `use`
         self._version = -1
@@ -153,8 +153,8 @@ class Folder:
         with self._thread_lock:
             (version,) = self._db.execute("PRAGMA data_version").fetchone()
             if version != self._version:
-                keys = {key for (key,) in self._db.execute("SELECT key FROM files")}
-                self.known, self._version = keys - self._unreadable, version
+                self.known = {key for (key,) in self._db.execute("SELECT key FROM files")}
+                self._version = version
 
     # Files
 
@@ -162,21 +162,18 @@ class Folder:
         return self.path / key.hex()[:2] / key.hex()
 
     def read(self, key: bytes) -> memoryview | None:
-        """The data of a file; None if that fails.  Removes a damaged file."""
+        """The data of a file; None if that fails.  Removes a file that is damaged or unreadable."""
         path = self.path_of(key)
-        with suppress(OSError, ValueError):
+        with suppress(OSError):
             return read_file(path, key)
         with self._locked(), self._db:  # nobody writes or evicts the file now
             try:
                 return read_file(path, key)
-            except (FileNotFoundError, ValueError) as e:
-                if isinstance(e, ValueError):  # others may have evicted a file that is missing
-                    self.warn(f"drops {path}: {e}")
-                self._remove(key)
-            except OSError as e:  # such as too many open files: a later engine may read it
-                self.warn(f"cannot read {path}: {e}")
-                self._unreadable.add(key)
-                self.known.discard(key)
+            except OSError as e:
+                if e.errno != errno.ENOENT:  # others may have evicted a file that is missing
+                    self.warn(f"cannot read {path}: {e}")
+                if e.errno not in (errno.EMFILE, errno.ENFILE):  # too many files are open
+                    self._remove(key)
         return None
 
     def warn(self, message: str) -> None:
@@ -193,10 +190,6 @@ class Folder:
             self._uses = {key: latest + len(chain) - i for i, key in enumerate(chain)}
             rows = ((use, key) for key, use in self._uses.items())
             db.executemany("UPDATE files SET used = ? WHERE key = ?", rows)
-
-    def keeps(self, key: bytes) -> bool:
-        """Whether a file need not be written, because the folder has it."""
-        return key in self.known or key in self._unreadable
 
     def can_keep(self, sizes: Iterable[int]) -> bool:
         """Whether the quota has room for files of these sizes, in bytes."""

@@ -55,7 +55,7 @@ class Writer:
         while parts and num_bytes < _COPIED:
             part = parts.popleft()
             place = self._parts.place_of(part)
-            if place is not None and not self._folder.keeps(part.key):
+            if place is not None and part.key not in self._folder.known:
                 files.append((part.key, self._blocks.read(part.group, place)))
                 num_bytes += part.num_bytes
         self._work = self._thread.submit(self._write, keys.copy(), files)
@@ -73,7 +73,7 @@ class Writer:
         except (sqlite3.Error, OSError) as e:
             self._folder.warn(f"cannot write: {one_line(e)}")
             return False
-        return all(self._folder.keeps(key) for key, _ in files)
+        return all(key in self._folder.known for key, _ in files)
 
     def refresh(self) -> None:
         """Learn what other processes wrote, unless `copy` will do so."""
