@@ -31,14 +31,13 @@ from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.kv_groups import kv_groups
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
 
-pytestmark = pytest.mark.long
-
 # Dense, latents, windows, recurrent layers alone and with attention, experts, shared indexers.
 NAMES = (
     "llama", "qwen3", "deepseek_v3", "gemma3/w9", "gpt_oss", "llama4", "mamba2", "rwkv7", "lfm2",
     "qwen3_next", "jamba", "kimi_linear", "deepseek_v32",
 )  # fmt: skip
-THOROUGH = pytest.mark.thorough
+QUICK = ("llama", "qwen3_next")
+LONG_TEST, THOROUGH = pytest.mark.long, pytest.mark.thorough
 LONG, OTHER = tiny.prompts(2, 60, 60, seed=5)
 # The first is used again, as a whole and in part.
 PROMPTS = [LONG, LONG, LONG[:48] + OTHER[:10]]
@@ -86,10 +85,10 @@ def rest(engine: LLMEngine) -> None:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [(name, {}) for name in NAMES]
+    [pytest.param(n, {}, marks=[] if n in QUICK else LONG_TEST) for n in NAMES]
     + [
-        pytest.param(name, {"kv_bits": 8}, marks=[] if name in NAMES[:5] else THOROUGH)
-        for name in NAMES
+        pytest.param(n, {"kv_bits": 8}, marks=LONG_TEST if n in NAMES[:5] else THOROUGH)
+        for n in NAMES
     ],
 )
 def test_tokens_after_a_restart_are_those_computed(name, options):
@@ -116,6 +115,7 @@ def test_a_pause_is_used_though_a_step_was_ahead_of_the_last_stop():
     assert engine.metrics()["prefix_disk_written_bytes"]
 
 
+@LONG_TEST
 def test_tokens_after_a_restart_through_kernels():
     with installed():
         engines = [tiny.engine_with_kernels("qwen3", prefix_disk_gib=1) for _ in range(2)]
@@ -126,6 +126,7 @@ def test_tokens_after_a_restart_through_kernels():
     assert tiny.tokens_of([restored]) == tiny.tokens_of([expected])
 
 
+@LONG_TEST
 @pytest.mark.parametrize("name", ["gemma3/w9", "qwen3_next"])
 def test_bytes_after_a_restart_are_equal(name):
     kept = []
@@ -174,6 +175,14 @@ def test_a_bad_file_is_dropped_and_its_tokens_are_computed(damage):
     assert (metrics["prefix_disk_errors"] > 0) == (damage != "missing")
 
 
+@pytest.mark.parametrize("name", ["gemma3/w9", "qwen3_next"])
+def test_a_prefix_that_lost_a_file_is_completed_at_its_next_use(name):
+    again, _ = restarted(name)
+    files_of(again)[0].unlink()
+    for engine, num_restored in (again, 0), (start(name), 56):
+        assert serve(engine, PROMPTS[:2])[0].num_restored_tokens == num_restored
+
+
 def test_others_go_on_while_a_request_waits_for_the_disk(monkeypatch):
     again, expected = restarted("llama")
     allowed = Event()
@@ -212,6 +221,7 @@ def test_an_interrupt_during_a_restore(monkeypatch):
     assert tiny.tokens_of(serve(again, [LONG])) == expected[:1]
 
 
+@LONG_TEST
 def test_what_generate_leaves_is_on_the_disk():
     for restored in 0, 48:
         llm = LLM(prefix_disk_gib=1, num_blocks=64, max_num_seqs=2)
@@ -241,6 +251,7 @@ def test_a_restore_that_nobody_wants_any_more_leaves_nothing(how):
         assert again.metrics()["prefix_disk_written_bytes"] == 0
 
 
+@LONG_TEST
 @pytest.mark.parametrize(
     "seed", [0, MEASURED, *(pytest.param(n, marks=THOROUGH) for n in (1, 2, 3))]
 )
@@ -291,6 +302,7 @@ def test_with_too_few_blocks_nothing_is_restored():
     assert again.scheduler.num_preemptions == 0
 
 
+@LONG_TEST
 @pytest.mark.parametrize(
     "change",
     [
