@@ -172,7 +172,7 @@ class Folder:
             except OSError as e:
                 if e.errno != errno.ENOENT:  # others may have evicted a file that is missing
                     self.warn(f"cannot read {path}: {e}")
-                if e.errno not in (errno.EMFILE, errno.ENFILE):  # too many files are open
+                if e.errno not in (errno.EMFILE, errno.ENFILE):  # other files are the cause
                     self._remove(key)
         return None
 
