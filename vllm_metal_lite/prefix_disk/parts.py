@@ -103,7 +103,7 @@ class Parts:
                 (places[part],) = taken
             if not part.num_bytes:
                 self.publish(part, places[part])
-        return {part: places[part] for part in parts}  # `release` needs this order
+        return places
 
     def publish(self, part: Part, place: int) -> None:
         """Let requests find a part, which is complete."""
