@@ -36,7 +36,6 @@ NAMES = (
     "llama", "qwen3", "deepseek_v3", "gemma3/w9", "gpt_oss", "llama4", "mamba2", "rwkv7", "lfm2",
     "qwen3_next", "jamba", "kimi_linear", "deepseek_v32",
 )  # fmt: skip
-QUICK = ("llama", "qwen3_next")
 LONG_TEST, THOROUGH = pytest.mark.long, pytest.mark.thorough
 LONG, OTHER = tiny.prompts(2, 60, 60, seed=5)
 # The first is used again, as a whole and in part.
@@ -85,7 +84,7 @@ def rest(engine: LLMEngine) -> None:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [pytest.param(n, {}, marks=[] if n in QUICK else LONG_TEST) for n in NAMES]
+    [pytest.param(n, {}, marks=[] if n in ("llama", "qwen3_next") else LONG_TEST) for n in NAMES]
     + [
         pytest.param(n, {"kv_bits": 8}, marks=LONG_TEST if n in NAMES[:5] else THOROUGH)
         for n in NAMES

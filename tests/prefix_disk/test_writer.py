@@ -1,7 +1,9 @@
 """Prefixes on their way to the disk: one that fails, or has no room, leaves the others alone."""
 
 import sqlite3
+from itertools import chain, repeat
 from types import SimpleNamespace
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 
@@ -41,14 +43,9 @@ def write(writer: Writer, *prefixes: list[int]) -> set[bytes]:
 
 
 def test_the_rest_of_a_prefix_that_cannot_be_kept_is_left_out(writer, monkeypatch, caplog):
-    refresh, errors = writer._folder.refresh, [sqlite3.OperationalError("locked")] * 2
-
-    def fail_twice() -> None:
-        if errors:
-            raise errors.pop()
-        refresh()
-
-    monkeypatch.setattr(writer._folder, "refresh", fail_twice)
+    fail_twice = chain([sqlite3.OperationalError("locked")] * 2, repeat(DEFAULT))
+    refresh = Mock(wraps=writer._folder.refresh, side_effect=fail_twice)
+    monkeypatch.setattr(writer._folder, "refresh", refresh)
     kept = write(writer, [1, 2, 3], [1, 2, 3], [4, 0, 5], [7, 8, 9])
     assert kept == {key(n) for n in (4, 7, 8, 9)}
     assert (writer._folder.num_errors, caplog.text.count("cannot write: locked")) == (2, 1)
