@@ -21,28 +21,26 @@ from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.llm import LLM
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.outputs import RequestOutput
-from vllm_metal_lite.prefix_disk import folder
+from vllm_metal_lite.prefix_disk import folder, speeds
 from vllm_metal_lite.prefix_disk.block_bytes import BlockBytes
 from vllm_metal_lite.prefix_disk.disk import PrefixDisk
 from vllm_metal_lite.prefix_disk.namespace import namespace
 from vllm_metal_lite.prefix_disk.parts import Parts
-from vllm_metal_lite.prefix_disk.reader import Reader
+from vllm_metal_lite.prefix_disk.speeds import Speeds
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.kv_groups import kv_groups
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
-
-pytestmark = pytest.mark.long
 
 # Dense, latents, windows, recurrent layers alone and with attention, experts, shared indexers.
 NAMES = (
     "llama", "qwen3", "deepseek_v3", "gemma3/w9", "gpt_oss", "llama4", "mamba2", "rwkv7", "lfm2",
     "qwen3_next", "jamba", "kimi_linear", "deepseek_v32",
 )  # fmt: skip
-THOROUGH = pytest.mark.thorough
+LONG_TEST, THOROUGH = pytest.mark.long, pytest.mark.thorough
 LONG, OTHER = tiny.prompts(2, 60, 60, seed=5)
 # The first is used again, as a whole and in part.
 PROMPTS = [LONG, LONG, LONG[:48] + OTHER[:10]]
-IS_FASTER = Reader._is_faster
+PREFER_READING = Speeds.prefer_reading
 MEASURED = 4  # a seed whose engines decide by their own speeds
 start = partial(tiny.engine, prefix_disk_gib=1)  # an engine that keeps prefixes
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -53,7 +51,8 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(Parts, "min_tokens", 8)
     monkeypatch.setattr(folder.Folder, "free_margin", 0)  # the disk of a test machine may be full
-    monkeypatch.setattr(Reader, "_is_faster", lambda *_: True)  # whatever the speed here
+    monkeypatch.setattr(speeds, "_MIN_ROWS", 8)
+    monkeypatch.setattr(Speeds, "prefer_reading", lambda *_: True)  # whatever the speed here
 
 
 def restarted(name: str, **options: Any) -> tuple[LLMEngine, list[list[int]]]:
@@ -85,10 +84,10 @@ def rest(engine: LLMEngine) -> None:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [(name, {}) for name in NAMES]
+    [pytest.param(n, {}, marks=[] if n in ("llama", "qwen3_next") else LONG_TEST) for n in NAMES]
     + [
-        pytest.param(name, {"kv_bits": 8}, marks=[] if name in NAMES[:5] else THOROUGH)
-        for name in NAMES
+        pytest.param(n, {"kv_bits": 8}, marks=LONG_TEST if n in NAMES[:5] else THOROUGH)
+        for n in NAMES
     ],
 )
 def test_tokens_after_a_restart_are_those_computed(name, options):
@@ -115,6 +114,7 @@ def test_a_pause_is_used_though_a_step_was_ahead_of_the_last_stop():
     assert engine.metrics()["prefix_disk_written_bytes"]
 
 
+@LONG_TEST
 def test_tokens_after_a_restart_through_kernels():
     with installed():
         engines = [tiny.engine_with_kernels("qwen3", prefix_disk_gib=1) for _ in range(2)]
@@ -125,6 +125,7 @@ def test_tokens_after_a_restart_through_kernels():
     assert tiny.tokens_of([restored]) == tiny.tokens_of([expected])
 
 
+@LONG_TEST
 @pytest.mark.parametrize("name", ["gemma3/w9", "qwen3_next"])
 def test_bytes_after_a_restart_are_equal(name):
     kept = []
@@ -173,6 +174,14 @@ def test_a_bad_file_is_dropped_and_its_tokens_are_computed(damage):
     assert (metrics["prefix_disk_errors"] > 0) == (damage != "missing")
 
 
+@pytest.mark.parametrize("name", ["gemma3/w9", "qwen3_next"])
+def test_a_prefix_that_lost_a_file_is_completed_at_its_next_use(name):
+    again, _ = restarted(name)
+    files_of(again)[0].unlink()
+    for engine, num_restored in (again, 0), (start(name), 56):
+        assert serve(engine, PROMPTS[:2])[0].num_restored_tokens == num_restored
+
+
 def test_others_go_on_while_a_request_waits_for_the_disk(monkeypatch):
     again, expected = restarted("llama")
     allowed = Event()
@@ -211,6 +220,7 @@ def test_an_interrupt_during_a_restore(monkeypatch):
     assert tiny.tokens_of(serve(again, [LONG])) == expected[:1]
 
 
+@LONG_TEST
 def test_what_generate_leaves_is_on_the_disk():
     for restored in 0, 48:
         llm = LLM(prefix_disk_gib=1, num_blocks=64, max_num_seqs=2)
@@ -240,6 +250,7 @@ def test_a_restore_that_nobody_wants_any_more_leaves_nothing(how):
         assert again.metrics()["prefix_disk_written_bytes"] == 0
 
 
+@LONG_TEST
 @pytest.mark.parametrize(
     "seed", [0, MEASURED, *(pytest.param(n, marks=THOROUGH) for n in (1, 2, 3))]
 )
@@ -247,7 +258,7 @@ def test_a_restore_that_nobody_wants_any_more_leaves_nothing(how):
 def test_many_requests_and_restarts_over_few_blocks(name, seed, monkeypatch):
     """Prefixes come and go in memory, and requests are preempted and aborted meanwhile."""
     if seed == MEASURED:
-        monkeypatch.setattr(Reader, "_is_faster", IS_FASTER)
+        monkeypatch.setattr(Speeds, "prefer_reading", PREFER_READING)
     numbers = random.Random(seed)
     stems = tiny.prompts(3, 60, 60, seed=11)
     restored = 0
@@ -290,6 +301,7 @@ def test_with_too_few_blocks_nothing_is_restored():
     assert again.scheduler.num_preemptions == 0
 
 
+@LONG_TEST
 @pytest.mark.parametrize(
     "change",
     [
@@ -357,16 +369,16 @@ def test_the_prefix_before_a_named_checkpoint_is_kept_at_its_first_use():
 
 def test_only_counting_blocks_are_missing(monkeypatch):
     """Without attention layers, blocks only count tokens, and have no files."""
-    monkeypatch.setattr(Reader, "_is_faster", IS_FASTER)
+    monkeypatch.setattr(Speeds, "prefer_reading", PREFER_READING)
     engine = start("mamba2", num_blocks=16, max_num_seqs=2)
     (long,) = tiny.prompts(1, 100, 100, seed=7)
     expected = tiny.tokens_of(serve(engine, [LONG, LONG, long]))
     reader = engine.prefix_disk.reader
-    speed, reader._compute_speed = reader._read_speed, 1.0
+    speed, reader.speeds.compute = reader.speeds.read, 1.0
     (again,) = serve(engine, [LONG])
     assert again.num_cached_tokens == 56
     assert tiny.tokens_of([again]) == expected[:1]
-    assert reader._read_speed == speed
+    assert reader.speeds.read == speed
     assert tiny.tokens_of(serve(engine, [long, LONG])) == [expected[2], expected[0]]
 
 
@@ -375,23 +387,23 @@ def test_a_restore_longer_than_computing_halves_the_speed(late, least, most):
     """Steps of other requests, which delay the copies a little, are no time of reading."""
     again, _ = restarted("llama")
     reader = again.prefix_disk.reader
-    fast = reader._read_speed
+    fast = reader.speeds.read
     again.add_request("a", LONG, GREEDY)
     while reader.restore is None:
         again.step()
     reader.restore.deadline -= late
     tiny.run(again)
-    assert least * fast <= reader._read_speed <= most * fast
+    assert least * fast <= reader.speeds.read <= most * fast
 
 
 def test_reading_that_takes_longer_than_computing_is_left_out_but_tried_again(monkeypatch):
     again, _ = restarted("llama")
-    reader = again.prefix_disk.reader
-    monkeypatch.setattr(Reader, "_is_faster", IS_FASTER)
-    reader._read_speed = sum(file.stat().st_size for file in files_of(again)) / 56 / 1.05
+    measured = again.prefix_disk.reader.speeds
+    monkeypatch.setattr(Speeds, "prefer_reading", PREFER_READING)
+    measured.read = sum(file.stat().st_size for file in files_of(again)) / 56 / 1.05
     restored = []
     for _ in range(8):
-        reader._compute_speed = 1.0
+        measured.compute = 1.0
         again.scheduler.kv.reset()
         restored += [output.num_restored_tokens for output in serve(again, [LONG])]
     assert restored[0] == 0 < restored[-1]

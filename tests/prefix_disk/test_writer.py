@@ -1,7 +1,9 @@
 """Prefixes on their way to the disk: one that fails, or has no room, leaves the others alone."""
 
 import sqlite3
+from itertools import chain, repeat
 from types import SimpleNamespace
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 
@@ -21,7 +23,7 @@ def writer(tmp_path, monkeypatch) -> Writer:
     """One that copies a file at a time, with a quota of 8."""
     monkeypatch.setattr(module, "_COPIED", 1)
     kv = SimpleNamespace(block_size=16)
-    parts = SimpleNamespace(kv=kv, min_tokens=16, may_be_cut=True, of=parts_of)
+    parts = SimpleNamespace(kv=kv, are_kept=bool, may_be_cut=True, of=parts_of)
     writer = Writer(folder_at(tmp_path / "x", 8 * TAKEN), parts, SimpleNamespace())
     sizes = {part.name: part.num_bytes for part in parts_of([*range(20)])}
     parts.place_of = lambda part: part.name
@@ -41,18 +43,12 @@ def write(writer: Writer, *prefixes: list[int]) -> set[bytes]:
 
 
 def test_the_rest_of_a_prefix_that_cannot_be_kept_is_left_out(writer, monkeypatch, caplog):
-    refresh, errors = writer._folder.refresh, [sqlite3.OperationalError("locked")]
-
-    def fail_once() -> None:
-        if errors:
-            raise errors.pop()
-        refresh()
-
-    monkeypatch.setattr(writer._folder, "refresh", fail_once)
-    writer._folder.unreadable.add(key(8))
-    kept = write(writer, [1, 2, 3], [4, 0, 5], [7, 8, 9])
-    assert kept == {key(n) for n in (4, 7, 9)}
-    assert "cannot write: locked" in caplog.text
+    fail_twice = chain([sqlite3.OperationalError("locked")] * 2, repeat(DEFAULT))
+    refresh = Mock(wraps=writer._folder.refresh, side_effect=fail_twice)
+    monkeypatch.setattr(writer._folder, "refresh", refresh)
+    kept = write(writer, [1, 2, 3], [1, 2, 3], [4, 0, 5], [7, 8, 9])
+    assert kept == {key(n) for n in (4, 7, 8, 9)}
+    assert (writer._folder.num_errors, caplog.text.count("cannot write: locked")) == (2, 1)
 
 
 def test_a_file_of_another_process_does_not_end_a_prefix(writer, tmp_path, monkeypatch):

@@ -13,8 +13,7 @@ from vllm_metal_lite.kv.store import PagedStore
 class BlockBytes:
     """Copies bytes from and to a store.  Views of the store stay open until `close`.
 
-    A place is a block of a KV group or, in the "group" behind the last one, a slot of the states.
-    sizes: the bytes of a place, by group.
+    Groups and places are those of parts.py.  sizes: the bytes of a place, by group.
     """
 
     def __init__(self, store: PagedStore) -> None:

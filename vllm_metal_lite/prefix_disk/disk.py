@@ -6,7 +6,6 @@ reads wear a disk.
 """
 
 import logging
-import sys
 from contextlib import closing
 
 from vllm_metal_lite import backend, envs
@@ -63,12 +62,12 @@ class PrefixDisk:
         """Whether a request waits for a read from the disk.  hit: its prefix in memory."""
         if request.wants_restore is None:
             self.writer.refresh()
-            request.wants_restore = self.reader.wants(request, hit)
+            request.wants_restore = self.reader.find(request, hit) is not None
         return request.wants_restore
 
     def step_finished(self, output: SchedulerOutput) -> None:
         """Learn from a completed step: which prefixes are used again, and how fast it was."""
-        self.reader.learn(output)
+        self.reader.speeds.add_step(output)
         for segment in output.segments[output.num_decodes :]:
             request, start = segment.request, segment.num_computed
             if self.parts.kv.may_name(request):
@@ -94,7 +93,7 @@ class PrefixDisk:
                     self.reader.advance()
         except Exception as e:  # such as no memory for a copy: a cache may fail no request
             self.folder.warn(f"leaves out some prefixes: {one_line(e)}")
-            self.writer.clear()
+            self.writer.waiting.clear()
             self.reader.stop()
 
     def rest(self) -> bool:
@@ -109,9 +108,9 @@ class PrefixDisk:
 
     def reset(self) -> None:
         """Neither read nor write until a restart, which finds the files again."""
-        self.writer.clear()
+        self.writer.waiting.clear()
         self.reader.stop()
-        self.parts.min_tokens = sys.maxsize
+        self.parts.is_off = True
 
     def metrics(self) -> dict[str, int]:
         return {

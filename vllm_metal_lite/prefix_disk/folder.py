@@ -12,6 +12,7 @@ A file holds one block of one KV group, or one checkpoint.  So the rules of the 
 (hits, windows, least recently used) apply as they are.
 """
 
+import errno
 import logging
 import math
 import os
@@ -56,11 +57,11 @@ def write_file(path: Path, key: bytes, data: bytes | memoryview) -> None:
 
 
 def read_file(path: Path, key: bytes) -> memoryview:
-    """The data of a file.  Raises OSError, or ValueError for a damaged file."""
+    """The data of a file.  Raises OSError, without a number for a damaged file."""
     content = memoryview(path.read_bytes())
     data = content[_HEADER:]
     if content[:_HEADER] != _header(key, data):
-        raise ValueError("its checksum is wrong")
+        raise OSError("its checksum is wrong")
     return data
 
 
@@ -79,8 +80,7 @@ class Folder:
     """Files by key, at most `quota` bytes of them, temporary files and rows of the index included.
 
     model: the name that `models` shows.  Keys of different models differ already.
-    known: the keys; changes by other processes appear after `refresh`.  unreadable: keys left to a
-    later engine, because the disk could not read them.  num_errors: each was logged.
+    known: the keys; changes by other processes appear after `refresh`.
     Any thread may call any method, but only one thread may call `use` and `write`.  Methods raise
     sqlite3.Error and OSError.
     """
@@ -91,8 +91,8 @@ class Folder:
     def __init__(self, path: Path, quota: int, model: str = "") -> None:
         self.path, self.quota = path, quota
         self.known: set[bytes] = set()
-        self.unreadable: set[bytes] = set()
         self.num_errors = 0
+        self._last_warning = ""
         self._model = model[-100:]
         self._uses: dict[bytes, int] = {}  # by key, of the last chain given to `use`
         self._version = -1
@@ -153,8 +153,8 @@ class Folder:
         with self._thread_lock:
             (version,) = self._db.execute("PRAGMA data_version").fetchone()
             if version != self._version:
-                keys = {key for (key,) in self._db.execute("SELECT key FROM files")}
-                self.known, self._version = keys - self.unreadable, version
+                self.known = {key for (key,) in self._db.execute("SELECT key FROM files")}
+                self._version = version
 
     # Files
 
@@ -162,27 +162,26 @@ class Folder:
         return self.path / key.hex()[:2] / key.hex()
 
     def read(self, key: bytes) -> memoryview | None:
-        """The data of a file; None if that fails.  Removes a damaged file."""
+        """The data of a file; None if that fails.  Removes a file that is damaged or unreadable."""
         path = self.path_of(key)
-        with suppress(OSError, ValueError):
+        with suppress(OSError):
             return read_file(path, key)
         with self._locked(), self._db:  # nobody writes or evicts the file now
             try:
                 return read_file(path, key)
-            except (FileNotFoundError, ValueError) as e:
-                if isinstance(e, ValueError):  # others may have evicted a file that is missing
-                    self.warn(f"drops {path}: {e}")
-                self._remove(key)
-            except OSError as e:  # such as too many open files: a later engine may read it
-                self.warn(f"cannot read {path}: {e}")
-                self.unreadable.add(key)
-                self.known.discard(key)
+            except OSError as e:
+                if e.errno != errno.ENOENT:  # others may have evicted a file that is missing
+                    self.warn(f"cannot read {path}: {e}")
+                if e.errno not in (errno.EMFILE, errno.ENFILE):  # other files are the cause
+                    self._remove(key)
         return None
 
     def warn(self, message: str) -> None:
-        """Count and log an error."""
+        """Count an error, and log it unless it repeats the last one."""
         self.num_errors += 1
-        logger.warning(f"the prefix cache {message}")
+        if message != self._last_warning:
+            self._last_warning = message
+            logger.warning(f"the prefix cache {message}")
 
     def use(self, chain: Sequence[bytes]) -> None:
         """Count the files of a chain as used just now, also those that `write` will write."""

@@ -28,7 +28,7 @@ class Part(NamedTuple):
 class Parts:
     """The parts of prefixes, which are given as the names of their blocks.
 
-    digest: the namespace's.  sizes: the bytes of a part, by group.
+    digest: the namespace's.  sizes: the bytes of a part, by group.  is_off: after a reset.
     """
 
     # Shorter prefixes are neither written nor restored.
@@ -36,11 +36,16 @@ class Parts:
 
     def __init__(self, kv: KVCacheManager, digest: bytes, sizes: Sequence[int]) -> None:
         self.kv, self.digest, self._sizes = kv, digest, sizes
+        self.is_off = False
         self._pools = list(kv.pools)
         self._name_in: list[Callable[[int, bytes], bool]] = [pool.name for pool in kv.pools]
         if kv.states is not None:
             self._pools.append(kv.states.pool)
             self._name_in.append(kv.states.name)
+
+    def are_kept(self, num_tokens: int) -> bool:
+        """Whether prefixes of this length are written and restored."""
+        return num_tokens >= self.min_tokens and not self.is_off
 
     @property
     def may_be_cut(self) -> bool:
@@ -84,23 +89,20 @@ class Parts:
         pools, spare = self._pools, [*spare_blocks]
         if self.kv.states is not None:
             spare.append(self.kv.states.num_spare)
-        found = {part: self.place_of(part) for part in parts}
-        new = (p for p, at in found.items() if at is None or not pools[p.group].is_owned(at))
-        cost = Counter(part.group for part in new)
+        places = {part: at for part in parts if (at := self.place_of(part)) is not None}
+        owned = {part for part, at in places.items() if pools[part.group].is_owned(at)}
+        cost = Counter(part.group for part in parts if part not in owned)
         if any(cost[group] > left for group, left in enumerate(spare)):
             return {}
-        for part, place in found.items():
-            if place is not None:
-                pools[part.group].touch([place])
-        places: dict[Part, int] = {}
-        for part, place in found.items():
-            if place is None:
+        for part, place in places.items():
+            pools[part.group].touch([place])
+        for part in parts:
+            if part not in places:
                 taken = pools[part.group].allocate(1)
                 assert taken is not None, "spare places are available"
-                (place,) = taken
-            places[part] = place
+                (places[part],) = taken
             if not part.num_bytes:
-                self.publish(part, place)
+                self.publish(part, places[part])
         return places
 
     def publish(self, part: Part, place: int) -> None:

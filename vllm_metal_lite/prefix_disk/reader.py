@@ -14,21 +14,19 @@ from dataclasses import dataclass, field
 from vllm_metal_lite.prefix_disk.block_bytes import BlockBytes
 from vllm_metal_lite.prefix_disk.folder import Folder
 from vllm_metal_lite.prefix_disk.parts import Part, Parts
+from vllm_metal_lite.prefix_disk.speeds import Speeds
 from vllm_metal_lite.scheduler.checkpoints import last_position
 from vllm_metal_lite.scheduler.kv_manager import PrefixHit
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler import Scheduler
-from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
 _THREADS = 4
 # Bytes that are read ahead of the copies to the store.
 _READ_AHEAD = 256 << 20
 # The most seconds that a restore may take beyond the time that computing takes.
 _PATIENCE = 10.0
-# Assumed until measured: bytes and tokens a second.
-_READ_SPEED, _COMPUTE_SPEED = 5e8, 300.0
-# Each request that is computed raises the assumed speed, so that a slow disk is tried again.
-_DRIFT = 1.01
+
+Read = Future[tuple[memoryview | None, float]]  # the data of a file, and the seconds
 
 
 @dataclass(eq=False)
@@ -46,9 +44,7 @@ class Restore:
     needed: Sequence[Part]
     unread: deque[Part]
     deadline: float
-    reads: deque[tuple[Part, Future[tuple[memoryview | None, float]]]] = field(
-        default_factory=deque
-    )
+    reads: deque[tuple[Part, Read]] = field(default_factory=deque)
     places: dict[Part, int] = field(default_factory=dict)
     num_reads: int = 0
     num_bytes: int = 0
@@ -56,7 +52,7 @@ class Restore:
 
 
 class Reader:
-    """Decides which requests get their prefix from the disk.  Only the engine's thread calls it.
+    """Restores prefixes of waiting requests.  Only the engine's thread calls it.
 
     num_tokens: the tokens read from the disk, which requests did not compute.
     """
@@ -69,69 +65,47 @@ class Reader:
         self._scheduler, self._kv = scheduler, scheduler.kv
         self._threads = ThreadPoolExecutor(_THREADS, "prefix-disk-reader")
         self.restore: Restore | None = None
-        self._has_candidates = False  # whether a waiting request may want a restore
-        self._read_speed = _READ_SPEED
-        self._compute_speed = _COMPUTE_SPEED
-        self._last_end = 0.0
+        self.speeds = Speeds()
 
-    def wants(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether a request should wait for a read from the disk.  hit: its prefix in memory."""
-        wants = self._restore_of(request, hit) is not None
-        self._has_candidates |= wants
-        return wants
-
-    def _restore_of(self, request: Request, hit: PrefixHit) -> Restore | None:
-        """The restore of a request's prefix; None if computing is faster."""
+    def find(self, request: Request, hit: PrefixHit) -> Restore | None:
+        """The restore of a request with this hit in memory; None if computing is faster."""
         parts, size, known = self._parts, self._kv.block_size, self._folder.known
-        most = last_position(request.num_tokens, size)
-        if request.skip_prefix_cache_read or not known or not most:
+        if request.skip_prefix_cache_read or not known:
             return None
-        names = self._kv.block_names(request, most)
+        names = self._kv.block_names(request, last_position(request.num_tokens, size))
         length = parts.longest(names, known)
         num_tokens = length * size - hit.num_tokens
-        if num_tokens < parts.min_tokens:
+        if not parts.are_kept(num_tokens):
             return None
         needed = list(parts.of(names[:length]))
         unread = deque(p for p in needed if p.num_bytes and parts.place_of(p) is None)
-        if not self._is_faster(sum(part.num_bytes for part in unread), num_tokens):
-            if self._read_speed < _READ_SPEED:
-                self._read_speed *= _DRIFT
+        if not self.speeds.prefer_reading(sum(p.num_bytes for p in unread), num_tokens):
             return None
-        deadline = time.monotonic() + num_tokens / self._compute_speed + _PATIENCE
+        deadline = time.monotonic() + num_tokens / self.speeds.compute + _PATIENCE
         return Restore(request, num_tokens, needed, unread, deadline)
-
-    def _is_faster(self, num_bytes: int, num_tokens: int) -> bool:
-        return num_bytes / self._read_speed < num_tokens / self._compute_speed
-
-    def learn(self, output: SchedulerOutput) -> None:
-        """Time a completed step, if most of its rows are of prompts."""
-        now, rows = time.monotonic(), output.total_num_scheduled_tokens
-        if rows >= self._parts.min_tokens and rows > 2 * output.num_decodes:
-            speed = rows / (now - max(output.launched_at, self._last_end) + 1e-6)
-            self._compute_speed = _smooth(self._compute_speed, speed)
-        self._last_end = now
 
     @property
     def is_ready(self) -> bool:
         """Whether `advance` has something to do."""
         restore = self.restore
         if restore is None:
-            return self._has_candidates
+            return self._next_request() is not None
         return not restore.reads or restore.reads[0][1].done() or self._must_stop(restore)
 
     def advance(self) -> None:
         """Copy the parts that were read to the store, or begin with the next prefix."""
         if self.restore is not None:
             self._copy_arrived(self.restore)
-        elif request := next((r for r in self._scheduler.waiting if r.wants_restore), None):
+        elif (request := self._next_request()) is not None:
             self._start(request)
-        else:
-            self._has_candidates = False
+
+    def _next_request(self) -> Request | None:
+        return next((r for r in self._scheduler.waiting if r.wants_restore), None)
 
     def _start(self, request: Request) -> None:
         """Begin to read a request's prefix, if there is room for it."""
         request.wants_restore = False
-        restore = self._restore_of(request, self._kv.find_prefix(request))
+        restore = self.find(request, self._kv.find_prefix(request))
         if restore is not None:
             restore.places = self._parts.claim(restore.needed, self._scheduler.spare_blocks())
             if restore.places:
@@ -188,11 +162,10 @@ class Reader:
                 data.cancel()
             self._parts.release(restore.places)
             if time.monotonic() > restore.deadline:
-                self._read_speed /= 2
+                self.speeds.read /= 2
             elif restore.num_reads:
                 at_once = min(restore.num_reads, _THREADS)
-                speed = at_once * restore.num_bytes / max(restore.seconds, 1e-6)
-                self._read_speed = _smooth(self._read_speed, speed)
+                self.speeds.add_reads(restore.num_bytes, restore.seconds / at_once)
             restore.request.wants_restore = False
             self.restore = None
 
@@ -200,7 +173,3 @@ class Reader:
         """Wait a moment for the next bytes."""
         if self.restore is not None and self.restore.reads:
             wait([self.restore.reads[0][1]], 0.05)
-
-
-def _smooth(speed: float, newest: float) -> float:
-    return 0.7 * speed + 0.3 * newest

@@ -35,8 +35,8 @@ class Writer:
 
     def add(self, names: Sequence[bytes]) -> None:
         """Write a prefix, or count it as used."""
-        is_long = len(names) * self._parts.kv.block_size >= self._parts.min_tokens
-        if is_long and len(self.waiting) < _MOST_WAITING:
+        num_tokens = len(names) * self._parts.kv.block_size
+        if self._parts.are_kept(num_tokens) and len(self.waiting) < _MOST_WAITING:
             parts = deque(p for p in self._parts.of(names) if p.num_bytes)
             # A cut prefix would be of no use to a model with windows or states.
             if self._parts.may_be_cut or self._folder.can_keep(p.num_bytes for p in parts):
@@ -55,8 +55,7 @@ class Writer:
         while parts and num_bytes < _COPIED:
             part = parts.popleft()
             place = self._parts.place_of(part)
-            is_kept = part.key in self._folder.known or part.key in self._folder.unreadable
-            if place is not None and not is_kept:
+            if place is not None and part.key not in self._folder.known:
                 files.append((part.key, self._blocks.read(part.group, place)))
                 num_bytes += part.num_bytes
         self._work = self._thread.submit(self._write, keys.copy(), files)
@@ -80,10 +79,6 @@ class Writer:
         """Learn what other processes wrote, unless `copy` will do so."""
         if self._work.done() and not self.waiting:
             self._work = self._thread.submit(self._write, [], [])
-
-    def clear(self) -> None:
-        """Drop the prefixes that are not copied yet."""
-        self.waiting.clear()
 
     def flush(self, seconds: float | None = None) -> None:
         """Wait until the thread has written the copies, or for some seconds."""
