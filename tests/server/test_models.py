@@ -9,10 +9,11 @@ from unittest.mock import patch
 import pytest
 
 from vllm_metal_lite import EngineConfig, backend
-from vllm_metal_lite.errors import ConfigError, ModelLoadError
+from vllm_metal_lite.errors import BusyError, ConfigError, ModelLoadError
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.served_model import ModelSpec
+from vllm_metal_lite.server.settings import ServerConfig
 
 GIB = 2**30
 
@@ -56,8 +57,9 @@ class World:
 
     def models(self, *specs: str, pinned: str = "", budget: float | None = None) -> Models:
         chosen = [ModelSpec(name, name, name in pinned) for name in specs]
+        config = ServerConfig(memory_budget_gib=budget)
         with patch.object(backend, "memory_limit", lambda: int(self.memory * GIB)):
-            return FakeModels(self, chosen, EngineConfig(memory_fraction=1), budget)
+            return FakeModels(self, chosen, EngineConfig(memory_fraction=1), config)
 
     def clock(self) -> float:
         self.now += 0.001
@@ -295,6 +297,17 @@ async def test_many_wait_for_one_load():
     models = world.models("a")
     assert len(set(await asyncio.gather(*(once(models, "a") for _ in range(20))))) == 1
     assert world.started == ["a"]
+
+
+async def test_no_more_wait_for_a_load_than_may_run_or_wait():
+    world = World()
+    models = world.models("a")
+    world.hold.clear()
+    waiting = [await asked_for(models, "a") for _ in range(64 + 256)]
+    with pytest.raises(BusyError, match=r"320 requests wait .* and max_waiting is 256"):
+        await asyncio.wait_for(once(models, "a"), 0.1)
+    world.hold.set()
+    await asyncio.gather(*waiting)
 
 
 async def test_a_failure_is_told_and_tried_again_later():

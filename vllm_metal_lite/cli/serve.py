@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     async def main() -> int:
         sys.setswitchinterval(0.001)  # the event loop waits less for work on threads
         bound, stopping = listen(config), Stopping()
-        models = Models(specs, engine, config.memory_budget_gib)
+        models = Models(specs, engine, config)
         with stop_on_signals(stopping) as came:
             print(f"Loading {specs[0].source} ...", file=sys.stderr)
             await serve(bound, config, models, stopping, greet)

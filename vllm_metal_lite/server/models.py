@@ -18,10 +18,19 @@ from math import inf
 from vllm_metal_lite import backend
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option, one_line, shorten, size_text
+from vllm_metal_lite.errors import (
+    BusyError,
+    ConfigError,
+    ModelLoadError,
+    Option,
+    one_line,
+    shorten,
+    size_text,
+)
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.served_model import LoadedEngine, Model, ModelSpec, context_of
+from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.worker.client import EngineClient
 
 logger = logging.getLogger(__name__)
@@ -38,21 +47,21 @@ class _Unwanted(Exception):
 class Models:
     """Loads and unloads models, and hands out their engines.  Use from one event loop.
 
-    budget_gib: memory for all models together; None: a safe value for the device.
-    Raises ConfigError if the budget exceeds the device's memory.
+    Raises ConfigError if the budget of memory exceeds the device's.
     """
 
     _start = staticmethod(EngineClient.start)
     _clock = staticmethod(time.monotonic)
 
     def __init__(
-        self, specs: list[ModelSpec], config: EngineConfig, budget_gib: float | None = None
+        self, specs: list[ModelSpec], config: EngineConfig, server_config: ServerConfig
     ) -> None:
-        self.config = config
+        self.config, self._max_waiting = config, server_config.max_waiting
         self.by_name = {spec.name: Model(spec) for spec in specs}
         self._memory = backend.memory_limit()
         fraction = config.memory_fraction or profile().memory_fraction
-        self.budget = int(self._memory * fraction if budget_gib is None else budget_gib * _GIB)
+        budget = server_config.memory_budget_gib
+        self.budget = int(self._memory * fraction if budget is None else budget * _GIB)
         if self.budget > self._memory:
             raise ConfigError(
                 Option("memory_budget_gib"),
@@ -89,7 +98,7 @@ class Models:
         """The engine of a model, loaded; the model stays loaded inside of the block.
 
         name None or "": the first model.  Raises ApiError: 404 for an unknown name, 503
-        for a model that does not load.
+        for a model that does not load; BusyError if no further request may wait for it.
         """
         model = self.find(name)
         try:
@@ -121,6 +130,9 @@ class Models:
             return engine
         if model.failure is not None and self._clock() < model.retry_at:
             raise ModelLoadError(model.failure)
+        if model.num_waiting >= self.config.max_num_seqs + self._max_waiting:
+            why = f"{model.num_waiting} requests wait for {model.spec.name} to load"
+            raise BusyError(f"the server is busy: {why}, and max_waiting is {self._max_waiting}")
         if not model.is_loading:
             model.loading = asyncio.ensure_future(self._load(model))
             # Perhaps no request waits for a failure.

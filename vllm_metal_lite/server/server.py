@@ -12,12 +12,12 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from vllm_metal_lite.errors import show
+from vllm_metal_lite.errors import BusyError, show
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.body import B, Body, read_body
 from vllm_metal_lite.server.conversations import RenderedPrompt
-from vllm_metal_lite.server.errors import ApiError, ContextOverflow, error_response
+from vllm_metal_lite.server.errors import ContextOverflow, error_response
 from vllm_metal_lite.server.limits import check_logprobs
 from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.offload import LARGE, REQUESTER, Requester, offload
@@ -53,15 +53,11 @@ class Server:
             raise ShuttingDown
 
     def check_room(self, engine: EngineClient) -> None:
-        """Raise ApiError (503) if no further request may wait for an engine."""
+        """Raise BusyError if no further request may wait for an engine."""
         most = self.config.max_waiting
         if (unfinished := engine.num_unfinished) >= engine.facts.max_num_seqs + most:
-            raise ApiError(
-                503,
-                f"the server is busy: {unfinished} requests run or wait, and max_waiting is {most}",
-                code="server_busy",
-                headers={"Retry-After": "1"},
-            )
+            why = f"{unfinished} requests run or wait, and max_waiting is {most}"
+            raise BusyError(f"the server is busy: {why}")
 
     def end_all(self) -> None:
         """End all requests, because the server stops."""
