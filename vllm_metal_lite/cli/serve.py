@@ -91,7 +91,8 @@ def _named(args: argparse.Namespace) -> dict[str, str]:
         )
     for entry in args.models or ():
         name, equals, source = entry.partition("=")
-        name, source = (name, source) if equals else (options.name_of(entry), entry)
+        if not equals or options.local(entry) is not None:
+            name, source = options.name_of(entry), entry
         if not name or not source:
             raise options.UsageError(f"--model must be MODEL or NAME=MODEL, got {entry!r}")
         if name in sources:
