@@ -15,7 +15,7 @@ from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.cli import log, options
 from vllm_metal_lite.cli.startup import DEMO
 from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.errors import MetalLiteError, install
+from vllm_metal_lite.errors import MetalLiteError, install, show
 from vllm_metal_lite.server.settings import ServerConfig
 
 # Tokens of a step on a CPU, where a long step delays all streams.  4,000 tokens in one step take
@@ -98,6 +98,12 @@ def _named(args: argparse.Namespace) -> dict[str, str]:
         if name in sources:
             raise options.UsageError(f"--model: two models have the name {name!r}")
         sources[name] = source
+    for text in (*sources, *sources.values()):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            why = f"models and their names must be UTF-8, got {show(text)}"
+            raise options.UsageError(why) from None
     if unknown := sorted(set(args.pin or ()) - set(sources)):
         raise options.UsageError(
             f"--pin {unknown[0]}: no such model; the models are: {', '.join(sources)}"
