@@ -99,6 +99,8 @@ def test_a_report_has_no_names_of_the_user(monkeypatch, tmp_path):
     found = shared_report.without_names(report, str(model))
     assert found["checks"][0]["failure"] == "~/x.metal of MODEL on HOST: bad"
     assert found["machine"] == {"chip": "Apple"}
+    monkeypatch.setattr(shared_report.platform, "node", lambda: "local")  # a word of reports
+    assert shared_report.without_names({"name": "local"}, str(model)) == {"name": "local"}
 
 
 # On a GPU

@@ -59,7 +59,8 @@ def without_names(shared: Any, model: str | None) -> Any:
 def _replaced(value: Any, hidden: Mapping[str, str]) -> Any:
     if isinstance(value, str):
         for text, other in hidden.items():
-            if text:
+            # A bare name alone is a word of the report: a host may have the name "local".
+            if text and (value != text or "/" in text):
                 value = re.sub(rf"(?<!\w){re.escape(text)}(?!\w)", other, value)
         return value
     if isinstance(value, dict):  # the machine stays: a host may have the name "Apple"
