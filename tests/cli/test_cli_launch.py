@@ -13,6 +13,7 @@ from pathlib import Path
 from signal import SIGHUP, SIGTERM
 from socketserver import BaseRequestHandler, TCPServer
 from threading import Thread
+from time import sleep
 
 import pytest
 
@@ -80,12 +81,13 @@ def test_an_opencode_variable_that_is_no_object_is_named(own, monkeypatch):
 
 
 @contextmanager
-def answering(reply):
-    """The port of a server that gives this reply to each request."""
+def answering(reply, seconds=0):
+    """The port of a server that gives this reply to each request, after some time."""
 
     class Handler(BaseRequestHandler):
         def handle(self):
             self.request.recv(4096)
+            sleep(seconds)
             self.request.sendall(reply.encode())
 
     with TCPServer(("127.0.0.1", 0), Handler) as server:
@@ -119,6 +121,12 @@ def test_what_is_said_of_a_server(launch, monkeypatch, reply, words):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with answering(reply) as port:
         assert words in launch("claude", "--print", "--port", port)[2]
+
+
+@pytest.mark.long
+def test_a_server_that_still_loads_its_model_is_waited_for(launch):
+    with answering(HTTP + '{"data": [{"id": "a/b"}]}', seconds=6) as port:
+        assert "Using the server" in launch("claude", "--print", "--port", port)[2]
 
 
 @pytest.mark.parametrize("agent", ["claude", "codex", "opencode"])

@@ -130,7 +130,9 @@ def run(args: argparse.Namespace) -> int:
     key = envs.api_key() or "none"
     flags = options.serve_flags(options.engine_config(args))
     serve = ["serve", "--port", str(args.port), source, *flags]
+    log.progress(f"waiting for the server at {url}")
     running = _asked(url, key, args.model)
+    log.clear()
     if running is not None:
         log.say(f"Using the server at {url}")
         if flags:
@@ -163,13 +165,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _asked(url: str, key: str, name: str | None) -> Served | None:
-    """A model of the server at a URL; None: no server answers.
+    """A model of the server at a URL, once the server has loaded it; None: there is no server.
 
     Raises MetalLiteError if the server refuses, or has no such model.
     """
     request = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
     try:
-        with _DIRECT.open(request, timeout=5) as reply:
+        with _DIRECT.open(request) as reply:
             models: list[dict[str, Any]] = json.load(reply)["data"]
         names = [model["id"] for model in models]
     except (OSError, HTTPException, ValueError, KeyError, TypeError) as e:
