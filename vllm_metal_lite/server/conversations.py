@@ -40,7 +40,7 @@ class ChatRequest:
     thinking_budget: int | None = None
 
     @property
-    def thinks_not(self) -> bool:
+    def thinking_off(self) -> bool:
         """Whether the request wants no thoughts."""
         return self.effort == "none" or self.enable_thinking is False
 

@@ -18,7 +18,7 @@ Positions = list[dict[int, Logprob]]
 class Delta:
     """The new part of an answer.
 
-    choice: the answer's number in the reply, which may hold the answers to several prompts.
+    choice: index of the answer in the reply; one reply may answer several prompts.
     text: as the model wrote it.  events: the parsed text; text that may become a marker is held
     back.
     token_ids, logprobs: of all new tokens, with or without events.

@@ -82,7 +82,7 @@ class Models:
         for i, model in enumerate(self.by_name.values()):
             model.context = await offload(context_of, model.spec.source, self.config.max_model_len)
             if i == 0 or model.spec.pinned:
-                self._leave(await self._take(model))
+                self._release(await self._acquire(model))
         self._has_started = True
 
     async def stop(self) -> None:
@@ -102,7 +102,7 @@ class Models:
         """
         model = self.find(name)
         try:
-            engine = await self._take(model)
+            engine = await self._acquire(model)
         except ModelLoadError as e:
             left = round(max(model.retry_at - self._clock(), 1))
             why = f"The model `{model.spec.name}` cannot be loaded: {e}"
@@ -111,7 +111,7 @@ class Models:
         try:
             yield model.spec, engine.client
         finally:
-            self._leave(engine)
+            self._release(engine)
 
     def find(self, name: str | None) -> Model:
         """Raises ApiError (404) for an unknown name."""
@@ -122,7 +122,7 @@ class Models:
             raise ApiError(404, why, param="model", code="model_not_found")
         return self.by_name[name]
 
-    async def _take(self, model: Model) -> LoadedEngine:
+    async def _acquire(self, model: Model) -> LoadedEngine:
         """A model's engine, with the caller as a user; loads the model if necessary."""
         engine = model.engine
         if engine is not None and engine.takes(self._clock()):
@@ -144,13 +144,13 @@ class Models:
             return await asyncio.shield(loading)
         except asyncio.CancelledError:
             if loading.done() and not loading.cancelled() and loading.exception() is None:
-                self._leave(loading.result())
+                self._release(loading.result())
             raise
         finally:
             model.num_waiting -= 1
             self._changed.set()
 
-    def _leave(self, engine: LoadedEngine) -> None:
+    def _release(self, engine: LoadedEngine) -> None:
         engine.users -= 1
         engine.last_used = self._clock()
         self._changed.set()
@@ -237,10 +237,10 @@ class Models:
             engine.grace_end = now + engine.seconds_to_load
         try:
             for engine in victims:
-                while engine.alive and (pause := engine.pause(self._clock())) != 0:
+                while engine.alive and (seconds := engine.seconds_until_idle(self._clock())) != 0:
                     if not model.num_waiting:
                         raise _Unwanted
-                    await self._change_within(pause)
+                    await self._change_within(seconds)
                 self._log(f"the model {engine.model.spec.name} makes room for {model.spec.name}")
                 engine.model.engine, model.made_room = None, True
                 await engine.client.stop()

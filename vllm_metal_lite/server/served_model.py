@@ -15,7 +15,7 @@ from vllm_metal_lite.server.worker.client import EngineClient
 _BACK_OFF = 5.0  # seconds after a failure, before the model is loaded again
 # After a failure for which others were unloaded; doubled each time.
 _BACK_OFF_WITH_ROOM, _LONGEST_BACK_OFF = 60.0, 600.0
-_PAUSE = 0.25  # seconds after a client's last request for which the model still counts as busy
+_PAUSE = 0.25  # seconds after the last request, for which the model still counts as busy
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class LoadedEngine:
         """Whether a new request may use it."""
         return self.alive and now < self.grace_end
 
-    def pause(self, now: float) -> float | None:
+    def seconds_until_idle(self, now: float) -> float | None:
         """Seconds until the engine counts as idle; None while requests use it."""
         return None if self.users else max(min(self.last_used + _PAUSE, self.grace_end) - now, 0)
 

@@ -23,7 +23,7 @@ from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.offload import LARGE, REQUESTER, Requester, offload
 from vllm_metal_lite.server.prometheus import Metrics
 from vllm_metal_lite.server.settings import ServerConfig
-from vllm_metal_lite.server.stream import KEEP_ALIVE, ClientGone, EventStream, unless, until_gone
+from vllm_metal_lite.server.stream import KEEP_ALIVE, ClientGone, EventStream, cancel_if, until_gone
 from vllm_metal_lite.server.text_model import TextModel
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.messages import Add
@@ -199,7 +199,7 @@ def endpoint(
 
     async def serve(request: Request) -> Response:
         try:
-            return await unless(server.ended.wait(), ShuttingDown, answer(request))
+            return await cancel_if(server.ended.wait(), ShuttingDown, answer(request))
         except (ClientGone, ClientDisconnect):
             return Response(status_code=499)
         except Exception as e:
