@@ -20,7 +20,7 @@ import pytest
 from tests.support.server.cli_kit import COMMAND, SAFETY
 from tests.support.server.command import eventually, is_alive
 from tools.lib.servers import free_port
-from vllm_metal_lite.cli.launch import Served, claude, codex, opencode
+from vllm_metal_lite.cli.launch import ServedModel, claude, codex, opencode
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.errors import MetalLiteError
 
@@ -33,7 +33,7 @@ def launch(capsys):
 
 ROOT = Path(__file__).parents[2]
 HTTP = "HTTP/1.0 200 OK\r\n\r\n"
-MODEL = Served("http://127.0.0.1:8000", "a/b😀", 32768, "key")
+MODEL = ServedModel("http://127.0.0.1:8000", "a/b😀", 32768, "key")
 
 
 def test_claude_finds_the_server_by_variables_and_leaves_the_account_alone():

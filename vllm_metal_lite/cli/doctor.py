@@ -145,8 +145,8 @@ def _section(report: Report, name: str, title: str) -> Iterator[None]:
 def _run_checks(
     report: Report, own: Sequence[Check], common: Sequence[KernelUse], args: argparse.Namespace
 ) -> None:
-    """Run checks while there is time: a model's own and those of the first common use first, with
-    times."""
+    """Run checks while there is time: first, and timed, a model's own and those of the first common
+    use; then all others."""
     end = monotonic() + (inf if args.full else args.seconds)
     first = dict.fromkeys([*own, *(c for use in common[:1] for c in checks_for(use))])
     rest = [*common[1:], *(full_list() if args.full else [])]

@@ -15,7 +15,7 @@ class Report:
     """The fields are those of the JSON, too.
 
     no_kernels: why no kernel is checked.  model: its facts, and the context that fits.
-    not_tried: checks for which there was no time; of_checks: their number with the others.
+    not_tried: checks for which there was no time.  of_checks: all checks.
     not_compared: why there are no answers.  error: why doctor failed.  seconds: by part.
     """
 

@@ -26,8 +26,8 @@ _CPU_STEP = 256
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     if args.max_num_batched_tokens is None:
-        most = _CPU_STEP if backend.is_cpu() else EngineConfig.max_num_batched_tokens
-        args.max_num_batched_tokens = most
+        default = EngineConfig.max_num_batched_tokens
+        args.max_num_batched_tokens = _CPU_STEP if backend.is_cpu() else default
     engine, config, named = options.engine_config(args), _server_config(args), _named(args)
     formats = _chat_formats(args, named)
     try:
