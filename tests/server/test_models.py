@@ -22,7 +22,7 @@ class FakeEngine:
     def __init__(self, world: "World", source: str, size: float) -> None:
         self.world, self.source, self.size = world, source, size
         self.ended = asyncio.Event()
-        self.why_ended = None
+        self.why_ended, self.num_unfinished = None, 0
 
     async def stop(self) -> None:
         await asyncio.sleep(0)
@@ -304,7 +304,7 @@ async def test_no_more_wait_for_a_load_than_may_run_or_wait():
     models = world.models("a")
     world.hold.clear()
     waiting = [await asked_for(models, "a") for _ in range(64 + 256)]
-    with pytest.raises(BusyError, match=r"320 requests wait .* and max_waiting is 256"):
+    with pytest.raises(BusyError, match=r"320 requests run or wait, and max_waiting is 256"):
         await asyncio.wait_for(once(models, "a"), 0.1)
     world.hold.set()
     await asyncio.gather(*waiting)

@@ -94,13 +94,11 @@ def _show(viewer: asyncio.Queue[bytes], event: bytes) -> None:
 
 
 def _state(model: Model) -> dict[str, Any]:
-    """requests: unfinished ones, with those that wait for the model to load."""
-    unfinished = 0 if model.client is None else model.client.num_unfinished
     return {
         "model": model.spec.name,
         "state": model.state,
         "error": model.error,
-        "requests": unfinished + model.num_waiting,
+        "requests": model.num_unfinished,
     }
 
 

@@ -18,15 +18,7 @@ from math import inf
 from vllm_metal_lite import backend
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.errors import (
-    BusyError,
-    ConfigError,
-    ModelLoadError,
-    Option,
-    one_line,
-    shorten,
-    size_text,
-)
+from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option, one_line, shorten, size_text
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.served_model import LoadedEngine, Model, ModelSpec, context_of
@@ -56,8 +48,9 @@ class Models:
     def __init__(
         self, specs: list[ModelSpec], config: EngineConfig, server_config: ServerConfig
     ) -> None:
-        self.config, self._max_waiting = config, server_config.max_waiting
-        self.by_name = {spec.name: Model(spec) for spec in specs}
+        self.config = config
+        seats, max_waiting = config.max_num_seqs, server_config.max_waiting
+        self.by_name = {spec.name: Model(spec, seats, max_waiting) for spec in specs}
         self._memory = backend.memory_limit()
         fraction = config.memory_fraction or profile().memory_fraction
         budget = server_config.memory_budget_gib
@@ -130,9 +123,7 @@ class Models:
             return engine
         if model.failure is not None and self._clock() < model.retry_at:
             raise ModelLoadError(model.failure)
-        if model.num_waiting >= self.config.max_num_seqs + self._max_waiting:
-            why = f"{model.num_waiting} requests wait for {model.spec.name} to load"
-            raise BusyError(f"the server is busy: {why}, and max_waiting is {self._max_waiting}")
+        model.check_room()
         if not model.is_loading:
             model.loading = asyncio.ensure_future(self._load(model))
             # Perhaps no request waits for a failure.

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from vllm_metal_lite.errors import BusyError, show
+from vllm_metal_lite.errors import show
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.body import B, Body, read_body
@@ -51,13 +51,6 @@ class Server:
         """Raise ShuttingDown if the server stops."""
         if self.draining:
             raise ShuttingDown
-
-    def check_room(self, engine: EngineClient) -> None:
-        """Raise BusyError if no further request may wait for an engine."""
-        most = self.config.max_waiting
-        if (unfinished := engine.num_unfinished) >= engine.facts.max_num_seqs + most:
-            why = f"{unfinished} requests run or wait, and max_waiting is {most}"
-            raise BusyError(f"the server is busy: {why}")
 
     def end_all(self) -> None:
         """End all requests, because the server stops."""
@@ -115,7 +108,7 @@ class Serving:
     @contextmanager
     def preparing(self) -> Iterator[None]:
         """Count the request as one that waits, while its prompt and its grammar are made."""
-        self.server.check_room(self.engine)
+        self.server.models.find(self.model_name).check_room()
         self.engine.num_preparing += 1
         try:
             yield
@@ -138,7 +131,7 @@ class Serving:
         num_tokens, limit = len(prompt.token_ids), self.model.facts.max_model_len
         if num_tokens >= limit + isinstance(params, PoolingParams):
             raise ContextOverflow(num_tokens, limit)
-        self.server.check_room(self.engine)
+        self.server.models.find(self.model_name).check_room()
         if isinstance(params, SamplingParams):
             check_logprobs(num_tokens, limit, params)
         request_id = f"{prefix}{uuid.uuid4().hex}"

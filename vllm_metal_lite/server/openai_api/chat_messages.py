@@ -54,8 +54,7 @@ class ConversationFields(Body):
             template["documents"] = self.documents
         if continues:
             template["continue_final_message"] = True
-        generation = self.add_generation_prompt
-        generation = not continues if generation is None else generation
+        generation = not continues and self.add_generation_prompt is not False
         effort, rendered = self.reasoning_effort, chat_messages(messages)
         return ChatRequest(rendered, template, generation, tools, choice, effort=effort)
 
