@@ -99,11 +99,8 @@ def _named(args: argparse.Namespace) -> dict[str, str]:
             raise options.UsageError(f"--model: two models have the name {name!r}")
         sources[name] = source
     for text in (*sources, *sources.values()):
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            why = f"models and their names must be UTF-8, got {show(text)}"
-            raise options.UsageError(why) from None
+        if text != text.encode(errors="replace").decode():
+            raise options.UsageError(f"models and their names must be UTF-8, got {show(text)}")
     if unknown := sorted(set(args.pin or ()) - set(sources)):
         raise options.UsageError(
             f"--pin {unknown[0]}: no such model; the models are: {', '.join(sources)}"

@@ -1,6 +1,5 @@
 """A report that users share: one JSON object, without names of users, hosts and folders."""
 
-import os
 import platform
 import re
 from collections.abc import Mapping
@@ -12,8 +11,6 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.cli import machine
 from vllm_metal_lite.cli.options import local
 from vllm_metal_lite.model.loader import LoadedModel
-
-_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def new_report(kind: str) -> dict[str, Any]:
@@ -40,15 +37,15 @@ def model_facts(name: str, model: LoadedModel) -> dict[str, Any]:
 
 def public_name(model: str) -> str:
     """A model's name as reports give it: "demo", a Hugging Face name, or "local" for a folder."""
-    is_public = model == "demo" or (_HUB_NAME.fullmatch(model) and local(model) is None)
-    return model if is_public else "local"
+    is_hub_name = re.fullmatch(r"\w[\w.-]*/[\w.-]+", model) and local(model) is None
+    return model if model == "demo" or is_hub_name else "local"
 
 
 def without_names(shared: Any, model: str | None) -> Any:
     """A report, or its text, without the user's folders and the machine's name."""
     hidden = {str(Path.home()): "~"}
     if model is not None and public_name(model) == "local":
-        folder = Path(os.path.expanduser(model))  # Path's own fails if there is no such user
+        folder = local(model) or Path(model)
         paths = (str(folder.resolve()), str(folder), model)
         # A bare name may be a word of the report.
         hidden = {path: "MODEL" for path in paths if "/" in path} | hidden

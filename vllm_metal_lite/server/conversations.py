@@ -129,5 +129,4 @@ def encode_prompt(model: TextModel, prompt: str, add_special_tokens: bool) -> li
     check_length(model, prompt)
     with overflow(model):
         model.encode_text.check_size(prompt, model.max_prompt_tokens, check_wanted)
-    check_wanted()
     return encode(prompt, model.tokenizer, add_special_tokens=add_special_tokens)

@@ -1,10 +1,8 @@
 """`/events`: what the engines do, while a client watches.
 
-All viewers get the same events; a slow one misses the oldest.  An engine sends them only for some
-seconds after `watch`.
-
-An engine sends no event during a step, and none after its process has ended.  So the server adds
-events with the state of each model and the number of its requests.
+All viewers get the same events; a slow one misses the oldest.  An engine sends events between its
+steps, for some seconds after `watch`.  The server adds events with the state of each model and the
+number of its requests, also during a step and after the end of an engine's process.
 """
 
 import asyncio

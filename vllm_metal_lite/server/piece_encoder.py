@@ -6,6 +6,7 @@ text can be cut before any of these tokens, and its pieces can be encoded one by
 """
 
 import re
+import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -47,26 +48,25 @@ class PieceEncoder:
         self._cuts = frozenset(t.content for t in cuts)
 
     def __call__(
-        self, text: str, most: int | None = None, check: Callable[[], None] = lambda: None
+        self, text: str, most: int = sys.maxsize, check: Callable[[], None] = lambda: None
     ) -> list[int]:
         """most: a text of more tokens raises PromptTooLong, early.  check: may raise, to end the
         work."""
         token_ids: list[int] = []
         num_read = 0
         for piece in self._pieces(text):
-            check()
-            if most is not None:
-                self.check_size(piece, most, check)
-                if len(token_ids) > most:
-                    raise PromptTooLong(len(token_ids) * len(text) // num_read, most)
+            self.check_size(piece, most, check)
+            if len(token_ids) > most:
+                raise PromptTooLong(len(token_ids) * len(text) // num_read, most)
             token_ids += self._encode(piece)
             num_read += len(piece)
-        if most is not None and len(token_ids) > most:
+        if len(token_ids) > most:
             raise PromptTooLong(len(token_ids), most)
         return token_ids
 
     def check_size(self, text: str, most: int, check: Callable[[], None]) -> None:
         """Raise PromptTooLong for a long text of too many tokens, without encoding all of it."""
+        check()
         # Ordinary text has more than two characters a token, so this one may fit.
         if len(text) <= max(2 * most, _SLICE):
             return
