@@ -59,18 +59,13 @@ def test_codex_gets_toml():
     assert (provider["base_url"], provider["wire_api"]) == (f"{MODEL.url}/v1", "responses")
 
 
-def test_opencode_gets_json():
-    config = json.loads(opencode(MODEL).env["OPENCODE_CONFIG_CONTENT"])
-    name, model = config["model"].split("/", 1)
-    assert config["provider"][name]["models"][model]["limit"]["context"] == 32768
-
-
-def test_opencode_keeps_what_the_user_s_variable_has(monkeypatch):
+def test_opencode_gets_json_with_what_the_user_s_variable_has(monkeypatch):
     own = {"theme": "dark", "model": "x/y", "provider": {"x": {"name": "X"}}}
     monkeypatch.setenv("OPENCODE_CONFIG_CONTENT", json.dumps(own))
     config = json.loads(opencode(MODEL).env["OPENCODE_CONFIG_CONTENT"])
     assert (config["theme"], config["provider"]["x"]) == ("dark", {"name": "X"})
-    assert config["model"] == "metal-lite/a/b😀"
+    name, model = config["model"].split("/", 1)
+    assert config["provider"][name]["models"][model]["limit"]["context"] == 32768
 
 
 @pytest.mark.parametrize("own", ["{", "[1]", "3"])

@@ -72,13 +72,10 @@ def test_the_report_is_the_json(capsys, tmp_path):
     assert written["schema"] == 2
 
 
-def test_an_error_keeps_what_is_known(capsys, tmp_path):
+def test_a_report_says_why_doctor_failed(tmp_path):
     file = tmp_path / "report.json"
     assert run(str(tmp_path / "none"), "--report", str(file)) == 1
-    report = json.loads(file.read_text())
-    assert report["error"].startswith("MODEL: no such folder")
-    assert report["machine"]["chip"]
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {tmp_path}/none: no such")
+    assert json.loads(file.read_text())["error"].startswith("MODEL: no such folder")
 
 
 def test_a_report_that_cannot_be_written_is_refused_first(capsys, tmp_path, monkeypatch):
