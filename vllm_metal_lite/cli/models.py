@@ -92,8 +92,7 @@ def find_models(folders: Sequence[Path]) -> list[Entry]:
 
 
 def _new_entry(name: str, source: str, path: Path | None, problem: str | None = None) -> Entry:
-    where = None if path is None else str(path)
-    entry = {"name": name, "source": source, "path": where}
+    entry = {"name": name, "source": source, "path": path and str(path)}
     return {**entry, "supported": False, "problem": problem}
 
 

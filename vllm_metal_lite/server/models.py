@@ -67,8 +67,7 @@ class Models:
     @property
     def loaded(self) -> dict[str, EngineClient]:
         """The engines that run, by the model's name."""
-        pairs = ((name, model.client) for name, model in self.by_name.items())
-        return {name: client for name, client in pairs if client is not None}
+        return {name: client for name, model in self.by_name.items() if (client := model.client)}
 
     async def start(self) -> None:
         """Load the first model and the pinned ones.  Raises ModelLoadError."""
