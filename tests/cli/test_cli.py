@@ -40,6 +40,7 @@ USAGE = {
     "serve --model big=": "--model must be MODEL or NAME=MODEL, got 'big='",
     "serve --model a=demo --model a=other": "two models have the name 'a'",
     "serve demo --model demo": "two models have the name 'demo'",
+    "serve --model a=b\udcff": "models and their names must be UTF-8, got 'b\\udcff'",
     "serve --model demo --served-model-name x": "with --model, write NAME=MODEL",
     "serve --pin nobody": "--pin nobody: no such model; the models are: demo",
     "serve --chat-format x=hermes": "--chat-format x=hermes: no such model; the models are: demo",

@@ -13,13 +13,14 @@ from pathlib import Path
 from signal import SIGHUP, SIGTERM
 from socketserver import BaseRequestHandler, TCPServer
 from threading import Thread
+from time import sleep
 
 import pytest
 
 from tests.support.server.cli_kit import COMMAND, SAFETY
 from tests.support.server.command import eventually, is_alive
 from tools.lib.servers import free_port
-from vllm_metal_lite.cli.launch import Served, claude, codex, opencode
+from vllm_metal_lite.cli.launch import ServedModel, claude, codex, opencode
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.errors import MetalLiteError
 
@@ -32,7 +33,7 @@ def launch(capsys):
 
 ROOT = Path(__file__).parents[2]
 HTTP = "HTTP/1.0 200 OK\r\n\r\n"
-MODEL = Served("http://127.0.0.1:8000", "a/b😀", 32768, "key")
+MODEL = ServedModel("http://127.0.0.1:8000", "a/b😀", 32768, "key")
 
 
 def test_claude_finds_the_server_by_variables_and_leaves_the_account_alone():
@@ -58,18 +59,13 @@ def test_codex_gets_toml():
     assert (provider["base_url"], provider["wire_api"]) == (f"{MODEL.url}/v1", "responses")
 
 
-def test_opencode_gets_json():
-    config = json.loads(opencode(MODEL).env["OPENCODE_CONFIG_CONTENT"])
-    name, model = config["model"].split("/", 1)
-    assert config["provider"][name]["models"][model]["limit"]["context"] == 32768
-
-
-def test_opencode_keeps_what_the_user_s_variable_has(monkeypatch):
+def test_opencode_gets_json_with_what_the_user_s_variable_has(monkeypatch):
     own = {"theme": "dark", "model": "x/y", "provider": {"x": {"name": "X"}}}
     monkeypatch.setenv("OPENCODE_CONFIG_CONTENT", json.dumps(own))
     config = json.loads(opencode(MODEL).env["OPENCODE_CONFIG_CONTENT"])
     assert (config["theme"], config["provider"]["x"]) == ("dark", {"name": "X"})
-    assert config["model"] == "metal-lite/a/b😀"
+    name, model = config["model"].split("/", 1)
+    assert config["provider"][name]["models"][model]["limit"]["context"] == 32768
 
 
 @pytest.mark.parametrize("own", ["{", "[1]", "3"])
@@ -80,12 +76,13 @@ def test_an_opencode_variable_that_is_no_object_is_named(own, monkeypatch):
 
 
 @contextmanager
-def answering(reply):
-    """The port of a server that gives this reply to each request."""
+def answering(reply, seconds=0):
+    """The port of a server that gives this reply to each request, after some time."""
 
     class Handler(BaseRequestHandler):
         def handle(self):
             self.request.recv(4096)
+            sleep(seconds)
             self.request.sendall(reply.encode())
 
     with TCPServer(("127.0.0.1", 0), Handler) as server:
@@ -119,6 +116,12 @@ def test_what_is_said_of_a_server(launch, monkeypatch, reply, words):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with answering(reply) as port:
         assert words in launch("claude", "--print", "--port", port)[2]
+
+
+@pytest.mark.long
+def test_a_server_that_still_loads_its_model_is_waited_for(launch):
+    with answering(HTTP + '{"data": [{"id": "a/b"}]}', seconds=6) as port:
+        assert "Using the server" in launch("claude", "--print", "--port", port)[2]
 
 
 @pytest.mark.parametrize("agent", ["claude", "codex", "opencode"])

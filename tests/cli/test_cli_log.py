@@ -19,7 +19,10 @@ class Screen(io.StringIO):
 
 
 def shown(monkeypatch, stream) -> str:
+    """What the stream gets.  The log is as it was afterwards."""
     monkeypatch.setattr(sys, "stderr", stream)
+    package = logging.getLogger("vllm_metal_lite")
+    before = package.level, list(package.handlers)
     with log.shown():
         for i in (1, 2):
             logger.info(f"checking, {i} of 2", extra={"transient": True})
@@ -27,6 +30,7 @@ def shown(monkeypatch, stream) -> str:
         logger.info("trying", extra={"transient": True})
         logger.warning("a kernel hangs")
         logger.info("timing", extra={"transient": True})
+    assert (package.level, package.handlers) == before
     return stream.getvalue()
 
 
@@ -66,10 +70,3 @@ def test_a_line_of_progress_fits_the_terminal_and_goes_with_an_error(monkeypatch
     *_, line, end = screen.getvalue().split("\r\x1b[K")
     assert 0 < len(line) < 20
     assert end == ""
-
-
-def test_the_log_is_as_it_was_afterwards(monkeypatch):
-    level = logging.getLogger("vllm_metal_lite").level
-    shown(monkeypatch, Screen())
-    assert logging.getLogger("vllm_metal_lite").level == level
-    assert not logging.getLogger("vllm_metal_lite").handlers

@@ -35,6 +35,12 @@ def test_a_start_that_fails_says_why_once(capsys, flags, words):
     assert capsys.readouterr().err.count(words) == 1
 
 
+def test_a_folder_may_have_an_equals_sign(tmp_path, capsys):
+    (folder := tmp_path / "a=b").mkdir()
+    assert main(["serve", "--port", "0", "--model", str(folder)]) == 1
+    assert f"error: {folder}: " in capsys.readouterr().err
+
+
 MISSING = """
 import sys
 from vllm_metal_lite.cli.main import main

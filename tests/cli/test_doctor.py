@@ -72,6 +72,12 @@ def test_the_report_is_the_json(capsys, tmp_path):
     assert written["schema"] == 2
 
 
+def test_a_report_says_why_doctor_failed(tmp_path):
+    file = tmp_path / "report.json"
+    assert run(str(tmp_path / "none"), "--report", str(file)) == 1
+    assert json.loads(file.read_text())["error"].startswith("MODEL: no such folder")
+
+
 def test_a_report_that_cannot_be_written_is_refused_first(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "_examine", lambda *_: pytest.fail("too late"))
     assert run("--report", str(tmp_path / "none" / "report.json")) == 2
@@ -90,6 +96,8 @@ def test_a_report_has_no_names_of_the_user(monkeypatch, tmp_path):
     found = shared_report.without_names(report, str(model))
     assert found["checks"][0]["failure"] == "~/x.metal of MODEL on HOST: bad"
     assert found["machine"] == {"chip": "Apple"}
+    monkeypatch.setattr(shared_report.platform, "node", lambda: "local")  # a word of reports
+    assert shared_report.without_names({"name": "local"}, str(model)) == {"name": "local"}
 
 
 # On a GPU

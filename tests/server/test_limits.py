@@ -131,6 +131,12 @@ def test_a_long_text_is_encoded_no_further_than_needed(http, running, encoded, p
     assert num_tokens == pytest.approx(len(model.tokenizer.encode(text)), rel=0.1)
 
 
+def test_a_text_that_may_fit_is_encoded_once(http, encoded):
+    text = "once " * 10_000
+    http.post("/tokenize", json={"prompt": text})
+    assert [part for part, _ in encoded] == [text]
+
+
 def test_many_small_messages_are_encoded_no_further_than_needed(http, running, encoded):
     model = running.server.models.loaded["demo"].model
     many = [{"role": "user", "content": f"{i} and more words " * 3} for i in range(2_000)]

@@ -9,10 +9,11 @@ from unittest.mock import patch
 import pytest
 
 from vllm_metal_lite import EngineConfig, backend
-from vllm_metal_lite.errors import ConfigError, ModelLoadError
+from vllm_metal_lite.errors import BusyError, ConfigError, ModelLoadError
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.served_model import ModelSpec
+from vllm_metal_lite.server.settings import ServerConfig
 
 GIB = 2**30
 
@@ -21,7 +22,7 @@ class FakeEngine:
     def __init__(self, world: "World", source: str, size: float) -> None:
         self.world, self.source, self.size = world, source, size
         self.ended = asyncio.Event()
-        self.why_ended = None
+        self.why_ended, self.num_unfinished = None, 0
 
     async def stop(self) -> None:
         await asyncio.sleep(0)
@@ -56,8 +57,9 @@ class World:
 
     def models(self, *specs: str, pinned: str = "", budget: float | None = None) -> Models:
         chosen = [ModelSpec(name, name, name in pinned) for name in specs]
+        config = ServerConfig(memory_budget_gib=budget)
         with patch.object(backend, "memory_limit", lambda: int(self.memory * GIB)):
-            return FakeModels(self, chosen, EngineConfig(memory_fraction=1), budget)
+            return FakeModels(self, chosen, EngineConfig(memory_fraction=1), config)
 
     def clock(self) -> float:
         self.now += 0.001
@@ -290,10 +292,16 @@ async def test_who_leaves_while_a_model_loads_leaves_it_loaded():
     assert engine.users == 0
 
 
-async def test_many_wait_for_one_load():
+async def test_many_wait_for_one_load_but_no_more_than_may_run_or_wait():
     world = World()
     models = world.models("a")
-    assert len(set(await asyncio.gather(*(once(models, "a") for _ in range(20))))) == 1
+    world.hold.clear()
+    waiting = [asyncio.ensure_future(once(models, "a")) for _ in range(64 + 256)]
+    await settle()
+    with pytest.raises(BusyError, match=r"320 requests run or wait, and max_waiting is 256"):
+        await asyncio.wait_for(once(models, "a"), 0.1)
+    world.hold.set()
+    assert len(set(await asyncio.gather(*waiting))) == 1
     assert world.started == ["a"]
 
 

@@ -10,7 +10,8 @@ from vllm_metal_lite.cli import options
 from vllm_metal_lite.errors import install
 from vllm_metal_lite.rules import integer, number
 
-_SECONDS = number(1, 86_400)
+_PORT = options.ruled(integer(1, 65535))
+_SECONDS = options.ruled(number(1, 86_400))
 
 _EXAMPLES = """\
 examples:
@@ -111,7 +112,7 @@ def make_parser() -> options.Parser:
     )
     parser.add_argument("--version", action="version", version=f"vllm-metal-lite {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    # The server is a room that can be taken away.
+    # The server's package is optional: without it there is no `serve` and no `launch`.
     of_server = [_add_serve, _add_launch] if find_spec("vllm_metal_lite.server") else []
     others = _add_generate, _add_bench, _add_models, _add_cache, _add_doctor
     for add in (_add_chat, *of_server, *others):
@@ -150,7 +151,7 @@ def _add_serve(command: Command) -> None:
     options.add_model(serve)
     options.add_server_options(serve)
     options.add_engine_options(serve, max_num_seqs=options.SERVER_SEATS)
-    # The model: none if --model is given.  The tokens of a step: by the device.
+    # model: None, so that --model can replace it.  max_num_batched_tokens: serve.py chooses it.
     serve.set_defaults(model=None, max_num_batched_tokens=None)
 
 
@@ -174,7 +175,7 @@ def _add_launch(command: Command) -> None:
         help="a folder or a Hugging Face name; of a running server, the name that it serves "
         "(default: its first)",
     )
-    options.add_number(launch, "--port", "N", "port of the server", 8000, integer(1, 65535))
+    options.add_number(launch, "--port", "N", "port of the server", 8000, _PORT)
     text = "print the agent's command and variables, and exit"
     launch.add_argument("--print", action="store_true", help=text)
     options.add_engine_options(launch, max_num_seqs=options.SERVER_SEATS)
@@ -191,7 +192,7 @@ def _add_generate(command: Command) -> None:
     text = "default: stdout"
     generate.add_argument("-o", "--output", default="-", metavar="OUTPUT.jsonl", help=text)
     options.add_model(generate, "--model")
-    options.add_sampling_options(generate, max_tokens="256")
+    options.add_sampling_options(generate, max_tokens=str(options.GENERATED_TOKENS))
     options.add_engine_options(generate, max_num_seqs=64)
 
 
@@ -203,12 +204,10 @@ def _add_bench(command: Command) -> None:
         epilog=_BENCH_NOTES,
     )
     options.add_model(bench, note="; tiny")
-    for name, default, text in (
-        ("--requests", "1,4,16,32", "requests that arrive together"),
-        ("--context", "512,4096", "tokens of each prompt"),
-    ):
-        text, kind = f"{text} (default: {default})", options.counts
-        bench.add_argument(name, type=kind, default=default, metavar="N,N,...", help=text)
+    text = "requests that arrive together"
+    options.add_number(bench, "--requests", "N,N,...", text, "1,4,16,32", options.counts)
+    text = "tokens of each prompt"
+    options.add_number(bench, "--context", "N,N,...", text, "512,4096", options.counts)
     text = "counted tokens of each answer"
     options.add_number(bench, "--new-tokens", "N", text, 64, options.COUNT)
     text = "time for measuring, after the model is loaded"

@@ -1,6 +1,7 @@
 """`vllm-metal-lite doctor`: examines the machine, and checks and times the kernels.
 
-Each part is printed when it is known, and Ctrl-C keeps the results so far (exit code 130).
+Each part is printed when it is known.  The report has the results so far, also after an error and
+after Ctrl-C (exit code 130).
 
 Exit code 0: all is well, or there is no GPU and so nothing to check.  1: a kernel is wrong,
 launches run out of order, or the kernels give other tokens than the reference.  A slow kernel is
@@ -62,13 +63,17 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         report.interrupted = True
         show_found(doctor_text.describe_interrupted(report))
-    shared = shared_report.without_names(head | report.as_json(), args.model)
-    if args.json:
-        print(json.dumps(shared, indent=2))
-    if args.report is not None:
-        write_json(args.report, shared)
-        if not args.json:
-            print(f"Report:    written to {args.report}; attach it to an issue, as it is")
+    except Exception as e:
+        report.error = one_line(e)
+        raise
+    finally:
+        shared = shared_report.without_names(head | report.as_json(), args.model)
+        if args.json:
+            print(json.dumps(shared, indent=2))
+        if args.report is not None:
+            write_json(args.report, shared)
+            if not args.json:
+                print(f"Report:    written to {args.report}; attach it to an issue, as it is")
     return 130 if report.interrupted else int(bool(report.problems))
 
 
@@ -140,8 +145,8 @@ def _section(report: Report, name: str, title: str) -> Iterator[None]:
 def _run_checks(
     report: Report, own: Sequence[Check], common: Sequence[KernelUse], args: argparse.Namespace
 ) -> None:
-    """Run checks while there is time: a model's own and those of the first common use first, with
-    times."""
+    """Run checks while there is time: first, and timed, a model's own and those of the first common
+    use; then all others."""
     end = monotonic() + (inf if args.full else args.seconds)
     first = dict.fromkeys([*own, *(c for use in common[:1] for c in checks_for(use))])
     rest = [*common[1:], *(full_list() if args.full else [])]

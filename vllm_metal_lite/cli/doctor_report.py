@@ -15,8 +15,8 @@ class Report:
     """The fields are those of the JSON, too.
 
     no_kernels: why no kernel is checked.  model: its facts, and the context that fits.
-    not_tried: checks for which there was no time; of_checks: their number with the others.
-    not_compared: why there are no answers.  seconds: by part.
+    not_tried: checks for which there was no time.  of_checks: all checks.
+    not_compared: why there are no answers.  error: why doctor failed.  seconds: by part.
     """
 
     engine_memory_bytes: int
@@ -31,6 +31,7 @@ class Report:
     answers: Comparison | None = None
     not_compared: str | None = None
     interrupted: bool = False
+    error: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -9,7 +9,6 @@ from vllm_metal_lite.cli.files import check_output, open_input
 from vllm_metal_lite.cli.lines import LineReader, OrderedWriter, count_lines
 from vllm_metal_lite.cli.startup import build_engine, load_model
 
-_MAX_TOKENS = 256
 # Requests in the engine per seat: enough to keep every seat busy, in bounded memory.
 _WINDOW = 4
 
@@ -23,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     engine = build_engine(model, config, log.say)
     from vllm_metal_lite.cli.batch import Batch  # it imports MLX
 
-    defaults = {**model.sampling_defaults, "max_tokens": _MAX_TOKENS, **given}
+    defaults = {**model.sampling_defaults, "max_tokens": options.GENERATED_TOKENS, **given}
     window = _WINDOW * config.max_num_seqs
     total = count_lines(source)
     on_screen = args.output == "-" and sys.stdout.isatty()

@@ -36,7 +36,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """A model of a running server.  context: its length in tokens, if the server says so."""
 
     url: str
@@ -45,7 +45,7 @@ class Served:
     key: str
 
 
-def claude(model: Served) -> Setup:
+def claude(model: ServedModel) -> Setup:
     """Claude Code, with this model in the role of each of its models.
 
     Most variables go into `--settings`, which override the user's environment and settings.json.
@@ -68,7 +68,7 @@ def claude(model: Served) -> Setup:
     return Setup(["claude", "--settings", settings], {"ANTHROPIC_AUTH_TOKEN": model.key})
 
 
-def codex(model: Served) -> Setup:
+def codex(model: ServedModel) -> Setup:
     """Codex.  `-c` overrides its configuration for one run."""
     provider = {
         "name": "vllm-metal-lite",
@@ -88,7 +88,7 @@ def codex(model: Served) -> Setup:
     return Setup(["codex", *flags], {"METAL_LITE_AGENT_KEY": model.key})
 
 
-def opencode(model: Served) -> Setup:
+def opencode(model: ServedModel) -> Setup:
     """OpenCode.  The variable extends the user's files; its present value is kept."""
     own = os.environ.get("OPENCODE_CONFIG_CONTENT") or "{}"
     try:
@@ -112,7 +112,7 @@ def opencode(model: Served) -> Setup:
     return Setup(["opencode"], {"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
 
 
-AGENTS: dict[str, tuple[Callable[[Served], Setup], str]] = {
+AGENTS: dict[str, tuple[Callable[[ServedModel], Setup], str]] = {
     "claude": (claude, "npm install -g @anthropic-ai/claude-code"),
     "codex": (codex, "npm install -g @openai/codex"),
     "opencode": (opencode, "npm install -g opencode-ai"),
@@ -130,7 +130,9 @@ def run(args: argparse.Namespace) -> int:
     key = envs.api_key() or "none"
     flags = options.serve_flags(options.engine_config(args))
     serve = ["serve", "--port", str(args.port), source, *flags]
-    running = _asked(url, key, args.model)
+    log.progress(f"waiting for the server at {url}")
+    running = _find_model(url, key, args.model)
+    log.clear()
     if running is not None:
         log.say(f"Using the server at {url}")
         if flags:
@@ -142,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
         start = shlex.join(["vllm-metal-lite", *serve])
         log.say(f"No server runs at {url}; start one first: {start}")
     if args.print:  # for a shell
-        setup = make(running or Served(url, options.name_of(source), None, key))
+        setup = make(running or ServedModel(url, options.name_of(source), None, key))
         env = [f"{name}={shlex.quote(value)}" for name, value in setup.env.items()]
         print(" \\\n  ".join([*env, shlex.join([*setup.command, *args.agent_args])]))
         return 0
@@ -162,14 +164,14 @@ def run(args: argparse.Namespace) -> int:
     return code if code >= 0 else 128 - code  # a signal, in a shell's exit code
 
 
-def _asked(url: str, key: str, name: str | None) -> Served | None:
-    """A model of the server at a URL; None: no server answers.
+def _find_model(url: str, key: str, name: str | None) -> ServedModel | None:
+    """A model of the server at a URL, once the server has loaded it; None: there is no server.
 
     Raises MetalLiteError if the server refuses, or has no such model.
     """
     request = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
     try:
-        with _DIRECT.open(request, timeout=5) as reply:
+        with _DIRECT.open(request) as reply:
             models: list[dict[str, Any]] = json.load(reply)["data"]
         names = [model["id"] for model in models]
     except (OSError, HTTPException, ValueError, KeyError, TypeError) as e:
@@ -187,17 +189,17 @@ def _asked(url: str, key: str, name: str | None) -> Served | None:
             "--port"
         )
     context = found.get("max_model_len") or found.get("context_length")
-    return Served(url, found["id"], context, key)
+    return ServedModel(url, found["id"], context, key)
 
 
 @contextmanager
-def _started(url: str, key: str, name: str | None, serve: list[str]) -> Iterator[Served]:
+def _started(url: str, key: str, name: str | None, serve: list[str]) -> Iterator[ServedModel]:
     """The model of a server at a URL that is started, and ends with the block."""
     command = [sys.executable, "-m", "vllm_metal_lite", *serve]
     # In a group of its own: Ctrl-C is the agent's.
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
-        while (model := _asked(url, key, name)) is None:
+        while (model := _find_model(url, key, name)) is None:
             if server.poll() is not None:
                 raise MetalLiteError("the server did not start; the lines above say why")
             time.sleep(0.2)

@@ -14,7 +14,7 @@ from vllm_metal_lite import __version__, backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import size_text
 
-_SECONDS = 5  # time limit of a tool of the system
+_SECONDS = 5  # timeout of a system tool
 
 
 def facts() -> dict[str, Any]:

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    log.say("error: " + " ".join(message.split("\n")))
+    log.say("error: " + message.replace("\n", " "))
     return code
 
 

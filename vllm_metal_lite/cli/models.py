@@ -75,29 +75,28 @@ def _folder(name: str) -> Path:
 
 def find_models(folders: Sequence[Path]) -> list[Entry]:
     """The demo, the models of the Hugging Face cache, and those in the folders; each once."""
-    found = [_found("demo", "demo", DEMO_PATH)]
+    found = [_new_entry("demo", "demo", DEMO_PATH)]
     for name in hub_names():
         try:
-            found.append(_found(name, "hub", in_cache(name)))
+            found.append(_new_entry(name, "hub", in_cache(name)))
         except (ModelLoadError, OSError) as e:
-            found.append(_found(name, "hub", None, _reason(e, name)))
+            found.append(_new_entry(name, "hub", None, _reason(e, name)))
     for folder in folders:
-        below = list(_below(folder, DEPTH))
-        found += [_found(str(path), "folder", path) for path in below]
+        below = list(_model_folders(folder, DEPTH))
+        found += [_new_entry(str(path), "folder", path) for path in below]
         if not below:
             problem = f"no model in it, nor in folders up to {DEPTH} levels below"
-            found.append(_found(str(folder), "folder", None, problem))
+            found.append(_new_entry(str(folder), "folder", None, problem))
     once = {os.path.realpath(model["path"] or model["name"]): model for model in reversed(found)}
     return list(reversed(once.values()))
 
 
-def _found(name: str, source: str, path: Path | None, problem: str | None = None) -> Entry:
-    where = None if path is None else str(path)
-    entry = {"name": name, "source": source, "path": where}
+def _new_entry(name: str, source: str, path: Path | None, problem: str | None = None) -> Entry:
+    entry = {"name": name, "source": source, "path": path and str(path)}
     return {**entry, "supported": False, "problem": problem}
 
 
-def _below(folder: Path, depth: int) -> Iterator[Path]:
+def _model_folders(folder: Path, depth: int) -> Iterator[Path]:
     """The folders of models in a folder, itself included."""
     try:
         if _is_candidate(folder):
@@ -108,7 +107,7 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
         return
     if depth:
         for child in children:
-            yield from _below(child, depth - 1)
+            yield from _model_folders(child, depth - 1)
 
 
 def _is_candidate(folder: Path) -> bool:

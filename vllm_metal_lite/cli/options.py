@@ -21,6 +21,7 @@ from vllm_metal_lite.sampling_params import SamplingParams
 R = TypeVar("R")
 
 SERVER_SEATS = 32  # max_num_seqs of `serve`, by default
+GENERATED_TOKENS = 256  # max_tokens of `generate`, by default
 
 
 class UsageError(MetalLiteError):
@@ -75,7 +76,7 @@ _ENGINE = (
     ("speculate", "NAME", f"{_allowed('speculate')}: several tokens a step where text repeats"),
     ("seed", "N", "seed of requests that have none of their own"),
 )
-# The same of SamplingParams.
+# As above, for SamplingParams.
 _SAMPLING = (
     ("temperature", "T", "0: always the most likely token"),
     ("top_k", "N", "only the N most likely tokens; 0: all"),
@@ -85,7 +86,7 @@ _SAMPLING = (
     ("presence_penalty", "X", "-2 to 2; above 0: tokens of the answer so far become less likely"),
     ("frequency_penalty", "X", "the same, times how often a token occurs"),
 )
-# The same of ServerConfig.
+# As above, for ServerConfig.
 _SERVER = (
     ("host", "ADDRESS", "address to listen on; any address but loopback needs an API key"),
     ("port", "N", "port to listen on; 0: any free port"),
@@ -97,7 +98,7 @@ _SERVER = (
     ("keep_alive", "S", "seconds without a token, after which a stream gets a keep-alive event"),
     ("memory_budget_gib", "N", "GiB for all models together (default: a safe value)"),
 )
-# The same of flags that may come several times; their names are singular.
+# As above, for flags that may come several times; their names are singular.
 _REPEATED = (
     ("models", "[NAME=]MODEL", "one more model, loaded when a request names it"),
     ("pin", "NAME", "load this model at the start, and never unload it"),
@@ -110,7 +111,7 @@ _REPEATED = (
     ("allowed_hosts", "NAME", "also accept this name in the Host header"),
     ("allowed_origins", "ORIGIN", "web pages of this origin may call the server; *: any"),
 )
-_TEXTS = ("host", "api_key")  # also where they look like numbers
+_TEXTS = ("host", "api_key")  # kept as text, even if they look like numbers
 
 
 def _add(group: Any, rows: Iterable[tuple[str, str, str]], defaults: object = None) -> None:
@@ -140,7 +141,7 @@ def local(name: str) -> Path | None:
 
 
 def name_of(source: str) -> str:
-    """A folder's own name, as `serve` has it; a name on the hub as it is."""
+    """The name under which `serve` offers a model: the folder's, or the one on the Hub."""
     path = local(source) if source != "demo" else None
     return path.resolve().name if path is not None else source
 
@@ -197,10 +198,10 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_number(
-    parser: argparse.ArgumentParser, name: str, metavar: str, text: str, default: float, rule: Rule
+    parser: Parser, name: str, metavar: str, text: str, default: object, kind: Callable[[str], Any]
 ) -> None:
-    """Add a flag for a number that a rule allows."""
-    text, kind = f"{text} (default: {default:g})", _ruled(rule)
+    """Add a flag for numbers that `kind` parses."""
+    text = f"{text} (default: {default})"
     parser.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
 
 
@@ -256,7 +257,7 @@ def _json(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"not JSON: {one_line(e)}, got {show(text)}") from None
 
 
-def _ruled(rule: Rule) -> Callable[[str], Any]:
+def ruled(rule: Rule) -> Callable[[str], Any]:
     """Parses a value that a rule allows."""
 
     def parse(text: str) -> Any:
@@ -269,9 +270,9 @@ def _ruled(rule: Rule) -> Callable[[str], Any]:
     return parse
 
 
-COUNT = integer(1, 1_000_000)
+COUNT = ruled(integer(1, 1_000_000))
 
 
 def counts(text: str) -> list[int]:
     """Integers with commas between them, ascending."""
-    return sorted({_ruled(COUNT)(part) for part in text.split(",")})
+    return sorted({COUNT(part) for part in text.split(",")})

@@ -15,7 +15,7 @@ from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.cli import log, options
 from vllm_metal_lite.cli.startup import DEMO
 from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.errors import MetalLiteError, install
+from vllm_metal_lite.errors import MetalLiteError, install, show
 from vllm_metal_lite.server.settings import ServerConfig
 
 # Tokens of a step on a CPU, where a long step delays all streams.  4,000 tokens in one step take
@@ -26,8 +26,8 @@ _CPU_STEP = 256
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     if args.max_num_batched_tokens is None:
-        most = _CPU_STEP if backend.is_cpu() else EngineConfig.max_num_batched_tokens
-        args.max_num_batched_tokens = most
+        default = EngineConfig.max_num_batched_tokens
+        args.max_num_batched_tokens = _CPU_STEP if backend.is_cpu() else default
     engine, config, named = options.engine_config(args), _server_config(args), _named(args)
     formats = _chat_formats(args, named)
     try:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     async def main() -> int:
         sys.setswitchinterval(0.001)  # the event loop waits less for work on threads
         bound, stopping = listen(config), Stopping()
-        models = Models(specs, engine, config.memory_budget_gib)
+        models = Models(specs, engine, config)
         with stop_on_signals(stopping) as came:
             print(f"Loading {specs[0].source} ...", file=sys.stderr)
             await serve(bound, config, models, stopping, greet)
@@ -91,12 +91,16 @@ def _named(args: argparse.Namespace) -> dict[str, str]:
         )
     for entry in args.models or ():
         name, equals, source = entry.partition("=")
-        name, source = (name, source) if equals else (options.name_of(entry), entry)
+        if not equals or options.local(entry) is not None:
+            name, source = options.name_of(entry), entry
         if not name or not source:
             raise options.UsageError(f"--model must be MODEL or NAME=MODEL, got {entry!r}")
         if name in sources:
             raise options.UsageError(f"--model: two models have the name {name!r}")
         sources[name] = source
+    for text in (*sources, *sources.values()):
+        if text != text.encode(errors="replace").decode():
+            raise options.UsageError(f"models and their names must be UTF-8, got {show(text)}")
     if unknown := sorted(set(args.pin or ()) - set(sources)):
         raise options.UsageError(
             f"--pin {unknown[0]}: no such model; the models are: {', '.join(sources)}"

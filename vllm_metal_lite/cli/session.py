@@ -1,5 +1,7 @@
 """The loop of a chat: messages and commands, until the user leaves."""
 
+from functools import partial
+
 from vllm_metal_lite.cli import log
 from vllm_metal_lite.cli.conversation import Conversation, Turn
 from vllm_metal_lite.cli.options import engine_flag
@@ -90,14 +92,12 @@ class Session:
         self._terminal.notice(f"{why}  (To send this as a message, put a space before the slash.)")
 
     def _turn(self, message: str) -> Turn:
-        turn = self._conversation.ask(message, self._terminal.write, self._stopping)
+        stopping = partial(self._terminal.status, log.STOPPING)
+        turn = self._conversation.ask(message, self._terminal.write, stopping)
         if not turn.output.outputs[0].text.endswith("\n"):
             self._terminal.write("\n")
         self._terminal.status(str(turn))
         return turn
-
-    def _stopping(self) -> None:
-        self._terminal.status("\n[stopping after the step that is under way]")
 
     def _reset(self) -> None:
         self._conversation.reset()

@@ -37,14 +37,15 @@ def model_facts(name: str, model: LoadedModel) -> dict[str, Any]:
 
 def public_name(model: str) -> str:
     """A model's name as reports give it: "demo", a Hugging Face name, or "local" for a folder."""
-    return "local" if model != "demo" and local(model) is not None else model
+    is_hub_name = re.fullmatch(r"\w[\w.-]*/[\w.-]+", model) and local(model) is None
+    return model if model == "demo" or is_hub_name else "local"
 
 
 def without_names(shared: Any, model: str | None) -> Any:
     """A report, or its text, without the user's folders and the machine's name."""
     hidden = {str(Path.home()): "~"}
     if model is not None and public_name(model) == "local":
-        folder = Path(model).expanduser()
+        folder = local(model) or Path(model)
         paths = (str(folder.resolve()), str(folder), model)
         # A bare name may be a word of the report.
         hidden = {path: "MODEL" for path in paths if "/" in path} | hidden
@@ -55,7 +56,8 @@ def without_names(shared: Any, model: str | None) -> Any:
 def _replaced(value: Any, hidden: Mapping[str, str]) -> Any:
     if isinstance(value, str):
         for text, other in hidden.items():
-            if text:
+            # A bare name alone is a word of the report: a host may have the name "local".
+            if text and (value != text or "/" in text):
                 value = re.sub(rf"(?<!\w){re.escape(text)}(?!\w)", other, value)
         return value
     if isinstance(value, dict):  # the machine stays: a host may have the name "Apple"

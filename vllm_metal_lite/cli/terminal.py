@@ -43,7 +43,7 @@ class Terminal:
             log.say(text)
 
     def status(self, text: str) -> None:
-        """Something the user may know: dim."""
+        """Less important than a notice: printed dim."""
         if self.interactive:
             log.say(text, self._dim)
 

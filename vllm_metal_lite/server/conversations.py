@@ -40,7 +40,7 @@ class ChatRequest:
     thinking_budget: int | None = None
 
     @property
-    def thinks_not(self) -> bool:
+    def thinking_off(self) -> bool:
         """Whether the request wants no thoughts."""
         return self.effort == "none" or self.enable_thinking is False
 
@@ -127,8 +127,6 @@ def check_length(model: TextModel, texts: Any) -> None:
 def encode_prompt(model: TextModel, prompt: str, add_special_tokens: bool) -> list[int]:
     """Token ids of a plain text.  Raises RequestError or ContextOverflow."""
     check_length(model, prompt)
-    if len(prompt) > model.max_prompt_tokens:
-        with overflow(model):
-            model.encode_text(prompt, model.max_prompt_tokens, check_wanted)
-    check_wanted()
+    with overflow(model):
+        model.encode_text.check_size(prompt, model.max_prompt_tokens, check_wanted)
     return encode(prompt, model.tokenizer, add_special_tokens=add_special_tokens)

@@ -18,7 +18,7 @@ Positions = list[dict[int, Logprob]]
 class Delta:
     """The new part of an answer.
 
-    choice: the answer's number in the reply, which may hold the answers to several prompts.
+    choice: index of the answer in the reply; one reply may answer several prompts.
     text: as the model wrote it.  events: the parsed text; text that may become a marker is held
     back.
     token_ids, logprobs: of all new tokens, with or without events.
@@ -64,14 +64,13 @@ class AnswerReader:
             events += (last := self._parser.close())
             # A truncated call does not count, because the client must not run it.
             self._has_call = self._has_call or ToolCallEnd(is_whole=True) in last
-        is_over, is_whole = reason is not None, reason == "stop"
+        self.is_over, is_whole = reason is not None, reason == "stop"
         if not self._parallel and (count := _up_to_first_call(events)):
-            events, is_over = events[:count], True
+            events, self.is_over = events[:count], True
             is_whole = reason in (None, "stop", "length")  # the rest of the answer does not count
             answer.finish_reason = reason or "stop"
         if is_whole and self._has_call:
             reason = "tool_calls"
-        self.is_over = is_over
         if reason in ("error", "abort"):
             reason = None
         num_reasoning = len(token_ids) if has_thoughts else 0

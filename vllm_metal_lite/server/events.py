@@ -1,10 +1,8 @@
 """`/events`: what the engines do, while a client watches.
 
-All viewers get the same events; a slow one misses the oldest.  An engine sends them only for some
-seconds after `watch`.
-
-An engine sends no event during a step, and none after its process has ended.  So the server adds
-events with the state of each model and the number of its requests.
+All viewers get the same events; a slow one misses the oldest.  An engine sends events between its
+steps, for some seconds after `watch`.  The server adds events with the state of each model and the
+number of its requests, also during a step and after the end of an engine's process.
 """
 
 import asyncio
@@ -94,13 +92,11 @@ def _show(viewer: asyncio.Queue[bytes], event: bytes) -> None:
 
 
 def _state(model: Model) -> dict[str, Any]:
-    """requests: unfinished ones, with those that wait for the model to load."""
-    unfinished = 0 if model.client is None else model.client.num_unfinished
     return {
         "model": model.spec.name,
         "state": model.state,
         "error": model.error,
-        "requests": unfinished + model.num_waiting,
+        "requests": model.num_unfinished,
     }
 
 

@@ -17,7 +17,7 @@ from vllm_metal_lite.server.connection import HttpProtocol
 from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.settings import ServerConfig
-from vllm_metal_lite.server.stream import unless
+from vllm_metal_lite.server.stream import cancel_if
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ async def serve(
     """
     try:
         try:
-            await unless(stopping.asked.wait(), _Stopped, models.start())
+            await cancel_if(stopping.asked.wait(), _Stopped, models.start())
         except _Stopped:
             return
         server = Server(config, models)

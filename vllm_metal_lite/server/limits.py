@@ -55,7 +55,7 @@ def check_json(raw: bytes) -> None:
 
 
 def _excess(text: bytes) -> str | None:
-    """The excess of a JSON text; None if it is within the limits."""
+    """In words, the limit that a JSON text exceeds; None if it exceeds none."""
     for name, signs, most in (
         ("objects and lists", (b"{", b"["), MAX_CONTAINERS),
         ("commas between values", (b",",), MAX_COMMAS),

@@ -22,6 +22,7 @@ from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option, one_line
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.served_model import LoadedEngine, Model, ModelSpec, context_of
+from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.worker.client import EngineClient
 
 logger = logging.getLogger(__name__)
@@ -38,21 +39,22 @@ class _Unwanted(Exception):
 class Models:
     """Loads and unloads models, and hands out their engines.  Use from one event loop.
 
-    budget_gib: memory for all models together; None: a safe value for the device.
-    Raises ConfigError if the budget exceeds the device's memory.
+    Raises ConfigError if the budget of memory exceeds the device's.
     """
 
     _start = staticmethod(EngineClient.start)
     _clock = staticmethod(time.monotonic)
 
     def __init__(
-        self, specs: list[ModelSpec], config: EngineConfig, budget_gib: float | None = None
+        self, specs: list[ModelSpec], config: EngineConfig, server_config: ServerConfig
     ) -> None:
         self.config = config
-        self.by_name = {spec.name: Model(spec) for spec in specs}
+        seats, max_waiting = config.max_num_seqs, server_config.max_waiting
+        self.by_name = {spec.name: Model(spec, seats, max_waiting) for spec in specs}
         self._memory = backend.memory_limit()
         fraction = config.memory_fraction or profile().memory_fraction
-        self.budget = int(self._memory * fraction if budget_gib is None else budget_gib * _GIB)
+        budget = server_config.memory_budget_gib
+        self.budget = int(self._memory * fraction if budget is None else budget * _GIB)
         if self.budget > self._memory:
             raise ConfigError(
                 Option("memory_budget_gib"),
@@ -65,15 +67,14 @@ class Models:
     @property
     def loaded(self) -> dict[str, EngineClient]:
         """The engines that run, by the model's name."""
-        pairs = ((name, model.client) for name, model in self.by_name.items())
-        return {name: client for name, client in pairs if client is not None}
+        return {name: client for name, model in self.by_name.items() if (client := model.client)}
 
     async def start(self) -> None:
         """Load the first model and the pinned ones.  Raises ModelLoadError."""
         for i, model in enumerate(self.by_name.values()):
             model.context = await offload(context_of, model.spec.source, self.config.max_model_len)
             if i == 0 or model.spec.pinned:
-                self._leave(await self._take(model))
+                self._release(await self._acquire(model))
         self._has_started = True
 
     async def stop(self) -> None:
@@ -89,11 +90,11 @@ class Models:
         """The engine of a model, loaded; the model stays loaded inside of the block.
 
         name None or "": the first model.  Raises ApiError: 404 for an unknown name, 503
-        for a model that does not load.
+        for a model that does not load; BusyError if no further request may wait for it.
         """
         model = self.find(name)
         try:
-            engine = await self._take(model)
+            engine = await self._acquire(model)
         except ModelLoadError as e:
             left = round(max(model.retry_at - self._clock(), 1))
             why = f"The model `{model.spec.name}` cannot be loaded: {e}"
@@ -102,7 +103,7 @@ class Models:
         try:
             yield model.spec, engine.client
         finally:
-            self._leave(engine)
+            self._release(engine)
 
     def find(self, name: str | None) -> Model:
         """Raises ApiError (404) for an unknown name."""
@@ -113,7 +114,7 @@ class Models:
             raise ApiError(404, why, param="model", code="model_not_found")
         return self.by_name[name]
 
-    async def _take(self, model: Model) -> LoadedEngine:
+    async def _acquire(self, model: Model) -> LoadedEngine:
         """A model's engine, with the caller as a user; loads the model if necessary."""
         engine = model.engine
         if engine is not None and engine.takes(self._clock()):
@@ -121,6 +122,7 @@ class Models:
             return engine
         if model.failure is not None and self._clock() < model.retry_at:
             raise ModelLoadError(model.failure)
+        model.check_room()
         if not model.is_loading:
             model.loading = asyncio.ensure_future(self._load(model))
             # Perhaps no request waits for a failure.
@@ -132,13 +134,13 @@ class Models:
             return await asyncio.shield(loading)
         except asyncio.CancelledError:
             if loading.done() and not loading.cancelled() and loading.exception() is None:
-                self._leave(loading.result())
+                self._release(loading.result())
             raise
         finally:
             model.num_waiting -= 1
             self._changed.set()
 
-    def _leave(self, engine: LoadedEngine) -> None:
+    def _release(self, engine: LoadedEngine) -> None:
         engine.users -= 1
         engine.last_used = self._clock()
         self._changed.set()
@@ -225,10 +227,10 @@ class Models:
             engine.grace_end = now + engine.seconds_to_load
         try:
             for engine in victims:
-                while engine.alive and (pause := engine.pause(self._clock())) != 0:
+                while engine.alive and (seconds := engine.seconds_until_idle(self._clock())) != 0:
                     if not model.num_waiting:
                         raise _Unwanted
-                    await self._change_within(pause)
+                    await self._change_within(seconds)
                 self._log(f"the model {engine.model.spec.name} makes room for {model.spec.name}")
                 engine.model.engine, model.made_room = None, True
                 await engine.client.stop()

@@ -86,7 +86,7 @@ class SamplingFields(ScheduledBody):
         return given | {plain: getattr(self, name) for plain, name in self.names().items()}
 
     def names(self) -> dict[str, str]:
-        """The API's names of fields, by their names in SamplingParams, where these differ."""
+        """The API's name of each field of SamplingParams, where the two differ."""
         own = type(self).model_fields
         given = [name for name in RENAMED if name in own and getattr(self, name) is not None]
         names = {RENAMED[name]: name for name in given}

@@ -6,6 +6,7 @@ text can be cut before any of these tokens, and its pieces can be encoded one by
 """
 
 import re
+import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -47,35 +48,36 @@ class PieceEncoder:
         self._cuts = frozenset(t.content for t in cuts)
 
     def __call__(
-        self, text: str, most: int | None = None, check: Callable[[], None] = lambda: None
+        self, text: str, most: int = sys.maxsize, check: Callable[[], None] = lambda: None
     ) -> list[int]:
         """most: a text of more tokens raises PromptTooLong, early.  check: may raise, to end the
         work."""
         token_ids: list[int] = []
         num_read = 0
         for piece in self._pieces(text):
-            check()
-            if most is not None:
-                if len(piece) > max(most, _SLICE):
-                    self._count(piece, most, check)
-                if len(token_ids) > most:
-                    raise PromptTooLong(len(token_ids) * len(text) // num_read, most)
+            self.check_size(piece, most, check)
+            if len(token_ids) > most:
+                raise PromptTooLong(len(token_ids) * len(text) // num_read, most)
             token_ids += self._encode(piece)
             num_read += len(piece)
-        if most is not None and len(token_ids) > most:
+        if len(token_ids) > most:
             raise PromptTooLong(len(token_ids), most)
         return token_ids
 
-    def _count(self, piece: str, most: int, check: Callable[[], None]) -> None:
-        """Raise PromptTooLong for a piece of too many tokens, without encoding all of it."""
+    def check_size(self, text: str, most: int, check: Callable[[], None]) -> None:
+        """Raise PromptTooLong for a long text of too many tokens, without encoding all of it."""
+        check()
+        # Ordinary text has more than two characters a token, so this one may fit.
+        if len(text) <= max(2 * most, _SLICE):
+            return
         count = 0
-        for at in range(0, len(piece), _SLICE):
+        for at in range(0, len(text), _SLICE):
             check()
             end = at + _SLICE
-            count += len(self._tokenizer.encode(piece[at:end], add_special_tokens=False))
+            count += len(self._tokenizer.encode(text[at:end], add_special_tokens=False))
             # A cut may add tokens, and a tokenizer that puts a space in front may add one more.
             if count > 1.1 * most:
-                raise PromptTooLong(count * len(piece) // min(end, len(piece)), most)
+                raise PromptTooLong(count * len(text) // min(end, len(text)), most)
 
     def _pieces(self, text: str) -> Iterator[str]:
         found = sorted(self._found(text, 0, len(text), self._stages))

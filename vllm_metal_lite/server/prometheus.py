@@ -64,10 +64,7 @@ _OF_THE_ENGINE = {  # name of a counter -> of the engine's own
 _HISTOGRAMS = {
     "time_to_first_token_seconds": (_FIRST_TOKEN, "From the arrival to the first token."),
     "inter_token_latency_seconds": (_INTER_TOKEN, "Between two steps of a request."),
-    "request_time_per_output_token_seconds": (
-        _INTER_TOKEN,
-        "Mean time per output token after the first.",
-    ),
+    "request_time_per_output_token_seconds": (_INTER_TOKEN, "Mean time per token after the first."),
     "e2e_request_latency_seconds": (_LATENCY, "From the arrival to the last token."),
     "request_queue_time_seconds": (_LATENCY, "From the arrival to the first step."),
     "request_inference_time_seconds": (_LATENCY, "From the first step to the last token."),

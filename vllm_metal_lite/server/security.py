@@ -99,7 +99,7 @@ class _Checked:
             raise _refused(403, why, "--allowed-host to accept the name")
 
     def _is_foreign(self, scope: Scope, headers: Headers) -> bool:
-        """Whether another site asks for an image, a script or a frame.  Links to the page may."""
+        """Whether a page of another site loads this URL.  Links to our page may be followed."""
         if headers.get("sec-fetch-site") != "cross-site" or "*" in self._config.allowed_origins:
             return False
         return headers.get("sec-fetch-dest") != "document" or not self._is_open(scope["path"])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
-from vllm_metal_lite.errors import ModelLoadError
+from vllm_metal_lite.errors import BusyError, ModelLoadError
 from vllm_metal_lite.model.context import configured_length
 from vllm_metal_lite.model.files.find import find
 from vllm_metal_lite.model.files.folder import read_json
@@ -15,7 +15,7 @@ from vllm_metal_lite.server.worker.client import EngineClient
 _BACK_OFF = 5.0  # seconds after a failure, before the model is loaded again
 # After a failure for which others were unloaded; doubled each time.
 _BACK_OFF_WITH_ROOM, _LONGEST_BACK_OFF = 60.0, 600.0
-_PAUSE = 0.25  # seconds after a client's last request for which the model still counts as busy
+_PAUSE = 0.25  # seconds after the last request, for which the model still counts as busy
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,19 @@ class LoadedEngine:
         """Whether a new request may use it."""
         return self.alive and now < self.grace_end
 
-    def pause(self, now: float) -> float | None:
+    def seconds_until_idle(self, now: float) -> float | None:
         """Seconds until the engine counts as idle; None while requests use it."""
         return None if self.users else max(min(self.last_used + _PAUSE, self.grace_end) - now, 0)
 
 
 class Model:
-    """A model and its state.  `Models` loads and unloads it."""
+    """A model and its state.  `Models` loads and unloads it.
 
-    def __init__(self, spec: ModelSpec) -> None:
-        self.spec = spec
+    seats, max_waiting: requests that may run, and wait.
+    """
+
+    def __init__(self, spec: ModelSpec, seats: int, max_waiting: int) -> None:
+        self.spec, self.seats, self.max_waiting = spec, seats, max_waiting
         self.engine: LoadedEngine | None = None
         self.loading: asyncio.Task[LoadedEngine] | None = None
         self.num_waiting = 0  # requests that wait for `loading`
@@ -73,6 +76,17 @@ class Model:
     @property
     def client(self) -> EngineClient | None:
         return self.engine.client if self.engine is not None and self.engine.alive else None
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that run or wait, also for the model to load."""
+        return self.num_waiting + (0 if self.client is None else self.client.num_unfinished)
+
+    def check_room(self) -> None:
+        """Raise BusyError if no further request may wait."""
+        if (unfinished := self.num_unfinished) >= self.seats + self.max_waiting:
+            why = f"{unfinished} requests run or wait, and max_waiting is {self.max_waiting}"
+            raise BusyError(f"the server is busy: {why}")
 
     @property
     def is_loading(self) -> bool:

@@ -17,13 +17,13 @@ from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.body import B, Body, read_body
 from vllm_metal_lite.server.conversations import RenderedPrompt
-from vllm_metal_lite.server.errors import ApiError, ContextOverflow, error_response
+from vllm_metal_lite.server.errors import ContextOverflow, error_response
 from vllm_metal_lite.server.limits import check_logprobs
 from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.offload import LARGE, REQUESTER, Requester, offload
 from vllm_metal_lite.server.prometheus import Metrics
 from vllm_metal_lite.server.settings import ServerConfig
-from vllm_metal_lite.server.stream import KEEP_ALIVE, ClientGone, EventStream, unless, until_gone
+from vllm_metal_lite.server.stream import KEEP_ALIVE, ClientGone, EventStream, cancel_if, until_gone
 from vllm_metal_lite.server.text_model import TextModel
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.messages import Add
@@ -51,17 +51,6 @@ class Server:
         """Raise ShuttingDown if the server stops."""
         if self.draining:
             raise ShuttingDown
-
-    def check_room(self, engine: EngineClient) -> None:
-        """Raise ApiError (503) if no further request may wait for an engine."""
-        most = self.config.max_waiting
-        if (unfinished := engine.num_unfinished) >= engine.facts.max_num_seqs + most:
-            raise ApiError(
-                503,
-                f"the server is busy: {unfinished} requests run or wait, and max_waiting is {most}",
-                code="server_busy",
-                headers={"Retry-After": "1"},
-            )
 
     def end_all(self) -> None:
         """End all requests, because the server stops."""
@@ -119,7 +108,7 @@ class Serving:
     @contextmanager
     def preparing(self) -> Iterator[None]:
         """Count the request as one that waits, while its prompt and its grammar are made."""
-        self.server.check_room(self.engine)
+        self.server.models.find(self.model_name).check_room()
         self.engine.num_preparing += 1
         try:
             yield
@@ -142,7 +131,7 @@ class Serving:
         num_tokens, limit = len(prompt.token_ids), self.model.facts.max_model_len
         if num_tokens >= limit + isinstance(params, PoolingParams):
             raise ContextOverflow(num_tokens, limit)
-        self.server.check_room(self.engine)
+        self.server.models.find(self.model_name).check_room()
         if isinstance(params, SamplingParams):
             check_logprobs(num_tokens, limit, params)
         request_id = f"{prefix}{uuid.uuid4().hex}"
@@ -203,7 +192,7 @@ def endpoint(
 
     async def serve(request: Request) -> Response:
         try:
-            return await unless(server.ended.wait(), ShuttingDown, answer(request))
+            return await cancel_if(server.ended.wait(), ShuttingDown, answer(request))
         except (ClientGone, ClientDisconnect):
             return Response(status_code=499)
         except Exception as e:

@@ -26,7 +26,7 @@ class ClientGone(Exception):
     """The client has closed the connection."""
 
 
-async def unless(event: Awaitable[Any], error: type[Exception], work: Awaitable[T]) -> T:
+async def cancel_if(event: Awaitable[Any], error: type[Exception], work: Awaitable[T]) -> T:
     """The result of `work`; cancels it and raises `error` if `event` comes first."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(event)
     try:
@@ -47,12 +47,12 @@ async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
 
     The body of the request must have been read.
     """
-    return await unless(_gone(receive), ClientGone, work)
 
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
 
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    return await cancel_if(gone(), ClientGone, work)
 
 
 class EventStream(Response):
@@ -108,6 +108,11 @@ def sse(data: str, event: str | None = None) -> bytes:
     """One event.  data: one line, such as JSON."""
     name = f"event: {event}\n" if event else ""
     return f"{name}data: {data}\n\n".encode()
+
+
+def event(kind: str, **fields: Any) -> bytes:
+    """An event whose data is an object; both have the type."""
+    return sse(encode({"type": kind, **fields}), kind)
 
 
 KEEP_ALIVE = b": keep-alive\n\n"  # ignored by every parser of events

@@ -9,14 +9,13 @@ message, and inserts the message in its place, in the form of a system turn at t
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any, Literal
 
 from jinja2 import TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from vllm_metal_lite.engine.chat_checkpoints import Message, num_common
+from vllm_metal_lite.engine.chat_checkpoints import Message, num_common, num_systems
 from vllm_metal_lite.engine.chat_prompt import by_template
 from vllm_metal_lite.server.offload import check_wanted
 
@@ -80,14 +79,15 @@ class Template:
     ) -> str:
         """A conversation as text.  Raises what the template raises."""
         as_text = partial(by_template, self.tokenizer)
-        if self.system_in_middle == "native" or not _has_system_in_middle(messages):
+        front = num_systems(messages)
+        kept, rest = list(messages[:front]), messages[front:]
+        if self.system_in_middle == "native" or all(m.get("role") != "system" for m in rest):
             return as_text(messages, add_generation_prompt, variables)
         if self.system_in_middle == "in user turn":
             return as_text(_in_user_turns(messages), add_generation_prompt, variables)
-        kept: list[Message] = []
         late: list[tuple[int, str]] = []  # messages before a system message, and its text
-        for i, message in enumerate(messages):
-            if message["role"] == "system" and any(m["role"] != "system" for m in messages[:i]):
+        for message in rest:
+            if message["role"] == "system":
                 late.append((len(kept), message["content"]))
             else:
                 kept.append(message)
@@ -117,17 +117,13 @@ class Template:
         return longest
 
 
-def _has_system_in_middle(messages: Sequence[Message]) -> bool:
-    roles = [message.get("role") for message in messages]
-    return any(a != "system" and b == "system" for a, b in pairwise(roles))
-
-
 def _in_user_turns(messages: Sequence[Message]) -> list[Message]:
     """System messages after others as text of the user's, whose messages in a row become one."""
-    kept: list[Message] = []
-    for message in messages:
+    count = num_systems(messages)
+    kept = list(messages[:count])
+    for message in messages[count:]:
         role, content = message.get("role"), message.get("content")
-        if role == "system" and any(m.get("role") != "system" for m in kept):
+        if role == "system":
             role, content = "user", f"<system>\n{content}\n</system>"
             message = {"role": role, "content": content}
         if role == "user" and kept and kept[-1].get("role") == "user":

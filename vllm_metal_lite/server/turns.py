@@ -58,7 +58,7 @@ async def prepare(
     if form is not None and form is not asked:
         await check_calls(form, tools)
     prompt = await render(model, conversation)
-    in_reasoning, thoughts_over = _reasoning(model, conversation, prompt)
+    in_reasoning, thinking_closed = _reasoning(model, conversation, prompt)
     thinking = _thinking(model, conversation, in_reasoning, form is not None)
     bad_words, skips, special = params.bad_words, params.skip_special_tokens, model.special_tokens
     if choice.mode == "none" and tools:
@@ -69,7 +69,7 @@ async def prepare(
     params = replace(
         params,
         structured_outputs=form,
-        thinking=None if thoughts_over else thinking,
+        thinking=None if thinking_closed else thinking,
         bad_words=bad_words,
         skip_special_tokens=skips and not seen,
     )
@@ -80,7 +80,7 @@ async def prepare(
 def _reasoning(
     model: TextModel, conversation: ChatRequest, prompt: RenderedPrompt
 ) -> tuple[bool, bool]:
-    """(The answer begins within thoughts, its thoughts are over before it begins)."""
+    """(The prompt ends inside a thinking block, the prompt has already closed it)."""
     chat_format = model.chat_format
     if conversation.add_generation_prompt:
         tail = model.tokenizer.decode(prompt.token_ids[-_TAIL:])
@@ -96,7 +96,7 @@ def _thinking(
     thoughts, budget = model.chat_format.thoughts, conversation.thinking_budget
     if thoughts is None:
         return None
-    if thoughts.in_channel and conversation.thinks_not:
+    if thoughts.in_channel and conversation.thinking_off:
         budget = 0  # the templates of such formats cannot turn thoughts off
     thinks_first = has_form and not thoughts.in_channel and (in_reasoning or model.thinks)
     if budget is None and not thinks_first:

@@ -71,7 +71,7 @@ def serving(
             ready.append((Running(url, server, loop), stopping))
             up.set()
 
-        models = Models(specs, engine, config.memory_budget_gib)
+        models = Models(specs, engine, config)
         await serve(listen(config), config, models, stopping, on_ready)
 
     def run() -> None:

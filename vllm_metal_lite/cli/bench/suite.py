@@ -22,7 +22,7 @@ _CASE_SHARE = 1 / 40  # the share of the time limit after which a case gets no f
 
 
 class Timing(NamedTuple):
-    """Of one run, or the medians of several.
+    """The timing of one run, or the medians of several runs.
 
     seconds_to_first: from the arrival to the first token, median of the requests.
     prompt_rate: prompt tokens a second until every request has its first token.

@@ -3,10 +3,10 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-from vllm_metal_lite.server.anthropic_api.reply_content import ContentBlocks, event
+from vllm_metal_lite.server.anthropic_api.reply_content import ContentBlocks
 from vllm_metal_lite.server.deltas import Delta
 from vllm_metal_lite.server.errors import anthropic_shape, shown_error
-from vllm_metal_lite.server.stream import encode, sse
+from vllm_metal_lite.server.stream import encode, event, sse
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 PING = event("ping")

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_metal_lite.server.blocks import Blocks
 from vllm_metal_lite.server.content import arguments_of
-from vllm_metal_lite.server.stream import encode, sse
+from vllm_metal_lite.server.stream import event
 
 # By type of block: the type of its deltas, and the field of a delta that holds the text.
 _DELTA_TYPES = {
@@ -14,10 +14,6 @@ _DELTA_TYPES = {
     "thinking": ("thinking_delta", "thinking"),
     "tool_use": ("input_json_delta", "partial_json"),
 }
-
-
-def event(kind: str, **fields: Any) -> bytes:
-    return sse(encode({"type": kind, **fields}), kind)
 
 
 class ContentBlocks(Blocks[bytes]):

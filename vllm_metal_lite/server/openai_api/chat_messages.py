@@ -38,13 +38,13 @@ class ConversationFields(Body):
 
     def conversation(self, messages: list[dict[str, Any]]) -> ChatRequest:
         """Raises ApiError (400) for what cannot be rendered."""
-        begun = messages[-1] if messages else {}
-        goes_on = self.continue_final_message or (
+        last = messages[-1] if messages else {}
+        continues = self.continue_final_message or (
             # Under the names of other servers.
-            begun.get("role") == "assistant" and True in (begun.get("partial"), begun.get("prefix"))
+            last.get("role") == "assistant" and True in (last.get("partial"), last.get("prefix"))
         )
         tools, choice = _tools(self.tools, self.tool_choice, self.parallel_tool_calls)
-        if goes_on and self.add_generation_prompt:
+        if continues and self.add_generation_prompt:
             raise bad("continue_final_message", " and add_generation_prompt cannot both be true")
         template = dict(self.chat_template_kwargs or {})
         if reserved := sorted(_RESERVED.intersection(template)):
@@ -52,10 +52,9 @@ class ConversationFields(Body):
             raise bad("chat_template_kwargs", words)
         if self.documents is not None:
             template["documents"] = self.documents
-        if goes_on:
+        if continues:
             template["continue_final_message"] = True
-        generation = self.add_generation_prompt
-        generation = not goes_on if generation is None else generation
+        generation = not continues and self.add_generation_prompt is not False
         effort, rendered = self.reasoning_effort, chat_messages(messages)
         return ChatRequest(rendered, template, generation, tools, choice, effort=effort)
 

@@ -13,7 +13,7 @@ from vllm_metal_lite.chat_formats.events import Event
 from vllm_metal_lite.server.blocks import Blocks
 from vllm_metal_lite.server.openai_api.freeform import FreeformInput
 from vllm_metal_lite.server.openai_api.response_tools import Callee
-from vllm_metal_lite.server.stream import encode, sse
+from vllm_metal_lite.server.stream import event
 
 Logprobs = list[dict[str, Any]]
 
@@ -25,7 +25,7 @@ class EventWriter:
         self._numbers = count()
 
     def event(self, kind: str, **fields: Any) -> bytes:
-        return sse(encode({"type": kind, "sequence_number": next(self._numbers), **fields}), kind)
+        return event(kind, sequence_number=next(self._numbers), **fields)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Rounds of requests, so that a pile of one client does not keep all others waiting.
+"""Fair scheduling: a client with many queued requests does not delay the others.
 
 A client's requests get consecutive rounds, and a newcomer gets the round that is being served: its
-request passes those of the pile that are further back.  Rounds only grow, so no request waits
+request passes other clients' requests of later rounds.  Rounds only grow, so no request waits
 forever.  (Start-time fair queueing, where each request counts one.)
 """
 

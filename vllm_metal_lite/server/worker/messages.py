@@ -41,7 +41,7 @@ class Add:
 
     @property
     def sampling(self) -> SamplingParams:
-        """The parameters of its tokens; a prompt that is only read draws one, which is not used."""
+        """The parameters of its tokens; a pooling request samples one token, which is discarded."""
         return ONE_TOKEN if isinstance(self.params, PoolingParams) else self.params
 
 
