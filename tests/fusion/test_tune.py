@@ -41,14 +41,14 @@ def a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
 
 
-def model(name="qwen3", dtype=mx.bfloat16, failed=()):
+def model(name="qwen3", dtype=mx.bfloat16, failed=(), block_size=8):
     """A packed model, and attention by kernels except those that failed."""
     packed = tiny.packed(name, dtype).packed
     specs, groups = packed.layout.specs, {}
     for layer, spec in enumerate(specs):
         groups.setdefault(spec.window, []).append(layer)
     blocks = [KVGroup(tuple(layers), num_blocks=4) for layers in groups.values()]
-    store = PagedStore(specs, blocks, 8, states=packed.state_store(1))
+    store = PagedStore(specs, blocks, block_size, states=packed.state_store(1))
     return packed, KernelAttention(store, "gather", (), failed_kernels=failed)
 
 
@@ -205,14 +205,15 @@ def test_timing_leaves_the_store_as_it_is(monkeypatch, name):
 
 def test_a_trial_that_passed_is_remembered_for_models_of_its_form(monkeypatch, tmp_path):
     tried = []
-    models = {name: model(name) for name in ("qwen3", "llama")}  # each is tried, once
+    qwen, llama, blocks = model("qwen3"), model("llama"), model("qwen3", block_size=16)
     monkeypatch.setattr(decide.Trial, "problem", lambda trial, *_: tried.append(trial))
     fusion = FusedLaunches()
-    for count, (name, of_fusion) in enumerate(
-        [("qwen3", fusion), ("llama", fusion), ("qwen3", fusion.without(["add_rms_norm"]))], 1
+    less = fusion.without(["add_rms_norm"])
+    for count, (tiny_model, of_fusion) in enumerate(
+        [(qwen, fusion), (llama, fusion), (blocks, fusion), (qwen, less)], 1
     ):
         for _ in range(2):
-            assert decide._Trials(*models[name], ALONE).problem(of_fusion) is None
+            assert decide._Trials(*tiny_model, ALONE).problem(of_fusion) is None
             assert len(tried) == count
 
 

@@ -62,7 +62,10 @@ def decide(packed: PackedModel, attention: Attention, ranks: RankGroup) -> Fusio
 
 
 class _Trials:
-    """Trials of one model with its attention.  A pass is remembered for its fingerprint."""
+    """Trials of one model with its attention.  A pass is remembered for its fingerprint.
+
+    The store is never quantised: its error would hide an error of a launch.
+    """
 
     def __init__(self, packed: PackedModel, attention: KernelAttention, ranks: RankGroup) -> None:
         self.packed, self.attention, self.ranks = packed, attention, ranks
@@ -102,6 +105,7 @@ class _Trials:
         weights = tree_map(lambda w: (w.shape, str(w.dtype)), model.parameters())
         code = version("mlx-lm"), type(model).__module__, repr(getattr(model, "args", None))
         fused = fusion.skinny_rows, fusion.expert_rows, sorted(fusion.unused)
-        parts = [*code, weights, *fused, attention.prefill, sorted(attention.failed_kernels)]
+        used = attention.store.block_size, attention.prefill, sorted(attention.failed_kernels)
+        parts = [*code, weights, *fused, *used]
         name = type(model).__module__.rpartition(".")[2]
         return f"{name} {hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
