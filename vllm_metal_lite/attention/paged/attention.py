@@ -111,7 +111,7 @@ class KernelAttention:
         prompts, device = prompts_of(batch, first), profile()
         delays = batch.num_decodes > 0 or len(batch.draft_token_ids) > 0
         small = delays and num_rows <= device.small_rows
-        scores = int(np.diff(prompts.cu_seqlens_q) @ prompts.seq_lens)
+        scores = int(np.diff(prompts.cu_seqlens_q) @ prompts.seq_lens.astype(np.int64))
         cheap = small and self._varlen and scores <= device.small_scores
         if self.prefill == "varlen" or cheap:
             return VarlenPrompts.plan(prompts, num_rows, self._queries_per_kv, small)
