@@ -27,7 +27,6 @@ from vllm_metal_lite.fusion.current import NO_ROWS
 from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
-from vllm_metal_lite.kernels.findings import timed_once
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kernels.weights import Weight, shape_of
 from vllm_metal_lite.model.packed import PackedModel
@@ -119,7 +118,7 @@ class _Steps:
             rows = self._winning_rows()
             return f"{rows.start} {rows.stop}"
 
-        known = timed_once(key, kernel, f"{what} with this model", measure, self.ranks)
+        known = timing.timed_once(key, kernel, f"{what} with this model", measure, self.ranks)
         return range(*map(int, known.split())) if known else NO_ROWS
 
     def _winning_rows(self) -> range:
@@ -201,7 +200,7 @@ def _faster_prompt(layer: nn.Module, shape: ExpertShape, dtype: mx.Dtype) -> boo
         return "faster" if by_kernels < by_mlx else "slower"
 
     key = f"prompts with {shape}, {dtype}"
-    return timed_once(key, "expert_gemm", "experts of prompts", measure) == "faster"
+    return timing.timed_once(key, "expert_gemm", "experts of prompts", measure) == "faster"
 
 
 def _mixture_seconds(layer: nn.Module, shape: ExpertShape, dtype: mx.Dtype) -> list[float]:
