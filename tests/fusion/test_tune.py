@@ -178,7 +178,7 @@ def test_products_that_cannot_be_timed_are_mlx_s(monkeypatch, caplog, tmp_path):
 def test_timing_leaves_the_store_as_it_is(monkeypatch, name):
     """Rows that attention would write, and rows that kv_write would; two KV groups; states."""
     monkeypatch.setattr(tune, "_SIZES", (8,))
-    monkeypatch.setattr(tune, "_ENOUGH", 0.0)
+    monkeypatch.setattr(tune, "_MAX_SECONDS", 0.0)
     rows = Counter()
 
     def count(kernel, arrays, _):
@@ -333,7 +333,7 @@ def test_mixtures_are_timed_by_kernels_and_by_mlx(monkeypatch, enough, calls):
     launched = []
     Stubs(monkeypatch)
     watch(monkeypatch, lambda kernel, *_: launched.append(kernel))
-    monkeypatch.setattr(tune, "_ENOUGH_OF_PROMPTS", enough)
+    monkeypatch.setattr(tune, "_PROMPT_SECONDS", enough)
     packed, _ = model("qwen3_moe")
     fuse(packed.model, joins=False)
     tune._faster_prompts(packed)

@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 def decide(packed: PackedModel, attention: Attention, ranks: RankGroup) -> Fusion:
-    """The fusion for a model's steps.  ranks: all of them decide as one.
+    """The fusion for a model's steps.  ranks: all take the same decision.
 
     The checks cover each kernel alone; the trial here covers the fused kernels in this model.  If
     the trial fails, nothing is fused, with a warning.  Raises KernelError if a launch fails in the
-    trial.  Changes the model in place; its joined projections and norms also serve without fusion,
-    and the trial does not cover them: the model's own logits already come from them.
+    trial.  Changes the model in place: joined projections and folded norms stay without fusion.
+    The trial cannot test them, because its reference logits use them.
     """
     if not isinstance(attention, KernelAttention):
         return NO_FUSION

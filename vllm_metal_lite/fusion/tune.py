@@ -43,14 +43,14 @@ _ROUNDS = 5
 _FEWEST = (1, 2, 4)
 _SIZES = (8, 16, 32, MAX_ROWS)
 # At most _ROUNDS chains of _STEPS steps, and fewer of both if a candidate would take longer than
-# _ENOUGH seconds in all.  A Mac may need 100 ms a step.
-_STEPS, _ENOUGH = 20, 0.24
+# _MAX_SECONDS in all.  A Mac may need 100 ms a step.
+_STEPS, _MAX_SECONDS = 20, 0.24
 
 # Mixtures of a prompt
 
 # Rows, and the experts of each row, as in gpt-oss and GLM; fewer rounds if a candidate would take
-# longer than _ENOUGH_OF_PROMPTS seconds in all.
-_PROMPT_ROWS, _TOP_K, _ENOUGH_OF_PROMPTS = 512, 4, 0.75
+# longer than _PROMPT_SECONDS in all.
+_PROMPT_ROWS, _TOP_K, _PROMPT_SECONDS = 512, 4, 0.75
 
 
 def faster_rows(
@@ -141,7 +141,7 @@ class _Steps:
         step = _padding(self.attention, num_rows, self.packed.layout.vocab_size)
         candidates = [self._back_to_back(fusion, step) for fusion in (self.by_kernel, self.by_mlx)]
         return timing.seconds_alternating(
-            candidates, rounds=_ROUNDS, calls=_STEPS, enough=_ENOUGH, ranks=self.ranks
+            candidates, rounds=_ROUNDS, calls=_STEPS, enough=_MAX_SECONDS, ranks=self.ranks
         )
 
     def _back_to_back(self, fusion: FusedLaunches, step: Step) -> timing.Candidate:
@@ -223,4 +223,4 @@ def _mixture_seconds(layer: nn.Module, shape: ExpertShape, dtype: mx.Dtype) -> l
         return run
 
     candidates = [candidate(range(1, EXPERT_ROWS + 1)), candidate(NO_ROWS)]
-    return timing.seconds_alternating(candidates, rounds=_ROUNDS, enough=_ENOUGH_OF_PROMPTS, warm=1)
+    return timing.seconds_alternating(candidates, rounds=_ROUNDS, enough=_PROMPT_SECONDS, warm=1)

@@ -30,8 +30,8 @@ def seconds_alternating(
 
     The candidates alternate, because clocks drift.  calls: a candidate's in a round.  There are
     fewer rounds, then fewer calls, if a candidate would take more than `enough` seconds.  warm:
-    calls before, which trace, compile and capture.  ranks: the leader's times count: all ranks
-    must make the same calls.  So an error of one rank is raised on all.
+    untimed calls first, to trace and compile.  ranks: the leader's times count: all ranks must make
+    the same calls.  So an error of one rank is raised on all.
     """
 
     def seconds(candidate: Candidate, calls: int) -> float:
