@@ -26,7 +26,6 @@ from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model.packed import NO_FUSION
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 
 ALL_ROWS = range(1, 65)
@@ -139,14 +138,6 @@ def test_products_are_timed(monkeypatch, name):
     sizes = timed(monkeypatch, 1, 8)
     rows, _ = decided(monkeypatch, *model(name))
     assert (rows, sizes) == (range(1, 9), [1, 32, 16, 8])
-
-
-def test_nothing_is_timed_where_fused_launches_are_wrong(monkeypatch, caplog):
-    sizes = timed(monkeypatch, 1, 8)
-    monkeypatch.setattr(decide._Trials, "problem", lambda *_: "wrong logits")
-    assert decide.decide(*model(), ALONE) is NO_FUSION
-    assert "fused launches do not suit this model: wrong logits" in caplog.text
-    assert sizes == []
 
 
 def test_nothing_is_timed_on_a_cpu(monkeypatch):
