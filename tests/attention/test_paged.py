@@ -1,5 +1,8 @@
 """KernelAttention on the CPU host: whole steps and whole engines."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from metal.host import installed
@@ -51,10 +54,11 @@ def test_chunks_whose_scores_are_bounded_are_cut_into_tiles_that_share_keys(monk
     check(KernelCase(segments, prefill="gather", sinks=True), padding=3, window=window)
 
 
-def prompts_of_step(segments, dim=32, **options):
+def prompts_of_step(segments, dim=32, more_keys=0, **options):
     case = Case(segments, dim=dim)
     attention = KernelAttention(case.store, "gather", case.shapes, **options)
-    return attention.prepare(case.batch, case.batch.num_tokens).plan.prompts
+    batch = replace(case.batch, seq_lens=case.batch.seq_lens + np.int32(more_keys))
+    return attention.prepare(batch, batch.num_tokens).plan.prompts
 
 
 def test_small_steps_read_the_store_in_place_whatever_is_faster_for_large_ones(monkeypatch):
@@ -73,6 +77,9 @@ def test_small_steps_read_the_store_in_place_whatever_is_faster_for_large_ones(m
     assert not prompts_of_step(segments[1:]).repeats, "nothing waits"
     assert not prompts_of_step(segments, failed_kernels=["varlen_prefill"]).repeats
     assert not prompts_of_step(segments, dim=512).repeats, "too wide for varlen_prefill"
+    change_device(monkeypatch, small_rows=701, small_scores=768 * 8192)
+    many = prompts_of_step([(5, 1), (0, 700)], more_keys=2**22)
+    assert not many.repeats, "more scores than an int32 counts"
 
 
 @pytest.mark.parametrize("prefill", PREFILLS)

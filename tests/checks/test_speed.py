@@ -37,6 +37,7 @@ def a_gpu(monkeypatch, tmp_path):
     for name, value in sizes.items():
         monkeypatch.setattr(fallbacks, name, value)
     change_device(monkeypatch, min_split_context=40, min_split_keys=8, min_saved_tokens=16)
+    change_device(monkeypatch, rows_as_decodes=0)
     with gpu_on_host(monkeypatch, tmp_path):
         yield
 

@@ -26,7 +26,6 @@ from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model.packed import NO_FUSION
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 
 ALL_ROWS = range(1, 65)
@@ -41,14 +40,14 @@ def a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
 
 
-def model(name="qwen3", dtype=mx.bfloat16, failed=()):
+def model(name="qwen3", dtype=mx.bfloat16, failed=(), block_size=8):
     """A packed model, and attention by kernels except those that failed."""
     packed = tiny.packed(name, dtype).packed
     specs, groups = packed.layout.specs, {}
     for layer, spec in enumerate(specs):
         groups.setdefault(spec.window, []).append(layer)
     blocks = [KVGroup(tuple(layers), num_blocks=4) for layers in groups.values()]
-    store = PagedStore(specs, blocks, 8, states=packed.state_store(1))
+    store = PagedStore(specs, blocks, block_size, states=packed.state_store(1))
     return packed, KernelAttention(store, "gather", (), failed_kernels=failed)
 
 
@@ -141,14 +140,6 @@ def test_products_are_timed(monkeypatch, name):
     assert (rows, sizes) == (range(1, 9), [1, 32, 16, 8])
 
 
-def test_nothing_is_timed_where_fused_launches_are_wrong(monkeypatch, caplog):
-    sizes = timed(monkeypatch, 1, 8)
-    monkeypatch.setattr(decide._Trials, "problem", lambda *_: "wrong logits")
-    assert decide.decide(*model(), ALONE) is NO_FUSION
-    assert "fused launches do not suit this model: wrong logits" in caplog.text
-    assert sizes == []
-
-
 def test_nothing_is_timed_on_a_cpu(monkeypatch):
     sizes = timed(monkeypatch, 1, 8)
     packed, attention = model()
@@ -178,7 +169,7 @@ def test_products_that_cannot_be_timed_are_mlx_s(monkeypatch, caplog, tmp_path):
 def test_timing_leaves_the_store_as_it_is(monkeypatch, name):
     """Rows that attention would write, and rows that kv_write would; two KV groups; states."""
     monkeypatch.setattr(tune, "_SIZES", (8,))
-    monkeypatch.setattr(tune, "_ENOUGH", 0.0)
+    monkeypatch.setattr(tune, "_MAX_SECONDS", 0.0)
     rows = Counter()
 
     def count(kernel, arrays, _):
@@ -205,14 +196,15 @@ def test_timing_leaves_the_store_as_it_is(monkeypatch, name):
 
 def test_a_trial_that_passed_is_remembered_for_models_of_its_form(monkeypatch, tmp_path):
     tried = []
-    models = {name: model(name) for name in ("qwen3", "llama")}  # each is tried, once
+    qwen, llama, blocks = model("qwen3"), model("llama"), model("qwen3", block_size=16)
     monkeypatch.setattr(decide.Trial, "problem", lambda trial, *_: tried.append(trial))
     fusion = FusedLaunches()
-    for count, (name, of_fusion) in enumerate(
-        [("qwen3", fusion), ("llama", fusion), ("qwen3", fusion.without(["add_rms_norm"]))], 1
+    less = fusion.without(["add_rms_norm"])
+    for count, (tiny_model, of_fusion) in enumerate(
+        [(qwen, fusion), (llama, fusion), (blocks, fusion), (qwen, less)], 1
     ):
         for _ in range(2):
-            assert decide._Trials(*models[name], ALONE).problem(of_fusion) is None
+            assert decide._Trials(*tiny_model, ALONE).problem(of_fusion) is None
             assert len(tried) == count
 
 
@@ -332,7 +324,7 @@ def test_mixtures_are_timed_by_kernels_and_by_mlx(monkeypatch, enough, calls):
     launched = []
     Stubs(monkeypatch)
     watch(monkeypatch, lambda kernel, *_: launched.append(kernel))
-    monkeypatch.setattr(tune, "_ENOUGH_OF_PROMPTS", enough)
+    monkeypatch.setattr(tune, "_PROMPT_SECONDS", enough)
     packed, _ = model("qwen3_moe")
     fuse(packed.model, joins=False)
     tune._faster_prompts(packed)

@@ -28,6 +28,12 @@ def test_quantised_weights_stay_quantised(name, share):
     assert quantised.vocab_size == tiny.VOCAB
 
 
+def test_kernels_are_checked_in_the_type_of_the_store():
+    """Phi's queries are float32 in every type; attention rounds them to the type of K."""
+    shapes = tiny.packed("phi", mx.bfloat16).attention_shapes
+    assert {shape.dtype for shape in shapes} == {mx.bfloat16}
+
+
 def test_wrapping_a_model_twice_changes_nothing():
     config = tiny.config_of("gemma2")
     model = tiny.build(config)

@@ -160,3 +160,11 @@ def test_packed_experts_with_global_scales_are_refused_on_a_cpu(tmp_path):
     cast(native, mx.bfloat16)
     scales = {w.dtype for k, w in tree_flatten(native.parameters()) if k.endswith("global_scale")}
     assert scales == {mx.float32}  # MLX takes no other
+
+
+@pytest.mark.parametrize("path", ["glm4_moe e_score_correction_bias", "qwen3_5 A_log"])
+def test_weights_that_mlx_lm_keeps_in_float32_are_not_rounded(path):
+    name, weight = path.split()
+    cast(model := tiny.build(tiny.config_of(name)), mx.bfloat16)
+    types = {w.dtype for k, w in tree_flatten(model.parameters()) if k.endswith(weight)}
+    assert types == {mx.float32}

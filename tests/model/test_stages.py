@@ -87,6 +87,8 @@ def test_numbers_of_layers_differ_by_at_most_one():
     ("llama", 4, "llama cannot be divided into 4 stages: it has 3 layers"),
     ("gpt2", 2, "gpt2 cannot be divided into 2 stages: it has no list of layers"),
     ("nanbeige", 2, "its layers do not run once each, in order"),
+    ("exaone4", 2, "exaone4 cannot be divided into 2 stages: 'Absent' object has no attribute"),
+    ("gemma3n", 2, "gemma3n cannot be divided into 2 stages: 'NoneType' object"),
 ])  # fmt: skip
 def test_what_is_no_chain_of_layers_is_refused(name, size, reason):
     config = config_of(name)

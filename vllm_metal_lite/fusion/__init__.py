@@ -1,9 +1,7 @@
 """Fusion: several launches of a model's step become one.  The engine also works without.
 
-Launches dominate the cost of a decode step.  mlx-lm launches 20 kernels per layer.  A fused step
-launches 5 to 8.  The model's own code still runs, because MLX is lazy: MLX computes an array only
-if somebody uses the value.  Rules name operations, and a few functions of mlx-lm (launches.py), but
-no architecture.
+The model's own code runs, because MLX is lazy: MLX computes an array only if somebody uses the
+value.  Rules name operations, and a few functions of mlx-lm (launches.py), but no architecture.
 
     y = x + o_proj(a)     y is an ordinary array.  It also remembers its origin: a sum, one side of
                           it a product.
@@ -15,14 +13,10 @@ no architecture.
     traced.py             arrays with an origin
     products.py, norms.py, heads.py, experts.py, routing.py       origins and rules, by subject
     layer_cache.py        new K and V rows wait for their queries, so that one launch takes both
+    decide.py, tune.py    whether launches are fused: by a trial, and by timing
 
 When it is loaded, a model is changed: its layers return arrays with origins (layers.py),
 projections of one input are joined (joined.py), and norms keep their computed weight
 (fold_norms.py).  launches.py has the result as a value, FusedLaunches.  current.py holds what the
 forward that is being built may use.
-
-Fusion declines step by step.  An operation that has no rule, or does not fit its rule, is MLX's.  A
-kernel that failed on this device serves no launch (FusedLaunches.without).  Kernels of few rows
-serve the rows with which steps are faster (tune.py).  A model whose logits differ with fused
-kernels and without, or that runs without paged kernels, is not fused (decide.py).
 """

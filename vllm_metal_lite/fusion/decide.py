@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 def decide(packed: PackedModel, attention: Attention, ranks: RankGroup) -> Fusion:
-    """The fusion for a model's steps.  ranks: all of them decide as one.
+    """The fusion for a model's steps.  ranks: all take the same decision.
 
     The checks cover each kernel alone; the trial here covers the fused kernels in this model.  If
     the trial fails, nothing is fused, with a warning.  Raises KernelError if a launch fails in the
-    trial.  Changes the model in place; its joined projections and norms also serve without fusion,
-    and the trial does not cover them: the model's own logits already come from them.
+    trial.  Changes the model in place: joined projections and folded norms stay without fusion.
+    The trial cannot test them, because its reference logits use them.
     """
     if not isinstance(attention, KernelAttention):
         return NO_FUSION
@@ -62,7 +62,10 @@ def decide(packed: PackedModel, attention: Attention, ranks: RankGroup) -> Fusio
 
 
 class _Trials:
-    """Trials of one model with its attention.  A pass is remembered for its fingerprint."""
+    """Trials of one model with its attention.  A pass is remembered for its fingerprint.
+
+    The store is never quantised: its error would hide an error of a launch.
+    """
 
     def __init__(self, packed: PackedModel, attention: KernelAttention, ranks: RankGroup) -> None:
         self.packed, self.attention, self.ranks = packed, attention, ranks
@@ -102,6 +105,7 @@ class _Trials:
         weights = tree_map(lambda w: (w.shape, str(w.dtype)), model.parameters())
         code = version("mlx-lm"), type(model).__module__, repr(getattr(model, "args", None))
         fused = fusion.skinny_rows, fusion.expert_rows, sorted(fusion.unused)
-        parts = [*code, weights, *fused, attention.prefill, sorted(attention.failed_kernels)]
+        used = attention.store.block_size, attention.prefill, sorted(attention.failed_kernels)
+        parts = [*code, weights, *fused, *used]
         name = type(model).__module__.rpartition(".")[2]
         return f"{name} {hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"

@@ -55,13 +55,13 @@ def summed(value: mx.array, x: Traced, axis: Any = None, *args: Any, **how: Any)
 
 
 def rounded(value: mx.array, x: Traced, dtype: mx.Dtype, *_: Any, **__: Any) -> mx.array:
-    weighted = x.origin.weighted
+    terms = x.origin.weighted
     if dtype == x.dtype:
         return x
-    return _summed(weighted, dtype) if dtype == weighted.experts.rows.dtype else value
+    return _summed(terms, dtype) if dtype == terms.experts.rows.dtype else value
 
 
-def _summed(weighted: Weighted, dtype: mx.Dtype) -> mx.array:
+def _summed(terms: Weighted, dtype: mx.Dtype) -> mx.array:
     """The sums, rounded to `dtype` at the end."""
-    rows = expert_sum(weighted.experts.rows, weighted.weights, dtype)
-    return as_view(rows, weighted.experts.shape[:-2], Summed(weighted))
+    rows = expert_sum(terms.experts.rows, terms.weights, dtype)
+    return as_view(rows, terms.experts.shape[:-2], Summed(terms))

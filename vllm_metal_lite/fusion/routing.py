@@ -201,14 +201,14 @@ def itself(value: mx.array, x: Traced, **_: Any) -> mx.array:
 
 def gathered(value: mx.array, x: mx.array, indices: Any, axis: Any = None, **_: Any) -> mx.array:
     """The weights are scores of the choice, without the bias that only chooses."""
-    choice, scores = origin_of(indices), scores_of(x)
-    if not isinstance(choice, Choice) or scores is None or axis not in (-1, x.ndim - 1):
+    chosen, scores = origin_of(indices), scores_of(x)
+    if not isinstance(chosen, Choice) or scores is None or axis not in (-1, x.ndim - 1):
         return value
-    of = choice.scores
+    of = chosen.scores
     same = (scores.scoring, scores.dtype, value.dtype) == (of.scoring, of.dtype, of.dtype)
     if not same or scores.logits is not of.logits or not scores.plain:
         return value
-    return as_view(choice.weights, value.shape[:-1], Gathered(indices, choice.routing))
+    return as_view(chosen.weights, value.shape[:-1], Gathered(indices, chosen.routing))
 
 
 def total(value: mx.array, x: Traced, axis: Any = None, *args: Any, **how: Any) -> mx.array:
@@ -222,10 +222,10 @@ def total_plus(value: mx.array, x: Traced, other: Any) -> mx.array:
 
 
 def renormalized(value: mx.array, x: Traced, other: Any) -> mx.array:
-    total = origin_of(other)
-    if not isinstance(total, Total) or total.weights is not x.origin:
+    divisor = origin_of(other)
+    if not isinstance(divisor, Total) or divisor.weights is not x.origin:
         return value
-    return x.origin.relaunched(value, weights="renormalized", eps=total.eps)
+    return x.origin.relaunched(value, weights="renormalized", eps=divisor.eps)
 
 
 def times_factor(value: mx.array, x: Traced, other: Any) -> mx.array:

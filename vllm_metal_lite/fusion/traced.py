@@ -15,7 +15,7 @@ Function = Callable[..., Any]
 
 class Traced(ColumnsOf):
     """An array with a lazy value like any other, and its origin, if known: the inputs from which a
-    larger launch can compute this array, or what follows from it.
+    larger launch can compute this array, or the operation after it.
 
     rows: (N, K), if the array is a view of them as (.., K).  Models use the view, kernels the rows.
     """

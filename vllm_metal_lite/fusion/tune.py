@@ -27,7 +27,6 @@ from vllm_metal_lite.fusion.current import NO_ROWS
 from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
-from vllm_metal_lite.kernels.findings import timed_once
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kernels.weights import Weight, shape_of
 from vllm_metal_lite.model.packed import PackedModel
@@ -44,14 +43,14 @@ _ROUNDS = 5
 _FEWEST = (1, 2, 4)
 _SIZES = (8, 16, 32, MAX_ROWS)
 # At most _ROUNDS chains of _STEPS steps, and fewer of both if a candidate would take longer than
-# _ENOUGH seconds in all.  A Mac may need 100 ms a step.
-_STEPS, _ENOUGH = 20, 0.24
+# _MAX_SECONDS in all.  A Mac may need 100 ms a step.
+_STEPS, _MAX_SECONDS = 20, 0.24
 
 # Mixtures of a prompt
 
 # Rows, and the experts of each row, as in gpt-oss and GLM; fewer rounds if a candidate would take
-# longer than _ENOUGH_OF_PROMPTS seconds in all.
-_PROMPT_ROWS, _TOP_K, _ENOUGH_OF_PROMPTS = 512, 4, 0.75
+# longer than _PROMPT_SECONDS in all.
+_PROMPT_ROWS, _TOP_K, _PROMPT_SECONDS = 512, 4, 0.75
 
 
 def faster_rows(
@@ -119,7 +118,7 @@ class _Steps:
             rows = self._winning_rows()
             return f"{rows.start} {rows.stop}"
 
-        known = timed_once(key, kernel, f"{what} with this model", measure, self.ranks)
+        known = timing.timed_once(key, kernel, f"{what} with this model", measure, self.ranks)
         return range(*map(int, known.split())) if known else NO_ROWS
 
     def _winning_rows(self) -> range:
@@ -142,7 +141,7 @@ class _Steps:
         step = _padding(self.attention, num_rows, self.packed.layout.vocab_size)
         candidates = [self._back_to_back(fusion, step) for fusion in (self.by_kernel, self.by_mlx)]
         return timing.seconds_alternating(
-            candidates, rounds=_ROUNDS, calls=_STEPS, enough=_ENOUGH, ranks=self.ranks
+            candidates, rounds=_ROUNDS, calls=_STEPS, enough=_MAX_SECONDS, ranks=self.ranks
         )
 
     def _back_to_back(self, fusion: FusedLaunches, step: Step) -> timing.Candidate:
@@ -201,7 +200,7 @@ def _faster_prompt(layer: nn.Module, shape: ExpertShape, dtype: mx.Dtype) -> boo
         return "faster" if by_kernels < by_mlx else "slower"
 
     key = f"prompts with {shape}, {dtype}"
-    return timed_once(key, "expert_gemm", "experts of prompts", measure) == "faster"
+    return timing.timed_once(key, "expert_gemm", "experts of prompts", measure) == "faster"
 
 
 def _mixture_seconds(layer: nn.Module, shape: ExpertShape, dtype: mx.Dtype) -> list[float]:
@@ -224,4 +223,4 @@ def _mixture_seconds(layer: nn.Module, shape: ExpertShape, dtype: mx.Dtype) -> l
         return run
 
     candidates = [candidate(range(1, EXPERT_ROWS + 1)), candidate(NO_ROWS)]
-    return timing.seconds_alternating(candidates, rounds=_ROUNDS, enough=_ENOUGH_OF_PROMPTS, warm=1)
+    return timing.seconds_alternating(candidates, rounds=_ROUNDS, enough=_PROMPT_SECONDS, warm=1)

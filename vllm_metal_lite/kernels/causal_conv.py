@@ -20,8 +20,8 @@ TILE_ROWS = 16
 def plan_conv_tiles(segments: np.ndarray) -> np.ndarray:
     """Split segments (S, ...) of `pack_segments` into tiles (T, 2) int32 for `causal_conv`.
 
-    A tile is (segment, its first packed row).  Every segment has at least one.  T depends only on S
-    and on the number of packed rows.
+    A tile is (segment, its first packed row).  Every segment has at least one tile.  T depends
+    only on S and on the number of packed rows.
     """
     begins, rows = segments[:, 0], segments[:, -2] - segments[:, 0]
     counts = np.maximum(-(-rows // TILE_ROWS), 1)

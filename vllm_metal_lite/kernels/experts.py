@@ -118,7 +118,7 @@ def experts_problem(experts: Experts) -> str | None:
 
 
 def fits(x: mx.array, indices: mx.array, experts: Experts) -> bool:
-    """Whether `expert_mlp` serves x (rows, hidden) and indices (rows, top_k)."""
+    """Whether `expert_mlp` serves x (rows, hidden) and indices (rows, top_k) of served experts."""
     arrays = [a for part in experts.parts for a in (part.weight, part.bias) if a is not None]
     dtypes = {a.dtype for a in arrays if a.dtype is not None}
     return (
@@ -127,7 +127,6 @@ def fits(x: mx.array, indices: mx.array, experts: Experts) -> bool:
         and x.dtype in (mx.float16, mx.bfloat16)
         and dtypes <= {x.dtype}
         and x.shape[1] == experts.gate.weight.shape[2]
-        and experts_problem(experts) is None
     )
 
 

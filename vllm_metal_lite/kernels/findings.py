@@ -2,20 +2,14 @@
 
 import hashlib
 import json
-import logging
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.envs import cache_folder
-from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.kernels import source
-
-logger = logging.getLogger(__name__)
 
 
 class Findings:
@@ -40,27 +34,6 @@ class Findings:
         """Add the findings in the file, which other processes may have extended."""
         with suppress(OSError, TypeError, ValueError):  # no file yet, or an unreadable one
             self.known.update(json.loads(self.file.read_text(encoding="utf-8")))
-
-
-def timed_once(
-    key: str, kernel: str, what: str, measure: Callable[[], str], ranks: RankGroup = ALONE
-) -> str | None:
-    """The finding of `measure`, from an earlier start or now; None, with a warning, if it fails.
-
-    what: names the work in messages.  kernel: is not used after a failure.  ranks: all take the
-    finding that the leader remembers, and `measure` fails on all of them or on none.
-    """
-    found = Findings()
-    known = ranks.from_leader(found.known.get(key))
-    if known is None:
-        logger.info(f"timing {what}, once on this machine", extra={"transient": True})
-        try:
-            known = measure()
-        except Exception as e:  # from a compiler or a driver; the next start may succeed
-            logger.warning(f"{kernel} is not used: {what} cannot be timed: {one_line(e)}")
-            return None
-        found.add(key, known)
-    return known
 
 
 def write_atomically(file: Path, text: str) -> None:

@@ -27,7 +27,7 @@ def attention_problem(shape: AttentionShape, prefill: bool = False) -> str | Non
     dims = shape.k_head_dim, shape.v_head_dim
     if shape.latent:
         if shape.window is not None or shape.softcap is not None or shape.sinks:
-            return "latent_attention has no windows, softcaps and sinks"
+            return "latent_attention does not support windows, softcaps or sinks"
         return _latent_problem(*dims)
     return _head_size_problem(dims, _MAX_PREFILL_DIM if prefill else _MAX_DECODE_DIM)
 

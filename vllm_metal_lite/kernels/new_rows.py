@@ -9,10 +9,10 @@ from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope, norm_dtype
 from vllm_metal_lite.kv.store import LayerSpec
 
 # Template values of rows that are not rotated.
-_STILL = Rope(0, False, None, 1.0, None).template
+_NO_ROPE = Rope(0, False, None, 1.0, None).template
 # Template values that disable the fused inputs.
-_NONE_NEW: Template = {
-    **_STILL,
+_NO_NEW_ROWS: Template = {
+    **_NO_ROPE,
     **{f"{x}_{of}": 0 for x in "QKV" for of in ("WIDTH", "START")},
     **{f"{x}_{of}": 0 for x in "QK" for of in ("NORM", "WEIGHT", "EPS")},
     "Q_R": mx.float32,
@@ -45,7 +45,7 @@ class NewRows(NamedTuple):
     def template(self, spec: LayerSpec) -> Template:
         """Template values for a store of this layer."""
         k_dim, dtype, rows = spec.k_head_dim, spec.dtype, len(self.q.array)
-        template = dict(_STILL if self.rope is None else self.rope.template)
+        template = dict(_NO_ROPE if self.rope is None else self.rope.template)
         kv_heads = spec.num_kv_heads
         sizes = self.num_heads * k_dim, kv_heads * k_dim, kv_heads * spec.v_head_dim
         for name, columns, size in zip("qkv", (self.q, self.k, self.v), sizes, strict=True):
@@ -68,4 +68,4 @@ def query_inputs(
     if isinstance(q, NewRows):
         return len(q.q.array), q.num_heads, q.arrays, {"FUSED": True, **q.template(spec)}
     rows, heads, _ = q.shape
-    return rows, heads, [q, q, q, None, None, None], {"FUSED": False, **_NONE_NEW}
+    return rows, heads, [q, q, q, None, None, None], {"FUSED": False, **_NO_NEW_ROWS}

@@ -1,5 +1,6 @@
 """Times candidates for the same work on this device."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -8,6 +9,9 @@ import numpy as np
 
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import one_line
+from vllm_metal_lite.kernels.findings import Findings
+
+logger = logging.getLogger(__name__)
 
 # Does its work the given number of times, and waits for the device.
 Candidate = Callable[[int], object]
@@ -26,8 +30,8 @@ def seconds_alternating(
 
     The candidates alternate, because clocks drift.  calls: a candidate's in a round.  There are
     fewer rounds, then fewer calls, if a candidate would take more than `enough` seconds.  warm:
-    calls before, which trace, compile and capture.  ranks: the leader's times count: all ranks
-    must make the same calls.  So an error of one rank is raised on all.
+    untimed calls first, to trace and compile.  ranks: the leader's times count: all ranks must make
+    the same calls.  So an error of one rank is raised on all.
     """
 
     def seconds(candidate: Candidate, calls: int) -> float:
@@ -50,3 +54,24 @@ def seconds_alternating(
     calls = int(max(1, min(calls, enough / once / rounds)))
     times = [[seconds(candidate, calls) for candidate in candidates] for _ in range(rounds)]
     return np.median(times, axis=0).tolist()
+
+
+def timed_once(
+    key: str, kernel: str, what: str, measure: Callable[[], str], ranks: RankGroup = ALONE
+) -> str | None:
+    """The finding of `measure`, from an earlier start or now; None, with a warning, if it fails.
+
+    what: names the work in messages.  kernel: is not used after a failure.  ranks: all take the
+    finding that the leader remembers, and `measure` fails on all of them or on none.
+    """
+    found = Findings()
+    known = ranks.from_leader(found.known.get(key))
+    if known is None:
+        logger.info(f"timing {what}, once on this machine", extra={"transient": True})
+        try:
+            known = measure()
+        except Exception as e:  # from a compiler or a driver; the next start may succeed
+            logger.warning(f"{kernel} is not used: {what} cannot be timed: {one_line(e)}")
+            return None
+        found.add(key, known)
+    return known

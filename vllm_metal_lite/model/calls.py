@@ -12,7 +12,7 @@ from vllm_metal_lite.backend import mx
 
 
 def wrap_call(module: nn.Module, around: Callable[..., Any]) -> None:
-    """Have around(call, *args, **kwargs) replace the module's call; `call` is the module's own.
+    """Replace the module's `__call__` by around(call, *args, **kwargs); `call` is the original.
 
     The module gets a class of its own: Python looks up __call__ in the class.
     """

@@ -22,8 +22,9 @@ _DEFAULT = 8192
 def context_length(model: nn.Module, config: dict[str, Any]) -> tuple[int, str | None]:
     """The longest context in tokens, and the source of that number if it is a guess.
 
-    The number comes from config.json, or else from mlx-lm's ModelArgs.  A rotation that changes
-    beyond the trained context takes precedence as the limit.
+    The number comes from config.json, or else from mlx-lm's ModelArgs.  A linear rotation's factor
+    does not multiply the number, because Gemma 3's and others include the factor.  A rotation that
+    changes beyond the trained context takes precedence as the limit.
     """
     limit = rotation_limit(model)
     if limit is not None:

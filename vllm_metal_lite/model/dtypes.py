@@ -17,12 +17,13 @@ _PLAIN: dict[type, type] = {
 
 
 def cast(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Give all floats of a model one type."""
+    """Give all floats of a model one type; those that mlx-lm does not round stay as they are."""
+    may_round = getattr(model, "cast_predicate", lambda path: True)
 
     def typed(path: str, w: mx.array) -> mx.array:
         # MLX takes the scale of nvfp4 experts in float32 alone.
-        keep = path.endswith("global_scale") or not mx.issubdtype(w.dtype, mx.floating)
-        return w if keep else w.astype(dtype)
+        keep = path.endswith("global_scale") or not (dtype == mx.float32 or may_round(path))
+        return w if keep or not mx.issubdtype(w.dtype, mx.floating) else w.astype(dtype)
 
     model.update(tree_map_with_path(typed, model.parameters()))
 

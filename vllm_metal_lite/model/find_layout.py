@@ -59,8 +59,8 @@ def _watched(
         return CacheList(*(_watched(c, running, users, model_type) for c in cache.caches))
     if type(cache) not in (ArraysCache, *NATIVE_TYPES) or getattr(cache, "keep", False):
         raise ModelLoadError(
-            f"the architecture {model_type} is not supported: it keeps a cache of a kind of its "
-            f"own ({type(cache).__name__})"
+            f"the architecture {model_type} is not supported: it has its own class of cache "
+            f"({type(cache).__name__})"
         )
     base: Any = type(cache)
     kind = "state" if base is ArraysCache else "kv"

@@ -110,7 +110,7 @@ class LoadedModel:
     @property
     def no_embeddings(self) -> str | None:
         """Why the model gives no embeddings, or None if it does."""
-        if not self.packed.shows_hidden or self.ranks.stages:
+        if not self.packed.has_hidden_states or self.ranks.stages:
             return "its hidden states cannot be read"
         return self.pooling.problem
 
@@ -199,7 +199,7 @@ def _unevaluated(
 
 
 def _check_folder(name: str, folder: Path, trust_remote_code: bool) -> None:
-    """Raise ModelLoadError for a folder that cannot be loaded, before its weights are looked at."""
+    """Raise ModelLoadError for a folder that cannot be loaded, before its weights are read."""
     config = read_config(folder, name)
     _refuse_wrong(name, str(config.get("model_type")))
     if config.get("model_file") and not trust_remote_code:

@@ -80,7 +80,7 @@ class PackedModel:
     """An mlx-lm model that takes a packed step.
 
     reason: why the model does not run in a faster mode, in one line; None for Mode.PACKED.
-    shows_hidden: whether a forward gives hidden states.
+    has_hidden_states: whether a forward gives hidden states.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class PackedModel:
         self._recurrent_hooks = RecurrentHooks(model) if packs_states else None
         self._rows: _HeadRows | None = None  # while a packed forward is built
         body = body_of(model)
-        self.shows_hidden = body is not None
+        self.has_hidden_states = body is not None
         if body is not None:
             wrap_call(body, self._select_rows)
             self._wrapped.append(body)
 
     def release(self) -> None:
-        """Undo the wrapping: the model is as it was, and this object is of no more use."""
+        """Undo the wrapping: the model is as it was.  Do not use this object afterwards."""
         for module in self._wrapped:
             unwrap_call(module)
 
@@ -137,8 +137,8 @@ class PackedModel:
         """Build the forward of a step; returns logits (R, vocab_size) of rows `logits_indices`, and
         the hidden states (N, 1, hidden_size) of all rows below the head.
 
-        logits_indices: None selects all rows, padding included.  Hidden states: None if the model
-        hides them.
+        logits_indices: None selects all rows, padding included.  Hidden states: None if they
+        cannot be read.
         """
         sequences = None
         if self.mode is not Mode.PACKED:

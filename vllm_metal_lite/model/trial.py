@@ -65,8 +65,8 @@ class Row(NamedTuple):
 class Draw:
     """Random tokens of two requests, and the model's own logits for them.
 
-    ranks: the distances are the leader's, and an error is one of all ranks, so that all ranks
-    conclude the same.
+    ranks: the distances are the leader's, and an error on one rank is raised on all, so all decide
+    alike.
     """
 
     def __init__(

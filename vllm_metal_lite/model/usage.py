@@ -69,7 +69,7 @@ class Usage:
             num_kv_heads=spec.num_kv_heads,
             k_head_dim=spec.k_head_dim,
             v_head_dim=spec.v_head_dim,
-            dtype=q.dtype,
+            dtype=spec.dtype,
             window=scores.window,
             softcap=scores.softcap,
             sinks=scores.sinks is not None,

@@ -87,8 +87,8 @@ class KernelAttention:
         if first < batch.num_tokens:
             prompts = self._plan_prompts(batch, first, num_rows - first)
         only_decodes = decodes is not None and batch.num_decodes == batch.num_segments
-        late = only_decodes and self._fuses_decodes and not reads_new_rows(batch)
-        positions = None if late else upload_padded(batch.positions, max(num_rows, MIN_ELEMENTS))
+        fused = only_decodes and self._fuses_decodes and not reads_new_rows(batch)
+        positions = None if fused else upload_padded(batch.positions, max(num_rows, MIN_ELEMENTS))
         recurrent = SegmentPlan.plan(batch, num_rows) if self.store.states.num_slots else None
         plan = PagedPlan(decodes, prompts, positions, recurrent)
         num_logits = plan.num_logits(batch)
@@ -111,7 +111,7 @@ class KernelAttention:
         prompts, device = prompts_of(batch, first), profile()
         delays = batch.num_decodes > 0 or len(batch.draft_token_ids) > 0
         small = delays and num_rows <= device.small_rows
-        scores = int(np.diff(prompts.cu_seqlens_q) @ prompts.seq_lens)
+        scores = int(np.diff(prompts.cu_seqlens_q) @ prompts.seq_lens.astype(np.int64))
         cheap = small and self._varlen and scores <= device.small_scores
         if self.prefill == "varlen" or cheap:
             return VarlenPrompts.plan(prompts, num_rows, self._queries_per_kv, small)

@@ -64,7 +64,7 @@ class DecodePlanner:
         self._shared_prefix = PrefixSearch(sharing_groups)
 
     def __call__(self, batch: ForwardBatch, num_rows: int) -> Decodes | None:
-        """The batch's decodes, or all of its rows if that pays.
+        """The batch's decodes, or all of its rows as decodes, if that is cheaper.
 
         The rows of a chunk can be decodes that share the chunk's context.  A small step then needs
         no launches for its prompts, and parallel splits read the context.

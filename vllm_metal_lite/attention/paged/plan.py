@@ -14,8 +14,8 @@ from vllm_metal_lite.recurrence.kernels import SegmentPlan
 class PagedPlan(NamedTuple):
     """The first rows of a step are decodes; the rest are prompts.  None: the step has none.
 
-    positions: (num_rows,), for `rope_write`; None if attention writes the rows itself, which it may
-    if no row sees another new row.
+    positions: (num_rows,), for `rope_write`; None if `paged_decode` writes the rows, which is
+    allowed only if no row reads another new row.
     recurrent: the segments of recurrent layers.
     """
 

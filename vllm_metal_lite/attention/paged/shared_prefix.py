@@ -19,7 +19,7 @@ class SharedPrefixRows(NamedTuple):
 
 class PrefixSearch:
     """`find_shared_prefix` with a cache: a result is used again while all rows begin with the same
-    blocks.  So a longer prefix is found only when rows come or go.
+    blocks.  So a longer prefix is found only when the set of rows changes.
 
     groups: the KV groups whose blocks must be shared; none: nothing is shared.
     """

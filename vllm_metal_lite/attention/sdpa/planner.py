@@ -20,7 +20,7 @@ from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
 
 NEVER = np.iinfo(np.int32).max  # position of a padding key: after every query
-_ANY_NUMBER = np.iinfo(np.int64).max
+_UNLIMITED = np.iinfo(np.int64).max
 # The fewest rows of a tile, however long its context.
 _LEAST_TILE = 32
 # The keys of a call that keeps its scores in memory are padded to a multiple of 16.  Each row of
@@ -104,23 +104,23 @@ class CallPlanner:
         self.q_lens = np.diff(self.batch.cu_seqlens_q)
         self.kv_group, self.window, self.attention_chunk = kv_group, window, attention_chunk
         self.tile, self.call_cost = device.sdpa_tile, device.sdpa_call_cost
-        self.max_scores, self.key_grain, self.fused_rows = _ANY_NUMBER, 1, _ANY_NUMBER
+        self.max_scores, self.key_grain, self.fused_rows = _UNLIMITED, 1, _UNLIMITED
         if unfused is not None:
             self.max_scores = device.max_scores // unfused.heads
             self.key_grain, self.fused_rows = _KEY_GRAIN, unfused.fused_rows
 
     def calls(self) -> list[HostCall]:
         """The calls, in the order of their first rows."""
-        alone = (self.q_lens >= self.fused_rows) & (self.window is None)
-        tiles = self._tiles(np.flatnonzero(alone), _ANY_NUMBER)
+        own_call = (self.q_lens >= self.fused_rows) & (self.window is None)
+        tiles = self._tiles(np.flatnonzero(own_call), _UNLIMITED)
         calls = [self._padded(tiles[np.array([i])], 1) for i in range(len(tiles))]
-        whole = (self.q_lens == self.batch.seq_lens) & (self.q_lens > 1) & ~alone
+        whole = (self.q_lens == self.batch.seq_lens) & (self.q_lens > 1) & ~own_call
         packed = np.zeros_like(whole)
         for pack in split_packs(np.flatnonzero(whole), self.q_lens, _LONGEST_PACK):
             if self._pays_packed(pack):
                 packed[pack] = True
                 calls.append(self._packed(pack))
-        for segments in map(np.flatnonzero, (whole & ~packed, ~whole & ~alone)):
+        for segments in map(np.flatnonzero, (whole & ~packed, ~whole & ~own_call)):
             if len(segments):
                 tiles = self._tiles(segments, self.max_scores)
                 batches = self._group_by_shape(tiles)[1]
@@ -143,13 +143,13 @@ class CallPlanner:
         most_keys = batch.seq_lens[segments].astype(np.int64)
         if window is not None:
             most_keys = np.minimum(most_keys, q_len - 1 + window)
-        of_segment = max_scores // most_keys // _LEAST_TILE * _LEAST_TILE
-        of_segment = np.minimum(np.maximum(of_segment, _LEAST_TILE), self.tile)
-        count = -(-q_len // of_segment)
+        tile_rows = max_scores // most_keys // _LEAST_TILE * _LEAST_TILE
+        tile_rows = np.minimum(np.maximum(tile_rows, _LEAST_TILE), self.tile)
+        count = -(-q_len // tile_rows)
         index = np.repeat(np.arange(len(segments)), count)
         nth = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
-        first = nth * of_segment[index]
-        rows = np.minimum(q_len[index] - first, of_segment[index])
+        first = nth * tile_rows[index]
+        rows = np.minimum(q_len[index] - first, tile_rows[index])
         context = batch.seq_lens[segments][index] - q_len[index]
         kv_end = context + first + rows
         kv_start = np.zeros_like(kv_end)
@@ -179,7 +179,7 @@ class CallPlanner:
             total = least[first:end] + count * cost(rows, longest) + self.call_cost
             too_large = count * longest > max_keys
             too_large |= count * longest * rows > self.max_scores
-            total[(count > 1) & too_large] = _ANY_NUMBER
+            total[(count > 1) & too_large] = _UNLIMITED
             at = int(total.argmin())
             begins[end], least[end] = first + at, total[at]
         batches, end = [], len(tiles)

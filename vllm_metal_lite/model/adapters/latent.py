@@ -2,8 +2,8 @@
 
 DeepSeek V2, MiniCPM 3 and Youtu project one latent and one rotary key per token, like DeepSeek V3.
 mlx-lm caches the expanded heads, which are many times larger.  The classes here store the latents
-and absorb the up-projection into queries and outputs (DeepSeek-V2, arXiv 2405.04434, section 2.1):
-the same sums in another order.
+and absorb the up-projection into queries and outputs (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+Equal up to the order of the sums.
 """
 
 from typing import Any

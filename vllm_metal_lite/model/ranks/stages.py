@@ -30,19 +30,22 @@ def keep_stage(model: nn.Module, model_type: str, ranks: RankGroup) -> None:
     body = body_of(model)
     if body is None:
         raise ModelLoadError(f"{refusal}: it has no list of layers")
-    if len(body.layers) < ranks.size:
-        raise ModelLoadError(f"{refusal}: it has {len(body.layers)} layers")
-    if (problem := _no_chain(model, body.layers)) is not None:
-        raise ModelLoadError(f"{refusal}: {problem}")
-    # Rounded up, so that the last stage, which also computes the head, never gets the extra layer.
-    start, end = (-(-i * len(body.layers) // ranks.size) for i in (ranks.rank, ranks.rank + 1))
-    if start > 0:
-        first = body.layers[start]
-        wrap_call(first, lambda call, x, *args, **how: call(ranks.receive(like=x), *args, **how))
-    if end < len(body.layers):
-        wrap_call(body.layers[end - 1], lambda call, *args, **how: ranks.send(call(*args, **how)))
-    layers = enumerate(body.layers)
-    body.layers = [layer if start <= i < end else Absent(layer) for i, layer in layers]
+    layers = body.layers
+    if len(layers) < ranks.size:
+        raise ModelLoadError(f"{refusal}: it has {len(layers)} layers")
+    try:
+        _check_chain(model, layers)
+        for stage in range(ranks.size):  # on all ranks, so that all refuse the model
+            body.layers = _of_stage(layers, stage, ranks.size)
+            calls_of(model, ())
+    except Exception as e:
+        raise ModelLoadError(f"{refusal}: {one_line(e)}") from e
+    body.layers = _of_stage(layers, ranks.rank, ranks.size)
+    own = [layer for layer in body.layers if not isinstance(layer, Absent)]
+    if ranks.rank > 0:
+        wrap_call(own[0], lambda call, x, *args, **how: call(ranks.receive(like=x), *args, **how))
+    if ranks.rank < ranks.size - 1:
+        wrap_call(own[-1], lambda call, *args, **how: ranks.send(call(*args, **how)))
 
 
 def check_kinds(layout: Layout, model_type: str, ranks: RankGroup) -> None:
@@ -82,18 +85,23 @@ def _advance(cache: Any, num_tokens: int) -> None:
         vars(cache)["offset"] += num_tokens
 
 
-def _no_chain(model: nn.Module, layers: list[nn.Module]) -> str | None:
-    """Why the layers do not form a chain (each takes the previous one's result), or None.
-    Builds a forward of one token; evaluates nothing."""
-    try:
-        calls = calls_of(model, layers)
-    except Exception as e:
-        return one_line(e)
+def _of_stage(layers: list[nn.Module], stage: int, num_stages: int) -> list[nn.Module]:
+    """The layers, with placeholders for those of other stages.  The last stage, which also computes
+    the head, never gets an extra layer."""
+    return [
+        layer if i * num_stages // len(layers) == stage else Absent(layer)
+        for i, layer in enumerate(layers)
+    ]
+
+
+def _check_chain(model: nn.Module, layers: list[nn.Module]) -> None:
+    """Raise an error unless each layer takes the previous one's result.  Builds a forward of one
+    token; evaluates nothing."""
+    calls = calls_of(model, layers)
     if [id(layer) for layer, *_ in calls] != list(map(id, layers)):
-        return "its layers do not run once each, in order"
+        raise ModelLoadError("its layers do not run once each, in order")
     for i, (_, x, y) in enumerate(calls):
         if i and x is not calls[i - 1][2]:
-            return f"layer {i} gets something other than what layer {i - 1} returns"
+            raise ModelLoadError(f"layer {i} gets something other than what layer {i - 1} returns")
         if not isinstance(y, mx.array) or (y.shape, y.dtype) != (x.shape, x.dtype):
-            return f"layer {i} returns something other than hidden states like its own"
-    return None
+            raise ModelLoadError(f"layer {i} does not return hidden states like its own")
