@@ -169,7 +169,7 @@ def test_a_file_is_imported_whole_or_not_at_all(view, page):
     break_puts(page, of="bad")
     titles = ["good", "bad", "good too"]
     view.import_file("three.json", [{"title": title, "messages": []} for title in titles])
-    expect(page.locator("#problem-text")).to_contain_text("The browser could not save")
+    expect(page.locator("#problem-text")).to_contain_text("could not save 3 conversations")
     expect(view.titles).to_have_count(0)
     view.reload()
     expect(view.titles).to_have_count(0)

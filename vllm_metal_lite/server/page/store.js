@@ -85,7 +85,8 @@ export async function put(conversations, fields = [], growing = false) {
       };
     }
   }).catch(({ name, message }) => {
-    throw new Error(`The browser could not save “${conversations[0].title}” (${message || name}). Export or delete conversations, then try again.`);
+    const what = conversations.length === 1 ? `“${conversations[0].title}”` : `${conversations.length} conversations`;
+    throw new Error(`The browser could not save ${what} (${message || name}). Export or delete conversations, then try again.`);
   });
   for (const { id } of conversations) {
     saved.add(id);
