@@ -239,3 +239,5 @@ def test_a_file_with_a_title_and_messages_is_enough(view, page):
     expect(view.titles).to_have_text(["new", "old"])
     page.get_by_text("old").click()
     view.reload()
+    view.answer_to("hello")
+    expect(view.titles).to_have_text(["new", "old"])

@@ -114,7 +114,7 @@ export class Chat {
   ask(text, parent, files) {
     const { conversation } = this;
     const question = tree.append(conversation, parent, { role: "user", content: text, files });
-    if (conversation.messages.length === 1) conversation.title = title(text || files[0].name);
+    if (conversation.title === tree.UNTITLED) conversation.title = title(text || files[0].name);
     this.answer(question);
   }
 
@@ -147,7 +147,7 @@ export class Chat {
     this.draw();
     this.follow();
     if (matchMedia("(hover: hover)").matches) this.input.focus();  // no keyboard on a phone
-    this.save(conversation, "leaf", "model", "updated");
+    this.save(conversation, "title", "leaf", "model", "updated");
     announce("Waiting for the answer");
     const drawing = new Drawing(() => this.viewOf(message)?.update(conversation, this.actions));
     let savedAt = performance.now();

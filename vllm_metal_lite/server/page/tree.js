@@ -6,9 +6,11 @@
 export const newId = () =>
   Array.from(crypto.getRandomValues(new Uint8Array(8)), (b) => b.toString(16).padStart(2, "0")).join("");
 
+export const UNTITLED = "New conversation";
+
 export function newConversation(defaults) {
   return {
-    id: newId(), title: "New conversation", updated: Date.now(),
+    id: newId(), title: UNTITLED, updated: Date.now(),
     model: defaults.model ?? null, system: defaults.system ?? "",
     sampling: { ...defaults.sampling }, messages: [], leaf: null,
   };
