@@ -15,7 +15,7 @@ const SAVE_MS = 1000;  // while an answer grows
 export class Chat {
   /**
    * changed: called after a conversation was saved.  readModels: reads `models`, those of /v1/models,
-   * again.  problem(owner, words): shows a notice; "" hides the owner's.
+   * again.  problem(owner, words, retry): shows a notice; "" hides the owner's.
    */
   constructor(changed, readModels, problem) {
     this.changed = changed;
@@ -188,7 +188,7 @@ export class Chat {
       await store.put([conversation], fields);
       this.problem("save", "");
     } catch (error) {
-      this.problem("save", error.message);
+      this.problem("save", error.message, () => this.save(conversation, ...fields));
     }
     this.changed();
   }
