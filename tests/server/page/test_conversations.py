@@ -80,6 +80,16 @@ def test_a_failed_save_is_reported(view, page):
     page.evaluate("() => { IDBObjectStore.prototype.put = IDBObjectStore.prototype.old; }")
     page.click("#problem-again")
     expect(page.locator("#problem")).to_be_hidden()
+    view.reload()
+    expect(view.titles).to_have_text(["hello"])
+
+
+def test_a_conversation_that_cannot_be_deleted_stays(view, page):
+    page.evaluate("() => { IDBObjectStore.prototype.delete = () => { throw new Error('x'); }; }")
+    view.answer_to("hello")
+    view.delete("hello")
+    expect(page.locator("#problem-text")).to_have_text("“hello” could not be deleted: x")
+    expect(view.titles).to_have_text(["hello"])
 
 
 def test_conversations_that_cannot_be_read_are_reported(view, page):

@@ -68,9 +68,14 @@ function startNew() {
 }
 
 async function remove(conversation) {
-  byId("new").focus();  // its button goes
-  drop(conversation);
-  await store.remove(conversation.id);
+  byId("new").focus();  // the row with the pressed button is removed
+  try {
+    await store.remove(conversation.id);
+    problem("remove", "");
+    drop(conversation);
+  } catch (error) {
+    problem("remove", `“${conversation.title}” could not be deleted: ${error.message}`, () => remove(conversation));
+  }
 }
 
 /** Forget a conversation that was deleted, here or in another tab. */
