@@ -34,6 +34,7 @@ def test_the_cost_is_read_from_usage(view, page):
     view.answer_to("How are you?")
     cost = page.locator(".cost").inner_text()
     assert re.search(r"1,812 tokens in \(1,600 cached\).*640 out", cost, re.S)
+    expect(page.locator("#context")).to_have_text(re.compile(r"^2,452 of [\d,]+ tokens of context$"))
 
 
 @pytest.mark.parametrize(
@@ -202,6 +203,21 @@ def test_an_answer_that_breaks_off_keeps_what_came(view, page, last, words):
     view.answer_with_events(json.dumps(chunk), *last)
     assert view.answer_to("tell me a story") == "Once upon"
     expect(view.problem).to_contain_text(words)
+
+
+def test_models_that_cannot_be_read_are_reported(view, page):
+    view.answer_with({"content": "Good."}, usage=USAGE)
+    view.answer_to("hello")
+    view.refuse("models", "the server is busy")
+    view.reload()
+    expect(page.locator("#problem-text")).to_have_text(
+        "The list of models could not be read. the server is busy"
+    )
+    page.unroute_all()
+    page.click("#problem-again")
+    expect(page.locator("#context")).to_contain_text("tokens of context")
+    expect(page.locator("#problem")).to_be_hidden()
+    view.ignore_complaints("503")
 
 
 def test_the_key_is_asked_for_until_it_is_right(browser):

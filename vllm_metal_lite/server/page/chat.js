@@ -172,10 +172,7 @@ export class Chat {
     if (message.unreachable) await serverBack();
     // A server that was started again may have other models, and a model that was loaded has a context.
     const isNew = message.unreachable || message.status === 404;
-    if (isNew || (message.finish !== "error" && !this.model?.max_model_len)) {
-      await this.readModels();
-      this.drawState();
-    }
+    if (isNew || (message.finish !== "error" && !this.model?.max_model_len)) await this.readModels();
   }
 
   viewOf(message) {

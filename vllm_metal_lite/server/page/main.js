@@ -138,6 +138,7 @@ async function readModels() {
   const texts = demo ? EXAMPLES.demo : EXAMPLES.other;
   byId("examples").replaceChildren(...texts.map((text) =>
     make("button", { type: "button", onclick: () => chat.ask(text, null, []) }, text)));
+  chat.drawState();
 }
 
 /** Show a notice of a problem; "" hides the owner's.  retry: what may help; null: the notice is closed. */
@@ -225,7 +226,6 @@ async function start() {
   if (last) open(last);
   else startNew();
   await readModels();
-  chat.open(chat.conversation);
   arrange((shown) => engine.setShown(shown));
   if (!(await store.keeps())) problem("store", "This browser does not keep conversations: they are lost when this page is closed.");
   document.body.dataset.ready = "true";
