@@ -167,6 +167,28 @@ def test_text_files_go_with_a_message(view, page):
     assert asked.value.post_data_json["messages"][0]["content"] == fenced
 
 
+def test_a_message_waits_for_files_that_are_dropped_or_pasted(view, page):
+    page.evaluate(
+        """() => {
+          const read = new Promise((resolve) => { window.read = resolve; });
+          File.prototype.arrayBuffer = () => read;
+          const files = new DataTransfer();
+          files.items.add(new File([], "a.md"));
+          const dropped = new DragEvent("drop", {dataTransfer: files});
+          document.getElementById("chat").dispatchEvent(dropped);
+          const pasted = new ClipboardEvent("paste", {clipboardData: files});
+          document.getElementById("prompt").dispatchEvent(pasted);
+        }"""
+    )
+    view.ask("What is this?")
+    expect(page.locator("#send")).to_be_disabled()
+    expect(page.locator(".message")).to_have_count(0)
+    page.evaluate("() => read(new TextEncoder().encode('level 3').buffer)")
+    expect(page.locator("#attached li")).to_have_text(["a.md", "a.md"])
+    page.click("#send")
+    expect(page.locator(".message.user .attachment")).to_have_count(2)
+
+
 def test_an_error_is_said_and_can_be_tried_again(view, page):
     view.refuse("chat/completions", "264 requests run or wait, and max_waiting is 256")
     view.ask("hello")

@@ -35,6 +35,7 @@ export class Attachments {
   constructor(problem) {
     this.problem = problem;
     this.files = [];
+    this.numReading = 0;  // calls of `add`; the message waits for them
     const field = byId("attach");
     field.addEventListener("change", async () => {
       await this.add(field.files);
@@ -58,6 +59,8 @@ export class Attachments {
   async add(files) {
     if (!files.length) return;
     const refused = [];
+    this.numReading += 1;
+    this.draw();
     for (const file of Array.from(files)) {
       try {
         this.files.push({ name: file.name, text: await read(file) });
@@ -65,6 +68,7 @@ export class Attachments {
         refused.push(error.message);
       }
     }
+    this.numReading -= 1;
     this.problem("files", refused.join(" "));
     this.draw();
   }
@@ -79,6 +83,7 @@ export class Attachments {
   }
 
   draw() {
+    byId("send").disabled = this.numReading > 0;
     byId("attached").replaceChildren(...this.files.map((file) =>
       make("li", {}, make("span", {}, file.name), iconButton("close", `Remove ${file.name}`, () => {
         this.files = this.files.filter((other) => other !== file);

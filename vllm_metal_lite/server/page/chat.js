@@ -105,7 +105,7 @@ export class Chat {
   /** Send what is in the box. */
   send() {
     const text = this.input.value.trim();
-    if (this.busy || !(text || this.attachments.files.length)) return;
+    if (this.busy || this.attachments.numReading || !(text || this.attachments.files.length)) return;
     this.input.value = "";
     this.input.dispatchEvent(new Event("input"));
     this.ask(text, this.conversation.leaf, this.attachments.take());
