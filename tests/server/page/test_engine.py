@@ -45,6 +45,16 @@ def test_the_view_of_the_engine_changes_under_load(open_page):
         expect(page.locator("#pool")).not_to_have_attribute("aria-label", held)
 
 
+def test_no_row_is_dim_once_the_request_under_the_pointer_has_ended(view, page):
+    view.change_requests("chat/completions", ignore_eos=True)
+    view.ask("tell me a story")
+    with view.samples():
+        page.locator("#requests li").last.hover()
+        expect(page.locator("#requests .dim")).to_have_count(18)
+    expect(page.locator("#requests li")).to_have_count(1)
+    expect(page.locator("#requests li:not(.dim)")).to_have_count(1)
+
+
 def test_samples_can_be_sent_and_stopped(view, page, running):
     view.open("/#engine")
     expect(page.locator("#chat")).to_be_hidden()

@@ -24,6 +24,8 @@ USAGE = {
     "completion_tokens": 640,
     "prompt_tokens_details": {"cached_tokens": 1600},
 }
+# An element that is removed gets no more events of the pointer, as the specification says.
+_ARGUMENTS = ["--no-sandbox", "--enable-features=BoundaryEventDispatchTracksNodeRemoval"]
 _TIMEOUT = 120_000  # ms: a busy machine shows a page late
 expect.set_options(timeout=_TIMEOUT)
 
@@ -38,7 +40,7 @@ def chromium_path() -> str | None:
 def chromium() -> Iterator[Browser]:
     """A browser that was found by `chromium_path`."""
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium_path(), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=chromium_path(), args=_ARGUMENTS)
         try:
             yield browser
         finally:
@@ -105,10 +107,12 @@ class PageView:
         """While the page's 18 sample requests run; they are long enough for a slow browser."""
         self.change_requests("completions", max_tokens=3000)
         self.page.click("#samples")
-        expect(self.page.locator("#requests li")).to_have_count(18)
-        yield
-        self.page.click("#samples")
-        expect(self.page.locator("#no-requests")).to_be_visible()
+        expect(self.page.locator("#requests li").nth(17)).to_be_visible()
+        try:
+            yield
+        finally:
+            self.page.press("#samples", "Enter")  # the pointer stays where it is
+            expect(self.page.locator("#samples")).to_have_text("Send 18 samples")
 
     def answer_with(self, *deltas: dict, usage: dict | None = None, finish: str = "stop") -> None:
         """Let the page get these deltas as the answer to all its questions."""
