@@ -24,6 +24,7 @@ def test_the_view_of_the_engine_changes_under_load(open_page):
     page = view.page
     expect(page.locator("#legend li")).to_have_count(4)
     before = page.locator("#pool").get_attribute("aria-label")
+    figure = page.locator("#figures [title^='Answer tokens']").element_handle()
     with view.samples():
         expect(page.locator("#samples")).to_be_in_viewport()
         expect(page.locator("#pool")).not_to_have_attribute("aria-label", before)
@@ -36,6 +37,7 @@ def test_the_view_of_the_engine_changes_under_load(open_page):
         assert colours > 6
         page.locator("#requests li").first.hover()
         expect(page.locator("#requests .dim")).not_to_have_count(0)
+        assert figure.is_visible()  # the same element, so that its tooltip stays
         page.click("#engine-pause")
         expect(page.locator("#engine-state")).to_have_text("Paused")
         held = page.locator("#pool").get_attribute("aria-label")

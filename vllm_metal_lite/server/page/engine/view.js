@@ -172,20 +172,19 @@ export class EngineView {
     const queried = m.prefix_cache_queried_tokens;
     const current = this.history.numUnfinished === null && m.blocks_total;
     const share = (part, all) => (all ? `${((100 * part) / all).toFixed(0)} %` : "–");
-    const figures = [
-      ["Generated", current ? `${count(rates.decode)} tok/s` : "–", "Answer tokens per second, over the last 3 seconds"],
-      ["Prompts", current ? `${count(rates.prefill)} tok/s` : "–", "Prompt tokens computed per second, over the last 3 seconds"],
-      ["Step", current && rates.ms !== null ? duration(rates.ms) : "–", "Median step time, over the last 3 seconds"],
-      ["Cache hits", share(m.prefix_cache_hit_tokens, queried), "Share of prompt tokens found in the cache, since the start"],
-      ["Blocks used", share(m.blocks_owned, m.blocks_total), "Share of KV blocks owned by requests"],
-      ["Preempted", m.blocks_total ? count(m.preemptions) : "–", "Requests that lost their blocks to others, since the start"],
-    ];
-    if (m.draft_tokens) {
-      figures.push(["Drafts accepted", share(m.accepted_tokens, m.draft_tokens), "Share of draft tokens accepted, since the start"]);
+    const figures = {
+      generated: current ? `${count(rates.decode)} tok/s` : "–",
+      prompts: current ? `${count(rates.prefill)} tok/s` : "–",
+      step: current && rates.ms !== null ? duration(rates.ms) : "–",
+      hits: share(m.prefix_cache_hit_tokens, queried),
+      used: share(m.blocks_owned, m.blocks_total),
+      preempted: m.blocks_total ? count(m.preemptions) : "–",
+      drafts: share(m.accepted_tokens, m.draft_tokens),
+    };
+    for (const [name, figure] of Object.entries(figures)) {
+      const [value, unit = ""] = figure.split(" ");
+      byId(`figure-${name}`).replaceChildren(value, make("span", {}, unit));
     }
-    byId("figures").replaceChildren(...figures.map(([name, words, title]) => {
-      const [value, unit = ""] = words.split(" ");
-      return make("div", { title }, make("dt", {}, name), make("dd", {}, value, make("span", {}, unit)));
-    }));
+    byId("figure-drafts").parentElement.hidden = !m.draft_tokens;
   }
 }
