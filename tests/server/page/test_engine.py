@@ -1,5 +1,6 @@
 """The view of the engine in a real browser."""
 
+import json
 import os
 import re
 import signal
@@ -57,16 +58,6 @@ def test_no_row_is_dim_once_the_request_under_the_pointer_has_ended(view, page):
     expect(page.locator("#requests li:not(.dim)")).to_have_count(1)
 
 
-def test_samples_can_be_sent_and_stopped(view, page, running):
-    view.open("/#engine")
-    expect(page.locator("#chat")).to_be_hidden()
-    expect(page.locator("#timeline")).to_be_visible()
-    with view.samples():
-        expect(page.locator("#samples")).to_have_text("Stop samples")
-    expect(page.locator("#samples")).to_have_text("Send 18 samples")
-    until_idle(running, page)
-
-
 def test_why_samples_are_refused_stays_until_they_are_sent_again(view, page):
     state, steps = page.locator("#engine-state"), page.locator("#timeline")
     view.refuse("completions", "the server is busy")
@@ -80,12 +71,11 @@ def test_why_samples_are_refused_stays_until_they_are_sent_again(view, page):
     page.unroute_all()
     with view.samples():
         expect(state).to_be_hidden()
-    view.ignore_complaints("503")
 
 
-def test_the_end_of_the_engine_is_said(browser):
+def test_the_end_of_the_engine_is_said(open_page):
     with serving() as running:
-        view = PageView(browser.new_context(reduced_motion="reduce", **WIDE), running.url)
+        view = open_page(url=running.url, **WIDE)
         expect(view.page.locator("#legend li")).to_have_count(4)
         (client,) = running.server.models.loaded.values()
         os.kill(client.pid, signal.SIGKILL)
@@ -108,9 +98,24 @@ def test_numbers_from_before_a_long_step_are_not_shown_as_current(view, page, ru
         expect(page.locator("#figures dd").first).to_have_text("–")
     finally:
         os.kill(client.pid, signal.SIGCONT)
+        page.click("#samples")
     expect(page.locator("#engine-state")).to_be_hidden()
-    page.click("#samples")
     until_idle(running, page)
+
+
+def test_each_model_has_a_button_and_a_preempted_request_a_mark(view, page):
+    states = [{"model": name, "state": "loaded", "requests": 0} for name in ("big", "small")]
+    request = {"n": 1, "id": "a", "state": "waiting", "prompt": 8, "generated": 2, "computed": 0}
+    request |= {"cached": 0, "preempted": 1}
+    event = {"model": "small", "time": 1, "num_steps": 0, "steps": [], "metrics": {}}
+    event |= {"requests": [request], "preempted": [1]}
+    body = f"event: models\ndata: {json.dumps(states)}\n\ndata: {json.dumps(event)}\n\n"
+    page.route("**/events", lambda r: r.fulfill(content_type="text/event-stream", body=body))
+    view.reload()
+    models = page.locator("#engine-models button")
+    expect(models).to_have_text(["big", "small"])
+    models.last.click()
+    expect(page.locator("#requests .preempted")).to_contain_text("waits, preempted 1×")
 
 
 def test_nobody_watches_behind_a_closed_panel(view, page):

@@ -56,6 +56,7 @@ class PageView:
     def __init__(self, context: BrowserContext, url: str, *, opens: bool = True) -> None:
         """opens: open `/` at once."""
         self.context, self.url, self.complaints = context, url, []
+        self.expected: list[str] = []
         self.page = context.new_page()
         self.page.set_default_timeout(_TIMEOUT)
         self.text = self.page.locator(".message.assistant .text")
@@ -146,13 +147,14 @@ class PageView:
         self.page.route(f"**/v1/{path}", change)
 
     def refuse(self, path: str, message: str, status: int = 503) -> None:
-        """Let the page get an error for all its requests to this path; Chromium complains of it."""
+        """Let the page get an error for all its requests to this path."""
+        self.expect_complaints(f"status of {status}")
         error = {"error": {"message": message}}
         self.page.route(f"**/v1/{path}", lambda route: route.fulfill(status=status, json=error))
 
-    def ignore_complaints(self, words: str) -> None:
-        """Forget the complaints with these words, such as Chromium's own on a response of 503."""
-        self.complaints[:] = [text for text in self.complaints if words not in text]
+    def expect_complaints(self, words: str) -> None:
+        """From now on, let the page complain with these words, such as Chromium's on a 503."""
+        self.expected.append(words)
 
     def ask(self, text: str) -> None:
         self.page.fill("#prompt", text)
@@ -171,7 +173,8 @@ class PageView:
         return self.answered(number)
 
     def _read(self, message: object) -> None:
-        if message.type in ("error", "warning"):
+        expected = any(words in message.text for words in self.expected)
+        if message.type in ("error", "warning") and not expected:
             self.complaints.append(message.text)
 
     def _check(self, url: str) -> None:
