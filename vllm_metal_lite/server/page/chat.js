@@ -4,6 +4,7 @@ import { answer, bodyOf } from "./answer.js";
 import { serverBack } from "./api.js";
 import { Attachments } from "./attachments.js";
 import { announce, byId, count, Drawing, place } from "./dom.js";
+import { hold } from "./locks.js";
 import { MessageView } from "./message.js";
 import { inEffect } from "./sampling.js";
 import * as store from "./store.js";
@@ -164,7 +165,7 @@ export class Chat {
       conversation.updated = Date.now();
       return this.save(conversation, "updated");
     });
-    store.hold(message.id, saved);
+    hold(message.id, saved);
     await saved;
     this.viewOf(message)?.update(conversation, this.actions);
     if (this.conversation === conversation) this.drawState();

@@ -7,6 +7,7 @@ import { announce, byId, grow, make, sends } from "./dom.js";
 import { EngineView } from "./engine/view.js";
 import { download, readExport } from "./export.js";
 import { arrange, showSidebar, sidebarShown } from "./layout.js";
+import { onRelease } from "./locks.js";
 import { kept } from "./sampling.js";
 import { drawList } from "./sidebar.js";
 import * as store from "./store.js";
@@ -107,14 +108,10 @@ function redraw(conversation) {
   drawSidebar();
 }
 
-const awaited = new Set();  // ids of answers
-
 /** Stop each answer that another tab receives once that tab has been closed. */
 function stopWithTheirTabs(conversation) {
   for (const { id } of growing(conversation)) {
-    if (awaited.has(id) || store.holds(id)) continue;
-    awaited.add(id);
-    store.released(id).then(async () => {
+    onRelease(id, async () => {
       await reload(conversation.id);  // the tab may have saved more
       stop(conversation, id);
       redraw(conversation);

@@ -6,7 +6,6 @@ const DATABASE = "vllm-metal-lite";
 const STORE = "conversations";
 
 const channel = new BroadcastChannel(DATABASE);
-const held = new Set();  // ids of answers that this tab receives or has received
 const saved = new Set();  // ids that were stored: one that is not any more was deleted
 let opened = null;
 
@@ -41,20 +40,6 @@ async function run(mode, work) {
 
 /** False: the browser keeps nothing, as some do in private windows. */
 export const keeps = async () => (await database()) !== null;
-
-/** Let other tabs know that this one receives an answer, until `ended` resolves. */
-export function hold(id, ended) {
-  held.add(id);
-  navigator.locks?.request(id, () => ended).catch(() => {});
-}
-
-/** Whether this tab receives an answer, or has received it. */
-export const holds = (id) => held.has(id);
-
-/** Resolves when no tab receives the answer; at once where the browser has no locks, as over plain HTTP. */
-export async function released(id) {
-  await navigator.locks?.request(id, () => {}).catch(() => {});
-}
 
 /** All conversations. */
 export async function all() {
