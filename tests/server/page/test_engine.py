@@ -134,7 +134,7 @@ def test_rates_are_of_the_last_seconds(page):
             const steps = [{ t: time, ms: 10 * time, decodes: 1, segments: [[1, 1, 5]] }];
             const metrics = { decode_tokens: 100 * time * time, prefill_tokens: time ? 600 : 0 };
             const event = { time, num_steps: time + 1, steps, metrics, preempted: [] };
-            history.take({ ...event, requests: [{ n: 1 }] });
+            history.addEvent({ ...event, requests: [{ n: 1 }] });
             return history.rates();
           });
           history.idle = true;
@@ -161,7 +161,7 @@ def test_the_tip_of_a_block_names_its_numbers(page, cell, words):
           const runs = [[7, 1], [-2, 1], [0, 1]];
           const blocks = { runs, total: 7, mapped: 7, per_cell: 3, size: 16 };
           map.draw({ blocks, known: new Map([[7, { prompt: 5, generated: 1 }]]) }, 0);
-          return map.words(cell, map.cells[cell]);
+          return map.tip(cell, map.cells[cell]);
         }""",
         cell,
     )

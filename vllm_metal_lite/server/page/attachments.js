@@ -4,7 +4,7 @@ import { byId, count, iconButton, make } from "./dom.js";
 
 const MAX_BYTES = 2 ** 20;
 
-/** The text of a file; raises an Error in words. */
+/** The text of a file; raises an Error that the page can show. */
 async function read(file) {
   if (file.size > MAX_BYTES) throw new Error(`${file.name} has ${count(file.size)} bytes; the limit is ${count(MAX_BYTES)}.`);
   try {
@@ -31,7 +31,7 @@ export const fileView = ({ name, text }) =>
 
 /** The files of the message that is being written. */
 export class Attachments {
-  /** problem(owner, words): shows a notice; "" hides the owner's. */
+  /** problem(owner, text): shows a notice; "" hides the owner's. */
   constructor(problem) {
     this.problem = problem;
     this.files = [];
@@ -43,10 +43,10 @@ export class Attachments {
       byId("prompt").focus();
     });
     const area = byId("chat");
-    const withFiles = (take) => (event) => {
+    const withFiles = (handle) => (event) => {
       if (!event.dataTransfer.types.includes("Files")) return;  // text may be dropped anywhere
       event.preventDefault();
-      take(event.dataTransfer.files);
+      handle(event.dataTransfer.files);
     };
     area.addEventListener("dragover", withFiles(() => {}));
     area.addEventListener("drop", withFiles((files) => this.add(files)));

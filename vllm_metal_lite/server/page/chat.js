@@ -16,7 +16,7 @@ const SAVE_MS = 1000;  // while an answer grows
 export class Chat {
   /**
    * changed: called after a conversation was saved.  readModels: reads `models`, those of /v1/models,
-   * again.  problem(owner, words, retry): shows a notice; "" hides the owner's.
+   * again.  problem(owner, text, retry): shows a notice; "" hides the owner's.
    */
   constructor(changed, readModels, problem) {
     this.changed = changed;
@@ -103,7 +103,7 @@ export class Chat {
     return `${count(used)} of ${count(limit)} tokens of context`;
   }
 
-  /** Send what is in the box. */
+  /** Send the text of the box, with the attached files. */
   send() {
     const text = this.input.value.trim();
     if (this.busy || this.attachments.numReading || !(text || this.attachments.files.length)) return;

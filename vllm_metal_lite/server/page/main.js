@@ -138,7 +138,7 @@ async function readModels() {
   chat.drawState();
 }
 
-/** Show a notice of a problem; "" hides the owner's.  retry: what may help; null: the notice is closed. */
+/** Show a notice of a problem; "" hides the owner's.  retry: called by "Try again"; null: the button closes the notice. */
 function problem(owner, text, retry = null) {
   const notice = byId("problem");
   if (!text && notice.dataset.owner !== owner) return;

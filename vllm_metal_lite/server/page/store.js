@@ -6,7 +6,7 @@ const DATABASE = "vllm-metal-lite";
 const STORE = "conversations";
 
 const channel = new BroadcastChannel(DATABASE);
-const saved = new Set();  // ids that were stored: one that is not any more was deleted
+const saved = new Set();  // ids of conversations that were stored; a missing one was deleted
 let opened = null;
 
 /** listener: called with the id of a conversation that another tab has changed. */
@@ -49,15 +49,15 @@ export async function all() {
   return found;
 }
 
-/** A conversation as it is stored; undefined: it was deleted. */
+/** The stored conversation; undefined: it was deleted. */
 export async function get(id) {
   saved.add(id);
   return run("readonly", (store) => store.get(id));
 }
 
 /**
- * Save conversations, all or none; raises an Error in words.  What is stored keeps messages of other
- * tabs, and its fields except `fields`.  growing: other tabs need not know yet.
+ * Save conversations, all or none; raises an Error that the page can show.  Messages are merged into a stored
+ * conversation; of its fields, only `fields` are replaced.  growing: other tabs are not told yet.
  */
 export async function put(conversations, fields = [], growing = false) {
   if (!(await keeps())) return;

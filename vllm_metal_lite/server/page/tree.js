@@ -35,7 +35,7 @@ export function append(conversation, parent, message) {
   return added;
 }
 
-/** The messages that answer or replace the same one, in order of time. */
+/** The messages with the parent and the role of this one, oldest first. */
 export const versions = (conversation, message) =>
   conversation.messages.filter((m) => m.parent === message.parent && m.role === message.role);
 
