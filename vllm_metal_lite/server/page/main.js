@@ -89,11 +89,15 @@ function drop(conversation) {
 
 /** Take the changes of another tab to a conversation.  The messages that are shown stay. */
 async function reload(id) {
+  const find = () => conversations.find((c) => c.id === id);
+  const before = { ...find() };
   const stored = await store.get(id);
-  const known = conversations.find((c) => c.id === id);
+  const known = find();
   if (!stored) return known && drop(known);
   if (known) {
     const { messages, leaf, ...fields } = stored;
+    // A field that was changed here meanwhile stays: it is about to be saved.
+    for (const name in before) if (before[name] !== known[name]) delete fields[name];
     merge(Object.assign(known, fields), stored);
   } else conversations.push(stored);
   redraw(known ?? stored);
