@@ -15,7 +15,9 @@ pytestmark = pytest.mark.long
 
 def test_a_chat_and_what_it_cost(view, page):
     assert "remember" in view.answer_to("Hi, my name is Ada and I parked my car on level 3.")
+    view.text.first.evaluate("e => { e.firstChild.mark = 1; }")
     assert view.answer_to("Where is my car?") == "Your car is on level 3."
+    assert view.text.first.evaluate("e => e.firstChild.mark") == 1  # not drawn again
     expect(page.locator("#send")).to_be_visible()
     assert "first after" in page.locator(".cost").last.inner_text()
     expect(page.locator(".message.user")).to_have_count(2)
@@ -23,14 +25,6 @@ def test_a_chat_and_what_it_cost(view, page):
     view.answer_to("How are you?")
     cost = page.locator(".cost").last.inner_text()
     assert re.search(r"1,812 tokens in \(1,600 cached\).*640 out", cost, re.S)
-
-
-def test_what_was_drawn_is_not_drawn_again(view, page):
-    view.answer_to("hello")
-    first = view.text.first
-    first.evaluate("e => { e.firstChild.mark = 1; }")
-    view.answer_to("hello again")
-    assert first.evaluate("e => e.firstChild.mark") == 1
 
 
 @pytest.mark.parametrize(
