@@ -18,9 +18,9 @@ def open_page(browser, running):
     """Opens the page in a fresh profile; at the end, the browsers have no complaints."""
     views = []
 
-    def open_page(*, opens=True, **context) -> PageView:
+    def open_page(*, url=running.url, opens=True, **context) -> PageView:
         context = {"reduced_motion": "reduce", **context}
-        views.append(PageView(browser.new_context(**context), running.url, opens=opens))
+        views.append(PageView(browser.new_context(**context), url, opens=opens))
         return views[-1]
 
     yield open_page

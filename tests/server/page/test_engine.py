@@ -1,5 +1,6 @@
 """The view of the engine in a real browser."""
 
+import json
 import os
 import re
 import signal
@@ -24,6 +25,7 @@ def test_the_view_of_the_engine_changes_under_load(open_page):
     page = view.page
     expect(page.locator("#legend li")).to_have_count(4)
     before = page.locator("#pool").get_attribute("aria-label")
+    figure = page.locator("#figures [title^='Answer tokens']").element_handle()
     with view.samples():
         expect(page.locator("#samples")).to_be_in_viewport()
         expect(page.locator("#pool")).not_to_have_attribute("aria-label", before)
@@ -36,6 +38,7 @@ def test_the_view_of_the_engine_changes_under_load(open_page):
         assert colours > 6
         page.locator("#requests li").first.hover()
         expect(page.locator("#requests .dim")).not_to_have_count(0)
+        assert figure.is_visible()  # the same element, so that its tooltip stays
         page.click("#engine-pause")
         expect(page.locator("#engine-state")).to_have_text("Paused")
         held = page.locator("#pool").get_attribute("aria-label")
@@ -45,14 +48,14 @@ def test_the_view_of_the_engine_changes_under_load(open_page):
         expect(page.locator("#pool")).not_to_have_attribute("aria-label", held)
 
 
-def test_samples_can_be_sent_and_stopped(view, page, running):
-    view.open("/#engine")
-    expect(page.locator("#chat")).to_be_hidden()
-    expect(page.locator("#timeline")).to_be_visible()
+def test_no_row_is_dim_once_the_request_under_the_pointer_has_ended(view, page):
+    view.change_requests("chat/completions", ignore_eos=True)
+    view.ask("tell me a story")
     with view.samples():
-        expect(page.locator("#samples")).to_have_text("Stop samples")
-    expect(page.locator("#samples")).to_have_text("Send 18 samples")
-    until_idle(running, page)
+        page.locator("#requests li").last.hover()
+        expect(page.locator("#requests .dim")).to_have_count(18)
+    expect(page.locator("#requests li")).to_have_count(1)
+    expect(page.locator("#requests li:not(.dim)")).to_have_count(1)
 
 
 def test_why_samples_are_refused_stays_until_they_are_sent_again(view, page):
@@ -68,12 +71,11 @@ def test_why_samples_are_refused_stays_until_they_are_sent_again(view, page):
     page.unroute_all()
     with view.samples():
         expect(state).to_be_hidden()
-    view.ignore_complaints("503")
 
 
-def test_the_end_of_the_engine_is_said(browser):
+def test_the_end_of_the_engine_is_said(open_page):
     with serving() as running:
-        view = PageView(browser.new_context(reduced_motion="reduce", **WIDE), running.url)
+        view = open_page(url=running.url, **WIDE)
         expect(view.page.locator("#legend li")).to_have_count(4)
         (client,) = running.server.models.loaded.values()
         os.kill(client.pid, signal.SIGKILL)
@@ -96,9 +98,24 @@ def test_numbers_from_before_a_long_step_are_not_shown_as_current(view, page, ru
         expect(page.locator("#figures dd").first).to_have_text("–")
     finally:
         os.kill(client.pid, signal.SIGCONT)
+        page.click("#samples")
     expect(page.locator("#engine-state")).to_be_hidden()
-    page.click("#samples")
     until_idle(running, page)
+
+
+def test_each_model_has_a_button_and_a_preempted_request_a_mark(view, page):
+    states = [{"model": name, "state": "loaded", "requests": 0} for name in ("big", "small")]
+    request = {"n": 1, "id": "a", "state": "waiting", "prompt": 8, "generated": 2, "computed": 0}
+    request |= {"cached": 0, "preempted": 1}
+    event = {"model": "small", "time": 1, "num_steps": 0, "steps": [], "metrics": {}}
+    event |= {"requests": [request], "preempted": [1]}
+    body = f"event: models\ndata: {json.dumps(states)}\n\ndata: {json.dumps(event)}\n\n"
+    page.route("**/events", lambda r: r.fulfill(content_type="text/event-stream", body=body))
+    view.reload()
+    models = page.locator("#engine-models button")
+    expect(models).to_have_text(["big", "small"])
+    models.last.click()
+    expect(page.locator("#requests .preempted")).to_contain_text("waits, preempted 1×")
 
 
 def test_nobody_watches_behind_a_closed_panel(view, page):
@@ -117,7 +134,7 @@ def test_rates_are_of_the_last_seconds(page):
             const steps = [{ t: time, ms: 10 * time, decodes: 1, segments: [[1, 1, 5]] }];
             const metrics = { decode_tokens: 100 * time * time, prefill_tokens: time ? 600 : 0 };
             const event = { time, num_steps: time + 1, steps, metrics, preempted: [] };
-            history.take({ ...event, requests: [{ n: 1 }] });
+            history.addEvent({ ...event, requests: [{ n: 1 }] });
             return history.rates();
           });
           history.idle = true;
@@ -128,24 +145,19 @@ def test_rates_are_of_the_last_seconds(page):
     assert found[3:] == [[300, 200, 20], [500, 0, 30], [700, 0, 40], [0, 0, None]]
 
 
-@pytest.mark.parametrize(
-    ("cell", "words"),
-    [
-        (0, ["Blocks 0 to 2: request 7 alone", "5 tokens in, 1 out"]),
-        (1, ["Blocks 3 to 5: shared", "room for 48 tokens"]),
-        (2, ["Block 6: free", "room for 16 tokens"]),
-    ],
-)
-def test_the_tip_of_a_block_names_its_numbers(page, cell, words):
+def test_the_tip_of_a_block_names_its_numbers(page):
     found = page.evaluate(
-        """async (cell) => {
+        """async () => {
           const { PoolMap } = await import("/page/engine/pool.js");
           const map = new PoolMap(document.createElement("canvas"), () => {});
           const runs = [[7, 1], [-2, 1], [0, 1]];
           const blocks = { runs, total: 7, mapped: 7, per_cell: 3, size: 16 };
           map.draw({ blocks, known: new Map([[7, { prompt: 5, generated: 1 }]]) }, 0);
-          return map.words(cell, map.cells[cell]);
-        }""",
-        cell,
+          return map.cells.map((code, i) => map.tip(i, code));
+        }"""
     )
-    assert found == words
+    assert found == [
+        ["Blocks 0 to 2: request 7 alone", "5 tokens in, 1 out"],
+        ["Blocks 3 to 5: shared", "room for 48 tokens"],
+        ["Block 6: free", "room for 16 tokens"],
+    ]

@@ -97,6 +97,7 @@ def test_the_thinking_switch_is_shown_where_the_model_has_one(open_page, thinkin
 def test_each_view_has_one_heading_of_level_one(view, page):
     for path in ("/", "/#engine"):
         view.open(path)
+        expect(page.locator("#chat")).to_be_visible(visible=path == "/")
         expect(page.get_by_role("heading", level=1)).to_have_count(1)
 
 
@@ -151,6 +152,6 @@ def test_nothing_is_wider_than_the_screen(open_page, scheme, width):
         expect(page.locator("#chat")).to_have_attribute("inert", "")  # the view covers it
         page.click("#engine-close")
         expect(page.locator("#chat")).not_to_have_attribute("inert", "")
-    page.evaluate("switchTheme()")
+    page.locator("#theme").dispatch_event("click")
     other = {"light": "dark", "dark": "light"}[scheme]
     assert page.evaluate("document.documentElement.dataset.theme") == other

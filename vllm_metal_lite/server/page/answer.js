@@ -37,7 +37,7 @@ export async function answer(message, body, signal, changed) {
         ended = true;  // the response ends here by itself
         continue;
       }
-      finish = take(message, JSON.parse(data)) ?? finish;
+      finish = addChunk(message, JSON.parse(data)) ?? finish;
       changed();
     }
     if (!ended) throw new ApiError("The answer was cut off.", 0);
@@ -54,8 +54,8 @@ export async function answer(message, body, signal, changed) {
   message.endedAt = Date.now();
 }
 
-/** Take a chunk; returns the reason if the answer ends with it. */
-function take(message, chunk) {
+/** Add a chunk to a message; returns the reason if the answer ends with it. */
+function addChunk(message, chunk) {
   if (chunk.error) throw new ApiError(chunk.error.message ?? "The server failed.", 500);
   if (chunk.usage) message.usage = chunk.usage;
   const choice = chunk.choices?.[0];

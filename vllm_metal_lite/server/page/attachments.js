@@ -4,7 +4,7 @@ import { byId, count, iconButton, make } from "./dom.js";
 
 const MAX_BYTES = 2 ** 20;
 
-/** The text of a file; raises an Error in words. */
+/** The text of a file; raises an Error that the page can show. */
 async function read(file) {
   if (file.size > MAX_BYTES) throw new Error(`${file.name} has ${count(file.size)} bytes; the limit is ${count(MAX_BYTES)}.`);
   try {
@@ -31,10 +31,11 @@ export const fileView = ({ name, text }) =>
 
 /** The files of the message that is being written. */
 export class Attachments {
-  /** problem(owner, words): shows a notice; "" hides the owner's. */
+  /** problem(owner, text): shows a notice; "" hides the owner's. */
   constructor(problem) {
     this.problem = problem;
     this.files = [];
+    this.numReading = 0;  // calls of `add`; the message waits for them
     const field = byId("attach");
     field.addEventListener("change", async () => {
       await this.add(field.files);
@@ -42,10 +43,10 @@ export class Attachments {
       byId("prompt").focus();
     });
     const area = byId("chat");
-    const withFiles = (take) => (event) => {
+    const withFiles = (handle) => (event) => {
       if (!event.dataTransfer.types.includes("Files")) return;  // text may be dropped anywhere
       event.preventDefault();
-      take(event.dataTransfer.files);
+      handle(event.dataTransfer.files);
     };
     area.addEventListener("dragover", withFiles(() => {}));
     area.addEventListener("drop", withFiles((files) => this.add(files)));
@@ -58,6 +59,8 @@ export class Attachments {
   async add(files) {
     if (!files.length) return;
     const refused = [];
+    this.numReading += 1;
+    this.draw();
     for (const file of Array.from(files)) {
       try {
         this.files.push({ name: file.name, text: await read(file) });
@@ -65,6 +68,7 @@ export class Attachments {
         refused.push(error.message);
       }
     }
+    this.numReading -= 1;
     this.problem("files", refused.join(" "));
     this.draw();
   }
@@ -79,6 +83,7 @@ export class Attachments {
   }
 
   draw() {
+    byId("send").disabled = this.numReading > 0;
     byId("attached").replaceChildren(...this.files.map((file) =>
       make("li", {}, make("span", {}, file.name), iconButton("close", `Remove ${file.name}`, () => {
         this.files = this.files.filter((other) => other !== file);

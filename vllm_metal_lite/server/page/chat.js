@@ -4,6 +4,7 @@ import { answer, bodyOf } from "./answer.js";
 import { serverBack } from "./api.js";
 import { Attachments } from "./attachments.js";
 import { announce, byId, count, Drawing, place } from "./dom.js";
+import { hold } from "./locks.js";
 import { MessageView } from "./message.js";
 import { inEffect } from "./sampling.js";
 import * as store from "./store.js";
@@ -15,7 +16,7 @@ const SAVE_MS = 1000;  // while an answer grows
 export class Chat {
   /**
    * changed: called after a conversation was saved.  readModels: reads `models`, those of /v1/models,
-   * again.  problem(owner, words): shows a notice; "" hides the owner's.
+   * again.  problem(owner, text, retry): shows a notice; "" hides the owner's.
    */
   constructor(changed, readModels, problem) {
     this.changed = changed;
@@ -102,10 +103,10 @@ export class Chat {
     return `${count(used)} of ${count(limit)} tokens of context`;
   }
 
-  /** Send what is in the box. */
+  /** Send the text of the box, with the attached files. */
   send() {
     const text = this.input.value.trim();
-    if (this.busy || !(text || this.attachments.files.length)) return;
+    if (this.busy || this.attachments.numReading || !(text || this.attachments.files.length)) return;
     this.input.value = "";
     this.input.dispatchEvent(new Event("input"));
     this.ask(text, this.conversation.leaf, this.attachments.take());
@@ -114,7 +115,7 @@ export class Chat {
   ask(text, parent, files) {
     const { conversation } = this;
     const question = tree.append(conversation, parent, { role: "user", content: text, files });
-    if (conversation.messages.length === 1) conversation.title = title(text || files[0].name);
+    if (conversation.title === tree.UNTITLED) conversation.title = title(text || files[0].name);
     this.answer(question);
   }
 
@@ -147,7 +148,7 @@ export class Chat {
     this.draw();
     this.follow();
     if (matchMedia("(hover: hover)").matches) this.input.focus();  // no keyboard on a phone
-    this.save(conversation, "leaf", "model", "updated");
+    this.save(conversation, "title", "leaf", "model", "updated");
     announce("Waiting for the answer");
     const drawing = new Drawing(() => this.viewOf(message)?.update(conversation, this.actions));
     let savedAt = performance.now();
@@ -164,7 +165,7 @@ export class Chat {
       conversation.updated = Date.now();
       return this.save(conversation, "updated");
     });
-    store.hold(message.id, saved);
+    hold(message.id, saved);
     await saved;
     this.viewOf(message)?.update(conversation, this.actions);
     if (this.conversation === conversation) this.drawState();
@@ -172,10 +173,7 @@ export class Chat {
     if (message.unreachable) await serverBack();
     // A server that was started again may have other models, and a model that was loaded has a context.
     const isNew = message.unreachable || message.status === 404;
-    if (isNew || (message.finish !== "error" && !this.model?.max_model_len)) {
-      await this.readModels();
-      this.drawState();
-    }
+    if (isNew || (message.finish !== "error" && !this.model?.max_model_len)) await this.readModels();
   }
 
   viewOf(message) {
@@ -188,7 +186,7 @@ export class Chat {
       await store.put([conversation], fields);
       this.problem("save", "");
     } catch (error) {
-      this.problem("save", error.message);
+      this.problem("save", error.message, () => this.save(conversation, ...fields));
     }
     this.changed();
   }

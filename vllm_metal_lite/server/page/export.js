@@ -50,7 +50,7 @@ const GOOD = {  // whether a conversation's field is what it must be
   leaf: (leaf, { messages }) => leaf === null || messages.some((m) => m.id === leaf),
 };
 
-/** The conversations of a file that was exported; raises an Error in words. */
+/** The conversations of a file that was exported; raises an Error that the page can show. */
 export async function readExport(file) {
   let value;
   try {

@@ -5,7 +5,7 @@ import { keepSetting, setting } from "./store.js";
 
 const narrow = matchMedia("(max-width: 1100px)");  // as in the style sheets
 const wide = matchMedia("(min-width: 1440px)");
-const shows = document.body.classList;  // by which the style sheets place the parts
+const bodyClasses = document.body.classList;  // the style sheets place the parts by them
 let engineShown = () => {};
 
 /** Show the parts that the address and the width ask for, and follow both.  listener: gets whether the engine is shown. */
@@ -13,7 +13,7 @@ export function arrange(listener) {
   engineShown = listener;
   byId("sidebar-toggle").addEventListener("click", () => showSidebar(!sidebarShown()));
   byId("backdrop").addEventListener("click", () => showSidebar(false));
-  byId("engine-toggle").addEventListener("click", () => chooseEngine(!shows.contains("show-engine")));
+  byId("engine-toggle").addEventListener("click", () => chooseEngine(!bodyClasses.contains("show-engine")));
   byId("engine-close").addEventListener("click", () => {
     chooseEngine(false);
     if (location.hash === "#engine") {
@@ -30,7 +30,7 @@ export function arrange(listener) {
 /** /#engine shows the engine alone. */
 function followAddress() {
   const alone = location.hash === "#engine";
-  shows.toggle("engine-alone", alone);
+  bodyClasses.toggle("engine-alone", alone);
   const link = byId("engine-alone");
   link.setAttribute("href", alone ? "#" : "#engine");
   link.title = alone ? "Show the chat too" : "Show the engine alone";
@@ -45,28 +45,28 @@ function chooseEngine(shown) {
 }
 
 function showEngine(shown) {
-  shows.toggle("show-engine", shown);
-  shows.toggle("drawer", narrow.matches || (shown && !wide.matches));
+  bodyClasses.toggle("show-engine", shown);
+  bodyClasses.toggle("drawer", narrow.matches || (shown && !wide.matches));
   byId("engine-toggle").setAttribute("aria-expanded", String(shown));
   engineShown(shown);
   disableCovered();
 }
 
-export const sidebarShown = () => shows.contains("show-sidebar");
+export const sidebarShown = () => bodyClasses.contains("show-sidebar");
 
 /** Show or hide the list of conversations, where it is a drawer. */
 export function showSidebar(shown) {
   const leaves = !shown && byId("sidebar").contains(document.activeElement);
-  shows.toggle("show-sidebar", shown);
+  bodyClasses.toggle("show-sidebar", shown);
   byId("sidebar-toggle").setAttribute("aria-expanded", String(shown));
   disableCovered();
   if (shown) byId("new").focus();
-  else if (leaves && shows.contains("drawer")) byId("sidebar-toggle").focus();
+  else if (leaves && bodyClasses.contains("drawer")) byId("sidebar-toggle").focus();
 }
 
 /** The keyboard cannot reach a part that another one covers. */
 function disableCovered() {
-  const drawer = shows.contains("drawer") && sidebarShown();
+  const drawer = bodyClasses.contains("drawer") && sidebarShown();
   byId("engine").inert = drawer;
-  byId("chat").inert = drawer || (shows.contains("show-engine") && narrow.matches);
+  byId("chat").inert = drawer || (bodyClasses.contains("show-engine") && narrow.matches);
 }

@@ -7,6 +7,7 @@ import { announce, byId, grow, make, sends } from "./dom.js";
 import { EngineView } from "./engine/view.js";
 import { download, readExport } from "./export.js";
 import { arrange, showSidebar, sidebarShown } from "./layout.js";
+import { onRelease } from "./locks.js";
 import { kept } from "./sampling.js";
 import { drawList } from "./sidebar.js";
 import * as store from "./store.js";
@@ -68,9 +69,14 @@ function startNew() {
 }
 
 async function remove(conversation) {
-  byId("new").focus();  // its button goes
-  drop(conversation);
-  await store.remove(conversation.id);
+  byId("new").focus();  // the row with the pressed button is removed
+  try {
+    await store.remove(conversation.id);
+    problem("remove", "");
+    drop(conversation);
+  } catch (error) {
+    problem("remove", `“${conversation.title}” could not be deleted: ${error.message}`, () => remove(conversation));
+  }
 }
 
 /** Forget a conversation that was deleted, here or in another tab. */
@@ -83,11 +89,15 @@ function drop(conversation) {
 
 /** Take the changes of another tab to a conversation.  The messages that are shown stay. */
 async function reload(id) {
+  const find = () => conversations.find((c) => c.id === id);
+  const before = { ...find() };
   const stored = await store.get(id);
-  const known = conversations.find((c) => c.id === id);
+  const known = find();
   if (!stored) return known && drop(known);
   if (known) {
     const { messages, leaf, ...fields } = stored;
+    // A field that was changed here meanwhile stays: it is about to be saved.
+    for (const name in before) if (before[name] !== known[name]) delete fields[name];
     merge(Object.assign(known, fields), stored);
   } else conversations.push(stored);
   redraw(known ?? stored);
@@ -102,14 +112,10 @@ function redraw(conversation) {
   drawSidebar();
 }
 
-const awaited = new Set();  // ids of answers
-
 /** Stop each answer that another tab receives once that tab has been closed. */
 function stopWithTheirTabs(conversation) {
   for (const { id } of growing(conversation)) {
-    if (awaited.has(id) || store.holds(id)) continue;
-    awaited.add(id);
-    store.released(id).then(async () => {
+    onRelease(id, async () => {
       await reload(conversation.id);  // the tab may have saved more
       stop(conversation, id);
       redraw(conversation);
@@ -133,9 +139,10 @@ async function readModels() {
   const texts = demo ? EXAMPLES.demo : EXAMPLES.other;
   byId("examples").replaceChildren(...texts.map((text) =>
     make("button", { type: "button", onclick: () => chat.ask(text, null, []) }, text)));
+  chat.drawState();
 }
 
-/** Show a notice of a problem; "" hides the owner's.  retry: what may help; null: the notice is closed. */
+/** Show a notice of a problem; "" hides the owner's.  retry: called by "Try again"; null: the button closes the notice. */
 function problem(owner, text, retry = null) {
   const notice = byId("problem");
   if (!text && notice.dataset.owner !== owner) return;
@@ -220,7 +227,6 @@ async function start() {
   if (last) open(last);
   else startNew();
   await readModels();
-  chat.open(chat.conversation);
   arrange((shown) => engine.setShown(shown));
   if (!(await store.keeps())) problem("store", "This browser does not keep conversations: they are lost when this page is closed.");
   document.body.dataset.ready = "true";

@@ -55,7 +55,7 @@ export class MessageView {
     }
   }
 
-  /** Show what the message holds now.  Cheap while it grows. */
+  /** Show the message as it is now.  Cheap while it grows. */
   update(conversation, actions) {
     const { message } = this;
     const { reasoning, content } = message;

@@ -6,8 +6,7 @@ const DATABASE = "vllm-metal-lite";
 const STORE = "conversations";
 
 const channel = new BroadcastChannel(DATABASE);
-const held = new Set();  // ids of answers that this tab receives or has received
-const saved = new Set();  // ids that were stored: one that is not any more was deleted
+const saved = new Set();  // ids of conversations that were stored; a missing one was deleted
 let opened = null;
 
 /** listener: called with the id of a conversation that another tab has changed. */
@@ -42,20 +41,6 @@ async function run(mode, work) {
 /** False: the browser keeps nothing, as some do in private windows. */
 export const keeps = async () => (await database()) !== null;
 
-/** Let other tabs know that this one receives an answer, until `ended` resolves. */
-export function hold(id, ended) {
-  held.add(id);
-  navigator.locks?.request(id, () => ended).catch(() => {});
-}
-
-/** Whether this tab receives an answer, or has received it. */
-export const holds = (id) => held.has(id);
-
-/** Resolves when no tab receives the answer; at once where the browser has no locks, as over plain HTTP. */
-export async function released(id) {
-  await navigator.locks?.request(id, () => {}).catch(() => {});
-}
-
 /** All conversations. */
 export async function all() {
   if (!(await keeps())) return [];
@@ -64,15 +49,15 @@ export async function all() {
   return found;
 }
 
-/** A conversation as it is stored; undefined: it was deleted. */
+/** The stored conversation; undefined: it was deleted. */
 export async function get(id) {
   saved.add(id);
   return run("readonly", (store) => store.get(id));
 }
 
 /**
- * Save conversations, all or none; raises an Error in words.  What is stored keeps messages of other
- * tabs, and its fields except `fields`.  growing: other tabs need not know yet.
+ * Save conversations, all or none; raises an Error that the page can show.  Messages are merged into a stored
+ * conversation; of its fields, only `fields` are replaced.  growing: other tabs are not told yet.
  */
 export async function put(conversations, fields = [], growing = false) {
   if (!(await keeps())) return;
@@ -85,7 +70,8 @@ export async function put(conversations, fields = [], growing = false) {
       };
     }
   }).catch(({ name, message }) => {
-    throw new Error(`The browser could not save “${conversations[0].title}” (${message || name}). Export or delete conversations, then try again.`);
+    const what = conversations.length === 1 ? `“${conversations[0].title}”` : `${conversations.length} conversations`;
+    throw new Error(`The browser could not save ${what} (${message || name}). Export or delete conversations, then try again.`);
   });
   for (const { id } of conversations) {
     saved.add(id);

@@ -6,9 +6,11 @@
 export const newId = () =>
   Array.from(crypto.getRandomValues(new Uint8Array(8)), (b) => b.toString(16).padStart(2, "0")).join("");
 
+export const UNTITLED = "New conversation";
+
 export function newConversation(defaults) {
   return {
-    id: newId(), title: "New conversation", updated: Date.now(),
+    id: newId(), title: UNTITLED, updated: Date.now(),
     model: defaults.model ?? null, system: defaults.system ?? "",
     sampling: { ...defaults.sampling }, messages: [], leaf: null,
   };
@@ -33,7 +35,7 @@ export function append(conversation, parent, message) {
   return added;
 }
 
-/** The messages that answer or replace the same one, in order of time. */
+/** The messages with the parent and the role of this one, oldest first. */
 export const versions = (conversation, message) =>
   conversation.messages.filter((m) => m.parent === message.parent && m.role === message.role);
 

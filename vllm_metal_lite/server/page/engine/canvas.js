@@ -1,4 +1,4 @@
-// What both canvases need: sharp lines on every screen, a pointer, a tip.
+// Helpers of both canvases: sharp lines on every screen, and a tip at the pointer.
 
 import { byId, make } from "../dom.js";
 

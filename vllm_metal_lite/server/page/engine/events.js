@@ -5,9 +5,9 @@ import { events, request } from "../api.js";
 const WAITS = [1, 2, 4, 8];  // seconds before another attempt
 
 export class Watcher {
-  /** take: gets the name and the value of each event.  state: gets "watching", "paused", "trying" or "none" with words. */
-  constructor(take, state) {
-    this.take = take;
+  /** receive: gets the name and the value of each event.  state: gets "watching", "paused", "trying" or "none", and a notice. */
+  constructor(receive, state) {
+    this.receive = receive;
     this.state = state;
     this.shown = false;
     this.paused = false;
@@ -47,14 +47,14 @@ export class Watcher {
 
   async watch(signal) {
     for (let failed = 0; !signal.aborted; ) {
-      let words = "The event stream has ended.";
+      let notice = "The event stream has ended.";
       try {
         const response = await request("/events", { signal, asks: false });
         this.state("watching", "");
         for await (const { event, data } of events(response)) {
           if (signal.aborted) return;
           failed = 0;
-          this.take(event, JSON.parse(data));
+          this.receive(event, JSON.parse(data));
         }
       } catch (error) {
         if (signal.aborted) return;
@@ -62,10 +62,10 @@ export class Watcher {
           this.state("none", error.status === 404 ? "This server does not offer a view of its engine." : error.message);
           return;
         }
-        words = error.message;
+        notice = error.message;
       }
       const wait = WAITS[Math.min(failed++, WAITS.length - 1)];
-      this.state("trying", `${words} Trying again.`);
+      this.state("trying", `${notice} Trying again.`);
       await new Promise((resolve) => {
         const timer = setTimeout(resolve, 1000 * wait);
         signal.addEventListener("abort", () => { clearTimeout(timer); resolve(); }, { once: true });

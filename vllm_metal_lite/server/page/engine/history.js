@@ -20,13 +20,13 @@ export class History {
     this.time = 0;
     this.numSteps = 0;
     this.idle = false;  // nothing has run for a while
-    this.takenAt = 0;  // when the last event came, by this page's clock
+    this.eventAt = 0;  // when the last event came, by this page's clock
     this.state = "loaded";  // of the model, as the server says
-    this.words = "";  // why no steps come; "": they do
+    this.notice = "";  // why no steps come; "": they do
     this.numUnfinished = null;  // requests, by the server's count; null: the engine's own count is new
   }
 
-  take(event) {
+  addEvent(event) {
     if (event.time < this.time || event.num_steps < this.numSteps) this.restart();
     const first = event.num_steps - event.steps.length + 1;
     event.steps.forEach((step, i) => {
@@ -36,7 +36,7 @@ export class History {
     this.coming.splice(0, this.coming.length - KEPT);
     this.count(event);
     Object.assign(this, { time: event.time, numSteps: event.num_steps, requests: event.requests });
-    Object.assign(this, { idle: false, takenAt: performance.now(), words: "", numUnfinished: null });
+    Object.assign(this, { idle: false, eventAt: performance.now(), notice: "", numUnfinished: null });
     this.blocks = event.blocks ?? this.blocks;
     this.metrics = event.metrics;
     for (const request of event.requests) {
@@ -58,24 +58,24 @@ export class History {
     while (this.counts.length > 2 && this.counts[1].time <= time - SECONDS) this.counts.shift();
   }
 
-  /** Take what the server says of the model; true: its engine is silent or gone. */
-  takeState({ model, state, error, requests }) {
+  /** Set the state that the server reports for the model; true: its engine is silent or gone. */
+  setState({ model, state, error, requests }) {
     const waits = requests ? ` ${count(requests)} ${requests === 1 ? "request is" : "requests are"} waiting.` : "";
     this.state = state;
-    this.words = "";
+    this.notice = "";
     if (state !== "loaded") {
       if (this.blocks) this.restart();
-      this.words = {
+      this.notice = {
         loading: `${model} is being loaded.${waits}`,
         failed: `${model} is not running: ${error}. The next request starts it again.`,
         unloaded: `${model} is not loaded. The next request loads it.`,
       }[state];
       return true;
     }
-    const silent = performance.now() - this.takenAt;
+    const silent = performance.now() - this.eventAt;
     this.numUnfinished = null;
-    if (!requests || !this.takenAt || silent < SILENT_MS) return false;
-    this.words = `No news for ${Math.round(silent / 1000)} s: a long step is running. The view shows the state before it.`;
+    if (!requests || !this.eventAt || silent < SILENT_MS) return false;
+    this.notice = `No news for ${Math.round(silent / 1000)} s: a long step is running. The view shows the state before it.`;
     this.numUnfinished = requests;
     return true;
   }

@@ -4,7 +4,7 @@ import { count } from "../dom.js";
 import { fit, showTips } from "./canvas.js";
 import { palette } from "./colours.js";
 
-// What a cell's code says; a positive code is the number of the request that owns its blocks alone.
+// Codes of cells; a positive code is the number of the request that alone owns the cell's blocks.
 const SHARED = -2;
 const KINDS = { 0: "free", [-1]: "cached", [SHARED]: "shared" };
 const HIGHEST = 112;  // pixels
@@ -19,7 +19,7 @@ export class PoolMap {
       const i = this.at(x, y);
       const code = this.cells[i];
       hover(code > 0 ? code : 0);
-      return code === undefined ? null : this.words(i, code);
+      return code === undefined ? null : this.tip(i, code);
     }, () => hover(0));
   }
 
@@ -77,7 +77,7 @@ export class PoolMap {
     return column < this.columns ? Math.floor(y / this.size) * this.columns + column : -1;
   }
 
-  words(i, code) {
+  tip(i, code) {
     const { per_cell: perCell, mapped, size } = this.history.blocks;
     const first = i * perCell;
     const last = Math.min(first + perCell, mapped) - 1;

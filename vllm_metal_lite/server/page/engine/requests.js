@@ -7,10 +7,13 @@ const MAX_ROWS = 60;
 const FRESH = 2;  // seconds for which a preemption is marked
 
 export class RequestList {
+  /** hover(n): a request is pointed at; 0: none. */
   constructor(list, hover) {
     this.list = list;
-    this.hover = hover;
     this.rows = new Map();
+    // The list listens: a row that is removed under the pointer gets no event.
+    list.addEventListener("pointerover", (event) => hover(Number(event.target.closest("li")?.dataset.number ?? 0)));
+    list.addEventListener("pointerleave", () => hover(0));
   }
 
   draw(history, highlight) {
@@ -40,7 +43,7 @@ export class RequestList {
     };
     row.element = make(
       "li",
-      { title: request.id, onpointerenter: () => this.hover(request.n), onpointerleave: () => this.hover(0) },
+      { title: request.id, "data-number": String(request.n) },
       row.number, make("span", { class: "bar", "aria-hidden": "true" }, ...row.bars), row.words, row.state,
     );
     this.rows.set(request.n, row);

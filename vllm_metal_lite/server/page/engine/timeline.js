@@ -24,7 +24,7 @@ export class Timeline {
     showTips(canvas, (x, y) => {
       const found = this.at(x, y);
       hover(found?.segment?.[0] ?? 0);
-      return found && this.words(found);
+      return found && this.tip(found);
     }, () => hover(0));
   }
 
@@ -155,7 +155,7 @@ export class Timeline {
     return { ...column, segment: null };
   }
 
-  words({ step, sum, segment, i }) {
+  tip({ step, sum, segment, i }) {
     const chunks = step.segments.length - step.decodes;
     const lines = [
       `Step ${count(step.number)}: ${duration(step.ms)}, ${count(sum)} tokens`,
@@ -175,6 +175,6 @@ export class Timeline {
   summary() {
     const last = this.columns.at(-1);
     if (!last) return "No steps yet";
-    return `${this.columns.length} steps. ${this.words({ ...last, segment: null }).join(", ")}.`;
+    return `${this.columns.length} steps. ${this.tip({ ...last, segment: null }).join(", ")}.`;
   }
 }

@@ -10,7 +10,7 @@ import { RequestList } from "./requests.js";
 import { SampleButton } from "./samples.js";
 import { Timeline } from "./timeline.js";
 
-const IDLE_MS = 1500;  // without an event, while no request is there
+const IDLE_MS = 1500;  // after the last event, if no request is left: rates become 0
 
 export class EngineView {
   /** model: gives the name of the model that samples are sent to. */
@@ -28,14 +28,14 @@ export class EngineView {
     this.pool = new PoolMap(byId("pool"), hover);
     this.requests = new RequestList(byId("requests"), hover);
     this.watcher = new Watcher(
-      (name, value) => (name === "models" ? this.takeStates(value) : this.take(value)),
-      (state, words) => {
+      (name, value) => (name === "models" ? this.setStates(value) : this.addEvent(value)),
+      (state, notice) => {
         byId("engine").dataset.state = state;
-        this.words = words;
-        this.drawWords();
+        this.notice = notice;
+        this.drawNotice();
       },
     );
-    this.samples = new SampleButton(byId("samples"), model, () => this.drawWords());
+    this.samples = new SampleButton(byId("samples"), model, () => this.drawNotice());
     this.motion = new Motion(() => this.history, () => this.timeline.draw(this.history, this.highlight));
     this.explain(setting("explain", innerHeight >= 900));
     byId("engine-explain").addEventListener("click", () => {
@@ -70,24 +70,24 @@ export class EngineView {
     byId("engine-explain").setAttribute("aria-pressed", String(shown));
   }
 
-  /** The connection's words go before the engine's, and those before why samples were refused. */
-  drawWords() {
-    const words = this.words || this.history.words || this.samples.refusal;
+  /** Show one notice: the connection's, else the engine's, else why samples were refused. */
+  drawNotice() {
+    const notice = this.notice || this.history.notice || this.samples.refusal;
     byId("engine").dataset.model = this.history.state;
-    if (byId("engine-state").textContent !== words) byId("engine-state").textContent = words;
+    if (byId("engine-state").textContent !== notice) byId("engine-state").textContent = notice;
   }
 
   /** The server's report of its models. */
-  takeStates(states) {
+  setStates(states) {
     for (const state of states) {
       const known = this.histories.get(state.model);
       if (!known && state.state === "unloaded") continue;
       const history = known ?? this.add(state.model);
-      const changed = history.takeState(state);
+      const changed = history.setState(state);
       if (this.history.model === null) this.choose(history);
       else if (changed && history === this.history) this.draw();
     }
-    this.drawWords();
+    this.drawNotice();
   }
 
   add(model) {
@@ -97,10 +97,10 @@ export class EngineView {
     return history;
   }
 
-  take(event) {
+  addEvent(event) {
     const history = this.histories.get(event.model) ?? this.add(event.model);
-    history.take(event);
-    this.drawWords();
+    history.addEvent(event);
+    this.drawNotice();
     clearTimeout(history.timer);
     if (!event.requests.length) {
       history.timer = setTimeout(() => {
@@ -172,20 +172,19 @@ export class EngineView {
     const queried = m.prefix_cache_queried_tokens;
     const current = this.history.numUnfinished === null && m.blocks_total;
     const share = (part, all) => (all ? `${((100 * part) / all).toFixed(0)} %` : "–");
-    const figures = [
-      ["Generated", current ? `${count(rates.decode)} tok/s` : "–", "Answer tokens per second, over the last 3 seconds"],
-      ["Prompts", current ? `${count(rates.prefill)} tok/s` : "–", "Prompt tokens computed per second, over the last 3 seconds"],
-      ["Step", current && rates.ms !== null ? duration(rates.ms) : "–", "Median step time, over the last 3 seconds"],
-      ["Cache hits", share(m.prefix_cache_hit_tokens, queried), "Share of prompt tokens found in the cache, since the start"],
-      ["Blocks used", share(m.blocks_owned, m.blocks_total), "Share of KV blocks owned by requests"],
-      ["Preempted", m.blocks_total ? count(m.preemptions) : "–", "Requests that lost their blocks to others, since the start"],
-    ];
-    if (m.draft_tokens) {
-      figures.push(["Drafts accepted", share(m.accepted_tokens, m.draft_tokens), "Share of draft tokens accepted, since the start"]);
+    const figures = {
+      generated: current ? `${count(rates.decode)} tok/s` : "–",
+      prompts: current ? `${count(rates.prefill)} tok/s` : "–",
+      step: current && rates.ms !== null ? duration(rates.ms) : "–",
+      hits: share(m.prefix_cache_hit_tokens, queried),
+      used: share(m.blocks_owned, m.blocks_total),
+      preempted: m.blocks_total ? count(m.preemptions) : "–",
+      drafts: share(m.accepted_tokens, m.draft_tokens),
+    };
+    for (const [name, figure] of Object.entries(figures)) {
+      const [value, unit = ""] = figure.split(" ");
+      byId(`figure-${name}`).replaceChildren(value, make("span", {}, unit));
     }
-    byId("figures").replaceChildren(...figures.map(([name, words, title]) => {
-      const [value, unit = ""] = words.split(" ");
-      return make("div", { title }, make("dt", {}, name), make("dd", {}, value, make("span", {}, unit)));
-    }));
+    byId("figure-drafts").parentElement.hidden = !m.draft_tokens;
   }
 }
