@@ -173,7 +173,8 @@ class Scheduler:
                 terminal.append(request)
             if request.status is running:
                 request.num_computed_tokens = end
-                self.kv.give_back(request, end)  # with short windows, most of its blocks
+                if not segment.draft_token_ids:  # these may be computed again, from the start
+                    self.kv.give_back(request, end)  # with short windows, most of its blocks
                 if is_terminal and self.partials.discard(request):
                     self.decodes.add(request)
         ended = []
