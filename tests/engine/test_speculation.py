@@ -200,7 +200,7 @@ def test_through_host_kernels(name):
 
 @pytest.mark.parametrize("num_rows", [10, 4])
 def test_a_step_samples_no_more_rows_than_the_memory_plan_counts(monkeypatch, num_rows):
-    monkeypatch.setattr(config, "_MAX_DRAFTED_ROWS", num_rows)
+    monkeypatch.setattr(config, "_MAX_LOGITS_ROWS", num_rows)
     prompts = tiny.prompts(3, 4, 9, seed=2)
     alone = [tiny.alone(tiny.native("llama"), prompt, 30) for prompt in prompts]
     engine, rows = drafting("llama", max_num_seqs=3), []

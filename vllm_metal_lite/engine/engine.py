@@ -72,7 +72,7 @@ class LLMEngine:
         self.inputs = InputBatch(seats, self.max_model_len, size, len(self.kv_groups))
         self.pipeline = Pipeline(runner, self.inputs)
         self.seats = Seats(self.inputs, sampler, model.eos_token_ids)
-        self.intake = Intake(model, self.max_model_len, config.seed)
+        self.intake = Intake(model, self.max_model_len, config)
         keeps_states = caching and self.num_state_slots > 0
         self._chat_prompt = ChatPrompt(model.tokenizer, model.name, keeps_states)
         self.failed_steps = FailedSteps(self.scheduler)

@@ -127,7 +127,8 @@ class Scheduler:
         if not out.is_empty:
             self._prefilled_last = out.num_decodes < len(out.segments)
             if propose is not None:
-                rows = self.config.max_sampled_rows - len(out.segments)
+                scored = sum(s.num_scheduled for s in out.segments if s.request.max_chunk)
+                rows = self.config.max_logits_rows - len(out.segments) - scored
                 self.drafts.add(out, propose, min(self._tokens_left(out), rows), self.num_running)
         # InputBatch.pack wants segments of one token first, prompts' one-token chunks included.
         prefills = out.segments[out.num_decodes :]
