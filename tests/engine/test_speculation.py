@@ -49,7 +49,10 @@ def test_tokens_equal_the_model_alone(name):
     alone = [tiny.alone(tiny.native(name), prompt, 40) for prompt in prompts]
     engine = drafting(name, num_blocks=34, max_model_len=100, max_num_batched_tokens=32)
     assert tokens_of(run(engine, prompts, greedy(40), alone, seed=1)) == alone
-    assert engine.metrics()["draft_tokens"] > engine.metrics()["accepted_tokens"] > 20
+    metrics = engine.metrics()
+    assert metrics["draft_tokens"] > metrics["accepted_tokens"] > 20
+    assert metrics["prefill_tokens"] == sum(map(len, prompts)) + metrics["recomputed_tokens"]
+    assert metrics["decode_tokens"] == 4 * 39
 
 
 @pytest.mark.long

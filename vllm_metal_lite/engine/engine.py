@@ -266,19 +266,19 @@ class LLMEngine:
         for request, values in self.pooling.take(result.batch, requests, result.pooled):
             self._answers[request.request_id].result.pooled = values
         reports: dict[str, RequestOutput] = {}
-        num_accepted = 0
-        answers = list(map(self._answer_of, output.terminal))
-        for answer, rows in zip(answers, result.live_rows, strict=True):
-            if answer is None:
+        num_new = num_accepted = 0
+        for request, rows in zip(output.terminal, result.live_rows, strict=True):
+            if (answer := self._answer_of(request)) is None:
                 continue
             before = len(answer.output.token_ids)
             if answer.take(result, rows):
                 self._end(answer)
+            count = len(answer.output.token_ids)
+            num_new += max(count - max(before, 1), 0)
             if len(rows) > 1:  # the tokens behind the first were drafts
-                num_accepted += max(len(answer.output.token_ids) - before - 1, 0)
+                num_accepted += max(count - before - 1, 0)
             reports[answer.result.request_id] = answer.result
-        num_dropped = answers[: output.num_decodes].count(None)
-        self._counts.add(output, num_accepted, num_dropped)
+        self._counts.add(output, num_new, num_accepted)
         self.prefix_disk.step_finished(output)
         if self.on_step is not None:
             self.on_step(output)
@@ -330,8 +330,8 @@ class LLMEngine:
     def metrics(self) -> dict[str, int]:
         """Counters since the engine was created, and the present counts; see also `count`.
 
-        forced_tokens: known without sampling; those that were computed in chunks are among
-        prefill_tokens.
+        prefill_tokens: of prompts, and of preempted requests that start again.
+        decode_tokens: of answers, without each one's first.  forced_tokens: known without sampling.
         draft_tokens, accepted_tokens: computed ahead, and those that became tokens of an answer.
         failed_kernels: kernels that failed on this device, at the start or in a step.
         attention_by_segment: 1 if attention runs one segment at a time, which is slow.

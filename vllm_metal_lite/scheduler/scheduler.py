@@ -1,7 +1,7 @@
 """Decides which tokens the next step computes.  docs/scheduling.md explains the rules.
 
 A step closes part of the gaps of requests (request.py):
-1. decodes (requests whose prompt is computed) get one token each;
+1. decodes (requests whose prompt is computed) get one token each, or several that are known;
 2. partial prefills resume;
 3. waiting requests are admitted.
 Each phase takes requests in the order of (priority, fair_round, arrival), up to
@@ -14,7 +14,7 @@ Where all tokens are known, a decode may be lengthened by drafts (drafts.py): ro
 the request will probably have.  They take only what the step leaves over.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import le, sub
 
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
@@ -117,7 +117,7 @@ class Scheduler:
             self._schedule_prefills(out)
         else:
             phases = [self._schedule_decodes, self._schedule_prefills]
-            if self.partials or not self._prefilled_last:
+            if self._prompts or not self._prefilled_last:
                 phases.reverse()
             phases[0](out)
             if out.is_empty:
@@ -125,7 +125,7 @@ class Scheduler:
         if out.is_empty and self.partials:
             self._break_deadlock(out)
         if not out.is_empty:
-            self._prefilled_last = out.num_decodes < len(out.segments)
+            self._prefilled_last = any(s.is_prompt for s in out.segments[out.num_decodes :])
             if propose is not None:
                 scored = sum(s.num_scheduled for s in out.segments if s.request.max_chunk)
                 rows = self.config.max_logits_rows - len(out.segments) - scored
@@ -277,16 +277,21 @@ class Scheduler:
                 else:
                     out.named += self.kv.name_blocks(request, start, start + 1)
         out.num_decodes = out.total_num_scheduled_tokens = len(out.segments)
+        self._resume(out, [r for r in self.partials if not r.is_prompt(r.num_computed_tokens)])
 
     def _schedule_prefills(self, out: SchedulerOutput) -> None:
-        starting = not self.partials
-        self._resume(out)
+        prompts = self._prompts
+        self._resume(out, prompts)
         # A preempted request is admitted first, and there are no blocks for it now.
         if not out.preempted:
-            self._admit(out, starting)
+            self._admit(out, starting=not prompts)
 
-    def _resume(self, out: SchedulerOutput) -> None:
-        for request in self.partials:
+    @property
+    def _prompts(self) -> list[Request]:
+        return [r for r in self.partials if r.is_prompt(r.num_computed_tokens)]
+
+    def _resume(self, out: SchedulerOutput, partials: Iterable[Request]) -> None:
+        for request in partials:
             most = self._max_num_new_tokens(request, request.num_computed_tokens)
             num_new_tokens = min(most, self._tokens_left(out, request), self.kv.room(request))
             # 0: no budget or no blocks.  The request waits for decodes to end.  So does the queue:
@@ -400,7 +405,7 @@ class Scheduler:
         while self.kv.room(self.partials[0]) <= 0:
             victim = self._preempt_lowest(out)
             assert victim is not self.partials[0], "a request alone has all the blocks it needs"
-        self._resume(out)
+        self._resume(out, self.partials)
 
     def _preempt_lowest(self, out: SchedulerOutput) -> Request:
         last = [queue[-1] for queue in (self.partials, self.decodes) if queue]
