@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.batch.pooling_table import PoolingTable
 from vllm_metal_lite.config import MAX_DRAFT, EngineConfig
@@ -298,7 +299,8 @@ class LLMEngine:
             for request, rows in zip(output.terminal, live, strict=True):
                 drawn[request] = [tokens[row] for row in rows if row not in result.no_token]
         accepted = {request: known[1:] for request, known in drawn.items()}
-        self.scheduler.update(output, [tokens[rows.start] for rows in live], accepted)
+        firsts = (UNKNOWN_TOKEN if r.start in result.no_token else tokens[r.start] for r in live)
+        self.scheduler.update(output, list(firsts), accepted)
         forced = {request for request, _ in output.forced}  # the sampler knows their tokens
         for request, known in drawn.items():
             if request not in forced:

@@ -210,8 +210,8 @@ class Scheduler:
     ) -> None:
         """Record the tokens of a step, after `advance`.
 
-        token_ids: ints, one for each request of `output.terminal`.  A request finished since
-        `schedule` keeps its place in `token_ids`; its token is ignored.
+        token_ids: ints, one for each request of `output.terminal`; UNKNOWN_TOKEN: none, and the
+        request must end.  The token of a request finished since `schedule` is ignored.
         accepted: for each request with drafts, its tokens behind the first.
         """
         finished = RequestStatus.FINISHED
@@ -226,7 +226,8 @@ class Scheduler:
                 self.decodes.discard(request)
                 self.partials.add(request)
         for ahead, request in self._unnamed:
-            if request.status is RequestStatus.RUNNING:
+            is_known = request.token_ids[-1] != UNKNOWN_TOKEN
+            if is_known and request.status is RequestStatus.RUNNING:
                 end = request.num_tokens
                 ahead.named += self.kv.name_blocks(request, end - 1, end)
         self._unnamed.clear()
