@@ -92,7 +92,7 @@ class Constraints:
         bits = np.zeros(-(-self._vocab_size // 32), np.uint32)
         return bits if constraint.fill(bits) else None
 
-    def masks(self, requests: Sequence[Request], drafts: Sequence[int] = ()) -> TokenMasks | None:
+    def masks(self, requests: Sequence[Request], drafts: Sequence[int]) -> TokenMasks | None:
         """The tokens that the rows of a step may sample.  requests: the request of each row.
         drafts: see ForwardBatch.draft_token_ids.
 

@@ -236,9 +236,7 @@ class LLMEngine:
 
     def _may_run_ahead(self, output: SchedulerOutput) -> bool:
         """Whether the next step may be launched before the tokens of `output` are known."""
-        if output.has_drafts or self.scheduler.may_preempt():
-            return False
-        if self.prefix_disk.has_copies:
+        if output.has_drafts or self.prefix_disk.has_copies or self.scheduler.may_preempt():
             return False
         if self.speculator is None or not self.scheduler.drafts.has_room:
             return True

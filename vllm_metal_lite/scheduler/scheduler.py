@@ -112,24 +112,20 @@ class Scheduler:
         out = SchedulerOutput()
         if self.kv.states is not None:
             self.kv.states.begin_step()
-        if self.config.prefill_policy == "mixed":
-            self._schedule_decodes(out)
-            self._schedule_prefills(out)
-        else:
-            phases = [self._schedule_decodes, self._schedule_prefills]
-            if self._prompts or not self._prefilled_last:
-                phases.reverse()
-            phases[0](out)
-            if out.is_empty:
-                phases[1](out)
+        phases = [self._schedule_decodes, self._schedule_prefills]
+        whole = self.config.prefill_policy == "whole"
+        if whole and (self._prompts or not self._prefilled_last):
+            phases.reverse()
+        phases[0](out)
+        if not whole or out.is_empty:
+            phases[1](out)
         if out.is_empty and self.partials:
             self._break_deadlock(out)
-        if not out.is_empty:
-            self._prefilled_last = any(s.is_prompt for s in out.segments[out.num_decodes :])
-            if propose is not None:
-                scored = sum(s.num_scheduled for s in out.segments if s.request.max_chunk)
-                rows = self.config.max_logits_rows - len(out.segments) - scored
-                self.drafts.add(out, propose, min(self._tokens_left(out), rows), self.num_running)
+        self._prefilled_last = any(s.is_prompt for s in out.segments[out.num_decodes :])
+        if propose is not None:
+            scored = sum(s.num_scheduled for s in out.segments if s.request.max_chunk)
+            rows = self.config.max_logits_rows - len(out.segments) - scored
+            self.drafts.add(out, propose, min(self._tokens_left(out), rows), self.num_running)
         # InputBatch.pack wants segments of one token first, prompts' one-token chunks included.
         prefills = out.segments[out.num_decodes :]
         if len(prefills) > 1:
