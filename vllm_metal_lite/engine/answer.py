@@ -151,7 +151,7 @@ class Answer:
     def _append_logprobs(self, logprobs: Logprobs[np.ndarray], row: int) -> None:
         """Report a sampled token's row of log-probabilities, if the request wants them."""
         output, k = self.output, self.params.logprobs
-        if self.score_token_ids:  # behind the sampled token's
+        if self.score_token_ids:  # column 0 is the sampled token
             self.result.pooled = logprobs.logprobs[row, 1 : 1 + len(self.score_token_ids)]
         if k is None or output.logprobs is None or output.cumulative_logprob is None:
             return

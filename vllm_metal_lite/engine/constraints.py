@@ -27,7 +27,7 @@ MIN_FORCED = 2
 @dataclass(slots=True)
 class _Constrained:
     """num_accepted: tokens that the constraint has seen.  packs: forced tokens become a segment.
-    masks: by the number of the request's drafts before a row; None: any token."""
+    masks[i]: allowed tokens of the row after i drafts; None: any token."""
 
     constraint: Constraint
     packs: bool

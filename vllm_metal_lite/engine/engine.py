@@ -64,7 +64,7 @@ class LLMEngine:
         # Cached prefixes that survive a restart.
         wants_disk = caching and config.prefix_disk_gib > 0
         disk = optional_module("prefix_disk.disk") if wants_disk else None
-        # Before anything is fused: the folder knows a model by its weights.
+        # Before fusion, which changes the weights that identify the model to the folder.
         kept = None if disk is None else disk.attach(model, self.scheduler, store)
         self.prefix_disk = NoPrefixDisk() if kept is None else kept
         self.scheduler.must_wait = self.prefix_disk.must_wait
@@ -215,7 +215,7 @@ class LLMEngine:
         try:
             return self._finish(output, result)
         except Exception as e:
-            self.failed_steps.spoilt(requests, e)
+            self.failed_steps.recording_failed(requests, e)
             raise
 
     def rest(self) -> bool:

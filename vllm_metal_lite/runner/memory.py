@@ -129,7 +129,7 @@ class _Sizing:
         first, *others = kv_groups(model.kv_specs)
 
         def groups(num_blocks: int) -> list[KVGroup]:
-            counts = [self._beside(num_blocks, group) for group in others]
+            counts = [self._windowed_blocks(num_blocks, group) for group in others]
             pairs = zip((first, *others), (num_blocks, *counts), strict=True)
             return [replace(group, num_blocks=count) for group, count in pairs]
 
@@ -186,7 +186,7 @@ class _Sizing:
         new_blocks = seats + -(-self.config.max_num_batched_tokens // size)
         return min(all_seats, seats * group.most_blocks(self.max_model_len, 1, size) + new_blocks)
 
-    def _beside(self, num_blocks: int, group: KVGroup) -> int:
+    def _windowed_blocks(self, num_blocks: int, group: KVGroup) -> int:
         """Blocks of a windowed group when the first group has num_blocks.
 
         The share is that of an average request, but at most what the group can ever own.  An

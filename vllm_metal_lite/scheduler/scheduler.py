@@ -57,7 +57,7 @@ class Scheduler:
         self.kv = KVCacheManager(groups, config.block_size, caching, states)
         self._states = None if states is None else StateScheduler(self.kv, states)
         self.drafts = DraftScheduler(self.kv, self._states)
-        # Whether a request waits although there is room, given what it finds in memory.
+        # Set by the prefix disk: whether to hold a request back until its prefix is read.
         self.must_wait: Callable[[Request, PrefixHit], bool] = lambda request, hit: False
         self.one_by_one = False  # admit a request only if no other prompt is being computed
         self.num_preemptions = 0
@@ -218,7 +218,7 @@ class Scheduler:
             request = segment.request
             if not segment.draft_token_ids or request.status is finished:
                 continue
-            if not self.drafts.settle(segment, output, accepted[request]):
+            if not self.drafts.accept(segment, output, accepted[request]):
                 self.decodes.discard(request)
                 self.partials.add(request)
         for ahead, request in self._unnamed:
