@@ -64,7 +64,6 @@ def test_true_drafts_save_steps(name):
     assert tokens_of(run(plain, prompts, greedy(60))) == alone
     assert tokens_of(run(drafted, prompts, greedy(60), alone, right=1.0)) == alone
     assert drafted.metrics()["steps"] < 0.7 * plain.metrics()["steps"]
-    assert drafted.metrics()["decode_tokens"] == plain.metrics()["decode_tokens"]
     assert drafted.metrics()["accepted_tokens"] == drafted.metrics()["draft_tokens"] > 40
 
 

@@ -19,7 +19,7 @@ from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
 from vllm_metal_lite.scheduler.request import Request
 
-# Windows of 17 tokens (9 in /w9) beside all of the context; of 17 alone.
+# Windows of 17 tokens (9 in /w9) beside all of the context; of 14 alone.
 NAMES = ["gemma3_text", "gpt_oss", "llama/window/w9", "llama4", "gemma4_text/shared_kv",
          "baichuan_m1", "recurrent_gemma"]  # fmt: skip
 
