@@ -137,6 +137,7 @@ def test_a_hit_owns_of_a_windowed_group_what_its_next_token_sees():
     assert (len(full.block_ids), full.num_given_back) == (7, 0)  # 28 tokens
     assert (len(window.block_ids), window.num_given_back) == (7, 5)  # tokens 23 to 27
     assert (len(own.block_ids), own.num_given_back) == (7, 7)
+    request.num_computed_tokens = hit.num_tokens
     kv.admit(request, hit)
     assert [pool.num_owned for pool in kv.pools] == [7, 2, 0]
     check_accounts(kv, [request])
