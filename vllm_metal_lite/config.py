@@ -23,8 +23,8 @@ MAX_NUM_SEQS = 16384
 
 # Most drafts of a request in a step.
 MAX_DRAFT = 31
-# Most rows that a step with drafts samples: logits take memory, a vocabulary for each row.
-_MAX_DRAFTED_ROWS = 256
+# Most rows with logits beside those of plain decodes: logits take memory, a vocabulary each row.
+_MAX_LOGITS_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,6 @@ class EngineConfig:
             raise ConfigError(name, " must be at most ", Option("max_model_len"), most)
 
     @property
-    def max_sampled_rows(self) -> int:
-        """The most rows that a step samples: one for each request, or more with drafts."""
-        most = self.max_num_seqs * (1 if self.speculate == "off" else 1 + MAX_DRAFT)
-        return max(self.max_num_seqs, min(most, _MAX_DRAFTED_ROWS))
+    def max_logits_rows(self) -> int:
+        """The most rows of a step that get logits: sampled ones, and scored ones of prompts."""
+        return max(self.max_num_seqs, min(self.max_num_seqs * (1 + MAX_DRAFT), _MAX_LOGITS_ROWS))

@@ -282,6 +282,14 @@ async def test_a_stream_whose_last_step_cannot_be_recorded_does_not_wait_forever
     await idle(engine)
 
 
+async def test_an_error_of_work_in_a_pause_ends_nothing(engine):
+    engine._engine.prefix_disk.rest = rest = Mock(side_effect=OSError("the disk"))
+    for i in range(2):
+        assert await collect(engine, PROMPTS[i], greedy(12)) == expected(i)
+        while rest.call_count <= i:
+            await asyncio.sleep(0.01)
+
+
 async def test_a_step_that_fails_for_a_client_that_left_ends_no_other_stream(engine):
     stream = engine.generate(PROMPTS[0], greedy(80))
     await anext(stream)

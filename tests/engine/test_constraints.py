@@ -95,6 +95,20 @@ def test_a_run_of_forced_tokens_takes_two_steps_and_not_twenty(monkeypatch):
     assert steps == {2: 4, 10**6: 23}
 
 
+@pytest.mark.parametrize("policy", ["mixed", "whole"])
+def test_forced_tokens_pause_no_decode_and_no_prompt(policy):
+    slots = [[t] if t % 4 else [t, t + 1] for t in range(16, 64)]
+    engine = tiny.engine(prefill_policy=policy, max_num_batched_tokens=16)
+    constrained(engine, {"r": slots, "plain": [], "late": []})
+    for name in ("r", "plain", "late"):
+        engine.add_request(name, [7, 8, 9] * (10 if name == "late" else 1), greedy(48))
+        engine.step()
+    tiny.run(engine)
+    metrics = engine.metrics()
+    assert metrics["prefill_tokens"] == 36
+    assert metrics["steps"] <= 53
+
+
 def test_forced_tokens_at_the_start_are_counted_too():
     engine = tiny.engine()
     constrained(engine, {"r": [*([t] for t in range(10, 20)), [1, 2]]})

@@ -197,6 +197,17 @@ def test_a_stop_string_that_never_completes_is_shown_in_the_end(llm, story):
     assert one(llm, prompt, greedy(12, stop=text[-3:] + "\0never")).text == text
 
 
+@pytest.mark.parametrize("limits", [{"max_tokens": 3}, {"min_tokens": 2}])
+def test_a_stop_string_that_the_stream_holds_back_is_found_in_the_end(llm, limits):
+    """A lone space is shown with the next token, or when the answer ends."""
+    space = tiny.CHARACTERS.index(" ")
+    limits = limits | {"allowed_token_ids": [space, tiny.EOS], "stop_token_ids": [tiny.EOS]}
+    bias = {tiny.EOS: 1000.0 if "min_tokens" in limits else -1000.0}
+    out = one(llm, "abc", SamplingParams(temperature=0, stop=" ", logit_bias=bias, **limits))
+    assert (out.text, out.finish_reason, out.stop_reason) == ("", "stop", " ")
+    assert out.num_shown_tokens is None
+
+
 def test_text_on_the_way_never_shows_a_part_of_a_stop_string(llm, story):
     prompt, tokens = story
     text = decode(tokens)

@@ -19,7 +19,7 @@ from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
 from vllm_metal_lite.scheduler.request import Request
 
-# Windows of 17 tokens (9 in /w9) beside all of the context; of 17 alone.
+# Windows of 17 tokens (9 in /w9) beside all of the context; of 14 alone.
 NAMES = ["gemma3_text", "gpt_oss", "llama/window/w9", "llama4", "gemma4_text/shared_kv",
          "baichuan_m1", "recurrent_gemma"]  # fmt: skip
 
@@ -137,6 +137,7 @@ def test_a_hit_owns_of_a_windowed_group_what_its_next_token_sees():
     assert (len(full.block_ids), full.num_given_back) == (7, 0)  # 28 tokens
     assert (len(window.block_ids), window.num_given_back) == (7, 5)  # tokens 23 to 27
     assert (len(own.block_ids), own.num_given_back) == (7, 7)
+    request.num_computed_tokens = hit.num_tokens
     kv.admit(request, hit)
     assert [pool.num_owned for pool in kv.pools] == [7, 2, 0]
     check_accounts(kv, [request])

@@ -63,14 +63,17 @@ def test_the_peak_of_a_step_is_plausible(model):
     assert 4 * small < large < 16 * small
 
 
-def test_a_real_full_step_stays_within_the_measured_peak(model):
+@pytest.mark.parametrize(("max_num_seqs", "scored"), [(8, None), (8, 1), (1, 1)])
+def test_a_real_full_step_stays_within_the_measured_peak(max_num_seqs, scored):
+    model = tiny.load("llama", vocab_size=20_000)
     config = EngineConfig(
-        block_size=8, num_blocks=64, max_num_batched_tokens=64, max_num_seqs=8, max_model_len=256
-    )
+        block_size=8, num_blocks=64, max_num_batched_tokens=256, max_num_seqs=max_num_seqs,
+        max_model_len=256, speculate="off",
+    )  # fmt: skip
     peak = step_peak_bytes(model, config, 256)
     engine = LLMEngine(model, config)
-    for i, prompt in enumerate(tiny.prompts(6, 30, 60)):
-        engine.add_request(str(i), prompt)
+    for i, prompt in enumerate(tiny.prompts(6, 200, 240)):
+        engine.add_request(str(i), prompt, tiny.greedy(prompt_logprobs=scored))
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()

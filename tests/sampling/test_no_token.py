@@ -119,6 +119,17 @@ def test_a_masked_request_ends_in_an_error_and_the_others_go_on(kind, random, mo
     assert answer.error == f"{left} bad_words"
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_a_block_that_such_a_row_completes_is_never_found(name, monkeypatch):
+    """The device continued with another token than the host's."""
+    made, prompt = tiny.engine(name), PROMPTS[1][:6]
+    monkeypatch.setattr(intake, "bad_words_of", lambda p, _: [[9, 9]] if p.bad_words else [])
+    params = tiny.greedy(9, allowed_token_ids=[9], bad_words=["x"])
+    assert tiny.ask(made, prompt, params).outputs[0].finish_reason == "error"
+    made.rest()
+    assert tiny.ask(made, [*prompt, 9, 0, 5], tiny.greedy(4)).num_cached_tokens == 0
+
+
 def broken() -> nn.Module:
     model = tiny.build(dict(tiny.native("llama").args.__dict__))
     model.update(tree_map(lambda w: w * mx.nan, model.parameters()))

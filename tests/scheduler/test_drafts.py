@@ -68,16 +68,6 @@ def test_drafts_take_no_block_that_a_running_request_may_need(num_blocks):
     assert any(out.has_drafts for out in steps)
 
 
-def test_true_drafts_take_one_step_for_several_tokens():
-    engine = FakeEngine(fake_config(4, max_num_seqs=2), 40, 64)
-    request = engine.add([1, 2, 3], 28)
-    engine.speculator = Guesses(engine, {"r0": expected(engine, request)}, right=1.0)
-    steps = engine.run()
-    assert answer_of(request) == expected(engine, request)
-    assert len(steps) < 16
-    assert sum(out.num_decodes for out in steps) < 12
-
-
 def test_drafts_use_what_a_step_leaves_over():
     """A prompt beside them is computed as fast as without."""
     chunks = []

@@ -309,16 +309,6 @@ def test_whole_admits_in_a_turn_only_what_ends_in_it():
     run_and_check(engine)
 
 
-def test_a_turn_with_nothing_to_do_is_the_other_kinds():
-    engine = make(num_blocks=4, prefill_policy="whole")
-    engine.add(prompt(8), max_tokens=8)
-    engine.step()
-    engine.add(prompt(12, 1), max_tokens=1)
-    out = engine.step()
-    assert shape(out) == [("r0", 8, 1)]
-    run_and_check(engine)
-
-
 # Ends: finished, aborted, failed
 
 

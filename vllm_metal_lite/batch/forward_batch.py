@@ -9,7 +9,7 @@ PAD_SLOT = -1  # slot_mapping value of a row whose K and V are not kept
 # A token that a step in flight samples: the host does not have it yet.
 UNKNOWN_TOKEN = -1
 
-# The draft after a sampled row that no draft follows.
+# In draft_token_ids: no draft follows this row.
 NO_DRAFT = -1
 
 # The initial state slot of a segment that starts from zeros.

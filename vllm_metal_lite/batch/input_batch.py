@@ -85,7 +85,7 @@ class InputBatch:
         self.token_ids[req_indices[unknown], at[unknown]] = token_ids[unknown]
 
     def replace_unknown(self, req_index: int, token_ids: Sequence[int]) -> None:
-        """The same for one seat, by one or more tokens."""
+        """Replace one seat's final UNKNOWN_TOKEN by one or more tokens."""
         start = self.num_tokens[req_index] - 1
         if start < 0 or self.token_ids[req_index, start] != UNKNOWN_TOKEN:
             return

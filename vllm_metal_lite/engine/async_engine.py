@@ -170,8 +170,6 @@ class AsyncEngine:
     def _loop(self) -> None:
         while True:
             block = not self._engine.has_unfinished_requests()
-            while self._calls.empty() and self._engine.rest():
-                pass
             while block or not self._calls.empty():
                 item = self._calls.get()
                 if item is None:
@@ -182,6 +180,8 @@ class AsyncEngine:
             try:
                 for output in self._engine.step():
                     self._deliver(output)
+                while self._calls.empty() and self._engine.rest():
+                    pass
             except Exception as e:
                 self._fail(self._engine.requests_at_fault, e)
 

@@ -83,10 +83,7 @@ def by_template(
 ) -> str:
     """A conversation as text.  Raises what the template raises."""
     text: str = tokenizer.apply_chat_template(
-        list(messages),
-        tokenize=False,
-        add_generation_prompt=add_generation_prompt,
-        **variables,
+        list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **variables
     )
     return text
 

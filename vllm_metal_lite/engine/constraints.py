@@ -27,7 +27,7 @@ MIN_FORCED = 2
 @dataclass(slots=True)
 class _Constrained:
     """num_accepted: tokens that the constraint has seen.  packs: forced tokens become a segment.
-    masks: by the number of the request's drafts before a row; None: any token."""
+    masks[i]: allowed tokens of the row after i drafts; None: any token."""
 
     constraint: Constraint
     packs: bool
@@ -92,7 +92,7 @@ class Constraints:
         bits = np.zeros(-(-self._vocab_size // 32), np.uint32)
         return bits if constraint.fill(bits) else None
 
-    def masks(self, requests: Sequence[Request], drafts: Sequence[int] = ()) -> TokenMasks | None:
+    def masks(self, requests: Sequence[Request], drafts: Sequence[int]) -> TokenMasks | None:
         """The tokens that the rows of a step may sample.  requests: the request of each row.
         drafts: see ForwardBatch.draft_token_ids.
 

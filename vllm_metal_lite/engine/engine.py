@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.batch.pooling_table import PoolingTable
 from vllm_metal_lite.config import MAX_DRAFT, EngineConfig
@@ -63,7 +64,7 @@ class LLMEngine:
         # Cached prefixes that survive a restart.
         wants_disk = caching and config.prefix_disk_gib > 0
         disk = optional_module("prefix_disk.disk") if wants_disk else None
-        # Before anything is fused: the folder knows a model by its weights.
+        # Before fusion, which changes the weights that identify the model to the folder.
         kept = None if disk is None else disk.attach(model, self.scheduler, store)
         self.prefix_disk = NoPrefixDisk() if kept is None else kept
         self.scheduler.must_wait = self.prefix_disk.must_wait
@@ -72,7 +73,7 @@ class LLMEngine:
         self.inputs = InputBatch(seats, self.max_model_len, size, len(self.kv_groups))
         self.pipeline = Pipeline(runner, self.inputs)
         self.seats = Seats(self.inputs, sampler, model.eos_token_ids)
-        self.intake = Intake(model, self.max_model_len, config.seed)
+        self.intake = Intake(model, self.max_model_len, config)
         keeps_states = caching and self.num_state_slots > 0
         self._chat_prompt = ChatPrompt(model.tokenizer, model.name, keeps_states)
         self.failed_steps = FailedSteps(self.scheduler)
@@ -214,7 +215,7 @@ class LLMEngine:
         try:
             return self._finish(output, result)
         except Exception as e:
-            self.failed_steps.spoilt(requests, e)
+            self.failed_steps.recording_failed(requests, e)
             raise
 
     def rest(self) -> bool:
@@ -235,9 +236,7 @@ class LLMEngine:
 
     def _may_run_ahead(self, output: SchedulerOutput) -> bool:
         """Whether the next step may be launched before the tokens of `output` are known."""
-        if output.has_drafts or self.scheduler.may_preempt():
-            return False
-        if self.prefix_disk.has_copies:
+        if output.has_drafts or self.prefix_disk.has_copies or self.scheduler.may_preempt():
             return False
         if self.speculator is None or not self.scheduler.drafts.has_room:
             return True
@@ -266,19 +265,19 @@ class LLMEngine:
         for request, values in self.pooling.take(result.batch, requests, result.pooled):
             self._answers[request.request_id].result.pooled = values
         reports: dict[str, RequestOutput] = {}
-        num_accepted = 0
-        answers = list(map(self._answer_of, output.terminal))
-        for answer, rows in zip(answers, result.live_rows, strict=True):
-            if answer is None:
+        num_new = num_accepted = 0
+        for request, rows in zip(output.terminal, result.live_rows, strict=True):
+            if (answer := self._answer_of(request)) is None:
                 continue
             before = len(answer.output.token_ids)
             if answer.take(result, rows):
                 self._end(answer)
+            count = len(answer.output.token_ids)
+            num_new += max(count - max(before, 1), 0)
             if len(rows) > 1:  # the tokens behind the first were drafts
-                num_accepted += max(len(answer.output.token_ids) - before - 1, 0)
+                num_accepted += max(count - before - 1, 0)
             reports[answer.result.request_id] = answer.result
-        num_dropped = answers[: output.num_decodes].count(None)
-        self._counts.add(output, num_accepted, num_dropped)
+        self._counts.add(output, num_new, num_accepted)
         self.prefix_disk.step_finished(output)
         if self.on_step is not None:
             self.on_step(output)
@@ -298,7 +297,8 @@ class LLMEngine:
             for request, rows in zip(output.terminal, live, strict=True):
                 drawn[request] = [tokens[row] for row in rows if row not in result.no_token]
         accepted = {request: known[1:] for request, known in drawn.items()}
-        self.scheduler.update(output, [tokens[rows.start] for rows in live], accepted)
+        firsts = (UNKNOWN_TOKEN if r.start in result.no_token else tokens[r.start] for r in live)
+        self.scheduler.update(output, list(firsts), accepted)
         forced = {request for request, _ in output.forced}  # the sampler knows their tokens
         for request, known in drawn.items():
             if request not in forced:
@@ -330,8 +330,8 @@ class LLMEngine:
     def metrics(self) -> dict[str, int]:
         """Counters since the engine was created, and the present counts; see also `count`.
 
-        forced_tokens: known without sampling; those that were computed in chunks are among
-        prefill_tokens.
+        prefill_tokens: of prompts, and of preempted requests that start again.
+        decode_tokens: of answers, without each one's first.  forced_tokens: known without sampling.
         draft_tokens, accepted_tokens: computed ahead, and those that became tokens of an answer.
         failed_kernels: kernels that failed on this device, at the start or in a step.
         attention_by_segment: 1 if attention runs one segment at a time, which is slow.

@@ -14,7 +14,7 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
-# Of steps, without one that succeeds between them.  The prompts of a step may be at fault in turn.
+# Failures in a row before all requests end.  More than one: each prompt of a step may be at fault.
 MAX_FAILURES = 5
 
 
@@ -51,7 +51,7 @@ class FailedSteps:
             self._scheduler.one_by_one = True
         return True
 
-    def spoilt(self, requests: list[Request], error: Exception) -> None:
+    def recording_failed(self, requests: list[Request], error: Exception) -> None:
         """requests: those of a step whose tokens could not all be recorded.  All end, even those
         with a recorded last token: nobody has seen it."""
         self._note(error)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
+from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.answer import Answer
 from vllm_metal_lite.engine.pooling import ONE_TOKEN, resolved, truncate
 from vllm_metal_lite.engine.prompt_ids import Prompt, cache_salt, encode, is_list, tokenize
@@ -17,15 +18,12 @@ from vllm_metal_lite.sampling.sampler import validate
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.request import Request
 
-# Limits memory: prompt log-probabilities need (rows, vocab_size) float32 logits in a step.
-_PROMPT_LOGPROBS_CHUNK = 256
-
 
 class Intake:
-    """Makes answers from users' arguments.  seed: for requests that give none."""
+    """Makes answers from users' arguments."""
 
-    def __init__(self, model: LoadedModel, max_model_len: int, seed: int) -> None:
-        self._model, self._max_model_len, self._seed = model, max_model_len, seed
+    def __init__(self, model: LoadedModel, max_model_len: int, config: EngineConfig) -> None:
+        self._model, self._max_model_len, self._config = model, max_model_len, config
         self._arrivals = itertools.count()
 
     def answers(
@@ -54,7 +52,7 @@ class Intake:
             token_ids = truncate(token_ids, pooling, self._max_model_len, ends)
         salt, positions = cache_salt(prompt), _check_checkpoints(checkpoints, len(token_ids))
         arrival = next(self._arrivals)
-        seed = params.seed if params.seed is not None else hash((self._seed, arrival))
+        seed = params.seed if params.seed is not None else hash((self._config.seed, arrival))
         result = RequestOutput(request_id, text, token_ids, [])
         if params.prompt_logprobs is not None:
             result.prompt_logprobs = [None]
@@ -72,7 +70,8 @@ class Intake:
                 fair_round,
                 skip_prefix_cache_read=scores_prompt or is_mean,
                 only_reads=pooling is not None,
-                max_chunk=_PROMPT_LOGPROBS_CHUNK if scores_prompt else 0,
+                # A scored row takes twice the memory of a sampled one.
+                max_chunk=self._config.max_logits_rows // 2 if scores_prompt else 0,
                 checkpoint_positions=positions,
                 cache_salt=salt,
                 parent_id=request_id,

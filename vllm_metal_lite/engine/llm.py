@@ -118,7 +118,7 @@ class LLM:
         """
         params = _checked_params(pooling_params)
         before = self.engine.model.pooling.prompt(prompt_name)
-        batch = [_behind(before, prompt) for prompt in as_list(prompts)]
+        batch = [_with_prefix(before, prompt) for prompt in as_list(prompts)]
         return [
             EmbeddingRequestOutput(
                 done.request_id,
@@ -235,7 +235,7 @@ def _checked_params(params: PoolingParams | None) -> PoolingParams:
     return params or PoolingParams()
 
 
-def _behind(before: str, prompt: Prompt) -> Prompt:
+def _with_prefix(before: str, prompt: Prompt) -> Prompt:
     """A prompt with a text before its text; token ids stay as they are."""
     if isinstance(prompt, str):
         return before + prompt

@@ -38,7 +38,8 @@ class StepsInFlight:
         self.outputs: deque[SchedulerOutput] = deque()
 
     def launch(self, output: SchedulerOutput) -> None:
-        """Submit a step; it may extend the tokens of the step in flight."""
+        """Submit a step; its requests may continue from tokens that the step in flight is still
+        sampling."""
         for request in output.preempted:
             self._seats.remove(request)
         if output.is_empty:

@@ -1,8 +1,8 @@
 """The stored format of one head's row of K or V: as it is, or quantised to 8 or 4 bits per value.
 
 A quantised row of `dim` values is split into groups.  The store keeps each group's smallest value
-`low` and a `scale` in the model's dtype, and each value as the integer q whose scale * q + low is
-nearest: as MLX's affine mode.  Differences from `mx.quantize`, whose errors are larger
+`low` and a `scale` in the model's dtype, and each value as the integer q for which scale * q + low
+is nearest, as in MLX's affine mode.  Differences from `mx.quantize`, whose errors are larger
 (measured: docs/notes.md):
 
 - low is exactly the smallest value, so all 2^bits integers are used.  `mx.quantize` adjusts the

@@ -1,8 +1,8 @@
 """States of recurrent layers, by slot.
 
-A request holds a slot: one row of each array.  The length of its context does not matter.  A step
-reads the slots that its segments start from, and writes the slots that take their states at the end
-and at checkpoints (`ForwardBatch`).  So a batch that changes copies nothing.
+A request holds a slot: one row of each array.  A step reads the slots that its segments start from,
+and writes the slots that take their states at the end and at checkpoints (`ForwardBatch`).  So a
+batch that changes copies nothing.
 """
 
 import math

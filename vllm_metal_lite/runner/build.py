@@ -46,11 +46,11 @@ def choose_attention(model: LoadedModel, store: PagedStore, option: str) -> Step
     if reason is not None:
         return StepPath(ReferenceAttention(store), reason, option, shapes)
     if checks := optional_module("checks.verdicts"):
-        verdict = _by_all(checks, model, store.block_size)
+        verdict = _verdict_of_ranks(checks, model, store.block_size)
     return StepPath(*select(option, store, shapes, verdict), option, shapes, verdict)
 
 
-def _by_all(checks: ModuleType, model: LoadedModel, block_size: int) -> Verdict:
+def _verdict_of_ranks(checks: ModuleType, model: LoadedModel, block_size: int) -> Verdict:
     """The verdict of a model's ranks, which check one after another: they may share a device."""
     own = Verdict({})
     for rank in range(model.ranks.size):

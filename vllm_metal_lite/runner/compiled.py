@@ -73,7 +73,7 @@ class CompiledSteps:
         variant = threading.get_ident(), _variant_of(step[1:])
         forward = self._variants.get(variant)
         if forward is None:
-            if self._waits(step, variant):
+            if self._must_repeat(step, variant):
                 return None
             forward = mx.compile(self.build)
         _keep(self._variants, variant, forward)
@@ -86,7 +86,7 @@ class CompiledSteps:
             self._variants.clear()
             return None
 
-    def _waits(self, step: Step, variant: tuple) -> bool:
+    def _must_repeat(self, step: Step, variant: tuple) -> bool:
         """Whether a new variant must repeat before it is compiled."""
         if step.batch.num_decodes == step.batch.num_segments or variant in self._seen:
             self._seen.pop(variant, None)

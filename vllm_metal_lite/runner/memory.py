@@ -6,7 +6,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.config import EngineConfig
@@ -33,21 +32,12 @@ _ANY_LENGTH = 1 << 62
 _gib = partial(size_text, digits=2)
 
 
-class StoreSize(NamedTuple):
-    """groups: the model's KV groups, with their blocks.  num_state_slots: of recurrent
-    states; 0 for a model without any."""
-
-    groups: list[KVGroup]
-    max_model_len: int
-    num_state_slots: int
-
-
 def size_store(
     model: LoadedModel,
     config: EngineConfig,
     peak_of: Callable[[LoadedModel, EngineConfig, int], int] = step_peak_bytes,
-) -> StoreSize:
-    """The blocks, the state slots and the longest context that fit on this device.
+) -> tuple[list[KVGroup], int, int]:
+    """(KV groups with their blocks, max_model_len, number of state slots) that fit on this device.
 
     peak_of: the bytes that a full step needs beyond weights, states and store.
     config.num_blocks, if given, sizes the first group; the other groups get the most they can need.
@@ -70,7 +60,7 @@ def size_store(
             f"{config.block_size} hold, got {max_model_len}",
             *(more if config.num_blocks is None else ()),
         )
-    return StoreSize(groups, min(capacity, max_model_len), num_state_slots)
+    return groups, min(capacity, max_model_len), num_state_slots
 
 
 def _wanted_length(model: LoadedModel, config: EngineConfig) -> int:
@@ -139,7 +129,7 @@ class _Sizing:
         first, *others = kv_groups(model.kv_specs)
 
         def groups(num_blocks: int) -> list[KVGroup]:
-            counts = [self._beside(num_blocks, group) for group in others]
+            counts = [self._windowed_blocks(num_blocks, group) for group in others]
             pairs = zip((first, *others), (num_blocks, *counts), strict=True)
             return [replace(group, num_blocks=count) for group, count in pairs]
 
@@ -196,7 +186,7 @@ class _Sizing:
         new_blocks = seats + -(-self.config.max_num_batched_tokens // size)
         return min(all_seats, seats * group.most_blocks(self.max_model_len, 1, size) + new_blocks)
 
-    def _beside(self, num_blocks: int, group: KVGroup) -> int:
+    def _windowed_blocks(self, num_blocks: int, group: KVGroup) -> int:
         """Blocks of a windowed group when the first group has num_blocks.
 
         The share is that of an average request, but at most what the group can ever own.  An

@@ -140,7 +140,7 @@ class ModelRunner:
                 built = self.compiled.build(step, self._state)
             else:
                 self.num_compiled_steps += 1
-            result = self._read(batch, built, num_prompt_logprobs, masks)
+            result = self._sample_and_score(batch, built, num_prompt_logprobs, masks)
             *_, state = built
             self._submit(result, state)
         except BaseException:
@@ -148,7 +148,7 @@ class ModelRunner:
             raise
         return result
 
-    def _read(
+    def _sample_and_score(
         self, batch: ForwardBatch, built: Result, num_prompt_logprobs: int, masks: Masks | None
     ) -> StepResult:
         """The part of a forward's results that the host reads: samples, scores and sums."""

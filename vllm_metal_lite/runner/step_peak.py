@@ -47,7 +47,7 @@ def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int
     gc.collect()  # what is freed later would hide a part of the peak
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    _run(model, attention, batch, min(config.max_sampled_rows, rows))
+    _run(model, attention, batch, min(config.max_logits_rows, rows))
     peak = mx.get_peak_memory() - before
     del store, attention
     mx.clear_cache()
@@ -71,7 +71,7 @@ def estimated_step_peak(model: LoadedModel, config: EngineConfig, max_model_len:
     their float32 copy and its softmax.
     """
     full, rows, context = _profiled_sizes(config, max_model_len)
-    sampled = min(config.max_sampled_rows, rows)
+    sampled = min(config.max_logits_rows, rows)
     modules, item = model.packed.model.modules(), model.dtype.size
     experts = max((getattr(m, name, 0) for m in modules for name in _EXPERTS_PER_TOKEN), default=0)
     width = 0
@@ -91,7 +91,7 @@ def estimated_step_peak(model: LoadedModel, config: EngineConfig, max_model_len:
 
 
 def _profiled_sizes(config: EngineConfig, max_model_len: int) -> tuple[int, int, int]:
-    """The rows of a full step; the rows and the context of the measured step."""
+    """(rows of a full step, rows of the measured step, its context)"""
     device = profile()
     full = min(config.max_num_batched_tokens, max_model_len)
     rows = min(full, device.profile_rows)

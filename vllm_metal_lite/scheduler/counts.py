@@ -17,19 +17,15 @@ class StepCounts:
     draft_tokens: int = 0
     accepted_tokens: int = 0
 
-    def add(self, output: SchedulerOutput, num_accepted: int, num_dropped: int) -> None:
-        """num_accepted: drafts that became tokens of an answer.  num_dropped: decodes of answers
-        that ended while the step was in flight."""
-        prefills = output.segments[output.num_decodes :]
-        again = sum(s.num_computed >= s.request.num_prompt_tokens for s in prefills)
-        decodes = output.num_decodes + again  # again: resumed past the prompt, after preemption
-        drafts = sum(len(s.draft_token_ids) for s in prefills)
+    def add(self, output: SchedulerOutput, num_new: int, num_accepted: int) -> None:
+        """num_new: tokens of answers, without first ones.  num_accepted: drafts among these."""
+        chunks = output.segments[output.num_decodes :]
         self.steps += 1
         self.forced_tokens += sum(len(token_ids) for _, token_ids in output.forced)
-        self.draft_tokens += drafts
+        self.draft_tokens += sum(len(s.draft_token_ids) for s in chunks)
         self.accepted_tokens += num_accepted
-        self.decode_tokens += decodes - num_dropped + num_accepted
-        self.prefill_tokens += output.total_num_scheduled_tokens - decodes - drafts
+        self.decode_tokens += num_new
+        self.prefill_tokens += sum(s.num_scheduled for s in chunks if s.is_prompt)
 
 
 def count(scheduler: Scheduler) -> dict[str, int]:

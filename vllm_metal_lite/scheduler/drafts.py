@@ -66,7 +66,7 @@ class DraftScheduler:
             out.num_decodes, out.has_drafts = len(plain), True
 
     def _room(self, segment: Segment) -> int:
-        """The most drafts of a decode; the token behind them may be the request's last."""
+        """The most drafts of a decode: one token always follows them, within max_length."""
         request, size = segment.request, self.kv.block_size
         if request.token_ids[-1] == UNKNOWN_TOKEN:
             return 0
@@ -90,7 +90,7 @@ class DraftScheduler:
         segment.num_scheduled += len(draft)
         segment.draft_token_ids = draft
 
-    def settle(self, segment: Segment, output: SchedulerOutput, accepted: Sequence[int]) -> bool:
+    def accept(self, segment: Segment, output: SchedulerOutput, accepted: Sequence[int]) -> bool:
         """Keep the accepted drafts.  accepted: the tokens behind the first sampled one.
 
         False: the request must compute its tokens again, from the segment's start.

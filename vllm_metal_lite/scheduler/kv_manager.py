@@ -235,8 +235,8 @@ class KVCacheManager:
         return length
 
     def may_name(self, request: Request) -> bool:
-        """Whether later requests may find what a request computes: False after a `reset` since
-        its admission."""
+        """Whether later requests may find what a request computes: False if `reset` was called
+        after its admission."""
         return self.enable_caching and request.num_resets == self.num_resets
 
     def name_blocks(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:

@@ -110,6 +110,10 @@ class Request:
         """Length of each block table."""
         return len(self.block_tables[0].block_ids) if self.block_tables else 0
 
+    def is_prompt(self, position: int) -> bool:
+        """Whether the token there is of the prompt, or was known before a preemption."""
+        return position < max(self.num_prompt_tokens, self.num_computed_before + 1)
+
     def forget_unknown(self) -> None:
         """Drop the UNKNOWN_TOKEN at the end: its step was abandoned."""
         if self.token_ids[-1] == UNKNOWN_TOKEN:

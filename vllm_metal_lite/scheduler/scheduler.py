@@ -1,7 +1,7 @@
 """Decides which tokens the next step computes.  docs/scheduling.md explains the rules.
 
 A step closes part of the gaps of requests (request.py):
-1. decodes (requests whose prompt is computed) get one token each;
+1. decodes (requests whose prompt is computed) get one token each, or several that are known;
 2. partial prefills resume;
 3. waiting requests are admitted.
 Each phase takes requests in the order of (priority, fair_round, arrival), up to
@@ -14,7 +14,7 @@ Where all tokens are known, a decode may be lengthened by drafts (drafts.py): ro
 the request will probably have.  They take only what the step leaves over.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import le, sub
 
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
@@ -57,7 +57,7 @@ class Scheduler:
         self.kv = KVCacheManager(groups, config.block_size, caching, states)
         self._states = None if states is None else StateScheduler(self.kv, states)
         self.drafts = DraftScheduler(self.kv, self._states)
-        # Whether a request waits although there is room, given what it finds in memory.
+        # Set by the prefix disk: whether to hold a request back until its prefix is read.
         self.must_wait: Callable[[Request, PrefixHit], bool] = lambda request, hit: False
         self.one_by_one = False  # admit a request only if no other prompt is being computed
         self.num_preemptions = 0
@@ -112,23 +112,20 @@ class Scheduler:
         out = SchedulerOutput()
         if self.kv.states is not None:
             self.kv.states.begin_step()
-        if self.config.prefill_policy == "mixed":
-            self._schedule_decodes(out)
-            self._schedule_prefills(out)
-        else:
-            phases = [self._schedule_decodes, self._schedule_prefills]
-            if self.partials or not self._prefilled_last:
-                phases.reverse()
-            phases[0](out)
-            if out.is_empty:
-                phases[1](out)
+        phases = [self._schedule_decodes, self._schedule_prefills]
+        whole = self.config.prefill_policy == "whole"
+        if whole and (self._prompts or not self._prefilled_last):
+            phases.reverse()
+        phases[0](out)
+        if not whole or out.is_empty:
+            phases[1](out)
         if out.is_empty and self.partials:
             self._break_deadlock(out)
-        if not out.is_empty:
-            self._prefilled_last = out.num_decodes < len(out.segments)
-            if propose is not None:
-                rows = self.config.max_sampled_rows - len(out.segments)
-                self.drafts.add(out, propose, min(self._tokens_left(out), rows), self.num_running)
+        self._prefilled_last = any(s.is_prompt for s in out.segments[out.num_decodes :])
+        if propose is not None:
+            scored = sum(s.num_scheduled for s in out.segments if s.request.max_chunk)
+            rows = self.config.max_logits_rows - len(out.segments) - scored
+            self.drafts.add(out, propose, min(self._tokens_left(out), rows), self.num_running)
         # InputBatch.pack wants segments of one token first, prompts' one-token chunks included.
         prefills = out.segments[out.num_decodes :]
         if len(prefills) > 1:
@@ -173,7 +170,8 @@ class Scheduler:
                 terminal.append(request)
             if request.status is running:
                 request.num_computed_tokens = end
-                self.kv.give_back(request, end)  # with short windows, most of its blocks
+                if not segment.draft_token_ids:  # these may be computed again, from the start
+                    self.kv.give_back(request, end)  # with short windows, most of its blocks
                 if is_terminal and self.partials.discard(request):
                     self.decodes.add(request)
         ended = []
@@ -208,8 +206,8 @@ class Scheduler:
     ) -> None:
         """Record the tokens of a step, after `advance`.
 
-        token_ids: ints, one for each request of `output.terminal`.  A request finished since
-        `schedule` keeps its place in `token_ids`; its token is ignored.
+        token_ids: ints, one for each request of `output.terminal`; UNKNOWN_TOKEN: none, and the
+        request must end.  The token of a request finished since `schedule` is ignored.
         accepted: for each request with drafts, its tokens behind the first.
         """
         finished = RequestStatus.FINISHED
@@ -220,11 +218,12 @@ class Scheduler:
             request = segment.request
             if not segment.draft_token_ids or request.status is finished:
                 continue
-            if not self.drafts.settle(segment, output, accepted[request]):
+            if not self.drafts.accept(segment, output, accepted[request]):
                 self.decodes.discard(request)
                 self.partials.add(request)
         for ahead, request in self._unnamed:
-            if request.status is RequestStatus.RUNNING:
+            is_known = request.token_ids[-1] != UNKNOWN_TOKEN
+            if is_known and request.status is RequestStatus.RUNNING:
                 end = request.num_tokens
                 ahead.named += self.kv.name_blocks(request, end - 1, end)
         self._unnamed.clear()
@@ -275,16 +274,21 @@ class Scheduler:
                 else:
                     out.named += self.kv.name_blocks(request, start, start + 1)
         out.num_decodes = out.total_num_scheduled_tokens = len(out.segments)
+        self._resume(out, [r for r in self.partials if not r.is_prompt(r.num_computed_tokens)])
 
     def _schedule_prefills(self, out: SchedulerOutput) -> None:
-        starting = not self.partials
-        self._resume(out)
+        prompts = self._prompts
+        self._resume(out, prompts)
         # A preempted request is admitted first, and there are no blocks for it now.
         if not out.preempted:
-            self._admit(out, starting)
+            self._admit(out, starting=not prompts)
 
-    def _resume(self, out: SchedulerOutput) -> None:
-        for request in self.partials:
+    @property
+    def _prompts(self) -> list[Request]:
+        return [r for r in self.partials if r.is_prompt(r.num_computed_tokens)]
+
+    def _resume(self, out: SchedulerOutput, partials: Iterable[Request]) -> None:
+        for request in partials:
             most = self._max_num_new_tokens(request, request.num_computed_tokens)
             num_new_tokens = min(most, self._tokens_left(out, request), self.kv.room(request))
             # 0: no budget or no blocks.  The request waits for decodes to end.  So does the queue:
@@ -398,7 +402,7 @@ class Scheduler:
         while self.kv.room(self.partials[0]) <= 0:
             victim = self._preempt_lowest(out)
             assert victim is not self.partials[0], "a request alone has all the blocks it needs"
-        self._resume(out)
+        self._resume(out, self.partials)
 
     def _preempt_lowest(self, out: SchedulerOutput) -> Request:
         last = [queue[-1] for queue in (self.partials, self.decodes) if queue]

@@ -30,9 +30,7 @@ class Segment:
 
     @property
     def is_prompt(self) -> bool:
-        """Whether the first token is of the prompt, or was computed before a preemption."""
-        request = self.request
-        return self.num_computed < max(request.num_prompt_tokens, request.num_computed_before)
+        return self.request.is_prompt(self.num_computed)
 
     @property
     def known_end(self) -> int:

@@ -27,11 +27,11 @@ from vllm_metal_lite.scheduler.request import ConversationCheckpoints, Request
 
 @dataclass(slots=True)
 class _Checkpoint:
-    """disposable: evicted before others.  is_found: a request has started from it.  owner: the
+    """disposable: evicted before others.  was_used: a request has started from it.  owner: the
     checkpoints of its conversation."""
 
     disposable: bool = False
-    is_found: bool = False
+    was_used: bool = False
     owner: ConversationCheckpoints | None = None
 
 
@@ -76,7 +76,7 @@ class StateSlots:
             request.own_checkpoints = ConversationCheckpoints(end)
         if hit is not None:
             start = self._checkpoints[hit]
-            if start.is_found:  # a second request continues from here
+            if start.was_used:  # a second request continues from here
                 start.owner = None
             elif start.owner not in (None, request.own_checkpoints) and position >= start.owner.end:
                 request.earlier_checkpoints = start.owner
@@ -120,7 +120,7 @@ class StateSlots:
         in_use = pool.is_owned(hit)
         pool.touch([hit])
         checkpoint = self._checkpoints[hit]
-        checkpoint.is_found, checkpoint.disposable = True, False
+        checkpoint.was_used, checkpoint.disposable = True, False
         if in_use or self.num_spare > 0:
             self._held.append(hit)
             request.state = SegmentState(hit, self._allocate())
@@ -186,7 +186,7 @@ class StateSlots:
     def replace(self, name: bytes) -> None:
         """Drop a checkpoint that a later one of its request replaces, unless others use it."""
         slot = self.pool.lookup(name)
-        if slot is not None and not self._checkpoints[slot].is_found:
+        if slot is not None and not self._checkpoints[slot].was_used:
             self.unname([slot])
 
     def free(self, request: Request) -> None:

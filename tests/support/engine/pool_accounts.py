@@ -40,12 +40,16 @@ def check_slots(
 def check_accounts(
     kv: KVCacheManager, requests: Iterable[Request], restore: Restore | None = None
 ) -> None:
-    """requests: all unfinished ones.  restore: the prefix that is read from the disk."""
+    """requests: all unfinished ones, whose windows keep their blocks.  restore: the prefix that is
+    read from the disk."""
     running = [r for r in requests if r.block_tables]
     restored: defaultdict[int, list[int]] = defaultdict(list)
     for part, place in restore.places.items() if restore else ():
         restored[part.group].append(place)
-    for i, pool in enumerate(kv.pools):
+    for i, (group, pool) in enumerate(zip(kv.groups, kv.pools, strict=True)):
         check_pool(pool, [*(r.block_tables[i].owned for r in running), restored[i]])
+        for request in running:
+            seen = group.first_block(request.num_computed_tokens, kv.block_size)
+            assert request.block_tables[i].num_given_back <= seen, "a block is still needed"
     if kv.states is not None:
         check_slots(kv.states, running, restored[len(kv.pools)])

@@ -316,7 +316,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_MOE, **_DELTA},
     "qwen3_next/q4": {**_MOE, **_DELTA, **_q(4)},
     "recurrent_gemma": {"conv1d_width": 4, "logits_soft_cap": 30.0, "num_key_value_heads": 1,
-                        "attention_window_size": WINDOW,
+                        "attention_window_size": WINDOW - 3,  # leaves a block within another
                         "block_types": ["recurrent", "recurrent", "attention"]},
     # Multimodal wrappers and conversions: their text path.
     "gemma3": _text(**_WINDOWS, model_type="gemma3_text", query_pre_attn_scalar=16),
