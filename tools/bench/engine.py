@@ -39,7 +39,7 @@ from vllm_metal_lite.config import DTYPES
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.model.loader import LoadedModel
 
-STEPS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens of a step, the decodes' among them
+STEPS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens a step, decodes included
 
 
 def peers(load: Load, model: LoadedModel) -> list[Engine]:

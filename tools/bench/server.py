@@ -37,7 +37,7 @@ import numpy as np
 from tools.bench.lib.metrics import Metrics, gaps, median_of, pace
 from tools.bench.lib.models import BITS, write_model
 from tools.bench.lib.tables import print_medians, ratios
-from tools.lib.clients import Clients, Seen, send
+from tools.lib.clients import Clients, LoadRun, send
 from tools.lib.frame import above_zero, at_least, parser_of, run_main, say
 from tools.lib.processes import cpu_seconds, sampled_memory
 from tools.lib.servers import mlx_lm, ours, server
@@ -110,17 +110,17 @@ class Prompts:
         return [draw() for _ in range(WARM_UPS)], [draw() for _ in range(args.repeats)]
 
 
-def measure(seen: Seen, turns: int, server_cpu: float) -> Metrics:
+def measure(run: LoadRun, turns: int, server_cpu: float) -> Metrics:
     """The metrics of a run.  turns: of a session.  server_cpu: seconds; 0: unknown."""
-    ended = [r for r in seen.requests if r.usage is not None and r.chunks]
+    ended = [r for r in run.requests if r.usage is not None and r.chunks]
     if not ended:
-        raise MetalLiteError(f"no request ended within {seen.seconds:.0f} s")
+        raise MetalLiteError(f"no request ended within {run.seconds:.0f} s")
     tokens = sum(r.usage.get("completion_tokens", 0) for r in ended)
     prompt = sum(r.usage.get("prompt_tokens", 0) for r in ended)
     between = [gap for r in ended for gap in gaps(r.chunks)]
-    values = {"done": len(ended), **pace(tokens, seen.seconds, [r.first for r in ended], between)}
+    values = {"done": len(ended), **pace(tokens, run.seconds, [r.first for r in ended], between)}
     if turns > 1:
-        values["sessions_per_minute"] = 60 * len(ended) / turns / seen.seconds
+        values["sessions_per_minute"] = 60 * len(ended) / turns / run.seconds
     if later := [r.first for r in ended if r.turn]:
         values["later_ttft_median"] = statistics.median(later)
     if prompt:
@@ -143,11 +143,11 @@ class Bench:
             for load, (warm, counted) in self.runs.items():
                 turns, found = len(counted[0][0]) if load == "sessions" else 1, []
                 for i, clients in enumerate([*warm, *counted]):
-                    seen, before = Seen(), cpu_seconds(pid)
-                    asyncio.run(send(url, model, clients, seen, self.args.seconds))
+                    run, before = LoadRun(), cpu_seconds(pid)
+                    asyncio.run(send(url, model, clients, run, self.args.seconds))
                     cpu = cpu_seconds(pid) - before if name == "ours" else 0
                     if i >= len(warm):
-                        found.append(measure(seen, turns, cpu))
+                        found.append(measure(run, turns, cpu))
                         say(f"{name}, {load}: {found[-1]['output_tokens_per_s']:,.0f} tokens/s")
                 self.medians[load][name] = {**median_of(found), "server_gb": peak_gb()}
 

@@ -39,14 +39,14 @@ class Request:
 
 
 @dataclass
-class Seen:
+class LoadRun:
     """The requests of clients, while they run.  seconds: of the whole load, once it is over."""
 
     requests: list[Request] = field(default_factory=list)
     seconds: float = 0.0
 
 
-async def send(url: str, model: str, clients: Clients, seen: Seen, seconds: float) -> None:
+async def send(url: str, model: str, clients: Clients, run: LoadRun, seconds: float) -> None:
     """Send the requests of all clients, for at most `seconds`.
 
     A body with messages is a chat, another one a completion; both are streamed.
@@ -58,13 +58,13 @@ async def send(url: str, model: str, clients: Clients, seen: Seen, seconds: floa
 
         async def client(bodies: Sequence[dict[str, Any]]) -> None:
             for turn, body in enumerate(bodies):
-                seen.requests.append(Request(turn, time.perf_counter()))
-                await _ask(http, {**COMMON, "model": model, **body}, seen.requests[-1])
+                run.requests.append(Request(turn, time.perf_counter()))
+                await _ask(http, {**COMMON, "model": model, **body}, run.requests[-1])
 
         started = time.perf_counter()
         running = [asyncio.ensure_future(client(bodies)) for bodies in clients]
         ended, late = await asyncio.wait(running, timeout=seconds)
-        seen.seconds = time.perf_counter() - started
+        run.seconds = time.perf_counter() - started
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)

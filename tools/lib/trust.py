@@ -47,8 +47,8 @@ def trusted(prefill: str | None = None, products: bool = True) -> Iterator[None]
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the server, and the process of its engine
-    _until_the_end = trusted()
-    _until_the_end.__enter__()
+    _trusted_for_the_process = trusted()
+    _trusted_for_the_process.__enter__()
 
 if __name__ == "__main__":
     from vllm_metal_lite.cli.main import main

@@ -29,7 +29,7 @@ from typing import Any
 
 import httpx
 
-from tools.lib.clients import Seen, send
+from tools.lib.clients import LoadRun, send
 from tools.lib.frame import parser_of, print_table, run_main, say
 from tools.lib.processes import rss_mib
 from tools.lib.servers import ours, server
@@ -169,7 +169,7 @@ class Others:
     """A steady stream, and /health several times a second, in a thread."""
 
     def __init__(self, url: str) -> None:
-        self.url, self.seen = url, Seen()
+        self.url, self.run = url, LoadRun()
         self.health: list[tuple[float, float]] = []  # (when it ended, seconds; inf: it failed)
         self.may_end = False  # whether the server may end
         threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True).start()
@@ -178,7 +178,7 @@ class Others:
         steady = [{"prompt": "hello", "max_tokens": 3000}] * 1000
         asking = asyncio.ensure_future(self._ask_health())
         with suppress(httpx.HTTPError, MetalLiteError):  # the server ends
-            await send(self.url, "demo", [steady], self.seen, seconds=1e6)
+            await send(self.url, "demo", [steady], self.run, seconds=1e6)
         asking.cancel()
 
     async def _ask_health(self) -> None:
@@ -198,7 +198,7 @@ class Others:
 
     def longest_since(self, started: float) -> tuple[float, float]:
         """(gap, health)."""
-        chunks = [at for request in self.seen.requests for at in request.chunks]
+        chunks = [at for request in self.run.requests for at in request.chunks]
         gaps = [b - a for a, b in pairwise([*chunks, time.perf_counter()]) if b > started]
         health = [seconds for at, seconds in self.health if at > started]
         return max(gaps), max(health, default=inf)

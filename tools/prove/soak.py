@@ -128,7 +128,7 @@ class Soak:
                 await self.crowd.go(self.crowd.draw(rng, 3), PATIENCE)
                 await asyncio.sleep(rng.random())
 
-        async def odd(visit: Callable[[random.Random], Awaitable[None]]) -> None:
+        async def side_load(visit: Callable[[random.Random], Awaitable[None]]) -> None:
             rng = random.Random(visit.__name__)
             while time.monotonic() < end:
                 try:
@@ -144,8 +144,8 @@ class Soak:
                 await asyncio.sleep(EVERY)
 
         crowd = self.crowd
-        odd_ones = map(odd, (crowd.ask_models, crowd.read_late, crowd.drip))
-        await asyncio.gather(measure(), *map(client, range(num_clients)), *odd_ones)
+        side_loads = map(side_load, (crowd.ask_models, crowd.read_late, crowd.drip))
+        await asyncio.gather(measure(), *map(client, range(num_clients)), *side_loads)
 
     async def _measure(self) -> None:
         metrics = (await get(self.url, "/status"))["models"][0]["metrics"]

@@ -62,7 +62,7 @@ def drive(engine: Engine, load: Load) -> Run:
     run = Run([0.0] * len(prompts), [[] for _ in prompts], [[] for _ in prompts], prompts)
     arrivals = _Arrivals(load, run)
     started = time.perf_counter()
-    pending: set[int] = set()  # of those that the run waits for
+    pending: set[int] = set()  # requests that must end before the run ends
     while arrivals.waves or arrivals.turns or pending:
         for numbers in arrivals.due():
             if not load.ends_with_last_wave or not arrivals.waves:
