@@ -17,6 +17,6 @@ value.  Rules name operations, and a few functions of mlx-lm (launches.py), but 
 
 When it is loaded, a model is changed: its layers return arrays with origins (layers.py),
 projections of one input are joined (joined.py), and norms keep their computed weight
-(fold_norms.py).  launches.py has the result as a value, FusedLaunches.  current.py holds what the
+(fold_norms.py).  launches.py has the result as a value, FusedLaunches.  context.py holds what the
 forward that is being built may use.
 """

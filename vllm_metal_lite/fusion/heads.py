@@ -16,7 +16,7 @@ from typing import Any
 
 from vllm_metal_lite.attention.pending_heads import Heads, Latents
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion.current import current
+from vllm_metal_lite.fusion.context import fusion_context
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
 from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
@@ -135,7 +135,7 @@ def scaled_at(at: Any, x: Traced) -> ScalingAt:
 
 
 def rotation(value: mx.array, x: mx.array, dims: int, **how: Any) -> mx.array:
-    step = current().step
+    step = fusion_context().step
     if step is None or how["offset"] is not step.positions or x.ndim != 4 or x.shape[2] != 1:
         return value
     origin, factor = origin_of(x), 1.0

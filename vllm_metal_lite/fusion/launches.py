@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx_lm.models import activations, gemma3_text
 
 from vllm_metal_lite.attention.base import Step
-from vllm_metal_lite.fusion.current import NO_ROWS, FusedKernels, fusing
+from vllm_metal_lite.fusion.context import NO_ROWS, FusedKernels, fusing
 from vllm_metal_lite.fusion.fold_norms import fold_norm_weights
 from vllm_metal_lite.fusion.joined import JoinedProjection, join_projections, joined_projections
 from vllm_metal_lite.fusion.layer_cache import FusedLayerCache

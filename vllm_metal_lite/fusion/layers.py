@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.fusion.current import current
+from vllm_metal_lite.fusion.context import fusion_context
 from vllm_metal_lite.fusion.experts import Chosen
 from vllm_metal_lite.fusion.norms import Normed
 from vllm_metal_lite.fusion.products import Multiplied
@@ -22,11 +22,11 @@ from vllm_metal_lite.model.weights import MIXTURES, served, weight_of
 
 def _product(original: Function, layer: nn.Module, x: mx.array) -> mx.array:
     """The product of a linear layer, or of an embedding used as one."""
-    if current().step is None:
+    if fusion_context().step is None:
         return original(layer, x)
     rows, weight, bias = rows_of(x), weight_of(layer), layer.get("bias")
     fits = (bias is None or bias.dtype == x.dtype) and skinny_gemm.fits(rows, weight)
-    if fits and len(rows) in current().kernels.skinny_rows:
+    if fits and len(rows) in fusion_context().kernels.skinny_rows:
         product = Multiplied(*_normed(x, weight), weight, bias)
         return as_view(product(), x.shape[:-1], product)
     if isinstance(layer, nn.Linear) and bias is None:
@@ -59,7 +59,7 @@ def _transposed(linear: nn.Linear) -> mx.array:
 
 def _mixture(original: Function, layer: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
     """The results (*indices.shape, hidden) of a mixture of experts."""
-    step, kernels = current()
+    step, kernels = fusion_context()
     num_rows = x.size // x.shape[-1]
     if indices.shape[:-1] != x.shape[:-1] or num_rows not in kernels.expert_rows:
         return original(layer, x, indices)

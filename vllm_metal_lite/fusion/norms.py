@@ -10,7 +10,7 @@ from typing import Any
 from vllm_metal_lite.attention.pending_heads import Heads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.fusion.current import current
+from vllm_metal_lite.fusion.context import fusion_context
 from vllm_metal_lite.fusion.products import Multiplied
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
@@ -48,12 +48,12 @@ def norm_of_sum(
     """A launch computes the sum, and x becomes its result.  With few rows this is the product
     before, and the next products compute the norm; otherwise sum and norm are one launch."""
     shape, rows = x.shape[:-1], x.size // x.shape[-1]
-    few = rows in current().kernels.skinny_rows and rows <= profile().max_normed_rows
+    few = rows in fusion_context().kernels.skinny_rows and rows <= profile().max_normed_rows
     total = _with_product(x.origin) if few else None
     if total is not None:
         x.become(as_view(total, shape))
         return mx.fast.rms_norm(x, weight, eps, **how)
-    if "add_rms_norm" in current().kernels.unused:
+    if "add_rms_norm" in fusion_context().kernels.unused:
         return norm(value, x, weight, eps)
     one, other, of_other = _summands(x.origin)
     total, normed = add_rms_norm(one, other, weight, eps, of_other)
@@ -95,7 +95,7 @@ def gated_norm(value: mx.array, h: mx.array, gate: mx.array, x: mx.array) -> mx.
     of_h = isinstance(origin, Normed) and origin.x is h and origin.norm.weight is not None
     if not of_h or gate.shape != h.shape or gate.dtype != h.dtype:
         return value
-    if "gated_rms_norm" in current().kernels.unused:
+    if "gated_rms_norm" in fusion_context().kernels.unused:
         return value
     plain = known.plain if isinstance(known, Heads) else None
     z = plain or Columns(gate.reshape(len(gate), -1), 0)

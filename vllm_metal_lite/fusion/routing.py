@@ -18,7 +18,7 @@ from typing import Any
 import mlx.nn as nn
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion.current import current
+from vllm_metal_lite.fusion.context import fusion_context
 from vllm_metal_lite.fusion.norms import plus
 from vllm_metal_lite.fusion.products import Multiplied
 from vllm_metal_lite.fusion.traced import Traced, as_view, known_rows, origin_of, rows_of
@@ -110,7 +110,7 @@ def scores_of(x: Any) -> RouterScores | None:
         return origin
     if rows is None or not (origin is None or isinstance(origin, Multiplied)):
         return None
-    if "expert_topk" in current().kernels.unused or not fits(rows, 1):
+    if "expert_topk" in fusion_context().kernels.unused or not fits(rows, 1):
         return None
     return RouterScores(rows, "logits", x.dtype)
 

@@ -23,7 +23,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, PAD_SLOT, SegmentState
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.distributed import RankGroup
-from vllm_metal_lite.fusion.current import NO_ROWS
+from vllm_metal_lite.fusion.context import NO_ROWS
 from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS

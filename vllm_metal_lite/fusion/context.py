@@ -25,22 +25,22 @@ class FusedKernels:
     unused: frozenset[str] = frozenset()
 
 
-class Current(NamedTuple):
-    """step: of the forward; None: no forward is being built."""
+class FusionContext(NamedTuple):
+    """step: of the forward that is being built; None outside of a forward."""
 
     step: Step | None = None
     kernels: FusedKernels = FusedKernels()
 
 
-_current: ContextVar[Current] = ContextVar("current", default=Current())  # noqa: B039
-current = _current.get
+_context: ContextVar[FusionContext] = ContextVar("fusion", default=FusionContext())  # noqa: B039
+fusion_context = _context.get
 
 
 @contextmanager
 def fusing(step: Step | None, kernels: FusedKernels) -> Iterator[None]:
     """Held while a fused forward is built."""
-    before = _current.set(Current(step, kernels))
+    before = _context.set(FusionContext(step, kernels))
     try:
         yield
     finally:
-        _current.reset(before)
+        _context.reset(before)
