@@ -18,7 +18,7 @@ from vllm_metal_lite.fusion.joined import JoinedProjection
 from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.fusion.layers import fuse_layers
 from vllm_metal_lite.fusion.norms import Normed
-from vllm_metal_lite.fusion.products import Multiplied
+from vllm_metal_lite.fusion.products import Product
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of
 
 # What is fused of each, of a norm, a residual sum and SwiGLU.
@@ -150,7 +150,7 @@ def test_a_norm_that_a_router_and_a_product_use(hooked):
     normed = mx.fast.rms_norm(x, GAIN, 1e-5)
     assert isinstance(origin_of(normed), Normed)
     y, chosen = o(normed), normed @ router
-    assert isinstance(origin_of(y), Multiplied)
+    assert isinstance(origin_of(y), Product)
     close(y, rms(floats(x)) @ floats(o.weight).T)
     close(chosen, rms(floats(x)) @ floats(router))
     close(normed, rms(floats(x)))

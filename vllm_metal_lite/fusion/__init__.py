@@ -5,9 +5,8 @@ value.  Rules name operations, and a few functions of mlx-lm (launches.py), but 
 
     y = x + o_proj(a)     y is an ordinary array.  It also remembers its origin: a sum, one side of
                           it a product.
-    z = rms_norm(y)       The rule for the norm of a sum asks the product to add x as well: one
-                          launch, whose result y becomes.  MLX computes neither the first product
-                          nor the first sum, because nothing uses their values.
+    z = rms_norm(y)       The rule for the norm of a sum asks the product to add x as well.  y
+                          becomes the result, so nothing uses the first product and sum.
 
     rules.py              the table of all rules: an operation, and the origin of its array
     traced.py             arrays with an origin

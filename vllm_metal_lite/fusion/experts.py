@@ -1,6 +1,6 @@
 """Origins and rules of the weighted sum behind a mixture of experts.
 
-y = switch_mlp(x, indices)          Chosen, by `expert_gemm` (layers.py)
+y = switch_mlp(x, indices)          ExpertResults, by `expert_gemm` (layers.py)
 y = y * weights[..., None]          Weighted
 y = y.sum(axis=-2)                  Summed, by `expert_sum`
 y = y.astype(x.dtype)               the same launch rounds
@@ -15,7 +15,7 @@ from vllm_metal_lite.kernels.experts import expert_sum
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ExpertResults:
     """Results of each row's experts: rows (N * top_k, K), in the model's shape (.., top_k, K)."""
 
     rows: mx.array
@@ -26,7 +26,7 @@ class Chosen:
 class Weighted:
     """Results of experts times weights (N, top_k)."""
 
-    experts: Chosen
+    results: ExpertResults
     weights: mx.array
 
 
@@ -40,28 +40,28 @@ class Summed:
 # Rules
 
 
-def weighted(value: mx.array, x: Traced, weights: Any) -> mx.array:
+def weigh(value: mx.array, x: Traced, weights: Any) -> mx.array:
     """One weight for each expert's result; its type may differ."""
-    experts = x.origin
-    if not isinstance(weights, mx.array) or weights.shape != (*experts.shape[:-1], 1):
+    results = x.origin
+    if not isinstance(weights, mx.array) or weights.shape != (*results.shape[:-1], 1):
         return value
     if not mx.issubdtype(weights.dtype, mx.floating):
         return value
-    return Traced(value, Weighted(experts, weights.reshape(-1, experts.shape[-2])))
+    return Traced(value, Weighted(results, weights.reshape(-1, results.shape[-2])))
 
 
-def summed(value: mx.array, x: Traced, axis: Any = None, *args: Any, **how: Any) -> mx.array:
+def sum_up(value: mx.array, x: Traced, axis: Any = None, *args: Any, **how: Any) -> mx.array:
     return value if axis != -2 or args or how else _summed(x.origin, value.dtype)
 
 
-def rounded(value: mx.array, x: Traced, dtype: mx.Dtype, *_: Any, **__: Any) -> mx.array:
-    terms = x.origin.weighted
+def round_sum(value: mx.array, x: Traced, dtype: mx.Dtype, *_: Any, **__: Any) -> mx.array:
+    weighted = x.origin.weighted
     if dtype == x.dtype:
         return x
-    return _summed(terms, dtype) if dtype == terms.experts.rows.dtype else value
+    return _summed(weighted, dtype) if dtype == weighted.results.rows.dtype else value
 
 
-def _summed(terms: Weighted, dtype: mx.Dtype) -> mx.array:
+def _summed(weighted: Weighted, dtype: mx.Dtype) -> mx.array:
     """The sums, rounded to `dtype` at the end."""
-    rows = expert_sum(terms.experts.rows, terms.weights, dtype)
-    return as_view(rows, terms.experts.shape[:-2], Summed(terms))
+    rows = expert_sum(weighted.results.rows, weighted.weights, dtype)
+    return as_view(rows, weighted.results.shape[:-2], Summed(weighted))

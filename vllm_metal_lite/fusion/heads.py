@@ -40,7 +40,7 @@ class Scaled:
     factor: float
     dims: int
 
-    def wholly_by(self, factor: float) -> bool:
+    def scales_all_by(self, factor: float) -> bool:
         """Whether all elements were multiplied by this number."""
         return (self.factor, self.dims) == (factor, self.heads.head_dim)
 
@@ -64,8 +64,8 @@ def heads_of(x: mx.array) -> Heads:
 # Rules
 
 
-def into_heads(value: mx.array, x: Traced, *_: Any, **__: Any) -> mx.array:
-    """x: columns of a joined product, or all columns of another."""
+def make_heads(value: mx.array, x: Traced, *_: Any, **__: Any) -> mx.array:
+    """x: columns of a joined product, or all columns of a product that is not joined."""
     columns, rows = x.origin, x.rows
     if value.ndim != 4 or value.shape[:2] != (len(x), 1):
         return value
@@ -76,19 +76,19 @@ def into_heads(value: mx.array, x: Traced, *_: Any, **__: Any) -> mx.array:
     return Traced(value, Heads(columns, value.shape[2], value.shape[3]))
 
 
-def out_of_heads(value: mx.array, x: Traced, *_: Any, **__: Any) -> mx.array:
+def merge_heads(value: mx.array, x: Traced, *_: Any, **__: Any) -> mx.array:
     if value.shape[:-1] != (len(x), 1):
         return value
     return as_view(x.origin.rows.reshape(len(x), -1), value.shape[:-1])
 
 
-def same_layout(value: mx.array, x: Traced, *axes: Any, **axis: Any) -> mx.array:
+def keep_layout(value: mx.array, x: Traced, *axes: Any, **axis: Any) -> mx.array:
     """The operation moves, or makes, an axis of length 1."""
     same = (*axes, *axis.values()) in ((0, 2, 1, 3), ((0, 2, 1, 3),), (1, 2), (2, 1), (1,))
     return Traced(value, x.origin) if same else value
 
 
-def split(
+def split_columns(
     parts: list[mx.array], x: mx.array, indices_or_sections: Any, axis: int = 0, **_: Any
 ) -> list[mx.array]:
     """Parts of packed rows (N, 1, K), and of heads (N, H, 1, D), know their columns."""
@@ -114,17 +114,19 @@ def split(
     ]
 
 
-def normed(value: mx.array, x: Traced, weight: mx.array | None, eps: float, **_: Any) -> mx.array:
+def norm_heads(
+    value: mx.array, x: Traced, weight: mx.array | None, eps: float, **_: Any
+) -> mx.array:
     origin = x.origin.normed(RMSNorm(weight, eps))
     return value if origin is None else Traced(value, origin)
 
 
-def scaled(value: mx.array, x: Traced, factor: Any) -> mx.array:
+def scale_heads(value: mx.array, x: Traced, factor: Any) -> mx.array:
     whole = isinstance(factor, float)
     return Traced(value, Scaled(x.origin, factor, x.origin.head_dim)) if whole else value
 
 
-def scaled_at(at: Any, x: Traced) -> ScalingAt:
+def scale_heads_at(at: Any, x: Traced) -> ScalingAt:
     """x.at[..., :dims].multiply(factor)"""
     heads = x.origin
 
@@ -134,7 +136,7 @@ def scaled_at(at: Any, x: Traced) -> ScalingAt:
     return ScalingAt(x, at, noted)
 
 
-def rotation(value: mx.array, x: mx.array, dims: int, **how: Any) -> mx.array:
+def rotate_heads(value: mx.array, x: mx.array, dims: int, **how: Any) -> mx.array:
     step = fusion_context().step
     if step is None or how["offset"] is not step.positions or x.ndim != 4 or x.shape[2] != 1:
         return value

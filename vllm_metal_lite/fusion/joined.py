@@ -58,25 +58,25 @@ class JoinedProjection:
 class JoinedPart(nn.Module):
     """Replaces one of the joined projections."""
 
-    def __init__(self, product: JoinedProjection, index: int) -> None:
+    def __init__(self, whole: JoinedProjection, index: int) -> None:
         super().__init__()
-        self.product, self.index = product, index
+        self.whole, self.index = whole, index
         if index == 0:
-            self.joined = product.linear  # registers the weights as parameters, once
+            self.joined = whole.linear  # registers the weights as parameters, once
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.product.part(self.index, x)
+        return self.whole.part(self.index, x)
 
     @property
     def weight(self) -> mx.array:
-        start, end = self.product.ends[self.index : self.index + 2]
-        return self.product.linear["weight"][start:end]
+        start, end = self.whole.ends[self.index : self.index + 2]
+        return self.whole.linear["weight"][start:end]
 
 
 def joined_projections(model: nn.Module) -> list[JoinedProjection]:
     """The joined projections of a model."""
     parts = (module for _, module in model.named_modules() if isinstance(module, JoinedPart))
-    return [part.product for part in parts if part.index == 0]
+    return [part.whole for part in parts if part.index == 0]
 
 
 def join_projections(model: nn.Module) -> None:
@@ -84,9 +84,9 @@ def join_projections(model: nn.Module) -> None:
     for paths in _same_inputs(model):
         modules = dict(model.named_modules())
         # Popped: references to the old modules would keep all weights twice, not one group's.
-        product = JoinedProjection([modules.pop(path) for path in paths])
-        mx.eval(product.linear.parameters())
-        parts = [(path, JoinedPart(product, i)) for i, path in enumerate(paths)]
+        whole = JoinedProjection([modules.pop(path) for path in paths])
+        mx.eval(whole.linear.parameters())
+        parts = [(path, JoinedPart(whole, i)) for i, path in enumerate(paths)]
         model.update_modules(tree_unflatten(parts))
         mx.clear_cache()
 

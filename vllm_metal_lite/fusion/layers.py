@@ -10,9 +10,9 @@ import mlx.nn as nn
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.fusion.context import fusion_context
-from vllm_metal_lite.fusion.experts import Chosen
+from vllm_metal_lite.fusion.experts import ExpertResults
 from vllm_metal_lite.fusion.norms import Normed
-from vllm_metal_lite.fusion.products import Multiplied
+from vllm_metal_lite.fusion.products import Product
 from vllm_metal_lite.fusion.traced import Function, as_view, origin_of, rows_of
 from vllm_metal_lite.kernels import experts, skinny_gemm
 from vllm_metal_lite.kernels.norm_rope import RMSNorm
@@ -27,14 +27,14 @@ def _product(original: Function, layer: nn.Module, x: mx.array) -> mx.array:
     rows, weight, bias = rows_of(x), weight_of(layer), layer.get("bias")
     fits = (bias is None or bias.dtype == x.dtype) and skinny_gemm.fits(rows, weight)
     if fits and len(rows) in fusion_context().kernels.skinny_rows:
-        product = Multiplied(*_normed(x, weight), weight, bias)
+        product = Product(*_rows_and_norm(x, weight), weight, bias)
         return as_view(product(), x.shape[:-1], product)
     if isinstance(layer, nn.Linear) and bias is None:
         return as_view(rows @ _transposed(layer), x.shape[:-1])
     return as_view(original(layer, rows), x.shape[:-1])
 
 
-def _normed(x: mx.array, weight: Weight) -> tuple[mx.array, RMSNorm | None]:
+def _rows_and_norm(x: mx.array, weight: Weight) -> tuple[mx.array, RMSNorm | None]:
     """The rows of x before their norm, and the norm, if each threadgroup of the product should
     compute the norm; otherwise the rows of x, and None."""
     origin, device, (outputs, depth, how) = origin_of(x), profile(), shape_of(weight)
@@ -69,7 +69,7 @@ def _mixture(original: Function, layer: nn.Module, x: mx.array, indices: mx.arra
     num_live = None if step is None else step.num_live
     result = experts.expert_mlp(rows, chosen, mixture, num_live=num_live)
     shape = (*indices.shape, result.shape[-1])
-    return as_view(result, shape[:-1], Chosen(result, shape))
+    return as_view(result, shape[:-1], ExpertResults(result, shape))
 
 
 def _fused(base: Any, name: str, function: Function) -> type:

@@ -11,7 +11,7 @@ from vllm_metal_lite.attention.pending_heads import Heads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.fusion.context import fusion_context
-from vllm_metal_lite.fusion.products import Multiplied
+from vllm_metal_lite.fusion.products import Product
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
 from vllm_metal_lite.kernels.columns import Columns
@@ -42,7 +42,7 @@ def norm(value: mx.array, x: mx.array, weight: mx.array | None, eps: float, **_:
     return Traced(value, Normed(rows_of(x) if x.ndim == 3 else x, RMSNorm(weight, eps)))
 
 
-def norm_of_sum(
+def norm_sum(
     value: mx.array, x: Traced, weight: mx.array | None, eps: float, **how: Any
 ) -> mx.array:
     """A launch computes the sum, and x becomes its result.  With few rows this is the product
@@ -62,11 +62,11 @@ def norm_of_sum(
 
 
 def _with_product(origin: Sum) -> mx.array | None:
-    """The sum (N, K) from the product on one side of it; None if neither side is Multiplied."""
-    for product, other in ((origin.y, origin.x), (origin.x, origin.y)):
-        multiplied = origin_of(product)
-        if isinstance(multiplied, Multiplied):
-            return multiplied(residual=rows_of(other))
+    """The sum (N, K) from the product on one side of it; None if neither is a Product."""
+    for side, other in ((origin.y, origin.x), (origin.x, origin.y)):
+        product = origin_of(side)
+        if isinstance(product, Product):
+            return product(residual=rows_of(other))
     return None
 
 
@@ -79,17 +79,17 @@ def _summands(origin: Sum) -> tuple[mx.array, mx.array, RMSNorm | None]:
     return rows_of(origin.x), rows_of(origin.y), None
 
 
-def plus(value: mx.array, x: mx.array, y: Any) -> mx.array:
+def add(value: mx.array, x: mx.array, y: Any) -> mx.array:
     alike = isinstance(y, mx.array) and (x.shape, x.dtype) == (y.shape, y.dtype)
     return Traced(value, Sum(x, y)) if alike and x.ndim == 3 else value
 
 
-def clipped_sum(value: mx.array, x: mx.array, y: mx.array) -> mx.array:
+def add_clipped(value: mx.array, x: mx.array, y: mx.array) -> mx.array:
     """Gemma 3's residual sum, which clips in float16 only."""
     return value if x.dtype == mx.float16 else x + y
 
 
-def gated_norm(value: mx.array, h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
+def norm_gated(value: mx.array, h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
     """silu(gate) * x behind a recurrence, where x is a norm of h: one launch."""
     origin, known = origin_of(x), origin_of(gate)
     of_h = isinstance(origin, Normed) and origin.x is h and origin.norm.weight is not None

@@ -1,6 +1,6 @@
 """Origins and rules of products by `skinny_gemm`, and of gates.
 
-y = q_proj(x)                Multiplied (layers.py); of joined projections, Columns of one
+y = q_proj(x)                Product (layers.py); of joined projections, Columns of one
 y = silu(gate) * up          the product that made both applies the gate
 """
 
@@ -16,7 +16,7 @@ from vllm_metal_lite.kernels.weights import Weight
 
 
 @dataclass(frozen=True, slots=True)
-class Multiplied:
+class Product:
     """A `skinny_gemm` product of rows (N, K), or of their norm, and a weight (outputs, K), plus a
     bias (outputs,)."""
 
@@ -43,23 +43,23 @@ class Activated:
 # Rules
 
 
-def gelu(value: mx.array, x: Traced) -> mx.array:
-    of_product = isinstance(x.origin.origin, Multiplied)
+def apply_gelu(value: mx.array, x: Traced) -> mx.array:
+    of_product = isinstance(x.origin.origin, Product)
     return Traced(value, Activated(x.origin, "gelu_approx")) if of_product else value
 
 
-def times_up(value: mx.array, x: Traced, up: Any) -> mx.array:
+def apply_gate(value: mx.array, x: Traced, up: Any) -> mx.array:
     return _gated(value, x.origin.columns, origin_of(up), x.origin.activation)
 
 
-def swiglu(value: mx.array, gate: Traced, up: mx.array) -> mx.array:
+def apply_swiglu(value: mx.array, gate: Traced, up: mx.array) -> mx.array:
     return _gated(value, gate.origin, origin_of(up), "silu")
 
 
 def _gated(value: mx.array, gate: Columns, up: Any, activation: Gate) -> mx.array:
     """activation(gate) * up from the product that made both."""
     product, size = gate.origin, value.shape[-1]
-    if not isinstance(up, Columns) or not isinstance(product, Multiplied):
+    if not isinstance(up, Columns) or not isinstance(product, Product):
         return value
     halves = (gate.start, up.start, gate.array.shape[-1]) == (0, size, 2 * size)
     if not halves or gate.array is not up.array:

@@ -3,12 +3,11 @@ a model writes them:
 
     scores = mx.softmax(logits, axis=-1, precise=True)           RouterScores
     inds = mx.argpartition(scores, kth=-k, axis=-1)[..., -k:]    Partition, then Choice
-    weights = mx.take_along_axis(scores, inds, axis=-1)          Gathered
-    weights /= weights.sum(axis=-1, keepdims=True)               Gathered, of Total
+    weights = mx.take_along_axis(scores, inds, axis=-1)          RouterWeights
+    weights /= weights.sum(axis=-1, keepdims=True)               RouterWeights, of Total
 
-The Choice launches the kernel, so any later operation gets its values.  Each rule behind it
-launches the kernel again, with more of the work, and the indices become those of the new launch.
-MLX never runs the launches before, because no operation uses their results any longer.
+The Choice launches the kernel, since no rule may follow.  Each rule behind it launches again, with
+more of the work (`RouterWeights.relaunch`); of these launches MLX runs only the last (rules.py).
 """
 
 from dataclasses import dataclass, replace
@@ -19,9 +18,9 @@ import mlx.nn as nn
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.context import fusion_context
-from vllm_metal_lite.fusion.norms import plus
-from vllm_metal_lite.fusion.products import Multiplied
-from vllm_metal_lite.fusion.traced import Traced, as_view, known_rows, origin_of, rows_of
+from vllm_metal_lite.fusion.norms import add
+from vllm_metal_lite.fusion.products import Product
+from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
 from vllm_metal_lite.kernels.expert_topk import Routing, Scoring, expert_topk, fits
 from vllm_metal_lite.model.seam.hooks import Named, modules_of
 
@@ -74,41 +73,41 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gathered:
+class RouterWeights:
     """Weights of the experts that `indices` holds, whose origin is a Choice."""
 
     indices: Traced
     routing: Routing
 
     @property
-    def plain(self) -> bool:
+    def are_scores(self) -> bool:
         """Whether these are scores, and nothing else yet."""
         return (self.routing.weights, self.routing.factor) == ("scores", 1)
 
-    def relaunched(self, value: mx.array, **changes: Any) -> mx.array:
+    def relaunch(self, value: mx.array, **changes: Any) -> mx.array:
         """`value` from a launch that does more: it chooses the same experts in the same order."""
         choice, routing = self.indices.origin, self.routing._replace(**changes)
         if choice is None:  # the indices were changed in place
             return value
         indices, weights = choice.scores.launch(choice.top_k, routing)
         self.indices.become(as_view(indices, self.indices.shape[:-1], choice))
-        return as_view(weights, value.shape[:-1], Gathered(self.indices, routing))
+        return as_view(weights, value.shape[:-1], RouterWeights(self.indices, routing))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Total:
     """The sum of each row's weights, plus eps."""
 
-    weights: Gathered
+    weights: RouterWeights
     eps: float = 0.0
 
 
 def scores_of(x: Any) -> RouterScores | None:
     """Known scores, or a product of a linear layer as logits."""
-    origin, rows = origin_of(x), known_rows(x)
+    origin, rows = origin_of(x), x.rows if type(x) is Traced else None
     if isinstance(origin, RouterScores):
         return origin
-    if rows is None or not (origin is None or isinstance(origin, Multiplied)):
+    if rows is None or not (origin is None or isinstance(origin, Product)):
         return None
     if "expert_topk" in fusion_context().kernels.unused or not fits(rows, 1):
         return None
@@ -118,15 +117,15 @@ def scores_of(x: Any) -> RouterScores | None:
 # Rules of scores
 
 
-def softmax(value: mx.array, x: mx.array, axis: Any = None, **how: Any) -> mx.array:
+def score_by_softmax(value: mx.array, x: mx.array, axis: Any = None, **how: Any) -> mx.array:
     return _scored(value, x, "softmax") if _is_precise(x, axis, **how) else value
 
 
-def softmax_of_weights(value: mx.array, x: Traced, axis: Any = None, **how: Any) -> mx.array:
-    plain = x.origin.plain and x.origin.routing.scoring == "logits"
-    if not plain or not _is_precise(x, axis, **how):
+def weigh_by_softmax(value: mx.array, x: Traced, axis: Any = None, **how: Any) -> mx.array:
+    are_logits = x.origin.are_scores and x.origin.routing.scoring == "logits"
+    if not are_logits or not _is_precise(x, axis, **how):
         return value
-    return x.origin.relaunched(value, weights="softmax")
+    return x.origin.relaunch(value, weights="softmax")
 
 
 def _is_precise(x: mx.array, axis: Any, precise: bool = False, **_: Any) -> bool:
@@ -134,7 +133,7 @@ def _is_precise(x: mx.array, axis: Any, precise: bool = False, **_: Any) -> bool
     return axis in (-1, x.ndim - 1) and (precise or x.dtype == mx.float32)
 
 
-def sigmoid(value: mx.array, x: mx.array, **_: Any) -> mx.array:
+def score_by_sigmoid(value: mx.array, x: mx.array, **_: Any) -> mx.array:
     return _scored(value, x, "sigmoid")
 
 
@@ -145,7 +144,7 @@ def _scored(value: mx.array, x: mx.array, scoring: Scoring) -> mx.array:
     return Traced(value, replace(logits, scoring=scoring))
 
 
-def widened(value: mx.array, x: Traced, dtype: mx.Dtype, *_: Any, **__: Any) -> mx.array:
+def widen(value: mx.array, x: Traced, dtype: mx.Dtype, *_: Any, **__: Any) -> mx.array:
     """Scores of widened logits are in float32; known scores keep their type."""
     scores = scores_of(x)
     if scores is None or dtype != mx.float32:
@@ -153,16 +152,16 @@ def widened(value: mx.array, x: Traced, dtype: mx.Dtype, *_: Any, **__: Any) -> 
     return Traced(value, replace(scores, dtype=dtype) if scores.are_logits else scores)
 
 
-def negated(value: mx.array, x: Traced) -> mx.array:
+def negate(value: mx.array, x: Traced) -> mx.array:
     scores = scores_of(x)
     return value if scores is None else Traced(value, replace(scores, negated=not scores.negated))
 
 
-def biased(value: mx.array, x: Traced, other: Any) -> mx.array:
+def add_bias(value: mx.array, x: Traced, other: Any) -> mx.array:
     scores = x.origin
     biases = isinstance(other, mx.array) and other.shape[-1:] == (other.size,)
     if not biases or other.size != scores.logits.shape[1] or not scores.plain:
-        return plus(value, x, other)
+        return add(value, x, other)
     bias = other if other.ndim == 1 else other.reshape(-1)
     return Traced(value, replace(scores, bias=bias, sum_dtype=value.dtype))
 
@@ -178,7 +177,7 @@ def partition(value: mx.array, x: mx.array, kth: int, axis: Any = -1, **_: Any) 
     return Traced(value, Partition(scores, kth))
 
 
-def choice(value: mx.array, x: Traced, key: Any) -> mx.array:
+def choose(value: mx.array, x: Traced, key: Any) -> mx.array:
     """The end of a partition that holds the highest scores."""
     scores, kth = x.origin.scores, x.origin.kth
     late = not scores.negated
@@ -192,46 +191,46 @@ def choice(value: mx.array, x: Traced, key: Any) -> mx.array:
     return as_view(indices, value.shape[:-1], Choice(scores, top_k, routing, weights))
 
 
-def itself(value: mx.array, x: Traced, **_: Any) -> mx.array:
+def keep(value: mx.array, x: Traced, **_: Any) -> mx.array:
     return x
 
 
 # Rules of the weights
 
 
-def gathered(value: mx.array, x: mx.array, indices: Any, axis: Any = None, **_: Any) -> mx.array:
+def gather(value: mx.array, x: mx.array, indices: Any, axis: Any = None, **_: Any) -> mx.array:
     """The weights are scores of the choice, without the bias that only chooses."""
-    chosen, scores = origin_of(indices), scores_of(x)
-    if not isinstance(chosen, Choice) or scores is None or axis not in (-1, x.ndim - 1):
+    choice, scores = origin_of(indices), scores_of(x)
+    if not isinstance(choice, Choice) or scores is None or axis not in (-1, x.ndim - 1):
         return value
-    of = chosen.scores
-    same = (scores.scoring, scores.dtype, value.dtype) == (of.scoring, of.dtype, of.dtype)
-    if not same or scores.logits is not of.logits or not scores.plain:
+    chosen = choice.scores
+    same = scores.logits is chosen.logits and scores.scoring == chosen.scoring
+    if not same or not scores.plain or not scores.dtype == value.dtype == chosen.dtype:
         return value
-    return as_view(chosen.weights, value.shape[:-1], Gathered(indices, chosen.routing))
+    return as_view(choice.weights, value.shape[:-1], RouterWeights(indices, choice.routing))
 
 
-def total(value: mx.array, x: Traced, axis: Any = None, *args: Any, **how: Any) -> mx.array:
+def total_weights(value: mx.array, x: Traced, axis: Any = None, *args: Any, **how: Any) -> mx.array:
     by_row = axis == -1 and not args and how == {"keepdims": True}
-    return Traced(value, Total(x.origin)) if by_row and x.origin.plain else value
+    return Traced(value, Total(x.origin)) if by_row and x.origin.are_scores else value
 
 
-def total_plus(value: mx.array, x: Traced, other: Any) -> mx.array:
+def add_eps(value: mx.array, x: Traced, other: Any) -> mx.array:
     number = isinstance(other, float) and x.origin.eps == 0
     return Traced(value, replace(x.origin, eps=other)) if number else value
 
 
-def renormalized(value: mx.array, x: Traced, other: Any) -> mx.array:
+def renormalize(value: mx.array, x: Traced, other: Any) -> mx.array:
     divisor = origin_of(other)
     if not isinstance(divisor, Total) or divisor.weights is not x.origin:
         return value
-    return x.origin.relaunched(value, weights="renormalized", eps=divisor.eps)
+    return x.origin.relaunch(value, weights="renormalized", eps=divisor.eps)
 
 
-def times_factor(value: mx.array, x: Traced, other: Any) -> mx.array:
+def scale_weights(value: mx.array, x: Traced, other: Any) -> mx.array:
     if not isinstance(other, float | int) or x.origin.routing.factor != 1:
         return value
-    return x.origin.relaunched(value, factor=float(other))
+    return x.origin.relaunch(value, factor=float(other))
 
 
 # Routers that a model compiles
@@ -251,8 +250,8 @@ def run_uncompiled(original: Any, logits: mx.array, *args: Any, **kwargs: Any) -
     """The result of `original`.  Runs its Python code, because compiled code keeps no origins; if
     the code chooses no experts, runs `original` itself."""
     code, names, defaults = original.__code__, original.__globals__, original.__defaults__
-    plain = FunctionType(code, names, original.__name__, defaults, original.__closure__)
-    plain.__kwdefaults__ = original.__kwdefaults__
-    result = plain(as_view(rows_of(logits), logits.shape[:-1]), *args, **kwargs)
+    uncompiled = FunctionType(code, names, original.__name__, defaults, original.__closure__)
+    uncompiled.__kwdefaults__ = original.__kwdefaults__
+    result = uncompiled(as_view(rows_of(logits), logits.shape[:-1]), *args, **kwargs)
     chosen = isinstance(result, tuple) and any(isinstance(origin_of(r), Choice) for r in result)
     return result if chosen else original(logits, *args, **kwargs)

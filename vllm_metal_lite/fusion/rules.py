@@ -3,6 +3,11 @@
 A rule gets the value of the operation, which MLX has not computed yet, and the arguments.  It
 returns the value with an origin, or the result of a launch that does more of the work.  If the
 arguments do not fit, it returns the value as it is.  The rules apply while `hooks` are installed.
+Rules are verbs, origins are nouns.
+
+A launch may also compute an array that the model holds already: the sum before a norm, or the
+indices of a router.  This array becomes the result of the launch (`Traced.become`).  Then nothing
+uses the earlier launch, so MLX never runs it.
 
 Traced itself has two more operations (traced.py), which make no launch: `@` keeps rows as rows, and
 `/=` is `/` in place.
@@ -18,11 +23,11 @@ import mlx.nn as nn
 from vllm_metal_lite.attention.pending_heads import Heads, Latents
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion import experts, heads, norms, products, routing
-from vllm_metal_lite.fusion.experts import Chosen, Summed, Weighted
+from vllm_metal_lite.fusion.experts import ExpertResults, Summed, Weighted
 from vllm_metal_lite.fusion.heads import Attended, Slice
 from vllm_metal_lite.fusion.norms import Sum
 from vllm_metal_lite.fusion.products import Activated
-from vllm_metal_lite.fusion.routing import Choice, Gathered, Partition, RouterScores, Total
+from vllm_metal_lite.fusion.routing import Choice, Partition, RouterScores, RouterWeights, Total
 from vllm_metal_lite.fusion.traced import Function, Traced, origin_of
 from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.model.seam.hooks import Hook
@@ -33,48 +38,48 @@ ANY = object
 # The rule of each (operation, origin).  The comment above a group names its launches.
 RULES: dict[tuple[str, type], Function] = {
     # From a product to attention: `rope_write`, `paged_decode`, `latent_write`
-    ("reshape", ANY): heads.into_heads,
-    ("reshape", Attended): heads.out_of_heads,
-    ("transpose", Heads): heads.same_layout,
-    ("transpose", Attended): heads.same_layout,
-    ("swapaxes", Heads): heads.same_layout,
-    ("swapaxes", Attended): heads.same_layout,
-    ("split", ANY): heads.split,
-    ("expand_dims", Latents): heads.same_layout,
-    ("rms_norm", Heads): heads.normed,
-    ("rms_norm", Slice): heads.normed,
-    ("mul", Heads): heads.scaled,
-    ("at", Heads): heads.scaled_at,
-    ("rope", ANY): heads.rotation,
+    ("reshape", ANY): heads.make_heads,
+    ("reshape", Attended): heads.merge_heads,
+    ("transpose", Heads): heads.keep_layout,
+    ("transpose", Attended): heads.keep_layout,
+    ("swapaxes", Heads): heads.keep_layout,
+    ("swapaxes", Attended): heads.keep_layout,
+    ("split", ANY): heads.split_columns,
+    ("expand_dims", Latents): heads.keep_layout,
+    ("rms_norm", Heads): heads.norm_heads,
+    ("rms_norm", Slice): heads.norm_heads,
+    ("mul", Heads): heads.scale_heads,
+    ("at", Heads): heads.scale_heads_at,
+    ("rope", ANY): heads.rotate_heads,
     # Around a product: `skinny_gemm`, `add_rms_norm`, `gated_rms_norm`
     ("rms_norm", ANY): norms.norm,
-    ("rms_norm", Sum): norms.norm_of_sum,
-    ("add", ANY): norms.plus,
-    ("clip_residual", ANY): norms.clipped_sum,
-    ("swiglu", Columns): products.swiglu,
-    ("gelu_approx", Columns): products.gelu,
-    ("mul", Activated): products.times_up,
-    ("precise_swiglu", ANY): norms.gated_norm,
+    ("rms_norm", Sum): norms.norm_sum,
+    ("add", ANY): norms.add,
+    ("clip_residual", ANY): norms.add_clipped,
+    ("swiglu", Columns): products.apply_swiglu,
+    ("gelu_approx", Columns): products.apply_gelu,
+    ("mul", Activated): products.apply_gate,
+    ("precise_swiglu", ANY): norms.norm_gated,
     # Behind a mixture of experts: `expert_sum`
-    ("mul", Chosen): experts.weighted,
-    ("sum", Weighted): experts.summed,
-    ("astype", Summed): experts.rounded,
+    ("mul", ExpertResults): experts.weigh,
+    ("sum", Weighted): experts.sum_up,
+    ("astype", Summed): experts.round_sum,
     # A router: `expert_topk`
-    ("astype", ANY): routing.widened,
-    ("softmax", ANY): routing.softmax,
-    ("sigmoid", ANY): routing.sigmoid,
-    ("add", RouterScores): routing.biased,
-    ("neg", ANY): routing.negated,
+    ("astype", ANY): routing.widen,
+    ("softmax", ANY): routing.score_by_softmax,
+    ("sigmoid", ANY): routing.score_by_sigmoid,
+    ("add", RouterScores): routing.add_bias,
+    ("neg", ANY): routing.negate,
     ("argpartition", ANY): routing.partition,
-    ("getitem", Partition): routing.choice,
-    ("stop_gradient", Partition): routing.itself,
-    ("stop_gradient", Choice): routing.itself,
-    ("take_along_axis", ANY): routing.gathered,
-    ("softmax", Gathered): routing.softmax_of_weights,
-    ("sum", Gathered): routing.total,
-    ("add", Total): routing.total_plus,
-    ("truediv", Gathered): routing.renormalized,
-    ("mul", Gathered): routing.times_factor,
+    ("getitem", Partition): routing.choose,
+    ("stop_gradient", Partition): routing.keep,
+    ("stop_gradient", Choice): routing.keep,
+    ("take_along_axis", ANY): routing.gather,
+    ("softmax", RouterWeights): routing.weigh_by_softmax,
+    ("sum", RouterWeights): routing.total_weights,
+    ("add", Total): routing.add_eps,
+    ("truediv", RouterWeights): routing.renormalize,
+    ("mul", RouterWeights): routing.scale_weights,
 }
 
 

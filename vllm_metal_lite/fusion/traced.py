@@ -25,8 +25,8 @@ class Traced(ColumnsOf):
         self.rows = rows
 
     def become(self, other: "Traced") -> None:
-        """Take the value and the origin of an array that equals this one, now or after a change in
-        place."""
+        """Take the value and the origin of the same array from a larger launch (rules.py), or of
+        this array after a change in place."""
         self.set_value(other)
         self.origin, self.rows = other.origin, other.rows
 
@@ -62,15 +62,9 @@ def as_view(rows: mx.array, shape: tuple[int, ...], origin: Any = None) -> Trace
     return Traced(rows.reshape(*shape, rows.shape[-1]), origin, rows)
 
 
-def known_rows(x: Any) -> mx.array | None:
-    """The rows (N, K) that x (.., K) is a view of, if known."""
-    return x.rows if type(x) is Traced else None
-
-
 def rows_of(x: mx.array) -> mx.array:
     """x (.., K) as rows (N, K), with no new view if the rows are known: each view is a graph node,
     and building nodes is most of the host's work in a decode step."""
-    rows = known_rows(x)
-    if rows is not None:
-        return rows
+    if type(x) is Traced and x.rows is not None:
+        return x.rows
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
