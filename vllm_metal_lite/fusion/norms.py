@@ -7,16 +7,15 @@ h = x + o_proj(y)            Sum: the next norm asks the product to add, or `add
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_metal_lite.attention.pending_heads import Heads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.fusion.context import fusion_context
 from vllm_metal_lite.fusion.products import Product
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
-from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.norm_rope import RMSNorm
+from vllm_metal_lite.recurrence.columns import columns_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +90,11 @@ def add_clipped(value: mx.array, x: mx.array, y: mx.array) -> mx.array:
 
 def norm_gated(value: mx.array, h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
     """silu(gate) * x behind a recurrence, where x is a norm of h: one launch."""
-    origin, known = origin_of(x), origin_of(gate)
+    origin = origin_of(x)
     of_h = isinstance(origin, Normed) and origin.x is h and origin.norm.weight is not None
     if not of_h or gate.shape != h.shape or gate.dtype != h.dtype:
         return value
     if "gated_rms_norm" in fusion_context().kernels.unused:
         return value
-    plain = known.plain if isinstance(known, Heads) else None
-    z = plain or Columns(gate.reshape(len(gate), -1), 0)
-    rows = h.reshape(len(h), -1)
+    rows, z = h.reshape(len(h), -1), columns_of(gate)
     return gated_rms_norm(rows, z, *origin.norm, dim=h.shape[-1]).reshape(h.shape)
