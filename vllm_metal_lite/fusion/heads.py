@@ -99,8 +99,8 @@ def split_columns(
     pairs = list(zip(parts, (0, *indices_or_sections), strict=True))
     if x.ndim == 3 and x.shape[1] == 1:
         known = origin_of(x)
-        rows = known if isinstance(known, Columns) else Columns(rows_of(x), 0)
-        return [Traced(part, Slice(rows.array, rows.start + start)) for part, start in pairs]
+        whole = known if isinstance(known, Columns) else Columns(rows_of(x), 0)
+        return [Traced(part, Slice(whole.array, whole.start + start)) for part, start in pairs]
     if x.ndim != 4 or x.shape[2] != 1:
         return parts
     heads = heads_of(x)
@@ -109,8 +109,8 @@ def split_columns(
     array, first = heads.columns.array, heads.columns.start
     count, stride = heads.num_heads, heads.stride or heads.head_dim
     return [
-        Traced(part, Heads(Columns(array, first + at), count, part.shape[-1], stride=stride))
-        for part, at in pairs
+        Traced(part, Heads(Columns(array, first + start), count, part.shape[-1], stride=stride))
+        for part, start in pairs
     ]
 
 
@@ -140,10 +140,11 @@ def rotate_heads(value: mx.array, x: mx.array, dims: int, **how: Any) -> mx.arra
     step = fusion_context().step
     if step is None or how["offset"] is not step.positions or x.ndim != 4 or x.shape[2] != 1:
         return value
-    origin, factor = origin_of(x), 1.0
-    if isinstance(origin, Scaled) and origin.dims == dims:
-        factor, origin = origin.factor, origin.heads
+    scaled = origin_of(x)
+    if isinstance(scaled, Scaled) and scaled.dims == dims:
+        heads, factor = scaled.heads, scaled.factor
+    else:
+        heads, factor = heads_of(x), 1.0
     angles = how["traditional"], how["base"], how["scale"], how.get("freqs")
-    heads = origin if isinstance(origin, Heads) else heads_of(x)
     rotated = heads.rotated(Rope(dims, *angles, factor))
     return value if rotated is None else Traced(value, rotated)

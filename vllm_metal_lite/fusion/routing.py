@@ -129,7 +129,7 @@ def weigh_by_softmax(value: mx.array, x: Traced, axis: Any = None, **how: Any) -
 
 
 def _is_precise(x: mx.array, axis: Any, precise: bool = False, **_: Any) -> bool:
-    """MLX's softmax of 16 bits sums in 16 bits."""
+    """Whether a softmax sums the last axis in float32, as the kernel does."""
     return axis in (-1, x.ndim - 1) and (precise or x.dtype == mx.float32)
 
 
@@ -157,12 +157,12 @@ def negate(value: mx.array, x: Traced) -> mx.array:
     return value if scores is None else Traced(value, replace(scores, negated=not scores.negated))
 
 
-def add_bias(value: mx.array, x: Traced, other: Any) -> mx.array:
+def add_bias(value: mx.array, x: Traced, bias: Any) -> mx.array:
     scores = x.origin
-    biases = isinstance(other, mx.array) and other.shape[-1:] == (other.size,)
-    if not biases or other.size != scores.logits.shape[1] or not scores.plain:
-        return add(value, x, other)
-    bias = other if other.ndim == 1 else other.reshape(-1)
+    by_expert = isinstance(bias, mx.array) and bias.shape[-1:] == (bias.size,)
+    if not by_expert or bias.size != scores.logits.shape[1] or not scores.plain:
+        return add(value, x, bias)
+    bias = bias if bias.ndim == 1 else bias.reshape(-1)
     return Traced(value, replace(scores, bias=bias, sum_dtype=value.dtype))
 
 
@@ -215,22 +215,22 @@ def total_weights(value: mx.array, x: Traced, axis: Any = None, *args: Any, **ho
     return Traced(value, Total(x.origin)) if by_row and x.origin.are_scores else value
 
 
-def add_eps(value: mx.array, x: Traced, other: Any) -> mx.array:
-    number = isinstance(other, float) and x.origin.eps == 0
-    return Traced(value, replace(x.origin, eps=other)) if number else value
+def add_eps(value: mx.array, x: Traced, eps: Any) -> mx.array:
+    number = isinstance(eps, float) and x.origin.eps == 0
+    return Traced(value, replace(x.origin, eps=eps)) if number else value
 
 
-def renormalize(value: mx.array, x: Traced, other: Any) -> mx.array:
-    divisor = origin_of(other)
-    if not isinstance(divisor, Total) or divisor.weights is not x.origin:
+def renormalize(value: mx.array, x: Traced, divisor: Any) -> mx.array:
+    total = origin_of(divisor)
+    if not isinstance(total, Total) or total.weights is not x.origin:
         return value
-    return x.origin.relaunch(value, weights="renormalized", eps=divisor.eps)
+    return x.origin.relaunch(value, weights="renormalized", eps=total.eps)
 
 
-def scale_weights(value: mx.array, x: Traced, other: Any) -> mx.array:
-    if not isinstance(other, float | int) or x.origin.routing.factor != 1:
+def scale_weights(value: mx.array, x: Traced, factor: Any) -> mx.array:
+    if not isinstance(factor, float | int) or x.origin.routing.factor != 1:
         return value
-    return x.origin.relaunch(value, factor=float(other))
+    return x.origin.relaunch(value, factor=float(factor))
 
 
 # Routers that a model compiles
