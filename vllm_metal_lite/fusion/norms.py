@@ -28,8 +28,18 @@ class Normed:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
+    """x + y, of one shape and type."""
+
     x: mx.array
     y: mx.array
+
+    def side(self, kind: type) -> tuple[Any, mx.array]:
+        """The origin of the side that has one of this kind, and the other side; if neither has,
+        None and x."""
+        for side, other in ((self.y, self.x), (self.x, self.y)):
+            if isinstance(origin_of(side), kind):
+                return origin_of(side), other
+        return None, self.x
 
 
 # Rules
@@ -48,34 +58,17 @@ def norm_sum(
     before, and the next products compute the norm; otherwise sum and norm are one launch."""
     shape, rows = x.shape[:-1], x.size // x.shape[-1]
     few = rows in fusion_context().kernels.skinny_rows and rows <= profile().max_normed_rows
-    total = _with_product(x.origin) if few else None
-    if total is not None:
-        x.become(as_view(total, shape))
-        return mx.fast.rms_norm(x, weight, eps, **how)
+    product, other = x.origin.side(Product)
+    if few and product is not None:
+        x.become(as_view(product(residual=rows_of(other)), shape))
+        return mx.fast.rms_norm(x, weight, eps, **how)  # by the rule `norm`: x is no Sum now
     if "add_rms_norm" in fusion_context().kernels.unused:
         return norm(value, x, weight, eps)
-    one, other, of_other = _summands(x.origin)
-    total, normed = add_rms_norm(one, other, weight, eps, of_other)
+    post, other = x.origin.side(Normed)
+    y, post_norm = (rows_of(x.origin.y), None) if post is None else (post.x, post.norm)
+    total, normed = add_rms_norm(rows_of(other), y, weight, eps, post_norm)
     x.become(as_view(total, shape))
     return as_view(normed, shape)
-
-
-def _with_product(origin: Sum) -> mx.array | None:
-    """The sum (N, K) from the product on one side of it; None if neither is a Product."""
-    for side, other in ((origin.y, origin.x), (origin.x, origin.y)):
-        product = origin_of(side)
-        if isinstance(product, Product):
-            return product(residual=rows_of(other))
-    return None
-
-
-def _summands(origin: Sum) -> tuple[mx.array, mx.array, RMSNorm | None]:
-    """The rows of both sides, and the norm that the sum applies to the second, if there is one."""
-    for side, other in ((origin.y, origin.x), (origin.x, origin.y)):
-        normed = origin_of(side)
-        if isinstance(normed, Normed):
-            return rows_of(other), normed.x, normed.norm
-    return rows_of(origin.x), rows_of(origin.y), None
 
 
 def add(value: mx.array, x: mx.array, y: Any) -> mx.array:
