@@ -304,7 +304,7 @@ def test_a_stage_without_experts_waits_for_the_others(monkeypatch, names):
     (range(0), True, range(0)),
 ])  # fmt: skip
 def test_prompts_come_behind_few_rows(monkeypatch, few, prompts, rows):
-    monkeypatch.setattr(tune._Steps, "faster_rows", lambda *_: few)
+    monkeypatch.setattr(tune._Steps, "winning_rows", lambda *_: few)
     monkeypatch.setattr(tune, "_faster_prompts", lambda *_: prompts)
     assert tune.faster_expert_rows(*model("qwen3_moe"), ALL_EXPERTS, ALONE) == rows
 

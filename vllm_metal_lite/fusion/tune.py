@@ -65,7 +65,7 @@ def faster_rows(
     weights = [w for w in product_weights(packed.model) if w.dtype is None or w.dtype == dtype]
     steps = _Steps(packed, attention, fusion, replace(fusion, skinny_rows=NO_ROWS), ranks)
     weight_types = [_weight_type(weight) for weight in weights]
-    return steps.faster_rows("skinny_gemm", "products of few rows", weight_types)
+    return steps.winning_rows("skinny_gemm", "products of few rows", weight_types)
 
 
 def faster_expert_rows(
@@ -80,7 +80,7 @@ def faster_expert_rows(
         f"{experts.count} experts of {_weight_type(experts.gate.weight)}"
         for _, experts in mixtures(packed.model)
     ]
-    rows = steps.faster_rows("expert_gemm", "mixtures of experts of few rows", weight_types)
+    rows = steps.winning_rows("expert_gemm", "mixtures of experts of few rows", weight_types)
     if rows.stop > _SIZES[-1] and all(ranks.gather(_faster_prompts(packed))):
         return range(rows.start, fusion.expert_rows.stop)
     return rows
@@ -101,7 +101,7 @@ class _Steps:
     by_mlx: FusedLaunches
     ranks: RankGroup
 
-    def faster_rows(self, kernel: str, what: str, weight_types: Sequence[str]) -> range:
+    def winning_rows(self, kernel: str, what: str, weight_types: Sequence[str]) -> range:
         """The row counts at which the kernel wins, measured once for models with these weights.
 
         what: the name of its work in messages.  weight_types: of the weights that it reads.
@@ -115,13 +115,13 @@ class _Steps:
         key = "steps with " + ", ".join(f"{n} x {weight}" for weight, n in counts)
 
         def measure() -> str:
-            rows = self._winning_rows()
+            rows = self._search()
             return f"{rows.start} {rows.stop}"
 
         known = timing.timed_once(key, kernel, f"{what} with this model", measure, self.ranks)
         return range(*map(int, known.split())) if known else NO_ROWS
 
-    def _winning_rows(self) -> range:
+    def _search(self) -> range:
         """From the fewest rows to the most at which the kernel wins.  It computes eight rows at
         once, so MLX's products may win with fewer.  Bisection, because each of the larger sizes
         compiles instantiations of the kernel."""
