@@ -8,12 +8,7 @@ import numpy as np
 from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
-from vllm_metal_lite.checks.accuracy import (
-    TOLERANCE,
-    largest,
-    largest_error,
-    store_error,
-)
+from vllm_metal_lite.checks.accuracy import TOLERANCE, largest, largest_error, store_error
 from vllm_metal_lite.checks.case import CONTEXTS, Case, case_of
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.new_rows import new_rows, tolerance
