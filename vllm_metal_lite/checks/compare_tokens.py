@@ -92,18 +92,16 @@ def compare(model: LoadedModel, progress: Callable[[str], object] = lambda _: No
 
 def _engine(model: LoadedModel, attention: str) -> LLMEngine:
     longest = min(model.max_position, max(PROMPTS) + NEW_TOKENS + _BLOCK)
-    return LLMEngine(
-        model,
-        EngineConfig(
-            block_size=_BLOCK,
-            num_blocks=len(PROMPTS) * -(-longest // _BLOCK) + len(PROMPTS),
-            max_num_seqs=len(PROMPTS),
-            max_num_batched_tokens=_CHUNK,
-            max_model_len=longest,
-            attention=attention,
-            speculate="off",
-        ),
+    config = EngineConfig(
+        block_size=_BLOCK,
+        num_blocks=len(PROMPTS) * -(-longest // _BLOCK) + len(PROMPTS),
+        max_num_seqs=len(PROMPTS),
+        max_num_batched_tokens=_CHUNK,
+        max_model_len=longest,
+        attention=attention,
+        speculate="off",
     )
+    return LLMEngine(model, config)
 
 
 def _prompts(model: LoadedModel) -> list[list[int]]:

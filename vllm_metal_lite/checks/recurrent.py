@@ -151,9 +151,7 @@ def _compare(work: LayerStep, states: np.ndarray, kept: mx.Dtype, dtype: mx.Dtyp
 def _batch(step: tuple[_Segment, ...]) -> ForwardBatch:
     inputs = InputBatch(len(step), 64, block_size=16)
     starts, rows, states = zip(*step, strict=True)
-    seats = [
-        inputs.add([0] * (start + count), 0) for start, count in zip(starts, rows, strict=True)
-    ]
+    seats = [inputs.add([0] * (segment.start + segment.rows), 0) for segment in step]
     return inputs.pack(np.array(seats), np.array(starts), np.array(rows), states)
 
 

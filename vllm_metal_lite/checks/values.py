@@ -49,11 +49,10 @@ def _dequantised(weight: QuantisedWeight) -> np.ndarray:
     scales, biases = weight.scales, weight.biases
     if biases is not None:
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-    return np.array(
-        mx.dequantize(
-            weight.words, scales, biases, group_size, bits, mode, dtype=mx.float32, stream=mx.cpu
-        )
+    values = mx.dequantize(
+        weight.words, scales, biases, group_size, bits, mode, dtype=mx.float32, stream=mx.cpu
     )
+    return np.array(values)
 
 
 def activated(gate: np.ndarray, up: np.ndarray, how: Activation) -> np.ndarray:
