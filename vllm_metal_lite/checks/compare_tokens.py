@@ -108,9 +108,7 @@ def _prompts(model: LoadedModel) -> list[list[int]]:
     """Beginnings of one text, or random tokens if the model has no tokenizer."""
     longest = min(max(PROMPTS), model.max_position - NEW_TOKENS)
     text = " ".join(f"The door of room {n} is {'open' if n % 3 else 'locked'}." for n in range(400))
-    tokens: list[int] = []
-    if model.tokenizer is not None:
-        tokens = list(model.tokenizer.encode(text))
+    tokens = [] if model.tokenizer is None else list(model.tokenizer.encode(text))
     if len(tokens) < longest:
         rng = np.random.default_rng(0)
         tokens += rng.integers(0, model.vocab_size, longest).tolist()

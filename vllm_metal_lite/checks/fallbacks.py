@@ -15,7 +15,7 @@ from vllm_metal_lite.attention.pending_heads import Heads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.case import TimedStore, spec_of
 from vllm_metal_lite.checks.check import AttentionCheck, Check, NormShape
-from vllm_metal_lite.checks.new_rows import drawn, new_rows
+from vllm_metal_lite.checks.new_rows import launch_and_rows, new_rows
 from vllm_metal_lite.checks.values import EPS
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
 from vllm_metal_lite.kernels.cache_ops import kv_write
@@ -117,7 +117,7 @@ def _rotate(x: mx.array, rope: Rope, where: mx.array) -> mx.array:
 def write(check: AttentionCheck) -> list[Pair]:
     """One launch for the new rows of prompts, and one each for norm, rotation and kv_write."""
     positions, spec = np.arange(_ROWS), spec_of(check.shape)
-    launch, new, _ = drawn(check, positions)
+    launch, new, _ = launch_and_rows(check, positions)
     store = PagedStore([spec], -(-_ROWS // 16), 16)
     layer = LayerStore(store.keys[0], store.values[0], new_ticket(), spec)
     where = mx.array(positions.astype(np.int32))

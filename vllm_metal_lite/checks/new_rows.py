@@ -38,7 +38,7 @@ def _written(check: AttentionCheck, rows: int) -> float:
     """New rows written to an empty store; every third row has no slot."""
     last = _LARGE_POSITION if _is_exact(check) else _SMALL_POSITION
     positions = np.linspace(0, last, rows).astype(np.int64)
-    launch, new, (q, *fresh) = drawn(check, positions)
+    launch, new, (q, *fresh) = launch_and_rows(check, positions)
     spec = spec_of(check.shape)
     slots = np.random.default_rng(0).permutation(rows).astype(np.int32)
     slots[::3] = -1
@@ -69,7 +69,7 @@ def _is_exact(check: AttentionCheck) -> bool:
     return check.rope.base is None and check.rope.scale == 1
 
 
-def drawn(
+def launch_and_rows(
     check: AttentionCheck, positions: np.ndarray
 ) -> tuple[Callable[..., tuple[mx.array, mx.array]], NewRows | NewLatents, list[np.ndarray]]:
     """The launch that writes new rows, such rows, and the expected results."""

@@ -20,8 +20,6 @@ def draw(rng: np.random.Generator, dims: tuple[int, ...], dtype: mx.Dtype) -> np
 
 def rounded(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
     """Values rounded to `dtype`, as float32."""
-    if dtype == mx.float32:
-        return values.astype(np.float32)
     with mx.stream(mx.cpu):
         return np.array(mx.array(values.astype(np.float32)).astype(dtype).astype(mx.float32))
 
