@@ -27,7 +27,7 @@ _BLOCK = 16
 
 # Two logits nearer than this are a tie: a share of the standard deviation of the row's logits.  The
 # two best logits of a random row of a large vocabulary are about 0.2 apart, random ones about 4.
-_TIE_16_BIT, _TIE_FLOAT32 = 0.1, 0.02
+TIE_16_BIT, _TIE_FLOAT32 = 0.1, 0.02
 
 
 @dataclass(frozen=True)
@@ -135,5 +135,5 @@ def _difference(
     tokens = mx.array([prompt + b[:at]])
     logits = plain(tokens, cache=make_prompt_cache(plain))[0, -1].astype(mx.float32)
     margin = float(mx.abs(logits[a[at]] - logits[b[at]]) / mx.std(logits))
-    limit = _TIE_FLOAT32 if model.dtype == mx.float32 else _TIE_16_BIT
+    limit = _TIE_FLOAT32 if model.dtype == mx.float32 else TIE_16_BIT
     return Difference(index, at, a[at], b[at], margin, margin <= limit)
