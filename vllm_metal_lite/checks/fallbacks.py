@@ -43,33 +43,33 @@ Pair = tuple[Work, Work]
 Unfused = tuple[mx.array, mx.array, mx.array]
 
 
-def _attention(
-    check: AttentionCheck, sequences: int, context: int, rows: int = 1, prefix: int = 0
-) -> Pair:
-    """Prompts read in place or gathered; decodes with the kernel or without it."""
-    load = TimedStore(
-        check.shape, sequences, context, rows, prefix=prefix, block_size=check.block_size
-    )
+def _decodes(check: AttentionCheck, count: int, context: int, prefix: int = 0) -> list[Pair]:
+    """Decodes with the kernel, and without it."""
+    load = TimedStore(check.shape, count, context, prefix=prefix, block_size=check.block_size)
     q = load.queries()
-    if rows > 1:
-        return partial(load.attention("varlen"), q), partial(load.attention("gather"), q)
-    return partial(load.attention(), q), partial(load.attention(without=check.kernel), q)
+    return [(partial(load.attention(), q), partial(load.attention(without=check.kernel), q))]
 
 
 def decode(check: AttentionCheck) -> list[Pair]:
-    return [_attention(check, _DECODES, _CONTEXT)]
+    return _decodes(check, _DECODES, _CONTEXT)
 
 
 def merge(check: AttentionCheck) -> list[Pair]:
-    return [_attention(check, 1, _LONG)]
+    return _decodes(check, 1, _LONG)
 
 
 def prefix(check: AttentionCheck) -> list[Pair]:
-    return [_attention(check, _DECODES, _PREFIX + 128, prefix=_PREFIX)]
+    return _decodes(check, _DECODES, _PREFIX + 128, _PREFIX)
 
 
 def prompts(check: AttentionCheck) -> list[Pair]:
-    return [_attention(check, *sizes) for sizes in _PROMPTS]
+    """Prompts read in place, and gathered."""
+    pairs: list[Pair] = []
+    for sizes in _PROMPTS:
+        load = TimedStore(check.shape, *sizes, block_size=check.block_size)
+        q = load.queries()
+        pairs.append((partial(load.attention("varlen"), q), partial(load.attention("gather"), q)))
+    return pairs
 
 
 def rows(check: AttentionCheck) -> list[Pair]:
