@@ -147,7 +147,7 @@ def _latents(case: Case, batch: ForwardBatch, metadata: VarlenMetadata, splits: 
     return _compare(case, batch, q, out)
 
 
-def rows(check: AttentionCheck) -> float:
+def reorder(check: AttentionCheck) -> float:
     """Queries in random order, some of them more than once."""
     shape, rng = check.shape, np.random.default_rng(0)
     q = draw(rng, (50, shape.num_heads, shape.k_head_dim), shape.dtype)

@@ -60,11 +60,13 @@ class Sequences:
 
 
 class Case:
-    """A store with blocks in random order, and a row of padding behind the decodes.
+    """Sequences in a store with blocks in random order, and queries.
 
-    keys, values: (slots, num_kv_heads, head_dim) float32, the values that the store holds; NaN in
-    free slots.  stored: the same in the format of the store.  q: (rows, num_heads, k_head_dim), and
-    q_pe (rows, num_heads, v_head_dim) of latents.
+    decodes: the last row of each sequence.  prompts: the last rows, in different numbers.  owned:
+    the slots of all rows, sorted.  drawn: K and V, (slots, num_kv_heads, head_dim) float32, before
+    they are stored.  keys, values: after that, with its rounding; NaN in free slots.  stored: the
+    same in the format of the store.  q: (rows, num_heads, k_head_dim) for the prompts, whose first
+    rows serve the decodes; q_pe: (rows, num_heads, v_head_dim), for latents.
     A caller that changes an array copies it first.
     """
 
@@ -133,7 +135,7 @@ class Case:
     def expected(
         self, batch: ForwardBatch, q: np.ndarray, keys: np.ndarray, values: np.ndarray
     ) -> np.ndarray:
-        """The reference, in float32 on the CPU of this machine."""
+        """Attention of q to keys and values by the reference, in float32 on this machine's CPU."""
         with mx.stream(mx.cpu):
             spec = replace(self.spec, dtype=mx.float32, bits=None)
             store = PagedStore([spec], self.num_blocks, self.block_size)

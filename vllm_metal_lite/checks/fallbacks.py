@@ -72,7 +72,7 @@ def prompts(check: AttentionCheck) -> list[Pair]:
     return pairs
 
 
-def rows(check: AttentionCheck) -> list[Pair]:
+def reorder(check: AttentionCheck) -> list[Pair]:
     shape = check.shape
     q = mx.random.normal((_ROWS, shape.num_heads, shape.k_head_dim)).astype(shape.dtype)
     index = mx.array(np.random.default_rng(0).permutation(_ROWS).astype(np.int32))
