@@ -28,20 +28,12 @@ def weights(how: Quantisation | None) -> tuple[WeightShape, ...]:
 
 
 GEMMA3_SHAPE = AttentionShape(8, 4, 256, 256, mx.bfloat16)
-GEMMA3 = KernelUse(
-    (replace(GEMMA3_SHAPE, window=1024), GEMMA3_SHAPE),
-    16,
-    (RopeShape(256, base=1e4, eps=1e-6), RopeShape(256, base=1e6, eps=1e-6)),
-    (2560,),
-)
-QWEN35 = KernelUse(
-    (),
-    16,
-    recurrences=(
-        ConvShape(8192, 4, False, True, mx.bfloat16),
-        RecurrenceShape(16, 32, 128, 128, mx.bfloat16),
-    ),
-)
+GEMMA3_SHAPES = replace(GEMMA3_SHAPE, window=1024), GEMMA3_SHAPE
+GEMMA3_ROPES = RopeShape(256, base=1e4, eps=1e-6), RopeShape(256, base=1e6, eps=1e-6)
+GEMMA3 = KernelUse(GEMMA3_SHAPES, 16, GEMMA3_ROPES, (2560,))
+CONV = ConvShape(8192, 4, False, True, mx.bfloat16)
+DELTA = RecurrenceShape(16, 32, 128, 128, mx.bfloat16)
+QWEN35 = KernelUse((), 16, recurrences=(CONV, DELTA))
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from tests.support.kernels.device import change_device, gpu_on_host
 from tests.support.kernels.launches import watch
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import attention, fallbacks, speed
-from vllm_metal_lite.checks.check import Speed
+from vllm_metal_lite.checks import attention, fallbacks, isolated, speed
+from vllm_metal_lite.checks.check import Check, Speed
 from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.run_check import run
 from vllm_metal_lite.kernels import timing
@@ -123,6 +123,21 @@ def test_slow_must_be_found_twice(monkeypatch):
     monkeypatch.setattr(speed, "_seconds", lambda *_: next(times))
     check = next(c for c in checks_for(USE) if c.kernel == "gather_rows")
     assert [measure(check).seconds for _ in range(3)] == [1.2, 2.0, 1.4]
+
+
+def test_timing_on_a_slow_device_ends_before_the_deadline(monkeypatch):
+    """Otherwise a correct kernel would be remembered as one that hangs."""
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def work(seconds):
+        now[0] += seconds
+        return mx.zeros(1)
+
+    pairs = [(lambda: work(1.0), lambda: work(0.5))] * 2
+    monkeypatch.setattr(fallbacks, "prompts", lambda _: pairs)
+    assert measure(Check("varlen_prefill", SHAPE, 16)).ratio == 2
+    assert now[0] < 0.75 * isolated.DEADLINE
 
 
 def test_a_load_that_does_not_fit_is_not_timed(monkeypatch):

@@ -32,6 +32,8 @@ pytestmark = pytest.mark.usefixtures("a_gpu")
 
 SHAPE = AttentionShape(4, 2, 32, 32, mx.float32)
 BFLOAT16 = replace(SHAPE, dtype=mx.bfloat16)
+LATENT = AttentionShape(4, 1, 64, 16, mx.float32, latent=True)
+IN_4_BITS, IN_8_BITS = Quantisation(4, 32), Quantisation(8, 64)
 USE = KernelUse((SHAPE,), 8)
 
 
@@ -82,17 +84,13 @@ def test_only_what_a_model_uses_is_checked():
     products = checks_for(replace(USE, shapes=(BFLOAT16,), weights=weights))
     products = [(*c.shape[:2], c.shape.biased) for c in products if c.kernel == "skinny_gemm"]
     assert products == [(5, (64, 32, None), False), (64, (64, 96, None), True)]
-    mixed = (
-        *weights,
-        WeightShape(64, 64, Quantisation(4, 32)),
-        WeightShape(9, 64, Quantisation(8, 64)),
-    )
+    mixed = (*weights, WeightShape(64, 64, IN_4_BITS), WeightShape(9, 64, IN_8_BITS))
     checks = checks_for(replace(USE, shapes=(BFLOAT16,), weights=mixed))
     assert {c.shape[:2] for c in checks if c.kernel == "skinny_gemm"} == {
         (5, (64, 32, None)),
         (64, (64, 96, None)),
-        *((rows, (64, 64, Quantisation(4, 32))) for rows in (1, 3, 5, 64)),
-        *((rows, (9, 64, Quantisation(8, 64))) for rows in (1, 3, 5, 64)),
+        *((rows, (64, 64, IN_4_BITS)) for rows in (1, 3, 5, 64)),
+        *((rows, (9, 64, IN_8_BITS)) for rows in (1, 3, 5, 64)),
     }
     assert pickle.loads(pickle.dumps(checks)) == checks
 
@@ -116,6 +114,7 @@ def test_layers_that_differ_in_their_masks_share_what_knows_no_mask():
     assert len([c for c in both if c.kernel == "paged_decode"]) == 2
 
 
+PRODUCT = WeightShape(100, 1056, IN_4_BITS)
 UNLIKE = {
     "masks": KernelUse((replace(SHAPE, window=50, softcap=5.0, sinks=True),), 16, (RopeShape(32),)),
     "dims": KernelUse(
@@ -123,20 +122,14 @@ UNLIKE = {
     ),
     "factor": KernelUse((BFLOAT16,), 16, (RopeShape(24, base=None, eps=1e-6, factor=YARN_FACTOR),)),
     "latents with a factor": KernelUse(
-        (AttentionShape(4, 1, 64, 16, mx.float16, latent=True),),
-        16,
-        (RopeShape(16, True, factor=YARN_FACTOR),),
+        (replace(LATENT, dtype=mx.float16),), 16, (RopeShape(16, True, factor=YARN_FACTOR),)
     ),
     "quantised": KernelUse((replace(BFLOAT16, kv_bits=4),), 8, (RopeShape(16),), (1001,)),
     "quantised with a window": KernelUse(
         (replace(SHAPE, window=50, kv_bits=8),), 16, (RopeShape(32, eps=1e-6),)
     ),
     "frequencies": KernelUse(
-        (BFLOAT16,),
-        32,
-        (RopeShape(16, base=None, eps=1e-6),),
-        (96,),
-        (WeightShape(100, 1056, Quantisation(4, 32)),),
+        (BFLOAT16,), 32, (RopeShape(16, base=None, eps=1e-6),), (96,), (PRODUCT,)
     ),
 }
 
@@ -263,9 +256,6 @@ def test_what_is_wrong_is_said_before_what_is_slow(found):
     results["gather_rows"] = CheckResult(None, math.inf)
     line = f"gather_rows ({SHAPE}): its results are NaN, or differ where none may"
     assert verify(USE).failures["gather_rows"] == line
-
-
-LATENT = AttentionShape(4, 1, 64, 16, mx.float32, latent=True)
 
 
 @pytest.mark.long

@@ -13,12 +13,12 @@ TOLERANCE = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 1.5e-2}
 
 
 def largest_error(
-    got: mx.array, expected: np.ndarray, rounding: float = 0.0, lost: np.ndarray | float = 0.0
+    got: mx.array, expected: np.ndarray, rounding: float = 0.0, half_step: np.ndarray | float = 0.0
 ) -> float:
     """The largest error where `expected` is finite, as a share of the allowed one, which is
-    rounding * (1 + |expected|) + lost.
+    rounding * (1 + |expected|) + half_step.
 
-    Infinite for NaN, and for any error if none is allowed.
+    Infinite for NaN, and for any error if none is allowed.  half_step: of quantisation.
     """
     values = np.array(got.astype(mx.float32), np.float64)
     if values.shape != expected.shape:
@@ -26,7 +26,7 @@ def largest_error(
     finite = np.isfinite(expected)
     error = np.abs(values[finite] - expected[finite])
     with np.errstate(divide="ignore", invalid="ignore"):
-        allowed = rounding * (1 + np.abs(expected)) + lost
+        allowed = rounding * (1 + np.abs(expected)) + half_step
         shares = np.where(error == 0, 0.0, error / allowed[finite])
     return float(np.nan_to_num(shares, nan=np.inf, posinf=np.inf).max(initial=0.0))
 
@@ -35,18 +35,19 @@ def largest(
     got: Sequence[mx.array], expected: Sequence[np.ndarray], rounding: float = 0.0
 ) -> float:
     """The largest error of several arrays."""
-    return max(largest_error(a, wanted, rounding) for a, wanted in zip(got, expected, strict=True))
+    return max(largest_error(*pair, rounding) for pair in zip(got, expected, strict=True))
 
 
 def store_error(store: LayerStore, expected: Sequence[np.ndarray], rounding: float = 0.0) -> float:
     """The larger error of K and V in a store.  rounding: of rows, before they are stored."""
     spec, errors = store.spec, []
     formats, arrays = (spec.k_row, spec.v_row), (store.keys, store.values)
-    for row, array, wanted in zip(formats, arrays, expected, strict=True):
-        allowed: tuple[float, np.ndarray | float] = rounding, 0.0
+    for row, array, rows in zip(formats, arrays, expected, strict=True):
+        rounding_of_row, half_step = rounding, np.array(0.0)
         if row.bits is not None:
-            allowed = rounding + TOLERANCE[row.dtype], _half_step(wanted, row.bits, row.group_size)
-        errors.append(largest_error(row.unpack(array), wanted, *allowed))
+            rounding_of_row += TOLERANCE[row.dtype]
+            half_step = _half_step(rows, row.bits, row.group_size)
+        errors.append(largest_error(row.unpack(array), rows, rounding_of_row, half_step))
     return max(errors)
 
 

@@ -8,14 +8,9 @@ import numpy as np
 from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
-from vllm_metal_lite.checks.accuracy import (
-    TOLERANCE,
-    largest,
-    largest_error,
-    store_error,
-)
+from vllm_metal_lite.checks.accuracy import TOLERANCE, largest, largest_error, store_error
 from vllm_metal_lite.checks.case import CONTEXTS, Case, case_of
-from vllm_metal_lite.checks.check import Check
+from vllm_metal_lite.checks.check import AttentionCheck
 from vllm_metal_lite.checks.new_rows import new_rows, tolerance
 from vllm_metal_lite.checks.values import draw, padded, rounded
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
@@ -26,7 +21,6 @@ from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.prefill import VarlenMetadata, varlen_prefill
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
-from vllm_metal_lite.specs import AttentionShape
 
 # Plans of serving: for a context in one piece, and for one in several.
 WHOLE, SPLIT = DecodePlan(1, 8), DecodePlan(4, 4)
@@ -34,7 +28,7 @@ WHOLE, SPLIT = DecodePlan(1, 8), DecodePlan(4, 4)
 SHARING, PREFIX_SPLITS = 3, 16
 
 
-def write(check: Check[AttentionShape]) -> float:
+def write(check: AttentionCheck) -> float:
     """Rows written to an empty store; every third row has a negative slot."""
     case = case_of(check.shape, check.block_size)
     keys, values = map(mx.zeros_like, case.store()[:2])
@@ -50,7 +44,7 @@ def write(check: Check[AttentionShape]) -> float:
     return store_error(store, expected)
 
 
-def gather(check: Check[AttentionShape]) -> float:
+def gather(check: AttentionCheck) -> float:
     """Slots in random order."""
     case = case_of(check.shape, check.block_size)
     slots = np.random.default_rng(1).choice(case.owned, 74).astype(np.int32)
@@ -59,65 +53,80 @@ def gather(check: Check[AttentionShape]) -> float:
     return largest(got, expected, TOLERANCE[check.shape.dtype] if check.shape.kv_bits else 0.0)
 
 
-def decode(check: Check[AttentionShape]) -> float:
-    """One query per sequence, and a row of padding.
-
-    With a rotation, decodes normalise, rotate and write their own rows.  With `shared_prefix` some
-    sequences share a prefix, in many splits.
-    """
-    plan = SPLIT if check.kernel == "merge_partitions" else WHOLE
+def decode(check: AttentionCheck) -> float:
+    """One query per sequence, and a row of padding; each context in one split, or in several."""
     case = case_of(check.shape, check.block_size)
+    plan = SPLIT if check.kernel == "merge_partitions" else WHOLE
     if check.shape.latent:
-        tables, seq_lens = decode_arrays(case.decodes)
-        metadata = decode_metadata(tables, seq_lens, len(seq_lens), check.shape.num_heads)
-        return _latents(case, case.decodes, metadata, plan.splits)
+        return _latent_decode(case, plan)
+    return (_plain_decode if check.rope is None else _fused_decode)(check, case, plan)
+
+
+def _latent_decode(case: Case, plan: DecodePlan) -> float:
+    tables, seq_lens = _decode_arrays(case.decodes)
+    metadata = decode_metadata(tables, seq_lens, len(seq_lens), case.shape.num_heads)
+    return _latents(case, case.decodes, metadata, plan.splits)
+
+
+def _plain_decode(check: AttentionCheck, case: Case, plan: DecodePlan) -> float:
+    """The queries are ready, and the store holds all rows."""
+    q = case.q[: len(CONTEXTS)]
+    batch, out = _paged_decode(check, case, plan, case.array(padded(q)), case.store())
+    return _compare(case, batch, q, out)
+
+
+def _fused_decode(check: AttentionCheck, case: Case, plan: DecodePlan) -> float:
+    """The decodes normalise, rotate and write their own rows, which the reference reads back."""
+    assert check.rope is not None
+    rows, (fresh_q, *fresh) = new_rows(check.shape, padded(CONTEXTS - 1), check.rope)
+    q = rounded(fresh_q[:-1], check.shape.dtype)
+    store, after = _newest(case, fresh)
+    mx.eval(rows.arrays)
+    batch, out = _paged_decode(check, case, plan, rows, store)
+    written = [
+        np.array(row.unpack(stored).astype(mx.float32))
+        for row, stored in zip(case.formats, store[:2], strict=True)
+    ]
+    rounding = tolerance(check, int(CONTEXTS.max()))
+    error = largest_error(out, padded(case.expected(batch, q, *written)), rounding)
+    return max(error, store_error(store, after, rounding))
+
+
+def _paged_decode(
+    check: AttentionCheck, case: Case, plan: DecodePlan, rows: mx.array | NewRows, store: LayerStore
+) -> tuple[ForwardBatch, mx.array]:
+    """The batch and the kernel's results.  With `shared_prefix` some sequences share a prefix, in
+    many splits."""
     shares = "shared_prefix" in (check.kernel, *check.beside)
     batch, lens = case.sharing(SHARING) if shares else (case.decodes, np.zeros(0, np.int32))
-    rows: mx.array | NewRows
-    if check.rope is None:
-        q, store = case.q[: len(CONTEXTS)], case.store()
-        rows = case.array(padded(q))
-    else:
-        rows, (fresh_q, *fresh) = new_rows(check.shape, padded(CONTEXTS - 1), check.rope)
-        q = rounded(fresh_q[:-1], check.shape.dtype)
-        store, after = _newest(case, fresh)
-        mx.eval(rows.arrays)
-    where, scores, prefix = decode_arrays(batch), case.scores(), None
+    where, scores, prefix = _decode_arrays(batch), case.scores(), None
     if shares:
         leader, lens_of_rows = mx.array([len(CONTEXTS) - 1], mx.int32), mx.array(padded(lens))
         arrays = rows, *where, leader, lens_of_rows, store
         prefix = shared_prefix(*arrays, scores, splits=PREFIX_SPLITS)
         store = store._replace(ticket=prefix.lse)
     out, ticket = paged_decode(rows, *where, store, scores, plan=plan, prefix=prefix)
-    if check.rope is None:
-        return _compare(case, batch, q, out)
     mx.eval(out, ticket)
-    stored = [
-        np.array(row.unpack(kept).astype(mx.float32))
-        for row, kept in zip(case.formats, store[:2], strict=True)
-    ]
-    rounding = tolerance(check, int(CONTEXTS.max()))
-    error = largest_error(out, padded(case.expected(batch, q, *stored)), rounding)
-    return max(error, store_error(store, after, rounding))
+    return batch, out
 
 
 def _newest(case: Case, fresh: list[np.ndarray]) -> tuple[LayerStore, list[np.ndarray]]:
-    """The case's store before the newest rows are written, and its values after."""
+    """The store before the decodes write their rows, NaN until then, and its values after."""
     before, after, newest = [], [], case.decodes.slot_mapping()
-    for row, kept, rows, new in zip(
-        case.formats, case.kept, (case.keys, case.values), fresh, strict=True
+    for row, stored, held, new in zip(
+        case.formats, case.stored, (case.keys, case.values), fresh, strict=True
     ):
-        kept, rows = kept.copy(), rows.copy()
-        kept[newest] = 0xFFFFFFFF if row.bits else np.nan
-        rows[newest] = rounded(new[:-1], case.shape.dtype)
-        before.append(mx.array(kept).astype(row.kept_dtype))
-        after.append(rows)
+        stored, held = stored.copy(), held.copy()
+        stored[newest] = 0xFFFFFFFF if row.bits else np.nan
+        held[newest] = rounded(new[:-1], case.shape.dtype)
+        before.append(mx.array(stored).astype(row.kept_dtype))
+        after.append(held)
     mx.eval(before)
     keys, values = before
     return LayerStore(keys, values, new_ticket(), case.spec, case.block_size), after
 
 
-def prefill(check: Check[AttentionShape]) -> float:
+def prefill(check: AttentionCheck) -> float:
     """Whole prompts and chunks, with one row of padding."""
     case, shape = case_of(check.shape, check.block_size), check.shape
     batch, q = case.prompts, padded(case.q)
@@ -138,7 +147,7 @@ def _latents(case: Case, batch: ForwardBatch, metadata: VarlenMetadata, splits: 
     return _compare(case, batch, q, out)
 
 
-def rows(check: Check[AttentionShape]) -> float:
+def reorder(check: AttentionCheck) -> float:
     """Queries in random order, some of them more than once."""
     shape, rng = check.shape, np.random.default_rng(0)
     q = draw(rng, (50, shape.num_heads, shape.k_head_dim), shape.dtype)
@@ -147,7 +156,7 @@ def rows(check: Check[AttentionShape]) -> float:
     return largest_error(got, q[index])
 
 
-def decode_arrays(batch: ForwardBatch) -> tuple[mx.array, mx.array]:
+def _decode_arrays(batch: ForwardBatch) -> tuple[mx.array, mx.array]:
     """Block tables and sequence lengths of decodes and of a row of padding."""
     return mx.array(padded(batch.block_tables[0])), mx.array(padded(batch.seq_lens))
 

@@ -60,11 +60,13 @@ class Sequences:
 
 
 class Case:
-    """A store with blocks in random order, and a row of padding behind the decodes.
+    """Sequences in a store with blocks in random order, and queries.
 
-    keys, values: (slots, num_kv_heads, head_dim) float32, the values that the store holds; NaN in
-    free slots.  kept: the same in the format of the store.  q: (rows, num_heads, k_head_dim), and
-    q_pe (rows, num_heads, v_head_dim) of latents.
+    decodes: the last row of each sequence.  prompts: the last rows, in different numbers.  owned:
+    the slots of all rows, sorted.  drawn: K and V, (slots, num_kv_heads, head_dim) float32, before
+    they are stored.  keys, values: after that, with its rounding; NaN in free slots.  stored: the
+    same in the format of the store.  q: (rows, num_heads, k_head_dim) for the prompts, whose first
+    rows serve the decodes; q_pe: (rows, num_heads, v_head_dim), for latents.
     A caller that changes an array copies it first.
     """
 
@@ -82,7 +84,7 @@ class Case:
         self.drawn = [
             draw(rng, (slots, shape.num_kv_heads, row.dim), shape.dtype) for row in self.formats
         ]
-        self.kept, (self.keys, self.values) = self._fill()
+        self.stored, (self.keys, self.values) = self._fill()
         heads = self.prompts.num_tokens, shape.num_heads
         self.q = draw(rng, (*heads, shape.k_head_dim), shape.dtype)
         # Rotary parts of queries, whose latents are keys and values.
@@ -94,25 +96,25 @@ class Case:
 
         Free slots are NaN.  In a quantised store all their bits are ones, so the scales are NaN.
         """
-        kept, values = [], []
+        stored, values = [], []
         free = np.ones(len(self.drawn[0]), bool)
         free[self.owned] = False
         for row, drawn in zip(self.formats, self.drawn, strict=True):
             with mx.stream(mx.cpu):
                 packed = row.pack(mx.array(drawn))
                 values.append(np.array(row.unpack(packed).astype(mx.float32)))
-                kept.append(np.array(packed if row.bits else packed.astype(mx.float32)))
+                stored.append(np.array(packed if row.bits else packed.astype(mx.float32)))
             values[-1][free] = np.nan
-            kept[-1][free] = 0xFFFFFFFF if row.bits else np.nan
-        return kept, values
+            stored[-1][free] = 0xFFFFFFFF if row.bits else np.nan
+        return stored, values
 
     def array(self, values: np.ndarray) -> mx.array:
         return mx.array(values.astype(np.float32)).astype(self.shape.dtype)
 
     def store(self) -> LayerStore:
         """A new store, for kernels that may write to it."""
-        rows = zip(self.formats, self.kept, strict=True)
-        keys, values = (mx.array(kept).astype(row.kept_dtype) for row, kept in rows)
+        rows = zip(self.formats, self.stored, strict=True)
+        keys, values = (mx.array(stored).astype(row.kept_dtype) for row, stored in rows)
         mx.eval(keys, values)
         return LayerStore(keys, values, new_ticket(), self.spec, self.block_size)
 
@@ -133,7 +135,7 @@ class Case:
     def expected(
         self, batch: ForwardBatch, q: np.ndarray, keys: np.ndarray, values: np.ndarray
     ) -> np.ndarray:
-        """The reference, in float32 on the CPU of this machine."""
+        """Attention of q to keys and values by the reference, in float32 on this machine's CPU."""
         with mx.stream(mx.cpu):
             spec = replace(self.spec, dtype=mx.float32, bits=None)
             store = PagedStore([spec], self.num_blocks, self.block_size)

@@ -90,6 +90,8 @@ class Check(Generic[S]):
         return REGISTRY[self.kernel].needs + self.beside
 
 
+AttentionCheck = Check[AttentionShape]
+
 # A kernel is replaced if its fallback takes less than 1 / _SLOWER of its time.  Medians of short
 # launches differ by up to a third between two runs; below this factor a change gains little.
 _SLOWER = 1.5

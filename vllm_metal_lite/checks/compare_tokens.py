@@ -27,7 +27,7 @@ _BLOCK = 16
 
 # Two logits nearer than this are a tie: a share of the standard deviation of the row's logits.  The
 # two best logits of a random row of a large vocabulary are about 0.2 apart, random ones about 4.
-_TIE_16_BIT, _TIE_FLOAT32 = 0.1, 0.02
+TIE_16_BIT, _TIE_FLOAT32 = 0.1, 0.02
 
 
 @dataclass(frozen=True)
@@ -92,27 +92,23 @@ def compare(model: LoadedModel, progress: Callable[[str], object] = lambda _: No
 
 def _engine(model: LoadedModel, attention: str) -> LLMEngine:
     longest = min(model.max_position, max(PROMPTS) + NEW_TOKENS + _BLOCK)
-    return LLMEngine(
-        model,
-        EngineConfig(
-            block_size=_BLOCK,
-            num_blocks=len(PROMPTS) * -(-longest // _BLOCK) + len(PROMPTS),
-            max_num_seqs=len(PROMPTS),
-            max_num_batched_tokens=_CHUNK,
-            max_model_len=longest,
-            attention=attention,
-            speculate="off",
-        ),
+    config = EngineConfig(
+        block_size=_BLOCK,
+        num_blocks=len(PROMPTS) * -(-longest // _BLOCK) + len(PROMPTS),
+        max_num_seqs=len(PROMPTS),
+        max_num_batched_tokens=_CHUNK,
+        max_model_len=longest,
+        attention=attention,
+        speculate="off",
     )
+    return LLMEngine(model, config)
 
 
 def _prompts(model: LoadedModel) -> list[list[int]]:
     """Beginnings of one text, or random tokens if the model has no tokenizer."""
     longest = min(max(PROMPTS), model.max_position - NEW_TOKENS)
     text = " ".join(f"The door of room {n} is {'open' if n % 3 else 'locked'}." for n in range(400))
-    tokens: list[int] = []
-    if model.tokenizer is not None:
-        tokens = list(model.tokenizer.encode(text))
+    tokens = [] if model.tokenizer is None else list(model.tokenizer.encode(text))
     if len(tokens) < longest:
         rng = np.random.default_rng(0)
         tokens += rng.integers(0, model.vocab_size, longest).tolist()
@@ -139,5 +135,5 @@ def _difference(
     tokens = mx.array([prompt + b[:at]])
     logits = plain(tokens, cache=make_prompt_cache(plain))[0, -1].astype(mx.float32)
     margin = float(mx.abs(logits[a[at]] - logits[b[at]]) / mx.std(logits))
-    limit = _TIE_FLOAT32 if model.dtype == mx.float32 else _TIE_16_BIT
+    limit = _TIE_FLOAT32 if model.dtype == mx.float32 else TIE_16_BIT
     return Difference(index, at, a[at], b[at], margin, margin <= limit)

@@ -94,13 +94,12 @@ def topk(check: Check[MixtureShape]) -> float:
     places = rng.permuted(np.tile(np.arange(count), (_ROWS, 1)), axis=1)
     large = 300 * (np.arange(_ROWS)[:, None] % 2)
     logits = rounded(places // 2 * (8 / count) - 3 + large, dtype)
+    x = mx.array(logits).astype(dtype)
     bias = rng.permutation(count) % 2 * 2.0
     for routing in _ROUTINGS:
         biased = routing.scoring == "sigmoid"
         added = mx.array(bias.astype(np.float32)) if biased else None
-        got += expert_topk(
-            mx.array(logits).astype(dtype), top_k, routing, dtype=mx.float32, bias=added
-        )
+        got += expert_topk(x, top_k, routing, dtype=mx.float32, bias=added)
         expected += _chosen(logits, top_k, routing, bias * biased)
     return largest(got, expected, TOLERANCE[mx.float32])
 

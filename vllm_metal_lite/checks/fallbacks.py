@@ -14,8 +14,8 @@ import numpy as np
 from vllm_metal_lite.attention.pending_heads import Heads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.case import TimedStore, spec_of
-from vllm_metal_lite.checks.check import Check, NormShape
-from vllm_metal_lite.checks.new_rows import drawn, new_rows
+from vllm_metal_lite.checks.check import AttentionCheck, Check, NormShape
+from vllm_metal_lite.checks.new_rows import launch_and_rows, new_rows
 from vllm_metal_lite.checks.values import EPS
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
 from vllm_metal_lite.kernels.cache_ops import kv_write
@@ -39,41 +39,40 @@ _ROWS = 512
 Work = Callable[[], object]
 # By the kernel, and without it.
 Pair = tuple[Work, Work]
-AttentionCheck = Check[AttentionShape]
 # Rotated queries, keys and values.
-Apart = tuple[mx.array, mx.array, mx.array]
+Unfused = tuple[mx.array, mx.array, mx.array]
 
 
-def _attention(
-    check: AttentionCheck, sequences: int, context: int, rows: int = 1, prefix: int = 0
-) -> Pair:
-    """Prompts read in place or gathered; decodes with the kernel or without it."""
-    load = TimedStore(
-        check.shape, sequences, context, rows, prefix=prefix, block_size=check.block_size
-    )
+def _decodes(check: AttentionCheck, count: int, context: int, prefix: int = 0) -> list[Pair]:
+    """Decodes with the kernel, and without it."""
+    load = TimedStore(check.shape, count, context, prefix=prefix, block_size=check.block_size)
     q = load.queries()
-    if rows > 1:
-        return partial(load.attention("varlen"), q), partial(load.attention("gather"), q)
-    return partial(load.attention(), q), partial(load.attention(without=check.kernel), q)
+    return [(partial(load.attention(), q), partial(load.attention(without=check.kernel), q))]
 
 
 def decode(check: AttentionCheck) -> list[Pair]:
-    return [_attention(check, _DECODES, _CONTEXT)]
+    return _decodes(check, _DECODES, _CONTEXT)
 
 
 def merge(check: AttentionCheck) -> list[Pair]:
-    return [_attention(check, 1, _LONG)]
+    return _decodes(check, 1, _LONG)
 
 
 def prefix(check: AttentionCheck) -> list[Pair]:
-    return [_attention(check, _DECODES, _PREFIX + 128, prefix=_PREFIX)]
+    return _decodes(check, _DECODES, _PREFIX + 128, _PREFIX)
 
 
 def prompts(check: AttentionCheck) -> list[Pair]:
-    return [_attention(check, *sizes) for sizes in _PROMPTS]
+    """Prompts read in place, and gathered."""
+    pairs: list[Pair] = []
+    for sizes in _PROMPTS:
+        load = TimedStore(check.shape, *sizes, block_size=check.block_size)
+        q = load.queries()
+        pairs.append((partial(load.attention("varlen"), q), partial(load.attention("gather"), q)))
+    return pairs
 
 
-def rows(check: AttentionCheck) -> list[Pair]:
+def reorder(check: AttentionCheck) -> list[Pair]:
     shape = check.shape
     q = mx.random.normal((_ROWS, shape.num_heads, shape.k_head_dim)).astype(shape.dtype)
     index = mx.array(np.random.default_rng(0).permutation(_ROWS).astype(np.int32))
@@ -86,11 +85,11 @@ def add_norm(check: Check[NormShape]) -> list[Pair]:
     x, weight = mx.random.normal((_ROWS, size)).astype(dtype), mx.ones(size, dtype)
     mx.eval(x, weight)
 
-    def apart() -> object:
+    def unfused() -> object:
         added = x + x
         return added, mx.fast.rms_norm(added, weight, EPS)
 
-    return [(lambda: add_rms_norm(x, x, weight, EPS), apart)]
+    return [(lambda: add_rms_norm(x, x, weight, EPS), unfused)]
 
 
 def gated_norm(check: Check[GatedNormShape]) -> list[Pair]:
@@ -100,11 +99,11 @@ def gated_norm(check: Check[GatedNormShape]) -> list[Pair]:
     weight, z = mx.ones(shape.dim, shape.dtype), Columns(x.reshape(_ROWS, -1), 0)
     mx.eval(x, weight, z.array)
 
-    def apart() -> mx.array:
+    def unfused() -> mx.array:
         return mx.fast.rms_norm(x, weight, EPS) * (x * mx.sigmoid(x))
 
-    together = partial(gated_rms_norm, x, z, weight, EPS, dim=shape.dim)
-    return [(together, mx.compile(apart))]
+    fused = partial(gated_rms_norm, x, z, weight, EPS, dim=shape.dim)
+    return [(fused, mx.compile(unfused))]
 
 
 def _rotate(x: mx.array, rope: Rope, where: mx.array) -> mx.array:
@@ -116,25 +115,25 @@ def _rotate(x: mx.array, rope: Rope, where: mx.array) -> mx.array:
 
 
 def write(check: AttentionCheck) -> list[Pair]:
-    """One launch for the new rows of prompts, and norm, rotation and kv_write apart."""
+    """One launch for the new rows of prompts, and one each for norm, rotation and kv_write."""
     positions, spec = np.arange(_ROWS), spec_of(check.shape)
-    launch, new, _ = drawn(check, positions)
+    launch, new, _ = launch_and_rows(check, positions)
     store = PagedStore([spec], -(-_ROWS // 16), 16)
     layer = LayerStore(store.keys[0], store.values[0], new_ticket(), spec)
     where = mx.array(positions.astype(np.int32))
     mx.eval([columns.array for columns in new if isinstance(columns, Columns)], where, layer.ticket)
 
-    def separately() -> object:
+    def unfused() -> object:
         if isinstance(new, NewLatents):
-            q, k, v = _latents_apart(new, check.shape, where)
+            q, k, v = _unfused_latents(new, check.shape, where)
         else:
-            q, k, v = _rows_apart(new, check.shape, where)
+            q, k, v = _unfused_rows(new, check.shape, where)
         return q, kv_write(k, v, where, layer)
 
-    return [(partial(launch, new, where, where, layer), separately)]
+    return [(partial(launch, new, where, where, layer), unfused)]
 
 
-def _rows_apart(new: NewRows, shape: AttentionShape, where: mx.array) -> Apart:
+def _unfused_rows(new: NewRows, shape: AttentionShape, where: mx.array) -> Unfused:
     rope = new.rope
     assert rope is not None
     parts = mx.split(new.q.array, (new.k.start, new.v.start), axis=1)
@@ -147,7 +146,7 @@ def _rows_apart(new: NewRows, shape: AttentionShape, where: mx.array) -> Apart:
     return q, k.squeeze(2), v.squeeze(2)
 
 
-def _latents_apart(new: NewLatents, shape: AttentionShape, where: mx.array) -> Apart:
+def _unfused_latents(new: NewLatents, shape: AttentionShape, where: mx.array) -> Unfused:
     q = new.q.array.reshape(_ROWS, shape.num_heads, 1, -1)[..., -shape.v_head_dim :]
     latents, k_pe = mx.split(new.latent.array, [shape.k_head_dim], axis=1)
     latents = mx.fast.rms_norm(latents, new.norm.weight, new.norm.eps)[:, None]
@@ -167,5 +166,5 @@ def fused_decode(check: AttentionCheck) -> list[Pair]:
         Heads(new.k, shape.num_kv_heads, dim, new.k_norm, new.rope),
         Heads(new.v, shape.num_kv_heads, shape.v_head_dim),
     )
-    fused, apart = load.attention(), load.attention(without=check.kernel)
-    return [(partial(fused, heads), partial(apart, heads))]
+    fused, unfused = load.attention(), load.attention(without=check.kernel)
+    return [(partial(fused, heads), partial(unfused, heads))]

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 # Seconds until a process is ready: a slow disk may have to read Python and MLX.
 _START = 120.0
-# Seconds for one check, which compiles up to four instantiations of a kernel in a few seconds each.
+# Seconds to compile up to four instantiations, a few seconds each, and check and time the kernel.
 DEADLINE = 60.0
 
 # Gets the number of checks done, their total, and the check that begins.
@@ -87,9 +87,7 @@ def _runner(opened: ExitStack) -> Run:
     try:
         return opened.enter_context(closing(Child())).ask
     except (OSError, ValueError) as e:
-        logger.info(
-            f"kernels are checked without a watchdog: no process can be started: {one_line(e)}"
-        )
+        logger.info(f"kernels are checked without a watchdog: no process starts: {one_line(e)}")
         return run_here
 
 

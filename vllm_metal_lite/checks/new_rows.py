@@ -10,7 +10,7 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.accuracy import TOLERANCE, largest_error, store_error
 from vllm_metal_lite.checks.case import spec_of
-from vllm_metal_lite.checks.check import Check
+from vllm_metal_lite.checks.check import AttentionCheck
 from vllm_metal_lite.checks.values import EPS, ROWS, draw, rms_norm, rounded
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.columns import Columns
@@ -21,23 +21,24 @@ from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.specs import AttentionShape, RopeShape
 
-# With a base, a frequency is a float32 exp2, exact to two units in the last place, and the error of
-# an angle grows with the position.  Given powers of two make every angle exact.
+# With a base, a frequency is a float32 exp2, exact to two units in the last place.  The error of an
+# angle grows with the position, and hides a wrong angle at a large one.  Given powers of two make
+# every angle exact.
 _FREQUENCY_ERROR = 2.4e-7
 _SMALL_POSITION, _LARGE_POSITION = 100, 1_000_000
 
 
-def write(check: Check[AttentionShape]) -> float:
+def write(check: AttentionCheck) -> float:
     """Few rows and many; only few rows of latents."""
     counts = (ROWS,) if check.kernel == "latent_write" else (ROWS, profile().rope_many_rows)
     return max(_written(check, count) for count in counts)
 
 
-def _written(check: Check[AttentionShape], rows: int) -> float:
+def _written(check: AttentionCheck, rows: int) -> float:
     """New rows written to an empty store; every third row has no slot."""
-    last = _last_position(check)
+    last = _LARGE_POSITION if _is_exact(check) else _SMALL_POSITION
     positions = np.linspace(0, last, rows).astype(np.int64)
-    launch, new, (q, *fresh) = drawn(check, positions)
+    launch, new, (q, *fresh) = launch_and_rows(check, positions)
     spec = spec_of(check.shape)
     slots = np.random.default_rng(0).permutation(rows).astype(np.int32)
     slots[::3] = -1
@@ -56,25 +57,20 @@ def _written(check: Check[AttentionShape], rows: int) -> float:
     return max(largest_error(out, q, rounding), store_error(store, expected, rounding))
 
 
-def _last_position(check: Check[AttentionShape]) -> int:
-    """The largest position at which a check can tell a wrong angle from rounding."""
-    return _LARGE_POSITION if _is_exact(check) else _SMALL_POSITION
-
-
-def tolerance(check: Check[AttentionShape], last: int) -> float:
+def tolerance(check: AttentionCheck, last: int) -> float:
     """last: the largest position."""
     angle = 0.0 if _is_exact(check) else _FREQUENCY_ERROR * last
     return TOLERANCE[check.shape.dtype] + angle
 
 
-def _is_exact(check: Check[AttentionShape]) -> bool:
+def _is_exact(check: AttentionCheck) -> bool:
     """Whether only sines and cosines are rounded."""
     assert check.rope is not None
     return check.rope.base is None and check.rope.scale == 1
 
 
-def drawn(
-    check: Check[AttentionShape], positions: np.ndarray
+def launch_and_rows(
+    check: AttentionCheck, positions: np.ndarray
 ) -> tuple[Callable[..., tuple[mx.array, mx.array]], NewRows | NewLatents, list[np.ndarray]]:
     """The launch that writes new rows, such rows, and the expected results."""
     assert check.rope is not None
@@ -124,11 +120,10 @@ def new_latents(
     new_rope, rates = _rope(rope_shape)
     latent, k_pe = Columns(joined, 0), Columns(joined, latent_dim)
     new = NewLatents(Columns(queries, rope), 2 * rope, heads, latent, k_pe, norm, new_rope)
-    rotated = (
+    rotary_q, rotary_k = (
         _rotate(x, positions, rope_shape, rates, shape.dtype)
         for x in (q[..., rope:], kv[..., latent_dim:])
     )
-    rotary_q, rotary_k = rotated
     return new, [rotary_q, rms_norm(kv[..., :latent_dim], weight, EPS, shape.dtype), rotary_k]
 
 

@@ -124,10 +124,10 @@ def gated_norm(check: Check[GatedNormShape]) -> float:
     return largest_error(got, expected if shape.gate_first else expected * act, TOLERANCE[dtype])
 
 
-def _compare(work: LayerStep, states: np.ndarray, kept: mx.Dtype, dtype: mx.Dtype) -> float:
-    """The steps by the kernels, and by the reference.  states: of _GIVEN, kept in that type."""
+def _compare(work: LayerStep, states: np.ndarray, state_dtype: mx.Dtype, dtype: mx.Dtype) -> float:
+    """The steps by the kernels, and by the reference.  states: of _GIVEN, stored in state_dtype."""
     batches, order = list(map(_batch, _STEPS)), SimpleNamespace(ticket=new_ticket())
-    state_store, got = _state_store(states, kept), []
+    state_store, got = _state_store(states, state_dtype), []
     for step, (batch, count) in enumerate(zip(batches, _NUM_ROWS, strict=True)):
         plan = SegmentPlan.plan(batch, count)
         got.append(work(KernelRecurrence(state_store, plan, order), step, dtype))
@@ -144,16 +144,14 @@ def _compare(work: LayerStep, states: np.ndarray, kept: mx.Dtype, dtype: mx.Dtyp
         mx.enable_compile()
     for rows in expected:
         rows[-_PADDING:] = 0
-    error = largest_error(state_store[_KEY], np.array(after[_KEY]), TOLERANCE[kept])
+    error = largest_error(state_store[_KEY], np.array(after[_KEY]), TOLERANCE[state_dtype])
     return max(largest(got, expected, TOLERANCE[dtype]), error)
 
 
 def _batch(step: tuple[_Segment, ...]) -> ForwardBatch:
     inputs = InputBatch(len(step), 64, block_size=16)
     starts, rows, states = zip(*step, strict=True)
-    seats = [
-        inputs.add([0] * (start + count), 0) for start, count in zip(starts, rows, strict=True)
-    ]
+    seats = [inputs.add([0] * (segment.start + segment.rows), 0) for segment in step]
     return inputs.pack(np.array(seats), np.array(starts), np.array(rows), states)
 
 

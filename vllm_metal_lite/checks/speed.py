@@ -11,6 +11,8 @@ from vllm_metal_lite.kernels.registry import REGISTRY
 
 # Calls of a candidate in a round.
 _CALLS = 4
+# Seconds of a slow candidate: the check, with its timing, must end before isolated.DEADLINE.
+_ENOUGH = 2.0
 # Copies in a row, which keep the device busy.
 _CHAIN = 5
 
@@ -34,7 +36,8 @@ def _seconds(ours: Work, other: Work) -> list[float]:
     def calls(work: Work) -> timing.Candidate:
         return lambda count: mx.eval([work() for _ in range(count)])
 
-    return timing.seconds_alternating([calls(ours), calls(other)], calls=_CALLS, warm=_CALLS)
+    candidates = calls(ours), calls(other)
+    return timing.seconds_alternating(candidates, calls=_CALLS, enough=_ENOUGH, warm=_CALLS)
 
 
 def copy_bandwidth(size: int = 256 << 20) -> float:

@@ -20,8 +20,6 @@ def draw(rng: np.random.Generator, dims: tuple[int, ...], dtype: mx.Dtype) -> np
 
 def rounded(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
     """Values rounded to `dtype`, as float32."""
-    if dtype == mx.float32:
-        return values.astype(np.float32)
     with mx.stream(mx.cpu):
         return np.array(mx.array(values.astype(np.float32)).astype(dtype).astype(mx.float32))
 
@@ -49,11 +47,10 @@ def _dequantised(weight: QuantisedWeight) -> np.ndarray:
     scales, biases = weight.scales, weight.biases
     if biases is not None:
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-    return np.array(
-        mx.dequantize(
-            weight.words, scales, biases, group_size, bits, mode, dtype=mx.float32, stream=mx.cpu
-        )
+    values = mx.dequantize(
+        weight.words, scales, biases, group_size, bits, mode, dtype=mx.float32, stream=mx.cpu
     )
+    return np.array(values)
 
 
 def activated(gate: np.ndarray, up: np.ndarray, how: Activation) -> np.ndarray:

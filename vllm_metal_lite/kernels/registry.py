@@ -86,7 +86,7 @@ _ROWS = (
         needs=("paged_decode",),
     ),
     KernelRow("varlen_prefill", _GATHER, "attention.prefill", "prompts", prefill="varlen"),
-    KernelRow("gather_rows", "MLX's own operations are used", "attention.rows", "rows"),
+    KernelRow("gather_rows", "MLX's own operations are used", "attention.reorder", "reorder"),
     KernelRow(
         "rope_write", "prompts use MLX's norm and rotation, and kv_write", "new_rows.write", "write"
     ),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from tools.bench.lib.driver import Run
 from tools.bench.lib.mlx_lm import native
 from vllm_metal_lite import backend
+from vllm_metal_lite.checks.compare_tokens import TIE_16_BIT
 from vllm_metal_lite.model.loader import LoadedModel
 
 # isort: split
@@ -19,8 +20,8 @@ mx = backend.mx
 class Agreement:
     """equal: requests whose tokens are all the same.  prefix: mean share of tokens before the first
     difference.  The other fields are the largest values of the `looked_at` requests that were
-    computed again, in standard deviations of a row's logits.  tie: distance of the two logits where
-    tokens first differ.  noise: distance of the same logits from those that mlx-lm computes with a
+    computed again, in standard deviations of a row's logits.  margin: distance of the two logits at
+    the first difference.  noise: distance of the same logits from those that mlx-lm computes with a
     cache.  ours_below, theirs_below: distance of each engine's token from the best.
     """
 
@@ -28,25 +29,22 @@ class Agreement:
     equal: int
     prefix: float
     looked_at: int
-    tie: float
+    margin: float
     noise: float
     ours_below: float
     theirs_below: float
 
     @property
     def within_ties(self) -> bool:
-        """Random tokens are about 4 deviations apart, the two best of a large vocabulary 0.2.
-
-        With experts, a rounding error can send a token to another expert, and the logits change by
-        more than that, in mlx-lm alone too.
-        """
-        return self.tie <= max(0.1, 4 * self.noise)
+        """Up to the margin of `doctor`; more if mlx-lm alone is noisier: with experts, a rounding
+        error can send a token to another expert, and the logits change by more than that."""
+        return self.margin <= max(TIE_16_BIT, 4 * self.noise)
 
     def __str__(self) -> str:
         text = f"{self.equal}/{self.requests} equal, prefix {self.prefix:.0%}"
         if self.looked_at:
-            text += f", tie {self.tie:.3f}, noise {self.noise:.3f}, below the best token: ours "
-            text += f"{self.ours_below:.3f}, mlx-lm's {self.theirs_below:.3f}"
+            text += f", margin {self.margin:.3f}, noise {self.noise:.3f}, below the best token: "
+            text += f"ours {self.ours_below:.3f}, mlx-lm's {self.theirs_below:.3f}"
         return text if self.within_ties else text + " NOT A TIE"
 
 
