@@ -103,17 +103,14 @@ class Answer:
             hidden = is_eos or not self.params.include_stop_str_in_output
             self._end_text(len(tokens) + 1 - hidden)  # before another thread can read the token
             tokens.append(token_id)
-            return self._finish_shown("stop", None if is_eos else token_id)
+            return self._stops() or self._finish("stop", None if is_eos else token_id)
         tokens.append(token_id)
-        if self._stop_finder:
-            stop = self._stop_finder.find_stop(len(tokens) >= self.params.min_tokens)
-            self.output.text = self._stop_finder.shown
-            if stop is not None:
-                return self._finish("stop", stop)
+        if self._stops():
+            return True
         if self.request.num_prompt_tokens + len(tokens) < self.request.max_length:
             return False
         self._end_text(len(tokens))
-        return self._finish_shown("length")
+        return self._stops() or self._finish("length")
 
     def _end_text(self, num_tokens: int) -> None:
         self.output.num_shown_tokens = num_tokens
@@ -121,15 +118,17 @@ class Answer:
             self._detokenizer.end_at(num_tokens)
             self.output.text = self._detokenizer.text
 
-    def _finish_shown(self, reason: str, stop_reason: int | None = None) -> bool:
-        """Finish after `_end_text`: the text that the stream held back may complete a stop string,
-        which then ends the answer."""
-        if (finder := self._stop_finder) is not None:
-            stop = finder.find_stop(len(self._token_ids) >= self.params.min_tokens)
-            if stop is not None:
-                self.output.text, self.output.num_shown_tokens = finder.shown, None
-                return self._finish("stop", stop)
-        return self._finish(reason, stop_reason)
+    def _stops(self) -> bool:
+        """Whether a stop string ends the answer.  After `_end_text` the text that the stream held
+        back is searched, too."""
+        if (finder := self._stop_finder) is None:
+            return False
+        stop = finder.find_stop(len(self._token_ids) >= self.params.min_tokens)
+        self.output.text = finder.shown
+        if stop is None:
+            return False
+        self.output.num_shown_tokens = None
+        return self._finish("stop", stop)
 
     def _finish(self, reason: str, stop_reason: int | str | None = None) -> bool:
         self.output.stop_reason, self.output.finish_reason = stop_reason, reason

@@ -82,7 +82,7 @@ class Detokenizer:
         return self._stream.text
 
     def find_stop(self, may_stop: bool = True) -> str | None:
-        """The stop string that the text now contains, or None.  Call after each token."""
+        """The stop string in the text, or None.  Call after each token, and after `end_at`."""
         text = self.text()
         if may_stop:
             searched = self._searched + 1
@@ -93,7 +93,8 @@ class Detokenizer:
                 self.shown = text[: at + len(stop)] if self._keep_stop else text[:at]
                 return stop
         self._searched = len(text)
-        self.shown = text[: max(len(text) - self._hold_back, 0)]
+        hold_back = self._hold_back if self._end is None else 0
+        self.shown = text[: max(len(text) - hold_back, 0)]
         return None
 
     def end_at(self, num_tokens: int) -> None:
