@@ -62,7 +62,7 @@ class PrefixDisk:
         """Whether a request waits for a read from the disk.  hit: its prefix in memory."""
         if request.wants_restore is None:
             self.writer.refresh()
-            request.wants_restore = self.reader.find(request, hit) is not None
+            request.wants_restore = self.reader.wants(request, hit)
         return request.wants_restore
 
     def step_finished(self, output: SchedulerOutput) -> None:

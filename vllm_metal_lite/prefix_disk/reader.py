@@ -65,9 +65,16 @@ class Reader:
         self._scheduler, self._kv = scheduler, scheduler.kv
         self._threads = ThreadPoolExecutor(_THREADS, "prefix-disk-reader")
         self.restore: Restore | None = None
+        self._has_candidates = False  # whether a waiting request may want a restore
         self.speeds = Speeds()
 
-    def find(self, request: Request, hit: PrefixHit) -> Restore | None:
+    def wants(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether a request should wait for a read from the disk.  hit: its prefix in memory."""
+        wants = self._find(request, hit) is not None
+        self._has_candidates |= wants
+        return wants
+
+    def _find(self, request: Request, hit: PrefixHit) -> Restore | None:
         """The restore of a request with this hit in memory; None if computing is faster."""
         parts, size, known = self._parts, self._kv.block_size, self._folder.known
         if request.skip_prefix_cache_read or not known:
@@ -89,23 +96,22 @@ class Reader:
         """Whether `advance` has something to do."""
         restore = self.restore
         if restore is None:
-            return self._next_request() is not None
+            return self._has_candidates
         return not restore.reads or restore.reads[0][1].done() or self._must_stop(restore)
 
     def advance(self) -> None:
         """Copy the parts that were read to the store, or begin with the next prefix."""
         if self.restore is not None:
             self._copy_arrived(self.restore)
-        elif (request := self._next_request()) is not None:
+        elif request := next((r for r in self._scheduler.waiting if r.wants_restore), None):
             self._start(request)
-
-    def _next_request(self) -> Request | None:
-        return next((r for r in self._scheduler.waiting if r.wants_restore), None)
+        else:
+            self._has_candidates = False
 
     def _start(self, request: Request) -> None:
         """Begin to read a request's prefix, if there is room for it."""
         request.wants_restore = False
-        restore = self.find(request, self._kv.find_prefix(request))
+        restore = self._find(request, self._kv.find_prefix(request))
         if restore is not None:
             restore.places = self._parts.claim(restore.needed, self._scheduler.spare_blocks())
             if restore.places:
