@@ -23,7 +23,7 @@ MAX_NUM_SEQS = 16384
 
 # Most drafts of a request in a step.
 MAX_DRAFT = 31
-# Most rows with logits beside those of plain decodes: logits take memory, a vocabulary each row.
+# Most rows with logits, unless more requests decode.  A row's logits take a vocabulary of memory.
 _MAX_LOGITS_ROWS = 256
 
 

@@ -111,7 +111,7 @@ def _paged_decode(
 
 
 def _newest(case: Case, fresh: list[np.ndarray]) -> tuple[LayerStore, list[np.ndarray]]:
-    """The store before the decodes write their rows, NaN until then, and its values after."""
+    """The store before the decodes write their rows, which are NaN, and the values after."""
     before, after, newest = [], [], case.decodes.slot_mapping()
     for row, stored, held, new in zip(
         case.formats, case.stored, (case.keys, case.values), fresh, strict=True

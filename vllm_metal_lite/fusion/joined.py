@@ -23,7 +23,7 @@ _BY_OUTPUT = ("weight", "scales", "biases", "bias")
 
 
 class JoinedProjection:
-    """Several projections as one.  Keeps a product until every projection took its part."""
+    """Several projections as one.  Keeps a product until each projection has its part."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self.linear = modules[0]

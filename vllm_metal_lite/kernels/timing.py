@@ -59,10 +59,10 @@ def seconds_alternating(
 def timed_once(
     key: str, kernel: str, what: str, measure: Callable[[], str], ranks: RankGroup = ALONE
 ) -> str | None:
-    """The finding of `measure`, from an earlier start or now; None, with a warning, if it fails.
+    """The finding of `measure`, which runs once a machine; None, with a warning, on failure.
 
-    what: names the work in messages.  kernel: is not used after a failure.  ranks: all take the
-    finding that the leader remembers, and `measure` fails on all of them or on none.
+    what: the name of the work in messages.  kernel: is not used after a failure.  ranks: all take
+    the finding that the leader remembers, and `measure` fails on all of them or on none.
     """
     found = Findings()
     known = ranks.from_leader(found.known.get(key))

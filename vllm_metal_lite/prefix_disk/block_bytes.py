@@ -13,7 +13,7 @@ from vllm_metal_lite.kv.store import PagedStore
 class BlockBytes:
     """Copies bytes from and to a store.  Views of the store stay open until `close`.
 
-    Groups and places are those of parts.py.  sizes: the bytes of a place, by group.
+    sizes: the bytes of a place, by group.  parts.py explains places and groups.
     """
 
     def __init__(self, store: PagedStore) -> None:

@@ -177,7 +177,7 @@ class Folder:
         return None
 
     def warn(self, message: str) -> None:
-        """Count an error, and log it unless it repeats the last one."""
+        """Count an error.  Log the message, unless the last message was the same."""
         self.num_errors += 1
         if message != self._last_warning:
             self._last_warning = message

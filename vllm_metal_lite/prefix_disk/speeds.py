@@ -1,4 +1,4 @@
-"""How fast this machine reads prefixes from the disk, and how fast it computes them."""
+"""The measured speeds of reading prefixes from the disk, and of computing prefixes."""
 
 import time
 
@@ -29,11 +29,11 @@ class Speeds:
         return is_faster
 
     def add_reads(self, num_bytes: int, seconds: float) -> None:
-        """Measure the files of a prefix, which all threads together read in `seconds`."""
+        """Record a prefix of num_bytes, which all threads together read in `seconds`."""
         self.read += _NEWEST * (num_bytes / max(seconds, 1e-6) - self.read)
 
     def add_step(self, output: SchedulerOutput) -> None:
-        """Time a step that has just ended, if most of its rows are of prompts."""
+        """Record a step that has just ended, if most rows are of prompts."""
         now, rows = time.monotonic(), output.total_num_scheduled_tokens
         if rows >= _MIN_ROWS and rows > 2 * output.num_decodes:
             seconds = now - max(output.launched_at, self._last_end) + 1e-6

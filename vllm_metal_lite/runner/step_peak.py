@@ -91,7 +91,7 @@ def estimated_step_peak(model: LoadedModel, config: EngineConfig, max_model_len:
 
 
 def _profiled_sizes(config: EngineConfig, max_model_len: int) -> tuple[int, int, int]:
-    """(rows of a full step, rows of the measured step, its context)"""
+    """(rows of a full step, rows of the measured step, context of the measured step)"""
     device = profile()
     full = min(config.max_num_batched_tokens, max_model_len)
     rows = min(full, device.profile_rows)

@@ -148,11 +148,8 @@ class Sampler:
             self._allowed.add(req_index, params.allowed_token_ids, vocab_size)
         self._bad_words.add(req_index, bad_words, token_ids[num_prompt_tokens:], vocab_size)
         self._bias.add(req_index, params.logit_bias or {}, vocab_size)
-        stop_token_ids = {
-            *(params.stop_token_ids or ()),
-            *(() if params.ignore_eos else eos_token_ids),
-        }
-        self._min_tokens.add(req_index, params.min_tokens, stop_token_ids, vocab_size)
+        stop_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
+        self._min_tokens.add(req_index, params.min_tokens, stop_ids, vocab_size)
         self._penalties.add(req_index, params, token_ids, num_prompt_tokens)
 
     def remove(self, req_index: int) -> None:

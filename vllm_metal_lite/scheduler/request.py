@@ -84,7 +84,7 @@ class Request:
     # (following.py).
     leader: "tuple[Request, int] | None" = field(init=False, default=None, repr=False)
     num_followed: int = field(init=False, default=0)
-    # Whether it waits for the disk (None: not decided yet), and the tokens read from there.
+    # Whether the request waits for the disk (None: not decided yet), and the tokens read there.
     wants_restore: bool | None = field(init=False, default=None)
     num_restored_tokens: int = field(init=False, default=0)
     status: RequestStatus = field(init=False, default=RequestStatus.WAITING)

@@ -57,7 +57,7 @@ class Scheduler:
         self.kv = KVCacheManager(groups, config.block_size, caching, states)
         self._states = None if states is None else StateScheduler(self.kv, states)
         self.drafts = DraftScheduler(self.kv, self._states)
-        # Set by the prefix disk: whether to hold a request back until its prefix is read.
+        # Whether a request waits until its prefix is read.  The prefix disk sets this function.
         self.must_wait: Callable[[Request, PrefixHit], bool] = lambda request, hit: False
         self.one_by_one = False  # admit a request only if no other prompt is being computed
         self.num_preemptions = 0

@@ -19,8 +19,10 @@ def text_of(content: Any, where: str) -> str:
     Parts are joined by newlines, as vLLM does for templates that want a string.
     Raises ApiError (400) for images, audio, files and unknown parts.
     """
-    if content is None or isinstance(content, str):
-        return content or ""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
     if not isinstance(content, list):
         raise must_be(where, "a string or a list of parts", content)
     return "\n".join(part_text(part, f"{where}.{i}") for i, part in enumerate(content))

@@ -34,7 +34,7 @@ class _Record:
 
     @property
     def rate(self) -> float:
-        """The probability that a draft is accepted if the one before it was."""
+        """The probability that a draft is accepted after an accepted draft."""
         return self.accepted / (self.accepted + self.rejected)
 
     def record(self, num_accepted: int, num_drafts: int) -> None:

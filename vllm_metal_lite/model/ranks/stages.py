@@ -95,8 +95,8 @@ def _of_stage(layers: list[nn.Module], stage: int, num_stages: int) -> list[nn.M
 
 
 def _check_chain(model: nn.Module, layers: list[nn.Module]) -> None:
-    """Raise an error unless each layer takes the previous one's result.  Builds a forward of one
-    token; evaluates nothing."""
+    """Raise ModelLoadError unless each layer takes the result of the one before.  Builds a forward
+    of one token, and evaluates nothing."""
     calls = calls_of(model, layers)
     if [id(layer) for layer, *_ in calls] != list(map(id, layers)):
         raise ModelLoadError("its layers do not run once each, in order")
