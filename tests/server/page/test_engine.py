@@ -16,8 +16,10 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture
 def view(open_page) -> PageView:
-    """The page, wide enough for the view."""
-    return open_page(**WIDE)
+    """The page, wide enough for the view, with the pool shown."""
+    view = open_page(**WIDE)
+    expect(view.page.locator("#legend li")).to_have_count(4)
+    return view
 
 
 def test_the_view_of_the_engine_changes_under_load(open_page):
@@ -88,7 +90,6 @@ def test_the_end_of_the_engine_is_said(open_page):
 
 
 def test_numbers_from_before_a_long_step_are_not_shown_as_current(view, page, running):
-    expect(page.locator("#legend li")).to_have_count(4)
     (client,) = running.server.models.loaded.values()
     os.kill(client.pid, signal.SIGSTOP)
     try:

@@ -107,7 +107,7 @@ class PageView:
     def samples(self) -> Iterator[None]:
         """While the page's 18 sample requests run; they are long enough for a slow browser."""
         self.change_requests("completions", max_tokens=3000)
-        self.page.click("#samples")
+        self.page.press("#samples", "Enter")  # the button may move until the first steps are shown
         expect(self.page.locator("#requests li").nth(17)).to_be_visible()
         try:
             yield

@@ -10,7 +10,6 @@ const TOP = 8;
 const HEIGHT = 130;  // of the columns
 const GAP = 24;
 const STRIP = 26;  // of the times
-const EMPTY = 44;  // of the canvas without a step
 const LINEAR = 4;  // tokens up to which the scale is about linear
 const FONT = "10.5px system-ui, sans-serif";
 const TICKS = [1, 4, 16, 64, 256, 1024, 4096, 16384, 65536];
@@ -30,14 +29,14 @@ export class Timeline {
 
   draw(history, highlight) {
     const { canvas } = this;
-    const empty = !history.steps.length;
-    const context = fit(canvas, empty ? EMPTY : TOP + HEIGHT + GAP + STRIP + 4);
+    // As high without a step, so that nothing below moves under the pointer when the first comes.
+    const context = fit(canvas, TOP + HEIGHT + GAP + STRIP + 4);
     const colours = palette();
-    if (empty) {
+    if (!history.steps.length) {
       this.columns = [];
       context.font = FONT;
       context.fillStyle = colours.text;
-      context.fillText("No steps have been seen yet.", 0, EMPTY / 2);
+      context.fillText("No steps have been seen yet.", 0, TOP + HEIGHT / 2);
       canvas.setAttribute("aria-label", this.summary());
       return;
     }
