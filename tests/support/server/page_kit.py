@@ -185,7 +185,7 @@ class PageView:
 
 def until_idle(running: Running, page: Page) -> None:
     """Wait until the server has no requests."""
-    for _ in range(200):
+    for _ in range(_TIMEOUT // 50):
         if not running.server.requests:
             return
         page.wait_for_timeout(50)
